@@ -1,0 +1,1 @@
+"""What every service shares: bus, database, object store, settings, errors, telemetry."""

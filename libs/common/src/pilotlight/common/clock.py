@@ -1,0 +1,51 @@
+"""Time, for services. Policies take ``now_s``; nothing else may ask the operating system (a lint rule says so)."""
+
+import time
+from datetime import UTC, datetime, timedelta
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Where a service gets its time from."""
+
+    def monotonic_s(self) -> float:
+        """Seconds on the host's CLOCK_MONOTONIC: the same for every process of a host, never set back. For durations and phases."""
+        ...
+
+    def wall(self) -> datetime:
+        """Time of day in UTC, for people and audit."""
+        ...
+
+
+class SystemClock:
+    """The host's clocks."""
+
+    def monotonic_s(self) -> float:
+        return time.monotonic()  # noqa: TID251 - this is the one place
+
+    def wall(self) -> datetime:
+        return datetime.now(UTC)  # noqa: TID251 - this is the one place
+
+
+class ManualClock:
+    """A clock that tests set by hand."""
+
+    def __init__(self, monotonic_s: float = 1000.0, wall: datetime | None = None) -> None:
+        self._monotonic_s = monotonic_s
+        self._wall = wall or datetime(2026, 1, 1, tzinfo=UTC)
+
+    def monotonic_s(self) -> float:
+        return self._monotonic_s
+
+    def wall(self) -> datetime:
+        return self._wall
+
+    def advance(self, seconds: float) -> None:
+        """Let both clocks go on."""
+        self._monotonic_s += seconds
+        self._wall += timedelta(seconds=seconds)
+
+
+def wall_offset_s(clock: Clock) -> float:
+    """What to add to a monotonic reading of this host to get Unix time."""
+    return clock.wall().timestamp() - clock.monotonic_s()

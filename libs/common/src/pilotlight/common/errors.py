@@ -1,0 +1,330 @@
+"""Every error that leaves a function of ours, with its code, its status and what the user can do.
+
+::
+
+    PilotlightError
+    ├── CallerError          the request is wrong; sending it again changes nothing
+    │   ├── BadRequest ── ContextTooLong, MessageUndecodable
+    │   ├── Unauthorized, Forbidden, NotFound ── ModelNotFound, RouteNotFound
+    │   ├── MethodNotAllowed, AlreadyExists, Conflict
+    │   ├── UnprocessableInput ── BadCheckpoint, UnsupportedModel, UriNotAllowed
+    │   └── TooLarge ── MessageTooLarge
+    ├── CapacityError        nothing is wrong; there is no room now (429, Retry-After)
+    │   ├── TooManyHeld, QueueFull
+    │   └── NoRoom ── HostPoolFull, NoWorker
+    ├── TransientError       something failed; trying again can help (503)
+    │   ├── DeadlineExceeded, ControlPlaneUnavailable, BusUnavailable, DatabaseUnavailable
+    │   ├── SourceUnavailable, SourceChanged, CorruptChunk
+    │   ├── NotLoaded, StaleCommand, NotLeader
+    │   └── WorkerLost, EngineFailed
+    └── InternalError        a bug: the process says so and, where state may be wrong, ends
+
+``code`` is stable: clients, alerts and runbooks use it. The class docstring's first line is the default message.
+"""
+
+from typing import ClassVar
+
+
+class PilotlightError(Exception):
+    """Something went wrong."""
+
+    code: ClassVar[str] = "error"
+    status: ClassVar[int] = 500
+    retryable: ClassVar[bool] = False
+    action: ClassVar[str] = "Look at the logs with `pilotlight logs`."
+    """What the user can do."""
+    openai_type: ClassVar[str] = "server_error"
+
+    def __init__(self, message: str = "", *, param: str | None = None, retry_after_s: float | None = None) -> None:
+        doc = (type(self).__doc__ or "").strip().splitlines()
+        self.message = message or (doc[0] if doc else self.code)
+        self.param = param
+        self.retry_after_s = retry_after_s
+        super().__init__(self.message)
+
+
+class CallerError(PilotlightError):
+    """The request cannot be carried out as it is."""
+
+    code = "invalid_request"
+    status = 400
+    action = "Correct the request; the message names the field."
+    openai_type = "invalid_request_error"
+
+
+class BadRequest(CallerError):
+    """The request is malformed."""
+
+
+class ContextTooLong(BadRequest):
+    """The prompt is longer than the model's context."""
+
+    code = "context_length_exceeded"
+    action = "Shorten the prompt, or ask for fewer tokens; the message names the limit."
+
+
+class MessageUndecodable(BadRequest):
+    """A message cannot be decoded."""
+
+    code = "message_undecodable"
+    action = "Check that both ends run releases that speak the same major version."
+
+
+class Unauthorized(CallerError):
+    """A valid API key is needed."""
+
+    code = "invalid_api_key"
+    status = 401
+    action = "Send `Authorization: Bearer KEY`; embedded mode writes keys to api.key and admin.key."
+
+
+class Forbidden(CallerError):
+    """This key may not do that."""
+
+    code = "forbidden"
+    status = 403
+    action = "Use an admin key for /admin/v1, an inference key for /v1."
+
+
+class NotFound(CallerError):
+    """There is no such thing."""
+
+    code = "not_found"
+    status = 404
+    action = "Check the name; lists are at /v1/models and under /admin/v1."
+
+
+class ModelNotFound(NotFound):
+    """There is no such model."""
+
+    code = "model_not_found"
+    action = "See `pilotlight model list`, or register it with `pilotlight model add`."
+
+
+class RouteNotFound(NotFound):
+    """There is no such route."""
+
+    code = "route_not_found"
+    action = "The API is described at /v1/openapi.json and /admin/v1/docs."
+
+
+class MethodNotAllowed(CallerError):
+    """The route does not take this method."""
+
+    code = "method_not_allowed"
+    status = 405
+    action = "Use a method that the Allow header names."
+
+
+class AlreadyExists(CallerError):
+    """The name is taken."""
+
+    code = "already_exists"
+    status = 409
+    action = "Choose another name, or delete the old one first."
+
+
+class Conflict(CallerError):
+    """The thing changed, or its state does not allow this."""
+
+    code = "conflict"
+    status = 409
+    action = "Read it again and decide anew."
+
+
+class UnprocessableInput(CallerError):
+    """The request is well-formed, but a value is not acceptable."""
+
+    code = "unprocessable"
+    status = 422
+
+
+class BadCheckpoint(UnprocessableInput):
+    """The checkpoint is incomplete or damaged."""
+
+    code = "bad_checkpoint"
+    action = "Download or export the checkpoint again; the message names the file."
+
+
+class UnsupportedModel(UnprocessableInput):
+    """This kind of model cannot be served."""
+
+    code = "unsupported_model"
+    action = "The message names what is missing; docs/concepts.md lists what is supported."
+
+
+class UriNotAllowed(UnprocessableInput):
+    """The model's URI lies outside the allowed roots."""
+
+    code = "uri_not_allowed"
+    action = "Move the model below a root, or add its root to PILOTLIGHT_MODEL_ROOTS."
+
+
+class TooLarge(CallerError):
+    """The request is too large."""
+
+    code = "too_large"
+    status = 413
+    action = "Send less; the message names the limit."
+
+
+class MessageTooLarge(TooLarge):
+    """A message is beyond what the bus takes."""
+
+    code = "message_too_large"
+
+
+class CapacityError(PilotlightError):
+    """There is no room at the moment."""
+
+    code = "no_capacity"
+    status = 429
+    retryable = True
+    action = "Try again after the time in Retry-After; add workers if it lasts."
+    openai_type = "rate_limit_error"
+
+
+class TooManyHeld(CapacityError):
+    """Too many requests already wait for a model to load."""
+
+    code = "too_many_held"
+
+
+class QueueFull(CapacityError):
+    """The worker's queue is full."""
+
+    code = "queue_full"
+
+
+class NoRoom(CapacityError):
+    """No room can be made for the model: everything that is loaded is in use or pinned."""
+
+    code = "no_room"
+    action = "Add a worker, unpin a model, or wait until requests in flight have ended."
+
+
+class HostPoolFull(NoRoom):
+    """The host pool has no room for the model, and nothing in it can be dropped."""
+
+    code = "host_pool_full"
+    action = "Raise PILOTLIGHT_POOL_BYTES, or wait until leases have ended."
+
+
+class NoWorker(NoRoom):
+    """No live worker can ever hold the model."""
+
+    code = "no_worker"
+    action = "See `pilotlight doctor` and /admin/v1/workers; the message says how much memory is needed."
+
+
+class TransientError(PilotlightError):
+    """Something is unavailable at the moment."""
+
+    code = "unavailable"
+    status = 503
+    retryable = True
+    action = "Try again."
+
+
+class DeadlineExceeded(TransientError):
+    """The deadline passed."""
+
+    code = "deadline_exceeded"
+
+
+class ControlPlaneUnavailable(TransientError):
+    """No scheduler leads at the moment, so no model can be started."""
+
+    code = "control_plane_unavailable"
+    action = "Check that the scheduler and PostgreSQL run: `pilotlight logs scheduler`."
+
+
+class BusUnavailable(TransientError):
+    """NATS cannot be reached, or nobody answers there."""
+
+    code = "bus_unavailable"
+    action = "Check that nats-server runs and PILOTLIGHT_NATS_URL is right."
+
+
+class DatabaseUnavailable(TransientError):
+    """PostgreSQL cannot be reached."""
+
+    code = "database_unavailable"
+    action = "Check that PostgreSQL runs and PILOTLIGHT_DATABASE_URL is right."
+
+
+class SourceUnavailable(TransientError):
+    """The model's source cannot be read."""
+
+    code = "source_unavailable"
+    action = "Check that the model's files are still where they were registered."
+
+
+class SourceChanged(TransientError):
+    """The model's source is not what was registered."""
+
+    code = "source_changed"
+    action = "Register the model again: its files changed since."
+
+
+class CorruptChunk(TransientError):
+    """Bytes that arrived do not have the recorded digest."""
+
+    code = "corrupt_chunk"
+    action = "Check the source's storage; the message names file and range."
+
+
+class NotLoaded(TransientError):
+    """The worker does not hold the instance, or it is not ready."""
+
+    code = "not_loaded"
+
+
+class StaleCommand(TransientError):
+    """A command carried an older epoch than one already seen."""
+
+    code = "stale_command"
+
+
+class NotLeader(TransientError):
+    """This scheduler does not lead."""
+
+    code = "not_leader"
+
+
+class WorkerLost(TransientError):
+    """The worker that ran the request is gone."""
+
+    code = "worker_lost"
+
+
+class EngineFailed(TransientError):
+    """The engine ended or refused while it ran the request."""
+
+    code = "engine_failed"
+
+
+class InternalError(PilotlightError):
+    """A bug in Pilotlight."""
+
+    code = "internal"
+    action = "Please report it, with the trace id and `pilotlight logs`."
+
+
+def all_errors() -> tuple[type[PilotlightError], ...]:
+    """Every class of the taxonomy, the root first."""
+    found: list[type[PilotlightError]] = []
+    stack: list[type[PilotlightError]] = [PilotlightError]
+    while stack:
+        current = stack.pop()
+        found.append(current)
+        stack.extend(current.__subclasses__())
+    return tuple(found)
+
+
+def error_of(code: str, message: str, retry_after_s: float | None = None) -> PilotlightError:
+    """The error that a peer reported by code; an unknown code becomes ``TransientError``."""
+    for kind in all_errors():
+        if kind.code == code and "code" in vars(kind):
+            return kind(message, retry_after_s=retry_after_s)
+    return TransientError(f"{code}: {message}", retry_after_s=retry_after_s)

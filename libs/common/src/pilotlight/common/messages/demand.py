@@ -1,0 +1,47 @@
+"""Gateway to scheduler: what is held, and what an operator asks for."""
+
+from pilotlight.common.messages.codec import Message
+from pilotlight.policy.types import Demand, GatewayId, InstanceId, ModelName
+
+DEMAND_SUBJECTS = "v1.demand.*"
+WARM_SUBJECT = "v1.scheduler.warm"
+"""Request/reply to the leader: ``Warm`` → ``Warming``."""
+EVICT_SUBJECT = "v1.scheduler.evict"
+"""Request/reply to the leader: ``Evict`` → ``Evicting``."""
+
+
+def demand_subject(gateway_id: GatewayId) -> str:
+    """``DemandVector``, on change and every 250 ms while not empty."""
+    return f"v1.demand.{gateway_id}"
+
+
+class DemandVector(Message, kw_only=True):
+    """Everything that one gateway holds. A model that is not in it has no demand there."""
+
+    gateway_id: GatewayId
+    demands: tuple[Demand, ...]
+
+
+class Warm(Message, kw_only=True):
+    """Start an instance of a model that has none, as if a request waited."""
+
+    model: ModelName
+    trace_parent: str = ""
+
+
+class Warming(Message, kw_only=True):
+    """The instance that is on its way or ready."""
+
+    instance_id: InstanceId
+
+
+class Evict(Message, kw_only=True):
+    """Drain and release every instance of a model."""
+
+    model: ModelName
+
+
+class Evicting(Message, kw_only=True):
+    """The instances that are being released."""
+
+    instance_ids: tuple[InstanceId, ...]

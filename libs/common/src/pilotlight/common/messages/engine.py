@@ -1,0 +1,121 @@
+"""Worker and its engine child, over a socketpair: msgpack frames."""
+
+from pilotlight.common.messages.codec import Message
+from pilotlight.common.messages.pool import TensorPlace
+from pilotlight.policy.types import FinishReason, InstanceId, Model, Phase, RequestId, Sampling, Stage
+
+
+class LoadStage(Message, tag="load", kw_only=True):
+    """Make room for a stage; its parts follow as ``PlacePart``."""
+
+    instance_id: InstanceId
+    model: Model
+    stage: Stage
+    device_bytes: int
+    pool_path: str
+    pool_bytes: int
+
+
+class PlacePart(Message, tag="part", kw_only=True):
+    """Copy one part's tensors from the host pool to their place."""
+
+    instance_id: InstanceId
+    part: int
+    tensors: tuple[TensorPlace, ...]
+
+
+class UnloadStage(Message, tag="unload", kw_only=True):
+    """Free a stage. Requests that still run on it end as cancelled."""
+
+    instance_id: InstanceId
+
+
+class Run(Message, tag="run", kw_only=True):
+    """Take a request into the batch."""
+
+    request_id: RequestId
+    attempt: int
+    instance_id: InstanceId
+    prompt_ids: list[int]
+    output_ids: list[int]
+    sampling: Sampling
+
+
+class Abort(Message, tag="abort", kw_only=True):
+    """Drop a request within one step."""
+
+    request_id: RequestId
+    attempt: int
+
+
+class Shutdown(Message, tag="shutdown", kw_only=True):
+    """End the child, in order."""
+
+
+ToEngine = LoadStage | PlacePart | UnloadStage | Run | Abort | Shutdown
+
+
+class EngineUp(Message, tag="up", kw_only=True):
+    """First frame of a child that is ready to load."""
+
+    pid: int
+    device_name: str
+    memory_bytes: int
+    load_bytes_per_s: float
+
+
+class StageLoaded(Message, tag="loaded", kw_only=True):
+    """Every part is in place: the stage runs requests from now on."""
+
+    instance_id: InstanceId
+    phases: tuple[Phase, ...]
+    device_bytes: int
+    kv_capacity_tokens: int
+
+
+class StageFailed(Message, tag="load_failed", kw_only=True):
+    """The stage cannot be loaded: a code of the error taxonomy and a sentence. Its memory is free again."""
+
+    instance_id: InstanceId
+    code: str
+    message: str
+
+
+class StageUnloaded(Message, tag="unloaded", kw_only=True):
+    """The stage's memory is free."""
+
+    instance_id: InstanceId
+
+
+class Produced(Message, array_like=True, kw_only=True):
+    """What one step gave one request. ``position`` is that of its first new output token."""
+
+    request_id: RequestId
+    attempt: int
+    position: int
+    token_ids: list[int]
+    logprobs: list[float] | None
+    finish: FinishReason | None
+    code: str = ""
+    message: str = ""
+
+
+class StepDone(Message, tag="step", kw_only=True):
+    """One engine step: its output, and what the batch looks like after it."""
+
+    produced: list[Produced]
+    waiting: int
+    running: int
+    kv_free_tokens: int
+    step_time_s: float
+
+
+class Prefilled(Message, tag="prefilled", kw_only=True):
+    """When the first step of a stage's first request ran: the last phase of its cold start."""
+
+    instance_id: InstanceId
+    request_id: RequestId
+    phase: Phase
+
+
+FromEngine = EngineUp | StageLoaded | StageFailed | StageUnloaded | StepDone | Prefilled

@@ -1,0 +1,24 @@
+"""Notifications in the JetStream stream EVENTS: what happened. The owner's row or reply is the truth."""
+
+from typing import Any
+
+from pilotlight.common.messages.codec import Message
+
+EVENTS_STREAM = "EVENTS"
+EVENT_SUBJECTS = "v1.event.>"
+
+
+def event_subject(service: str, kind: str) -> str:
+    """``Event``; ``kind`` is a stable identifier such as ``model_registered``."""
+    return f"v1.event.{service}.{kind}"
+
+
+class Event(Message, kw_only=True):
+    """One thing that happened to one entity."""
+
+    event_id: str
+    kind: str
+    entity: str
+    at: str
+    """RFC 3339, UTC, by the writer's clock."""
+    data: dict[str, Any] = {}

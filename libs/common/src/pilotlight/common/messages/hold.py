@@ -1,0 +1,58 @@
+"""Scheduler to worker and loader: what to hold.
+
+Level-triggered: a command is the whole desired state of its receiver under one epoch. What is not in it is to be let go. It is
+repeated until reports agree, and every second after; hearing one twice, or only the last of many, changes nothing.
+"""
+
+from pilotlight.common.messages.codec import Message
+from pilotlight.policy.types import Epoch, Generation, InstanceId, Model, NodeId, Stage, WorkerId
+
+
+def worker_hold_subject(worker_id: WorkerId) -> str:
+    """``WorkerHold``."""
+    return f"v1.worker.{worker_id}.hold"
+
+
+def node_hold_subject(node_id: NodeId) -> str:
+    """``NodeHold``."""
+    return f"v1.loader.{node_id}.hold"
+
+
+class Hold(Message, kw_only=True):
+    """One stage that a worker is to hold. Idempotent by (instance_id, generation)."""
+
+    instance_id: InstanceId
+    generation: Generation
+    model: Model
+    stage: Stage
+    device_bytes: int
+    """Granted room: parameters plus KV."""
+    draining: bool = False
+    """Take no new request; the stage is let go when the last one has ended."""
+    trace_parent: str = ""
+
+
+class WorkerHold(Message, kw_only=True):
+    """Everything that a worker is to hold."""
+
+    worker_id: WorkerId
+    epoch: Epoch
+    holds: tuple[Hold, ...]
+
+
+class Fetch(Message, kw_only=True):
+    """Parts of one model that a node's workers are about to lease: move their bytes at once."""
+
+    instance_id: InstanceId
+    generation: Generation
+    model: Model
+    parts: tuple[int, ...]
+    trace_parent: str = ""
+
+
+class NodeHold(Message, kw_only=True):
+    """Everything that a node is to fetch for its workers."""
+
+    node_id: NodeId
+    epoch: Epoch
+    fetches: tuple[Fetch, ...]

@@ -1,0 +1,65 @@
+"""Worker and loader, over the node's Unix socket: leases on the host pool.
+
+A lease lives as long as its connection: the kernel's close frees it, so shared memory holds no reference counts.
+"""
+
+from pilotlight.common.messages.codec import Message
+from pilotlight.policy.types import Dtype, InstanceId, Model, Phase, WorkerId
+
+
+class Hello(Message, tag="hello", kw_only=True):
+    """A worker's first frame on its supervision connection; its death is this connection's close."""
+
+    worker_id: WorkerId
+    pid: int
+
+
+class Lease(Message, tag="lease", kw_only=True):
+    """A worker's first frame on a lease connection: keep these parts, fetch what is missing, tell me as each is verified."""
+
+    worker_id: WorkerId
+    instance_id: InstanceId
+    model: Model
+    parts: tuple[int, ...]
+    trace_parent: str = ""
+
+
+class TensorPlace(Message, array_like=True, kw_only=True):
+    """Where a tensor lies in the pool."""
+
+    name: str
+    dtype: Dtype
+    shape: tuple[int, ...]
+    offset: int
+    size_bytes: int
+
+
+class PartReady(Message, tag="ready", kw_only=True):
+    """All chunks of a part are verified; its tensors may be read until the lease ends."""
+
+    part: int
+    tensors: tuple[TensorPlace, ...]
+
+
+class LeaseGranted(Message, tag="granted", kw_only=True):
+    """Map this file read-only. Parts follow as ``PartReady``, in execution order as far as the source allows."""
+
+    pool_path: str
+    pool_bytes: int
+
+
+class LeaseFailed(Message, tag="failed", kw_only=True):
+    """A part cannot be had: a code of the error taxonomy and a sentence."""
+
+    code: str
+    message: str
+
+
+class LeaseDone(Message, tag="done", kw_only=True):
+    """Every part is ready; the fetch's phases, for the record."""
+
+    phases: tuple[Phase, ...]
+
+
+FromWorker = Hello | Lease
+FromLoader = LeaseGranted | PartReady | LeaseFailed | LeaseDone

@@ -1,0 +1,52 @@
+"""Workers and loaders to everyone: what is held, every 200 ms and at once on change."""
+
+from pilotlight.common.messages.codec import Message
+from pilotlight.policy.types import Epoch, NodeFacts, NodeId, WorkerFacts, WorkerId
+
+REPORT_INTERVAL_S = 0.2
+SUSPECT_AFTER_S = 1.0
+DEAD_AFTER_S = 3.0
+
+WORKER_REPORTS = "v1.report.worker.*"
+LOADER_REPORTS = "v1.report.loader.*"
+
+
+def worker_report_subject(worker_id: WorkerId) -> str:
+    """``WorkerReport``."""
+    return f"v1.report.worker.{worker_id}"
+
+
+def loader_report_subject(node_id: NodeId) -> str:
+    """``LoaderReport``."""
+    return f"v1.report.loader.{node_id}"
+
+
+class WorkerReport(Message, kw_only=True):
+    """A worker's own view of itself. ``incarnation`` changes when its process does."""
+
+    facts: WorkerFacts
+    incarnation: str
+    epoch_seen: Epoch
+
+
+class LoaderReport(Message, kw_only=True):
+    """A node's loader: its facts, and its workers whose process or socket ended."""
+
+    facts: NodeFacts
+    incarnation: str
+    epoch_seen: Epoch
+    dead_workers: tuple[WorkerId, ...] = ()
+
+
+class GatewayInfo(Message, kw_only=True):
+    """Value in the KV bucket ``gateways``."""
+
+    gateway_id: str
+    url: str
+
+
+class NodeInfo(Message, kw_only=True):
+    """Value in the KV bucket ``nodes``: the last report, for late joiners."""
+
+    node_id: NodeId
+    facts: NodeFacts

@@ -1,0 +1,77 @@
+"""Scheduler to cache, and cache to worker and loader: room on devices and in host pools.
+
+The cache picks victims, their holder confirms, the cache grants. No grant, no load.
+"""
+
+from pilotlight.common.messages.codec import Message
+from pilotlight.policy.types import Digest, GrantId, InstanceId, ModelName, NodeId, WorkerId
+
+RESERVE_SUBJECT = "v1.cache.reserve"
+"""Request/reply: ``Reserve`` → ``Reserved``."""
+RELEASE_SUBJECT = "v1.cache.release"
+"""Request/reply: ``Release`` → ``Released``."""
+
+
+def give_up_subject(worker_id: WorkerId) -> str:
+    """Request/reply: ``GiveUp`` → ``GivenUp``."""
+    return f"v1.worker.{worker_id}.give-up"
+
+
+def drop_subject(node_id: NodeId) -> str:
+    """Request/reply: ``Drop`` → ``Dropped``."""
+    return f"v1.loader.{node_id}.drop"
+
+
+class Reserve(Message, kw_only=True):
+    """Room for one stage: on its worker's device and in its node's host pool. Idempotent by (instance_id, worker_id)."""
+
+    instance_id: InstanceId
+    model: ModelName
+    digest: Digest
+    worker_id: WorkerId
+    node_id: NodeId
+    device_bytes: int
+    host_bytes: int
+    lease_s: float
+
+
+class Reserved(Message, kw_only=True):
+    """The grant; it lapses when no report shows the stage held within the lease."""
+
+    grant_id: GrantId
+    evicted_instances: tuple[InstanceId, ...] = ()
+    dropped_copies: tuple[Digest, ...] = ()
+
+
+class Release(Message, kw_only=True):
+    """The load is over or given up: a grant is needed no more."""
+
+    grant_id: GrantId
+
+
+class Released(Message, kw_only=True):
+    """Also the answer for a grant that is not known any more."""
+
+
+class GiveUp(Message, kw_only=True):
+    """Unload these idle stages now. One with requests in flight is refused, never cut off."""
+
+    instance_ids: tuple[InstanceId, ...]
+
+
+class GivenUp(Message, kw_only=True):
+    """What was unloaded."""
+
+    instance_ids: tuple[InstanceId, ...]
+
+
+class Drop(Message, kw_only=True):
+    """Free these models' copies in the host pool. One under a lease is refused."""
+
+    digests: tuple[Digest, ...]
+
+
+class Dropped(Message, kw_only=True):
+    """What was freed."""
+
+    digests: tuple[Digest, ...]

@@ -1,0 +1,111 @@
+"""Gateway and worker: submit, token batches, acknowledgement, resend, cancel.
+
+Output positions count from the request's first output token, whichever instance made it. ``seq`` of an entry is the position of its
+first token::
+
+    position    0  1  2  3  4  5
+    entries     [seq 0 ) [seq 3) [seq 4, finish)
+"""
+
+from pilotlight.common.messages.codec import Message
+from pilotlight.policy.types import FinishReason, GatewayId, InstanceId, ModelName, RequestId, Sampling, WorkerId
+
+
+def submit_subject(worker_id: WorkerId) -> str:
+    """Request/reply: ``Submit`` → ``SubmitReply`` within 500 ms."""
+    return f"v1.worker.{worker_id}.submit"
+
+
+def cancel_subject(worker_id: WorkerId) -> str:
+    """``Cancel``, obeyed within one step."""
+    return f"v1.worker.{worker_id}.cancel"
+
+
+def ack_subject(worker_id: WorkerId) -> str:
+    """``Ack``, once a second and at the end of a request."""
+    return f"v1.worker.{worker_id}.ack"
+
+
+def resend_subject(worker_id: WorkerId) -> str:
+    """Request/reply: ``Resend`` → ``TokenBatch``."""
+    return f"v1.worker.{worker_id}.resend"
+
+
+def tokens_subject(gateway_id: GatewayId) -> str:
+    """``TokenBatch`` in msgpack."""
+    return f"v1.tokens.{gateway_id}"
+
+
+class Submit(Message, kw_only=True):
+    """Run a request. Its key is (request_id, attempt): a repeated submit is answered from memory."""
+
+    request_id: RequestId
+    attempt: int
+    gateway_id: GatewayId
+    instance_id: InstanceId
+    model: ModelName
+    prompt_ids: list[int]
+    output_ids: list[int] = []
+    """What earlier attempts already delivered; the engine goes on after it."""
+    sampling: Sampling
+
+
+class SubmitReply(Message, kw_only=True):
+    """Accepted, or refused with a code of the error taxonomy."""
+
+    accepted: bool
+    code: str = ""
+    message: str = ""
+    retry_after_s: float = 0.0
+
+
+class TokenEntry(Message, kw_only=True):
+    """Consecutive output tokens of one request."""
+
+    request_id: RequestId
+    attempt: int
+    seq: int
+    token_ids: list[int]
+    logprobs: list[float] | None = None
+    """Of the chosen tokens, when the request asked for them."""
+    finish: FinishReason | None = None
+    code: str = ""
+    message: str = ""
+
+
+class TokenBatch(Message, kw_only=True):
+    """One engine step's tokens for one gateway."""
+
+    worker_id: WorkerId
+    entries: list[TokenEntry]
+
+
+class AckEntry(Message, kw_only=True):
+    """Every token before ``seq`` has arrived; ``done`` lets the worker forget the request."""
+
+    request_id: RequestId
+    attempt: int
+    seq: int
+    done: bool = False
+
+
+class Ack(Message, kw_only=True):
+    """What a gateway has received from a worker."""
+
+    gateway_id: GatewayId
+    entries: list[AckEntry]
+
+
+class Resend(Message, kw_only=True):
+    """Ask for a request's tokens again, from a position on."""
+
+    request_id: RequestId
+    attempt: int
+    from_seq: int
+
+
+class Cancel(Message, kw_only=True):
+    """Nobody waits for these any more."""
+
+    gateway_id: GatewayId
+    request_ids: list[RequestId]

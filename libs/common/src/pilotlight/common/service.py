@@ -1,0 +1,194 @@
+"""The life of a service process.
+
+One contract for everything long-lived: ``start`` returns when it is ready, ``stop`` returns when it has stopped, both may be called
+twice. ``Application`` starts its components in order and stops them in reverse, each with a deadline. A background task has an
+owner, and its death ends the process: the supervisor starts it again, on a clean state.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+import structlog
+import uvloop
+from prometheus_client import CollectorRegistry
+
+from pilotlight.common.bus import Bus, NatsBus
+from pilotlight.common.clock import Clock, SystemClock
+from pilotlight.common.errors import PilotlightError
+from pilotlight.common.health import HealthServer
+from pilotlight.common.ids import new_incarnation
+from pilotlight.common.settings import ServiceSettings
+from pilotlight.common.store import ObjectStore
+from pilotlight.common.telemetry import configure_logging, start_telemetry, stop_telemetry
+
+log = structlog.get_logger()
+
+STOP_DEADLINE_S = 10.0
+"""For each component; past it the next one is stopped all the same."""
+
+S = TypeVar("S", bound=ServiceSettings)
+
+
+class Component(Protocol):
+    """Something long-lived within a service."""
+
+    async def start(self) -> None:
+        """Return when ready."""
+        ...
+
+    async def stop(self) -> None:
+        """Return when stopped."""
+        ...
+
+
+class Background:
+    """Owns background tasks. The first that dies with an error ends the process."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def spawn(self, name: str, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Run in the background until it ends or ``stop`` is called."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_done)
+        return task
+
+    async def stop(self) -> None:
+        """Cancel what still runs and wait for it."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _on_done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is not None:
+            log.error("background task died", action="task_died", task=task.get_name(), exc_info=error)
+            if not self.failed.done():
+                self.failed.set_result(f"{task.get_name()}: {error!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context(Generic[S]):
+    """What a service is built from."""
+
+    service: str
+    settings: S
+    clock: Clock
+    bus: Bus
+    store: ObjectStore
+    background: Background
+    metrics: CollectorRegistry
+    incarnation: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Application:
+    """A built service."""
+
+    components: list[Component] = field(default_factory=list[Component])
+    """In order of start."""
+    ready: Callable[[], str | None] = lambda: None
+    """Why the service cannot work at the moment, or None when it can."""
+
+
+Build = Callable[[Context[S]], Awaitable[Application]]
+
+
+def run_service(service: str, settings_type: type[S], build: Build[S], *, user: str | None = None) -> int:
+    """Run a service until SIGTERM or SIGINT; the process's exit status.
+
+    ``user`` is the service's NATS user where it differs from its name. Readiness is told to whoever started the process as systemd
+    does it: ``READY=1`` on the socket that NOTIFY_SOCKET names.
+    """
+    configure_logging(service)
+    try:
+        settings = settings_type()
+    except ValueError as error:
+        log.error("settings are wrong", action="settings_invalid", error=str(error))
+        return 2
+    try:
+        return uvloop.run(_run(service, settings, build, user or service))
+    except PilotlightError as error:
+        log.error("cannot start", action="start_failed", code=error.code, error=error.message, what_to_do=error.action)
+        return 1
+
+
+async def _run(service: str, settings: S, build: Build[S], user: str) -> int:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    clock = SystemClock()
+    incarnation = new_incarnation()
+    bus = await NatsBus.connect(settings, user=user, name=f"{service}-{incarnation}")
+    background = Background()
+    metrics = CollectorRegistry()
+    start_telemetry(service, settings, bus)
+    context = Context(
+        service=service,
+        settings=settings,
+        clock=clock,
+        bus=bus,
+        store=ObjectStore.from_url(settings.object_store_url),
+        background=background,
+        metrics=metrics,
+        incarnation=incarnation,
+    )
+    started: list[Component] = []
+    try:
+        application = await build(context)
+        health = HealthServer(settings.run_dir / f"{service}-{os.getpid()}.sock", metrics, bus, application)
+        for component in (*application.components, health):
+            await component.start()
+            started.append(component)
+        notify("READY=1")
+        log.info("ready", action="service_ready", pid=os.getpid())
+        return await _until_stopped(stopping, background)
+    finally:
+        notify("STOPPING=1")
+        for component in reversed(started):
+            await _stop(component)
+        await background.stop()
+        await stop_telemetry()
+        await bus.close()
+        log.info("stopped", action="service_stopped")
+
+
+async def _until_stopped(stopping: asyncio.Event, background: Background) -> int:
+    waiting = asyncio.create_task(stopping.wait(), name="wait for a signal")
+    await asyncio.wait({waiting, background.failed}, return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    return 1 if background.failed.done() else 0
+
+
+async def _stop(component: Component) -> None:
+    try:
+        async with asyncio.timeout(STOP_DEADLINE_S):
+            await component.stop()
+    except TimeoutError:
+        log.error("component did not stop in time", action="stop_deadline", component=type(component).__name__)
+    except Exception:  # noqa: BLE001 - the components below it must still be stopped
+        log.exception("component failed to stop", action="stop_failed", component=type(component).__name__)
+
+
+def notify(state: str) -> None:
+    """Tell the process manager, where there is one (sd_notify)."""
+    address = os.environ.get("NOTIFY_SOCKET")
+    if not address:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        try:
+            sender.connect("\0" + address[1:] if address.startswith("@") else address)
+            sender.sendall(state.encode())
+        except OSError as error:
+            log.warning("nobody hears about readiness", action="notify_failed", error=str(error))

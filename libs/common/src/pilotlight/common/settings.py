@@ -1,0 +1,58 @@
+"""Settings: environment variables named ``PILOTLIGHT_*``, checked at start, each with its meaning.
+
+A service's own settings extend ``ServiceSettings`` in its ``settings.py``. ``docs/settings.md`` is generated from the field
+descriptions; a test keeps it current. Secrets may be given as files: ``PILOTLIGHT_SECRETS_DIR`` holds one file per secret.
+"""
+
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class PilotlightSettings(BaseSettings):
+    """Base of all settings."""
+
+    model_config = SettingsConfigDict(env_prefix="PILOTLIGHT_", extra="ignore", frozen=True)
+
+
+class BusSettings(PilotlightSettings):
+    """How to reach NATS."""
+
+    nats_url: str = Field("nats://127.0.0.1:4222", description="URL of the NATS server.")
+    secrets_dir: Path | None = Field(None, description="Folder with one file per secret, for example `nats-gateway`, `cluster-key`.")
+    prefix: str = Field("", description="Put before every subject and bucket: several systems on one server, as in tests.")
+
+    def password_of(self, user: str) -> str | None:
+        """The NATS password of a service's user, or None where the server asks for none."""
+        return read_secret(self.secrets_dir, f"nats-{user}")
+
+
+class ServiceSettings(BusSettings):
+    """What every service needs."""
+
+    run_dir: Path = Field(Path(".pilotlight/run"), description="Folder for Unix sockets: health, metrics, and the host pool's.")
+    object_store_url: str = Field(
+        "file://.pilotlight/objects", description="Where manifests, text bundles and artifacts lie: `file:///folder` or `s3://bucket/prefix`."
+    )
+    log_level: str = Field("info", description="`debug`, `info`, `warning` or `error`.")
+    otlp_endpoint: str = Field("", description="OTLP/HTTP endpoint to which spans are also sent, for example `http://collector:4318`.")
+    trace_sample_ratio: float = Field(1.0, ge=0, le=1, description="Share of requests that are traced. Errors and cold starts always are.")
+    faults: str = Field("", description="For tests: delays at named points, for example `fetch=0.2,load=0.2`, in seconds.")
+
+
+class DatabaseSettings(PilotlightSettings):
+    """How to reach PostgreSQL. Only gateway, scheduler, cache and materializer have these, each with its own role."""
+
+    database_url: str = Field(
+        "postgresql://127.0.0.1:5432/pilotlight", description="URL of the database, with the service's own role and password."
+    )
+    database_pool_size: int = Field(5, ge=1, le=100, description="Connections that one service process keeps at most.")
+
+
+def read_secret(folder: Path | None, name: str) -> str | None:
+    """A secret from its file, without the newline at its end; None where there is no such file."""
+    if folder is None:
+        return None
+    path = folder / name
+    return path.read_text().strip() if path.is_file() else None
