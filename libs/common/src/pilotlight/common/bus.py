@@ -217,7 +217,7 @@ class NatsBus:
                     await listener(message)
                 except PilotlightError as error:
                     log.warning("listener refused", action="bus_listener_refused", subject=subject, error=error.message)
-                except Exception:  # noqa: BLE001 - a listener's bug must not end the subscription that all others share
+                except Exception:  # a listener's bug must not end the subscription that all others share
                     log.exception("listener failed", action="bus_listener_failed", subject=subject)
 
         return _Ending(await self._client.subscribe(self._prefix + subject, queue=queue, cb=on_message))
@@ -258,7 +258,7 @@ class NatsBus:
             await self._reply_error(msg, error)
         except nats.errors.Error as error:
             log.warning("reply lost", action="bus_reply_failed", subject=subject, error=str(error))
-        except Exception:  # noqa: BLE001 - the requester must hear of a bug at once, not by its deadline
+        except Exception:  # the requester must hear of a bug at once, not by its deadline
             log.exception("handler failed", action="bus_handler_failed", subject=subject)
             await self._reply_error(msg, InternalError(f"the handler of {subject} failed; see its log"))
 
@@ -301,7 +301,7 @@ class _Ending:
 async def _logged(callback: Callable[[], Awaitable[None]]) -> None:
     try:
         await callback()
-    except Exception:  # noqa: BLE001 - one component's failure must not keep the others from resyncing
+    except Exception:  # one component's failure must not keep the others from resyncing
         log.exception("resync after a reconnect failed", action="bus_resync_failed")
 
 

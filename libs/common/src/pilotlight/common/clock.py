@@ -9,7 +9,7 @@ class Clock(Protocol):
     """Where a service gets its time from."""
 
     def monotonic_s(self) -> float:
-        """Seconds on the host's CLOCK_MONOTONIC: the same for every process of a host, never set back. For durations and phases."""
+        """Seconds on the host's CLOCK_MONOTONIC: one for all its processes, never set back. For durations and phases."""
         ...
 
     def wall(self) -> datetime:

@@ -1,8 +1,8 @@
 """The life of a service process.
 
-One contract for everything long-lived: ``start`` returns when it is ready, ``stop`` returns when it has stopped, both may be called
-twice. ``Application`` starts its components in order and stops them in reverse, each with a deadline. A background task has an
-owner, and its death ends the process: the supervisor starts it again, on a clean state.
+One contract for everything long-lived: ``start`` returns when it is ready, ``stop`` returns when it has stopped, both may be
+called twice. ``Application`` starts its components in order and stops them in reverse, each with a deadline. A background task
+has an owner, and its death ends the process: the supervisor starts it again, on a clean state.
 """
 
 import asyncio
@@ -107,8 +107,8 @@ Build = Callable[[Context[S]], Awaitable[Application]]
 def run_service(service: str, settings_type: type[S], build: Build[S], *, user: str | None = None) -> int:
     """Run a service until SIGTERM or SIGINT; the process's exit status.
 
-    ``user`` is the service's NATS user where it differs from its name. Readiness is told to whoever started the process as systemd
-    does it: ``READY=1`` on the socket that NOTIFY_SOCKET names.
+    ``user`` is the service's NATS user where it differs from its name. Readiness is told to whoever started the process as
+    systemd does it: ``READY=1`` on the socket that NOTIFY_SOCKET names.
     """
     configure_logging(service)
     try:
@@ -177,7 +177,7 @@ async def _stop(component: Component) -> None:
             await component.stop()
     except TimeoutError:
         log.error("component did not stop in time", action="stop_deadline", component=type(component).__name__)
-    except Exception:  # noqa: BLE001 - the components below it must still be stopped
+    except Exception:  # the components below it must still be stopped
         log.exception("component failed to stop", action="stop_failed", component=type(component).__name__)
 
 

@@ -6,8 +6,10 @@ descriptions; a test keeps it current. Secrets may be given as files: ``PILOTLIG
 
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from pilotlight.common.faults import Faults
 
 
 class PilotlightSettings(BaseSettings):
@@ -15,13 +17,20 @@ class PilotlightSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="PILOTLIGHT_", extra="ignore", frozen=True)
 
+    secrets_dir: Path | None = Field(
+        default=None,
+        description="Folder with one file per secret: `nats-gateway` (a NATS user's password), `postgres-gateway` (a database "
+        "role's password), `cluster-key`, and so on.",
+    )
+
 
 class BusSettings(PilotlightSettings):
     """How to reach NATS."""
 
-    nats_url: str = Field("nats://127.0.0.1:4222", description="URL of the NATS server.")
-    secrets_dir: Path | None = Field(None, description="Folder with one file per secret, for example `nats-gateway`, `cluster-key`.")
-    prefix: str = Field("", description="Put before every subject and bucket: several systems on one server, as in tests.")
+    nats_url: str = Field(default="nats://127.0.0.1:4222", description="URL of the NATS server.")
+    prefix: str = Field(
+        default="", description="Put before every subject and bucket: several systems on one server, as in tests."
+    )
 
     def password_of(self, user: str) -> str | None:
         """The NATS password of a service's user, or None where the server asks for none."""
@@ -31,23 +40,40 @@ class BusSettings(PilotlightSettings):
 class ServiceSettings(BusSettings):
     """What every service needs."""
 
-    run_dir: Path = Field(Path(".pilotlight/run"), description="Folder for Unix sockets: health, metrics, and the host pool's.")
-    object_store_url: str = Field(
-        "file://.pilotlight/objects", description="Where manifests, text bundles and artifacts lie: `file:///folder` or `s3://bucket/prefix`."
+    run_dir: Path = Field(
+        default=Path(".pilotlight/run"), description="Folder for Unix sockets: health, metrics, and the host pool's."
     )
-    log_level: str = Field("info", description="`debug`, `info`, `warning` or `error`.")
-    otlp_endpoint: str = Field("", description="OTLP/HTTP endpoint to which spans are also sent, for example `http://collector:4318`.")
-    trace_sample_ratio: float = Field(1.0, ge=0, le=1, description="Share of requests that are traced. Errors and cold starts always are.")
-    faults: str = Field("", description="For tests: delays at named points, for example `fetch=0.2,load=0.2`, in seconds.")
+    object_store_url: str = Field(
+        default="file://.pilotlight/objects",
+        description="Where manifests, text bundles and artifacts lie: `file:///folder` or `s3://bucket/prefix`.",
+    )
+    log_level: str = Field(default="info", description="`debug`, `info`, `warning` or `error`.")
+    otlp_endpoint: str = Field(
+        default="", description="OTLP/HTTP endpoint to which spans are also sent, for example `http://collector:4318`."
+    )
+    trace_sample_ratio: float = Field(
+        default=1.0, ge=0, le=1, description="Share of requests that are traced; failures and cold starts always are."
+    )
+    faults: str = Field(
+        default="", description="For tests: delays at named points, for example `fetch=0.2,load=0.2`, in seconds."
+    )
+
+    @field_validator("faults")
+    @classmethod
+    def _faults_are_known(cls, value: str) -> str:
+        Faults.parse(value)
+        return value
 
 
 class DatabaseSettings(PilotlightSettings):
     """How to reach PostgreSQL. Only gateway, scheduler, cache and materializer have these, each with its own role."""
 
     database_url: str = Field(
-        "postgresql://127.0.0.1:5432/pilotlight", description="URL of the database, with the service's own role and password."
+        default="postgresql://127.0.0.1:5432/pilotlight",
+        description="URL of the database. Without a user in it, a service takes its own role, `pilotlight_<service>`, with the "
+        "password from the secret `postgres-<service>`.",
     )
-    database_pool_size: int = Field(5, ge=1, le=100, description="Connections that one service process keeps at most.")
+    database_pool_size: int = Field(default=5, ge=1, le=100, description="Connections that one service process keeps at most.")
 
 
 def read_secret(folder: Path | None, name: str) -> str | None:

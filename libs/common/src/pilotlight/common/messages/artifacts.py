@@ -9,7 +9,7 @@ PUBLISH_ARTIFACT_SUBJECT = "v1.materializer.publish"
 """Request/reply: ``PublishArtifact`` → ``ArtifactPublished``."""
 
 
-class ArtifactInfo(Message, kw_only=True):
+class ArtifactInfo(Message, frozen=True, kw_only=True):
     """One artifact: what it is, where its blob lies, and the cluster's signature over both."""
 
     fingerprint: Digest
@@ -19,19 +19,19 @@ class ArtifactInfo(Message, kw_only=True):
     signature: str
 
 
-class FindArtifacts(Message, kw_only=True):
+class FindArtifacts(Message, frozen=True, kw_only=True):
     """Every valid artifact of a fingerprint."""
 
     fingerprint: Digest
 
 
-class ArtifactsFound(Message, kw_only=True):
+class ArtifactsFound(Message, frozen=True, kw_only=True):
     """Empty when nothing is materialized: the normal path it is."""
 
     artifacts: tuple[ArtifactInfo, ...]
 
 
-class PublishArtifact(Message, kw_only=True):
+class PublishArtifact(Message, frozen=True, kw_only=True):
     """A blob that lies in the object store under its digest: check, sign and list it."""
 
     fingerprint: Digest
@@ -40,7 +40,7 @@ class PublishArtifact(Message, kw_only=True):
     size_bytes: int
 
 
-class ArtifactPublished(Message, kw_only=True):
+class ArtifactPublished(Message, frozen=True, kw_only=True):
     """The artifact as listed."""
 
     artifact: ArtifactInfo

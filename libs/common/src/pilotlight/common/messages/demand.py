@@ -15,33 +15,33 @@ def demand_subject(gateway_id: GatewayId) -> str:
     return f"v1.demand.{gateway_id}"
 
 
-class DemandVector(Message, kw_only=True):
+class DemandVector(Message, frozen=True, kw_only=True):
     """Everything that one gateway holds. A model that is not in it has no demand there."""
 
     gateway_id: GatewayId
     demands: tuple[Demand, ...]
 
 
-class Warm(Message, kw_only=True):
+class Warm(Message, frozen=True, kw_only=True):
     """Start an instance of a model that has none, as if a request waited."""
 
     model: ModelName
     trace_parent: str = ""
 
 
-class Warming(Message, kw_only=True):
+class Warming(Message, frozen=True, kw_only=True):
     """The instance that is on its way or ready."""
 
     instance_id: InstanceId
 
 
-class Evict(Message, kw_only=True):
+class Evict(Message, frozen=True, kw_only=True):
     """Drain and release every instance of a model."""
 
     model: ModelName
 
 
-class Evicting(Message, kw_only=True):
+class Evicting(Message, frozen=True, kw_only=True):
     """The instances that are being released."""
 
     instance_ids: tuple[InstanceId, ...]

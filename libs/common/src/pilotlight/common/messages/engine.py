@@ -5,7 +5,7 @@ from pilotlight.common.messages.pool import TensorPlace
 from pilotlight.policy.types import FinishReason, InstanceId, Model, Phase, RequestId, Sampling, Stage
 
 
-class LoadStage(Message, tag="load", kw_only=True):
+class LoadStage(Message, tag="load", frozen=True, kw_only=True):
     """Make room for a stage; its parts follow as ``PlacePart``."""
 
     instance_id: InstanceId
@@ -16,7 +16,7 @@ class LoadStage(Message, tag="load", kw_only=True):
     pool_bytes: int
 
 
-class PlacePart(Message, tag="part", kw_only=True):
+class PlacePart(Message, tag="part", frozen=True, kw_only=True):
     """Copy one part's tensors from the host pool to their place."""
 
     instance_id: InstanceId
@@ -24,13 +24,13 @@ class PlacePart(Message, tag="part", kw_only=True):
     tensors: tuple[TensorPlace, ...]
 
 
-class UnloadStage(Message, tag="unload", kw_only=True):
+class UnloadStage(Message, tag="unload", frozen=True, kw_only=True):
     """Free a stage. Requests that still run on it end as cancelled."""
 
     instance_id: InstanceId
 
 
-class Run(Message, tag="run", kw_only=True):
+class Run(Message, tag="run", frozen=True, kw_only=True):
     """Take a request into the batch."""
 
     request_id: RequestId
@@ -41,21 +41,21 @@ class Run(Message, tag="run", kw_only=True):
     sampling: Sampling
 
 
-class Abort(Message, tag="abort", kw_only=True):
+class Abort(Message, tag="abort", frozen=True, kw_only=True):
     """Drop a request within one step."""
 
     request_id: RequestId
     attempt: int
 
 
-class Shutdown(Message, tag="shutdown", kw_only=True):
+class Shutdown(Message, tag="shutdown", frozen=True, kw_only=True):
     """End the child, in order."""
 
 
 ToEngine = LoadStage | PlacePart | UnloadStage | Run | Abort | Shutdown
 
 
-class EngineUp(Message, tag="up", kw_only=True):
+class EngineUp(Message, tag="up", frozen=True, kw_only=True):
     """First frame of a child that is ready to load."""
 
     pid: int
@@ -64,7 +64,7 @@ class EngineUp(Message, tag="up", kw_only=True):
     load_bytes_per_s: float
 
 
-class StageLoaded(Message, tag="loaded", kw_only=True):
+class StageLoaded(Message, tag="loaded", frozen=True, kw_only=True):
     """Every part is in place: the stage runs requests from now on."""
 
     instance_id: InstanceId
@@ -73,7 +73,7 @@ class StageLoaded(Message, tag="loaded", kw_only=True):
     kv_capacity_tokens: int
 
 
-class StageFailed(Message, tag="load_failed", kw_only=True):
+class StageFailed(Message, tag="load_failed", frozen=True, kw_only=True):
     """The stage cannot be loaded: a code of the error taxonomy and a sentence. Its memory is free again."""
 
     instance_id: InstanceId
@@ -81,13 +81,13 @@ class StageFailed(Message, tag="load_failed", kw_only=True):
     message: str
 
 
-class StageUnloaded(Message, tag="unloaded", kw_only=True):
+class StageUnloaded(Message, tag="unloaded", frozen=True, kw_only=True):
     """The stage's memory is free."""
 
     instance_id: InstanceId
 
 
-class Produced(Message, array_like=True, kw_only=True):
+class Produced(Message, array_like=True, frozen=True, kw_only=True):
     """What one step gave one request. ``position`` is that of its first new output token."""
 
     request_id: RequestId
@@ -100,7 +100,7 @@ class Produced(Message, array_like=True, kw_only=True):
     message: str = ""
 
 
-class StepDone(Message, tag="step", kw_only=True):
+class StepDone(Message, tag="step", frozen=True, kw_only=True):
     """One engine step: its output, and what the batch looks like after it."""
 
     produced: list[Produced]
@@ -110,7 +110,7 @@ class StepDone(Message, tag="step", kw_only=True):
     step_time_s: float
 
 
-class Prefilled(Message, tag="prefilled", kw_only=True):
+class Prefilled(Message, tag="prefilled", frozen=True, kw_only=True):
     """When the first step of a stage's first request ran: the last phase of its cold start."""
 
     instance_id: InstanceId

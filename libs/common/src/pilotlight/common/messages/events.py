@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from msgspec import field
+
 from pilotlight.common.messages.codec import Message
 
 EVENTS_STREAM = "EVENTS"
@@ -13,7 +15,7 @@ def event_subject(service: str, kind: str) -> str:
     return f"v1.event.{service}.{kind}"
 
 
-class Event(Message, kw_only=True):
+class Event(Message, frozen=True, kw_only=True):
     """One thing that happened to one entity."""
 
     event_id: str
@@ -21,4 +23,4 @@ class Event(Message, kw_only=True):
     entity: str
     at: str
     """RFC 3339, UTC, by the writer's clock."""
-    data: dict[str, Any] = {}
+    data: dict[str, Any] = field(default_factory=dict[str, Any])

@@ -18,7 +18,7 @@ def node_hold_subject(node_id: NodeId) -> str:
     return f"v1.loader.{node_id}.hold"
 
 
-class Hold(Message, kw_only=True):
+class Hold(Message, frozen=True, kw_only=True):
     """One stage that a worker is to hold. Idempotent by (instance_id, generation)."""
 
     instance_id: InstanceId
@@ -32,7 +32,7 @@ class Hold(Message, kw_only=True):
     trace_parent: str = ""
 
 
-class WorkerHold(Message, kw_only=True):
+class WorkerHold(Message, frozen=True, kw_only=True):
     """Everything that a worker is to hold."""
 
     worker_id: WorkerId
@@ -40,7 +40,7 @@ class WorkerHold(Message, kw_only=True):
     holds: tuple[Hold, ...]
 
 
-class Fetch(Message, kw_only=True):
+class Fetch(Message, frozen=True, kw_only=True):
     """Parts of one model that a node's workers are about to lease: move their bytes at once."""
 
     instance_id: InstanceId
@@ -50,7 +50,7 @@ class Fetch(Message, kw_only=True):
     trace_parent: str = ""
 
 
-class NodeHold(Message, kw_only=True):
+class NodeHold(Message, frozen=True, kw_only=True):
     """Everything that a node is to fetch for its workers."""
 
     node_id: NodeId

@@ -7,7 +7,7 @@ PHASES_SUBJECT = "v1.scheduler.phases"
 """Request/reply to the leader: ``PhaseReport`` → ``PhasesKept``; repeated until it is answered."""
 
 
-class FirstToken(Message, kw_only=True):
+class FirstToken(Message, frozen=True, kw_only=True):
     """The end of a cold start: when the gateway had its first token in hand, on its monotonic clock."""
 
     request_id: RequestId
@@ -17,7 +17,7 @@ class FirstToken(Message, kw_only=True):
     """When the request arrived at the gateway, on the same clock."""
 
 
-class PhaseReport(Message, kw_only=True):
+class PhaseReport(Message, frozen=True, kw_only=True):
     """Phases of one instance's cold start. Reports of one process may repeat intervals; the scheduler keeps a set."""
 
     instance_id: InstanceId
@@ -25,5 +25,5 @@ class PhaseReport(Message, kw_only=True):
     first_token: FirstToken | None = None
 
 
-class PhasesKept(Message, kw_only=True):
+class PhasesKept(Message, frozen=True, kw_only=True):
     """The report is in the database, or belongs to no cold start that is still open."""

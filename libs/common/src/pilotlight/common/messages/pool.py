@@ -7,14 +7,14 @@ from pilotlight.common.messages.codec import Message
 from pilotlight.policy.types import Dtype, InstanceId, Model, Phase, WorkerId
 
 
-class Hello(Message, tag="hello", kw_only=True):
+class Hello(Message, tag="hello", frozen=True, kw_only=True):
     """A worker's first frame on its supervision connection; its death is this connection's close."""
 
     worker_id: WorkerId
     pid: int
 
 
-class Lease(Message, tag="lease", kw_only=True):
+class Lease(Message, tag="lease", frozen=True, kw_only=True):
     """A worker's first frame on a lease connection: keep these parts, fetch what is missing, tell me as each is verified."""
 
     worker_id: WorkerId
@@ -24,7 +24,7 @@ class Lease(Message, tag="lease", kw_only=True):
     trace_parent: str = ""
 
 
-class TensorPlace(Message, array_like=True, kw_only=True):
+class TensorPlace(Message, array_like=True, frozen=True, kw_only=True):
     """Where a tensor lies in the pool."""
 
     name: str
@@ -34,28 +34,28 @@ class TensorPlace(Message, array_like=True, kw_only=True):
     size_bytes: int
 
 
-class PartReady(Message, tag="ready", kw_only=True):
+class PartReady(Message, tag="ready", frozen=True, kw_only=True):
     """All chunks of a part are verified; its tensors may be read until the lease ends."""
 
     part: int
     tensors: tuple[TensorPlace, ...]
 
 
-class LeaseGranted(Message, tag="granted", kw_only=True):
+class LeaseGranted(Message, tag="granted", frozen=True, kw_only=True):
     """Map this file read-only. Parts follow as ``PartReady``, in execution order as far as the source allows."""
 
     pool_path: str
     pool_bytes: int
 
 
-class LeaseFailed(Message, tag="failed", kw_only=True):
+class LeaseFailed(Message, tag="failed", frozen=True, kw_only=True):
     """A part cannot be had: a code of the error taxonomy and a sentence."""
 
     code: str
     message: str
 
 
-class LeaseDone(Message, tag="done", kw_only=True):
+class LeaseDone(Message, tag="done", frozen=True, kw_only=True):
     """Every part is ready; the fetch's phases, for the record."""
 
     phases: tuple[Phase, ...]

@@ -21,7 +21,7 @@ def loader_report_subject(node_id: NodeId) -> str:
     return f"v1.report.loader.{node_id}"
 
 
-class WorkerReport(Message, kw_only=True):
+class WorkerReport(Message, frozen=True, kw_only=True):
     """A worker's own view of itself. ``incarnation`` changes when its process does."""
 
     facts: WorkerFacts
@@ -29,7 +29,7 @@ class WorkerReport(Message, kw_only=True):
     epoch_seen: Epoch
 
 
-class LoaderReport(Message, kw_only=True):
+class LoaderReport(Message, frozen=True, kw_only=True):
     """A node's loader: its facts, and its workers whose process or socket ended."""
 
     facts: NodeFacts
@@ -38,14 +38,14 @@ class LoaderReport(Message, kw_only=True):
     dead_workers: tuple[WorkerId, ...] = ()
 
 
-class GatewayInfo(Message, kw_only=True):
+class GatewayInfo(Message, frozen=True, kw_only=True):
     """Value in the KV bucket ``gateways``."""
 
     gateway_id: str
     url: str
 
 
-class NodeInfo(Message, kw_only=True):
+class NodeInfo(Message, frozen=True, kw_only=True):
     """Value in the KV bucket ``nodes``: the last report, for late joiners."""
 
     node_id: NodeId

@@ -22,7 +22,7 @@ def drop_subject(node_id: NodeId) -> str:
     return f"v1.loader.{node_id}.drop"
 
 
-class Reserve(Message, kw_only=True):
+class Reserve(Message, frozen=True, kw_only=True):
     """Room for one stage: on its worker's device and in its node's host pool. Idempotent by (instance_id, worker_id)."""
 
     instance_id: InstanceId
@@ -35,7 +35,7 @@ class Reserve(Message, kw_only=True):
     lease_s: float
 
 
-class Reserved(Message, kw_only=True):
+class Reserved(Message, frozen=True, kw_only=True):
     """The grant; it lapses when no report shows the stage held within the lease."""
 
     grant_id: GrantId
@@ -43,35 +43,35 @@ class Reserved(Message, kw_only=True):
     dropped_copies: tuple[Digest, ...] = ()
 
 
-class Release(Message, kw_only=True):
+class Release(Message, frozen=True, kw_only=True):
     """The load is over or given up: a grant is needed no more."""
 
     grant_id: GrantId
 
 
-class Released(Message, kw_only=True):
+class Released(Message, frozen=True, kw_only=True):
     """Also the answer for a grant that is not known any more."""
 
 
-class GiveUp(Message, kw_only=True):
+class GiveUp(Message, frozen=True, kw_only=True):
     """Unload these idle stages now. One with requests in flight is refused, never cut off."""
 
     instance_ids: tuple[InstanceId, ...]
 
 
-class GivenUp(Message, kw_only=True):
+class GivenUp(Message, frozen=True, kw_only=True):
     """What was unloaded."""
 
     instance_ids: tuple[InstanceId, ...]
 
 
-class Drop(Message, kw_only=True):
+class Drop(Message, frozen=True, kw_only=True):
     """Free these models' copies in the host pool. One under a lease is refused."""
 
     digests: tuple[Digest, ...]
 
 
-class Dropped(Message, kw_only=True):
+class Dropped(Message, frozen=True, kw_only=True):
     """What was freed."""
 
     digests: tuple[Digest, ...]

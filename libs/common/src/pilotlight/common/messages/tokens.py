@@ -1,11 +1,13 @@
 """Gateway and worker: submit, token batches, acknowledgement, resend, cancel.
 
-Output positions count from the request's first output token, whichever instance made it. ``seq`` of an entry is the position of its
-first token::
+Output positions count from the request's first output token, whichever instance made it. ``seq`` of an entry is the position of
+its first token::
 
     position    0  1  2  3  4  5
     entries     [seq 0 ) [seq 3) [seq 4, finish)
 """
+
+from msgspec import field
 
 from pilotlight.common.messages.codec import Message
 from pilotlight.policy.types import FinishReason, GatewayId, InstanceId, ModelName, RequestId, Sampling, WorkerId
@@ -36,7 +38,7 @@ def tokens_subject(gateway_id: GatewayId) -> str:
     return f"v1.tokens.{gateway_id}"
 
 
-class Submit(Message, kw_only=True):
+class Submit(Message, frozen=True, kw_only=True):
     """Run a request. Its key is (request_id, attempt): a repeated submit is answered from memory."""
 
     request_id: RequestId
@@ -45,12 +47,12 @@ class Submit(Message, kw_only=True):
     instance_id: InstanceId
     model: ModelName
     prompt_ids: list[int]
-    output_ids: list[int] = []
+    output_ids: list[int] = field(default_factory=list[int])
     """What earlier attempts already delivered; the engine goes on after it."""
     sampling: Sampling
 
 
-class SubmitReply(Message, kw_only=True):
+class SubmitReply(Message, frozen=True, kw_only=True):
     """Accepted, or refused with a code of the error taxonomy."""
 
     accepted: bool
@@ -59,7 +61,7 @@ class SubmitReply(Message, kw_only=True):
     retry_after_s: float = 0.0
 
 
-class TokenEntry(Message, kw_only=True):
+class TokenEntry(Message, frozen=True, kw_only=True):
     """Consecutive output tokens of one request."""
 
     request_id: RequestId
@@ -73,14 +75,14 @@ class TokenEntry(Message, kw_only=True):
     message: str = ""
 
 
-class TokenBatch(Message, kw_only=True):
+class TokenBatch(Message, frozen=True, kw_only=True):
     """One engine step's tokens for one gateway."""
 
     worker_id: WorkerId
     entries: list[TokenEntry]
 
 
-class AckEntry(Message, kw_only=True):
+class AckEntry(Message, frozen=True, kw_only=True):
     """Every token before ``seq`` has arrived; ``done`` lets the worker forget the request."""
 
     request_id: RequestId
@@ -89,14 +91,14 @@ class AckEntry(Message, kw_only=True):
     done: bool = False
 
 
-class Ack(Message, kw_only=True):
+class Ack(Message, frozen=True, kw_only=True):
     """What a gateway has received from a worker."""
 
     gateway_id: GatewayId
     entries: list[AckEntry]
 
 
-class Resend(Message, kw_only=True):
+class Resend(Message, frozen=True, kw_only=True):
     """Ask for a request's tokens again, from a position on."""
 
     request_id: RequestId
@@ -104,7 +106,7 @@ class Resend(Message, kw_only=True):
     from_seq: int
 
 
-class Cancel(Message, kw_only=True):
+class Cancel(Message, frozen=True, kw_only=True):
     """Nobody waits for these any more."""
 
     gateway_id: GatewayId

@@ -1,0 +1,170 @@
+"""Safetensors: where each tensor lies, from the headers alone.
+
+::
+
+    file     | length N | header: N bytes of JSON         | data: every byte belongs to exactly one tensor |
+             0          8                                 8 + N                                    file size
+
+A header is foreign input: each number in it is checked against the file before it is used, and nothing is read or reserved on its
+word alone. What is accepted is what the safetensors library accepts: offsets tile the data without gap or overlap.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, cast
+
+from pilotlight.checkpoint.errors import BadCheckpoint, UnsupportedModel, quote, quote_some
+from pilotlight.checkpoint.reader import Source, SourceFile, read_small
+from pilotlight.checkpoint.strict_json import JsonObject, parse_object
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 16 * 1024 * 1024
+"""The format allows 100 MiB; a thousand layers take 2 MiB, and the objects made from a hostile header forty times its bytes."""
+MAX_INDEX_BYTES = 16 * 1024 * 1024
+MAX_SHARDS = 1000
+MAX_DIMENSIONS = 8
+MAX_DIMENSION = 1 << 48
+
+_LENGTH_BYTES = 8
+_METADATA = "__metadata__"
+_ELEMENT_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1,
+    "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4,
+    "I64": 8, "U64": 8, "F64": 8, "C64": 8,
+}  # fmt: skip
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """One tensor of a file; ``offset`` is from the file's start."""
+
+    name: str
+    file: str
+    dtype: str
+    """As the format names it: ``BF16``."""
+    shape: tuple[int, ...]
+    offset: int
+    size_bytes: int
+
+
+def read_tensors(source: Source, files: dict[str, SourceFile]) -> dict[str, StoredTensor]:
+    """Every tensor of the checkpoint, by name, from the headers of the single file or of the shards that the index names.
+
+    Raises:
+        BadCheckpoint: there are no weights, a header lies, a tensor is in two files, or the index disagrees with the headers.
+        UnsupportedModel: an element type is not known, or there are only pickled weights.
+    """
+    weights, weight_map = _find_weights(source, files)
+    found: dict[str, StoredTensor] = {}
+    for file in weights:
+        for tensor in read_header(source, file):
+            other = found.setdefault(tensor.name, tensor)
+            if other is not tensor:
+                raise BadCheckpoint(f"{quote(tensor.name)} is also in {quote(other.file)}", file=file.name)
+    for name, shard in weight_map.items():
+        if name not in found or found[name].file != shard:
+            raise BadCheckpoint(f"says that {quote(name)} is in {quote(shard)}, which is not so", file=INDEX_FILE)
+    return found
+
+
+def read_header(source: Source, file: SourceFile) -> tuple[StoredTensor, ...]:
+    """The tensors of one file, in the order of their bytes.
+
+    Raises:
+        BadCheckpoint: the file is truncated or its header lies; the message says how.
+        UnsupportedModel: an element type is not known.
+    """
+    if file.size_bytes < _LENGTH_BYTES:
+        raise BadCheckpoint(f"{file.size_bytes} bytes are too few for a header", file=file.name)
+    length = int.from_bytes(source.read(file, 0, _LENGTH_BYTES), "little")
+    if length > file.size_bytes - _LENGTH_BYTES:
+        raise BadCheckpoint(f"the header claims {length} bytes, the file has {file.size_bytes}", file=file.name)
+    if length > MAX_HEADER_BYTES:
+        raise BadCheckpoint(f"the header claims {length} bytes; at most {MAX_HEADER_BYTES} are read", file=file.name)
+    raw = source.read(file, _LENGTH_BYTES, length)
+    if not raw.startswith(b"{"):
+        raise BadCheckpoint("the header does not begin with a brace", file=file.name)
+    header = parse_object(raw, file.name)
+    _check_metadata(header.pop(_METADATA, {}), file.name)
+    data_start = _LENGTH_BYTES + length
+    tensors = [_parse_tensor(name, entry, file.name, data_start) for name, entry in header.items()]
+    # By both ends: an empty tensor lies before the one that starts where it does.
+    tensors.sort(key=lambda tensor: (tensor.offset, tensor.size_bytes))
+    _check_tiling(tensors, file, data_start)
+    return tuple(tensors)
+
+
+def _parse_tensor(name: str, entry: Any, file: str, data_start: int) -> StoredTensor:
+    if not isinstance(entry, dict):
+        raise BadCheckpoint(f"{quote(name)} is not described by an object", file=file)
+    fields = cast("dict[str, Any]", entry)
+    dtype, shape, offsets = fields.get("dtype"), _integers(fields.get("shape")), _integers(fields.get("data_offsets"))
+    if len(fields) != 3 or not isinstance(dtype, str) or shape is None or offsets is None or len(offsets) != 2:
+        raise BadCheckpoint(f"{quote(name)} needs a dtype, a shape and two data_offsets, and nothing else", file=file)
+    if dtype not in _ELEMENT_BYTES:
+        raise UnsupportedModel(f"{quote(name)} has the unknown element type {quote(dtype)}", file=file)
+    if len(shape) > MAX_DIMENSIONS or any(size > MAX_DIMENSION for size in shape):
+        raise BadCheckpoint(f"{quote(name)} has an impossible shape", file=file)
+    start, stop = offsets
+    size_bytes = math.prod(shape) * _ELEMENT_BYTES[dtype]
+    if stop - start != size_bytes:
+        fault = f"{quote(name)} of {dtype}{list(shape)} takes {size_bytes} bytes, its offsets say {stop - start}"
+        raise BadCheckpoint(fault, file=file)
+    return StoredTensor(name=name, file=file, dtype=dtype, shape=shape, offset=data_start + start, size_bytes=size_bytes)
+
+
+def _integers(value: Any) -> tuple[int, ...] | None:
+    """A list of integers within [0, 2^63); None for anything else (true is no integer)."""
+    if not isinstance(value, list):
+        return None
+    items = cast("list[Any]", value)
+    return tuple(items) if all(type(item) is int and 0 <= item < 1 << 63 for item in items) else None
+
+
+def _check_metadata(metadata: Any, file: str) -> None:
+    if not isinstance(metadata, dict):
+        raise BadCheckpoint(f"{_METADATA} is not an object", file=file)
+    if not all(isinstance(value, str) for value in cast("dict[str, Any]", metadata).values()):
+        raise BadCheckpoint(f"{_METADATA} holds more than strings", file=file)
+
+
+def _check_tiling(tensors: list[StoredTensor], file: SourceFile, data_start: int) -> None:
+    end = data_start
+    for tensor in tensors:
+        if tensor.offset < end:
+            raise BadCheckpoint(f"{quote(tensor.name)} overlaps the tensor before it", file=file.name)
+        if tensor.offset > end:
+            raise BadCheckpoint(f"{tensor.offset - end} bytes before {quote(tensor.name)} belong to no tensor", file=file.name)
+        end += tensor.size_bytes
+        if end > file.size_bytes:
+            fault = f"truncated: {quote(tensor.name)} ends at byte {end}, the file at {file.size_bytes}"
+            raise BadCheckpoint(fault, file=file.name)
+    if end != file.size_bytes:
+        raise BadCheckpoint(f"{file.size_bytes - end} bytes at the end belong to no tensor", file=file.name)
+
+
+def _find_weights(source: Source, files: dict[str, SourceFile]) -> tuple[tuple[SourceFile, ...], dict[str, str]]:
+    """The files that hold the weights, by name, and the index's map of tensors to shards (empty for a single file)."""
+    if SINGLE_FILE in files:
+        return (files[SINGLE_FILE],), {}
+    if INDEX_FILE not in files:
+        pickled = [name for name in files if name.endswith(_PICKLED)]
+        if pickled:
+            raise UnsupportedModel("pickled weights are never loaded: convert them to safetensors", file=pickled[0])
+        raise BadCheckpoint(f"there is neither {SINGLE_FILE} nor {INDEX_FILE}")
+    index = JsonObject.parse(read_small(source, files[INDEX_FILE], MAX_INDEX_BYTES), INDEX_FILE)
+    entries = index.child("weight_map")
+    if entries is None:
+        raise BadCheckpoint("there is no weight_map", file=INDEX_FILE)
+    weight_map = {name: entries.text(name) for name in entries.names()}
+    shards = sorted(set(weight_map.values()))
+    if len(shards) > MAX_SHARDS:
+        raise BadCheckpoint(f"names {len(shards)} shards; at most {MAX_SHARDS} are read", file=INDEX_FILE)
+    # Only listed files are ever opened, so a shard's name cannot lead out of the folder.
+    missing = [name for name in shards if name not in files]
+    if missing:
+        raise BadCheckpoint(f"names shards that are missing: {quote_some(missing)}", file=INDEX_FILE)
+    return tuple(files[name] for name in shards), weight_map

@@ -1,0 +1,1 @@
+"""The pilotlight command; the embedded system and its supervisor."""

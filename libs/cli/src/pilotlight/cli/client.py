@@ -1,0 +1,86 @@
+"""The admin API, as the commands use it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import httpx2
+
+from pilotlight.cli.home import Home
+from pilotlight.common.errors import PilotlightError, error_of
+
+DEADLINE_S = 30.0
+
+
+class SystemNotRunning(PilotlightError):
+    """No Pilotlight system answers."""
+
+    code = "system_not_running"
+    status = 503
+    action = "Start one with `pilotlight up`, or set PILOTLIGHT_URL and PILOTLIGHT_ADMIN_KEY to reach another."
+
+
+class AdminClient:
+    """Calls ``/admin/v1`` with the admin key; errors come back as the taxonomy's."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self._http = httpx2.Client(
+            base_url=url.rstrip("/") + "/admin/v1", headers={"Authorization": f"Bearer {key}"}, timeout=DEADLINE_S
+        )
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str], home: Home) -> "AdminClient":
+        """The system at PILOTLIGHT_URL, else the one that runs on the state folder.
+
+        Raises:
+            SystemNotRunning: neither is there.
+        """
+        url = environment.get("PILOTLIGHT_URL")
+        key = environment.get("PILOTLIGHT_ADMIN_KEY")
+        if url is None:
+            running = home.running()
+            if running is None:
+                raise SystemNotRunning(f"no system runs on {home.root}")
+            url = running.url
+        if key is None:
+            try:
+                key = home.admin_key.read_text().strip()
+            except OSError as error:
+                raise SystemNotRunning(f"cannot read the admin key {home.admin_key}: {error.strerror}") from error
+        return cls(url, key)
+
+    def __enter__(self) -> "AdminClient":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+
+    def get(self, path: str, **parameters: str | int) -> Any:
+        """GET and return the decoded body."""
+        return self._call("GET", path, params=parameters)
+
+    def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """POST and return the decoded body."""
+        return self._call("POST", path, json=dict(body or {}))
+
+    def delete(self, path: str) -> None:
+        """DELETE."""
+        self._call("DELETE", path)
+
+    def _call(self, method: str, path: str, **arguments: Any) -> Any:
+        try:
+            response = self._http.request(method, path, **arguments)
+        except httpx2.TimeoutException as error:
+            raise SystemNotRunning(f"no answer from {self._http.base_url} within {DEADLINE_S:g} s") from error
+        except httpx2.HTTPError as error:
+            raise SystemNotRunning(f"cannot reach {self._http.base_url}: {error}") from error
+        if response.status_code >= 400:
+            raise _error_from(response)
+        return response.json() if response.content else None
+
+
+def _error_from(response: httpx2.Response) -> PilotlightError:
+    try:
+        error = response.json()["error"]
+        return error_of(str(error["code"]), str(error["message"]))
+    except (ValueError, KeyError, TypeError):
+        return PilotlightError(f"the gateway answered {response.status_code}: {response.text[:200]}")

@@ -1,0 +1,82 @@
+"""A cold start as a waterfall in the terminal: one row a phase, on one time axis."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+WIDTH = 56
+COLOURS = {
+    "queue": "bright_black",
+    "schedule": "magenta",
+    "dispatch": "magenta",
+    "fetch": "blue",
+    "init": "cyan",
+    "load": "green",
+    "convert": "green",
+    "restore": "cyan",
+    "activate": "magenta",
+    "submit": "magenta",
+    "prefill": "yellow",
+    "deliver": "red",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """The intervals of one phase in one process, in seconds from the start of the axis."""
+
+    name: str
+    process: str
+    intervals: tuple[tuple[float, float], ...]
+
+    @property
+    def total_s(self) -> float:
+        """Time within the intervals."""
+        return sum(end - start for start, end in self.intervals)
+
+
+def bars_of(phases: Sequence[Mapping[str, Any]]) -> tuple[Bar, ...]:
+    """Group phases (as the admin API gives them) into bars, by first start; times of several hosts are laid on one axis."""
+    if not phases:
+        return ()
+    origin_s = min(phase["start_s"] + phase["wall_offset_s"] for phase in phases)
+    grouped: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for phase in phases:
+        shift_s = phase["wall_offset_s"] - origin_s
+        grouped.setdefault((phase["name"], phase["process"]), []).append((phase["start_s"] + shift_s, phase["end_s"] + shift_s))
+    bars = [Bar(name, process, tuple(sorted(intervals))) for (name, process), intervals in grouped.items()]
+    return tuple(sorted(bars, key=lambda bar: (bar.intervals[0][0], bar.name)))
+
+
+def draw(cold_start: Mapping[str, Any]) -> RenderableType:
+    """Render one cold start of the admin API."""
+    bars = bars_of(cold_start["phases"])
+    span_s = max((bar.intervals[-1][1] for bar in bars), default=0.0) or 1.0
+    table = Table(box=None, pad_edge=False, header_style="bold", expand=False)
+    table.add_column("phase")
+    table.add_column("by")
+    table.add_column("ms", justify="right")
+    table.add_column(f"0 {'─' * (WIDTH - 12)} {span_s * 1000:,.0f} ms")
+    for bar in bars:
+        row = Text(_strip(bar, span_s), style=COLOURS.get(bar.name, "white"))
+        table.add_row(bar.name, bar.process, f"{bar.total_s * 1000:,.1f}", row)
+    ttft = cold_start.get("ttft_s")
+    coverage = cold_start.get("coverage")
+    summary = f"first token after {ttft * 1000:,.0f} ms" if ttft is not None else "no first token yet"
+    if coverage is not None:
+        summary += f"; the phases explain {coverage:.1%} of the time from the first command to it"
+    return Group(table, Text(summary, style="bold"))
+
+
+def _strip(bar: Bar, span_s: float) -> str:
+    cells = [" "] * WIDTH
+    for start, end in bar.intervals:
+        first = min(WIDTH - 1, int(start / span_s * WIDTH))
+        last = min(WIDTH - 1, int(end / span_s * WIDTH))
+        for cell in range(first, max(first, last) + 1):
+            cells[cell] = "█"
+    return "".join(cells)

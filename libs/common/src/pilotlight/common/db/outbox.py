@@ -1,0 +1,109 @@
+"""Events leave through here: committed with what they tell of, published after it, in order, at least once, stored once.
+
+A row goes when the stream has confirmed it. A crash in between publishes the row again under the same event id, which the stream
+drops. One publisher for each schema works at a time, whichever process it is in. Order is that of the rows' ids: two units of work
+that overlap may come in either order, one after the other never.
+"""
+
+import asyncio
+import random
+from typing import Any
+
+import structlog
+from sqlalchemy import Row, delete, func, select
+
+from pilotlight.common.db import tables
+from pilotlight.common.db.session import Database
+from pilotlight.common.errors import BusUnavailable, DatabaseUnavailable
+from pilotlight.common.messages.events import Event, event_subject
+from pilotlight.common.service import Context
+from pilotlight.common.telemetry import with_parent
+from pilotlight.common.waiting import Backoff, pause, woken
+
+log = structlog.get_logger()
+
+POLL_S = 5.0
+"""Safety net: for rows whose kick was lost with the process that wrote them."""
+BATCH = 64
+"""Rows that are published within one transaction."""
+
+
+class Outbox:
+    """Publishes one schema's outbox to the stream EVENTS: a component."""
+
+    def __init__(self, database: Database, context: Context[Any]) -> None:
+        self._database = database
+        self._table = tables.outboxes[database.schema]
+        self._bus = context.bus
+        self._background = context.background
+        self._rng = random.Random()
+        self._kicked = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        database.on_events(self._kicked.set)
+
+    async def start(self) -> None:
+        """Publish from now on."""
+        if self._task is None:
+            self._kicked.set()
+            self._task = self._background.spawn(f"outbox of {self._database.schema}", self._publish_for_ever())
+
+    async def stop(self) -> None:
+        """Publish what is there, if the stream takes it, and no more."""
+        task, self._task = self._task, None
+        if task is None:
+            return
+        task.cancel()
+        await asyncio.wait({task})
+        try:
+            await self.publish_all()
+        except (BusUnavailable, DatabaseUnavailable) as error:
+            log.warning("events wait for the next start", action="outbox_left", schema=self._database.schema, error=error.message)
+
+    async def publish_all(self) -> None:
+        """Publish every row that is committed now.
+
+        Raises:
+            BusUnavailable: the stream did not confirm; the row and those after it stay.
+            DatabaseUnavailable: the rows cannot be read.
+        """
+        while await self._publish_some() == BATCH:
+            pass
+
+    async def _publish_for_ever(self) -> None:
+        backoff = Backoff()
+        failures = 0
+        while True:
+            await woken(self._kicked, POLL_S)
+            try:
+                await self.publish_all()
+                failures = 0
+            except (BusUnavailable, DatabaseUnavailable) as error:
+                if failures == 0:
+                    log.warning("events wait", action="outbox_waits", schema=self._database.schema, error=error.message)
+                await pause(backoff.delay_s(failures, self._rng))
+                failures += 1
+                self._kicked.set()
+
+    async def _publish_some(self) -> int:
+        published: list[int] = []
+        failure: BusUnavailable | None = None
+        async with self._database.unit_of_work() as work:
+            await work.connection.execute(select(func.pg_advisory_xact_lock(func.hashtext(self._table.fullname))))
+            rows = (await work.connection.execute(select(self._table).order_by(self._table.c.id).limit(BATCH))).all()
+            for row in rows:
+                try:
+                    await self._publish(row)
+                except BusUnavailable as error:
+                    failure = error
+                    break
+                published.append(row.id)
+            if published:
+                await work.connection.execute(delete(self._table).where(self._table.c.id.in_(published)))
+        if failure is not None:
+            raise failure
+        return len(published)
+
+    async def _publish(self, row: Row[Any]) -> None:
+        event = Event(event_id=row.event_id, kind=row.kind, entity=row.entity, at=row.at.isoformat(), data=row.data)
+        with with_parent(row.trace_parent):
+            await self._bus.publish_event(event_subject(self._database.schema, row.kind), row.event_id, event)

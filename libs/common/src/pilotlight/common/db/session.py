@@ -1,0 +1,168 @@
+"""Connections and units of work.
+
+A unit of work is one transaction: everything that it wrote is there, with the events that say so, or nothing is. What must follow a
+commit (a command, a bucket's new value) is registered with ``after_commit`` and done only then.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import structlog
+from sqlalchemy import insert, text
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+
+from pilotlight.common.clock import Clock
+from pilotlight.common.db import tables
+from pilotlight.common.db.roles import role_of
+from pilotlight.common.errors import DatabaseUnavailable
+from pilotlight.common.ids import new_event_id
+from pilotlight.common.settings import DatabaseSettings, read_secret
+from pilotlight.common.telemetry import current_traceparent
+
+log = structlog.get_logger()
+
+CONNECT_TIMEOUT_S = 5
+STATEMENT_TIMEOUT_S = 10
+UNIT_DEADLINE_S = 15.0
+"""For a whole unit of work, commit included: nothing waits longer for a database that does not answer."""
+
+AfterCommit = Callable[[], Awaitable[None] | None]
+
+
+class UnitOfWork:
+    """One transaction that is under way."""
+
+    def __init__(self, connection: AsyncConnection) -> None:
+        self.connection = connection
+        self.events: list[dict[str, Any]] = []
+        self.callbacks: list[AfterCommit] = []
+
+    def emit(self, kind: str, entity: str, data: dict[str, Any] | None = None) -> None:
+        """Publish an event when, and only when, this commits. ``data`` must be JSON."""
+        self.events.append({"event_id": new_event_id(), "kind": kind, "entity": entity, "data": data or {}})
+
+    def after_commit(self, callback: AfterCommit) -> None:
+        """Call after the commit, in order; an error is logged and changes nothing: what was committed is reconciled later."""
+        self.callbacks.append(callback)
+
+
+class Database:
+    """One owner's connections to PostgreSQL: a component."""
+
+    def __init__(self, settings: DatabaseSettings, schema: str, clock: Clock) -> None:
+        self.schema = schema
+        self._clock = clock
+        self._url = service_url(settings, schema)
+        self._engine: AsyncEngine = create_async_engine(
+            self._url,
+            pool_size=settings.database_pool_size,
+            max_overflow=0,
+            pool_timeout=CONNECT_TIMEOUT_S,
+            pool_pre_ping=True,
+            json_serializer=lambda value: msgspec.json.encode(value).decode(),
+            json_deserializer=msgspec.json.decode,
+            connect_args={
+                "connect_timeout": CONNECT_TIMEOUT_S,
+                "application_name": f"pilotlight-{schema}",
+                "options": f"-c statement_timeout={STATEMENT_TIMEOUT_S}s -c idle_in_transaction_session_timeout=60s",
+            },
+        )
+        self._on_events: list[Callable[[], None]] = []
+
+    async def start(self) -> None:
+        """Check that the database answers.
+
+        Raises:
+            DatabaseUnavailable: it does not, or refuses the role.
+        """
+        async with self.reading() as connection:
+            await connection.execute(text("SELECT 1"))
+
+    async def stop(self) -> None:
+        """Close every connection."""
+        await self._engine.dispose()
+
+    def on_events(self, callback: Callable[[], None]) -> None:
+        """Call after every commit that left events in the outbox."""
+        self._on_events.append(callback)
+
+    @asynccontextmanager
+    async def unit_of_work(self) -> AsyncGenerator[UnitOfWork]:
+        """One transaction: committed when the body ends, rolled back when it raises.
+
+        Raises:
+            DatabaseUnavailable: the database cannot be reached or does not answer in time. Nothing was written, unless the break
+                came during the commit itself.
+            sqlalchemy.exc.IntegrityError: a constraint is violated; for the repository to map.
+        """
+        async with self._connected() as connection, connection.begin():
+            work = UnitOfWork(connection)
+            yield work
+            await self._write_events(work)
+        if work.events:
+            for kick in self._on_events:
+                kick()
+        for callback in work.callbacks:
+            await _run(callback)
+
+    @asynccontextmanager
+    async def reading(self) -> AsyncGenerator[AsyncConnection]:
+        """A connection that sees one consistent moment and cannot write.
+
+        Raises:
+            DatabaseUnavailable: as ``unit_of_work``.
+        """
+        async with self._connected() as connection:
+            await connection.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
+            async with connection.begin():
+                yield connection
+
+    @asynccontextmanager
+    async def _connected(self) -> AsyncGenerator[AsyncConnection]:
+        try:
+            async with asyncio.timeout(UNIT_DEADLINE_S) as deadline:
+                async with self._engine.connect() as connection:
+                    yield connection
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise DatabaseUnavailable(f"the database did not answer within {UNIT_DEADLINE_S:g} s") from error
+        except PoolTimeoutError as error:
+            raise DatabaseUnavailable("every connection to the database is in use") from error
+        except (OperationalError, InterfaceError) as error:
+            raise DatabaseUnavailable(f"the database failed: {_brief(error)}") from error
+
+    async def _write_events(self, work: UnitOfWork) -> None:
+        if not work.events:
+            return
+        common = {"at": self._clock.wall(), "trace_parent": current_traceparent()}
+        await work.connection.execute(insert(tables.outboxes[self.schema]), [{**event, **common} for event in work.events])
+
+
+def service_url(settings: DatabaseSettings, schema: str) -> URL:
+    """The database's URL with the owner's role and password, where the setting does not name them."""
+    url = make_url(settings.database_url).set(drivername="postgresql+psycopg")
+    if url.username is None:
+        url = url.set(username=role_of(schema))
+    if url.password is None:
+        url = url.set(password=read_secret(settings.secrets_dir, f"postgres-{schema}"))
+    return url
+
+
+async def _run(callback: AfterCommit) -> None:
+    try:
+        pending = callback()
+        if pending is not None:
+            await pending
+    except Exception:  # what was committed stands; whoever missed this hears of it when state is reconciled
+        log.exception("a callback after a commit failed", action="after_commit_failed")
+
+
+def _brief(error: DBAPIError) -> str:
+    return str(error.orig).strip().splitlines()[0] if str(error.orig).strip() else repr(error.orig)

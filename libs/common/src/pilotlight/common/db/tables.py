@@ -1,0 +1,258 @@
+"""Every table, by owner. Facts are stored whole in ``body`` (JSON of their dataclass) beside the columns that are queried.
+
+One writer each: a schema is written by the service of its name alone (``roles.py`` has the grants). Times are of the writer's clock,
+in UTC; those that gate something (the lease) are of the database's.
+"""
+
+from sqlalchemy import (
+    BigInteger,
+    CheckConstraint,
+    Column,
+    DateTime,
+    Double,
+    Identity,
+    Integer,
+    MetaData,
+    Table,
+    Text,
+    UniqueConstraint,
+)
+from sqlalchemy.dialects.postgresql import JSONB
+
+metadata = MetaData(
+    naming_convention={
+        "pk": "%(table_name)s_pkey",
+        "uq": "%(table_name)s_%(column_0_N_name)s_key",
+        "ix": "%(table_name)s_%(column_0_N_name)s_idx",
+        "ck": "%(table_name)s_%(constraint_name)s_check",
+    }
+)
+
+OWNERS = ("gateway", "scheduler", "cache", "materializer")
+"""Schemas, and the services that write them."""
+
+
+def _key(name: str) -> Column[str]:
+    return Column(name, Text, primary_key=True)
+
+
+def _text(name: str, *, null: bool = False) -> Column[str]:
+    return Column(name, Text, nullable=null)
+
+
+def _count(name: str) -> Column[int]:
+    return Column(name, BigInteger, nullable=False)
+
+
+def _time(name: str, *, null: bool = False) -> Column[object]:
+    return Column(name, DateTime(timezone=True), nullable=null)
+
+
+def _seconds(name: str) -> Column[float]:
+    return Column(name, Double, nullable=True)
+
+
+def _json(name: str) -> Column[object]:
+    return Column(name, JSONB, nullable=False)
+
+
+def _row_id() -> Column[int]:
+    return Column("id", BigInteger, Identity(always=True), primary_key=True)
+
+
+def _outbox(owner: str) -> Table:
+    return Table(
+        "outbox",
+        metadata,
+        _row_id(),
+        Column("event_id", Text, nullable=False, unique=True),
+        _text("kind"),
+        _text("entity"),
+        _time("at"),
+        _json("data"),
+        _text("trace_parent"),
+        schema=owner,
+    )
+
+
+# gateway
+
+models = Table(
+    "models",
+    metadata,
+    _key("name"),
+    Column("digest", Text, nullable=False, index=True),
+    _json("body"),
+    _time("created_at"),
+    _time("updated_at"),
+    schema="gateway",
+)
+"""``body`` is a ``Model``."""
+
+api_keys = Table(
+    "api_keys",
+    metadata,
+    _key("key_id"),
+    Column("prefix", Text, nullable=False, index=True),
+    _text("hash"),
+    _text("role"),
+    _text("label"),
+    _time("created_at"),
+    _time("revoked_at", null=True),
+    CheckConstraint("role IN ('admin', 'inference')", name="role"),
+    schema="gateway",
+)
+"""``hash`` is an HMAC of the key; the key itself is nowhere."""
+
+usage = Table(
+    "usage",
+    metadata,
+    _row_id(),
+    Column("at", DateTime(timezone=True), nullable=False, index=True),
+    _text("model"),
+    _text("key_id"),
+    _text("request_id"),
+    _count("prompt_tokens"),
+    _count("output_tokens"),
+    _text("status"),
+    schema="gateway",
+)
+
+spans = Table(
+    "spans",
+    metadata,
+    _key("trace_id"),
+    _key("span_id"),
+    _text("parent_id"),
+    _text("name"),
+    _text("service"),
+    Column("start_at", DateTime(timezone=True), nullable=False, index=True),
+    _time("end_at"),
+    _text("status"),
+    _json("attributes"),
+    schema="gateway",
+)
+
+# scheduler
+
+instances = Table(
+    "instances",
+    metadata,
+    _key("instance_id"),
+    Column("model", Text, nullable=False, index=True),
+    _text("digest"),
+    Column("state", Text, nullable=False, index=True),
+    _count("generation"),
+    _count("epoch"),
+    _json("body"),
+    _time("created_at"),
+    _time("updated_at"),
+    schema="scheduler",
+)
+"""``body`` is an ``Instance``."""
+
+decisions = Table(
+    "decisions",
+    metadata,
+    _key("decision_id"),
+    _text("kind"),
+    _text("model"),
+    _text("instance_id", null=True),
+    _count("epoch"),
+    Column("at", DateTime(timezone=True), nullable=False, index=True),
+    _json("inputs"),
+    _json("outcome"),
+    _json("reasons"),
+    schema="scheduler",
+)
+
+cold_starts = Table(
+    "cold_starts",
+    metadata,
+    _key("instance_id"),
+    Column("model", Text, nullable=False, index=True),
+    _text("decision_id"),
+    _text("trace_id"),
+    Column("status", Text, nullable=False),
+    _time("demand_seen_at"),
+    _seconds("dispatched_s"),
+    _seconds("first_token_s"),
+    _seconds("wall_offset_s"),
+    _seconds("queue_s"),
+    _seconds("ttft_s"),
+    Column("coverage", Double, nullable=True),
+    _json("phases"),
+    Column("created_at", DateTime(timezone=True), nullable=False, index=True),
+    _time("finished_at", null=True),
+    CheckConstraint("status IN ('open', 'done', 'abandoned')", name="status"),
+    schema="scheduler",
+)
+
+estimates = Table("estimates", metadata, _key("model"), _key("device_kind"), _json("body"), schema="scheduler")
+"""``body`` is an ``Estimate``."""
+
+lease = Table(
+    "lease",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    _text("holder"),
+    _count("epoch"),
+    _time("expires_at"),
+    CheckConstraint("id = 1", name="one_row"),
+    schema="scheduler",
+)
+"""One row: who leads, with which epoch, until when by the database's clock."""
+
+# cache
+
+grants = Table(
+    "grants",
+    metadata,
+    _key("grant_id"),
+    _text("instance_id"),
+    _text("digest"),
+    Column("worker_id", Text, nullable=False, index=True),
+    Column("node_id", Text, nullable=False, index=True),
+    _count("device_bytes"),
+    _count("host_bytes"),
+    _time("expires_at"),
+    _time("created_at"),
+    UniqueConstraint("instance_id", "worker_id"),
+    schema="cache",
+)
+
+evictions = Table(
+    "evictions",
+    metadata,
+    _row_id(),
+    Column("at", DateTime(timezone=True), nullable=False, index=True),
+    _text("kind"),
+    _text("subject"),
+    _text("node_id"),
+    _text("reason"),
+    _json("inputs"),
+    CheckConstraint("kind IN ('instance', 'copy')", name="kind"),
+    schema="cache",
+)
+
+host_copies = Table("host_copies", metadata, _key("digest"), _key("node_id"), _json("body"), schema="cache")
+"""``body`` is a ``Copy``: what the cache wants to be held."""
+
+# materializer
+
+artifacts = Table(
+    "artifacts",
+    metadata,
+    _key("fingerprint"),
+    _key("kind"),
+    _text("blob_digest"),
+    _count("size_bytes"),
+    _text("signature"),
+    _time("created_at"),
+    schema="materializer",
+)
+
+profiles = Table("profiles", metadata, _key("digest"), _key("device_kind"), _json("body"), schema="materializer")
+
+outboxes: dict[str, Table] = {owner: _outbox(owner) for owner in OWNERS}
+"""Events that wait to be published; a row goes when the stream has confirmed it."""

@@ -1,0 +1,1 @@
+"""Host pool, its socket protocol, verified fetch in layer order."""

@@ -1,0 +1,60 @@
+"""A link's bandwidth as a limit on what is taken from one source."""
+
+import re
+
+from pilotlight.common.clock import Clock
+from pilotlight.common.waiting import pause
+
+_BANDWIDTH = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<prefix>[kKmMgGtT]?)(?P<binary>i?)(?P<unit>[bB]it/s|[bB]it|bps|B/s)?")
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def parse_bandwidth(text: str) -> float | None:
+    """Bytes per second of ``200mbit``, ``25g``, ``1000000`` (bits per second) or ``125MB/s``; None, no limit, for an empty text.
+
+    Raises:
+        ValueError: it is none of these, or it is zero.
+    """
+    if not text.strip():
+        return None
+    match = _BANDWIDTH.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a bandwidth; give for example 200mbit, 25gbit or 125MB/s")
+    scale = (1024 if match["binary"] else 1000) ** _POWERS[match["prefix"].lower()]
+    bits = 8 if match["unit"] == "B/s" else 1
+    bytes_per_s = float(match["number"]) * scale * bits / 8
+    if bytes_per_s <= 0:
+        raise ValueError(f"{text!r}: a link needs a bandwidth above zero; give nothing for no limit")
+    return bytes_per_s
+
+
+class Pacer:
+    """Hands out a link's time, first come, first served. Pure: time is an argument.
+
+    ::
+
+        asked   A  B        C
+        link    [A ....)[B ....)   [C ....)     each gets its bytes at the end of its turn
+    """
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._free_at_s = 0.0
+
+    def take(self, now_s: float, size_bytes: int) -> float:
+        """Seconds from now until these bytes have come over the link."""
+        self._free_at_s = max(now_s, self._free_at_s) + size_bytes / self._bytes_per_s
+        return self._free_at_s - now_s
+
+
+class LinkLimit:
+    """What one source's link lets through."""
+
+    def __init__(self, bytes_per_s: float | None, clock: Clock) -> None:
+        self._pacer = Pacer(bytes_per_s) if bytes_per_s is not None else None
+        self._clock = clock
+
+    async def take(self, size_bytes: int) -> None:
+        """Return when these bytes have come over the link; at once where there is no limit. Turns are given in order of the calls."""
+        if self._pacer is not None:
+            await pause(self._pacer.take(self._clock.monotonic_s(), size_bytes))

@@ -1,0 +1,330 @@
+"""The host pool: one file of shared memory, written by the loader alone, mapped read-only by its workers.
+
+A model's part is one contiguous *image* in it. An image is reserved, filled and verified chunk by chunk, and then ready; a loader
+that starts again adopts the images that were ready. Everything here runs on one thread, but for the bytes of an image that is not
+ready yet: those belong to whoever reserved it.
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+import structlog
+from blake3 import blake3
+
+from pilotlight.common.clock import Clock
+from pilotlight.common.errors import Conflict, HostPoolFull, StaleCommand
+from pilotlight.dataplane.extents import Extent, Extents
+from pilotlight.dataplane.table import (
+    HEADER_BYTES,
+    ChunkEntry,
+    ChunkTable,
+    Geometry,
+    Header,
+    read_header,
+    write_epoch,
+    write_header,
+)
+from pilotlight.policy.types import Digest, Epoch
+
+log = structlog.get_logger()
+
+SMALL_UNIT_BYTES = 64 * 1024
+LARGE_UNIT_BYTES = 2 * 1024 * 1024
+LARGE_POOL_BYTES = 16 * 1024 * 1024 * 1024
+"""From this size on, extents are cut in huge pages."""
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class PartImage:
+    """One part of one model in the pool."""
+
+    digest: Digest
+    part: int
+    image_bytes: int
+    chunks: int
+    extent: Extent
+    slots: list[int] = field(default_factory=list[int])
+    ready: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldCopy:
+    """The ready parts of one model."""
+
+    digest: Digest
+    parts: tuple[int, ...]
+    size_bytes: int
+    """What they take of the pool, rounded up to units."""
+    last_used_s: float
+
+
+def boot_id() -> str:
+    """Names this boot of the host. What an earlier one left in a file was perhaps never written back whole."""
+    return _BOOT_ID.read_text().strip()
+
+
+def unit_bytes_of(pool_bytes: int) -> int:
+    """What extents are cut in, for a pool of this size."""
+    return LARGE_UNIT_BYTES if pool_bytes >= LARGE_POOL_BYTES else SMALL_UNIT_BYTES
+
+
+class HostPool:
+    """The pool of one node, held by its loader."""
+
+    def __init__(self, path: Path, descriptor: int, header: Header, clock: Clock) -> None:
+        self.path = path
+        self.geometry = header.geometry
+        self._descriptor = descriptor
+        self._clock = clock
+        self._mapped = mmap.mmap(descriptor, header.geometry.file_bytes)
+        self._view = memoryview(self._mapped)
+        self._highest_epoch = header.highest_epoch
+        self._table = ChunkTable(self._mapped, header.geometry.slots)
+        self._extents = Extents(header.geometry.data_bytes, header.geometry.unit_bytes)
+        self._images: dict[Digest, dict[int, PartImage]] = defaultdict(dict)
+        self._last_used_s: dict[Digest, float] = {}
+        self._adopt()
+
+    @classmethod
+    def open(cls, path: Path, size_bytes: int, clock: Clock) -> Self:
+        """Adopt the pool that lies at a path, or make a new one where there is none of this size and boot.
+
+        A pool of another size is replaced by a new file: workers that still map the old one keep it. The highest epoch carries over.
+        Takes a while for a large pool, because what is adopted is verified.
+
+        Raises:
+            Conflict: another loader holds the pool.
+            OSError: the file cannot be made.
+        """
+        geometry = Geometry(data_bytes=size_bytes // unit_bytes_of(size_bytes) * unit_bytes_of(size_bytes), unit_bytes=unit_bytes_of(size_bytes))
+        found: Header | None = None
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            pass
+        else:
+            _lock(descriptor, path)
+            found = read_header(os.pread(descriptor, HEADER_BYTES, 0))
+            intact = found is not None and os.fstat(descriptor).st_size == found.geometry.file_bytes
+            if found is not None and intact and found.geometry == geometry and found.boot_id == boot_id():
+                return cls(path, descriptor, found, clock)
+            os.close(descriptor)
+        header = Header(geometry=geometry, boot_id=boot_id(), highest_epoch=found.highest_epoch if found else Epoch(0))
+        return cls(path, _make_file(path, header), header, clock)
+
+    def close(self, *, remove: bool) -> None:
+        """Unmap, and let another loader have the file; ``remove`` deletes it. No byte may be written through a view after this."""
+        if self._mapped.closed:
+            return
+        if remove:
+            self.path.unlink(missing_ok=True)
+        self._view.release()
+        try:
+            self._mapped.close()
+        except BufferError:
+            log.warning("pool is still being written; it is unmapped when the process ends", action="pool_unmap_late")
+        os.close(self._descriptor)
+
+    @property
+    def highest_epoch(self) -> Epoch:
+        """The highest epoch that any command carried, also before a restart."""
+        return self._highest_epoch
+
+    def raise_epoch(self, epoch: Epoch) -> None:
+        """Remember a command's epoch.
+
+        Raises:
+            StaleCommand: a higher one has been seen.
+        """
+        if epoch < self._highest_epoch:
+            raise StaleCommand(f"epoch {epoch} is older than {self._highest_epoch}")
+        if epoch > self._highest_epoch:
+            write_epoch(self._mapped, epoch)
+            self._highest_epoch = epoch
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that nothing takes."""
+        return self._extents.free_bytes
+
+    @property
+    def fragmentation(self) -> float:
+        """See ``Extents.fragmentation``."""
+        return self._extents.fragmentation
+
+    def reserve(self, digest: Digest, part: int, image_bytes: int, chunks: int) -> PartImage:
+        """Room for one part's image; it is nobody else's until it is ready or discarded.
+
+        Raises:
+            HostPoolFull: there is no contiguous room.
+            Conflict: the part is there already.
+        """
+        if part in self._images.get(digest, {}):
+            raise Conflict(f"part {part} of {digest[:12]} is in the pool already")
+        extent = self._extents.take(image_bytes) if chunks <= self._table.free_slots else None
+        if extent is None:
+            largest, free = self._extents.largest_free_bytes, self._extents.free_bytes
+            raise HostPoolFull(f"a part of {image_bytes} bytes; the host pool has {free} bytes free, {largest} of them in a row")
+        image = PartImage(digest=digest, part=part, image_bytes=image_bytes, chunks=chunks, extent=extent, ready=chunks == 0)
+        self._images[digest][part] = image
+        return image
+
+    def view(self, image: PartImage, offset: int, size_bytes: int) -> memoryview:
+        """Writable bytes [offset, offset + size_bytes) of an image; release it when done."""
+        if offset < 0 or offset + size_bytes > image.image_bytes:
+            raise ValueError(f"[{offset}, {offset + size_bytes}) is not within an image of {image.image_bytes} bytes")
+        start = self.file_offset(image) + offset
+        return self._view[start : start + size_bytes]
+
+    def back(self, image: PartImage, offset: int, size_bytes: int) -> None:
+        """Have the system set memory aside for a range, so that writing it cannot end the process. May block; any thread.
+
+        Raises:
+            HostPoolFull: the host's shared memory is used up.
+        """
+        try:
+            os.posix_fallocate(self._descriptor, self.file_offset(image) + offset, size_bytes)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise HostPoolFull(f"{self.path.parent} is full: make it larger than PILOTLIGHT_POOL_BYTES") from error
+
+    def file_offset(self, image: PartImage) -> int:
+        """Where an image starts, from the start of the file."""
+        return self.geometry.data_offset + image.extent.offset
+
+    def enter_chunk(self, image: PartImage, index: int, chunk_range: tuple[int, int], digest: Digest) -> None:
+        """Record a chunk whose bytes [start, stop) of the image are complete and have this digest."""
+        start, stop = chunk_range
+        entry = ChunkEntry(
+            digest=image.digest,
+            part=image.part,
+            index=index,
+            chunks_in_part=image.chunks,
+            extent_offset=image.extent.offset,
+            image_bytes=image.image_bytes,
+            chunk_offset=start,
+            chunk_bytes=stop - start,
+            chunk_digest=digest,
+        )
+        image.slots.append(self._table.enter(entry))
+        if len(image.slots) == image.chunks:
+            image.ready = True
+            self.touch(image.digest)
+
+    def discard(self, image: PartImage) -> None:
+        """Give an image up, ready or not. Nobody may read or write it any more."""
+        for slot in image.slots:
+            self._table.clear(slot)
+        self._extents.give_back(image.extent)
+        parts = self._images[image.digest]
+        del parts[image.part]
+        if not parts:
+            del self._images[image.digest]
+            self._last_used_s.pop(image.digest, None)
+
+    def find(self, digest: Digest, part: int) -> PartImage | None:
+        """A part that is ready, or None."""
+        image = self._images.get(digest, {}).get(part)
+        return image if image is not None and image.ready else None
+
+    def drop(self, digest: Digest) -> int:
+        """Give up every ready part of a model; the bytes that were freed. Whether anybody reads them is for the caller to know."""
+        ready = [image for image in self._images.get(digest, {}).values() if image.ready]
+        for image in ready:
+            self.discard(image)
+        return sum(image.extent.size_bytes for image in ready)
+
+    def touch(self, digest: Digest) -> None:
+        """Somebody uses the model now."""
+        self._last_used_s[digest] = self._clock.monotonic_s()
+
+    def copies(self) -> tuple[HeldCopy, ...]:
+        """The models that have ready parts, the least recently used first."""
+        held = [self._copy_of(digest) for digest in self._images]
+        return tuple(sorted((copy for copy in held if copy.parts), key=lambda copy: (copy.last_used_s, copy.digest)))
+
+    def _copy_of(self, digest: Digest) -> HeldCopy:
+        ready = [image for image in self._images[digest].values() if image.ready]
+        return HeldCopy(
+            digest=digest,
+            parts=tuple(sorted(image.part for image in ready)),
+            size_bytes=sum(image.extent.size_bytes for image in ready),
+            last_used_s=self._last_used_s.get(digest, 0.0),
+        )
+
+    def _adopt(self) -> None:
+        """Take over the parts of which every chunk is entered and still has its digest; free all other entries."""
+        found: dict[tuple[Digest, int, int], list[tuple[int, ChunkEntry]]] = defaultdict(list)
+        for slot, entry in self._table.found():
+            found[entry.digest, entry.part, entry.extent_offset].append((slot, entry))
+        for (digest, part, offset), entries in sorted(found.items()):
+            chunks = [entry for _, entry in entries]
+            sound = part not in self._images.get(digest, {}) and self._sound(chunks)
+            extent = self._extents.take_at(offset, chunks[0].image_bytes) if sound else None
+            if extent is None:
+                log.warning("part in the pool is not whole; dropped", action="pool_part_dropped", digest=digest, part=part)
+                for slot, _ in entries:
+                    self._table.clear(slot)
+                continue
+            slots = [slot for slot, _ in entries]
+            image = PartImage(digest=digest, part=part, image_bytes=chunks[0].image_bytes, chunks=len(chunks), extent=extent, slots=slots, ready=True)
+            self._images[digest][part] = image
+            self.touch(digest)
+        if self._images:
+            log.info("pool adopted", action="pool_adopted", models=len(self._images), free_bytes=self.free_bytes)
+
+    def _sound(self, entries: list[ChunkEntry]) -> bool:
+        """Whether the entries are all the chunks of one image, and their bytes have the digests."""
+        first = entries[0]
+        if sorted(entry.index for entry in entries) != list(range(first.chunks_in_part)):
+            return False
+        return all(
+            (entry.chunks_in_part, entry.image_bytes) == (first.chunks_in_part, first.image_bytes)
+            and entry.chunk_offset + entry.chunk_bytes <= entry.image_bytes
+            and entry.extent_offset + entry.image_bytes <= self._extents.size_bytes
+            and self._digest_of(entry) == entry.chunk_digest
+            for entry in entries
+        )
+
+    def _digest_of(self, entry: ChunkEntry) -> Digest:
+        start = self.geometry.data_offset + entry.extent_offset + entry.chunk_offset
+        with self._view[start : start + entry.chunk_bytes] as chunk:
+            return Digest(blake3(chunk, max_threads=blake3.AUTO).hexdigest())
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    """One loader a pool: the kernel frees the lock with the process."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise Conflict(f"another loader holds the host pool {path}") from error
+
+
+def _make_file(path: Path, header: Header) -> int:
+    """A new pool file in the place of whatever lies there; complete before it gets its name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    making = path.with_name(f"{path.name}.{os.getpid()}.new")
+    making.unlink(missing_ok=True)
+    descriptor = os.open(making, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        _lock(descriptor, path)
+        os.ftruncate(descriptor, header.geometry.file_bytes)
+        os.posix_fallocate(descriptor, 0, header.geometry.data_offset)
+        with mmap.mmap(descriptor, header.geometry.data_offset) as mapped:
+            write_header(mapped, header)
+        making.rename(path)
+    except OSError:
+        os.close(descriptor)
+        making.unlink(missing_ok=True)
+        raise
+    return descriptor

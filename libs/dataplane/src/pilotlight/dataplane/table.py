@@ -1,0 +1,177 @@
+"""The header and the chunk table of a host pool: what of it lies in the file, and in which order it is written.
+
+::
+
+    0        header: magic, version, boot id, highest epoch, sizes
+    4096     chunk table: one fixed-size entry for each chunk, free or ready
+    data     part images, each contiguous, chunk by chunk
+
+One process writes. An entry's state byte is set last and cleared first, so a crash between any two steps leaves entries that are free
+or that describe bytes which were complete and verified.
+"""
+
+import mmap
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from heapq import heapify, heappop, heappush
+
+from pilotlight.policy.types import Digest, Epoch
+
+MAGIC = b"PLPOOL\r\n"
+VERSION = 1
+HEADER_BYTES = 4096
+ENTRY_BYTES = 128
+DATA_ALIGNMENT_BYTES = 2 * 1024 * 1024
+"""Where the data starts: a huge page's boundary."""
+
+_HEADER = struct.Struct("<8sIIQQ36s")
+_EPOCH = struct.Struct("<Q")
+_EPOCH_OFFSET = 128
+# Part, index of the chunk, chunks of the part, extent, bytes of the image, the chunk's range in it, model and chunk digest.
+_ENTRY = struct.Struct("<IIIQQQQ32s32s")
+_ENTRY_OFFSET = 1
+
+
+class EntryState(IntEnum):
+    """The first byte of an entry."""
+
+    FREE = 0
+    READY = 1
+    """The chunk's bytes are complete, and their digest is the entry's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """How a pool's file is divided."""
+
+    data_bytes: int
+    """What models can take."""
+    unit_bytes: int
+    """What extents are cut in."""
+
+    @property
+    def slots(self) -> int:
+        """Entries of the table: one a unit, so that extents run out first."""
+        return self.data_bytes // self.unit_bytes
+
+    @property
+    def data_offset(self) -> int:
+        """Where part images start."""
+        table_end = HEADER_BYTES + self.slots * ENTRY_BYTES
+        return -(-table_end // DATA_ALIGNMENT_BYTES) * DATA_ALIGNMENT_BYTES
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the file: what a worker maps."""
+        return self.data_offset + self.data_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkEntry:
+    """One chunk that is ready."""
+
+    digest: Digest
+    """Of the model."""
+    part: int
+    index: int
+    chunks_in_part: int
+    extent_offset: int
+    """Where the part's image starts, from the start of the data."""
+    image_bytes: int
+    chunk_offset: int
+    """Where the chunk starts, from the start of the image."""
+    chunk_bytes: int
+    chunk_digest: Digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """The first page."""
+
+    geometry: Geometry
+    boot_id: str
+    highest_epoch: Epoch
+
+
+def read_header(page: bytes) -> Header | None:
+    """The header of a file's first page; None when it is not that of a pool of this version."""
+    if len(page) < HEADER_BYTES:
+        return None
+    magic, version, unit_bytes, data_bytes, _reserved, boot_id = _HEADER.unpack_from(page)
+    if magic != MAGIC or version != VERSION or not 0 < unit_bytes <= data_bytes:
+        return None
+    (epoch,) = _EPOCH.unpack_from(page, _EPOCH_OFFSET)
+    geometry = Geometry(data_bytes=data_bytes, unit_bytes=unit_bytes)
+    return Header(geometry=geometry, boot_id=boot_id.decode("ascii", "replace"), highest_epoch=Epoch(epoch))
+
+
+def write_header(mapped: mmap.mmap, header: Header) -> None:
+    """Write the first page of a new file; the magic last."""
+    geometry = header.geometry
+    packed = _HEADER.pack(MAGIC, VERSION, geometry.unit_bytes, geometry.data_bytes, 0, header.boot_id.encode())
+    write_epoch(mapped, header.highest_epoch)
+    mapped[len(MAGIC) : len(packed)] = packed[len(MAGIC) :]
+    mapped[: len(MAGIC)] = MAGIC
+
+
+def write_epoch(mapped: mmap.mmap, epoch: Epoch) -> None:
+    """Persist the highest epoch: eight aligned bytes, one store."""
+    _EPOCH.pack_into(mapped, _EPOCH_OFFSET, epoch)
+
+
+class ChunkTable:
+    """The table, and which of its slots are free."""
+
+    def __init__(self, mapped: mmap.mmap, slots: int) -> None:
+        self._mapped = mapped
+        states = mapped[HEADER_BYTES : HEADER_BYTES + slots * ENTRY_BYTES : ENTRY_BYTES]
+        self._free = [slot for slot, state in enumerate(states) if state != EntryState.READY]
+        heapify(self._free)
+        self._used = [slot for slot, state in enumerate(states) if state == EntryState.READY]
+
+    @property
+    def free_slots(self) -> int:
+        """Chunks that can still be entered."""
+        return len(self._free)
+
+    def found(self) -> Iterator[tuple[int, ChunkEntry]]:
+        """Entries that were ready when the file was opened, by slot."""
+        for slot in self._used:
+            yield slot, self._read(slot)
+
+    def enter(self, entry: ChunkEntry) -> int:
+        """Write an entry whose bytes are complete and verified; its slot."""
+        slot = heappop(self._free)
+        start = self._start(slot)
+        _ENTRY.pack_into(
+            self._mapped, start + _ENTRY_OFFSET, entry.part, entry.index, entry.chunks_in_part, entry.extent_offset,
+            entry.image_bytes, entry.chunk_offset, entry.chunk_bytes, bytes.fromhex(entry.digest), bytes.fromhex(entry.chunk_digest),
+        )  # fmt: skip
+        self._mapped[start] = EntryState.READY
+        return slot
+
+    def clear(self, slot: int) -> None:
+        """Make an entry free. Its bytes may be overwritten only after this."""
+        self._mapped[self._start(slot)] = EntryState.FREE
+        heappush(self._free, slot)
+
+    def _read(self, slot: int) -> ChunkEntry:
+        part, index, chunks, extent, image_bytes, offset, size, digest, chunk_digest = _ENTRY.unpack_from(
+            self._mapped, self._start(slot) + _ENTRY_OFFSET
+        )
+        return ChunkEntry(
+            digest=Digest(digest.hex()),
+            part=part,
+            index=index,
+            chunks_in_part=chunks,
+            extent_offset=extent,
+            image_bytes=image_bytes,
+            chunk_offset=offset,
+            chunk_bytes=size,
+            chunk_digest=Digest(chunk_digest.hex()),
+        )
+
+    def _start(self, slot: int) -> int:
+        return HEADER_BYTES + slot * ENTRY_BYTES

@@ -1,0 +1,1 @@
+"""What runs next, decided without a tensor in sight."""

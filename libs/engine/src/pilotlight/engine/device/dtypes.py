@@ -1,0 +1,12 @@
+"""torch's names for the dtypes of checkpoints."""
+
+import torch
+
+from pilotlight.policy.types import Dtype
+
+TORCH_DTYPES: dict[Dtype, torch.dtype] = {
+    Dtype.BFLOAT16: torch.bfloat16,
+    Dtype.FLOAT16: torch.float16,
+    Dtype.FLOAT32: torch.float32,
+    Dtype.FLOAT64: torch.float64,
+}

@@ -1,0 +1,103 @@
+"""A stage's parameters in the engine's own memory, placed part by part."""
+
+import math
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pilotlight.engine.device.dtypes import TORCH_DTYPES
+from pilotlight.engine.errors import BadCheckpoint, BadRequest
+from pilotlight.engine.models.decoder import Decoder
+from pilotlight.engine.models.layers import Weights
+from pilotlight.engine.results import PlacedPart
+from pilotlight.policy.types import Dtype, Stage
+
+Source = tuple[Dtype, tuple[int, ...], memoryview]
+"""A tensor as a checkpoint stores it: row-major, in a buffer that may be read-only and need not be aligned."""
+
+
+class Parameters:
+    """Owns the tensors of a stage's parts."""
+
+    def __init__(self, decoder: Decoder, stage: Stage, dtype: Dtype) -> None:
+        self._decoder = decoder
+        self._dtype = dtype
+        self.parts = decoder.spec.parts_of(stage)
+        self._placed: dict[int, dict[str, Tensor]] = {}
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all parts when they are in place."""
+        shapes = (shape for part in self.parts for shape in self._decoder.shapes(part).values())
+        return sum(math.prod(shape) for shape in shapes) * self._dtype.size_bytes
+
+    @property
+    def complete(self) -> bool:
+        """Every part is in place."""
+        return len(self._placed) == len(self.parts)
+
+    def __getitem__(self, part: int) -> Weights:
+        return self._placed[part]
+
+    @torch.inference_mode()
+    def place(self, part: int, tensors: Mapping[str, Source], monotonic_s: Callable[[], float]) -> PlacedPart:
+        """Copies a part's tensors, named as in the checkpoint, and converts them where the stage runs in another dtype.
+
+        A part that is in place stays as it is: a loader that reconnects may offer it again. The buffers are not needed
+        afterwards.
+
+        Raises:
+            BadCheckpoint: the tensors are not exactly those that the architecture has in this part.
+            BadRequest: the stage has no such part.
+        """
+        if part not in self.parts:
+            raise BadRequest(f"part {part} does not belong to the stage, whose parts are {self.parts}")
+        if part in self._placed:
+            return PlacedPart(copy_s=0.0, convert_s=0.0, ready=self.complete)
+        prefix = self._decoder.prefix(part)
+        expected = {prefix + name: shape for name, shape in self._decoder.shapes(part).items()}
+        _check(part, expected, tensors, self._decoder.spec.dtype)
+        start_s = monotonic_s()
+        convert_s = 0.0
+        placed: dict[str, Tensor] = {}
+        for name, (stored_dtype, shape, buffer) in tensors.items():
+            tensor = _copy_of(buffer, stored_dtype, shape)
+            if stored_dtype is not self._dtype:
+                # Two passes, so that the time of either is known; only one tensor is held twice at a time.
+                copied_s = monotonic_s()
+                tensor = tensor.to(TORCH_DTYPES[self._dtype])
+                convert_s += monotonic_s() - copied_s
+            placed[name.removeprefix(prefix)] = tensor
+        self._placed[part] = placed
+        return PlacedPart(copy_s=monotonic_s() - start_s - convert_s, convert_s=convert_s, ready=self.complete)
+
+
+def _check(part: int, expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Source], dtype: Dtype) -> None:
+    """Raises ``BadCheckpoint`` unless the tensors are the expected ones, before a byte of them is read."""
+    if missing := sorted(expected.keys() - tensors.keys()):
+        raise BadCheckpoint(f"part {part} lacks {', '.join(missing)}")
+    if unknown := sorted(tensors.keys() - expected.keys()):
+        raise BadCheckpoint(f"part {part} has {', '.join(unknown)}, which the architecture does not know")
+    for name, (stored_dtype, shape, buffer) in tensors.items():
+        if stored_dtype is not dtype:
+            raise BadCheckpoint(f"{name} is stored as {stored_dtype.value}, the checkpoint as {dtype.value}")
+        if tuple(shape) != expected[name]:
+            raise BadCheckpoint(f"{name} has shape {tuple(shape)}, the architecture needs {expected[name]}")
+        size_bytes = math.prod(shape) * dtype.size_bytes
+        if buffer.nbytes != size_bytes:
+            raise BadCheckpoint(f"{name} comes with {buffer.nbytes} bytes instead of {size_bytes}")
+
+
+def _copy_of(buffer: memoryview, dtype: Dtype, shape: tuple[int, ...]) -> Tensor:
+    """A tensor in memory of its own.
+
+    torch copies, because it does so with all of its threads: in fresh memory most of the time goes into page faults, and numpy's
+    copy took three times as long. It gets the buffer through DLPack, because ``torch.frombuffer`` warns of every read-only one;
+    as bytes, because a place in a file may be unaligned.
+    """
+    stored = torch.from_dlpack(np.frombuffer(buffer, dtype=np.uint8))
+    copy = torch.empty(stored.shape, dtype=torch.uint8)
+    copy.copy_(stored)
+    return copy.view(TORCH_DTYPES[dtype]).view(shape)

@@ -1,0 +1,72 @@
+"""What the facade answers: frozen records, free of tensors."""
+
+from dataclasses import dataclass
+
+from pilotlight.policy.types import FinishReason, InstanceId, RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageRoom:
+    """How a stage's device bytes are divided.
+
+    ::
+
+        device_bytes  [ parameter_bytes | kv_capacity_tokens * kv_bytes_per_token | less than one block ]
+    """
+
+    parts: tuple[int, ...]
+    """Parts that have to be placed, in execution order."""
+    parameter_bytes: int
+    kv_bytes_per_token: int
+    kv_capacity_tokens: int
+    """Whole blocks only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedPart:
+    """What it took to place one part. Both times are zero when the part was in place already."""
+
+    copy_s: float
+    """Out of the given buffers into the engine's own memory."""
+    convert_s: float
+    """From the checkpoint's dtype into the stage's."""
+    ready: bool
+    """Every part of the stage is in place now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Produced:
+    """What one step gave one request. Every request that was added gets exactly one with a ``finish``."""
+
+    request_id: RequestId
+    attempt: int
+    position: int
+    """Output position of the first of ``token_ids``; the number of output tokens so far when there are none."""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] | None = None
+    """As many as tokens, if the request asked for them."""
+    finish: FinishReason | None = None
+    code: str = ""
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstPrefill:
+    """From when a stage took up its first request until that request's first token was sampled."""
+
+    instance_id: InstanceId
+    request_id: RequestId
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """One step's output, and what the engine holds after it (sums over all resident stages)."""
+
+    produced: tuple[Produced, ...]
+    waiting: int
+    running: int
+    kv_free_tokens: int
+    step_time_s: float
+    first_prefills: tuple[FirstPrefill, ...]

@@ -1,0 +1,1 @@
+"""Pure decision functions and the frozen dataclasses that every service speaks in."""

@@ -1,0 +1,133 @@
+"""Bytes, bandwidths and tokens to seconds. The only cost model: policies and the simulator both ask here.
+
+::
+
+    ready of stage i    init_i + max(fetch_i, load_i)            bytes stream: a part is loaded while the next is fetched
+    TTFT of a group     wait + max over i of (ready_i + sum over j >= i of (prefill_j + hop))
+    TPOT of a group     sum over i of (decode_i + hop)           no hop at all when there is one stage
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pilotlight.policy.types import Estimate, Model, NodeFacts, Stage, Tier, WorkerFacts
+
+GUESSED_PREFILL_S = 0.1
+"""Prefill of a usual prompt on a model of which nothing is known yet."""
+HOP_S = 0.001
+"""Activations from one stage to the next."""
+LEAST_KV_TOKENS = 4096
+"""An instance without room for these many tokens (or for its whole context, if that is less) is not worth its load."""
+USUAL_KV_TOKENS = 8192
+"""Granted where there is room, even to models with a shorter context: several requests run at once."""
+
+
+def transfer_s(size_bytes: float, bytes_per_s: float) -> float:
+    """Time to move bytes over a link; infinite over a link without bandwidth, 0 for nothing."""
+    if size_bytes <= 0:
+        return 0.0
+    return size_bytes / bytes_per_s if bytes_per_s > 0 else math.inf
+
+
+def share_bytes_per_s(link_bytes_per_s: float, running: int, newcomers: int = 1) -> float:
+    """What one newcomer gets of a link that is shared equally by ``running`` flows and ``newcomers`` that start together."""
+    return link_bytes_per_s / (running + max(1, newcomers))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCost:
+    """Times of one stage of a cold start, in seconds."""
+
+    fetch_s: float
+    load_s: float
+    prefill_s: float
+    decode_s: float
+    init_s: float = 0.0
+
+    @property
+    def ready_s(self) -> float:
+        """From dispatch until the stage can run."""
+        return self.init_s + max(self.fetch_s, self.load_s)
+
+
+def group_ttft_s(stages: Sequence[StageCost], wait_s: float = 0.0, hop_s: float = HOP_S) -> float:
+    """Predicted time to first token of a group whose stages run in order; infinite when a stage never becomes ready."""
+    hop = hop_s if len(stages) > 1 else 0.0
+    latest_s = 0.0
+    following_s = 0.0
+    for stage in reversed(stages):
+        following_s += stage.prefill_s + hop
+        latest_s = max(latest_s, stage.ready_s + following_s)
+    return wait_s + latest_s
+
+
+def group_tpot_s(stages: Sequence[StageCost], hop_s: float = HOP_S) -> float:
+    """Predicted time per output token of a group."""
+    hop = hop_s if len(stages) > 1 else 0.0
+    return sum(stage.decode_s + hop for stage in stages)
+
+
+def missing_bytes(model: Model, stage: Stage, node: NodeFacts) -> int:
+    """Bytes of a stage that are not yet in the node's host pool."""
+    present = {part for copy in node.copies if copy.tier is Tier.HOST and copy.digest == model.digest for part in copy.parts}
+    return sum(model.spec.part_bytes[part] for part in model.spec.parts_of(stage) if part not in present)
+
+
+def stage_cost(
+    model: Model, stage: Stage, worker: WorkerFacts, node: NodeFacts, estimate: Estimate | None, newcomers: int = 1
+) -> StageCost:
+    """Times of one stage on one worker.
+
+    The fetch shares the node's link equally with the transfers that run there and with the other ``newcomers`` of the same decision.
+    What cold starts of this model have shown caps what the link promises: the source may be slower than the node.
+    """
+    share = model.spec.stage_bytes(stage) / max(1, model.spec.total_bytes)
+    fetch_rate = share_bytes_per_s(node.nic_bytes_per_s, len(node.transfers), newcomers)
+    load_rate = worker.device.load_bytes_per_s
+    prefill_s = GUESSED_PREFILL_S
+    if estimate is not None:
+        fetch_rate = min(fetch_rate, estimate.fetch_bytes_per_s) if estimate.fetch_bytes_per_s > 0 else fetch_rate
+        load_rate = estimate.load_bytes_per_s if estimate.load_bytes_per_s > 0 else load_rate
+        prefill_s = estimate.prefill_s if estimate.prefill_s > 0 else prefill_s
+    device_bytes = model.device_bytes(stage)
+    return StageCost(
+        fetch_s=transfer_s(missing_bytes(model, stage, node), fetch_rate),
+        load_s=transfer_s(device_bytes, load_rate),
+        prefill_s=prefill_s * share,
+        # One token reads every parameter once, and a device reads its memory no slower than it is filled from outside.
+        decode_s=transfer_s(device_bytes, worker.device.load_bytes_per_s),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageRoom:
+    """Device bytes of a stage: parameters plus KV."""
+
+    least_bytes: int
+    """Below this the stage is not worth loading."""
+    usual_bytes: int
+    """Taken where it is free."""
+
+    def granted_bytes(self, free_bytes: int) -> int:
+        """What to ask for where ``free_bytes`` are free: KV takes what is there up to the usual, and nothing is evicted for more than the least."""
+        return max(self.least_bytes, min(self.usual_bytes, free_bytes))
+
+
+def stage_room(model: Model, stage: Stage) -> StageRoom:
+    """Room that a stage needs at least, and takes where it can."""
+    parameters = model.device_bytes(stage)
+    per_token = model.spec.kv_bytes_per_token(stage, model.dtype)
+    context = model.spec.max_context_tokens
+    return StageRoom(
+        least_bytes=parameters + per_token * min(context, LEAST_KV_TOKENS),
+        usual_bytes=parameters + per_token * max(context, USUAL_KV_TOKENS),
+    )
+
+
+def estimate_for(model: Model, worker: WorkerFacts, estimates: Iterable[Estimate]) -> Estimate | None:
+    """What is known of a model on a worker's kind of device."""
+    for estimate in estimates:
+        if estimate.model == model.name and estimate.device_kind is worker.device.kind:
+            return estimate
+    return None

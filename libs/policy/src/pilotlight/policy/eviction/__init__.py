@@ -1,0 +1,1 @@
+"""Which copies go when room is needed: one protocol, one module per policy."""

@@ -1,0 +1,171 @@
+"""What every eviction policy is asked and answers, and the rules that none of them may break.
+
+A candidate is one copy in one tier: an instance's stage on a device, or a model's copy in a host pool. Both are chosen by the same
+policies; only where the numbers come from differs.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from pilotlight.policy.types import Digest, ModelName, NodeId, Tier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvictionCandidate:
+    """One copy that takes room where room is needed."""
+
+    subject: str
+    """What the holder calls it: an instance id on a device, a digest in a host pool."""
+    model: ModelName
+    digest: Digest
+    tier: Tier
+    node_id: NodeId
+    size_bytes: int
+    resident_since_s: float
+    last_used_s: float
+    in_flight: int = 0
+    """Requests that run on it now."""
+    leases: int = 0
+    """Readers that hold it open: loads under way."""
+    pinned: bool = False
+    busy: bool = False
+    """It is being loaded or drained: its holder decides over it, not the cache."""
+    penalty_s: float = 0.0
+    """What it costs to bring it back to this tier, from where it would come."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoomRequest:
+    """Room that is asked for in one place: one device, or one host pool."""
+
+    need_bytes: int
+    free_bytes: int
+    now_s: float
+    protected: frozenset[str] = frozenset()
+    """Subjects that must stay, whatever they are worth: the model that the room is for, a source of its bytes."""
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes that must be freed; 0 when there is room already."""
+        return max(0, self.need_bytes - self.free_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvictionRules:
+    """What holds for every policy."""
+
+    min_residency_s: float = 1.0
+    """A copy younger than this stays: what has just been loaded has not had its chance to be used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Victim:
+    """One copy that goes."""
+
+    subject: str
+    size_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """One copy that stays, and why."""
+
+    subject: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvictionPlan:
+    """The answer: with every victim gone, the room is there. Without enough victims there are none at all."""
+
+    enough: bool
+    victims: tuple[Victim, ...] = ()
+    kept: tuple[Kept, ...] = ()
+    freed_bytes: int = 0
+    reason: str = ""
+    """In a sentence: why nothing need go, what goes, or why no room can be made."""
+
+
+class EvictionPolicy(Protocol):
+    """Orders what may go. A pure decision."""
+
+    @property
+    def name(self) -> str:
+        """As settings and records call it."""
+        ...
+
+    def plan(self, request: RoomRequest, candidates: Iterable[EvictionCandidate], rules: EvictionRules) -> EvictionPlan:
+        """Choose victims until the room is there, or none with a reason."""
+        ...
+
+
+def why_kept(candidate: EvictionCandidate, request: RoomRequest, rules: EvictionRules) -> str | None:
+    """Why no policy may evict the candidate; None when it may go.
+
+    1. requests are in flight on it
+    2. its model is pinned
+    3. it is under a lease
+    4. it is being loaded or drained
+    5. it is younger than the minimum residency
+    6. the request protects it
+    """
+    if candidate.in_flight > 0:  # 1
+        return f"{candidate.in_flight} requests are in flight"
+    if candidate.pinned:  # 2
+        return "its model is pinned"
+    if candidate.leases > 0:  # 3
+        return f"it is under {candidate.leases} leases"
+    if candidate.busy:  # 4
+        return "it is being loaded or drained"
+    age_s = request.now_s - candidate.resident_since_s
+    if age_s < rules.min_residency_s:  # 5
+        return f"it is {age_s:.1f} s old, less than the minimum residency of {rules.min_residency_s:g} s"
+    if candidate.subject in request.protected:  # 6
+        return "the room is made for it"
+    return None
+
+
+def plan_in_order(request: RoomRequest, ordered: Iterable[EvictionCandidate], kept: Iterable[Kept], policy: str) -> EvictionPlan:
+    """Take candidates, the least worth first, until the room is there; then spare those that turned out not to be needed.
+
+    1. there is room already: nothing goes
+    2. take candidates in order until the missing bytes are freed
+    3. all together do not free enough: none goes, with the reason
+    4. a later, larger victim may make earlier ones needless: spare what can be spared, the most worth first
+    """
+    stay = tuple(kept)
+    missing_bytes = request.missing_bytes
+    if missing_bytes == 0:  # 1
+        return EvictionPlan(enough=True, reason="there is room already")
+    chosen: list[EvictionCandidate] = []
+    freed_bytes = 0
+    for candidate in ordered:  # 2
+        if freed_bytes >= missing_bytes:
+            break
+        chosen.append(candidate)
+        freed_bytes += candidate.size_bytes
+    if freed_bytes < missing_bytes:  # 3
+        return EvictionPlan(
+            enough=False,
+            kept=stay,
+            reason=f"{missing_bytes} bytes are missing, {freed_bytes} could be freed, {len(stay)} copies may not go",
+        )
+    for candidate in reversed(chosen.copy()):  # 4
+        if freed_bytes - candidate.size_bytes >= missing_bytes:
+            chosen.remove(candidate)
+            freed_bytes -= candidate.size_bytes
+    victims = tuple(
+        Victim(
+            subject=one.subject, size_bytes=one.size_bytes, reason=f"{policy}: unused for {request.now_s - one.last_used_s:.1f} s"
+        )
+        for one in chosen
+    )
+    return EvictionPlan(
+        enough=True,
+        victims=victims,
+        kept=stay,
+        freed_bytes=freed_bytes,
+        reason=f"{len(victims)} copies make room for {missing_bytes} bytes",
+    )

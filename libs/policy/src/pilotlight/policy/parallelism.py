@@ -1,0 +1,104 @@
+"""The cold-start scheme: how many workers share a model's first start, which, and with which layers.
+
+Today every scheme has one stage (s = 1, w = 1). The signature is that of the full choice: it sees estimates, links, copies and the
+model's SLO, and answers with the workers, their stages and what it predicts.
+"""
+
+from dataclasses import dataclass
+
+from pilotlight.policy.cost import estimate_for, group_tpot_s, group_ttft_s, stage_cost, stage_room
+from pilotlight.policy.placement import Candidate, PlacementRules, Rejection, candidates
+from pilotlight.policy.types import Model, Placement, Scheme, Snapshot, WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchemeRules:
+    """Bounds of the choice."""
+
+    placement: PlacementRules = PlacementRules()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchemeChoice:
+    """The scheme, or why there is none."""
+
+    scheme: Scheme | None
+    meets_slo: bool = False
+    needs_eviction: bool = False
+    no_worker_ever: bool = False
+    """No live worker could hold the model even if it were empty: waiting does not help."""
+    considered: tuple[Scheme, ...] = ()
+    rejected: tuple[Rejection, ...] = ()
+    reason: str = ""
+
+
+def choose_scheme(
+    model: Model, snapshot: Snapshot, rules: SchemeRules, excluding: frozenset[WorkerId] = frozenset()
+) -> SchemeChoice:
+    """Choose how to start a model that has too few instances.
+
+    1. no worker has room and none can be made: no scheme
+    2. predict the time to first token on every candidate
+    3. prefer a worker on which the model has not just failed
+    4. then one that meets the SLO, then one with free room over one where something must be evicted
+    5. then the least predicted time to first token; ties by worker id
+    """
+    whole = model.spec.whole
+    found = candidates(model, whole, snapshot, rules.placement, excluding)
+    if not found.fitting and not found.makeable:  # 1
+        return _none(model, snapshot, found.rejected)
+    ranked: list[tuple[tuple[bool, bool, bool, float, str], Scheme]] = []
+    for candidate in (*found.fitting, *found.makeable):
+        scheme = _whole_on(model, candidate, snapshot)  # 2
+        misses_slo = not _meets_slo(model, scheme)
+        evicts = candidate in found.makeable
+        key = (candidate.failed_here, misses_slo, evicts, scheme.predicted_ttft_s, candidate.worker.worker_id)  # 3 - 5
+        ranked.append((key, scheme))
+    ranked.sort(key=lambda one: one[0])
+    (failed_here, misses_slo, evicts, _, worker_id), scheme = ranked[0]
+    notes = [f"{worker_id} gives the first token in {scheme.predicted_ttft_s:.2f} s, the SLO is {model.slo.ttft_ms / 1000:.2f} s"]
+    notes += ["the model has just failed there, and there is no other"] if failed_here else []
+    notes += ["room must be made first"] if evicts else []
+    return SchemeChoice(
+        scheme=scheme,
+        meets_slo=not misses_slo,
+        needs_eviction=evicts,
+        considered=tuple(one for _, one in ranked),
+        rejected=found.rejected,
+        reason="; ".join(notes),
+    )
+
+
+def _whole_on(model: Model, candidate: Candidate, snapshot: Snapshot) -> Scheme:
+    whole = model.spec.whole
+    estimate = estimate_for(model, candidate.worker, snapshot.estimates)
+    cost = stage_cost(model, whole, candidate.worker, candidate.node, estimate)
+    placement = Placement(
+        worker_id=candidate.worker.worker_id,
+        node_id=candidate.node.node_id,
+        stage=whole,
+        device_bytes=stage_room(model, whole).granted_bytes(candidate.free_bytes),
+    )
+    return Scheme(
+        pipeline_size=1,
+        full_memory_workers=1,
+        placements=(placement,),
+        predicted_ttft_s=group_ttft_s((cost,)),
+        predicted_tpot_s=group_tpot_s((cost,)),
+    )
+
+
+def _meets_slo(model: Model, scheme: Scheme) -> bool:
+    return scheme.predicted_ttft_s * 1000 <= model.slo.ttft_ms and scheme.predicted_tpot_s * 1000 <= model.slo.tpot_ms
+
+
+def _none(model: Model, snapshot: Snapshot, rejected: tuple[Rejection, ...]) -> SchemeChoice:
+    least_bytes = stage_room(model, model.spec.whole).least_bytes
+    hopeless = all(worker.device.memory_bytes < least_bytes for worker in snapshot.workers)
+    if not snapshot.workers:
+        reason = "no worker has reported"
+    elif hopeless:
+        reason = f"the model needs {least_bytes} bytes of device memory, more than any worker has"
+    else:
+        reason = f"none of {len(snapshot.workers)} workers has room or can make it"
+    return SchemeChoice(scheme=None, no_worker_ever=hopeless, rejected=rejected, reason=reason)

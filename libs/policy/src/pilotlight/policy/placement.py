@@ -1,0 +1,190 @@
+"""Which workers may take a stage of a model, and which may not, and why.
+
+The contention books (pending bytes and deadline of each running fetch, at each node and each source) refine the bandwidth that a
+candidate is given; today a newcomer shares its node's link equally with the transfers that are reported there.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pilotlight.policy.cost import stage_room
+from pilotlight.policy.eviction.base import EvictionCandidate, EvictionRules, RoomRequest, why_kept
+from pilotlight.policy.instance import ENDED, SERVING, STARTING
+from pilotlight.policy.types import (
+    HeldStage,
+    HeldState,
+    InstanceState,
+    Liveness,
+    Model,
+    NodeFacts,
+    Placement,
+    Snapshot,
+    Stage,
+    Tier,
+    WorkerFacts,
+    WorkerId,
+)
+
+_BUSY = frozenset({HeldState.LOADING, HeldState.DRAINING})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementRules:
+    """How workers are chosen."""
+
+    eviction: EvictionRules = EvictionRules()
+    avoid_after_failure_s: float = 30.0
+    """A worker on which the model just failed is taken only when there is no other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A worker that may take the stage."""
+
+    worker: WorkerFacts
+    node: NodeFacts
+    free_bytes: int
+    """Neither held nor promised to an instance on its way."""
+    evictable_bytes: int
+    """What the cache could free at most."""
+    failed_here: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejection:
+    """A worker that may not, and why."""
+
+    worker_id: WorkerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """Workers by what they could do for one stage of one model."""
+
+    fitting: tuple[Candidate, ...] = ()
+    """Room is free."""
+    makeable: tuple[Candidate, ...] = ()
+    """Room can be made by eviction."""
+    rejected: tuple[Rejection, ...] = ()
+
+
+def candidates(
+    model: Model, stage: Stage, snapshot: Snapshot, rules: PlacementRules, excluding: frozenset[WorkerId] = frozenset()
+) -> Candidates:
+    """Sort every worker into fitting, makeable or rejected.
+
+    1. the caller excludes it: it has just refused
+    2. it is not alive, or its engine is down
+    3. its node is not known, not alive, or draining
+    4. it holds, or is about to hold, an instance of the model that serves or starts: a second one there adds nothing
+    5. the least room is free: fitting
+    6. eviction could free the least room: makeable
+    7. otherwise there is no room
+    """
+    nodes = {node.node_id: node for node in snapshot.nodes}
+    least_bytes = stage_room(model, stage).least_bytes
+    fitting: list[Candidate] = []
+    makeable: list[Candidate] = []
+    rejected: list[Rejection] = []
+    for worker in snapshot.workers:
+        node = nodes.get(worker.node_id)
+        refusal = _refusal(model, worker, node, snapshot, excluding)  # 1 - 4
+        if refusal is not None or node is None:
+            rejected.append(Rejection(worker_id=worker.worker_id, reason=refusal or "its node is not known"))
+            continue
+        candidate = Candidate(
+            worker=worker,
+            node=node,
+            free_bytes=worker.device.memory_bytes - committed_bytes(worker, snapshot),
+            evictable_bytes=_evictable_bytes(worker, snapshot, rules.eviction),
+            failed_here=_failed_here(model, worker, snapshot, rules),
+        )
+        if candidate.free_bytes >= least_bytes:  # 5
+            fitting.append(candidate)
+        elif candidate.free_bytes + candidate.evictable_bytes >= least_bytes:  # 6
+            makeable.append(candidate)
+        else:  # 7
+            reason = (
+                f"{least_bytes} bytes are needed, {candidate.free_bytes} are free, {candidate.evictable_bytes} could be freed"
+            )
+            rejected.append(Rejection(worker_id=worker.worker_id, reason=reason))
+    return Candidates(fitting=tuple(fitting), makeable=tuple(makeable), rejected=tuple(rejected))
+
+
+def committed_bytes(worker: WorkerFacts, snapshot: Snapshot) -> int:
+    """Device bytes that are held, or promised to an instance that the worker does not report yet."""
+    reported = {held.instance_id for held in worker.held}
+    promised = sum(
+        placement.device_bytes for instance_id, placement in _promised(worker, snapshot) if instance_id not in reported
+    )
+    return worker.used_bytes + promised
+
+
+def _promised(worker: WorkerFacts, snapshot: Snapshot) -> Iterator[tuple[str, Placement]]:
+    for instance in snapshot.instances:
+        if instance.state in STARTING:
+            for placement in instance.placements:
+                if placement.worker_id == worker.worker_id:
+                    yield instance.instance_id, placement
+
+
+def _refusal(
+    model: Model, worker: WorkerFacts, node: NodeFacts | None, snapshot: Snapshot, excluding: frozenset[WorkerId]
+) -> str | None:
+    if worker.worker_id in excluding:  # 1
+        return "it has just refused"
+    if worker.liveness is not Liveness.ALIVE:  # 2
+        return f"it is {worker.liveness.value}"
+    if not worker.engine_up:
+        return "its engine is down"
+    if node is None:  # 3
+        return "its node is not known"
+    if node.liveness is not Liveness.ALIVE:
+        return f"its node is {node.liveness.value}"
+    if node.draining:
+        return "its node is draining"
+    for instance in snapshot.instances:  # 4
+        here = any(placement.worker_id == worker.worker_id for placement in instance.placements)
+        if here and instance.model == model.name and instance.state in STARTING | SERVING:
+            return f"it has {instance.instance_id} of the same model"
+    return None
+
+
+def _evictable_bytes(worker: WorkerFacts, snapshot: Snapshot, rules: EvictionRules) -> int:
+    request = RoomRequest(need_bytes=0, free_bytes=0, now_s=snapshot.now_s)
+    pinned = {model.name for model in snapshot.models if model.pinned}
+    since = {instance.instance_id: instance.state_since_s for instance in snapshot.instances if instance.state not in ENDED}
+    return sum(
+        held.device_bytes
+        for held in worker.held
+        if why_kept(_as_eviction_candidate(held, worker, held.model in pinned, since.get(held.instance_id, 0.0)), request, rules)
+        is None
+    )
+
+
+def _as_eviction_candidate(held: HeldStage, worker: WorkerFacts, pinned: bool, since_s: float) -> EvictionCandidate:
+    return EvictionCandidate(
+        subject=held.instance_id,
+        model=held.model,
+        digest=held.digest,
+        tier=Tier.DEVICE,
+        node_id=worker.node_id,
+        # An evicted stage is free already: it must not be counted a second time.
+        size_bytes=0 if held.state is HeldState.EVICTED else held.device_bytes,
+        resident_since_s=since_s,
+        last_used_s=0.0,
+        in_flight=held.in_flight,
+        pinned=pinned,
+        busy=held.state in _BUSY or held.state is HeldState.EVICTED,
+    )
+
+
+def _failed_here(model: Model, worker: WorkerFacts, snapshot: Snapshot, rules: PlacementRules) -> bool:
+    return any(
+        instance.state is InstanceState.FAILED
+        and instance.digest == model.digest
+        and snapshot.now_s - instance.state_since_s < rules.avoid_after_failure_s
+        and any(placement.worker_id == worker.worker_id for placement in instance.placements)
+        for instance in snapshot.instances
+    )

@@ -1,0 +1,172 @@
+"""How many instances each model should have: which to start, which to drain, and why."""
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from pilotlight.policy.instance import SERVING, STARTING
+from pilotlight.policy.types import Demand, Instance, InstanceId, InstanceState, Model, ModelName, Snapshot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingRules:
+    """Figures of the decision."""
+
+    instance_requests: int = 16
+    """Waiting requests that one instance is expected to carry within its SLO."""
+    settle_s: float = 1.0
+    """After an instance became ready, its held requests are given this long to reach it before another is started for them."""
+    cancel_after_s: float = 1.0
+    """A cold start that nobody has waited for this long is cancelled: longer than any gap between two demand vectors."""
+    failure_pause_s: float = 0.5
+    """Pause after a second failed cold start in a row; doubled with each further one. The first is tried again at once, elsewhere."""
+    failure_pause_limit_s: float = 15.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """One more instance of a model."""
+
+    model: ModelName
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drain:
+    """One instance less."""
+
+    instance_id: InstanceId
+    model: ModelName
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A model that has demand and gets no more instances now, and why."""
+
+    model: ModelName
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalePlan:
+    """What to change. Empty when everything is as it should be."""
+
+    starts: tuple[Start, ...] = ()
+    drains: tuple[Drain, ...] = ()
+    held: tuple[Held, ...] = ()
+
+
+@dataclass(slots=True)
+class _Draft:
+    starts: list[Start] = field(default_factory=list[Start])
+    drains: list[Drain] = field(default_factory=list[Drain])
+    held: list[Held] = field(default_factory=list[Held])
+
+
+def plan_scaling(snapshot: Snapshot, rules: ScalingRules) -> ScalePlan:
+    """Compare each model's instances with its demand and bounds.
+
+    1. an instance whose model was deleted, or changed its digest, drains
+    2. more instances than ``max_instances``: the surplus drains, what starts first, then what is idle longest
+    3. a cold start that nobody waits for any more drains, down to ``min_instances``
+    4. an instance that has been idle for the keep-alive time drains, the longest idle first, down to ``min_instances``; a pinned
+       model's stays
+    5. wanted: one instance for every ``instance_requests`` that wait, at least ``min_instances``, at most ``max_instances``; what
+       starts already counts, so one start is under way for each such share of the waiting requests
+    6. no start while an instance that has just become ready takes over the held requests
+    7. no start within the pause that follows failed ones
+    """
+    draft = _Draft()
+    models = {model.name: model for model in snapshot.models}
+    active: dict[ModelName, list[Instance]] = defaultdict(list)
+    for instance in snapshot.instances:
+        if instance.state not in STARTING | SERVING:
+            continue
+        model = models.get(instance.model)
+        if model is None or model.digest != instance.digest:  # 1
+            why = "its model was deleted" if model is None else "its model has another digest now"
+            draft.drains.append(Drain(instance_id=instance.instance_id, model=instance.model, reason=why))
+        else:
+            active[instance.model].append(instance)
+    waiting = {demand.model: demand for demand in snapshot.demand if demand.waiting > 0}
+    for model in snapshot.models:
+        demand = waiting.get(model.name)
+        left = _shrink(model, active[model.name], demand, snapshot.now_s, rules, draft)
+        _grow(model, left, demand, snapshot, rules, draft)
+    return ScalePlan(starts=tuple(draft.starts), drains=tuple(draft.drains), held=tuple(draft.held))
+
+
+def _shrink(
+    model: Model, active: list[Instance], demand: Demand | None, now_s: float, rules: ScalingRules, draft: _Draft
+) -> list[Instance]:
+    """Rules 2 to 4; the instances that stay."""
+    bounds = model.scaling
+    left = sorted(active, key=lambda one: (one.state in SERVING, one.in_flight > 0, one.last_used_s, one.instance_id))
+
+    def drain(instance: Instance, reason: str) -> None:
+        left.remove(instance)
+        draft.drains.append(Drain(instance_id=instance.instance_id, model=model.name, reason=reason))
+
+    for instance in left[: max(0, len(left) - bounds.max_instances)]:  # 2
+        drain(instance, f"at most {bounds.max_instances} instances are allowed")
+    if demand is not None:
+        return left
+    for instance in left.copy():
+        idle_s = now_s - instance.last_used_s
+        if len(left) <= bounds.min_instances:
+            break
+        if instance.state in STARTING:  # 3
+            if idle_s >= rules.cancel_after_s:
+                drain(instance, f"nobody has waited for it for {idle_s:.1f} s")
+        elif instance.in_flight == 0 and idle_s >= bounds.keep_alive_s and not model.pinned:  # 4
+            drain(instance, f"idle for {idle_s:.1f} s, it is kept for {bounds.keep_alive_s:g} s")
+    return left
+
+
+def _grow(
+    model: Model, left: list[Instance], demand: Demand | None, snapshot: Snapshot, rules: ScalingRules, draft: _Draft
+) -> None:
+    """Rules 5 to 7."""
+    bounds = model.scaling
+    starting = sum(instance.state in STARTING for instance in left)
+    waiting = demand.waiting if demand is not None else 0
+    for_demand = math.ceil(waiting / rules.instance_requests) - starting
+    count = min(max(for_demand, bounds.min_instances - len(left)), bounds.max_instances - len(left))  # 5
+    if count <= 0:
+        if waiting > 0 and starting == 0:
+            draft.held.append(Held(model=model.name, reason=f"it has its {bounds.max_instances} instances already"))
+        return
+    for_minimum = len(left) < bounds.min_instances
+    settling = any(one.state in SERVING and snapshot.now_s - one.state_since_s < rules.settle_s for one in left)
+    if settling and not for_minimum:  # 6
+        draft.held.append(Held(model=model.name, reason="an instance that has just become ready takes over"))
+        return
+    pause_s = failure_pause_s(model, snapshot, rules)
+    if pause_s > 0:  # 7
+        draft.held.append(Held(model=model.name, reason=f"its last cold start failed: the next one in {pause_s:.1f} s"))
+        return
+    why = f"{waiting} requests wait" if for_demand > 0 else f"at least {bounds.min_instances} instances are asked for"
+    draft.starts.extend(Start(model=model.name, reason=why) for _ in range(count))
+
+
+def failure_pause_s(model: Model, snapshot: Snapshot, rules: ScalingRules) -> float:
+    """How long the next cold start of a model must still wait because the last ones failed; 0 when it need not.
+
+    A worker that died under a serving instance says nothing against the next start: only instances that never served count, and
+    those that ended before the last one that did serve are forgiven.
+    """
+    ours = [one for one in snapshot.instances if one.digest == model.digest and one.model == model.name]
+    served_since_s = max((one.state_since_s for one in ours if one.state in SERVING), default=-math.inf)
+    failed = sorted(
+        (
+            one.state_since_s
+            for one in ours
+            if one.state is InstanceState.FAILED and not one.served and one.state_since_s > served_since_s
+        ),
+        reverse=True,
+    )
+    if len(failed) < 2:
+        return 0.0
+    pause_s = min(rules.failure_pause_limit_s, rules.failure_pause_s * 2 ** min(len(failed) - 2, 16))
+    return max(0.0, failed[0] + pause_s - snapshot.now_s)

@@ -1,0 +1,151 @@
+"""Small worlds for the policy tests: builders with defaults, and hypothesis strategies made of them."""
+
+from pilotlight.policy.types import (
+    DecisionId,
+    Demand,
+    Device,
+    DeviceKind,
+    Digest,
+    Dtype,
+    Epoch,
+    Generation,
+    HeldStage,
+    HeldState,
+    Instance,
+    InstanceId,
+    InstanceState,
+    Liveness,
+    Model,
+    ModelName,
+    ModelSpec,
+    NodeFacts,
+    NodeId,
+    Placement,
+    ScalingBounds,
+    Slo,
+    Stage,
+    WorkerFacts,
+    WorkerId,
+)
+
+NOW_S = 1000.0
+MODEL_BYTES = 60
+KV_TOKEN_BYTES = 2 * 4 * 1 * 2 * 2
+"""Of the small model below: two of (layers x one head x two elements of two bytes)."""
+CONTEXT_TOKENS = 8
+
+
+def spec(part_bytes: int = 10) -> ModelSpec:
+    return ModelSpec(
+        architecture="LlamaForCausalLM",
+        dtype=Dtype.BFLOAT16,
+        num_layers=4,
+        hidden_size=2,
+        intermediate_size=4,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=2,
+        vocab_size=16,
+        max_context_tokens=CONTEXT_TOKENS,
+        rope_theta=10000.0,
+        rope_scaling=None,
+        rms_norm_eps=1e-5,
+        tied_embeddings=False,
+        attention_bias=False,
+        part_bytes=(part_bytes,) * 6,
+    )
+
+
+def model(name: str = "m", *, digest: str = "", part_bytes: int = 10, pinned: bool = False, **bounds: float) -> Model:
+    return Model(
+        name=ModelName(name),
+        uri=f"file:///{name}",
+        revision=None,
+        source_version="1",
+        digest=Digest(digest or f"d-{name}"),
+        text_digest=Digest("t"),
+        dtype=Dtype.BFLOAT16,
+        spec=spec(part_bytes),
+        slo=Slo(ttft_ms=2000, tpot_ms=100),
+        scaling=ScalingBounds(**bounds),  # type: ignore[arg-type]
+        pinned=pinned,
+    )
+
+
+def held(
+    name: str = "m", instance_id: str = "i", *, device_bytes: int = 100, state: HeldState = HeldState.READY, in_flight: int = 0
+) -> HeldStage:
+    return HeldStage(
+        instance_id=InstanceId(instance_id),
+        generation=Generation(1),
+        model=ModelName(name),
+        digest=Digest(f"d-{name}"),
+        stage=Stage(0, 4),
+        state=state,
+        device_bytes=device_bytes,
+        in_flight=in_flight,
+    )
+
+
+def worker(
+    index: int = 0,
+    *,
+    memory_bytes: int = 1000,
+    held_stages: tuple[HeldStage, ...] = (),
+    liveness: Liveness = Liveness.ALIVE,
+    engine_up: bool = True,
+) -> WorkerFacts:
+    return WorkerFacts(
+        worker_id=WorkerId(f"w{index}"),
+        node_id=NodeId("n0"),
+        device=Device(kind=DeviceKind.SIM, name="sim", memory_bytes=memory_bytes, load_bytes_per_s=1000.0),
+        liveness=liveness,
+        held=held_stages,
+        engine_up=engine_up,
+    )
+
+
+def node(*, draining: bool = False, liveness: Liveness = Liveness.ALIVE) -> NodeFacts:
+    return NodeFacts(
+        node_id=NodeId("n0"),
+        host="h",
+        liveness=liveness,
+        nic_bytes_per_s=100.0,
+        pool_bytes=10_000,
+        pool_free_bytes=10_000,
+        draining=draining,
+    )
+
+
+def instance(
+    name: str = "m",
+    instance_id: str = "i",
+    *,
+    state: InstanceState = InstanceState.READY,
+    worker_id: str = "w0",
+    since_s: float = NOW_S - 100,
+    used_s: float | None = None,
+    in_flight: int = 0,
+    digest: str = "",
+    device_bytes: int = 100,
+    served: bool = False,
+) -> Instance:
+    placement = Placement(worker_id=WorkerId(worker_id), node_id=NodeId("n0"), stage=Stage(0, 4), device_bytes=device_bytes)
+    return Instance(
+        instance_id=InstanceId(instance_id),
+        model=ModelName(name),
+        digest=Digest(digest or f"d-{name}"),
+        state=state,
+        generation=Generation(1),
+        epoch=Epoch(1),
+        placements=(placement,),
+        decision_id=DecisionId("dec"),
+        state_since_s=since_s,
+        last_used_s=since_s if used_s is None else used_s,
+        in_flight=in_flight,
+        served=served,
+    )
+
+
+def demand(name: str = "m", waiting: int = 1) -> Demand:
+    return Demand(model=ModelName(name), waiting=waiting, oldest_age_s=0.1, deadline_in_s=10.0)

@@ -1,0 +1,84 @@
+from itertools import combinations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pilotlight.policy.eviction.base import EvictionCandidate, EvictionRules, RoomRequest, why_kept
+from pilotlight.policy.eviction.lru import Lru
+from pilotlight.policy.types import Digest, ModelName, NodeId, Tier
+
+NOW_S = 100.0
+RULES = EvictionRules(min_residency_s=2.0)
+
+
+@st.composite
+def some_candidates(draw: st.DrawFn) -> list[EvictionCandidate]:
+    count = draw(st.integers(0, 7))
+    return [
+        EvictionCandidate(
+            subject=f"s{index}",
+            model=ModelName(f"m{index}"),
+            digest=Digest(f"d{index}"),
+            tier=Tier.DEVICE,
+            node_id=NodeId("n"),
+            size_bytes=draw(st.integers(1, 50)),
+            resident_since_s=NOW_S - draw(st.sampled_from([0.0, 1.9, 2.0, 50.0])),
+            last_used_s=NOW_S - draw(st.integers(0, 9)),
+            in_flight=draw(st.sampled_from([0, 0, 0, 1])),
+            leases=draw(st.sampled_from([0, 0, 0, 1])),
+            pinned=draw(st.sampled_from([False, False, True])),
+            busy=draw(st.sampled_from([False, False, True])),
+        )
+        for index in range(count)
+    ]
+
+
+@given(some_candidates(), st.integers(0, 200), st.integers(0, 60), st.sets(st.sampled_from(["s0", "s3"])))
+def test_eviction_is_safe_exact_and_explained(
+    candidates: list[EvictionCandidate], need: int, free: int, protected: set[str]
+) -> None:
+    request = RoomRequest(need_bytes=need, free_bytes=free, now_s=NOW_S, protected=frozenset(protected))
+    plan = Lru().plan(request, candidates, RULES)
+    by_subject = {one.subject: one for one in candidates}
+    victims = [by_subject[victim.subject] for victim in plan.victims]
+
+    for victim in victims:
+        assert victim.in_flight == 0
+        assert not victim.pinned
+        assert victim.leases == 0
+        assert not victim.busy
+        assert NOW_S - victim.resident_since_s >= RULES.min_residency_s
+        assert victim.subject not in protected
+
+    may_go = [one for one in candidates if why_kept(one, request, RULES) is None]
+    possible = any(
+        sum(one.size_bytes for one in chosen) >= request.missing_bytes
+        for size in range(len(may_go) + 1)
+        for chosen in combinations(may_go, size)
+    )
+    assert plan.enough == possible
+    assert plan.reason
+    if plan.enough:
+        freed = sum(victim.size_bytes for victim in victims)
+        assert plan.freed_bytes == freed >= request.missing_bytes
+        assert all(freed - victim.size_bytes < request.missing_bytes for victim in victims), "a victim was not needed"
+    else:
+        assert not victims
+
+
+def test_the_longest_unused_goes_first() -> None:
+    def one(subject: str, last_used_s: float) -> EvictionCandidate:
+        return EvictionCandidate(
+            subject=subject,
+            model=ModelName(subject),
+            digest=Digest(subject),
+            tier=Tier.HOST,
+            node_id=NodeId("n"),
+            size_bytes=10,
+            resident_since_s=0.0,
+            last_used_s=last_used_s,
+        )
+
+    request = RoomRequest(need_bytes=15, free_bytes=0, now_s=NOW_S)
+    plan = Lru().plan(request, [one("new", 90.0), one("old", 10.0), one("middle", 50.0)], RULES)
+    assert [victim.subject for victim in plan.victims] == ["old", "middle"]

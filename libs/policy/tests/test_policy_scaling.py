@@ -1,0 +1,141 @@
+import math
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+from policy_worlds import NOW_S, demand, instance, model
+
+from pilotlight.policy.instance import SERVING, STARTING
+from pilotlight.policy.scaling import ScalePlan, ScalingRules, plan_scaling
+from pilotlight.policy.types import Demand, Epoch, Instance, InstanceState, Model, Snapshot
+
+RULES = ScalingRules()
+S = InstanceState
+
+
+def plan(models: list[Model], instances: list[Instance], waiting: list[Demand]) -> ScalePlan:
+    return plan_scaling(
+        Snapshot(now_s=NOW_S, epoch=Epoch(1), models=tuple(models), instances=tuple(instances), demand=tuple(waiting)), RULES
+    )
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[list[Model], list[Instance], list[Demand]]:
+    models: list[Model] = []
+    instances: list[Instance] = []
+    waiting: list[Demand] = []
+    for index in range(draw(st.integers(0, 3))):
+        name = f"m{index}"
+        maximum = draw(st.integers(1, 4))
+        minimum = draw(st.integers(0, maximum))
+        if draw(st.sampled_from([True, True, False])):
+            models.append(
+                model(
+                    name,
+                    min_instances=minimum,
+                    max_instances=maximum,
+                    keep_alive_s=draw(st.sampled_from([0.0, 10.0])),
+                    pinned=draw(st.booleans()),
+                )
+            )
+        for number in range(draw(st.integers(0, 5))):
+            instances.append(
+                instance(
+                    name,
+                    f"{name}-{number}",
+                    state=draw(st.sampled_from(list(S))),
+                    since_s=NOW_S - draw(st.sampled_from([0.0, 0.3, 5.0, 100.0])),
+                    used_s=NOW_S - draw(st.sampled_from([0.0, 0.5, 9.0, 11.0, 100.0])),
+                    in_flight=draw(st.sampled_from([0, 0, 2])),
+                    digest=draw(st.sampled_from(["", "", "another"])),
+                )
+            )
+        if draw(st.booleans()):
+            waiting.append(demand(name, draw(st.integers(0, 100))))
+    return models, instances, waiting
+
+
+@given(worlds())
+def test_scaling_never_breaks_bounds(world: tuple[list[Model], list[Instance], list[Demand]]) -> None:
+    models, instances, waiting = world
+    result = plan(models, instances, waiting)
+    by_name = {one.name: one for one in models}
+    by_id = {one.instance_id: one for one in instances}
+    drained = [drain.instance_id for drain in result.drains]
+    assert len(set(drained)) == len(drained)
+    for drain in result.drains:
+        assert by_id[drain.instance_id].state in STARTING | SERVING
+        assert drain.reason
+    for one in models:
+        current = [i for i in instances if i.model == one.name and i.digest == one.digest and i.state in STARTING | SERVING]
+        left = [i for i in current if i.instance_id not in drained]
+        starts = [start for start in result.starts if start.model == one.name]
+        assert len(left) + len(starts) <= max(one.scaling.max_instances, 0)
+        assert len(left) >= min(one.scaling.min_instances, len(current)), "drained below the minimum"
+        waits = any(d.waiting for d in waiting if d.model == one.name)
+        for i in current:
+            if i.instance_id in drained and len(current) <= one.scaling.max_instances:
+                assert not waits
+                assert i.in_flight == 0 or i.state in STARTING
+        count = sum(d.waiting for d in waiting if d.model == one.name)
+        starting = sum(i.state in STARTING for i in left)
+        needed = max(math.ceil(count / RULES.instance_requests) - starting, one.scaling.min_instances - len(left), 0)
+        assert len(starts) <= needed
+    assert all(start.model in by_name for start in result.starts)
+    orphans = [
+        i for i in instances if i.state in STARTING | SERVING and (i.model not in by_name or by_name[i.model].digest != i.digest)
+    ]
+    assert {i.instance_id for i in orphans} <= set(drained)
+
+
+@given(st.integers(0, 3), st.integers(1, 4), st.floats(0.1, 60), st.booleans())
+def test_a_quiet_model_shrinks_to_its_minimum_and_stays_there(
+    minimum: int, count: int, keep_alive_s: float, starting: bool
+) -> None:
+    the_model = model(min_instances=minimum, max_instances=4, keep_alive_s=keep_alive_s)
+    state = S.FETCHING if starting else S.READY
+    instances = [instance(instance_id=f"i{n}", state=state, used_s=NOW_S - 61) for n in range(count)]
+    result = plan([the_model], instances, [])
+    left = [one for one in instances if one.instance_id not in {drain.instance_id for drain in result.drains}]
+    assert len(left) + len(result.starts) == max(minimum, 0)
+    again = plan([the_model], [replace(one) for one in left], [])
+    assert not again.drains
+
+
+def test_one_request_starts_one_instance_and_only_one() -> None:
+    assert len(plan([model()], [], [demand()]).starts) == 1
+    assert not plan([model()], [instance(state=S.PLANNED, used_s=NOW_S)], [demand()]).starts
+
+
+def test_many_requests_start_several_at_once() -> None:
+    assert len(plan([model(max_instances=4)], [], [demand(waiting=33)]).starts) == 3
+    assert len(plan([model(max_instances=2)], [], [demand(waiting=33)]).starts) == 2
+
+
+def test_a_fresh_instance_is_given_time_to_take_the_held_requests() -> None:
+    ready = instance(since_s=NOW_S - 0.2)
+    result = plan([model(max_instances=2)], [ready], [demand()])
+    assert not result.starts
+    assert "takes over" in result.held[0].reason
+    assert plan([model(max_instances=2)], [replace(ready, state_since_s=NOW_S - 2)], [demand()]).starts
+
+
+def test_a_cold_start_that_nobody_waits_for_is_cancelled_after_a_while() -> None:
+    assert not plan([model()], [instance(state=S.LOADING, used_s=NOW_S - 0.5)], []).drains
+    assert plan([model()], [instance(state=S.LOADING, used_s=NOW_S - 1.5)], []).drains
+    assert not plan([model(min_instances=1)], [instance(state=S.LOADING, used_s=NOW_S - 1.5)], []).drains
+
+
+def test_a_pinned_model_outlives_its_keep_alive() -> None:
+    assert not plan([model(pinned=True)], [instance(used_s=NOW_S - 1000)], []).drains
+    assert plan([model()], [instance(used_s=NOW_S - 1000)], []).drains
+
+
+def test_failed_cold_starts_slow_the_next_ones_down() -> None:
+    failed = [instance(instance_id=f"f{n}", state=S.FAILED, since_s=NOW_S - 0.1) for n in range(3)]
+    assert plan([model()], failed[:1], [demand()]).starts, "the first failure is tried again at once"
+    assert not plan([model()], failed, [demand()]).starts
+    served = [replace(one, served=True) for one in failed]
+    assert plan([model()], served, [demand()]).starts, "a worker's death under a serving instance says nothing against the model"
+    later = [replace(one, state_since_s=NOW_S - 2) for one in failed]
+    assert plan([model()], later, [demand()]).starts

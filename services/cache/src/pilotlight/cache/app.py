@@ -1,0 +1,36 @@
+"""Wiring of the cache."""
+
+from prometheus_client import CollectorRegistry, Gauge
+
+from pilotlight.cache.books import Books
+from pilotlight.cache.handlers import Handlers
+from pilotlight.cache.pool import PublishedCopies
+from pilotlight.cache.repository import CacheRepository
+from pilotlight.cache.room import RoomMaker
+from pilotlight.cache.settings import CacheSettings
+from pilotlight.common.buckets import COPIES
+from pilotlight.common.db.outbox import Outbox
+from pilotlight.common.db.session import Database
+from pilotlight.common.service import Application, Context
+from pilotlight.policy.eviction.base import EvictionRules
+from pilotlight.policy.eviction.lru import Lru
+
+
+def add_metrics(books: Books, registry: CollectorRegistry) -> None:
+    """Gauges that read the books when they are scraped."""
+    grants = Gauge("pilotlight_cache_grants", "Grants of room that are open", registry=registry)
+    grants.set_function(lambda: len(books.grants))
+
+
+async def build(context: Context[CacheSettings]) -> Application:
+    """Build the service."""
+    books = Books()
+    database = Database(context.settings, "cache", context.clock)
+    repository = CacheRepository(database)
+    rules = EvictionRules(min_residency_s=context.settings.min_residency_s)
+    room = RoomMaker(books, repository, context.bus, context.clock, Lru(), rules)
+    copies = PublishedCopies(await context.bus.bucket(COPIES))
+    add_metrics(books, context.metrics)
+    return Application(
+        components=[database, Outbox(database, context), Handlers(context, books, repository, room, copies)],
+    )

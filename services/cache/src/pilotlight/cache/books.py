@@ -1,0 +1,197 @@
+"""The cache's books: what lies where by the last reports, what is granted but not there yet. No I/O.
+
+Reports are the truth of what is held; a grant counts until a report shows its stage. What a worker has just given up is left out at
+once, before its next report says so.
+"""
+
+from dataclasses import dataclass, field
+
+from pilotlight.policy.eviction.base import EvictionCandidate
+from pilotlight.policy.liveness import liveness_of
+from pilotlight.policy.types import (
+    Copy,
+    Digest,
+    GrantId,
+    HeldState,
+    InstanceId,
+    Liveness,
+    ModelName,
+    NodeFacts,
+    NodeId,
+    Tier,
+    WorkerFacts,
+    WorkerId,
+)
+
+BUSY = frozenset({HeldState.LOADING, HeldState.DRAINING})
+LIVE = frozenset({HeldState.LOADING, HeldState.READY, HeldState.DRAINING})
+"""States in which a stage takes room."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """Room that was promised to one stage."""
+
+    grant_id: GrantId
+    instance_id: InstanceId
+    digest: Digest
+    worker_id: WorkerId
+    node_id: NodeId
+    device_bytes: int
+    host_bytes: int
+    expires_s: float
+    """On this process's monotonic clock."""
+
+
+@dataclass(slots=True)
+class _Heard:
+    facts: WorkerFacts
+    at_s: float
+
+
+@dataclass(slots=True)
+class _HeardNode:
+    facts: NodeFacts
+    at_s: float
+
+
+@dataclass(slots=True)
+class Books:
+    """Mutable view of the parameter pool; one writer, the cache's own loop."""
+
+    pinned: frozenset[ModelName] = frozenset()
+    model_of: dict[Digest, ModelName] = field(default_factory=dict[Digest, ModelName])
+    grants: dict[GrantId, Grant] = field(default_factory=dict[GrantId, Grant])
+    _workers: dict[WorkerId, _Heard] = field(default_factory=dict[WorkerId, _Heard])
+    _nodes: dict[NodeId, _HeardNode] = field(default_factory=dict[NodeId, _HeardNode])
+    _given_up: set[InstanceId] = field(default_factory=set[InstanceId])
+    _dropped: set[tuple[NodeId, Digest]] = field(default_factory=set[tuple[NodeId, Digest]])
+    _first_seen_s: dict[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])
+
+    def hear_worker(self, facts: WorkerFacts, now_s: float) -> None:
+        """Take a worker's report."""
+        self._workers[facts.worker_id] = _Heard(facts, now_s)
+        held = {one.instance_id for one in facts.held if one.state in LIVE}
+        previously = {subject for owner, subject in self._first_seen_s if owner == facts.worker_id}
+        for subject in previously - held:
+            del self._first_seen_s[(facts.worker_id, subject)]
+        for subject in held:
+            self._first_seen_s.setdefault((facts.worker_id, subject), now_s)
+        # The worker knows by now what it gave up; what it holds again it holds anew.
+        self._given_up -= {one.instance_id for one in facts.held if one.state not in LIVE}
+
+    def hear_node(self, facts: NodeFacts, now_s: float) -> None:
+        """Take a loader's report."""
+        self._nodes[facts.node_id] = _HeardNode(facts, now_s)
+        present = {copy.digest for copy in facts.copies}
+        previously = {Digest(subject) for owner, subject in self._first_seen_s if owner == facts.node_id}
+        for digest in previously - present:
+            del self._first_seen_s[(facts.node_id, digest)]
+        for digest in present:
+            self._first_seen_s.setdefault((facts.node_id, digest), now_s)
+        self._dropped = {(node, digest) for node, digest in self._dropped if node != facts.node_id or digest in present}
+
+    def give_up(self, instance_ids: tuple[InstanceId, ...]) -> None:
+        """A worker confirmed that it unloaded these."""
+        self._given_up.update(instance_ids)
+
+    def drop(self, node_id: NodeId, digests: tuple[Digest, ...]) -> None:
+        """A loader confirmed that it freed these."""
+        self._dropped.update((node_id, digest) for digest in digests)
+
+    def worker(self, worker_id: WorkerId, now_s: float) -> WorkerFacts | None:
+        """A worker that reports, or None."""
+        heard = self._workers.get(worker_id)
+        if heard is None or liveness_of(now_s - heard.at_s) is Liveness.DEAD:
+            return None
+        return heard.facts
+
+    def node(self, node_id: NodeId, now_s: float) -> NodeFacts | None:
+        """A node whose loader reports, or None."""
+        heard = self._nodes.get(node_id)
+        if heard is None or liveness_of(now_s - heard.at_s) is Liveness.DEAD:
+            return None
+        return heard.facts
+
+    def grant_of(self, instance_id: InstanceId, worker_id: WorkerId) -> Grant | None:
+        """The grant of a stage, if it has one."""
+        for grant in self.grants.values():
+            if grant.instance_id == instance_id and grant.worker_id == worker_id:
+                return grant
+        return None
+
+    def is_held(self, grant: Grant) -> bool:
+        """Whether the last report shows the granted stage."""
+        heard = self._workers.get(grant.worker_id)
+        return heard is not None and any(one.instance_id == grant.instance_id and one.state in LIVE for one in heard.facts.held)
+
+    def device_free_bytes(self, worker: WorkerFacts) -> int:
+        """Bytes of a device that are neither held nor promised."""
+        held = {one.instance_id: one.device_bytes for one in worker.held if one.state in LIVE and one.instance_id not in self._given_up}
+        for grant in self.grants.values():
+            if grant.worker_id == worker.worker_id:
+                held[grant.instance_id] = max(grant.device_bytes, held.get(grant.instance_id, 0))
+        return worker.device.memory_bytes - sum(held.values())
+
+    def host_free_bytes(self, node: NodeFacts) -> int:
+        """Bytes of a host pool that are neither taken nor promised."""
+        present = {copy.digest: copy.size_bytes for copy in self.copies(node)}
+        dropped = sum(copy.size_bytes for copy in node.copies if (node.node_id, copy.digest) in self._dropped)
+        promised: dict[Digest, int] = {}
+        for grant in self.grants.values():
+            if grant.node_id == node.node_id:
+                missing = grant.host_bytes - present.get(grant.digest, 0)
+                promised[grant.digest] = max(promised.get(grant.digest, 0), missing)
+        return node.pool_free_bytes + dropped - sum(max(0, missing) for missing in promised.values())
+
+    def copies(self, node: NodeFacts) -> tuple[Copy, ...]:
+        """Copies in a node's host pool."""
+        return tuple(
+            copy for copy in node.copies if copy.tier is Tier.HOST and (node.node_id, copy.digest) not in self._dropped
+        )
+
+    def on_device(self, worker: WorkerFacts, now_s: float) -> tuple[EvictionCandidate, ...]:
+        """What could be given up on a device. A stage that is granted and still loads is busy."""
+        return tuple(
+            EvictionCandidate(
+                subject=one.instance_id,
+                model=one.model,
+                digest=one.digest,
+                tier=Tier.DEVICE,
+                node_id=worker.node_id,
+                size_bytes=one.device_bytes,
+                resident_since_s=self._first_seen_s.get((worker.worker_id, one.instance_id), now_s),
+                last_used_s=now_s - one.idle_s,
+                in_flight=one.in_flight,
+                pinned=one.model in self.pinned,
+                busy=one.state in BUSY,
+            )
+            for one in worker.held
+            if one.state in LIVE and one.instance_id not in self._given_up
+        )
+
+    def in_pool(self, node: NodeFacts, now_s: float) -> tuple[EvictionCandidate, ...]:
+        """What could be dropped from a host pool."""
+        candidates: list[EvictionCandidate] = []
+        for copy in self.copies(node):
+            model = self.model_of.get(copy.digest, ModelName(""))
+            candidates.append(
+                EvictionCandidate(
+                    subject=copy.digest,
+                    model=model,
+                    digest=copy.digest,
+                    tier=Tier.HOST,
+                    node_id=node.node_id,
+                    size_bytes=copy.size_bytes,
+                    resident_since_s=self._first_seen_s.get((node.node_id, copy.digest), now_s),
+                    last_used_s=copy.last_used_s,
+                    leases=copy.leases,
+                    pinned=model in self.pinned,
+                )
+            )
+        return tuple(candidates)
+
+    def missing_host_bytes(self, node: NodeFacts, digest: Digest, host_bytes: int) -> int:
+        """What a fetch would still take of the pool."""
+        present = sum(copy.size_bytes for copy in self.copies(node) if copy.digest == digest)
+        return max(0, host_bytes - present)

@@ -1,0 +1,73 @@
+"""What the cache hears and answers."""
+
+import structlog
+
+from pilotlight.cache.books import Books
+from pilotlight.cache.pool import PublishedCopies
+from pilotlight.cache.repository import CacheRepository
+from pilotlight.cache.room import RoomMaker
+from pilotlight.cache.settings import CacheSettings
+from pilotlight.common.bus import Subscription
+from pilotlight.common.errors import DatabaseUnavailable
+from pilotlight.common.messages.reports import LOADER_REPORTS, WORKER_REPORTS, LoaderReport, WorkerReport
+from pilotlight.common.messages.room import RELEASE_SUBJECT, RESERVE_SUBJECT, Release, Reserve
+from pilotlight.common.service import Context
+from pilotlight.common.waiting import every
+
+log = structlog.get_logger()
+
+SWEEP_INTERVAL_S = 1.0
+
+
+class Handlers:
+    """The cache's subscriptions and its periodic work."""
+
+    def __init__(
+        self, context: Context[CacheSettings], books: Books, repository: CacheRepository, room: RoomMaker, copies: PublishedCopies
+    ) -> None:
+        self._context = context
+        self._books = books
+        self._repository = repository
+        self._room = room
+        self._copies = copies
+        self._subscriptions: list[Subscription] = []
+
+    async def start(self) -> None:
+        """Take over the open grants, then listen, then answer."""
+        for grant in await self._repository.open_grants(self._context.clock.monotonic_s()):
+            self._books.grants[grant.grant_id] = grant
+        await self._read_models()
+        bus = self._context.bus
+        self._subscriptions = [
+            await bus.subscribe(WORKER_REPORTS, WorkerReport, self._on_worker),
+            await bus.subscribe(LOADER_REPORTS, LoaderReport, self._on_loader),
+            await bus.serve(RESERVE_SUBJECT, Reserve, self._room.reserve),
+            await bus.serve(RELEASE_SUBJECT, Release, self._room.release),
+        ]
+        self._context.background.spawn("sweep", self._sweep())
+
+    async def stop(self) -> None:
+        """Answer no more."""
+        for subscription in self._subscriptions:
+            await subscription.end()
+        self._subscriptions = []
+
+    async def _on_worker(self, report: WorkerReport) -> None:
+        self._books.hear_worker(report.facts, self._context.clock.monotonic_s())
+
+    async def _on_loader(self, report: LoaderReport) -> None:
+        self._books.hear_node(report.facts, self._context.clock.monotonic_s())
+        await self._copies.follow(report.facts)
+
+    async def _sweep(self) -> None:
+        async for _ in every(SWEEP_INTERVAL_S):
+            try:
+                await self._read_models()
+                await self._room.lapse()
+            except DatabaseUnavailable as error:
+                log.warning("books are kept as they are", action="sweep_deferred", error=error.message)
+
+    async def _read_models(self) -> None:
+        models = await self._repository.models()
+        self._books.pinned = frozenset(model.name for model in models if model.pinned)
+        self._books.model_of = {model.digest: model.name for model in models}

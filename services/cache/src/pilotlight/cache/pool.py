@@ -1,0 +1,36 @@
+"""The parameter pool as others see it: the bucket ``copies``, kept by what loaders report."""
+
+import structlog
+
+from pilotlight.common.buckets import Bucket
+from pilotlight.common.errors import BusUnavailable
+from pilotlight.policy.types import Copy, NodeFacts
+
+log = structlog.get_logger()
+
+
+class PublishedCopies:
+    """Writes a copy when its extent changed, removes it when its loader no longer has it."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self._published: dict[str, tuple[int, ...]] = {}
+
+    async def follow(self, node: NodeFacts) -> None:
+        """Bring the bucket to what one report says. What could not be written is tried again with the next report."""
+        present = {_key(copy): copy for copy in node.copies}
+        gone = [key for key in self._published if key.startswith(f"{node.node_id}.") and key not in present]
+        try:
+            for key, copy in present.items():
+                if self._published.get(key) != copy.parts:
+                    await self._bucket.put(key, copy)
+                    self._published[key] = copy.parts
+            for key in gone:
+                await self._bucket.delete(key)
+                del self._published[key]
+        except BusUnavailable as error:
+            log.warning("copies are published later", action="copies_deferred", error=error.message)
+
+
+def _key(copy: Copy) -> str:
+    return f"{copy.node_id}.{copy.tier.value}.{copy.digest}"

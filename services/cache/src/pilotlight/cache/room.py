@@ -1,0 +1,173 @@
+"""Making room: plan with the eviction policy, ask the holders, grant.
+
+One request at a time for each node, so that two grants never count on the same bytes.
+"""
+
+import asyncio
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import structlog
+
+from pilotlight.cache.books import Books, Grant
+from pilotlight.cache.repository import CacheRepository
+from pilotlight.common.bus import Bus
+from pilotlight.common.clock import Clock
+from pilotlight.common.errors import BusUnavailable, DeadlineExceeded, HostPoolFull, NoRoom, NoWorker
+from pilotlight.common.ids import new_grant_id
+from pilotlight.common.messages.room import (
+    Drop,
+    Dropped,
+    GivenUp,
+    GiveUp,
+    Release,
+    Released,
+    Reserve,
+    Reserved,
+    drop_subject,
+    give_up_subject,
+)
+from pilotlight.policy.eviction.base import EvictionPolicy, EvictionRules, RoomRequest, Victim
+from pilotlight.policy.types import Digest, GrantId, InstanceId, NodeId
+
+log = structlog.get_logger()
+
+HOLDER_DEADLINE_S = 1.0
+MAX_ROUNDS = 4
+"""A holder may refuse a victim that has just become busy: plan again, without it, this often."""
+
+
+@dataclass(slots=True)
+class _Evicted:
+    instances: list[Victim] = field(default_factory=list[Victim])
+    copies: list[Victim] = field(default_factory=list[Victim])
+
+
+class RoomMaker:
+    """Answers ``Reserve`` and ``Release``."""
+
+    def __init__(self, books: Books, repository: CacheRepository, bus: Bus, clock: Clock, policy: EvictionPolicy, rules: EvictionRules) -> None:
+        self._books = books
+        self._repository = repository
+        self._bus = bus
+        self._clock = clock
+        self._policy = policy
+        self._rules = rules
+        self._locks: dict[NodeId, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def reserve(self, request: Reserve) -> Reserved:
+        """Grant room for a stage.
+
+        Raises:
+            NoWorker: the worker or its node does not report, or the device can never hold the stage.
+            NoRoom: what is loaded may not go.
+            HostPoolFull: the host pool has no room, or can never have it.
+        """
+        async with self._locks[request.node_id]:
+            known = self._books.grant_of(request.instance_id, request.worker_id)
+            if known is not None:
+                return Reserved(grant_id=known.grant_id)
+            evicted = _Evicted()
+            await self._make_device_room(request, evicted)
+            await self._make_host_room(request, evicted)
+            grant = Grant(
+                grant_id=new_grant_id(),
+                instance_id=request.instance_id,
+                digest=request.digest,
+                worker_id=request.worker_id,
+                node_id=request.node_id,
+                device_bytes=request.device_bytes,
+                host_bytes=request.host_bytes,
+                expires_s=self._clock.monotonic_s() + request.lease_s,
+            )
+            # In the books first: while the row is written, nobody else may count on these bytes.
+            self._books.grants[grant.grant_id] = grant
+            victims = [("instance", request.node_id, victim) for victim in evicted.instances]
+            victims += [("copy", request.node_id, victim) for victim in evicted.copies]
+            try:
+                await self._repository.add_grant(grant.grant_id, request, victims)
+            except BaseException:
+                del self._books.grants[grant.grant_id]
+                raise
+            return Reserved(
+                grant_id=grant.grant_id,
+                evicted_instances=tuple(InstanceId(victim.subject) for victim in evicted.instances),
+                dropped_copies=tuple(Digest(victim.subject) for victim in evicted.copies),
+            )
+
+    async def release(self, request: Release) -> Released:
+        """Forget a grant."""
+        self._books.grants.pop(request.grant_id, None)
+        await self._repository.end_grants([request.grant_id])
+        return Released()
+
+    async def lapse(self) -> None:
+        """Forget grants whose lease is over and whose stage no report shows."""
+        now_s = self._clock.monotonic_s()
+        over: list[GrantId] = [
+            grant.grant_id for grant in self._books.grants.values() if grant.expires_s < now_s and not self._books.is_held(grant)
+        ]
+        if not over:
+            return
+        for grant_id in over:
+            del self._books.grants[grant_id]
+        log.warning("grants lapsed", action="grants_lapsed", grants=len(over))
+        await self._repository.end_grants(over)
+
+    async def _make_device_room(self, request: Reserve, evicted: _Evicted) -> None:
+        for _ in range(MAX_ROUNDS):
+            now_s = self._clock.monotonic_s()
+            worker = self._books.worker(request.worker_id, now_s)
+            if worker is None:
+                raise NoWorker(f"worker {request.worker_id} does not report")
+            if request.device_bytes > worker.device.memory_bytes:
+                raise NoWorker(f"{request.device_bytes} bytes are needed; the device has {worker.device.memory_bytes}")
+            wanted = RoomRequest(
+                need_bytes=request.device_bytes,
+                free_bytes=self._books.device_free_bytes(worker),
+                now_s=now_s,
+                protected=frozenset({request.instance_id}),
+            )
+            plan = self._policy.plan(wanted, self._books.on_device(worker, now_s), self._rules)
+            if not plan.enough:
+                raise NoRoom(f"no room for {request.model} on {request.worker_id}: {plan.reason}", retry_after_s=1.0)
+            if not plan.victims:
+                return
+            message = GiveUp(instance_ids=tuple(InstanceId(victim.subject) for victim in plan.victims))
+            try:
+                reply = await self._bus.request(
+                    give_up_subject(request.worker_id), message, GivenUp, deadline_s=HOLDER_DEADLINE_S
+                )
+            except (BusUnavailable, DeadlineExceeded) as error:
+                raise NoWorker(f"worker {request.worker_id} does not answer: {error.message}") from error
+            self._books.give_up(reply.instance_ids)
+            evicted.instances += [victim for victim in plan.victims if victim.subject in reply.instance_ids]
+        raise NoRoom(f"no room for {request.model} on {request.worker_id}: its models are in use", retry_after_s=1.0)
+
+    async def _make_host_room(self, request: Reserve, evicted: _Evicted) -> None:
+        for _ in range(MAX_ROUNDS):
+            now_s = self._clock.monotonic_s()
+            node = self._books.node(request.node_id, now_s)
+            if node is None:
+                raise NoWorker(f"the loader of node {request.node_id} does not report")
+            if request.host_bytes > node.pool_bytes:
+                raise HostPoolFull(f"{request.host_bytes} bytes are needed; the host pool has {node.pool_bytes}")
+            wanted = RoomRequest(
+                need_bytes=self._books.missing_host_bytes(node, request.digest, request.host_bytes),
+                free_bytes=self._books.host_free_bytes(node),
+                now_s=now_s,
+                protected=frozenset({request.digest}),
+            )
+            plan = self._policy.plan(wanted, self._books.in_pool(node, now_s), self._rules)
+            if not plan.enough:
+                raise HostPoolFull(f"no room for {request.model} in the host pool: {plan.reason}", retry_after_s=1.0)
+            if not plan.victims:
+                return
+            message = Drop(digests=tuple(Digest(victim.subject) for victim in plan.victims))
+            try:
+                reply = await self._bus.request(drop_subject(request.node_id), message, Dropped, deadline_s=HOLDER_DEADLINE_S)
+            except (BusUnavailable, DeadlineExceeded) as error:
+                raise NoWorker(f"the loader of node {request.node_id} does not answer: {error.message}") from error
+            self._books.drop(request.node_id, reply.digests)
+            evicted.copies += [victim for victim in plan.victims if victim.subject in reply.digests]
+        raise HostPoolFull(f"no room for {request.model} in the host pool: its copies are in use", retry_after_s=1.0)

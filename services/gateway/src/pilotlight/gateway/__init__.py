@@ -1,0 +1,1 @@
+"""OpenAI-compatible API, admin API, holding and routing of requests."""

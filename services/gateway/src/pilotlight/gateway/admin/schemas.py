@@ -1,0 +1,69 @@
+"""Bodies of the admin API. Unknown fields are refused: a misspelt option must not be ignored in silence."""
+
+from typing import Any, Literal
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field
+
+from pilotlight.gateway.repository import StoredModel
+
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$"
+MAX_MS = 86_400_000.0
+
+
+class Body(BaseModel):
+    """Base of request bodies."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class SloBody(Body):
+    """What the model must meet."""
+
+    ttft_ms: float = Field(gt=0, le=MAX_MS, allow_inf_nan=False, description="Time to first token.")
+    tpot_ms: float = Field(gt=0, le=MAX_MS, allow_inf_nan=False, description="Time per output token.")
+    attainment: float = Field(0.99, gt=0, le=1, allow_inf_nan=False, description="Share of requests that must meet both.")
+
+
+class NewModel(Body):
+    """``POST /admin/v1/models``."""
+
+    name: str = Field(pattern=NAME_PATTERN, description="How clients name it.")
+    uri: str = Field(min_length=1, max_length=2048, description="A folder below an allowed root, as `file:///folder`.")
+    revision: str | None = Field(None, max_length=200, description="A source's branch, tag or commit, where it has them.")
+    dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = Field("auto", description="`auto`: the checkpoint's.")
+    slo: SloBody
+    min_instances: int = Field(0, ge=0, le=1000)
+    max_instances: int = Field(1, ge=1, le=1000)
+    keep_alive_s: float = Field(60.0, ge=0, le=31_536_000, allow_inf_nan=False, description="How long an idle instance is kept.")
+    pinned: bool = Field(False, description="Never evicted for another model.")
+
+
+class ModelChanges(Body):
+    """``PATCH /admin/v1/models/{name}``: what is left out stays as it is."""
+
+    slo: SloBody | None = None
+    min_instances: int | None = Field(None, ge=0, le=1000)
+    max_instances: int | None = Field(None, ge=1, le=1000)
+    keep_alive_s: float | None = Field(None, ge=0, le=31_536_000, allow_inf_nan=False)
+    pinned: bool | None = None
+
+
+class WarmAccepted(BaseModel):
+    """An instance is on its way, or ready."""
+
+    instance_id: str
+
+
+class EvictAccepted(BaseModel):
+    """These instances are being released."""
+
+    instance_ids: list[str]
+
+
+def model_body(stored: StoredModel) -> dict[str, Any]:
+    """A model as the API shows it."""
+    body: dict[str, Any] = msgspec.to_builtins(stored.model)
+    body["created_at"] = stored.created_at.isoformat()
+    body["updated_at"] = stored.updated_at.isoformat()
+    return body

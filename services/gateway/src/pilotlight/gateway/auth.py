@@ -1,0 +1,131 @@
+"""API keys: stored hashed, shown once, admin and inference apart.
+
+A key is ``pl-<role>-<random>``; its first characters find the row, an HMAC with the installation's pepper proves it. Keys have full
+entropy, so a slow hash would buy nothing and cost each request.
+"""
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import structlog
+from pydantic import Field
+
+from pilotlight.common.clock import Clock
+from pilotlight.common.db.session import Database
+from pilotlight.common.errors import DatabaseUnavailable, Forbidden, InternalError, Unauthorized
+from pilotlight.common.settings import BusSettings, PilotlightSettings, read_secret
+from pilotlight.gateway.repository import ApiKey, KeyRepository
+
+log = structlog.get_logger()
+
+Role = Literal["admin", "inference"]
+
+PREFIX_CHARS = 16
+MAX_KEY_CHARS = 256
+CACHE_S = 5.0
+"""How long a revoked key may still work."""
+MAX_CACHED_KEYS = 10_000
+BOOTSTRAP_LABEL = "bootstrap"
+
+
+class AccessSettings(PilotlightSettings):
+    """Where the first keys come from."""
+
+    admin_key_file: Path | None = Field(None, description="File with an admin key that must work. Replacing its content revokes the old key.")
+    api_key_file: Path | None = Field(None, description="File with an inference key that must work, likewise.")
+
+
+@dataclass(frozen=True, slots=True)
+class KeyInfo:
+    """Whose request it is."""
+
+    key_id: str
+    role: Role
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Cached:
+    key: ApiKey
+    read_s: float
+
+
+class Authenticator:
+    """Checks bearer keys; a component, so that bootstrap keys are in place before the first request."""
+
+    def __init__(self, database: Database, access: AccessSettings, bus: BusSettings, clock: Clock) -> None:
+        pepper = read_secret(bus.secrets_dir, "key-pepper")
+        if pepper is None:
+            raise InternalError("the secret key-pepper is missing: PILOTLIGHT_SECRETS_DIR must hold a file of that name")
+        self._pepper = pepper.encode()
+        self._keys = KeyRepository(database)
+        self._access = access
+        self._clock = clock
+        self._cache: dict[str, _Cached] = {}
+
+    async def start(self) -> None:
+        """Put the bootstrap keys into the database and revoke their predecessors."""
+        files: tuple[tuple[Role, Path | None], ...] = (("admin", self._access.admin_key_file), ("inference", self._access.api_key_file))
+        for role, path in files:
+            if path is not None:
+                await self._keys.ensure_bootstrap(self._row(path.read_text().strip(), role, BOOTSTRAP_LABEL))
+
+    async def stop(self) -> None:
+        """Nothing is held."""
+
+    async def require(self, headers: Mapping[str, str], role: Role) -> KeyInfo:
+        """Who sends this request?
+
+        Raises:
+            Unauthorized: there is no key, or it is not valid.
+            Forbidden: the key is for the other API.
+            DatabaseUnavailable: the key is not known yet and cannot be looked up now.
+        """
+        scheme, _, presented = headers.get("authorization", "").partition(" ")
+        presented = presented.strip()
+        if scheme.lower() != "bearer" or not presented:
+            raise Unauthorized("the Authorization header must be `Bearer KEY`")
+        if len(presented) > MAX_KEY_CHARS:
+            raise Unauthorized("this key is not valid")
+        digest = self._hash(presented)
+        key = await self._find(digest)
+        if key is None:
+            raise Unauthorized("this key is not valid")
+        if key.role != role:
+            raise Forbidden(f"this route needs an {role} key, and this is an {key.role} key")
+        return KeyInfo(key.key_id, role, key.label)
+
+    async def _find(self, digest: str) -> ApiKey | None:
+        now_s = self._clock.monotonic_s()
+        cached = self._cache.get(digest)
+        if cached is not None and now_s - cached.read_s < CACHE_S:
+            return cached.key
+        try:
+            key = await self._keys.by_hash(digest)
+        except DatabaseUnavailable:
+            # A key that was valid a moment ago goes on working: warm models must not stop with the database.
+            if cached is not None:
+                return cached.key
+            raise
+        if key is None:
+            self._cache.pop(digest, None)
+            return None
+        if len(self._cache) >= MAX_CACHED_KEYS:
+            self._cache.pop(next(iter(self._cache)))
+        self._cache[digest] = _Cached(key, now_s)
+        return key
+
+    def _hash(self, presented: str) -> str:
+        return hmac.new(self._pepper, presented.encode(), hashlib.sha256).hexdigest()
+
+    def _row(self, plain: str, role: Role, label: str) -> ApiKey:
+        if len(plain) < 20:
+            raise InternalError(f"the {role} key's file holds fewer than 20 characters; write a long random key into it")
+        return ApiKey(
+            key_id=f"key-{secrets.token_hex(8)}", prefix=plain[:PREFIX_CHARS], hash=self._hash(plain), role=role, label=label
+        )

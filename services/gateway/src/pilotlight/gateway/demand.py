@@ -1,0 +1,61 @@
+"""Tells the scheduler what this gateway holds: on change, every 250 ms while there is something, and once when there is nothing more."""
+
+import asyncio
+
+from pilotlight.common.bus import Bus
+from pilotlight.common.clock import Clock
+from pilotlight.common.messages.demand import DemandVector, demand_subject
+from pilotlight.common.service import Background
+from pilotlight.common.waiting import pause, woken
+from pilotlight.gateway.hold import Hold
+from pilotlight.policy.types import GatewayId
+
+REPEAT_S = 0.25
+IDLE_S = 30.0
+GATHER_S = 0.005
+"""Changes that follow one another closely travel together; the first goes at once."""
+
+
+class DemandPublisher:
+    """A component. The vector is whole each time, so nothing depends on having heard the last one."""
+
+    def __init__(self, hold: Hold, bus: Bus, clock: Clock, background: Background, gateway_id: GatewayId) -> None:
+        self._hold = hold
+        self._bus = bus
+        self._clock = clock
+        self._background = background
+        self._gateway_id = gateway_id
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Publish from now on."""
+        if self._task is None:
+            self._hold.on_change = self._changed.set
+            self._bus.on_reconnect(self._again)
+            self._task = self._background.spawn("publish demand", self._publish_for_ever())
+
+    async def stop(self) -> None:
+        """Say that nothing is held any more."""
+        if self._task is None:
+            return
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._task = None
+        await self._publish()
+
+    async def _publish_for_ever(self) -> None:
+        told = False
+        while True:
+            changed = await woken(self._changed, REPEAT_S if told else IDLE_S)
+            if changed or told:
+                told = await self._publish()
+                await pause(GATHER_S)
+
+    async def _publish(self) -> bool:
+        demands = self._hold.demand()
+        await self._bus.publish(demand_subject(self._gateway_id), DemandVector(gateway_id=self._gateway_id, demands=demands))
+        return bool(demands)
+
+    async def _again(self) -> None:
+        self._changed.set()

@@ -1,0 +1,254 @@
+"""What this gateway knows of instances, workers and nodes: the bucket ``instances`` and the reports.
+
+Nobody is asked and nothing is decided here: it is a view, as old as the last message, by this process's monotonic clock. When NATS is
+gone the last view is kept, and nobody is taken for dead because nothing is heard.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import structlog
+
+from pilotlight.common.buckets import INSTANCES
+from pilotlight.common.bus import Bus, Subscription
+from pilotlight.common.clock import Clock
+from pilotlight.common.errors import PilotlightError, WorkerLost
+from pilotlight.common.messages.reports import LOADER_REPORTS, WORKER_REPORTS, LoaderReport, WorkerReport
+from pilotlight.common.service import Background
+from pilotlight.common.waiting import every
+from pilotlight.policy.instance import SERVING, STARTING
+from pilotlight.policy.liveness import DEAD_AFTER_S, liveness_of
+from pilotlight.policy.types import (
+    Digest,
+    Instance,
+    InstanceId,
+    InstanceState,
+    Liveness,
+    ModelName,
+    NodeFacts,
+    NodeId,
+    WorkerFacts,
+    WorkerId,
+)
+
+log = structlog.get_logger()
+
+CHECK_INTERVAL_S = 0.1
+FORGET_AFTER_S = 60.0
+"""A worker or node that is silent for so long is struck from the view."""
+LAST_WORDS_S = 0.5
+"""Reports that a worker sent before its loader saw it die may arrive after the loader's."""
+
+
+@dataclass(slots=True)
+class _Worker:
+    facts: WorkerFacts
+    incarnation: str
+    heard_s: float
+    lost: bool = False
+    declared_dead_s: float | None = None
+
+
+@dataclass(slots=True)
+class _Node:
+    facts: NodeFacts
+    heard_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """An instance, and since when this gateway has seen it serving (None while it does not)."""
+
+    instance: Instance
+    serving_since_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartProgress:
+    """How far a model's start has come: its phase's name, and the fetched share where it is known."""
+
+    phase: str
+    fetched: float | None = None
+
+
+class Fleet:
+    """The view, a component. ``on_change`` callbacks run when an instance may have become usable, ``on_lost`` when a worker is gone."""
+
+    def __init__(self, bus: Bus, clock: Clock, background: Background) -> None:
+        self._bus = bus
+        self._clock = clock
+        self._background = background
+        self._instances: dict[InstanceId, Seen] = {}
+        self._of_model: dict[ModelName, set[InstanceId]] = {}
+        self._workers: dict[WorkerId, _Worker] = {}
+        self._nodes: dict[NodeId, _Node] = {}
+        self._changed: list[Callable[[ModelName], None]] = []
+        self._lost: list[Callable[[WorkerId, PilotlightError], None]] = []
+        self._subscriptions: list[Subscription] = []
+
+    def on_change(self, callback: Callable[[ModelName], None]) -> None:
+        """Call with a model whose instances, or their workers, have changed."""
+        self._changed.append(callback)
+
+    def on_lost(self, callback: Callable[[WorkerId, PilotlightError], None]) -> None:
+        """Call with a worker whose requests are lost, once for each death."""
+        self._lost.append(callback)
+
+    async def start(self) -> None:
+        """Listen; what is there already arrives within a moment.
+
+        Raises:
+            BusUnavailable: the bucket cannot be opened.
+        """
+        if self._subscriptions:
+            return
+        bucket = await self._bus.bucket(INSTANCES)
+        self._subscriptions.append(await self._bus.subscribe(WORKER_REPORTS, WorkerReport, self._on_worker_report))
+        self._subscriptions.append(await self._bus.subscribe(LOADER_REPORTS, LoaderReport, self._on_loader_report))
+        self._background.spawn("watch instances", bucket.watch(Instance, self._on_instance))
+        self._background.spawn("check liveness", self._check_for_ever())
+
+    async def stop(self) -> None:
+        """Listen no more."""
+        for subscription in self._subscriptions:
+            await subscription.end()
+        self._subscriptions.clear()
+
+    # What others ask.
+
+    def instances(self, model: ModelName | None = None) -> tuple[Seen, ...]:
+        """Instances of one model, or all."""
+        if model is None:
+            return tuple(self._instances.values())
+        return tuple(self._instances[instance_id] for instance_id in sorted(self._of_model.get(model, ())))
+
+    def serving(self, model: ModelName) -> tuple[Seen, ...]:
+        """Instances of a model that take requests."""
+        return tuple(seen for seen in self.instances(model) if seen.instance.state in SERVING)
+
+    def worker(self, worker_id: WorkerId) -> WorkerFacts | None:
+        """The last report of a worker, with its liveness by this gateway's clock."""
+        worker = self._workers.get(worker_id)
+        return self._judged(worker) if worker is not None else None
+
+    def workers(self) -> tuple[WorkerFacts, ...]:
+        """The last report of every worker."""
+        return tuple(self._judged(worker) for worker in self._workers.values())
+
+    def nodes(self) -> tuple[NodeFacts, ...]:
+        """The last report of every loader."""
+        return tuple(node.facts for node in self._nodes.values())
+
+    def liveness(self, worker_id: WorkerId) -> Liveness:
+        """May it get work? A worker that was never heard is suspect."""
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            return Liveness.SUSPECT
+        return self._liveness(worker)
+
+    def progress(self, model: ModelName, digest: Digest) -> StartProgress:
+        """What a held request's client is told."""
+        starting = [seen.instance for seen in self.instances(model) if seen.instance.state in STARTING]
+        if not starting:
+            return StartProgress(phase="queue")
+        instance = max(starting, key=lambda each: list(InstanceState).index(each.state))
+        phase = {InstanceState.PLANNED: "schedule", InstanceState.FETCHING: "fetch"}.get(instance.state, "load")
+        nodes = {placement.node_id for placement in instance.placements}
+        return StartProgress(phase=phase, fetched=self._fetched(nodes, digest))
+
+    # What arrives.
+
+    async def _on_instance(self, key: str, instance: Instance | None) -> None:
+        before = self._instances.get(InstanceId(key))
+        if instance is None:
+            if before is not None:
+                del self._instances[InstanceId(key)]
+                self._of_model[before.instance.model].discard(InstanceId(key))
+                self._tell(before.instance.model)
+            return
+        since_s = None
+        if instance.state in SERVING:
+            since_s = before.serving_since_s if before is not None else None
+            since_s = self._clock.monotonic_s() if since_s is None else since_s
+        self._instances[instance.instance_id] = Seen(instance, since_s)
+        self._of_model.setdefault(instance.model, set()).add(instance.instance_id)
+        self._tell(instance.model)
+
+    async def _on_worker_report(self, report: WorkerReport) -> None:
+        now_s = self._clock.monotonic_s()
+        worker_id = report.facts.worker_id
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            self._workers[worker_id] = _Worker(report.facts, report.incarnation, now_s)
+        elif worker.incarnation != report.incarnation:
+            self._lose(worker, "the worker was started anew")
+            self._workers[worker_id] = _Worker(report.facts, report.incarnation, now_s)
+        elif worker.declared_dead_s is not None and now_s - worker.declared_dead_s < LAST_WORDS_S:
+            return
+        else:
+            worker.facts, worker.heard_s, worker.lost, worker.declared_dead_s = report.facts, now_s, False, None
+        for model in {held.model for held in report.facts.held}:
+            self._tell(model)
+
+    async def _on_loader_report(self, report: LoaderReport) -> None:
+        now_s = self._clock.monotonic_s()
+        self._nodes[report.facts.node_id] = _Node(report.facts, now_s)
+        for worker_id in report.dead_workers:
+            worker = self._workers.get(worker_id)
+            if worker is not None and worker.declared_dead_s is None and not worker.lost:
+                worker.declared_dead_s = now_s
+                worker.heard_s = now_s - DEAD_AFTER_S
+                self._lose(worker, "its node's loader saw it end")
+
+    # Liveness.
+
+    async def _check_for_ever(self) -> None:
+        async for _ in every(CHECK_INTERVAL_S):
+            self.check()
+
+    def check(self) -> None:
+        """Find out who has been silent for too long."""
+        now_s = self._clock.monotonic_s()
+        if not self._bus.connected:
+            # Silence says nothing about them while nothing can be heard.
+            for worker in self._workers.values():
+                if not worker.lost:
+                    worker.heard_s = now_s
+            return
+        for worker_id, worker in list(self._workers.items()):
+            if not worker.lost and self._liveness(worker) is Liveness.DEAD:
+                self._lose(worker, f"it has been silent for {now_s - worker.heard_s:.1f} s")
+            if now_s - worker.heard_s > FORGET_AFTER_S:
+                del self._workers[worker_id]
+        for node_id, node in list(self._nodes.items()):
+            if now_s - node.heard_s > FORGET_AFTER_S:
+                del self._nodes[node_id]
+
+    def _lose(self, worker: _Worker, why: str) -> None:
+        if worker.lost:
+            return
+        worker.lost = True
+        worker_id = worker.facts.worker_id
+        log.warning("worker lost", action="worker_lost", worker_id=worker_id, why=why)
+        for callback in self._lost:
+            callback(worker_id, WorkerLost(f"worker {worker_id} is gone: {why}"))
+
+    def _liveness(self, worker: _Worker) -> Liveness:
+        return liveness_of(self._clock.monotonic_s() - worker.heard_s)
+
+    def _judged(self, worker: _Worker) -> WorkerFacts:
+        return replace(worker.facts, liveness=self._liveness(worker))
+
+    def _fetched(self, nodes: Iterable[NodeId], digest: Digest) -> float | None:
+        done = total = 0
+        for node_id in nodes:
+            node = self._nodes.get(node_id)
+            for transfer in node.facts.transfers if node is not None else ():
+                if transfer.digest == digest:
+                    done += transfer.done_bytes
+                    total += transfer.total_bytes
+        return done / total if total else None
+
+    def _tell(self, model: ModelName) -> None:
+        for callback in self._changed:
+            callback(model)

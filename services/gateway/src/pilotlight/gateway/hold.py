@@ -1,0 +1,244 @@
+"""Requests that wait for an instance: bounded, earliest deadline first.
+
+A place is taken on arrival, or when a worker refused or lost a request, and is left with an instance assigned, with an error, or when
+the client is gone. Assignment happens in one spot, ``pump``, in the order of deadlines, whenever something may have become free.
+"""
+
+import asyncio
+import itertools
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from pilotlight.common.clock import Clock
+from pilotlight.common.errors import PilotlightError, TooManyHeld
+from pilotlight.common.waiting import woken
+from pilotlight.gateway.fleet import Seen
+from pilotlight.gateway.route import Router
+from pilotlight.policy.admission import HoldBounds, HoldFacts, admit_held
+from pilotlight.policy.types import Demand, ModelName
+
+ARRIVALS_WINDOW_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    """What the hold must know of a request."""
+
+    model: ModelName
+    needed_tokens: int
+    """KV room that it takes at most."""
+    arrived_s: float
+    deadline_s: float
+    trace_parent: str = ""
+
+
+class Place:
+    """One request's place; a context manager that frees it whatever happens."""
+
+    def __init__(self, hold: "Hold", ticket: Ticket, number: int) -> None:
+        self.ticket = ticket
+        self.demanded_s: float | None = None
+        """When the scheduler was first told of it."""
+        self.waited = False
+        """It was not assigned at once."""
+        self.order = (ticket.deadline_s, number)
+        self.assigned: Seen | None = None
+        self.error: PilotlightError | None = None
+        self._hold = hold
+        self._taken = False
+        self._changed = asyncio.Event()
+
+    async def decided(self, at_most_s: float) -> bool:
+        """Wait until there is an instance or an error; False when ``at_most_s`` passed first."""
+        if self.assigned is not None or self.error is not None:
+            return True
+        return await woken(self._changed, max(0.0, at_most_s))
+
+    def take(self) -> Seen:
+        """The assigned instance. The taker tells the router how the submit ended.
+
+        Raises:
+            PilotlightError: the hold was closed.
+        """
+        if self.error is not None:
+            raise self.error
+        if self.assigned is None:
+            raise RuntimeError("the place has no instance yet")
+        self._taken = True
+        return self.assigned
+
+    def __enter__(self) -> "Place":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._hold.leave(self, unused=None if self._taken else self.assigned)
+
+    def settle(self, seen: Seen | None, error: PilotlightError | None) -> None:
+        """For the hold: decide."""
+        self.assigned, self.error = seen, error
+        self._changed.set()
+
+
+@dataclass(slots=True)
+class _Line:
+    places: list[Place] = field(default_factory=list[Place])
+    arrivals: deque[float] = field(default_factory=deque[float])
+
+
+class Hold:
+    """Every held request of this gateway."""
+
+    def __init__(self, router: Router, clock: Clock, bounds: HoldBounds) -> None:
+        self._router = router
+        self._clock = clock
+        self._bounds = bounds
+        self._lines: dict[ModelName, _Line] = {}
+        self._numbers = itertools.count()
+        self._closed: PilotlightError | None = None
+        self._held = 0
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when the demand has changed."""
+
+    @property
+    def held(self) -> int:
+        """Requests that wait."""
+        return self._held
+
+    def arrived(self, model: ModelName) -> None:
+        """Count an arrival, held or not."""
+        now_s = self._clock.monotonic_s()
+        arrivals = self._lines.setdefault(model, _Line()).arrivals
+        arrivals.append(now_s)
+        _forget(arrivals, now_s)
+
+    def enter(self, ticket: Ticket, *, returning: bool = False) -> Place:
+        """Take a place; it may have its instance at once.
+
+        A ``returning`` request was accepted before, so no bound turns it away.
+
+        Raises:
+            TooManyHeld: there is no place left.
+            PilotlightError: the hold is closed.
+        """
+        if self._closed is not None:
+            raise self._closed
+        place = Place(self, ticket, next(self._numbers))
+        line = self._lines.setdefault(ticket.model, _Line())
+        if not line.places:
+            seen = self._router.pick(ticket.model, ticket.needed_tokens)
+            if seen is not None:
+                self._assign(place, seen)
+                return place
+        if not returning:
+            self._admit(line)
+        place.waited = True
+        insort(line.places, place, key=_order)
+        self._held += 1
+        self.on_change()
+        self.pump(ticket.model)
+        return place
+
+    def leave(self, place: Place, *, unused: Seen | None) -> None:
+        """Free a place. An instance that was assigned and is not used goes to the next."""
+        if place.assigned is None and self._remove(place):
+            self.on_change()
+        if unused is not None:
+            self._router.answered(unused.instance.instance_id, accepted=False)
+            self.pump(place.ticket.model)
+
+    def pump(self, model: ModelName) -> None:
+        """Assign instances to waiting requests, in the order of their deadlines, as long as there is one that may take more."""
+        line = self._lines.get(model)
+        if line is None or not line.places:
+            return
+        before = self._held
+        while line.places:
+            place = line.places[0]
+            seen = self._router.pick(model, place.ticket.needed_tokens)
+            if seen is None:
+                break
+            line.places.pop(0)
+            self._held -= 1
+            self._assign(place, seen)
+        if self._held != before:
+            self.on_change()
+
+    def pump_later(self, model: ModelName, after_s: float) -> None:
+        """Pump when an instance that is avoided may be tried again."""
+        asyncio.get_running_loop().call_later(after_s, self.pump, model)
+
+    def ahead(self, place: Place) -> int:
+        """Requests for the same model with an earlier deadline."""
+        return bisect_left(self._lines[place.ticket.model].places, place.order, key=_order)
+
+    def demand(self) -> tuple[Demand, ...]:
+        """Everything that is held, with ages as of now. Whoever asks is about to tell the scheduler."""
+        now_s = self._clock.monotonic_s()
+        demands: list[Demand] = []
+        for model, line in list(self._lines.items()):
+            _forget(line.arrivals, now_s)
+            if not line.places:
+                if not line.arrivals:
+                    del self._lines[model]
+                continue
+            for place in line.places:
+                place.demanded_s = now_s if place.demanded_s is None else place.demanded_s
+            oldest = min(line.places, key=lambda each: each.ticket.arrived_s)
+            demands.append(
+                Demand(
+                    model=model,
+                    waiting=len(line.places),
+                    oldest_age_s=now_s - oldest.ticket.arrived_s,
+                    deadline_in_s=line.places[0].ticket.deadline_s - now_s,
+                    arrivals=len(line.arrivals),
+                    window_s=ARRIVALS_WINDOW_S,
+                    trace_parent=oldest.ticket.trace_parent,
+                )
+            )
+        return tuple(demands)
+
+    def close(self, error: PilotlightError) -> None:
+        """Let every request go with an error, and take no more."""
+        self._closed = error
+        for line in self._lines.values():
+            for place in line.places:
+                place.settle(None, error)
+            line.places.clear()
+        self._held = 0
+        self.on_change()
+
+    def _admit(self, line: _Line) -> None:
+        oldest_s = min((place.ticket.arrived_s for place in line.places), default=self._clock.monotonic_s())
+        facts = HoldFacts(
+            total_requests=self._held, model_requests=len(line.places), oldest_age_s=self._clock.monotonic_s() - oldest_s
+        )
+        answer = admit_held(facts, self._bounds, None)
+        if not answer.admitted:
+            raise TooManyHeld(answer.reason, retry_after_s=answer.retry_after_s)
+
+    def _assign(self, place: Place, seen: Seen) -> None:
+        self._router.sent(seen.instance.instance_id)
+        place.settle(seen, None)
+
+    def _remove(self, place: Place) -> bool:
+        line = self._lines.get(place.ticket.model)
+        if line is None:
+            return False
+        index = bisect_left(line.places, place.order, key=_order)
+        if index >= len(line.places) or line.places[index] is not place:
+            return False
+        del line.places[index]
+        self._held -= 1
+        return True
+
+
+def _order(place: Place) -> tuple[float, int]:
+    return place.order
+
+
+def _forget(arrivals: deque[float], now_s: float) -> None:
+    while arrivals and now_s - arrivals[0] > ARRIVALS_WINDOW_S:
+        arrivals.popleft()

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible API: shapes of requests and responses, and nothing about workers."""

@@ -1,0 +1,233 @@
+"""Rows of schema ``gateway``: models, keys, usage. Other schemas are read for display alone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Literal
+
+from sqlalchemy import Table, delete, desc, func, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from pilotlight.common.clock import Clock
+from pilotlight.common.db import tables
+from pilotlight.common.db.mapping import from_row_json, to_row_json
+from pilotlight.common.db.session import Database
+from pilotlight.common.errors import AlreadyExists, ModelNotFound
+from pilotlight.policy.types import Model, ModelName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredModel:
+    """A model and when it was registered."""
+
+    model: Model
+    created_at: datetime
+    updated_at: datetime
+
+
+class ModelRepository:
+    """Registered models."""
+
+    def __init__(self, database: Database, clock: Clock) -> None:
+        self._database = database
+        self._clock = clock
+
+    async def all(self) -> tuple[StoredModel, ...]:
+        """Every model, by name."""
+        async with self._database.reading() as connection:
+            rows = await connection.execute(select(tables.models).order_by(tables.models.c.name))
+            return tuple(_stored(row._mapping) for row in rows)
+
+    async def get(self, name: str) -> StoredModel:
+        """One model.
+
+        Raises:
+            ModelNotFound: there is none of that name.
+        """
+        async with self._database.reading() as connection:
+            row = (await connection.execute(select(tables.models).where(tables.models.c.name == name))).one_or_none()
+        if row is None:
+            raise ModelNotFound(f"there is no model {name!r}", param="name")
+        return _stored(row._mapping)
+
+    async def add(self, model: Model) -> StoredModel:
+        """Insert a new model.
+
+        Raises:
+            AlreadyExists: the name is taken.
+        """
+        now = self._clock.wall()
+        try:
+            async with self._database.unit_of_work() as work:
+                await work.connection.execute(
+                    insert(tables.models).values(
+                        name=model.name, digest=model.digest, body=to_row_json(model), created_at=now, updated_at=now
+                    )
+                )
+                work.emit("model_registered", model.name, {"digest": model.digest})
+        except IntegrityError as error:
+            raise AlreadyExists(f"a model named {model.name!r} is already registered", param="name") from error
+        return StoredModel(model=model, created_at=now, updated_at=now)
+
+    async def replace(self, model: Model) -> None:
+        """Store a changed model.
+
+        Raises:
+            ModelNotFound: it was deleted meanwhile.
+        """
+        async with self._database.unit_of_work() as work:
+            changed = await work.connection.execute(
+                update(tables.models)
+                .where(tables.models.c.name == model.name)
+                .values(digest=model.digest, body=to_row_json(model), updated_at=self._clock.wall())
+            )
+            if changed.rowcount == 0:
+                raise ModelNotFound(f"there is no model {model.name!r}", param="name")
+            work.emit("model_changed", model.name, {"digest": model.digest})
+
+    async def remove(self, name: str) -> None:
+        """Delete a model; its instances drain.
+
+        Raises:
+            ModelNotFound: there is none of that name.
+        """
+        async with self._database.unit_of_work() as work:
+            gone = await work.connection.execute(delete(tables.models).where(tables.models.c.name == name))
+            if gone.rowcount == 0:
+                raise ModelNotFound(f"there is no model {name!r}", param="name")
+            work.emit("model_deleted", ModelName(name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiKey:
+    """A key as stored: never the key itself."""
+
+    key_id: str
+    prefix: str
+    hash: str
+    role: Literal["admin", "inference"]
+    label: str
+
+
+class KeyRepository:
+    """API keys."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def by_hash(self, digest: str) -> ApiKey | None:
+        """The key with this hash, unless it is revoked."""
+        keys = tables.api_keys
+        async with self._database.reading() as connection:
+            row = (await connection.execute(select(keys).where(keys.c.hash == digest, keys.c.revoked_at.is_(None)))).one_or_none()
+        if row is None:
+            return None
+        return ApiKey(key_id=row.key_id, prefix=row.prefix, hash=row.hash, role=row.role, label=row.label)
+
+    async def ensure_bootstrap(self, key: ApiKey) -> None:
+        """Make this the only valid key with its role and label."""
+        keys = tables.api_keys
+        async with self._database.unit_of_work() as work:
+            now = func.now()
+            await work.connection.execute(
+                update(keys)
+                .where(keys.c.role == key.role, keys.c.label == key.label, keys.c.hash != key.hash, keys.c.revoked_at.is_(None))
+                .values(revoked_at=now)
+            )
+            present = await work.connection.execute(select(keys.c.key_id).where(keys.c.hash == key.hash, keys.c.revoked_at.is_(None)))
+            if present.first() is None:
+                await work.connection.execute(
+                    insert(keys).values(
+                        key_id=key.key_id, prefix=key.prefix, hash=key.hash, role=key.role, label=key.label, created_at=now
+                    )
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageRow:
+    """One finished request."""
+
+    at: datetime
+    model: str
+    key_id: str
+    request_id: str
+    prompt_tokens: int
+    output_tokens: int
+    status: str
+
+
+class UsageRepository:
+    """Finished requests."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def add(self, rows: Sequence[UsageRow]) -> None:
+        """Insert a batch."""
+        async with self._database.unit_of_work() as work:
+            await work.connection.execute(
+                insert(tables.usage),
+                [
+                    {
+                        "at": row.at,
+                        "model": row.model,
+                        "key_id": row.key_id,
+                        "request_id": row.request_id,
+                        "prompt_tokens": row.prompt_tokens,
+                        "output_tokens": row.output_tokens,
+                        "status": row.status,
+                    }
+                    for row in rows
+                ],
+            )
+
+
+class DisplayRepository:
+    """What the other services decided, for the admin API."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def instances(self, limit: int) -> list[dict[str, Any]]:
+        """Instances, the newest first."""
+        return await self._newest(tables.instances, tables.instances.c.created_at, limit)
+
+    async def cold_starts(self, model: str | None, limit: int) -> list[dict[str, Any]]:
+        """Cold starts with their phases, the newest first."""
+        rows = select(tables.cold_starts).order_by(desc(tables.cold_starts.c.created_at)).limit(limit)
+        if model is not None:
+            rows = rows.where(tables.cold_starts.c.model == model)
+        async with self._database.reading() as connection:
+            return [dict(row._mapping) for row in await connection.execute(rows)]
+
+    async def cold_starts_of_trace(self, trace_id: str) -> list[dict[str, Any]]:
+        """Cold starts that belong to a trace."""
+        table = tables.cold_starts
+        async with self._database.reading() as connection:
+            rows = await connection.execute(select(table).where(table.c.trace_id == trace_id).order_by(table.c.created_at))
+            return [dict(row._mapping) for row in rows]
+
+    async def spans_of_trace(self, trace_id: str) -> list[dict[str, Any]]:
+        """Spans of a trace, by start."""
+        async with self._database.reading() as connection:
+            rows = await connection.execute(
+                select(tables.spans).where(tables.spans.c.trace_id == trace_id).order_by(tables.spans.c.start_at)
+            )
+            return [dict(row._mapping) for row in rows]
+
+    async def decisions(self, model: str | None, limit: int) -> list[dict[str, Any]]:
+        """Decisions with inputs and reasons, the newest first."""
+        rows = select(tables.decisions).order_by(desc(tables.decisions.c.at)).limit(limit)
+        if model is not None:
+            rows = rows.where(tables.decisions.c.model == model)
+        async with self._database.reading() as connection:
+            return [dict(row._mapping) for row in await connection.execute(rows)]
+
+    async def _newest(self, table: Table, by: Any, limit: int) -> list[dict[str, Any]]:
+        async with self._database.reading() as connection:
+            rows = await connection.execute(select(table).order_by(desc(by)).limit(limit))
+            return [dict(row._mapping) for row in rows]
+
+
+def _stored(row: Any) -> StoredModel:
+    return StoredModel(model=from_row_json(row["body"], Model), created_at=row["created_at"], updated_at=row["updated_at"])

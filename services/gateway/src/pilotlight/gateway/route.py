@@ -1,0 +1,93 @@
+"""Which ready instance takes a request: the one with the least expected wait.
+
+``Router`` adds to the view what only this gateway knows: submits that are under way or not yet in a report, and instances that have
+just refused one. A read of the view is advice; the worker's answer to the submit decides.
+"""
+
+from dataclasses import dataclass, field
+
+from pilotlight.common.clock import Clock
+from pilotlight.gateway.fleet import Fleet, Seen
+from pilotlight.policy.types import HeldState, InstanceId, Liveness, ModelName, WorkerFacts
+
+MAX_UNCONFIRMED = 32
+"""Submits to one instance that may be without an answer: more would only pile up in front of its queue."""
+UNREPORTED_FOR_S = 0.5
+"""After so long an accepted request shows in its worker's reports."""
+STEP_FLOOR_S = 0.001
+_UNUSABLE = frozenset({HeldState.DRAINING, HeldState.FAILED, HeldState.EVICTED})
+
+
+@dataclass(slots=True)
+class _Load:
+    unconfirmed: int = 0
+    accepted_at_s: list[float] = field(default_factory=list[float])
+    avoid_until_s: float = 0.0
+
+
+def expected_wait_s(facts: WorkerFacts, unreported_requests: int, needed_tokens: int) -> float:
+    """Time until a new request's first token can be worked on.
+
+    1. Each request in line, here and there, costs a step.
+    2. Too little KV room: it waits until somebody ends, taken as one step for each token that is missing.
+    """
+    step_s = max(facts.step_time_s, STEP_FLOOR_S)
+    in_line = facts.queue_requests + facts.running_requests + unreported_requests
+    missing_tokens = max(0, needed_tokens - facts.kv_free_tokens)
+    return step_s * (in_line + missing_tokens)
+
+
+class Router:
+    """Picks instances and remembers what it has sent them."""
+
+    def __init__(self, fleet: Fleet, clock: Clock) -> None:
+        self._fleet = fleet
+        self._clock = clock
+        self._loads: dict[InstanceId, _Load] = {}
+
+    def pick(self, model: ModelName, needed_tokens: int) -> Seen | None:
+        """The instance with the least expected wait that may take one more request now; None when there is none."""
+        best: tuple[float, InstanceId, Seen] | None = None
+        for seen in self._fleet.serving(model):
+            wait_s = self._wait_s(seen, needed_tokens)
+            if wait_s is None:
+                continue
+            candidate = (wait_s, seen.instance.instance_id, seen)
+            if best is None or candidate[:2] < best[:2]:
+                best = candidate
+        return best[2] if best is not None else None
+
+    def sent(self, instance_id: InstanceId) -> None:
+        """A submit is under way."""
+        self._loads.setdefault(instance_id, _Load()).unconfirmed += 1
+
+    def answered(self, instance_id: InstanceId, *, accepted: bool) -> None:
+        """A submit is no longer under way."""
+        load = self._loads.setdefault(instance_id, _Load())
+        load.unconfirmed -= 1
+        if accepted:
+            load.accepted_at_s.append(self._clock.monotonic_s())
+
+    def avoid(self, instance_id: InstanceId, for_s: float) -> None:
+        """Send an instance nothing for a while."""
+        load = self._loads.setdefault(instance_id, _Load())
+        load.avoid_until_s = max(load.avoid_until_s, self._clock.monotonic_s() + for_s)
+
+    def forget_gone(self) -> None:
+        """Drop what is remembered of instances that are no longer known."""
+        known = {seen.instance.instance_id for seen in self._fleet.instances()}
+        self._loads = {key: load for key, load in self._loads.items() if key in known or load.unconfirmed > 0}
+
+    def _wait_s(self, seen: Seen, needed_tokens: int) -> float | None:
+        instance = seen.instance
+        facts = self._fleet.worker(instance.lead)
+        if facts is None or facts.liveness is not Liveness.ALIVE or not facts.engine_up:
+            return None
+        if any(held.instance_id == instance.instance_id and held.state in _UNUSABLE for held in facts.held):
+            return None
+        load = self._loads.get(instance.instance_id, _Load())
+        now_s = self._clock.monotonic_s()
+        if load.unconfirmed >= MAX_UNCONFIRMED or now_s < load.avoid_until_s:
+            return None
+        load.accepted_at_s = [at_s for at_s in load.accepted_at_s if now_s - at_s < UNREPORTED_FOR_S]
+        return expected_wait_s(facts, load.unconfirmed + len(load.accepted_at_s), needed_tokens)

@@ -1,0 +1,73 @@
+"""Usage: one row a finished request, written in batches off the request's path."""
+
+import structlog
+
+from pilotlight.common.clock import Clock
+from pilotlight.common.db.session import Database
+from pilotlight.common.errors import DatabaseUnavailable
+from pilotlight.common.service import Background
+from pilotlight.common.waiting import pause
+from pilotlight.gateway.repository import UsageRepository, UsageRow
+
+log = structlog.get_logger()
+
+FLUSH_INTERVAL_S = 1.0
+MAX_BUFFERED_ROWS = 50_000
+"""About ten minutes of a busy gateway without a database; beyond it the oldest rows are dropped, and that is logged."""
+
+
+class UsageRecorder:
+    """Collects rows and writes them; rows outlive an outage of the database up to the buffer's bound."""
+
+    def __init__(self, database: Database, clock: Clock, background: Background) -> None:
+        self._repository = UsageRepository(database)
+        self._clock = clock
+        self._background = background
+        self._rows: list[UsageRow] = []
+        self._dropped = 0
+
+    async def start(self) -> None:
+        """Begin to write."""
+        self._background.spawn("usage", self._run())
+
+    async def stop(self) -> None:
+        """Write what is left."""
+        await self._flush()
+
+    def record(
+        self, *, model: str, key_id: str, request_id: str, prompt_tokens: int, output_tokens: int, status: str
+    ) -> None:
+        """Note a finished request; ``status`` is ``ok``, ``cancelled`` or an error's code."""
+        if len(self._rows) >= MAX_BUFFERED_ROWS:
+            self._rows.pop(0)
+            self._dropped += 1
+        self._rows.append(
+            UsageRow(
+                at=self._clock.wall(),
+                model=model,
+                key_id=key_id,
+                request_id=request_id,
+                prompt_tokens=prompt_tokens,
+                output_tokens=output_tokens,
+                status=status,
+            )
+        )
+
+    async def _run(self) -> None:
+        while True:
+            await pause(FLUSH_INTERVAL_S)
+            await self._flush()
+
+    async def _flush(self) -> None:
+        rows, self._rows = self._rows, []
+        if not rows:
+            return
+        try:
+            await self._repository.add(rows)
+        except DatabaseUnavailable as error:
+            self._rows = (rows + self._rows)[-MAX_BUFFERED_ROWS:]
+            log.warning("usage is kept until the database is back", action="usage_deferred", rows=len(self._rows), error=error.message)
+            return
+        if self._dropped:
+            log.error("usage rows were lost", action="usage_dropped", rows=self._dropped)
+            self._dropped = 0

@@ -1,0 +1,1 @@
+"""Node agent: host pool, fetch, worker supervision."""

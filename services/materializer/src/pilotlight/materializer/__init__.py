@@ -1,0 +1,1 @@
+"""Materialized state: signing, storing and finding artifacts."""

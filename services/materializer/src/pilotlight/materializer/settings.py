@@ -1,0 +1,7 @@
+"""Settings of the materializer."""
+
+from pilotlight.common.settings import DatabaseSettings, ServiceSettings
+
+
+class MaterializerSettings(ServiceSettings, DatabaseSettings):
+    """What the materializer needs: bus, object store, its schema, and the secret ``cluster-key``."""

@@ -1,0 +1,21 @@
+"""Signatures of artifacts. An artifact is executable input: nobody restores one that this cluster did not sign."""
+
+import hashlib
+import hmac
+
+from pilotlight.policy.types import Digest
+
+
+def sign(cluster_key: bytes, *, fingerprint: Digest, kind: str, blob_digest: Digest, size_bytes: int) -> str:
+    """HMAC-SHA256 over every field, each with its length, so that no two artifacts share a message."""
+    fields = (fingerprint, kind, blob_digest, str(size_bytes))
+    message = b"".join(len(field.encode()).to_bytes(4, "big") + field.encode() for field in fields)
+    return hmac.new(cluster_key, message, hashlib.sha256).hexdigest()
+
+
+def is_signed(
+    cluster_key: bytes, signature: str, *, fingerprint: Digest, kind: str, blob_digest: Digest, size_bytes: int
+) -> bool:
+    """Whether the signature is this cluster's for exactly these fields."""
+    expected = sign(cluster_key, fingerprint=fingerprint, kind=kind, blob_digest=blob_digest, size_bytes=size_bytes)
+    return hmac.compare_digest(expected, signature)

@@ -1,0 +1,1 @@
+"""Demand to instances: cold-start schemes, placement, scaling."""

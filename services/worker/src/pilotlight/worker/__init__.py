@@ -1,0 +1,1 @@
+"""Speaks for one device: lifecycle, admission, token batches; supervises its engine."""

@@ -1,0 +1,90 @@
+"""The engine child's process: ``python -m pilotlight.worker.child --fd N``. Torch is imported here, and nowhere in the parent.
+
+One Python thread, no asyncio. It never outlives its parent: the kernel kills it when the parent dies, and it ends by itself when the
+socket closes.
+"""
+
+import argparse
+import ctypes
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+
+import structlog
+
+from pilotlight.common.clock import SystemClock
+from pilotlight.common.faults import Faults
+from pilotlight.common.messages.engine import EngineUp
+from pilotlight.common.telemetry import configure_logging
+from pilotlight.worker.child_loop import ChildLoop
+
+log = structlog.get_logger()
+
+PROBE_BYTES = 32 * 1024 * 1024
+"""Bytes that are copied to learn how fast parts can be placed: more than the caches hold."""
+_PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serve one parent until it ends the child or is gone; the exit status."""
+    options = _options(arguments)
+    configure_logging("engine", options.log_level)
+    _die_with(options.parent)
+    connection = socket.socket(fileno=options.fd)
+    os.set_inheritable(options.fd, False)
+    clock = SystemClock()
+    # Imported here: it takes a second or more, and a death meanwhile must not leave an orphan.
+    from pilotlight.engine.engine import Engine
+
+    loop = ChildLoop(
+        connection,
+        Engine(threads=options.threads, monotonic_s=clock.monotonic_s),
+        clock,
+        Faults.parse(os.environ.get("PILOTLIGHT_FAULTS", "")),
+    )
+    up = EngineUp(
+        pid=os.getpid(),
+        device_name=f"cpu ({options.threads} threads)",
+        memory_bytes=options.memory_bytes,
+        load_bytes_per_s=_copy_bytes_per_s(clock),
+    )
+    try:
+        loop.run(up)
+    except (BrokenPipeError, ConnectionResetError):
+        log.info("the parent is gone", action="engine_orphaned")
+    return 0
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="pilotlight.worker.child", description="A worker's engine; started by its worker.")
+    parser.add_argument("--fd", type=int, required=True, help="socket to the parent")
+    parser.add_argument("--parent", type=int, required=True, help="the parent's process id")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--memory-bytes", type=int, required=True)
+    parser.add_argument("--log-level", default="info")
+    return parser.parse_args(arguments)
+
+
+def _die_with(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent dies.
+
+    Raises:
+        SystemExit: the parent is dead already.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        raise SystemExit(1)
+
+
+def _copy_bytes_per_s(clock: SystemClock) -> float:
+    source = bytearray(PROBE_BYTES)
+    target = bytearray(PROBE_BYTES)
+    start_s = clock.monotonic_s()
+    target[:] = source
+    return PROBE_BYTES / max(1e-6, clock.monotonic_s() - start_s)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

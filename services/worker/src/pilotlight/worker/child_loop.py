@@ -1,0 +1,237 @@
+"""The engine child's loop: commands in, steps, answers out. One thread; whatever it does, the next thing waits."""
+
+import select
+import socket
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+import structlog
+
+from pilotlight.common.clock import Clock, wall_offset_s
+from pilotlight.common.errors import EngineFailed as EngineFailedError
+from pilotlight.common.errors import PilotlightError
+from pilotlight.common.faults import Faults
+from pilotlight.common.messages.codec import FrameBuffer, frame
+from pilotlight.common.messages.engine import (
+    Abort,
+    EngineUp,
+    FromEngine,
+    LoadStage,
+    PlacePart,
+    Prefilled,
+    Produced,
+    Run,
+    Shutdown,
+    StageFailed,
+    StageUnloaded,
+    StepDone,
+    ToEngine,
+    UnloadStage,
+)
+from pilotlight.engine import results
+from pilotlight.engine.errors import EngineError
+from pilotlight.policy.types import FinishReason, InstanceId, Phase, PhaseName, RequestId, Sampling
+from pilotlight.worker.child_stages import PROCESS, LoadingEngine, StageLoads, pause_blocking
+
+log = structlog.get_logger()
+
+RECEIVE_BYTES = 1024 * 1024
+_CODES = {"bad_request": "invalid_request", "unknown_instance": "not_loaded"}
+"""The engine's own codes that the taxonomy calls something else."""
+
+
+class StepEngine(LoadingEngine, Protocol):
+    """What the loop asks of the engine (``pilotlight.engine.engine.Engine``), so that it can be tested without torch."""
+
+    @property
+    def has_work(self) -> bool: ...
+    def unload(self, instance_id: InstanceId) -> None: ...
+    def add(
+        self,
+        request_id: RequestId,
+        attempt: int,
+        instance_id: InstanceId,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        sampling: Sampling,
+    ) -> None: ...
+    def abort(self, request_id: RequestId, attempt: int) -> None: ...
+    def step(self) -> results.StepResult: ...
+
+
+class ChildLoop:
+    """Everything but parts is done as soon as it is read; parts are copied one between two steps, so that a load of one model stops
+    no stream of another for longer than a part takes, and an abort is obeyed within one step.
+    """
+
+    def __init__(self, connection: socket.socket, engine: StepEngine, clock: Clock, faults: Faults) -> None:
+        self._connection = connection
+        self._engine = engine
+        self._clock = clock
+        self._faults = faults
+        self._buffer = FrameBuffer(ToEngine)
+        self._loads = StageLoads(engine, clock, faults)
+        self._parts: deque[PlacePart] = deque()
+        self._unprefilled: set[InstanceId] = set()
+        """Stages that are yet to run their first request."""
+        self._prefill_delayed_s: dict[InstanceId, float] = {}
+        """Since when a first prefill is held up by an injected fault."""
+        self._ended = False
+
+    def run(self, up: EngineUp) -> None:
+        """Serve until told to shut down, or until the parent is gone.
+
+        Raises:
+            OSError: the parent went away in the middle of an answer.
+        """
+        self._send(up)
+        while not self._ended:
+            busy = bool(self._parts) or self._engine.has_work
+            self._receive(wait=not busy)
+            if self._parts:
+                self._place(self._parts.popleft())
+            if self._engine.has_work and not self._ended:
+                self._step()
+
+    def _receive(self, wait: bool) -> None:
+        """Read and obey everything that has arrived; with ``wait``, until at least something has."""
+        while select.select([self._connection], [], [], None if wait else 0)[0]:
+            wait = False
+            data = self._connection.recv(RECEIVE_BYTES)
+            if not data:
+                self._ended = True
+                return
+            for command in self._buffer.feed(data):
+                self._obey(command)
+
+    def _obey(self, command: ToEngine) -> None:
+        match command:
+            case LoadStage():
+                self._load(command)
+            case PlacePart():
+                self._parts.append(command)
+            case UnloadStage():
+                self._unload(command.instance_id)
+                self._send(StageUnloaded(instance_id=command.instance_id))
+            case Run():
+                self._add(command)
+            case Abort():
+                self._engine.abort(command.request_id, command.attempt)
+            case Shutdown():
+                self._ended = True
+
+    def _load(self, command: LoadStage) -> None:
+        try:
+            self._loads.begin(command)
+            self._unprefilled.add(command.instance_id)
+        except Exception as error:  # noqa: BLE001 - a stage that cannot be loaded must not take the others with it
+            self._fail(command.instance_id, error)
+
+    def _place(self, command: PlacePart) -> None:
+        if command.instance_id not in self._loads:
+            return  # The load failed, or was called off, after this was sent.
+        try:
+            loaded = self._loads.place(command)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._fail(command.instance_id, error)
+            return
+        if loaded is not None:
+            self._send(loaded)
+
+    def _unload(self, instance_id: InstanceId) -> None:
+        self._loads.drop(instance_id)
+        self._unprefilled.discard(instance_id)
+        self._prefill_delayed_s.pop(instance_id, None)
+        self._engine.unload(instance_id)
+
+    def _fail(self, instance_id: InstanceId, error: Exception) -> None:
+        code, message = _told(error)
+        log.error("stage failed", action="stage_failed", instance_id=instance_id, code=code, exc_info=error)
+        self._unload(instance_id)
+        self._send(StageFailed(instance_id=instance_id, code=code, message=message))
+
+    def _add(self, command: Run) -> None:
+        first = command.instance_id in self._unprefilled
+        if first and command.instance_id not in self._prefill_delayed_s and self._faults.delay_s("prefill") > 0:
+            self._prefill_delayed_s[command.instance_id] = self._clock.monotonic_s()
+            pause_blocking(self._faults.delay_s("prefill"))
+        try:
+            self._engine.add(
+                command.request_id,
+                command.attempt,
+                command.instance_id,
+                command.prompt_ids,
+                command.output_ids,
+                command.sampling,
+            )
+        except Exception as error:  # noqa: BLE001 - what one request does to the engine's door must not end the others
+            code, message = _told(error)
+            self._refuse(command, code, message)
+
+    def _refuse(self, command: Run, code: str, message: str) -> None:
+        produced = Produced(
+            request_id=command.request_id,
+            attempt=command.attempt,
+            position=len(command.output_ids),
+            token_ids=[],
+            logprobs=None,
+            finish=FinishReason.ERROR,
+            code=code,
+            message=message,
+        )
+        self._send(StepDone(produced=[produced], waiting=0, running=0, kv_free_tokens=0, step_time_s=0.0))
+
+    def _step(self) -> None:
+        """One batch. What it raises ends the process: the engine's books cannot be trusted after it."""
+        result = self._engine.step()
+        for first in result.first_prefills:
+            self._send(self._prefilled(first))
+        self._send(
+            StepDone(
+                produced=[_message_of(produced) for produced in result.produced],
+                waiting=result.waiting,
+                running=result.running,
+                kv_free_tokens=result.kv_free_tokens,
+                step_time_s=result.step_time_s,
+            )
+        )
+
+    def _prefilled(self, first: results.FirstPrefill) -> Prefilled:
+        self._unprefilled.discard(first.instance_id)
+        phase = Phase(
+            name=PhaseName.PREFILL,
+            start_s=self._prefill_delayed_s.pop(first.instance_id, first.start_s),
+            end_s=first.end_s,
+            wall_offset_s=wall_offset_s(self._clock),
+            process=PROCESS,
+            detail="engine",
+        )
+        return Prefilled(instance_id=first.instance_id, request_id=first.request_id, phase=phase)
+
+    def _send(self, message: FromEngine) -> None:
+        self._connection.sendall(frame(message))
+
+
+def _told(error: Exception) -> tuple[str, str]:
+    """Code and sentence for the worker."""
+    match error:
+        case EngineError():
+            return _CODES.get(error.code, error.code), error.message
+        case PilotlightError():
+            return error.code, error.message
+        case _:
+            return EngineFailedError.code, f"{type(error).__name__}: {error}"
+
+
+def _message_of(produced: results.Produced) -> Produced:
+    return Produced(
+        request_id=produced.request_id,
+        attempt=produced.attempt,
+        position=produced.position,
+        token_ids=list(produced.token_ids),
+        logprobs=None if produced.logprobs is None else list(produced.logprobs),
+        finish=produced.finish,
+        code=produced.code,
+        message=produced.message,
+    )

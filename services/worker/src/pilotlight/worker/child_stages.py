@@ -1,0 +1,147 @@
+"""Loading stages in the engine child: parts from the host pool to their place, and what that took."""
+
+import mmap
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pilotlight.common.clock import Clock, wall_offset_s
+from pilotlight.common.errors import BadCheckpoint
+from pilotlight.common.faults import Faults
+from pilotlight.common.messages.engine import LoadStage, PlacePart, StageLoaded
+from pilotlight.engine.results import PlacedPart, StageRoom
+from pilotlight.policy.types import Dtype, InstanceId, ModelSpec, Phase, PhaseName, Stage
+
+MERGE_GAP_S = 0.001
+"""Intervals of one phase that are closer than this are one: the gap is our own loop."""
+PROCESS = "worker"
+
+Source = tuple[Dtype, tuple[int, ...], memoryview]
+
+
+class LoadingEngine(Protocol):
+    """What loading asks of the engine."""
+
+    def begin_load(self, instance_id: InstanceId, spec: ModelSpec, stage: Stage, dtype: Dtype, device_bytes: int) -> StageRoom: ...
+    def place_part(self, instance_id: InstanceId, part: int, tensors: Mapping[str, Source]) -> PlacedPart: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Intervals:
+    """Active intervals in order, each a phase's."""
+
+    wall_offset_s: float
+    phases: list[Phase] = field(default_factory=list[Phase])
+
+    def add(self, name: PhaseName, start_s: float, end_s: float) -> None:
+        """Add an interval; it prolongs the last one when they are of one phase and nearly touch."""
+        if end_s <= start_s:
+            return
+        last = self.phases[-1] if self.phases else None
+        if last is not None and last.name is name and start_s - last.end_s < MERGE_GAP_S:
+            self.phases.pop()
+            start_s = last.start_s
+        self.phases.append(
+            Phase(
+                name=name, start_s=start_s, end_s=end_s, wall_offset_s=self.wall_offset_s, process=PROCESS, detail="engine"
+            )
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Load:
+    command: LoadStage
+    room: StageRoom
+    pool: mmap.mmap
+    intervals: Intervals
+    delayed: bool = False
+
+
+class StageLoads:
+    """The stages that are being loaded."""
+
+    def __init__(self, engine: LoadingEngine, clock: Clock, faults: Faults) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._faults = faults
+        self._loads: dict[InstanceId, _Load] = {}
+        self._pool: tuple[tuple[int, int, int], mmap.mmap] | None = None
+
+    def __contains__(self, instance_id: InstanceId) -> bool:
+        return instance_id in self._loads
+
+    def begin(self, command: LoadStage) -> None:
+        """Set a stage up.
+
+        Raises:
+            EngineError: the engine cannot hold it.
+            OSError: the pool cannot be mapped.
+        """
+        intervals = Intervals(wall_offset_s=wall_offset_s(self._clock))
+        start_s = self._clock.monotonic_s()
+        pool = self._map(command.pool_path)
+        model = command.model
+        room = self._engine.begin_load(command.instance_id, model.spec, command.stage, model.dtype, command.device_bytes)
+        intervals.add(PhaseName.INIT, start_s, self._clock.monotonic_s())
+        self._loads[command.instance_id] = _Load(command=command, room=room, pool=pool, intervals=intervals)
+
+    def place(self, command: PlacePart) -> StageLoaded | None:
+        """Copy a part; the answer when it was the last.
+
+        Raises:
+            EngineError: the tensors are not what the engine expects.
+            BadCheckpoint: a tensor lies outside the pool.
+        """
+        load = self._loads[command.instance_id]
+        start_s = self._clock.monotonic_s()
+        if not load.delayed:
+            load.delayed = True
+            pause_blocking(self._faults.delay_s("load"))
+        placed = self._engine.place_part(command.instance_id, command.part, _sources(load.pool, command))
+        end_s = self._clock.monotonic_s()
+        load.intervals.add(PhaseName.LOAD, start_s, end_s - placed.convert_s)
+        load.intervals.add(PhaseName.CONVERT, end_s - placed.convert_s, end_s)
+        if not placed.ready:
+            return None
+        del self._loads[command.instance_id]
+        return StageLoaded(
+            instance_id=command.instance_id,
+            phases=tuple(load.intervals.phases),
+            device_bytes=load.command.device_bytes,
+            kv_capacity_tokens=load.room.kv_capacity_tokens,
+        )
+
+    def drop(self, instance_id: InstanceId) -> None:
+        """Forget a load that failed or is not wanted any more."""
+        self._loads.pop(instance_id, None)
+
+    def _map(self, path: str) -> mmap.mmap:
+        """The pool, read-only. The mapping is kept from load to load, as long as it is the same file of the same size."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            status = os.fstat(descriptor)
+            identity = (status.st_dev, status.st_ino, status.st_size)
+            if self._pool is None or self._pool[0] != identity:
+                self._pool = (identity, mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
+        finally:
+            os.close(descriptor)
+        return self._pool[1]
+
+
+def pause_blocking(seconds: float) -> None:
+    """Stop this thread, as an injected fault does: the engine child has no event loop to wait in."""
+    if seconds > 0:
+        threading.Event().wait(seconds)
+
+
+def _sources(pool: mmap.mmap, command: PlacePart) -> dict[str, Source]:
+    view = memoryview(pool)
+    sources: dict[str, Source] = {}
+    for place in command.tensors:
+        end = place.offset + place.size_bytes
+        if not 0 <= place.offset <= end <= len(view):
+            raise BadCheckpoint(f"{place.name} lies at [{place.offset}, {end}), outside the pool of {len(view)} bytes")
+        sources[place.name] = (place.dtype, place.shape, view[place.offset : end])
+    return sources

@@ -1,0 +1,155 @@
+"""Life of a stage on its worker: a table of moves, and what a command asks of it.
+
+Everything here is a pure function of what is held and what is desired. A stage that is not held has no state (``None``).
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pilotlight.common.messages.hold import Hold
+from pilotlight.policy.types import Generation, HeldState, InstanceId
+
+
+class HeldEvent(StrEnum):
+    """What can happen to a stage on its worker."""
+
+    HOLD = "hold"
+    """The scheduler desires it and there is room: the load begins."""
+    LOADED = "loaded"
+    """Every part is in its place."""
+    FAIL = "fail"
+    """A part cannot be had or placed, or the engine ended."""
+    LET_GO = "let_go"
+    """The scheduler does not desire it any more, or wants it drained."""
+    UNLOADED = "unloaded"
+    """Its memory is free."""
+    GIVE_UP = "give_up"
+    """The cache needs its room, and it is idle."""
+
+
+class IllegalMove(ValueError):
+    """An event that the table does not allow in the state."""
+
+
+_S = HeldState
+_E = HeldEvent
+
+TRANSITIONS: dict[tuple[HeldState | None, HeldEvent], HeldState | None] = {
+    (None, _E.HOLD): _S.LOADING,
+    (_S.LOADING, _E.LOADED): _S.READY,
+    (_S.LOADING, _E.FAIL): _S.FAILED,
+    (_S.READY, _E.FAIL): _S.FAILED,
+    (_S.LOADING, _E.LET_GO): _S.DRAINING,
+    (_S.READY, _E.LET_GO): _S.DRAINING,
+    (_S.DRAINING, _E.UNLOADED): None,
+    (_S.READY, _E.GIVE_UP): _S.EVICTED,
+    (_S.FAILED, _E.LET_GO): None,
+    (_S.EVICTED, _E.LET_GO): None,
+}
+
+RESIDENT = frozenset({_S.LOADING, _S.READY, _S.DRAINING})
+"""Takes device memory."""
+
+
+def step(state: HeldState | None, event: HeldEvent) -> HeldState | None:
+    """The state after an event.
+
+    Raises:
+        IllegalMove: the table has no such move.
+    """
+    if (state, event) not in TRANSITIONS:
+        raise IllegalMove(f"a stage that is {state.value if state else 'not held'} cannot take {event.value}")
+    return TRANSITIONS[state, event]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldView:
+    """What a plan looks at of one held stage."""
+
+    hold: Hold
+    state: HeldState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HoldPlan:
+    """What to do so that what is held becomes what is desired. Every instance is named at most once."""
+
+    start: tuple[Hold, ...] = ()
+    """Load these now."""
+    later: tuple[Hold, ...] = ()
+    """No room yet, but something is on its way out: plan again when its memory is free."""
+    refuse: tuple[Hold, ...] = ()
+    """No room, and nothing leaves: these fail."""
+    renew: tuple[Hold, ...] = ()
+    """Held as desired under an older generation: only the number changes."""
+    let_go: tuple[InstanceId, ...] = ()
+    """Not desired (as it is held), or to be drained."""
+
+
+def plan(
+    held: Mapping[InstanceId, HeldView],
+    gone: Mapping[InstanceId, Generation],
+    desired: Iterable[Hold],
+    device_bytes: int,
+) -> HoldPlan:
+    """Compare what is held with the complete desired set.
+
+    1. Held and not desired: let go.
+    2. Desired at an older generation than is held: the command is older than what is known; nothing.
+    3. Desired to drain: let go, if it takes or will take requests.
+    4. Held as desired at this generation, in whatever state: nothing. So one that failed or was evicted is not loaded again.
+    5. Held with the same stage at an older generation, and resident: renewed. One that failed or was evicted under the older
+       generation, or whose stage changes, is let go first and started when it is gone.
+    6. Not held, and given up or drained at this generation or a later one (``gone``): nothing.
+    7. Not held: started if it fits beside what is resident, in the order of the command; else later, if something leaves.
+    """
+    wanted = {hold.instance_id: hold for hold in desired}
+    let_go = [instance_id for instance_id, view in held.items() if instance_id not in wanted and view.state is not _S.DRAINING]
+    renew: list[Hold] = []
+    missing: list[Hold] = []
+    returning: list[Hold] = []
+    for instance_id, hold in wanted.items():
+        view = held.get(instance_id)
+        if view is None:
+            if not hold.draining and gone.get(instance_id, -1) < hold.generation:
+                missing.append(hold)
+        elif view.state is _S.DRAINING:
+            if not hold.draining and hold.generation > view.hold.generation:
+                returning.append(hold)
+        elif hold.generation < view.hold.generation:
+            continue
+        elif hold.draining:
+            if view.state in RESIDENT:
+                let_go.append(instance_id)
+        elif hold.generation > view.hold.generation:
+            if view.state in RESIDENT and _same_stage(hold, view.hold):
+                renew.append(hold)
+            else:
+                let_go.append(instance_id)
+                returning.append(hold)
+    return _with_room(held, HoldPlan(renew=tuple(renew), let_go=tuple(let_go)), missing, tuple(returning), device_bytes)
+
+
+def _with_room(
+    held: Mapping[InstanceId, HeldView], so_far: HoldPlan, missing: list[Hold], returning: tuple[Hold, ...], device_bytes: int
+) -> HoldPlan:
+    """Rule 7: what fits beside everything that still takes memory, the leaving included."""
+    free_bytes = device_bytes - sum(view.hold.device_bytes for view in held.values() if view.state in RESIDENT)
+    leaving = any(view.state is _S.DRAINING for view in held.values()) or any(
+        held[instance_id].state in RESIDENT for instance_id in so_far.let_go
+    )
+    start: list[Hold] = []
+    short: list[Hold] = []
+    for hold in missing:
+        if hold.device_bytes <= free_bytes:
+            free_bytes -= hold.device_bytes
+            start.append(hold)
+        else:
+            short.append(hold)
+    later, refuse = (tuple(short), ()) if leaving else ((), tuple(short))
+    return HoldPlan(start=tuple(start), later=later + returning, refuse=refuse, renew=so_far.renew, let_go=so_far.let_go)
+
+
+def _same_stage(one: Hold, other: Hold) -> bool:
+    return (one.stage, one.model.digest, one.model.dtype) == (other.stage, other.model.digest, other.model.dtype)

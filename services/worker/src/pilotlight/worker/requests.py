@@ -1,0 +1,279 @@
+"""The requests that a worker has accepted, with every token that their gateways have not acknowledged.
+
+Bookkeeping alone: no bus, no engine, no clock. Core NATS may drop a token batch, so a token is kept until it is acknowledged and can be
+sent again. Positions of one request::
+
+    0          first        kept         next
+    [earlier ..)[acknowledged)[kept ......)
+     attempts                  may be sent again
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pilotlight.common.errors import BadRequest, Conflict, InternalError, NotFound, QueueFull
+from pilotlight.common.messages.engine import Produced
+from pilotlight.common.messages.tokens import AckEntry, Resend, Submit, TokenEntry
+from pilotlight.policy.types import FinishReason, GatewayId, InstanceId, RequestId
+
+FINISHED_KEPT_S = 60.0
+"""A finished request whose end nobody acknowledges is forgotten after this time."""
+SILENCE_S = 10.0
+"""A gateway that acknowledges nothing for this long, although it has been sent tokens, is taken for dead: they acknowledge once a second."""
+KEPT_PER_RUNNING = 4
+"""Requests kept in memory for each that may run: finished ones wait here for their last acknowledgement."""
+FORGOTTEN_KEPT = 4096
+"""Keys of forgotten requests that are remembered, so that a late repetition of a submit does not run twice."""
+RETRY_AFTER_S = 1.0
+
+
+class RequestKey(NamedTuple):
+    """What a submit is idempotent by."""
+
+    request_id: RequestId
+    attempt: int
+
+
+class Outgoing(NamedTuple):
+    """Tokens and the gateway that waits for them."""
+
+    gateway_id: GatewayId
+    entry: TokenEntry
+
+
+@dataclass(slots=True, kw_only=True)
+class _Kept:
+    key: RequestKey
+    gateway_id: GatewayId
+    instance_id: InstanceId
+    trace_parent: str
+    kept: int
+    """Position of the first token in ``token_ids``."""
+    token_ids: list[int] = field(default_factory=list[int])
+    logprobs: list[float] | None = None
+    finish: FinishReason | None = None
+    code: str = ""
+    message: str = ""
+    waits_since_s: float | None = None
+    """Since when its gateway has been silent with something outstanding; None when nothing is."""
+    cancelled: bool = False
+
+    @property
+    def next(self) -> int:
+        """Position of the next token."""
+        return self.kept + len(self.token_ids)
+
+    def entry_from(self, position: int) -> TokenEntry:
+        """Everything that is kept from a position on."""
+        skip = max(0, position - self.kept)
+        return TokenEntry(
+            request_id=self.key.request_id,
+            attempt=self.key.attempt,
+            seq=self.kept + skip,
+            token_ids=self.token_ids[skip:],
+            logprobs=None if self.logprobs is None else self.logprobs[skip:],
+            finish=self.finish,
+            code=self.code,
+            message=self.message,
+        )
+
+
+class RequestTable:
+    """Accepted requests by key. Bounded; nothing stays for ever."""
+
+    def __init__(self, max_running: int) -> None:
+        self._max_running = max_running
+        self._kept: dict[RequestKey, _Kept] = {}
+        self._in_flight: dict[InstanceId, int] = {}
+        self._ended_s: dict[InstanceId, float] = {}
+        self._forgotten: OrderedDict[RequestKey, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def running(self) -> int:
+        """Requests that the engine has not ended."""
+        return sum(self._in_flight.values())
+
+    def in_flight(self, instance_id: InstanceId) -> int:
+        """Requests of one instance that the engine has not ended."""
+        return self._in_flight.get(instance_id, 0)
+
+    def ended_s(self, instance_id: InstanceId) -> float | None:
+        """When the instance's last request ended; None when it had none."""
+        return self._ended_s.get(instance_id)
+
+    def trace_parent(self, request_id: RequestId) -> str:
+        """Trace context of a request that is kept, or nothing."""
+        return next((kept.trace_parent for key, kept in self._kept.items() if key.request_id == request_id), "")
+
+    def knows(self, key: RequestKey) -> bool:
+        """Whether a submit was accepted before, so that its answer is given from memory."""
+        return key in self._kept or key in self._forgotten
+
+    def accept(self, submit: Submit, trace_parent: str = "") -> tuple[RequestKey, ...]:
+        """Take a new request; earlier attempts of it, which the engine should drop now, are returned.
+
+        Raises:
+            QueueFull: as many run, or wait for their last acknowledgement, as may.
+            Conflict: a later attempt is here already.
+        """
+        key = RequestKey(submit.request_id, submit.attempt)
+        others = tuple(other for other in self._kept if other.request_id == key.request_id)
+        if any(other.attempt > key.attempt for other in others):
+            raise Conflict(f"a later attempt of {key.request_id} is here already")
+        if self.running >= self._max_running or len(self._kept) >= self._max_running * KEPT_PER_RUNNING:
+            raise QueueFull(f"{self.running} requests run here, of {self._max_running} at most", retry_after_s=RETRY_AFTER_S)
+        self._kept[key] = _Kept(
+            key=key,
+            gateway_id=submit.gateway_id,
+            instance_id=submit.instance_id,
+            trace_parent=trace_parent,
+            kept=len(submit.output_ids),
+            logprobs=[] if submit.sampling.logprobs else None,
+        )
+        self._in_flight[submit.instance_id] = self.in_flight(submit.instance_id) + 1
+        return self._drop(others)
+
+    def withdraw(self, key: RequestKey) -> None:
+        """Undo ``accept``: the engine never got the request."""
+        kept = self._kept.pop(key, None)
+        if kept is not None:
+            self._left(kept)
+
+    def produced(self, produced: Produced, now_s: float) -> Outgoing | None:
+        """Keep what a step gave a request; None when nobody waits for it.
+
+        Raises:
+            InternalError: the engine skipped or repeated a position.
+        """
+        kept = self._kept.get(RequestKey(produced.request_id, produced.attempt))
+        if kept is None or kept.finish is not None:
+            return None
+        if kept.cancelled:
+            if produced.finish is not None:
+                self._end(kept, now_s)
+                self._forget(kept)
+            return None
+        if produced.position != kept.next:
+            raise InternalError(f"the engine gave {kept.key.request_id} position {produced.position}, not {kept.next}")
+        start = kept.next
+        kept.token_ids.extend(produced.token_ids)
+        if kept.logprobs is not None:
+            kept.logprobs.extend(produced.logprobs or [0.0] * len(produced.token_ids))
+        if produced.finish is not None:
+            kept.finish, kept.code, kept.message = produced.finish, produced.code, produced.message
+            self._end(kept, now_s)
+        if kept.waits_since_s is None or produced.finish is not None:
+            kept.waits_since_s = now_s
+        return Outgoing(kept.gateway_id, kept.entry_from(start))
+
+    def acknowledge(self, gateway_id: GatewayId, entry: AckEntry, now_s: float) -> RequestKey | None:
+        """Forget what has arrived. Returns the request when its gateway is done with it before the engine is: it is to be aborted."""
+        kept = self._kept.get(RequestKey(entry.request_id, entry.attempt))
+        if kept is None or kept.gateway_id != gateway_id:
+            return None
+        arrived = min(entry.seq, kept.next) - kept.kept
+        if arrived > 0:
+            del kept.token_ids[:arrived]
+            if kept.logprobs is not None:
+                del kept.logprobs[:arrived]
+            kept.kept += arrived
+        outstanding = bool(kept.token_ids) or kept.finish is not None
+        kept.waits_since_s = now_s if outstanding else None
+        return next(iter(self._drop((kept.key,))), None) if entry.done else None
+
+    def resend(self, request: Resend) -> TokenEntry | None:
+        """Everything from a position on; None when there is nothing new.
+
+        Raises:
+            NotFound: the request is not known (any more): it has to go on elsewhere.
+            BadRequest: tokens from that position were acknowledged, or not made yet.
+        """
+        kept = self._kept.get(RequestKey(request.request_id, request.attempt))
+        if kept is None or kept.cancelled:
+            raise NotFound(f"request {request.request_id}, attempt {request.attempt}, is not known here")
+        if not kept.kept <= request.from_seq <= kept.next:
+            raise BadRequest(f"asked from {request.from_seq}, but only [{kept.kept}, {kept.next}) is kept")
+        entry = kept.entry_from(request.from_seq)
+        return entry if entry.token_ids or entry.finish is not None else None
+
+    def cancel(self, gateway_id: GatewayId, request_ids: list[RequestId]) -> tuple[RequestKey, ...]:
+        """Nobody waits for these: the ones that the engine is to abort. Only their own gateway may say so."""
+        wanted = set(request_ids)
+        return self._drop(tuple(key for key, kept in self._kept.items() if key.request_id in wanted and kept.gateway_id == gateway_id))
+
+    def expire(self, now_s: float) -> tuple[RequestKey, ...]:
+        """Forget the finished whose gateway never said so; give up those of silent gateways, which the engine is to abort."""
+        silent: list[RequestKey] = []
+        for kept in list(self._kept.values()):
+            silent_s = 0.0 if kept.waits_since_s is None else now_s - kept.waits_since_s
+            if kept.finish is not None and silent_s >= FINISHED_KEPT_S:
+                self._forget(kept)
+            elif kept.finish is None and not kept.cancelled and silent_s >= SILENCE_S:
+                silent.append(kept.key)
+        return self._drop(tuple(silent))
+
+    def bus_was_down(self, now_s: float) -> None:
+        """No gateway could be heard: start counting silence anew."""
+        for kept in self._kept.values():
+            if kept.waits_since_s is not None:
+                kept.waits_since_s = now_s
+
+    def fail(self, code: str, message: str, now_s: float, instance_id: InstanceId | None = None) -> tuple[Outgoing, ...]:
+        """End every running request, or those of one instance, because the engine cannot go on with them."""
+        failed: list[Outgoing] = []
+        for kept in list(self._kept.values()):
+            if kept.finish is not None or (instance_id is not None and kept.instance_id != instance_id):
+                continue
+            produced = Produced(
+                request_id=kept.key.request_id,
+                attempt=kept.key.attempt,
+                position=kept.next,
+                token_ids=[],
+                logprobs=None,
+                finish=FinishReason.ERROR,
+                code=code,
+                message=message,
+            )
+            outgoing = self.produced(produced, now_s)
+            if outgoing is not None:
+                failed.append(outgoing)
+        return tuple(failed)
+
+    def instance_gone(self, instance_id: InstanceId) -> None:
+        """Its stage is held no more: forget when it was last used."""
+        self._ended_s.pop(instance_id, None)
+
+    def _drop(self, keys: tuple[RequestKey, ...]) -> tuple[RequestKey, ...]:
+        """Of these, forget the finished; mark and return the ones that still run."""
+        running: list[RequestKey] = []
+        for key in keys:
+            kept = self._kept[key]
+            if kept.finish is not None:
+                self._forget(kept)
+            elif not kept.cancelled:
+                # It stays until the engine confirms: until then it takes the engine's memory, and counts as in flight.
+                kept.cancelled = True
+                kept.token_ids.clear()
+                running.append(key)
+        return tuple(running)
+
+    def _end(self, kept: _Kept, now_s: float) -> None:
+        self._ended_s[kept.instance_id] = now_s
+        self._left(kept)
+
+    def _left(self, kept: _Kept) -> None:
+        left = self.in_flight(kept.instance_id) - 1
+        if left > 0:
+            self._in_flight[kept.instance_id] = left
+        else:
+            self._in_flight.pop(kept.instance_id, None)
+
+    def _forget(self, kept: _Kept) -> None:
+        del self._kept[kept.key]
+        self._forgotten[kept.key] = None
+        while len(self._forgotten) > FORGOTTEN_KEPT:
+            self._forgotten.popitem(last=False)

@@ -1,0 +1,1 @@
+"""The demo model: its text, its tokenizer, its training and its evaluation."""
