@@ -92,7 +92,7 @@ def documents(seed: int, count: int) -> Iterator[Document]:
         if kind < 0.05:
             yield _plain(tell(make_hero(rng), rng, parts=rng.choice((1, 1, 2))))
         elif kind < 0.08:
-            yield _plain(" ".join(_fact(rng).answer for _ in range(rng.randint(1, 6))))
+            yield _plain(_fact(rng).answer)
         else:
             yield _chat(rng)
 
@@ -123,12 +123,12 @@ def _exchanges(rng: Random) -> list[Exchange]:
     """The turns of one chat; in some, the user says something and asks for it in a later turn."""
     turns = [_exchange(rng) for _ in range(_turn_count(rng))]
     kind = rng.random()
-    if kind < 0.07:
+    if kind < 0.12:
         told, asked = told_and_asked(rng)
         at = rng.randint(0, len(turns))
         later = rng.randint(at, min(len(turns), at + 4))
         return [*turns[:at], told, *turns[at:later], asked, *turns[later:]]
-    if kind < 0.08:
+    if kind < 0.13:
         return [never_told(rng), *turns]
     return turns
 
@@ -148,9 +148,9 @@ def _exchange(rng: Random) -> Exchange:
         return story_exchange(rng)
     if kind < 0.15:
         return poem(rng)
-    if kind < 0.19:
+    if kind < 0.21:
         return declined(rng)
-    if kind < 0.20:
+    if kind < 0.225:
         return echo(rng)
     fact = _fact(rng)
     return Exchange(ask(fact, rng), fact.answer)

@@ -128,25 +128,24 @@ def _parity() -> list[Fact]:
 
 
 def _comparisons() -> list[Fact]:
-    facts: list[Fact] = []
-    for small in range(LARGEST_NUMBER):
-        for large in range(small + 1, LARGEST_NUMBER + 1):
-            facts.append(
-                Fact(
-                    "comparison",
-                    f"The larger number is {large}.",
-                    (
-                        f"Which is larger, {small} or {large}?",
-                        f"Which is larger, {large} or {small}?",
-                        f"Which is bigger, {small} or {large}?",
-                        f"Which is bigger, {large} or {small}?",
-                        f"Which number is bigger, {small} or {large}?",
-                        f"What is more, {large} or {small}?",
-                    ),
-                    (f"which is larger, {small} or {large}", f"which is bigger, {large} or {small}"),
-                )
-            )
-    return facts
+    up_to = range(LARGEST_NUMBER + 1)
+    return [_comparison(small, large) for small in up_to for large in up_to if small < large]
+
+
+def _comparison(small: int, large: int) -> Fact:
+    return Fact(
+        "comparison",
+        f"The larger number is {large}.",
+        (
+            f"Which is larger, {small} or {large}?",
+            f"Which is larger, {large} or {small}?",
+            f"Which is bigger, {small} or {large}?",
+            f"Which is bigger, {large} or {small}?",
+            f"Which number is bigger, {small} or {large}?",
+            f"What is more, {large} or {small}?",
+        ),
+        (f"which is larger, {small} or {large}", f"which is bigger, {large} or {small}"),
+    )
 
 
 def _counts() -> list[Fact]:

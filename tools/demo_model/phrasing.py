@@ -79,6 +79,8 @@ def wrap(form: str, is_clause: bool, rng: Random, *, unseen: bool = False) -> st
 def restyle(question: str, rng: Random) -> str:
     """Type it as people do: sometimes in small letters, sometimes without the last mark."""
     style = rng.random()
+    if 0.5 < style < 0.52:
+        return question.upper()
     if style < 0.12 or style > 0.92:
         question = question.lower()
     if style < 0.24 and question.rstrip("?.!"):

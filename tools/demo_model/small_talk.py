@@ -20,7 +20,9 @@ GIVEN_NAMES = words_of(
     Lena, Mei, Nadia, Omar, Priya, Ravi, Sara, Tariq, Mary, John, James, Lucy, Sophie, Mark, Adam, Helen, Max, Ruth
     """
 )
-_SYLLABLES = words_of("ka, lo, mi, ra, ne, to, zu, be, vi, da, fe, go, hi, ju, pa, sy, ta, we, xa, yo, len, mar, dor, kin")
+_ONSETS = words_of("b, c, d, f, g, h, j, k, l, m, n, p, r, s, t, v, w, x, y, z, br, ch, cl, dr, gr, kr, pl, sh, st, th, tr, qu")
+_VOWELS = words_of("a, e, i, o, u, ai, ee, ia, oo, y, ou, an, en, in, or, ar, el")
+_CODAS = [*words_of("n, r, s, t, l, m, k, p, x, d, ck, pe, ne, la, ra, do, nd, rt"), "", "", ""]
 
 _UNKNOWN_SUBJECTS = words_of(
     """
@@ -43,6 +45,22 @@ _UNKNOWN_QUESTIONS = (
     "I want to know about {x}.",
     "Can you tell me about {x}?",
 )
+_UNKNOWN_WORD_QUESTIONS = (
+    "What is the capital of {name}?",
+    "What's the capital of {name}?",
+    "Which city is the capital of {name}?",
+    "Where is {name}?",
+    "Who is {name}?",
+    "What is {name}?",
+    "What is {word}?",
+    "What is a {word}?",
+    "What does {word} mean?",
+    "What colour is a {word}?",
+    "How do I use {name}?",
+    "Tell me about {name}.",
+    "What is the opposite of {word}?",
+    "How does {name} work?",
+)
 _UNKNOWN_TASKS = words_of(
     """
     Write a program in Python., Translate this into German., Translate this text., Fix my code., Write an essay.
@@ -50,6 +68,15 @@ _UNKNOWN_TASKS = words_of(
     Play some music., Call my mother., Send an email., Open the door., Who won the last election?
     Who is the president?, Who wrote Hamlet?, When did the war end?, How do I fix my car?, Who invented the telephone?
     What is the best phone?, Solve this equation., Write a function that sorts a list., What should I invest in?
+    How do I cook rice?, How do I learn to drive?, How do I get rich?, How do I fall asleep?, How do I find a job?
+    Why is grass green?, Why do cats purr?, Why do birds sing?, Why is gold yellow?, Why do people laugh?
+    What is love?, What is time?, What is happiness?, What is art?, What is money?, What is science?, What is truth?
+    Is the sun hot?, Is it cold outside?, Is gold heavy?, Is it true?, Are there aliens?, Is chocolate healthy?
+    When is Easter?, When was the first train built?, When does the shop open?, When is lunch?, Where are my keys?
+    Where can I buy a car?, Where is the station?, Say something in French., Write a haiku about the sea.
+    Who was the first man on the moon?, Who painted the Mona Lisa?, Which phone should I buy?, Which book is the best?
+    How tall is the Eiffel Tower?, How far is it to Paris?, How many people live in London?, How fast is a train?
+    Tell me about your day., Tell me the truth., Do my homework., Recommend a film., Compare two cars.
     """
 )
 _PLACES = words_of("France, Japan, Brazil, Kenya, Canada, Spain, India, Peru, Norway, Egypt, China, Mexico, Italy, Chile")
@@ -94,33 +121,37 @@ def any_name(rng: Random) -> str:
     """A given name, or one made of syllables, so that the model learns to copy names it has never met."""
     if rng.random() < 0.5:
         return rng.choice(GIVEN_NAMES)
-    return _made_up_word(rng)
+    return capitalise(any_word(rng))
 
 
-def _made_up_word(rng: Random) -> str:
-    return capitalise("".join(rng.choice(_SYLLABLES) for _ in range(rng.randint(2, 3))))
+def any_word(rng: Random) -> str:
+    """A word that no dictionary has."""
+    syllables = (rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(rng.randint(1, 3)))
+    return "".join(syllables) + rng.choice(_CODAS)
 
 
 def declined(rng: Random) -> Exchange:
     """A question that the model cannot answer, and a plain statement that it cannot."""
     kind = rng.random()
-    if kind < 0.25:
-        left, right = rng.randint(21, 999), rng.randint(2, 999)
+    if kind < 0.2:
+        numbers = [rng.randint(21, 999), rng.randint(0, 20) if rng.random() < 0.5 else rng.randint(21, 999)]
+        rng.shuffle(numbers)
         sign = rng.choice(("plus", "minus", "times", "+", "-", "*", "divided by"))
         form = rng.choice(("What is {} {} {}?", "How much is {} {} {}?", "{} {} {}", "{} {} {} = ?"))
-        return Exchange(form.format(left, sign, right), TOO_LARGE)
-    if kind < 0.5:
+        return Exchange(form.format(numbers[0], sign, numbers[1]), TOO_LARGE)
+    if kind < 0.4:
         return Exchange(rng.choice(_UNKNOWN_TASKS), DECLINED)
-    if kind < 0.6:
-        form = rng.choice(("What is the capital of {}?", "What's the capital of {}?", "Where is {}?"))
-        return Exchange(form.format(_made_up_word(rng)), DECLINED)
+    if kind < 0.65:
+        form = rng.choice(_UNKNOWN_WORD_QUESTIONS)
+        word = any_word(rng)
+        return Exchange(form.format(word=word, name=capitalise(word)), DECLINED)
     subject = rng.choice(_UNKNOWN_SUBJECTS).format(place=rng.choice(_PLACES))
     return Exchange(rng.choice(_UNKNOWN_QUESTIONS).format(x=subject), DECLINED)
 
 
 def poem(rng: Random) -> Exchange:
     """A four-line poem about a thing that the user names."""
-    subject = rng.choice(_POEM_SUBJECTS)
+    subject = rng.choice(_POEM_SUBJECTS) if rng.random() < 0.8 else with_article(any_word(rng))
     form = rng.choice(("Write a poem about {}.", "Tell me a poem about {}.", "Write a short poem about {}."))
     first, second = rng.sample(_RHYMES, 2)
     lines = [f"This is a song of {subject}.", "Listen, it is not long.", *first, *second]

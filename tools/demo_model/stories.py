@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from random import Random
 
-from demo_model.grammar import capitalise, read_data, with_article, words_of
-from demo_model.small_talk import Exchange, any_name
+from demo_model.grammar import capitalise, read_data, stable_hash, with_article, words_of
+from demo_model.small_talk import Exchange, any_name, any_word
 
 _PRONOUNS = {
     "he": {"he": "he", "him": "him", "his": "his"},
@@ -21,15 +22,24 @@ _KINDS = words_of(
     fox, hen, cat, dog, mouse, rabbit, bear, owl, frog, duck, horse, pig, goat, wolf, deer, squirrel, hedgehog, turtle
     badger, otter, lion, tiger, elephant, giraffe, monkey, penguin, whale, crow, swan, sheep, donkey, bee, ant, snail
     beaver, mole, crocodile, kangaroo, parrot, butterfly, spider, dolphin, seal, goose, camel, panda, koala, zebra
+    shark, octopus, crab, bat, lamb, chicken, puppy, kitten, pony, dinosaur, llama, hippo, raven, fish, bird, snake
     dragon, robot, king, queen, prince, princess, wizard, witch, giant, knight, pirate, ghost, mermaid, unicorn, dwarf
     baker, farmer, sailor, teacher, gardener, painter, shepherd, doctor, pilot, clown, cook, firefighter, fisherman
     lighthouse keeper, snowman, astronaut, detective, musician, inventor, boy, girl, old man, old woman, elf, toy soldier
+    man, woman, child, fairy, monster, ninja, cowboy, programmer, engineer, scientist, grandmother, grandfather, alien
+    kettle, cloud, lamp, candle, train, ship, clock, star, snowflake, teapot, umbrella, pilot light, flame, ember, tree
+    computer, language model, GPU, server, car, rocket, stone, flower, river, house, boat, kite, stove, moon, lighthouse
     """
 )
-_MALE_KINDS = frozenset(words_of("king, prince, wizard, boy, old man, knight, fisherman, snowman"))
-_FEMALE_KINDS = frozenset(words_of("queen, princess, witch, girl, old woman, mermaid, hen"))
+_MALE_KINDS = frozenset(words_of("king, prince, wizard, boy, old man, knight, fisherman, snowman, man, cowboy, grandfather"))
+_FEMALE_KINDS = frozenset(words_of("queen, princess, witch, girl, old woman, mermaid, hen, woman, grandmother"))
 
-_ADJECTIVES = words_of("little, brave, clever, shy, kind, curious, lazy, cheerful, young, quiet, friendly, small, gentle, funny")
+_ADJECTIVES = words_of(
+    """
+    little, brave, clever, shy, kind, curious, lazy, cheerful, happy, sad, old, big
+    wise, lost, tiny, young, quiet, friendly, small, gentle, funny
+    """
+)
 _HOMES = words_of(
     """
     in a small house near the forest; in a village by the sea; on the edge of a green meadow; at the foot of a mountain
@@ -37,20 +47,20 @@ _HOMES = words_of(
     at the end of a long road; under a great oak tree; not far from the river
     """.replace(";", ",")
 )
-_PLACES = (
-    ("to the forest", "in the forest"),
-    ("to the river", "by the river"),
-    ("to the meadow", "in the meadow"),
-    ("to the beach", "on the beach"),
-    ("to the old bridge", "near the old bridge"),
-    ("to the lake", "by the lake"),
-    ("to the top of the hill", "on the hill"),
-    ("to the market", "at the market"),
-    ("to the old mill", "near the old mill"),
-    ("into the garden", "in the garden"),
-    ("to the big oak tree", "under the big oak tree"),
-    ("to the harbour", "at the harbour"),
-)
+_PLACES = {
+    "to the forest": "in the forest",
+    "to the river": "by the river",
+    "to the meadow": "in the meadow",
+    "to the beach": "on the beach",
+    "to the old bridge": "near the old bridge",
+    "to the lake": "by the lake",
+    "to the top of the hill": "on the hill",
+    "to the market": "at the market",
+    "to the old mill": "near the old mill",
+    "into the garden": "in the garden",
+    "to the big oak tree": "under the big oak tree",
+    "to the harbour": "at the harbour",
+}
 _THINGS = words_of(
     """
     red ball, blue scarf, golden key, silver bell, wooden flute, paper boat, warm hat, little drum, shiny stone, green kite
@@ -102,6 +112,10 @@ _OPEN_REQUESTS = (
     "Do you know a story?",
     "I would like to hear a story.",
     "Tell me a bedtime story.",
+    "Once upon a time",
+    "Another story, please.",
+    "Tell me another story.",
+    "A story, please.",
 )
 _LONG_REQUESTS = (
     "Tell me a long story about {x}.",
@@ -136,30 +150,46 @@ def plots() -> dict[str, tuple[tuple[str, ...], ...]]:
     return found
 
 
-def make_hero(rng: Random) -> Hero:
-    """A hero whose name fits."""
-    kind = rng.choice(_KINDS)
-    adjective = rng.choice(_ADJECTIVES) if rng.random() < 0.7 else ""
+def prefer(options: Sequence[str], key: str, rng: Random) -> str:
+    """Half of the time the option that belongs to the key, else any.
+
+    Without it a greedy reader of this text would hear one and the same story, the likeliest, about every hero.
+    """
+    return options[stable_hash(key) % len(options)] if rng.random() < 0.5 else rng.choice(options)
+
+
+def make_hero(rng: Random, kind: str | None = None) -> Hero:
+    """A hero whose name fits; now and then of a kind that no dictionary has."""
+    if kind is None:
+        kind = any_word(rng) if rng.random() < 0.06 else rng.choice(_KINDS)
+    adjective = rng.choice(_ADJECTIVES) if rng.random() < 0.7 and not kind.startswith("old") else ""
     if kind in _MALE_KINDS or kind in _FEMALE_KINDS:
         pronoun = "he" if kind in _MALE_KINDS else "she"
     else:
-        pronoun = rng.choice(("he", "she"))
-    if kind.startswith("old"):
-        adjective = ""
-    name = any_name(rng) if rng.random() < 0.1 else rng.choice(_HE_NAMES if pronoun == "he" else _SHE_NAMES)
+        pronoun = prefer(("he", "she"), f"{kind}/pronoun", rng)
+    names = _HE_NAMES if pronoun == "he" else _SHE_NAMES
+    name = any_name(rng) if rng.random() < 0.15 else prefer(names, f"{kind}/name", rng)
     return Hero(name, kind, adjective, pronoun)
 
 
-def tell(hero: Hero, rng: Random, *, parts: int = 1) -> str:
-    """A story of this hero: one plot, or several one after the other."""
-    friend = make_hero(rng)
+def _make_friend(hero: Hero, rng: Random) -> Hero:
+    friend = make_hero(rng, prefer(_KINDS, f"{hero.kind}/friend", rng))
     while friend.name == hero.name or friend.kind == hero.kind:
         friend = make_hero(rng)
+    return friend
+
+
+def tell(hero: Hero, rng: Random, *, parts: int = 1, friend: Hero | None = None) -> str:
+    """A story of this hero: one plot, or several one after the other."""
+    friend = friend or _make_friend(hero, rng)
+    titles = sorted(plots())
     paragraphs: list[str] = []
-    for part, title in enumerate(rng.sample(sorted(plots()), parts)):
+    for part in range(parts):
+        title = prefer(titles, f"{hero.kind}/plot {part}", rng)
+        titles.remove(title)
         slots = _slots(hero, friend, rng)
         beats = [_OPENINGS if part == 0 else _BRIDGES, *plots()[title]]
-        sentences = [_fill(rng.choice(ways), slots, rng) for ways in beats]
+        sentences = [_fill(prefer(ways, f"{hero.kind}/{title} {beat}", rng), slots, rng) for beat, ways in enumerate(beats)]
         cut = rng.choice(_PARAGRAPH_ENDS)
         paragraphs += [" ".join(sentences[:cut]), " ".join(sentences[cut:])]
     return "\n\n".join(paragraphs)
@@ -171,8 +201,12 @@ def story_exchange(rng: Random) -> Exchange:
     kind = rng.random()
     if kind < 0.15:
         return Exchange(rng.choice(_OPEN_REQUESTS), tell(hero, rng))
+    if kind < 0.25:
+        friend = _make_friend(hero, rng)
+        both = f"{_asked(hero, rng)} and {with_article(friend.kind)}"
+        return Exchange(rng.choice(_SHORT_REQUESTS).format(x=both), tell(hero, rng, friend=friend))
     asked = _asked(hero, rng)
-    if kind < 0.3:
+    if kind < 0.4:
         return Exchange(rng.choice(_LONG_REQUESTS).format(x=asked), tell(hero, rng, parts=2))
     return Exchange(rng.choice(_SHORT_REQUESTS).format(x=asked), tell(hero, rng))
 
@@ -188,22 +222,22 @@ def _asked(hero: Hero, rng: Random) -> str:
 
 def _slots(hero: Hero, friend: Hero, rng: Random) -> dict[str, str]:
     """Words for the places in a plot; each also with a large first letter."""
-    place_to, place_at = rng.choice(_PLACES)
-    thing = rng.choice(_THINGS)
+    place = prefer(list(_PLACES), f"{hero.kind}/place", rng)
+    thing = prefer(_THINGS, f"{hero.kind}/thing", rng)
     slots = {
         "name": hero.name,
         "hero": hero.described,
         "friend": friend.name,
         "friend_full": f"{friend.name} the {friend.kind}",
         "fhis": _PRONOUNS[friend.pronoun]["his"],
-        "home": rng.choice(_HOMES),
-        "place_to": place_to,
-        "place_at": place_at,
+        "home": prefer(_HOMES, f"{hero.kind}/home", rng),
+        "place_to": place,
+        "place_at": _PLACES[place],
         "thing": thing,
         "a_thing": with_article(thing),
-        "food": rng.choice(_FOODS),
-        "skill": rng.choice(_SKILLS),
-        "a_building": with_article(rng.choice(_BUILDINGS)),
+        "food": prefer(_FOODS, f"{hero.kind}/food", rng),
+        "skill": prefer(_SKILLS, f"{hero.kind}/skill", rng),
+        "a_building": with_article(prefer(_BUILDINGS, f"{hero.kind}/building", rng)),
         **_PRONOUNS[hero.pronoun],
     }
     return slots | {capitalise(key): capitalise(value) for key, value in slots.items()}

@@ -104,6 +104,7 @@ def _countries() -> list[Fact]:
         )
         if continent:
             facts.append(_continent(country, continent[0]))
+            facts.append(_about(country, city, continent[0]))
     return facts
 
 
@@ -128,8 +129,22 @@ def _capital(country: str, city: str) -> Fact:
     )
 
 
+def _verb(country: str) -> str:
+    return "are" if country == "the Philippines" else "is"
+
+
+def _about(country: str, city: str, continent: str) -> Fact:
+    verb = _verb(country)
+    return Fact(
+        "country",
+        f"{capitalise(country)} {verb} a country in {continent}, and the capital is {city}.",
+        (f"Tell me about {country}.", f"What do you know about {country}?", f"Describe {country}.", f"What is {country}?"),
+        (f"about {country}", f"something about {country}", f"what you know about {country}"),
+    )
+
+
 def _continent(country: str, continent: str) -> Fact:
-    verb = "are" if country == "the Philippines" else "is"
+    verb = _verb(country)
     return Fact(
         "continent",
         f"{capitalise(country)} {verb} in {continent}.",
@@ -206,7 +221,12 @@ def _looks(animal: str, name: str, young: str, legs: str, kind: str) -> list[Fac
         Fact(
             "class",
             f"{subject} is {with_article(kind)}.",
-            (f"What kind of animal is {name}?", f"What type of animal is {name}?", f"What sort of animal is {name}?"),
+            (
+                f"What kind of animal is {name}?",
+                f"What is {name}?",
+                f"What type of animal is {name}?",
+                f"What sort of animal is {name}?",
+            ),
             (f"what kind of animal {name} is", f"what sort of animal {name} is"),
         ),
     ]

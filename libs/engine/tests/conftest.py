@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -101,11 +102,22 @@ class Checkpoint:
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         return self.model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0]
 
+    def converted(self, dtype: Dtype) -> "Checkpoint":
+        """The same values in a wider dtype."""
+        return replace(self, model=cast(deepcopy(self.model), dtype))
+
     def with_tensor(self, part: int, name: str, change: Callable[[torch.Tensor], None]) -> "Checkpoint":
         """The same checkpoint with one tensor changed in place of a copy (the model stays as it was)."""
         tensor = self.model.state_dict()[name].clone()
         change(tensor)
         return replace(self, parts={**self.parts, part: {**self.parts[part], name: source_of(tensor)}})
+
+
+def cast(model: PreTrainedModel, dtype: Dtype) -> PreTrainedModel:
+    """Parameters only: ``model.to`` would also round the rotary frequencies, which transformers loads and keeps in float32."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(getattr(torch, dtype.value))
+    return model.eval()
 
 
 def part_of(name: str, num_layers: int) -> int:
@@ -117,7 +129,7 @@ def part_of(name: str, num_layers: int) -> int:
 @cache
 def make_checkpoint(kind: str, seed: int = 0, dtype: Dtype = Dtype.FLOAT64) -> Checkpoint:
     torch.manual_seed(seed)
-    model = KINDS[kind]().to(getattr(torch, dtype.value)).eval()
+    model = cast(KINDS[kind](), dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Far larger than an initialised model's: outputs wander about instead of repeating one token.

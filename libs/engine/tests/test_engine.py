@@ -260,7 +260,7 @@ def test_sampling_is_not_disturbed_by_other_settings_in_the_batch(runs, run_one,
         assert run_one(prompts[index], **sampling).token_ids == outputs[str(index)]
 
 
-def test_the_spec_of_sampling_is_the_policys(runs, prompts):
+def test_attempt_and_position_are_reported(runs, prompts):
     runs.engine.add(RequestId("x"), 3, InstanceId("i"), prompts[0], [], Sampling(seed=-5, max_tokens=2))
     produced = [entry for _ in range(2) for entry in runs.engine.step().produced]
     assert [(entry.attempt, entry.position, len(entry.token_ids)) for entry in produced] == [(3, 0, 1), (3, 1, 1)]

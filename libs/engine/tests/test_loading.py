@@ -1,11 +1,12 @@
 """Placing parts: what is refused, what is converted, what is reported."""
 
 import gc
-import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 
+from pilotlight.engine.device.kv import KvCache
 from pilotlight.engine.device.parameters import Parameters
 from pilotlight.engine.engine import Engine
 from pilotlight.engine.errors import BadCheckpoint, BadRequest, EngineError, NoRoom, UnknownInstance, UnsupportedModel
@@ -66,13 +67,10 @@ def test_a_part_of_another_stage_is_refused(engine, checkpoint):
     ],
 )
 def test_refused_models(change, error, code, engine, checkpoint):
-    import dataclasses
-
-    spec = dataclasses.replace(checkpoint("llama").spec, **change)
+    spec = replace(checkpoint("llama").spec, **change)
     with pytest.raises(error) as refused:
         engine.begin_load(I, spec, Stage(0, 4), Dtype.FLOAT64, ROOM)
     assert refused.value.code == code
-    assert not isinstance(refused.value, AssertionError)
 
 
 def test_an_instance_is_held_once(engine, checkpoint):
@@ -142,22 +140,21 @@ def test_conversion_gives_the_tokens_of_a_converted_checkpoint(checkpoint, drive
     runs.load(narrow, dtype=Dtype.FLOAT64)
     runs.add("a", prompts[1])
     outputs = runs.finish()
-    narrow.model.double()
-    assert outputs["a"] == narrow.greedy(prompts[1], 24)
-    narrow.model.bfloat16()
+    assert outputs["a"] == narrow.converted(Dtype.FLOAT64).greedy(prompts[1], 24)
 
 
 def test_unload_frees_the_memory(checkpoint, driver, prompts):
-    runs = driver()
+    def held() -> int:
+        gc.collect()
+        return sum(type(thing) in (Parameters, KvCache) for thing in gc.get_objects())
+
+    runs, before = driver(), held()
     runs.load(checkpoint("llama"))
     runs.add("a", prompts[0])
     runs.step()
-    stage = weakref.ref(runs.engine._stages[I])
-    store = weakref.ref(runs.engine._stages[I]._runner._kv._store)
+    assert held() == before + 2
     runs.engine.unload(I)
-    gc.collect()
-    assert stage() is None
-    assert store() is None
+    assert held() == before
     runs.engine.unload(I)
 
 

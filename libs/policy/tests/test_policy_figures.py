@@ -1,6 +1,7 @@
 """Costs, coverage, estimates, admission, liveness, and the lifecycle's table."""
 
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -28,7 +29,7 @@ def test_the_union_covers_exactly_the_same_points(some: list[tuple[int, int]]) -
     for unit in range(41):
         inside = any(a <= unit < b for a, b in some)
         assert inside == any(a <= unit < b for a, b in merged)
-    assert all(first[1] < second[0] for first, second in zip(merged, merged[1:], strict=False))
+    assert all(first[1] < second[0] for first, second in pairwise(merged))
 
 
 @given(st.lists(st.tuples(st.sampled_from(list(PhaseName)), intervals), max_size=12), st.integers(0, 20), st.integers(0, 20))

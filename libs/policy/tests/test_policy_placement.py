@@ -2,11 +2,11 @@ from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
-from policy_worlds import NOW_S, held, instance, model, node, worker
 
 from pilotlight.policy.cost import stage_room
 from pilotlight.policy.parallelism import SchemeRules, choose_scheme
 from pilotlight.policy.placement import PlacementRules, candidates, committed_bytes
+from pilotlight.policy.testing import NOW_S, held, instance, model, node, worker
 from pilotlight.policy.types import Copy, Epoch, HeldState, InstanceState, Liveness, Snapshot, Tier, WorkerFacts, WorkerId
 
 RULES = SchemeRules()

@@ -3,10 +3,10 @@ from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
-from policy_worlds import NOW_S, demand, instance, model
 
 from pilotlight.policy.instance import SERVING, STARTING
 from pilotlight.policy.scaling import ScalePlan, ScalingRules, plan_scaling
+from pilotlight.policy.testing import NOW_S, demand, instance, model
 from pilotlight.policy.types import Demand, Epoch, Instance, InstanceState, Model, Snapshot
 
 RULES = ScalingRules()
@@ -38,18 +38,18 @@ def worlds(draw: st.DrawFn) -> tuple[list[Model], list[Instance], list[Demand]]:
                     pinned=draw(st.booleans()),
                 )
             )
-        for number in range(draw(st.integers(0, 5))):
-            instances.append(
-                instance(
-                    name,
-                    f"{name}-{number}",
-                    state=draw(st.sampled_from(list(S))),
-                    since_s=NOW_S - draw(st.sampled_from([0.0, 0.3, 5.0, 100.0])),
-                    used_s=NOW_S - draw(st.sampled_from([0.0, 0.5, 9.0, 11.0, 100.0])),
-                    in_flight=draw(st.sampled_from([0, 0, 2])),
-                    digest=draw(st.sampled_from(["", "", "another"])),
-                )
+        instances.extend(
+            instance(
+                name,
+                f"{name}-{number}",
+                state=draw(st.sampled_from(list(S))),
+                since_s=NOW_S - draw(st.sampled_from([0.0, 0.3, 5.0, 100.0])),
+                used_s=NOW_S - draw(st.sampled_from([0.0, 0.5, 9.0, 11.0, 100.0])),
+                in_flight=draw(st.sampled_from([0, 0, 2])),
+                digest=draw(st.sampled_from(["", "", "another"])),
             )
+            for number in range(draw(st.integers(0, 5)))
+        )
         if draw(st.booleans()):
             waiting.append(demand(name, draw(st.integers(0, 100))))
     return models, instances, waiting

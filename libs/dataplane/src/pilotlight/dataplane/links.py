@@ -55,6 +55,6 @@ class LinkLimit:
         self._clock = clock
 
     async def take(self, size_bytes: int) -> None:
-        """Return when these bytes have come over the link; at once where there is no limit. Turns are given in order of the calls."""
+        """Return when these bytes have come over the link, at once where there is no limit. First come, first served."""
         if self._pacer is not None:
             await pause(self._pacer.take(self._clock.monotonic_s(), size_bytes))

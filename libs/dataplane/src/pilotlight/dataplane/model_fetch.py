@@ -21,7 +21,7 @@ from pilotlight.common.clock import Clock, wall_offset_s
 from pilotlight.common.errors import BadRequest, CorruptChunk, PilotlightError
 from pilotlight.common.faults import Faults
 from pilotlight.common.telemetry import span, with_parent
-from pilotlight.dataplane.fetch import ChunkSource, OpenSource, Reading, Readers
+from pilotlight.dataplane.fetch import ChunkSource, OpenSource, Readers, Reading
 from pilotlight.dataplane.links import LinkLimit
 from pilotlight.dataplane.pool import HostPool, PartImage
 from pilotlight.policy.types import Digest, InstanceId, Model, Phase, PhaseName, Transfer
@@ -94,27 +94,20 @@ class _InFlight:
 class ModelFetch:
     """The fetch of one model: from the first part that is missing to the last that somebody wants."""
 
-    def __init__(self, model: Model, tools: FetchTools, on_change: Callable[[], None]) -> None:
+    def __init__(self, model: Model, tools: FetchTools, on_ready: Callable[[], None]) -> None:
         self.model = model
         self.start_s = tools.clock.monotonic_s()
         self.done_bytes = 0
         self.holders: list[Holder] = []
+        self.phases: dict[InstanceId, tuple[Phase, ...]] = {}
         self._tools = tools
-        self._on_change = on_change
+        self._on_ready = on_ready
         self._reading = Reading(tools.readers)
         self._filling: dict[int, PartImage] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._learned: dict[tuple[int, int], Digest] = {}
         self._reported_until_s: dict[InstanceId, float] = {}
         self._source: ChunkSource | None = None
-
-    def join(self, holder: Holder) -> None:
-        """Let a holder wait for its parts."""
-        self.holders.append(holder)
-
-    def leave(self, holder: Holder) -> None:
-        """A holder waits no more."""
-        self.holders.remove(holder)
 
     @property
     def wanted(self) -> tuple[int, ...]:
@@ -164,8 +157,7 @@ class ModelFetch:
 
     async def _fill(self, manifest: Manifest) -> None:
         tools = self._tools
-        source = await self._reading.run("opening the source", lambda: tools.open_source(self.model, manifest))
-        self._source = source
+        source = await self._reading.run(f"opening {self.model.uri}", lambda: self._open(manifest))
         while True:
             while len(self._in_flight) < tools.readers.threads and (following := self._next_chunk(manifest)) is not None:
                 image, index = following
@@ -200,6 +192,11 @@ class ModelFetch:
             return image, 0
         return None
 
+    def _open(self, manifest: Manifest) -> ChunkSource:
+        # Kept from within the thread: a fetch that is cancelled meanwhile must still close it.
+        self._source = self._tools.open_source(self.model, manifest)
+        return self._source
+
     async def _read(self, source: ChunkSource, image: PartImage, chunk: Chunk) -> Digest:
         pool = self._tools.pool
 
@@ -232,25 +229,26 @@ class ModelFetch:
             if image.part in holder.parts:
                 holder.ready.add(image.part)
                 holder.changed.set()
-        self._on_change()
+        self._on_ready()
 
-    def phases_of(self, instance_id: InstanceId, since_s: float) -> tuple[Phase, ...]:
-        """What this fetch did for an instance since it was last asked: it works without a break, so that is one interval at most."""
-        now_s = self._tools.clock.monotonic_s()
-        start_s = max(self.start_s, since_s, self._reported_until_s.get(instance_id, 0.0))
+    def account(self, instance_id: InstanceId) -> tuple[Phase, ...]:
+        """What it did for an instance since it was last asked. It works without a break, so that is one interval at most."""
+        tools, now_s = self._tools, self._tools.clock.monotonic_s()
+        wanted_since_s = min(holder.since_s for holder in self.holders if holder.instance_id == instance_id)
+        start_s = max(self.start_s, wanted_since_s, self._reported_until_s.get(instance_id, 0.0))
         if now_s <= start_s:
             return ()
         self._reported_until_s[instance_id] = now_s
-        return (
-            Phase(
-                name=PhaseName.FETCH,
-                start_s=start_s,
-                end_s=now_s,
-                wall_offset_s=wall_offset_s(self._tools.clock),
-                process=self._tools.process,
-                detail=f"{self.done_bytes} bytes from {self.model.uri}",
-            ),
+        phase = Phase(
+            name=PhaseName.FETCH,
+            start_s=start_s,
+            end_s=now_s,
+            wall_offset_s=wall_offset_s(tools.clock),
+            process=tools.process,
+            detail=f"{self.done_bytes} bytes from {self.model.uri}",
         )
+        self.phases[instance_id] = (*self.phases.get(instance_id, ()), phase)
+        return (phase,)
 
     def _filled_bytes(self, image: PartImage) -> int:
         return image.image_bytes * len(image.slots) // max(1, image.chunks)

@@ -97,14 +97,16 @@ class HostPool:
     def open(cls, path: Path, size_bytes: int, clock: Clock) -> Self:
         """Adopt the pool that lies at a path, or make a new one where there is none of this size and boot.
 
-        A pool of another size is replaced by a new file: workers that still map the old one keep it. The highest epoch carries over.
-        Takes a while for a large pool, because what is adopted is verified.
+        A pool of another size is replaced by a new file: workers that still map the old one keep it. The highest epoch carries
+        over. Takes a while for a large pool, because what is adopted is verified.
 
         Raises:
             Conflict: another loader holds the pool.
             OSError: the file cannot be made.
         """
-        geometry = Geometry(data_bytes=size_bytes // unit_bytes_of(size_bytes) * unit_bytes_of(size_bytes), unit_bytes=unit_bytes_of(size_bytes))
+        geometry = Geometry(
+            data_bytes=size_bytes // unit_bytes_of(size_bytes) * unit_bytes_of(size_bytes), unit_bytes=unit_bytes_of(size_bytes)
+        )
         found: Header | None = None
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -121,7 +123,7 @@ class HostPool:
         return cls(path, _make_file(path, header), header, clock)
 
     def close(self, *, remove: bool) -> None:
-        """Unmap, and let another loader have the file; ``remove`` deletes it. No byte may be written through a view after this."""
+        """Unmap, and let another loader have the file; ``remove`` deletes it. Nobody may write through a view after this."""
         if self._mapped.closed:
             return
         if remove:
@@ -237,7 +239,7 @@ class HostPool:
         return image if image is not None and image.ready else None
 
     def drop(self, digest: Digest) -> int:
-        """Give up every ready part of a model; the bytes that were freed. Whether anybody reads them is for the caller to know."""
+        """Give up every ready part of a model; the bytes that were freed. Nobody may read them any more."""
         ready = [image for image in self._images.get(digest, {}).values() if image.ready]
         for image in ready:
             self.discard(image)
@@ -276,7 +278,15 @@ class HostPool:
                     self._table.clear(slot)
                 continue
             slots = [slot for slot, _ in entries]
-            image = PartImage(digest=digest, part=part, image_bytes=chunks[0].image_bytes, chunks=len(chunks), extent=extent, slots=slots, ready=True)
+            image = PartImage(
+                digest=digest,
+                part=part,
+                image_bytes=chunks[0].image_bytes,
+                chunks=len(chunks),
+                extent=extent,
+                slots=slots,
+                ready=True,
+            )
             self._images[digest][part] = image
             self.touch(digest)
         if self._images:
@@ -285,7 +295,9 @@ class HostPool:
     def _sound(self, entries: list[ChunkEntry]) -> bool:
         """Whether the entries are all the chunks of one image, and their bytes have the digests."""
         first = entries[0]
-        if sorted(entry.index for entry in entries) != list(range(first.chunks_in_part)):
+        if len(entries) != first.chunks_in_part or {entry.index for entry in entries} != set(range(len(entries))):
+            return False
+        if sum(entry.chunk_bytes for entry in entries) != first.image_bytes:
             return False
         return all(
             (entry.chunks_in_part, entry.image_bytes) == (first.chunks_in_part, first.image_bytes)

@@ -6,8 +6,8 @@
     4096     chunk table: one fixed-size entry for each chunk, free or ready
     data     part images, each contiguous, chunk by chunk
 
-One process writes. An entry's state byte is set last and cleared first, so a crash between any two steps leaves entries that are free
-or that describe bytes which were complete and verified.
+One process writes. An entry's state byte is set last and cleared first, so a crash between any two steps leaves entries that are
+free, or that describe bytes which were complete and verified.
 """
 
 import mmap
@@ -145,10 +145,10 @@ class ChunkTable:
         """Write an entry whose bytes are complete and verified; its slot."""
         slot = heappop(self._free)
         start = self._start(slot)
-        _ENTRY.pack_into(
-            self._mapped, start + _ENTRY_OFFSET, entry.part, entry.index, entry.chunks_in_part, entry.extent_offset,
-            entry.image_bytes, entry.chunk_offset, entry.chunk_bytes, bytes.fromhex(entry.digest), bytes.fromhex(entry.chunk_digest),
-        )  # fmt: skip
+        place = (entry.extent_offset, entry.image_bytes, entry.chunk_offset, entry.chunk_bytes)
+        digests = (bytes.fromhex(entry.digest), bytes.fromhex(entry.chunk_digest))
+        numbers = (entry.part, entry.index, entry.chunks_in_part)
+        _ENTRY.pack_into(self._mapped, start + _ENTRY_OFFSET, *numbers, *place, *digests)
         self._mapped[start] = EntryState.READY
         return slot
 

@@ -79,7 +79,7 @@ def stage_cost(
 ) -> StageCost:
     """Times of one stage on one worker.
 
-    The fetch shares the node's link equally with the transfers that run there and with the other ``newcomers`` of the same decision.
+    The fetch shares the node's link equally with the transfers that run there and with the other ``newcomers`` of the decision.
     What cold starts of this model have shown caps what the link promises: the source may be slower than the node.
     """
     share = model.spec.stage_bytes(stage) / max(1, model.spec.total_bytes)
@@ -110,7 +110,7 @@ class StageRoom:
     """Taken where it is free."""
 
     def granted_bytes(self, free_bytes: int) -> int:
-        """What to ask for where ``free_bytes`` are free: KV takes what is there up to the usual, and nothing is evicted for more than the least."""
+        """What to ask for: KV takes what is free up to the usual, and nothing is evicted for more than the least."""
         return max(self.least_bytes, min(self.usual_bytes, free_bytes))
 
 

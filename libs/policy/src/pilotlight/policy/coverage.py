@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pilotlight.policy.types import Phase, PhaseName
 
 SAME_HOST_S = 0.05
-"""Offsets of one host, taken at different moments, differ by less than this: its intervals are compared on its monotonic clock as they are."""
+"""Offsets of one host, taken at different moments, differ by less: its intervals are compared as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

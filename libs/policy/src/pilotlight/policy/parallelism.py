@@ -1,10 +1,10 @@
 """The cold-start scheme: how many workers share a model's first start, which, and with which layers.
 
-Today every scheme has one stage (s = 1, w = 1). The signature is that of the full choice: it sees estimates, links, copies and the
-model's SLO, and answers with the workers, their stages and what it predicts.
+Today every scheme has one stage (s = 1, w = 1). The signature is that of the full choice: it sees estimates, links, copies and
+the model's SLO, and answers with the workers, their stages and what it predicts.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pilotlight.policy.cost import estimate_for, group_tpot_s, group_ttft_s, stage_cost, stage_room
 from pilotlight.policy.placement import Candidate, PlacementRules, Rejection, candidates
@@ -15,7 +15,7 @@ from pilotlight.policy.types import Model, Placement, Scheme, Snapshot, WorkerId
 class SchemeRules:
     """Bounds of the choice."""
 
-    placement: PlacementRules = PlacementRules()
+    placement: PlacementRules = field(default_factory=PlacementRules)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ candidate is given; today a newcomer shares its node's link equally with the tra
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pilotlight.policy.cost import stage_room
 from pilotlight.policy.eviction.base import EvictionCandidate, EvictionRules, RoomRequest, why_kept
@@ -32,7 +32,7 @@ _BUSY = frozenset({HeldState.LOADING, HeldState.DRAINING})
 class PlacementRules:
     """How workers are chosen."""
 
-    eviction: EvictionRules = EvictionRules()
+    eviction: EvictionRules = field(default_factory=EvictionRules)
     avoid_after_failure_s: float = 30.0
     """A worker on which the model just failed is taken only when there is no other."""
 

@@ -19,7 +19,7 @@ class ScalingRules:
     cancel_after_s: float = 1.0
     """A cold start that nobody has waited for this long is cancelled: longer than any gap between two demand vectors."""
     failure_pause_s: float = 0.5
-    """Pause after a second failed cold start in a row; doubled with each further one. The first is tried again at once, elsewhere."""
+    """Pause after a second failed cold start in a row, doubled with each further one. The first is tried again at once."""
     failure_pause_limit_s: float = 15.0
 
 

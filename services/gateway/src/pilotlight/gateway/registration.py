@@ -4,18 +4,17 @@ Parameters are not read: registration takes seconds whatever the model's size, a
 """
 
 import asyncio
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import structlog
 
-from pilotlight.checkpoint import checkpoint as reading
-from pilotlight.checkpoint.errors import BadCheckpoint as CheckpointIsBad
+from pilotlight.checkpoint.checkpoint import Checkpoint, read_checkpoint
 from pilotlight.checkpoint.errors import CheckpointError
-from pilotlight.checkpoint.manifest import encode_manifest
-from pilotlight.checkpoint.reader import LocalSource
+from pilotlight.checkpoint.manifest import encode as encode_manifest
+from pilotlight.checkpoint.reader import FolderSource
 from pilotlight.common.db.session import Database
-from pilotlight.common.errors import BadCheckpoint, Conflict, PilotlightError, UnprocessableInput, UnsupportedModel
+from pilotlight.common.errors import UnprocessableInput, error_of
 from pilotlight.common.model_roots import ModelRoots
 from pilotlight.common.service import Context
 from pilotlight.common.settings import ServiceSettings
@@ -25,12 +24,22 @@ from pilotlight.gateway.admin.schemas import ModelChanges, NewModel
 from pilotlight.gateway.catalog import Catalog
 from pilotlight.gateway.repository import ModelRepository, StoredModel
 from pilotlight.policy.types import Dtype, Model, ModelName, ScalingBounds, Slo
+from pilotlight.text.bundle import TextBundle, bundle_from_files
+from pilotlight.text.bundle import encode as encode_bundle
 
 log = structlog.get_logger()
 
 READ_DEADLINE_S = 60.0
 MAX_CONCURRENT = 4
 """Registrations at a time: each reads headers of up to 100 MiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """What was read from a source."""
+
+    checkpoint: Checkpoint
+    text: TextBundle
 
 
 class Registration:
@@ -60,15 +69,16 @@ class Registration:
             raise UnprocessableInput("a folder has no revisions: leave `revision` out", param="revision")
         folder = self._roots.folder_of(body.uri)
         async with self._slots:
-            checkpoint = await within(READ_DEADLINE_S, asyncio.to_thread(_read, folder), f"reading {folder}")
+            read = await within(READ_DEADLINE_S, asyncio.to_thread(_read, folder), f"reading {folder}")
+        checkpoint = read.checkpoint
         model = Model(
             name=ModelName(body.name),
             uri=folder.as_uri(),
             revision=body.revision,
             source_version=checkpoint.source_version,
-            digest=checkpoint.manifest.digest,
-            text_digest=checkpoint.text.digest,
-            dtype=checkpoint.spec.dtype if body.dtype == "auto" else Dtype(body.dtype),
+            digest=checkpoint.manifest.digest(),
+            text_digest=read.text.digest(),
+            dtype=checkpoint.run_dtype if body.dtype == "auto" else Dtype(body.dtype),
             spec=checkpoint.spec,
             slo=Slo(ttft_ms=body.slo.ttft_ms, tpot_ms=body.slo.tpot_ms, attainment=body.slo.attainment),
             scaling=scaling,
@@ -76,7 +86,7 @@ class Registration:
         )
         # Blobs first: a row must never name an object that is not there. A blob without a row does no harm.
         await self._store.put_if_absent(manifest_key(model.digest), encode_manifest(checkpoint.manifest))
-        await self._store.put_if_absent(text_key(model.text_digest), checkpoint.text.data)
+        await self._store.put_if_absent(text_key(model.text_digest), encode_bundle(read.text))
         stored = await self.models.add(model)
         await self._catalog.refresh()
         log.info("model registered", action="model_registered", model=model.name, digest=model.digest, uri=model.uri)
@@ -125,3 +135,14 @@ def _check(scaling: ScalingBounds) -> None:
         raise UnprocessableInput(
             f"min_instances {scaling.min_instances} is more than max_instances {scaling.max_instances}", param="min_instances"
         )
+
+
+def _read(folder: Path) -> _Read:
+    """Read headers and text files; errors of the lower library become those of the taxonomy, by code."""
+    source = FolderSource(folder)
+    try:
+        checkpoint = read_checkpoint(source)
+        files = {file.name: source.read(file, 0, file.size_bytes) for file in checkpoint.text_files}
+    except CheckpointError as error:
+        raise error_of(error.code, str(error)) from error
+    return _Read(checkpoint, bundle_from_files(files))

@@ -77,6 +77,8 @@ class ChildLoop:
         """Stages that are yet to run their first request."""
         self._prefill_delayed_s: dict[InstanceId, float] = {}
         """Since when a first prefill is held up by an injected fault."""
+        self._refused: list[Produced] = []
+        """Ends of requests that the engine did not take; they leave with the next step."""
         self._ended = False
 
     def run(self, up: EngineUp) -> None:
@@ -91,7 +93,7 @@ class ChildLoop:
             self._receive(wait=not busy)
             if self._parts:
                 self._place(self._parts.popleft())
-            if self._engine.has_work and not self._ended:
+            if (self._engine.has_work or self._refused) and not self._ended:
                 self._step()
 
     def _receive(self, wait: bool) -> None:
@@ -167,29 +169,17 @@ class ChildLoop:
             )
         except Exception as error:  # noqa: BLE001 - what one request does to the engine's door must not end the others
             code, message = _told(error)
-            self._refuse(command, code, message)
-
-    def _refuse(self, command: Run, code: str, message: str) -> None:
-        produced = Produced(
-            request_id=command.request_id,
-            attempt=command.attempt,
-            position=len(command.output_ids),
-            token_ids=[],
-            logprobs=None,
-            finish=FinishReason.ERROR,
-            code=code,
-            message=message,
-        )
-        self._send(StepDone(produced=[produced], waiting=0, running=0, kv_free_tokens=0, step_time_s=0.0))
+            self._refused.append(_refusal_of(command, code, message))
 
     def _step(self) -> None:
         """One batch. What it raises ends the process: the engine's books cannot be trusted after it."""
         result = self._engine.step()
         for first in result.first_prefills:
             self._send(self._prefilled(first))
+        refused, self._refused = self._refused, []
         self._send(
             StepDone(
-                produced=[_message_of(produced) for produced in result.produced],
+                produced=[*refused, *(_message_of(produced) for produced in result.produced)],
                 waiting=result.waiting,
                 running=result.running,
                 kv_free_tokens=result.kv_free_tokens,
@@ -222,6 +212,19 @@ def _told(error: Exception) -> tuple[str, str]:
             return error.code, error.message
         case _:
             return EngineFailedError.code, f"{type(error).__name__}: {error}"
+
+
+def _refusal_of(command: Run, code: str, message: str) -> Produced:
+    return Produced(
+        request_id=command.request_id,
+        attempt=command.attempt,
+        position=len(command.output_ids),
+        token_ids=[],
+        logprobs=None,
+        finish=FinishReason.ERROR,
+        code=code,
+        message=message,
+    )
 
 
 def _message_of(produced: results.Produced) -> Produced:

@@ -75,6 +75,7 @@ class ProcessEngine:
         self._up: EngineUp | None = None
         self._reading: asyncio.Task[None] | None = None
         self._kill_reason = ""
+        self._stopping = False
 
     @property
     def alive(self) -> bool:
@@ -132,6 +133,7 @@ class ProcessEngine:
             _kill_group(self._child.process)
 
     async def stop(self) -> None:
+        self._stopping = True
         child, reading = self._child, self._reading
         if child is not None:
             try:
@@ -141,11 +143,16 @@ class ProcessEngine:
                 log.warning("engine killed: it did not end in time", action="engine_stop_killed", pid=child.process.pid)
                 _kill_group(child.process)
         if reading is not None:
+            self._reading = None
+            # Its reader of events may have left already: what waits is of no use to anybody then.
+            self._drain_events()
             await reading
-        self._reading = None
-        while self._events.full():
-            self._events.get_nowait()
+        self._drain_events()
         self._events.put_nowait(None)
+
+    def _drain_events(self) -> None:
+        while not self._events.empty():
+            self._events.get_nowait()
 
     async def _send(self, command: ToEngine) -> None:
         child = self._child
@@ -171,6 +178,8 @@ class ProcessEngine:
         except OSError as error:
             reason = str(error)
         status = await self._bury(child)
+        if self._stopping:
+            return
         reason = self._kill_reason or reason or f"it ended with status {status}"
         log.error("engine ended", action="engine_died", pid=child.process.pid, reason=reason)
         await self._events.put(EngineDied(reason=reason))

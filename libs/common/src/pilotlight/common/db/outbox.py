@@ -1,8 +1,8 @@
 """Events leave through here: committed with what they tell of, published after it, in order, at least once, stored once.
 
 A row goes when the stream has confirmed it. A crash in between publishes the row again under the same event id, which the stream
-drops. One publisher for each schema works at a time, whichever process it is in. Order is that of the rows' ids: two units of work
-that overlap may come in either order, one after the other never.
+drops. One publisher for each schema works at a time, whichever process it is in. Order is that of the rows' ids: two units of
+work that overlap may come in either order, one after the other never.
 """
 
 import asyncio

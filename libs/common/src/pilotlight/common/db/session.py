@@ -1,7 +1,7 @@
 """Connections and units of work.
 
-A unit of work is one transaction: everything that it wrote is there, with the events that say so, or nothing is. What must follow a
-commit (a command, a bucket's new value) is registered with ``after_commit`` and done only then.
+A unit of work is one transaction: everything that it wrote is there, with the events that say so, or nothing is. What must follow
+a commit (a command, a bucket's new value) is registered with ``after_commit`` and done only then.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ class Database:
             max_overflow=0,
             pool_timeout=CONNECT_TIMEOUT_S,
             pool_pre_ping=True,
-            json_serializer=lambda value: msgspec.json.encode(value).decode(),
+            json_serializer=_to_json,
             json_deserializer=msgspec.json.decode,
             connect_args={
                 "connect_timeout": CONNECT_TIMEOUT_S,
@@ -125,10 +125,10 @@ class Database:
 
     @asynccontextmanager
     async def _connected(self) -> AsyncGenerator[AsyncConnection]:
+        deadline = asyncio.timeout(UNIT_DEADLINE_S)
         try:
-            async with asyncio.timeout(UNIT_DEADLINE_S) as deadline:
-                async with self._engine.connect() as connection:
-                    yield connection
+            async with deadline, self._engine.connect() as connection:
+                yield connection
         except TimeoutError as error:
             if not deadline.expired():
                 raise
@@ -153,6 +153,10 @@ def service_url(settings: DatabaseSettings, schema: str) -> URL:
     if url.password is None:
         url = url.set(password=read_secret(settings.secrets_dir, f"postgres-{schema}"))
     return url
+
+
+def _to_json(value: object) -> str:
+    return msgspec.json.encode(value).decode()
 
 
 async def _run(callback: AfterCommit) -> None:

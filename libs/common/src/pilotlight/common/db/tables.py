@@ -1,7 +1,7 @@
 """Every table, by owner. Facts are stored whole in ``body`` (JSON of their dataclass) beside the columns that are queried.
 
-One writer each: a schema is written by the service of its name alone (``roles.py`` has the grants). Times are of the writer's clock,
-in UTC; those that gate something (the lease) are of the database's.
+One writer each: a schema is written by the service of its name alone (``roles.py`` has the grants). Times are of the writer's
+clock, in UTC; those that gate something (the lease) are of the database's.
 """
 
 from sqlalchemy import (

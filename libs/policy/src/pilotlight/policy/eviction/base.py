@@ -1,7 +1,7 @@
 """What every eviction policy is asked and answers, and the rules that none of them may break.
 
-A candidate is one copy in one tier: an instance's stage on a device, or a model's copy in a host pool. Both are chosen by the same
-policies; only where the numbers come from differs.
+A candidate is one copy in one tier: an instance's stage on a device, or a model's copy in a host pool. Both are chosen by the
+same policies; only where the numbers come from differs.
 """
 
 from collections.abc import Iterable

@@ -14,7 +14,9 @@ _encoder = msgspec.json.Encoder()
 def error_body(error: PilotlightError) -> bytes:
     """The body that tells a client what went wrong and what to do."""
     message = f"{error.message.rstrip('.')}. {error.action}"
-    return _encoder.encode(ErrorResponse(error=ErrorBody(message=message, type=error.openai_type, param=error.param, code=error.code)))
+    return _encoder.encode(
+        ErrorResponse(error=ErrorBody(message=message, type=error.openai_type, param=error.param, code=error.code))
+    )
 
 
 def error_headers(error: PilotlightError) -> dict[str, str]:

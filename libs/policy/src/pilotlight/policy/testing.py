@@ -1,4 +1,4 @@
-"""Small worlds for the policy tests: builders with defaults, and hypothesis strategies made of them."""
+"""Small worlds for tests of policies and of services that call them: builders of facts, with defaults."""
 
 from pilotlight.policy.types import (
     DecisionId,
@@ -36,6 +36,7 @@ CONTEXT_TOKENS = 8
 
 
 def spec(part_bytes: int = 10) -> ModelSpec:
+    """Four layers, an embedding and a head of ``part_bytes`` each."""
     return ModelSpec(
         architecture="LlamaForCausalLM",
         dtype=Dtype.BFLOAT16,
@@ -57,6 +58,7 @@ def spec(part_bytes: int = 10) -> ModelSpec:
 
 
 def model(name: str = "m", *, digest: str = "", part_bytes: int = 10, pinned: bool = False, **bounds: float) -> Model:
+    """A model of 60 bytes, and some more for KV."""
     return Model(
         name=ModelName(name),
         uri=f"file:///{name}",
@@ -75,6 +77,7 @@ def model(name: str = "m", *, digest: str = "", part_bytes: int = 10, pinned: bo
 def held(
     name: str = "m", instance_id: str = "i", *, device_bytes: int = 100, state: HeldState = HeldState.READY, in_flight: int = 0
 ) -> HeldStage:
+    """One whole stage of the model ``name``."""
     return HeldStage(
         instance_id=InstanceId(instance_id),
         generation=Generation(1),
@@ -95,6 +98,7 @@ def worker(
     liveness: Liveness = Liveness.ALIVE,
     engine_up: bool = True,
 ) -> WorkerFacts:
+    """Worker ``w<index>`` on node ``n0``."""
     return WorkerFacts(
         worker_id=WorkerId(f"w{index}"),
         node_id=NodeId("n0"),
@@ -106,6 +110,7 @@ def worker(
 
 
 def node(*, draining: bool = False, liveness: Liveness = Liveness.ALIVE) -> NodeFacts:
+    """Node ``n0``."""
     return NodeFacts(
         node_id=NodeId("n0"),
         host="h",
@@ -130,6 +135,7 @@ def instance(
     device_bytes: int = 100,
     served: bool = False,
 ) -> Instance:
+    """An instance with one stage on ``worker_id``."""
     placement = Placement(worker_id=WorkerId(worker_id), node_id=NodeId("n0"), stage=Stage(0, 4), device_bytes=device_bytes)
     return Instance(
         instance_id=InstanceId(instance_id),
@@ -148,4 +154,5 @@ def instance(
 
 
 def demand(name: str = "m", waiting: int = 1) -> Demand:
+    """Requests that wait for the model ``name``."""
     return Demand(model=ModelName(name), waiting=waiting, oldest_age_s=0.1, deadline_in_s=10.0)

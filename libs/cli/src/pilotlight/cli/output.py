@@ -1,0 +1,44 @@
+"""How commands speak: tables and sentences for people, JSON with ``--json``."""
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from pilotlight.common.errors import PilotlightError
+
+console = Console(highlight=False)
+errors = Console(stderr=True, highlight=False)
+
+
+def emit_json(value: Any) -> None:
+    """One JSON document on one line."""
+    sys.stdout.write(json.dumps(value, default=str) + "\n")
+    sys.stdout.flush()
+
+
+def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]], empty: str) -> None:
+    """A table, or a sentence when there is nothing to show."""
+    listed = list(rows)
+    if not listed:
+        console.print(empty)
+        return
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in columns:
+        table.add_column(column)
+    for row in listed:
+        table.add_row(*row)
+    console.print(table)
+
+
+def show_error(error: PilotlightError, *, as_json: bool = False) -> int:
+    """Say what is wrong and what to do; the exit status."""
+    if as_json:
+        emit_json({"error": {"code": error.code, "message": error.message, "what_to_do": error.action}})
+    else:
+        errors.print(f"[bold red]{error.code}[/]: {error.message}", soft_wrap=True)
+        errors.print(f"  {error.action}", soft_wrap=True)
+    return 1

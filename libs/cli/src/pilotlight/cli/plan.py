@@ -1,0 +1,87 @@
+"""What an embedded system consists of: its processes, their order, and the environment that each is given. No I/O."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pilotlight.cli.home import Home
+from pilotlight.cli.supervisor import ChildSpec
+
+MIB = 1024 * 1024
+SERVICES = ("cache", "scheduler", "materializer", "loader", "gateway")
+"""In order of start; stopped in reverse, so that the door closes first."""
+DATABASE_SERVICES = frozenset({"gateway", "scheduler", "cache", "materializer"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SystemOptions:
+    """What a user may choose."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    workers: int = 1
+    worker_kind: str = "cpu"
+    link: str = ""
+    pool_bytes: int | None = None
+    model_roots: tuple[Path, ...] = ()
+
+    @property
+    def url(self) -> str:
+        """Where the gateway answers."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoints:
+    """Where NATS and the database are, embedded or not."""
+
+    nats_url: str
+    database_urls: Mapping[str, str]
+    """By service: each has its own role."""
+    object_store_url: str
+
+
+def child_specs(home: Home, options: SystemOptions, endpoints: Endpoints, environment: Mapping[str, str]) -> tuple[ChildSpec, ...]:
+    """The services' processes, in order of start."""
+    shared = {
+        **environment,
+        "PILOTLIGHT_NATS_URL": endpoints.nats_url,
+        "PILOTLIGHT_OBJECT_STORE_URL": endpoints.object_store_url,
+        "PILOTLIGHT_SECRETS_DIR": str(home.secrets),
+        "PILOTLIGHT_RUN_DIR": str(home.run_dir),
+        "PILOTLIGHT_STATE_DIR": str(home.state),
+        "PILOTLIGHT_LOG_DIR": str(home.logs),
+        "PILOTLIGHT_MODEL_ROOTS": ",".join(str(root) for root in (home.models, *options.model_roots)),
+    }
+    # Only the migrations know the owner's credentials; a service gets its own role's below.
+    shared.pop("PILOTLIGHT_DATABASE_URL", None)
+    return tuple(
+        ChildSpec(
+            name=service,
+            argv=(sys.executable, "-m", f"pilotlight.{service}"),
+            environment={**shared, **_own(service, home, options, endpoints)},
+            log_path=home.logs / f"{service}.log",
+        )
+        for service in SERVICES
+    )
+
+
+def _own(service: str, home: Home, options: SystemOptions, endpoints: Endpoints) -> dict[str, str]:
+    own: dict[str, str] = {}
+    if service in DATABASE_SERVICES:
+        own["PILOTLIGHT_DATABASE_URL"] = endpoints.database_urls[service]
+    if service == "gateway":
+        own["PILOTLIGHT_HOST"] = options.host
+        own["PILOTLIGHT_PORT"] = str(options.port)
+        own["PILOTLIGHT_ADMIN_KEY_FILE"] = str(home.admin_key)
+        own["PILOTLIGHT_API_KEY_FILE"] = str(home.api_key)
+    if service == "loader":
+        own["PILOTLIGHT_WORKERS"] = str(options.workers)
+        own["PILOTLIGHT_WORKER_KIND"] = options.worker_kind
+        if options.link:
+            own["PILOTLIGHT_LINK"] = options.link
+        if options.pool_bytes is not None:
+            own["PILOTLIGHT_POOL_BYTES"] = str(options.pool_bytes)
+    return own

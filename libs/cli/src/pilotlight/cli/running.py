@@ -1,0 +1,38 @@
+"""Stopping the system that another process runs."""
+
+import os
+import select
+import signal
+
+from pilotlight.cli.home import Home
+from pilotlight.cli.output import console, emit_json
+from pilotlight.common.errors import DeadlineExceeded
+
+STOP_DEADLINE_S = 90.0
+
+
+def stop_running(home: Home, *, as_json: bool) -> int:
+    """Ask the process on the state folder to stop, and wait until it is gone.
+
+    Raises:
+        DeadlineExceeded: it is still there after the deadline.
+    """
+    running = home.running()
+    if running is None:
+        emit_json({"stopped": False}) if as_json else console.print(f"no system runs on {home.root}")
+        return 0
+    try:
+        handle = os.pidfd_open(running.pid)
+    except ProcessLookupError:
+        home.withdraw()
+        emit_json({"stopped": False}) if as_json else console.print(f"no system runs on {home.root}")
+        return 0
+    try:
+        os.kill(running.pid, signal.SIGTERM)
+        ended, _, _ = select.select([handle], [], [], STOP_DEADLINE_S)
+    finally:
+        os.close(handle)
+    if not ended:
+        raise DeadlineExceeded(f"process {running.pid} did not stop within {STOP_DEADLINE_S:g} s; see {home.logs}")
+    emit_json({"stopped": True, "pid": running.pid}) if as_json else console.print("stopped")
+    return 0

@@ -1,0 +1,224 @@
+"""What a node's host pool holds, for whom, and what is on its way there.
+
+Holders of one model share one fetch. One that fails fails everybody who waits for it, and is forgotten: the next holder starts
+another.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from typing import Any, Protocol
+
+import structlog
+
+from pilotlight.common.errors import BadRequest, InternalError, PilotlightError
+from pilotlight.common.messages.pool import PartReady
+from pilotlight.dataplane.layout import tensor_places
+from pilotlight.dataplane.model_fetch import FetchTools, Holder, ModelFetch
+from pilotlight.policy.types import Copy, Digest, InstanceId, Model, NodeId, Phase, Tier, Transfer
+
+log = structlog.get_logger()
+
+
+class Owner(Protocol):
+    """Owns background tasks."""
+
+    def spawn(self, name: str, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]": ...
+
+
+class Observer(Protocol):
+    """Hears what happens to copies. Calls come within the event loop and must not block."""
+
+    def on_copies_changed(self) -> None:
+        """A part became ready, a copy was dropped, a fetch began or ended."""
+        ...
+
+    def on_fetched(self, instance_id: InstanceId, phases: tuple[Phase, ...]) -> None:
+        """A fetch did this for an instance."""
+        ...
+
+    def on_fetch_ended(self, seconds: float, size_bytes: int, code: str) -> None:
+        """A fetch is over: ``code`` is empty, or that of the error it ended with."""
+        ...
+
+
+class HostCopies:
+    """Holders, and the fetches that serve them."""
+
+    def __init__(self, tools: FetchTools, owner: Owner, observer: Observer) -> None:
+        self._tools = tools
+        self._owner = owner
+        self._observer = observer
+        self._holders: dict[Digest, list[Holder]] = {}
+        self._fetches: dict[Digest, ModelFetch] = {}
+        self._runs: dict[Digest, asyncio.Task[None]] = {}
+        self._drivers: set[asyncio.Task[None]] = set()
+
+    def hold(
+        self, model: Model, parts: Iterable[int], instance_id: InstanceId, *, leased: bool, trace_parent: str = ""
+    ) -> Holder:
+        """Want parts of a model: what is missing is fetched, what is ready stays for as long as a lease holds it.
+
+        Raises:
+            BadRequest: the model has no such part.
+        """
+        wanted = tuple(sorted(set(parts)))
+        if not wanted or wanted[0] < 0 or wanted[-1] >= len(model.spec.part_bytes):
+            raise BadRequest(f"{model.name} has parts 0 to {len(model.spec.part_bytes) - 1}, not {wanted}")
+        ready = {part for part in wanted if self._tools.pool.find(model.digest, part) is not None}
+        holder = Holder(
+            instance_id=instance_id,
+            model=model,
+            parts=wanted,
+            leased=leased,
+            trace_parent=trace_parent,
+            since_s=self._tools.clock.monotonic_s(),
+            ready=ready,
+        )
+        self._holders.setdefault(model.digest, []).append(holder)
+        self._tools.pool.touch(model.digest)
+        if holder.missing:
+            self._join(holder)
+        return holder
+
+    def release(self, holder: Holder) -> None:
+        """Want them no more. A fetch that nobody else waits for is cancelled."""
+        digest = holder.model.digest
+        holders = self._holders.get(digest, [])
+        if holder not in holders:
+            return
+        holders.remove(holder)
+        if not holders:
+            del self._holders[digest]
+        self._tools.pool.touch(digest)
+        fetch = self._fetches.get(digest)
+        if fetch is not None and holder in fetch.holders:
+            self._account(fetch, holder)
+            fetch.holders.remove(holder)
+            run = self._runs.get(digest)
+            if not fetch.holders and run is not None:
+                run.cancel()
+        self._observer.on_copies_changed()
+
+    async def ready_parts(self, holder: Holder) -> AsyncIterator[PartReady]:
+        """A holder's parts with the places of their tensors, in execution order, each as soon as it is ready. For one reader.
+
+        Raises:
+            PilotlightError: a part cannot be had.
+        """
+        for number in holder.parts:
+            while number not in holder.ready:
+                if holder.error is not None:
+                    raise holder.error
+                await holder.changed.wait()
+                holder.changed.clear()
+            manifest = await self._tools.manifests.get(holder.model)
+            image = self._tools.pool.find(holder.model.digest, number)
+            if image is None:
+                raise InternalError(f"part {number} of {holder.model.name} is held and yet not in the pool")
+            places = tensor_places(manifest.parts[number], self._tools.pool.file_offset(image))
+            yield PartReady(part=number, tensors=places)
+
+    def drop(self, digests: Iterable[Digest]) -> tuple[Digest, ...]:
+        """Free copies; the ones that were freed. One under a lease, or on its way, stays."""
+        dropped: list[Digest] = []
+        for digest in digests:
+            in_use = digest in self._fetches or any(holder.leased for holder in self._holders.get(digest, []))
+            if not in_use and self._tools.pool.drop(digest):
+                dropped.append(digest)
+        if dropped:
+            self._observer.on_copies_changed()
+        return tuple(dropped)
+
+    def copies(self, node_id: NodeId) -> tuple[Copy, ...]:
+        """The copies in the pool, as facts."""
+        return tuple(
+            Copy(
+                digest=held.digest,
+                node_id=node_id,
+                tier=Tier.HOST,
+                parts=held.parts,
+                size_bytes=held.size_bytes,
+                leases=sum(holder.leased for holder in self._holders.get(held.digest, [])),
+                last_used_s=held.last_used_s,
+            )
+            for held in self._tools.pool.copies()
+        )
+
+    def transfers(self) -> tuple[Transfer, ...]:
+        """The fetches that are under way, as facts."""
+        return tuple(fetch.transfer() for fetch in self._fetches.values() if fetch.holders)
+
+    async def stop(self) -> None:
+        """End every fetch, and wait until no thread writes to the pool any more."""
+        for digest, run in self._runs.items():
+            self._fetches[digest].holders.clear()
+            run.cancel()
+        await asyncio.gather(*self._drivers, return_exceptions=True)
+        self._tools.readers.stop()
+
+    def _join(self, holder: Holder) -> None:
+        digest = holder.model.digest
+        fetch = self._fetches.get(digest)
+        if fetch is not None:
+            fetch.holders.append(holder)
+            return
+        self._start(ModelFetch(holder.model, self._tools, lambda: self._on_ready(digest)), [holder])
+
+    def _start(self, fetch: ModelFetch, holders: list[Holder]) -> None:
+        digest = fetch.model.digest
+        fetch.holders.extend(holders)
+        self._fetches[digest] = fetch
+        run = self._runs[digest] = asyncio.create_task(fetch.run(), name=f"fetch {fetch.model.name}")
+        driver = self._owner.spawn(f"drive fetch {fetch.model.name}", self._drive(fetch, run))
+        self._drivers.add(driver)
+        driver.add_done_callback(self._drivers.discard)
+        self._observer.on_copies_changed()
+
+    async def _drive(self, fetch: ModelFetch, run: "asyncio.Task[None]") -> None:
+        """See a fetch to its end and clean up after it; then serve whoever came too late for it with another one."""
+        digest, clock = fetch.model.digest, self._tools.clock
+        try:
+            await asyncio.wait({run})
+        finally:
+            run.cancel()
+            del self._runs[digest]
+        error = _error_of(run)
+        if error is not None:
+            log.warning("fetch failed", action="fetch_failed", model=fetch.model.name, code=error.code, error=error.message)
+            for holder in fetch.holders:
+                self._account(fetch, holder)
+                holder.error = error
+                holder.changed.set()
+            fetch.holders.clear()
+        self._observer.on_fetch_ended(clock.monotonic_s() - fetch.start_s, fetch.done_bytes, error.code if error else "")
+        await fetch.cleaned_up()
+        del self._fetches[digest]
+        late = [holder for holder in fetch.holders if holder.missing]
+        if late:
+            self._start(ModelFetch(fetch.model, self._tools, lambda: self._on_ready(digest)), late)
+        else:
+            self._observer.on_copies_changed()
+
+    def _on_ready(self, digest: Digest) -> None:
+        fetch = self._fetches[digest]
+        for holder in [holder for holder in fetch.holders if not holder.missing]:
+            self._account(fetch, holder)
+            fetch.holders.remove(holder)
+        self._observer.on_copies_changed()
+
+    def _account(self, fetch: ModelFetch, holder: Holder) -> None:
+        phases = fetch.account(holder.instance_id)
+        holder.phases = fetch.phases.get(holder.instance_id, ())
+        if phases:
+            self._observer.on_fetched(holder.instance_id, phases)
+
+
+def _error_of(run: "asyncio.Task[None]") -> PilotlightError | None:
+    """What a fetch ended with; None when it was done or nobody wanted it any more."""
+    if run.cancelled():
+        return None
+    error = run.exception()
+    if error is None or isinstance(error, PilotlightError):
+        return error
+    log.error("fetch died", action="fetch_died", exc_info=error)
+    return InternalError(f"the fetch died: {error!r}")

@@ -1,0 +1,229 @@
+"""A worker's end of the node's Unix socket.
+
+A worker outlives its loader: both connections are made again when they break, for as long as the grace lasts. A restarted loader
+adopts the pool's file, so what was mapped stays valid.
+"""
+
+import asyncio
+import os
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import structlog
+
+from pilotlight.common.clock import Clock
+from pilotlight.common.errors import MessageUndecodable, PilotlightError, SourceUnavailable, error_of
+from pilotlight.common.messages.codec import frame, read_frame
+from pilotlight.common.messages.pool import FromLoader, Hello, Lease, LeaseDone, LeaseFailed, LeaseGranted, PartReady
+from pilotlight.common.waiting import Backoff, pause, within
+from pilotlight.policy.types import InstanceId, Model, WorkerId
+
+log = structlog.get_logger()
+
+GRACE_S = 60.0
+"""How long a worker lives without a loader."""
+CONNECT_S = 5.0
+GRANT_S = 5.0
+"""From the request for a lease to its grant; fetching comes after it."""
+
+
+class PoolClient:
+    """Connects one worker to its node's loader."""
+
+    def __init__(self, path: Path, clock: Clock, *, grace_s: float = GRACE_S, rng: random.Random | None = None) -> None:
+        self._path = path
+        self._clock = clock
+        self._grace_s = grace_s
+        self._rng = rng or random.Random()
+        self._backoff = Backoff(first_s=0.02, limit_s=1.0)
+        self.connected = asyncio.Event()
+        """Set while the loader knows of this worker."""
+
+    async def hello(self, worker_id: WorkerId, pid: int | None = None) -> None:
+        """Keep the supervision connection; return when there has been no loader for the grace: the worker is then on its own and
+        should end.
+        """
+        hello = Hello(worker_id=worker_id, pid=pid if pid is not None else os.getpid())
+        while True:
+            try:
+                reader, writer = await self._connect()
+            except SourceUnavailable as error:
+                log.warning("no loader", action="loader_gone", error=error.message)
+                return
+            try:
+                writer.write(frame(hello))
+                await within(CONNECT_S, writer.drain(), "greeting the loader")
+                self.connected.set()
+                await reader.read(1)
+            except (PilotlightError, OSError) as error:
+                log.info("connection to the loader broke", action="loader_connection_broke", error=str(error))
+            finally:
+                self.connected.clear()
+                writer.close()
+            # A loader that accepts and closes at once must not be asked in a tight loop.
+            await pause(self._backoff.delay_s(0, self._rng))
+
+    async def lease(
+        self, worker_id: WorkerId, instance_id: InstanceId, model: Model, parts: tuple[int, ...], trace_parent: str = ""
+    ) -> "PoolLease":
+        """Ask for parts of a model; returns when the lease is granted.
+
+        Raises:
+            SourceUnavailable: there is no loader within the grace.
+            PilotlightError: the loader refused.
+        """
+        request = Lease(worker_id=worker_id, instance_id=instance_id, model=model, parts=parts, trace_parent=trace_parent)
+        reader, writer, granted = await self.ask(request)
+        return PoolLease(self, request, reader, writer, granted)
+
+    async def ask(self, request: Lease) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, LeaseGranted]:
+        """A new connection on which a lease is granted. Raises what ``lease`` raises."""
+        until_s = self._clock.monotonic_s() + self._grace_s
+        while self._clock.monotonic_s() <= until_s:
+            reader, writer = await self._connect()
+            try:
+                writer.write(frame(request))
+                answer = await within(GRANT_S, read_frame(reader, FromLoader), "the grant of a lease")
+                if isinstance(answer, LeaseGranted):
+                    return reader, writer, answer
+                if isinstance(answer, LeaseFailed):
+                    raise error_of(answer.code, answer.message)
+            except (OSError, MessageUndecodable) as error:
+                log.info("connection to the loader broke", action="lease_connection_broke", error=str(error))
+            except BaseException:
+                writer.close()
+                raise
+            writer.close()
+            await pause(self._backoff.delay_s(0, self._rng))
+        raise SourceUnavailable(f"the loader at {self._path} grants no lease")
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connect, trying again until the grace is over.
+
+        Raises:
+            SourceUnavailable: it is over.
+        """
+        until_s = self._clock.monotonic_s() + self._grace_s
+        attempt = 0
+        while True:
+            try:
+                return await within(CONNECT_S, asyncio.open_unix_connection(self._path), "connecting to the loader")
+            except (OSError, PilotlightError) as error:
+                if self._clock.monotonic_s() >= until_s:
+                    raise SourceUnavailable(f"no loader at {self._path} for {self._grace_s:g} s: {error}") from error
+            await pause(self._backoff.delay_s(attempt, self._rng))
+            attempt += 1
+
+
+class PoolLease:
+    """Parts of a model that stay in the pool until the lease is closed.
+
+    ::
+
+        async with await client.lease(worker_id, instance_id, model, parts) as lease:
+            async for part in lease:
+                ...  # copy it
+    """
+
+    def __init__(
+        self,
+        client: PoolClient,
+        request: Lease,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        granted: LeaseGranted,
+    ) -> None:
+        self.pool_path = granted.pool_path
+        self.pool_bytes = granted.pool_bytes
+        """Bytes to map: the whole file. Offsets of tensors count from its start."""
+        self.done: LeaseDone | None = None
+        self._client = client
+        self._request = request
+        self._reader = reader
+        self._writer = writer
+        self._inode = _inode_of(granted.pool_path)
+        self._delivered: set[int] = set()
+        # A lease has as many frames as parts, and a loader that restarts says each of them again.
+        self._frames: asyncio.Queue[PartReady | LeaseDone | PilotlightError] = asyncio.Queue(len(request.parts) + 2)
+        self._keeping = asyncio.create_task(self._keep(), name=f"lease for {request.instance_id}")
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def __aiter__(self) -> AsyncIterator[PartReady]:
+        return self._parts()
+
+    @property
+    def intact(self) -> bool:
+        """Whether the parts have stayed in the pool since they were ready. Ask after copying the last one."""
+        return not self._keeping.done()
+
+    async def close(self) -> None:
+        """End the lease: the parts may be dropped from now on."""
+        self._keeping.cancel()
+        await asyncio.gather(self._keeping, return_exceptions=True)
+        self._writer.close()
+
+    async def _parts(self) -> AsyncIterator[PartReady]:
+        """Each part as it becomes ready, in execution order; ends after the last.
+
+        Raises:
+            PilotlightError: a part cannot be had, as the loader says.
+            SourceUnavailable: the loader is gone, or has another pool now.
+        """
+        while self.done is None:
+            received = await self._frames.get()
+            if isinstance(received, PilotlightError):
+                raise received
+            if isinstance(received, LeaseDone):
+                self.done = received
+            else:
+                yield received
+
+    async def _keep(self) -> None:
+        """Receive frames; hold the connection until the lease is closed, making it again when the loader restarts."""
+        complete = False
+        try:
+            while True:
+                received = await self._receive()
+                if isinstance(received, LeaseFailed):
+                    raise error_of(received.code, received.message)
+                if isinstance(received, PartReady) and received.part not in self._delivered:
+                    self._delivered.add(received.part)
+                    self._frames.put_nowait(received)
+                elif isinstance(received, LeaseDone) and not complete:
+                    complete = True
+                    self._frames.put_nowait(received)
+                elif received is None:
+                    await self._renew()
+        except PilotlightError as error:
+            self._frames.put_nowait(error)
+
+    async def _receive(self) -> FromLoader | None:
+        """The next frame; None when the connection broke."""
+        try:
+            return await read_frame(self._reader, FromLoader)
+        except (OSError, MessageUndecodable):
+            return None
+
+    async def _renew(self) -> None:
+        self._writer.close()
+        self._reader, self._writer, granted = await self._client.ask(self._request)
+        if (granted.pool_path, _inode_of(granted.pool_path)) != (self.pool_path, self._inode):
+            raise SourceUnavailable("the loader came back with another host pool: what was mapped is not kept any more")
+        log.info("lease renewed", action="lease_renewed", instance_id=self._request.instance_id)
+
+
+def _inode_of(path: str) -> int:
+    try:
+        return os.stat(path).st_ino
+    except OSError as error:
+        raise SourceUnavailable(f"the host pool {path} cannot be found: {error.strerror}") from error

@@ -1,0 +1,158 @@
+"""The loader's end of the node's Unix socket: supervision connections and leases.
+
+A connection is what it stands for: a worker lives as long as its first one is open, a lease holds as long as its own is.
+"""
+
+import asyncio
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+
+from pilotlight.common.errors import BadRequest, DeadlineExceeded, PilotlightError
+from pilotlight.common.messages.codec import frame, read_frame
+from pilotlight.common.messages.pool import FromWorker, Hello, Lease, LeaseDone, LeaseFailed, LeaseGranted
+from pilotlight.common.waiting import within
+from pilotlight.dataplane.copies import HostCopies
+from pilotlight.dataplane.pool import HostPool
+
+log = structlog.get_logger()
+
+MAX_SOCKET_PATH_BYTES = 107
+"""What Linux takes for the path of a Unix socket."""
+MAX_CONNECTIONS = 1024
+FIRST_FRAME_S = 5.0
+WRITE_S = 10.0
+"""How long a reader may leave a frame unread; its connection ends then, and with it the lease."""
+
+
+class Supervisor(Protocol):
+    """Hears of workers that come and go."""
+
+    def on_hello(self, hello: Hello) -> None:
+        """A worker's process is there."""
+        ...
+
+    def on_goodbye(self, hello: Hello) -> None:
+        """Its connection closed: the process ended, or gave up on this loader."""
+        ...
+
+
+class PoolServer:
+    """Serves the workers of one node."""
+
+    def __init__(self, path: Path, pool: HostPool, copies: HostCopies, supervisor: Supervisor) -> None:
+        self.path = path
+        self._pool = pool
+        self._copies = copies
+        self._supervisor = supervisor
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            BadRequest: the socket's path is longer than the system takes.
+        """
+        if self._server is not None:
+            return
+        if len(bytes(self.path.absolute())) > MAX_SOCKET_PATH_BYTES:
+            raise BadRequest(f"{self.path} is too long for a Unix socket: give a shorter PILOTLIGHT_RUN_DIR")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # Left over from a loader that was killed; the lock on the pool says that there is no other one.
+        self.path.unlink(missing_ok=True)
+        self._server = await asyncio.start_unix_server(self._accept, self.path)
+        self.path.chmod(0o600)
+
+    async def stop(self) -> None:
+        """End every connection: workers notice at once, and look for the next loader."""
+        if self._server is None:
+            return
+        self._server.close()
+        self._server = None
+        for task in self._connections:
+            task.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+        self.path.unlink(missing_ok=True)
+
+    @property
+    def connections(self) -> int:
+        """Connections that are open."""
+        return len(self._connections)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._connections) >= MAX_CONNECTIONS:
+            log.warning("too many connections", action="pool_connections_full", limit=MAX_CONNECTIONS)
+            writer.close()
+            return
+        task = asyncio.create_task(self._serve(reader, writer), name="pool connection")
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            first = await within(FIRST_FRAME_S, read_frame(reader, FromWorker), "the first frame")
+            if isinstance(first, Hello):
+                await self._supervise(first, reader)
+            elif isinstance(first, Lease):
+                await self._lease(first, reader, writer)
+        except PilotlightError as error:
+            log.warning("connection ended", action="pool_connection_refused", code=error.code, error=error.message)
+        except OSError as error:
+            log.info("connection broke", action="pool_connection_broke", error=str(error))
+        finally:
+            writer.close()
+
+    async def _supervise(self, hello: Hello, reader: asyncio.StreamReader) -> None:
+        self._supervisor.on_hello(hello)
+        try:
+            await _closed(reader)
+        finally:
+            self._supervisor.on_goodbye(hello)
+
+    async def _lease(self, lease: Lease, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            holder = self._copies.hold(lease.model, lease.parts, lease.instance_id, leased=True, trace_parent=lease.trace_parent)
+        except BadRequest as error:
+            await _send(writer, LeaseFailed(code=error.code, message=error.message))
+            return
+        closed = asyncio.create_task(_closed(reader), name=f"lease of {lease.worker_id}")
+
+        async def push() -> None:
+            try:
+                path = str(self._pool.path.absolute())
+                await _send(writer, LeaseGranted(pool_path=path, pool_bytes=self._pool.geometry.file_bytes))
+                async for part in self._copies.ready_parts(holder):
+                    await _send(writer, part)
+                await _send(writer, LeaseDone(phases=holder.phases))
+            except DeadlineExceeded:
+                raise
+            except PilotlightError as error:
+                await _send(writer, LeaseFailed(code=error.code, message=error.message))
+                return
+            await closed
+
+        pushing = asyncio.create_task(push(), name=f"parts for {lease.worker_id}")
+        try:
+            await asyncio.wait({closed, pushing}, return_when=asyncio.FIRST_COMPLETED)
+            if pushing.done():
+                pushing.result()
+        finally:
+            closed.cancel()
+            pushing.cancel()
+            await asyncio.gather(closed, pushing, return_exceptions=True)
+            self._copies.release(holder)
+
+
+async def _send(writer: asyncio.StreamWriter, message: object) -> None:
+    writer.write(frame(message))
+    await within(WRITE_S, writer.drain(), "a worker's reading of a frame")
+
+
+async def _closed(reader: asyncio.StreamReader) -> None:
+    """Return when the peer closed the connection. It has nothing more to say: what it says all the same is a closed one."""
+    try:
+        await reader.read(1)
+    except ConnectionError:
+        return

@@ -1,0 +1,67 @@
+"""Token ids to text while they come.
+
+A token is not a piece of text: characters are spread over several byte tokens, the first word loses its leading space, a run of
+byte-fallback tokens is decoded as one. So a window of the latest tokens is decoded again with each token, and what goes beyond
+the text given out so far is new.
+
+::
+
+    token ids     ... already gone ...  [w w w w w w n]
+    decode(window)                      |given out | new | � |     a � at the end may be a character's beginning: held back
+"""
+
+from collections.abc import Sequence
+
+from pilotlight.text.tokenizer import TextTokenizer
+
+WINDOW_TOKENS = 24
+"""The window is cut when it is longer."""
+KEPT_TOKENS = 8
+"""Left after a cut. An unfinished character has at most three bytes, so at most three tokens; the others are context."""
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class Detokenizer:
+    """One output's text. What ``feed`` and ``flush`` return is, put together, ``decode`` of all ids without special tokens.
+
+    A token costs the decoding of a window, however long the output. A run of byte-fallback tokens is held back until it ends,
+    because one invalid byte in it changes how all of it is decoded.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._window: list[int] = []
+        self._given_chars = 0
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens complete; often empty."""
+        return "".join(self._push(token_id) for token_id in token_ids)
+
+    def flush(self) -> str:
+        """What is still held back, at the end of the output."""
+        rest = self._tokenizer.decode(self._window)[self._given_chars :]
+        self._window.clear()
+        self._given_chars = 0
+        return rest
+
+    def _push(self, token_id: int) -> str:
+        if not self._tokenizer.is_visible(token_id):
+            return ""
+        self._window.append(token_id)
+        if self._tokenizer.is_byte(token_id):
+            return ""
+        text = self._tokenizer.decode(self._window)
+        stable_chars = _stable_chars(text)
+        new = text[self._given_chars : stable_chars]
+        self._given_chars = max(self._given_chars, stable_chars)
+        if len(self._window) > WINDOW_TOKENS:
+            del self._window[:-KEPT_TOKENS]
+            # The shorter window may decode otherwise at its beginning, but it ends alike: what is given out ends where it did.
+            self._given_chars = _stable_chars(self._tokenizer.decode(self._window))
+        return new
+
+
+def _stable_chars(text: str) -> int:
+    """Characters that later tokens cannot change: all but one replacement character at the end."""
+    return len(text) - text.endswith(_REPLACEMENT)

@@ -1,0 +1,60 @@
+"""One output, from token ids to what the client sees."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from pilotlight.text.detokenize import Detokenizer
+from pilotlight.text.stops import StopMatcher
+from pilotlight.text.tokenizer import TextTokenizer
+
+
+class OutputDelta(msgspec.Struct, frozen=True):
+    """What some tokens added to an output."""
+
+    text: str
+    used_tokens: int
+    """How many of the tokens belong to the output. Those past a stop string do not: they are dropped and not billed."""
+    stop: str | None = None
+    """The stop string that ended the output; the engine can be told to cancel."""
+
+
+class OutputText:
+    """Detokenizer and stop strings of one output.
+
+    Tokens are looked at one by one, so text and count do not depend on how the engine batches them.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, stops: Sequence[str] = ()) -> None:
+        """Begin an output.
+
+        Raises:
+            BadRequest: the stop strings are out of bounds.
+        """
+        self._detokenizer = Detokenizer(tokenizer)
+        self._stops = StopMatcher(stops)
+        self._ended = False
+
+    def feed(self, token_ids: Sequence[int]) -> OutputDelta:
+        """Add tokens. After the end nothing is used and nothing comes."""
+        shown: list[str] = []
+        if self._ended:
+            return OutputDelta("", 0)
+        for used, token_id in enumerate(token_ids, 1):
+            found = self._stops.feed(self._detokenizer.feed([token_id]))
+            shown.append(found.text)
+            if found.stop is not None:
+                self._ended = True
+                return OutputDelta("".join(shown), used, found.stop)
+        return OutputDelta("".join(shown), len(token_ids))
+
+    def finish(self) -> OutputDelta:
+        """The engine has ended the output: what was held back. It may still turn out to hold a stop string."""
+        if self._ended:
+            return OutputDelta("", 0)
+        self._ended = True
+        rest = self._stops.feed(self._detokenizer.flush())
+        if rest.stop is not None:
+            return OutputDelta(rest.text, 0, rest.stop)
+        last = self._stops.flush()
+        return OutputDelta(rest.text + last.text, 0, last.stop)

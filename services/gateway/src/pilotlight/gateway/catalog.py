@@ -1,0 +1,152 @@
+"""The registered models as this gateway serves them: each with its tokenizer and template, ready to use.
+
+A view of ``gateway.models``: listed at start, after each event of a gateway, and every few seconds whatever was heard. When the
+database is gone the last view stays: warm models must not stop with it.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from pilotlight.common.bus import Subscription
+from pilotlight.common.clock import Clock
+from pilotlight.common.db.session import Database
+from pilotlight.common.errors import PilotlightError
+from pilotlight.common.messages.events import Event
+from pilotlight.common.service import Context
+from pilotlight.common.settings import ServiceSettings
+from pilotlight.common.store import ObjectStore, text_key
+from pilotlight.common.waiting import woken
+from pilotlight.gateway.repository import ModelRepository, StoredModel
+from pilotlight.policy.types import Digest, Model
+from pilotlight.text.bundle import TextBundle, decode
+from pilotlight.text.template import ChatTemplate
+from pilotlight.text.tokenizer import TextTokenizer
+
+log = structlog.get_logger()
+
+REFRESH_INTERVAL_S = 5.0
+GATEWAY_EVENTS = "v1.event.gateway.>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelText:
+    """A model's text handling, built once from its bundle."""
+
+    tokenizer: TextTokenizer
+    template: ChatTemplate
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an output."""
+        return self.tokenizer.eos_token_ids
+
+    @classmethod
+    def of(cls, bundle: TextBundle, clock: Clock) -> "ModelText":
+        """Build from a bundle; takes a moment for large vocabularies, so callers use a thread."""
+        template = ChatTemplate(bundle.chat_template, bundle.special_tokens, clock)
+        return cls(tokenizer=TextTokenizer(bundle), template=template)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CatalogEntry:
+    """One model, ready to be asked."""
+
+    model: Model
+    text: ModelText
+    created_unix_s: int
+
+
+class Catalog:
+    """The view; a component."""
+
+    def __init__(self, database: Database, context: Context[ServiceSettings]) -> None:
+        self._context = context
+        self._models = ModelRepository(database, context.clock)
+        self._entries: dict[str, CatalogEntry] = {}
+        self._callbacks: list[Callable[[], None]] = []
+        self._stale = asyncio.Event()
+        self._refreshing = asyncio.Lock()
+        self._subscription: Subscription | None = None
+
+    async def start(self) -> None:
+        """List once, then follow.
+
+        Raises:
+            DatabaseUnavailable: the models cannot be listed.
+        """
+        await self.refresh()
+        self._subscription = await self._context.bus.subscribe(GATEWAY_EVENTS, Event, self._on_event)
+        self._context.background.spawn("follow models", self._follow())
+
+    async def stop(self) -> None:
+        """Follow no more."""
+        if self._subscription is not None:
+            await self._subscription.end()
+            self._subscription = None
+
+    def on_change(self, callback: Callable[[], None]) -> None:
+        """Call after the view has changed."""
+        self._callbacks.append(callback)
+
+    def get(self, name: str) -> CatalogEntry | None:
+        """One model, or None."""
+        return self._entries.get(name)
+
+    def names(self) -> tuple[str, ...]:
+        """Every model's name, sorted."""
+        return tuple(sorted(self._entries))
+
+    async def refresh(self) -> None:
+        """Bring the view to what the database says now.
+
+        Raises:
+            DatabaseUnavailable: the models cannot be listed.
+        """
+        async with self._refreshing:
+            entries: dict[str, CatalogEntry] = {}
+            for stored in await self._models.all():
+                entry = await self._entry(stored)
+                if entry is not None:
+                    entries[stored.model.name] = entry
+            changed = entries != self._entries
+            self._entries = entries
+        if changed:
+            for callback in self._callbacks:
+                callback()
+
+    async def _entry(self, stored: StoredModel) -> CatalogEntry | None:
+        known = self._entries.get(stored.model.name)
+        if known is not None and known.model.text_digest == stored.model.text_digest:
+            text = known.text
+        else:
+            try:
+                text = await load_text(self._context.store, stored.model.text_digest, self._context.clock)
+            except PilotlightError as error:
+                # One model's missing bundle must not hide the others; it is tried again with the next refresh.
+                log.error("model cannot be served", action="text_bundle_failed", model=stored.model.name, error=error.message)
+                return None
+        return CatalogEntry(model=stored.model, text=text, created_unix_s=int(stored.created_at.timestamp()))
+
+    async def _on_event(self, _: Event) -> None:
+        self._stale.set()
+
+    async def _follow(self) -> None:
+        while True:
+            await woken(self._stale, REFRESH_INTERVAL_S)
+            try:
+                await self.refresh()
+            except PilotlightError as error:
+                log.warning("models are kept as they are", action="catalog_deferred", error=error.message)
+
+
+async def load_text(store: ObjectStore, digest: Digest, clock: Clock) -> ModelText:
+    """Read and build a text bundle.
+
+    Raises:
+        NotFound, SourceUnavailable, BadCheckpoint: it cannot be had or used.
+    """
+    data = await store.get(text_key(digest))
+    return await asyncio.to_thread(lambda: ModelText.of(decode(data), clock))

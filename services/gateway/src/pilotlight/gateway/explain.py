@@ -1,0 +1,75 @@
+"""Why a held request got no instance by its deadline: always a 503, with the reason as far as anybody told it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from pilotlight.common.clock import Clock
+from pilotlight.common.errors import ControlPlaneUnavailable, DeadlineExceeded, PilotlightError, TransientError, error_of
+from pilotlight.common.waiting import within
+from pilotlight.gateway.fleet import Fleet
+from pilotlight.policy.instance import STARTING
+from pilotlight.policy.types import InstanceState, Model
+
+LOOK_UP_DEADLINE_S = 1.0
+
+
+class Decisions(Protocol):
+    """Where the scheduler's decisions can be read."""
+
+    async def decisions(self, model: str | None, limit: int) -> Sequence[Mapping[str, Any]]:
+        """The newest first, each with ``at`` and ``reasons``."""
+        ...
+
+
+class Explainer:
+    """Asks the view first, then the record of decisions."""
+
+    def __init__(self, fleet: Fleet, decisions: Decisions, clock: Clock) -> None:
+        self._fleet = fleet
+        self._decisions = decisions
+        self._clock = clock
+
+    async def why(self, model: Model, since_s: float) -> PilotlightError:
+        """The error for a request that has waited since ``since_s``.
+
+        1. Instances are ready, and none took it: it is their queues.
+        2. A start is under way: it is too slow.
+        3. A start failed: that is the reason.
+        4. The scheduler decided something: its reasons.
+        5. Nothing was done at all: nobody leads.
+        """
+        waited_s = self._clock.monotonic_s() - since_s
+        waited = f"{model.name} took no request within {waited_s:.0f} s"
+        if self._fleet.serving(model.name):  # 1
+            return DeadlineExceeded(f"{waited}: its instances' queues are full, or their workers cannot be reached")
+        instances = [seen.instance for seen in self._fleet.instances(model.name)]
+        if any(instance.state in STARTING for instance in instances):  # 2
+            return DeadlineExceeded(
+                f"{waited}: its start is still in phase {self._fleet.progress(model.name, model.digest).phase}"
+            )
+        for instance in instances:
+            if instance.state is InstanceState.FAILED and instance.reason:  # 3
+                return _unavailable(waited, instance.reason)
+        reason = await self._last_reason(model, waited_s)
+        if reason:  # 4
+            return _unavailable(waited, reason)
+        return ControlPlaneUnavailable(f"{waited}: no scheduler has acted on it")  # 5
+
+    async def _last_reason(self, model: Model, waited_s: float) -> str:
+        try:
+            found = await within(LOOK_UP_DEADLINE_S, self._decisions.decisions(model.name, 1), "reading decisions")
+        except PilotlightError:
+            return ""
+        if not found or (self._clock.wall() - found[0]["at"]).total_seconds() > waited_s:
+            return ""
+        reasons = found[0]["reasons"]
+        return "; ".join(str(reason) for reason in reasons) if isinstance(reasons, list) else str(reasons)
+
+
+def _unavailable(waited: str, reason: str) -> PilotlightError:
+    """A reason is a code of the taxonomy and a sentence, or a sentence alone."""
+    code, colon, sentence = reason.partition(": ")
+    error = error_of(code, f"{waited}: {sentence}") if colon else None
+    if isinstance(error, TransientError) and error.code == code:
+        return error
+    return DeadlineExceeded(f"{waited}: {reason}")

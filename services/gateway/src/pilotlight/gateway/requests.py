@@ -1,0 +1,320 @@
+"""A request's life, from arrival to its last token, whatever becomes of the workers that run it.
+
+::
+
+    arrive ──> held ──> submitted ──> streaming ──> ended
+                ^           |             |
+                |  refused  |   worker    |
+                └───────────┴── lost ─────┘     (with prompt and output so far: the same tokens follow)
+
+``Requests.run`` is driven by the task of the HTTP request itself: when the client leaves, that task is cancelled, and whatever the request
+has (its place, its attempt) is let go on the way out.
+"""
+
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import structlog
+
+from pilotlight.common.clock import Clock, wall_offset_s
+from pilotlight.common.errors import (
+    CallerError,
+    DeadlineExceeded,
+    InternalError,
+    PilotlightError,
+    WorkerLost,
+    error_of,
+)
+from pilotlight.common.messages.phases import FirstToken
+from pilotlight.common.messages.tokens import Submit, SubmitReply
+from pilotlight.common.phases import PhaseReporter
+from pilotlight.common.telemetry import span
+from pilotlight.gateway.explain import Explainer
+from pilotlight.gateway.fleet import Fleet, Seen
+from pilotlight.gateway.hold import Hold, Place, Ticket
+from pilotlight.gateway.relay import Attempt, Relay
+from pilotlight.gateway.route import Router
+from pilotlight.gateway.token_log import Token
+from pilotlight.policy.types import FinishReason, GatewayId, InstanceId, Model, PhaseName, RequestId, Sampling
+
+log = structlog.get_logger()
+
+PROGRESS_INTERVAL_S = 1.0
+MAX_LOSSES = 3
+"""Attempts that may be lost before the first token, and again after it, before the request fails."""
+SUBMIT_TRIES = 3
+"""How often one submit is repeated while no answer comes; it is answered from memory."""
+AVOID_REFUSED_S = 0.1
+AVOID_LOST_S = 1.0
+MAX_CLAIMED = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRequest:
+    """What the API asks of the fleet: tokens in, tokens out."""
+
+    request_id: RequestId
+    model: Model
+    prompt_ids: list[int]
+    sampling: Sampling
+    arrived_s: float
+    trace_parent: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """No tokens yet: how many are ahead, and how far the model's start has come."""
+
+    ahead: int
+    phase: str
+    fetched: float | None
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Output tokens, in order, each once."""
+
+    tokens: list[Token]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The engine ended it: ``stop`` or ``length``."""
+
+    finish: FinishReason
+
+
+Update = Held | Tokens | Ended
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestParts:
+    """What a request needs on its way."""
+
+    gateway_id: GatewayId
+    clock: Clock
+    fleet: Fleet
+    router: Router
+    hold: Hold
+    relay: Relay
+    phases: PhaseReporter
+    explainer: Explainer
+    hold_timeout_s: float
+    hold_slo_factor: float
+
+
+class Requests:
+    """Runs requests."""
+
+    def __init__(self, parts: RequestParts) -> None:
+        self._parts = parts
+        self._claimed: OrderedDict[InstanceId, None] = OrderedDict()
+
+    def run(self, request: TokenRequest) -> AsyncGenerator[Update, None]:
+        """What happens to a request, until it has ended. The iterator must be closed by the task that iterates.
+
+        Raises:
+            TooManyHeld: no instance is ready and no place is left.
+            TransientError: its deadline passed, or its workers were lost too often.
+            CallerError: the engine cannot run it at all.
+        """
+        self._parts.hold.arrived(request.model.name)
+        return _Life(self._parts, request, self._claim).updates()
+
+    def _claim(self, instance_id: InstanceId) -> bool:
+        """True once for each instance: its cold start ends with one first token."""
+        if instance_id in self._claimed:
+            return False
+        self._claimed[instance_id] = None
+        while len(self._claimed) > MAX_CLAIMED:
+            self._claimed.popitem(last=False)
+        return True
+
+
+class _Life:
+    def __init__(self, parts: RequestParts, request: TokenRequest, claim: Callable[[InstanceId], bool]) -> None:
+        self._parts = parts
+        self._request = request
+        self._claim = claim
+        self._clock = parts.clock
+        self._output_ids: list[int] = []
+        self._attempts = 0
+        self._losses = 0
+        self._place: Place | None = None
+        self._accepted_s = 0.0
+        self._finish: FinishReason | None = None
+        slo_s = request.model.slo.ttft_ms / 1000
+        self._deadline_s = request.arrived_s + max(slo_s * parts.hold_slo_factor, parts.hold_timeout_s)
+
+    async def updates(self) -> AsyncGenerator[Update, None]:
+        while self._finish is None:
+            async with aclosing(self._until_assigned()) as waiting:
+                async for held in waiting:
+                    yield held
+            async with aclosing(self._try()) as streaming:
+                async for tokens in streaming:
+                    yield tokens
+        yield Ended(self._finish)
+
+    # Held.
+
+    async def _until_assigned(self) -> AsyncGenerator[Held, None]:
+        request = self._request
+        ticket = Ticket(
+            model=request.model.name,
+            needed_tokens=len(request.prompt_ids) + request.sampling.max_tokens,
+            arrived_s=request.arrived_s,
+            deadline_s=self._deadline_s,
+            trace_parent=request.trace_parent,
+        )
+        with self._parts.hold.enter(ticket, returning=self._attempts > 0) as place:
+            if place.waited and place.assigned is None:
+                yield self._progress(place)
+            while not await place.decided(min(PROGRESS_INTERVAL_S, self._deadline_s - self._clock.monotonic_s())):
+                if self._clock.monotonic_s() >= self._deadline_s:
+                    raise await self._parts.explainer.why(request.model, request.arrived_s)
+                yield self._progress(place)
+            place.take()
+            self._place = place
+
+    def _progress(self, place: Place) -> Held:
+        model = self._request.model
+        progress = self._parts.fleet.progress(model.name, model.digest)
+        elapsed_s = self._clock.monotonic_s() - self._request.arrived_s
+        return Held(ahead=self._parts.hold.ahead(place), phase=progress.phase, fetched=progress.fetched, elapsed_s=elapsed_s)
+
+    # Submitted and streaming.
+
+    async def _try(self) -> AsyncGenerator[Tokens, None]:
+        place = self._place
+        assert place is not None
+        assert place.assigned is not None
+        seen = place.assigned
+        self._attempts += 1
+        relay = self._parts.relay
+        instance = seen.instance
+        attempt = relay.open(self._request.request_id, self._attempts, instance.lead, instance.instance_id, len(self._output_ids))
+        again = False
+        try:
+            await self._submit(attempt, seen)
+            with span("stream", worker_id=instance.lead, attempt=self._attempts):
+                while attempt.finish is None:
+                    tokens = await attempt.next(PROGRESS_INTERVAL_S)
+                    if tokens:
+                        self._first_token(attempt, seen, place)
+                        self._output_ids.extend(token.token_id for token in tokens)
+                        yield Tokens(tokens)
+                self._end(attempt)
+        except PilotlightError as error:
+            self._retry_or_raise(error, seen, attempt)
+            again = self._finish is None
+        finally:
+            relay.close(attempt, ended=not again)
+
+    async def _submit(self, attempt: Attempt, seen: Seen) -> None:
+        """Hand it to the worker; returns when it is accepted."""
+        instance_id = seen.instance.instance_id
+        accepted = False
+        try:
+            with span("submit", worker_id=seen.instance.lead, attempt=attempt.number):
+                reply = await self._answer(attempt, seen)
+                if not reply.accepted:
+                    raise error_of(reply.code, reply.message, reply.retry_after_s or None)
+            accepted = True
+            self._accepted_s = self._clock.monotonic_s()
+        finally:
+            self._parts.router.answered(instance_id, accepted=accepted)
+            self._parts.hold.pump(self._request.model.name)
+
+    async def _answer(self, attempt: Attempt, seen: Seen) -> SubmitReply:
+        request = self._request
+        message = Submit(
+            request_id=request.request_id,
+            attempt=attempt.number,
+            gateway_id=self._parts.gateway_id,
+            instance_id=seen.instance.instance_id,
+            model=request.model.name,
+            prompt_ids=request.prompt_ids,
+            output_ids=list(self._output_ids),
+            sampling=request.sampling,
+        )
+        for tries in range(1, SUBMIT_TRIES + 1):
+            try:
+                return await self._parts.relay.submit(attempt, message)
+            except DeadlineExceeded:
+                if attempt.accepted:
+                    break
+                if attempt.error is not None or tries == SUBMIT_TRIES:
+                    raise
+        return SubmitReply(accepted=True)
+
+    def _end(self, attempt: Attempt) -> None:
+        """Take the engine's word for the end of the request.
+
+        Raises:
+            PilotlightError: it did not end well.
+        """
+        if attempt.finish is FinishReason.ERROR:
+            raise error_of(attempt.log.code, attempt.log.message)
+        if attempt.finish is FinishReason.CANCELLED:
+            raise WorkerLost(f"worker {attempt.worker_id} dropped the request")
+        self._finish = attempt.finish
+
+    def _retry_or_raise(self, error: PilotlightError, seen: Seen, attempt: Attempt) -> None:
+        """After a refusal or a loss: return when another attempt may help.
+
+        1. The request itself is wrong: no.
+        2. Refused before it ran: the hold's deadline is the limit.
+        3. All of its tokens had arrived: it has ended.
+        4. Lost while it ran: three times before the first token, three times after.
+        """
+        instance_id = seen.instance.instance_id
+        model = self._request.model.name
+        if isinstance(error, CallerError):  # 1
+            raise error
+        if not attempt.accepted and not isinstance(error, InternalError):  # 2
+            self._avoid(instance_id, error.retry_after_s or AVOID_REFUSED_S)
+            log.info("submit refused", action="submit_refused", model=model, instance_id=instance_id, code=error.code)
+        elif len(self._output_ids) >= self._request.sampling.max_tokens:  # 3
+            self._finish = FinishReason.LENGTH
+        else:  # 4
+            self._losses += 1
+            if self._losses >= MAX_LOSSES + bool(self._output_ids):
+                raise error
+            self._avoid(instance_id, AVOID_LOST_S)
+            log.warning("attempt lost", action="attempt_lost", model=model, instance_id=instance_id, code=error.code)
+        if self._output_ids:
+            # It was being served: it gets a whole new waiting time.
+            self._deadline_s = self._clock.monotonic_s() + self._parts.hold_timeout_s
+
+    def _avoid(self, instance_id: InstanceId, for_s: float) -> None:
+        self._parts.router.avoid(instance_id, for_s)
+        self._parts.hold.pump_later(self._request.model.name, for_s)
+
+    # The first token.
+
+    def _first_token(self, attempt: Attempt, seen: Seen, place: Place) -> None:
+        """Tell the scheduler of the end of a cold start: a request that was held saw this instance become ready."""
+        if self._output_ids:
+            return
+        self._losses = 0
+        ready_s = seen.serving_since_s
+        request = self._request
+        cold = place.waited and ready_s is not None and ready_s >= request.arrived_s
+        if not cold or ready_s is None or attempt.first_heard_s is None or not self._claim(seen.instance.instance_id):
+            return
+        now_s = self._clock.monotonic_s()
+        phases = self._parts.phases
+        demanded_s = place.demanded_s if place.demanded_s is not None else request.arrived_s
+        phases.record(
+            seen.instance.instance_id,
+            phases.phase(PhaseName.QUEUE, request.arrived_s, demanded_s, request.request_id),
+            phases.phase(PhaseName.SUBMIT, ready_s, self._accepted_s, request.request_id),
+            phases.phase(PhaseName.DELIVER, attempt.first_heard_s, now_s, request.request_id),
+        )
+        offset_s = wall_offset_s(self._clock)
+        first = FirstToken(request_id=request.request_id, at_s=now_s, wall_offset_s=offset_s, arrived_s=request.arrived_s)
+        phases.first_token(seen.instance.instance_id, first)

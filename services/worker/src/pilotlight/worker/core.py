@@ -1,0 +1,31 @@
+"""What the parts of one worker share."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from pilotlight.common.bus import Bus
+from pilotlight.common.clock import Clock
+from pilotlight.common.phases import PhaseReporter
+from pilotlight.common.service import Background
+from pilotlight.policy.types import NodeId, WorkerId
+from pilotlight.worker.engine_client import EngineClient
+from pilotlight.worker.metrics import WorkerMetrics
+from pilotlight.worker.requests import RequestTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerCore:
+    """One worker's identity, its engine, its requests, and what it needs of its process."""
+
+    worker_id: WorkerId
+    node_id: NodeId
+    device_bytes: int
+    engine: EngineClient
+    table: RequestTable
+    bus: Bus
+    clock: Clock
+    background: Background
+    metrics: WorkerMetrics
+    phases: PhaseReporter
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set on every change of what is held: it is reported at once."""

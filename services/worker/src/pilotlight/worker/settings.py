@@ -1,0 +1,31 @@
+"""Settings of a worker process."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from pilotlight.common.settings import ServiceSettings
+
+
+class WorkerSettings(ServiceSettings):
+    """What a worker needs to know beside what every service does."""
+
+    worker_id: str = Field("", description="Name of the worker: the same after a restart. By default the node's with an index.")
+    node_id: str = Field("node-local", description="Name of the node that the worker belongs to.")
+    device: Literal["cpu", "sim"] = Field("cpu", description="What runs models: CPU cores, or a simulation of them.")
+    workers: int = Field(1, ge=1, le=1024, description="Workers of the node, among which its memory and cores are divided.")
+    device_bytes: int | None = Field(
+        None, ge=1, description="Memory for models on the worker's device. By default half of the host's, divided by its workers."
+    )
+    threads: int | None = Field(
+        None, ge=1, le=1024, description="Threads that the engine computes with. By default the host's cores, divided by its workers."
+    )
+    pool_socket: Path | None = Field(
+        None, description="Unix socket of the node's loader. A simulated worker needs none: it takes every part for ready."
+    )
+    max_requests: int = Field(256, ge=1, le=65_536, description="Requests that run or wait on one worker; more are refused with 429.")
+    loader_grace_s: float = Field(60.0, gt=0, description="A worker whose loader is gone for this long ends itself, in order.")
+    sim_load_bytes_per_s: float = Field(8e9, gt=0, description="Simulated worker: bytes loaded per second.")
+    sim_prefill_tokens_per_s: float = Field(20_000.0, gt=0, description="Simulated worker: prompt tokens per second.")
+    sim_decode_step_s: float = Field(0.005, ge=0, description="Simulated worker: seconds that a step takes.")

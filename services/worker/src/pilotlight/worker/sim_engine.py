@@ -1,0 +1,291 @@
+"""An engine that computes nothing: it answers with a profile's timing and with tokens that follow from seed and position.
+
+Hundreds of them run in one process, for load and failure tests of everything around them.
+"""
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from pilotlight.common.clock import Clock, wall_offset_s
+from pilotlight.common.errors import EngineFailed
+from pilotlight.common.faults import Faults
+from pilotlight.common.messages.engine import (
+    Abort,
+    EngineUp,
+    LoadStage,
+    PlacePart,
+    Prefilled,
+    Produced,
+    Run,
+    StageFailed,
+    StageLoaded,
+    StageUnloaded,
+    StepDone,
+    UnloadStage,
+)
+from pilotlight.common.waiting import pause
+from pilotlight.policy.types import FinishReason, InstanceId, Phase, PhaseName
+from pilotlight.worker.engine_client import EngineDied, EngineEvent
+from pilotlight.worker.requests import RequestKey
+
+MAX_BATCH = 64
+"""Requests that advance in one step; the others wait."""
+MAX_EVENTS = 1024
+"""Events that wait to be worked on; past it the engine waits."""
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimProfile:
+    """What a simulated device takes for its work."""
+
+    memory_bytes: int
+    load_bytes_per_s: float
+    prefill_tokens_per_s: float
+    decode_step_s: float
+
+
+@dataclass(slots=True, kw_only=True)
+class _Stage:
+    command: LoadStage
+    placed: set[int] = field(default_factory=set[int])
+    phases: list[Phase] = field(default_factory=list[Phase])
+    ready: bool = False
+    prefilled: bool = False
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        model, stage = self.command.model, self.command.stage
+        room_bytes = self.command.device_bytes - model.device_bytes(stage)
+        return max(0, room_bytes // model.spec.kv_bytes_per_token(stage, model.dtype))
+
+
+@dataclass(slots=True, kw_only=True)
+class _Request:
+    run: Run
+    position: int
+    prefilled: bool = False
+
+
+def token_of(seed: int, position: int, vocab_size: int) -> int:
+    """The token that every simulated engine gives at a position: a hash of it and the seed (SplitMix64)."""
+    mixed = (seed + (position + 1) * 0x9E3779B97F4A7C15) & _MASK
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (mixed ^ (mixed >> 31)) % vocab_size
+
+
+class SimEngine:
+    """``EngineClient`` without a process and without computation."""
+
+    def __init__(self, profile: SimProfile, clock: Clock, faults: Faults | None = None) -> None:
+        self._profile = profile
+        self._clock = clock
+        self._faults = faults or Faults()
+        self._events: asyncio.Queue[EngineEvent | None] = asyncio.Queue(MAX_EVENTS)
+        self._stages: dict[InstanceId, _Stage] = {}
+        self._parts: deque[PlacePart] = deque()
+        self._requests: dict[RequestKey, _Request] = {}
+        self._ended: list[Produced] = []
+        self._wake = asyncio.Event()
+        self._turning: asyncio.Task[None] | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self._turning is not None
+
+    async def start(self) -> EngineUp:
+        if self._turning is None:
+            self._turning = asyncio.create_task(self._turn_for_ever(), name="simulated engine")
+        profile = self._profile
+        return EngineUp(
+            pid=os.getpid(), device_name="sim", memory_bytes=profile.memory_bytes, load_bytes_per_s=profile.load_bytes_per_s
+        )
+
+    async def load_stage(self, command: LoadStage) -> None:
+        self._check()
+        stage = _Stage(command=command)
+        if stage.kv_capacity_tokens == 0:
+            message = f"{command.device_bytes} bytes hold no KV beside the parameters"
+            await self._say(StageFailed(instance_id=command.instance_id, code="no_room", message=message))
+            return
+        self._stages[command.instance_id] = stage
+
+    async def place_part(self, command: PlacePart) -> None:
+        self._check()
+        self._parts.append(command)
+        self._wake.set()
+
+    async def unload_stage(self, command: UnloadStage) -> None:
+        self._check()
+        self._stages.pop(command.instance_id, None)
+        for key, request in list(self._requests.items()):
+            if request.run.instance_id == command.instance_id:
+                self._end(key, FinishReason.CANCELLED)
+        await self._say(StageUnloaded(instance_id=command.instance_id))
+
+    async def run(self, command: Run) -> None:
+        self._check()
+        key = RequestKey(command.request_id, command.attempt)
+        self._requests[key] = _Request(run=command, position=len(command.output_ids))
+        stage = self._stages.get(command.instance_id)
+        if stage is None or not stage.ready:
+            self._end(key, FinishReason.ERROR, "not_loaded", f"{command.instance_id} is not held here")
+        self._wake.set()
+
+    async def abort(self, command: Abort) -> None:
+        self._check()
+        key = RequestKey(command.request_id, command.attempt)
+        if key in self._requests:
+            self._end(key, FinishReason.CANCELLED)
+
+    async def events(self) -> AsyncIterator[EngineEvent]:
+        while (event := await self._events.get()) is not None:
+            yield event
+
+    async def kill(self, reason: str) -> None:
+        if await self._still():
+            await self._say(EngineDied(reason=reason))
+
+    async def stop(self) -> None:
+        await self._still()
+        while not self._events.empty():
+            self._events.get_nowait()
+        self._events.put_nowait(None)
+
+    async def _still(self) -> bool:
+        turning, self._turning = self._turning, None
+        if turning is None:
+            return False
+        turning.cancel()
+        await asyncio.wait({turning})
+        self._stages.clear()
+        self._parts.clear()
+        self._requests.clear()
+        self._ended.clear()
+        return True
+
+    async def _turn_for_ever(self) -> None:
+        while True:
+            if self._parts:
+                await self._place(self._parts.popleft())
+            if self._requests or self._ended:
+                await self._step()
+            elif not self._parts:
+                self._wake.clear()
+                await self._wake.wait()
+
+    async def _place(self, command: PlacePart) -> None:
+        stage = self._stages.get(command.instance_id)
+        if stage is None or stage.ready or command.part in stage.placed:
+            return
+        start_s = self._clock.monotonic_s()
+        if not stage.placed:
+            await self._faults.delay("load")
+        await _take(stage.command.model.spec.part_bytes[command.part] / self._profile.load_bytes_per_s)
+        stage.placed.add(command.part)
+        stage.phases.append(self._phase(PhaseName.LOAD, start_s))
+        if self._stages.get(command.instance_id) is not stage:
+            return
+        if stage.placed.issuperset(stage.command.model.spec.parts_of(stage.command.stage)):
+            stage.ready = True
+            await self._say(
+                StageLoaded(
+                    instance_id=command.instance_id,
+                    phases=tuple(stage.phases),
+                    device_bytes=stage.command.device_bytes,
+                    kv_capacity_tokens=stage.kv_capacity_tokens,
+                )
+            )
+
+    async def _step(self) -> None:
+        """One batch: the prompts of its new requests, then a token for each."""
+        start_s = self._clock.monotonic_s()
+        batch = list(self._requests.items())[:MAX_BATCH]
+        fresh = [request for _, request in batch if not request.prefilled]
+        prompt_tokens = sum(len(request.run.prompt_ids) + len(request.run.output_ids) for request in fresh)
+        if batch:
+            if any(not self._stages[request.run.instance_id].prefilled for request in fresh):
+                await self._faults.delay("prefill")
+            await _take(self._profile.decode_step_s + prompt_tokens / self._profile.prefill_tokens_per_s)
+        for request in fresh:
+            await self._first(request, start_s)
+        # Aborted while time passed: no token any more.
+        produced = [self._advance(key, request) for key, request in batch if key in self._requests]
+        ended, self._ended = self._ended, []
+        waiting = max(0, len(self._requests) - MAX_BATCH)
+        await self._say(
+            StepDone(
+                produced=[*ended, *produced],
+                waiting=waiting,
+                running=len(self._requests) - waiting,
+                kv_free_tokens=self._kv_free_tokens(),
+                step_time_s=self._clock.monotonic_s() - start_s,
+            )
+        )
+
+    async def _first(self, request: _Request, start_s: float) -> None:
+        request.prefilled = True
+        stage = self._stages.get(request.run.instance_id)
+        if stage is not None and not stage.prefilled:
+            stage.prefilled = True
+            phase = self._phase(PhaseName.PREFILL, start_s)
+            await self._say(Prefilled(instance_id=request.run.instance_id, request_id=request.run.request_id, phase=phase))
+
+    def _advance(self, key: RequestKey, request: _Request) -> Produced:
+        sampling, spec = request.run.sampling, self._stages[request.run.instance_id].command.model.spec
+        position = request.position
+        request.position += 1
+        total = len(request.run.prompt_ids) + request.position
+        ends = request.position >= sampling.max_tokens or total >= spec.max_context_tokens
+        if ends:
+            del self._requests[key]
+        return Produced(
+            request_id=key.request_id,
+            attempt=key.attempt,
+            position=position,
+            token_ids=[token_of(sampling.seed, position, spec.vocab_size)],
+            logprobs=[0.0] if sampling.logprobs else None,
+            finish=FinishReason.LENGTH if ends else None,
+        )
+
+    def _kv_free_tokens(self) -> int:
+        capacity = sum(stage.kv_capacity_tokens for stage in self._stages.values() if stage.ready)
+        return max(0, capacity - sum(len(request.run.prompt_ids) + request.position for request in self._requests.values()))
+
+    def _end(self, key: RequestKey, finish: FinishReason, code: str = "", message: str = "") -> None:
+        request = self._requests.pop(key)
+        self._ended.append(
+            Produced(
+                request_id=key.request_id,
+                attempt=key.attempt,
+                position=request.position,
+                token_ids=[],
+                logprobs=None,
+                finish=finish,
+                code=code,
+                message=message,
+            )
+        )
+        self._wake.set()
+
+    def _phase(self, name: PhaseName, start_s: float) -> Phase:
+        end_s = self._clock.monotonic_s()
+        return Phase(
+            name=name, start_s=start_s, end_s=end_s, wall_offset_s=wall_offset_s(self._clock), process="worker", detail="sim"
+        )
+
+    async def _say(self, event: EngineEvent) -> None:
+        await self._events.put(event)
+
+    def _check(self) -> None:
+        if self._turning is None:
+            raise EngineFailed("the engine is not running")
+
+
+async def _take(seconds: float) -> None:
+    """Let simulated work pass; what takes no time at all still lets others have their turn."""
+    await pause(max(0.0, seconds))
