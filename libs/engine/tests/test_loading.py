@@ -55,6 +55,7 @@ def test_a_part_of_another_stage_is_refused(engine, checkpoint):
     engine.begin_load(I, model.spec, Stage(0, 2), Dtype.FLOAT64, ROOM)
     with pytest.raises(BadRequest, match="part 3"):
         engine.place_part(I, 3, model.parts[3])
+    assert [engine.place_part(I, part, model.parts[part]).ready for part in (0, 1, 2)] == [False, False, True]
 
 
 @pytest.mark.parametrize(

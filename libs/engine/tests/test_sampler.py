@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from pilotlight.engine.device.sampler import Draw, sample
+from pilotlight.engine.device.sampler import Draw, _pick, sample
 from pilotlight.policy.types import Sampling
 
 PROBABILITIES = [0.05, 0.35, 0.02, 0.25, 0.1, 0.0, 0.15, 0.08]
@@ -60,7 +60,13 @@ def test_ties():
     level = torch.zeros(6, dtype=torch.float64)
     assert set(drawn(200, level, top_k=2)) == set(range(6)), "equals of the k-th stay"
     assert set(drawn(200, level, top_p=0.5)) == {0, 1, 2}, "the lower ids make up the nucleus"
+    assert set(drawn(200, level, top_p=0.1)) == {0}, "one token is always left"
     assert set(drawn(20, level, temperature=0.0)) == {0}
+
+
+@pytest.mark.parametrize(("noise", "token_id"), [(0.0, 1), (0.4999, 1), (0.5, 3), (1 - 2**-53, 3)])
+def test_noise_at_the_edges_never_picks_a_token_without_a_share(noise, token_id):
+    assert _pick(torch.tensor([0.0, 0.5, 0.0, 0.5, 0.0], dtype=torch.float64), noise) == token_id
 
 
 def test_nucleus_of_a_large_vocabulary_is_that_of_a_full_sort():

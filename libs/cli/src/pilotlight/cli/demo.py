@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from pilotlight.cli.demo_model import DEMO_MODEL, DEMO_PROMPT, demo_model_folder
 from pilotlight.cli.home import Home
 from pilotlight.cli.output import console
 from pilotlight.cli.plan import SystemOptions
-from pilotlight.cli.system import System
+from pilotlight.cli.system import System, free_port
 from pilotlight.cli.waterfall import bars_of, draw
 from pilotlight.common.clock import Clock, SystemClock
 from pilotlight.common.errors import DeadlineExceeded, NotFound
@@ -41,7 +40,7 @@ class Chat:
 async def run_demo(home: Home, link: str, *, as_json: bool) -> int:
     """Run the demo on a state folder of its own, so that it disturbs nothing; the last line is ``RESULT`` and JSON."""
     own = Home(home.root / "demo")
-    options = SystemOptions(port=_free_port(), link=link, pool_bytes=POOL_BYTES, model_roots=(demo_model_folder(),))
+    options = SystemOptions(port=free_port(), link=link, pool_bytes=POOL_BYTES, model_roots=(demo_model_folder(),))
     clock = SystemClock()
 
     def progress(what: str) -> None:
@@ -63,9 +62,9 @@ def _converse(home: Home, options: SystemOptions, clock: Clock, progress: Any, a
         cold = _chat(options, home.api_key, clock)
         warm = _chat(options, home.api_key, clock)
         record = _cold_start_of(admin, cold.trace_id, clock)
-    phases = {bar.name: 0.0 for bar in bars_of(record["phases"])}
+    phases: dict[str, float] = {}
     for bar in bars_of(record["phases"]):
-        phases[bar.name] = round(phases[bar.name] + bar.total_s, 4)
+        phases[bar.name] = round(phases.get(bar.name, 0.0) + bar.total_s, 4)
     if not as_json:
         console.print(Panel(f"[bold]{DEMO_PROMPT}[/]\n{escape(cold.text)}", title=DEMO_MODEL, expand=False))
         console.print(f"cold: first token after {cold.ttft_s * 1000:,.0f} ms   warm: after {warm.ttft_s * 1000:,.0f} ms\n")
@@ -82,7 +81,9 @@ def _converse(home: Home, options: SystemOptions, clock: Clock, progress: Any, a
 
 
 def _chat(options: SystemOptions, key_file: Path, clock: Clock) -> Chat:
-    with OpenAI(base_url=options.url + "/v1", api_key=key_file.read_text().strip(), timeout=CHAT_DEADLINE_S, max_retries=0) as client:
+    with OpenAI(
+        base_url=options.url + "/v1", api_key=key_file.read_text().strip(), timeout=CHAT_DEADLINE_S, max_retries=0
+    ) as client:
         began_s = clock.monotonic_s()
         with client.chat.completions.with_streaming_response.create(
             model=DEMO_MODEL,
@@ -113,8 +114,9 @@ def _cold_start_of(admin: AdminClient, trace_id: str, clock: Clock) -> dict[str,
             records = admin.get(f"/traces/{trace_id}")["cold_starts"]
         except NotFound:
             records = []
-        if records and records[0]["status"] == "done" and "prefill" in {phase["name"] for phase in records[0]["phases"]}:
-            return records[0]
+        record: dict[str, Any] = records[0] if records else {"status": "open", "phases": []}
+        if record["status"] == "done" and any(bar.name == "prefill" for bar in bars_of(record["phases"])):
+            return record
         asyncio.run(pause(0.1))
     raise DeadlineExceeded(f"no finished cold start belongs to trace {trace_id}; see `pilotlight logs scheduler`")
 
@@ -124,9 +126,3 @@ def _forget_demo_model(admin: AdminClient) -> None:
         admin.delete(f"/models/{DEMO_MODEL}")
     except NotFound:
         return
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

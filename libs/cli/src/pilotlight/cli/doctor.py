@@ -93,7 +93,10 @@ def check_shared_memory(folder: Path) -> Check:
         free = shutil.disk_usage(folder).free
     except OSError as error:
         return Check(
-            name="shared memory", verdict=Verdict.FAILED, found=f"{folder}: {error.strerror}", what_to_do="mount a tmpfs on /dev/shm"
+            name="shared memory",
+            verdict=Verdict.FAILED,
+            found=f"{folder}: {error.strerror}",
+            what_to_do="mount a tmpfs on /dev/shm",
         )
     verdict = Verdict.OK if free >= MIN_SHM_BYTES else Verdict.WARNING
     advice = "" if verdict is Verdict.OK else "set PILOTLIGHT_POOL_BYTES below it, or enlarge it (in a container: shm_size)"
@@ -134,7 +137,10 @@ def check_engine() -> Check:
     if importlib.util.find_spec("torch") is not None:
         return Check(name="engine", verdict=Verdict.OK, found="torch is installed")
     return Check(
-        name="engine", verdict=Verdict.FAILED, found="torch is not installed", what_to_do="install pilotlight-worker[native], or run `make venv`"
+        name="engine",
+        verdict=Verdict.FAILED,
+        found="torch is not installed",
+        what_to_do="install pilotlight-worker[native]; in a checkout `make demo` does it",
     )
 
 

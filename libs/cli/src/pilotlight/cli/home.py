@@ -13,7 +13,7 @@ import msgspec
 
 from pilotlight.common.errors import Conflict, PilotlightError
 
-SERVICES_WITH_DATABASE = ("gateway", "scheduler", "cache", "materializer")
+DATABASE_SERVICES = ("gateway", "scheduler", "cache", "materializer")
 NATS_USERS = ("gateway", "scheduler", "cache", "loader", "worker", "materializer", "admin")
 MAX_SOCKET_PATH_BYTES = 107
 """Longest path of a Unix socket on Linux; the longest name that we put into the run folder takes 40 of them."""
@@ -97,7 +97,7 @@ class Home:
                 self.root.chmod(0o711)
             _write_once(self.admin_key, f"pl-admin-{secrets.token_urlsafe(32)}")
             _write_once(self.api_key, f"pl-api-{secrets.token_urlsafe(32)}")
-            names = [f"nats-{user}" for user in NATS_USERS] + [f"postgres-{service}" for service in SERVICES_WITH_DATABASE]
+            names = [f"nats-{user}" for user in NATS_USERS] + [f"postgres-{service}" for service in DATABASE_SERVICES]
             for name in (*names, "postgres-owner", "cluster-key", "key-pepper"):
                 _write_once(self.secrets / name, secrets.token_urlsafe(32))
         except OSError as error:
@@ -120,7 +120,9 @@ class Home:
             handle.close()
             running = self.running()
             who = f"process {running.pid} at {running.url}" if running else "another process"
-            raise Conflict(f"{self.root} is in use by {who}; stop it with `pilotlight down` or choose another PILOTLIGHT_HOME") from error
+            raise Conflict(
+                f"{self.root} is in use by {who}; stop it with `pilotlight down` or choose another PILOTLIGHT_HOME"
+            ) from error
         return handle
 
     def running(self) -> RunningSystem | None:

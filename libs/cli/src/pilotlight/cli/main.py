@@ -21,7 +21,9 @@ from pilotlight.cli.up import run_up
 from pilotlight.common.errors import PilotlightError
 from pilotlight.common.telemetry import configure_logging
 
-app = App(name="pilotlight", help="Serves thousands of language models from a fixed pool of GPUs: cold ones too, within their SLO.")
+app = App(
+    name="pilotlight", help="Serves thousands of language models from a fixed pool of GPUs: cold ones too, within their SLO."
+)
 model_app = App(name="model", help="Registered models.")
 app.command(model_app)
 
@@ -77,7 +79,8 @@ def doctor(*, host: Host = None, port: Port = None, json: Json = False) -> int:
     failed = any(check.verdict is Verdict.FAILED for check in checks)
     if json:
         listed = [
-            {"name": check.name, "verdict": check.verdict.value, "found": check.found, "what_to_do": check.what_to_do} for check in checks
+            {"name": check.name, "verdict": check.verdict.value, "found": check.found, "what_to_do": check.what_to_do}
+            for check in checks
         ]
         emit_json({"ok": not failed, "checks": listed})
     else:

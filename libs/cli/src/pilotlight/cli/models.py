@@ -38,7 +38,11 @@ def show(client: AdminClient, *, as_json: bool) -> int:
         )
         for model in models
     ]
-    show_table(("name", "architecture", "MiB", "SLO ttft/tpot ms", "instances"), rows, "no models yet: `pilotlight model add NAME FOLDER`")
+    show_table(
+        ("name", "architecture", "MiB", "SLO ttft/tpot ms", "instances"),
+        rows,
+        "no models yet: `pilotlight model add NAME FOLDER`",
+    )
     return 0
 
 

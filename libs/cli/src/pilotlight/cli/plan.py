@@ -38,12 +38,14 @@ class Endpoints:
     """Where NATS and the database are, embedded or not."""
 
     nats_url: str
-    database_urls: Mapping[str, str]
-    """By service: each has its own role."""
+    database_url: str
+    """Without a role: each service takes its own, with the secret of that name."""
     object_store_url: str
 
 
-def child_specs(home: Home, options: SystemOptions, endpoints: Endpoints, environment: Mapping[str, str]) -> tuple[ChildSpec, ...]:
+def child_specs(
+    home: Home, options: SystemOptions, endpoints: Endpoints, environment: Mapping[str, str]
+) -> tuple[ChildSpec, ...]:
     """The services' processes, in order of start."""
     shared = {
         **environment,
@@ -71,7 +73,7 @@ def child_specs(home: Home, options: SystemOptions, endpoints: Endpoints, enviro
 def _own(service: str, home: Home, options: SystemOptions, endpoints: Endpoints) -> dict[str, str]:
     own: dict[str, str] = {}
     if service in DATABASE_SERVICES:
-        own["PILOTLIGHT_DATABASE_URL"] = endpoints.database_urls[service]
+        own["PILOTLIGHT_DATABASE_URL"] = endpoints.database_url
     if service == "gateway":
         own["PILOTLIGHT_HOST"] = options.host
         own["PILOTLIGHT_PORT"] = str(options.port)

@@ -11,7 +11,7 @@ import os
 import random
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,10 +60,14 @@ class _Child:
 class Supervisor:
     """Owns the processes of one system."""
 
-    def __init__(self, run_dir: Path, clock: Clock, on_change: Callable[[str, str], Awaitable[None]] | None = None) -> None:
+    def __init__(
+        self, run_dir: Path, clock: Clock, on_change: Callable[[str, str], None], others: Callable[[], set[int]]
+    ) -> None:
+        """``others`` names children of this process that somebody else owns."""
         self._run_dir = run_dir
         self._clock = clock
         self._on_change = on_change
+        self._others = others
         self._children: list[_Child] = []
         self._rng = random.Random()
         self._backoff = Backoff(first_s=0.2, limit_s=10.0)
@@ -143,7 +147,7 @@ class Supervisor:
             if child.stopping:
                 return
             log.warning("process ended; starting it again", action="child_restart", child=child.spec.name, status=status)
-            await self._tell(child.spec.name, "restarting")
+            self._on_change(child.spec.name, "restarting")
             if self._clock.monotonic_s() - since_s > STABLE_AFTER_S:
                 child.restarts = 0
             while True:
@@ -154,7 +158,7 @@ class Supervisor:
                 except (ChildFailed, OSError) as error:
                     log.error("process does not start", action="child_restart_failed", child=child.spec.name, error=str(error))
                     continue
-                await self._tell(child.spec.name, "ready")
+                self._on_change(child.spec.name, "ready")
                 break
 
     async def _terminate(self, child: _Child) -> None:
@@ -173,27 +177,25 @@ class Supervisor:
     async def _end_orphans(self) -> None:
         for number, patience_s in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
             deadline_s = self._clock.monotonic_s() + patience_s
-            for pid in _children_of_this_process():
+            for pid in self._orphans():
                 log.warning("ending a process that was left", action="orphan_ended", pid=pid, signal=number.name)
                 _signal(pid, number)
-            while _children_of_this_process() and self._clock.monotonic_s() < deadline_s:
+            while self._orphans() and self._clock.monotonic_s() < deadline_s:
                 self._reap_orphans()
                 await pause(0.02)
-            if not _children_of_this_process():
+            if not self._orphans():
                 return
 
     def _reap_orphans(self) -> None:
-        ours = {child.process.pid for child in self._children if child.process is not None}
-        for pid in _children_of_this_process():
-            if pid not in ours:
-                try:
-                    os.waitpid(pid, os.WNOHANG)
-                except ChildProcessError:
-                    continue
+        for pid in self._orphans():
+            try:
+                os.waitpid(pid, os.WNOHANG)
+            except ChildProcessError:
+                continue
 
-    async def _tell(self, name: str, state: str) -> None:
-        if self._on_change is not None:
-            await self._on_change(name, state)
+    def _orphans(self) -> list[int]:
+        ours = {child.process.pid for child in self._children if child.process is not None} | self._others()
+        return [pid for pid in _children_of_this_process() if pid not in ours]
 
 
 def _receive_readiness(receiver: socket.socket, ready: asyncio.Event) -> None:

@@ -2,28 +2,32 @@
 
 import asyncio
 import os
+import random
 import signal
+import socket
 from collections.abc import Callable
 from types import TracebackType
 from typing import IO
 
 import httpx2
 import structlog
+from pilotlight.common.natsconf import ensure_streams, server_config
 from sqlalchemy.engine import make_url
 
-from pilotlight.cli.embedded import NatsServer, PostgresServer
-from pilotlight.cli.home import SERVICES_WITH_DATABASE, Home
+from pilotlight.cli.embedded import NatsServer, PostgresServer, Server
+from pilotlight.cli.home import Home
 from pilotlight.cli.plan import Endpoints, SystemOptions, child_specs
 from pilotlight.cli.supervisor import Supervisor
 from pilotlight.common.clock import SystemClock
-from pilotlight.common.db.migrate import migrate
-from pilotlight.common.errors import Conflict, DeadlineExceeded
-from pilotlight.common.natsconf import ensure_streams, server_config
-from pilotlight.common.waiting import pause
+from pilotlight.common.db.migrate import MigrateSettings, migrate
+from pilotlight.common.errors import Conflict, DeadlineExceeded, PilotlightError
+from pilotlight.common.settings import BusSettings
+from pilotlight.common.waiting import Backoff, pause
 
 log = structlog.get_logger()
 
 READY_DEADLINE_S = 120.0
+RESTART_BACKOFF = Backoff(first_s=0.2, limit_s=10.0)
 
 Progress = Callable[[str], None]
 
@@ -36,9 +40,10 @@ class System:
         self._options = options
         self._progress = progress
         self._clock = SystemClock()
-        self._supervisor = Supervisor(home.run_dir, self._clock, self._on_change)
-        self._nats: NatsServer | None = None
-        self._postgres: PostgresServer | None = None
+        self._supervisor = Supervisor(home.run_dir, self._clock, self._on_change, self._server_pids)
+        self._servers: list[Server] = []
+        self._keepers: list[asyncio.Task[None]] = []
+        self._rng = random.Random()
         self._lock: IO[str] | None = None
 
     async def __aenter__(self) -> "System":
@@ -78,34 +83,63 @@ class System:
         """Stop everything in reverse order; twice does no harm."""
         self._home.withdraw()
         await self._supervisor.stop()
-        if self._postgres is not None:
-            await self._postgres.stop()
-            self._postgres = None
-        if self._nats is not None:
-            await self._nats.stop()
-            self._nats = None
+        for keeper in self._keepers:
+            keeper.cancel()
+        self._keepers = []
+        for server in reversed(self._servers):
+            await server.stop()
+        self._servers = []
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     async def _start_servers(self) -> Endpoints:
-        self._progress("NATS and PostgreSQL")
         nats_url = os.environ.get("PILOTLIGHT_NATS_URL")
         owner_url = os.environ.get("PILOTLIGHT_DATABASE_URL")
+        self._progress("NATS and PostgreSQL")
         if nats_url is None:
-            self._nats = NatsServer(self._home.root / "nats", self._home.logs, self._home.secrets)
-            await self._nats.start()
-            nats_url = self._nats.url
+            nats = NatsServer(
+                self._home.root / "nats",
+                free_port(),
+                server_config(self._home.secrets),
+                log_file=self._home.logs / "nats-server.log",
+            )
+            nats_url = nats.url
+            self._servers.append(nats)
+        database_url = owner_url
         if owner_url is None:
-            self._postgres = PostgresServer(self._home.root / "postgres", self._home.run_dir, self._home.logs, self._home.secrets)
-            await self._postgres.start()
-            owner_url = self._postgres.owner_url
+            postgres = PostgresServer(
+                self._home.root / "postgres", self._home.secret("postgres-owner"), log_file=self._home.logs / "postgres.log"
+            )
+            owner_url, database_url = postgres.owner_url, postgres.url
+            self._servers.append(postgres)
+        async with asyncio.TaskGroup() as group:
+            for server in self._servers:
+                group.create_task(server.start())
+        self._keepers = [asyncio.create_task(self._keep(server), name=f"keep {server.name}") for server in self._servers]
         self._progress("migrations")
-        await migrate(owner_url, self._home.secrets)
-        await ensure_streams(nats_url, self._home.secrets)
-        urls = {service: _as_role(owner_url, service, self._home) for service in SERVICES_WITH_DATABASE}
+        settings = MigrateSettings(database_url=owner_url, secrets_dir=self._home.secrets)
+        await asyncio.to_thread(migrate, settings)
+        await ensure_streams(BusSettings(nats_url=nats_url, secrets_dir=self._home.secrets))
         store_url = os.environ.get("PILOTLIGHT_OBJECT_STORE_URL") or self._home.objects.as_uri()
-        return Endpoints(nats_url=nats_url, database_urls=urls, object_store_url=store_url)
+        return Endpoints(nats_url=nats_url, database_url=without_role(database_url or owner_url), object_store_url=store_url)
+
+    async def _keep(self, server: Server) -> None:
+        """Start a server again when it ends by itself."""
+        attempt = 0
+        while True:
+            status = await server.wait()
+            log.warning("server ended; starting it again", action="server_restart", server=server.name, status=status)
+            self._progress(f"{server.name}: restarting")
+            while True:
+                await pause(RESTART_BACKOFF.delay_s(attempt, self._rng))
+                attempt += 1
+                try:
+                    await server.start()
+                except (PilotlightError, OSError) as error:
+                    log.error("server does not start", action="server_restart_failed", server=server.name, error=str(error))
+                    continue
+                break
 
     async def _until_workers_are_warm(self) -> None:
         key = self._home.admin_key.read_text().strip()
@@ -121,8 +155,35 @@ class System:
             f"{self._options.workers} workers were not up within {READY_DEADLINE_S:g} s; their logs are in {self._home.logs}"
         )
 
-    async def _on_change(self, name: str, state: str) -> None:
+    def _on_change(self, name: str, state: str) -> None:
         self._progress(f"{name}: {state}")
+
+    def _server_pids(self) -> set[int]:
+        return {server.pid for server in self._servers if server.pid is not None}
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def without_role(database_url: str) -> str:
+    """The URL without user and password, so that every service takes its own."""
+    return make_url(database_url).set(username=None, password=None).render_as_string(hide_password=False)
+
+
+def _check_port(options: SystemOptions) -> None:
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((options.host, options.port))
+        except OSError as error:
+            raise Conflict(
+                f"cannot listen on {options.host}:{options.port}: {error.strerror}; stop what uses it, or choose another with --port"
+            ) from error
 
 
 async def until_signalled() -> None:

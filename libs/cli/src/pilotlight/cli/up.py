@@ -36,12 +36,13 @@ async def run_up(home: Home, options: SystemOptions, *, with_demo_model: bool, a
 
 
 def _say_what_to_try(home: Home, options: SystemOptions, *, with_demo_model: bool) -> None:
-    console.print(f"\n[bold green]Pilotlight is up[/] at {options.url} with {options.workers} {options.worker_kind} worker(s). Ctrl-C stops it.\n")
+    console.print(f"\n[bold green]Pilotlight is up[/] at {options.url}, with {options.workers} {options.worker_kind} worker(s).")
+    console.print("Ctrl-C stops it.\n")
     console.print("In another terminal:")
     if with_demo_model:
         console.print(
-            f"  curl -N {options.url}/v1/chat/completions -H \"Authorization: Bearer $(cat {home.api_key})\" \\\n"
-            f"    -H 'Content-Type: application/json' -d '{{\"model\": \"{DEMO_MODEL}\", \"stream\": true, "
+            f'  curl -N {options.url}/v1/chat/completions -H "Authorization: Bearer $(cat {home.api_key})" \\\n'
+            f'    -H \'Content-Type: application/json\' -d \'{{"model": "{DEMO_MODEL}", "stream": true, '
             '"messages": [{"role": "user", "content": "What is a pilot light?"}]}\'',
             markup=False,
             soft_wrap=True,

@@ -174,8 +174,8 @@ class ModelFetch:
     def _next_chunk(self, manifest: Manifest) -> tuple[PartImage, int] | None:
         """The next chunk to read: of the part that is being filled, else the first of the lowest missing part."""
         for image in self._filling.values():
-            asked = len(image.slots) + sum(waiting.image is image for waiting in self._in_flight)
-            if asked < image.chunks:
+            asked = image.entered + sum(waiting.image is image for waiting in self._in_flight)
+            if asked < len(image.slots):
                 return image, asked
         pool, digest = self._tools.pool, self.model.digest
         for part in self.wanted:
@@ -218,7 +218,7 @@ class ModelFetch:
                 f"have digest {digest[:16]}…, recorded is {chunk.digest[:16]}…"
             )
         span_of_chunk = (chunk.image_offset, chunk.image_offset + chunk.size_bytes)
-        self._tools.pool.enter_chunk(image, read.index, span_of_chunk, digest)
+        self._tools.pool.enter_chunk(image, span_of_chunk, digest)
         if image.ready:
             del self._filling[image.part]
             self.done_bytes += image.image_bytes
@@ -251,4 +251,4 @@ class ModelFetch:
         return (phase,)
 
     def _filled_bytes(self, image: PartImage) -> int:
-        return image.image_bytes * len(image.slots) // max(1, image.chunks)
+        return image.image_bytes * image.entered // max(1, len(image.slots))

@@ -10,7 +10,8 @@ import fcntl
 import mmap
 import os
 from collections import defaultdict
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -49,10 +50,16 @@ class PartImage:
     digest: Digest
     part: int
     image_bytes: int
-    chunks: int
     extent: Extent
-    slots: list[int] = field(default_factory=list[int])
-    ready: bool = False
+    slots: list[int]
+    """One for each chunk, in order."""
+    entered: int = 0
+    """Chunks that are verified."""
+
+    @property
+    def ready(self) -> bool:
+        """All of it is verified, and may be read."""
+        return self.entered == len(self.slots)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,11 +178,15 @@ class HostPool:
         """
         if part in self._images.get(digest, {}):
             raise Conflict(f"part {part} of {digest[:12]} is in the pool already")
-        extent = self._extents.take(image_bytes) if chunks <= self._table.free_slots else None
+        slots = self._table.take(chunks)
+        if slots is None:
+            raise HostPoolFull(f"a part of {chunks} chunks; the host pool has no entries left for them")
+        extent = self._extents.take(image_bytes)
         if extent is None:
+            self._free_slots(slots)
             largest, free = self._extents.largest_free_bytes, self._extents.free_bytes
             raise HostPoolFull(f"a part of {image_bytes} bytes; the host pool has {free} bytes free, {largest} of them in a row")
-        image = PartImage(digest=digest, part=part, image_bytes=image_bytes, chunks=chunks, extent=extent, ready=chunks == 0)
+        image = PartImage(digest=digest, part=part, image_bytes=image_bytes, extent=extent, slots=slots)
         self._images[digest][part] = image
         return image
 
@@ -203,29 +214,28 @@ class HostPool:
         """Where an image starts, from the start of the file."""
         return self.geometry.data_offset + image.extent.offset
 
-    def enter_chunk(self, image: PartImage, index: int, chunk_range: tuple[int, int], digest: Digest) -> None:
-        """Record a chunk whose bytes [start, stop) of the image are complete and have this digest."""
+    def enter_chunk(self, image: PartImage, chunk_range: tuple[int, int], digest: Digest) -> None:
+        """Record the next chunk of an image: its bytes [start, stop) are complete and have this digest."""
         start, stop = chunk_range
         entry = ChunkEntry(
             digest=image.digest,
             part=image.part,
-            index=index,
-            chunks_in_part=image.chunks,
+            index=image.entered,
+            chunks_in_part=len(image.slots),
             extent_offset=image.extent.offset,
             image_bytes=image.image_bytes,
             chunk_offset=start,
             chunk_bytes=stop - start,
             chunk_digest=digest,
         )
-        image.slots.append(self._table.enter(entry))
-        if len(image.slots) == image.chunks:
-            image.ready = True
+        self._table.enter(image.slots[image.entered], entry)
+        image.entered += 1
+        if image.ready:
             self.touch(image.digest)
 
     def discard(self, image: PartImage) -> None:
         """Give an image up, ready or not. Nobody may read or write it any more."""
-        for slot in image.slots:
-            self._table.clear(slot)
+        self._free_slots(image.slots)
         self._extents.give_back(image.extent)
         parts = self._images[image.digest]
         del parts[image.part]
@@ -254,6 +264,10 @@ class HostPool:
         held = [self._copy_of(digest) for digest in self._images]
         return tuple(sorted((copy for copy in held if copy.parts), key=lambda copy: (copy.last_used_s, copy.digest)))
 
+    def _free_slots(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            self._table.clear(slot)
+
     def _copy_of(self, digest: Digest) -> HeldCopy:
         ready = [image for image in self._images[digest].values() if image.ready]
         return HeldCopy(
@@ -274,19 +288,11 @@ class HostPool:
             extent = self._extents.take_at(offset, chunks[0].image_bytes) if sound else None
             if extent is None:
                 log.warning("part in the pool is not whole; dropped", action="pool_part_dropped", digest=digest, part=part)
-                for slot, _ in entries:
-                    self._table.clear(slot)
+                self._free_slots(slot for slot, _ in entries)
                 continue
-            slots = [slot for slot, _ in entries]
-            image = PartImage(
-                digest=digest,
-                part=part,
-                image_bytes=chunks[0].image_bytes,
-                chunks=len(chunks),
-                extent=extent,
-                slots=slots,
-                ready=True,
-            )
+            slots = [slot for slot, _ in sorted(entries, key=lambda found: found[1].index)]
+            image_bytes = chunks[0].image_bytes
+            image = PartImage(digest=digest, part=part, image_bytes=image_bytes, extent=extent, slots=slots, entered=len(slots))
             self._images[digest][part] = image
             self.touch(digest)
         if self._images:

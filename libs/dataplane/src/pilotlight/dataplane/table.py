@@ -131,29 +131,27 @@ class ChunkTable:
         heapify(self._free)
         self._used = [slot for slot, state in enumerate(states) if state == EntryState.READY]
 
-    @property
-    def free_slots(self) -> int:
-        """Chunks that can still be entered."""
-        return len(self._free)
+    def take(self, count: int) -> list[int] | None:
+        """Slots for so many chunks; None when there are too few. They stay free in the file until something is entered."""
+        return [heappop(self._free) for _ in range(count)] if count <= len(self._free) else None
 
     def found(self) -> Iterator[tuple[int, ChunkEntry]]:
         """Entries that were ready when the file was opened, by slot."""
         for slot in self._used:
             yield slot, self._read(slot)
 
-    def enter(self, entry: ChunkEntry) -> int:
-        """Write an entry whose bytes are complete and verified; its slot."""
-        slot = heappop(self._free)
+    def enter(self, slot: int, entry: ChunkEntry) -> None:
+        """Write an entry whose bytes are complete and verified."""
         start = self._start(slot)
         place = (entry.extent_offset, entry.image_bytes, entry.chunk_offset, entry.chunk_bytes)
         digests = (bytes.fromhex(entry.digest), bytes.fromhex(entry.chunk_digest))
         numbers = (entry.part, entry.index, entry.chunks_in_part)
-        _ENTRY.pack_into(self._mapped, start + _ENTRY_OFFSET, *numbers, *place, *digests)
+        body = _ENTRY.pack(*numbers, *place, *digests)
+        self._mapped[start + _ENTRY_OFFSET : start + _ENTRY_OFFSET + len(body)] = body
         self._mapped[start] = EntryState.READY
-        return slot
 
     def clear(self, slot: int) -> None:
-        """Make an entry free. Its bytes may be overwritten only after this."""
+        """Give a slot back. The bytes of its chunk may be overwritten only after this."""
         self._mapped[self._start(slot)] = EntryState.FREE
         heappush(self._free, slot)
 

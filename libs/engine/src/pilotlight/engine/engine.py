@@ -7,7 +7,7 @@ import torch
 from pilotlight.engine.core.request import Request, RequestKey
 from pilotlight.engine.core.scheduler import BatchLimits
 from pilotlight.engine.device.parameters import Source
-from pilotlight.engine.errors import BadRequest, EngineError, UnknownInstance
+from pilotlight.engine.errors import BadCheckpoint, BadRequest, UnknownInstance
 from pilotlight.engine.resident import ResidentStage, ended
 from pilotlight.engine.results import FirstPrefill, PlacedPart, Produced, StageRoom, StepResult
 from pilotlight.policy.types import Dtype, FinishReason, InstanceId, ModelSpec, RequestId, Sampling, Stage
@@ -56,17 +56,16 @@ class Engine:
     def place_part(self, instance_id: InstanceId, part: int, tensors: Mapping[str, Source]) -> PlacedPart:
         """Copies one part out of the given buffers, which are not needed after the call. The last part makes the stage ready.
 
-        A stage that cannot be loaded is held no longer: after an error its memory is free.
-
         Raises:
+            BadCheckpoint: the tensors are not those that the architecture has in this part. The stage can never be ready: it is held
+                no longer, its memory is free.
             UnknownInstance: no such load began, or it failed before.
-            BadCheckpoint: the tensors are not those that the architecture has in this part.
-            BadRequest: the stage has no such part.
+            BadRequest: the stage has no such part. It stays as it is.
         """
         resident = self._resident(instance_id)
         try:
             return resident.place(part, tensors, self._monotonic_s)
-        except EngineError:
+        except BadCheckpoint:
             self.unload(instance_id)
             raise
 

@@ -127,7 +127,11 @@ class Books:
 
     def device_free_bytes(self, worker: WorkerFacts) -> int:
         """Bytes of a device that are neither held nor promised."""
-        held = {one.instance_id: one.device_bytes for one in worker.held if one.state in LIVE and one.instance_id not in self._given_up}
+        held = {
+            one.instance_id: one.device_bytes
+            for one in worker.held
+            if one.state in LIVE and one.instance_id not in self._given_up
+        }
         for grant in self.grants.values():
             if grant.worker_id == worker.worker_id:
                 held[grant.instance_id] = max(grant.device_bytes, held.get(grant.instance_id, 0))
@@ -146,9 +150,7 @@ class Books:
 
     def copies(self, node: NodeFacts) -> tuple[Copy, ...]:
         """Copies in a node's host pool."""
-        return tuple(
-            copy for copy in node.copies if copy.tier is Tier.HOST and (node.node_id, copy.digest) not in self._dropped
-        )
+        return tuple(copy for copy in node.copies if copy.tier is Tier.HOST and (node.node_id, copy.digest) not in self._dropped)
 
     def on_device(self, worker: WorkerFacts, now_s: float) -> tuple[EvictionCandidate, ...]:
         """What could be given up on a device. A stage that is granted and still loads is busy."""

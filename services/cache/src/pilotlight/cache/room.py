@@ -46,7 +46,15 @@ class _Evicted:
 class RoomMaker:
     """Answers ``Reserve`` and ``Release``."""
 
-    def __init__(self, books: Books, repository: CacheRepository, bus: Bus, clock: Clock, policy: EvictionPolicy, rules: EvictionRules) -> None:
+    def __init__(
+        self,
+        books: Books,
+        repository: CacheRepository,
+        bus: Bus,
+        clock: Clock,
+        policy: EvictionPolicy,
+        rules: EvictionRules,
+    ) -> None:
         self._books = books
         self._repository = repository
         self._bus = bus

@@ -36,7 +36,9 @@ BOOTSTRAP_LABEL = "bootstrap"
 class AccessSettings(PilotlightSettings):
     """Where the first keys come from."""
 
-    admin_key_file: Path | None = Field(None, description="File with an admin key that must work. Replacing its content revokes the old key.")
+    admin_key_file: Path | None = Field(
+        None, description="File with an admin key that must work. Replacing its content revokes the old key."
+    )
     api_key_file: Path | None = Field(None, description="File with an inference key that must work, likewise.")
 
 
@@ -70,7 +72,10 @@ class Authenticator:
 
     async def start(self) -> None:
         """Put the bootstrap keys into the database and revoke their predecessors."""
-        files: tuple[tuple[Role, Path | None], ...] = (("admin", self._access.admin_key_file), ("inference", self._access.api_key_file))
+        files: tuple[tuple[Role, Path | None], ...] = (
+            ("admin", self._access.admin_key_file),
+            ("inference", self._access.api_key_file),
+        )
         for role, path in files:
             if path is not None:
                 await self._keys.ensure_bootstrap(self._row(path.read_text().strip(), role, BOOTSTRAP_LABEL))

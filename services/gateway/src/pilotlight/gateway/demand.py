@@ -1,4 +1,4 @@
-"""Tells the scheduler what this gateway holds: on change, every 250 ms while there is something, and once when there is nothing more."""
+"""Tells the scheduler what this gateway holds: on change, every 250 ms while there is something, and once when it is over."""
 
 import asyncio
 

@@ -36,7 +36,7 @@ class ModelRepository:
         """Every model, by name."""
         async with self._database.reading() as connection:
             rows = await connection.execute(select(tables.models).order_by(tables.models.c.name))
-            return tuple(_stored(row._mapping) for row in rows)
+            return tuple(_stored(row) for row in rows.mappings())
 
     async def get(self, name: str) -> StoredModel:
         """One model.
@@ -45,10 +45,10 @@ class ModelRepository:
             ModelNotFound: there is none of that name.
         """
         async with self._database.reading() as connection:
-            row = (await connection.execute(select(tables.models).where(tables.models.c.name == name))).one_or_none()
+            row = (await connection.execute(select(tables.models).where(tables.models.c.name == name))).mappings().one_or_none()
         if row is None:
             raise ModelNotFound(f"there is no model {name!r}", param="name")
-        return _stored(row._mapping)
+        return _stored(row)
 
     async def add(self, model: Model) -> StoredModel:
         """Insert a new model.
@@ -134,7 +134,9 @@ class KeyRepository:
                 .where(keys.c.role == key.role, keys.c.label == key.label, keys.c.hash != key.hash, keys.c.revoked_at.is_(None))
                 .values(revoked_at=now)
             )
-            present = await work.connection.execute(select(keys.c.key_id).where(keys.c.hash == key.hash, keys.c.revoked_at.is_(None)))
+            present = await work.connection.execute(
+                select(keys.c.key_id).where(keys.c.hash == key.hash, keys.c.revoked_at.is_(None))
+            )
             if present.first() is None:
                 await work.connection.execute(
                     insert(keys).values(
@@ -198,14 +200,14 @@ class DisplayRepository:
         if model is not None:
             rows = rows.where(tables.cold_starts.c.model == model)
         async with self._database.reading() as connection:
-            return [dict(row._mapping) for row in await connection.execute(rows)]
+            return [dict(row) for row in (await connection.execute(rows)).mappings()]
 
     async def cold_starts_of_trace(self, trace_id: str) -> list[dict[str, Any]]:
         """Cold starts that belong to a trace."""
         table = tables.cold_starts
         async with self._database.reading() as connection:
             rows = await connection.execute(select(table).where(table.c.trace_id == trace_id).order_by(table.c.created_at))
-            return [dict(row._mapping) for row in rows]
+            return [dict(row) for row in rows.mappings()]
 
     async def spans_of_trace(self, trace_id: str) -> list[dict[str, Any]]:
         """Spans of a trace, by start."""
@@ -213,7 +215,7 @@ class DisplayRepository:
             rows = await connection.execute(
                 select(tables.spans).where(tables.spans.c.trace_id == trace_id).order_by(tables.spans.c.start_at)
             )
-            return [dict(row._mapping) for row in rows]
+            return [dict(row) for row in rows.mappings()]
 
     async def decisions(self, model: str | None, limit: int) -> list[dict[str, Any]]:
         """Decisions with inputs and reasons, the newest first."""
@@ -221,12 +223,12 @@ class DisplayRepository:
         if model is not None:
             rows = rows.where(tables.decisions.c.model == model)
         async with self._database.reading() as connection:
-            return [dict(row._mapping) for row in await connection.execute(rows)]
+            return [dict(row) for row in (await connection.execute(rows)).mappings()]
 
     async def _newest(self, table: Table, by: Any, limit: int) -> list[dict[str, Any]]:
         async with self._database.reading() as connection:
             rows = await connection.execute(select(table).order_by(desc(by)).limit(limit))
-            return [dict(row._mapping) for row in rows]
+            return [dict(row) for row in rows.mappings()]
 
 
 def _stored(row: Any) -> StoredModel:

@@ -34,9 +34,7 @@ class UsageRecorder:
         """Write what is left."""
         await self._flush()
 
-    def record(
-        self, *, model: str, key_id: str, request_id: str, prompt_tokens: int, output_tokens: int, status: str
-    ) -> None:
+    def record(self, *, model: str, key_id: str, request_id: str, prompt_tokens: int, output_tokens: int, status: str) -> None:
         """Note a finished request; ``status`` is ``ok``, ``cancelled`` or an error's code."""
         if len(self._rows) >= MAX_BUFFERED_ROWS:
             self._rows.pop(0)
@@ -66,7 +64,9 @@ class UsageRecorder:
             await self._repository.add(rows)
         except DatabaseUnavailable as error:
             self._rows = (rows + self._rows)[-MAX_BUFFERED_ROWS:]
-            log.warning("usage is kept until the database is back", action="usage_deferred", rows=len(self._rows), error=error.message)
+            log.warning(
+                "usage is kept until the database is back", action="usage_deferred", rows=len(self._rows), error=error.message
+            )
             return
         if self._dropped:
             log.error("usage rows were lost", action="usage_dropped", rows=self._dropped)

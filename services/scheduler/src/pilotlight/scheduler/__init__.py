@@ -1,1 +1,1 @@
-"""Demand to instances: cold-start schemes, placement, scaling."""
+"""Demand to instances: snapshot, policy, conditional apply, commands; and back from reports to states."""

@@ -30,14 +30,9 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Segments of different requests, one after the other: row i of every tensor is token i of their concatenation."""
+    """Segments of different requests, one after the other: row i of every tensor is token i of their concatenation, unpadded."""
 
     segments: tuple[Segment, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        """Rows of the batch; nothing is padded."""
-        return sum(segment.count for segment in self.segments)
 
 
 @dataclass(frozen=True, slots=True)

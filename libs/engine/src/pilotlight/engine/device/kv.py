@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pilotlight.engine.core.batch import Batch, Segment
-from pilotlight.engine.core.blocks import BLOCK_TOKENS
+from pilotlight.engine.core.blocks import BLOCK_TOKENS, blocks_for
 from pilotlight.engine.device.dtypes import TORCH_DTYPES
 from pilotlight.engine.errors import NoRoom
 from pilotlight.policy.types import Dtype, ModelSpec, Stage
@@ -62,7 +62,7 @@ def _slot(segment: Segment, position: int) -> int:
 
 
 def _span_of(segment: Segment, rows: slice) -> _Span:
-    used = segment.blocks[: -(-segment.stop // BLOCK_TOKENS)]
+    used = segment.blocks[: blocks_for(segment.stop)]
     first_slot = used[0] * BLOCK_TOKENS
     is_row = used == tuple(range(used[0], used[0] + len(used)))
     mask = None

@@ -1,7 +1,7 @@
 """Bodies of ``/v1``: requests are decoded strictly, responses have the shapes that the official clients expect.
 
-Fields that the API knows and this server does not support are declared in ``NotSupported`` with any type, so that a value other than
-"off" can be refused by name. Unknown fields are ignored, as clients of other servers send many.
+Fields that the API knows and this server does not support are declared in ``NotSupported`` with any type, so that a value other
+than "off" can be refused by name. Unknown fields are ignored, as clients of other servers send many.
 """
 
 from typing import Annotated, Any, Literal
@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-MAX_STOPS = 16
-MAX_STOP_CHARS = 256
+from pilotlight.text.stops import MAX_STOP_CHARS, MAX_STOPS
+
 MAX_INT32 = 2**31 - 1
 
 Temperature = Annotated[float, Meta(ge=0, le=2, description="0 is greedy.")]
@@ -99,9 +99,11 @@ class ChatRequest(CommonRequest, kw_only=True):
 
 
 class CompletionRequest(CommonRequest, kw_only=True):
-    """Body of ``POST /v1/completions``. ``prompt`` is a string, a list with one string, token ids, or a list with one list of them."""
+    """Body of ``POST /v1/completions``."""
 
-    prompt: str | list[str | int | list[int]]
+    prompt: Annotated[
+        str | list[str | int | list[int]], Meta(description="A string, a list with one string, token ids, or a list with one list of them.")
+    ]
     logprobs: Annotated[int, Meta(ge=0, le=5, description="The chosen token's only, whatever the number.")] | None = None
 
 

@@ -1,0 +1,164 @@
+"""Small models on disk, a pool for each test, and the tools of a fetch around them."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pilotlight.checkpoint.checkpoint import read_checkpoint
+from pilotlight.checkpoint.manifest import Manifest
+from pilotlight.checkpoint.reader import FolderSource
+from pilotlight.checkpoint.testing import tiny_config, tiny_files
+from pilotlight.common.clock import SystemClock
+from pilotlight.common.faults import Faults
+from pilotlight.dataplane.copies import HostCopies
+from pilotlight.dataplane.fetch import FileChunks, OpenSource, Readers
+from pilotlight.dataplane.links import LinkLimit
+from pilotlight.dataplane.model_fetch import FetchTools
+from pilotlight.dataplane.pool import HostPool
+from pilotlight.policy.types import Digest, InstanceId, Model, ModelName, Phase, ScalingBounds, Slo
+
+POOL_BYTES = 64 * 1024 * 1024
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@dataclass
+class Registered:
+    """A model, its folder, its manifest."""
+
+    model: Model
+    folder: Path
+    manifest: Manifest
+
+
+@pytest.fixture
+def register(tmp_path: Path) -> Callable[..., Registered]:
+    def make(name: str = "tiny", shards: int = 1, **changes: Any) -> Registered:
+        folder = tmp_path / name
+        folder.mkdir()
+        for file, content in tiny_files(tiny_config(**changes), shards=shards).items():
+            (folder / file).write_bytes(content)
+        checkpoint = read_checkpoint(FolderSource(folder))
+        model = Model(
+            name=ModelName(name),
+            uri=folder.as_uri(),
+            revision=None,
+            source_version=checkpoint.source_version,
+            digest=checkpoint.manifest.digest(),
+            text_digest=Digest("0" * 64),
+            dtype=checkpoint.run_dtype,
+            spec=checkpoint.spec,
+            slo=Slo(ttft_ms=1000, tpot_ms=100),
+            scaling=ScalingBounds(),
+        )
+        return Registered(model, folder, checkpoint.manifest)
+
+    return make
+
+
+@dataclass
+class KnownManifests:
+    """Manifests in memory, and what was learned about their chunks."""
+
+    manifests: dict[Digest, Manifest] = field(default_factory=dict)
+    hold_back: asyncio.Event | None = None
+    reads: int = 0
+
+    async def get(self, model: Model) -> Manifest:
+        self.reads += 1
+        if self.hold_back is not None:
+            await self.hold_back.wait()
+        return self.manifests[model.digest]
+
+    def learned(self, model: Model, digests: dict[tuple[int, int], Digest]) -> None:
+        self.manifests[model.digest] = self.manifests[model.digest].with_digests(digests)
+
+
+@dataclass
+class Seen:
+    """What an observer heard."""
+
+    phases: list[tuple[InstanceId, Phase]] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def on_copies_changed(self) -> None:
+        self.changed.set()
+
+    def on_fetched(self, instance_id: InstanceId, phases: tuple[Phase, ...]) -> None:
+        self.phases.extend((instance_id, phase) for phase in phases)
+
+    def on_fetch_ended(self, seconds: float, size_bytes: int, code: str) -> None:
+        self.ended.append(code)
+
+
+class Owner:
+    """Owns the tasks of one test."""
+
+    def __init__(self) -> None:
+        self.tasks: set[asyncio.Task[Any]] = set()
+
+    def spawn(self, name: str, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+        task = asyncio.create_task(work, name=name)
+        self.tasks.add(task)
+        return task
+
+
+@dataclass
+class Node:
+    """A host pool with everything that fills it."""
+
+    pool: HostPool
+    copies: HostCopies
+    manifests: KnownManifests
+    seen: Seen
+    tools: FetchTools
+
+    def add(self, registered: Registered) -> Registered:
+        self.manifests.manifests[registered.model.digest] = registered.manifest
+        return registered
+
+
+@pytest.fixture
+async def make_node(tmp_path: Path, anyio_backend: str):
+    nodes: list[Node] = []
+
+    def make(
+        *,
+        pool_bytes: int = POOL_BYTES,
+        bytes_per_s: float | None = None,
+        faults: str = "",
+        open_source: OpenSource | None = None,
+        stall_timeout_s: float = 10.0,
+    ) -> Node:
+        clock = SystemClock()
+        pool = HostPool.open(tmp_path / f"pool-{len(nodes)}", pool_bytes, clock)
+        manifests, seen = KnownManifests(), Seen()
+        tools = FetchTools(
+            pool=pool,
+            readers=Readers(4, stall_timeout_s),
+            manifests=manifests,
+            open_source=open_source or open_folder,
+            link=LinkLimit(bytes_per_s, clock),
+            faults=Faults.parse(faults),
+            clock=clock,
+            process="loader",
+        )
+        nodes.append(Node(pool, HostCopies(tools, Owner(), seen), manifests, seen, tools))
+        return nodes[-1]
+
+    yield make
+    for node in nodes:
+        await node.copies.stop()
+        node.pool.close(remove=True)
+
+
+def open_folder(model: Model, manifest: Manifest) -> FileChunks:
+    return FileChunks(Path(model.uri.removeprefix("file://")), manifest)

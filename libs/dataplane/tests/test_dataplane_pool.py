@@ -1,0 +1,224 @@
+import mmap
+import os
+from pathlib import Path
+
+import pytest
+from blake3 import blake3
+
+from pilotlight.common.clock import ManualClock
+from pilotlight.common.errors import Conflict, HostPoolFull, StaleCommand
+from pilotlight.dataplane.pool import HostPool, PartImage
+from pilotlight.dataplane.table import ChunkTable
+from pilotlight.policy.types import Digest, Epoch
+
+POOL_BYTES = 4 * 1024 * 1024
+CHUNK_BYTES = 4096
+FIRST = Digest("11" * 32)
+SECOND = Digest("22" * 32)
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "pool"
+
+
+def fill(pool: HostPool, digest: Digest, part: int, chunks: int = 3) -> PartImage:
+    image = pool.reserve(digest, part, chunks * CHUNK_BYTES, chunks)
+    for index in range(chunks):
+        enter(pool, image, index)
+    return image
+
+
+def enter(pool: HostPool, image: PartImage, index: int) -> None:
+    content = blake3(f"{image.digest} {image.part} {index}".encode()).digest(CHUNK_BYTES)
+    start = index * CHUNK_BYTES
+    with pool.view(image, start, CHUNK_BYTES) as view:
+        view[:] = content
+    pool.enter_chunk(image, (start, start + CHUNK_BYTES), Digest(blake3(content).hexdigest()))
+
+
+def held(pool: HostPool) -> dict[Digest, tuple[int, ...]]:
+    return {copy.digest: copy.parts for copy in pool.copies()}
+
+
+def test_a_pool_is_adopted_with_what_was_ready(path: Path, clock: ManualClock) -> None:
+    pool = HostPool.open(path, POOL_BYTES, clock)
+    places = {(digest, part): pool.file_offset(fill(pool, digest, part)) for digest in (FIRST, SECOND) for part in (0, 1, 5)}
+    unfinished = pool.reserve(FIRST, 2, 2 * CHUNK_BYTES, 2)
+    enter(pool, unfinished, 0)
+    pool.raise_epoch(Epoch(7))
+    pool.close(remove=False)
+
+    adopted = HostPool.open(path, POOL_BYTES, clock)
+    assert held(adopted) == {FIRST: (0, 1, 5), SECOND: (0, 1, 5)}
+    for (digest, part), offset in places.items():
+        image = adopted.find(digest, part)
+        assert image is not None
+        assert adopted.file_offset(image) == offset
+    assert adopted.find(FIRST, 2) is None
+    assert adopted.highest_epoch == 7
+    for digest in (FIRST, SECOND):
+        adopted.drop(digest)
+    assert adopted.free_bytes == POOL_BYTES, "what was unfinished leaks"
+    adopted.close(remove=True)
+
+
+def test_a_worker_reads_what_the_table_says(path: Path, clock: ManualClock) -> None:
+    pool = HostPool.open(path, POOL_BYTES, clock)
+    image = fill(pool, FIRST, 0)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), pool.geometry.file_bytes, access=mmap.ACCESS_READ) as mapped:
+        start = pool.file_offset(image)
+        assert mapped[start : start + CHUNK_BYTES] == blake3(f"{FIRST} 0 0".encode()).digest(CHUNK_BYTES)
+    assert path.stat().st_mode & 0o777 == 0o600
+    pool.close(remove=True)
+
+
+class CrashError(Exception):
+    """The process ends here."""
+
+
+class CrashingMap:
+    """Lets so many writes through, then none; a write of many bytes counts as two, for a crash may tear it."""
+
+    def __init__(self, mapped: mmap.mmap, writes: int) -> None:
+        self.mapped = mapped
+        self.writes = writes
+
+    def __getitem__(self, key):
+        return self.mapped[key]
+
+    def __setitem__(self, key, value) -> None:
+        if isinstance(key, slice):
+            middle = (key.start + key.stop) // 2
+            self._write(slice(key.start, middle), value[: middle - key.start])
+            self._write(slice(middle, key.stop), value[middle - key.start :])
+        else:
+            self._write(key, value)
+
+    def _write(self, key, value) -> None:
+        if self.writes == 0:
+            raise CrashError
+        self.writes -= 1
+        self.mapped[key] = value
+
+
+@pytest.mark.parametrize("writes", range(14))
+def test_a_crash_at_any_write_leaves_only_whole_parts(path: Path, clock: ManualClock, writes: int) -> None:
+    pool = HostPool.open(path, POOL_BYTES, clock)
+    fill(pool, FIRST, 0)
+    old = fill(pool, SECOND, 0)
+    pool._table = ChunkTable(CrashingMap(pool._mapped, writes), pool.geometry.slots)  # type: ignore[arg-type]
+    finished: list[int] = []
+    try:
+        # Drop one model and write another over it: three writes free the old entries, each new one takes three.
+        pool.discard(old)
+        image = pool.reserve(FIRST, 1, 3 * CHUNK_BYTES, 3)
+        assert image.extent == old.extent
+        for index in range(3):
+            enter(pool, image, index)
+        finished.append(1)
+    except CrashError:
+        assert writes < 12
+    pool.close(remove=False)
+
+    adopted = HostPool.open(path, POOL_BYTES, clock)
+    copies = held(adopted)
+    assert copies.pop(FIRST) == (0, *finished)
+    # A model is whole or not there: until its first entry is freed nothing has happened to it.
+    assert copies == ({SECOND: (0,)} if writes == 0 else {})
+    adopted.close(remove=True)
+
+
+def test_bytes_that_are_not_what_was_verified_are_not_adopted(path: Path, clock: ManualClock) -> None:
+    pool = HostPool.open(path, POOL_BYTES, clock)
+    fill(pool, FIRST, 0)
+    image = fill(pool, SECOND, 0)
+    offset = pool.file_offset(image) + 2 * CHUNK_BYTES + 17
+    pool.close(remove=False)
+    with path.open("r+b") as file:
+        os.pwrite(file.fileno(), b"\xff\x00\xff", offset)
+    adopted = HostPool.open(path, POOL_BYTES, clock)
+    assert held(adopted) == {FIRST: (0,)}
+    adopted.close(remove=True)
+
+
+def test_a_pool_of_another_size_is_made_anew_and_keeps_the_epoch(path: Path, clock: ManualClock) -> None:
+    pool = HostPool.open(path, POOL_BYTES, clock)
+    fill(pool, FIRST, 0)
+    pool.raise_epoch(Epoch(3))
+    inode = path.stat().st_ino
+    pool.close(remove=False)
+    larger = HostPool.open(path, 2 * POOL_BYTES, clock)
+    assert (larger.copies(), larger.free_bytes, larger.highest_epoch) == ((), 2 * POOL_BYTES, 3)
+    assert path.stat().st_ino != inode
+    larger.close(remove=True)
+
+
+def test_another_boots_pool_is_made_anew(path: Path, clock: ManualClock) -> None:
+    pool = HostPool.open(path, POOL_BYTES, clock)
+    fill(pool, FIRST, 0)
+    pool.close(remove=False)
+    content = path.read_bytes()
+    path.write_bytes(content.replace(Path("/proc/sys/kernel/random/boot_id").read_bytes().strip(), b"0" * 36, 1))
+    adopted = HostPool.open(path, POOL_BYTES, clock)
+    assert adopted.copies() == ()
+    adopted.close(remove=True)
+
+
+@pytest.mark.parametrize("content", [b"", b"something else", b"\0" * 100_000])
+def test_a_file_that_is_no_pool_is_replaced(path: Path, clock: ManualClock, content: bytes) -> None:
+    path.write_bytes(content)
+    pool = HostPool.open(path, POOL_BYTES, clock)
+    assert pool.free_bytes == POOL_BYTES
+    pool.close(remove=True)
+
+
+def test_one_loader_a_pool(path: Path, clock: ManualClock) -> None:
+    pool = HostPool.open(path, POOL_BYTES, clock)
+    with pytest.raises(Conflict, match="another loader"):
+        HostPool.open(path, POOL_BYTES, clock)
+    with pytest.raises(Conflict, match="another loader"):
+        HostPool.open(path, 2 * POOL_BYTES, clock)
+    pool.close(remove=True)
+    assert not path.exists()
+    assert list(path.parent.iterdir()) == []
+
+
+def test_older_epochs_are_refused(path: Path, clock: ManualClock) -> None:
+    pool = HostPool.open(path, POOL_BYTES, clock)
+    pool.raise_epoch(Epoch(5))
+    pool.raise_epoch(Epoch(5))
+    with pytest.raises(StaleCommand):
+        pool.raise_epoch(Epoch(4))
+    pool.close(remove=True)
+
+
+def test_a_full_pool_says_so_and_stays_as_it_was(path: Path, clock: ManualClock) -> None:
+    pool = HostPool.open(path, POOL_BYTES, clock)
+    image = pool.reserve(FIRST, 0, POOL_BYTES - 64 * 1024, 1)
+    with pytest.raises(HostPoolFull, match="65536 bytes free"):
+        pool.reserve(FIRST, 1, 65537, 1)
+    with pytest.raises(HostPoolFull):
+        pool.reserve(FIRST, 1, 1, 1000)
+    with pytest.raises(Conflict):
+        pool.reserve(FIRST, 0, 1, 1)
+    pool.discard(image)
+    assert pool.free_bytes == POOL_BYTES
+    pool.close(remove=True)
+
+
+def test_copies_come_least_recently_used_first(path: Path, clock: ManualClock) -> None:
+    pool = HostPool.open(path, POOL_BYTES, clock)
+    fill(pool, FIRST, 0)
+    clock.advance(1)
+    fill(pool, SECOND, 0)
+    assert [copy.digest for copy in pool.copies()] == [FIRST, SECOND]
+    clock.advance(1)
+    pool.touch(FIRST)
+    assert [(copy.digest, copy.last_used_s) for copy in pool.copies()] == [(SECOND, 1001.0), (FIRST, 1002.0)]
+    pool.close(remove=True)

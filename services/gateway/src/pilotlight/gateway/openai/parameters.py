@@ -1,0 +1,148 @@
+"""From a request's body to what the engine is asked for. Everything that cannot be honoured is refused, by the field's name."""
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from pilotlight.common.errors import BadRequest, ContextTooLong
+from pilotlight.gateway.openai.types import ChatRequest, CommonRequest, CompletionRequest, NotSupported
+from pilotlight.policy.types import Model, Sampling
+
+_OFF: dict[str, tuple[object, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "modalities": (["text"],),
+}
+"""Values of fields in ``NotSupported`` that switch them off, beside null."""
+_SEED_MASK = 2**63 - 1
+
+_decoders: dict[type, msgspec.json.Decoder[object]] = {}
+_WHERE = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
+
+R = TypeVar("R", bound=CommonRequest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a request asks for beside its tokens: how the answer is to look."""
+
+    stream: bool
+    include_usage: bool
+    stops: tuple[str, ...]
+    logprobs: bool
+
+
+def decode_body(body: bytes, as_type: type[R]) -> R:
+    """Decode a request strictly.
+
+    Raises:
+        BadRequest: it is not JSON, a value has the wrong type or is out of range, or a field is set that is not supported.
+    """
+    decoder = _decoders.get(as_type)
+    if decoder is None:
+        decoder = _decoders[as_type] = msgspec.json.Decoder(as_type)
+    try:
+        request = decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error)) from error
+    except RecursionError as error:
+        raise BadRequest("the body is nested too deeply") from error
+    except UnicodeDecodeError as error:
+        raise BadRequest("the body is not valid UTF-8") from error
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"the body is not valid JSON: {error}") from error
+    assert isinstance(request, as_type)
+    _refuse_unsupported(request)
+    return request
+
+
+def options_of(request: ChatRequest | CompletionRequest) -> Options:
+    """How the answer is to look.
+
+    Raises:
+        BadRequest: options contradict each other.
+    """
+    if request.stream_options is not None and not request.stream:
+        raise BadRequest("stream_options needs stream: true", param="stream_options")
+    stops = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
+    if isinstance(request, ChatRequest):
+        if request.top_logprobs:
+            raise BadRequest("top_logprobs is not supported: only the chosen token's log probability is kept", param="top_logprobs")
+        logprobs = bool(request.logprobs)
+    else:
+        logprobs = request.logprobs is not None
+    include_usage = request.stream_options is not None and request.stream_options.include_usage
+    return Options(stream=bool(request.stream), include_usage=include_usage, stops=stops, logprobs=logprobs)
+
+
+def sampling_of(
+    request: ChatRequest | CompletionRequest, model: Model, prompt_tokens: int, eos_token_ids: Sequence[int], rng: random.Random
+) -> Sampling:
+    """How the request's tokens are drawn. Without a seed it gets one, so that it can be resumed elsewhere with the same tokens.
+
+    Raises:
+        ContextTooLong: prompt and wanted output are longer than the model's context.
+    """
+    asked = request.max_tokens
+    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
+        asked = request.max_completion_tokens
+    top_k = request.top_k or 0
+    return Sampling(
+        seed=(request.seed & _SEED_MASK) if request.seed is not None else rng.getrandbits(63),
+        max_tokens=_room(model, prompt_tokens, asked),
+        temperature=1.0 if request.temperature is None else request.temperature,
+        top_p=1.0 if request.top_p is None else request.top_p,
+        top_k=max(0, top_k),
+        ignore_eos=bool(request.ignore_eos),
+        stop_token_ids=() if request.ignore_eos else tuple(eos_token_ids),
+        logprobs=options_of(request).logprobs,
+    )
+
+
+def _room(model: Model, prompt_tokens: int, asked: int | None) -> int:
+    limit = model.spec.max_context_tokens
+    left = limit - prompt_tokens
+    if left < 1:
+        raise ContextTooLong(
+            f"the prompt has {prompt_tokens} tokens and leaves no room for an answer; the context of {model.name} is {limit} tokens"
+        )
+    if asked is not None and asked > left:
+        raise ContextTooLong(
+            f"the prompt's {prompt_tokens} tokens and {asked} tokens of output are more than the {limit} tokens of {model.name}'s context",
+            param="max_tokens",
+        )
+    return left if asked is None else asked
+
+
+def _refuse_unsupported(request: NotSupported) -> None:
+    for name in NotSupported.__struct_fields__:
+        value = getattr(request, name)
+        if value is not None and not any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in _OFF.get(name, ())):
+            raise BadRequest(f"{name} is not supported; leave it out", param=name)
+
+
+def _invalid(message: str) -> BadRequest:
+    where = _WHERE.search(message)
+    if where is None:
+        missing = re.search(r"missing required field `(\w+)`", message)
+        return BadRequest(message, param=missing.group(1) if missing else None)
+    path = where.group(1)
+    missing = re.search(r"missing required field `(\w+)`", message)
+    param = f"{path}.{missing.group(1)}" if missing else path
+    return BadRequest(f"{param or 'the body'}: {message[: where.start()]}", param=param or None)

@@ -1,0 +1,119 @@
+"""Who leads. Any number of schedulers stand by; the one that holds the lease leads, and stops at once when it loses it."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from pilotlight.common.clock import Clock
+from pilotlight.common.errors import DatabaseUnavailable, DeadlineExceeded, NotLeader
+from pilotlight.common.service import Background
+from pilotlight.common.waiting import Backoff, pause
+from pilotlight.policy.types import Epoch
+from pilotlight.scheduler.lease import LEASE_S, RENEW_S, Lease
+
+log = structlog.get_logger()
+
+STAND_BY_S = 0.25
+"""Between two looks at a lease that somebody else holds."""
+RETRY_S = 0.2
+"""Between two tries to renew while the database does not answer."""
+
+Lead = Callable[[Epoch], Awaitable[None]]
+
+
+class Election:
+    """A component: stands for the lease, and leads while it is held."""
+
+    def __init__(self, lease: Lease, lead: Lead, epoch_seen: Callable[[], Epoch], clock: Clock, background: Background) -> None:
+        self._lease = lease
+        self._lead = lead
+        self._epoch_seen = epoch_seen
+        self._clock = clock
+        self._background = background
+        self._rng = random.Random()
+        self._task: asyncio.Task[None] | None = None
+        self.epoch: Epoch | None = None
+        """Of the running term; None while another leads."""
+        self.database_error: str | None = None
+        """Why the database could not be asked the last time."""
+
+    async def start(self) -> None:
+        """Stand from now on."""
+        if self._task is None:
+            self._task = self._background.spawn("election", self._stand_for_ever())
+
+    async def stop(self) -> None:
+        """Lead no more, and give the lease back so that a standby need not wait for it."""
+        task, self._task = self._task, None
+        if task is None:
+            return
+        epoch = self.epoch
+        task.cancel()
+        await asyncio.wait({task})
+        if epoch is None:
+            return
+        try:
+            await self._lease.give_back(epoch)
+        except (DatabaseUnavailable, DeadlineExceeded) as error:
+            log.warning("the lease has to expire by itself", action="lease_not_given_back", error=error.message)
+
+    async def _stand_for_ever(self) -> None:
+        backoff = Backoff(first_s=0.1, limit_s=2.0)
+        failures = 0
+        while True:
+            asked_s = self._clock.monotonic_s()
+            try:
+                epoch = await self._lease.take(Epoch(self._epoch_seen() + 1))
+            except (DatabaseUnavailable, DeadlineExceeded) as error:
+                self._note(error.message)
+                await pause(backoff.delay_s(failures, self._rng))
+                failures += 1
+                continue
+            self._note(None)
+            failures = 0
+            if epoch is None:
+                await pause(self._rng.uniform(STAND_BY_S / 2, STAND_BY_S))
+                continue
+            await self._serve_term(epoch, asked_s + LEASE_S)
+
+    async def _serve_term(self, epoch: Epoch, valid_until_s: float) -> None:
+        log.info("leading", action="lease_taken", epoch=epoch)
+        self.epoch = epoch
+        term = asyncio.ensure_future(self._lead(epoch))
+        try:
+            await self._renew_while(term, epoch, valid_until_s)
+        finally:
+            self.epoch = None
+            term.cancel()
+            await asyncio.wait({term})
+        error = None if term.cancelled() else term.exception()
+        if error is not None and not isinstance(error, NotLeader):
+            raise error
+        log.warning("no longer leading", action="lease_lost", epoch=epoch)
+
+    async def _renew_while(self, term: asyncio.Future[None], epoch: Epoch, valid_until_s: float) -> None:
+        """Return when the term ended, the lease was lost, or it expired unseen because the database does not answer."""
+        wait_s = RENEW_S
+        while True:
+            left_s = valid_until_s - self._clock.monotonic_s()
+            done, _ = await asyncio.wait({term}, timeout=max(0.0, min(wait_s, left_s)))
+            asked_s = self._clock.monotonic_s()
+            if done or asked_s >= valid_until_s:
+                return
+            try:
+                if not await self._lease.renew(epoch):
+                    return
+            except (DatabaseUnavailable, DeadlineExceeded) as error:
+                self._note(error.message)
+                wait_s = RETRY_S
+                continue
+            self._note(None)
+            valid_until_s = asked_s + LEASE_S
+            wait_s = RENEW_S
+
+    def _note(self, error: str | None) -> None:
+        if error is not None and self.database_error is None:
+            log.warning("the database does not answer", action="database_unavailable", error=error)
+        self.database_error = error

@@ -1,0 +1,105 @@
+"""The leader's lease: one row, by the database's clock.
+
+A leader's every write happens in a transaction that first locks the lease row for sharing and sees in it the leader's own epoch, not
+expired. A taker updates that row, so it waits until such a transaction has ended: what an old leader could still write is written
+before the new one reads, and nothing is written after.
+"""
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+
+from sqlalchemy import func, literal, select, update
+from sqlalchemy.dialects.postgresql import insert
+
+from pilotlight.common.db import tables
+from pilotlight.common.db.session import Database, UnitOfWork
+from pilotlight.common.errors import NotLeader
+from pilotlight.common.waiting import within
+from pilotlight.policy.types import Epoch
+
+LEASE_S = 2.5
+"""After this much silence of its holder anybody may take the lease."""
+RENEW_S = 1.0
+DEADLINE_S = 1.0
+"""For one try to take, renew or give back."""
+
+_lease = tables.lease
+_now = func.clock_timestamp()
+_term = literal(timedelta(seconds=LEASE_S))
+
+
+class Lease:
+    """Takes, renews and gives back the lease for one process."""
+
+    def __init__(self, database: Database, holder: str) -> None:
+        self._database = database
+        self.holder = holder
+
+    async def take(self, at_least: Epoch) -> Epoch | None:
+        """Take the lease if nobody holds it; the new epoch, above every earlier one and not below ``at_least``. None while it is held.
+
+        Raises:
+            DatabaseUnavailable: the database cannot be reached.
+            DeadlineExceeded: it did not answer in time.
+        """
+        return await within(DEADLINE_S, self._take(at_least), "taking the lease")
+
+    async def renew(self, epoch: Epoch) -> bool:
+        """Hold on for another term; False when the lease was lost.
+
+        Raises:
+            DatabaseUnavailable: the database cannot be reached.
+            DeadlineExceeded: it did not answer in time.
+        """
+        return await within(DEADLINE_S, self._set_expiry(epoch, _now + _term), "renewing the lease")
+
+    async def give_back(self, epoch: Epoch) -> None:
+        """Let the next one take it at once.
+
+        Raises:
+            DatabaseUnavailable: the database cannot be reached.
+            DeadlineExceeded: it did not answer in time.
+        """
+        await within(DEADLINE_S, self._set_expiry(epoch, _now), "giving the lease back")
+
+    async def _take(self, at_least: Epoch) -> Epoch | None:
+        first = insert(_lease).values(id=1, holder=self.holder, epoch=max(1, at_least), expires_at=_now + _term)
+        statement = first.on_conflict_do_update(
+            index_elements=[_lease.c.id],
+            set_={"holder": self.holder, "epoch": func.greatest(_lease.c.epoch + 1, at_least), "expires_at": _now + _term},
+            where=_lease.c.expires_at <= _now,
+        ).returning(_lease.c.epoch)
+        async with self._database.unit_of_work() as work:
+            epoch = (await work.connection.execute(statement)).scalar_one_or_none()
+        return Epoch(epoch) if epoch is not None else None
+
+    async def _set_expiry(self, epoch: Epoch, expires_at: object) -> bool:
+        mine = (_lease.c.id == 1) & (_lease.c.holder == self.holder) & (_lease.c.epoch == epoch) & (_lease.c.expires_at > _now)
+        async with self._database.unit_of_work() as work:
+            changed = await work.connection.execute(update(_lease).where(mine).values(expires_at=expires_at))
+        return changed.rowcount == 1
+
+
+class Fence:
+    """Units of work of one term. Outside the term there are none."""
+
+    def __init__(self, database: Database, holder: str, epoch: Epoch) -> None:
+        self._database = database
+        self._holder = holder
+        self.epoch = epoch
+
+    @asynccontextmanager
+    async def unit_of_work(self) -> AsyncGenerator[UnitOfWork]:
+        """One transaction that commits only while the lease is ours.
+
+        Raises:
+            NotLeader: it is not any more; nothing was written.
+            DatabaseUnavailable: the database cannot be reached.
+        """
+        mine = (_lease.c.holder == self._holder) & (_lease.c.epoch == self.epoch) & (_lease.c.expires_at > _now)
+        async with self._database.unit_of_work() as work:
+            held = await work.connection.execute(select(_lease.c.epoch).where(mine).with_for_update(read=True))
+            if held.scalar_one_or_none() is None:
+                raise NotLeader(f"epoch {self.epoch} is over")
+            yield work

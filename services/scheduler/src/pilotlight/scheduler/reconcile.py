@@ -1,0 +1,151 @@
+"""From reports to events of instances. Pure: instances, workers and the time in; changes with reasons out."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from pilotlight.common.errors import EngineFailed, WorkerLost
+from pilotlight.policy.instance import ENDED, SERVING, InstanceEvent, path
+from pilotlight.policy.liveness import DEAD_AFTER_S
+from pilotlight.policy.types import HeldStage, HeldState, Instance, InstanceId, InstanceState, Liveness, Placement, WorkerId
+from pilotlight.scheduler.world import WorkerView
+
+_FREE = frozenset({HeldState.EVICTED, HeldState.FAILED})
+"""Takes no room any more; the worker only waits to be told that it may forget it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tracked:
+    """An instance, and which of its workers have been seen to hold their stage."""
+
+    instance: Instance
+    seen_on: frozenset[WorkerId] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """Legal moves of one instance, in order, and why."""
+
+    instance_id: InstanceId
+    events: tuple[InstanceEvent, ...]
+    reason: str
+    heard_s: float = 0.0
+    """When the report came that says so; 0 where silence does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReconcileRules:
+    """Figures of the judgement."""
+
+    term_started_s: float
+    """Reports that are missing since then are missing; what was missed before says nothing."""
+    hold_deadline_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """One placement beside what its worker says of it."""
+
+    placement: Placement
+    worker: WorkerView | None
+    held: HeldStage | None
+    dead: bool
+    absent: bool
+    """A report that is younger than the instance's last change does not list the stage."""
+
+
+def reconcile(
+    tracked: Iterable[Tracked], workers: Mapping[WorkerId, WorkerView], now_s: float, rules: ReconcileRules
+) -> tuple[Change, ...]:
+    """What the reports say of each instance.
+
+    1. ended: nothing
+    2. draining, and no live worker holds a stage of it: released
+    3. a worker of it is dead: failed
+    4. a stage failed: failed, with the worker's reason
+    5. a stage was evicted, or its worker lets it go by itself: it drains; if none is left it is released with that
+    6. a stage that was held is not held any more: the worker was started anew, failed
+    7. a live worker has not taken up its stage within the deadline: failed
+    8. every stage is ready: ready, with the moves that were missed in between
+    9. some stage is held: loading
+    """
+    changes: list[Change] = []
+    for one in tracked:
+        parts = [_part(one.instance, placement, workers, now_s, rules) for placement in one.instance.placements]
+        change = _judge(one, parts, now_s, rules)
+        if change is not None:
+            changes.append(change)
+    return tuple(changes)
+
+
+def _judge(one: Tracked, parts: list[_Part], now_s: float, rules: ReconcileRules) -> Change | None:
+    instance = one.instance
+    state = instance.state
+    heard_s = max((part.worker.heard_s for part in parts if part.worker is not None), default=0.0)
+
+    def change(reason: str, *events: InstanceEvent) -> Change:
+        return Change(instance_id=instance.instance_id, events=events, reason=reason, heard_s=heard_s)
+
+    if state in ENDED:  # 1
+        return None
+    all_free = all(part.dead or part.absent or (part.held is not None and part.held.state in _FREE) for part in parts)
+    if state is InstanceState.DRAINING:  # 2
+        return change(instance.reason, InstanceEvent.RELEASED) if all_free else None
+    failure = _failure(one, parts, now_s, rules)  # 3, 4, 6, 7
+    if failure is not None:
+        return change(failure, InstanceEvent.FAIL)
+    leaving = next((part.held for part in parts if part.held is not None and part.held.state in _LEAVING), None)
+    if leaving is not None:  # 5
+        reason = leaving.reason or f"its worker reports it as {leaving.state.value}"
+        return change(reason, InstanceEvent.DRAIN, *((InstanceEvent.RELEASED,) if all_free else ()))
+    if state in SERVING:
+        return None
+    held = [part.held for part in parts if part.held is not None]
+    if len(held) == len(parts) and all(stage.state is HeldState.READY for stage in held):  # 8
+        return change("every stage is ready", *path(state, InstanceState.READY))
+    if held and state is not InstanceState.LOADING:  # 9
+        return change("a worker loads its stage", *path(state, InstanceState.LOADING))
+    return None
+
+
+_LEAVING = frozenset({HeldState.EVICTED, HeldState.DRAINING})
+
+
+def _failure(one: Tracked, parts: list[_Part], now_s: float, rules: ReconcileRules) -> str | None:
+    instance = one.instance
+    for part in parts:
+        worker_id = part.placement.worker_id
+        if part.dead:  # 3
+            return f"{WorkerLost.code}: worker {worker_id} is gone"
+        if part.held is not None and part.held.state is HeldState.FAILED:  # 4
+            return part.held.reason or f"{EngineFailed.code}: worker {worker_id} could not load its stage"
+        if not part.absent:
+            continue
+        loaded_alone = instance.state is InstanceState.LOADING and len(parts) == 1
+        if instance.state in SERVING or worker_id in one.seen_on or loaded_alone:  # 6
+            return f"{WorkerLost.code}: worker {worker_id} was started anew and does not hold it any more"
+        waited_s = now_s - max(instance.state_since_s, rules.term_started_s)
+        if waited_s > rules.hold_deadline_s:  # 7
+            return f"{EngineFailed.code}: worker {worker_id} did not take up its stage within {rules.hold_deadline_s:g} s"
+    return None
+
+
+def _part(
+    instance: Instance, placement: Placement, workers: Mapping[WorkerId, WorkerView], now_s: float, rules: ReconcileRules
+) -> _Part:
+    worker = workers.get(placement.worker_id)
+    since_s = max(instance.state_since_s, rules.term_started_s)
+    if worker is None:
+        return _Part(placement=placement, worker=None, held=None, dead=now_s - since_s >= DEAD_AFTER_S, absent=False)
+    held = worker.held(instance.instance_id)
+    return _Part(
+        placement=placement,
+        worker=worker,
+        held=held,
+        dead=worker.facts.liveness is Liveness.DEAD and now_s - rules.term_started_s >= _dead_grace_s(worker, rules),
+        absent=held is None and worker.heard_s > since_s,
+    )
+
+
+def _dead_grace_s(worker: WorkerView, rules: ReconcileRules) -> float:
+    """A worker that was last heard before the term began may have been missed by our own doing: it gets the full time anew."""
+    return DEAD_AFTER_S if worker.heard_s < rules.term_started_s else 0.0

@@ -1,0 +1,295 @@
+"""The stages that a worker holds: brings what is held to what is desired, and is the only one to write it."""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from pilotlight.common.errors import DeadlineExceeded, EngineFailed, NoRoom, NotLoaded, PilotlightError, StaleCommand, error_of
+from pilotlight.common.messages.engine import StageFailed, StageLoaded, UnloadStage
+from pilotlight.common.messages.hold import Hold, WorkerHold
+from pilotlight.common.waiting import within
+from pilotlight.policy.types import Epoch, Generation, HeldStage, HeldState, InstanceId
+from pilotlight.worker.core import WorkerCore
+from pilotlight.worker.lifecycle import RESIDENT, HeldEvent, HeldView, plan, step
+from pilotlight.worker.loading import StageLoader
+
+log = structlog.get_logger()
+
+UNLOAD_DEADLINE_S = 10.0
+"""An engine that frees no memory within this time hangs."""
+RETRY_AFTER_S = 0.5
+GONE_KEPT = 1024
+"""Instances that were given up or drained and are remembered, so that a late command does not load them again."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Held:
+    hold: Hold
+    state: HeldState
+    since_s: float
+    reason: str = ""
+    kv_capacity_tokens: int = 0
+    loading: asyncio.Task[None] | None = None
+    loaded: asyncio.Future[StageLoaded] | None = None
+    """What the engine says of the load."""
+    unloaded: asyncio.Future[None] | None = None
+    """Done when the engine has freed it; set while that is asked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingStage:
+    """A stage that takes requests."""
+
+    hold: Hold
+    kv_capacity_tokens: int
+
+
+class Stages:
+    """Owns the table of held stages of one worker."""
+
+    def __init__(self, core: WorkerCore, loader: StageLoader) -> None:
+        self._core = core
+        self._loader = loader
+        self._held: dict[InstanceId, _Held] = {}
+        self._gone: OrderedDict[InstanceId, Generation] = OrderedDict()
+        self._desired: tuple[Hold, ...] | None = None
+        """None until the first command: absence is never deletion."""
+        self._epoch = Epoch(0)
+
+    @property
+    def epoch(self) -> Epoch:
+        """The highest epoch that a command carried."""
+        return self._epoch
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        """Tokens for which the stages that serve have room, all together."""
+        return sum(held.kv_capacity_tokens for held in self._held.values() if held.state is HeldState.READY)
+
+    def command(self, command: WorkerHold) -> None:
+        """Take the complete desired set.
+
+        Raises:
+            StaleCommand: a higher epoch has been seen.
+        """
+        if command.epoch < self._epoch:
+            self._core.metrics.stale.inc()
+            raise StaleCommand(f"epoch {command.epoch} is older than {self._epoch}")
+        self._epoch = command.epoch
+        self._desired = command.holds
+        self.reconcile()
+
+    def reconcile(self) -> None:
+        """Do what is missing between held and desired; nothing, when nothing is."""
+        if self._desired is None:
+            return
+        views = {instance_id: HeldView(hold=held.hold, state=held.state) for instance_id, held in self._held.items()}
+        todo = plan(views, self._gone, self._desired, self._core.device_bytes)
+        for hold in todo.renew:
+            self._held[hold.instance_id].hold = hold
+        removed = [self._let_go(instance_id) for instance_id in todo.let_go]
+        if self._core.engine.alive:
+            for hold in todo.start:
+                self._start(hold)
+        for hold in todo.refuse:
+            held = self._hold(hold)
+            self._fail(held, NoRoom(f"{hold.device_bytes} bytes were granted, and the device has no such room"))
+        if todo.renew or todo.let_go or todo.start or todo.refuse:
+            self._core.changed.set()
+        if any(removed):
+            # A newer generation may have waited for the place.
+            self.reconcile()
+
+    async def give_up(self, instance_ids: Sequence[InstanceId]) -> tuple[InstanceId, ...]:
+        """Unload these if they are ready and idle; returns the ones whose memory is free, also of an earlier call."""
+        freed: list[InstanceId] = []
+        leaving: list[_Held] = []
+        for instance_id in instance_ids:
+            held = self._held.get(instance_id)
+            if held is None and instance_id in self._gone:
+                freed.append(instance_id)
+            elif held is not None and held.state is HeldState.EVICTED:
+                leaving.append(held)
+            elif held is not None and held.state is HeldState.READY and self._core.table.in_flight(instance_id) == 0:
+                # From here on submits are refused: no request can slip in between.
+                self._move(held, HeldEvent.GIVE_UP)
+                held.reason = f"{NoRoom.code}: its room was asked for"
+                self._remember_gone(held.hold)
+                self._core.metrics.given_up.inc()
+                self._unload(held)
+                leaving.append(held)
+        unloading = [held.unloaded for held in leaving if held.unloaded is not None]
+        if unloading:
+            await asyncio.wait(unloading, timeout=UNLOAD_DEADLINE_S)
+        return (*freed, *(held.hold.instance_id for held in leaving if held.unloaded is None or held.unloaded.done()))
+
+    def serving(self, instance_id: InstanceId) -> ServingStage:
+        """The stage that takes an instance's requests.
+
+        Raises:
+            NotLoaded: it is not held whole, or not ready.
+        """
+        held = self._held.get(instance_id)
+        if held is None or held.state is not HeldState.READY:
+            state = held.state.value if held else "not held"
+            raise NotLoaded(f"{instance_id} is {state} on {self._core.worker_id}", retry_after_s=RETRY_AFTER_S)
+        if held.hold.stage != held.hold.model.spec.whole:
+            raise NotLoaded(f"{self._core.worker_id} holds only a stage of {instance_id}")
+        return ServingStage(hold=held.hold, kv_capacity_tokens=held.kv_capacity_tokens)
+
+    def facts(self, now_s: float) -> tuple[HeldStage, ...]:
+        """What is held, as it is reported."""
+        return tuple(self._fact(held, now_s) for held in self._held.values())
+
+    def on_loaded(self, event: StageLoaded) -> None:
+        """The engine has every part in place."""
+        held = self._held.get(event.instance_id)
+        if held is not None and held.loaded is not None and not held.loaded.done():
+            held.loaded.set_result(event)
+
+    def on_load_failed(self, event: StageFailed) -> None:
+        """The engine cannot load it; its memory is free."""
+        held = self._held.get(event.instance_id)
+        if held is not None and held.loaded is not None and not held.loaded.done():
+            held.loaded.set_exception(error_of(event.code, event.message))
+
+    def on_unloaded(self, instance_id: InstanceId) -> None:
+        """The engine has freed it."""
+        held = self._held.get(instance_id)
+        if held is not None:
+            self._freed(held)
+
+    def on_engine_died(self, reason: str) -> None:
+        """The engine and everything in it is gone."""
+        error = EngineFailed(f"the engine ended: {reason}")
+        for held in list(self._held.values()):
+            if held.loaded is not None and not held.loaded.done():
+                held.loaded.set_exception(error)
+            elif held.state is HeldState.READY:
+                self._fail(held, error)
+            else:
+                self._freed(held)
+        self._core.changed.set()
+
+    def on_requests_ended(self) -> None:
+        """Let the drained go."""
+        for held in self._held.values():
+            self._unload_if_idle(held)
+
+    def stop(self) -> None:
+        """Call every load off."""
+        for held in self._held.values():
+            if held.loading is not None:
+                held.loading.cancel()
+
+    def _hold(self, hold: Hold) -> _Held:
+        state = step(None, HeldEvent.HOLD)
+        assert state is not None
+        held = _Held(hold=hold, state=state, since_s=self._core.clock.monotonic_s())
+        self._held[hold.instance_id] = held
+        return held
+
+    def _start(self, hold: Hold) -> None:
+        held = self._hold(hold)
+        held.loaded = asyncio.get_running_loop().create_future()
+        log.info("stage is loading", action="stage_loading", instance_id=hold.instance_id, model=hold.model.name)
+        held.loading = self._core.background.spawn(f"load {hold.instance_id}", self._load(held, held.loaded))
+
+    async def _load(self, held: _Held, loaded: asyncio.Future[StageLoaded]) -> None:
+        try:
+            result = await self._loader.load(held.hold, held.since_s, loaded)
+        except PilotlightError as error:
+            if held.state is HeldState.LOADING:
+                self._fail(held, error)
+                self._unload(held)
+            return
+        finally:
+            held.loading = held.loaded = None
+            loaded.cancel()
+        held.kv_capacity_tokens = result.kv_capacity_tokens
+        self._move(held, HeldEvent.LOADED)
+        self._core.phases.record(held.hold.instance_id, *result.phases)
+        self._core.metrics.loads.labels(outcome="loaded").inc()
+
+    def _fail(self, held: _Held, error: PilotlightError) -> None:
+        self._move(held, HeldEvent.FAIL)
+        held.reason = f"{error.code}: {error.message}"
+        self._core.metrics.loads.labels(outcome=error.code).inc()
+        log.warning("stage failed", action="stage_failed", instance_id=held.hold.instance_id, code=error.code, error=error.message)
+
+    def _let_go(self, instance_id: InstanceId) -> bool:
+        """True when it is gone at once, because it took no memory."""
+        held = self._held[instance_id]
+        if any(hold.draining and hold.instance_id == instance_id for hold in self._desired or ()):
+            self._remember_gone(held.hold)
+        if held.state not in RESIDENT:
+            self._move(held, HeldEvent.LET_GO)
+            return True
+        self._move(held, HeldEvent.LET_GO)
+        if held.loading is not None:
+            held.loading.cancel()
+        self._unload_if_idle(held)
+        return False
+
+    def _unload_if_idle(self, held: _Held) -> None:
+        busy = self._core.table.in_flight(held.hold.instance_id) > 0
+        if held.state is HeldState.DRAINING and held.unloaded is None and not busy:
+            self._unload(held)
+
+    def _unload(self, held: _Held) -> None:
+        held.unloaded = asyncio.get_running_loop().create_future()
+        self._core.background.spawn(f"unload {held.hold.instance_id}", self._ask_unload(held, held.unloaded))
+
+    async def _ask_unload(self, held: _Held, unloaded: asyncio.Future[None]) -> None:
+        try:
+            await self._core.engine.unload_stage(UnloadStage(instance_id=held.hold.instance_id))
+            await within(UNLOAD_DEADLINE_S, asyncio.shield(unloaded), "unloading a stage")
+        except EngineFailed:
+            self._freed(held)
+        except DeadlineExceeded as error:
+            await self._core.engine.kill(error.message)
+
+    def _freed(self, held: _Held) -> None:
+        """Its memory is free, because the engine said so or is dead."""
+        if held.unloaded is not None and not held.unloaded.done():
+            held.unloaded.set_result(None)
+        if held.state is HeldState.DRAINING and held.unloaded is not None:
+            self._move(held, HeldEvent.UNLOADED)
+            self.reconcile()
+
+    def _move(self, held: _Held, event: HeldEvent) -> None:
+        state = step(held.state, event)
+        held.since_s = self._core.clock.monotonic_s()
+        if state is None:
+            instance_id = held.hold.instance_id
+            del self._held[instance_id]
+            self._core.table.instance_gone(instance_id)
+        else:
+            held.state = state
+        self._core.changed.set()
+
+    def _remember_gone(self, hold: Hold) -> None:
+        self._gone[hold.instance_id] = hold.generation
+        while len(self._gone) > GONE_KEPT:
+            self._gone.popitem(last=False)
+
+    def _fact(self, held: _Held, now_s: float) -> HeldStage:
+        hold = held.hold
+        in_flight = self._core.table.in_flight(hold.instance_id)
+        used_s = max(held.since_s, self._core.table.ended_s(hold.instance_id) or 0.0)
+        idle = held.state is HeldState.READY and in_flight == 0
+        return HeldStage(
+            instance_id=hold.instance_id,
+            generation=hold.generation,
+            model=hold.model.name,
+            digest=hold.model.digest,
+            stage=hold.stage,
+            state=held.state,
+            device_bytes=hold.device_bytes if held.state in RESIDENT else 0,
+            in_flight=in_flight,
+            idle_s=now_s - used_s if idle else 0.0,
+            reason=held.reason,
+        )
