@@ -3,6 +3,7 @@
 import json
 
 import pytest
+
 from pilotlight.checkpoint import errors
 from pilotlight.checkpoint.checkpoint import read_checkpoint
 from pilotlight.checkpoint.errors import BadCheckpoint, CheckpointError, UnsupportedModel

@@ -5,6 +5,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from pilotlight.checkpoint.config import declared_dtype, parse_config
 from pilotlight.checkpoint.errors import BadCheckpoint, CheckpointError, UnsupportedModel
 from pilotlight.checkpoint.testing import tiny_config

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pilotlight.checkpoint import layout
 from pilotlight.checkpoint.checkpoint import read_checkpoint, read_chunk
 from pilotlight.checkpoint.errors import BadCheckpoint

@@ -3,6 +3,7 @@
 import os
 
 import pytest
+
 from pilotlight.checkpoint.checkpoint import read_checkpoint
 from pilotlight.checkpoint.errors import BadCheckpoint, SourceChanged, SourceUnavailable
 from pilotlight.checkpoint.reader import FolderSource, MemorySource, read_small, source_version

@@ -8,6 +8,7 @@ import safetensors
 import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pilotlight.checkpoint import safetensors as under_test
 from pilotlight.checkpoint.errors import BadCheckpoint, CheckpointError, UnsupportedModel
 from pilotlight.checkpoint.reader import MemorySource

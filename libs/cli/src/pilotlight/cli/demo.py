@@ -1,6 +1,7 @@
 """``pilotlight demo``: a cold chat, a warm one, and where the time went."""
 
 import asyncio
+import contextlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,11 +111,10 @@ def _cold_start_of(admin: AdminClient, trace_id: str, clock: Clock) -> dict[str,
     """The finished record; the last phases reach it a moment after the first token."""
     deadline_s = clock.monotonic_s() + RECORD_DEADLINE_S
     while clock.monotonic_s() < deadline_s:
-        try:
-            records = admin.get(f"/traces/{trace_id}")["cold_starts"]
-        except NotFound:
-            records = []
-        record: dict[str, Any] = records[0] if records else {"status": "open", "phases": []}
+        record: dict[str, Any] = {"status": "open", "phases": []}
+        # Its rows are written a moment after the answer.
+        with contextlib.suppress(NotFound):
+            record = next(iter(admin.get(f"/traces/{trace_id}")["cold_starts"]), record)
         if record["status"] == "done" and any(bar.name == "prefill" for bar in bars_of(record["phases"])):
             return record
         asyncio.run(pause(0.1))

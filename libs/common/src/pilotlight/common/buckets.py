@@ -4,19 +4,23 @@ Written on change, without TTL. An empty bucket says nothing: absence is never d
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Protocol, TypeVar
+import random
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Protocol, TypeVar
 
 import nats.errors
 import nats.js.errors
 import structlog
 from nats.aio.client import Client
-from nats.js.api import KeyValueConfig
-from nats.js.kv import KeyValue
+from nats.aio.msg import Msg
+from nats.js import JetStreamContext
+from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, KeyValueConfig
+from nats.js.kv import KV_DEL, KV_OP, KV_PURGE
 
-from pilotlight.common.errors import BusUnavailable, MessageUndecodable
+from pilotlight.common.errors import BadRequest, BusUnavailable, MessageUndecodable
 from pilotlight.common.messages.codec import decode_json, encode_json
-from pilotlight.common.waiting import pause
+from pilotlight.common.waiting import Backoff, pause
 
 log = structlog.get_logger()
 
@@ -26,90 +30,202 @@ COPIES = "copies"
 NODES = "nodes"
 WORKERS = "workers"
 
+DEADLINE_S = 3.0
+"""For one answer of the server."""
+HEARTBEAT_S = 2.0
+SILENCE_S = 3 * HEARTBEAT_S
+"""A watch that hears neither values nor heartbeats for so long starts anew."""
+CONSUMER_LINGERS_S = 10.0
+"""How long the server keeps what a broken watch left there."""
+MAX_QUEUED = 8192
+"""Changes that wait for a watcher; past it the watch starts anew, and gets last values instead of each change."""
+
 T = TypeVar("T")
+OnChange = Callable[[str, T | None], Awaitable[None]]
 
 
 class Bucket(Protocol):
     """One bucket. Keys are ids; values are messages or fact dataclasses as JSON."""
 
     async def put(self, key: str, value: object) -> None:
-        """Write the last value of a key.
+        """Write the last value of a key. Writes of one key through one bus are kept in the order of the calls.
+
+        Raises:
+            BusUnavailable: the server did not confirm. The value may have been written, and no later one is overtaken by it.
+        """
+        ...
+
+    async def delete(self, key: str) -> None:
+        """Remove a key: what it named is gone for good.
 
         Raises:
             BusUnavailable: the server did not confirm.
         """
         ...
 
-    async def delete(self, key: str) -> None:
-        """Remove a key: what it named is gone for good."""
-        ...
-
     async def watch(self, value_type: type[T], on_change: Callable[[str, T | None], Awaitable[None]]) -> None:
-        """Deliver every present value, then every change, for ever; None for a removed key. Resumes after a break by itself."""
+        """Deliver every present value, then every change, for ever; None for a removed key.
+
+        Resumes after a break by itself: present values are then delivered again, so that nothing is missed.
+        """
         ...
 
 
 class NatsBucket:
     """``Bucket`` on JetStream key-value."""
 
-    def __init__(self, store: KeyValue, name: str) -> None:
-        self._store = store
+    def __init__(self, client: Client, name: str, on_reconnect: Callable[[Callable[[], Awaitable[None]]], None]) -> None:
+        self._client = client
+        self._stream: JetStreamContext = jetstream(client)
         self._name = name
+        self._subject = f"$KV.{name}."
+        self._writing: dict[str, _Turn] = {}
+        self._queues: set[asyncio.Queue[Msg | None]] = set()
+        on_reconnect(self._start_anew)
 
-    @classmethod
-    async def open(cls, client: Client, name: str) -> "NatsBucket":
-        """Open a bucket, making it first where it does not exist.
+    async def open(self) -> None:
+        """Make the bucket where it does not exist.
 
         Raises:
             BusUnavailable: the server did not confirm.
         """
-        stream = client.jetstream(timeout=5.0)
         try:
             try:
-                return cls(await stream.key_value(name), name)
-            except nats.js.errors.BucketNotFoundError:
-                return cls(await stream.create_key_value(KeyValueConfig(bucket=name, history=1)), name)
+                await self._stream.stream_info(f"KV_{self._name}")
+            except nats.js.errors.NotFoundError:
+                await self._stream.create_key_value(KeyValueConfig(bucket=self._name, history=1))
         except (nats.errors.Error, TimeoutError, OSError) as error:
-            raise BusUnavailable(f"cannot open the bucket {name}: {error}") from error
+            raise BusUnavailable(f"cannot open the bucket {self._name}: {error!r}") from error
 
     async def put(self, key: str, value: object) -> None:
-        try:
-            await self._store.put(key, encode_json(value))
-        except (nats.errors.Error, TimeoutError, OSError) as error:
-            raise BusUnavailable(f"cannot write {key} to the bucket {self._name}: {error}") from error
+        await self._write(key, encode_json(value), None)
 
     async def delete(self, key: str) -> None:
-        try:
-            await self._store.delete(key)
-        except (nats.errors.Error, TimeoutError, OSError) as error:
-            raise BusUnavailable(f"cannot remove {key} from the bucket {self._name}: {error}") from error
+        await self._write(key, b"", {KV_OP: KV_DEL})
 
     async def watch(self, value_type: type[T], on_change: Callable[[str, T | None], Awaitable[None]]) -> None:
+        backoff, rng, failures = Backoff(first_s=0.05, limit_s=2.0), random.Random(), 0
         while True:
             try:
-                await self._watch_once(value_type, on_change)
-            except (nats.errors.Error, TimeoutError, OSError) as error:
+                async with self._consumer() as queue:
+                    failures = 0
+                    await self._deliver(queue, value_type, on_change)
+            except (nats.errors.Error, BusUnavailable, OSError) as error:
                 log.warning("watch broke; starting anew", action="bucket_watch_restart", bucket=self._name, error=repr(error))
-            await pause(0.2)
+                await pause(backoff.delay_s(failures, rng))
+                failures += 1
 
-    async def _watch_once(self, value_type: type[T], on_change: Callable[[str, T | None], Awaitable[None]]) -> None:
-        watcher = await self._store.watchall()
+    async def _write(self, key: str, data: bytes, headers: dict[str, str] | None) -> None:
+        if not key or any(character in key for character in " \t\r\n*>") or key[0] == "." or key[-1] == ".":
+            raise BadRequest(f"{key!r} cannot be a key of a bucket")
+        async with self._turn(key):
+            try:
+                await self._stream.publish(self._subject + key, data, headers=headers)
+            except (nats.errors.Error, TimeoutError, OSError) as error:
+                raise BusUnavailable(f"cannot write {key} to the bucket {self._name}: {error!r}") from error
+
+    @asynccontextmanager
+    async def _turn(self, key: str) -> AsyncGenerator[None]:
+        turn = self._writing.setdefault(key, _Turn())
+        turn.waiting += 1
         try:
-            while True:
-                try:
-                    entry = await watcher.updates(timeout=30.0)
-                except (nats.errors.TimeoutError, asyncio.TimeoutError):
-                    continue
-                if entry is None:
-                    continue
-                if entry.operation in ("DEL", "PURGE") or entry.value is None:
-                    await on_change(entry.key, None)
-                    continue
-                try:
-                    value = decode_json(entry.value, value_type)
-                except MessageUndecodable as error:
-                    log.error("value dropped", action="bucket_undecodable", bucket=self._name, key=entry.key, error=error.message)
-                    continue
-                await on_change(entry.key, value)
+            async with turn.lock:
+                yield
         finally:
-            await watcher.stop()
+            turn.waiting -= 1
+            if turn.waiting == 0:
+                del self._writing[key]
+
+    async def _start_anew(self) -> None:
+        for queue in self._queues:
+            _offer(queue, None)
+
+    @asynccontextmanager
+    async def _consumer(self) -> AsyncGenerator[asyncio.Queue[Msg | None]]:
+        """A queue that gets every last value, then every change; None in it says that something was missed."""
+        queue: asyncio.Queue[Msg | None] = asyncio.Queue(MAX_QUEUED)
+        inbox = self._client.new_inbox()
+
+        async def on_message(msg: Msg) -> None:
+            _offer(queue, msg)
+
+        client: Any = self._client
+        subscription = await client.subscribe(inbox, cb=on_message)
+        self._queues.add(queue)
+        try:
+            # Not nats-py's own watcher: it takes more than ten seconds to see that a restarted server has forgotten it.
+            config = ConsumerConfig(
+                deliver_subject=inbox,
+                deliver_policy=DeliverPolicy.LAST_PER_SUBJECT,
+                filter_subject=f"{self._subject}>",
+                ack_policy=AckPolicy.NONE,
+                max_deliver=1,
+                idle_heartbeat=HEARTBEAT_S,
+                inactive_threshold=CONSUMER_LINGERS_S,
+                mem_storage=True,
+                num_replicas=1,
+            )
+            try:
+                await self._stream.add_consumer(f"KV_{self._name}", config, timeout=DEADLINE_S)
+            except nats.js.errors.NotFoundError:
+                await self.open()
+                await self._stream.add_consumer(f"KV_{self._name}", config, timeout=DEADLINE_S)
+            yield queue
+        finally:
+            self._queues.discard(queue)
+            if not self._client.is_closed:
+                await subscription.unsubscribe()
+
+    async def _deliver(self, queue: asyncio.Queue[Msg | None], value_type: type[T], on_change: OnChange[T]) -> None:
+        """Hand on what comes; return when the watch must start anew."""
+        expected = 1
+        while True:
+            try:
+                async with asyncio.timeout(SILENCE_S):
+                    msg = await queue.get()
+            except TimeoutError:
+                log.warning("watch is silent; starting anew", action="bucket_watch_silent", bucket=self._name)
+                return
+            if msg is None:
+                return
+            headers = msg.headers or {}
+            if headers.get("Status") == "100":
+                continue
+            if msg.metadata.sequence.consumer != expected:
+                log.warning("watch missed a change; starting anew", action="bucket_watch_gap", bucket=self._name)
+                return
+            expected += 1
+            key = msg.subject.removeprefix(self._subject)
+            if headers.get(KV_OP) in (KV_DEL, KV_PURGE):
+                await on_change(key, None)
+                continue
+            try:
+                value = decode_json(msg.data, value_type)
+            except MessageUndecodable as error:
+                log.error("value dropped", action="bucket_undecodable", bucket=self._name, key=key, error=error.message)
+                continue
+            await on_change(key, value)
+
+
+class _Turn:
+    """Writers of one key wait here for one another."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.waiting = 0
+
+
+def _offer(queue: asyncio.Queue[Msg | None], msg: Msg | None) -> None:
+    """Queue a message; where there is no room, everything queued gives way to the word that something was missed."""
+    try:
+        queue.put_nowait(msg)
+    except asyncio.QueueFull:
+        while not queue.empty():
+            queue.get_nowait()
+        queue.put_nowait(None)
+
+
+def jetstream(client: Client) -> JetStreamContext:
+    """A client's JetStream, with this module's deadline."""
+    untyped: Any = client
+    return untyped.jetstream(timeout=DEADLINE_S)

@@ -41,11 +41,14 @@ class Supervisor(Protocol):
 class PoolServer:
     """Serves the workers of one node."""
 
-    def __init__(self, path: Path, pool: HostPool, copies: HostCopies, supervisor: Supervisor) -> None:
+    def __init__(
+        self, path: Path, pool: HostPool, copies: HostCopies, supervisor: Supervisor, *, write_s: float = WRITE_S
+    ) -> None:
         self.path = path
         self._pool = pool
         self._copies = copies
         self._supervisor = supervisor
+        self._write_s = write_s
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
@@ -115,21 +118,21 @@ class PoolServer:
         try:
             holder = self._copies.hold(lease.model, lease.parts, lease.instance_id, leased=True, trace_parent=lease.trace_parent)
         except BadRequest as error:
-            await _send(writer, LeaseFailed(code=error.code, message=error.message))
+            await self._send(writer, LeaseFailed(code=error.code, message=error.message))
             return
         closed = asyncio.create_task(_closed(reader), name=f"lease of {lease.worker_id}")
 
         async def push() -> None:
             try:
                 path = str(self._pool.path.absolute())
-                await _send(writer, LeaseGranted(pool_path=path, pool_bytes=self._pool.geometry.file_bytes))
+                await self._send(writer, LeaseGranted(pool_path=path, pool_bytes=self._pool.geometry.file_bytes))
                 async for part in self._copies.ready_parts(holder):
-                    await _send(writer, part)
-                await _send(writer, LeaseDone(phases=holder.phases))
+                    await self._send(writer, part)
+                await self._send(writer, LeaseDone(phases=holder.phases))
             except DeadlineExceeded:
                 raise
             except PilotlightError as error:
-                await _send(writer, LeaseFailed(code=error.code, message=error.message))
+                await self._send(writer, LeaseFailed(code=error.code, message=error.message))
                 return
             await closed
 
@@ -144,10 +147,9 @@ class PoolServer:
             await asyncio.gather(closed, pushing, return_exceptions=True)
             self._copies.release(holder)
 
-
-async def _send(writer: asyncio.StreamWriter, message: object) -> None:
-    writer.write(frame(message))
-    await within(WRITE_S, writer.drain(), "a worker's reading of a frame")
+    async def _send(self, writer: asyncio.StreamWriter, message: object) -> None:
+        writer.write(frame(message))
+        await within(self._write_s, writer.drain(), "a worker's reading of a frame")
 
 
 async def _closed(reader: asyncio.StreamReader) -> None:

@@ -1,5 +1,6 @@
 """Small tokenizers for tests, of the two kinds that checkpoints come with. Made on the spot; nothing is downloaded."""
 
+import json
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -27,17 +28,25 @@ def byte_level_json(vocab_size: int = 400) -> str:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    return _trained(made, trainer)
+    made.train_from_iterator(CORPUS, trainer)
+    return _finished(made)
 
 
-def byte_fallback_json(vocab_size: int = 400) -> str:
+def byte_fallback_json(vocab_size: int = 300) -> str:
     """A ``tokenizer.json`` like Llama 2's: words begin with ``▁``, what the vocabulary lacks is spelled in byte tokens."""
-    made = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    learner = Tokenizer(models.BPE())
+    learner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, limit_alphabet=60, show_progress=False)
+    learner.train_from_iterator(CORPUS, trainer)
+    learned: Any = json.loads(learner.to_str())["model"]
+    pieces = [*_first_pieces(), *sorted(learned["vocab"], key=learned["vocab"].__getitem__)]
+    merges = [(left, right) for left, right in learned["merges"]]
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    made = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    made.normalizer = learner.normalizer
     strip = decoders.Strip(" ", 1, 0)
     made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=_with_bytes(), limit_alphabet=60, show_progress=False)
-    return _trained(made, trainer)
+    return _finished(made)
 
 
 def unigram_json(vocab_size: int = 400) -> str:
@@ -46,25 +55,19 @@ def unigram_json(vocab_size: int = 400) -> str:
     learner.pre_tokenizer = pre_tokenizers.Metaspace()
     trainer = trainers.UnigramTrainer(vocab_size=vocab_size, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False)
     learner.train_from_iterator(CORPUS[:3], trainer)
-    learned: Any = learner.get_vocab()
-    pieces = [piece for piece in sorted(learned, key=learned.__getitem__) if piece != "<unk>"]
-    vocabulary = [(token, 0.0) for token in _with_bytes()] + [(piece, -float(len(pieces))) for piece in pieces]
-    made = Tokenizer(models.Unigram(vocabulary, unk_id=0, byte_fallback=True))
+    learned: Any = json.loads(learner.to_str())["model"]["vocab"]
+    pieces = [(piece, float(score)) for piece, score in learned if piece != "<unk>"]
+    made = Tokenizer(models.Unigram([(piece, 0.0) for piece in _first_pieces()] + pieces, unk_id=0, byte_fallback=True))
     made.pre_tokenizer = pre_tokenizers.Metaspace()
     made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
     return _finished(made)
 
 
-def _with_bytes() -> list[str]:
+def _first_pieces() -> list[str]:
     return ["<unk>", *SPECIALS, *(f"<0x{byte:02X}>" for byte in range(256))]
 
 
-def _trained(made: Tokenizer, trainer: trainers.BpeTrainer) -> str:
-    made.train_from_iterator(CORPUS, trainer)
-    return _finished(made)
-
-
-def _finished(made: Tokenizer) -> str:
+def _finished(made: Any) -> str:
     made.add_special_tokens([AddedToken(token, special=True) for token in SPECIALS])
     made.add_tokens([AddedToken("<tool>", special=False)])
     first = made.token_to_id(SPECIALS[0])

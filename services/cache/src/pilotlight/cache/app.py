@@ -8,6 +8,7 @@ from pilotlight.cache.pool import PublishedCopies
 from pilotlight.cache.repository import CacheRepository
 from pilotlight.cache.room import RoomMaker
 from pilotlight.cache.settings import CacheSettings
+from pilotlight.cache.sole import SoleHolder
 from pilotlight.common.buckets import COPIES
 from pilotlight.common.db.outbox import Outbox
 from pilotlight.common.db.session import Database
@@ -31,6 +32,6 @@ async def build(context: Context[CacheSettings]) -> Application:
     room = RoomMaker(books, repository, context.bus, context.clock, Lru(), rules)
     copies = PublishedCopies(await context.bus.bucket(COPIES))
     add_metrics(books, context.metrics)
-    return Application(
-        components=[database, Outbox(database, context), Handlers(context, books, repository, room, copies)],
-    )
+    handlers = Handlers(context, books, repository, room, copies)
+    sole = SoleHolder(context.settings, context.background, handlers.begin, handlers.end)
+    return Application(components=[database, Outbox(database, context), handlers, sole])

@@ -1,5 +1,7 @@
 """What the cache hears and answers."""
 
+import asyncio
+
 import structlog
 
 from pilotlight.cache.books import Books
@@ -30,34 +32,48 @@ class Handlers:
         self._repository = repository
         self._room = room
         self._copies = copies
-        self._subscriptions: list[Subscription] = []
+        self._listening: list[Subscription] = []
+        self._answering: list[Subscription] = []
+        self._sweeping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Take over the open grants, then listen, then answer."""
-        for grant in await self._repository.open_grants(self._context.clock.monotonic_s()):
-            self._books.grants[grant.grant_id] = grant
-        await self._read_models()
+        """Listen to reports: a standby's books are as full as those of the cache that answers."""
         bus = self._context.bus
-        self._subscriptions = [
+        self._listening = [
             await bus.subscribe(WORKER_REPORTS, WorkerReport, self._on_worker),
             await bus.subscribe(LOADER_REPORTS, LoaderReport, self._on_loader),
+        ]
+
+    async def stop(self) -> None:
+        """Listen no more."""
+        await _end(self._listening)
+
+    async def begin(self) -> None:
+        """Take over the open grants, then answer."""
+        now_s = self._context.clock.monotonic_s()
+        self._books.grants = {grant.grant_id: grant for grant in await self._repository.open_grants(now_s)}
+        await self._read_models()
+        bus = self._context.bus
+        self._answering = [
             await bus.serve(RESERVE_SUBJECT, Reserve, self._room.reserve),
             await bus.serve(RELEASE_SUBJECT, Release, self._room.release),
         ]
-        self._context.background.spawn("sweep", self._sweep())
+        self._sweeping = self._context.background.spawn("sweep", self._sweep())
 
-    async def stop(self) -> None:
-        """Answer no more."""
-        for subscription in self._subscriptions:
-            await subscription.end()
-        self._subscriptions = []
+    async def end(self) -> None:
+        """Answer no more; done already, nothing happens."""
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+            self._sweeping = None
+        await _end(self._answering)
 
     async def _on_worker(self, report: WorkerReport) -> None:
         self._books.hear_worker(report.facts, self._context.clock.monotonic_s())
 
     async def _on_loader(self, report: LoaderReport) -> None:
         self._books.hear_node(report.facts, self._context.clock.monotonic_s())
-        await self._copies.follow(report.facts)
+        if self._answering:
+            await self._copies.follow(report.facts)
 
     async def _sweep(self) -> None:
         async for _ in every(SWEEP_INTERVAL_S):
@@ -71,3 +87,8 @@ class Handlers:
         models = await self._repository.models()
         self._books.pinned = frozenset(model.name for model in models if model.pinned)
         self._books.model_of = {model.digest: model.name for model in models}
+
+
+async def _end(subscriptions: list[Subscription]) -> None:
+    while subscriptions:
+        await subscriptions.pop().end()

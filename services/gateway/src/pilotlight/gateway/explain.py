@@ -1,7 +1,7 @@
 """Why a held request got no instance by its deadline: always a 503, with the reason as far as anybody told it."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import ControlPlaneUnavailable, DeadlineExceeded, PilotlightError, TransientError, error_of
@@ -62,8 +62,8 @@ class Explainer:
             return ""
         if not found or (self._clock.wall() - found[0]["at"]).total_seconds() > waited_s:
             return ""
-        reasons = found[0]["reasons"]
-        return "; ".join(str(reason) for reason in reasons) if isinstance(reasons, list) else str(reasons)
+        reasons: Any = found[0]["reasons"]
+        return "; ".join(map(str, cast("list[Any]", reasons))) if isinstance(reasons, list) else str(reasons)
 
 
 def _unavailable(waited: str, reason: str) -> PilotlightError:

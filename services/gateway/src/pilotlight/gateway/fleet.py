@@ -1,7 +1,7 @@
 """What this gateway knows of instances, workers and nodes: the bucket ``instances`` and the reports.
 
-Nobody is asked and nothing is decided here: it is a view, as old as the last message, by this process's monotonic clock. When NATS is
-gone the last view is kept, and nobody is taken for dead because nothing is heard.
+Nobody is asked and nothing is decided here: it is a view, as old as the last message, by this process's monotonic clock. When NATS
+is gone the last view is kept, and nobody is taken for dead because nothing is heard.
 """
 
 from collections.abc import Callable, Iterable
@@ -72,7 +72,7 @@ class StartProgress:
 
 
 class Fleet:
-    """The view, a component. ``on_change`` callbacks run when an instance may have become usable, ``on_lost`` when a worker is gone."""
+    """The view, a component. ``on_change`` is called when an instance may have become usable, ``on_lost`` when a worker is gone."""
 
     def __init__(self, bus: Bus, clock: Clock, background: Background) -> None:
         self._bus = bus

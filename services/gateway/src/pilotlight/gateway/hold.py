@@ -1,7 +1,7 @@
 """Requests that wait for an instance: bounded, earliest deadline first.
 
-A place is taken on arrival, or when a worker refused or lost a request, and is left with an instance assigned, with an error, or when
-the client is gone. Assignment happens in one spot, ``pump``, in the order of deadlines, whenever something may have become free.
+A place is taken on arrival, or when a worker refused or lost a request, and is left with an instance assigned, with an error, or
+when the client is gone. Assignment happens in one spot, ``pump``, in the order of deadlines, whenever something may have become free.
 """
 
 import asyncio

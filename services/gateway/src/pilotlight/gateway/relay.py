@@ -1,6 +1,7 @@
 """Everything between this gateway and workers about running requests: submit, token batches, acknowledgement, resend, cancel.
 
-Core NATS may drop a batch, so positions are checked, a gap or a long silence is asked about, and workers keep what is not acknowledged.
+Core NATS may drop a batch, so positions are checked, a gap or a long silence is asked about, and workers keep what is not
+acknowledged.
 What a request does when its attempt is lost is not decided here (``requests``).
 """
 
@@ -174,8 +175,8 @@ class Relay:
     def close(self, attempt: Attempt, *, ended: bool = True) -> None:
         """Let go of an attempt. Never waits.
 
-        Its worker may forget it, and stops it when it still runs. With ``ended`` its request is over, and is cancelled by name when it
-        still runs; without, another attempt may follow on the same worker, which a cancel would hit.
+        Its worker may forget it, and stops it when it still runs. With ``ended`` its request is over, and is cancelled by name
+        when it still runs; without, another attempt may follow on the same worker, which a cancel would hit.
         """
         if self._attempts.get(attempt.request_id) is attempt:
             del self._attempts[attempt.request_id]

@@ -7,8 +7,8 @@
                 |  refused  |   worker    |
                 └───────────┴── lost ─────┘     (with prompt and output so far: the same tokens follow)
 
-``Requests.run`` is driven by the task of the HTTP request itself: when the client leaves, that task is cancelled, and whatever the request
-has (its place, its attempt) is let go on the way out.
+``Requests.run`` is driven by the task of the HTTP request itself: when the client leaves, that task is cancelled, and whatever the
+request has (its place, its attempt) is let go on the way out.
 """
 
 from collections import OrderedDict

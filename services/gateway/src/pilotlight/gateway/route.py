@@ -1,7 +1,7 @@
 """Which ready instance takes a request: the one with the least expected wait.
 
-``Router`` adds to the view what only this gateway knows: submits that are under way or not yet in a report, and instances that have
-just refused one. A read of the view is advice; the worker's answer to the submit decides.
+``Router`` adds to the view what only this gateway knows: submits that are under way or not yet reported, and instances that have just
+refused one. A read of the view is advice; the worker's answer to the submit decides.
 """
 
 from dataclasses import dataclass, field

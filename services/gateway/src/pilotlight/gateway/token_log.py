@@ -1,4 +1,4 @@
-"""The output of one attempt, put in order: whatever the bus drops, repeats or reorders, each position is taken once and in turn."""
+"""The output of one attempt, put in order: whatever the bus drops, repeats or reorders, each position is taken once, in turn."""
 
 from dataclasses import dataclass
 

@@ -24,7 +24,9 @@ Source = tuple[Dtype, tuple[int, ...], memoryview]
 class LoadingEngine(Protocol):
     """What loading asks of the engine."""
 
-    def begin_load(self, instance_id: InstanceId, spec: ModelSpec, stage: Stage, dtype: Dtype, device_bytes: int) -> StageRoom: ...
+    def begin_load(
+        self, instance_id: InstanceId, spec: ModelSpec, stage: Stage, dtype: Dtype, device_bytes: int
+    ) -> StageRoom: ...
     def place_part(self, instance_id: InstanceId, part: int, tensors: Mapping[str, Source]) -> PlacedPart: ...
 
 
@@ -44,9 +46,7 @@ class Intervals:
             self.phases.pop()
             start_s = last.start_s
         self.phases.append(
-            Phase(
-                name=name, start_s=start_s, end_s=end_s, wall_offset_s=self.wall_offset_s, process=PROCESS, detail="engine"
-            )
+            Phase(name=name, start_s=start_s, end_s=end_s, wall_offset_s=self.wall_offset_s, process=PROCESS, detail="engine")
         )
 
 

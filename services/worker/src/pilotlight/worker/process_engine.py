@@ -89,6 +89,8 @@ class ProcessEngine:
     async def start(self) -> EngineUp:
         if self._up is not None:
             return self._up
+        if self._stopping:
+            raise EngineFailed("the engine was stopped for good")
         if self._reading is not None:
             await self._reading
         self._kill_reason = ""

@@ -54,12 +54,16 @@ class TokenPublisher:
         if self._pending:
             self._wake.set()
 
+    async def drain(self) -> None:
+        """Send everything that waits, now."""
+        for gateway_id in list(self._pending):
+            await self._send(gateway_id, self._take(gateway_id))
+
     async def _send_for_ever(self) -> None:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            for gateway_id in list(self._pending):
-                await self._send(gateway_id, self._take(gateway_id))
+            await self.drain()
             await pause(INTERVAL_S)
 
     def _take(self, gateway_id: GatewayId) -> list[TokenEntry]:

@@ -203,7 +203,9 @@ class RequestTable:
     def cancel(self, gateway_id: GatewayId, request_ids: list[RequestId]) -> tuple[RequestKey, ...]:
         """Nobody waits for these: the ones that the engine is to abort. Only their own gateway may say so."""
         wanted = set(request_ids)
-        return self._drop(tuple(key for key, kept in self._kept.items() if key.request_id in wanted and kept.gateway_id == gateway_id))
+        return self._drop(
+            tuple(key for key, kept in self._kept.items() if key.request_id in wanted and kept.gateway_id == gateway_id)
+        )
 
     def expire(self, now_s: float) -> tuple[RequestKey, ...]:
         """Forget the finished whose gateway never said so; give up those of silent gateways, which the engine is to abort."""

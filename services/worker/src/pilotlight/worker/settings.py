@@ -19,12 +19,17 @@ class WorkerSettings(ServiceSettings):
         None, ge=1, description="Memory for models on the worker's device. By default half of the host's, divided by its workers."
     )
     threads: int | None = Field(
-        None, ge=1, le=1024, description="Threads that the engine computes with. By default the host's cores, divided by its workers."
+        None,
+        ge=1,
+        le=1024,
+        description="Threads that the engine computes with. By default the host's cores, divided by its workers.",
     )
     pool_socket: Path | None = Field(
         None, description="Unix socket of the node's loader. A simulated worker needs none: it takes every part for ready."
     )
-    max_requests: int = Field(256, ge=1, le=65_536, description="Requests that run or wait on one worker; more are refused with 429.")
+    max_requests: int = Field(
+        256, ge=1, le=65_536, description="Requests that run or wait on one worker; more are refused with 429."
+    )
     loader_grace_s: float = Field(60.0, gt=0, description="A worker whose loader is gone for this long ends itself, in order.")
     sim_load_bytes_per_s: float = Field(8e9, gt=0, description="Simulated worker: bytes loaded per second.")
     sim_prefill_tokens_per_s: float = Field(20_000.0, gt=0, description="Simulated worker: prompt tokens per second.")

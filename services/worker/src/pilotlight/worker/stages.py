@@ -1,7 +1,7 @@
 """The stages that a worker holds: brings what is held to what is desired, and is the only one to write it."""
 
 import asyncio
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,6 +55,9 @@ class Stages:
         self._loader = loader
         self._held: dict[InstanceId, _Held] = {}
         self._gone: OrderedDict[InstanceId, Generation] = OrderedDict()
+        self._unloading: defaultdict[InstanceId, deque[asyncio.Future[None]]] = defaultdict(deque)
+        """Unloads that the engine was asked for and has not confirmed, in order."""
+        self._engine_deaths = 0
         self._desired: tuple[Hold, ...] | None = None
         """None until the first command: absence is never deletion."""
         self._epoch = Epoch(0)
@@ -158,20 +161,25 @@ class Stages:
 
     def on_unloaded(self, instance_id: InstanceId) -> None:
         """The engine has freed it."""
-        held = self._held.get(instance_id)
-        if held is not None:
-            self._freed(held)
+        waiting = self._unloading[instance_id]
+        if waiting:
+            waiting.popleft().set_result(None)
+        if not waiting:
+            del self._unloading[instance_id]
 
     def on_engine_died(self, reason: str) -> None:
         """The engine and everything in it is gone."""
+        self._engine_deaths += 1
         error = EngineFailed(f"the engine ended: {reason}")
         for held in list(self._held.values()):
             if held.loaded is not None and not held.loaded.done():
                 held.loaded.set_exception(error)
             elif held.state is HeldState.READY:
                 self._fail(held, error)
-            else:
-                self._freed(held)
+        for waiting in self._unloading.values():
+            for unloaded in waiting:
+                unloaded.set_result(None)
+        self._unloading.clear()
         self._core.changed.set()
 
     def on_requests_ended(self) -> None:
@@ -199,16 +207,19 @@ class Stages:
         held.loading = self._core.background.spawn(f"load {hold.instance_id}", self._load(held, held.loaded))
 
     async def _load(self, held: _Held, loaded: asyncio.Future[StageLoaded]) -> None:
+        deaths = self._engine_deaths
         try:
             result = await self._loader.load(held.hold, held.since_s, loaded)
+            if deaths != self._engine_deaths:
+                raise EngineFailed("the engine ended as soon as the stage was loaded")
         except PilotlightError as error:
-            if held.state is HeldState.LOADING:
-                self._fail(held, error)
-                self._unload(held)
+            self._fail(held, error)
+            self._unload(held)
             return
         finally:
             held.loading = held.loaded = None
-            loaded.cancel()
+            if not loaded.cancel():
+                loaded.exception()
         held.kv_capacity_tokens = result.kv_capacity_tokens
         self._move(held, HeldEvent.LOADED)
         self._core.phases.record(held.hold.instance_id, *result.phases)
@@ -218,7 +229,9 @@ class Stages:
         self._move(held, HeldEvent.FAIL)
         held.reason = f"{error.code}: {error.message}"
         self._core.metrics.loads.labels(outcome=error.code).inc()
-        log.warning("stage failed", action="stage_failed", instance_id=held.hold.instance_id, code=error.code, error=error.message)
+        log.warning(
+            "stage failed", action="stage_failed", instance_id=held.hold.instance_id, code=error.code, error=error.message
+        )
 
     def _let_go(self, instance_id: InstanceId) -> bool:
         """True when it is gone at once, because it took no memory."""
@@ -240,23 +253,26 @@ class Stages:
             self._unload(held)
 
     def _unload(self, held: _Held) -> None:
-        held.unloaded = asyncio.get_running_loop().create_future()
-        self._core.background.spawn(f"unload {held.hold.instance_id}", self._ask_unload(held, held.unloaded))
+        unloaded = asyncio.get_running_loop().create_future()
+        held.unloaded = unloaded
+        self._unloading[held.hold.instance_id].append(unloaded)
+        self._core.background.spawn(f"unload {held.hold.instance_id}", self._ask_unload(held, unloaded))
 
     async def _ask_unload(self, held: _Held, unloaded: asyncio.Future[None]) -> None:
+        """Have the engine free a stage; an engine that is dead, or is killed because it does not answer, has freed it too."""
         try:
             await self._core.engine.unload_stage(UnloadStage(instance_id=held.hold.instance_id))
             await within(UNLOAD_DEADLINE_S, asyncio.shield(unloaded), "unloading a stage")
         except EngineFailed:
-            self._freed(held)
+            # Its death may have been told before this was asked: then nobody else answers it.
+            waiting = self._unloading[held.hold.instance_id]
+            if unloaded in waiting:
+                waiting.remove(unloaded)
+                unloaded.set_result(None)
         except DeadlineExceeded as error:
             await self._core.engine.kill(error.message)
-
-    def _freed(self, held: _Held) -> None:
-        """Its memory is free, because the engine said so or is dead."""
-        if held.unloaded is not None and not held.unloaded.done():
-            held.unloaded.set_result(None)
-        if held.state is HeldState.DRAINING and held.unloaded is not None:
+            await within(UNLOAD_DEADLINE_S, unloaded, "killing an engine that does not unload")
+        if held.state is HeldState.DRAINING:
             self._move(held, HeldEvent.UNLOADED)
             self.reconcile()
 

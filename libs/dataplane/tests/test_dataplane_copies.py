@@ -1,0 +1,334 @@
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from pilotlight.checkpoint.checkpoint import read_chunk
+from pilotlight.checkpoint.manifest import Chunk, Manifest
+from pilotlight.checkpoint.reader import FolderSource
+from pilotlight.common.errors import (
+    BadRequest,
+    CorruptChunk,
+    HostPoolFull,
+    PilotlightError,
+    SourceChanged,
+    SourceUnavailable,
+)
+from pilotlight.dataplane.fetch import FileChunks
+from pilotlight.policy.types import Digest, InstanceId, Model, PhaseName
+
+ONE = InstanceId("inst-1")
+TWO = InstanceId("inst-2")
+
+pytestmark = pytest.mark.anyio
+
+BIG = {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 512}
+"""Parts of some 27 MB: four chunks each."""
+
+
+def parts_of(registered) -> range:
+    return range(len(registered.manifest.parts))
+
+
+async def drain(node, holder) -> list[int]:
+    async with asyncio.timeout(10):
+        return [part.part async for part in node.copies.ready_parts(holder)]
+
+
+def image_of(node, model: Model, part: int) -> bytes:
+    image = node.pool.find(model.digest, part)
+    with node.pool.view(image, 0, image.image_bytes) as view:
+        return bytes(view)
+
+
+def oracle(registered, part: int) -> bytes:
+    source = FolderSource(registered.folder)
+    return b"".join(read_chunk(source, registered.manifest, chunk) for chunk in registered.manifest.parts[part].chunks)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("changes", [{}, BIG, {"tie_word_embeddings": True}])
+async def test_a_model_comes_whole_and_in_order(make_node, register, shards: int, changes: dict) -> None:
+    node = make_node()
+    registered = node.add(register(shards=shards, **changes))
+    # What was in the pool before must not shine through where an image has gaps.
+    dirty = node.pool.reserve(Digest("ff" * 32), 0, node.pool.free_bytes - 65536, 1)
+    with node.pool.view(dirty, 0, 1 << 20) as view:
+        view[:] = b"\xaa" * (1 << 20)
+    node.pool.discard(dirty)
+
+    holder = node.copies.hold(registered.model, parts_of(registered), ONE, leased=True)
+    assert await drain(node, holder) == list(parts_of(registered))
+    for part in parts_of(registered):
+        assert image_of(node, registered.model, part) == oracle(registered, part)
+    assert node.seen.phases == [(ONE, phase) for phase in holder.phases]
+    assert [phase.name for phase in holder.phases] == [PhaseName.FETCH]
+    node.copies.release(holder)
+
+
+async def test_places_are_those_of_the_tensors(make_node, register) -> None:
+    node = make_node()
+    registered = node.add(register())
+    holder = node.copies.hold(registered.model, [1], ONE, leased=True)
+    [ready] = [part async for part in node.copies.ready_parts(holder)]
+    described = registered.manifest.parts[1].tensors
+    assert [(place.name, place.shape, place.size_bytes) for place in ready.tensors] == [
+        (tensor.name, tensor.shape, tensor.size_bytes) for tensor in described
+    ]
+    base = node.pool.file_offset(node.pool.find(registered.model.digest, 1))
+    assert [place.offset - base for place in ready.tensors] == [tensor.image_offset for tensor in described]
+
+
+async def test_first_fetch_learns_digests_and_the_second_is_checked_against_them(make_node, register) -> None:
+    node = make_node()
+    registered = node.add(register())
+    digest = registered.model.digest
+    first = node.copies.hold(registered.model, parts_of(registered), ONE, leased=False)
+    await drain(node, first)
+    node.copies.release(first)
+    await settled(node)
+    known = node.manifests.manifests[digest]
+    assert all(chunk.digest is not None for part in known.parts for chunk in part.chunks)
+    assert node.copies.drop([digest]) == (digest,)
+
+    # One bit of the last tensor turns, and whoever did it put the time back.
+    weights = registered.folder / "model.safetensors"
+    before = weights.stat()
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    again = node.copies.hold(registered.model, parts_of(registered), TWO, leased=True)
+    with pytest.raises(CorruptChunk, match="recorded is"):
+        await drain(node, again)
+    node.copies.release(again)
+    await settled(node)
+    last = len(registered.manifest.parts) - 1
+    assert node.pool.find(digest, last) is None
+    assert node.pool.find(digest, 0) is not None, "parts that were verified stay"
+
+
+async def settled(node) -> None:
+    async with asyncio.timeout(10):
+        while node.copies.transfers() or node.copies._fetches:
+            node.seen.changed.clear()
+            await node.seen.changed.wait()
+
+
+def touch(registered) -> None:
+    weights = registered.folder / "model.safetensors"
+    os.utime(weights, ns=(1, 1))
+
+
+def shorten(registered) -> None:
+    os.truncate(registered.folder / "model.safetensors", 100)
+
+
+def remove(registered) -> None:
+    (registered.folder / "model.safetensors").unlink()
+
+
+def replace(registered) -> None:
+    weights = registered.folder / "model.safetensors"
+    other = weights.with_name("other")
+    other.write_bytes(weights.read_bytes())
+    os.utime(other, ns=(1, 1))
+    other.rename(weights)
+
+
+@pytest.mark.parametrize(
+    ("damage", "error"),
+    [(touch, SourceChanged), (shorten, SourceChanged), (remove, SourceUnavailable), (replace, SourceChanged)],
+)
+async def test_a_source_that_is_not_what_was_pinned(
+    make_node, register, damage: Callable[..., None], error: type[PilotlightError]
+) -> None:
+    node = make_node()
+    registered = node.add(register())
+    damage(registered)
+    holder = node.copies.hold(registered.model, parts_of(registered), ONE, leased=True)
+    with pytest.raises(error, match="model.safetensors"):
+        await drain(node, holder)
+    await settled(node)
+    assert node.pool.free_bytes == node.pool.geometry.data_bytes
+
+
+class Gate:
+    """Opens folders whose chunks come when a test lets them."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.opened = 0
+        self.closed = 0
+        self.reads: list[int] = []
+
+    def __call__(self, model: Model, manifest: Manifest) -> "Gate":
+        self.opened += 1
+        self.chunks = FileChunks(open_path(model), manifest)
+        return self
+
+    def read_chunk(self, chunk: Chunk, into: memoryview) -> Digest:
+        assert self.open.wait(10)
+        self.reads.append(chunk.size_bytes)
+        return self.chunks.read_chunk(chunk, into)
+
+    def close(self) -> None:
+        self.closed += 1
+        self.chunks.close()
+
+
+def open_path(model: Model):
+    from pathlib import Path
+
+    return Path(model.uri.removeprefix("file://"))
+
+
+async def test_all_who_want_a_model_share_one_fetch(make_node, register) -> None:
+    gate = Gate()
+    node = make_node(open_source=gate)
+    registered = node.add(register())
+    order = node.copies.hold(registered.model, parts_of(registered), ONE, leased=False)
+    leases = [node.copies.hold(registered.model, parts, ONE, leased=True) for parts in ([0, 1], [2, 3], [3])]
+    other = node.copies.hold(registered.model, [2], TWO, leased=True)
+    gate.open.set()
+    assert [await drain(node, lease) for lease in leases] == [[0, 1], [2, 3], [3]]
+    assert await drain(node, other) == [2]
+    assert await drain(node, order) == [0, 1, 2, 3]
+    await settled(node)
+    assert (gate.opened, gate.closed, len(gate.reads)) == (1, 1, 4)
+    # One instance's intervals do not overlap, however many holders it had.
+    mine = sorted((phase.start_s, phase.end_s) for instance, phase in node.seen.phases if instance == ONE)
+    assert all(end <= start for (_, end), (start, _) in zip(mine, mine[1:], strict=False))
+    assert [instance for instance, _ in node.seen.phases].count(TWO) == 1
+
+
+async def test_a_fetch_that_nobody_wants_any_more_ends_and_frees_its_room(make_node, register) -> None:
+    gate = Gate()
+    node = make_node(open_source=gate)
+    registered = node.add(register())
+    holder = node.copies.hold(registered.model, parts_of(registered), ONE, leased=True)
+    async with asyncio.timeout(10):
+        while not gate.opened:
+            node.seen.changed.clear()
+            await asyncio.sleep(0)
+    node.copies.release(holder)
+    assert node.copies.transfers() == ()
+    gate.open.set()
+    await settled(node)
+    assert node.pool.free_bytes == node.pool.geometry.data_bytes
+    assert gate.opened == gate.closed
+    assert node.seen.ended == [""]
+
+
+async def test_who_comes_while_an_old_fetch_ends_gets_a_new_one(make_node, register) -> None:
+    gate = Gate()
+    node = make_node(open_source=gate)
+    registered = node.add(register())
+    first = node.copies.hold(registered.model, parts_of(registered), ONE, leased=True)
+    async with asyncio.timeout(10):
+        while not gate.opened:
+            await asyncio.sleep(0)
+    node.copies.release(first)
+    second = node.copies.hold(registered.model, parts_of(registered), TWO, leased=True)
+    gate.open.set()
+    assert await drain(node, second) == list(parts_of(registered))
+    assert gate.opened == 2
+
+
+async def test_a_failed_fetch_fails_all_who_wait_and_can_be_tried_again(make_node, register) -> None:
+    node = make_node()
+    registered = node.add(register())
+    weights = registered.folder / "model.safetensors"
+    hidden = weights.rename(weights.with_name("hidden"))
+    holders = [node.copies.hold(registered.model, parts_of(registered), ONE, leased=True) for _ in range(3)]
+    for holder in holders:
+        with pytest.raises(SourceUnavailable):
+            await drain(node, holder)
+        node.copies.release(holder)
+    hidden.rename(weights)
+    again = node.copies.hold(registered.model, parts_of(registered), ONE, leased=True)
+    assert await drain(node, again) == list(parts_of(registered))
+
+
+async def test_a_lease_keeps_a_copy_and_an_order_does_not(make_node, register) -> None:
+    node = make_node()
+    registered = node.add(register())
+    digest = registered.model.digest
+    order = node.copies.hold(registered.model, parts_of(registered), ONE, leased=False)
+    lease = node.copies.hold(registered.model, parts_of(registered), ONE, leased=True)
+    assert node.copies.drop([digest]) == (), "it is on its way"
+    await drain(node, lease)
+    await drain(node, order)
+    await settled(node)
+    assert node.copies.drop([digest, Digest("ab" * 32)]) == ()
+    [copy] = node.copies.copies("node-1")
+    assert (copy.leases, copy.parts) == (1, tuple(parts_of(registered)))
+    node.copies.release(lease)
+    assert node.copies.drop([digest]) == (digest,)
+    assert node.copies.copies("node-1") == ()
+    assert node.pool.free_bytes == node.pool.geometry.data_bytes
+
+
+async def test_a_copy_that_is_there_is_ready_at_once(make_node, register) -> None:
+    node = make_node()
+    registered = node.add(register())
+    await drain(node, node.copies.hold(registered.model, parts_of(registered), ONE, leased=True))
+    again = node.copies.hold(registered.model, parts_of(registered), TWO, leased=True)
+    assert again.missing == ()
+    assert await drain(node, again) == list(parts_of(registered))
+    assert again.phases == ()
+
+
+async def test_a_pool_without_room_fails_the_holder(make_node, register) -> None:
+    node = make_node(pool_bytes=1024 * 1024)
+    registered = node.add(register(**BIG))
+    holder = node.copies.hold(registered.model, parts_of(registered), ONE, leased=True)
+    with pytest.raises(HostPoolFull):
+        await drain(node, holder)
+    await settled(node)
+    assert node.seen.ended == ["host_pool_full"]
+
+
+@pytest.mark.parametrize("parts", [[], [-1], [4], [0, 99]])
+async def test_parts_that_do_not_exist_are_refused(make_node, register, parts: list[int]) -> None:
+    node = make_node()
+    registered = node.add(register())
+    with pytest.raises(BadRequest, match="parts 0 to 3"):
+        node.copies.hold(registered.model, parts, ONE, leased=True)
+
+
+async def test_a_source_that_hangs_is_a_stall(make_node, register) -> None:
+    gate = Gate()
+    node = make_node(open_source=gate, stall_timeout_s=0.05)
+    registered = node.add(register())
+    holder = node.copies.hold(registered.model, parts_of(registered), ONE, leased=True)
+    with pytest.raises(SourceUnavailable, match="no bytes for 0.05 s"):
+        await drain(node, holder)
+    assert node.pool.free_bytes < node.pool.geometry.data_bytes, "a thread may still write there"
+    gate.open.set()
+    await settled(node)
+    assert node.pool.free_bytes == node.pool.geometry.data_bytes
+
+
+async def test_the_link_and_the_injected_delay_are_part_of_the_fetch(make_node, register) -> None:
+    node = make_node(bytes_per_s=1_000_000, faults="fetch=0.1")
+    registered = node.add(register())
+    total_bytes = registered.model.spec.total_bytes
+    holder = node.copies.hold(registered.model, parts_of(registered), ONE, leased=True)
+    await drain(node, holder)
+    [phase] = holder.phases
+    assert phase.end_s - phase.start_s >= 0.1 + total_bytes / 1_000_000
+    assert node.copies.transfers() == ()
+
+
+async def test_transfers_say_how_far_they_are(make_node, register) -> None:
+    gate = Gate()
+    node = make_node(open_source=gate)
+    registered = node.add(register())
+    holder = node.copies.hold(registered.model, [0, 1], ONE, leased=True)
+    [transfer] = node.copies.transfers()
+    assert (transfer.done_bytes, transfer.total_bytes) == (0, sum(registered.model.spec.part_bytes[:2]))
+    gate.open.set()
+    await drain(node, holder)

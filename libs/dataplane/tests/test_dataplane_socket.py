@@ -1,0 +1,227 @@
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import textwrap
+
+import msgspec
+import pytest
+
+from pilotlight.common.clock import SystemClock
+from pilotlight.common.errors import BadRequest, CallerError, SourceUnavailable
+from pilotlight.common.messages.codec import frame
+from pilotlight.common.messages.pool import Hello, Lease
+from pilotlight.dataplane.pool_client import PoolClient
+from pilotlight.dataplane.pool_server import PoolServer
+from pilotlight.policy.types import InstanceId, WorkerId
+
+pytestmark = pytest.mark.anyio
+
+WORKER = WorkerId("node-1-w0")
+ONE = InstanceId("inst-1")
+
+
+class Workers:
+    """Who said hello, and who is gone."""
+
+    def __init__(self) -> None:
+        self.present: dict[WorkerId, int] = {}
+        self.changed = asyncio.Condition()
+        self.goodbyes = 0
+
+    def on_hello(self, hello: Hello) -> None:
+        self.present[hello.worker_id] = hello.pid
+
+    def on_goodbye(self, hello: Hello) -> None:
+        self.present.pop(hello.worker_id, None)
+        self.goodbyes += 1
+
+
+async def until(condition, node=None) -> None:
+    """Let the loop turn until something is so: for what happens on the other side of a socket."""
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+async def served(make_node, register, tmp_path):
+    node = make_node()
+    registered = node.add(register())
+    workers = Workers()
+    server = PoolServer(tmp_path / "pool.sock", node.pool, node.copies, workers)
+    await server.start()
+    yield node, registered, workers, server
+    await server.stop()
+
+
+def client_of(server: PoolServer, grace_s: float = 10.0) -> PoolClient:
+    return PoolClient(server.path, SystemClock(), grace_s=grace_s)
+
+
+async def test_a_lease_brings_parts_and_ends_with_its_connection(served) -> None:
+    node, registered, _, server = served
+    model = registered.model
+    async with await client_of(server).lease(WORKER, ONE, model, (0, 1, 2, 3)) as lease:
+        assert [part.part async for part in lease] == [0, 1, 2, 3]
+        assert (lease.pool_path, lease.pool_bytes) == (str(node.pool.path), node.pool.geometry.file_bytes)
+        assert lease.done is not None
+        assert [phase.name for phase in lease.done.phases] == ["fetch"]
+        assert lease.intact
+        assert node.copies.drop([model.digest]) == ()
+    await until(lambda: node.copies.copies("n")[0].leases == 0)
+    assert node.copies.drop([model.digest]) == (model.digest,)
+
+
+async def test_a_killed_process_holds_no_lease(served, tmp_path) -> None:
+    node, registered, workers, server = served
+    script = textwrap.dedent("""
+        import asyncio, sys
+        import msgspec
+        from pathlib import Path
+        from pilotlight.common.clock import SystemClock
+        from pilotlight.dataplane.pool_client import PoolClient
+        from pilotlight.policy.types import Model
+
+        async def main():
+            client = PoolClient(Path(sys.argv[1]), SystemClock())
+            greeting = asyncio.create_task(client.hello("node-1-w0"))
+            model = msgspec.json.decode(sys.argv[2], type=Model)
+            lease = await client.lease("node-1-w0", "inst-1", model, (0, 1, 2, 3))
+            async for part in lease:
+                pass
+            print("ready", flush=True)
+            await asyncio.Event().wait()
+
+        asyncio.run(main())
+    """)
+    encoded = msgspec.json.encode(registered.model).decode()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", script, str(server.path), encoded, stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert await asyncio.wait_for(process.stdout.readline(), 20) == b"ready\n"
+    await until(lambda: workers.present == {WORKER: process.pid})
+    assert node.copies.drop([registered.model.digest]) == ()
+    os.kill(process.pid, signal.SIGKILL)
+    await until(lambda: not workers.present)
+    await until(lambda: node.copies.copies("n")[0].leases == 0)
+    assert node.copies.drop([registered.model.digest]) == (registered.model.digest,)
+    await process.wait()
+
+
+async def test_what_the_loader_cannot_have_reaches_the_worker_as_the_same_error(served) -> None:
+    _, registered, _, server = served
+    (registered.folder / "model.safetensors").unlink()
+    async with await client_of(server).lease(WORKER, ONE, registered.model, (0, 1)) as lease:
+        with pytest.raises(SourceUnavailable, match="model.safetensors"):
+            _ = [part async for part in lease]
+    with pytest.raises(CallerError, match="parts 0 to 3"):
+        await client_of(server).lease(WORKER, ONE, registered.model, (9,))
+
+
+async def test_a_worker_greets_a_restarted_loader(served) -> None:
+    node, _, workers, server = served
+    client = client_of(server)
+    greeting = asyncio.create_task(client.hello(WORKER, 4711))
+    await until(lambda: workers.present == {WORKER: 4711})
+    await server.stop()
+    assert (workers.present, workers.goodbyes) == ({}, 1)
+    again = PoolServer(server.path, node.pool, node.copies, workers)
+    await again.start()
+    await until(lambda: workers.present == {WORKER: 4711})
+    greeting.cancel()
+    await until(lambda: not workers.present)
+    await again.stop()
+
+
+async def test_a_worker_without_a_loader_gives_up_after_its_grace(tmp_path) -> None:
+    client = PoolClient(tmp_path / "nobody.sock", SystemClock(), grace_s=0.05)
+    async with asyncio.timeout(10):
+        await client.hello(WORKER, 4711)
+    assert not client.connected.is_set()
+
+
+async def test_a_lease_outlives_a_loader_that_comes_back_with_its_pool(served) -> None:
+    node, registered, workers, server = served
+    client = client_of(server)
+    async with await client.lease(WORKER, ONE, registered.model, (0, 1, 2, 3)) as lease:
+        parts = aiter(lease)
+        assert (await anext(parts)).part == 0
+        await server.stop()
+        await until(lambda: not node.copies._holders)
+        again = PoolServer(server.path, node.pool, node.copies, workers)
+        await again.start()
+        assert [part.part async for part in parts] == [1, 2, 3]
+        await until(lambda: node.copies.copies("n")[0].leases == 1)
+        assert lease.intact
+        await again.stop()
+
+
+async def test_a_lease_whose_loader_stays_away_is_not_intact(served) -> None:
+    _, registered, _, server = served
+    async with await client_of(server, grace_s=0.05).lease(WORKER, ONE, registered.model, (0,)) as lease:
+        assert [part.part async for part in lease] == [0]
+        await server.stop()
+        await until(lambda: not lease.intact)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"GET / HTTP/1.0\r\n\r\n",
+        frame({"type": "nothing"}),
+        frame({})[:-1],
+        b"\xff\xff\xff\xff",
+        frame(Hello(worker_id=WORKER, pid=1))[:7],
+    ],
+)
+async def test_strangers_are_shown_the_door(served, said: bytes) -> None:
+    node, _, workers, server = served
+    reader, writer = await asyncio.open_unix_connection(server.path)
+    writer.write(said)
+    writer.write_eof()
+    async with asyncio.timeout(10):
+        assert await reader.read() == b""
+    writer.close()
+    await until(lambda: server.connections == 0)
+    assert (workers.present, node.copies._holders) == ({}, {})
+
+
+async def test_a_reader_that_does_not_read_loses_its_lease(served, tmp_path) -> None:
+    node, registered, workers, _ = served
+    server = PoolServer(tmp_path / "other.sock", node.pool, node.copies, workers, write_s=0.05)
+    await server.start()
+    slow = registered.model
+    _, writer = await asyncio.open_unix_connection(server.path)
+    big = Lease(worker_id=WORKER, instance_id=ONE, model=slow, parts=(0, 1, 2, 3))
+    known = node.manifests.manifests[slow.digest]
+    padded = tuple(msgspec.structs.replace(part, tensors=part.tensors * 20_000) for part in known.parts)
+    node.manifests.manifests[slow.digest] = msgspec.structs.replace(known, parts=padded)
+    transport = writer.transport
+    transport.pause_reading()  # type: ignore[attr-defined]
+    writer.write(frame(big))
+    await writer.drain()
+    await until(lambda: server.connections == 1)
+    await until(lambda: server.connections == 0)
+    assert node.copies.copies("n")[0].leases == 0
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
+    await server.stop()
+
+
+async def test_the_socket_is_ours_alone_and_goes_with_the_loader(served) -> None:
+    _, _, _, server = served
+    assert server.path.stat().st_mode & 0o777 == 0o600
+    await server.stop()
+    assert not server.path.exists()
+
+
+async def test_a_path_that_no_socket_can_have(make_node, tmp_path) -> None:
+    node = make_node()
+    server = PoolServer(tmp_path / ("x" * 100) / "pool.sock", node.pool, node.copies, Workers())
+    with pytest.raises(BadRequest, match="PILOTLIGHT_RUN_DIR"):
+        await server.start()

@@ -1,0 +1,211 @@
+"""The HTTP edge: reading bodies within limits, noticing that a client has left, and one way for everything to fail."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import structlog
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pilotlight.common.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    InternalError,
+    MethodNotAllowed,
+    PilotlightError,
+    RouteNotFound,
+    TooLarge,
+)
+from pilotlight.common.ids import new_request_id
+from pilotlight.common.telemetry import current_traceparent, server_span
+from pilotlight.common.waiting import within
+from pilotlight.gateway.openai import sse
+from pilotlight.gateway.openai.errors import error_response
+
+log = structlog.get_logger()
+
+MAX_HEADERS = 100
+BODY_DEADLINE_S = 60.0
+"""For the whole body to arrive."""
+SEND_DEADLINE_S = 60.0
+"""For a client to take what it was sent; past it the client counts as gone."""
+
+T = TypeVar("T")
+
+
+class ClientGone(Exception):  # noqa: N818 - nobody is told of it: there is nobody left
+    """The client closed the connection before its answer was complete."""
+
+
+async def read_body(request: Request, limit_bytes: int) -> bytes:
+    """A request's body.
+
+    Raises:
+        TooLarge: it is longer than the limit.
+        BadRequest: it did not arrive in time.
+        ClientGone: the client left while sending it.
+    """
+    announced = request.headers.get("content-length", "")
+    if announced.isdigit() and int(announced) > limit_bytes:
+        raise TooLarge(f"a body of {announced} bytes; at most {limit_bytes} are taken")
+    try:
+        return await within(BODY_DEADLINE_S, _read(request.receive, limit_bytes), "the body")
+    except DeadlineExceeded as error:
+        raise BadRequest(f"the body did not arrive within {BODY_DEADLINE_S:g} s") from error
+
+
+async def _read(receive: Receive, limit_bytes: int) -> bytes:
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        body += message.get("body", b"")
+        if len(body) > limit_bytes:
+            raise TooLarge(f"the body is longer than {limit_bytes} bytes")
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Do something for a client, for as long as it is there. Its body must have been read.
+
+    Raises:
+        ClientGone: it left; the work was cancelled and has ended.
+    """
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGone
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class Answering(Response):
+    """A response that is made while the client waits: cancelled at once when the client leaves."""
+
+    def __init__(self, make: Callable[[], Awaitable[Response]]) -> None:
+        super().__init__()
+        self._make = make
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def work() -> None:
+            response = await self._make()
+            await _in_time(response(scope, receive, send))
+
+        await while_connected(receive, work())
+
+
+class EventStream(Response):
+    """A stream of server-sent events. The status is sent with the first of them; an error after it is an event."""
+
+    def __init__(self, events: Callable[[], AsyncGenerator[bytes, None]]) -> None:
+        super().__init__()
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await while_connected(receive, self._write(send))
+
+    async def _write(self, send: Send) -> None:
+        started = False
+        try:
+            async with aclosing(self._events()) as events:
+                async for data in events:
+                    if not started:
+                        started = True
+                        headers = [(name.encode(), value.encode()) for name, value in sse.HEADERS.items()]
+                        await _in_time(send({"type": "http.response.start", "status": 200, "headers": headers}))
+                    await _in_time(send({"type": "http.response.body", "body": data, "more_body": True}))
+        except Exception as error:  # noqa: BLE001 - past the first byte a client can only be told here
+            if not started or isinstance(error, ClientGone):
+                raise
+            failure = error if isinstance(error, PilotlightError) else _bug(error)
+            await _in_time(send({"type": "http.response.body", "body": sse.error_event(failure), "more_body": True}))
+        await _in_time(send({"type": "http.response.body", "body": b"", "more_body": False}))
+
+
+async def _in_time(sending: Awaitable[None]) -> None:
+    try:
+        await within(SEND_DEADLINE_S, sending, "sending")
+    except DeadlineExceeded as error:
+        raise ClientGone from error
+
+
+class Edge:
+    """The outermost application: ids, trace, limits on headers, and the last resort for errors."""
+
+    def __init__(self, app: ASGIApp, traced: frozenset[str]) -> None:
+        self._app = app
+        self._traced = traced
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        if scope["path"] not in self._traced:
+            await self._answer(scope, receive, send)
+            return
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"][:MAX_HEADERS]}
+        with server_span(f"{scope['method']} {scope['path']}", headers):
+            await self._answer(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request_id = new_request_id()
+        scope.setdefault("state", {})["request_id"] = request_id
+        trace_parent = current_traceparent()
+        own = [(b"x-request-id", request_id.encode())]
+        if trace_parent:
+            own.append((b"x-trace-id", trace_parent.split("-")[1].encode()))
+        started = False
+
+        async def send_with_ids(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                message["headers"] = [*message.get("headers", []), *own]
+            await send(message)
+
+        try:
+            if len(scope["headers"]) > MAX_HEADERS:
+                raise BadRequest(f"{len(scope['headers'])} headers; at most {MAX_HEADERS} are taken")
+            await self._app(scope, receive, send_with_ids)
+        except ClientGone:
+            log.debug("client left", action="client_gone", request_id=request_id)
+        except Exception as error:  # noqa: BLE001 - the last resort: a client is always answered
+            failure = error if isinstance(error, PilotlightError) else _bug(error)
+            if not started:
+                await error_response(failure)(scope, receive, send_with_ids)
+
+
+def _bug(error: Exception) -> InternalError:
+    log.error("request failed", action="request_bug", exc_info=error)
+    return InternalError("this request met a bug")
+
+
+async def on_error(_: Request, error: Exception) -> Response:
+    """Exception handler for everything in the taxonomy."""
+    assert isinstance(error, PilotlightError)
+    return error_response(error)
+
+
+async def on_http_error(request: Request, error: Exception) -> Response:
+    """Exception handler for what the router itself raises."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        response = error_response(MethodNotAllowed(f"{request.url.path} does not take {request.method}"))
+        response.headers.update(error.headers or {})
+        return response
+    return error_response(RouteNotFound(f"there is no route {request.url.path[:200]}"))

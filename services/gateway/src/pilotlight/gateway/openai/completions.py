@@ -1,0 +1,48 @@
+"""Shapes of ``/v1/completions``."""
+
+from msgspec import UNSET
+
+from pilotlight.gateway.openai.answer import Delta, ShownToken
+from pilotlight.gateway.openai.exchange import Shapes
+from pilotlight.gateway.openai.parameters import Options
+from pilotlight.gateway.openai.types import Completion, CompletionChoice, CompletionLogprobs, Usage
+from pilotlight.policy.types import RequestId
+
+
+class CompletionShapes(Shapes):
+    """Plain completions, whole and as a stream: the same shape."""
+
+    def __init__(self, request_id: RequestId, model: str, created_unix_s: int, options: Options) -> None:
+        self._id = "cmpl-" + request_id.removeprefix("req-")
+        self._model = model
+        self._created = created_unix_s
+        self._logprobs = options.logprobs
+        self._no_usage = None if options.include_usage else UNSET
+
+    def opening(self) -> None:
+        return None
+
+    def chunk(self, delta: Delta) -> Completion:
+        return self._event([CompletionChoice(text=delta.text, logprobs=self._of(delta.tokens))])
+
+    def closing(self, finish_reason: str) -> Completion:
+        return self._event([CompletionChoice(text="", finish_reason=finish_reason)])
+
+    def usage_chunk(self, usage: Usage) -> Completion:
+        return Completion(id=self._id, created=self._created, model=self._model, choices=[], usage=usage)
+
+    def whole(self, delta: Delta, finish_reason: str, usage: Usage) -> Completion:
+        choice = CompletionChoice(text=delta.text, logprobs=self._of(delta.tokens), finish_reason=finish_reason)
+        return Completion(id=self._id, created=self._created, model=self._model, choices=[choice], usage=usage)
+
+    def _event(self, choices: list[CompletionChoice]) -> Completion:
+        return Completion(id=self._id, created=self._created, model=self._model, choices=choices, usage=self._no_usage)
+
+    def _of(self, tokens: list[ShownToken]) -> CompletionLogprobs | None:
+        if not self._logprobs:
+            return None
+        return CompletionLogprobs(
+            tokens=[token.text for token in tokens],
+            token_logprobs=[token.logprob for token in tokens],
+            text_offset=[token.offset_chars for token in tokens],
+        )

@@ -1,0 +1,90 @@
+"""The bucket ``instances``: what gateways route by. Written after the rows, brought level until it is."""
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from pilotlight.common.buckets import Bucket
+from pilotlight.common.clock import Clock
+from pilotlight.common.errors import BusUnavailable
+from pilotlight.common.waiting import Backoff, pause, woken
+from pilotlight.policy.instance import ENDED
+from pilotlight.policy.types import Instance, InstanceId
+
+log = structlog.get_logger()
+
+REMOVE_AFTER_S = 2.0
+"""An ended instance is shown so long, so that watchers see why it ended."""
+TICK_S = 0.5
+
+Written = Callable[[], None]
+
+
+@dataclass(slots=True)
+class _Pending:
+    instance: Instance
+    written: list[Written]
+
+
+class InstanceBoard:
+    """Writes instances to the bucket; the last state wins, failures are tried again."""
+
+    def __init__(self, bucket: Bucket, clock: Clock, is_known: Callable[[InstanceId], bool]) -> None:
+        self._bucket = bucket
+        self._clock = clock
+        self._is_known = is_known
+        self._pending: dict[InstanceId, _Pending] = {}
+        self._removals: dict[InstanceId, float] = {}
+        self._wake = asyncio.Event()
+        self._rng = random.Random()
+
+    def show(self, instance: Instance, written: Written | None = None) -> None:
+        """Show an instance's new state; ``written`` is called when the bucket has it."""
+        pending = self._pending.get(instance.instance_id)
+        callbacks = [*(pending.written if pending is not None else ()), *((written,) if written is not None else ())]
+        self._pending[instance.instance_id] = _Pending(instance, callbacks)
+        self._removals.pop(instance.instance_id, None)
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Keep the bucket level for ever."""
+        backoff = Backoff()
+        failures = 0
+        while True:
+            await woken(self._wake, TICK_S)
+            try:
+                await self._write()
+                failures = 0
+            except BusUnavailable as error:
+                log.warning("the bucket lags behind", action="board_deferred", error=error.message)
+                self._wake.set()
+                await pause(backoff.delay_s(failures, self._rng))
+                failures += 1
+
+    async def sweep(self) -> None:
+        """Watch the bucket for ever, and remove what belongs to no instance: left there by a leader that died."""
+        await self._bucket.watch(Instance, self._on_value)
+
+    async def _on_value(self, key: str, value: Instance | None) -> None:
+        instance_id = InstanceId(key)
+        if value is not None and not self._is_known(instance_id):
+            self._removals.setdefault(instance_id, self._clock.monotonic_s())
+            self._wake.set()
+
+    async def _write(self) -> None:
+        while self._pending:
+            instance_id, pending = next(iter(self._pending.items()))
+            await self._bucket.put(instance_id, pending.instance)
+            if self._pending.get(instance_id) is pending:
+                del self._pending[instance_id]
+            if pending.instance.state in ENDED:
+                self._removals[instance_id] = self._clock.monotonic_s() + REMOVE_AFTER_S
+            for callback in pending.written:
+                callback()
+        now_s = self._clock.monotonic_s()
+        for instance_id in [key for key, due_s in self._removals.items() if due_s <= now_s]:
+            await self._bucket.delete(instance_id)
+            self._removals.pop(instance_id, None)

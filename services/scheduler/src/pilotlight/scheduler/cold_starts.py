@@ -1,0 +1,138 @@
+"""Keeps the record of each cold start: merges what the processes report, closes it at its first token, learns from it."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import structlog
+
+from pilotlight.common.clock import Clock, wall_offset_s
+from pilotlight.common.messages.phases import PhaseReport, PhasesKept
+from pilotlight.policy.estimates import learn
+from pilotlight.policy.instance import ENDED
+from pilotlight.policy.types import DeviceKind, Estimate, InstanceId, Model, ModelName, Phase, PhaseName
+from pilotlight.scheduler.book import Book
+from pilotlight.scheduler.metrics import SchedulerMetrics
+from pilotlight.scheduler.records import LATE_PHASES_S, ColdStart, figures_of, merged, readied, reported, sample_of
+from pilotlight.scheduler.repository import SchedulerRepository
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class _Kept:
+    record: ColdStart
+    closed_s: float | None = None
+    saved: ColdStart | None = None
+
+
+class ColdStarts:
+    """The records of one term. A record's writes are one after the other; the last has everything."""
+
+    def __init__(self, repository: SchedulerRepository, book: Book, clock: Clock, process: str, metrics: SchedulerMetrics) -> None:
+        self._repository = repository
+        self._book = book
+        self._clock = clock
+        self._process = process
+        self._metrics = metrics
+        self._kept: dict[InstanceId, _Kept] = {}
+        self._saving = asyncio.Lock()
+        self.estimates: dict[tuple[ModelName, DeviceKind], Estimate] = {}
+        self.device_kind_of: Callable[[InstanceId], DeviceKind | None] = lambda _: None
+
+    def open(self, record: ColdStart) -> None:
+        """Take in a record that is in the database."""
+        self._kept[record.instance_id] = _Kept(record, self._clock.monotonic_s() if record.closed else None, record)
+
+    def dispatched(self, instance_id: InstanceId, planned_from_s: float, start_s: float, end_s: float) -> None:
+        """Note the scheduler's own first phases: planning, and the publishing of the commands."""
+        kept = self._kept.get(instance_id)
+        if kept is None:
+            return
+        phases = (self._phase(PhaseName.SCHEDULE, planned_from_s, start_s), self._phase(PhaseName.DISPATCH, start_s, end_s))
+        kept.record = merged(replace(kept.record, dispatched_s=start_s), phases)
+
+    def activated(self, instance_id: InstanceId, heard_s: float, *, awaited: bool) -> None:
+        """Note that the bucket shows the instance as ready; ``awaited`` when some gateway holds requests for it."""
+        kept = self._kept.get(instance_id)
+        if kept is None or kept.record.closed:
+            return
+        now_s = self._clock.monotonic_s()
+        kept.record = merged(kept.record, (self._phase(PhaseName.ACTIVATE, heard_s, now_s),))
+        if not awaited:
+            kept.record = readied(kept.record, now_s)
+
+    async def keep(self, report: PhaseReport) -> PhasesKept:
+        """Serve ``PHASES_SUBJECT``.
+
+        Raises:
+            NotLeader: the term is over; the reporter asks the next leader.
+            DatabaseUnavailable: the report is kept in memory only; the reporter tries again.
+        """
+        kept = self._kept.get(report.instance_id)
+        if kept is not None:
+            kept.record = reported(kept.record, report)
+            await self._save(kept)
+        return PhasesKept()
+
+    async def settle(self) -> None:
+        """Write what changed, abandon what ended without a first token, learn from what is complete.
+
+        Raises:
+            NotLeader: the term is over.
+            DatabaseUnavailable: the rest is written the next time.
+        """
+        now_s = self._clock.monotonic_s()
+        for instance_id, kept in list(self._kept.items()):
+            entry = self._book.get(instance_id)
+            if not kept.record.closed and (entry is None or entry.instance.state in ENDED):
+                kept.record = replace(kept.record, status="abandoned")
+            await self._save(kept)
+            if kept.closed_s is not None and now_s - kept.closed_s > LATE_PHASES_S:
+                del self._kept[instance_id]
+                if entry is not None:
+                    await self._learn(kept.record, entry.model)
+
+    def record(self, instance_id: InstanceId) -> ColdStart | None:
+        """A record that is still kept."""
+        kept = self._kept.get(instance_id)
+        return kept.record if kept is not None else None
+
+    async def _save(self, kept: _Kept) -> None:
+        async with self._saving:
+            record = kept.record
+            if record == kept.saved:
+                return
+            finished = record.closed and not (kept.saved is not None and kept.saved.closed)
+            await self._repository.save_cold_start(record, finished=finished)
+            kept.saved = record
+        if finished:
+            kept.closed_s = self._clock.monotonic_s()
+            self._log(record)
+
+    async def _learn(self, record: ColdStart, model: Model) -> None:
+        device_kind = self.device_kind_of(record.instance_id)
+        sample = sample_of(record, model, device_kind) if device_kind is not None else None
+        if sample is None:
+            return
+        key = (sample.model, sample.device_kind)
+        estimate = learn(self.estimates.get(key), sample)
+        await self._repository.save_estimate(estimate)
+        self.estimates[key] = estimate
+
+    def _phase(self, name: PhaseName, start_s: float, end_s: float) -> Phase:
+        return Phase(name=name, start_s=start_s, end_s=end_s, wall_offset_s=wall_offset_s(self._clock), process=self._process)
+
+    def _log(self, record: ColdStart) -> None:
+        self._metrics.cold_start_finished(record)
+        figures = figures_of(record)
+        log.info(
+            "cold start finished",
+            action="cold_start_finished",
+            instance_id=record.instance_id,
+            model=record.model,
+            status=record.status,
+            ttft_s=record.ttft_s,
+            coverage=record.coverage,
+            phases={one.name.value: round(one.seconds, 4) for one in figures.seconds} if figures is not None else {},
+        )

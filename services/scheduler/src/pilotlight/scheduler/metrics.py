@@ -1,0 +1,49 @@
+"""The scheduler's figures for Prometheus."""
+
+from collections import Counter as Tally
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from pilotlight.policy.types import Instance, InstanceState
+from pilotlight.scheduler.records import ColdStart
+
+_BUCKETS_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+
+
+class SchedulerMetrics:
+    """Counters and gauges of one process."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._leader = Gauge("pilotlight_scheduler_leader", "1 while this process leads", registry=registry)
+        self._epoch = Gauge("pilotlight_scheduler_epoch", "Epoch of the running term, 0 while another leads", registry=registry)
+        self._instances = Gauge("pilotlight_instances", "Instances by state", ["state"], registry=registry)
+        self._decisions = Counter("pilotlight_decisions", "Recorded decisions", ["kind", "outcome"], registry=registry)
+        self._cold_starts = Counter("pilotlight_cold_starts", "Finished cold starts", ["status"], registry=registry)
+        self._ttft = Histogram(
+            "pilotlight_cold_ttft_seconds", "Arrival to first token of cold starts", registry=registry, buckets=_BUCKETS_S
+        )
+        self._coverage = Gauge("pilotlight_cold_start_coverage", "Phase coverage of the last finished cold start", registry=registry)
+
+    def leading(self, epoch: int) -> None:
+        """A term began, or ended (0)."""
+        self._leader.set(1 if epoch else 0)
+        self._epoch.set(epoch)
+
+    def instances(self, instances: Iterable[Instance]) -> None:
+        """How many there are in each state."""
+        tally = Tally(instance.state for instance in instances)
+        for state in InstanceState:
+            self._instances.labels(state=state.value).set(tally[state])
+
+    def decided(self, kind: str, outcome: str) -> None:
+        """A decision was recorded."""
+        self._decisions.labels(kind=kind, outcome=outcome).inc()
+
+    def cold_start_finished(self, record: ColdStart) -> None:
+        """A cold start was closed."""
+        self._cold_starts.labels(status=record.status).inc()
+        if record.ttft_s is not None:
+            self._ttft.observe(record.ttft_s)
+        if record.coverage is not None:
+            self._coverage.set(record.coverage)

@@ -1,0 +1,123 @@
+"""What the scheduler writes down beside the instances: decisions, and the record of each cold start. Values and pure functions."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pilotlight.common.messages.phases import FirstToken, PhaseReport
+from pilotlight.policy.coverage import Coverage, Moment, aligned_s, coverage_of
+from pilotlight.policy.estimates import ColdStartSample
+from pilotlight.policy.types import DecisionId, DeviceKind, Epoch, InstanceId, Model, ModelName, Phase, PhaseName
+
+MAX_PHASES = 4096
+"""Of one cold start; past it further ones are dropped."""
+LATE_PHASES_S = 10.0
+"""After the first token phases are still merged in for this long, and the figures made anew."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """One decision, with what it was made from."""
+
+    decision_id: DecisionId
+    kind: str
+    model: ModelName
+    instance_id: InstanceId | None
+    epoch: Epoch
+    inputs: Any
+    """JSON of the slice of the snapshot that the policy saw."""
+    outcome: Any
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColdStart:
+    """A cold start from its demand to its first token, on the monotonic clock of the scheduler that dispatched it."""
+
+    instance_id: InstanceId
+    model: ModelName
+    decision_id: DecisionId
+    trace_id: str
+    demand_seen_s: float
+    wall_offset_s: float
+    status: str = "open"
+    dispatched_s: float | None = None
+    end_s: float | None = None
+    """First token; of a start that only an operator asked for, when it was ready."""
+    queue_s: float | None = None
+    ttft_s: float | None = None
+    coverage: float | None = None
+    phases: tuple[Phase, ...] = ()
+
+    @property
+    def closed(self) -> bool:
+        """Its end is known."""
+        return self.status != "open"
+
+
+def merged(record: ColdStart, phases: tuple[Phase, ...]) -> ColdStart:
+    """The record with more phases; repeated ones count once. A closed record's figures are made anew."""
+    every = tuple(dict.fromkeys((*record.phases, *phases)))[:MAX_PHASES]
+    record = replace(record, phases=every)
+    figures = figures_of(record)
+    return replace(record, coverage=figures.coverage) if figures is not None else record
+
+
+def reported(record: ColdStart, report: PhaseReport) -> ColdStart:
+    """The record after a report; the earliest first token ends it."""
+    record = merged(record, report.phases)
+    if report.first_token is None or record.status == "abandoned" or (record.closed and record.ttft_s is None):
+        return record
+    at_s = aligned_s(report.first_token.at_s, report.first_token.wall_offset_s, record.wall_offset_s)
+    if record.end_s is not None and record.end_s <= at_s:
+        return record
+    return _ended(record, at_s, report.first_token)
+
+
+def readied(record: ColdStart, at_s: float) -> ColdStart:
+    """The record of a start that nobody waited for: it ends when it is ready, without a first token."""
+    record = replace(record, status="done", end_s=at_s)
+    figures = figures_of(record)
+    return replace(record, coverage=figures.coverage if figures is not None else None)
+
+
+def figures_of(record: ColdStart) -> Coverage | None:
+    """Coverage and seconds by phase; None while the cold start has no end or was never dispatched."""
+    if record.end_s is None or record.dispatched_s is None:
+        return None
+    offset_s = record.wall_offset_s
+    start = Moment(at_s=record.dispatched_s, wall_offset_s=offset_s)
+    return coverage_of(record.phases, start, Moment(at_s=record.end_s, wall_offset_s=offset_s))
+
+
+def sample_of(record: ColdStart, model: Model, device_kind: DeviceKind) -> ColdStartSample | None:
+    """What a finished cold start teaches; None for one without a first token."""
+    figures = figures_of(record)
+    if figures is None or record.ttft_s is None:
+        return None
+    seconds = {one.name: one.seconds for one in figures.seconds}
+
+    def rate(size_bytes: int, name: PhaseName) -> float | None:
+        took_s = seconds.get(name, 0.0)
+        return size_bytes / took_s if took_s > 0 else None
+
+    return ColdStartSample(
+        model=record.model,
+        device_kind=device_kind,
+        ttft_s=record.ttft_s,
+        fetch_bytes_per_s=rate(model.spec.total_bytes, PhaseName.FETCH),
+        load_bytes_per_s=rate(model.device_bytes(model.spec.whole), PhaseName.LOAD),
+        prefill_s=seconds.get(PhaseName.PREFILL),
+    )
+
+
+def _ended(record: ColdStart, at_s: float, first_token: FirstToken) -> ColdStart:
+    arrived_s = aligned_s(first_token.arrived_s, first_token.wall_offset_s, record.wall_offset_s)
+    record = replace(
+        record,
+        status="done",
+        end_s=at_s,
+        ttft_s=first_token.at_s - first_token.arrived_s,
+        queue_s=max(0.0, record.demand_seen_s - arrived_s),
+    )
+    figures = figures_of(record)
+    return replace(record, coverage=figures.coverage if figures is not None else None)

@@ -1,0 +1,58 @@
+"""Asking the cache for room, and giving it back."""
+
+import random
+
+import structlog
+
+from pilotlight.common.bus import Bus
+from pilotlight.common.errors import PilotlightError
+from pilotlight.common.messages.room import RELEASE_SUBJECT, RESERVE_SUBJECT, Release, Released, Reserve, Reserved
+from pilotlight.common.waiting import Backoff, pause
+from pilotlight.policy.types import GrantId, Instance, Model, Placement
+
+log = structlog.get_logger()
+
+RESERVE_DEADLINE_S = 2.0
+RELEASE_DEADLINE_S = 1.0
+RELEASE_TRIES = 3
+GRANT_LEASE_S = 30.0
+"""A grant lapses when no report shows its stage within this time: longer than any command takes to be obeyed."""
+
+
+class RoomClient:
+    """The scheduler's side of the room edge."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._rng = random.Random()
+
+    async def reserve(self, instance: Instance, model: Model, placement: Placement) -> Reserved:
+        """Ask for room for one stage.
+
+        Raises:
+            NoRoom: the cache can free none, on the device or in the host pool.
+            BusUnavailable: no cache answers.
+            DeadlineExceeded: it did not answer in time; what it may have granted lapses by itself.
+        """
+        request = Reserve(
+            instance_id=instance.instance_id,
+            model=model.name,
+            digest=model.digest,
+            worker_id=placement.worker_id,
+            node_id=placement.node_id,
+            device_bytes=placement.device_bytes,
+            host_bytes=model.spec.stage_bytes(placement.stage),
+            lease_s=GRANT_LEASE_S,
+        )
+        return await self._bus.request(RESERVE_SUBJECT, request, Reserved, deadline_s=RESERVE_DEADLINE_S)
+
+    async def release(self, grant_id: GrantId) -> None:
+        """Give a grant back; after some failures it is left to lapse."""
+        backoff = Backoff(first_s=0.1, limit_s=1.0)
+        for attempt in range(RELEASE_TRIES):
+            try:
+                await self._bus.request(RELEASE_SUBJECT, Release(grant_id=grant_id), Released, deadline_s=RELEASE_DEADLINE_S)
+                return
+            except PilotlightError as error:
+                log.info("grant not released yet", action="release_failed", grant_id=grant_id, code=error.code)
+            await pause(backoff.delay_s(attempt, self._rng))

@@ -1,0 +1,107 @@
+"""Builds a worker process: one worker of a device, or any number of simulated ones."""
+
+import os
+
+from pilotlight.common.buckets import WORKERS
+from pilotlight.common.errors import BadRequest
+from pilotlight.common.faults import Faults
+from pilotlight.common.ids import worker_id_of
+from pilotlight.common.phases import PhaseReporter
+from pilotlight.common.service import Application, Component, Context
+from pilotlight.dataplane.pool_client import PoolClient
+from pilotlight.policy.types import DeviceKind, NodeId, WorkerId
+from pilotlight.worker.core import WorkerCore
+from pilotlight.worker.engine_client import EngineClient
+from pilotlight.worker.loader_link import LoaderLink
+from pilotlight.worker.loading import EveryPart, PartSource
+from pilotlight.worker.metrics import WorkerMetrics
+from pilotlight.worker.process_engine import ChildOptions, ProcessEngine
+from pilotlight.worker.requests import RequestTable
+from pilotlight.worker.settings import WorkerSettings
+from pilotlight.worker.sim_engine import SimEngine, SimProfile
+from pilotlight.worker.worker import Worker
+
+
+async def build(context: Context[WorkerSettings], simulated: int | None = None) -> Application:
+    """The process's worker; ``simulated`` asks for so many simulated ones instead.
+
+    Raises:
+        BadRequest: the settings do not fit each other.
+    """
+    settings = context.settings
+    kind = DeviceKind.SIM if simulated else DeviceKind(settings.device)
+    if settings.pool_socket is None and kind is not DeviceKind.SIM:
+        raise BadRequest("PILOTLIGHT_POOL_SOCKET is needed: a worker gets its models from the node's loader")
+    node_id = NodeId(settings.node_id)
+    names = [worker_id_of(node_id, index) for index in range(simulated or 1)]
+    if settings.worker_id and simulated is None:
+        names = [WorkerId(settings.worker_id)]
+    builder = _Builder(context, kind, node_id, simulated or settings.workers)
+    await builder.open()
+    components: list[Component] = []
+    workers: list[Worker] = []
+    for name in names:
+        source: PartSource = EveryPart()
+        if settings.pool_socket is not None:
+            source = client = PoolClient(settings.pool_socket, context.clock, grace_s=settings.loader_grace_s)
+            components.append(LoaderLink(client, context.background, name))
+        workers.append(builder.worker(name, source))
+    components.extend(workers)
+    return Application(components=components, ready=lambda: next(filter(None, (worker.not_ready() for worker in workers)), None))
+
+
+class _Builder:
+    """Makes workers that share a process."""
+
+    def __init__(self, context: Context[WorkerSettings], kind: DeviceKind, node_id: NodeId, sharing: int) -> None:
+        settings = context.settings
+        self._context = context
+        self._kind = kind
+        self._node_id = node_id
+        self._device_bytes = settings.device_bytes or _host_memory_bytes() // 2 // sharing
+        self._threads = settings.threads or max(1, len(os.sched_getaffinity(0)) // sharing)
+        self._faults = Faults.parse(settings.faults)
+        self._metrics = WorkerMetrics(context.metrics)
+        self._phases = PhaseReporter(context.bus, context.clock, context.background, "worker")
+
+    async def open(self) -> None:
+        self._bucket = await self._context.bus.bucket(WORKERS)
+
+    def worker(self, worker_id: WorkerId, source: PartSource) -> Worker:
+        context = self._context
+        core = WorkerCore(
+            worker_id=worker_id,
+            node_id=self._node_id,
+            device_bytes=self._device_bytes,
+            engine=self._engine(worker_id),
+            table=RequestTable(context.settings.max_requests),
+            bus=context.bus,
+            clock=context.clock,
+            background=context.background,
+            metrics=self._metrics,
+            phases=self._phases,
+        )
+        return Worker(core, self._kind, source, self._bucket, context.incarnation)
+
+    def _engine(self, worker_id: WorkerId) -> EngineClient:
+        settings = self._context.settings
+        if self._kind is DeviceKind.SIM:
+            profile = SimProfile(
+                memory_bytes=self._device_bytes,
+                load_bytes_per_s=settings.sim_load_bytes_per_s,
+                prefill_tokens_per_s=settings.sim_prefill_tokens_per_s,
+                decode_step_s=settings.sim_decode_step_s,
+            )
+            return SimEngine(profile, self._context.clock, self._faults)
+        options = ChildOptions(
+            threads=self._threads,
+            memory_bytes=self._device_bytes,
+            log_path=settings.run_dir / f"engine-{worker_id}.log",
+            faults=settings.faults,
+            log_level=settings.log_level,
+        )
+        return ProcessEngine(options)
+
+
+def _host_memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

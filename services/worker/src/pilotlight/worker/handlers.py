@@ -1,0 +1,145 @@
+"""What gateways, the scheduler and the cache ask of a worker over the bus."""
+
+import structlog
+
+from pilotlight.common.bus import Subscription
+from pilotlight.common.errors import ContextTooLong, EngineFailed, NoRoom, NotFound, PilotlightError
+from pilotlight.common.messages.engine import Abort, Run
+from pilotlight.common.messages.hold import WorkerHold, worker_hold_subject
+from pilotlight.common.messages.room import GivenUp, GiveUp, give_up_subject
+from pilotlight.common.messages.tokens import (
+    Ack,
+    Cancel,
+    Resend,
+    Submit,
+    SubmitReply,
+    TokenBatch,
+    ack_subject,
+    cancel_subject,
+    resend_subject,
+    submit_subject,
+)
+from pilotlight.common.telemetry import current_traceparent
+from pilotlight.worker.core import WorkerCore
+from pilotlight.worker.requests import RequestKey
+from pilotlight.worker.stages import ServingStage, Stages
+from pilotlight.worker.tracing import PrefillSpans
+
+log = structlog.get_logger()
+
+
+class Handlers:
+    """One worker's subjects."""
+
+    def __init__(self, core: WorkerCore, stages: Stages, spans: PrefillSpans) -> None:
+        self._core = core
+        self._stages = stages
+        self._spans = spans
+        self._subscriptions: list[Subscription] = []
+
+    async def start(self) -> None:
+        """Listen."""
+        bus, worker_id = self._core.bus, self._core.worker_id
+        self._subscriptions = [
+            await bus.serve(submit_subject(worker_id), Submit, self.submit),
+            await bus.serve(resend_subject(worker_id), Resend, self.resend),
+            await bus.serve(give_up_subject(worker_id), GiveUp, self.give_up),
+            await bus.subscribe(cancel_subject(worker_id), Cancel, self.cancel),
+            await bus.subscribe(ack_subject(worker_id), Ack, self.acknowledge),
+            await bus.subscribe(worker_hold_subject(worker_id), WorkerHold, self.hold),
+        ]
+
+    async def stop(self) -> None:
+        """Listen no more."""
+        subscriptions, self._subscriptions = self._subscriptions, []
+        for subscription in subscriptions:
+            await subscription.end()
+
+    async def submit(self, submit: Submit) -> SubmitReply:
+        """Take a request, or say why not. The same submit again gets the same answer, and runs once."""
+        key = RequestKey(submit.request_id, submit.attempt)
+        if self._core.table.knows(key):
+            return SubmitReply(accepted=True)
+        trace_parent = current_traceparent()
+        try:
+            _check_room(submit, self._stages.serving(submit.instance_id))
+            superseded = self._core.table.accept(submit, trace_parent)
+        except PilotlightError as error:
+            self._core.metrics.refused.labels(code=error.code).inc()
+            return SubmitReply(accepted=False, code=error.code, message=error.message, retry_after_s=error.retry_after_s or 0.0)
+        self._core.metrics.accepted.inc()
+        self._spans.begin(key, submit.instance_id, trace_parent)
+        await self._run(submit)
+        await self._abort(superseded)
+        return SubmitReply(accepted=True)
+
+    async def resend(self, request: Resend) -> TokenBatch:
+        """Give tokens again that were lost on the way."""
+        self._core.metrics.resends.inc()
+        entry = self._core.table.resend(request)
+        return TokenBatch(worker_id=self._core.worker_id, entries=[] if entry is None else [entry])
+
+    async def cancel(self, cancel: Cancel) -> None:
+        """Drop requests that nobody waits for."""
+        await self._abort(self._core.table.cancel(cancel.gateway_id, cancel.request_ids))
+
+    async def acknowledge(self, ack: Ack) -> None:
+        """Forget what has arrived."""
+        now_s = self._core.clock.monotonic_s()
+        done = [self._core.table.acknowledge(ack.gateway_id, entry, now_s) for entry in ack.entries]
+        await self._abort(tuple(key for key in done if key is not None))
+
+    async def hold(self, command: WorkerHold) -> None:
+        """Hold this from now on, and nothing else."""
+        if command.worker_id != self._core.worker_id:
+            raise NotFound(f"this is {self._core.worker_id}, not {command.worker_id}")
+        self._stages.command(command)
+
+    async def give_up(self, request: GiveUp) -> GivenUp:
+        """Unload idle stages now."""
+        return GivenUp(instance_ids=await self._stages.give_up(request.instance_ids))
+
+    async def expire(self) -> None:
+        """Give up the requests of silent gateways, and forget what nobody asks for any more."""
+        now_s = self._core.clock.monotonic_s()
+        if not self._core.bus.connected:
+            self._core.table.bus_was_down(now_s)
+        await self._abort(self._core.table.expire(now_s))
+
+    async def _run(self, submit: Submit) -> None:
+        command = Run(
+            request_id=submit.request_id,
+            attempt=submit.attempt,
+            instance_id=submit.instance_id,
+            prompt_ids=submit.prompt_ids,
+            output_ids=submit.output_ids,
+            sampling=submit.sampling,
+        )
+        try:
+            await self._core.engine.run(command)
+        except EngineFailed as error:
+            # Accepted all the same: the engine's death ends it with an error entry, as it does those that ran already.
+            log.warning("engine took no request", action="run_failed", request_id=submit.request_id, error=error.message)
+
+    async def _abort(self, keys: tuple[RequestKey, ...]) -> None:
+        for key in keys:
+            self._spans.end(key)
+            try:
+                await self._core.engine.abort(Abort(request_id=key.request_id, attempt=key.attempt))
+            except EngineFailed:
+                log.info("nothing to abort: the engine is gone", action="abort_failed", request_id=key.request_id)
+
+
+def _check_room(submit: Submit, serving: ServingStage) -> None:
+    """Refuse what the engine could never run, so that the gateway hears it within its submit.
+
+    Raises:
+        ContextTooLong: no output fits into the model's context.
+        NoRoom: the tokens that must be there to go on do not fit into the KV cache.
+    """
+    held_tokens = len(submit.prompt_ids) + len(submit.output_ids)
+    limit_tokens = serving.hold.model.spec.max_context_tokens
+    if len(submit.prompt_ids) >= limit_tokens:
+        raise ContextTooLong(f"the prompt has {len(submit.prompt_ids)} tokens; the model takes {limit_tokens} with the output")
+    if held_tokens > serving.kv_capacity_tokens:
+        raise NoRoom(f"{held_tokens} tokens do not fit into the {serving.kv_capacity_tokens} of this instance's KV cache")

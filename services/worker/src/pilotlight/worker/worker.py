@@ -1,0 +1,211 @@
+"""One worker: its engine's life, and what the engine says."""
+
+import random
+
+import structlog
+
+from pilotlight.common.buckets import Bucket
+from pilotlight.common.errors import EngineFailed, InternalError, WorkerLost
+from pilotlight.common.messages.engine import (
+    EngineUp,
+    Prefilled,
+    Produced,
+    StageFailed,
+    StageLoaded,
+    StageUnloaded,
+    StepDone,
+)
+from pilotlight.common.waiting import Backoff, every, pause
+from pilotlight.policy.types import Device, DeviceKind, Liveness, WorkerFacts
+from pilotlight.worker.core import WorkerCore
+from pilotlight.worker.engine_client import EngineDied, EngineEvent
+from pilotlight.worker.handlers import Handlers
+from pilotlight.worker.loading import PartSource, StageLoader
+from pilotlight.worker.publisher import TokenPublisher
+from pilotlight.worker.reporting import Reporter
+from pilotlight.worker.requests import RequestKey
+from pilotlight.worker.stages import Stages
+from pilotlight.worker.tracing import PrefillSpans
+
+log = structlog.get_logger()
+
+UPKEEP_S = 1.0
+HANG_S = 300.0
+"""An engine that has requests and says nothing for this long hangs; a step of a long prompt on few cores takes many seconds."""
+RESTARTS = 8
+"""Attempts to start an engine that ends at its start, before the worker ends itself."""
+SETTLED_S = 30.0
+"""An engine that has lived for this long starts anew at once when it dies."""
+
+
+class Worker:
+    """A component: speaks for one device."""
+
+    def __init__(self, core: WorkerCore, kind: DeviceKind, source: PartSource, bucket: Bucket, incarnation: str) -> None:
+        self.core = core
+        self.stages = Stages(core, StageLoader(core, source))
+        self._kind = kind
+        self._spans = PrefillSpans(core.background)
+        self._handlers = Handlers(core, self.stages, self._spans)
+        self._publisher = TokenPublisher(core.bus, core.clock, core.background, core.worker_id)
+        self._reporter = Reporter(core, bucket, incarnation, self.facts, lambda: self.stages.epoch)
+        self._up: EngineUp | None = None
+        self._step: StepDone | None = None
+        """The engine's last."""
+        self._heard_s = 0.0
+        """When the engine last said something, or got work after having none."""
+        self._started_s = 0.0
+        self._failures = 0
+        self._running = False
+        self._rng = random.Random()
+
+    async def start(self) -> None:
+        """Start the engine, listen, report.
+
+        Raises:
+            EngineFailed: the engine does not start.
+        """
+        if self._running:
+            return
+        self._running = True
+        await self._start_engine()
+        background = self.core.background
+        background.spawn(f"engine of {self.core.worker_id}", self._follow_engine())
+        background.spawn(f"upkeep of {self.core.worker_id}", self._keep_up())
+        await self._handlers.start()
+        self._reporter.start()
+
+    async def stop(self) -> None:
+        """Refuse new requests, tell the gateways of the others, end the engine."""
+        if not self._running:
+            return
+        self._running = False
+        await self._handlers.stop()
+        self.stages.stop()
+        self._fail_requests(WorkerLost.code, "the worker ends")
+        await self._publisher.drain()
+        await self.core.engine.stop()
+
+    def not_ready(self) -> str | None:
+        """Why it can load nothing at the moment."""
+        return None if self.core.engine.alive else f"the engine of {self.core.worker_id} is not running"
+
+    def facts(self) -> WorkerFacts:
+        """What is reported."""
+        core, up, last = self.core, self._up, self._step
+        waiting = min(last.waiting, core.table.running) if last is not None else 0
+        return WorkerFacts(
+            worker_id=core.worker_id,
+            node_id=core.node_id,
+            device=Device(
+                kind=self._kind,
+                name=up.device_name if up else "",
+                memory_bytes=core.device_bytes,
+                load_bytes_per_s=up.load_bytes_per_s if up else 0.0,
+            ),
+            liveness=Liveness.ALIVE,
+            held=self.stages.facts(core.clock.monotonic_s()),
+            queue_requests=waiting,
+            running_requests=core.table.running - waiting,
+            kv_free_tokens=last.kv_free_tokens if last is not None and last.running else self.stages.kv_capacity_tokens,
+            step_time_s=last.step_time_s if last is not None else 0.0,
+            engine_up=core.engine.alive,
+        )
+
+    async def _start_engine(self) -> None:
+        self._up = await self.core.engine.start()
+        self._step = None
+        self._started_s = self._heard_s = self.core.clock.monotonic_s()
+
+    async def _follow_engine(self) -> None:
+        async for event in self.core.engine.events():
+            self._heard_s = self.core.clock.monotonic_s()
+            try:
+                self._on(event)
+            except InternalError as error:
+                # The engine's books are wrong, for this request and who knows which: none of its tokens can be trusted.
+                log.error("engine talks nonsense", action="engine_incoherent", error=error.message)
+                await self.core.engine.kill(error.message)
+
+    def _on(self, event: EngineEvent) -> None:
+        match event:
+            case StepDone():
+                self._on_step(event)
+            case StageLoaded():
+                self.stages.on_loaded(event)
+            case StageFailed():
+                self.stages.on_load_failed(event)
+            case StageUnloaded():
+                self.stages.on_unloaded(event.instance_id)
+            case Prefilled():
+                self.core.phases.record(event.instance_id, event.phase)
+            case EngineDied():
+                self._on_death(event)
+            case EngineUp():
+                pass
+
+    def _on_step(self, step: StepDone) -> None:
+        self._step = step
+        self.core.metrics.step_s.observe(step.step_time_s)
+        ended = False
+        for produced in step.produced:
+            self._on_produced(produced)
+            ended = ended or produced.finish is not None
+        self._publisher.flush()
+        if ended:
+            self.core.metrics.running.set(self.core.table.running)
+            self.stages.on_requests_ended()
+
+    def _on_produced(self, produced: Produced) -> None:
+        self._spans.end(RequestKey(produced.request_id, produced.attempt))
+        self.core.metrics.tokens.inc(len(produced.token_ids))
+        if produced.finish is not None:
+            self.core.metrics.finished.labels(finish=produced.finish.value).inc()
+        outgoing = self.core.table.produced(produced, self.core.clock.monotonic_s())
+        if outgoing is not None:
+            self._publisher.add(outgoing)
+
+    def _on_death(self, died: EngineDied) -> None:
+        self.core.metrics.engine_deaths.inc()
+        log.error("engine died", action="engine_lost", worker_id=self.core.worker_id, reason=died.reason)
+        self._step = None
+        self._fail_requests(EngineFailed.code, f"the engine ended: {died.reason}")
+        self.stages.on_engine_died(died.reason)
+        self.stages.on_requests_ended()
+        if self._running:
+            self.core.background.spawn(f"restart engine of {self.core.worker_id}", self._restart_engine())
+
+    async def _restart_engine(self) -> None:
+        """Start the next one; raises, which ends the worker, when that fails time and again."""
+        if self.core.clock.monotonic_s() - self._started_s >= SETTLED_S:
+            self._failures = 0
+        backoff = Backoff(first_s=0.2, limit_s=10.0)
+        while self._running:
+            if self._failures > 0:
+                await pause(backoff.delay_s(self._failures - 1, self._rng))
+            self._failures += 1
+            try:
+                await self._start_engine()
+                break
+            except EngineFailed as error:
+                if self._failures >= RESTARTS:
+                    raise
+                log.error("engine does not start", action="engine_start_failed", attempt=self._failures, error=error.message)
+        self.core.changed.set()
+        self.stages.reconcile()
+
+    def _fail_requests(self, code: str, message: str) -> None:
+        for outgoing in self.core.table.fail(code, message, self.core.clock.monotonic_s()):
+            self._spans.end(RequestKey(outgoing.entry.request_id, outgoing.entry.attempt))
+            self._publisher.add(outgoing)
+        self._publisher.flush()
+
+    async def _keep_up(self) -> None:
+        async for _ in every(UPKEEP_S):
+            await self._handlers.expire()
+            now_s = self.core.clock.monotonic_s()
+            if self.core.table.running == 0:
+                self._heard_s = now_s
+            elif self.core.engine.alive and now_s - self._heard_s > HANG_S:
+                await self.core.engine.kill(f"it said nothing for {HANG_S:g} s")
+            self.stages.on_requests_ended()
