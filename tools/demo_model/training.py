@@ -28,7 +28,7 @@ class TrainingPlan:
     """How long and how fast to learn."""
 
     seed: int = 7
-    steps: int = 6_000
+    steps: int = 7_000
     rows_per_step: int = 64
     documents: int = 600_000
     peak_rate: float = 2e-3

@@ -2,6 +2,8 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -149,7 +151,7 @@ async def test_a_source_that_is_not_what_was_pinned(
     registered = node.add(register())
     damage(registered)
     holder = node.copies.hold(registered.model, parts_of(registered), ONE, leased=True)
-    with pytest.raises(error, match="model.safetensors"):
+    with pytest.raises(error, match=r"model\.safetensors"):
         await drain(node, holder)
     await settled(node)
     assert node.pool.free_bytes == node.pool.geometry.data_bytes
@@ -160,13 +162,15 @@ class Gate:
 
     def __init__(self) -> None:
         self.open = threading.Event()
+        self.opening = threading.Event()
         self.opened = 0
         self.closed = 0
         self.reads: list[int] = []
 
     def __call__(self, model: Model, manifest: Manifest) -> "Gate":
         self.opened += 1
-        self.chunks = FileChunks(open_path(model), manifest)
+        self.opening.set()
+        self.chunks = FileChunks(Path(model.uri.removeprefix("file://")), manifest)
         return self
 
     def read_chunk(self, chunk: Chunk, into: memoryview) -> Digest:
@@ -177,12 +181,6 @@ class Gate:
     def close(self) -> None:
         self.closed += 1
         self.chunks.close()
-
-
-def open_path(model: Model):
-    from pathlib import Path
-
-    return Path(model.uri.removeprefix("file://"))
 
 
 async def test_all_who_want_a_model_share_one_fetch(make_node, register) -> None:
@@ -200,7 +198,7 @@ async def test_all_who_want_a_model_share_one_fetch(make_node, register) -> None
     assert (gate.opened, gate.closed, len(gate.reads)) == (1, 1, 4)
     # One instance's intervals do not overlap, however many holders it had.
     mine = sorted((phase.start_s, phase.end_s) for instance, phase in node.seen.phases if instance == ONE)
-    assert all(end <= start for (_, end), (start, _) in zip(mine, mine[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in pairwise(mine))
     assert [instance for instance, _ in node.seen.phases].count(TWO) == 1
 
 
@@ -209,10 +207,7 @@ async def test_a_fetch_that_nobody_wants_any_more_ends_and_frees_its_room(make_n
     node = make_node(open_source=gate)
     registered = node.add(register())
     holder = node.copies.hold(registered.model, parts_of(registered), ONE, leased=True)
-    async with asyncio.timeout(10):
-        while not gate.opened:
-            node.seen.changed.clear()
-            await asyncio.sleep(0)
+    await asyncio.to_thread(gate.opening.wait, 10)
     node.copies.release(holder)
     assert node.copies.transfers() == ()
     gate.open.set()
@@ -227,9 +222,7 @@ async def test_who_comes_while_an_old_fetch_ends_gets_a_new_one(make_node, regis
     node = make_node(open_source=gate)
     registered = node.add(register())
     first = node.copies.hold(registered.model, parts_of(registered), ONE, leased=True)
-    async with asyncio.timeout(10):
-        while not gate.opened:
-            await asyncio.sleep(0)
+    await asyncio.to_thread(gate.opening.wait, 10)
     node.copies.release(first)
     second = node.copies.hold(registered.model, parts_of(registered), TWO, leased=True)
     gate.open.set()
@@ -304,7 +297,7 @@ async def test_a_source_that_hangs_is_a_stall(make_node, register) -> None:
     node = make_node(open_source=gate, stall_timeout_s=0.05)
     registered = node.add(register())
     holder = node.copies.hold(registered.model, parts_of(registered), ONE, leased=True)
-    with pytest.raises(SourceUnavailable, match="no bytes for 0.05 s"):
+    with pytest.raises(SourceUnavailable, match=r"no bytes for 0\.05 s"):
         await drain(node, holder)
     assert node.pool.free_bytes < node.pool.geometry.data_bytes, "a thread may still write there"
     gate.open.set()

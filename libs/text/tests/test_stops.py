@@ -31,6 +31,7 @@ def stream(pieces: list[str], stops: list[str]) -> tuple[str, str | None]:
     return shown + last.text, last.stop
 
 
+@pytest.mark.slow
 @given(st.lists(st.text("abc", max_size=6), max_size=8), STOPS)
 @example(["abc"], ["abcd", "bc"])
 @example(["abcx"], ["abcd", "bc"])

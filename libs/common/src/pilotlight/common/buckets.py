@@ -14,7 +14,6 @@ import nats.js.errors
 import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
-from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, KeyValueConfig
 from nats.js.kv import KV_DEL, KV_OP, KV_PURGE
 
@@ -76,7 +75,7 @@ class NatsBucket:
 
     def __init__(self, client: Client, name: str, on_reconnect: Callable[[Callable[[], Awaitable[None]]], None]) -> None:
         self._client = client
-        self._stream: JetStreamContext = jetstream(client)
+        self._stream = jetstream(client)
         self._name = name
         self._subject = f"$KV.{name}."
         self._writing: dict[str, _Turn] = {}
@@ -225,7 +224,7 @@ def _offer(queue: asyncio.Queue[Msg | None], msg: Msg | None) -> None:
         queue.put_nowait(None)
 
 
-def jetstream(client: Client) -> JetStreamContext:
-    """A client's JetStream, with this module's deadline."""
+def jetstream(client: Client) -> Any:
+    """A client's JetStream, with this module's deadline. nats-py types it in part only."""
     untyped: Any = client
     return untyped.jetstream(timeout=DEADLINE_S)

@@ -17,11 +17,12 @@ import structlog
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from pilotlight.common.bus import Bus, NatsBus
+from pilotlight.common.bus import Bus
 from pilotlight.common.clock import Clock, SystemClock
 from pilotlight.common.errors import PilotlightError
 from pilotlight.common.health import HealthServer
 from pilotlight.common.ids import new_incarnation
+from pilotlight.common.nats_bus import NatsBus
 from pilotlight.common.settings import ServiceSettings
 from pilotlight.common.store import ObjectStore
 from pilotlight.common.telemetry import configure_logging, start_telemetry, stop_telemetry
@@ -32,6 +33,7 @@ STOP_DEADLINE_S = 10.0
 """For each component; past it the next one is stopped all the same."""
 
 S = TypeVar("S", bound=ServiceSettings)
+S_co = TypeVar("S_co", bound=ServiceSettings, covariant=True)
 
 
 class Component(Protocol):
@@ -78,11 +80,11 @@ class Background:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Context(Generic[S]):
+class Context(Generic[S_co]):
     """What a service is built from."""
 
     service: str
-    settings: S
+    settings: S_co
     clock: Clock
     bus: Bus
     store: ObjectStore
@@ -133,7 +135,7 @@ async def _run(service: str, settings: S, build: Build[S], user: str) -> int:
     bus = await NatsBus.connect(settings, user=user, name=f"{service}-{incarnation}")
     background = Background()
     metrics = CollectorRegistry()
-    start_telemetry(service, settings, bus)
+    start_telemetry(service, settings, bus, metrics=metrics)
     context = Context(
         service=service,
         settings=settings,

@@ -9,11 +9,12 @@ from typing import Protocol
 
 import structlog
 
-from pilotlight.common.errors import BadRequest, DeadlineExceeded, PilotlightError
+from pilotlight.common.errors import BadRequest, PilotlightError
 from pilotlight.common.messages.codec import frame, read_frame
 from pilotlight.common.messages.pool import FromWorker, Hello, Lease, LeaseDone, LeaseFailed, LeaseGranted
 from pilotlight.common.waiting import within
 from pilotlight.dataplane.copies import HostCopies
+from pilotlight.dataplane.model_fetch import Holder
 from pilotlight.dataplane.pool import HostPool
 
 log = structlog.get_logger()
@@ -121,31 +122,32 @@ class PoolServer:
             await self._send(writer, LeaseFailed(code=error.code, message=error.message))
             return
         closed = asyncio.create_task(_closed(reader), name=f"lease of {lease.worker_id}")
-
-        async def push() -> None:
-            try:
-                path = str(self._pool.path.absolute())
-                await self._send(writer, LeaseGranted(pool_path=path, pool_bytes=self._pool.geometry.file_bytes))
-                async for part in self._copies.ready_parts(holder):
-                    await self._send(writer, part)
-                await self._send(writer, LeaseDone(phases=holder.phases))
-            except DeadlineExceeded:
-                raise
-            except PilotlightError as error:
-                await self._send(writer, LeaseFailed(code=error.code, message=error.message))
-                return
-            await closed
-
-        pushing = asyncio.create_task(push(), name=f"parts for {lease.worker_id}")
+        pushing = asyncio.create_task(self._push(holder, writer), name=f"parts for {lease.worker_id}")
         try:
             await asyncio.wait({closed, pushing}, return_when=asyncio.FIRST_COMPLETED)
-            if pushing.done():
-                pushing.result()
+            if pushing.done() and pushing.result():
+                await closed
         finally:
             closed.cancel()
             pushing.cancel()
             await asyncio.gather(closed, pushing, return_exceptions=True)
             self._copies.release(holder)
+
+    async def _push(self, holder: Holder, writer: asyncio.StreamWriter) -> bool:
+        """Tell a worker of each part as it becomes ready; whether all of them did."""
+        path = str(self._pool.path.absolute())
+        await self._send(writer, LeaseGranted(pool_path=path, pool_bytes=self._pool.geometry.file_bytes))
+        parts = self._copies.ready_parts(holder)
+        while True:
+            try:
+                part = await anext(parts, None)
+            except PilotlightError as error:
+                await self._send(writer, LeaseFailed(code=error.code, message=error.message))
+                return False
+            if part is None:
+                await self._send(writer, LeaseDone(phases=holder.phases))
+                return True
+            await self._send(writer, part)
 
     async def _send(self, writer: asyncio.StreamWriter, message: object) -> None:
         writer.write(frame(message))

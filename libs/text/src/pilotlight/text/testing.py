@@ -10,7 +10,7 @@ CORPUS = (
     "The pilot light stays on, so that the burner lights at once.",
     "hello hello world, said the fox; it's  two  spaces\n\nand a new line\tand a tab",
     "naïve café, Grüße aus Köln, ça va?",
-    "你好世界，今天天气很好。こんにちは世界",
+    "你好世界。今天天气很好。こんにちは世界",
     "emoji 😀 👍🏽 👩‍👩‍👧 and é combining",
 )
 """What the tokenizers are trained on."""

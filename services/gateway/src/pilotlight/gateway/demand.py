@@ -3,7 +3,6 @@
 import asyncio
 
 from pilotlight.common.bus import Bus
-from pilotlight.common.clock import Clock
 from pilotlight.common.messages.demand import DemandVector, demand_subject
 from pilotlight.common.service import Background
 from pilotlight.common.waiting import pause, woken
@@ -19,10 +18,9 @@ GATHER_S = 0.005
 class DemandPublisher:
     """A component. The vector is whole each time, so nothing depends on having heard the last one."""
 
-    def __init__(self, hold: Hold, bus: Bus, clock: Clock, background: Background, gateway_id: GatewayId) -> None:
+    def __init__(self, hold: Hold, bus: Bus, background: Background, gateway_id: GatewayId) -> None:
         self._hold = hold
         self._bus = bus
-        self._clock = clock
         self._background = background
         self._gateway_id = gateway_id
         self._changed = asyncio.Event()

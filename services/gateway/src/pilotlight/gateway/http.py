@@ -37,7 +37,7 @@ SEND_DEADLINE_S = 60.0
 T = TypeVar("T")
 
 
-class ClientGone(Exception):  # noqa: N818 - nobody is told of it: there is nobody left
+class ClientGone(Exception):
     """The client closed the connection before its answer was complete."""
 
 
@@ -130,7 +130,7 @@ class EventStream(Response):
                         headers = [(name.encode(), value.encode()) for name, value in sse.HEADERS.items()]
                         await _in_time(send({"type": "http.response.start", "status": 200, "headers": headers}))
                     await _in_time(send({"type": "http.response.body", "body": data, "more_body": True}))
-        except Exception as error:  # noqa: BLE001 - past the first byte a client can only be told here
+        except Exception as error:
             if not started or isinstance(error, ClientGone):
                 raise
             failure = error if isinstance(error, PilotlightError) else _bug(error)

@@ -112,8 +112,10 @@ class Requests:
     def __init__(self, parts: RequestParts) -> None:
         self._parts = parts
         self._claimed: OrderedDict[InstanceId, None] = OrderedDict()
+        self.live = 0
+        """Requests that are held or run."""
 
-    def run(self, request: TokenRequest) -> AsyncGenerator[Update, None]:
+    async def run(self, request: TokenRequest) -> AsyncGenerator[Update, None]:
         """What happens to a request, until it has ended. The iterator must be closed by the task that iterates.
 
         Raises:
@@ -122,7 +124,13 @@ class Requests:
             CallerError: the engine cannot run it at all.
         """
         self._parts.hold.arrived(request.model.name)
-        return _Life(self._parts, request, self._claim).updates()
+        self.live += 1
+        try:
+            async with aclosing(_Life(self._parts, request, self._claim).updates()) as updates:
+                async for update in updates:
+                    yield update
+        finally:
+            self.live -= 1
 
     def _claim(self, instance_id: InstanceId) -> bool:
         """True once for each instance: its cold start ends with one first token."""

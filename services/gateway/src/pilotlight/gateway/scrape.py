@@ -1,6 +1,7 @@
 """Metrics of every service on this machine in one page: other services serve theirs on Unix sockets only."""
 
 import asyncio
+import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,7 +25,7 @@ async def collect(registry: CollectorRegistry, run_dir: Path, own_pid: int) -> b
     pages = [("gateway", str(own_pid), generate_latest(registry).decode())]
     found = [
         (path, match[1], match[2])
-        for path in sorted(run_dir.glob("*.sock"))
+        for path in await asyncio.to_thread(lambda: sorted(run_dir.glob("*.sock")))
         if (match := _SOCKET.fullmatch(path.name)) is not None and match[2] != str(own_pid)
     ]
     answers = await asyncio.gather(*(_scrape(path) for path, _, _ in found[:MAX_SOCKETS]))
@@ -63,12 +64,19 @@ def _merged(pages: Iterable[tuple[str, str, str]]) -> str:
             continue
         for family in families:
             name = family.name + ("_total" if family.type == "counter" else "")
-            described.setdefault(name, f"# HELP {name} {_escaped(family.documentation)}\n# TYPE {name} {family.type}\n")
+            kind = "untyped" if family.type == "unknown" else family.type
+            described.setdefault(name, f"# HELP {name} {_escaped(family.documentation)}\n# TYPE {name} {kind}\n")
             for sample in family.samples:
                 labels = {**sample.labels, "service": service, "process": process}
                 inner = ",".join(f'{key}="{_escaped(value, quotes=True)}"' for key, value in labels.items())
-                samples.setdefault(name, []).append(f"{sample.name}{{{inner}}} {sample.value}\n")
+                samples.setdefault(name, []).append(f"{sample.name}{{{inner}}} {_number(sample.value)}\n")
     return "".join(described[name] + "".join(lines) for name, lines in samples.items())
+
+
+def _number(value: float) -> str:
+    if math.isinf(value):
+        return "+Inf" if value > 0 else "-Inf"
+    return "NaN" if math.isnan(value) else repr(value)
 
 
 def _escaped(text: str, *, quotes: bool = False) -> str:

@@ -1,7 +1,7 @@
 """Keeps the record of each cold start: merges what the processes report, closes it at its first token, learns from it."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import structlog
@@ -10,7 +10,7 @@ from pilotlight.common.clock import Clock, wall_offset_s
 from pilotlight.common.messages.phases import PhaseReport, PhasesKept
 from pilotlight.policy.estimates import learn
 from pilotlight.policy.instance import ENDED
-from pilotlight.policy.types import DeviceKind, Estimate, InstanceId, Model, ModelName, Phase, PhaseName
+from pilotlight.policy.types import DeviceKind, Estimate, InstanceId, Model, ModelName, Phase, PhaseName, WorkerId
 from pilotlight.scheduler.book import Book
 from pilotlight.scheduler.metrics import SchedulerMetrics
 from pilotlight.scheduler.records import LATE_PHASES_S, ColdStart, figures_of, merged, readied, reported, sample_of
@@ -29,7 +29,9 @@ class _Kept:
 class ColdStarts:
     """The records of one term. A record's writes are one after the other; the last has everything."""
 
-    def __init__(self, repository: SchedulerRepository, book: Book, clock: Clock, process: str, metrics: SchedulerMetrics) -> None:
+    def __init__(
+        self, repository: SchedulerRepository, book: Book, clock: Clock, process: str, metrics: SchedulerMetrics
+    ) -> None:
         self._repository = repository
         self._book = book
         self._clock = clock
@@ -38,7 +40,6 @@ class ColdStarts:
         self._kept: dict[InstanceId, _Kept] = {}
         self._saving = asyncio.Lock()
         self.estimates: dict[tuple[ModelName, DeviceKind], Estimate] = {}
-        self.device_kind_of: Callable[[InstanceId], DeviceKind | None] = lambda _: None
 
     def open(self, record: ColdStart) -> None:
         """Take in a record that is in the database."""
@@ -75,7 +76,7 @@ class ColdStarts:
             await self._save(kept)
         return PhasesKept()
 
-    async def settle(self) -> None:
+    async def settle(self, device_kinds: Mapping[WorkerId, DeviceKind]) -> None:
         """Write what changed, abandon what ended without a first token, learn from what is complete.
 
         Raises:
@@ -91,7 +92,7 @@ class ColdStarts:
             if kept.closed_s is not None and now_s - kept.closed_s > LATE_PHASES_S:
                 del self._kept[instance_id]
                 if entry is not None:
-                    await self._learn(kept.record, entry.model)
+                    await self._learn(kept.record, entry.model, device_kinds.get(entry.instance.lead))
 
     def record(self, instance_id: InstanceId) -> ColdStart | None:
         """A record that is still kept."""
@@ -110,8 +111,7 @@ class ColdStarts:
             kept.closed_s = self._clock.monotonic_s()
             self._log(record)
 
-    async def _learn(self, record: ColdStart, model: Model) -> None:
-        device_kind = self.device_kind_of(record.instance_id)
+    async def _learn(self, record: ColdStart, model: Model, device_kind: DeviceKind | None) -> None:
         sample = sample_of(record, model, device_kind) if device_kind is not None else None
         if sample is None:
             return

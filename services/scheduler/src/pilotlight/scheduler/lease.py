@@ -68,7 +68,8 @@ class Lease:
         statement = first.on_conflict_do_update(
             index_elements=[_lease.c.id],
             set_={"holder": self.holder, "epoch": func.greatest(_lease.c.epoch + 1, at_least), "expires_at": _now + _term},
-            where=_lease.c.expires_at <= _now,
+            # Its own holder may begin a new term at once: it has just ended the last one.
+            where=(_lease.c.expires_at <= _now) | (_lease.c.holder == self.holder),
         ).returning(_lease.c.epoch)
         async with self._database.unit_of_work() as work:
             epoch = (await work.connection.execute(statement)).scalar_one_or_none()

@@ -23,7 +23,9 @@ class SchedulerMetrics:
         self._ttft = Histogram(
             "pilotlight_cold_ttft_seconds", "Arrival to first token of cold starts", registry=registry, buckets=_BUCKETS_S
         )
-        self._coverage = Gauge("pilotlight_cold_start_coverage", "Phase coverage of the last finished cold start", registry=registry)
+        self._coverage = Gauge(
+            "pilotlight_cold_start_coverage", "Phase coverage of the last finished cold start", registry=registry
+        )
 
     def leading(self, epoch: int) -> None:
         """A term began, or ended (0)."""

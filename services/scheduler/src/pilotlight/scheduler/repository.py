@@ -108,7 +108,11 @@ class SchedulerRepository:
             await work.connection.execute(insert(tables.instances).values(**self._columns(instance), created_at=_NOW))
             await self._decide(work, decision)
             await work.connection.execute(insert(tables.cold_starts).values(**self._record_columns(cold_start), created_at=_NOW))
-            data = {"model": instance.model, "decision_id": decision.decision_id, "workers": [p.worker_id for p in instance.placements]}
+            data = {
+                "model": instance.model,
+                "decision_id": decision.decision_id,
+                "workers": [p.worker_id for p in instance.placements],
+            }
             work.emit("instance_planned", instance.instance_id, data)
 
     async def decide(self, decision: Decision) -> None:

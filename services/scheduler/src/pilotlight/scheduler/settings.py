@@ -9,7 +9,9 @@ class SchedulerSettings(ServiceSettings, DatabaseSettings):
     """What the scheduler needs."""
 
     instance_requests: int = Field(
-        16, ge=1, description="Waiting requests that one instance is expected to carry; more start another, up to `max_instances`."
+        16,
+        ge=1,
+        description="Waiting requests that one instance is expected to carry; more start another, up to `max_instances`.",
     )
     min_residency_s: float = Field(1.0, ge=0, description="A copy younger than this is not evicted.")
     hold_deadline_s: float = Field(

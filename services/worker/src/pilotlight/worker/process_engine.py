@@ -11,6 +11,7 @@ import socket
 import sys
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -239,8 +240,6 @@ def _child_environment(options: ChildOptions) -> dict[str, str]:
 def _kill_group(process: Process) -> None:
     if process.returncode is not None:
         return
-    try:
+    with suppress(ProcessLookupError):
         # Its own session makes its process id that of its group.
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass

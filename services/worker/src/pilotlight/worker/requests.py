@@ -20,7 +20,7 @@ from pilotlight.policy.types import FinishReason, GatewayId, InstanceId, Request
 FINISHED_KEPT_S = 60.0
 """A finished request whose end nobody acknowledges is forgotten after this time."""
 SILENCE_S = 10.0
-"""A gateway that acknowledges nothing for this long, although it has been sent tokens, is taken for dead: they acknowledge once a second."""
+"""A gateway that acknowledges nothing for this long, though it was sent tokens, is taken for dead: it should once a second."""
 KEPT_PER_RUNNING = 4
 """Requests kept in memory for each that may run: finished ones wait here for their last acknowledgement."""
 FORGOTTEN_KEPT = 4096

@@ -82,5 +82,5 @@ def _pick(probabilities: Tensor, noise: float) -> int:
     point = cumulated[-1] * noise
     # right=True passes over tokens without a share; the product can round up to the total, which belongs to the last one with a
     # share.
-    token_id = int(torch.searchsorted(cumulated, point, right=False))
+    token_id = int(torch.searchsorted(cumulated, point, right=True))
     return min(token_id, int(probabilities.nonzero()[-1]))

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 import structlog
@@ -18,9 +19,18 @@ from pilotlight.gateway.openai.answer import Answer, Delta
 from pilotlight.gateway.openai.parameters import Options
 from pilotlight.gateway.openai.types import Usage
 from pilotlight.gateway.requests import Ended, Held, Requests, TokenRequest, Tokens, Update
-from pilotlight.gateway.usage import UsageRecorder
 
 log = structlog.get_logger()
+
+
+class UsageSink(Protocol):
+    """Where finished requests are noted (``UsageRecorder``)."""
+
+    def record(
+        self, *, model: str, key_id: str, request_id: str, prompt_tokens: int, output_tokens: int, status: str
+    ) -> None:
+        """Note one; never waits."""
+        ...
 
 
 class Shapes(ABC):
@@ -52,7 +62,7 @@ class ExchangeParts:
     """What an exchange works with."""
 
     requests: Requests
-    usage: UsageRecorder
+    usage: UsageSink
     measures: Measures
     clock: Clock
 
@@ -95,11 +105,8 @@ class Exchange:
         yield last + sse.DONE
 
     async def _whole(self, shapes: Shapes) -> Response:
-        pieces: list[Delta] = []
         async with aclosing(self._deltas()) as deltas:
-            async for delta in deltas:
-                if isinstance(delta, Delta):
-                    pieces.append(delta)
+            pieces = [delta async for delta in deltas if isinstance(delta, Delta)]
         delta = Delta("".join(piece.text for piece in pieces), [token for piece in pieces for token in piece.tokens])
         body = shapes.whole(delta, self._answer.finish_reason or "stop", self._answer.usage)
         return Response(msgspec.json.encode(body), media_type="application/json")

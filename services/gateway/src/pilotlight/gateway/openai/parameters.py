@@ -83,7 +83,9 @@ def options_of(request: ChatRequest | CompletionRequest) -> Options:
     stops = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
     if isinstance(request, ChatRequest):
         if request.top_logprobs:
-            raise BadRequest("top_logprobs is not supported: only the chosen token's log probability is kept", param="top_logprobs")
+            raise BadRequest(
+                "top_logprobs is not supported: only the chosen token's log probability is kept", param="top_logprobs"
+            )
         logprobs = bool(request.logprobs)
     else:
         logprobs = request.logprobs is not None
@@ -133,7 +135,9 @@ def _room(model: Model, prompt_tokens: int, asked: int | None) -> int:
 def _refuse_unsupported(request: NotSupported) -> None:
     for name in NotSupported.__struct_fields__:
         value = getattr(request, name)
-        if value is not None and not any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in _OFF.get(name, ())):
+        if value is not None and not any(
+            value == off and isinstance(value, bool) == isinstance(off, bool) for off in _OFF.get(name, ())
+        ):
             raise BadRequest(f"{name} is not supported; leave it out", param=name)
 
 

@@ -102,7 +102,8 @@ class CompletionRequest(CommonRequest, kw_only=True):
     """Body of ``POST /v1/completions``."""
 
     prompt: Annotated[
-        str | list[str | int | list[int]], Meta(description="A string, a list with one string, token ids, or a list with one list of them.")
+        str | list[str | int | list[int]],
+        Meta(description="A string, a list with one string, token ids, or a list with one list of them."),
     ]
     logprobs: Annotated[int, Meta(ge=0, le=5, description="The chosen token's only, whatever the number.")] | None = None
 

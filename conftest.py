@@ -1,0 +1,57 @@
+"""Starts the real servers that tests share, when the first test asks for one, and loads the fixtures made from them."""
+
+import asyncio
+import secrets
+import socket
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from pilotlight.cli.embedded import NatsServer, PostgresServer
+from pilotlight.common.db.migrate import MigrateSettings, migrate
+from pilotlight.common.db.tables import OWNERS
+from pilotlight.common.natsconf import server_config
+
+pytest_plugins = ["pilotlight.common.testing"]
+
+NOT_DURABLE = {"fsync": "off", "synchronous_commit": "off", "full_page_writes": "off", "max_connections": "200"}
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="session")
+def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Generator[str]:
+    """A nats-server with JetStream and without authentication."""
+    server = NatsServer(tmp_path_factory.mktemp("nats"), free_port(), server_config({}))
+    asyncio.run(server.start())
+    try:
+        yield server.url
+    finally:
+        asyncio.run(server.stop())
+
+
+@pytest.fixture(scope="session")
+def postgres_secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The secrets of the database's roles."""
+    folder = tmp_path_factory.mktemp("secrets")
+    for owner in OWNERS:
+        (folder / f"postgres-{owner}").write_text(secrets.token_urlsafe(12))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def postgres_url(tmp_path_factory: pytest.TempPathFactory, postgres_secrets: Path) -> Generator[str]:
+    """A PostgreSQL whose database is migrated: the URL as its owner. Tests change nothing there; they take ``database_settings``."""
+    server = PostgresServer(tmp_path_factory.mktemp("postgres"), secrets.token_urlsafe(12), settings=NOT_DURABLE)
+    asyncio.run(server.start())
+    try:
+        migrate(MigrateSettings(database_url=server.owner_url, secrets_dir=postgres_secrets))
+        yield server.owner_url
+    finally:
+        asyncio.run(server.stop())

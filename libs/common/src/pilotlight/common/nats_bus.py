@@ -1,0 +1,379 @@
+"""``Bus`` on nats-py."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import nats.errors
+import structlog
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription as NatsSubscription
+
+from pilotlight.common.buckets import Bucket, NatsBucket, jetstream
+from pilotlight.common.bus import Handler, Listener, Subscription
+from pilotlight.common.errors import (
+    BusUnavailable,
+    DeadlineExceeded,
+    InternalError,
+    MessageTooLarge,
+    MessageUndecodable,
+    PilotlightError,
+    QueueFull,
+    error_of,
+)
+from pilotlight.common.messages.codec import MAX_PAYLOAD_BYTES, decode_json, decode_msgpack, encode_json, encode_msgpack
+from pilotlight.common.settings import BusSettings
+from pilotlight.common.telemetry import client_span, inject, server_span
+
+log = structlog.get_logger()
+
+DEADLINE_HEADER = "Pilotlight-Deadline-Ms"
+"""Time that the sender still waits: relative, because hosts share no clock."""
+ERROR_HEADER = "Pilotlight-Error"
+"""On a reply: the error's code. The body is then its message."""
+RETRY_HEADER = "Pilotlight-Retry-After-S"
+MAX_CONCURRENT_REQUESTS = 512
+"""Requests that one served subject works on at a time; more are refused with ``queue_full``."""
+MAX_QUEUED_NOTIFICATIONS = 65536
+"""Notifications of one subscription that wait for its listener; more are lost."""
+MAX_QUEUED_BYTES = 64 * 1024 * 1024
+CONNECT_DEADLINE_S = 10.0
+DEFAULT_DEADLINE_S = 30.0
+"""For a request that names no deadline of its own."""
+END_DEADLINE_S = 5.0
+"""How long the end of a subscription waits for what is being handled."""
+
+T = TypeVar("T")
+Req = TypeVar("Req")
+
+
+class NatsBus:
+    """One process's connection to NATS."""
+
+    def __init__(self, prefix: str) -> None:
+        self._client = Client()
+        self._stream = jetstream(self._client)
+        self._prefix = prefix
+        self._reconnect_callbacks: list[Callable[[], Awaitable[None]]] = []
+        self._buckets: dict[str, NatsBucket] = {}
+        self._subscriptions: set[_Subscribed] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._up = asyncio.Event()
+        self._refused: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+
+    @classmethod
+    async def connect(cls, settings: BusSettings, *, user: str, name: str) -> "NatsBus":
+        """Connect as one service's user; waits a little for a server that is just starting.
+
+        Raises:
+            BusUnavailable: the server cannot be reached or refuses the credentials.
+        """
+        bus = cls(settings.prefix)
+        connecting = asyncio.create_task(bus._connect(settings, user, name))
+        await asyncio.wait({connecting, bus._refused}, timeout=CONNECT_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
+        if connecting.done() and connecting.exception() is None:
+            bus._up.set()
+            return bus
+        connecting.cancel()
+        await asyncio.wait({connecting})
+        await bus._client.close()
+        reason = bus._refused.result() if bus._refused.done() else bus._client.last_error
+        raise BusUnavailable(f"cannot connect to {settings.nats_url} as {user}: {reason or 'no answer'}")
+
+    async def _connect(self, settings: BusSettings, user: str, name: str) -> None:
+        password = settings.password_of(user)
+        options: dict[str, Any] = {
+            "servers": [settings.nats_url],
+            "name": name,
+            "user": user if password else None,
+            "password": password,
+            "inbox_prefix": f"_INBOX.{user}",
+            "max_reconnect_attempts": -1,
+            "reconnect_time_wait": random.Random().uniform(0.05, 0.15),
+            "connect_timeout": 2,
+            "ping_interval": 2,
+            "pending_size": 2 * MAX_PAYLOAD_BYTES,
+            "flush_timeout": 2.0,
+            "error_cb": self._on_error,
+            "disconnected_cb": self._on_disconnect,
+            "reconnected_cb": self._on_reconnect,
+        }
+        await self._client.connect(**options)
+
+    @property
+    def client(self) -> Client:
+        """The connection itself, for what the bus does not offer: making streams."""
+        return self._client
+
+    @property
+    def connected(self) -> bool:
+        return self._up.is_set() and self._client.is_connected
+
+    def on_reconnect(self, callback: Callable[[], Awaitable[None]]) -> None:
+        self._reconnect_callbacks.append(callback)
+
+    async def publish(self, subject: str, message: object, *, binary: bool = False) -> None:
+        data = encode_msgpack(message) if binary else encode_json(message)
+        if len(data) > MAX_PAYLOAD_BYTES:
+            raise MessageTooLarge(f"a message of {len(data)} bytes; at most {MAX_PAYLOAD_BYTES} are taken")
+        try:
+            await self._client.publish(self._prefix + subject, data, headers=inject({}) or None)
+        except nats.errors.Error as error:
+            # A notification that cannot be sent is a lost notification: its reader reconciles.
+            log.warning("notification lost", action="bus_publish_failed", subject=subject, error=str(error))
+
+    async def request(self, subject: str, message: object, reply_type: type[T], *, deadline_s: float) -> T:
+        data = encode_json(message)
+        with client_span(f"request {_family(subject)}"):
+            reply = await self._exchange(subject, data, deadline_s)
+            headers = reply.headers or {}
+            code = headers.get(ERROR_HEADER)
+            if code is not None:
+                retry = headers.get(RETRY_HEADER)
+                raise error_of(code, reply.data.decode(errors="replace"), float(retry) if retry else None)
+            return decode_json(reply.data, reply_type)
+
+    async def serve(self, subject: str, request_type: type[Req], handler: Handler[Req], *, queue: str = "") -> Subscription:
+        subscribed = _Subscribed(self._subscriptions)
+
+        async def on_message(msg: Msg) -> None:
+            if len(subscribed.tasks) >= MAX_CONCURRENT_REQUESTS:
+                await self._reply_error(msg, QueueFull(f"{subject} has {len(subscribed.tasks)} requests under way"))
+                return
+            task = asyncio.create_task(self._answer(msg, subject, request_type, handler), name=f"serve {subject}")
+            subscribed.tasks.add(task)
+            task.add_done_callback(subscribed.tasks.discard)
+
+        return await self._subscribe(subject, queue, on_message, subscribed)
+
+    async def subscribe(
+        self, subject: str, message_type: type[Req], listener: Listener[Req], *, queue: str = "", binary: bool = False
+    ) -> Subscription:
+        subscribed = _Subscribed(self._subscriptions)
+
+        async def on_message(msg: Msg) -> None:
+            try:
+                message = decode_msgpack(msg.data, message_type) if binary else decode_json(msg.data, message_type)
+            except MessageUndecodable as error:
+                log.error("message dropped", action="bus_undecodable", subject=msg.subject, error=error.message)
+                return
+            with subscribed.listening() as wanted, server_span("", msg.headers, record=False):
+                if wanted:
+                    await _listen(listener, message, subject)
+
+        return await self._subscribe(subject, queue, on_message, subscribed)
+
+    async def publish_event(self, subject: str, event_id: str, message: object) -> None:
+        data = encode_json(message)
+        headers = inject({"Nats-Msg-Id": event_id})
+        try:
+            await self._stream.publish(self._prefix + subject, data, headers=headers)
+        except (nats.errors.Error, TimeoutError, OSError) as error:
+            raise BusUnavailable(f"the event stream did not confirm {subject}: {error!r}") from error
+
+    async def bucket(self, name: str) -> Bucket:
+        full_name = bucket_name(self._prefix, name)
+        known = self._buckets.get(full_name)
+        if known is None:
+            opened = NatsBucket(self._client, full_name, self.on_reconnect)
+            await opened.open()
+            known = self._buckets.setdefault(full_name, opened)
+        return known
+
+    async def close(self) -> None:
+        if self._client.is_closed:
+            return
+        await asyncio.gather(*(subscribed.end() for subscribed in list(self._subscriptions)))
+        for task in list(self._tasks):
+            task.cancel()
+        self._up.clear()
+        try:
+            async with asyncio.timeout(2.0):
+                await self._client.drain()
+        except (nats.errors.Error, TimeoutError, OSError) as error:
+            log.warning("left the bus without draining", action="bus_close", error=repr(error))
+        finally:
+            await self._client.close()
+
+    async def _subscribe(
+        self, subject: str, queue: str, on_message: Callable[[Msg], Awaitable[None]], subscribed: "_Subscribed"
+    ) -> "_Subscribed":
+        client: Any = self._client
+        try:
+            subscribed.subscription = await client.subscribe(
+                self._prefix + subject,
+                queue=queue,
+                cb=on_message,
+                pending_msgs_limit=MAX_QUEUED_NOTIFICATIONS,
+                pending_bytes_limit=MAX_QUEUED_BYTES,
+            )
+            # A round trip, so that whoever hears that we serve finds us serving.
+            await client.flush(timeout=2)
+        except (nats.errors.Error, TimeoutError, OSError) as error:
+            raise BusUnavailable(f"cannot subscribe to {subject}: {error!r}") from error
+        return subscribed
+
+    async def _exchange(self, subject: str, data: bytes, deadline_s: float) -> Msg:
+        clock = asyncio.get_running_loop()
+        until_s = clock.time() + deadline_s
+        try:
+            # While there is no connection nothing is sent: a request that leaves after its deadline is worse than none.
+            async with asyncio.timeout_at(until_s):
+                await self._up.wait()
+        except TimeoutError as error:
+            raise BusUnavailable(f"NATS cannot be reached, so nobody was asked on {subject}") from error
+        left_s = max(0.001, until_s - clock.time())
+        headers = inject({DEADLINE_HEADER: str(max(1, int(left_s * 1000)))})
+        try:
+            return await self._client.request(self._prefix + subject, data, timeout=left_s, headers=headers)
+        except nats.errors.NoRespondersError as error:
+            raise BusUnavailable(f"nobody answers on {subject}") from error
+        except (nats.errors.TimeoutError, TimeoutError) as error:
+            raise DeadlineExceeded(f"no answer on {subject} within {deadline_s:g} s") from error
+        except (nats.errors.Error, OSError) as error:
+            raise BusUnavailable(f"cannot send on {subject}: {error!r}") from error
+
+    async def _answer(self, msg: Msg, subject: str, request_type: type[Req], handler: Handler[Req]) -> None:
+        deadline_s = _deadline_s(msg)
+        deadline = asyncio.timeout(deadline_s)
+        try:
+            with server_span(f"serve {_family(subject)}", msg.headers):
+                request = decode_json(msg.data, request_type)
+                async with deadline:
+                    reply = await handler(request)
+                data = encode_json(reply)
+            await self._client.publish(msg.reply, data)
+        except PilotlightError as error:
+            await self._reply_error(msg, error)
+        except nats.errors.Error as error:
+            log.warning("reply lost", action="bus_reply_failed", subject=subject, error=str(error))
+        except Exception as error:  # the requester must hear of a bug at once, not by its deadline
+            if isinstance(error, TimeoutError) and deadline.expired():
+                # The requester has given up at the same moment: there is nobody to answer.
+                log.warning("request outlived its deadline", action="bus_deadline", subject=subject, deadline_s=deadline_s)
+                return
+            log.exception("handler failed", action="bus_handler_failed", subject=subject)
+            await self._reply_error(msg, InternalError(f"the handler of {subject} failed; see its log"))
+
+    async def _reply_error(self, msg: Msg, error: PilotlightError) -> None:
+        if not msg.reply:
+            return
+        headers = {ERROR_HEADER: error.code}
+        if error.retry_after_s is not None:
+            headers[RETRY_HEADER] = f"{error.retry_after_s:g}"
+        try:
+            await self._client.publish(msg.reply, error.message.encode(), headers=headers)
+        except nats.errors.Error as failure:
+            log.warning("reply lost", action="bus_reply_failed", error=str(failure))
+
+    async def _on_error(self, error: Exception) -> None:
+        if isinstance(error, nats.errors.AuthorizationError) or "authorization violation" in str(error).lower():
+            if not self._refused.done():
+                self._refused.set_result(error)
+        elif self._client.is_connected:
+            # While there is no connection each of many tries ends here, and the break itself has been logged.
+            log.warning("bus error", action="bus_error", error=repr(error))
+
+    async def _on_disconnect(self) -> None:
+        self._up.clear()
+        if not self._client.is_closed:
+            log.warning("bus disconnected", action="bus_disconnected")
+
+    async def _on_reconnect(self) -> None:
+        self._up.set()
+        log.info("bus reconnected", action="bus_reconnected")
+        for callback in self._reconnect_callbacks:
+            task = asyncio.create_task(_logged(callback), name="after reconnect")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+
+class _Subscribed:
+    """A subscription, and what is being handled of it."""
+
+    def __init__(self, registry: "set[_Subscribed]") -> None:
+        self.subscription: NatsSubscription | None = None
+        self.tasks: set[asyncio.Task[None]] = set()
+        self._registry = registry
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._listener: asyncio.Task[Any] | None = None
+        self._ended = False
+        registry.add(self)
+
+    @contextmanager
+    def listening(self) -> Generator[bool]:
+        """Around a listener's call; False once the subscription has ended."""
+        self._listener = asyncio.current_task()
+        self._idle.clear()
+        try:
+            yield not self._ended
+        finally:
+            self._idle.set()
+
+    async def end(self) -> None:
+        self._ended = True
+        self._registry.discard(self)
+        if asyncio.current_task() in (self._listener, *self.tasks):
+            # Whoever ends it from within is not waited for: it would wait for itself.
+            task = asyncio.create_task(self._unsubscribe(), name="end of a subscription")
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
+            return
+        await self._unsubscribe()
+        if self.tasks:
+            _, late = await asyncio.wait(self.tasks, timeout=END_DEADLINE_S)
+            for task in late:
+                task.cancel()
+
+    async def _unsubscribe(self) -> None:
+        subscription, self.subscription = self.subscription, None
+        if subscription is None:
+            return
+        try:
+            # nats-py cancels a listener in the middle of its work when it is unsubscribed, so it is let come to its end first.
+            async with asyncio.timeout(END_DEADLINE_S):
+                await self._idle.wait()
+        except TimeoutError:
+            log.warning("a listener is cut off", action="bus_listener_cut_off", subject=subscription.subject)
+        try:
+            await subscription.unsubscribe()
+        except nats.errors.Error:
+            log.debug("subscription was already closed", action="bus_unsubscribe")
+
+
+async def _listen(listener: Listener[Req], message: Req, subject: str) -> None:
+    try:
+        await listener(message)
+    except PilotlightError as error:
+        log.warning("listener refused", action="bus_listener_refused", subject=subject, error=error.message)
+    except Exception:  # a listener's bug must not end the subscription
+        log.exception("listener failed", action="bus_listener_failed", subject=subject)
+
+
+async def _logged(callback: Callable[[], Awaitable[None]]) -> None:
+    try:
+        await callback()
+    except Exception:  # one component's failure must not keep the others from resyncing
+        log.exception("resync after a reconnect failed", action="bus_resync_failed")
+
+
+def bucket_name(prefix: str, name: str) -> str:
+    """A bucket's name on the server."""
+    return (prefix + name).replace(".", "_")
+
+
+def _family(subject: str) -> str:
+    """The subject with ids left out: names of spans must be few."""
+    return ".".join("*" if any(c.isdigit() for c in token[1:]) else token for token in subject.split(".")[1:])
+
+
+def _deadline_s(msg: Msg) -> float:
+    value: Any = (msg.headers or {}).get(DEADLINE_HEADER)
+    try:
+        return max(0.001, int(value) / 1000)
+    except (TypeError, ValueError):
+        return DEFAULT_DEADLINE_S

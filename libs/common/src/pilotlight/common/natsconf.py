@@ -1,0 +1,249 @@
+"""Who may say and hear what on NATS: one user for each service, and the streams that they share.
+
+``python -m pilotlight.common.natsconf config`` prints a server configuration from the secrets ``nats-<user>``;
+``python -m pilotlight.common.natsconf streams`` makes the streams and buckets, as the user ``admin``.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nats.errors
+import nats.js.errors
+import structlog
+from nats.aio.client import Client
+from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
+
+from pilotlight.common.buckets import COPIES, GATEWAYS, INSTANCES, NODES, WORKERS, jetstream
+from pilotlight.common.errors import BusUnavailable, PilotlightError
+from pilotlight.common.messages import artifacts, demand, events, hold, phases, reports, room, spans, tokens
+from pilotlight.common.messages.codec import MAX_PAYLOAD_BYTES
+from pilotlight.common.nats_bus import NatsBus, bucket_name
+from pilotlight.common.settings import BusSettings
+from pilotlight.common.telemetry import configure_logging
+from pilotlight.policy.types import GatewayId, NodeId, WorkerId
+
+log = structlog.get_logger()
+
+ADMIN = "admin"
+"""May do everything; used to make streams and buckets, by no service."""
+EVENTS_KEPT_S = 7 * 24 * 3600
+EVENTS_BYTES = 1 << 30
+DUPLICATES_SEEN_FOR_S = 600
+"""An event that is published again within this time is stored once."""
+BUCKETS = (GATEWAYS, INSTANCES, COPIES, NODES, WORKERS)
+
+_ANY_WORKER = WorkerId("*")
+_ANY_NODE = NodeId("*")
+_ANY_GATEWAY = GatewayId("*")
+_EVERY_EVENT = (events.EVENT_SUBJECTS,)
+_REPORTS = (reports.WORKER_REPORTS, reports.LOADER_REPORTS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rights:
+    """What one user may do. Everybody may publish their own events and spans, answer requests, and hear all events."""
+
+    publish: tuple[str, ...] = ()
+    subscribe: tuple[str, ...] = ()
+    write: tuple[str, ...] = ()
+    """Buckets that it writes: each has one writer."""
+    read: tuple[str, ...] = ()
+    """Buckets that it watches."""
+
+
+RIGHTS: dict[str, Rights] = {
+    "gateway": Rights(
+        publish=(
+            demand.demand_subject(_ANY_GATEWAY),
+            demand.WARM_SUBJECT,
+            demand.EVICT_SUBJECT,
+            phases.PHASES_SUBJECT,
+            tokens.submit_subject(_ANY_WORKER),
+            tokens.cancel_subject(_ANY_WORKER),
+            tokens.ack_subject(_ANY_WORKER),
+            tokens.resend_subject(_ANY_WORKER),
+        ),
+        subscribe=(tokens.tokens_subject(_ANY_GATEWAY), spans.SPANS_SUBJECT, *_REPORTS),
+        write=(GATEWAYS,),
+        read=BUCKETS,
+    ),
+    "scheduler": Rights(
+        publish=(
+            hold.worker_hold_subject(_ANY_WORKER),
+            hold.node_hold_subject(_ANY_NODE),
+            room.RESERVE_SUBJECT,
+            room.RELEASE_SUBJECT,
+            artifacts.FIND_ARTIFACTS_SUBJECT,
+        ),
+        subscribe=(
+            demand.DEMAND_SUBJECTS,
+            demand.WARM_SUBJECT,
+            demand.EVICT_SUBJECT,
+            phases.PHASES_SUBJECT,
+            *_REPORTS,
+        ),
+        write=(INSTANCES,),
+        read=BUCKETS,
+    ),
+    "cache": Rights(
+        publish=(room.give_up_subject(_ANY_WORKER), room.drop_subject(_ANY_NODE)),
+        subscribe=(room.RESERVE_SUBJECT, room.RELEASE_SUBJECT, *_REPORTS),
+        write=(COPIES,),
+        read=BUCKETS,
+    ),
+    "loader": Rights(
+        publish=(reports.loader_report_subject(_ANY_NODE), phases.PHASES_SUBJECT),
+        subscribe=(hold.node_hold_subject(_ANY_NODE), room.drop_subject(_ANY_NODE)),
+        write=(NODES,),
+        read=(NODES, COPIES),
+    ),
+    "worker": Rights(
+        publish=(
+            reports.worker_report_subject(_ANY_WORKER),
+            tokens.tokens_subject(_ANY_GATEWAY),
+            phases.PHASES_SUBJECT,
+            artifacts.FIND_ARTIFACTS_SUBJECT,
+            artifacts.PUBLISH_ARTIFACT_SUBJECT,
+        ),
+        subscribe=(
+            hold.worker_hold_subject(_ANY_WORKER),
+            room.give_up_subject(_ANY_WORKER),
+            tokens.submit_subject(_ANY_WORKER),
+            tokens.cancel_subject(_ANY_WORKER),
+            tokens.ack_subject(_ANY_WORKER),
+            tokens.resend_subject(_ANY_WORKER),
+        ),
+        write=(WORKERS,),
+        read=(WORKERS, GATEWAYS),
+    ),
+    "materializer": Rights(
+        subscribe=(artifacts.FIND_ARTIFACTS_SUBJECT, artifacts.PUBLISH_ARTIFACT_SUBJECT, *_REPORTS),
+        read=(WORKERS, NODES),
+    ),
+    "cli": Rights(subscribe=_REPORTS, read=BUCKETS),
+}
+"""By user. What is not listed is refused by the server."""
+
+
+def allowed_publish(user: str) -> tuple[str, ...]:
+    """Every subject that a user may publish on, JetStream's own among them."""
+    rights = RIGHTS[user]
+    opened = dict.fromkeys((*rights.write, *rights.read))
+    return (
+        *rights.publish,
+        events.event_subject(user, ">"),
+        spans.SPANS_SUBJECT,
+        *(f"$KV.{name}.>" for name in rights.write),
+        *(f"$JS.API.STREAM.INFO.KV_{name}" for name in opened),
+        *(f"$JS.API.CONSUMER.CREATE.KV_{name}.>" for name in rights.read),
+    )
+
+
+def allowed_subscribe(user: str) -> tuple[str, ...]:
+    """Every subject that a user may subscribe to: what is meant for it, all events, and its own inbox."""
+    return (*RIGHTS[user].subscribe, *_EVERY_EVENT, f"_INBOX.{user}.>")
+
+
+def server_config(passwords: Mapping[str, str], *, store_dir: Path | None = None) -> str:
+    """The configuration of a nats-server: limits, JetStream, and one user for each password; without passwords, no authentication.
+
+    Address and port are given on the command line.
+    """
+    config: dict[str, Any] = {
+        "max_payload": MAX_PAYLOAD_BYTES,
+        "max_pending": 8 * MAX_PAYLOAD_BYTES,
+        "jetstream": {"store_dir": str(store_dir)} if store_dir is not None else {},
+    }
+    if passwords:
+        users = [_user(user, password) for user, password in passwords.items()]
+        config["authorization"] = {"users": users}
+    # The server's own format is a superset of JSON.
+    return json.dumps(config, indent=2) + "\n"
+
+
+def _user(user: str, password: str) -> dict[str, Any]:
+    if user == ADMIN:
+        return {"user": user, "password": password}
+    permissions = {
+        "publish": {"allow": list(allowed_publish(user))},
+        "subscribe": {"allow": list(allowed_subscribe(user))},
+        # A service answers whoever asked it, once.
+        "allow_responses": {"max": 1, "expires": "2m"},
+    }
+    return {"user": user, "password": password, "permissions": permissions}
+
+
+async def ensure_streams(settings: BusSettings, *, events_bytes: int = EVENTS_BYTES) -> None:
+    """Make the stream of events and the buckets, or make them equal to this release's.
+
+    Raises:
+        BusUnavailable: the server cannot be reached, refuses the user ``admin``, or has no room for the stream.
+    """
+    bus = await NatsBus.connect(settings, user=ADMIN, name="streams")
+    try:
+        await ensure_events(bus.client, settings.prefix, events_bytes)
+        for name in BUCKETS:
+            await bus.bucket(name)
+    finally:
+        await bus.close()
+
+
+async def ensure_events(client: Client, prefix: str, size_bytes: int = EVENTS_BYTES) -> None:
+    """Make the stream of events, or make it equal to this release's.
+
+    Raises:
+        BusUnavailable: the server did not confirm, or has no room for the stream.
+    """
+    config = StreamConfig(
+        name=events_stream(prefix),
+        subjects=[prefix + events.EVENT_SUBJECTS],
+        retention=RetentionPolicy.LIMITS,
+        storage=StorageType.FILE,
+        discard=DiscardPolicy.OLD,
+        max_age=EVENTS_KEPT_S,
+        max_bytes=size_bytes,
+        duplicate_window=DUPLICATES_SEEN_FOR_S,
+    )
+    stream = jetstream(client)
+    try:
+        try:
+            await stream.stream_info(config.name)
+            await stream.update_stream(config)
+        except nats.js.errors.NotFoundError:
+            await stream.add_stream(config)
+    except (nats.errors.Error, TimeoutError, OSError) as error:
+        raise BusUnavailable(f"the stream {config.name} cannot be made: {error!r}") from error
+
+
+def events_stream(prefix: str) -> str:
+    """Name of the stream of events."""
+    return bucket_name(prefix, events.EVENTS_STREAM)
+
+
+def main() -> int:
+    """Print a server's configuration, or make the streams; the process's exit status."""
+    parser = argparse.ArgumentParser(prog="python -m pilotlight.common.natsconf", description="NATS users and streams.")
+    parser.add_argument("what", choices=["config", "streams"])
+    what = parser.parse_args().what
+    configure_logging("natsconf")
+    try:
+        settings = BusSettings()
+        if what == "streams":
+            asyncio.run(ensure_streams(settings))
+        else:
+            found = {user: settings.password_of(user) for user in (ADMIN, *RIGHTS)}
+            sys.stdout.write(server_config({user: password for user, password in found.items() if password}))
+    except (PilotlightError, ValueError) as error:
+        log.error("cannot configure NATS", action="natsconf_failed", error=str(error))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""Puts the gateway together."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Mount, Route
+from starlette.types import ASGIApp
+
+from pilotlight.common.db.outbox import Outbox
+from pilotlight.common.db.session import Database
+from pilotlight.common.errors import PilotlightError
+from pilotlight.common.ids import new_gateway_id
+from pilotlight.common.phases import PhaseReporter
+from pilotlight.common.service import Application, Component, Context
+from pilotlight.gateway import scrape
+from pilotlight.gateway.admin.app import AdminParts, build_admin
+from pilotlight.gateway.auth import Authenticator
+from pilotlight.gateway.catalog import Catalog
+from pilotlight.gateway.demand import DemandPublisher
+from pilotlight.gateway.explain import Decisions, Explainer
+from pilotlight.gateway.fleet import Fleet
+from pilotlight.gateway.hold import Hold
+from pilotlight.gateway.http import Edge, on_error, on_http_error
+from pilotlight.gateway.measures import Measures
+from pilotlight.gateway.openai.api import CHAT_PATH, COMPLETIONS_PATH, OpenAiApi
+from pilotlight.gateway.openai.exchange import ExchangeParts
+from pilotlight.gateway.presence import Presence
+from pilotlight.gateway.registration import Registration
+from pilotlight.gateway.relay import Relay
+from pilotlight.gateway.repository import DisplayRepository
+from pilotlight.gateway.requests import RequestParts, Requests
+from pilotlight.gateway.route import Router
+from pilotlight.gateway.server import HttpServer
+from pilotlight.gateway.settings import GatewaySettings
+from pilotlight.gateway.spans import SpanStore
+from pilotlight.gateway.usage import UsageRecorder
+from pilotlight.policy.admission import HoldBounds
+from pilotlight.policy.types import GatewayId
+
+OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/v1/openapi.json"})
+"""Routes without a key; a test walks all others."""
+TRACED_PATHS = frozenset({CHAT_PATH, COMPLETIONS_PATH})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """The way of a request through this gateway, without HTTP and without a database."""
+
+    gateway_id: GatewayId
+    fleet: Fleet
+    hold: Hold
+    relay: Relay
+    demand: DemandPublisher
+    requests: Requests
+
+
+def build_serving(context: Context[GatewaySettings], decisions: Decisions) -> Serving:
+    """Everything from an accepted request to its tokens."""
+    settings, bus, clock, background = context.settings, context.bus, context.clock, context.background
+    gateway_id = new_gateway_id()
+    fleet = Fleet(bus, clock, background)
+    router = Router(fleet, clock)
+    bounds = HoldBounds(total_requests=settings.max_held, model_requests=settings.max_held_per_model)
+    hold = Hold(router, clock, bounds)
+    fleet.on_change(hold.pump)
+    relay = Relay(bus, clock, background, fleet, gateway_id)
+    parts = RequestParts(
+        gateway_id=gateway_id,
+        clock=clock,
+        fleet=fleet,
+        router=router,
+        hold=hold,
+        relay=relay,
+        phases=PhaseReporter(bus, clock, background, context.service),
+        explainer=Explainer(fleet, decisions, clock),
+        hold_timeout_s=settings.hold_timeout_s,
+        hold_slo_factor=settings.hold_slo_factor,
+    )
+    demand = DemandPublisher(hold, bus, background, gateway_id)
+    return Serving(gateway_id=gateway_id, fleet=fleet, hold=hold, relay=relay, demand=demand, requests=Requests(parts))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pages:
+    """What the open routes tell."""
+
+    metrics: CollectorRegistry
+    run_dir: Path
+    not_ready: Callable[[], str | None]
+
+    def routes(self) -> list[Route]:
+        """Health, readiness and metrics."""
+        return [Route("/healthz", self.healthz), Route("/readyz", self.readyz), Route("/metrics", self.metrics_page)]
+
+    async def healthz(self, _: Request) -> Response:
+        """The event loop turns."""
+        return PlainTextResponse("ok\n")
+
+    async def readyz(self, _: Request) -> Response:
+        """Requests can be served, or why not."""
+        reason = self.not_ready()
+        return PlainTextResponse("ready\n") if reason is None else PlainTextResponse(f"{reason}\n", 503)
+
+    async def metrics_page(self, _: Request) -> Response:
+        """Metrics of every service on this machine."""
+        page = await scrape.collect(self.metrics, self.run_dir, os.getpid())
+        return Response(page, headers={"content-type": scrape.CONTENT_TYPE})
+
+
+def build_http(api: OpenAiApi, pages: Pages, admin: ASGIApp) -> Starlette:
+    """Every route of the gateway."""
+    app = Starlette(
+        routes=[*pages.routes(), *api.routes(), Mount("/admin/v1", app=admin)],
+        exception_handlers={PilotlightError: on_error, HTTPException: on_http_error},
+    )
+    # A redirect for a slash too much would be a second meaning for every route.
+    app.router.redirect_slashes = False
+    return app
+
+
+async def build(context: Context[GatewaySettings]) -> Application:
+    """The gateway's components, in order of start."""
+    settings, clock, background = context.settings, context.clock, context.background
+    database = Database(settings, "gateway", clock)
+    authenticator = Authenticator(database, settings, settings, clock)
+    catalog = Catalog(database, context)
+    registration = Registration(database, context, settings.roots(), catalog)
+    usage = UsageRecorder(database, clock, background)
+    serving = build_serving(context, DisplayRepository(database))
+    measures = Measures(context.metrics, serving.hold, serving.relay)
+    exchanges = ExchangeParts(requests=serving.requests, usage=usage, measures=measures, clock=clock)
+    api = OpenAiApi(catalog, authenticator, exchanges, max_body_bytes=settings.max_body_bytes, max_requests=settings.max_requests)
+    admin = build_admin(
+        AdminParts(
+            authenticator=authenticator, registration=registration, database=database, fleet=serving.fleet, bus=context.bus
+        )
+    )
+
+    def not_ready() -> str | None:
+        if server.draining:
+            return "the gateway is stopping"
+        return None if context.bus.connected else "NATS cannot be reached"
+
+    pages = Pages(metrics=context.metrics, run_dir=settings.run_dir, not_ready=not_ready)
+    server = HttpServer(
+        Edge(build_http(api, pages, admin), TRACED_PATHS),
+        serving.hold,
+        background,
+        host=settings.host,
+        port=settings.port,
+        drain_s=settings.drain_s,
+    )
+    presence = Presence(context.bus, serving.gateway_id, lambda: settings.public_url or f"http://{settings.host}:{server.port}")
+    components: list[Component] = [
+        database,
+        Outbox(database, context),
+        authenticator,
+        catalog,
+        usage,
+        SpanStore(database, context),
+        serving.fleet,
+        serving.relay,
+        serving.demand,
+        server,
+        presence,
+    ]
+    return Application(components=components, ready=not_ready)

@@ -1,0 +1,102 @@
+"""The HTTP server, in this process's event loop."""
+
+import asyncio
+import socket
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import structlog
+import uvicorn
+from starlette.types import ASGIApp
+
+from pilotlight.common.errors import TransientError
+from pilotlight.common.service import Background
+from pilotlight.gateway.hold import Hold
+
+log = structlog.get_logger()
+
+BACKLOG = 2048
+KEEP_ALIVE_S = 75
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own idea of signals, which belong to the process's life (``common.service``)."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class HttpServer:
+    """A component: the last to start, the first to stop.
+
+    Stopping ends the listening, lets held requests go (another gateway takes them), and gives streams ``drain_s`` to end.
+    """
+
+    def __init__(self, app: ASGIApp, hold: Hold, background: Background, *, host: str, port: int, drain_s: float) -> None:
+        self._app = app
+        self._hold = hold
+        self._background = background
+        self._host = host
+        self._port = port
+        self._drain_s = drain_s
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def port(self) -> int:
+        """The port it listens on, once started."""
+        return self._port
+
+    @property
+    def draining(self) -> bool:
+        """It was told to stop."""
+        return self._server is not None and self._server.should_exit
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            TransientError: the address cannot be taken.
+        """
+        if self._server is not None:
+            return
+        try:
+            family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+            listener = socket.create_server((self._host, self._port), family=family, backlog=BACKLOG)
+        except OSError as error:
+            raise TransientError(f"cannot listen on {self._host}:{self._port}: {error}; set PILOTLIGHT_PORT") from error
+        self._port = listener.getsockname()[1]
+        config = uvicorn.Config(
+            self._app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=max(1, round(self._drain_s)),
+        )
+        self._server = _Server(config)
+        self._serving = self._background.spawn("serve HTTP", self._server.serve([listener]))
+        await self._server.listening.wait()
+        log.info("serving HTTP", action="http_listening", host=self._host, port=self._port)
+
+    async def stop(self) -> None:
+        """Listen no more; return when every answer is out or ``drain_s`` has passed."""
+        if self._server is None or self._serving is None:
+            return
+        self._server.should_exit = True
+        self._hold.close(TransientError("this gateway is stopping; send the request again", retry_after_s=1.0))
+        await asyncio.gather(self._serving, return_exceptions=True)
+        self._server = self._serving = None

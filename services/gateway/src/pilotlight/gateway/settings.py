@@ -1,0 +1,27 @@
+"""The gateway's settings."""
+
+from pydantic import Field
+
+from pilotlight.common.messages.codec import MAX_PAYLOAD_BYTES
+from pilotlight.common.model_roots import ModelRootsSettings
+from pilotlight.common.settings import DatabaseSettings, ServiceSettings
+from pilotlight.gateway.auth import AccessSettings
+
+
+class GatewaySettings(ServiceSettings, DatabaseSettings, AccessSettings, ModelRootsSettings):
+    """Where it listens, what it holds, and for how long."""
+
+    host: str = Field("127.0.0.1", description="Address on which the gateway serves HTTP.")
+    port: int = Field(8000, ge=0, le=65535, description="Port on which the gateway serves HTTP; 0 takes a free one.")
+    public_url: str = Field("", description="URL at which clients reach this gateway, where it is not `http://host:port`.")
+    max_body_bytes: int = Field(
+        MAX_PAYLOAD_BYTES, ge=1024, description="Longest body of an API request; more is refused with 413."
+    )
+    max_requests: int = Field(4096, ge=1, description="API requests that one gateway serves at a time, held ones included.")
+    max_held: int = Field(2048, ge=1, description="Requests that one gateway holds while models load; more are refused with 429.")
+    max_held_per_model: int = Field(512, ge=1, description="Requests that one gateway holds for one model.")
+    hold_timeout_s: float = Field(120.0, gt=0, description="How long a request waits for an instance before it gets 503.")
+    hold_slo_factor: float = Field(
+        10.0, ge=0, description="A held request waits at least this many times its model's TTFT target."
+    )
+    drain_s: float = Field(8.0, ge=0, description="How long streams may go on after the gateway is told to stop.")

@@ -1,0 +1,44 @@
+"""Wiring of the scheduler."""
+
+import asyncio
+
+from pilotlight.common.buckets import INSTANCES
+from pilotlight.common.db.outbox import Outbox
+from pilotlight.common.db.session import Database
+from pilotlight.common.service import Application, Context
+from pilotlight.policy.types import Epoch
+from pilotlight.scheduler.election import Election
+from pilotlight.scheduler.handlers import LeaderSubjects, Listening
+from pilotlight.scheduler.leader import Term
+from pilotlight.scheduler.lease import Fence, Lease
+from pilotlight.scheduler.metrics import SchedulerMetrics
+from pilotlight.scheduler.repository import ModelReader
+from pilotlight.scheduler.settings import SchedulerSettings
+from pilotlight.scheduler.world import World
+
+
+async def build(context: Context[SchedulerSettings]) -> Application:
+    """Build the service."""
+    database = Database(context.settings, "scheduler", context.clock)
+    world = World(listening_since_s=context.clock.monotonic_s())
+    wake = asyncio.Event()
+    listening = Listening(context, world, ModelReader(database), wake)
+    metrics = SchedulerMetrics(context.metrics)
+    bucket = await context.bus.bucket(INSTANCES)
+    lease = Lease(database, f"{context.service}-{context.incarnation}")
+
+    async def lead(epoch: Epoch) -> None:
+        fence = Fence(database, lease.holder, epoch)
+        term = Term(context, database, fence, world, wake, bucket, metrics)
+        subjects = LeaderSubjects(context, term, listening, world)
+        await subjects.start()
+        try:
+            await term.lead()
+        finally:
+            await subjects.stop()
+
+    election = Election(lease, lead, world.epoch_seen, context.clock, context.background)
+    return Application(
+        components=[database, Outbox(database, context), listening, election],
+        ready=lambda: election.database_error,
+    )

@@ -1,0 +1,92 @@
+"""What operators ask of the leader: warm a model, evict a model. Kept until it is done."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from pilotlight.common.errors import PilotlightError
+from pilotlight.policy.types import Demand, InstanceId, ModelName
+
+WARM_FOR_S = 600.0
+"""A model that could not be warmed within this time is asked for no more."""
+
+
+@dataclass(slots=True)
+class _Warm:
+    since_s: float
+    trace_parent: str
+
+
+@dataclass(slots=True)
+class Asks:
+    """Open asks of one term."""
+
+    _warm: dict[ModelName, _Warm] = field(default_factory=dict[ModelName, _Warm])
+    _planned: dict[ModelName, list[asyncio.Future[InstanceId]]] = field(
+        default_factory=dict[ModelName, list[asyncio.Future[InstanceId]]]
+    )
+    _evict: dict[ModelName, list[asyncio.Future[tuple[InstanceId, ...]]]] = field(
+        default_factory=dict[ModelName, list[asyncio.Future[tuple[InstanceId, ...]]]]
+    )
+
+    def warm(self, model: ModelName, trace_parent: str, now_s: float) -> None:
+        """Count the model as waited for, until it is ready."""
+        self._warm.setdefault(model, _Warm(now_s, trace_parent))
+
+    def warmed(self, model: ModelName) -> None:
+        """It is ready, evicted, or cannot be had: it counts no longer."""
+        self._warm.pop(model, None)
+
+    def planned(self, model: ModelName) -> asyncio.Future[InstanceId]:
+        """The next start of a model, or why there is none."""
+        future: asyncio.Future[InstanceId] = asyncio.get_running_loop().create_future()
+        self._planned.setdefault(model, []).append(future)
+        return future
+
+    def settle_planned(self, model: ModelName, instance_id: InstanceId | None, error: PilotlightError | None) -> None:
+        """Answer those who wait for the next start."""
+        for future in self._planned.pop(model, []):
+            if future.done():
+                continue
+            if instance_id is not None:
+                future.set_result(instance_id)
+            elif error is not None:
+                future.set_exception(error)
+
+    def evict(self, model: ModelName) -> asyncio.Future[tuple[InstanceId, ...]]:
+        """Ask for every instance of a model to be drained; the instances that are."""
+        future: asyncio.Future[tuple[InstanceId, ...]] = asyncio.get_running_loop().create_future()
+        self._evict.setdefault(model, []).append(future)
+        self.warmed(model)
+        return future
+
+    def evictions(self) -> tuple[ModelName, ...]:
+        """Models that are to be evicted."""
+        return tuple(self._evict)
+
+    def settle_evicted(self, model: ModelName, instance_ids: tuple[InstanceId, ...]) -> None:
+        """Answer those who asked for it."""
+        for future in self._evict.pop(model, []):
+            if not future.done():
+                future.set_result(instance_ids)
+
+    def demand(self, held: tuple[Demand, ...], now_s: float) -> tuple[Demand, ...]:
+        """What gateways hold, and one waiting request for each model that is to be warm and that nobody waits for."""
+        self._warm = {model: one for model, one in self._warm.items() if now_s - one.since_s < WARM_FOR_S}
+        waiting = {one.model for one in held if one.waiting > 0}
+        asked = tuple(
+            Demand(
+                model=model,
+                waiting=1,
+                oldest_age_s=now_s - one.since_s,
+                deadline_in_s=one.since_s + WARM_FOR_S - now_s,
+                trace_parent=one.trace_parent,
+            )
+            for model, one in self._warm.items()
+            if model not in waiting
+        )
+        return (*(one for one in held if one.waiting > 0), *asked)
+
+    def since_s(self, model: ModelName) -> float | None:
+        """When the model was asked for."""
+        asked = self._warm.get(model)
+        return asked.since_s if asked is not None else None

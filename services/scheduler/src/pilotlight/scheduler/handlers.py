@@ -1,0 +1,133 @@
+"""What the scheduler hears and answers: reports, demand and models always; the leader's subjects while it leads."""
+
+import asyncio
+
+import structlog
+
+from pilotlight.common.bus import Subscription
+from pilotlight.common.errors import DatabaseUnavailable
+from pilotlight.common.messages.demand import DEMAND_SUBJECTS, EVICT_SUBJECT, WARM_SUBJECT, DemandVector, Evict, Warm, Warming
+from pilotlight.common.messages.events import Event
+from pilotlight.common.messages.phases import PHASES_SUBJECT, PhaseReport
+from pilotlight.common.messages.reports import LOADER_REPORTS, WORKER_REPORTS, LoaderReport, WorkerReport
+from pilotlight.common.service import Context
+from pilotlight.common.waiting import woken
+from pilotlight.scheduler.leader import Term
+from pilotlight.scheduler.repository import ModelReader
+from pilotlight.scheduler.settings import SchedulerSettings
+from pilotlight.scheduler.world import World
+
+log = structlog.get_logger()
+
+MODEL_EVENTS = "v1.event.gateway.>"
+RELIST_S = 5.0
+"""Models are listed at least so often: an event may be lost, its absence must not matter."""
+
+
+class Listening:
+    """A component: keeps the world current, in leader and standbys alike."""
+
+    def __init__(self, context: Context[SchedulerSettings], world: World, models: ModelReader, wake: asyncio.Event) -> None:
+        self._context = context
+        self._clock = context.clock
+        self._world = world
+        self._models = models
+        self._wake = wake
+        self._relist = asyncio.Event()
+        self._subscriptions: list[Subscription] = []
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Listen from now on.
+
+        Raises:
+            DatabaseUnavailable: the models cannot be listed.
+        """
+        if self._subscriptions:
+            return
+        bus = self._context.bus
+        self._world.listening_since_s = self._clock.monotonic_s()
+        self._subscriptions = [
+            await bus.subscribe(WORKER_REPORTS, WorkerReport, self._on_worker),
+            await bus.subscribe(LOADER_REPORTS, LoaderReport, self._on_loader),
+            await bus.subscribe(DEMAND_SUBJECTS, DemandVector, self._on_demand),
+            await bus.subscribe(MODEL_EVENTS, Event, self._on_event),
+        ]
+        await self.relist()
+        self._task = self._context.background.spawn("list models", self._relist_for_ever())
+
+    async def stop(self) -> None:
+        """Listen no more."""
+        for subscription in self._subscriptions:
+            await subscription.end()
+        self._subscriptions = []
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+            self._task = None
+
+    async def relist(self) -> None:
+        """List the models now.
+
+        Raises:
+            DatabaseUnavailable: the models cannot be listed; the last list stays.
+        """
+        if self._world.hear_models(await self._models.models()):
+            self._wake.set()
+
+    async def _on_worker(self, report: WorkerReport) -> None:
+        if self._world.hear_worker(report, self._clock.monotonic_s()):
+            self._wake.set()
+
+    async def _on_loader(self, report: LoaderReport) -> None:
+        if self._world.hear_loader(report, self._clock.monotonic_s()):
+            self._wake.set()
+
+    async def _on_demand(self, vector: DemandVector) -> None:
+        changed = self._world.hear_demand(vector, self._clock.monotonic_s())
+        if any(demand.model not in self._world.models for demand in vector.demands):
+            # Registered a moment ago: its event may be lost, or still be on its way.
+            self._relist.set()
+        if changed:
+            self._wake.set()
+
+    async def _on_event(self, event: Event) -> None:
+        self._relist.set()
+
+    async def _relist_for_ever(self) -> None:
+        while True:
+            await woken(self._relist, RELIST_S)
+            try:
+                await self.relist()
+            except DatabaseUnavailable as error:
+                log.warning("models are kept as they are", action="relist_deferred", error=error.message)
+
+
+class LeaderSubjects:
+    """Serves what only the leader answers, for one term."""
+
+    def __init__(self, context: Context[SchedulerSettings], term: Term, listening: Listening, world: World) -> None:
+        self._bus = context.bus
+        self._term = term
+        self._listening = listening
+        self._world = world
+        self._subscriptions: list[Subscription] = []
+
+    async def start(self) -> None:
+        """Answer from now on."""
+        self._subscriptions = [
+            await self._bus.serve(PHASES_SUBJECT, PhaseReport, self._term.cold_starts.keep),
+            await self._bus.serve(WARM_SUBJECT, Warm, self._warm),
+            await self._bus.serve(EVICT_SUBJECT, Evict, self._term.evict),
+        ]
+
+    async def stop(self) -> None:
+        """Answer no more."""
+        for subscription in self._subscriptions:
+            await subscription.end()
+        self._subscriptions = []
+
+    async def _warm(self, ask: Warm) -> Warming:
+        if ask.model not in self._world.models:
+            await self._listening.relist()
+        return await self._term.warm(ask)

@@ -1,0 +1,294 @@
+"""One term of leadership: wakes on what changes, reconciles, decides, applies, commands."""
+
+import asyncio
+from collections import Counter
+
+import structlog
+
+from pilotlight.common.buckets import Bucket
+from pilotlight.common.clock import Clock
+from pilotlight.common.db.mapping import to_row_json
+from pilotlight.common.db.session import Database
+from pilotlight.common.errors import DatabaseUnavailable, ModelNotFound, NotLeader
+from pilotlight.common.ids import new_decision_id
+from pilotlight.common.messages.demand import Evict, Evicting, Warm, Warming
+from pilotlight.common.service import Context
+from pilotlight.common.waiting import every, woken
+from pilotlight.policy.eviction.base import EvictionRules
+from pilotlight.policy.instance import SERVING
+from pilotlight.policy.parallelism import SchemeRules
+from pilotlight.policy.placement import PlacementRules
+from pilotlight.policy.scaling import Drain, ScalingRules, Start, plan_scaling
+from pilotlight.policy.types import Demand, Epoch, GrantId, InstanceId, InstanceState, ModelName, Snapshot, WorkerId
+from pilotlight.scheduler.applier import Applier, drain_of
+from pilotlight.scheduler.asks import Asks
+from pilotlight.scheduler.board import InstanceBoard
+from pilotlight.scheduler.book import Book, Entry
+from pilotlight.scheduler.cold_starts import ColdStarts
+from pilotlight.scheduler.commands import Dispatcher
+from pilotlight.scheduler.lease import Fence
+from pilotlight.scheduler.metrics import SchedulerMetrics
+from pilotlight.scheduler.planner import Planner, StartOrder
+from pilotlight.scheduler.reconcile import ReconcileRules, reconcile
+from pilotlight.scheduler.records import Decision
+from pilotlight.scheduler.repository import SchedulerRepository
+from pilotlight.scheduler.room import RoomClient
+from pilotlight.scheduler.settings import SchedulerSettings
+from pilotlight.scheduler.world import WorkerView, World
+
+log = structlog.get_logger()
+
+TICK_S = 0.25
+LEARN_S = 1.0
+"""Listened for this long, every live worker has reported several times; before that nothing is commanded."""
+SETTLE_S = 0.5
+
+
+class Term:
+    """Leads under one epoch, until the lease is lost."""
+
+    def __init__(
+        self,
+        context: Context[SchedulerSettings],
+        database: Database,
+        fence: Fence,
+        world: World,
+        wake: asyncio.Event,
+        bucket: Bucket,
+        metrics: SchedulerMetrics,
+    ) -> None:
+        settings = context.settings
+        self._clock: Clock = context.clock
+        self._world = world
+        self._wake = wake
+        self._metrics = metrics
+        self._epoch: Epoch = fence.epoch
+        self._started_s = self._clock.monotonic_s()
+        self._scaling_rules = ScalingRules(instance_requests=settings.instance_requests)
+        self._reconcile_rules = ReconcileRules(term_started_s=self._started_s, hold_deadline_s=settings.hold_deadline_s)
+        self._group = asyncio.TaskGroup()
+        self._starting: set[ModelName] = set()
+        self._asks = Asks()
+        self._room = RoomClient(context.bus)
+        self.book = Book()
+        self._repository = SchedulerRepository(database, fence, self._clock)
+        self.cold_starts = ColdStarts(self._repository, self.book, self._clock, context.service, metrics)
+        self._board = InstanceBoard(bucket, self._clock, lambda instance_id: self.book.get(instance_id) is not None)
+        self._dispatcher = Dispatcher(context.bus, self._epoch)
+        self._applier = Applier(
+            epoch=self._epoch,
+            clock=self._clock,
+            book=self.book,
+            repository=self._repository,
+            board=self._board,
+            cold_starts=self.cold_starts,
+            release=self._release,
+            is_awaited=self._is_awaited,
+        )
+        rules = SchemeRules(placement=PlacementRules(eviction=EvictionRules(min_residency_s=settings.min_residency_s)))
+        self._planner = Planner(
+            snapshot=self._snapshot,
+            book=self.book,
+            repository=self._repository,
+            room=self._room,
+            dispatcher=self._dispatcher,
+            board=self._board,
+            cold_starts=self.cold_starts,
+            metrics=metrics,
+            clock=self._clock,
+            rules=rules,
+            release=self._release,
+            world_version=lambda: world.version,
+        )
+
+    async def lead(self) -> None:
+        """Lead until cancelled.
+
+        Raises:
+            NotLeader: the lease is lost, or the database does not answer: whatever was being written may be there or not, and the
+                next term reads it anew.
+        """
+        try:
+            async with self._group as group:
+                await self._load()
+                group.create_task(self._board.run(), name="instances bucket")
+                group.create_task(self._board.sweep(), name="instances bucket sweep")
+                group.create_task(self._settle_for_ever(), name="cold starts")
+                await self._decide_for_ever()
+        except* (NotLeader, DatabaseUnavailable) as errors:
+            reasons = [str(error) for error in errors.exceptions]
+            raise NotLeader(f"the term is over: {'; '.join(reasons)}") from None
+        finally:
+            self._metrics.leading(0)
+
+    # What operators ask.
+
+    async def warm(self, ask: Warm) -> Warming:
+        """Serve ``WARM_SUBJECT``.
+
+        Raises:
+            ModelNotFound: no model of that name is registered.
+            NoRoom: it cannot be started now.
+        """
+        model = self._world.models.get(ask.model)
+        if model is None:
+            raise ModelNotFound(f"no model is named {ask.model}")
+        now_s = self._clock.monotonic_s()
+        known = [entry.instance for entry in self.book.of_model(ask.model) if entry.instance.digest == model.digest]
+        serving = [instance for instance in known if instance.state in SERVING]
+        if serving:
+            return Warming(instance_id=serving[0].instance_id)
+        self._asks.warm(ask.model, ask.trace_parent, now_s)
+        if known:
+            return Warming(instance_id=known[0].instance_id)
+        planned = self._asks.planned(ask.model)
+        self._wake.set()
+        return Warming(instance_id=await planned)
+
+    async def evict(self, ask: Evict) -> Evicting:
+        """Serve ``EVICT_SUBJECT``.
+
+        Raises:
+            ModelNotFound: no model of that name is registered, and no instance of it is left.
+        """
+        left = any(entry.instance.model == ask.model for entry in self.book.rows())
+        if ask.model not in self._world.models and not left:
+            raise ModelNotFound(f"no model is named {ask.model}")
+        evicted = self._asks.evict(ask.model)
+        self._wake.set()
+        return Evicting(instance_ids=await evicted)
+
+    # The loop.
+
+    async def _load(self) -> None:
+        stored = await self._repository.load()
+        for one in stored.instances:
+            self.book.add(Entry(instance=one.instance, model=one.model))
+            self._board.show(one.instance)
+        for record in stored.cold_starts:
+            self.cold_starts.open(record)
+        self.cold_starts.estimates = dict(stored.estimates)
+        self._metrics.leading(self._epoch)
+        log.info("rows read", action="term_loaded", epoch=self._epoch, instances=len(self.book.rows()))
+
+    async def _decide_for_ever(self) -> None:
+        while True:
+            self._wake.clear()
+            await self._decide()
+            await woken(self._wake, TICK_S)
+
+    async def _decide(self) -> None:
+        """One pass: reports first, for they may free what decisions need; commands last, for they say what was decided."""
+        now_s = self._clock.monotonic_s()
+        workers = self._world.workers(now_s)
+        demand = self._demand(now_s)
+        waited_for = {one.model for one in demand}
+        self.book.refresh(workers.values(), waited_for, now_s)
+        for change in reconcile(self.book.tracked(), workers, now_s, self._reconcile_rules):
+            after = await self._applier.apply(change)
+            if after is not None and after.state in SERVING:
+                self._asks.warmed(after.model)
+        if not self._has_learned(workers, now_s):
+            return
+        await self._evict_asked()
+        plan = plan_scaling(self._snapshot(), self._scaling_rules)
+        for drain in plan.drains:
+            await self._drain(drain)
+        self._begin(plan.starts, demand)
+        self._planner.forget(waited_for | {start.model for start in plan.starts})
+        now_s = self._clock.monotonic_s()
+        await self._dispatcher.publish(self.book.rows(), workers, self._world.nodes(now_s), now_s)
+        self._metrics.instances(self.book.instances())
+
+    def _has_learned(self, workers: dict[WorkerId, WorkerView], now_s: float) -> bool:
+        """Whether enough was heard to command: a worker must not be told to drop what its leader has merely not heard of."""
+        if now_s - self._world.listening_since_s < LEARN_S:
+            return False
+        placed = {placement.worker_id for entry in self.book.rows() for placement in entry.instance.placements}
+        heard = all(worker_id in workers and workers[worker_id].heard_s >= self._started_s for worker_id in placed)
+        return heard or now_s - self._started_s >= LEARN_S
+
+    async def _evict_asked(self) -> None:
+        for model in self._asks.evictions():
+            drained: list[InstanceId] = []
+            for entry in self.book.rows():
+                if entry.instance.model != model:
+                    continue
+                if entry.instance.state is not InstanceState.DRAINING:
+                    drain = Drain(instance_id=entry.instance.instance_id, model=model, reason="an operator evicts the model")
+                    await self._drain(drain)
+                drained.append(entry.instance.instance_id)
+            self._asks.settle_evicted(model, tuple(drained))
+
+    async def _drain(self, drain: Drain) -> None:
+        entry = self.book.get(drain.instance_id)
+        if entry is None or entry.tentative:
+            return
+        decision = Decision(
+            decision_id=new_decision_id(),
+            kind="drain",
+            model=drain.model,
+            instance_id=drain.instance_id,
+            epoch=self._epoch,
+            inputs={"instance": to_row_json(entry.instance), "now_s": self._clock.monotonic_s()},
+            outcome={"drained": drain.instance_id},
+            reasons=(drain.reason,),
+        )
+        await self._applier.apply(drain_of(drain.instance_id, drain.reason), decision)
+        self._metrics.decided("drain", "drained")
+
+    def _begin(self, starts: tuple[Start, ...], demand: tuple[Demand, ...]) -> None:
+        """Start in the background: asking for room takes a while, and nothing else must wait for it."""
+        traces = {one.model: one.trace_parent for one in demand}
+        now_s = self._clock.monotonic_s()
+        counts = Counter(start.model for start in starts)
+        for start in {start.model: start for start in starts}.values():
+            model = self._world.models.get(start.model)
+            if model is None or model.name in self._starting or not self._planner.may_try(model.name, now_s):
+                continue
+            seen_s = self._world.waiting_since_s(model.name) or self._asks.since_s(model.name) or now_s
+            order = StartOrder(model=model, reason=start.reason, demand_seen_s=seen_s, trace_parent=traces.get(model.name, ""))
+            self._starting.add(model.name)
+            self._group.create_task(self._start(order, counts[model.name]), name=f"start {model.name}")
+
+    async def _start(self, order: StartOrder, count: int) -> None:
+        name = order.model.name
+        try:
+            for _ in range(count):
+                outcome = await self._planner.start(order)
+                self._asks.settle_planned(name, outcome.instance_id, outcome.error)
+                if outcome.error is not None:
+                    self._asks.warmed(name)
+                    return
+        finally:
+            self._starting.discard(name)
+            self._wake.set()
+
+    async def _settle_for_ever(self) -> None:
+        async for _ in every(SETTLE_S):
+            kinds = {key: one.facts.device.kind for key, one in self._world.workers(self._clock.monotonic_s()).items()}
+            await self.cold_starts.settle(kinds)
+
+    # What the parts ask of one another.
+
+    def _snapshot(self) -> Snapshot:
+        now_s = self._clock.monotonic_s()
+        return Snapshot(
+            now_s=now_s,
+            epoch=self._epoch,
+            models=tuple(self._world.models.values()),
+            nodes=tuple(self._world.nodes(now_s).values()),
+            workers=tuple(worker.facts for worker in self._world.workers(now_s).values()),
+            instances=self.book.instances(),
+            demand=self._demand(now_s),
+            estimates=tuple(self.cold_starts.estimates.values()),
+        )
+
+    def _demand(self, now_s: float) -> tuple[Demand, ...]:
+        return self._asks.demand(self._world.demand(now_s), now_s)
+
+    def _is_awaited(self, model: ModelName) -> bool:
+        return any(one.model == model and one.waiting > 0 for one in self._world.demand(self._clock.monotonic_s()))
+
+    def _release(self, grant_id: GrantId) -> None:
+        self._group.create_task(self._room.release(grant_id), name="release a grant")

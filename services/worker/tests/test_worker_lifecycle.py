@@ -1,0 +1,137 @@
+"""What a command asks of a worker, for any command and anything held."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pilotlight.common.messages.hold import Hold
+from pilotlight.policy.types import Generation, HeldState, InstanceId, Model, Stage
+from pilotlight.worker.lifecycle import RESIDENT, TRANSITIONS, HeldEvent, HeldView, HoldPlan, IllegalMove, plan, step
+
+ROOM = 100
+NAMES = [InstanceId(f"inst-{index}") for index in range(4)]
+
+
+def hold(model: Model, name: str = "inst-0", generation: int = 1, size: int = 40, **other: object) -> Hold:
+    return Hold(
+        instance_id=InstanceId(name),
+        generation=Generation(generation),
+        model=model,
+        stage=other.pop("stage", model.spec.whole),  # type: ignore[arg-type]
+        device_bytes=size,
+        **other,  # type: ignore[arg-type]
+    )
+
+
+def test_moves_outside_the_table_are_errors() -> None:
+    for state, event in product([None, *HeldState], HeldEvent):
+        if (state, event) not in TRANSITIONS:
+            with pytest.raises(IllegalMove):
+                step(state, event)
+
+
+def test_every_state_can_be_left_and_reached() -> None:
+    assert {state for state, _ in TRANSITIONS} == {None, *HeldState}
+    assert set(TRANSITIONS.values()) == {None, *HeldState}
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> tuple[dict[str, tuple[int, int, HeldState]], list[tuple[str, int, int, bool]]]:
+    held = {
+        name: (draw(st.integers(1, 3)), draw(st.integers(1, 50)), draw(st.sampled_from(list(HeldState))))
+        for name in draw(st.sets(st.sampled_from(NAMES)))
+    }
+    desired = [
+        (name, draw(st.integers(1, 3)), draw(st.integers(1, 60)), draw(st.booleans()))
+        for name in draw(st.sets(st.sampled_from(NAMES)))
+    ]
+    return held, desired
+
+
+@given(situation=situations())
+@settings(max_examples=300, deadline=None)
+def test_safety_of_every_plan(model: Model, situation: tuple[dict, list]) -> None:
+    held_now, desired_now = situation
+    held = {
+        name: HeldView(hold=hold(model, name, generation, size), state=state)
+        for name, (generation, size, state) in held_now.items()
+    }
+    desired = [hold(model, name, generation, size, draining=draining) for name, generation, size, draining in desired_now]
+    todo = plan(held, {}, desired, ROOM)
+    wanted = {one.instance_id: one for one in desired}
+
+    resident = sum(view.hold.device_bytes for view in held.values() if view.state in RESIDENT)
+    started = sum(one.device_bytes for one in todo.start)
+    assert not started or resident + started <= ROOM, "no device is over-committed, the leaving counted"
+    acted = [one.instance_id for one in (*todo.start, *todo.refuse, *todo.renew)] + list(todo.let_go)
+    assert len(acted) == len(set(acted))
+    assert all(one.instance_id not in held and not one.draining for one in (*todo.start, *todo.refuse))
+    for name, view in held.items():
+        if name not in wanted and view.state is not HeldState.DRAINING:
+            assert name in todo.let_go, "what is not desired is let go"
+        if name in wanted and wanted[name].generation == view.hold.generation and not wanted[name].draining:
+            assert name not in todo.let_go, "what is desired as it is stays"
+        if name in wanted and wanted[name].generation < view.hold.generation:
+            assert name not in acted, "an older generation changes nothing"
+    assert all(held[name].state is not HeldState.DRAINING for name in todo.let_go)
+    assert all((held[name].state, HeldEvent.LET_GO) in TRANSITIONS for name in todo.let_go)
+
+
+@given(situation=situations())
+@settings(max_examples=100, deadline=None)
+def test_doing_the_plan_leaves_nothing_to_do(model: Model, situation: tuple[dict, list]) -> None:
+    held_now, desired_now = situation
+    held = {
+        name: HeldView(hold=hold(model, name, generation, size), state=state)
+        for name, (generation, size, state) in held_now.items()
+    }
+    gone: dict[InstanceId, Generation] = {}
+    desired = [hold(model, name, generation, size, draining=draining) for name, generation, size, draining in desired_now]
+    for _ in range(4):
+        todo = plan(held, gone, desired, ROOM)
+        for name in todo.let_go:
+            held.pop(name)
+        for name in [name for name, view in held.items() if view.state is HeldState.DRAINING]:
+            held.pop(name)
+        for one in todo.start:
+            held[one.instance_id] = HeldView(hold=one, state=HeldState.READY)
+        for one in todo.refuse:
+            held[one.instance_id] = HeldView(hold=one, state=HeldState.FAILED)
+        for one in todo.renew:
+            held[one.instance_id] = replace(held[one.instance_id], hold=one)
+    assert plan(held, gone, desired, ROOM) == HoldPlan()
+
+
+def test_failed_and_evicted_are_not_loaded_again_under_their_generation(model: Model) -> None:
+    for state in (HeldState.FAILED, HeldState.EVICTED):
+        held = {NAMES[0]: HeldView(hold=hold(model), state=state)}
+        assert plan(held, {}, [hold(model)], ROOM) == HoldPlan()
+        newer = plan(held, {}, [hold(model, generation=2)], ROOM)
+        assert newer.let_go == (NAMES[0],)
+        assert [one.generation for one in newer.later] == [2]
+
+
+def test_the_given_up_stays_gone(model: Model) -> None:
+    gone = {NAMES[0]: Generation(1)}
+    assert plan({}, gone, [hold(model)], ROOM) == HoldPlan()
+    assert plan({}, gone, [hold(model, generation=2)], ROOM).start == (hold(model, generation=2),)
+
+
+def test_a_load_waits_for_what_leaves_and_fails_when_nothing_does(model: Model) -> None:
+    ready = {NAMES[0]: HeldView(hold=hold(model, size=80), state=HeldState.READY)}
+    swap = plan(ready, {}, [hold(model, "inst-1")], ROOM)
+    assert (swap.let_go, swap.start, swap.refuse) == ((NAMES[0],), (), ())
+    assert swap.later == (hold(model, "inst-1"),)
+    both = plan(ready, {}, [hold(model, size=80), hold(model, "inst-1")], ROOM)
+    assert both == HoldPlan(refuse=(hold(model, "inst-1"),))
+
+
+def test_a_newer_generation_of_the_same_stage_is_taken_over(model: Model) -> None:
+    ready = {NAMES[0]: HeldView(hold=hold(model), state=HeldState.READY)}
+    newer = hold(model, generation=2)
+    assert plan(ready, {}, [newer], ROOM) == HoldPlan(renew=(newer,))
+    moved = hold(model, generation=2, stage=Stage(0, 1))
+    assert plan(ready, {}, [moved], ROOM) == HoldPlan(let_go=(NAMES[0],), later=(moved,))

@@ -1,0 +1,82 @@
+"""Where the time of a cold start goes: an injected delay shows in its phase, and in no other."""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import RunningSystem, running
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+DELAY_S = 0.2
+NOISE_S = 0.08
+"""A phase may differ by this much from run to run on a busy machine; a delay that leaked into it would be more than twice that."""
+REPEATS = 3
+
+
+def cold_start(system: RunningSystem) -> dict[str, Any]:
+    with system.openai() as client, system.admin() as admin:
+        admin.delete("/models/ember-7m")
+        body = {"name": "ember-7m", "uri": model_uri(), "slo": {"ttft_ms": 5000, "tpot_ms": 200}}
+        assert admin.post("/models", json=body).status_code == 201
+        with client.chat.completions.with_streaming_response.create(
+            model="ember-7m", messages=[{"role": "user", "content": "Hello!"}], max_tokens=4, stream=True
+        ) as response:
+            list(response.parse())
+            trace_id = response.headers["x-trace-id"]
+    return finished(system, trace_id)
+
+
+def finished(system: RunningSystem, trace_id: str) -> dict[str, Any]:
+    with system.admin() as admin:
+        while True:
+            found = admin.get(f"/traces/{trace_id}")
+            records = found.json()["cold_starts"] if found.status_code == 200 else []
+            if records and records[0]["status"] == "done" and "prefill" in {phase["name"] for phase in records[0]["phases"]}:
+                return records[0]
+
+
+def model_uri() -> str:
+    return (Path(__file__).resolve().parents[2] / "models" / "ember-7m").as_uri()
+
+
+def totals(record: dict[str, Any]) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    for phase in record["phases"]:
+        sums[phase["name"]] = sums.get(phase["name"], 0.0) + phase["end_s"] - phase["start_s"]
+    return sums
+
+
+def measure(faults: str) -> tuple[dict[str, float], float]:
+    """Least total of each phase over a few cold starts, and the median coverage."""
+    with tempfile.TemporaryDirectory(prefix="pilotlight-e2e-") as folder:
+        os.chmod(folder, 0o711)
+        environment = {"PILOTLIGHT_FAULTS": faults} if faults else {}
+        with running(Path(folder) / "home", "--with-demo-model", "--link", "200mbit", environment=environment) as system:
+            records = [cold_start(system) for _ in range(REPEATS)]
+    sums = [totals(record) for record in records]
+    coverage = sorted(record["coverage"] for record in records)[REPEATS // 2]
+    return {name: min(one.get(name, 0.0) for one in sums) for name in set().union(*sums)}, coverage
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> tuple[dict[str, float], float]:
+    return measure("")
+
+
+@pytest.mark.parametrize("point", ["fetch", "load", "prefill"])
+def test_a_delay_is_found_in_its_phase_alone(point: str, undisturbed: tuple[dict[str, float], float]) -> None:
+    usual, _ = undisturbed
+    delayed, coverage = measure(f"{point}={DELAY_S}")
+    assert delayed[point] - usual[point] == pytest.approx(DELAY_S, abs=NOISE_S)
+    for other in {"fetch", "load", "prefill", "init", "schedule", "dispatch", "activate"} - {point}:
+        assert delayed.get(other, 0.0) - usual.get(other, 0.0) < NOISE_S, (other, usual, delayed)
+    assert coverage >= 0.95
+
+
+def test_the_phases_explain_the_cold_start(undisturbed: tuple[dict[str, float], float]) -> None:
+    usual, coverage = undisturbed
+    assert set(usual) >= {"queue", "schedule", "dispatch", "fetch", "load", "prefill", "submit", "deliver"}
+    assert coverage >= 0.95
