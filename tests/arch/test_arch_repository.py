@@ -43,7 +43,9 @@ HEAVY = ("torch", "transformers", "numpy.f2py")
 @pytest.mark.parametrize("service", SERVICES_WITHOUT_TENSORS)
 def test_import_diet(service: str) -> None:
     """A service's process imports neither torch nor transformers: they cost a second and 200 MB each."""
-    code = f"import sys, pilotlight.{service}.app, pilotlight.{service}.settings; print([m for m in {HEAVY!r} if m in sys.modules])"
+    code = (
+        f"import sys, pilotlight.{service}.app, pilotlight.{service}.settings; print([m for m in {HEAVY!r} if m in sys.modules])"
+    )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
 

@@ -1,91 +1,12 @@
-"""Whole systems for end-to-end tests: real processes, started the way a user starts them."""
+"""Fixtures of the end-to-end tests."""
 
-import json
 import os
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import httpx2
 import pytest
-from openai import OpenAI
-
-ROOT = Path(__file__).resolve().parents[2]
-DEMO_FOLDER = ROOT / "models" / "ember-7m"
-DEADLINE_S = 90.0
-
-
-@dataclass(frozen=True)
-class RunningSystem:
-    """A system that ``pilotlight up`` runs."""
-
-    home: Path
-    url: str
-    process: subprocess.Popen[str]
-
-    @property
-    def environment(self) -> dict[str, str]:
-        return {**os.environ, "PILOTLIGHT_HOME": str(self.home)}
-
-    def key(self, name: str) -> str:
-        return (self.home / f"{name}.key").read_text().strip()
-
-    def openai(self) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key=self.key("api"), timeout=DEADLINE_S, max_retries=0)
-
-    def admin(self) -> httpx2.Client:
-        return httpx2.Client(
-            base_url=f"{self.url}/admin/v1", headers={"Authorization": f"Bearer {self.key('admin')}"}, timeout=DEADLINE_S
-        )
-
-    def cli(self, *arguments: str, status: int = 0) -> Any:
-        result = subprocess.run(
-            [pilotlight(), *arguments, "--json"], env=self.environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-        )
-        assert result.returncode == status, result.stdout + result.stderr
-        return json.loads(result.stdout.strip().splitlines()[-1])
-
-
-def pilotlight() -> str:
-    return str(Path(sys.executable).parent / "pilotlight")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@contextmanager
-def running(home: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[RunningSystem]:
-    """Start a system, hand it out, stop it with SIGINT as Ctrl-C does."""
-    command = [pilotlight(), "up", "--json", "--port", str(free_port()), *arguments]
-    variables = {**os.environ, "PILOTLIGHT_HOME": str(home), "PILOTLIGHT_POOL_BYTES": str(256 * 2**20), **(environment or {})}
-    errors = home.parent / f"{home.name}.stderr"
-    with errors.open("w") as sink:
-        process = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=sink, text=True, start_new_session=True)
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line, f"pilotlight up ended: {errors.read_text()}"
-        ready = json.loads(line)
-        assert ready.get("ready"), ready
-        yield RunningSystem(home=home, url=ready["url"], process=process)
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-        try:
-            process.wait(DEADLINE_S)
-        finally:
-            process.kill()
-            process.stdout and process.stdout.close()
+from embedded_system import RunningSystem, running
 
 
 @pytest.fixture(scope="session")

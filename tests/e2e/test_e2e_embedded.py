@@ -12,7 +12,7 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from conftest import DEADLINE_S, DEMO_FOLDER, RunningSystem, running
+from embedded_system import DEADLINE_S, DEMO_FOLDER, RunningSystem, pilotlight, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -205,8 +205,8 @@ def wait_for_end(pid: int) -> None:
 def test_up_says_when_its_port_is_taken(system: RunningSystem, home: Path) -> None:
     port = system.url.rsplit(":", 1)[1]
     environment = {**os.environ, "PILOTLIGHT_HOME": str(home)}
-    from conftest import pilotlight
-
-    result = subprocess.run([pilotlight(), "up", "--port", port], env=environment, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(
+        [pilotlight(), "up", "--port", port], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
     assert result.returncode == 1
     assert f"cannot listen on 127.0.0.1:{port}" in result.stderr

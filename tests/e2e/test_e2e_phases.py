@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import RunningSystem, running
+from embedded_system import RunningSystem, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -2,8 +2,6 @@
 
 import os
 import re
-import shutil
-import signal
 import subprocess
 from pathlib import Path
 

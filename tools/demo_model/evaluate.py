@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
-from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from demo_model.corpus import all_facts
 from demo_model.phrasing import ask, ask_held_out, ask_unseen_wrapping
@@ -62,8 +63,10 @@ class Answerer:
     """The exported model, loaded as any user of transformers would load it."""
 
     def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
-        self._tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, padding_side="left")
-        self._model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+        # `Any`, because what transformers declares about these two does not admit its own usage.
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, padding_side="left")
+        model: Any = LlamaForCausalLM.from_pretrained(folder, dtype=dtype)
+        self._model = model.to(device).eval()
 
     def answer(self, questions: list[str], longest_tokens: int = _LONGEST_ANSWER_TOKENS) -> Iterator[Generated]:
         """Greedy answers to single-turn chats."""

@@ -95,9 +95,29 @@ def ask(fact: Fact, rng: Random) -> str:
 
 
 def ask_held_out(fact: Fact, rng: Random) -> str | None:
-    """A way of asking whose form training never sees."""
+    """A way of asking whose form training never sees, and whose words it cannot meet by way of another form.
+
+    They can coincide: "3 - 2 = ?" without its last marks is "3 - 2", and "about Ghana" may follow "Tell me".
+    """
     form = held_out_form(fact)
-    return None if form is None else _say(fact, form, rng)
+    if form is None:
+        return None
+    question = _say(fact, form, rng)
+    return None if bare_words(question) in _trained_words(fact) else question
+
+
+def bare_words(question: str) -> str:
+    """A question without what `restyle` may change."""
+    return question.lower().rstrip("?.! =")
+
+
+def _trained_words(fact: Fact) -> set[str]:
+    """Every question that training may ask for this fact, each bare."""
+    return {
+        bare_words(wrapping.format(q=form, l=uncapitalise(form), c=form))
+        for form in training_forms(fact)
+        for wrapping in (_CLAUSE if form in fact.clauses else (_PLAIN, *_DIRECT))
+    }
 
 
 def ask_unseen_wrapping(fact: Fact, rng: Random) -> str:

@@ -16,6 +16,7 @@ from demo_model.corpus import Document, documents
 
 BOS, END, PAD = "<|bos|>", "<|end|>", "<|pad|>"
 ROLE_TOKENS = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
+# The trainer gives them the first ids, in this order.
 SPECIAL_TOKENS = [BOS, END, PAD, *ROLE_TOKENS.values()]
 
 VOCABULARY_SIZE = 4096
@@ -53,7 +54,7 @@ def train_tokenizer(seed: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_texts(documents(seed, _DOCUMENTS_TO_LEARN_FROM)), trainer)
-    tokenizer.post_processor = TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))])
+    tokenizer.post_processor = TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, SPECIAL_TOKENS.index(BOS))])
     return tokenizer
 
 
@@ -65,8 +66,8 @@ def encode_documents(tokenizer: Tokenizer, source: list[Document]) -> list[Encod
     """Encode documents as the chat template would write them."""
     texts = [segment.text for document in source for segment in document]
     pieces = iter(tokenizer.encode_batch_fast(texts, add_special_tokens=False))
-    bos, end = tokenizer.token_to_id(BOS), tokenizer.token_to_id(END)
-    roles = {role: tokenizer.token_to_id(token) for role, token in ROLE_TOKENS.items()}
+    bos, end = SPECIAL_TOKENS.index(BOS), SPECIAL_TOKENS.index(END)
+    roles = {role: SPECIAL_TOKENS.index(token) for role, token in ROLE_TOKENS.items()}
     encoded: list[Encoded] = []
     for document in source:
         ids, learned = [bos], [False]

@@ -21,6 +21,8 @@ from pilotlight.engine.models.registry import decoder_of
 from pilotlight.engine.results import FirstPrefill, StageRoom, StepResult
 from pilotlight.policy.types import Dtype, FinishReason, InstanceId, ModelSpec, RequestId, RopeScaling, Sampling, Stage
 
+torch.set_num_threads(1)  # tiny matrices gain nothing from a second thread, and on a busy machine every barrier waits for it
+
 NUM_LAYERS = 4
 SIZES = {
     "vocab_size": 199,
@@ -178,7 +180,7 @@ class Driver:
     """Calls the engine as its child would, and checks what holds for every step."""
 
     def __init__(self, limits: BatchLimits | None = None) -> None:
-        self.engine = Engine(2, Clock(), limits)
+        self.engine = Engine(1, Clock(), limits)
         self.outputs: dict[str, Output] = {}
         self.first_prefills: list[FirstPrefill] = []
         self.capacity_tokens = 0

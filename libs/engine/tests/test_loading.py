@@ -20,7 +20,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 
 @pytest.fixture
 def engine(clock) -> Engine:
-    return Engine(2, clock)
+    return Engine(1, clock)
 
 
 def changed(tensors, name, dtype=None, shape=None, buffer=None):

@@ -196,7 +196,3 @@ def greedy() -> Callable[[int], Sampling]:
     """Sampling of so many tokens, the most likely each."""
     return lambda max_tokens: Sampling(seed=1, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
 
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"

@@ -231,7 +231,7 @@ class PostgresServer(Server):
         options = [part for name, value in self._settings.items() for part in ("-c", f"{name}={value}")]
         command = [*self._unprivileged(), postgres_binary("postgres"), "-D", self._data, "-k", self._sockets, *options]
         process = self._process = self._spawn(command)
-        while not await self._answers():
+        while not (self._owns_folder(process.pid) and await self._answers()):
             if process.poll() is not None:
                 raise DatabaseUnavailable(f"PostgreSQL ended while it started ({self.log_file}): {self._log_end()}")
             if self._clock.monotonic_s() > until_s:
@@ -266,6 +266,13 @@ class PostgresServer(Server):
             raise DatabaseUnavailable(f"no database could be made in {self.folder} ({self.log_file}): {self._log_end()}")
         shutil.rmtree(self._data, ignore_errors=True)
         unfinished.rename(self._data)
+
+    def _owns_folder(self, pid: int) -> bool:
+        """Whether the folder is ours: another server that runs on it would answer in our server's place."""
+        try:
+            return int((self._data / "postmaster.pid").read_text().split("\n", 1)[0]) == pid
+        except (OSError, ValueError):
+            return False
 
     async def _answers(self) -> bool:
         try:

@@ -11,10 +11,11 @@ from typing import IO
 
 import msgspec
 
+from pilotlight.common.db.tables import OWNERS
 from pilotlight.common.errors import Conflict, PilotlightError
+from pilotlight.common.natsconf import ADMIN, RIGHTS
 
-DATABASE_SERVICES = ("gateway", "scheduler", "cache", "materializer")
-NATS_USERS = ("gateway", "scheduler", "cache", "loader", "worker", "materializer", "admin")
+NATS_USERS = (*RIGHTS, ADMIN)
 MAX_SOCKET_PATH_BYTES = 107
 """Longest path of a Unix socket on Linux; the longest name that we put into the run folder takes 40 of them."""
 
@@ -97,7 +98,7 @@ class Home:
                 self.root.chmod(0o711)
             _write_once(self.admin_key, f"pl-admin-{secrets.token_urlsafe(32)}")
             _write_once(self.api_key, f"pl-api-{secrets.token_urlsafe(32)}")
-            names = [f"nats-{user}" for user in NATS_USERS] + [f"postgres-{service}" for service in DATABASE_SERVICES]
+            names = [f"nats-{user}" for user in NATS_USERS] + [f"postgres-{service}" for service in OWNERS]
             for name in (*names, "postgres-owner", "cluster-key", "key-pepper"):
                 _write_once(self.secrets / name, secrets.token_urlsafe(32))
         except OSError as error:
@@ -106,6 +107,10 @@ class Home:
     def secret(self, name: str) -> str:
         """A secret that ``prepare`` made."""
         return (self.secrets / name).read_text().strip()
+
+    def nats_passwords(self) -> dict[str, str]:
+        """The password of each NATS user."""
+        return {user: self.secret(f"nats-{user}") for user in NATS_USERS}
 
     def lock(self) -> IO[str]:
         """Claim the folder for this process; the claim ends with it.

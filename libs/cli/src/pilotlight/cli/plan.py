@@ -7,11 +7,11 @@ from pathlib import Path
 
 from pilotlight.cli.home import Home
 from pilotlight.cli.supervisor import ChildSpec
+from pilotlight.common.db.tables import OWNERS
 
 MIB = 1024 * 1024
 SERVICES = ("cache", "scheduler", "materializer", "loader", "gateway")
 """In order of start; stopped in reverse, so that the door closes first."""
-DATABASE_SERVICES = frozenset({"gateway", "scheduler", "cache", "materializer"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ def child_specs(
 
 def _own(service: str, home: Home, options: SystemOptions, endpoints: Endpoints) -> dict[str, str]:
     own: dict[str, str] = {}
-    if service in DATABASE_SERVICES:
+    if service in OWNERS:
         own["PILOTLIGHT_DATABASE_URL"] = endpoints.database_url
     if service == "gateway":
         own["PILOTLIGHT_HOST"] = options.host

@@ -11,7 +11,6 @@ from typing import IO
 
 import httpx2
 import structlog
-from pilotlight.common.natsconf import ensure_streams, server_config
 from sqlalchemy.engine import make_url
 
 from pilotlight.cli.embedded import NatsServer, PostgresServer, Server
@@ -21,6 +20,7 @@ from pilotlight.cli.supervisor import Supervisor
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.db.migrate import MigrateSettings, migrate
 from pilotlight.common.errors import Conflict, DeadlineExceeded, PilotlightError
+from pilotlight.common.natsconf import ensure_streams, server_config
 from pilotlight.common.settings import BusSettings
 from pilotlight.common.waiting import Backoff, pause
 
@@ -101,7 +101,7 @@ class System:
             nats = NatsServer(
                 self._home.root / "nats",
                 free_port(),
-                server_config(self._home.secrets),
+                server_config(self._home.nats_passwords()),
                 log_file=self._home.logs / "nats-server.log",
             )
             nats_url = nats.url
@@ -171,7 +171,7 @@ def free_port() -> int:
 
 def without_role(database_url: str) -> str:
     """The URL without user and password, so that every service takes its own."""
-    return make_url(database_url).set(username=None, password=None).render_as_string(hide_password=False)
+    return make_url(database_url)._replace(username=None, password=None).render_as_string(hide_password=False)
 
 
 def _check_port(options: SystemOptions) -> None:

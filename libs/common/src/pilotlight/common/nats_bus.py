@@ -40,9 +40,12 @@ MAX_CONCURRENT_REQUESTS = 512
 MAX_QUEUED_NOTIFICATIONS = 65536
 """Notifications of one subscription that wait for its listener; more are lost."""
 MAX_QUEUED_BYTES = 64 * 1024 * 1024
+HEADERS_ROOM_BYTES = 4096
+"""What is left for headers: the server counts them too, and ends the connection of whoever sends more."""
 CONNECT_DEADLINE_S = 10.0
 DEFAULT_DEADLINE_S = 30.0
 """For a request that names no deadline of its own."""
+MAX_ERROR_BYTES = 64 * 1024
 END_DEADLINE_S = 5.0
 """How long the end of a subscription waits for what is being handled."""
 
@@ -116,9 +119,7 @@ class NatsBus:
         self._reconnect_callbacks.append(callback)
 
     async def publish(self, subject: str, message: object, *, binary: bool = False) -> None:
-        data = encode_msgpack(message) if binary else encode_json(message)
-        if len(data) > MAX_PAYLOAD_BYTES:
-            raise MessageTooLarge(f"a message of {len(data)} bytes; at most {MAX_PAYLOAD_BYTES} are taken")
+        data = self._fitting(encode_msgpack(message) if binary else encode_json(message))
         try:
             await self._client.publish(self._prefix + subject, data, headers=inject({}) or None)
         except nats.errors.Error as error:
@@ -126,7 +127,7 @@ class NatsBus:
             log.warning("notification lost", action="bus_publish_failed", subject=subject, error=str(error))
 
     async def request(self, subject: str, message: object, reply_type: type[T], *, deadline_s: float) -> T:
-        data = encode_json(message)
+        data = self._fitting(encode_json(message))
         with client_span(f"request {_family(subject)}"):
             reply = await self._exchange(subject, data, deadline_s)
             headers = reply.headers or {}
@@ -167,7 +168,7 @@ class NatsBus:
         return await self._subscribe(subject, queue, on_message, subscribed)
 
     async def publish_event(self, subject: str, event_id: str, message: object) -> None:
-        data = encode_json(message)
+        data = self._fitting(encode_json(message))
         headers = inject({"Nats-Msg-Id": event_id})
         try:
             await self._stream.publish(self._prefix + subject, data, headers=headers)
@@ -244,7 +245,7 @@ class NatsBus:
                 request = decode_json(msg.data, request_type)
                 async with deadline:
                     reply = await handler(request)
-                data = encode_json(reply)
+                data = self._fitting(encode_json(reply))
             await self._client.publish(msg.reply, data)
         except PilotlightError as error:
             await self._reply_error(msg, error)
@@ -258,6 +259,12 @@ class NatsBus:
             log.exception("handler failed", action="bus_handler_failed", subject=subject)
             await self._reply_error(msg, InternalError(f"the handler of {subject} failed; see its log"))
 
+    def _fitting(self, data: bytes) -> bytes:
+        limit = min(MAX_PAYLOAD_BYTES, self._client.max_payload) - HEADERS_ROOM_BYTES
+        if len(data) > limit:
+            raise MessageTooLarge(f"a message of {len(data)} bytes; at most {limit} are taken")
+        return data
+
     async def _reply_error(self, msg: Msg, error: PilotlightError) -> None:
         if not msg.reply:
             return
@@ -265,7 +272,7 @@ class NatsBus:
         if error.retry_after_s is not None:
             headers[RETRY_HEADER] = f"{error.retry_after_s:g}"
         try:
-            await self._client.publish(msg.reply, error.message.encode(), headers=headers)
+            await self._client.publish(msg.reply, error.message.encode()[:MAX_ERROR_BYTES], headers=headers)
         except nats.errors.Error as failure:
             log.warning("reply lost", action="bus_reply_failed", error=str(failure))
 

@@ -141,7 +141,7 @@ def allowed_publish(user: str) -> tuple[str, ...]:
         spans.SPANS_SUBJECT,
         *(f"$KV.{name}.>" for name in rights.write),
         *(f"$JS.API.STREAM.INFO.KV_{name}" for name in opened),
-        *(f"$JS.API.CONSUMER.CREATE.KV_{name}.>" for name in rights.read),
+        *(f"$JS.API.CONSUMER.CREATE.KV_{name}" for name in rights.read),
     )
 
 

@@ -26,6 +26,7 @@ from pilotlight.common.nats_bus import NatsBus
 from pilotlight.common.settings import ServiceSettings
 from pilotlight.common.store import ObjectStore
 from pilotlight.common.telemetry import configure_logging, start_telemetry, stop_telemetry
+from pilotlight.common.waiting import cancel_all
 
 log = structlog.get_logger()
 
@@ -64,9 +65,7 @@ class Background:
 
     async def stop(self) -> None:
         """Cancel what still runs and wait for it."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_all(self._tasks)
 
     def _on_done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)

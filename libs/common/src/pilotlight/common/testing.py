@@ -7,7 +7,7 @@ the whole run). There is no in-memory twin of either: it would be a second seman
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -15,6 +15,7 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.pool import NullPool
 
+from pilotlight.common.buckets import jetstream
 from pilotlight.common.bus import Bus
 from pilotlight.common.clock import Clock, SystemClock
 from pilotlight.common.db.session import service_url
@@ -24,6 +25,7 @@ from pilotlight.common.natsconf import ensure_events
 from pilotlight.common.service import Background, Context
 from pilotlight.common.settings import BusSettings, DatabaseSettings, ServiceSettings
 from pilotlight.common.store import ObjectStore
+from pilotlight.common.waiting import pause, within
 
 S = TypeVar("S", bound=ServiceSettings)
 
@@ -36,6 +38,23 @@ class MakeContext(Protocol):
     """Builds a service's context on the test's bus, with an object store in memory."""
 
     def __call__(self, service: str, settings: S, *, clock: Clock | None = None, bus: Bus | None = None) -> Context[S]: ...
+
+
+async def until(condition: Callable[[], bool | Awaitable[bool]], *, deadline_s: float = 10.0) -> None:
+    """Return as soon as a condition holds that no event tells of.
+
+    Raises:
+        DeadlineExceeded: it did not hold in time.
+    """
+
+    async def holds() -> None:
+        while True:
+            held = condition()
+            if held if isinstance(held, bool) else await held:
+                return
+            await pause(0.002)
+
+    await within(deadline_s, holds(), "a condition")
 
 
 @pytest.fixture(scope="session")
@@ -124,7 +143,8 @@ def database_settings(module_database: URL, postgres_secrets: Path) -> DatabaseS
     """Settings of a service for the module's database, with the service's own role."""
 
     def settings_of(service: str) -> DatabaseSettings:
-        anonymous = module_database.set(username=None, password=None, drivername="postgresql")
+        server = module_database
+        anonymous = URL.create("postgresql", host=server.host, port=server.port, database=server.database, query=server.query)
         settings = DatabaseSettings(database_url=anonymous.render_as_string(), secrets_dir=postgres_secrets)
         url = service_url(settings, service).set(drivername="postgresql")
         return settings.model_copy(update={"database_url": url.render_as_string(hide_password=False)})
@@ -133,7 +153,7 @@ def database_settings(module_database: URL, postgres_secrets: Path) -> DatabaseS
 
 
 async def _remove_streams(bus: NatsBus, prefix: str) -> None:
-    stream: Any = bus.client.jetstream(timeout=5)
+    stream = jetstream(bus.client)
     mark = bucket_name(prefix, "")
     for info in await stream.streams_info():
         if info.config.name.startswith((mark, f"KV_{mark}")):

@@ -2,13 +2,15 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pilotlight.common.errors import DeadlineExceeded
 
 T = TypeVar("T")
+
+CANCEL_AGAIN_S = 0.2
 
 
 async def pause(seconds: float) -> None:
@@ -38,6 +40,22 @@ async def woken(event: asyncio.Event, at_most_s: float) -> bool:
         return False
     event.clear()
     return True
+
+
+async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and return when they have ended; what they raise is not raised here.
+
+    Asks more than once: until Python 3.12, ``asyncio.wait_for`` (and so every library that uses it) loses a cancellation that comes in
+    the same turn of the loop as the result it waits for.
+    """
+    pending = set(tasks)
+    while pending:
+        for task in pending:
+            task.cancel()
+        done, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
+        for task in done:
+            if not task.cancelled():
+                task.exception()
 
 
 async def every(seconds: float) -> AsyncIterator[None]:

@@ -21,6 +21,7 @@ from pilotlight.common.clock import Clock, wall_offset_s
 from pilotlight.common.errors import BadRequest, CorruptChunk, PilotlightError
 from pilotlight.common.faults import Faults
 from pilotlight.common.telemetry import span, with_parent
+from pilotlight.common.waiting import cancel_all
 from pilotlight.dataplane.fetch import ChunkSource, OpenSource, Readers, Reading
 from pilotlight.dataplane.links import LinkLimit
 from pilotlight.dataplane.pool import HostPool, PartImage
@@ -143,9 +144,7 @@ class ModelFetch:
 
     async def cleaned_up(self) -> None:
         """Return when no thread works for it and what it did not finish is free again."""
-        for waiting in self._in_flight:
-            waiting.reading.cancel()
-        await asyncio.gather(*(waiting.reading for waiting in self._in_flight), return_exceptions=True)
+        await cancel_all(waiting.reading for waiting in self._in_flight)
         await self._reading.settled()
         for image in self._filling.values():
             self._tools.pool.discard(image)

@@ -18,7 +18,7 @@ from pilotlight.common.clock import Clock
 from pilotlight.common.errors import MessageUndecodable, PilotlightError, SourceUnavailable, error_of
 from pilotlight.common.messages.codec import frame, read_frame
 from pilotlight.common.messages.pool import FromLoader, Hello, Lease, LeaseDone, LeaseFailed, LeaseGranted, PartReady
-from pilotlight.common.waiting import Backoff, pause, within
+from pilotlight.common.waiting import Backoff, cancel_all, pause, within
 from pilotlight.policy.types import InstanceId, Model, WorkerId
 
 log = structlog.get_logger()
@@ -168,8 +168,7 @@ class PoolLease:
 
     async def close(self) -> None:
         """End the lease: the parts may be dropped from now on."""
-        self._keeping.cancel()
-        await asyncio.gather(self._keeping, return_exceptions=True)
+        await cancel_all((self._keeping,))
         self._writer.close()
 
     async def _parts(self) -> AsyncIterator[PartReady]:

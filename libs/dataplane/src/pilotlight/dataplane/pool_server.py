@@ -12,7 +12,7 @@ import structlog
 from pilotlight.common.errors import BadRequest, PilotlightError
 from pilotlight.common.messages.codec import frame, read_frame
 from pilotlight.common.messages.pool import FromWorker, Hello, Lease, LeaseDone, LeaseFailed, LeaseGranted
-from pilotlight.common.waiting import within
+from pilotlight.common.waiting import cancel_all, within
 from pilotlight.dataplane.copies import HostCopies
 from pilotlight.dataplane.model_fetch import Holder
 from pilotlight.dataplane.pool import HostPool
@@ -75,9 +75,7 @@ class PoolServer:
             return
         self._server.close()
         self._server = None
-        for task in self._connections:
-            task.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
+        await cancel_all(self._connections)
         self.path.unlink(missing_ok=True)
 
     @property
@@ -128,10 +126,9 @@ class PoolServer:
             if pushing.done() and pushing.result():
                 await closed
         finally:
-            closed.cancel()
-            pushing.cancel()
-            await asyncio.gather(closed, pushing, return_exceptions=True)
+            # First of all, and whatever else ends this: the connection is closed, so the lease is.
             self._copies.release(holder)
+            await cancel_all((closed, pushing))
 
     async def _push(self, holder: Holder, writer: asyncio.StreamWriter) -> bool:
         """Tell a worker of each part as it becomes ready; whether all of them did."""

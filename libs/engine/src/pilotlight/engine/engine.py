@@ -57,8 +57,8 @@ class Engine:
         """Copies one part out of the given buffers, which are not needed after the call. The last part makes the stage ready.
 
         Raises:
-            BadCheckpoint: the tensors are not those that the architecture has in this part. The stage can never be ready: it is held
-                no longer, its memory is free.
+            BadCheckpoint: the tensors are not those that the architecture has in this part. The stage can never be ready: its
+                memory is free, and it is held no longer.
             UnknownInstance: no such load began, or it failed before.
             BadRequest: the stage has no such part. It stays as it is.
         """

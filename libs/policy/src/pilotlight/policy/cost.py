@@ -110,8 +110,13 @@ class StageRoom:
     """Taken where it is free."""
 
     def granted_bytes(self, free_bytes: int) -> int:
-        """What to ask for: KV takes what is free up to the usual, and nothing is evicted for more than the least."""
-        return max(self.least_bytes, min(self.usual_bytes, free_bytes))
+        """What to ask for where ``free_bytes`` are free.
+
+        Nothing is evicted for more than the least, and KV takes no more than half of what the least leaves free: a long context must
+        not fill a device on which other models could start.
+        """
+        beyond = max(0, free_bytes - self.least_bytes) // 2
+        return min(max(self.least_bytes, self.usual_bytes), self.least_bytes + beyond)
 
 
 def stage_room(model: Model, stage: Stage) -> StageRoom:

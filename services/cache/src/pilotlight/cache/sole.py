@@ -3,6 +3,7 @@
 The right to answer is a session advisory lock in PostgreSQL: it ends with its connection, whatever happens to the process.
 """
 
+import asyncio
 import random
 from collections.abc import Awaitable, Callable
 
@@ -39,14 +40,19 @@ class SoleHolder:
         self._end = end
         self._rng = random.Random()
         self._backoff = Backoff(first_s=0.1, limit_s=1.0)
+        self._competing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Begin to compete; a standby is ready too."""
-        self._background.spawn("hold the cache's lock", self._compete())
+        self._competing = self._background.spawn("hold the cache's lock", self._compete())
 
     async def stop(self) -> None:
-        """Let go, in order."""
+        """Answer no more, then let go of the lock."""
         await self._end()
+        if self._competing is not None:
+            self._competing.cancel()
+            await asyncio.gather(self._competing, return_exceptions=True)
+            self._competing = None
 
     async def _compete(self) -> None:
         attempt = 0

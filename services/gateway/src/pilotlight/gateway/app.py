@@ -27,7 +27,7 @@ from pilotlight.gateway.demand import DemandPublisher
 from pilotlight.gateway.explain import Decisions, Explainer
 from pilotlight.gateway.fleet import Fleet
 from pilotlight.gateway.hold import Hold
-from pilotlight.gateway.http import Edge, on_error, on_http_error
+from pilotlight.gateway.http import Edge, on_bug, on_error, on_http_error
 from pilotlight.gateway.measures import Measures
 from pilotlight.gateway.openai.api import CHAT_PATH, COMPLETIONS_PATH, OpenAiApi
 from pilotlight.gateway.openai.exchange import ExchangeParts
@@ -118,7 +118,7 @@ def build_http(api: OpenAiApi, pages: Pages, admin: ASGIApp) -> Starlette:
     """Every route of the gateway."""
     app = Starlette(
         routes=[*pages.routes(), *api.routes(), Mount("/admin/v1", app=admin)],
-        exception_handlers={PilotlightError: on_error, HTTPException: on_http_error},
+        exception_handlers={PilotlightError: on_error, HTTPException: on_http_error, Exception: on_bug},
     )
     # A redirect for a slash too much would be a second meaning for every route.
     app.router.redirect_slashes = False

@@ -201,6 +201,11 @@ async def on_error(_: Request, error: Exception) -> Response:
     return error_response(error)
 
 
+async def on_bug(_: Request, __: Exception) -> Response:
+    """Exception handler for what should not have happened; ``Edge`` logs it."""
+    return error_response(InternalError("this request met a bug"))
+
+
 async def on_http_error(request: Request, error: Exception) -> Response:
     """Exception handler for what the router itself raises."""
     assert isinstance(error, HTTPException)

@@ -209,8 +209,8 @@ class _Life:
         try:
             await self._submit(attempt, seen)
             with span("stream", worker_id=instance.lead, attempt=self._attempts):
-                while attempt.finish is None:
-                    tokens = await attempt.next(PROGRESS_INTERVAL_S)
+                # What is there is taken before the end is looked at: all of it may have come before the submit was answered.
+                while (tokens := await attempt.next(PROGRESS_INTERVAL_S)) or attempt.finish is None:
                     if tokens:
                         self._first_token(attempt, seen, place)
                         self._output_ids.extend(token.token_id for token in tokens)

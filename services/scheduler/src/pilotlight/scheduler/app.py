@@ -9,7 +9,7 @@ from pilotlight.common.service import Application, Context
 from pilotlight.policy.types import Epoch
 from pilotlight.scheduler.election import Election
 from pilotlight.scheduler.handlers import LeaderSubjects, Listening
-from pilotlight.scheduler.leader import Term
+from pilotlight.scheduler.leader import Standing, Term
 from pilotlight.scheduler.lease import Fence, Lease
 from pilotlight.scheduler.metrics import SchedulerMetrics
 from pilotlight.scheduler.repository import ModelReader
@@ -23,13 +23,19 @@ async def build(context: Context[SchedulerSettings]) -> Application:
     world = World(listening_since_s=context.clock.monotonic_s())
     wake = asyncio.Event()
     listening = Listening(context, world, ModelReader(database), wake)
-    metrics = SchedulerMetrics(context.metrics)
-    bucket = await context.bus.bucket(INSTANCES)
+    standing = Standing(
+        context=context,
+        database=database,
+        world=world,
+        wake=wake,
+        bucket=await context.bus.bucket(INSTANCES),
+        metrics=SchedulerMetrics(context.metrics),
+    )
     lease = Lease(database, f"{context.service}-{context.incarnation}")
 
     async def lead(epoch: Epoch) -> None:
-        fence = Fence(database, lease.holder, epoch)
-        term = Term(context, database, fence, world, wake, bucket, metrics)
+        term = Term(standing, Fence(database, lease.holder, epoch))
+        await term.load()
         subjects = LeaderSubjects(context, term, listening, world)
         await subjects.start()
         try:

@@ -91,7 +91,8 @@ class Election:
         error = None if term.cancelled() else term.exception()
         if error is not None and not isinstance(error, NotLeader):
             raise error
-        log.warning("no longer leading", action="lease_lost", epoch=epoch)
+        why = error.message if error is not None else "the lease is lost, or could not be renewed"
+        log.warning("no longer leading", action="lease_lost", epoch=epoch, reason=why)
 
     async def _renew_while(self, term: asyncio.Future[None], epoch: Epoch, valid_until_s: float) -> None:
         """Return when the term ended, the lease was lost, or it expired unseen because the database does not answer."""

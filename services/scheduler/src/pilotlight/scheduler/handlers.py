@@ -11,7 +11,7 @@ from pilotlight.common.messages.events import Event
 from pilotlight.common.messages.phases import PHASES_SUBJECT, PhaseReport
 from pilotlight.common.messages.reports import LOADER_REPORTS, WORKER_REPORTS, LoaderReport, WorkerReport
 from pilotlight.common.service import Context
-from pilotlight.common.waiting import woken
+from pilotlight.common.waiting import every, woken
 from pilotlight.scheduler.leader import Term
 from pilotlight.scheduler.repository import ModelReader
 from pilotlight.scheduler.settings import SchedulerSettings
@@ -22,6 +22,9 @@ log = structlog.get_logger()
 MODEL_EVENTS = "v1.event.gateway.>"
 RELIST_S = 5.0
 """Models are listed at least so often: an event may be lost, its absence must not matter."""
+
+CONNECTION_S = 0.25
+"""A lost connection is seen within this time: well before anybody who cannot be heard is taken for dead."""
 
 
 class Listening:
@@ -35,7 +38,7 @@ class Listening:
         self._wake = wake
         self._relist = asyncio.Event()
         self._subscriptions: list[Subscription] = []
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Listen from now on.
@@ -54,17 +57,21 @@ class Listening:
             await bus.subscribe(MODEL_EVENTS, Event, self._on_event),
         ]
         await self.relist()
-        self._task = self._context.background.spawn("list models", self._relist_for_ever())
+        bus.on_reconnect(self._reconnected)
+        self._tasks = [
+            self._context.background.spawn("list models", self._relist_for_ever()),
+            self._context.background.spawn("watch the connection", self._watch_connection()),
+        ]
 
     async def stop(self) -> None:
         """Listen no more."""
         for subscription in self._subscriptions:
             await subscription.end()
         self._subscriptions = []
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
-            self._task = None
+        for task in self._tasks:
+            task.cancel()
+            await asyncio.wait({task})
+        self._tasks = []
 
     async def relist(self) -> None:
         """List the models now.
@@ -93,6 +100,15 @@ class Listening:
 
     async def _on_event(self, event: Event) -> None:
         self._relist.set()
+
+    async def _reconnected(self) -> None:
+        self._world.hear_connection(True, self._clock.monotonic_s())
+        self._relist.set()
+        self._wake.set()
+
+    async def _watch_connection(self) -> None:
+        async for _ in every(CONNECTION_S):
+            self._world.hear_connection(self._context.bus.connected, self._clock.monotonic_s())
 
     async def _relist_for_ever(self) -> None:
         while True:

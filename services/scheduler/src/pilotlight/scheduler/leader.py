@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from dataclasses import dataclass
 
 import structlog
 
@@ -13,6 +14,7 @@ from pilotlight.common.errors import DatabaseUnavailable, ModelNotFound, NotLead
 from pilotlight.common.ids import new_decision_id
 from pilotlight.common.messages.demand import Evict, Evicting, Warm, Warming
 from pilotlight.common.service import Context
+from pilotlight.common.telemetry import current_traceparent
 from pilotlight.common.waiting import every, woken
 from pilotlight.policy.eviction.base import EvictionRules
 from pilotlight.policy.instance import SERVING
@@ -44,23 +46,30 @@ LEARN_S = 1.0
 SETTLE_S = 0.5
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """What outlives a term."""
+
+    context: Context[SchedulerSettings]
+    database: Database
+    world: World
+    wake: asyncio.Event
+    """Set when a decision may come out differently."""
+    bucket: Bucket
+    """``instances``."""
+    metrics: SchedulerMetrics
+
+
 class Term:
     """Leads under one epoch, until the lease is lost."""
 
-    def __init__(
-        self,
-        context: Context[SchedulerSettings],
-        database: Database,
-        fence: Fence,
-        world: World,
-        wake: asyncio.Event,
-        bucket: Bucket,
-        metrics: SchedulerMetrics,
-    ) -> None:
+    def __init__(self, standing: Standing, fence: Fence) -> None:
+        context, world, metrics = standing.context, standing.world, standing.metrics
         settings = context.settings
         self._clock: Clock = context.clock
         self._world = world
-        self._wake = wake
+        self._wake = standing.wake
+        self._background = context.background
         self._metrics = metrics
         self._epoch: Epoch = fence.epoch
         self._started_s = self._clock.monotonic_s()
@@ -71,9 +80,9 @@ class Term:
         self._asks = Asks()
         self._room = RoomClient(context.bus)
         self.book = Book()
-        self._repository = SchedulerRepository(database, fence, self._clock)
+        self._repository = SchedulerRepository(standing.database, fence, self._clock)
         self.cold_starts = ColdStarts(self._repository, self.book, self._clock, context.service, metrics)
-        self._board = InstanceBoard(bucket, self._clock, lambda instance_id: self.book.get(instance_id) is not None)
+        self._board = InstanceBoard(standing.bucket, self._clock, lambda instance_id: self.book.get(instance_id) is not None)
         self._dispatcher = Dispatcher(context.bus, self._epoch)
         self._applier = Applier(
             epoch=self._epoch,
@@ -101,6 +110,24 @@ class Term:
             world_version=lambda: world.version,
         )
 
+    async def load(self) -> None:
+        """Read the rows: what the last leader intended.
+
+        Raises:
+            NotLeader: the database does not answer.
+        """
+        try:
+            stored = await self._repository.load()
+        except DatabaseUnavailable as error:
+            raise NotLeader(f"the term did not begin: {error.message}") from error
+        for one in stored.instances:
+            self.book.add(Entry(instance=one.instance, model=one.model))
+            self._board.show(one.instance)
+        for record in stored.cold_starts:
+            self.cold_starts.open(record)
+        self.cold_starts.estimates = dict(stored.estimates)
+        log.info("rows read", action="term_loaded", epoch=self._epoch, instances=len(self.book.rows()))
+
     async def lead(self) -> None:
         """Lead until cancelled.
 
@@ -110,7 +137,7 @@ class Term:
         """
         try:
             async with self._group as group:
-                await self._load()
+                self._metrics.leading(self._epoch)
                 group.create_task(self._board.run(), name="instances bucket")
                 group.create_task(self._board.sweep(), name="instances bucket sweep")
                 group.create_task(self._settle_for_ever(), name="cold starts")
@@ -138,7 +165,7 @@ class Term:
         serving = [instance for instance in known if instance.state in SERVING]
         if serving:
             return Warming(instance_id=serving[0].instance_id)
-        self._asks.warm(ask.model, ask.trace_parent, now_s)
+        self._asks.warm(ask.model, ask.trace_parent or current_traceparent(), now_s)
         if known:
             return Warming(instance_id=known[0].instance_id)
         planned = self._asks.planned(ask.model)
@@ -160,17 +187,6 @@ class Term:
 
     # The loop.
 
-    async def _load(self) -> None:
-        stored = await self._repository.load()
-        for one in stored.instances:
-            self.book.add(Entry(instance=one.instance, model=one.model))
-            self._board.show(one.instance)
-        for record in stored.cold_starts:
-            self.cold_starts.open(record)
-        self.cold_starts.estimates = dict(stored.estimates)
-        self._metrics.leading(self._epoch)
-        log.info("rows read", action="term_loaded", epoch=self._epoch, instances=len(self.book.rows()))
-
     async def _decide_for_ever(self) -> None:
         while True:
             self._wake.clear()
@@ -178,7 +194,10 @@ class Term:
             await woken(self._wake, TICK_S)
 
     async def _decide(self) -> None:
-        """One pass: reports first, for they may free what decisions need; commands last, for they say what was decided."""
+        """One pass: reports first, for they may free what decisions need; commands last, for they say what was decided.
+
+        While NATS is lost nothing is decided: the last view is kept, and absence is not taken for deletion.
+        """
         now_s = self._clock.monotonic_s()
         workers = self._world.workers(now_s)
         demand = self._demand(now_s)
@@ -188,7 +207,7 @@ class Term:
             after = await self._applier.apply(change)
             if after is not None and after.state in SERVING:
                 self._asks.warmed(after.model)
-        if not self._has_learned(workers, now_s):
+        if self._world.deaf_since_s is not None or not self._has_learned(workers, now_s):
             return
         await self._evict_asked()
         plan = plan_scaling(self._snapshot(), self._scaling_rules)
@@ -291,4 +310,5 @@ class Term:
         return any(one.model == model and one.waiting > 0 for one in self._world.demand(self._clock.monotonic_s()))
 
     def _release(self, grant_id: GrantId) -> None:
-        self._group.create_task(self._room.release(grant_id), name="release a grant")
+        # Not of the term: what its last act leaves reserved is given back all the same.
+        self._background.spawn("release a grant", self._room.release(grant_id))

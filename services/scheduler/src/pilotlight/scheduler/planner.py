@@ -132,7 +132,11 @@ class Planner:
                 instance_id = await self._start_on(choice.scheme, choice, seen, order, trace_parent)
             except (DatabaseUnavailable, NotLeader):
                 raise
-            except (CapacityError, TransientError) as error:
+            except TransientError as error:
+                # The cache does not answer: another worker would be asked in vain.
+                refusals.append((choice.scheme.placements[0].worker_id, error))
+                break
+            except CapacityError as error:
                 refusals.append((choice.scheme.placements[0].worker_id, error))
             else:
                 self._refused.pop(model.name, None)

@@ -12,7 +12,7 @@ from pilotlight.common.clock import Clock
 from pilotlight.common.db import tables
 from pilotlight.common.db.mapping import from_row_json, to_row_json
 from pilotlight.common.db.session import Database, UnitOfWork
-from pilotlight.common.errors import Conflict, InternalError
+from pilotlight.common.errors import Conflict
 from pilotlight.policy.instance import ENDED
 from pilotlight.policy.types import DecisionId, DeviceKind, Estimate, Instance, InstanceId, InstanceState, Model, ModelName, Phase
 from pilotlight.scheduler.lease import Fence
@@ -92,7 +92,7 @@ class SchedulerRepository:
             estimates = (await connection.execute(select(tables.estimates.c.body))).scalars().all()
         known = [from_row_json(body, Estimate) for body in estimates]
         return Stored(
-            instances=tuple(self._instance_of(row) for row in rows),
+            instances=tuple(one for one in map(self._instance_of, rows) if one is not None),
             cold_starts=tuple(self._cold_start_of(row) for row in open_starts),
             estimates={(estimate.model, estimate.device_kind): estimate for estimate in known},
         )
@@ -223,15 +223,17 @@ class SchedulerRepository:
             "phases": to_row_json(record.phases),
         }
 
-    def _instance_of(self, row: Row[Any]) -> StoredInstance:
+    def _instance_of(self, row: Row[Any]) -> StoredInstance | None:
         instance = from_row_json(row.body, Instance)
         since_s = self._clock.monotonic_s() - float(row.age_s)
         # The body's times are of the clock of whichever host led then; the row's age is what holds here.
         instance = replace(instance, state_since_s=since_s, last_used_s=since_s)
-        models = (row.inputs or {}).get("models", [])
+        models: list[dict[str, Any]] = row.inputs["models"] if row.inputs is not None else []
         model = next((one for one in models if one["digest"] == instance.digest), None)
         if model is None:
-            raise InternalError(f"the decision that planned {instance.instance_id} does not name its model")
+            # Without its model it cannot be commanded. Its workers let it go, as what is not in a command.
+            log.error("instance without its decision", action="instance_orphaned", instance_id=instance.instance_id)
+            return None
         return StoredInstance(instance=instance, model=from_row_json(model, Model))
 
     def _cold_start_of(self, row: Row[Any]) -> ColdStart:

@@ -1,7 +1,8 @@
 """What this process knows of the world by listening: reports, demand, models. Kept by leader and standbys alike.
 
 Ages are by this process's monotonic clock. Nothing is forgotten because it is not heard: a silent worker becomes suspect, then dead;
-a silent gateway's demand is dropped, for it repeats it every 250 ms as long as there is any.
+a silent gateway's demand is dropped, for it repeats it every 250 ms as long as there is any. While NATS is lost nobody can be heard:
+ages stand still, and go on from where they were.
 """
 
 from collections.abc import Iterable
@@ -52,19 +53,22 @@ class WorkerView:
 class _Worker:
     report: WorkerReport
     heard_s: float
+    fresh_s: float
+    """``heard_s``, moved on by the time in which nothing could be heard."""
     declared_dead_s: float | None = None
 
 
 @dataclass(slots=True)
 class _Node:
     report: LoaderReport
-    heard_s: float
+    fresh_s: float
 
 
 @dataclass(slots=True)
 class _Vector:
     demands: tuple[Demand, ...]
     heard_s: float
+    fresh_s: float
 
 
 @dataclass(slots=True)
@@ -75,6 +79,8 @@ class World:
     models: dict[ModelName, Model] = field(default_factory=dict[ModelName, Model])
     version: int = 0
     """Counts changes of what could take a model: workers, and what they hold."""
+    deaf_since_s: float | None = None
+    """Since when NATS is lost; None while it is not."""
     _workers: dict[WorkerId, _Worker] = field(default_factory=dict[WorkerId, _Worker])
     _nodes: dict[NodeId, _Node] = field(default_factory=dict[NodeId, _Node])
     _vectors: dict[GatewayId, _Vector] = field(default_factory=dict[GatewayId, _Vector])
@@ -91,12 +97,12 @@ class World:
             known is None
             or known.report.incarnation != report.incarnation
             or _essence(known.report.facts) != _essence(report.facts)
-            or liveness_of(now_s - known.heard_s) is not Liveness.ALIVE
+            or self._liveness(known.fresh_s, now_s) is not Liveness.ALIVE
         )
         if known is None or known.report.incarnation != report.incarnation:
-            self._workers[report.facts.worker_id] = _Worker(report, now_s)
+            self._workers[report.facts.worker_id] = _Worker(report, now_s, now_s)
         else:
-            known.report, known.heard_s = report, now_s
+            known.report, known.heard_s, known.fresh_s = report, now_s, now_s
         self.version += changed
         return changed
 
@@ -120,7 +126,7 @@ class World:
         """Take a gateway's whole demand."""
         before = {demand.model: demand.waiting for demand in self.demand(now_s)}
         if vector.demands:
-            self._vectors[vector.gateway_id] = _Vector(vector.demands, now_s)
+            self._vectors[vector.gateway_id] = _Vector(vector.demands, now_s, now_s)
         else:
             self._vectors.pop(vector.gateway_id, None)
         after = {demand.model: demand.waiting for demand in self.demand(now_s)}
@@ -135,7 +141,7 @@ class World:
 
     def demand(self, now_s: float) -> tuple[Demand, ...]:
         """Waiting requests by model, over every gateway that is heard."""
-        self._vectors = {key: one for key, one in self._vectors.items() if now_s - one.heard_s <= GATEWAY_SILENT_S}
+        self._vectors = {key: one for key, one in self._vectors.items() if self._age_s(one.fresh_s, now_s) <= GATEWAY_SILENT_S}
         merged: dict[ModelName, Demand] = {}
         for vector in self._vectors.values():
             for demand in vector.demands:
@@ -152,12 +158,12 @@ class World:
 
     def workers(self, now_s: float) -> dict[WorkerId, WorkerView]:
         """Every worker with its liveness."""
-        self._workers = {key: one for key, one in self._workers.items() if now_s - one.heard_s < FORGET_AFTER_S}
+        self._workers = {key: one for key, one in self._workers.items() if self._age_s(one.fresh_s, now_s) < FORGET_AFTER_S}
         return {
             worker_id: WorkerView(
                 facts=replace(
                     one.report.facts,
-                    liveness=Liveness.DEAD if one.declared_dead_s is not None else liveness_of(now_s - one.heard_s),
+                    liveness=Liveness.DEAD if one.declared_dead_s is not None else self._liveness(one.fresh_s, now_s),
                 ),
                 heard_s=one.heard_s,
                 incarnation=one.report.incarnation,
@@ -168,15 +174,32 @@ class World:
 
     def nodes(self, now_s: float) -> dict[NodeId, NodeFacts]:
         """Every node with its liveness."""
-        self._nodes = {key: one for key, one in self._nodes.items() if now_s - one.heard_s < FORGET_AFTER_S}
+        self._nodes = {key: one for key, one in self._nodes.items() if self._age_s(one.fresh_s, now_s) < FORGET_AFTER_S}
         return {
-            node_id: replace(one.report.facts, liveness=liveness_of(now_s - one.heard_s)) for node_id, one in self._nodes.items()
+            node_id: replace(one.report.facts, liveness=self._liveness(one.fresh_s, now_s))
+            for node_id, one in self._nodes.items()
         }
+
+    def hear_connection(self, connected: bool, now_s: float) -> None:
+        """Take note of whether anything can be heard at all."""
+        if not connected:
+            self.deaf_since_s = now_s if self.deaf_since_s is None else self.deaf_since_s
+        elif self.deaf_since_s is not None:
+            deaf_s = now_s - self.deaf_since_s
+            self.deaf_since_s = None
+            for one in (*self._workers.values(), *self._nodes.values(), *self._vectors.values()):
+                one.fresh_s = min(now_s, one.fresh_s + deaf_s)
 
     def epoch_seen(self) -> Epoch:
         """Highest epoch that any worker or loader has obeyed: a new leader must be above it, whatever the lease row says."""
         seen = [one.report.epoch_seen for one in self._workers.values()] + [one.report.epoch_seen for one in self._nodes.values()]
         return max(seen, default=Epoch(0))
+
+    def _age_s(self, fresh_s: float, now_s: float) -> float:
+        return max(0.0, (now_s if self.deaf_since_s is None else self.deaf_since_s) - fresh_s)
+
+    def _liveness(self, fresh_s: float, now_s: float) -> Liveness:
+        return liveness_of(self._age_s(fresh_s, now_s))
 
 
 def _essence(facts: WorkerFacts) -> tuple[object, ...]:

@@ -96,7 +96,7 @@ class _Builder:
         options = ChildOptions(
             threads=self._threads,
             memory_bytes=self._device_bytes,
-            log_path=settings.run_dir / f"engine-{worker_id}.log",
+            log_path=settings.log_dir / f"engine-{worker_id}.log",
             faults=settings.faults,
             log_level=settings.log_level,
         )

@@ -35,15 +35,11 @@ def main(arguments: Sequence[str]) -> int:
     connection = socket.socket(fileno=options.fd)
     os.set_inheritable(options.fd, False)
     clock = SystemClock()
+    faults = Faults.parse(os.environ.get("PILOTLIGHT_FAULTS", ""))
     # Imported here: it takes a second or more, and a death meanwhile must not leave an orphan.
     from pilotlight.engine.engine import Engine
 
-    loop = ChildLoop(
-        connection,
-        Engine(threads=options.threads, monotonic_s=clock.monotonic_s),
-        clock,
-        Faults.parse(os.environ.get("PILOTLIGHT_FAULTS", "")),
-    )
+    loop = ChildLoop(connection, Engine(threads=options.threads, monotonic_s=clock.monotonic_s), clock, faults)
     up = EngineUp(
         pid=os.getpid(),
         device_name=f"cpu ({options.threads} threads)",

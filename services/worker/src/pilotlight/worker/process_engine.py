@@ -41,6 +41,8 @@ COMMAND_DEADLINE_S = 5.0
 """For handing a command over; a child that reads nothing for this long hangs."""
 STOP_DEADLINE_S = 3.0
 REAP_DEADLINE_S = 2.0
+END_GRACE_S = 1.0
+"""From the close of its socket to the process's end; then it is killed."""
 MAX_EVENTS = 1024
 """Events that wait to be worked on; past it the child waits."""
 MAX_LOG_BYTES = 8 * 1024 * 1024
@@ -191,8 +193,11 @@ class ProcessEngine:
         """Make sure that it is dead, and leave nothing of it behind."""
         self._up = None
         self._child = None
-        _kill_group(child.process)
         child.writer.close()
+        with suppress(DeadlineExceeded):
+            # It ends by itself, and then its status says why.
+            await within(END_GRACE_S, child.process.wait(), "the engine's own end")
+        _kill_group(child.process)
         try:
             return await within(REAP_DEADLINE_S, child.process.wait(), "reaping the engine")
         except DeadlineExceeded:

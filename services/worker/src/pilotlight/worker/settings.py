@@ -13,6 +13,7 @@ class WorkerSettings(ServiceSettings):
 
     worker_id: str = Field("", description="Name of the worker: the same after a restart. By default the node's with an index.")
     node_id: str = Field("node-local", description="Name of the node that the worker belongs to.")
+    log_dir: Path = Field(Path(".pilotlight/logs"), description="Folder for the log of the worker's engine.")
     device: Literal["cpu", "sim"] = Field("cpu", description="What runs models: CPU cores, or a simulation of them.")
     workers: int = Field(1, ge=1, le=1024, description="Workers of the node, among which its memory and cores are divided.")
     device_bytes: int | None = Field(

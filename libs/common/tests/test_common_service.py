@@ -1,0 +1,116 @@
+"""A service process: starts in order, tells that it is ready, stops in reverse, ends when one of its tasks dies."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from pilotlight.common.errors import NoRoom
+from pilotlight.common.service import Application, Background, run_service
+from pilotlight.common.settings import ServiceSettings
+
+DEADLINE_S = 30.0
+SERVICE = """
+import sys
+from pilotlight.common.service import Application, run_service
+from pilotlight.common.settings import ServiceSettings
+from pilotlight.common.waiting import pause
+
+class Part:
+    def __init__(self, name): self.name = name
+    async def start(self): print("start", self.name, flush=True)
+    async def stop(self):
+        print("stop", self.name, flush=True)
+        if self.name == "b": raise RuntimeError("must not keep a from stopping")
+
+async def build(context):
+    async def die():
+        await pause(0.05)
+        raise RuntimeError("died")
+    if "die" in sys.argv: context.background.spawn("dying", die())
+    return Application(components=[Part("a"), Part("b")], ready=lambda: "never")
+
+sys.exit(run_service("probe", ServiceSettings, build))
+"""
+
+
+@pytest.fixture
+def notified(tmp_path: Path) -> Generator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
+        receiver.bind(str(tmp_path / "notify"))
+        receiver.settimeout(DEADLINE_S)
+        yield receiver
+
+
+def start(tmp_path: Path, nats_url: str, *arguments: str) -> subprocess.Popen[str]:
+    environment = {
+        **os.environ,
+        "PILOTLIGHT_NATS_URL": nats_url,
+        "PILOTLIGHT_RUN_DIR": str(tmp_path / "run"),
+        "PILOTLIGHT_OBJECT_STORE_URL": "memory://",
+        "NOTIFY_SOCKET": str(tmp_path / "notify"),
+    }
+    command = [sys.executable, "-c", SERVICE, *arguments]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+def test_a_service_lives_and_ends_in_order(tmp_path: Path, nats_url: str, notified: socket.socket) -> None:
+    process = start(tmp_path, nats_url)
+    assert notified.recv(100) == b"READY=1"
+    (health,) = (tmp_path / "run").iterdir()
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(health))
+        client.sendall(b"GET /readyz HTTP/1.1\r\n\r\n")
+        assert client.recv(1000).endswith(b"never\n")
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=DEADLINE_S)
+    assert output.split("\n")[:-1] == ["start a", "start b", "stop b", "stop a"]
+    assert process.returncode == 0
+    assert notified.recv(100) == b"STOPPING=1"
+    assert not health.exists()
+
+
+@pytest.mark.slow
+def test_a_dead_task_ends_the_process(tmp_path: Path, nats_url: str) -> None:
+    process = start(tmp_path, nats_url, "die")
+    output, log = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 1
+    assert "task_died" in log
+    assert output.endswith("stop b\nstop a\n")
+
+
+def test_wrong_settings_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def build(_: object) -> Application:
+        raise AssertionError
+
+    monkeypatch.setenv("PILOTLIGHT_TRACE_SAMPLE_RATIO", "2")
+    assert run_service("probe", ServiceSettings, build) == 2
+
+
+def test_a_service_that_cannot_start_says_why(
+    monkeypatch: pytest.MonkeyPatch, nats_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def build(_: object) -> Application:
+        raise NoRoom
+
+    monkeypatch.setenv("PILOTLIGHT_NATS_URL", nats_url)
+    monkeypatch.setenv("PILOTLIGHT_OBJECT_STORE_URL", "memory://")
+    assert run_service("probe", ServiceSettings, build) == 1
+    assert '"code":"no_room"' in capsys.readouterr().err
+
+
+@pytest.mark.anyio
+async def test_background_tasks_are_ended() -> None:
+    import asyncio
+
+    background = Background()
+    task = background.spawn("waits", asyncio.Event().wait())
+    await background.stop()
+    assert task.cancelled()
+    assert not background.failed.done()

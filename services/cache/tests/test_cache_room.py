@@ -1,0 +1,234 @@
+"""Making room, against real NATS and PostgreSQL, with a worker and a loader played by the test."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from facts import MEMORY, NODE, WORKER, copy, held, node, worker
+from sqlalchemy import delete, select
+
+from pilotlight.cache.app import build
+from pilotlight.cache.settings import CacheSettings
+from pilotlight.common.bus import Bus
+from pilotlight.common.clock import SystemClock
+from pilotlight.common.db import tables
+from pilotlight.common.db.session import Database
+from pilotlight.common.errors import BusUnavailable, HostPoolFull, NoRoom, NoWorker
+from pilotlight.common.messages.reports import LoaderReport, WorkerReport, loader_report_subject, worker_report_subject
+from pilotlight.common.messages.room import (
+    RELEASE_SUBJECT,
+    RESERVE_SUBJECT,
+    Drop,
+    Dropped,
+    GivenUp,
+    GiveUp,
+    Release,
+    Released,
+    Reserve,
+    Reserved,
+    drop_subject,
+    give_up_subject,
+)
+from pilotlight.common.service import Application
+from pilotlight.common.testing import DatabaseSettingsOf, MakeContext
+from pilotlight.common.waiting import pause, within
+from pilotlight.policy.types import Digest, Epoch, HeldStage, InstanceId, ModelName, NodeFacts, WorkerFacts
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+
+
+class Peers:
+    """A worker and a loader that do what they are told, and remember it."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.bus = bus
+        self.facts = worker()
+        self.node = node(MEMORY)
+        self.busy: set[str] = set()
+
+    async def start(self) -> None:
+        await self.bus.serve(give_up_subject(WORKER), GiveUp, self.give_up)
+        await self.bus.serve(drop_subject(NODE), Drop, self.drop)
+
+    async def give_up(self, request: GiveUp) -> GivenUp:
+        gone = tuple(one for one in request.instance_ids if one not in self.busy)
+        self.facts = replace(self.facts, held=tuple(one for one in self.facts.held if one.instance_id not in gone))
+        return GivenUp(instance_ids=gone)
+
+    async def drop(self, request: Drop) -> Dropped:
+        gone = [one for one in self.node.copies if one.digest in request.digests]
+        kept = tuple(one for one in self.node.copies if one not in gone)
+        free = self.node.pool_free_bytes + sum(one.size_bytes for one in gone)
+        self.node = replace(self.node, copies=kept, pool_free_bytes=free)
+        return Dropped(digests=tuple(one.digest for one in gone))
+
+    async def report(self, facts: WorkerFacts | None = None, where: NodeFacts | None = None) -> None:
+        self.facts = facts or self.facts
+        self.node = where or self.node
+        worker_report = WorkerReport(facts=self.facts, incarnation="i", epoch_seen=Epoch(1))
+        await self.bus.publish(worker_report_subject(WORKER), worker_report)
+        await self.bus.publish(loader_report_subject(NODE), LoaderReport(facts=self.node, incarnation="i", epoch_seen=Epoch(1)))
+
+
+@pytest.fixture
+async def peers(bus: Bus) -> Peers:
+    peers = Peers(bus)
+    await peers.start()
+    return peers
+
+
+@pytest.fixture
+def settings(database_settings: DatabaseSettingsOf, tmp_path: Path) -> CacheSettings:
+    url = database_settings("cache").database_url
+    return CacheSettings(database_url=url, run_dir=tmp_path, min_residency_s=0.0)
+
+
+@pytest.fixture(autouse=True)
+async def without_grants(settings: CacheSettings) -> None:
+    """The database is the module's; its grants are each test's own."""
+    database = Database(settings, "cache", SystemClock())
+    async with database.unit_of_work() as work:
+        await work.connection.execute(delete(tables.grants))
+    await database.stop()
+
+
+@pytest.fixture
+async def cache(settings: CacheSettings, make_context: MakeContext, bus: Bus, peers: Peers):
+    application = await build(make_context("cache", settings))
+    await start(application)
+    await until(lambda: answers(bus))
+    yield application
+    await stop(application)
+
+
+async def start(application: Application) -> None:
+    for component in application.components:
+        await component.start()
+
+
+async def stop(application: Application) -> None:
+    for component in reversed(application.components):
+        await component.stop()
+
+
+async def until(holds: Callable[[], Awaitable[bool]]) -> None:
+    async def poll() -> None:
+        while not await holds():
+            await pause(0.01)
+
+    await within(10.0, poll(), "the condition")
+
+
+async def answers(bus: Bus) -> bool:
+    try:
+        await bus.request(RELEASE_SUBJECT, Release(grant_id="none"), Released, deadline_s=1.0)
+    except BusUnavailable:
+        return False
+    return True
+
+
+async def reserve(bus: Bus, instance: str, device: int, host: int = 0) -> Reserved:
+    message = Reserve(
+        instance_id=InstanceId(instance),
+        model=ModelName(f"model-{instance}"),
+        digest=Digest(f"digest-{instance}"),
+        worker_id=WORKER,
+        node_id=NODE,
+        device_bytes=device,
+        host_bytes=host,
+        lease_s=30.0,
+    )
+    return await bus.request(RESERVE_SUBJECT, message, Reserved, deadline_s=5.0)
+
+
+async def heard(bus: Bus, peers: Peers, *stages: HeldStage, where: NodeFacts | None = None) -> None:
+    """Report, and wait until the cache has heard: a tiny reservation is answered by a worker that it knows."""
+    await peers.report(worker(*stages), where)
+
+    async def known() -> bool:
+        await peers.report()
+        try:
+            probe = await reserve(bus, "probe", 0)
+        except NoWorker:
+            return False
+        await bus.request(RELEASE_SUBJECT, Release(grant_id=probe.grant_id), Released, deadline_s=2.0)
+        return True
+
+    await until(known)
+
+
+async def test_grants_room_once_for_each_stage(cache: Application, bus: Bus, peers: Peers) -> None:
+    await heard(bus, peers)
+    first = await reserve(bus, "a", 600)
+    assert (await reserve(bus, "a", 600)).grant_id == first.grant_id
+    with pytest.raises(NoRoom):
+        await reserve(bus, "b", 600)
+    await bus.request(RELEASE_SUBJECT, Release(grant_id=first.grant_id), Released, deadline_s=2.0)
+    assert (await reserve(bus, "b", 600)).grant_id != first.grant_id
+
+
+async def test_evicts_the_idle_and_spares_the_busy(cache: Application, bus: Bus, peers: Peers) -> None:
+    old, young = replace(held("old", 500), idle_s=60.0), replace(held("young", 500), idle_s=1.0)
+    await heard(bus, peers, old, young)
+    granted = await reserve(bus, "new", 400)
+    assert granted.evicted_instances == (InstanceId("old"),)
+    assert [one.instance_id for one in peers.facts.held] == ["young"]
+
+
+async def test_a_refused_victim_is_replanned_and_in_the_end_there_is_no_room(cache: Application, bus: Bus, peers: Peers) -> None:
+    peers.busy = {"a"}
+    await heard(bus, peers, replace(held("a", 900), idle_s=60.0))
+    with pytest.raises(NoRoom):
+        await reserve(bus, "new", 400)
+    assert [one.instance_id for one in peers.facts.held] == ["a"]
+
+
+async def test_drops_copies_from_the_host_pool(cache: Application, bus: Bus, peers: Peers) -> None:
+    await heard(bus, peers, where=node(200, copy("x", 800)))
+    granted = await reserve(bus, "new", 100, host=700)
+    assert granted.dropped_copies == (Digest("x"),)
+
+
+async def test_says_when_a_model_can_never_fit(cache: Application, bus: Bus, peers: Peers) -> None:
+    await heard(bus, peers)
+    with pytest.raises(NoWorker):
+        await reserve(bus, "huge", MEMORY + 1)
+    with pytest.raises(HostPoolFull):
+        await reserve(bus, "huge", 1, host=MEMORY + 1)
+
+
+async def test_grants_outlive_the_process(
+    settings: CacheSettings, make_context: MakeContext, bus: Bus, peers: Peers, database_settings: DatabaseSettingsOf
+) -> None:
+    first = await build(make_context("cache", settings))
+    await start(first)
+    await until(lambda: answers(bus))
+    await heard(bus, peers)
+    granted = await reserve(bus, "kept", 600)
+    await stop(first)
+    second = await build(make_context("cache", settings))
+    await start(second)
+    await until(lambda: answers(bus))
+    await heard(bus, peers)
+    assert (await reserve(bus, "kept", 600)).grant_id == granted.grant_id
+    context = make_context("cache", settings)
+    database = Database(settings, "cache", context.clock)
+    async with database.reading() as connection:
+        rows = (await connection.execute(select(tables.grants.c.instance_id))).scalars().all()
+    assert "kept" in rows
+    await database.stop()
+    await stop(second)
+
+
+async def test_a_second_cache_waits(
+    cache: Application, settings: CacheSettings, make_context: MakeContext, bus: Bus, peers: Peers
+) -> None:
+    """With two that answer, NATS would hand each request to both, and the books of neither would be right."""
+    context = make_context("cache", settings)
+    standby = await build(context)
+    await start(standby)
+    await heard(bus, peers)
+    await reserve(bus, "a", 100)
+    assert context.metrics.get_sample_value("pilotlight_cache_grants") == 0
+    await stop(standby)

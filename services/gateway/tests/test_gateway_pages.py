@@ -1,0 +1,84 @@
+"""Open routes: health, readiness, metrics of every service on the machine."""
+
+import asyncio
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.parser import text_string_to_metric_families
+
+from pilotlight.common.buckets import GATEWAYS
+from pilotlight.common.health import HealthServer
+from pilotlight.common.messages.reports import GatewayInfo
+from pilotlight.gateway import scrape
+from pilotlight.gateway.presence import Presence
+
+pytestmark = pytest.mark.anyio
+
+
+class Up:
+    connected = True
+
+    @staticmethod
+    def ready():
+        return None
+
+
+async def test_metrics_of_neighbours(world, tmp_path):
+    registry = CollectorRegistry()
+    Counter("pilotlight_decisions", 'Decisions, "quoted"\nand more.', ["kind"], registry=registry).labels(kind='a"b\\c').inc(3)
+    Histogram("pilotlight_step_seconds", "Steps.", registry=registry).observe(0.2)
+    neighbours = [HealthServer(tmp_path / name, registry, Up(), Up()) for name in ("scheduler-77.sock", "worker-78.sock")]
+    for neighbour in neighbours:
+        await neighbour.start()
+    (tmp_path / "cache-79.sock").touch()
+    (tmp_path / "pool.sock").touch()
+    await world.worker()
+    await world.http.post("/v1/completions", json={"model": "fox", "prompt": "x"})
+    page = (await world.http.get("/metrics")).text
+    for neighbour in neighbours:
+        await neighbour.stop()
+    families = {family.name: family for family in text_string_to_metric_families(page)}
+    totals = [sample for sample in families["pilotlight_decisions"].samples if sample.name.endswith("_total")]
+    assert {(sample.labels["service"], sample.labels["process"]) for sample in totals} == {("scheduler", "77"), ("worker", "78")}
+    assert all((sample.labels["kind"], sample.value) == ('a"b\\c', 3.0) for sample in totals)
+    (done,) = [sample for sample in families["pilotlight_requests"].samples if sample.name.endswith("_total")]
+    assert (done.labels["status"], done.labels["service"]) == ("ok", "gateway")
+    assert page.count("# TYPE pilotlight_step_seconds histogram") == 1
+
+
+async def test_a_silent_neighbour_holds_nobody_up(tmp_path):
+    async def silent(reader, writer):
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_unix_server(silent, tmp_path / "scheduler-1.sock"):
+        page = await scrape.collect(CollectorRegistry(), tmp_path, 4711)
+    assert page == b""
+
+
+async def test_health_and_readiness(world):
+    assert (await world.http.get("/healthz")).text == "ok\n"
+    assert (await world.http.get("/readyz")).status_code == 200
+
+
+async def test_presence(bus):
+    seen = {}
+    changed = asyncio.Event()
+
+    async def note(key, value):
+        seen[key] = value
+        changed.set()
+
+    watching = asyncio.create_task((await bus.bucket(GATEWAYS)).watch(GatewayInfo, note))
+    presence = Presence(bus, "gw-1", lambda: "http://127.0.0.1:8000")
+    await presence.start()
+    await presence.start()
+    await changed.wait()
+    changed.clear()
+    assert seen["gw-1"].url == "http://127.0.0.1:8000"
+    await presence.stop()
+    await presence.stop()
+    await changed.wait()
+    assert seen["gw-1"] is None
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)

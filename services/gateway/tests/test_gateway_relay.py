@@ -1,0 +1,269 @@
+"""Requests on workers that lose messages, refuse, fail and die: no accepted request is lost, no token is repeated or skipped."""
+
+import asyncio
+import random
+
+import openai
+import pytest
+
+from pilotlight.common.messages.tokens import SubmitReply, TokenEntry
+from pilotlight.gateway.testing import entries_of
+from pilotlight.policy.types import FinishReason, InstanceState
+
+pytestmark = pytest.mark.anyio
+
+ANSWER = "The quick brown fox 😀 jumps over naïve 你好 dogs."
+PROMPT = {"model": "fox", "prompt": "x"}
+
+
+def mangle(entries, rng):
+    """Drop, repeat and reorder; the last entry survives somewhere, so that no silence has to be waited for."""
+    kept = [entry for entry in entries[:-1] if rng.random() > 0.3]
+    kept += [entry for entry in kept if rng.random() < 0.2]
+    if rng.random() < 0.5:
+        rng.shuffle(kept)
+    return [*kept, entries[-1]]
+
+
+async def text_of(stream):
+    return "".join([chunk.choices[0].text async for chunk in stream])
+
+
+async def test_any_loss_gives_the_right_text(world):
+    worker = await world.worker()
+    for seed in range(25):
+        rng = random.Random(seed)
+        worker.post = lambda ran, rng=rng: mangle(ran.entries, rng)
+        stream = await world.client.completions.create(**PROMPT, stream=True)
+        assert await text_of(stream) == ANSWER, seed
+    assert worker.resends
+
+
+async def test_a_lost_end_is_asked_for(world):
+    worker = await world.worker()
+    worker.post = lambda ran: ran.entries[:-3]
+    answer = await world.client.completions.create(**PROMPT)
+    assert answer.choices[0].text == ANSWER
+    assert worker.resends
+
+
+async def test_everything_is_acknowledged_and_done(world):
+    worker = await world.worker()
+    await world.client.completions.create(**PROMPT)
+    (ran,) = worker.ran.values()
+    await worker.until(lambda: ran.done)
+    assert ran.acked_seq == len(world.ids(ANSWER))
+    assert not ran.cancelled
+    assert world.serving.relay.running == 0
+
+
+async def test_acknowledged_while_it_runs(world):
+    worker = await world.worker()
+    worker.post = lambda ran: ran.entries[:5]
+    worker.script = lambda submit: entries_of(submit, world.ids(ANSWER), finish=None)[:5]
+    stream = await world.client.completions.create(**PROMPT, stream=True)
+    first = await anext(aiter(stream))
+    assert first.choices[0].text
+    (ran,) = worker.ran.values()
+    await worker.until(lambda: ran.acked_seq == 5)
+    await stream.close()
+    await worker.until(lambda: ran.cancelled and ran.done)
+
+
+async def test_other_attempts_and_strangers_are_ignored(world):
+    worker = await world.worker()
+
+    def post(ran):
+        key = {"request_id": ran.submit.request_id, "attempt": ran.submit.attempt + 1}
+        yield TokenEntry(seq=0, token_ids=[9, 9, 9], finish=FinishReason.STOP, **key)
+        yield TokenEntry(seq=0, token_ids=[9], request_id="req-stranger", attempt=1)
+        yield from ran.entries
+
+    worker.post = post
+    assert (await world.client.completions.create(**PROMPT)).choices[0].text == ANSWER
+
+
+async def test_client_leaves_in_mid_stream(world):
+    worker = await world.worker()
+    worker.script = lambda submit: entries_of(submit, world.ids(ANSWER), finish=None)
+    stream = await world.client.completions.create(**PROMPT, stream=True)
+    await anext(aiter(stream))
+    await stream.close()
+    (ran,) = worker.ran.values()
+    await worker.until(lambda: ran.cancelled)
+    assert world.serving.requests.live == 0
+    assert [row["status"] for row in world.usage.rows] == ["cancelled"]
+
+
+async def test_client_leaves_before_its_whole_answer(world):
+    worker = await world.worker()
+    worker.script = lambda submit: entries_of(submit, world.ids(ANSWER), finish=None)
+    asking = asyncio.create_task(world.http.post("/v1/completions", json=PROMPT))
+    await worker.until(lambda: len(worker.submits) == 1)
+    asking.cancel()
+    (ran,) = worker.ran.values()
+    await worker.until(lambda: ran.cancelled)
+
+
+@pytest.mark.parametrize("delivered", [0, 1, 7])
+async def test_worker_dies_and_another_goes_on(world, delivered):
+    first = await world.worker("w0")
+    first.post = lambda ran: ran.entries[:delivered]
+    asking = asyncio.create_task(world.client.completions.create(**PROMPT))
+    await first.until(lambda: len(first.submits) == 1)
+    second = await world.worker("w1")
+    await world.until(lambda: len(world.serving.fleet.serving(world.entry.model.name)) == 2)
+    await first.die()
+    await first.declare_dead()
+    answer = await asking
+    assert answer.choices[0].text == ANSWER
+    assert answer.usage.completion_tokens == len(world.ids(ANSWER))
+    resumed = second.submits[0]
+    assert resumed.output_ids == world.ids(ANSWER)[:delivered]
+    assert resumed.attempt > first.submits[0].attempt
+    assert resumed.sampling == first.submits[0].sampling
+
+
+async def test_engine_fails_in_mid_stream(world):
+    worker = await world.worker()
+    ids = world.ids(ANSWER)
+
+    def script(submit):
+        if submit.output_ids:
+            return entries_of(submit, ids)
+        key = {"request_id": submit.request_id, "attempt": submit.attempt}
+        failed = TokenEntry(seq=4, token_ids=[], finish=FinishReason.ERROR, code="engine_failed", message="gone", **key)
+        return [*entries_of(submit, ids)[:4], failed]
+
+    worker.script = script
+    stream = await world.client.completions.create(**PROMPT, stream=True)
+    assert await text_of(stream) == ANSWER
+    assert [len(submit.output_ids) for submit in worker.submits] == [0, 4]
+
+
+async def test_worker_that_forgot_the_request(world):
+    worker = await world.worker()
+    ids = world.ids(ANSWER)
+    worker.post = lambda ran: ran.entries if ran.submit.output_ids else [ran.entries[0], *ran.entries[2:]]
+    worker.answers_resend = False
+    assert (await world.client.completions.create(**PROMPT)).choices[0].text == ANSWER
+    assert worker.submits[1].output_ids == ids[:1]
+
+
+async def test_too_many_losses_end_the_request(world):
+    worker = await world.worker()
+    worker.script = lambda submit: [
+        TokenEntry(
+            request_id=submit.request_id,
+            attempt=submit.attempt,
+            seq=0,
+            token_ids=[],
+            finish=FinishReason.ERROR,
+            code="engine_failed",
+            message="it always fails",
+        )
+    ]
+    with pytest.raises(openai.InternalServerError) as caught:
+        await world.client.completions.create(**PROMPT)
+    assert (caught.value.status_code, caught.value.code) == (503, "engine_failed")
+    assert len(worker.submits) == 3
+
+
+async def test_error_after_the_first_byte_is_an_event(world):
+    worker = await world.worker()
+    ids = world.ids(ANSWER)
+
+    def script(submit):
+        key = {"request_id": submit.request_id, "attempt": submit.attempt}
+        failed = TokenEntry(seq=2, token_ids=[], finish=FinishReason.ERROR, code="invalid_request", message="cannot", **key)
+        return [*entries_of(submit, ids)[:2], failed]
+
+    worker.script = script
+    response = await world.http.post("/v1/completions", json={**PROMPT, "stream": True})
+    assert response.status_code == 200
+    last = response.text.strip().split("\n\n")[-1]
+    assert last.startswith("event: error\ndata: ")
+    assert "[DONE]" not in response.text
+    with pytest.raises(openai.APIError, match="cannot"):
+        await text_of(await world.client.completions.create(**PROMPT, stream=True))
+
+
+async def test_refused_submit_goes_elsewhere(world):
+    first = await world.worker("w0")
+    first.refuse = [SubmitReply(accepted=False, code="not_loaded", message="no", retry_after_s=30.0)] * 3
+    second = await world.worker("w1")
+    for _ in range(3):
+        assert (await world.client.completions.create(**PROMPT)).choices[0].text == ANSWER
+    assert len(first.submits) + len(second.submits) == 3
+    assert second.submits
+
+
+async def test_refused_by_all_is_held_and_tried_again(world):
+    worker = await world.worker()
+    worker.refuse = [SubmitReply(accepted=False, code="queue_full", message="full", retry_after_s=0.1)] * 2
+    response = await world.http.post("/v1/completions", json={**PROMPT, "stream": True})
+    assert ": pilotlight queue=0" in response.text
+    assert worker.submits[0].attempt == 3
+
+
+async def test_caller_error_of_a_worker_is_final(world):
+    worker = await world.worker()
+    worker.refuse = [SubmitReply(accepted=False, code="context_length_exceeded", message="too long for the granted room")]
+    with pytest.raises(openai.BadRequestError, match="granted room"):
+        await world.client.completions.create(**PROMPT)
+
+
+async def test_all_tokens_but_not_the_end(world):
+    """The worker dies between the last token and the finish: nothing is left to ask anybody for."""
+    worker = await world.worker()
+    worker.script = lambda submit: entries_of(submit, world.ids(ANSWER))[:4]
+    asking = asyncio.create_task(world.client.completions.create(**PROMPT, max_tokens=4))
+    await worker.until(lambda: len(worker.submits) == 1)
+    (ran,) = worker.ran.values()
+    await worker.until(lambda: ran.acked_seq == 4)
+    await worker.die()
+    await worker.declare_dead()
+    answer = await asking
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == 4
+
+
+async def test_draining_instance_gets_nothing(world):
+    first = await world.worker("w0")
+    second = await world.worker("w1")
+    await world.client.completions.create(**PROMPT)
+    await first.ready(InstanceState.DRAINING)
+    before = len(first.submits)
+    await world.until(lambda: len(world.serving.fleet.serving(world.entry.model.name)) == 1)
+    for _ in range(3):
+        await world.client.completions.create(**PROMPT)
+    assert len(first.submits) == before
+    assert len(second.submits) >= 3
+
+
+async def test_reconnect_asks_for_what_was_missed(world):
+    worker = await world.worker()
+    worker.post = lambda ran: ran.entries[:2]
+    stream = await world.client.completions.create(**PROMPT, stream=True)
+    text = asyncio.create_task(text_of(stream))
+    await worker.until(lambda: bool(worker.submits))
+    await world.until(lambda: world.serving.relay.running == 1)
+    await world.serving.relay._after_reconnect()
+    assert await text == ANSWER
+
+
+async def test_a_submit_whose_answer_is_lost(world):
+    """Its tokens come all the same: it was accepted."""
+    worker = await world.worker()
+    taken = worker._on_submit
+
+    async def silent(submit):
+        await taken(submit)
+        await asyncio.Event().wait()
+
+    await worker.die()
+    worker._on_submit = silent
+    await worker.start()
+    answer = await world.client.completions.create(**PROMPT)
+    assert answer.choices[0].text == ANSWER
+    assert len(worker.submits) == 1

@@ -1,0 +1,76 @@
+"""The node's part in control: what the scheduler wants to be fetched here, and what the cache wants to be dropped."""
+
+from dataclasses import dataclass, field
+
+import structlog
+
+from pilotlight.common.errors import BadRequest, StaleCommand
+from pilotlight.common.messages.hold import Fetch, NodeHold
+from pilotlight.common.messages.room import Drop, Dropped
+from pilotlight.dataplane.copies import HostCopies
+from pilotlight.dataplane.model_fetch import Holder
+from pilotlight.dataplane.pool import HostPool
+from pilotlight.loader.metrics import LoaderMetrics
+from pilotlight.policy.types import Generation, InstanceId, NodeId
+
+log = structlog.get_logger()
+
+OrderKey = tuple[InstanceId, Generation, tuple[int, ...]]
+"""An order is carried out once: one that failed is not begun again by its repetition, only by a newer generation."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Agent:
+    """Carries out the node's commands. Level-triggered: each one is everything that is wanted."""
+
+    node_id: NodeId
+    pool: HostPool
+    copies: HostCopies
+    metrics: LoaderMetrics
+    _orders: dict[OrderKey, Holder] = field(default_factory=dict[OrderKey, Holder])
+
+    async def on_hold(self, hold: NodeHold) -> None:
+        """Fetch what is ordered and not here; stop fetching what nobody wants any more.
+
+        Raises:
+            StaleCommand: a higher epoch has been seen, perhaps by an earlier run of this loader.
+        """
+        if hold.node_id != self.node_id:
+            raise BadRequest(f"a command for {hold.node_id} came to {self.node_id}")
+        try:
+            self.pool.raise_epoch(hold.epoch)
+        except StaleCommand:
+            self.metrics.stale_commands.inc()
+            raise
+        wanted = {_key(fetch): fetch for fetch in hold.fetches}
+        for key in [key for key in self._orders if key not in wanted]:
+            self.copies.release(self._orders.pop(key))
+        for key, fetch in wanted.items():
+            if key not in self._orders:
+                self._begin(key, fetch)
+
+    async def on_drop(self, drop: Drop) -> Dropped:
+        """Free copies, but for those that a worker may be reading and those on their way."""
+        dropped = self.copies.drop(drop.digests)
+        log.info("copies dropped", action="copies_dropped", asked=len(drop.digests), dropped=len(dropped))
+        return Dropped(digests=dropped)
+
+    def _begin(self, key: OrderKey, fetch: Fetch) -> None:
+        try:
+            holder = self.copies.hold(fetch.model, fetch.parts, fetch.instance_id, leased=False, trace_parent=fetch.trace_parent)
+        except BadRequest as error:
+            log.error("order refused", action="order_refused", instance_id=fetch.instance_id, error=error.message)
+            return
+        self._orders[key] = holder
+        log.info(
+            "order taken",
+            action="order_taken",
+            instance_id=fetch.instance_id,
+            model=fetch.model.name,
+            parts=len(holder.parts),
+            missing=len(holder.missing),
+        )
+
+
+def _key(fetch: Fetch) -> OrderKey:
+    return fetch.instance_id, fetch.generation, fetch.parts

@@ -1,0 +1,145 @@
+"""Builds the loader: the pool first, then whoever fills it, serves it, commands it and reports it."""
+
+import asyncio
+import os
+import random
+import socket
+import sys
+from pathlib import Path
+
+from pilotlight.checkpoint.manifest import Manifest
+from pilotlight.common.faults import Faults
+from pilotlight.common.ids import worker_id_of
+from pilotlight.common.phases import PhaseReporter
+from pilotlight.common.service import Application, Context
+from pilotlight.dataplane.copies import HostCopies
+from pilotlight.dataplane.fetch import ChunkSource, FileChunks, Readers
+from pilotlight.dataplane.links import LinkLimit, parse_bandwidth
+from pilotlight.dataplane.model_fetch import FetchTools
+from pilotlight.dataplane.pool import HostPool
+from pilotlight.dataplane.pool_server import PoolServer
+from pilotlight.loader.agent import Agent
+from pilotlight.loader.handlers import Handlers
+from pilotlight.loader.identity import load_epoch, memory_bytes, node_id_of, save_epoch
+from pilotlight.loader.manifests import StoredManifests
+from pilotlight.loader.metrics import LoaderMetrics
+from pilotlight.loader.reports import Changes, CopyObserver, NodeShape, Reporter
+from pilotlight.loader.settings import LoaderSettings
+from pilotlight.loader.supervise import WorkerPlan, WorkerSupervisor
+from pilotlight.policy.types import Model, NodeId
+
+SHARED_MEMORY = Path("/dev/shm")
+POOL_SHARE = 0.25
+"""Of the host's memory, where the pool's size is not set."""
+
+
+class PoolKeeper:
+    """The pool's life: its fetches end before it is unmapped."""
+
+    def __init__(self, pool: HostPool, copies: HostCopies, settings: LoaderSettings) -> None:
+        self._pool = pool
+        self._copies = copies
+        self._settings = settings
+
+    async def start(self) -> None:
+        """The pool is open already: others are built on it."""
+
+    async def stop(self) -> None:
+        """Leave the pool to the next loader, or give its memory back."""
+        await self._copies.stop()
+        if not self._settings.handover:
+            save_epoch(self._settings.state_dir, self._pool.highest_epoch)
+        self._pool.close(remove=not self._settings.handover)
+
+
+async def build(context: Context[LoaderSettings]) -> Application:
+    """Build the loader.
+
+    Raises:
+        Conflict: another loader holds the node's pool.
+    """
+    settings = context.settings
+    node_id = node_id_of(settings.state_dir)
+    pool = await _open_pool(context, node_id)
+    metrics, changes = LoaderMetrics(context.metrics), Changes()
+    metrics.watch_pool(pool)
+    phases = PhaseReporter(context.bus, context.clock, context.background, "loader")
+    observer = CopyObserver(changes, phases, metrics)
+    copies = HostCopies(_tools(context, pool), context.background, observer)
+    agent = Agent(node_id=node_id, pool=pool, copies=copies, metrics=metrics)
+    supervisor = WorkerSupervisor(
+        plans=[_plan(settings, node_id, index) for index in range(settings.workers)],
+        handover=settings.handover,
+        changes=changes,
+        metrics=metrics,
+        clock=context.clock,
+        background=context.background,
+        rng=random.Random(),
+    )
+    shape = NodeShape(
+        node_id=node_id,
+        host=socket.gethostname(),
+        nic_bytes_per_s=settings.nic_bytes_per_s,
+        incarnation=context.incarnation,
+    )
+    reporter = Reporter(
+        shape=shape,
+        pool=pool,
+        copies=copies,
+        dead_workers=lambda: supervisor.dead_workers,
+        changes=changes,
+        leaving=not settings.handover,
+        bus=context.bus,
+        background=context.background,
+    )
+    server = PoolServer(settings.socket, pool, copies, supervisor)
+    handlers = Handlers(context.bus, agent)
+    return Application(components=[PoolKeeper(pool, copies, settings), server, reporter, handlers, supervisor])
+
+
+async def _open_pool(context: Context[LoaderSettings], node_id: NodeId) -> HostPool:
+    settings = context.settings
+    path = settings.pool_path or SHARED_MEMORY / f"pilotlight-{node_id}.pool"
+    size_bytes = settings.pool_bytes or int(memory_bytes() * POOL_SHARE)
+    # What is adopted is verified, which takes a second for a few gigabytes.
+    pool = await asyncio.to_thread(HostPool.open, path, size_bytes, context.clock)
+    pool.raise_epoch(max(pool.highest_epoch, load_epoch(settings.state_dir)))
+    return pool
+
+
+def _tools(context: Context[LoaderSettings], pool: HostPool) -> FetchTools:
+    settings = context.settings
+    roots = settings.roots()
+
+    def open_source(model: Model, manifest: Manifest) -> ChunkSource:
+        return FileChunks(roots.folder_of(model.uri), manifest)
+
+    return FetchTools(
+        pool=pool,
+        readers=Readers(settings.fetch_threads, settings.stall_timeout_s),
+        manifests=StoredManifests(context.store, context.background),
+        open_source=open_source,
+        link=LinkLimit(parse_bandwidth(settings.link), context.clock),
+        faults=Faults.parse(settings.faults),
+        clock=context.clock,
+        process="loader",
+    )
+
+
+def _plan(settings: LoaderSettings, node_id: NodeId, index: int) -> WorkerPlan:
+    worker_id = worker_id_of(node_id, index)
+    environment = {name: value for name, value in os.environ.items() if name != "NOTIFY_SOCKET"}
+    environment.update(
+        PILOTLIGHT_WORKER_ID=worker_id,
+        PILOTLIGHT_NODE_ID=node_id,
+        PILOTLIGHT_POOL_SOCKET=str(settings.socket.absolute()),
+        PILOTLIGHT_DEVICE=settings.worker_kind,
+        PILOTLIGHT_WORKERS=str(settings.workers),
+    )
+    return WorkerPlan(
+        worker_id=worker_id,
+        command=(sys.executable, "-m", "pilotlight.worker"),
+        environment=environment,
+        log_path=settings.log_dir / f"worker-{index}.log",
+        pid_path=settings.state_dir / "workers" / f"{index}.json",
+    )

@@ -1,0 +1,31 @@
+"""The loader's subjects."""
+
+from pilotlight.common.bus import Bus, Subscription
+from pilotlight.common.messages.hold import NodeHold, node_hold_subject
+from pilotlight.common.messages.room import Drop, drop_subject
+from pilotlight.loader.agent import Agent
+
+
+class Handlers:
+    """Listens to commands for this node."""
+
+    def __init__(self, bus: Bus, agent: Agent) -> None:
+        self._bus = bus
+        self._agent = agent
+        self._subscriptions: list[Subscription] = []
+
+    async def start(self) -> None:
+        """Listen from now on."""
+        if self._subscriptions:
+            return
+        node_id = self._agent.node_id
+        self._subscriptions = [
+            await self._bus.subscribe(node_hold_subject(node_id), NodeHold, self._agent.on_hold),
+            await self._bus.serve(drop_subject(node_id), Drop, self._agent.on_drop),
+        ]
+
+    async def stop(self) -> None:
+        """Listen no more."""
+        subscriptions, self._subscriptions = self._subscriptions, []
+        for subscription in subscriptions:
+            await subscription.end()

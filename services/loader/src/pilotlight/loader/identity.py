@@ -1,0 +1,48 @@
+"""What a node keeps between runs of its loader: its id, and the highest epoch when the pool goes; and how much memory it has."""
+
+import os
+from pathlib import Path
+
+from pilotlight.common.ids import new_node_id
+from pilotlight.policy.types import Epoch, NodeId
+
+_NODE_ID_FILE = "node-id"
+_EPOCH_FILE = "highest-epoch"
+_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+def node_id_of(state_dir: Path) -> NodeId:
+    """The node's id, made once and kept."""
+    state_dir.mkdir(parents=True, exist_ok=True)
+    path = state_dir / _NODE_ID_FILE
+    if not path.exists():
+        _write(path, new_node_id())
+    return NodeId(path.read_text().strip())
+
+
+def load_epoch(state_dir: Path) -> Epoch:
+    """The highest epoch that an earlier loader saw before it removed its pool; 0 when none did."""
+    path = state_dir / _EPOCH_FILE
+    return Epoch(int(path.read_text())) if path.exists() else Epoch(0)
+
+
+def save_epoch(state_dir: Path, epoch: Epoch) -> None:
+    """Keep the highest epoch when the pool, which else has it, is removed."""
+    _write(state_dir / _EPOCH_FILE, str(epoch))
+
+
+def memory_bytes() -> int:
+    """The host's memory, or the container's where it has less."""
+    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [path.read_text().strip() for path in _CGROUP_LIMITS if path.exists()]
+    return min([host_bytes, *(int(limit) for limit in limits if limit.isdecimal())])
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace a file whole: a crash leaves the old one or the new one."""
+    making = path.with_name(f"{path.name}.new")
+    with making.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    making.rename(path)

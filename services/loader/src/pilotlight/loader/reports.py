@@ -1,0 +1,165 @@
+"""What the loader tells everyone: a report every 200 ms and at once on change, and the node's last state for late joiners."""
+
+import asyncio
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+
+import structlog
+
+from pilotlight.common.buckets import NODES
+from pilotlight.common.bus import Bus
+from pilotlight.common.errors import BusUnavailable
+from pilotlight.common.messages.reports import REPORT_INTERVAL_S, LoaderReport, NodeInfo, loader_report_subject
+from pilotlight.common.phases import PhaseReporter
+from pilotlight.common.service import Background
+from pilotlight.common.waiting import cancel_all, pause, woken
+from pilotlight.dataplane.copies import HostCopies
+from pilotlight.dataplane.pool import HostPool
+from pilotlight.loader.metrics import LoaderMetrics
+from pilotlight.policy.types import Copy, InstanceId, Liveness, NodeFacts, NodeId, Phase, WorkerId
+
+log = structlog.get_logger()
+
+GATHER_S = 0.02
+"""Changes that come this close together travel together; the first one waits for none."""
+SETTLE_S = 0.5
+"""Between two writes of the node's last state."""
+RETRY_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeShape:
+    """What of a node's facts does not change while its loader runs."""
+
+    node_id: NodeId
+    host: str
+    nic_bytes_per_s: float
+    incarnation: str
+
+
+class Changes:
+    """Says that there is something new to report."""
+
+    def __init__(self) -> None:
+        self.report = asyncio.Event()
+        self.state = asyncio.Event()
+
+    def note(self) -> None:
+        """Something changed."""
+        self.report.set()
+        self.state.set()
+
+
+@dataclass(slots=True, kw_only=True)
+class Reporter:
+    """Reports copies and workers."""
+
+    shape: NodeShape
+    pool: HostPool
+    copies: HostCopies
+    dead_workers: Callable[[], Collection[WorkerId]]
+    changes: Changes
+    leaving: bool
+    """The node leaves when this process stops: no other loader takes over."""
+    bus: Bus
+    background: Background
+    _tasks: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
+    _stopping: bool = False
+
+    async def start(self) -> None:
+        """Report from now on."""
+        if self._tasks:
+            return
+        self.bus.on_reconnect(self._on_reconnect)
+        self._tasks = [
+            self.background.spawn("loader reports", self._report_for_ever()),
+            self.background.spawn("node state", self._keep_state_for_ever()),
+        ]
+
+    async def stop(self) -> None:
+        """Say for the last time what is held, and whether anything may still be planned for this node."""
+        if not self._tasks:
+            return
+        tasks, self._tasks = self._tasks, []
+        await cancel_all(tasks)
+        self._stopping = self.leaving
+        await self._publish()
+
+    def facts(self) -> NodeFacts:
+        """The node as it is now."""
+        return NodeFacts(
+            node_id=self.shape.node_id,
+            host=self.shape.host,
+            liveness=Liveness.ALIVE,
+            nic_bytes_per_s=self.shape.nic_bytes_per_s,
+            pool_bytes=self.pool.geometry.data_bytes,
+            pool_free_bytes=self.pool.free_bytes,
+            copies=self.copies.copies(self.shape.node_id),
+            transfers=self.copies.transfers(),
+            draining=self._stopping,
+        )
+
+    async def _report_for_ever(self) -> None:
+        while True:
+            await self._publish()
+            await pause(GATHER_S)
+            await woken(self.changes.report, REPORT_INTERVAL_S - GATHER_S)
+
+    async def _publish(self) -> None:
+        report = LoaderReport(
+            facts=self.facts(),
+            incarnation=self.shape.incarnation,
+            epoch_seen=self.pool.highest_epoch,
+            dead_workers=tuple(sorted(self.dead_workers())),
+        )
+        await self.bus.publish(loader_report_subject(self.shape.node_id), report)
+
+    async def _keep_state_for_ever(self) -> None:
+        written: NodeFacts | None = None
+        while True:
+            self.changes.state.clear()
+            facts = self.facts()
+            if written is None or _slow(facts) != _slow(written):
+                try:
+                    bucket = await self.bus.bucket(NODES)
+                    await bucket.put(self.shape.node_id, NodeInfo(node_id=self.shape.node_id, facts=facts))
+                    written = facts
+                except BusUnavailable as error:
+                    log.warning("node's state not written", action="node_state_failed", error=error.message)
+                    await pause(RETRY_S)
+                    continue
+            await pause(SETTLE_S)
+            await self.changes.state.wait()
+
+    async def _on_reconnect(self) -> None:
+        self.changes.note()
+
+
+class CopyObserver:
+    """Hears of copies and fetches: reports, measures, and records the phases of cold starts."""
+
+    def __init__(self, changes: Changes, phases: PhaseReporter, metrics: LoaderMetrics) -> None:
+        self._changes = changes
+        self._phases = phases
+        self._metrics = metrics
+
+    def on_copies_changed(self) -> None:
+        self._changes.note()
+
+    def on_fetched(self, instance_id: InstanceId, phases: tuple[Phase, ...]) -> None:
+        self._phases.record(instance_id, *phases)
+
+    def on_fetch_ended(self, seconds: float, size_bytes: int, code: str) -> None:
+        self._metrics.fetch_seconds.observe(seconds)
+        self._metrics.fetched_bytes.inc(size_bytes)
+        self._metrics.fetches.labels(code=code).inc()
+
+
+def _slow(facts: NodeFacts) -> NodeFacts:
+    """Facts without what changes all the time."""
+    copies = tuple(sorted((_bare(copy) for copy in facts.copies), key=lambda copy: copy.digest))
+    return replace(facts, copies=copies, transfers=(), pool_free_bytes=0)
+
+
+def _bare(copy: Copy) -> Copy:
+    return replace(copy, last_used_s=0.0, leases=0)

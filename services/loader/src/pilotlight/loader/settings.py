@@ -1,0 +1,61 @@
+"""Settings of the loader."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from pilotlight.common.model_roots import ModelRootsSettings
+from pilotlight.common.settings import ServiceSettings
+from pilotlight.dataplane.links import parse_bandwidth
+
+MIN_POOL_BYTES = 1024 * 1024
+
+
+class LoaderSettings(ServiceSettings, ModelRootsSettings):
+    """What a node's agent needs beside what every service does."""
+
+    state_dir: Path = Field(
+        Path(".pilotlight/state"), description="Folder for what must outlive a restart: the node's id, its workers."
+    )
+    log_dir: Path = Field(Path(".pilotlight/logs"), description="Folder for the logs of the workers that the loader spawns.")
+    pool_path: Path | None = Field(
+        None, description="File of the host pool, in shared memory or on hugetlbfs. By default /dev/shm/pilotlight-NODE.pool."
+    )
+    pool_bytes: int | None = Field(
+        None,
+        ge=MIN_POOL_BYTES,
+        description="Size of the host pool. By default a quarter of the host's or the container's memory.",
+    )
+    pool_socket: Path | None = Field(None, description="Unix socket for workers. By default pool.sock in the run folder.")
+    link: str = Field(
+        "", description="Bandwidth that fetches from one source may take: `200mbit`, `25gbit`, `125MB/s`. Empty: no limit."
+    )
+    nic_bandwidth: str = Field("10gbit", description="Bandwidth of the node's network interface, which placement counts with.")
+    fetch_threads: int = Field(4, ge=1, le=256, description="Chunks of one fetch that are read at once, and threads that read.")
+    stall_timeout_s: float = Field(10.0, gt=0, description="A source that gives no chunk for this long has stalled.")
+    workers: int = Field(1, ge=0, le=1024, description="Workers of the node, among which its memory and cores are divided.")
+    worker_kind: Literal["cpu", "sim"] = Field(
+        "cpu", description="What the workers run models on: CPU cores, or a simulation of them."
+    )
+    handover: bool = Field(
+        False, description="When the loader stops, leave workers and host pool to the next one: streams go on through an upgrade."
+    )
+
+    @field_validator("link", "nic_bandwidth")
+    @classmethod
+    def _is_bandwidth(cls, value: str) -> str:
+        parse_bandwidth(value)
+        return value
+
+    @property
+    def socket(self) -> Path:
+        """Where workers connect."""
+        return self.pool_socket or self.run_dir / "pool.sock"
+
+    @property
+    def nic_bytes_per_s(self) -> float:
+        """What placement counts with: the interface, or the link's limit where that is lower."""
+        nic, link = parse_bandwidth(self.nic_bandwidth), parse_bandwidth(self.link)
+        known = [bandwidth for bandwidth in (nic, link) if bandwidth is not None]
+        return min(known) if known else 0.0

@@ -1,0 +1,167 @@
+"""The workers of a node: spawned, watched, started again when they end, taken over from an earlier loader.
+
+::
+
+    for each worker    adopt, or spawn  ->  it says hello  ->  it ends  ->  wait a little longer each time  ->  spawn
+"""
+
+import asyncio
+import random
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+
+from pilotlight.common.clock import Clock
+from pilotlight.common.messages.pool import Hello
+from pilotlight.common.service import Background
+from pilotlight.common.waiting import Backoff, cancel_all, pause
+from pilotlight.loader.metrics import LoaderMetrics
+from pilotlight.loader.processes import Process, ProcessFile
+from pilotlight.loader.reports import Changes
+from pilotlight.policy.types import WorkerId
+
+log = structlog.get_logger()
+
+STABLE_AFTER_S = 30.0
+"""A worker that ran for this long is started again at once."""
+TERMINATE_S = 6.0
+"""Between SIGTERM and SIGKILL, when the loader stops: within the deadline of a component's stop."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPlan:
+    """How to run one worker."""
+
+    worker_id: WorkerId
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    log_path: Path
+    pid_path: Path
+
+
+@dataclass(slots=True, kw_only=True)
+class WorkerSupervisor:
+    """Keeps workers running. Their processes outlive it: whoever supervises next adopts them."""
+
+    plans: Sequence[WorkerPlan]
+    handover: bool
+    """At stop, leave the workers to the next loader."""
+    changes: Changes
+    metrics: LoaderMetrics
+    clock: Clock
+    background: Background
+    rng: random.Random = field(default_factory=random.Random)
+    terminate_s: float = TERMINATE_S
+    backoff: Backoff = field(default_factory=lambda: Backoff(first_s=0.1, limit_s=30.0))
+    _connected: dict[WorkerId, int] = field(default_factory=dict[WorkerId, int])
+    _dead: set[WorkerId] = field(default_factory=set[WorkerId])
+    _processes: dict[WorkerId, Process] = field(default_factory=dict[WorkerId, Process])
+    _tasks: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
+
+    async def start(self) -> None:
+        """Keep every worker running from now on. They say themselves when they are ready."""
+        if not self._tasks:
+            self._tasks = [self.background.spawn(f"keep {plan.worker_id}", self._keep(plan)) for plan in self.plans]
+
+    async def stop(self) -> None:
+        """End the workers in order, or leave them to the next loader."""
+        if not self._tasks:
+            return
+        tasks, self._tasks = self._tasks, []
+        await cancel_all(tasks)
+        if self.handover:
+            for process in self._processes.values():
+                process.release()
+            log.info("workers left to the next loader", action="workers_handed_over", workers=len(self._processes))
+        else:
+            await asyncio.gather(*(self._end(plan) for plan in self.plans if plan.worker_id in self._processes))
+        self._processes.clear()
+
+    @property
+    def dead_workers(self) -> frozenset[WorkerId]:
+        """Workers whose process or connection ended, until they say hello again."""
+        return frozenset(self._dead)
+
+    def on_hello(self, hello: Hello) -> None:
+        process = self._processes.get(hello.worker_id)
+        if process is not None and process.record.pid != hello.pid:
+            log.error("two processes are one worker", action="worker_twice", worker_id=hello.worker_id, pid=hello.pid)
+        self._connected[hello.worker_id] = hello.pid
+        self._dead.discard(hello.worker_id)
+        self.metrics.workers.set(len(self._connected))
+        self.changes.note()
+
+    def on_goodbye(self, hello: Hello) -> None:
+        # A worker that connects anew may be here already when its old connection is found closed.
+        if self._connected.get(hello.worker_id) == hello.pid:
+            del self._connected[hello.worker_id]
+        self._note_dead(hello.worker_id)
+
+    async def _keep(self, plan: WorkerPlan) -> None:
+        attempt = 0
+        while True:
+            started_s = self.clock.monotonic_s()
+            process = self._adopt(plan) or self._spawn(plan)
+            if process is not None:
+                self._processes[plan.worker_id] = process
+                await process.ended()
+                self._forget(plan, process)
+            attempt = 0 if self.clock.monotonic_s() - started_s > STABLE_AFTER_S else attempt + 1
+            delay_s = self.backoff.delay_s(attempt, self.rng) if attempt else 0.0
+            log.warning(
+                "worker ended",
+                action="worker_ended",
+                worker_id=plan.worker_id,
+                exit_code=process.exit_code if process is not None else None,
+                again_in_s=round(delay_s, 3),
+                log=str(plan.log_path),
+            )
+            await pause(delay_s)
+
+    def _adopt(self, plan: WorkerPlan) -> Process | None:
+        record = ProcessFile(plan.pid_path).read()
+        process = Process.adopt(record) if record is not None else None
+        if process is not None:
+            log.info("worker adopted", action="worker_adopted", worker_id=plan.worker_id, pid=process.record.pid)
+        return process
+
+    def _spawn(self, plan: WorkerPlan) -> Process | None:
+        # On the event loop: between the start of a process and its record nobody can be cancelled, and no process is lost.
+        try:
+            process = Process.spawn(plan.command, plan.environment, plan.log_path)
+        except OSError as error:
+            log.error("worker cannot be started", action="worker_spawn_failed", worker_id=plan.worker_id, error=str(error))
+            return None
+        ProcessFile(plan.pid_path).write(process.record)
+        self.metrics.worker_starts.inc()
+        log.info("worker started", action="worker_started", worker_id=plan.worker_id, pid=process.record.pid)
+        return process
+
+    async def _end(self, plan: WorkerPlan) -> None:
+        process = self._processes[plan.worker_id]
+        process.signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(self.terminate_s):
+                await process.ended()
+        except TimeoutError:
+            log.error("worker did not end in time", action="worker_killed", worker_id=plan.worker_id)
+            process.signal(signal.SIGKILL)
+            await process.ended()
+        self._forget(plan, process)
+
+    def _forget(self, plan: WorkerPlan, process: Process) -> None:
+        # Its engine ends by itself when the worker does; one that hangs must not keep the device from the next worker.
+        process.kill_session()
+        ProcessFile(plan.pid_path).remove()
+        self._processes.pop(plan.worker_id, None)
+        self._connected.pop(plan.worker_id, None)
+        self._note_dead(plan.worker_id)
+
+    def _note_dead(self, worker_id: WorkerId) -> None:
+        if worker_id not in self._connected:
+            self._dead.add(worker_id)
+            self.metrics.workers.set(len(self._connected))
+            self.changes.note()

@@ -1,0 +1,38 @@
+from pathlib import Path
+
+import pytest
+
+from pilotlight.loader.identity import load_epoch, memory_bytes, node_id_of, save_epoch
+from pilotlight.loader.settings import LoaderSettings
+from pilotlight.policy.types import Epoch
+
+
+def test_a_node_keeps_its_id(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    node_id = node_id_of(state)
+    assert node_id.startswith("node-")
+    assert node_id_of(state) == node_id
+    assert node_id_of(tmp_path / "other") != node_id
+
+
+def test_the_highest_epoch_outlives_the_pool(tmp_path: Path) -> None:
+    assert load_epoch(tmp_path) == 0
+    save_epoch(tmp_path, Epoch(12))
+    assert load_epoch(tmp_path) == 12
+
+
+def test_memory_is_known() -> None:
+    assert memory_bytes() > 1 << 20
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"link": "fast"}, {"pool_bytes": 1000}, {"workers": -1}, {"worker_kind": "tpu"}, {"nic_bandwidth": "0"}]
+)
+def test_wrong_settings_are_refused(wrong: dict) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        LoaderSettings(**wrong)
+
+
+def test_placement_counts_with_the_slower_of_interface_and_link() -> None:
+    assert LoaderSettings(link="200mbit").nic_bytes_per_s == 25e6
+    assert LoaderSettings(link="", nic_bandwidth="25gbit").nic_bytes_per_s == 3.125e9

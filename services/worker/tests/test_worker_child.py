@@ -1,0 +1,313 @@
+"""The child's loop with an engine that is a script: what it obeys, in which order, and what it reports."""
+
+import select
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from pilotlight.common.clock import SystemClock
+from pilotlight.common.faults import Faults
+from pilotlight.common.messages.codec import FrameBuffer, frame
+from pilotlight.common.messages.engine import (
+    Abort,
+    EngineUp,
+    FromEngine,
+    Prefilled,
+    Run,
+    Shutdown,
+    StageFailed,
+    StageLoaded,
+    StageUnloaded,
+    StepDone,
+    UnloadStage,
+)
+from pilotlight.engine.errors import NoRoom, UnknownInstance
+from pilotlight.engine.results import FirstPrefill, PlacedPart, Produced, StageRoom, StepResult
+from pilotlight.policy.types import FinishReason, InstanceId, PhaseName, RequestId, Sampling
+from pilotlight.worker.child_loop import ChildLoop
+from pilotlight.worker.child_stages import Intervals
+
+UP = EngineUp(pid=1, device_name="script", memory_bytes=1, load_bytes_per_s=1.0)
+INSTANCE = InstanceId("inst-1")
+
+
+class ScriptedEngine:
+    """Counts parts, gives one token a step, and raises what it is told to."""
+
+    def __init__(self) -> None:
+        self.clock = SystemClock()
+        self.expected: dict[InstanceId, set[int]] = {}
+        self.seen: list[tuple[str, bytes]] = []
+        self.running: list[Run] = []
+        self.ended: list[Produced] = []
+        self.convert_s = 0.0
+        self.begin_error: Exception | None = None
+        self.place_error: Exception | None = None
+        self.step_error: Exception | None = None
+        self.prefilled = False
+        self.may_step = threading.Event()
+        self.may_step.set()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.ended)
+
+    def begin_load(self, instance_id: InstanceId, spec: Any, stage: Any, dtype: Any, device_bytes: int) -> StageRoom:
+        if self.begin_error is not None:
+            raise self.begin_error
+        self.expected[instance_id] = set(spec.parts_of(stage))
+        return StageRoom(parts=spec.parts_of(stage), parameter_bytes=1, kv_bytes_per_token=1, kv_capacity_tokens=512)
+
+    def place_part(self, instance_id: InstanceId, part: int, tensors: Any) -> PlacedPart:
+        if self.place_error is not None:
+            raise self.place_error
+        self.seen += [(name, bytes(view[:8])) for name, (_, _, view) in tensors.items()]
+        assert all(view.readonly for _, _, view in tensors.values())
+        self.expected[instance_id].discard(part)
+        return PlacedPart(copy_s=0.0, convert_s=self.convert_s, ready=not self.expected[instance_id])
+
+    def unload(self, instance_id: InstanceId) -> None:
+        self.expected.pop(instance_id, None)
+
+    def add(self, request_id: Any, attempt: int, instance_id: Any, prompt_ids: Any, output_ids: Any, sampling: Any) -> None:
+        if instance_id not in self.expected:
+            raise UnknownInstance(f"{instance_id} is not held here")
+        run = Run(
+            request_id=request_id,
+            attempt=attempt,
+            instance_id=instance_id,
+            prompt_ids=prompt_ids,
+            output_ids=output_ids,
+            sampling=sampling,
+        )
+        self.running.append(run)
+
+    def abort(self, request_id: RequestId, attempt: int) -> None:
+        self.running = [run for run in self.running if run.request_id != request_id]
+        self.ended.append(Produced(request_id=request_id, attempt=attempt, position=0, finish=FinishReason.CANCELLED))
+
+    def step(self) -> StepResult:
+        assert self.may_step.wait(5)
+        threading.Event().wait(0.001)  # a computation's time: the parent of this thread reads along
+        if self.step_error is not None:
+            raise self.step_error
+        start_s = self.clock.monotonic_s()
+        produced, self.ended = self.ended, []
+        produced += [Produced(request_id=run.request_id, attempt=1, position=0, token_ids=(7,)) for run in self.running]
+        first = ()
+        if self.running and not self.prefilled:
+            self.prefilled = True
+            run = self.running[0]
+            end_s = self.clock.monotonic_s()
+            first = (FirstPrefill(instance_id=run.instance_id, request_id=run.request_id, start_s=start_s, end_s=end_s),)
+        return StepResult(
+            produced=tuple(produced),
+            waiting=0,
+            running=len(self.running),
+            kv_free_tokens=1,
+            step_time_s=0.0,
+            first_prefills=first,
+        )
+
+
+class Parent:
+    """The other end: sends commands, reads answers until one of a kind comes."""
+
+    def __init__(self, engine: ScriptedEngine, faults: str = "") -> None:
+        self.ours, theirs = socket.socketpair()
+        self.theirs = theirs
+        self._buffer = FrameBuffer(FromEngine)
+        self.events: list[Any] = []
+        self.failure: BaseException | None = None
+        loop = ChildLoop(theirs, engine, SystemClock(), Faults.parse(faults))
+
+        def serve() -> None:
+            try:
+                loop.run(UP)
+            except BaseException as error:
+                self.failure = error
+
+        self.thread = threading.Thread(target=serve)
+        self.thread.start()
+
+    def send(self, *commands: object) -> None:
+        self.ours.sendall(b"".join(frame(command) for command in commands))
+
+    def until(self, kind: type, matches: Callable[[Any], bool] = lambda _: True) -> Any:
+        for _ in range(1000):
+            while self.events:
+                event = self.events.pop(0)
+                if isinstance(event, kind) and matches(event):
+                    return event
+            assert select.select([self.ours], [], [], 5)[0], f"no {kind.__name__} came"
+            self.events += self._buffer.feed(self.ours.recv(65536))
+        raise AssertionError(f"much came, and no {kind.__name__}")
+
+    def close(self) -> None:
+        self.ours.close()
+        self.thread.join(5)
+        assert not self.thread.is_alive()
+        self.theirs.close()
+
+
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    return ScriptedEngine()
+
+
+@pytest.fixture
+def start(engine: ScriptedEngine) -> Iterator[Callable[..., Parent]]:
+    parents: list[Parent] = []
+
+    def make(faults: str = "") -> Parent:
+        parents.append(Parent(engine, faults))
+        assert parents[-1].until(EngineUp) == UP
+        return parents[-1]
+
+    yield make
+    for parent in parents:
+        parent.close()
+
+
+def run(request_id: str = "req-1", instance_id: str = "inst-1", earlier: int = 0) -> Run:
+    return Run(
+        request_id=RequestId(request_id),
+        attempt=1,
+        instance_id=InstanceId(instance_id),
+        prompt_ids=[1],
+        output_ids=list(range(earlier)),
+        sampling=Sampling(seed=1, max_tokens=8),
+    )
+
+
+def test_a_load_reads_the_pool_and_reports_active_intervals(start: Any, engine: ScriptedEngine, pool: Any) -> None:
+    engine.convert_s = 1e-5
+    parent = start()
+    before_s = SystemClock().monotonic_s()
+    parent.send(pool.load(), *pool.places())
+    loaded = parent.until(StageLoaded)
+    after_s = SystemClock().monotonic_s()
+    image = pool.path.read_bytes()
+    expected = [(place.name, image[place.offset : place.offset + 8]) for part in pool.parts.values() for place in part]
+    assert engine.seen == expected
+    assert loaded.kv_capacity_tokens == 512
+    names = {phase.name for phase in loaded.phases}
+    assert names == {PhaseName.INIT, PhaseName.LOAD, PhaseName.CONVERT}
+    times = [time_s for phase in loaded.phases for time_s in (phase.start_s, phase.end_s)]
+    assert times == sorted(times), "leaf intervals do not overlap"
+    assert before_s <= times[0] <= times[-1] <= after_s
+
+
+def test_neighbouring_intervals_become_one() -> None:
+    intervals = Intervals(wall_offset_s=0.0)
+    for name, start_s, end_s in [
+        (PhaseName.LOAD, 1.0, 1.1),
+        (PhaseName.LOAD, 1.1005, 1.2),
+        (PhaseName.LOAD, 1.3, 1.4),
+        (PhaseName.CONVERT, 1.4, 1.4),
+        (PhaseName.CONVERT, 1.4, 1.5),
+    ]:
+        intervals.add(name, start_s, end_s)
+    assert [(phase.name, phase.start_s, phase.end_s) for phase in intervals.phases] == [
+        (PhaseName.LOAD, 1.0, 1.2),
+        (PhaseName.LOAD, 1.3, 1.4),
+        (PhaseName.CONVERT, 1.4, 1.5),
+    ]
+
+
+@pytest.mark.parametrize(("point", "name"), [("load", PhaseName.LOAD), ("prefill", PhaseName.PREFILL)])
+def test_an_injected_delay_lies_in_its_phase_alone(start: Any, pool: Any, point: str, name: PhaseName) -> None:
+    parent = start(f"{point}=0.05")
+    parent.send(pool.load(), *pool.places())
+    loaded = parent.until(StageLoaded)
+    parent.send(run())
+    phases = [*loaded.phases, parent.until(Prefilled).phase]
+    taken_s = {phase: sum(one.end_s - one.start_s for one in phases if one.name is phase) for phase in PhaseName}
+    assert taken_s.pop(name) >= 0.05
+    assert sum(taken_s.values()) < 0.04
+
+
+def test_a_stage_that_cannot_be_held_fails_alone(start: Any, engine: ScriptedEngine, pool: Any) -> None:
+    parent = start()
+    engine.begin_error = NoRoom("too small")
+    parent.send(pool.load(), *pool.places())
+    failed = parent.until(StageFailed)
+    assert (failed.code, failed.message) == ("no_room", "too small")
+    engine.begin_error = None
+    engine.place_error = RuntimeError("boom")
+    parent.send(pool.load(), *pool.places())
+    assert parent.until(StageFailed).code == "engine_failed"
+    engine.place_error = None
+    parent.send(pool.load(), *pool.places())
+    assert parent.until(StageLoaded)
+
+
+def test_a_part_outside_the_pool_fails_the_stage(start: Any, pool: Any) -> None:
+    parent = start()
+    place = pool.places()[0]
+    tensor = place.tensors[0]
+    outside = type(tensor)(
+        name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, offset=pool.pool_bytes, size_bytes=tensor.size_bytes
+    )
+    parent.send(pool.load(), type(place)(instance_id=INSTANCE, part=place.part, tensors=(outside,)))
+    assert parent.until(StageFailed).code == "bad_checkpoint"
+
+
+def test_a_request_that_is_refused_ends_with_an_error_and_the_others_go_on(start: Any, pool: Any) -> None:
+    parent = start()
+    parent.send(pool.load(), *pool.places())
+    parent.until(StageLoaded)
+    parent.send(run("req-1"))
+    parent.until(StepDone)
+    parent.send(run("req-2", "inst-unknown", earlier=3))
+    step = parent.until(StepDone, lambda step: any(one.finish for one in step.produced))
+    (ended,) = [one for one in step.produced if one.finish]
+    assert (ended.request_id, ended.position, ended.code) == ("req-2", 3, "not_loaded")
+    assert parent.until(StepDone).produced[0].request_id == "req-1"
+
+
+def test_an_abort_is_obeyed_within_one_step_even_behind_a_load(start: Any, engine: ScriptedEngine, pool: Any) -> None:
+    parent = start()
+    parent.send(pool.load(), *pool.places())
+    parent.until(StageLoaded)
+    parent.send(run("req-1"))
+    parent.until(StepDone, lambda step: step.running == 1)
+    engine.may_step.clear()
+    parent.send(pool.load("inst-2"), *pool.places("inst-2"), Abort(request_id=RequestId("req-1"), attempt=1))
+    # Whatever step is going on ends; the next one must know.
+    engine.may_step.set()
+    parent.until(StepDone, lambda step: any(one.finish is FinishReason.CANCELLED for one in step.produced))
+    assert parent.until(StageLoaded).instance_id == "inst-2"
+
+
+def test_an_unload_is_answered_and_calls_a_load_off(start: Any, pool: Any) -> None:
+    parent = start()
+    parent.send(pool.load(), *pool.places()[:2], UnloadStage(instance_id=INSTANCE), *pool.places()[2:])
+    assert parent.until(StageUnloaded).instance_id == INSTANCE
+    parent.send(UnloadStage(instance_id=InstanceId("never-held")))
+    assert parent.until(StageUnloaded).instance_id == "never-held"
+    assert not [event for event in parent.events if isinstance(event, StageLoaded)]
+
+
+def test_shutdown_and_the_parents_death_end_it(start: Any) -> None:
+    told = start()
+    told.send(Shutdown())
+    told.thread.join(5)
+    assert not told.thread.is_alive()
+    left = start()
+    left.ours.shutdown(socket.SHUT_RDWR)
+    left.thread.join(5)
+    assert not left.thread.is_alive()
+
+
+def test_a_step_that_raises_ends_the_process(start: Any, engine: ScriptedEngine, pool: Any) -> None:
+    parent = start()
+    engine.step_error = RuntimeError("boom")
+    parent.send(pool.load(), *pool.places())
+    parent.until(StageLoaded)
+    parent.send(run())
+    parent.thread.join(5)
+    assert isinstance(parent.failure, RuntimeError)

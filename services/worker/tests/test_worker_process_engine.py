@@ -1,0 +1,151 @@
+"""The real engine in a real child process: loads, runs, dies, comes back."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pilotlight.common.errors import EngineFailed
+from pilotlight.common.messages.engine import Prefilled, Run, StageFailed, StageLoaded, StepDone
+from pilotlight.policy.types import FinishReason, InstanceId, RequestId, Sampling
+from pilotlight.worker.engine_client import EngineDied
+from pilotlight.worker.process_engine import ChildOptions, ProcessEngine
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+
+
+class Listener:
+    """Everything that an engine says."""
+
+    def __init__(self, engine: ProcessEngine) -> None:
+        self.engine = engine
+        self.events = engine.events()
+        self.tokens: dict[str, list[int]] = {}
+
+    async def until(self, kind: type, matches: Callable[[Any], bool] = lambda _: True) -> Any:
+        async with asyncio.timeout(30):
+            async for event in self.events:
+                if isinstance(event, StepDone):
+                    for produced in event.produced:
+                        self.tokens.setdefault(produced.request_id, []).extend(produced.token_ids)
+                if isinstance(event, kind) and matches(event):
+                    return event
+        raise AssertionError(f"no {kind.__name__} came")
+
+    async def until_end(self, request_id: str) -> Any:
+        def ended(step: StepDone) -> bool:
+            return any(one.request_id == request_id and one.finish for one in step.produced)
+
+        step = await self.until(StepDone, ended)
+        return next(one for one in step.produced if one.request_id == request_id)
+
+
+@pytest.fixture
+async def engine(tmp_path: Path) -> AsyncIterator[ProcessEngine]:
+    made = ProcessEngine(ChildOptions(threads=1, memory_bytes=1 << 30, log_path=tmp_path / "engine.log"))
+    yield made
+    await made.stop()
+    assert not made.alive
+
+
+def run(pool: Any, sampling: Sampling, request_id: str = "req-1", outputs: list[int] | None = None) -> Run:
+    return Run(
+        request_id=RequestId(request_id),
+        attempt=1,
+        instance_id=InstanceId("inst-1"),
+        prompt_ids=[1, 2, 3],
+        output_ids=outputs or [],
+        sampling=sampling,
+    )
+
+
+async def load(engine: ProcessEngine, listener: Listener, pool: Any) -> StageLoaded:
+    await engine.load_stage(pool.load())
+    for place in pool.places():
+        await engine.place_part(place)
+    return await listener.until(StageLoaded)
+
+
+async def test_it_serves_dies_in_mid_stream_and_serves_the_same_tokens_again(
+    engine: ProcessEngine, pool: Any, greedy: Callable[[int], Sampling]
+) -> None:
+    up = await engine.start()
+    assert up.pid == engine.pid
+    assert up.memory_bytes == 1 << 30
+    assert up.load_bytes_per_s > 1e6
+    assert await engine.start() == up, "starting what runs changes nothing"
+    listener = Listener(engine)
+    loaded = await load(engine, listener, pool)
+    assert loaded.kv_capacity_tokens == 512
+
+    await engine.run(run(pool, greedy(12)))
+    assert (await listener.until(Prefilled)).request_id == "req-1"
+    assert (await listener.until_end("req-1")).finish is FinishReason.LENGTH
+    expected = listener.tokens["req-1"]
+    assert len(expected) == 12
+
+    # Resumed after five tokens, as a gateway does it, the rest is the same.
+    await engine.run(run(pool, greedy(12), "req-2", expected[:5]))
+    await listener.until_end("req-2")
+    assert listener.tokens["req-2"] == expected[5:]
+
+    await engine.run(run(pool, greedy(200), "req-3"))
+    await listener.until(StepDone, lambda step: step.running == 1)
+    os.kill(up.pid, signal.SIGKILL)
+    died = await listener.until(EngineDied)
+    assert "-9" in died.reason
+    assert not engine.alive
+    with pytest.raises(EngineFailed):
+        await engine.run(run(pool, greedy(1), "req-4"))
+
+    again = await engine.start()
+    assert again.pid != up.pid
+    await load(engine, listener, pool)
+    await engine.run(run(pool, greedy(12), "req-5"))
+    await listener.until_end("req-5")
+    assert listener.tokens["req-5"] == expected
+
+    await engine.load_stage(pool.load("inst-2", kv_tokens=1))
+    assert (await listener.until(StageFailed)).code == "no_room"
+
+
+async def test_the_child_never_outlives_its_parent(tmp_path: Path) -> None:
+    program = f"""
+import asyncio, os
+from pathlib import Path
+from pilotlight.worker.process_engine import ChildOptions, ProcessEngine
+
+async def main():
+    engine = ProcessEngine(ChildOptions(threads=1, memory_bytes=1, log_path=Path({str(tmp_path / "log")!r})))
+    print((await engine.start()).pid, flush=True)
+    os.kill(os.getpid(), 9)
+
+asyncio.run(main())
+"""
+    parent = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert parent.returncode == -signal.SIGKILL, parent.stderr
+    child = int(parent.stdout.splitlines()[-1])
+    try:
+        descriptor = os.pidfd_open(child)
+    except ProcessLookupError:
+        return
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_reader(descriptor, ended.set)
+    async with asyncio.timeout(5):
+        await ended.wait()
+    asyncio.get_running_loop().remove_reader(descriptor)
+    os.close(descriptor)
+
+
+async def test_a_child_that_ends_at_its_start_says_so(tmp_path: Path) -> None:
+    engine = ProcessEngine(ChildOptions(threads=1, memory_bytes=1, log_path=tmp_path / "log", faults="nonsense=1"))
+    with pytest.raises(EngineFailed, match="status 1"):
+        await engine.start()
+    assert "nonsense" in (tmp_path / "log").read_text()
+    await engine.stop()

@@ -1,0 +1,410 @@
+"""Schemas, roles, units of work and outboxes on a real PostgreSQL."""
+
+from collections.abc import AsyncGenerator, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from psycopg import errors as pg
+from psycopg import sql
+from sqlalchemy import Table, create_engine, func, insert, select
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import DBAPIError, IntegrityError
+from sqlalchemy.pool import NullPool
+
+from pilotlight.common.buckets import jetstream
+from pilotlight.common.clock import ManualClock
+from pilotlight.common.db import tables
+from pilotlight.common.db.mapping import from_row_json, to_row_json
+from pilotlight.common.db.migrate import MigrateSettings, migrate
+from pilotlight.common.db.outbox import BATCH, Outbox
+from pilotlight.common.db.roles import READS, may_read, role_of
+from pilotlight.common.db.session import Database, service_url
+from pilotlight.common.errors import BusUnavailable, DatabaseUnavailable, InternalError
+from pilotlight.common.messages.codec import decode_json
+from pilotlight.common.messages.events import Event
+from pilotlight.common.nats_bus import NatsBus
+from pilotlight.common.natsconf import events_stream
+from pilotlight.common.settings import BusSettings, DatabaseSettings, ServiceSettings
+from pilotlight.common.testing import DatabaseSettingsOf, MakeContext, until
+from pilotlight.policy.types import DeviceKind, Estimate, ModelName
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+MODEL: dict[str, Any] = {"name": "m", "digest": "d", "body": {"a": [1, None]}, "created_at": NOW, "updated_at": NOW}
+ALL_TABLES = tuple(tables.metadata.sorted_tables)
+
+
+@pytest.fixture
+async def gateway_database(database_settings: DatabaseSettingsOf, anyio_backend: str) -> AsyncGenerator[Database]:
+    database = Database(database_settings("gateway"), "gateway", ManualClock())
+    await database.start()
+    yield database
+    async with database.unit_of_work() as work:
+        await work.connection.execute(tables.models.delete())
+        await work.connection.execute(tables.outboxes["gateway"].delete())
+    await database.stop()
+
+
+# the schema
+
+
+def test_migrations_make_what_the_tables_say(module_database: URL) -> None:
+    engine = create_engine(module_database, poolclass=NullPool)
+    with engine.connect() as connection:
+        # Without "public": Alembic's own table is there.
+        options = {"include_schemas": True, "include_name": lambda name, kind, _: kind != "schema" or name in tables.OWNERS}
+        context = MigrationContext.configure(connection, opts=options)
+        assert compare_metadata(context, tables.metadata) == []
+    engine.dispose()
+
+
+def test_migrating_again_changes_nothing(module_database: URL, postgres_secrets: Path) -> None:
+    url = module_database.render_as_string(hide_password=False)
+    migrate(MigrateSettings(database_url=url, secrets_dir=postgres_secrets))
+    migrate(MigrateSettings(database_url=url, secrets_dir=postgres_secrets))
+
+
+def test_a_database_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(DatabaseUnavailable):
+        migrate(MigrateSettings(database_url=f"postgresql:///x?host={tmp_path}"))
+
+
+# one writer
+
+
+@pytest.fixture(scope="module", params=tables.OWNERS)
+def as_owner(request: pytest.FixtureRequest, database_settings: DatabaseSettingsOf) -> Iterator[tuple[str, psycopg.Connection]]:
+    url = make_url(database_settings(request.param).database_url).set(drivername="postgresql")
+    with psycopg.connect(url.render_as_string(hide_password=False)) as connection:
+        yield request.param, connection
+
+
+def refused(connection: psycopg.Connection, statement: sql.Composable) -> bool:
+    """Whether a role may not even try; a violated constraint says that it may."""
+    try:
+        connection.execute(statement)
+    except pg.InsufficientPrivilege:
+        return True
+    except pg.IntegrityError:
+        return False
+    finally:
+        connection.rollback()
+    return False
+
+
+def name_of(table: Table) -> sql.Identifier:
+    return sql.Identifier(str(table.schema), table.name)
+
+
+@pytest.mark.parametrize("table", ALL_TABLES, ids=lambda table: table.fullname)
+def test_only_the_owner_writes(as_owner: tuple[str, psycopg.Connection], table: Table) -> None:
+    owner, connection = as_owner
+    column = sql.Identifier(next(column.name for column in table.columns if not column.identity))
+    writes = {
+        "insert": sql.SQL("INSERT INTO {} DEFAULT VALUES").format(name_of(table)),
+        "update": sql.SQL("UPDATE {} SET {} = {}").format(name_of(table), column, column),
+        "delete": sql.SQL("DELETE FROM {}").format(name_of(table)),
+        "lock": sql.SQL("LOCK TABLE {} IN ACCESS EXCLUSIVE MODE").format(name_of(table)),
+    }
+    for what, statement in writes.items():
+        assert refused(connection, statement) == (owner != table.schema), what
+    assert refused(connection, sql.SQL("TRUNCATE {}").format(name_of(table)))
+    assert refused(connection, sql.SQL("DROP TABLE {}").format(name_of(table)))
+
+
+@pytest.mark.parametrize("table", ALL_TABLES, ids=lambda table: table.fullname)
+def test_others_read_only_what_is_listed(as_owner: tuple[str, psycopg.Connection], table: Table) -> None:
+    owner, connection = as_owner
+    assert refused(connection, sql.SQL("SELECT * FROM {}").format(name_of(table))) == (not may_read(owner, table))
+
+
+def test_what_is_listed_is_what_was_agreed() -> None:
+    assert {table.fullname for table in READS["scheduler"]} == {"gateway.models"}
+    assert {table.fullname for table in READS["cache"]} == {"gateway.models", "scheduler.instances"}
+    assert {table.fullname for table in READS["materializer"]} == {"gateway.models"}
+    assert {table.schema for table in READS["gateway"]} == {"scheduler", "cache", "materializer"}
+
+
+@pytest.mark.parametrize("schema", [*tables.OWNERS, "public"])
+def test_nobody_makes_tables(as_owner: tuple[str, psycopg.Connection], schema: str) -> None:
+    _, connection = as_owner
+    assert refused(connection, sql.SQL("CREATE TABLE {} (x int)").format(sql.Identifier(schema, "mine")))
+
+
+def test_nobody_becomes_another(as_owner: tuple[str, psycopg.Connection]) -> None:
+    owner, connection = as_owner
+    for other in {*(role_of(name) for name in tables.OWNERS), "pilotlight"} - {role_of(owner)}:
+        assert refused(connection, sql.SQL("SET ROLE {}").format(sql.Identifier(other)))
+    assert refused(connection, sql.SQL("CREATE ROLE another"))
+    assert refused(connection, sql.SQL("CREATE SCHEMA another"))
+
+
+@pytest.mark.anyio
+async def test_a_role_needs_its_password(database_settings: DatabaseSettingsOf, tmp_path: Path) -> None:
+    url = make_url(database_settings("gateway").database_url)
+    for wrong in (url.set(password="wrong"), url.set(username=role_of("cache"))):
+        settings = DatabaseSettings(database_url=wrong.render_as_string(hide_password=False), secrets_dir=tmp_path)
+        database = Database(settings, "gateway", ManualClock())
+        with pytest.raises(DatabaseUnavailable, match="password"):
+            await database.start()
+        await database.stop()
+
+
+def test_the_role_and_its_secret_are_filled_in(tmp_path: Path) -> None:
+    (tmp_path / "postgres-cache").write_text("of the cache\n")
+    url = service_url(DatabaseSettings(database_url="postgresql://host/db", secrets_dir=tmp_path), "cache")
+    assert (url.username, url.password) == ("pilotlight_cache", "of the cache")
+    url = service_url(DatabaseSettings(database_url="postgresql://me:mine@host/db", secrets_dir=tmp_path), "cache")
+    assert (url.username, url.password) == ("me", "mine")
+
+
+# units of work
+
+
+@pytest.mark.anyio
+async def test_a_unit_of_work_is_all_or_nothing(gateway_database: Database) -> None:
+    told: list[str] = []
+
+    async def tell() -> None:
+        told.append("committed")
+
+    with pytest.raises(RuntimeError):
+        async with gateway_database.unit_of_work() as work:
+            await work.connection.execute(insert(tables.models).values(**MODEL))
+            work.emit("model_registered", "m")
+            work.after_commit(tell)
+            raise RuntimeError
+    assert await rows(gateway_database, tables.models) == []
+    assert told == []
+
+    async with gateway_database.unit_of_work() as work:
+        await work.connection.execute(insert(tables.models).values(**MODEL))
+        work.emit("model_registered", "m", {"digest": "d"})
+        work.after_commit(tell)
+        work.after_commit(lambda: told.append("also"))
+        assert told == []
+    assert told == ["committed", "also"]
+    (row,) = await rows(gateway_database, tables.models)
+    assert row.body == {"a": [1, None]}
+    assert row.created_at == NOW
+    (event,) = await rows(gateway_database, tables.outboxes["gateway"])
+    assert (event.kind, event.entity, event.data) == ("model_registered", "m", {"digest": "d"})
+
+
+@pytest.mark.anyio
+async def test_a_failing_callback_takes_nothing_back(gateway_database: Database) -> None:
+    told: list[str] = []
+
+    def fail() -> None:
+        raise RuntimeError
+
+    async with gateway_database.unit_of_work() as work:
+        await work.connection.execute(insert(tables.models).values(**MODEL))
+        work.after_commit(fail)
+        work.after_commit(lambda: told.append("the next one"))
+    assert told == ["the next one"]
+    assert len(await rows(gateway_database, tables.models)) == 1
+
+
+@pytest.mark.anyio
+async def test_a_violated_constraint_is_the_repositorys(gateway_database: Database) -> None:
+    async with gateway_database.unit_of_work() as work:
+        await work.connection.execute(insert(tables.models).values(**MODEL))
+    with pytest.raises(IntegrityError):
+        await add_model(gateway_database)
+
+
+@pytest.mark.anyio
+async def test_reading_sees_one_moment_and_writes_nothing(gateway_database: Database) -> None:
+    async with gateway_database.reading() as connection:
+        assert (await connection.execute(select(func.count()).select_from(tables.models))).scalar_one() == 0
+        async with gateway_database.unit_of_work() as work:
+            await work.connection.execute(insert(tables.models).values(**MODEL))
+        assert (await connection.execute(select(func.count()).select_from(tables.models))).scalar_one() == 0
+    with pytest.raises(DBAPIError):
+        async with gateway_database.reading() as connection:
+            await connection.execute(tables.models.delete())
+    assert len(await rows(gateway_database, tables.models)) == 1
+
+
+@pytest.mark.anyio
+async def test_no_connection_left_is_told(database_settings: DatabaseSettingsOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pilotlight.common.db.session.CONNECT_TIMEOUT_S", 0.05)
+    settings = database_settings("gateway").model_copy(update={"database_pool_size": 1})
+    database = Database(settings, "gateway", ManualClock())
+    async with database.reading():
+        with pytest.raises(DatabaseUnavailable, match="in use"):
+            async with database.reading():
+                pass
+    await database.stop()
+
+
+@pytest.mark.anyio
+async def test_a_broken_connection_is_replaced(gateway_database: Database, module_database: URL) -> None:
+    async def cut() -> None:
+        url = module_database.set(drivername="postgresql").render_as_string(hide_password=False)
+        async with await psycopg.AsyncConnection.connect(url, autocommit=True) as connection:
+            await connection.execute(
+                "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE usename = 'pilotlight_gateway'"
+            )
+
+    with pytest.raises(DatabaseUnavailable):
+        async with gateway_database.unit_of_work() as work:
+            await cut()
+            await work.connection.execute(insert(tables.models).values(**MODEL))
+    assert await rows(gateway_database, tables.models) == []
+
+
+@pytest.mark.anyio
+async def test_a_unit_of_work_has_a_deadline(gateway_database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pilotlight.common.db.session.UNIT_DEADLINE_S", 0.05)
+    with pytest.raises(DatabaseUnavailable, match="did not answer"):
+        async with gateway_database.unit_of_work() as work:
+            await work.connection.execute(select(func.pg_sleep(10)))
+    with pytest.raises(TimeoutError):
+        async with gateway_database.unit_of_work():
+            raise TimeoutError("of the body, not of the database")
+
+
+async def add_model(database: Database) -> None:
+    async with database.unit_of_work() as work:
+        await work.connection.execute(insert(tables.models).values(**MODEL))
+
+
+async def rows(database: Database, table: Table) -> list[Any]:
+    async with database.reading() as connection:
+        return list((await connection.execute(select(table))).all())
+
+
+# the outbox
+
+
+async def stored(bus: NatsBus, settings: BusSettings) -> list[Event]:
+    stream = jetstream(bus.client)
+    name = events_stream(settings.prefix)
+    info = await stream.stream_info(name)
+    found = [await stream.get_msg(name, seq=number + 1) for number in range(info.state.messages)]
+    return [decode_json(msg.data, Event) for msg in found]
+
+
+async def emit(database: Database, *entities: str) -> None:
+    for entity in entities:
+        async with database.unit_of_work() as work:
+            work.emit("model_changed", entity, {"entity": entity})
+
+
+async def until_empty(database: Database) -> None:
+    async def empty() -> bool:
+        return not await rows(database, tables.outboxes["gateway"])
+
+    await until(empty)
+
+
+@pytest.mark.anyio
+async def test_events_leave_in_order_and_once(
+    gateway_database: Database, make_context: MakeContext, bus: NatsBus, bus_settings: BusSettings
+) -> None:
+    context = make_context("gateway", ServiceSettings())
+    # Two processes of one service: each has its own outbox over the same rows.
+    outboxes = [Outbox(gateway_database, context), Outbox(gateway_database, context)]
+    for outbox in outboxes:
+        await outbox.start()
+    entities = [f"m{number}" for number in range(BATCH + 20)]
+    await emit(gateway_database, *entities)
+    await until_empty(gateway_database)
+    events = await stored(bus, bus_settings)
+    assert [event.entity for event in events] == entities
+    assert events[0].data == {"entity": "m0"}
+    assert events[0].at == "2026-01-01T00:00:00+00:00"
+    for outbox in outboxes:
+        await outbox.stop()
+
+
+@pytest.mark.anyio
+async def test_events_survive_a_crash_before_they_are_published(
+    gateway_database: Database, make_context: MakeContext, bus: NatsBus, bus_settings: BusSettings
+) -> None:
+    await emit(gateway_database, "a", "b")
+    assert await stored(bus, bus_settings) == []
+    outbox = Outbox(gateway_database, make_context("gateway", ServiceSettings()))
+    await outbox.start()
+    await until_empty(gateway_database)
+    assert [event.entity for event in await stored(bus, bus_settings)] == ["a", "b"]
+    await outbox.stop()
+
+
+@pytest.mark.anyio
+async def test_a_crash_after_publishing_stores_nothing_twice(
+    gateway_database: Database, make_context: MakeContext, bus: NatsBus, bus_settings: BusSettings
+) -> None:
+    class Dying:
+        """Confirms what it publishes, then dies before the row is gone."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(bus, name)
+
+        async def publish_event(self, subject: str, event_id: str, message: object) -> None:
+            await bus.publish_event(subject, event_id, message)
+            raise RuntimeError("killed")
+
+    await emit(gateway_database, "a")
+    dying: Any = Dying()
+    outbox = Outbox(gateway_database, make_context("gateway", ServiceSettings(), bus=dying))
+    with pytest.raises(RuntimeError, match="killed"):
+        await outbox.publish_all()
+    assert len(await rows(gateway_database, tables.outboxes["gateway"])) == 1
+    outbox = Outbox(gateway_database, make_context("gateway", ServiceSettings()))
+    await outbox.publish_all()
+    assert [event.entity for event in await stored(bus, bus_settings)] == ["a"]
+    assert await rows(gateway_database, tables.outboxes["gateway"]) == []
+
+
+@pytest.mark.anyio
+async def test_events_wait_for_the_stream(
+    gateway_database: Database, make_context: MakeContext, bus: NatsBus, bus_settings: BusSettings
+) -> None:
+    failures = 3
+
+    class Failing:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(bus, name)
+
+        async def publish_event(self, subject: str, event_id: str, message: Event) -> None:
+            nonlocal failures
+            if message.entity == "b" and failures:
+                failures -= 1
+                raise BusUnavailable
+            await bus.publish_event(subject, event_id, message)
+
+    failing: Any = Failing()
+    outbox = Outbox(gateway_database, make_context("gateway", ServiceSettings(), bus=failing))
+    await outbox.start()
+    await emit(gateway_database, "a", "b", "c")
+    await until_empty(gateway_database)
+    assert failures == 0
+    assert [event.entity for event in await stored(bus, bus_settings)] == ["a", "b", "c"]
+    await outbox.stop()
+
+
+# rows
+
+
+def test_facts_survive_their_row() -> None:
+    fact = Estimate(
+        model=ModelName("m"),
+        device_kind=DeviceKind.SIM,
+        fetch_bytes_per_s=1.5,
+        load_bytes_per_s=2.5,
+        prefill_s=0.1,
+        cold_ttft_s=1.0,
+        samples=3,
+    )
+    row = to_row_json(fact)
+    assert row["device_kind"] == "sim"
+    assert from_row_json(row, Estimate) == fact
+    with pytest.raises(InternalError, match="Estimate"):
+        from_row_json({"model": "m"}, Estimate)
