@@ -172,12 +172,15 @@ async def test_a_unit_of_work_is_all_or_nothing(gateway_database: Database) -> N
     async def tell() -> None:
         told.append("committed")
 
-    with pytest.raises(RuntimeError):
+    async def add_and_fail() -> None:
         async with gateway_database.unit_of_work() as work:
             await work.connection.execute(insert(tables.models).values(**MODEL))
             work.emit("model_registered", "m")
             work.after_commit(tell)
             raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        await add_and_fail()
     assert await rows(gateway_database, tables.models) == []
     assert told == []
 
@@ -252,10 +255,13 @@ async def test_a_broken_connection_is_replaced(gateway_database: Database, modul
                 "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE usename = 'pilotlight_gateway'"
             )
 
-    with pytest.raises(DatabaseUnavailable):
+    async def add_through_the_break() -> None:
         async with gateway_database.unit_of_work() as work:
             await cut()
             await work.connection.execute(insert(tables.models).values(**MODEL))
+
+    with pytest.raises(DatabaseUnavailable):
+        await add_through_the_break()
     assert await rows(gateway_database, tables.models) == []
 
 

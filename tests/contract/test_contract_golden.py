@@ -30,14 +30,8 @@ def message_types() -> list[type[Message]]:
     found: list[type[Message]] = []
     for info in pkgutil.iter_modules(messages.__path__):
         module = importlib.import_module(f"{messages.__name__}.{info.name}")
-        for value in vars(module).values():
-            if (
-                isinstance(value, type)
-                and issubclass(value, Message)
-                and value.__module__ == module.__name__
-                and value is not Message
-            ):
-                found.append(value)
+        own = (value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__)
+        found += [value for value in own if issubclass(value, Message) and value is not Message]
     return found
 
 

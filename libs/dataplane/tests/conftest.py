@@ -24,11 +24,6 @@ from pilotlight.policy.types import Digest, InstanceId, Model, ModelName, Phase,
 POOL_BYTES = 64 * 1024 * 1024
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @dataclass
 class Registered:
     """A model, its folder, its manifest."""

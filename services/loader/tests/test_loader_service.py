@@ -82,6 +82,12 @@ class Running:
     application: Application
     stopped: bool = False
 
+    async def counts(self, metric: str) -> None:
+        """Wait until a metric is 1."""
+        async with asyncio.timeout(20):
+            while self.context.metrics.get_sample_value(metric) != 1:  # noqa: ASYNC110 - a metric has no events
+                await asyncio.sleep(0.005)
+
     async def stop(self) -> None:
         if not self.stopped:
             self.stopped = True
@@ -249,9 +255,8 @@ async def test_older_epochs_are_refused_also_after_a_restart(cluster: Cluster) -
     await cluster.heard.report(holds(model.digest))
     await cluster.hold(fetch_of(other), epoch=6)
     await cluster.hold(fetch_of(model), epoch=7)
-    await cluster.drop()
+    await running.counts("pilotlight_stale_commands_total")
     await running.stop()
-    assert running.context.metrics.get_sample_value("pilotlight_stale_commands_total") == 1
 
     for handover in (False, True):
         cluster.heard.reports.clear()
@@ -260,9 +265,8 @@ async def test_older_epochs_are_refused_also_after_a_restart(cluster: Cluster) -
         assert report.epoch_seen == 7
         await cluster.hold(fetch_of(other, "inst-2"), epoch=6)
         await cluster.hold(epoch=8 if handover else 7)
-        await cluster.drop()
+        await again.counts("pilotlight_stale_commands_total")
         await again.stop()
-        assert again.context.metrics.get_sample_value("pilotlight_stale_commands_total") == 1
     assert [copy.digest for copy in report.facts.copies] == [], "the pool was removed when the loader stopped for good"
 
 
@@ -345,7 +349,7 @@ async def test_late_joiners_find_the_node(cluster: Cluster) -> None:
     watching.cancel()
 
 
-async def test_a_worker_is_spawned_greets_and_is_dead_at_once_when_killed(
+async def test_a_worker_is_spawned_and_is_dead_at_once_when_killed(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # In the place of the worker: a module of that name which only says hello.
@@ -356,10 +360,7 @@ async def test_a_worker_is_spawned_greets_and_is_dead_at_once_when_killed(
     running = await cluster.start(workers=1)
     worker_id = f"{cluster.node_id}-w0"
     log = cluster.folder / "logs" / "worker-0.log"
-    metric = running.context.metrics
-    async with asyncio.timeout(20):
-        while metric.get_sample_value("pilotlight_node_workers") != 1:  # noqa: ASYNC110 - a metric has no events
-            await asyncio.sleep(0.01)
+    await running.counts("pilotlight_node_workers")
     assert log.read_text() == f"{worker_id} {cluster.node_id} cpu 1\n"
     pid = int(msgspec.json.decode((cluster.folder / "state" / "workers" / "0.json").read_bytes())["pid"])
     os.kill(pid, 9)

@@ -172,9 +172,7 @@ def pool(model: Model, tmp_path_factory: pytest.TempPathFactory) -> TinyPool:
             count = prod(shape)
             centre = 1.0 if "norm" in name else 0.0
             values = struct.pack(f"<{count}f", *(rng.gauss(centre, 0.3) for _ in range(count)))
-            places.append(
-                TensorPlace(name=name, dtype=Dtype.FLOAT32, shape=shape, offset=len(image), size_bytes=len(values))
-            )
+            places.append(TensorPlace(name=name, dtype=Dtype.FLOAT32, shape=shape, offset=len(image), size_bytes=len(values)))
             image.extend(values)
         parts[part] = tuple(places)
     path = tmp_path_factory.mktemp("pool") / "pool"
@@ -195,4 +193,3 @@ def leases(pool: TinyPool) -> Iterator[PoolLeases]:
 def greedy() -> Callable[[int], Sampling]:
     """Sampling of so many tokens, the most likely each."""
     return lambda max_tokens: Sampling(seed=1, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-

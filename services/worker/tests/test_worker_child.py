@@ -121,13 +121,13 @@ class Parent:
         self.theirs = theirs
         self._buffer = FrameBuffer(FromEngine)
         self.events: list[Any] = []
-        self.failure: BaseException | None = None
+        self.failure: Exception | None = None
         loop = ChildLoop(theirs, engine, SystemClock(), Faults.parse(faults))
 
         def serve() -> None:
             try:
                 loop.run(UP)
-            except BaseException as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, the test's own thread judges it
                 self.failure = error
 
         self.thread = threading.Thread(target=serve)

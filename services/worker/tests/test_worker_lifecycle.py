@@ -2,14 +2,18 @@
 
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pilotlight.common.clock import ManualClock
 from pilotlight.common.messages.hold import Hold
-from pilotlight.policy.types import Generation, HeldState, InstanceId, Model, Stage
+from pilotlight.dataplane.pool import HostPool
+from pilotlight.policy.types import Epoch, Generation, HeldState, InstanceId, Model, Stage
 from pilotlight.worker.lifecycle import RESIDENT, TRANSITIONS, HeldEvent, HeldView, HoldPlan, IllegalMove, plan, step
+from pilotlight.worker.loading import epoch_in_pool
 
 ROOM = 100
 NAMES = [InstanceId(f"inst-{index}") for index in range(4)]
@@ -135,3 +139,15 @@ def test_a_newer_generation_of_the_same_stage_is_taken_over(model: Model) -> Non
     assert plan(ready, {}, [newer], ROOM) == HoldPlan(renew=(newer,))
     moved = hold(model, generation=2, stage=Stage(0, 1))
     assert plan(ready, {}, [moved], ROOM) == HoldPlan(let_go=(NAMES[0],), later=(moved,))
+
+
+def test_the_loaders_epoch_is_read_from_the_pool(tmp_path: Path) -> None:
+    path = tmp_path / "pool"
+    assert epoch_in_pool(str(path)) == 0
+    path.write_bytes(b"something else")
+    assert epoch_in_pool(str(path)) == 0
+    path.unlink()
+    pool = HostPool.open(path, 1 << 20, ManualClock())
+    pool.raise_epoch(Epoch(7))
+    assert epoch_in_pool(str(path)) == 7
+    pool.close(remove=True)

@@ -128,7 +128,8 @@ async def main():
 
 asyncio.run(main())
 """
-    parent = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    command = [sys.executable, "-c", program]
+    parent = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60, check=False)
     assert parent.returncode == -signal.SIGKILL, parent.stderr
     child = int(parent.stdout.splitlines()[-1])
     try:

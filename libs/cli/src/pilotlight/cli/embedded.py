@@ -6,6 +6,7 @@ ends when the process that started it does, however that ended.
 """
 
 import asyncio
+import contextlib
 import ctypes
 import hashlib
 import importlib.util
@@ -238,6 +239,13 @@ class PostgresServer(Server):
                 await self.stop()
                 raise DatabaseUnavailable(f"PostgreSQL did not start within {deadline_s:g} s; see {self.log_file}")
             await pause(RETRY_S)
+
+    async def stop(self, deadline_s: float = STOP_DEADLINE_S) -> None:
+        """As every server; a short socket folder that lies elsewhere goes too."""
+        await super().stop(deadline_s)
+        if not self._sockets.is_relative_to(self.folder):
+            with contextlib.suppress(OSError):
+                self._sockets.rmdir()
 
     async def _init(self, deadline_s: float) -> None:
         """Make the data folder: beside its place, and moved there when it is complete."""

@@ -14,7 +14,7 @@ from pilotlight.common.errors import DatabaseUnavailable
 from pilotlight.common.messages.reports import LOADER_REPORTS, WORKER_REPORTS, LoaderReport, WorkerReport
 from pilotlight.common.messages.room import RELEASE_SUBJECT, RESERVE_SUBJECT, Release, Reserve
 from pilotlight.common.service import Context
-from pilotlight.common.waiting import every
+from pilotlight.common.waiting import cancel_all, every
 
 log = structlog.get_logger()
 
@@ -63,7 +63,7 @@ class Handlers:
     async def end(self) -> None:
         """Answer no more; done already, nothing happens."""
         if self._sweeping is not None:
-            self._sweeping.cancel()
+            await cancel_all([self._sweeping])
             self._sweeping = None
         await _end(self._answering)
 

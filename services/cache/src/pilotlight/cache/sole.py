@@ -14,7 +14,7 @@ from pilotlight.common.db.session import service_url
 from pilotlight.common.errors import PilotlightError
 from pilotlight.common.service import Background
 from pilotlight.common.settings import DatabaseSettings
-from pilotlight.common.waiting import Backoff, pause, within
+from pilotlight.common.waiting import Backoff, cancel_all, pause, within
 
 log = structlog.get_logger()
 
@@ -50,8 +50,7 @@ class SoleHolder:
         """Answer no more, then let go of the lock."""
         await self._end()
         if self._competing is not None:
-            self._competing.cancel()
-            await asyncio.gather(self._competing, return_exceptions=True)
+            await cancel_all([self._competing])
             self._competing = None
 
     async def _compete(self) -> None:

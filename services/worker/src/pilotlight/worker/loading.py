@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import Protocol
 
 from pilotlight.common.errors import SourceChanged
@@ -11,7 +12,8 @@ from pilotlight.common.messages.hold import Hold
 from pilotlight.common.messages.pool import PartReady
 from pilotlight.common.telemetry import current_traceparent, span, with_parent
 from pilotlight.common.waiting import within
-from pilotlight.policy.types import InstanceId, Model, PhaseName, WorkerId
+from pilotlight.dataplane.table import HEADER_BYTES, read_header
+from pilotlight.policy.types import Epoch, InstanceId, Model, PhaseName, WorkerId
 from pilotlight.worker.core import WorkerCore
 
 PART_DEADLINE_S = 300.0
@@ -56,6 +58,11 @@ class StageLoader:
     def __init__(self, core: WorkerCore, source: PartSource) -> None:
         self._core = core
         self._source = source
+        self._pool_path = ""
+
+    def pool_epoch(self) -> Epoch:
+        """The highest epoch in the host pool's header: what the node's loader has seen. 0 before the first lease."""
+        return epoch_in_pool(self._pool_path) if self._pool_path else Epoch(0)
 
     async def load(self, hold: Hold, asked_s: float, loaded: asyncio.Future[StageLoaded]) -> StageLoaded:
         """Load a stage; ``loaded`` is what the engine says of it, in whatever way. The lease has ended when this returns.
@@ -67,6 +74,7 @@ class StageLoader:
             parts = hold.model.spec.parts_of(hold.stage)
             parent = current_traceparent() or hold.trace_parent
             lease = await self._source.lease(self._core.worker_id, hold.instance_id, hold.model, parts, parent)
+            self._pool_path = lease.pool_path
             async with lease:
                 await self._begin(hold, lease, asked_s)
                 feeding = asyncio.create_task(self._feed(hold, lease), name=f"parts of {hold.instance_id}")
@@ -101,6 +109,16 @@ class StageLoader:
         while (ready := await within(PART_DEADLINE_S, anext(frames, None), "the next part")) is not None:
             place = PlacePart(instance_id=hold.instance_id, part=ready.part, tensors=ready.tensors)
             await self._core.engine.place_part(place)
+
+
+def epoch_in_pool(path: str) -> Epoch:
+    """The highest epoch in a pool's header; 0 where there is no such pool (any more)."""
+    try:
+        with Path(path).open("rb", buffering=0) as file:
+            header = read_header(file.read(HEADER_BYTES))
+    except OSError:
+        return Epoch(0)
+    return header.highest_epoch if header is not None else Epoch(0)
 
 
 class EveryPart:

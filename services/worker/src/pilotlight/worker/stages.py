@@ -76,8 +76,9 @@ class Stages:
         """Take the complete desired set.
 
         Raises:
-            StaleCommand: a higher epoch has been seen.
+            StaleCommand: a higher epoch has been seen, here or by the node's loader.
         """
+        self._epoch = max(self._epoch, self._loader.pool_epoch())
         if command.epoch < self._epoch:
             self._core.metrics.stale.inc()
             raise StaleCommand(f"epoch {command.epoch} is older than {self._epoch}")
