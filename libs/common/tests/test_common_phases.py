@@ -1,24 +1,20 @@
 import asyncio
-from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pilotlight.common import phases as phases_module
 from pilotlight.common.bus import Bus
 from pilotlight.common.clock import ManualClock
 from pilotlight.common.errors import BadRequest, NotLeader, PilotlightError
 from pilotlight.common.messages.phases import PHASES_SUBJECT, FirstToken, PhaseReport, PhasesKept
-from pilotlight.common.phases import PhaseReporter, merge_intervals
+from pilotlight.common.phases import PhaseReporter
 from pilotlight.common.service import Background
 from pilotlight.common.testing import until
 from pilotlight.policy.types import InstanceId, PhaseName, RequestId
 
 ONE, TWO = InstanceId("inst-1"), InstanceId("inst-2")
 DEADLINE_S = 5.0
-INTERVALS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=12)
 
 
 class Leader:
@@ -120,11 +116,3 @@ async def test_the_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         reporter.record(InstanceId(name), reporter.phase(PhaseName.FETCH, 1.0, 2.0))
     assert [(await next_of(leader)).instance_id for _ in range(2)] == ["b", "c"]
     await background.stop()
-
-
-@given(INTERVALS)
-def test_merged_intervals_cover_the_same_points(intervals: list[tuple[int, int]]) -> None:
-    merged = merge_intervals([(float(start), float(end)) for start, end in intervals])
-    covered = {point for start, end in intervals for point in range(start, end)}
-    assert {point for start, end in merged for point in range(int(start), int(end))} == covered
-    assert all(one[1] < two[0] for one, two in pairwise(merged))

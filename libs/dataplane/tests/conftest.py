@@ -16,7 +16,7 @@ from pilotlight.common.clock import SystemClock
 from pilotlight.common.faults import Faults
 from pilotlight.dataplane.copies import HostCopies
 from pilotlight.dataplane.fetch import FileChunks, OpenSource, Readers
-from pilotlight.dataplane.links import LinkLimit
+from pilotlight.dataplane.links import Links
 from pilotlight.dataplane.model_fetch import FetchTools
 from pilotlight.dataplane.pool import HostPool
 from pilotlight.policy.types import Digest, InstanceId, Model, ModelName, Phase, ScalingBounds, Slo
@@ -141,7 +141,7 @@ async def make_node(tmp_path: Path, anyio_backend: str):
             readers=Readers(4, stall_timeout_s),
             manifests=manifests,
             open_source=open_source or open_folder,
-            link=LinkLimit(bytes_per_s, clock),
+            links=Links(bytes_per_s, clock),
             faults=Faults.parse(faults),
             clock=clock,
             process="loader",

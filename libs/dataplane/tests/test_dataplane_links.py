@@ -1,7 +1,7 @@
 import pytest
 
 from pilotlight.common.clock import ManualClock
-from pilotlight.dataplane.links import LinkLimit, Pacer, parse_bandwidth
+from pilotlight.dataplane.links import LinkLimit, Links, Pacer, parse_bandwidth
 
 
 @pytest.mark.parametrize(
@@ -58,3 +58,10 @@ def test_time_that_nobody_used_is_gone() -> None:
 async def test_no_limit_takes_no_time() -> None:
     clock = ManualClock()
     await LinkLimit(None, clock).take(1 << 40)
+
+
+def test_folders_share_a_link_and_stores_have_their_own() -> None:
+    links = Links(1e6, ManualClock())
+    assert links.of("file:///models/a") is links.of("/models/b")
+    assert links.of("s3://one/a") is links.of("s3://one/b")
+    assert links.of("s3://one/a") is not links.of("s3://two/a")

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from pilotlight.loader.identity import load_epoch, memory_bytes, node_id_of, save_epoch
+from pilotlight.loader.identity import default_pool_bytes, load_epoch, memory_bytes, node_id_of, save_epoch
 from pilotlight.loader.settings import LoaderSettings
 from pilotlight.policy.types import Epoch
 
@@ -23,6 +23,7 @@ def test_the_highest_epoch_outlives_the_pool(tmp_path: Path) -> None:
 
 def test_memory_is_known() -> None:
     assert memory_bytes() > 1 << 20
+    assert 0 < default_pool_bytes(Path("/dev/shm")) <= memory_bytes() // 4
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def _converse(home: Home, options: SystemOptions, clock: Clock, progress: Any, a
     if not as_json:
         console.print(Panel(f"[bold]{DEMO_PROMPT}[/]\n{escape(cold.text)}", title=DEMO_MODEL, expand=False))
         console.print(f"cold: first token after {cold.ttft_s * 1000:,.0f} ms   warm: after {warm.ttft_s * 1000:,.0f} ms\n")
-        console.print(draw(record))
+        console.print(draw(record, console.width))
     return {
         "model": DEMO_MODEL,
         "cold_ttft_s": round(cold.ttft_s, 4),

@@ -19,6 +19,7 @@ import structlog
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import PilotlightError
+from pilotlight.common.service import END_WITH_PARENT
 from pilotlight.common.waiting import Backoff, pause
 
 log = structlog.get_logger()
@@ -114,7 +115,7 @@ class Supervisor:
                         stdin=asyncio.subprocess.DEVNULL,
                         stdout=output,
                         stderr=output,
-                        env={**spec.environment, "NOTIFY_SOCKET": str(address)},
+                        env={**spec.environment, "NOTIFY_SOCKET": str(address), END_WITH_PARENT: str(os.getpid())},
                         start_new_session=True,
                     )
                 await self._until_ready(child)

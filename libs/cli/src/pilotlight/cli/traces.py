@@ -23,7 +23,7 @@ def show(client: AdminClient, trace_id: str, *, as_json: bool) -> int:
         console.print(_tree(trace["spans"]))
     for cold_start in trace["cold_starts"]:
         console.print(f"\ncold start of [bold]{cold_start['model']}[/] as {cold_start['instance_id']}: {cold_start['status']}")
-        console.print(draw(cold_start))
+        console.print(draw(cold_start, console.width))
     return 0
 
 

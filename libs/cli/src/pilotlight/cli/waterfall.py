@@ -8,7 +8,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-WIDTH = 56
+LABELS_WIDTH = 30
+"""Columns before the axis: phase, process, milliseconds."""
+MIN_WIDTH = 20
 COLOURS = {
     "queue": "bright_black",
     "schedule": "magenta",
@@ -52,17 +54,19 @@ def bars_of(phases: Sequence[Mapping[str, Any]]) -> tuple[Bar, ...]:
     return tuple(sorted(bars, key=lambda bar: (bar.intervals[0][0], bar.name)))
 
 
-def draw(cold_start: Mapping[str, Any]) -> RenderableType:
-    """Render one cold start of the admin API."""
+def draw(cold_start: Mapping[str, Any], console_width: int) -> RenderableType:
+    """Render one cold start of the admin API, as wide as the console."""
+    width = max(MIN_WIDTH, console_width - LABELS_WIDTH)
     bars = bars_of(cold_start["phases"])
     span_s = max((bar.intervals[-1][1] for bar in bars), default=0.0) or 1.0
     table = Table(box=None, pad_edge=False, header_style="bold", expand=False)
     table.add_column("phase")
     table.add_column("by")
     table.add_column("ms", justify="right")
-    table.add_column(f"0 {'─' * (WIDTH - 12)} {span_s * 1000:,.0f} ms")
+    end = f"{span_s * 1000:,.0f} ms"
+    table.add_column(f"0 {'─' * (width - len(end) - 3)} {end}", no_wrap=True)
     for bar in bars:
-        row = Text(_strip(bar, span_s), style=COLOURS.get(bar.name, "white"))
+        row = Text(_strip(bar, span_s, width), style=COLOURS.get(bar.name, "white"))
         table.add_row(bar.name, bar.process, f"{bar.total_s * 1000:,.1f}", row)
     ttft = cold_start.get("ttft_s")
     coverage = cold_start.get("coverage")
@@ -72,11 +76,11 @@ def draw(cold_start: Mapping[str, Any]) -> RenderableType:
     return Group(table, Text(summary, style="bold"))
 
 
-def _strip(bar: Bar, span_s: float) -> str:
-    cells = [" "] * WIDTH
+def _strip(bar: Bar, span_s: float, width: int) -> str:
+    cells = [" "] * width
     for start, end in bar.intervals:
-        first = min(WIDTH - 1, int(start / span_s * WIDTH))
-        last = min(WIDTH - 1, int(end / span_s * WIDTH))
+        first = min(width - 1, int(start / span_s * width))
+        last = min(width - 1, int(end / span_s * width))
         for cell in range(first, max(first, last) + 1):
             cells[cell] = "█"
     return "".join(cells)

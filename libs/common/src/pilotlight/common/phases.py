@@ -6,7 +6,7 @@ happens in the background.
 
 import asyncio
 import random
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import structlog
@@ -117,17 +117,6 @@ class PhaseReporter:
         newer = self._pending.get(report.instance_id)
         self._pending[report.instance_id] = report if newer is None else _joined(report, newer)
         self._since_s[report.instance_id] = since_s
-
-
-def merge_intervals(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The union of intervals, in order and without overlaps; empty and inverted ones count for nothing."""
-    merged: list[tuple[float, float]] = []
-    for start, end in sorted(interval for interval in intervals if interval[1] > interval[0]):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
 
 
 def _joined(older: PhaseReport, newer: PhaseReport) -> PhaseReport:

@@ -6,6 +6,7 @@ has an owner, and its death ends the process: the supervisor starts it again, on
 """
 
 import asyncio
+import ctypes
 import os
 import signal
 import socket
@@ -32,6 +33,10 @@ log = structlog.get_logger()
 
 STOP_DEADLINE_S = 10.0
 """For each component; past it the next one is stopped all the same."""
+
+END_WITH_PARENT = "PILOTLIGHT_END_WITH_PARENT"
+"""Environment variable with the supervisor's pid: the service stops in order when that process dies."""
+PR_SET_PDEATHSIG = 1
 
 S = TypeVar("S", bound=ServiceSettings)
 S_co = TypeVar("S_co", bound=ServiceSettings, covariant=True)
@@ -112,6 +117,7 @@ def run_service(service: str, settings_type: type[S], build: Build[S], *, user: 
     systemd does it: ``READY=1`` on the socket that NOTIFY_SOCKET names.
     """
     configure_logging(service)
+    _end_with_parent()
     try:
         settings = settings_type()
     except ValueError as error:
@@ -182,6 +188,19 @@ async def _stop(component: Component) -> None:
         log.exception("component failed to stop", action="stop_failed", component=type(component).__name__)
 
 
+def _end_with_parent() -> None:
+    """Get SIGTERM when the supervisor dies, where it asks for that; its pid tells whether it died before we could ask for it.
+
+    The variable is taken out of the environment: what a service starts has ties of its own (workers outlive their loader).
+    """
+    parent = os.environ.pop(END_WITH_PARENT, None)
+    if parent is None:
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != int(parent):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 def notify(state: str) -> None:
     """Tell the process manager, where there is one (sd_notify)."""
     address = os.environ.get("NOTIFY_SOCKET")
@@ -192,4 +211,4 @@ def notify(state: str) -> None:
             sender.connect("\0" + address[1:] if address.startswith("@") else address)
             sender.sendall(state.encode())
         except OSError as error:
-            log.warning("nobody hears about readiness", action="notify_failed", error=str(error))
+            log.debug("nobody listens to our state", action="notify_failed", error=str(error))

@@ -1,6 +1,7 @@
 """A link's bandwidth as a limit on what is taken from one source."""
 
 import re
+from urllib.parse import urlsplit
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.waiting import pause
@@ -58,3 +59,20 @@ class LinkLimit:
         """Return when these bytes have come over the link, at once where there is no limit. First come, first served."""
         if self._pacer is not None:
             await pause(self._pacer.take(self._clock.monotonic_s(), size_bytes))
+
+
+class Links:
+    """A limit for each source: a store, or the folders of this host together."""
+
+    def __init__(self, bytes_per_s: float | None, clock: Clock) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._limits: dict[tuple[str, str], LinkLimit] = {}
+
+    def of(self, uri: str) -> LinkLimit:
+        """The link over which a model's bytes come."""
+        parts = urlsplit(uri)
+        key = (parts.scheme or "file", parts.netloc)
+        if key not in self._limits:
+            self._limits[key] = LinkLimit(self._bytes_per_s, self._clock)
+        return self._limits[key]

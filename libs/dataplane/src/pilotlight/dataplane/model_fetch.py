@@ -23,7 +23,7 @@ from pilotlight.common.faults import Faults
 from pilotlight.common.telemetry import span, with_parent
 from pilotlight.common.waiting import cancel_all
 from pilotlight.dataplane.fetch import ChunkSource, OpenSource, Readers, Reading
-from pilotlight.dataplane.links import LinkLimit
+from pilotlight.dataplane.links import Links
 from pilotlight.dataplane.pool import HostPool, PartImage
 from pilotlight.policy.types import Digest, InstanceId, Model, Phase, PhaseName, Transfer
 
@@ -54,7 +54,7 @@ class FetchTools:
     readers: Readers
     manifests: Manifests
     open_source: OpenSource
-    link: LinkLimit
+    links: Links
     faults: Faults
     clock: Clock
     process: str
@@ -104,6 +104,7 @@ class ModelFetch:
         self._tools = tools
         self._on_ready = on_ready
         self._reading = Reading(tools.readers)
+        self._link = tools.links.of(model.uri)
         self._filling: dict[int, PartImage] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._learned: dict[tuple[int, int], Digest] = {}
@@ -204,7 +205,7 @@ class ModelFetch:
             with pool.view(image, chunk.image_offset, chunk.size_bytes) as into:
                 return source.read_chunk(chunk, into)
 
-        await self._tools.link.take(chunk.size_bytes)
+        await self._link.take(chunk.size_bytes)
         return await self._reading.run(f"part {image.part} of {self.model.name} from {self.model.uri}", read)
 
     def _enter(self, read: _InFlight, digest: Digest) -> None:

@@ -331,11 +331,12 @@ def _lock(descriptor: int, path: Path) -> None:
 def _make_file(path: Path, header: Header) -> int:
     """A new pool file in the place of whatever lies there; complete before it gets its name."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    making = path.with_name(f"{path.name}.{os.getpid()}.new")
-    making.unlink(missing_ok=True)
-    descriptor = os.open(making, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    making = path.with_name(f"{path.name}.new")
+    descriptor = os.open(making, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    _lock(descriptor, path)
     try:
-        _lock(descriptor, path)
+        # What a loader that was killed here left behind is not ours to keep.
+        os.ftruncate(descriptor, 0)
         os.ftruncate(descriptor, header.geometry.file_bytes)
         os.posix_fallocate(descriptor, 0, header.geometry.data_offset)
         with mmap.mmap(descriptor, header.geometry.data_offset) as mapped:

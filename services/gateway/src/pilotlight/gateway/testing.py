@@ -257,7 +257,7 @@ class ScriptedWorker:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until something that was heard makes this true."""
-        async with self.changed:
+        async with asyncio.timeout(10), self.changed:
             await self.changed.wait_for(condition)
 
     async def send(self, ran: Ran, entries: Iterable[TokenEntry]) -> None:

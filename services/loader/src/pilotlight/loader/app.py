@@ -8,19 +8,20 @@ import sys
 from pathlib import Path
 
 from pilotlight.checkpoint.manifest import Manifest
+from pilotlight.common.errors import BadRequest
 from pilotlight.common.faults import Faults
 from pilotlight.common.ids import worker_id_of
 from pilotlight.common.phases import PhaseReporter
 from pilotlight.common.service import Application, Context
 from pilotlight.dataplane.copies import HostCopies
 from pilotlight.dataplane.fetch import ChunkSource, FileChunks, Readers
-from pilotlight.dataplane.links import LinkLimit, parse_bandwidth
+from pilotlight.dataplane.links import Links, parse_bandwidth
 from pilotlight.dataplane.model_fetch import FetchTools
 from pilotlight.dataplane.pool import HostPool
 from pilotlight.dataplane.pool_server import PoolServer
 from pilotlight.loader.agent import Agent
 from pilotlight.loader.handlers import Handlers
-from pilotlight.loader.identity import load_epoch, memory_bytes, node_id_of, save_epoch
+from pilotlight.loader.identity import default_pool_bytes, load_epoch, node_id_of, save_epoch
 from pilotlight.loader.manifests import StoredManifests
 from pilotlight.loader.metrics import LoaderMetrics
 from pilotlight.loader.reports import Changes, CopyObserver, NodeShape, Reporter
@@ -29,8 +30,6 @@ from pilotlight.loader.supervise import WorkerPlan, WorkerSupervisor
 from pilotlight.policy.types import Model, NodeId
 
 SHARED_MEMORY = Path("/dev/shm")
-POOL_SHARE = 0.25
-"""Of the host's memory, where the pool's size is not set."""
 
 
 class PoolKeeper:
@@ -57,6 +56,7 @@ async def build(context: Context[LoaderSettings]) -> Application:
 
     Raises:
         Conflict: another loader holds the node's pool.
+        BadRequest: the pool cannot be made as the settings say.
     """
     settings = context.settings
     node_id = node_id_of(settings.state_dir)
@@ -100,9 +100,12 @@ async def build(context: Context[LoaderSettings]) -> Application:
 async def _open_pool(context: Context[LoaderSettings], node_id: NodeId) -> HostPool:
     settings = context.settings
     path = settings.pool_path or SHARED_MEMORY / f"pilotlight-{node_id}.pool"
-    size_bytes = settings.pool_bytes or int(memory_bytes() * POOL_SHARE)
-    # What is adopted is verified, which takes a second for a few gigabytes.
-    pool = await asyncio.to_thread(HostPool.open, path, size_bytes, context.clock)
+    try:
+        size_bytes = settings.pool_bytes or default_pool_bytes(path.parent)
+        # What is adopted is verified, which takes a second for a few gigabytes.
+        pool = await asyncio.to_thread(HostPool.open, path, size_bytes, context.clock)
+    except OSError as error:
+        raise BadRequest(f"the host pool {path} cannot be made: {error.strerror}; see PILOTLIGHT_POOL_PATH") from error
     pool.raise_epoch(max(pool.highest_epoch, load_epoch(settings.state_dir)))
     return pool
 
@@ -119,7 +122,7 @@ def _tools(context: Context[LoaderSettings], pool: HostPool) -> FetchTools:
         readers=Readers(settings.fetch_threads, settings.stall_timeout_s),
         manifests=StoredManifests(context.store, context.background),
         open_source=open_source,
-        link=LinkLimit(parse_bandwidth(settings.link), context.clock),
+        links=Links(parse_bandwidth(settings.link), context.clock),
         faults=Faults.parse(settings.faults),
         clock=context.clock,
         process="loader",

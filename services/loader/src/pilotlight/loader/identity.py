@@ -6,6 +6,10 @@ from pathlib import Path
 from pilotlight.common.ids import new_node_id
 from pilotlight.policy.types import Epoch, NodeId
 
+POOL_SHARE = 0.25
+"""Of the host's memory, where the pool's size is not set."""
+FILE_SYSTEM_SHARE = 0.9
+
 _NODE_ID_FILE = "node-id"
 _EPOCH_FILE = "highest-epoch"
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -36,6 +40,12 @@ def memory_bytes() -> int:
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [path.read_text().strip() for path in _CGROUP_LIMITS if path.exists()]
     return min([host_bytes, *(int(limit) for limit in limits if limit.isdecimal())])
+
+
+def default_pool_bytes(folder: Path) -> int:
+    """A quarter of the memory, and no more than the folder's file system, which shared memory of a container often limits."""
+    found = os.statvfs(folder)
+    return min(int(memory_bytes() * POOL_SHARE), int(found.f_blocks * found.f_frsize * FILE_SYSTEM_SHARE))
 
 
 def _write(path: Path, text: str) -> None:

@@ -29,7 +29,8 @@ class LoaderSettings(ServiceSettings, ModelRootsSettings):
     )
     pool_socket: Path | None = Field(None, description="Unix socket for workers. By default pool.sock in the run folder.")
     link: str = Field(
-        "", description="Bandwidth that fetches from one source may take: `200mbit`, `25gbit`, `125MB/s`. Empty: no limit."
+        "",
+        description="Bandwidth that fetches from one source may take together: `200mbit`, `25gbit`, `125MB/s`. Empty: no limit.",
     )
     nic_bandwidth: str = Field("10gbit", description="Bandwidth of the node's network interface, which placement counts with.")
     fetch_threads: int = Field(4, ge=1, le=256, description="Chunks of one fetch that are read at once, and threads that read.")

@@ -38,8 +38,11 @@ def main(arguments: Sequence[str]) -> int:
     faults = Faults.parse(os.environ.get("PILOTLIGHT_FAULTS", ""))
     # Imported here: it takes a second or more, and a death meanwhile must not leave an orphan.
     from pilotlight.engine.engine import Engine
+    from pilotlight.worker.child_warmup import warm_up
 
-    loop = ChildLoop(connection, Engine(threads=options.threads, monotonic_s=clock.monotonic_s), clock, faults)
+    engine = Engine(threads=options.threads, monotonic_s=clock.monotonic_s)
+    warm_up(engine)
+    loop = ChildLoop(connection, engine, clock, faults)
     up = EngineUp(
         pid=os.getpid(),
         device_name=f"cpu ({options.threads} threads)",

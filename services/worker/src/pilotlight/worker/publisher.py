@@ -8,7 +8,6 @@ import asyncio
 import structlog
 
 from pilotlight.common.bus import Bus
-from pilotlight.common.clock import Clock
 from pilotlight.common.errors import PilotlightError
 from pilotlight.common.messages.tokens import TokenBatch, TokenEntry, tokens_subject
 from pilotlight.common.service import Background
@@ -27,14 +26,12 @@ MAX_PENDING_TOKENS = 65_536
 class TokenPublisher:
     """Gathers what a step produced and sends it on. The first tokens after a silence leave at once."""
 
-    def __init__(self, bus: Bus, clock: Clock, background: Background, worker_id: WorkerId) -> None:
+    def __init__(self, bus: Bus, background: Background, worker_id: WorkerId) -> None:
         self._bus = bus
-        self._clock = clock
         self._worker_id = worker_id
         self._pending: dict[GatewayId, dict[RequestKey, TokenEntry]] = {}
         self._tokens: dict[GatewayId, int] = {}
         self._wake = asyncio.Event()
-        self.batches = 0
         background.spawn(f"token batches of {worker_id}", self._send_for_ever())
 
     def add(self, outgoing: Outgoing) -> None:
@@ -77,7 +74,6 @@ class TokenPublisher:
         try:
             publishing = self._bus.publish(tokens_subject(gateway_id), batch, binary=True)
             await within(PUBLISH_DEADLINE_S, publishing, "sending a token batch")
-            self.batches += 1
         except PilotlightError as error:
             log.warning("token batch lost", action="tokens_lost", gateway_id=gateway_id, error=error.message)
 

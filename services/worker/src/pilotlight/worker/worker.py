@@ -47,7 +47,7 @@ class Worker:
         self._kind = kind
         self._spans = PrefillSpans(core.background)
         self._handlers = Handlers(core, self.stages, self._spans)
-        self._publisher = TokenPublisher(core.bus, core.clock, core.background, core.worker_id)
+        self._publisher = TokenPublisher(core.bus, core.background, core.worker_id)
         self._reporter = Reporter(core, bucket, incarnation, self.facts, lambda: self.stages.epoch)
         self._up: EngineUp | None = None
         self._step: StepDone | None = None

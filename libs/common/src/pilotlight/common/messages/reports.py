@@ -4,8 +4,6 @@ from pilotlight.common.messages.codec import Message
 from pilotlight.policy.types import Epoch, NodeFacts, NodeId, WorkerFacts, WorkerId
 
 REPORT_INTERVAL_S = 0.2
-SUSPECT_AFTER_S = 1.0
-DEAD_AFTER_S = 3.0
 
 WORKER_REPORTS = "v1.report.worker.*"
 LOADER_REPORTS = "v1.report.loader.*"

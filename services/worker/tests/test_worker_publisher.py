@@ -1,0 +1,62 @@
+"""Token batches on a real NATS server: one message for each step and gateway, joined while the last one is recent."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from pilotlight.common.messages.tokens import TokenBatch, TokenEntry, tokens_subject
+from pilotlight.common.settings import ServiceSettings
+from pilotlight.policy.types import FinishReason, GatewayId, RequestId, WorkerId
+from pilotlight.worker.publisher import MAX_PENDING_TOKENS, TokenPublisher
+from pilotlight.worker.requests import Outgoing
+
+pytestmark = pytest.mark.anyio
+
+ONE, OTHER = GatewayId("gw-1"), GatewayId("gw-2")
+
+
+def outgoing(seq: int, *token_ids: int, gateway: GatewayId = ONE, request: str = "req-1", **other: Any) -> Outgoing:
+    entry = TokenEntry(request_id=RequestId(request), attempt=1, seq=seq, token_ids=list(token_ids), **other)
+    return Outgoing(gateway, entry)
+
+
+async def received(bus: Any, gateway: GatewayId, batches: asyncio.Queue[TokenBatch]) -> None:
+    async def on_batch(batch: TokenBatch) -> None:
+        batches.put_nowait(batch)
+
+    await bus.subscribe(tokens_subject(gateway), TokenBatch, on_batch, binary=True)
+
+
+async def test_a_batch_holds_what_every_request_of_a_gateway_got(make_context: Any, connect_bus: Any) -> None:
+    context = make_context("worker", ServiceSettings())
+    publisher = TokenPublisher(context.bus, context.background, WorkerId("w"))
+    gateways = await connect_bus("gateway")
+    ones: asyncio.Queue[TokenBatch] = asyncio.Queue()
+    others: asyncio.Queue[TokenBatch] = asyncio.Queue()
+    await received(gateways, ONE, ones)
+    await received(gateways, OTHER, others)
+    await gateways.client.flush()
+
+    publisher.add(outgoing(0, 5, logprobs=[-0.5]))
+    publisher.add(outgoing(7, 1, request="req-2"))
+    publisher.add(outgoing(0, 9, gateway=OTHER, request="req-3"))
+    publisher.add(outgoing(1, 6, logprobs=[-0.6], finish=FinishReason.STOP))
+    publisher.flush()
+    async with asyncio.timeout(5):
+        batch = await ones.get()
+        assert (await others.get()).entries == [outgoing(0, 9, request="req-3").entry]
+    assert batch.worker_id == "w"
+    assert batch.entries == [
+        outgoing(0, 5, 6, logprobs=[-0.5, -0.6], finish=FinishReason.STOP).entry,
+        outgoing(7, 1, request="req-2").entry,
+    ]
+    assert ones.empty()
+
+    # What does not fit is dropped: its gateway sees the gap and asks for it.
+    publisher.add(outgoing(2, *([1] * MAX_PENDING_TOKENS)))
+    publisher.add(outgoing(2 + MAX_PENDING_TOKENS, 1))
+    publisher.add(outgoing(3 + MAX_PENDING_TOKENS, 2))
+    publisher.flush()
+    async with asyncio.timeout(5):
+        assert (await ones.get()).entries == [outgoing(3 + MAX_PENDING_TOKENS, 2).entry]
