@@ -136,7 +136,7 @@ async def reserve(bus: Bus, instance: str, device: int, host: int = 0) -> Reserv
         worker_id=WORKER,
         node_id=NODE,
         device_bytes=device,
-        host_bytes=host,
+        host_part_bytes=(host,),
         lease_s=30.0,
     )
     return await bus.request(RESERVE_SUBJECT, message, Reserved, deadline_s=5.0)

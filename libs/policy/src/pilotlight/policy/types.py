@@ -305,9 +305,15 @@ class NodeFacts:
     nic_bytes_per_s: float
     pool_bytes: int
     pool_free_bytes: int
+    pool_unit_bytes: int = 1
+    """The pool gives room in multiples of this."""
     copies: tuple[Copy, ...] = ()
     transfers: tuple[Transfer, ...] = ()
     draining: bool = False
+
+    def pool_room_bytes(self, part_bytes: tuple[int, ...]) -> int:
+        """What parts of these sizes take of the host pool."""
+        return sum(-(-size // self.pool_unit_bytes) * self.pool_unit_bytes for size in part_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

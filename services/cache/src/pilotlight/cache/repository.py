@@ -45,24 +45,24 @@ class CacheRepository:
                 for row in rows
             )
 
-    async def add_grant(self, grant_id: GrantId, request: Reserve, evicted: list[tuple[str, NodeId, Victim]]) -> None:
+    async def add_grant(self, grant: Grant, request: Reserve, evicted: list[tuple[str, NodeId, Victim]]) -> None:
         """Store a grant together with the evictions that made room for it."""
         async with self._database.unit_of_work() as work:
             await work.connection.execute(
                 insert(tables.grants).values(
-                    grant_id=grant_id,
-                    instance_id=request.instance_id,
-                    digest=request.digest,
-                    worker_id=request.worker_id,
-                    node_id=request.node_id,
-                    device_bytes=request.device_bytes,
-                    host_bytes=request.host_bytes,
+                    grant_id=grant.grant_id,
+                    instance_id=grant.instance_id,
+                    digest=grant.digest,
+                    worker_id=grant.worker_id,
+                    node_id=grant.node_id,
+                    device_bytes=grant.device_bytes,
+                    host_bytes=grant.host_bytes,
                     expires_at=func.now() + text("make_interval(secs => :lease_s)").bindparams(lease_s=request.lease_s),
                     created_at=func.now(),
                 )
             )
             for kind, node_id, victim in evicted:
-                inputs: dict[str, Any] = {"grant_id": grant_id, "for_model": request.model, "size_bytes": victim.size_bytes}
+                inputs: dict[str, Any] = {"grant_id": grant.grant_id, "for_model": request.model, "size_bytes": victim.size_bytes}
                 await work.connection.execute(
                     insert(tables.evictions).values(
                         at=func.now(), kind=kind, subject=victim.subject, node_id=node_id, reason=victim.reason, inputs=inputs

@@ -77,7 +77,7 @@ class RoomMaker:
                 return Reserved(grant_id=known.grant_id)
             evicted = _Evicted()
             await self._make_device_room(request, evicted)
-            await self._make_host_room(request, evicted)
+            host_bytes = await self._make_host_room(request, evicted)
             grant = Grant(
                 grant_id=new_grant_id(),
                 instance_id=request.instance_id,
@@ -85,7 +85,7 @@ class RoomMaker:
                 worker_id=request.worker_id,
                 node_id=request.node_id,
                 device_bytes=request.device_bytes,
-                host_bytes=request.host_bytes,
+                host_bytes=host_bytes,
                 expires_s=self._clock.monotonic_s() + request.lease_s,
             )
             # In the books first: while the row is written, nobody else may count on these bytes.
@@ -93,7 +93,7 @@ class RoomMaker:
             victims = [("instance", request.node_id, victim) for victim in evicted.instances]
             victims += [("copy", request.node_id, victim) for victim in evicted.copies]
             try:
-                await self._repository.add_grant(grant.grant_id, request, victims)
+                await self._repository.add_grant(grant, request, victims)
             except BaseException:
                 del self._books.grants[grant.grant_id]
                 raise
@@ -152,16 +152,18 @@ class RoomMaker:
             evicted.instances += [victim for victim in plan.victims if victim.subject in reply.instance_ids]
         raise NoRoom(f"no room for {request.model} on {request.worker_id}: its models are in use", retry_after_s=1.0)
 
-    async def _make_host_room(self, request: Reserve, evicted: _Evicted) -> None:
+    async def _make_host_room(self, request: Reserve, evicted: _Evicted) -> int:
+        """Bytes that the stage's parts take of the pool, room for which is there now."""
         for _ in range(MAX_ROUNDS):
             now_s = self._clock.monotonic_s()
             node = self._books.node(request.node_id, now_s)
             if node is None:
                 raise NoWorker(f"the loader of node {request.node_id} does not report")
-            if request.host_bytes > node.pool_bytes:
-                raise HostPoolFull(f"{request.host_bytes} bytes are needed; the host pool has {node.pool_bytes}")
+            host_bytes = node.pool_room_bytes(request.host_part_bytes)
+            if host_bytes > node.pool_bytes:
+                raise HostPoolFull(f"{host_bytes} bytes are needed; the host pool has {node.pool_bytes}")
             wanted = RoomRequest(
-                need_bytes=self._books.missing_host_bytes(node, request.digest, request.host_bytes),
+                need_bytes=self._books.missing_host_bytes(node, request.digest, host_bytes),
                 free_bytes=self._books.host_free_bytes(node),
                 now_s=now_s,
                 protected=frozenset({request.digest}),
@@ -170,7 +172,7 @@ class RoomMaker:
             if not plan.enough:
                 raise HostPoolFull(f"no room for {request.model} in the host pool: {plan.reason}", retry_after_s=1.0)
             if not plan.victims:
-                return
+                return host_bytes
             message = Drop(digests=tuple(Digest(victim.subject) for victim in plan.victims))
             try:
                 reply = await self._bus.request(drop_subject(request.node_id), message, Dropped, deadline_s=HOLDER_DEADLINE_S)

@@ -5,7 +5,7 @@ import asyncio
 from pilotlight.common.bus import Bus
 from pilotlight.common.messages.demand import DemandVector, demand_subject
 from pilotlight.common.service import Background
-from pilotlight.common.waiting import pause, woken
+from pilotlight.common.waiting import cancel_all, pause, woken
 from pilotlight.gateway.hold import Hold
 from pilotlight.policy.types import GatewayId
 
@@ -37,8 +37,7 @@ class DemandPublisher:
         """Say that nothing is held any more."""
         if self._task is None:
             return
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await cancel_all((self._task,))
         self._task = None
         await self._publish()
 

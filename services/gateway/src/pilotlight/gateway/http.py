@@ -22,7 +22,7 @@ from pilotlight.common.errors import (
 )
 from pilotlight.common.ids import new_request_id
 from pilotlight.common.telemetry import current_traceparent, server_span
-from pilotlight.common.waiting import within
+from pilotlight.common.waiting import cancel_all, within
 from pilotlight.gateway.openai import sse
 from pilotlight.gateway.openai.errors import error_response
 
@@ -85,9 +85,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
             return working.result()
         raise ClientGone
     finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        await cancel_all((working, leaving))
 
 
 async def _disconnected(receive: Receive) -> None:

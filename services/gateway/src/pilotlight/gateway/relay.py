@@ -31,7 +31,7 @@ from pilotlight.common.messages.tokens import (
     tokens_subject,
 )
 from pilotlight.common.service import Background
-from pilotlight.common.waiting import Backoff, pause, woken
+from pilotlight.common.waiting import Backoff, cancel_all, pause, woken
 from pilotlight.gateway.fleet import Fleet
 from pilotlight.gateway.token_log import Token, TokenLog
 from pilotlight.policy.types import FinishReason, GatewayId, InstanceId, RequestId, WorkerId
@@ -146,8 +146,7 @@ class Relay:
             return
         for attempt in list(self._attempts.values()):
             self.close(attempt)
-        self._sender.cancel()
-        await asyncio.gather(self._sender, return_exceptions=True)
+        await cancel_all((self._sender,))
         await self._send_post()
         await self._subscription.end()
         self._subscription = None

@@ -93,6 +93,7 @@ class Reporter:
             liveness=Liveness.ALIVE,
             nic_bytes_per_s=self.shape.nic_bytes_per_s,
             pool_bytes=self.pool.geometry.data_bytes,
+            pool_unit_bytes=self.pool.geometry.unit_bytes,
             pool_free_bytes=self.pool.free_bytes,
             copies=self.copies.copies(self.shape.node_id),
             transfers=self.copies.transfers(),

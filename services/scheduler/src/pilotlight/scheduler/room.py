@@ -41,7 +41,7 @@ class RoomClient:
             worker_id=placement.worker_id,
             node_id=placement.node_id,
             device_bytes=placement.device_bytes,
-            host_bytes=model.spec.stage_bytes(placement.stage),
+            host_part_bytes=tuple(model.spec.part_bytes[part] for part in model.spec.parts_of(placement.stage)),
             lease_s=GRANT_LEASE_S,
         )
         return await self._bus.request(RESERVE_SUBJECT, request, Reserved, deadline_s=RESERVE_DEADLINE_S)

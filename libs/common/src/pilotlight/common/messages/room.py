@@ -31,7 +31,8 @@ class Reserve(Message, frozen=True, kw_only=True):
     worker_id: WorkerId
     node_id: NodeId
     device_bytes: int
-    host_bytes: int
+    host_part_bytes: tuple[int, ...]
+    """Of each part that the stage needs: the host pool rounds each up to its own unit."""
     lease_s: float
 
 
