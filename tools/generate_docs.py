@@ -1,6 +1,6 @@
 """Writes the pages that are made from code: ``docs/settings.md`` and ``docs/states.md``. ``--check`` only compares.
 
-Settings come from the descriptions of their fields, states from the table of moves.
+Settings come from the descriptions of their fields, states from the tables of moves.
 """
 
 import argparse
@@ -9,14 +9,18 @@ import importlib.util
 import inspect
 import re
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 from pydantic_core import PydanticUndefined
 
 from pilotlight.common.settings import PilotlightSettings
 from pilotlight.policy import instance
-from pilotlight.policy.instance import ENDED, SERVING, STARTING, TRANSITIONS, InstanceEvent
+from pilotlight.policy.instance import ENDED, SERVING, STARTING
 from pilotlight.policy.types import InstanceState
+from pilotlight.worker import lifecycle
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ("pilotlight.common.settings", "pilotlight.common.model_roots", "pilotlight.common.db.migrate")
@@ -37,7 +41,7 @@ STATES_HEAD = """# States
 
 <!-- made by tools/generate_docs.py; do not edit -->
 
-The lifecycle of an instance, drawn from the table in `pilotlight.policy.instance`. A move that is not in it is an error.
+State machines, drawn from the tables in the code. A move that is not in a table is an error.
 """
 
 
@@ -103,32 +107,75 @@ def shown(default: object) -> str:
     return f"`{str(default).lower() if isinstance(default, bool) else default}`"
 
 
+@dataclass(frozen=True)
+class Machine:
+    """A state machine that is written down as a table of moves."""
+
+    title: str
+    about: str
+    transitions: Mapping[tuple[StrEnum | None, StrEnum], StrEnum | None]
+    events: type[StrEnum]
+
+
+MACHINES = (
+    Machine(
+        "Instance",
+        "A complete copy of a model that serves, or is on its way to; moved by the scheduler. The table is in `pilotlight.policy.instance`.",
+        instance.TRANSITIONS,
+        instance.InstanceEvent,
+    ),
+    Machine(
+        "Held stage",
+        "A stage on its worker; moved by the worker. The table is in `pilotlight.worker.lifecycle`; `[*]` is a stage that is not held.",
+        lifecycle.TRANSITIONS,
+        lifecycle.HeldEvent,
+    ),
+)
+
+
 def states_page() -> str:
-    """The moves of an instance, as a diagram and as a table."""
-    moves = [(source, event, target) for (source, event), target in TRANSITIONS.items()]
-    diagram = [f"    [*] --> {InstanceState.PLANNED.value}"]
-    diagram += [f"    {source.value} --> {target.value}: {event.value}" for source, event, target in moves]
-    diagram += [f"    {state.value} --> [*]" for state in InstanceState if state in ENDED]
+    """Every state machine, as a diagram and as a table."""
+    return "\n".join([STATES_HEAD, *(machine_section(machine) for machine in MACHINES), groups_section()])
+
+
+def machine_section(machine: Machine) -> str:
+    """One state machine."""
+    moves = [(shown_state(source), event, shown_state(target)) for (source, event), target in machine.transitions.items()]
+    sources, targets = [source for source, _, _ in moves], [target for _, _, target in moves]
+    diagram = [f"    [*] --> {state}" for state in dict.fromkeys(sources) if state != "[*]" and state not in targets]
+    diagram += [f"    {source} --> {target}: {event.value}" for source, event, target in moves]
+    diagram += [f"    {state} --> [*]" for state in dict.fromkeys(targets) if state != "[*]" and state not in sources]
+    lines = [f"## {machine.title}", "", machine.about, "", "```mermaid", "stateDiagram-v2", *diagram, "```", ""]
+    lines += ["| from | event | to |", "|---|---|---|"]
+    lines += [f"| {source} | `{event.value}` | {target} |" for source, event, target in moves]
+    lines += ["", "| event | when |", "|---|---|"]
+    lines += [f"| `{event.value}` | {meaning} |" for event, meaning in event_meanings(machine.events).items()]
+    return "\n".join([*lines, ""])
+
+
+def groups_section() -> str:
+    """The sets of instance states that code asks about."""
     groups = {
         "on its way to its first token": STARTING,
         "takes new requests": SERVING,
         "holds nothing, and never will again": ENDED,
     }
-    lines = [STATES_HEAD, "```mermaid", "stateDiagram-v2", *diagram, "```", "", "| from | event | to |", "|---|---|---|"]
-    lines += [f"| {source.value} | `{event.value}` | {target.value} |" for source, event, target in moves]
-    lines += ["", "## Events", "", "| event | when |", "|---|---|"]
-    lines += [f"| `{event.value}` | {meaning} |" for event, meaning in event_meanings().items()]
-    lines += ["", "## Groups", "", "| states | meaning |", "|---|---|"]
+    lines = ["## Groups of instance states", "", "| states | meaning |", "|---|---|"]
     for meaning, states in groups.items():
         lines.append(f"| {', '.join(state.value for state in InstanceState if state in states)} | {meaning} |")
     return "\n".join([*lines, ""])
 
 
-def event_meanings() -> dict[InstanceEvent, str]:
+def shown_state(state: StrEnum | None) -> str:
+    """A state's name; outside of the machine there is none."""
+    return state.value if state is not None else "[*]"
+
+
+def event_meanings(events: type[StrEnum]) -> dict[StrEnum, str]:
     """Each event with the docstring below it; an event without one is told by its name."""
-    source = inspect.getsource(instance.InstanceEvent).splitlines()
-    found: dict[InstanceEvent, str] = {}
-    for event in InstanceEvent:
+    source = inspect.getsource(events).splitlines()
+    found: dict[StrEnum, str] = {}
+    for event in events:
         line = next(index for index, text in enumerate(source) if text.strip().startswith(f"{event.name} ="))
         following = source[line + 1].strip() if line + 1 < len(source) else ""
         plain = event.value.replace("_", " ").capitalize() + "."

@@ -1,6 +1,5 @@
 """The gateway on a real socket and a real NATS, with scripted workers and without a database."""
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -9,15 +8,11 @@ from pathlib import Path
 import httpx2
 import openai
 import pytest
-from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
 from pilotlight.common.bus import Bus
-from pilotlight.common.clock import SystemClock
-from pilotlight.common.ids import new_incarnation
-from pilotlight.common.service import Background, Component, Context
-from pilotlight.common.store import ObjectStore
-from pilotlight.common.waiting import every
+from pilotlight.common.service import Component, Context
+from pilotlight.common.testing import MakeContext, until
 from pilotlight.gateway.app import TRACED_PATHS, Pages, Serving, build_http, build_serving
 from pilotlight.gateway.catalog import CatalogEntry
 from pilotlight.gateway.http import Edge
@@ -67,10 +62,7 @@ class World:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for what arrives over the bus to make this true."""
-        async with asyncio.timeout(10):
-            async for _ in every(0.005):
-                if condition():
-                    return
+        await until(condition)
 
     async def worker(self, name: str = "w0", answer: str = ANSWER, *, ready: bool = True) -> ScriptedWorker:
         """Start a worker that answers everything with one text."""
@@ -94,25 +86,12 @@ def bundle() -> TextBundle:
 
 
 @pytest.fixture
-async def make_world(bus: Bus, bundle: TextBundle, tmp_path: Path) -> AsyncIterator[MakeWorld]:
+async def make_world(make_context: MakeContext, bundle: TextBundle, tmp_path: Path) -> AsyncIterator[MakeWorld]:
     async with AsyncExitStack() as stack:
 
         async def make(*, max_context_tokens: int = 4096, **changes: object) -> World:
-            settings = GatewaySettings(
-                port=0, run_dir=tmp_path, object_store_url=f"file://{tmp_path}/objects", drain_s=1.0, **changes
-            )
-            context = Context(
-                service="gateway",
-                settings=settings,
-                clock=SystemClock(),
-                bus=bus,
-                store=ObjectStore.from_url(settings.object_store_url),
-                background=Background(),
-                metrics=CollectorRegistry(),
-                incarnation=new_incarnation(),
-            )
+            context = make_context("gateway", GatewaySettings(port=0, run_dir=tmp_path, drain_s=1.0, **changes))
             world = _world(context, entry_of(MODEL, bundle, context.clock, max_context_tokens=max_context_tokens))
-            stack.push_async_callback(context.background.stop)
             serving = world.serving
             components: list[Component] = [serving.fleet, serving.relay, serving.demand, world.server]
             for component in components:

@@ -239,7 +239,7 @@ async def _spawn(options: ChildOptions) -> _Child:
 def _child_environment(options: ChildOptions) -> dict[str, str]:
     """The parent's, without our settings: the child has no use for credentials."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PILOTLIGHT_")}
-    return {**inherited, "PILOTLIGHT_FAULTS": options.faults, "OMP_NUM_THREADS": str(options.threads)}
+    return {**inherited, "PILOTLIGHT_FAULTS": options.faults, "OMP_NUM_THREADS": str(options.threads), "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def _kill_group(process: Process) -> None:
