@@ -120,7 +120,7 @@ class Machine:
 MACHINES = (
     Machine(
         "Instance",
-        "A complete copy of a model that serves, or is on its way to; moved by the scheduler. The table is in `pilotlight.policy.instance`.",
+        "A complete copy of a model that serves, or is on its way to; moved by the scheduler. Its table: `pilotlight.policy.instance`.",
         instance.TRANSITIONS,
         instance.InstanceEvent,
     ),

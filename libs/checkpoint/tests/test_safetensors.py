@@ -223,3 +223,9 @@ def test_spliced_json_raises_only_checkpoint_errors(place, length, splice):
     raw = frame_header(header[:cut] + splice + header[cut + length :]) + VALID[HEADER_BYTES:]
     if outcome(raw):
         assert library_accepts(raw)
+
+
+def test_a_name_with_half_of_a_character_is_refused():
+    """JSON can write it, UTF-8 cannot: it would surface only when the manifest is stored."""
+    with pytest.raises(BadCheckpoint, match="half of a character"):
+        read_one(file_of({"\ud800": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}, b""))

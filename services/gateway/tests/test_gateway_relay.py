@@ -267,3 +267,17 @@ async def test_a_submit_whose_answer_is_lost(world):
     answer = await world.client.completions.create(**PROMPT)
     assert answer.choices[0].text == ANSWER
     assert len(worker.submits) == 1
+
+
+async def test_an_open_limit_is_cut_to_the_room_of_the_instance(world):
+    worker = await world.worker()
+    worker.kv_capacity_tokens = 50
+    await worker.report()
+    await world.until(lambda: world.serving.fleet.kv_capacity_tokens(worker.instance) == 50)
+    await world.client.completions.create(model="fox", prompt=[5] * 10)
+    assert worker.submits[0].sampling.max_tokens == 40
+    await world.client.completions.create(model="fox", prompt=[5] * 10, max_tokens=100)
+    assert worker.submits[1].sampling.max_tokens == 100
+    worker.refuse = [SubmitReply(accepted=False, code="no_room", message="110 tokens do not fit into 50")]
+    with pytest.raises(openai.RateLimitError, match="do not fit"):
+        await world.client.completions.create(model="fox", prompt=[5] * 10, max_tokens=100)

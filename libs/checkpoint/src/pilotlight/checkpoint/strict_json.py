@@ -28,6 +28,10 @@ def parse_object(data: bytes, file: str) -> dict[str, Any]:
             seen: set[str] = set()
             twice = next(key for key, _ in pairs if key in seen or seen.add(key))
             raise BadCheckpoint(f"the key {quote(twice)!r} appears twice", file=file)
+        for text in (*found, *(value for value in found.values() if isinstance(value, str))):
+            # An escaped half of a character is JSON, but no text: it could be stored nowhere.
+            if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
+                raise BadCheckpoint(f"{quote(text)} holds half of a character", file=file)
         return found
 
     def refuse_constant(name: str) -> NoReturn:

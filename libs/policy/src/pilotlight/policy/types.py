@@ -229,6 +229,8 @@ class HeldStage:
     """Since its last request ended; 0 while one is in flight."""
     reason: str = ""
     """Why it failed or was evicted: a code of the error taxonomy and a sentence."""
+    kv_capacity_tokens: int = 0
+    """Tokens of prompt and output for which its KV has room, all requests together; 0 while that is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

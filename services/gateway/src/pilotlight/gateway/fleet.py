@@ -146,6 +146,12 @@ class Fleet:
             return Liveness.SUSPECT
         return self._liveness(worker)
 
+    def kv_capacity_tokens(self, instance: Instance) -> int:
+        """Tokens for which an instance's KV has room, as its lead reports it; 0 when that is not known."""
+        worker = self._workers.get(instance.lead)
+        held = worker.facts.held if worker is not None else ()
+        return next((stage.kv_capacity_tokens for stage in held if stage.instance_id == instance.instance_id), 0)
+
     def progress(self, model: ModelName, digest: Digest) -> StartProgress:
         """What a held request's client is told."""
         starting = [seen.instance for seen in self.instances(model) if seen.instance.state in STARTING]

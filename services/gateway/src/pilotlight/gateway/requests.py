@@ -14,7 +14,7 @@ request has (its place, its attempt) is let go on the way out.
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -23,6 +23,7 @@ from pilotlight.common.errors import (
     CallerError,
     DeadlineExceeded,
     InternalError,
+    NoRoom,
     PilotlightError,
     WorkerLost,
     error_of,
@@ -61,6 +62,8 @@ class TokenRequest:
     sampling: Sampling
     arrived_s: float
     trace_parent: str = ""
+    shorten: bool = False
+    """The client named no limit: ``sampling.max_tokens`` may be cut to what an instance's KV has room for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +157,7 @@ class _Life:
         self._place: Place | None = None
         self._accepted_s = 0.0
         self._finish: FinishReason | None = None
+        self._sampling = request.sampling
         slo_s = request.model.slo.ttft_ms / 1000
         self._deadline_s = request.arrived_s + max(slo_s * parts.hold_slo_factor, parts.hold_timeout_s)
 
@@ -239,6 +243,7 @@ class _Life:
 
     async def _answer(self, attempt: Attempt, seen: Seen) -> SubmitReply:
         request = self._request
+        self._sampling = self._sampling_on(seen)
         message = Submit(
             request_id=request.request_id,
             attempt=attempt.number,
@@ -247,7 +252,7 @@ class _Life:
             model=request.model.name,
             prompt_ids=request.prompt_ids,
             output_ids=list(self._output_ids),
-            sampling=request.sampling,
+            sampling=self._sampling,
         )
         for tries in range(1, SUBMIT_TRIES + 1):
             try:
@@ -258,6 +263,16 @@ class _Life:
                 if attempt.error is not None or tries == SUBMIT_TRIES:
                     raise
         return SubmitReply(accepted=True)
+
+    def _sampling_on(self, seen: Seen) -> Sampling:
+        """The request's sampling, with no more output than the instance has KV for when the client left it open."""
+        sampling = self._request.sampling
+        room_tokens = self._parts.fleet.kv_capacity_tokens(seen.instance)
+        if not self._request.shorten or not room_tokens:
+            return sampling
+        # What is there already is never cut, and one token more can always be asked for: the instance refuses what it cannot hold.
+        least = len(self._output_ids) + 1
+        return replace(sampling, max_tokens=min(sampling.max_tokens, max(room_tokens - len(self._request.prompt_ids), least)))
 
     def _end(self, attempt: Attempt) -> None:
         """Take the engine's word for the end of the request.
@@ -274,19 +289,19 @@ class _Life:
     def _retry_or_raise(self, error: PilotlightError, seen: Seen, attempt: Attempt) -> None:
         """After a refusal or a loss: return when another attempt may help.
 
-        1. The request itself is wrong: no.
+        1. The request itself is wrong, or too large for the instance's KV: no.
         2. Refused before it ran: the hold's deadline is the limit.
         3. All of its tokens had arrived: it has ended.
         4. Lost while it ran: three times before the first token, three times after.
         """
         instance_id = seen.instance.instance_id
         model = self._request.model.name
-        if isinstance(error, CallerError):  # 1
+        if isinstance(error, CallerError | NoRoom):  # 1
             raise error
         if not attempt.accepted and not isinstance(error, InternalError):  # 2
             self._avoid(instance_id, error.retry_after_s or AVOID_REFUSED_S)
             log.info("submit refused", action="submit_refused", model=model, instance_id=instance_id, code=error.code)
-        elif len(self._output_ids) >= self._request.sampling.max_tokens:  # 3
+        elif len(self._output_ids) >= self._sampling.max_tokens:  # 3
             self._finish = FinishReason.LENGTH
         else:  # 4
             self._losses += 1

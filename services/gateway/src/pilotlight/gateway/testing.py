@@ -204,6 +204,7 @@ class ScriptedWorker:
         self.changed = asyncio.Condition()
         """Notified whenever something was heard."""
         self.answers_resend = True
+        self.kv_capacity_tokens = 0
         self.incarnation = new_incarnation()
         self.instance = Instance(
             instance_id=InstanceId(instance_id),
@@ -275,6 +276,7 @@ class ScriptedWorker:
             stage=Stage(0, 2),
             state=HeldState.READY,
             device_bytes=1000,
+            kv_capacity_tokens=self.kv_capacity_tokens,
         )
         facts = WorkerFacts(
             worker_id=self.worker_id,

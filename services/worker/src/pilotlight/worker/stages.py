@@ -309,4 +309,5 @@ class Stages:
             in_flight=in_flight,
             idle_s=now_s - used_s if idle else 0.0,
             reason=held.reason,
+            kv_capacity_tokens=held.kv_capacity_tokens,
         )

@@ -22,7 +22,7 @@ from pilotlight.gateway.openai.completions import CompletionShapes
 from pilotlight.gateway.openai.document import openapi_document
 from pilotlight.gateway.openai.exchange import Exchange, ExchangeParts
 from pilotlight.gateway.openai.models import model_card
-from pilotlight.gateway.openai.parameters import Options, decode_body, options_of, sampling_of
+from pilotlight.gateway.openai.parameters import Options, decode_body, limit_of, options_of, sampling_of
 from pilotlight.gateway.openai.prompt import PromptEncoder
 from pilotlight.gateway.openai.types import ChatRequest, CompletionRequest, ModelList
 from pilotlight.gateway.requests import TokenRequest
@@ -150,6 +150,7 @@ class OpenAiApi:
             sampling=sampling,
             arrived_s=asked.arrived_s,
             trace_parent=current_traceparent(keep=True),
+            shorten=limit_of(asked.body) is None,
         )
         answer = Answer(entry.text, options.stops, len(prompt_ids), logprobs=options.logprobs)
         return Exchange(self._exchanges, token_request, answer, options, asked.key.key_id)

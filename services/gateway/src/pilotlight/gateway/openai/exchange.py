@@ -26,9 +26,7 @@ log = structlog.get_logger()
 class UsageSink(Protocol):
     """Where finished requests are noted (``UsageRecorder``)."""
 
-    def record(
-        self, *, model: str, key_id: str, request_id: str, prompt_tokens: int, output_tokens: int, status: str
-    ) -> None:
+    def record(self, *, model: str, key_id: str, request_id: str, prompt_tokens: int, output_tokens: int, status: str) -> None:
         """Note one; never waits."""
         ...
 

@@ -93,6 +93,13 @@ def options_of(request: ChatRequest | CompletionRequest) -> Options:
     return Options(stream=bool(request.stream), include_usage=include_usage, stops=stops, logprobs=logprobs)
 
 
+def limit_of(request: ChatRequest | CompletionRequest) -> int | None:
+    """How many tokens of output the client asks for at most; None when it leaves that open."""
+    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
+        return request.max_completion_tokens
+    return request.max_tokens
+
+
 def sampling_of(
     request: ChatRequest | CompletionRequest, model: Model, prompt_tokens: int, eos_token_ids: Sequence[int], rng: random.Random
 ) -> Sampling:
@@ -101,13 +108,10 @@ def sampling_of(
     Raises:
         ContextTooLong: prompt and wanted output are longer than the model's context.
     """
-    asked = request.max_tokens
-    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
-        asked = request.max_completion_tokens
     top_k = request.top_k or 0
     return Sampling(
         seed=(request.seed & _SEED_MASK) if request.seed is not None else rng.getrandbits(63),
-        max_tokens=_room(model, prompt_tokens, asked),
+        max_tokens=_room(model, prompt_tokens, limit_of(request)),
         temperature=1.0 if request.temperature is None else request.temperature,
         top_p=1.0 if request.top_p is None else request.top_p,
         top_k=max(0, top_k),
