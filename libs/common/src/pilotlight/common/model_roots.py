@@ -43,7 +43,7 @@ class ModelRoots:
             UriNotAllowed: another scheme, or a folder that lies (after links and dots are resolved) below no root.
             SourceUnavailable: there is no such folder.
         """
-        if len(uri) > MAX_URI_CHARS or "\0" in uri:
+        if len(uri) > MAX_URI_CHARS or "\0" in unquote(uri):
             raise UriNotAllowed(f"a model URI has at most {MAX_URI_CHARS} characters and no NUL", param="uri")
         try:
             parts = urlsplit(uri)
@@ -55,10 +55,21 @@ class ModelRoots:
             path = Path(uri)
         else:
             raise UriNotAllowed(f"{uri!r}: give an absolute folder, as file:///folder", param="uri")
-        resolved = path.resolve()
-        if not any(resolved.is_relative_to(folder) for folder in self.folders):
+        try:
+            resolved = path.resolve()
+        except (OSError, RuntimeError) as error:  # RuntimeError: links that lead in a circle, until Python 3.13
+            raise UriNotAllowed(f"{uri!r} names no folder: {error}", param="uri") from error
+        if not self.hold(resolved):
             allowed = ", ".join(str(folder) for folder in self.folders) or "none"
             raise UriNotAllowed(f"{resolved} is not below an allowed root (PILOTLIGHT_MODEL_ROOTS: {allowed})", param="uri")
+        try:
+            resolved.stat()
+        except OSError as error:
+            raise SourceUnavailable(f"there is no folder {resolved}: {error.strerror}", param="uri") from error
         if not resolved.is_dir():
-            raise SourceUnavailable(f"there is no folder {resolved}", param="uri")
+            raise SourceUnavailable(f"{resolved} is not a folder", param="uri")
         return resolved
+
+    def hold(self, resolved: Path) -> bool:
+        """Whether a path, its links and dots resolved, lies below a root."""
+        return any(resolved.is_relative_to(folder) for folder in self.folders)

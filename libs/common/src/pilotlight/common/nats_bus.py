@@ -4,7 +4,9 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
+from urllib.parse import unquote, urlsplit
 
 import nats.errors
 import structlog
@@ -84,15 +86,15 @@ class NatsBus:
         await asyncio.wait({connecting})
         await bus._client.close()
         reason = bus._refused.result() if bus._refused.done() else bus._client.last_error
-        raise BusUnavailable(f"cannot connect to {settings.nats_url} as {user}: {reason or 'no answer'}")
+        raise BusUnavailable(f"cannot connect to {_server_of(settings, user).url} as {user}: {reason or 'no answer'}")
 
     async def _connect(self, settings: BusSettings, user: str, name: str) -> None:
-        password = settings.password_of(user)
+        server = _server_of(settings, user)
         options: dict[str, Any] = {
-            "servers": [settings.nats_url],
+            "servers": [server.url],
             "name": name,
-            "user": user if password else None,
-            "password": password,
+            "user": server.user,
+            "password": server.password,
             "inbox_prefix": f"_INBOX.{user}",
             "max_reconnect_attempts": -1,
             "reconnect_time_wait": random.Random().uniform(0.05, 0.15),
@@ -371,6 +373,25 @@ async def _logged(callback: Callable[[], Awaitable[None]]) -> None:
 def bucket_name(prefix: str, name: str) -> str:
     """A bucket's name on the server."""
     return (prefix + name).replace(".", "_")
+
+
+@dataclass(frozen=True, slots=True)
+class _Server:
+    """Where to connect, and as whom. The URL holds no password: it stands in messages."""
+
+    url: str
+    user: str | None
+    password: str | None
+
+
+def _server_of(settings: BusSettings, user: str) -> _Server:
+    """Credentials in the URL are an operator's own and go first: a server that was not set up by us does not know our users."""
+    parts = urlsplit(settings.nats_url)
+    if parts.username:
+        bare = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+        return _Server(bare, unquote(parts.username), unquote(parts.password or ""))
+    password = settings.password_of(user)
+    return _Server(settings.nats_url, user if password else None, password)
 
 
 def _family(subject: str) -> str:

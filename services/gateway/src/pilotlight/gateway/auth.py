@@ -6,7 +6,6 @@ entropy, so a slow hash would buy nothing and cost each request.
 
 import hashlib
 import hmac
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +16,9 @@ from pydantic import Field
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.db.session import Database
-from pilotlight.common.errors import DatabaseUnavailable, Forbidden, InternalError, Unauthorized
+from pilotlight.common.errors import DatabaseUnavailable, DeadlineExceeded, Forbidden, InternalError, Unauthorized
 from pilotlight.common.settings import BusSettings, PilotlightSettings, read_secret
+from pilotlight.common.waiting import within
 from pilotlight.gateway.repository import ApiKey, KeyRepository
 
 log = structlog.get_logger()
@@ -26,9 +26,12 @@ log = structlog.get_logger()
 Role = Literal["admin", "inference"]
 
 PREFIX_CHARS = 16
+MIN_KEY_CHARS = 20
 MAX_KEY_CHARS = 256
 CACHE_S = 5.0
 """How long a revoked key may still work."""
+RECHECK_DEADLINE_S = 1.0
+"""How long a request with a known key waits for a database that does not answer."""
 MAX_CACHED_KEYS = 10_000
 BOOTSTRAP_LABEL = "bootstrap"
 
@@ -71,14 +74,21 @@ class Authenticator:
         self._cache: dict[str, _Cached] = {}
 
     async def start(self) -> None:
-        """Put the bootstrap keys into the database and revoke their predecessors."""
+        """Put the bootstrap keys into the database and revoke their predecessors.
+
+        Raises:
+            InternalError: a key's file cannot be read or will not do.
+            DatabaseUnavailable: the keys cannot be stored.
+        """
         files: tuple[tuple[Role, Path | None], ...] = (
             ("admin", self._access.admin_key_file),
             ("inference", self._access.api_key_file),
         )
-        for role, path in files:
-            if path is not None:
-                await self._keys.ensure_bootstrap(self._row(path.read_text().strip(), role, BOOTSTRAP_LABEL))
+        keys = [self._bootstrap_key(path, role) for role, path in files if path is not None]
+        if len({key.hash for key in keys}) < len(keys):
+            raise InternalError("the admin key and the inference key are the same; write another one into one of the files")
+        for key in keys:
+            await self._keys.ensure_bootstrap(key)
 
     async def stop(self) -> None:
         """Nothing is held."""
@@ -110,13 +120,14 @@ class Authenticator:
         cached = self._cache.get(digest)
         if cached is not None and now_s - cached.read_s < CACHE_S:
             return cached.key
-        try:
+        if cached is None:
             key = await self._keys.by_hash(digest)
-        except DatabaseUnavailable:
-            # A key that was valid a moment ago goes on working: warm models must not stop with the database.
-            if cached is not None:
-                return cached.key
-            raise
+        else:
+            try:
+                key = await within(RECHECK_DEADLINE_S, self._keys.by_hash(digest), "looking up a key")
+            except (DatabaseUnavailable, DeadlineExceeded):
+                # A key that was valid a moment ago goes on working: warm models must not stop, nor wait, with the database.
+                key = cached.key
         if key is None:
             self._cache.pop(digest, None)
             return None
@@ -128,9 +139,15 @@ class Authenticator:
     def _hash(self, presented: str) -> str:
         return hmac.new(self._pepper, presented.encode(), hashlib.sha256).hexdigest()
 
-    def _row(self, plain: str, role: Role, label: str) -> ApiKey:
-        if len(plain) < 20:
-            raise InternalError(f"the {role} key's file holds fewer than 20 characters; write a long random key into it")
-        return ApiKey(
-            key_id=f"key-{secrets.token_hex(8)}", prefix=plain[:PREFIX_CHARS], hash=self._hash(plain), role=role, label=label
-        )
+    def _bootstrap_key(self, path: Path, role: Role) -> ApiKey:
+        try:
+            plain = path.read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InternalError(f"the {role} key's file {path} cannot be read: {error}") from error
+        if not MIN_KEY_CHARS <= len(plain) <= MAX_KEY_CHARS:
+            raise InternalError(
+                f"the {role} key's file {path} must hold a random key of {MIN_KEY_CHARS} to {MAX_KEY_CHARS} characters"
+            )
+        digest = self._hash(plain)
+        # The id follows from the key, so that gateways that start at the same moment make one row of it.
+        return ApiKey(key_id=f"key-{digest[:16]}", prefix=plain[:PREFIX_CHARS], hash=digest, role=role, label=BOOTSTRAP_LABEL)

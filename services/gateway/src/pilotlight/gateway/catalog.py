@@ -5,7 +5,6 @@ database is gone the last view stays: warm models must not stop with it.
 """
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
@@ -18,7 +17,7 @@ from pilotlight.common.messages.events import Event
 from pilotlight.common.service import Context
 from pilotlight.common.settings import ServiceSettings
 from pilotlight.common.store import ObjectStore, text_key
-from pilotlight.common.waiting import woken
+from pilotlight.common.waiting import cancel_all, woken
 from pilotlight.gateway.repository import ModelRepository, StoredModel
 from pilotlight.policy.types import Digest, Model
 from pilotlight.text.bundle import TextBundle, decode
@@ -62,14 +61,17 @@ class CatalogEntry:
 class Catalog:
     """The view; a component."""
 
-    def __init__(self, database: Database, context: Context[ServiceSettings]) -> None:
+    def __init__(
+        self, database: Database, context: Context[ServiceSettings], *, refresh_interval_s: float = REFRESH_INTERVAL_S
+    ) -> None:
         self._context = context
+        self._refresh_interval_s = refresh_interval_s
         self._models = ModelRepository(database, context.clock)
         self._entries: dict[str, CatalogEntry] = {}
-        self._callbacks: list[Callable[[], None]] = []
         self._stale = asyncio.Event()
         self._refreshing = asyncio.Lock()
         self._subscription: Subscription | None = None
+        self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """List once, then follow.
@@ -77,19 +79,21 @@ class Catalog:
         Raises:
             DatabaseUnavailable: the models cannot be listed.
         """
-        await self.refresh()
+        if self._subscription is not None:
+            return
+        # Listened to before the list is read, so that no change falls between the two.
         self._subscription = await self._context.bus.subscribe(GATEWAY_EVENTS, Event, self._on_event)
-        self._context.background.spawn("follow models", self._follow())
+        await self.refresh()
+        self._task = self._context.background.spawn("follow models", self._follow())
 
     async def stop(self) -> None:
         """Follow no more."""
         if self._subscription is not None:
             await self._subscription.end()
             self._subscription = None
-
-    def on_change(self, callback: Callable[[], None]) -> None:
-        """Call after the view has changed."""
-        self._callbacks.append(callback)
+        if self._task is not None:
+            await cancel_all((self._task,))
+            self._task = None
 
     def get(self, name: str) -> CatalogEntry | None:
         """One model, or None."""
@@ -106,36 +110,32 @@ class Catalog:
             DatabaseUnavailable: the models cannot be listed.
         """
         async with self._refreshing:
+            # By digest: fine-tuned models share their tokenizer, which may take 100 MB.
+            texts = {entry.model.text_digest: entry.text for entry in self._entries.values()}
             entries: dict[str, CatalogEntry] = {}
             for stored in await self._models.all():
-                entry = await self._entry(stored)
-                if entry is not None:
-                    entries[stored.model.name] = entry
-            changed = entries != self._entries
+                model = stored.model
+                text = texts.get(model.text_digest) or await self._text_of(stored)
+                if text is not None:
+                    texts[model.text_digest] = text
+                    created_unix_s = int(stored.created_at.timestamp())
+                    entries[model.name] = CatalogEntry(model=model, text=text, created_unix_s=created_unix_s)
             self._entries = entries
-        if changed:
-            for callback in self._callbacks:
-                callback()
 
-    async def _entry(self, stored: StoredModel) -> CatalogEntry | None:
-        known = self._entries.get(stored.model.name)
-        if known is not None and known.model.text_digest == stored.model.text_digest:
-            text = known.text
-        else:
-            try:
-                text = await load_text(self._context.store, stored.model.text_digest, self._context.clock)
-            except PilotlightError as error:
-                # One model's missing bundle must not hide the others; it is tried again with the next refresh.
-                log.error("model cannot be served", action="text_bundle_failed", model=stored.model.name, error=error.message)
-                return None
-        return CatalogEntry(model=stored.model, text=text, created_unix_s=int(stored.created_at.timestamp()))
+    async def _text_of(self, stored: StoredModel) -> ModelText | None:
+        try:
+            return await load_text(self._context.store, stored.model.text_digest, self._context.clock)
+        except PilotlightError as error:
+            # One model's missing bundle must not hide the others; it is tried again with the next refresh.
+            log.error("model cannot be served", action="text_bundle_failed", model=stored.model.name, error=error.message)
+            return None
 
     async def _on_event(self, _: Event) -> None:
         self._stale.set()
 
     async def _follow(self) -> None:
         while True:
-            await woken(self._stale, REFRESH_INTERVAL_S)
+            await woken(self._stale, self._refresh_interval_s)
             try:
                 await self.refresh()
             except PilotlightError as error:

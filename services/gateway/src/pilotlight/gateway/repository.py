@@ -1,11 +1,12 @@
 """Rows of schema ``gateway``: models, keys, usage. Other schemas are read for display alone."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
 
-from sqlalchemy import Table, delete, desc, func, insert, select, update
+from sqlalchemy import Select, delete, desc, func, select, update
+from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import IntegrityError
 
 from pilotlight.common.clock import Clock
@@ -14,6 +15,8 @@ from pilotlight.common.db.mapping import from_row_json, to_row_json
 from pilotlight.common.db.session import Database
 from pilotlight.common.errors import AlreadyExists, ModelNotFound
 from pilotlight.policy.types import Model, ModelName
+
+MAX_ROWS_OF_TRACE = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,21 +72,24 @@ class ModelRepository:
             raise AlreadyExists(f"a model named {model.name!r} is already registered", param="name") from error
         return StoredModel(model=model, created_at=now, updated_at=now)
 
-    async def replace(self, model: Model) -> None:
-        """Store a changed model.
+    async def change(self, name: str, changed: Callable[[Model], Model]) -> StoredModel:
+        """Replace a model by what ``changed`` makes of it. Its row is locked meanwhile, so that no other change is lost.
 
         Raises:
-            ModelNotFound: it was deleted meanwhile.
+            ModelNotFound: there is none of that name.
+            PilotlightError: what ``changed`` raises; nothing was written.
         """
+        now = self._clock.wall()
         async with self._database.unit_of_work() as work:
-            changed = await work.connection.execute(
-                update(tables.models)
-                .where(tables.models.c.name == model.name)
-                .values(digest=model.digest, body=to_row_json(model), updated_at=self._clock.wall())
-            )
-            if changed.rowcount == 0:
-                raise ModelNotFound(f"there is no model {model.name!r}", param="name")
+            locked = select(tables.models).where(tables.models.c.name == name).with_for_update()
+            row = (await work.connection.execute(locked)).mappings().one_or_none()
+            if row is None:
+                raise ModelNotFound(f"there is no model {name!r}", param="name")
+            model = changed(_stored(row).model)
+            values = {"digest": model.digest, "body": to_row_json(model), "updated_at": now}
+            await work.connection.execute(update(tables.models).where(tables.models.c.name == name).values(**values))
             work.emit("model_changed", model.name, {"digest": model.digest})
+        return StoredModel(model=model, created_at=row["created_at"], updated_at=now)
 
     async def remove(self, name: str) -> None:
         """Delete a model; its instances drain.
@@ -125,24 +131,16 @@ class KeyRepository:
         return ApiKey(key_id=row.key_id, prefix=row.prefix, hash=row.hash, role=row.role, label=row.label)
 
     async def ensure_bootstrap(self, key: ApiKey) -> None:
-        """Make this the only valid key with its role and label."""
+        """Make this the only valid key with its role and label; one that was revoked before is valid again."""
         keys = tables.api_keys
+        others = (keys.c.role == key.role, keys.c.label == key.label, keys.c.key_id != key.key_id, keys.c.revoked_at.is_(None))
+        row = insert(keys).values(
+            key_id=key.key_id, prefix=key.prefix, hash=key.hash, role=key.role, label=key.label, created_at=func.now()
+        )
+        valid = {"role": key.role, "label": key.label, "revoked_at": None}
         async with self._database.unit_of_work() as work:
-            now = func.now()
-            await work.connection.execute(
-                update(keys)
-                .where(keys.c.role == key.role, keys.c.label == key.label, keys.c.hash != key.hash, keys.c.revoked_at.is_(None))
-                .values(revoked_at=now)
-            )
-            present = await work.connection.execute(
-                select(keys.c.key_id).where(keys.c.hash == key.hash, keys.c.revoked_at.is_(None))
-            )
-            if present.first() is None:
-                await work.connection.execute(
-                    insert(keys).values(
-                        key_id=key.key_id, prefix=key.prefix, hash=key.hash, role=key.role, label=key.label, created_at=now
-                    )
-                )
+            await work.connection.execute(update(keys).where(*others).values(revoked_at=func.now()))
+            await work.connection.execute(row.on_conflict_do_update(index_elements=["key_id"], set_=valid))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,43 +190,38 @@ class DisplayRepository:
 
     async def instances(self, limit: int) -> list[dict[str, Any]]:
         """Instances, the newest first."""
-        return await self._newest(tables.instances, tables.instances.c.created_at, limit)
+        table = tables.instances
+        return await self._rows(select(table).order_by(desc(table.c.created_at)).limit(limit))
 
     async def cold_starts(self, model: str | None, limit: int) -> list[dict[str, Any]]:
         """Cold starts with their phases, the newest first."""
-        rows = select(tables.cold_starts).order_by(desc(tables.cold_starts.c.created_at)).limit(limit)
-        if model is not None:
-            rows = rows.where(tables.cold_starts.c.model == model)
-        async with self._database.reading() as connection:
-            return [dict(row) for row in (await connection.execute(rows)).mappings()]
-
-    async def cold_starts_of_trace(self, trace_id: str) -> list[dict[str, Any]]:
-        """Cold starts that belong to a trace."""
         table = tables.cold_starts
-        async with self._database.reading() as connection:
-            rows = await connection.execute(select(table).where(table.c.trace_id == trace_id).order_by(table.c.created_at))
-            return [dict(row) for row in rows.mappings()]
-
-    async def spans_of_trace(self, trace_id: str) -> list[dict[str, Any]]:
-        """Spans of a trace, by start."""
-        async with self._database.reading() as connection:
-            rows = await connection.execute(
-                select(tables.spans).where(tables.spans.c.trace_id == trace_id).order_by(tables.spans.c.start_at)
-            )
-            return [dict(row) for row in rows.mappings()]
+        rows = select(table).order_by(desc(table.c.created_at)).limit(limit)
+        return await self._rows(rows if model is None else rows.where(table.c.model == model))
 
     async def decisions(self, model: str | None, limit: int) -> list[dict[str, Any]]:
         """Decisions with inputs and reasons, the newest first."""
-        rows = select(tables.decisions).order_by(desc(tables.decisions.c.at)).limit(limit)
-        if model is not None:
-            rows = rows.where(tables.decisions.c.model == model)
-        async with self._database.reading() as connection:
-            return [dict(row) for row in (await connection.execute(rows)).mappings()]
+        table = tables.decisions
+        rows = select(table).order_by(desc(table.c.at)).limit(limit)
+        return await self._rows(rows if model is None else rows.where(table.c.model == model))
 
-    async def _newest(self, table: Table, by: Any, limit: int) -> list[dict[str, Any]]:
+    async def spans_of_trace(self, trace_id: str) -> list[dict[str, Any]]:
+        """Spans of a trace, by start; the first ``MAX_ROWS_OF_TRACE``."""
+        table = tables.spans
+        return await self._rows(
+            select(table).where(table.c.trace_id == trace_id).order_by(table.c.start_at).limit(MAX_ROWS_OF_TRACE)
+        )
+
+    async def cold_starts_of_trace(self, trace_id: str) -> list[dict[str, Any]]:
+        """Cold starts that belong to a trace; the first ``MAX_ROWS_OF_TRACE``."""
+        table = tables.cold_starts
+        return await self._rows(
+            select(table).where(table.c.trace_id == trace_id).order_by(table.c.created_at).limit(MAX_ROWS_OF_TRACE)
+        )
+
+    async def _rows(self, statement: Select[Any]) -> list[dict[str, Any]]:
         async with self._database.reading() as connection:
-            rows = await connection.execute(select(table).order_by(desc(by)).limit(limit))
-            return [dict(row) for row in rows.mappings()]
+            return [dict(row) for row in (await connection.execute(statement)).mappings()]
 
 
 def _stored(row: Any) -> StoredModel:

@@ -1,11 +1,12 @@
 """Spans of every service, kept for the trace viewer: bounded, and lost without harm."""
 
-import json
+import asyncio
 from datetime import UTC, datetime
 from typing import Any
 
+import msgspec
 import structlog
-from sqlalchemy import delete, func, text
+from sqlalchemy import delete, func, select, text, tuple_
 from sqlalchemy.dialects.postgresql import insert
 
 from pilotlight.common.bus import Subscription
@@ -15,14 +16,19 @@ from pilotlight.common.errors import DatabaseUnavailable
 from pilotlight.common.messages.spans import SPANS_SUBJECT, SpanBatch, SpanRecord
 from pilotlight.common.service import Context
 from pilotlight.common.settings import ServiceSettings
-from pilotlight.common.waiting import pause
+from pilotlight.common.waiting import cancel_all, pause
 
 log = structlog.get_logger()
 
 FLUSH_INTERVAL_S = 0.25
 MAX_BUFFERED_SPANS = 20_000
+MAX_TEXT_CHARS = 300
 MAX_ATTRIBUTES_BYTES = 8 * 1024
 KEEP_S = 24 * 3600.0
+MAX_ROWS = 1_000_000
+"""Older spans than these go before their time."""
+TRIM_BATCH_ROWS = 10_000
+"""Rows of one deletion: a statement must end within the database's deadline however much there is to delete."""
 TRIM_EVERY_FLUSHES = 240
 """About once a minute."""
 
@@ -30,29 +36,52 @@ TRIM_EVERY_FLUSHES = 240
 class SpanStore:
     """Listens to span batches (each reaches one gateway) and writes them to ``gateway.spans``."""
 
-    def __init__(self, database: Database, context: Context[ServiceSettings]) -> None:
+    def __init__(self, database: Database, context: Context[ServiceSettings], *, max_rows: int = MAX_ROWS) -> None:
         self._database = database
         self._context = context
-        self._spans: list[SpanRecord] = []
+        self._max_rows = max_rows
+        self._rows: list[dict[str, Any]] = []
         self._subscription: Subscription | None = None
+        self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Listen and write."""
-        self._subscription = await self._context.bus.subscribe(SPANS_SUBJECT, SpanBatch, self._on_batch, queue="gateway")
-        self._context.background.spawn("spans", self._run())
+        if self._subscription is None:
+            self._subscription = await self._context.bus.subscribe(SPANS_SUBJECT, SpanBatch, self._on_batch, queue="gateway")
+            self._task = self._context.background.spawn("spans", self._run())
 
     async def stop(self) -> None:
         """Listen no more; write what is left."""
         if self._subscription is not None:
             await self._subscription.end()
             self._subscription = None
+        if self._task is not None:
+            await cancel_all((self._task,))
+            self._task = None
         await self._flush()
 
+    async def trim(self) -> None:
+        """Delete spans that are too old, or too many.
+
+        Raises:
+            DatabaseUnavailable: some of them are still there.
+        """
+        spans = tables.spans
+        too_old = func.now() - text("make_interval(secs => :keep_s)").bindparams(keep_s=KEEP_S)
+        newest = select(spans.c.start_at).order_by(spans.c.start_at.desc()).offset(self._max_rows).limit(1).scalar_subquery()
+        for surplus in (spans.c.start_at < too_old, spans.c.start_at <= newest):
+            some = select(spans.c.trace_id, spans.c.span_id).where(surplus).limit(TRIM_BATCH_ROWS)
+            deleted = TRIM_BATCH_ROWS
+            while deleted == TRIM_BATCH_ROWS:
+                async with self._database.unit_of_work() as work:
+                    gone = await work.connection.execute(delete(spans).where(tuple_(spans.c.trace_id, spans.c.span_id).in_(some)))
+                    deleted = gone.rowcount
+
     async def _on_batch(self, batch: SpanBatch) -> None:
-        room = MAX_BUFFERED_SPANS - len(self._spans)
-        if room < len(batch.spans):
-            log.warning("spans were dropped", action="spans_dropped", spans=len(batch.spans) - room)
-        self._spans += batch.spans[: max(0, room)]
+        kept = [row for row in map(_row, batch.spans[: MAX_BUFFERED_SPANS - len(self._rows)]) if row is not None]
+        self._rows += kept
+        if len(kept) < len(batch.spans):
+            log.warning("spans were dropped", action="spans_dropped", spans=len(batch.spans) - len(kept))
 
     async def _run(self) -> None:
         flushes = 0
@@ -61,38 +90,43 @@ class SpanStore:
             await self._flush()
             flushes += 1
             if flushes % TRIM_EVERY_FLUSHES == 0:
-                await self._trim()
+                try:
+                    await self.trim()
+                except DatabaseUnavailable as error:
+                    log.warning("old spans are kept a little longer", action="spans_trim_deferred", error=error.message)
 
     async def _flush(self) -> None:
-        spans, self._spans = self._spans, []
-        if not spans:
+        rows, self._rows = self._rows, []
+        if not rows:
             return
-        rows = [_row(span) for span in spans]
         try:
             async with self._database.unit_of_work() as work:
                 await work.connection.execute(insert(tables.spans).on_conflict_do_nothing(), rows)
         except DatabaseUnavailable as error:
-            log.warning("spans were dropped", action="spans_dropped", spans=len(spans), error=error.message)
-
-    async def _trim(self) -> None:
-        oldest = func.now() - text("make_interval(secs => :keep_s)").bindparams(keep_s=KEEP_S)
-        try:
-            async with self._database.unit_of_work() as work:
-                await work.connection.execute(delete(tables.spans).where(tables.spans.c.start_at < oldest))
-        except DatabaseUnavailable as error:
-            log.warning("old spans are kept a little longer", action="spans_trim_deferred", error=error.message)
+            log.warning("spans were dropped", action="spans_dropped", spans=len(rows), error=error.message)
 
 
-def _row(span: SpanRecord) -> dict[str, Any]:
-    attributes = span.attributes if len(json.dumps(span.attributes)) <= MAX_ATTRIBUTES_BYTES else {"dropped": "too large"}
+def _row(span: SpanRecord) -> dict[str, Any] | None:
+    """A span as its row; None when no calendar has its times. One odd span must not cost the others of its batch."""
+    try:
+        start_at, end_at = (datetime.fromtimestamp(time_s, UTC) for time_s in (span.start_at_s, span.end_at_s))
+    except (ValueError, OverflowError, OSError):
+        return None
+    encoded = msgspec.json.encode(span.attributes)
+    storable = len(encoded) <= MAX_ATTRIBUTES_BYTES and b"\\u0000" not in encoded
     return {
-        "trace_id": span.trace_id,
-        "span_id": span.span_id,
-        "parent_id": span.parent_id,
-        "name": span.name,
-        "service": span.service,
-        "start_at": datetime.fromtimestamp(span.start_at_s, UTC),
-        "end_at": datetime.fromtimestamp(span.end_at_s, UTC),
-        "status": span.status,
-        "attributes": attributes,
+        "trace_id": _text(span.trace_id),
+        "span_id": _text(span.span_id),
+        "parent_id": _text(span.parent_id),
+        "name": _text(span.name),
+        "service": _text(span.service),
+        "start_at": start_at,
+        "end_at": end_at,
+        "status": _text(span.status),
+        "attributes": span.attributes if storable else {"dropped": "too large, or not storable"},
     }
+
+
+def _text(value: str) -> str:
+    """What PostgreSQL takes: text without NUL."""
+    return value.replace("\0", "")[:MAX_TEXT_CHARS]

@@ -1,17 +1,22 @@
 """Usage: one row a finished request, written in batches off the request's path."""
 
+import asyncio
+from collections import deque
+
 import structlog
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.db.session import Database
 from pilotlight.common.errors import DatabaseUnavailable
 from pilotlight.common.service import Background
-from pilotlight.common.waiting import pause
+from pilotlight.common.waiting import cancel_all, pause
 from pilotlight.gateway.repository import UsageRepository, UsageRow
 
 log = structlog.get_logger()
 
 FLUSH_INTERVAL_S = 1.0
+MAX_BATCH_ROWS = 1000
+"""Rows of one transaction: what an outage leaves behind must not be too much for one."""
 MAX_BUFFERED_ROWS = 50_000
 """About ten minutes of a busy gateway without a database; beyond it the oldest rows are dropped, and that is logged."""
 
@@ -23,22 +28,28 @@ class UsageRecorder:
         self._repository = UsageRepository(database)
         self._clock = clock
         self._background = background
-        self._rows: list[UsageRow] = []
+        self._rows: deque[UsageRow] = deque()
         self._dropped = 0
+        self._writing = asyncio.Lock()
+        self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Begin to write."""
-        self._background.spawn("usage", self._run())
+        if self._task is None:
+            self._task = self._background.spawn("usage", self._run())
 
     async def stop(self) -> None:
         """Write what is left."""
+        if self._task is not None:
+            # A batch that is being written is not cut off: its rows would be nowhere.
+            async with self._writing:
+                self._task.cancel()
+            await cancel_all((self._task,))
+            self._task = None
         await self._flush()
 
     def record(self, *, model: str, key_id: str, request_id: str, prompt_tokens: int, output_tokens: int, status: str) -> None:
         """Note a finished request; ``status`` is ``ok``, ``cancelled`` or an error's code."""
-        if len(self._rows) >= MAX_BUFFERED_ROWS:
-            self._rows.pop(0)
-            self._dropped += 1
         self._rows.append(
             UsageRow(
                 at=self._clock.wall(),
@@ -50,6 +61,7 @@ class UsageRecorder:
                 status=status,
             )
         )
+        self._keep_within_bound()
 
     async def _run(self) -> None:
         while True:
@@ -57,17 +69,26 @@ class UsageRecorder:
             await self._flush()
 
     async def _flush(self) -> None:
-        rows, self._rows = self._rows, []
-        if not rows:
-            return
-        try:
-            await self._repository.add(rows)
-        except DatabaseUnavailable as error:
-            self._rows = (rows + self._rows)[-MAX_BUFFERED_ROWS:]
-            log.warning(
-                "usage is kept until the database is back", action="usage_deferred", rows=len(self._rows), error=error.message
-            )
-            return
-        if self._dropped:
-            log.error("usage rows were lost", action="usage_dropped", rows=self._dropped)
-            self._dropped = 0
+        async with self._writing:
+            while self._rows:
+                batch = [self._rows.popleft() for _ in range(min(len(self._rows), MAX_BATCH_ROWS))]
+                try:
+                    await self._repository.add(batch)
+                except DatabaseUnavailable as error:
+                    self._rows.extendleft(reversed(batch))
+                    self._keep_within_bound()
+                    log.warning(
+                        "usage is kept until the database is back",
+                        action="usage_deferred",
+                        rows=len(self._rows),
+                        error=error.message,
+                    )
+                    return
+            if self._dropped:
+                log.error("usage rows were lost", action="usage_dropped", rows=self._dropped)
+                self._dropped = 0
+
+    def _keep_within_bound(self) -> None:
+        while len(self._rows) > MAX_BUFFERED_ROWS:
+            self._rows.popleft()
+            self._dropped += 1

@@ -7,7 +7,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from pilotlight.gateway.repository import StoredModel
 
-NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$"
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*$"
+"""Parts as in ``org/name``, none of them empty or of dots alone: a name is also a path of the API."""
+MAX_NAME_CHARS = 128
 MAX_MS = 86_400_000.0
 
 
@@ -28,7 +30,7 @@ class SloBody(Body):
 class NewModel(Body):
     """``POST /admin/v1/models``."""
 
-    name: str = Field(pattern=NAME_PATTERN, description="How clients name it.")
+    name: str = Field(pattern=NAME_PATTERN, max_length=MAX_NAME_CHARS, description="How clients name it.")
     uri: str = Field(min_length=1, max_length=2048, description="A folder below an allowed root, as `file:///folder`.")
     revision: str | None = Field(None, max_length=200, description="A source's branch, tag or commit, where it has them.")
     dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = Field("auto", description="`auto`: the checkpoint's.")
