@@ -234,14 +234,6 @@ def _cache() -> None:
         schema="cache",
     )
     _index("cache", "evictions", "at")
-    op.create_table(
-        "host_copies",
-        _text("digest"),
-        _text("node_id"),
-        _json("body"),
-        _key("host_copies", "digest", "node_id"),
-        schema="cache",
-    )
 
 
 def _materializer() -> None:
@@ -254,13 +246,5 @@ def _materializer() -> None:
         _text("signature"),
         _time("created_at"),
         _key("artifacts", "fingerprint", "kind"),
-        schema="materializer",
-    )
-    op.create_table(
-        "profiles",
-        _text("digest"),
-        _text("device_kind"),
-        _json("body"),
-        _key("profiles", "digest", "device_kind"),
         schema="materializer",
     )

@@ -22,7 +22,7 @@ from pilotlight.common.db import tables
 from pilotlight.common.db.mapping import from_row_json, to_row_json
 from pilotlight.common.db.migrate import MigrateSettings, migrate
 from pilotlight.common.db.outbox import BATCH, Outbox
-from pilotlight.common.db.roles import READS, may_read, role_of
+from pilotlight.common.db.roles import READS, role_of
 from pilotlight.common.db.session import Database, service_url
 from pilotlight.common.errors import BusUnavailable, DatabaseUnavailable, InternalError
 from pilotlight.common.messages.codec import decode_json
@@ -119,7 +119,8 @@ def test_only_the_owner_writes(as_owner: tuple[str, psycopg.Connection], table: 
 @pytest.mark.parametrize("table", ALL_TABLES, ids=lambda table: table.fullname)
 def test_others_read_only_what_is_listed(as_owner: tuple[str, psycopg.Connection], table: Table) -> None:
     owner, connection = as_owner
-    assert refused(connection, sql.SQL("SELECT * FROM {}").format(name_of(table))) == (not may_read(owner, table))
+    may_read = table.schema == owner or table in READS[owner]
+    assert refused(connection, sql.SQL("SELECT * FROM {}").format(name_of(table))) == (not may_read)
 
 
 def test_what_is_listed_is_what_was_agreed() -> None:
@@ -167,50 +168,25 @@ def test_the_role_and_its_secret_are_filled_in(tmp_path: Path) -> None:
 
 @pytest.mark.anyio
 async def test_a_unit_of_work_is_all_or_nothing(gateway_database: Database) -> None:
-    told: list[str] = []
-
-    async def tell() -> None:
-        told.append("committed")
-
     async def add_and_fail() -> None:
         async with gateway_database.unit_of_work() as work:
             await work.connection.execute(insert(tables.models).values(**MODEL))
             work.emit("model_registered", "m")
-            work.after_commit(tell)
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
         await add_and_fail()
     assert await rows(gateway_database, tables.models) == []
-    assert told == []
+    assert await rows(gateway_database, tables.outboxes["gateway"]) == []
 
     async with gateway_database.unit_of_work() as work:
         await work.connection.execute(insert(tables.models).values(**MODEL))
         work.emit("model_registered", "m", {"digest": "d"})
-        work.after_commit(tell)
-        work.after_commit(lambda: told.append("also"))
-        assert told == []
-    assert told == ["committed", "also"]
     (row,) = await rows(gateway_database, tables.models)
     assert row.body == {"a": [1, None]}
     assert row.created_at == NOW
     (event,) = await rows(gateway_database, tables.outboxes["gateway"])
     assert (event.kind, event.entity, event.data) == ("model_registered", "m", {"digest": "d"})
-
-
-@pytest.mark.anyio
-async def test_a_failing_callback_takes_nothing_back(gateway_database: Database) -> None:
-    told: list[str] = []
-
-    def fail() -> None:
-        raise RuntimeError
-
-    async with gateway_database.unit_of_work() as work:
-        await work.connection.execute(insert(tables.models).values(**MODEL))
-        work.after_commit(fail)
-        work.after_commit(lambda: told.append("the next one"))
-    assert told == ["the next one"]
-    assert len(await rows(gateway_database, tables.models)) == 1
 
 
 @pytest.mark.anyio

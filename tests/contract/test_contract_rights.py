@@ -11,7 +11,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from pilotlight.cli.embedded import NatsServer
-from pilotlight.common.buckets import GATEWAYS
+from pilotlight.common.buckets import INSTANCES
 from pilotlight.common.errors import BusUnavailable, DeadlineExceeded
 from pilotlight.common.messages.codec import Message
 from pilotlight.common.messages.demand import WARM_SUBJECT
@@ -203,9 +203,10 @@ async def test_services_can_do_their_work(guarded: BusSettings) -> None:
 
 async def test_a_reader_cannot_write(guarded: BusSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pilotlight.common.buckets.DEADLINE_S", 0.1)
-    bus = await NatsBus.connect(guarded, user="worker", name="worker")
+    bus = await NatsBus.connect(guarded, user="gateway", name="gateway")
+    bucket = await bus.bucket(INSTANCES)
     with pytest.raises(BusUnavailable):
-        await (await bus.bucket(GATEWAYS)).put("x", Note())
+        await bucket.put("x", Note())
     await bus.close()
 
 

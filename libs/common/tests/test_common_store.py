@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from pilotlight.common import store as store_module
-from pilotlight.common.errors import NotFound, SourceUnavailable
+from pilotlight.common.errors import BadRequest, NotFound, SourceUnavailable
 from pilotlight.common.store import ObjectStore, artifact_key, manifest_key, text_key
 from pilotlight.policy.types import Digest
 
@@ -51,7 +51,7 @@ async def test_a_store_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("url", ["", "ftp://x", "file://", "/folder", "s3://"])
 def test_other_places_are_refused(url: str) -> None:
-    with pytest.raises(ValueError, match="object store"):
+    with pytest.raises(BadRequest, match="object store"):
         ObjectStore.from_url(url)
 
 

@@ -7,7 +7,7 @@ import pytest
 from pilotlight.common.clock import ManualClock
 from pilotlight.common.errors import BadCheckpoint, BadRequest, TooLarge
 from pilotlight.text import template as under_test
-from pilotlight.text.template import ChatTemplate, check_template, flatten_content
+from pilotlight.text.template import ChatTemplate, check_template
 
 SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
 USER = {"role": "user", "content": 'Hi <b>"there"</b> & 你好'}
@@ -227,24 +227,3 @@ def test_each_rendering_has_a_meter_of_its_own(monkeypatch):
     assert [template.render([USER] * 3) for _ in range(5)] == ["xxx"] * 5
     with pytest.raises(BadRequest, match="too long"):
         template.render([USER] * 4)
-
-
-class TestFlattenContent:
-    def test_parts_become_lines(self):
-        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-        flat = flatten_content([{"role": "user", "content": parts}, {"role": "assistant", "content": None}, USER])
-        assert flat == [{"role": "user", "content": "a\nb"}, {"role": "assistant", "content": None}, USER]
-
-    @pytest.mark.parametrize(
-        ("part", "fault"),
-        [
-            ({"type": "image_url", "image_url": {}}, "image_url"),
-            ({"type": "text"}, "type"),
-            ("text", "needs"),
-            ({"text": "a"}, "needs"),
-        ],
-    )
-    def test_other_parts_are_refused(self, part, fault):
-        with pytest.raises(BadRequest, match=fault) as caught:
-            flatten_content([USER, {"role": "user", "content": [part]}])
-        assert caught.value.param == "messages.1.content"

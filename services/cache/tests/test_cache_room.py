@@ -1,11 +1,9 @@
 """Making room, against real NATS and PostgreSQL, with a worker and a loader played by the test."""
 
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from facts import MEMORY, NODE, WORKER, copy, held, node, worker
 from sqlalchemy import delete, select
 
 from pilotlight.cache.app import build
@@ -31,11 +29,17 @@ from pilotlight.common.messages.room import (
     give_up_subject,
 )
 from pilotlight.common.service import Application
-from pilotlight.common.testing import DatabaseSettingsOf, MakeContext
-from pilotlight.common.waiting import pause, within
-from pilotlight.policy.types import Digest, Epoch, HeldStage, InstanceId, ModelName, NodeFacts, WorkerFacts
+from pilotlight.common.testing import DatabaseSettingsOf, MakeContext, until
+from pilotlight.policy.testing import copy, held, node, worker
+from pilotlight.policy.types import Digest, Epoch, HeldStage, InstanceId, ModelName, NodeFacts, NodeId, WorkerFacts, WorkerId
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+WORKER, NODE = WorkerId("w0"), NodeId("n0")
+MEMORY = 1000
+
+
+def stage(instance: str, size: int) -> HeldStage:
+    return held(instance, instance, device_bytes=size)
 
 
 class Peers:
@@ -44,7 +48,7 @@ class Peers:
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
         self.facts = worker()
-        self.node = node(MEMORY)
+        self.node = node(pool_bytes=MEMORY)
         self.busy: set[str] = set()
 
     async def start(self) -> None:
@@ -112,14 +116,6 @@ async def stop(application: Application) -> None:
         await component.stop()
 
 
-async def until(holds: Callable[[], Awaitable[bool]]) -> None:
-    async def poll() -> None:
-        while not await holds():
-            await pause(0.01)
-
-    await within(10.0, poll(), "the condition")
-
-
 async def answers(bus: Bus) -> bool:
     try:
         await bus.request(RELEASE_SUBJECT, Release(grant_id="none"), Released, deadline_s=1.0)
@@ -131,8 +127,8 @@ async def answers(bus: Bus) -> bool:
 async def reserve(bus: Bus, instance: str, device: int, host: int = 0) -> Reserved:
     message = Reserve(
         instance_id=InstanceId(instance),
-        model=ModelName(f"model-{instance}"),
-        digest=Digest(f"digest-{instance}"),
+        model=ModelName(instance),
+        digest=Digest(f"d-{instance}"),
         worker_id=WORKER,
         node_id=NODE,
         device_bytes=device,
@@ -144,7 +140,7 @@ async def reserve(bus: Bus, instance: str, device: int, host: int = 0) -> Reserv
 
 async def heard(bus: Bus, peers: Peers, *stages: HeldStage, where: NodeFacts | None = None) -> None:
     """Report, and wait until the cache has heard: a tiny reservation is answered by a worker that it knows."""
-    await peers.report(worker(*stages), where)
+    await peers.report(worker(held_stages=stages), where)
 
     async def known() -> bool:
         await peers.report()
@@ -169,7 +165,7 @@ async def test_grants_room_once_for_each_stage(cache: Application, bus: Bus, pee
 
 
 async def test_evicts_the_idle_and_spares_the_busy(cache: Application, bus: Bus, peers: Peers) -> None:
-    old, young = replace(held("old", 500), idle_s=60.0), replace(held("young", 500), idle_s=1.0)
+    old, young = replace(stage("old", 500), idle_s=60.0), replace(stage("young", 500), idle_s=1.0)
     await heard(bus, peers, old, young)
     granted = await reserve(bus, "new", 400)
     assert granted.evicted_instances == (InstanceId("old"),)
@@ -178,16 +174,16 @@ async def test_evicts_the_idle_and_spares_the_busy(cache: Application, bus: Bus,
 
 async def test_a_refused_victim_is_replanned_and_in_the_end_there_is_no_room(cache: Application, bus: Bus, peers: Peers) -> None:
     peers.busy = {"a"}
-    await heard(bus, peers, replace(held("a", 900), idle_s=60.0))
+    await heard(bus, peers, replace(stage("a", 900), idle_s=60.0))
     with pytest.raises(NoRoom):
         await reserve(bus, "new", 400)
     assert [one.instance_id for one in peers.facts.held] == ["a"]
 
 
 async def test_drops_copies_from_the_host_pool(cache: Application, bus: Bus, peers: Peers) -> None:
-    await heard(bus, peers, where=node(200, copy("x", 800)))
+    await heard(bus, peers, where=node(pool_bytes=MEMORY, copies=(copy("x", size_bytes=800),)))
     granted = await reserve(bus, "new", 100, host=700)
-    assert granted.dropped_copies == (Digest("x"),)
+    assert granted.dropped_copies == (Digest("d-x"),)
 
 
 async def test_says_when_a_model_can_never_fit(cache: Application, bus: Bus, peers: Peers) -> None:

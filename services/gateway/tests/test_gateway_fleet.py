@@ -78,6 +78,19 @@ async def test_nobody_dies_while_the_bus_is_gone():
     assert view.fleet.instances(MODEL.name)
 
 
+async def test_nobody_dies_because_this_process_stood_still():
+    view = View("w0")
+    await view.up("w0")
+    view.clock.advance(20.0)
+    view.fleet.was_away(19.9)
+    view.fleet.check()
+    assert view.lost == []
+    assert view.fleet.liveness("w0") is Liveness.ALIVE
+    view.clock.advance(3.0)
+    view.fleet.check()
+    assert view.lost == ["w0"]
+
+
 async def test_loader_tells_of_a_death_at_once():
     view = View("w0")
     await view.up("w0")
@@ -146,6 +159,18 @@ async def test_kv_room_counts():
     assert view.picked(needed_tokens=1) == "w0"
     assert view.picked(needed_tokens=100) == "w1"
     assert expected_wait_s(view.fleet.worker("w0"), 0, 5) == 0
+
+
+async def test_nothing_is_remembered_of_instances_that_are_gone():
+    view = View("w0")
+    await view.up("w0")
+    view.router.sent("inst-w0")
+    view.router.avoid("inst-w0", 0.5)
+    await view.fleet._on_instance("inst-w0", None)
+    assert len(view.router) == 1, "its answer is still to come"
+    view.router.answered("inst-w0", accepted=False)
+    view.router.avoid("inst-w0", 0.5)
+    assert len(view.router) == 0
 
 
 async def test_what_is_not_usable_is_left_out():

@@ -6,6 +6,7 @@ import pytest
 
 from pilotlight.gateway.app import OPEN_PATHS
 from pilotlight.gateway.testing import ADMIN_KEY
+from pilotlight.text.tokenizer import TextTokenizer
 
 pytestmark = pytest.mark.anyio
 
@@ -154,6 +155,18 @@ async def test_bad_bodies(world):
 
 async def test_context_limit_is_named(world):
     response = await world.http.post(TEXT, content=text(prompt=[5] * 5000))
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+    assert "4096" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [(TEXT, text(prompt="fox " * 50_000)), (CHAT, chat(messages=[{"role": "user", "content": "fox " * 50_000}]))],
+)
+async def test_a_prompt_far_beyond_the_context_is_not_even_encoded(world, monkeypatch, path, body):
+    monkeypatch.delattr(TextTokenizer, "encode")
+    response = await world.http.post(path, content=body)
+    assert response.status_code == 400
     assert response.json()["error"]["code"] == "context_length_exceeded"
     assert "4096" in response.json()["error"]["message"]
 

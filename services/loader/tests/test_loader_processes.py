@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.messages.pool import Hello
 from pilotlight.common.service import Background
+from pilotlight.common.testing import until
 from pilotlight.common.waiting import Backoff
 from pilotlight.loader.metrics import LoaderMetrics
 from pilotlight.loader.processes import Process, ProcessFile, ProcessRecord
@@ -27,13 +28,6 @@ STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(
 
 def command_of(script: str) -> tuple[str, ...]:
     return (sys.executable, "-c", script)
-
-
-async def until(condition) -> None:
-    """For what other processes do, and tell nobody."""
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - there is no event of another process to wait for
-            await asyncio.sleep(0.005)
 
 
 def says(path: Path, text: str):

@@ -16,11 +16,11 @@ from pilotlight.common.bus import Bus
 from pilotlight.common.errors import CorruptChunk, HostPoolFull, SourceUnavailable, UriNotAllowed
 from pilotlight.common.messages.hold import Fetch, NodeHold, node_hold_subject
 from pilotlight.common.messages.phases import PHASES_SUBJECT, PhaseReport, PhasesKept
-from pilotlight.common.messages.reports import LOADER_REPORTS, LoaderReport, NodeInfo
+from pilotlight.common.messages.reports import LOADER_REPORTS, LoaderReport
 from pilotlight.common.messages.room import Drop, Dropped, drop_subject
 from pilotlight.common.service import Application, Context
 from pilotlight.common.store import manifest_key
-from pilotlight.common.testing import MakeContext
+from pilotlight.common.testing import MakeContext, ReconnectingBus, until
 from pilotlight.dataplane.pool_client import PoolClient
 from pilotlight.loader.app import build
 from pilotlight.loader.identity import node_id_of
@@ -33,6 +33,7 @@ from pilotlight.policy.types import (
     InstanceId,
     Model,
     ModelName,
+    NodeFacts,
     NodeId,
     PhaseName,
     ScalingBounds,
@@ -84,9 +85,7 @@ class Running:
 
     async def counts(self, metric: str) -> None:
         """Wait until a metric is 1."""
-        async with asyncio.timeout(20):
-            while self.context.metrics.get_sample_value(metric) != 1:  # noqa: ASYNC110 - a metric has no events
-                await asyncio.sleep(0.005)
+        await until(lambda: self.context.metrics.get_sample_value(metric) == 1, deadline_s=20)
 
     async def stop(self) -> None:
         if not self.stopped:
@@ -121,7 +120,7 @@ class Cluster:
             "workers": 0,
             **changes,
         }
-        context = self.make_context("loader", LoaderSettings(**values))
+        context = self.make_context("loader", LoaderSettings(**values), bus=self.bus)
         for key, data in self.objects.items():
             await context.store.put_if_absent(key, data)
         application = await build(context)
@@ -287,9 +286,7 @@ async def test_the_first_fetch_writes_digests_that_bind_every_node(cluster: Clus
     first = await cluster.start()
     assert await cluster.lease(model) == list(ALL)
     key = digests_key(model.digest)
-    async with asyncio.timeout(10):
-        while not await first.context.store.exists(key):  # noqa: ASYNC110 - an object store has no events
-            await asyncio.sleep(0.005)
+    await until(lambda: first.context.store.exists(key))
     written = await first.context.store.get(key)
     manifest = msgspec.json.decode(cluster.objects[manifest_key(model.digest)], type=Manifest)
     assert [len(part) for part in msgspec.json.decode(written)] == [len(part.chunks) for part in manifest.parts]
@@ -333,19 +330,39 @@ async def test_late_joiners_find_the_node(cluster: Cluster) -> None:
     model = cluster.register()
     await cluster.start()
     await cluster.lease(model)
-    seen: asyncio.Queue[NodeInfo | None] = asyncio.Queue()
+    seen: asyncio.Queue[NodeFacts | None] = asyncio.Queue()
 
-    async def on_change(key: str, value: NodeInfo | None) -> None:
+    async def on_change(key: str, value: NodeFacts | None) -> None:
         assert key == cluster.node_id
         seen.put_nowait(value)
 
-    watching = asyncio.create_task((await cluster.bus.bucket(NODES)).watch(NodeInfo, on_change))
+    watching = asyncio.create_task((await cluster.bus.bucket(NODES)).watch(NodeFacts, on_change))
     async with asyncio.timeout(10):
         while True:
-            info = await seen.get()
-            assert info is not None
-            if [copy.parts for copy in info.facts.copies] == [ALL]:
+            facts = await seen.get()
+            assert facts is not None
+            if [copy.parts for copy in facts.copies] == [ALL]:
                 break
+    watching.cancel()
+
+
+async def test_the_nodes_state_is_written_again_after_a_reconnect(cluster: Cluster) -> None:
+    reconnecting = cluster.bus = ReconnectingBus(cluster.bus)
+    await cluster.start()
+    bucket = await cluster.bus.bucket(NODES)
+    seen: asyncio.Queue[NodeFacts | None] = asyncio.Queue()
+
+    async def on_change(_: str, value: NodeFacts | None) -> None:
+        seen.put_nowait(value)
+
+    watching = asyncio.create_task(bucket.watch(NodeFacts, on_change))
+    async with asyncio.timeout(10):
+        assert await seen.get() is not None
+        await bucket.delete(cluster.node_id)
+        while await seen.get() is not None:
+            pass
+        await reconnecting.reconnect()
+        assert await seen.get() is not None
     watching.cancel()
 
 

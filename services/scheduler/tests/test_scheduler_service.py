@@ -37,7 +37,7 @@ from pilotlight.common.messages.reports import LoaderReport, WorkerReport, loade
 from pilotlight.common.messages.room import RELEASE_SUBJECT, RESERVE_SUBJECT, Release, Released, Reserve, Reserved
 from pilotlight.common.service import Application
 from pilotlight.common.settings import BusSettings, DatabaseSettings
-from pilotlight.common.testing import MakeContext
+from pilotlight.common.testing import MakeContext, ReconnectingBus
 from pilotlight.policy.testing import demand, node, worker
 from pilotlight.policy.testing import model as a_model
 from pilotlight.policy.types import (
@@ -124,7 +124,7 @@ class Rig:
         await self._note()
         if self.refusal is not None:
             raise self.refusal
-        return Reserved(grant_id=GrantId(f"grant-{len(self.reserved)}"))
+        return Reserved(grant_id=GrantId(f"grant-{len(self.reserved)}"), evicted_instances=(InstanceId("evicted"),))
 
     async def on_release(self, ask: Release) -> Released:
         self.released.append(ask.grant_id)
@@ -225,6 +225,11 @@ StartRig = Callable[..., Awaitable[Rig]]
 
 
 @pytest.fixture
+def reconnecting(bus: Bus) -> ReconnectingBus:
+    return ReconnectingBus(bus)
+
+
+@pytest.fixture
 async def owner(
     postgres_url: str, database_settings: Callable[[str], DatabaseSettings], module_database: Any
 ) -> AsyncGenerator[Database]:
@@ -240,7 +245,7 @@ async def owner(
 
 @pytest.fixture
 async def new_scheduler(
-    bus: Bus, bus_settings: BusSettings, make_context: MakeContext, database_settings: Callable[[str], DatabaseSettings]
+    reconnecting: Any, bus_settings: BusSettings, make_context: MakeContext, database_settings: Callable[[str], DatabaseSettings]
 ) -> AsyncGenerator[Callable[[ManualClock], Awaitable[Application]]]:
     started: list[Application] = []
 
@@ -248,7 +253,7 @@ async def new_scheduler(
         settings = SchedulerSettings(
             nats_url=bus_settings.nats_url, prefix=bus_settings.prefix, database_url=database_settings("scheduler").database_url
         )
-        application = await build(make_context("scheduler", settings, clock=clock))
+        application = await build(make_context("scheduler", settings, clock=clock, bus=reconnecting))
         for component in application.components:
             await component.start()
         started.append(application)
@@ -305,6 +310,8 @@ async def test_demand_becomes_an_instance_a_command_readiness_and_a_record(rig: 
     assert decision.instance_id == instance_id
     assert decision.inputs["models"][0]["name"] == "m"
     assert decision.outcome["scheme"]["placements"][0]["worker_id"] == "w0"
+    assert [one["worker_ids"] for one in decision.outcome["considered"]] == [["w0"]]
+    assert decision.outcome["evicted_instances"] == ["evicted"]
     assert decision.reasons
 
     now_s, offset_s = rig.clock.monotonic_s(), rig.clock.wall().timestamp() - rig.clock.monotonic_s()
@@ -555,6 +562,14 @@ async def test_without_a_database_nothing_is_started_and_nothing_is_lost(rig: Ri
             break
     assert [one.model for one in rig.instances(S.FETCHING)] == ["other"]
     assert [one.instance_id for one in rig.instances(S.READY)] == [ready.instance_id]
+
+
+async def test_an_emptied_bucket_is_filled_after_a_reconnect(rig: Rig, reconnecting: ReconnectingBus) -> None:
+    ready = await rig.ready()
+    await (await rig.bus.bucket(INSTANCES)).delete(ready.instance_id)
+    await rig.until(lambda: rig.shown[ready.instance_id] is None)
+    await reconnecting.reconnect()
+    assert (await rig.shown_as(S.READY)).instance_id == ready.instance_id
 
 
 async def test_what_no_instance_explains_is_removed_from_the_bucket(rig: Rig) -> None:

@@ -47,7 +47,6 @@ class TinyPool:
             stage=spec.whole,
             device_bytes=self.model.device_bytes(spec.whole) + kv_bytes,
             pool_path=str(self.path),
-            pool_bytes=self.pool_bytes,
         )
 
     def places(self, instance_id: str = "inst-1") -> list[PlacePart]:
@@ -78,7 +77,6 @@ class _OpenLease:
 
     def __init__(self, leases: PoolLeases, parts: tuple[int, ...]) -> None:
         self.pool_path = str(leases.pool.path)
-        self.pool_bytes = leases.pool.pool_bytes
         self._leases = leases
         self._parts = parts
 

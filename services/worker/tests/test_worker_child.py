@@ -30,7 +30,7 @@ from pilotlight.policy.types import FinishReason, InstanceId, PhaseName, Request
 from pilotlight.worker.child_loop import ChildLoop
 from pilotlight.worker.child_stages import Intervals
 
-UP = EngineUp(pid=1, device_name="script", memory_bytes=1, load_bytes_per_s=1.0)
+UP = EngineUp(pid=1, device_name="script", load_bytes_per_s=1.0)
 INSTANCE = InstanceId("inst-1")
 
 

@@ -48,7 +48,7 @@ class Listener:
 
 @pytest.fixture
 async def engine(tmp_path: Path) -> AsyncIterator[ProcessEngine]:
-    made = ProcessEngine(ChildOptions(threads=1, memory_bytes=1 << 30, log_path=tmp_path / "engine.log"))
+    made = ProcessEngine(ChildOptions(threads=1, log_path=tmp_path / "engine.log"))
     yield made
     await made.stop()
     assert not made.alive
@@ -77,7 +77,6 @@ async def test_it_serves_dies_in_mid_stream_and_serves_the_same_tokens_again(
 ) -> None:
     up = await engine.start()
     assert up.pid == engine.pid
-    assert up.memory_bytes == 1 << 30
     assert up.load_bytes_per_s > 1e6
     assert await engine.start() == up, "starting what runs changes nothing"
     listener = Listener(engine)
@@ -122,7 +121,7 @@ from pathlib import Path
 from pilotlight.worker.process_engine import ChildOptions, ProcessEngine
 
 async def main():
-    engine = ProcessEngine(ChildOptions(threads=1, memory_bytes=1, log_path=Path({str(tmp_path / "log")!r})))
+    engine = ProcessEngine(ChildOptions(threads=1, log_path=Path({str(tmp_path / "log")!r})))
     print((await engine.start()).pid, flush=True)
     os.kill(os.getpid(), 9)
 
@@ -145,7 +144,7 @@ asyncio.run(main())
 
 
 async def test_a_child_that_ends_at_its_start_says_so(tmp_path: Path) -> None:
-    engine = ProcessEngine(ChildOptions(threads=1, memory_bytes=1, log_path=tmp_path / "log", faults="nonsense=1"))
+    engine = ProcessEngine(ChildOptions(threads=1, log_path=tmp_path / "log", faults="nonsense=1"))
     with pytest.raises(EngineFailed, match="status 1"):
         await engine.start()
     assert "nonsense" in (tmp_path / "log").read_text()

@@ -163,6 +163,16 @@ def test_the_table_is_bounded() -> None:
     table.accept(submit("req-more"))
 
 
+def test_a_submit_that_comes_after_its_own_end_does_not_run() -> None:
+    table = RequestTable(max_running=4)
+    assert table.acknowledge(GATEWAY, ack(0), 0.0) is None
+    assert not table.knows(RequestKey(RequestId("req-1"), 1))
+    assert table.acknowledge(GATEWAY, ack(0, done=True), 0.0) is None
+    assert table.knows(RequestKey(RequestId("req-1"), 1))
+    assert not table.knows(RequestKey(RequestId("req-1"), 2))
+    assert table.running == 0
+
+
 def test_finished_but_never_acknowledged_is_forgotten_in_the_end() -> None:
     table = RequestTable(8)
     table.accept(submit())

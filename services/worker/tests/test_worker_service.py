@@ -190,9 +190,9 @@ async def make_rig(make_context: Any, connect_bus: Any, leases: Any, model: Any,
         context = make_context("worker", WorkerSettings())
         engine: EngineClient
         if process:
-            engine = ProcessEngine(ChildOptions(threads=1, memory_bytes=ROOM, log_path=tmp_path / "engine.log"))
+            engine = ProcessEngine(ChildOptions(threads=1, log_path=tmp_path / "engine.log"))
         else:
-            profile = SimProfile(memory_bytes=ROOM, load_bytes_per_s=1e9, prefill_tokens_per_s=1e6, decode_step_s=step_s)
+            profile = SimProfile(load_bytes_per_s=1e9, prefill_tokens_per_s=1e6, decode_step_s=step_s)
             engine = SimEngine(profile, context.clock)
         core = WorkerCore(
             worker_id=WORKER,

@@ -1,7 +1,7 @@
 """The bus as services see it: request/reply with deadlines, notifications, events and last-value buckets.
 
-Everything that crosses it carries W3C trace context and the time that is left in its headers. Subjects carry the major version
-(``v1.…``). ``nats_bus.NatsBus`` is the real one; tests wrap it to drop, delay and repeat messages.
+Everything that crosses it carries W3C trace context in its headers, and a request the time that its sender still waits. Subjects
+carry the major version (``v1.…``). ``nats_bus.NatsBus`` is the real one; tests wrap it to drop, delay and repeat messages.
 """
 
 from collections.abc import Awaitable, Callable

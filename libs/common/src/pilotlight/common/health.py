@@ -11,10 +11,8 @@ from typing import Protocol
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from pilotlight.common.errors import BadRequest
+from pilotlight.common.unix_socket import listen_unix
 
-MAX_SOCKET_PATH_BYTES = 107
-"""What Linux takes for the path of a Unix socket."""
 REQUEST_DEADLINE_S = 5.0
 MAX_HEAD_BYTES = 16 * 1024
 
@@ -50,12 +48,7 @@ class HealthServer:
         """
         if self._server is not None:
             return
-        if len(bytes(self.path)) > MAX_SOCKET_PATH_BYTES:
-            raise BadRequest(f"{self.path} is too long for a Unix socket: give a shorter PILOTLIGHT_RUN_DIR")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.unlink(missing_ok=True)
-        self._server = await asyncio.start_unix_server(self._serve, self.path, limit=MAX_HEAD_BYTES)
-        self.path.chmod(0o600)
+        self._server = await listen_unix(self.path, self._serve, limit_bytes=MAX_HEAD_BYTES)
 
     async def stop(self) -> None:
         """Listen no more, and remove the socket."""

@@ -1,5 +1,6 @@
 """Which places models may come from: ``PILOTLIGHT_MODEL_ROOTS``, checked by the gateway at registration and by every loader again."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -55,10 +56,8 @@ class ModelRoots:
             path = Path(uri)
         else:
             raise UriNotAllowed(f"{uri!r}: give an absolute folder, as file:///folder", param="uri")
-        try:
-            resolved = path.resolve()
-        except (OSError, RuntimeError) as error:  # RuntimeError: links that lead in a circle, until Python 3.13
-            raise UriNotAllowed(f"{uri!r} names no folder: {error}", param="uri") from error
+        # Path.resolve() raises for links that lead in a circle, and until Python 3.13 it is a RuntimeError.
+        resolved = Path(os.path.realpath(path))
         if not self.hold(resolved):
             allowed = ", ".join(str(folder) for folder in self.folders) or "none"
             raise UriNotAllowed(f"{resolved} is not below an allowed root (PILOTLIGHT_MODEL_ROOTS: {allowed})", param="uri")

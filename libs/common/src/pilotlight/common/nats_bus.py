@@ -29,6 +29,7 @@ from pilotlight.common.errors import (
 from pilotlight.common.messages.codec import MAX_PAYLOAD_BYTES, decode_json, decode_msgpack, encode_json, encode_msgpack
 from pilotlight.common.settings import BusSettings
 from pilotlight.common.telemetry import client_span, inject, server_span
+from pilotlight.common.waiting import cancel_all
 
 log = structlog.get_logger()
 
@@ -82,8 +83,7 @@ class NatsBus:
         if connecting.done() and connecting.exception() is None:
             bus._up.set()
             return bus
-        connecting.cancel()
-        await asyncio.wait({connecting})
+        await cancel_all((connecting,))
         await bus._client.close()
         reason = bus._refused.result() if bus._refused.done() else bus._client.last_error
         raise BusUnavailable(f"cannot connect to {_server_of(settings, user).url} as {user}: {reason or 'no answer'}")
@@ -190,8 +190,7 @@ class NatsBus:
         if self._client.is_closed:
             return
         await asyncio.gather(*(subscribed.end() for subscribed in list(self._subscriptions)))
-        for task in list(self._tasks):
-            task.cancel()
+        await cancel_all(self._tasks)
         self._up.clear()
         try:
             async with asyncio.timeout(2.0):
@@ -335,8 +334,7 @@ class _Subscribed:
         await self._unsubscribe()
         if self.tasks:
             _, late = await asyncio.wait(self.tasks, timeout=END_DEADLINE_S)
-            for task in late:
-                task.cancel()
+            await cancel_all(late)
 
     async def _unsubscribe(self) -> None:
         subscription, self.subscription = self.subscription, None

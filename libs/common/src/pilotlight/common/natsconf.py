@@ -41,13 +41,12 @@ BUCKETS = (GATEWAYS, INSTANCES, COPIES, NODES, WORKERS)
 _ANY_WORKER = WorkerId("*")
 _ANY_NODE = NodeId("*")
 _ANY_GATEWAY = GatewayId("*")
-_EVERY_EVENT = (events.EVENT_SUBJECTS,)
 _REPORTS = (reports.WORKER_REPORTS, reports.LOADER_REPORTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rights:
-    """What one user may do. Everybody may publish their own events and spans, answer requests, and hear all events."""
+    """What one user may do. Everybody may also publish their own events and spans, and answer requests."""
 
     publish: tuple[str, ...] = ()
     subscribe: tuple[str, ...] = ()
@@ -69,9 +68,9 @@ RIGHTS: dict[str, Rights] = {
             tokens.ack_subject(_ANY_WORKER),
             tokens.resend_subject(_ANY_WORKER),
         ),
-        subscribe=(tokens.tokens_subject(_ANY_GATEWAY), spans.SPANS_SUBJECT, *_REPORTS),
+        subscribe=(tokens.tokens_subject(_ANY_GATEWAY), spans.SPANS_SUBJECT, events.GATEWAY_EVENTS, *_REPORTS),
         write=(GATEWAYS,),
-        read=BUCKETS,
+        read=(INSTANCES,),
     ),
     "scheduler": Rights(
         publish=(
@@ -86,22 +85,21 @@ RIGHTS: dict[str, Rights] = {
             demand.WARM_SUBJECT,
             demand.EVICT_SUBJECT,
             phases.PHASES_SUBJECT,
+            events.GATEWAY_EVENTS,
             *_REPORTS,
         ),
         write=(INSTANCES,),
-        read=BUCKETS,
+        read=(INSTANCES,),
     ),
     "cache": Rights(
         publish=(room.give_up_subject(_ANY_WORKER), room.drop_subject(_ANY_NODE)),
         subscribe=(room.RESERVE_SUBJECT, room.RELEASE_SUBJECT, *_REPORTS),
         write=(COPIES,),
-        read=BUCKETS,
     ),
     "loader": Rights(
         publish=(reports.loader_report_subject(_ANY_NODE), phases.PHASES_SUBJECT),
         subscribe=(hold.node_hold_subject(_ANY_NODE), room.drop_subject(_ANY_NODE)),
         write=(NODES,),
-        read=(NODES, COPIES),
     ),
     "worker": Rights(
         publish=(
@@ -120,13 +118,8 @@ RIGHTS: dict[str, Rights] = {
             tokens.resend_subject(_ANY_WORKER),
         ),
         write=(WORKERS,),
-        read=(WORKERS, GATEWAYS),
     ),
-    "materializer": Rights(
-        subscribe=(artifacts.FIND_ARTIFACTS_SUBJECT, artifacts.PUBLISH_ARTIFACT_SUBJECT, *_REPORTS),
-        read=(WORKERS, NODES),
-    ),
-    "cli": Rights(subscribe=_REPORTS, read=BUCKETS),
+    "materializer": Rights(subscribe=(artifacts.FIND_ARTIFACTS_SUBJECT, artifacts.PUBLISH_ARTIFACT_SUBJECT)),
 }
 """By user. What is not listed is refused by the server."""
 
@@ -146,8 +139,8 @@ def allowed_publish(user: str) -> tuple[str, ...]:
 
 
 def allowed_subscribe(user: str) -> tuple[str, ...]:
-    """Every subject that a user may subscribe to: what is meant for it, all events, and its own inbox."""
-    return (*RIGHTS[user].subscribe, *_EVERY_EVENT, f"_INBOX.{user}.>")
+    """Every subject that a user may subscribe to: what is meant for it, and its own inbox."""
+    return (*RIGHTS[user].subscribe, f"_INBOX.{user}.>")
 
 
 def server_config(passwords: Mapping[str, str], *, store_dir: Path | None = None) -> str:

@@ -12,7 +12,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import LocalStore, MemoryStore, S3Store
 
-from pilotlight.common.errors import DeadlineExceeded, NotFound, SourceUnavailable
+from pilotlight.common.errors import BadRequest, DeadlineExceeded, NotFound, SourceUnavailable
 from pilotlight.common.waiting import within
 from pilotlight.policy.types import Digest
 
@@ -53,11 +53,14 @@ class ObjectStore:
         for tests.
 
         Raises:
-            ValueError: the scheme is not one of these.
+            BadRequest: the scheme is not one of these, or the folder cannot be made.
         """
         scheme, separator, rest = url.partition("://")
         if scheme == "file" and rest:
-            return cls(LocalStore(Path(rest).expanduser().resolve(), mkdir=True), url)
+            try:
+                return cls(LocalStore(Path(rest).expanduser().resolve(), mkdir=True), url)
+            except (BaseError, OSError) as error:
+                raise BadRequest(f"the object store {url} cannot be opened: {error}; see PILOTLIGHT_OBJECT_STORE_URL") from error
         if scheme == "s3" and rest:
             bucket, _, prefix = rest.partition("/")
             store = S3Store(
@@ -69,7 +72,9 @@ class ObjectStore:
             return cls(store, url)
         if scheme == "memory" and separator:
             return cls(MemoryStore(), url)
-        raise ValueError(f"{url!r} is not an object store; give file:///folder or s3://bucket/prefix")
+        raise BadRequest(
+            f"{url!r} is not an object store; set PILOTLIGHT_OBJECT_STORE_URL to file:///folder or s3://bucket/prefix"
+        )
 
     async def put_if_absent(self, key: str, data: bytes) -> bool:
         """Write an object unless its key is taken; False when it was.

@@ -6,8 +6,9 @@ the whole run). There is no in-memory twin of either: it would be a second seman
 
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from inspect import isawaitable
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -40,7 +41,7 @@ class MakeContext(Protocol):
     def __call__(self, service: str, settings: S, *, clock: Clock | None = None, bus: Bus | None = None) -> Context[S]: ...
 
 
-async def until(condition: Callable[[], bool | Awaitable[bool]], *, deadline_s: float = 10.0) -> None:
+async def until(condition: Callable[[], object | Awaitable[object]], *, deadline_s: float = 10.0) -> None:
     """Return as soon as a condition holds that no event tells of.
 
     Raises:
@@ -50,11 +51,31 @@ async def until(condition: Callable[[], bool | Awaitable[bool]], *, deadline_s: 
     async def holds() -> None:
         while True:
             held = condition()
-            if held if isinstance(held, bool) else await held:
+            if await held if isawaitable(held) else held:
                 return
             await pause(0.002)
 
     await within(deadline_s, holds(), "a condition")
+
+
+class ReconnectingBus:
+    """A bus that reconnects when a test says so: everybody who waits for that is called."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._callbacks: list[Callable[[], Awaitable[None]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bus, name)
+
+    def on_reconnect(self, callback: Callable[[], Awaitable[None]]) -> None:
+        """As ``Bus.on_reconnect``."""
+        self._callbacks.append(callback)
+
+    async def reconnect(self) -> None:
+        """Call them all."""
+        for callback in self._callbacks:
+            await callback()
 
 
 @pytest.fixture(scope="session")

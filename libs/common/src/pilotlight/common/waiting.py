@@ -11,6 +11,7 @@ from pilotlight.common.errors import DeadlineExceeded
 T = TypeVar("T")
 
 CANCEL_AGAIN_S = 0.2
+"""Longer than a task that has heard of its cancellation takes to end, if it has nothing to clean up."""
 
 
 async def pause(seconds: float) -> None:
@@ -42,17 +43,18 @@ async def woken(event: asyncio.Event, at_most_s: float) -> bool:
     return True
 
 
-async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+async def cancel_all(tasks: Iterable[asyncio.Task[Any]], *, again_s: float = CANCEL_AGAIN_S) -> None:
     """Cancel tasks and return when they have ended; what they raise is not raised here.
 
     Asks more than once: until Python 3.12, ``asyncio.wait_for`` (and so every library that uses it) loses a cancellation that comes in
-    the same turn of the loop as the result it waits for.
+    the same turn of the loop as the result it waits for. Asking again breaks a clean-up off that is under way: give ``again_s`` where
+    one takes longer.
     """
     pending = set(tasks)
     while pending:
         for task in pending:
             task.cancel()
-        done, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
+        done, pending = await asyncio.wait(pending, timeout=again_s)
         for task in done:
             if not task.cancelled():
                 task.exception()

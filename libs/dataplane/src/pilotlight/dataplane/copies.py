@@ -131,6 +131,7 @@ class HostCopies:
 
     def copies(self, node_id: NodeId) -> tuple[Copy, ...]:
         """The copies in the pool, as facts."""
+        now_s = self._tools.clock.monotonic_s()
         return tuple(
             Copy(
                 digest=held.digest,
@@ -139,7 +140,7 @@ class HostCopies:
                 parts=held.parts,
                 size_bytes=held.size_bytes,
                 leases=sum(holder.leased for holder in self._holders.get(held.digest, [])),
-                last_used_s=held.last_used_s,
+                idle_s=now_s - held.last_used_s,
             )
             for held in self._tools.pool.copies()
         )
@@ -208,7 +209,6 @@ class HostCopies:
 
     def _account(self, fetch: ModelFetch, holder: Holder) -> None:
         phases = fetch.account(holder.instance_id)
-        holder.phases = fetch.phases.get(holder.instance_id, ())
         if phases:
             self._observer.on_fetched(holder.instance_id, phases)
 

@@ -74,8 +74,6 @@ class Holder:
     since_s: float
     ready: set[int] = field(default_factory=set[int])
     error: PilotlightError | None = None
-    phases: tuple[Phase, ...] = ()
-    """Of the fetch, as far as it served this holder's instance."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -100,7 +98,6 @@ class ModelFetch:
         self.start_s = tools.clock.monotonic_s()
         self.done_bytes = 0
         self.holders: list[Holder] = []
-        self.phases: dict[InstanceId, tuple[Phase, ...]] = {}
         self._tools = tools
         self._on_ready = on_ready
         self._reading = Reading(tools.readers)
@@ -247,7 +244,6 @@ class ModelFetch:
             process=tools.process,
             detail=f"{self.done_bytes} bytes from {self.model.uri}",
         )
-        self.phases[instance_id] = (*self.phases.get(instance_id, ()), phase)
         return (phase,)
 
     def _filled_bytes(self, image: PartImage) -> int:

@@ -137,9 +137,9 @@ class PoolLease:
         granted: LeaseGranted,
     ) -> None:
         self.pool_path = granted.pool_path
-        self.pool_bytes = granted.pool_bytes
-        """Bytes to map: the whole file. Offsets of tensors count from its start."""
-        self.done: LeaseDone | None = None
+        """The file to map. Offsets of tensors count from its start."""
+        self.done = False
+        """Every part has been delivered."""
         self._client = client
         self._request = request
         self._reader = reader
@@ -178,12 +178,12 @@ class PoolLease:
             PilotlightError: a part cannot be had, as the loader says.
             SourceUnavailable: the loader is gone, or has another pool now.
         """
-        while self.done is None:
+        while not self.done:
             received = await self._frames.get()
             if isinstance(received, PilotlightError):
                 raise received
             if isinstance(received, LeaseDone):
-                self.done = received
+                self.done = True
             else:
                 yield received
 

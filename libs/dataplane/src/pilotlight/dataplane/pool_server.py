@@ -12,6 +12,7 @@ import structlog
 from pilotlight.common.errors import BadRequest, PilotlightError
 from pilotlight.common.messages.codec import frame, read_frame
 from pilotlight.common.messages.pool import FromWorker, Hello, Lease, LeaseDone, LeaseFailed, LeaseGranted
+from pilotlight.common.unix_socket import listen_unix
 from pilotlight.common.waiting import cancel_all, within
 from pilotlight.dataplane.copies import HostCopies
 from pilotlight.dataplane.model_fetch import Holder
@@ -19,8 +20,6 @@ from pilotlight.dataplane.pool import HostPool
 
 log = structlog.get_logger()
 
-MAX_SOCKET_PATH_BYTES = 107
-"""What Linux takes for the path of a Unix socket."""
 MAX_CONNECTIONS = 1024
 FIRST_FRAME_S = 5.0
 WRITE_S = 10.0
@@ -61,13 +60,8 @@ class PoolServer:
         """
         if self._server is not None:
             return
-        if len(bytes(self.path.absolute())) > MAX_SOCKET_PATH_BYTES:
-            raise BadRequest(f"{self.path} is too long for a Unix socket: give a shorter PILOTLIGHT_RUN_DIR")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        # Left over from a loader that was killed; the lock on the pool says that there is no other one.
-        self.path.unlink(missing_ok=True)
-        self._server = await asyncio.start_unix_server(self._accept, self.path)
-        self.path.chmod(0o600)
+        # What a killed loader left there is replaced: the lock on the pool says that there is no other one.
+        self._server = await listen_unix(self.path, self._accept)
 
     async def stop(self) -> None:
         """End every connection: workers notice at once, and look for the next loader."""
@@ -133,7 +127,7 @@ class PoolServer:
     async def _push(self, holder: Holder, writer: asyncio.StreamWriter) -> bool:
         """Tell a worker of each part as it becomes ready; whether all of them did."""
         path = str(self._pool.path.absolute())
-        await self._send(writer, LeaseGranted(pool_path=path, pool_bytes=self._pool.geometry.file_bytes))
+        await self._send(writer, LeaseGranted(pool_path=path))
         parts = self._copies.ready_parts(holder)
         while True:
             try:
@@ -142,7 +136,7 @@ class PoolServer:
                 await self._send(writer, LeaseFailed(code=error.code, message=error.message))
                 return False
             if part is None:
-                await self._send(writer, LeaseDone(phases=holder.phases))
+                await self._send(writer, LeaseDone())
                 return True
             await self._send(writer, part)
 

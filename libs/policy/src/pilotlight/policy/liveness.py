@@ -6,6 +6,10 @@ SUSPECT_AFTER_S = 1.0
 """Five missed reports: no new work."""
 DEAD_AFTER_S = 3.0
 """What it held is lost."""
+FORGET_AFTER_S = 60.0
+"""It is left out of every view: what it held has long been given up."""
+LAST_WORDS_S = 0.5
+"""Reports that a worker sent before its loader saw it die may arrive after the loader's."""
 
 
 def liveness_of(age_s: float) -> Liveness:

@@ -1,6 +1,7 @@
 """Small worlds for tests of policies and of services that call them: builders of facts, with defaults."""
 
 from pilotlight.policy.types import (
+    Copy,
     DecisionId,
     Demand,
     Device,
@@ -24,14 +25,12 @@ from pilotlight.policy.types import (
     ScalingBounds,
     Slo,
     Stage,
+    Tier,
     WorkerFacts,
     WorkerId,
 )
 
 NOW_S = 1000.0
-MODEL_BYTES = 60
-KV_TOKEN_BYTES = 2 * 4 * 1 * 2 * 2
-"""Of the small model below: two of (layers x one head x two elements of two bytes)."""
 CONTEXT_TOKENS = 8
 
 
@@ -109,17 +108,31 @@ def worker(
     )
 
 
-def node(*, draining: bool = False, liveness: Liveness = Liveness.ALIVE) -> NodeFacts:
-    """Node ``n0``."""
+def node(
+    *,
+    pool_bytes: int = 10_000,
+    pool_free_bytes: int | None = None,
+    copies: tuple[Copy, ...] = (),
+    draining: bool = False,
+    liveness: Liveness = Liveness.ALIVE,
+) -> NodeFacts:
+    """Node ``n0``; its host pool is free but for what the copies take, unless told otherwise."""
+    left_bytes = pool_bytes - sum(one.size_bytes for one in copies)
     return NodeFacts(
         node_id=NodeId("n0"),
         host="h",
         liveness=liveness,
         nic_bytes_per_s=100.0,
-        pool_bytes=10_000,
-        pool_free_bytes=10_000,
+        pool_bytes=pool_bytes,
+        pool_free_bytes=left_bytes if pool_free_bytes is None else pool_free_bytes,
+        copies=copies,
         draining=draining,
     )
+
+
+def copy(name: str = "m", *, size_bytes: int = 60) -> Copy:
+    """A copy of the model ``name`` in the host pool of node ``n0``."""
+    return Copy(digest=Digest(f"d-{name}"), node_id=NodeId("n0"), tier=Tier.HOST, parts=(0,), size_bytes=size_bytes)
 
 
 def instance(

@@ -284,7 +284,8 @@ class Copy:
     """Parts that are complete and verified."""
     size_bytes: int
     leases: int = 0
-    last_used_s: float = 0.0
+    idle_s: float = 0.0
+    """Since it was last leased or asked for: an age, because a loader and its reader may be on two hosts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

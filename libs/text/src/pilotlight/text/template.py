@@ -78,7 +78,7 @@ class ChatTemplate:
         """Write the prompt of a conversation.
 
         Args:
-            messages: as in the API, with plain strings as content (see ``flatten_content``).
+            messages: as in the API, with plain strings as content.
             tools: descriptions of functions; the template sees None when there are none.
             add_generation_prompt: end with the beginning of the assistant's answer.
             variables: more of what the template may know (``enable_thinking``); it cannot replace the above.
@@ -109,32 +109,6 @@ class ChatTemplate:
 def check_template(source: str) -> None:
     """Raise ``BadCheckpoint`` unless this is a chat template that can be compiled."""
     _compile(source, clock=None)
-
-
-def flatten_content(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with content given in parts turned into messages with plain text; the parts become lines.
-
-    Raises:
-        BadRequest: a part is not text.
-    """
-    flat: list[dict[str, Any]] = []
-    for number, message in enumerate(messages):
-        content = message.get("content")
-        if isinstance(content, (list, tuple)):
-            content = "\n".join(_part_text(part, f"messages.{number}.content") for part in cast("Sequence[Any]", content))
-            message = {**message, "content": content}
-        flat.append(dict(message))
-    return flat
-
-
-def _part_text(part: Any, param: str) -> str:
-    match part:
-        case {"type": "text", "text": str(text)}:
-            return text
-        case {"type": str(kind)}:
-            raise BadRequest(f"content parts of type {kind!r} are not supported, only text", param=param)
-        case _:
-            raise BadRequest("a content part needs a type and a text", param=param)
 
 
 class _Meter:

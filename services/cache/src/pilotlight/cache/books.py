@@ -64,7 +64,7 @@ class Books:
     grants: dict[GrantId, Grant] = field(default_factory=dict[GrantId, Grant])
     _workers: dict[WorkerId, _Heard] = field(default_factory=dict[WorkerId, _Heard])
     _nodes: dict[NodeId, _HeardNode] = field(default_factory=dict[NodeId, _HeardNode])
-    _given_up: set[InstanceId] = field(default_factory=set[InstanceId])
+    _given_up: set[tuple[WorkerId, InstanceId]] = field(default_factory=set[tuple[WorkerId, InstanceId]])
     _dropped: set[tuple[NodeId, Digest]] = field(default_factory=set[tuple[NodeId, Digest]])
     _first_seen_s: dict[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])
 
@@ -77,8 +77,8 @@ class Books:
             del self._first_seen_s[(facts.worker_id, subject)]
         for subject in held:
             self._first_seen_s.setdefault((facts.worker_id, subject), now_s)
-        # The worker knows by now what it gave up; what it holds again it holds anew.
-        self._given_up -= {one.instance_id for one in facts.held if one.state not in LIVE}
+        # A report that was under way when it gave a stage up may still show it; one that does not was made after.
+        self._given_up = {(owner, one) for owner, one in self._given_up if owner != facts.worker_id or one in held}
 
     def hear_node(self, facts: NodeFacts, now_s: float) -> None:
         """Take a loader's report."""
@@ -91,9 +91,9 @@ class Books:
             self._first_seen_s.setdefault((facts.node_id, digest), now_s)
         self._dropped = {(node, digest) for node, digest in self._dropped if node != facts.node_id or digest in present}
 
-    def give_up(self, instance_ids: tuple[InstanceId, ...]) -> None:
+    def give_up(self, worker_id: WorkerId, instance_ids: tuple[InstanceId, ...]) -> None:
         """A worker confirmed that it unloaded these."""
-        self._given_up.update(instance_ids)
+        self._given_up.update((worker_id, instance_id) for instance_id in instance_ids)
 
     def drop(self, node_id: NodeId, digests: tuple[Digest, ...]) -> None:
         """A loader confirmed that it freed these."""
@@ -130,7 +130,7 @@ class Books:
         held = {
             one.instance_id: one.device_bytes
             for one in worker.held
-            if one.state in LIVE and one.instance_id not in self._given_up
+            if one.state in LIVE and (worker.worker_id, one.instance_id) not in self._given_up
         }
         for grant in self.grants.values():
             if grant.worker_id == worker.worker_id:
@@ -169,7 +169,7 @@ class Books:
                 busy=one.state in BUSY,
             )
             for one in worker.held
-            if one.state in LIVE and one.instance_id not in self._given_up
+            if one.state in LIVE and (worker.worker_id, one.instance_id) not in self._given_up
         )
 
     def in_pool(self, node: NodeFacts, now_s: float) -> tuple[EvictionCandidate, ...]:
@@ -186,7 +186,7 @@ class Books:
                     node_id=node.node_id,
                     size_bytes=copy.size_bytes,
                     resident_since_s=self._first_seen_s.get((node.node_id, copy.digest), now_s),
-                    last_used_s=copy.last_used_s,
+                    last_used_s=now_s - copy.idle_s,
                     leases=copy.leases,
                     pinned=model in self.pinned,
                 )

@@ -39,6 +39,7 @@ class Handlers:
     async def start(self) -> None:
         """Listen to reports: a standby's books are as full as those of the cache that answers."""
         bus = self._context.bus
+        bus.on_reconnect(self._resync)
         self._listening = [
             await bus.subscribe(WORKER_REPORTS, WorkerReport, self._on_worker),
             await bus.subscribe(LOADER_REPORTS, LoaderReport, self._on_loader),
@@ -74,6 +75,9 @@ class Handlers:
         self._books.hear_node(report.facts, self._context.clock.monotonic_s())
         if self._answering:
             await self._copies.follow(report.facts)
+
+    async def _resync(self) -> None:
+        self._copies.write_anew()
 
     async def _sweep(self) -> None:
         async for _ in every(SWEEP_INTERVAL_S):

@@ -16,6 +16,10 @@ class PublishedCopies:
         self._bucket = bucket
         self._published: dict[str, tuple[int, ...]] = {}
 
+    def write_anew(self) -> None:
+        """The bucket may have been emptied: take nothing for written."""
+        self._published = dict.fromkeys(self._published, ())
+
     async def follow(self, node: NodeFacts) -> None:
         """Bring the bucket to what one report says. What could not be written is tried again with the next report."""
         present = {_key(copy): copy for copy in node.copies}

@@ -17,7 +17,7 @@ from pilotlight.common.messages.reports import LOADER_REPORTS, WORKER_REPORTS, L
 from pilotlight.common.service import Background
 from pilotlight.common.waiting import every
 from pilotlight.policy.instance import SERVING, STARTING
-from pilotlight.policy.liveness import DEAD_AFTER_S, liveness_of
+from pilotlight.policy.liveness import DEAD_AFTER_S, FORGET_AFTER_S, LAST_WORDS_S, liveness_of
 from pilotlight.policy.types import (
     Digest,
     Instance,
@@ -34,10 +34,8 @@ from pilotlight.policy.types import (
 log = structlog.get_logger()
 
 CHECK_INTERVAL_S = 0.1
-FORGET_AFTER_S = 60.0
-"""A worker or node that is silent for so long is struck from the view."""
-LAST_WORDS_S = 0.5
-"""Reports that a worker sent before its loader saw it die may arrive after the loader's."""
+STALL_S = 0.5
+"""A check that is later than this says that this process did not run: whatever was sent to it meanwhile lies unread."""
 
 
 @dataclass(slots=True)
@@ -84,6 +82,7 @@ class Fleet:
         self._nodes: dict[NodeId, _Node] = {}
         self._changed: list[Callable[[ModelName], None]] = []
         self._lost: list[Callable[[WorkerId, PilotlightError], None]] = []
+        self._gone: list[Callable[[InstanceId], None]] = []
         self._subscriptions: list[Subscription] = []
 
     def on_change(self, callback: Callable[[ModelName], None]) -> None:
@@ -93,6 +92,10 @@ class Fleet:
     def on_lost(self, callback: Callable[[WorkerId, PilotlightError], None]) -> None:
         """Call with a worker whose requests are lost, once for each death."""
         self._lost.append(callback)
+
+    def on_gone(self, callback: Callable[[InstanceId], None]) -> None:
+        """Call with an instance that has ended and is known no longer."""
+        self._gone.append(callback)
 
     async def start(self) -> None:
         """Listen; what is there already arrives within a moment.
@@ -121,6 +124,10 @@ class Fleet:
         if model is None:
             return tuple(self._instances.values())
         return tuple(self._instances[instance_id] for instance_id in sorted(self._of_model.get(model, ())))
+
+    def knows(self, instance_id: InstanceId) -> bool:
+        """Whether the instance lives, or has ended a moment ago."""
+        return instance_id in self._instances
 
     def serving(self, model: ModelName) -> tuple[Seen, ...]:
         """Instances of a model that take requests."""
@@ -170,6 +177,8 @@ class Fleet:
             if before is not None:
                 del self._instances[InstanceId(key)]
                 self._of_model[before.instance.model].discard(InstanceId(key))
+                for callback in self._gone:
+                    callback(InstanceId(key))
                 self._tell(before.instance.model)
             return
         since_s = None
@@ -209,8 +218,22 @@ class Fleet:
     # Liveness.
 
     async def _check_for_ever(self) -> None:
+        checked_s = self._clock.monotonic_s()
         async for _ in every(CHECK_INTERVAL_S):
+            late_s = self._clock.monotonic_s() - checked_s - CHECK_INTERVAL_S
+            if late_s > STALL_S:
+                self.was_away(late_s)
+            checked_s = self._clock.monotonic_s()
             self.check()
+
+    def was_away(self, seconds: float) -> None:
+        """This process did not run for so long: silence in that time says nothing about others."""
+        log.warning("this process did not run for a while", action="gateway_stalled", seconds=round(seconds, 3))
+        for worker in self._workers.values():
+            if not worker.lost:
+                worker.heard_s += seconds
+        for node in self._nodes.values():
+            node.heard_s += seconds
 
     def check(self) -> None:
         """Find out who has been silent for too long."""

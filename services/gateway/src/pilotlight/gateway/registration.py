@@ -4,6 +4,7 @@ Parameters are not read: registration takes seconds whatever the model's size, a
 """
 
 import asyncio
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -196,5 +197,5 @@ def _read(folder: Path, roots: ModelRoots, clock: Clock) -> _Read:
 
 def _check_place(path: Path, roots: ModelRoots) -> None:
     """Hub caches are made of links, so links are followed; but not to what no root allows."""
-    if path.is_symlink() and not roots.hold(path.resolve(strict=True)):
+    if path.is_symlink() and not roots.hold(Path(os.path.realpath(path))):
         raise UriNotAllowed(f"{path} is a link to a file that is not below an allowed root", param="uri")

@@ -44,6 +44,11 @@ class Router:
         self._fleet = fleet
         self._clock = clock
         self._loads: dict[InstanceId, _Load] = {}
+        fleet.on_gone(self._forget)
+
+    def __len__(self) -> int:
+        """Instances of which something is remembered."""
+        return len(self._loads)
 
     def pick(self, model: ModelName, needed_tokens: int) -> Seen | None:
         """The instance with the least expected wait that may take one more request now; None when there is none."""
@@ -67,16 +72,20 @@ class Router:
         load.unconfirmed -= 1
         if accepted:
             load.accepted_at_s.append(self._clock.monotonic_s())
+        if not self._fleet.knows(instance_id):
+            self._forget(instance_id)
 
     def avoid(self, instance_id: InstanceId, for_s: float) -> None:
         """Send an instance nothing for a while."""
-        load = self._loads.setdefault(instance_id, _Load())
-        load.avoid_until_s = max(load.avoid_until_s, self._clock.monotonic_s() + for_s)
+        if self._fleet.knows(instance_id):
+            load = self._loads.setdefault(instance_id, _Load())
+            load.avoid_until_s = max(load.avoid_until_s, self._clock.monotonic_s() + for_s)
 
-    def forget_gone(self) -> None:
-        """Drop what is remembered of instances that are no longer known."""
-        known = {seen.instance.instance_id for seen in self._fleet.instances()}
-        self._loads = {key: load for key, load in self._loads.items() if key in known or load.unconfirmed > 0}
+    def _forget(self, instance_id: InstanceId) -> None:
+        """The instance is gone; a submit that is under way is still to be answered."""
+        load = self._loads.get(instance_id)
+        if load is not None and load.unconfirmed == 0:
+            del self._loads[instance_id]
 
     def _wait_s(self, seen: Seen, needed_tokens: int) -> float | None:
         instance = seen.instance

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import structlog
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pilotlight.common.errors import TransientError
 from pilotlight.common.service import Background
@@ -17,6 +18,49 @@ log = structlog.get_logger()
 
 BACKLOG = 2048
 KEEP_ALIVE_S = 75
+MAX_HEAD_BYTES = 64 * 1024
+"""Of a request line with its headers; whoever sends more is cut off."""
+HEAD_DEADLINE_S = 30.0
+"""For them to arrive; a connection on which none do is closed."""
+
+
+class _Protocol(HttpToolsProtocol):
+    """uvicorn's, with limits on what comes before a body: it keeps any amount of headers for any time."""
+
+    _head_bytes: int | None = 0
+    """Of the head that is arriving; None while none is."""
+    _head_deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._head_deadline = self.loop.call_later(HEAD_DEADLINE_S, transport.close)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_head()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._head_bytes is not None:
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if self._head_bytes is not None and self._head_bytes > MAX_HEAD_BYTES:
+            self.transport.close()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._head_deadline is None:
+            self._head_bytes = 0
+            self._head_deadline = self.loop.call_later(HEAD_DEADLINE_S, self.transport.close)
+
+    def on_headers_complete(self) -> None:
+        self._end_head()
+        super().on_headers_complete()
+
+    def _end_head(self) -> None:
+        self._head_bytes = None
+        if self._head_deadline is not None:
+            self._head_deadline.cancel()
+            self._head_deadline = None
 
 
 class _Server(uvicorn.Server):
@@ -77,7 +121,7 @@ class HttpServer:
         self._port = listener.getsockname()[1]
         config = uvicorn.Config(
             self._app,
-            http="httptools",
+            http=_Protocol,
             ws="none",
             lifespan="off",
             log_config=None,

@@ -7,7 +7,6 @@ later is checked against them.
 import asyncio
 import random
 from collections import OrderedDict
-from collections.abc import Mapping
 
 import msgspec
 import structlog
@@ -26,7 +25,6 @@ MAX_KNOWN = 256
 """Manifests that are kept decoded."""
 PUBLISH_TRIES = 6
 
-ChunkDigests = Mapping[tuple[int, int], Digest]
 _Parts = list[list[Digest]]
 
 

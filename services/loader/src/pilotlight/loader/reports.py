@@ -9,7 +9,7 @@ import structlog
 from pilotlight.common.buckets import NODES
 from pilotlight.common.bus import Bus
 from pilotlight.common.errors import BusUnavailable
-from pilotlight.common.messages.reports import REPORT_INTERVAL_S, LoaderReport, NodeInfo, loader_report_subject
+from pilotlight.common.messages.reports import REPORT_INTERVAL_S, LoaderReport, loader_report_subject
 from pilotlight.common.phases import PhaseReporter
 from pilotlight.common.service import Background
 from pilotlight.common.waiting import cancel_all, pause, woken
@@ -65,6 +65,8 @@ class Reporter:
     background: Background
     _tasks: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
     _stopping: bool = False
+    _written: NodeFacts | None = None
+    """What the bucket has, as far as is known."""
 
     async def start(self) -> None:
         """Report from now on."""
@@ -116,16 +118,16 @@ class Reporter:
         await self.bus.publish(loader_report_subject(self.shape.node_id), report)
 
     async def _keep_state_for_ever(self) -> None:
-        written: NodeFacts | None = None
         while True:
             self.changes.state.clear()
             facts = self.facts()
-            if written is None or _slow(facts) != _slow(written):
+            if self._written is None or _slow(facts) != _slow(self._written):
+                self._written = facts
                 try:
                     bucket = await self.bus.bucket(NODES)
-                    await bucket.put(self.shape.node_id, NodeInfo(node_id=self.shape.node_id, facts=facts))
-                    written = facts
+                    await bucket.put(self.shape.node_id, facts)
                 except BusUnavailable as error:
+                    self._written = None
                     log.warning("node's state not written", action="node_state_failed", error=error.message)
                     await pause(RETRY_S)
                     continue
@@ -133,6 +135,8 @@ class Reporter:
             await self.changes.state.wait()
 
     async def _on_reconnect(self) -> None:
+        """The server may have come back without its memory."""
+        self._written = None
         self.changes.note()
 
 
@@ -163,4 +167,4 @@ def _slow(facts: NodeFacts) -> NodeFacts:
 
 
 def _bare(copy: Copy) -> Copy:
-    return replace(copy, last_used_s=0.0, leases=0)
+    return replace(copy, idle_s=0.0, leases=0)

@@ -29,10 +29,11 @@ class Serving:
 
     async def start(self) -> None:
         """Answer from now on."""
-        self._subscriptions = [
-            await self._bus.serve(FIND_ARTIFACTS_SUBJECT, FindArtifacts, self._handlers.find, queue=QUEUE),
-            await self._bus.serve(PUBLISH_ARTIFACT_SUBJECT, PublishArtifact, self._handlers.publish, queue=QUEUE),
-        ]
+        if not self._subscriptions:
+            self._subscriptions = [
+                await self._bus.serve(FIND_ARTIFACTS_SUBJECT, FindArtifacts, self._handlers.find, queue=QUEUE),
+                await self._bus.serve(PUBLISH_ARTIFACT_SUBJECT, PublishArtifact, self._handlers.publish, queue=QUEUE),
+            ]
 
     async def stop(self) -> None:
         """Answer no more."""

@@ -18,4 +18,4 @@ def is_signed(
 ) -> bool:
     """Whether the signature is this cluster's for exactly these fields."""
     expected = sign(cluster_key, fingerprint=fingerprint, kind=kind, blob_digest=blob_digest, size_bytes=size_bytes)
-    return hmac.compare_digest(expected, signature)
+    return hmac.compare_digest(expected.encode(), signature.encode())  # of texts it takes ASCII alone

@@ -2,14 +2,15 @@
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import structlog
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import DatabaseUnavailable, DeadlineExceeded, NotLeader
 from pilotlight.common.service import Background
-from pilotlight.common.waiting import Backoff, pause
+from pilotlight.common.waiting import Backoff, cancel_all, pause
 from pilotlight.policy.types import Epoch
 from pilotlight.scheduler.lease import LEASE_S, RENEW_S, Lease
 
@@ -20,7 +21,10 @@ STAND_BY_S = 0.25
 RETRY_S = 0.2
 """Between two tries to renew while the database does not answer."""
 
-Lead = Callable[[Epoch], Awaitable[None]]
+TERM_ENDS_S = 6.0
+"""Longer than a term takes to stop answering on its subjects, requests under way included."""
+
+Lead = Callable[[Epoch], Coroutine[Any, Any, None]]
 
 
 class Election:
@@ -50,8 +54,7 @@ class Election:
         if task is None:
             return
         epoch = self.epoch
-        task.cancel()
-        await asyncio.wait({task})
+        await cancel_all((task,), again_s=TERM_ENDS_S)
         if epoch is None:
             return
         try:
@@ -81,20 +84,19 @@ class Election:
     async def _serve_term(self, epoch: Epoch, valid_until_s: float) -> None:
         log.info("leading", action="lease_taken", epoch=epoch)
         self.epoch = epoch
-        term = asyncio.ensure_future(self._lead(epoch))
+        term = asyncio.create_task(self._lead(epoch), name=f"term {epoch}")
         try:
             await self._renew_while(term, epoch, valid_until_s)
         finally:
             self.epoch = None
-            term.cancel()
-            await asyncio.wait({term})
+            await cancel_all((term,), again_s=TERM_ENDS_S)
         error = None if term.cancelled() else term.exception()
         if error is not None and not isinstance(error, NotLeader):
             raise error
         why = error.message if error is not None else "the lease is lost, or could not be renewed"
         log.warning("no longer leading", action="lease_lost", epoch=epoch, reason=why)
 
-    async def _renew_while(self, term: asyncio.Future[None], epoch: Epoch, valid_until_s: float) -> None:
+    async def _renew_while(self, term: asyncio.Task[None], epoch: Epoch, valid_until_s: float) -> None:
         """Return when the term ended, the lease was lost, or it expired unseen because the database does not answer."""
         wait_s = RENEW_S
         while True:

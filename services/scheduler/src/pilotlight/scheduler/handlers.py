@@ -7,11 +7,11 @@ import structlog
 from pilotlight.common.bus import Subscription
 from pilotlight.common.errors import DatabaseUnavailable
 from pilotlight.common.messages.demand import DEMAND_SUBJECTS, EVICT_SUBJECT, WARM_SUBJECT, DemandVector, Evict, Warm, Warming
-from pilotlight.common.messages.events import Event
+from pilotlight.common.messages.events import GATEWAY_EVENTS, Event
 from pilotlight.common.messages.phases import PHASES_SUBJECT, PhaseReport
 from pilotlight.common.messages.reports import LOADER_REPORTS, WORKER_REPORTS, LoaderReport, WorkerReport
 from pilotlight.common.service import Context
-from pilotlight.common.waiting import every, woken
+from pilotlight.common.waiting import cancel_all, every, woken
 from pilotlight.scheduler.leader import Term
 from pilotlight.scheduler.repository import ModelReader
 from pilotlight.scheduler.settings import SchedulerSettings
@@ -19,7 +19,6 @@ from pilotlight.scheduler.world import World
 
 log = structlog.get_logger()
 
-MODEL_EVENTS = "v1.event.gateway.>"
 RELIST_S = 5.0
 """Models are listed at least so often: an event may be lost, its absence must not matter."""
 
@@ -54,7 +53,7 @@ class Listening:
             await bus.subscribe(WORKER_REPORTS, WorkerReport, self._on_worker),
             await bus.subscribe(LOADER_REPORTS, LoaderReport, self._on_loader),
             await bus.subscribe(DEMAND_SUBJECTS, DemandVector, self._on_demand),
-            await bus.subscribe(MODEL_EVENTS, Event, self._on_event),
+            await bus.subscribe(GATEWAY_EVENTS, Event, self._on_event),
         ]
         await self.relist()
         bus.on_reconnect(self._reconnected)
@@ -68,10 +67,8 @@ class Listening:
         for subscription in self._subscriptions:
             await subscription.end()
         self._subscriptions = []
-        for task in self._tasks:
-            task.cancel()
-            await asyncio.wait({task})
-        self._tasks = []
+        tasks, self._tasks = self._tasks, []
+        await cancel_all(tasks)
 
     async def relist(self) -> None:
         """List the models now.
@@ -103,6 +100,7 @@ class Listening:
 
     async def _reconnected(self) -> None:
         self._world.hear_connection(True, self._clock.monotonic_s())
+        self._world.reconnects += 1
         self._relist.set()
         self._wake.set()
 

@@ -77,6 +77,7 @@ class Term:
         self._reconcile_rules = ReconcileRules(term_started_s=self._started_s, hold_deadline_s=settings.hold_deadline_s)
         self._group = asyncio.TaskGroup()
         self._starting: set[ModelName] = set()
+        self._shown_after = standing.world.reconnects
         self._asks = Asks()
         self._room = RoomClient(context.bus)
         self.book = Book()
@@ -198,6 +199,7 @@ class Term:
 
         While NATS is lost nothing is decided: the last view is kept, and absence is not taken for deletion.
         """
+        self._show_anew()
         now_s = self._clock.monotonic_s()
         workers = self._world.workers(now_s)
         demand = self._demand(now_s)
@@ -218,6 +220,13 @@ class Term:
         now_s = self._clock.monotonic_s()
         await self._dispatcher.publish(self.book.rows(), workers, self._world.nodes(now_s), now_s)
         self._metrics.instances(self.book.instances())
+
+    def _show_anew(self) -> None:
+        """After a reconnect the bucket may be empty: a gateway that starts then would not know of what serves."""
+        if self._shown_after != self._world.reconnects:
+            self._shown_after = self._world.reconnects
+            for entry in self.book.rows():
+                self._board.show(entry.instance)
 
     def _has_learned(self, workers: dict[WorkerId, WorkerView], now_s: float) -> bool:
         """Whether enough was heard to command: a worker must not be told to drop what its leader has merely not heard of."""

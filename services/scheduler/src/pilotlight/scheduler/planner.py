@@ -19,6 +19,7 @@ from pilotlight.common.errors import (
     TransientError,
 )
 from pilotlight.common.ids import new_decision_id, new_instance_id
+from pilotlight.common.messages.room import Reserved
 from pilotlight.common.telemetry import current_traceparent, span, with_parent
 from pilotlight.common.waiting import Backoff
 from pilotlight.policy.instance import InstanceEvent, step
@@ -168,15 +169,17 @@ class Planner:
         # From here on other decisions count this start, before there is a row of it.
         self.book.add(entry)
         granted: list[Placement] = []
+        grants: list[Reserved] = []
         committed = False
         try:
             for placement in scheme.placements:
                 grant = await self.room.reserve(instance, model, placement)
+                grants.append(grant)
                 granted.append(replace(placement, grant_id=grant.grant_id))
             fetching = step(instance.state, InstanceEvent.FETCH_STARTED)
             entry.instance = replace(instance, placements=tuple(granted), state=fetching, state_since_s=self.clock.monotonic_s())
             record = self._record_of(entry, order)
-            await self.repository.start(entry.instance, _started(entry.instance, choice, seen), record)
+            await self.repository.start(entry.instance, _started(entry.instance, choice, grants, seen), record)
             committed = True
         finally:
             if not committed:
@@ -225,12 +228,9 @@ class Planner:
         reasons += [f"{worker_id}: {refusal.code}: {refusal.message}" for worker_id, refusal in refusals]
         # Byte counts and ages differ from attempt to attempt; what makes a refusal a new one is who refused and how.
         essence = f"{error.code} {sorted((worker_id, refusal.code) for worker_id, refusal in refusals)}"
-        before = self._refused.get(model.name)
-        outcome = self._not_now(model, error)
-        refused = self._refused[model.name]
-        refused.recorded = before.recorded if before is not None else ""
+        refused = self._not_now(model)
         if refused.recorded == essence:
-            return outcome
+            return Outcome(instance_id=None, error=error)
         decision = Decision(
             decision_id=new_decision_id(),
             kind="cold_start",
@@ -245,17 +245,17 @@ class Planner:
         self.metrics.decided("cold_start", error.code)
         await self.repository.decide(decision)
         refused.recorded = essence
-        return outcome
+        return Outcome(instance_id=None, error=error)
 
-    def _not_now(self, model: Model, error: PilotlightError) -> Outcome:
+    def _not_now(self, model: Model) -> _Refused:
+        """Wait before the next attempt, the longer the more were refused."""
         now_s = self.clock.monotonic_s()
         before = self._refused.get(model.name)
         attempts = before.attempts + 1 if before is not None else 1
         retry_at_s = now_s + Backoff(first_s=0.1, limit_s=2.0).delay_s(attempts - 1, self._rng)
-        self._refused[model.name] = _Refused(
-            attempts, now_s, retry_at_s, self.world_version(), before.recorded if before is not None else ""
-        )
-        return Outcome(instance_id=None, error=error)
+        recorded = before.recorded if before is not None else ""
+        refused = self._refused[model.name] = _Refused(attempts, now_s, retry_at_s, self.world_version(), recorded)
+        return refused
 
 
 def slice_for(model: Model, snapshot: Snapshot) -> Snapshot:
@@ -270,12 +270,18 @@ def slice_for(model: Model, snapshot: Snapshot) -> Snapshot:
     )
 
 
-def _started(instance: Instance, choice: SchemeChoice, seen: Snapshot) -> Decision:
+def _started(instance: Instance, choice: SchemeChoice, grants: list[Reserved], seen: Snapshot) -> Decision:
     outcome: dict[str, Any] = {
         "instance_id": instance.instance_id,
         "scheme": to_row_json(choice.scheme),
         "meets_slo": choice.meets_slo,
         "needs_eviction": choice.needs_eviction,
+        "evicted_instances": [instance_id for grant in grants for instance_id in grant.evicted_instances],
+        "dropped_copies": [digest for grant in grants for digest in grant.dropped_copies],
+        "considered": [
+            {"worker_ids": [one.worker_id for one in scheme.placements], "predicted_ttft_s": scheme.predicted_ttft_s}
+            for scheme in choice.considered
+        ],
     }
     return Decision(
         decision_id=instance.decision_id,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from pilotlight.common.messages.demand import DemandVector
 from pilotlight.common.messages.reports import LoaderReport, WorkerReport
-from pilotlight.policy.liveness import liveness_of
+from pilotlight.policy.liveness import FORGET_AFTER_S, LAST_WORDS_S, liveness_of
 from pilotlight.policy.types import (
     Demand,
     Digest,
@@ -29,10 +29,6 @@ from pilotlight.policy.types import (
 
 GATEWAY_SILENT_S = 1.0
 """Four demand vectors missed: nobody waits there any more, or the gateway is gone."""
-FORGET_AFTER_S = 60.0
-"""A worker or node that is silent for so long is left out; what it held has long been given up."""
-LAST_WORDS_S = 0.5
-"""Reports that a worker sent before its loader saw it die may arrive after the loader's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +77,8 @@ class World:
     """Counts changes of what could take a model: workers, and what they hold."""
     deaf_since_s: float | None = None
     """Since when NATS is lost; None while it is not."""
+    reconnects: int = 0
+    """Counts them: the server may have come back without its memory."""
     _workers: dict[WorkerId, _Worker] = field(default_factory=dict[WorkerId, _Worker])
     _nodes: dict[NodeId, _Node] = field(default_factory=dict[NodeId, _Node])
     _vectors: dict[GatewayId, _Vector] = field(default_factory=dict[GatewayId, _Vector])

@@ -87,7 +87,6 @@ class _Builder:
         settings = self._context.settings
         if self._kind is DeviceKind.SIM:
             profile = SimProfile(
-                memory_bytes=self._device_bytes,
                 load_bytes_per_s=settings.sim_load_bytes_per_s,
                 prefill_tokens_per_s=settings.sim_prefill_tokens_per_s,
                 decode_step_s=settings.sim_decode_step_s,
@@ -95,7 +94,6 @@ class _Builder:
             return SimEngine(profile, self._context.clock, self._faults)
         options = ChildOptions(
             threads=self._threads,
-            memory_bytes=self._device_bytes,
             log_path=settings.log_dir / f"engine-{worker_id}.log",
             faults=settings.faults,
             log_level=settings.log_level,

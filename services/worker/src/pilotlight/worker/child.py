@@ -46,7 +46,6 @@ def main(arguments: Sequence[str]) -> int:
     up = EngineUp(
         pid=os.getpid(),
         device_name=f"cpu ({options.threads} threads)",
-        memory_bytes=options.memory_bytes,
         load_bytes_per_s=_copy_bytes_per_s(clock),
     )
     try:
@@ -61,7 +60,6 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--fd", type=int, required=True, help="socket to the parent")
     parser.add_argument("--parent", type=int, required=True, help="the parent's process id")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--memory-bytes", type=int, required=True)
     parser.add_argument("--log-level", default="info")
     return parser.parse_args(arguments)
 

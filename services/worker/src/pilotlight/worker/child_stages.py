@@ -109,7 +109,6 @@ class StageLoads:
         return StageLoaded(
             instance_id=command.instance_id,
             phases=tuple(load.intervals.phases),
-            device_bytes=load.command.device_bytes,
             kv_capacity_tokens=load.room.kv_capacity_tokens,
         )
 

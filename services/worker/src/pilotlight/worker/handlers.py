@@ -63,7 +63,7 @@ class Handlers:
         trace_parent = current_traceparent()
         try:
             _check_room(submit, self._stages.serving(submit.instance_id))
-            superseded = self._core.table.accept(submit, trace_parent)
+            superseded = self._core.table.accept(submit)
         except PilotlightError as error:
             self._core.metrics.refused.labels(code=error.code).inc()
             return SubmitReply(accepted=False, code=error.code, message=error.message, retry_after_s=error.retry_after_s or 0.0)

@@ -7,6 +7,7 @@ import signal
 import structlog
 
 from pilotlight.common.service import Background
+from pilotlight.common.waiting import cancel_all
 from pilotlight.dataplane.pool_client import PoolClient
 from pilotlight.policy.types import WorkerId
 
@@ -31,8 +32,7 @@ class LoaderLink:
         """Close the connection."""
         task, self._task = self._task, None
         if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await cancel_all((task,))
 
     async def _greet(self) -> None:
         await self._client.hello(self._worker_id)

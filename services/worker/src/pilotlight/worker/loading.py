@@ -11,7 +11,7 @@ from pilotlight.common.messages.engine import LoadStage, PlacePart, StageLoaded
 from pilotlight.common.messages.hold import Hold
 from pilotlight.common.messages.pool import PartReady
 from pilotlight.common.telemetry import current_traceparent, span, with_parent
-from pilotlight.common.waiting import within
+from pilotlight.common.waiting import cancel_all, within
 from pilotlight.dataplane.table import HEADER_BYTES, read_header
 from pilotlight.policy.types import Epoch, InstanceId, Model, PhaseName, WorkerId
 from pilotlight.worker.core import WorkerCore
@@ -26,7 +26,6 @@ class PartLease(AbstractAsyncContextManager["PartLease"], Protocol):
     """Parts that stay in the host pool until this is left. ``dataplane.pool_client.PoolLease`` is the real one."""
 
     pool_path: str
-    pool_bytes: int
 
     @property
     def intact(self) -> bool:
@@ -85,8 +84,7 @@ class StageLoader:
                         feeding.result()
                     result = await within(LOADED_DEADLINE_S, asyncio.shield(loaded), "placing the last part")
                 finally:
-                    feeding.cancel()
-                    await asyncio.gather(feeding, return_exceptions=True)
+                    await cancel_all((feeding,))
                 if not lease.intact:
                     raise SourceChanged("the host pool changed while parts were copied from it")
         return result
@@ -98,7 +96,6 @@ class StageLoader:
             stage=hold.stage,
             device_bytes=hold.device_bytes,
             pool_path=lease.pool_path,
-            pool_bytes=lease.pool_bytes,
         )
         await self._core.engine.load_stage(load)
         phases = self._core.phases
@@ -132,7 +129,6 @@ class EveryPart:
 
 class _EveryPartLease:
     pool_path = ""
-    pool_bytes = 0
     intact = True
 
     def __init__(self, parts: tuple[int, ...]) -> None:

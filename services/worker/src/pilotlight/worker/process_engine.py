@@ -54,7 +54,6 @@ class ChildOptions:
     """How to start an engine child."""
 
     threads: int
-    memory_bytes: int
     log_path: Path
     """Its standard output and error: never an inherited pipe, which a grandchild would hold open."""
     faults: str = ""
@@ -212,7 +211,6 @@ async def _spawn(options: ChildOptions) -> _Child:
             "--fd": theirs.fileno(),
             "--parent": os.getpid(),
             "--threads": options.threads,
-            "--memory-bytes": options.memory_bytes,
             "--log-level": options.log_level,
         }
         flat = [str(word) for pair in arguments.items() for word in pair]
@@ -237,9 +235,14 @@ async def _spawn(options: ChildOptions) -> _Child:
 
 
 def _child_environment(options: ChildOptions) -> dict[str, str]:
-    """The parent's, without our settings: the child has no use for credentials."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PILOTLIGHT_")}
-    return {**inherited, "PILOTLIGHT_FAULTS": options.faults, "OMP_NUM_THREADS": str(options.threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    """The parent's, without our settings and the object store's: the child has no use for credentials."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PILOTLIGHT_", "AWS_"))}
+    return {
+        **inherited,
+        "PILOTLIGHT_FAULTS": options.faults,
+        "OMP_NUM_THREADS": str(options.threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
 
 
 def _kill_group(process: Process) -> None:

@@ -24,7 +24,7 @@ SILENCE_S = 10.0
 KEPT_PER_RUNNING = 4
 """Requests kept in memory for each that may run: finished ones wait here for their last acknowledgement."""
 FORGOTTEN_KEPT = 4096
-"""Keys of forgotten requests that are remembered, so that a late repetition of a submit does not run twice."""
+"""Keys of forgotten requests that are remembered, so that a late submit, or a late repetition of one, does not run."""
 RETRY_AFTER_S = 1.0
 
 
@@ -47,7 +47,6 @@ class _Kept:
     key: RequestKey
     gateway_id: GatewayId
     instance_id: InstanceId
-    trace_parent: str
     kept: int
     """Position of the first token in ``token_ids``."""
     token_ids: list[int] = field(default_factory=list[int])
@@ -105,15 +104,11 @@ class RequestTable:
         """When the instance's last request ended; None when it had none."""
         return self._ended_s.get(instance_id)
 
-    def trace_parent(self, request_id: RequestId) -> str:
-        """Trace context of a request that is kept, or nothing."""
-        return next((kept.trace_parent for key, kept in self._kept.items() if key.request_id == request_id), "")
-
     def knows(self, key: RequestKey) -> bool:
         """Whether a submit was accepted before, so that its answer is given from memory."""
         return key in self._kept or key in self._forgotten
 
-    def accept(self, submit: Submit, trace_parent: str = "") -> tuple[RequestKey, ...]:
+    def accept(self, submit: Submit) -> tuple[RequestKey, ...]:
         """Take a new request; earlier attempts of it, which the engine should drop now, are returned.
 
         Raises:
@@ -130,18 +125,11 @@ class RequestTable:
             key=key,
             gateway_id=submit.gateway_id,
             instance_id=submit.instance_id,
-            trace_parent=trace_parent,
             kept=len(submit.output_ids),
             logprobs=[] if submit.sampling.logprobs else None,
         )
         self._in_flight[submit.instance_id] = self.in_flight(submit.instance_id) + 1
         return self._drop(others)
-
-    def withdraw(self, key: RequestKey) -> None:
-        """Undo ``accept``: the engine never got the request."""
-        kept = self._kept.pop(key, None)
-        if kept is not None:
-            self._left(kept)
 
     def produced(self, produced: Produced, now_s: float) -> Outgoing | None:
         """Keep what a step gave a request; None when nobody waits for it.
@@ -172,7 +160,11 @@ class RequestTable:
 
     def acknowledge(self, gateway_id: GatewayId, entry: AckEntry, now_s: float) -> RequestKey | None:
         """Forget what has arrived. Returns the request when its gateway is done with it before the engine is: it is to be aborted."""
-        kept = self._kept.get(RequestKey(entry.request_id, entry.attempt))
+        key = RequestKey(entry.request_id, entry.attempt)
+        kept = self._kept.get(key)
+        if kept is None and entry.done:
+            # Its client left while the submit was on its way, and that came in second: it must not run for nobody.
+            self._remember_forgotten(key)
         if kept is None or kept.gateway_id != gateway_id:
             return None
         arrived = min(entry.seq, kept.next) - kept.kept
@@ -276,6 +268,9 @@ class RequestTable:
 
     def _forget(self, kept: _Kept) -> None:
         del self._kept[kept.key]
-        self._forgotten[kept.key] = None
+        self._remember_forgotten(kept.key)
+
+    def _remember_forgotten(self, key: RequestKey) -> None:
+        self._forgotten[key] = None
         while len(self._forgotten) > FORGOTTEN_KEPT:
             self._forgotten.popitem(last=False)

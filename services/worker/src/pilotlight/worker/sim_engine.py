@@ -26,7 +26,7 @@ from pilotlight.common.messages.engine import (
     StepDone,
     UnloadStage,
 )
-from pilotlight.common.waiting import pause
+from pilotlight.common.waiting import cancel_all, pause
 from pilotlight.policy.types import FinishReason, InstanceId, Phase, PhaseName
 from pilotlight.worker.engine_client import EngineDied, EngineEvent
 from pilotlight.worker.requests import RequestKey
@@ -42,7 +42,6 @@ _MASK = (1 << 64) - 1
 class SimProfile:
     """What a simulated device takes for its work."""
 
-    memory_bytes: int
     load_bytes_per_s: float
     prefill_tokens_per_s: float
     decode_step_s: float
@@ -100,10 +99,7 @@ class SimEngine:
     async def start(self) -> EngineUp:
         if self._turning is None:
             self._turning = asyncio.create_task(self._turn_for_ever(), name="simulated engine")
-        profile = self._profile
-        return EngineUp(
-            pid=os.getpid(), device_name="sim", memory_bytes=profile.memory_bytes, load_bytes_per_s=profile.load_bytes_per_s
-        )
+        return EngineUp(pid=os.getpid(), device_name="sim", load_bytes_per_s=self._profile.load_bytes_per_s)
 
     async def load_stage(self, command: LoadStage) -> None:
         self._check()
@@ -160,8 +156,7 @@ class SimEngine:
         turning, self._turning = self._turning, None
         if turning is None:
             return False
-        turning.cancel()
-        await asyncio.wait({turning})
+        await cancel_all((turning,))
         self._stages.clear()
         self._parts.clear()
         self._requests.clear()
@@ -196,7 +191,6 @@ class SimEngine:
                 StageLoaded(
                     instance_id=command.instance_id,
                     phases=tuple(stage.phases),
-                    device_bytes=stage.command.device_bytes,
                     kv_capacity_tokens=stage.kv_capacity_tokens,
                 )
             )

@@ -18,7 +18,7 @@ from pilotlight.common.errors import BusUnavailable, DatabaseUnavailable
 from pilotlight.common.messages.events import Event, event_subject
 from pilotlight.common.service import Context
 from pilotlight.common.telemetry import with_parent
-from pilotlight.common.waiting import Backoff, pause, woken
+from pilotlight.common.waiting import Backoff, cancel_all, pause, woken
 
 log = structlog.get_logger()
 
@@ -52,8 +52,7 @@ class Outbox:
         task, self._task = self._task, None
         if task is None:
             return
-        task.cancel()
-        await asyncio.wait({task})
+        await cancel_all((task,))
         try:
             await self.publish_all()
         except (BusUnavailable, DatabaseUnavailable) as error:

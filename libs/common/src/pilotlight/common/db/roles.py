@@ -32,11 +32,6 @@ def role_of(owner: str) -> str:
     return f"pilotlight_{owner}"
 
 
-def may_read(owner: str, table: Table) -> bool:
-    """Whether an owner's role may select from a table."""
-    return table.schema == owner or table in READS[owner]
-
-
 def ensure_roles(connection: Connection, secrets_dir: Path | None) -> None:
     """Make every role that does not exist, and give it the password of its secret (stored as a SCRAM verifier)."""
     for owner in tables.OWNERS:

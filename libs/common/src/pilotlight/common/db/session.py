@@ -1,11 +1,11 @@
 """Connections and units of work.
 
 A unit of work is one transaction: everything that it wrote is there, with the events that say so, or nothing is. What must follow
-a commit (a command, a bucket's new value) is registered with ``after_commit`` and done only then.
+a commit (a command, a bucket's new value) is done when the unit of work has ended.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -32,8 +32,6 @@ STATEMENT_TIMEOUT_S = 10
 UNIT_DEADLINE_S = 15.0
 """For a whole unit of work, commit included: nothing waits longer for a database that does not answer."""
 
-AfterCommit = Callable[[], Awaitable[None] | None]
-
 
 class UnitOfWork:
     """One transaction that is under way."""
@@ -41,15 +39,10 @@ class UnitOfWork:
     def __init__(self, connection: AsyncConnection) -> None:
         self.connection = connection
         self.events: list[dict[str, Any]] = []
-        self.callbacks: list[AfterCommit] = []
 
     def emit(self, kind: str, entity: str, data: dict[str, Any] | None = None) -> None:
         """Publish an event when, and only when, this commits. ``data`` must be JSON."""
         self.events.append({"event_id": new_event_id(), "kind": kind, "entity": entity, "data": data or {}})
-
-    def after_commit(self, callback: AfterCommit) -> None:
-        """Call after the commit, in order; an error is logged and changes nothing: what was committed is reconciled later."""
-        self.callbacks.append(callback)
 
 
 class Database:
@@ -108,8 +101,6 @@ class Database:
         if work.events:
             for kick in self._on_events:
                 kick()
-        for callback in work.callbacks:
-            await _run(callback)
 
     @asynccontextmanager
     async def reading(self) -> AsyncGenerator[AsyncConnection]:
@@ -157,15 +148,6 @@ def service_url(settings: DatabaseSettings, schema: str) -> URL:
 
 def _to_json(value: object) -> str:
     return msgspec.json.encode(value).decode()
-
-
-async def _run(callback: AfterCommit) -> None:
-    try:
-        pending = callback()
-        if pending is not None:
-            await pending
-    except Exception:  # what was committed stands; whoever missed this hears of it when state is reconciled
-        log.exception("a callback after a commit failed", action="after_commit_failed")
 
 
 def _brief(error: DBAPIError) -> str:

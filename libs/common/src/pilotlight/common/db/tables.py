@@ -235,9 +235,6 @@ evictions = Table(
     schema="cache",
 )
 
-host_copies = Table("host_copies", metadata, _key("digest"), _key("node_id"), _json("body"), schema="cache")
-"""``body`` is a ``Copy``: what the cache wants to be held."""
-
 # materializer
 
 artifacts = Table(
@@ -251,8 +248,6 @@ artifacts = Table(
     _time("created_at"),
     schema="materializer",
 )
-
-profiles = Table("profiles", metadata, _key("digest"), _key("device_kind"), _json("body"), schema="materializer")
 
 outboxes: dict[str, Table] = {owner: _outbox(owner) for owner in OWNERS}
 """Events that wait to be published; a row goes when the stream has confirmed it."""

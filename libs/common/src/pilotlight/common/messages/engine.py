@@ -13,7 +13,6 @@ class LoadStage(Message, tag="load", frozen=True, kw_only=True):
     stage: Stage
     device_bytes: int
     pool_path: str
-    pool_bytes: int
 
 
 class PlacePart(Message, tag="part", frozen=True, kw_only=True):
@@ -60,7 +59,6 @@ class EngineUp(Message, tag="up", frozen=True, kw_only=True):
 
     pid: int
     device_name: str
-    memory_bytes: int
     load_bytes_per_s: float
 
 
@@ -69,7 +67,6 @@ class StageLoaded(Message, tag="loaded", frozen=True, kw_only=True):
 
     instance_id: InstanceId
     phases: tuple[Phase, ...]
-    device_bytes: int
     kv_capacity_tokens: int
 
 

@@ -15,6 +15,10 @@ def event_subject(service: str, kind: str) -> str:
     return f"v1.event.{service}.{kind}"
 
 
+GATEWAY_EVENTS = event_subject("gateway", ">")
+"""Models that were registered, changed or removed."""
+
+
 class Event(Message, frozen=True, kw_only=True):
     """One thing that happened to one entity."""
 

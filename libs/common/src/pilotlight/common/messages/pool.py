@@ -4,7 +4,7 @@ A lease lives as long as its connection: the kernel's close frees it, so shared 
 """
 
 from pilotlight.common.messages.codec import Message
-from pilotlight.policy.types import Dtype, InstanceId, Model, Phase, WorkerId
+from pilotlight.policy.types import Dtype, InstanceId, Model, WorkerId
 
 
 class Hello(Message, tag="hello", frozen=True, kw_only=True):
@@ -42,10 +42,9 @@ class PartReady(Message, tag="ready", frozen=True, kw_only=True):
 
 
 class LeaseGranted(Message, tag="granted", frozen=True, kw_only=True):
-    """Map this file read-only. Parts follow as ``PartReady``, in execution order as far as the source allows."""
+    """Map this file read-only, whole. Parts follow as ``PartReady``, in execution order as far as the source allows."""
 
     pool_path: str
-    pool_bytes: int
 
 
 class LeaseFailed(Message, tag="failed", frozen=True, kw_only=True):
@@ -56,9 +55,7 @@ class LeaseFailed(Message, tag="failed", frozen=True, kw_only=True):
 
 
 class LeaseDone(Message, tag="done", frozen=True, kw_only=True):
-    """Every part is ready; the fetch's phases, for the record."""
-
-    phases: tuple[Phase, ...]
+    """Every part is ready. What the fetch took is the loader's to report."""
 
 
 FromWorker = Hello | Lease

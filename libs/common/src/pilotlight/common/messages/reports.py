@@ -41,10 +41,3 @@ class GatewayInfo(Message, frozen=True, kw_only=True):
 
     gateway_id: str
     url: str
-
-
-class NodeInfo(Message, frozen=True, kw_only=True):
-    """Value in the KV bucket ``nodes``: the last report, for late joiners."""
-
-    node_id: NodeId
-    facts: NodeFacts

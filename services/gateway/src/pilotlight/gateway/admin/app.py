@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pilotlight.common.bus import Bus
 from pilotlight.common.db.session import Database
 from pilotlight.common.errors import (
+    BadRequest,
     BusUnavailable,
     ControlPlaneUnavailable,
     DeadlineExceeded,
@@ -24,6 +25,7 @@ from pilotlight.common.errors import (
     NotFound,
     PilotlightError,
     RouteNotFound,
+    UnprocessableInput,
 )
 from pilotlight.common.messages.demand import EVICT_SUBJECT, WARM_SUBJECT, Evict, Evicting, Warm, Warming
 from pilotlight.common.telemetry import current_traceparent
@@ -112,7 +114,6 @@ class Gate:
 
 def build_admin(parts: AdminParts) -> FastAPI:
     """The application, to be mounted at ``/admin/v1``."""
-
     app = FastAPI(
         title="Pilotlight admin API",
         version="1",
@@ -231,41 +232,30 @@ async def _on_error(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, PilotlightError)
     if error.status >= 500 and not error.retryable:
         log.error("admin request failed", action="admin_failed", code=error.code, error=error.message)
-    return _shaped(
-        error.status, error.code, error.message, what_to_do=error.action, param=error.param, headers=error_headers(error)
-    )
+    body = {"code": error.code, "message": error.message, "param": error.param, "what_to_do": error.action}
+    return JSONResponse({"error": body}, error.status, headers=error_headers(error))
 
 
-async def _on_invalid(_: Request, error: Exception) -> JSONResponse:
+async def _on_invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"] if part != "body")
     if first["type"] == "json_invalid":
-        return _shaped(400, "invalid_request", "the body is not valid JSON")
-    return _shaped(422, "unprocessable", f"{where or 'body'}: {first['msg']}", param=where or None)
+        return await _on_error(request, BadRequest("the body is not valid JSON"))
+    where = ".".join(str(part) for part in first["loc"] if part not in ("body", "path", "query"))
+    message = f"{where or 'body'}: {first['msg']}"
+    if first["loc"] == ("body",) and "json" not in request.headers.get("content-type", ""):
+        message = "body: send a JSON object, and say so: `Content-Type: application/json`"
+    return await _on_error(request, UnprocessableInput(message, param=where or None))
 
 
-async def _on_bug(_: Request, __: Exception) -> JSONResponse:
-    """What should not have happened; the gateway's edge logs it."""
-    return _shaped(500, InternalError.code, "this request met a bug", what_to_do=InternalError.action)
+async def _on_bug(request: Request, _: Exception) -> JSONResponse:
+    """What should not have happened; the gateway's edge logs it, too."""
+    return await _on_error(request, InternalError("this request met a bug"))
 
 
-async def _on_http(_: Request, error: Exception) -> JSONResponse:
+async def _on_http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    kind = {404: RouteNotFound, 405: MethodNotAllowed}.get(error.status_code)
-    if kind is not None:
-        return _shaped(error.status_code, kind.code, kind().message, what_to_do=kind.action, headers=dict(error.headers or {}))
-    return _shaped(error.status_code, "invalid_request", str(error.detail))
-
-
-def _shaped(
-    status: int,
-    code: str,
-    message: str,
-    *,
-    what_to_do: str = "",
-    param: str | None = None,
-    headers: dict[str, str] | None = None,
-) -> JSONResponse:
-    error = {"code": code, "message": message, "param": param, "what_to_do": what_to_do}
-    return JSONResponse({"error": error}, status, headers=headers)
+    kind = {404: RouteNotFound, 405: MethodNotAllowed}.get(error.status_code, BadRequest)
+    answer = await _on_error(request, kind() if kind is not BadRequest else kind(str(error.detail)))
+    answer.headers.update(error.headers or {})
+    return answer

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from pilotlight.common.errors import BadRequest
+from pilotlight.common.errors import BadRequest, ContextTooLong
 from pilotlight.common.messages.codec import encode_json
 from pilotlight.common.waiting import within
 from pilotlight.gateway.catalog import CatalogEntry
@@ -31,14 +31,17 @@ class PromptEncoder:
 
         Raises:
             BadRequest: the model's template does not take these messages.
-            TooLarge: the prompt is beyond what the template may write, or what the bus takes.
+            ContextTooLong: the prompt is far beyond the model's context.
+            TooLarge: the prompt is beyond what the template may write.
         """
         plain = [_plain(message, index) for index, message in enumerate(messages)]
         chars = sum(len(message["content"]) for message in plain)
         text = entry.text
 
         def encode() -> list[int]:
-            return text.tokenizer.encode_chat(text.template.render(plain))
+            prompt = text.template.render(plain)
+            _check_length(entry, prompt)
+            return text.tokenizer.encode_chat(prompt)
 
         return _checked(await self._run(encode, chars))
 
@@ -47,6 +50,7 @@ class PromptEncoder:
 
         Raises:
             BadRequest: there is more than one prompt, or an id that the model does not have.
+            ContextTooLong: the prompt is far beyond the model's context.
             MessageTooLarge: the prompt is beyond what the bus takes.
         """
         one = _one_prompt(prompt)
@@ -55,14 +59,25 @@ class PromptEncoder:
             if not all(0 <= token_id < vocab_size for token_id in one):
                 raise BadRequest(f"token ids of {entry.model.name} are 0 to {vocab_size - 1}", param="prompt")
             return _checked(one)
-        tokenizer = entry.text.tokenizer
-        return _checked(await self._run(lambda: tokenizer.encode(one, add_special_tokens=True), len(one)))
+
+        def encode() -> list[int]:
+            _check_length(entry, one)
+            return entry.text.tokenizer.encode(one, add_special_tokens=True)
+
+        return _checked(await self._run(encode, len(one)))
 
     async def _run(self, work: Callable[[], T], chars: int) -> T:
         if chars <= INLINE_CHARS:
             return work()
         async with self._threads:
             return await within(DEADLINE_S, asyncio.to_thread(work), "encoding the prompt")
+
+
+def _check_length(entry: CatalogEntry, prompt: str) -> None:
+    """Refuse at once what encoding would only refuse after seconds of work."""
+    limit = entry.model.spec.max_context_tokens
+    if len(prompt) > limit and (least := entry.text.tokenizer.least_tokens(prompt)) > limit:
+        raise ContextTooLong(f"the prompt has more than {least} tokens; the context of {entry.model.name} is {limit} tokens")
 
 
 def _plain(message: ChatMessage, index: int) -> dict[str, Any]:

@@ -1,0 +1,74 @@
+"""The bucket ``copies`` follows what loaders report."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pilotlight.cache.pool import PublishedCopies
+from pilotlight.common.errors import BusUnavailable
+from pilotlight.policy.testing import copy, node
+
+pytestmark = pytest.mark.anyio
+KEY = "n0.host.d-a"
+
+
+class Written:
+    """A bucket that remembers what was written to it, and may be out of reach."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.writes = 0
+        self.reachable = True
+
+    async def put(self, key: str, value: object) -> None:
+        if not self.reachable:
+            raise BusUnavailable
+        self.writes += 1
+        self.values[key] = value
+
+    async def delete(self, key: str) -> None:
+        if not self.reachable:
+            raise BusUnavailable
+        del self.values[key]
+
+    async def watch(self, value_type: Any, on_change: Any) -> None:
+        raise NotImplementedError
+
+
+async def test_a_copy_is_written_when_its_extent_changes_and_removed_when_it_is_gone() -> None:
+    bucket = Written()
+    copies = PublishedCopies(bucket)
+    held = copy("a")
+    await copies.follow(node(copies=(held,)))
+    await copies.follow(node(copies=(replace(held, idle_s=9.0),)))
+    assert (list(bucket.values), bucket.writes) == ([KEY], 1)
+    await copies.follow(node(copies=(replace(held, parts=(0, 1)),)))
+    assert (bucket.values[KEY].parts, bucket.writes) == ((0, 1), 2)
+    await copies.follow(node())
+    assert bucket.values == {}
+
+
+async def test_what_could_not_be_written_is_written_with_the_next_report() -> None:
+    bucket = Written()
+    copies = PublishedCopies(bucket)
+    bucket.reachable = False
+    await copies.follow(node(copies=(copy("a"),)))
+    bucket.reachable = True
+    await copies.follow(node(copies=(copy("a"),)))
+    assert list(bucket.values) == [KEY]
+    bucket.reachable = False
+    await copies.follow(node())
+    bucket.reachable = True
+    await copies.follow(node())
+    assert bucket.values == {}
+
+
+async def test_an_emptied_bucket_is_filled_after_a_reconnect() -> None:
+    bucket = Written()
+    copies = PublishedCopies(bucket)
+    await copies.follow(node(copies=(copy("a"),)))
+    bucket.values.clear()
+    copies.write_anew()
+    await copies.follow(node(copies=(copy("a"),)))
+    assert list(bucket.values) == [KEY]

@@ -1,0 +1,148 @@
+"""The admin API with its real database and bus, for tests, behind the same edge as in the gateway but without a socket."""
+
+import json
+from collections.abc import AsyncGenerator, Generator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+from fastapi import FastAPI
+from sqlalchemy import URL, create_engine, text
+from sqlalchemy.pool import NullPool
+from starlette.applications import Starlette
+from starlette.routing import Mount
+
+from pilotlight.checkpoint.testing import tiny_config, tiny_files
+from pilotlight.common.db.session import Database
+from pilotlight.common.service import Context
+from pilotlight.gateway.admin.app import AdminParts, build_admin
+from pilotlight.gateway.auth import Authenticator
+from pilotlight.gateway.catalog import Catalog
+from pilotlight.gateway.fleet import Fleet
+from pilotlight.gateway.http import Edge
+from pilotlight.gateway.registration import Registration
+from pilotlight.gateway.settings import GatewaySettings
+from pilotlight.text.testing import byte_level_json
+
+ADMIN_KEY = "pl-admin-key-for-these-tests"
+API_KEY = "pl-inference-key-for-these-tests"
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+VOCAB_SIZE = 512
+SLO = {"ttft_ms": 1000, "tpot_ms": 50.5}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdminWorld:
+    """One gateway's admin API."""
+
+    app: FastAPI
+    http: httpx2.AsyncClient
+    """Sends the admin key."""
+    database: Database
+    authenticator: Authenticator
+    catalog: Catalog
+    context: Context[GatewaySettings]
+    models: Path
+    """The only allowed root."""
+
+    def body(self, folder: Path, name: str = "tiny", **changes: Any) -> dict[str, Any]:
+        """A registration that is right but for the changes."""
+        return {"name": name, "uri": folder.as_uri(), "slo": SLO, **changes}
+
+    async def register(self, folder: Path, name: str = "tiny", **changes: Any) -> httpx2.Response:
+        """Ask for a registration."""
+        return await self.http.post("/models", json=self.body(folder, name, **changes))
+
+
+def settings_in(folder: Path, database_url: str) -> GatewaySettings:
+    """Settings of a gateway with the keys above and models below ``folder/models``."""
+    (folder / "models").mkdir(exist_ok=True)
+    files = {"key-pepper": "pepper", "admin.key": ADMIN_KEY, "api.key": API_KEY}
+    for name, content in files.items():
+        (folder / name).write_text(content)
+    changes: dict[str, Any] = {
+        "database_url": database_url,
+        "secrets_dir": folder,
+        "run_dir": folder,
+        "admin_key_file": folder / "admin.key",
+        "api_key_file": folder / "api.key",
+        "model_roots": str(folder / "models"),
+    }
+    return GatewaySettings(**changes)
+
+
+@asynccontextmanager
+async def admin_world(context: Context[GatewaySettings]) -> AsyncGenerator[AdminWorld]:
+    """Start what the admin API needs, and end it."""
+    settings = context.settings
+    database = Database(settings, "gateway", context.clock)
+    authenticator = Authenticator(database, settings, settings, context.clock)
+    await authenticator.start()
+    catalog = Catalog(database, context)
+    registration = Registration(database, context, settings.roots(), catalog)
+    fleet = Fleet(context.bus, context.clock, context.background)
+    app = build_admin(
+        AdminParts(authenticator=authenticator, registration=registration, database=database, fleet=fleet, bus=context.bus)
+    )
+    edge = Edge(Starlette(routes=[Mount("/admin/v1", app=app)]), frozenset())
+    http = httpx2.AsyncClient(
+        transport=httpx2.ASGITransport(app=edge),
+        base_url="http://gateway/admin/v1",
+        headers={"authorization": f"Bearer {ADMIN_KEY}"},
+    )
+    try:
+        yield AdminWorld(
+            app=app,
+            http=http,
+            database=database,
+            authenticator=authenticator,
+            catalog=catalog,
+            context=context,
+            models=Path(settings.model_roots),
+        )
+    finally:
+        await http.aclose()
+        await catalog.stop()
+        await database.stop()
+
+
+def checkpoint_files(**changes: Any) -> dict[str, bytes]:
+    """A whole checkpoint that can be registered; ``changes`` are to its configuration."""
+    files = tiny_files({**tiny_config(vocab_size=VOCAB_SIZE), **changes})
+    files["tokenizer.json"] = byte_level_json().encode()
+    files["tokenizer_config.json"] = json.dumps({"chat_template": CHAT_TEMPLATE, "eos_token": "</s>"}).encode()
+    return files
+
+
+def write_folder(folder: Path, files: Mapping[str, bytes]) -> Path:
+    """Write files into a new folder."""
+    folder.mkdir(parents=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+@contextmanager
+def database_away(url: URL) -> Generator[None]:
+    """Let a database refuse connections, and cut those that there are."""
+    engine = create_engine(url.set(database="postgres"), poolclass=NullPool, isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
+        connection.execute(text(f"ALTER DATABASE {url.database} WITH ALLOW_CONNECTIONS false"))
+        connection.execute(
+            text("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = :name"), {"name": url.database}
+        )
+        try:
+            yield
+        finally:
+            connection.execute(text(f"ALTER DATABASE {url.database} WITH ALLOW_CONNECTIONS true"))
+            engine.dispose()
+
+
+def emptied(url: URL) -> None:
+    """Delete what an earlier test left in the gateway's tables."""
+    engine = create_engine(url, poolclass=NullPool)
+    with engine.begin() as connection:
+        connection.execute(text("TRUNCATE gateway.models, gateway.api_keys, gateway.usage, gateway.spans, gateway.outbox"))
+    engine.dispose()
