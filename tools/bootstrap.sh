@@ -9,16 +9,18 @@ want=${1:-runtime}
 venv=${VENV:-.venv}
 python=${PYTHON:-python3}
 
+package=$(basename "$python")  # as Debian and Ubuntu call it
 missing=()
-command -v git >/dev/null || missing+=(git)
-command -v "$python" >/dev/null || missing+=(python3)
-if command -v "$python" >/dev/null && ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then missing+=(python3-venv); fi
-if [ ${#missing[@]} -gt 0 ]; then
-  echo "Missing: ${missing[*]}. On Debian or Ubuntu: apt-get install -y ${missing[*]}" >&2
+if ! command -v "$python" >/dev/null; then
+  missing+=("$package" "$package-venv")
+elif ! "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))'; then
+  echo "Python 3.11 or 3.12 is needed, and $python is $("$python" -V 2>&1). Name another: make PYTHON=python3.12 ..." >&2
   exit 1
+elif ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
+  missing+=("$package-venv")
 fi
-if ! "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))'; then
-  echo "Python 3.11 or 3.12 is needed, and $python is $("$python" -V 2>&1). Set PYTHON=python3.12, for example." >&2
+if [ ${#missing[@]} -gt 0 ]; then
+  echo "Missing: ${missing[*]}. On Debian or Ubuntu, as root: apt-get install -y ${missing[*]}" >&2
   exit 1
 fi
 
@@ -28,7 +30,7 @@ sources=(constraints.txt requirements-dev.txt libs/*/pyproject.toml services/*/p
 state=$( (pwd; cat "${sources[@]}") | sha256sum | cut -d' ' -f1)
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$state" ]; then exit 0; fi
 
-echo "Installing into $venv ($want) ..." >&2
+echo "Installing into $venv ($want); the first time takes a minute or more, most of it for torch ..." >&2
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 setting() { pip config get "global.$1" 2>/dev/null || true; }

@@ -92,10 +92,10 @@ def _gateway() -> None:
         _time("created_at"),
         _time("revoked_at", null=True),
         _key("api_keys", "key_id"),
+        sa.UniqueConstraint("hash", name="api_keys_hash_key"),
         sa.CheckConstraint("role IN ('admin', 'inference')", name="api_keys_role_check"),
         schema="gateway",
     )
-    _index("gateway", "api_keys", "prefix")
     op.create_table(
         "usage",
         _row_id(),

@@ -51,6 +51,14 @@ def test_what_was_given_up_is_free_before_the_next_report() -> None:
     assert not books.on_device(facts, 0.1)
 
 
+def test_the_grant_of_what_was_given_up_is_over() -> None:
+    books = Books(grants={GrantId("g"): grant("g", "a", 400), GrantId("h"): grant("h", "b", 300)})
+    facts = worker(held_stages=(stage("a", 400), stage("b", 300)))
+    books.hear_worker(facts, 0.0)
+    assert books.give_up(WORKER, (InstanceId("a"),)) == (GrantId("g"),)
+    assert books.device_free_bytes(facts) == MEMORY - 300
+
+
 def test_what_was_given_up_and_is_held_again_takes_room() -> None:
     books = Books()
     facts = worker(held_stages=(stage("a", 400),))
@@ -75,6 +83,14 @@ def test_a_fetch_under_way_counts_what_is_still_missing() -> None:
     assert books.host_free_bytes(pool(1000)) == 500
     assert books.host_free_bytes(pool(800, copy("a", size_bytes=200))) == 500
     assert books.host_free_bytes(pool(500, copy("a", size_bytes=500))) == 500
+
+
+def test_a_loaded_stage_needs_no_room_in_the_pool() -> None:
+    books = Books(grants={GrantId("g"): grant("g", "a", 300, host=500)})
+    books.hear_worker(worker(held_stages=(stage("a", 300, HeldState.LOADING),)), 0.0)
+    assert books.host_free_bytes(pool(1000)) == 500
+    books.hear_worker(worker(held_stages=(stage("a", 300),)), 0.1)
+    assert books.host_free_bytes(pool(1000)) == 1000
 
 
 def test_two_instances_of_one_model_share_its_host_copy() -> None:

@@ -1,12 +1,14 @@
 """Making room, against real NATS and PostgreSQL, with a worker and a loader played by the test."""
 
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from sqlalchemy import delete, select
+from sqlalchemy import delete, func, insert, select
 
 from pilotlight.cache.app import build
+from pilotlight.cache.repository import EVICTIONS_KEPT_S, CacheRepository
 from pilotlight.cache.settings import CacheSettings
 from pilotlight.common.bus import Bus
 from pilotlight.common.clock import SystemClock
@@ -172,6 +174,18 @@ async def test_evicts_the_idle_and_spares_the_busy(cache: Application, bus: Bus,
     assert [one.instance_id for one in peers.facts.held] == ["young"]
 
 
+async def test_evicts_no_more_than_is_needed(cache: Application, bus: Bus, peers: Peers) -> None:
+    """The victims' own grants are still open: their scheduler has not heard of their end."""
+    await heard(bus, peers)
+    for name in ("a", "b", "c"):
+        await reserve(bus, name, 300)
+    idle = [replace(stage(name, 300), idle_s=60.0 - age) for age, name in enumerate(("a", "b", "c"))]
+    await heard(bus, peers, *idle)
+    granted = await reserve(bus, "new", 400)
+    assert granted.evicted_instances == (InstanceId("a"),)
+    assert [one.instance_id for one in peers.facts.held] == ["b", "c"]
+
+
 async def test_a_refused_victim_is_replanned_and_in_the_end_there_is_no_room(cache: Application, bus: Bus, peers: Peers) -> None:
     peers.busy = {"a"}
     await heard(bus, peers, replace(stage("a", 900), idle_s=60.0))
@@ -215,6 +229,21 @@ async def test_grants_outlive_the_process(
     assert "kept" in rows
     await database.stop()
     await stop(second)
+
+
+async def test_evictions_of_long_ago_are_forgotten(settings: CacheSettings) -> None:
+    database = Database(settings, "cache", SystemClock())
+    row = {"kind": "copy", "node_id": NODE, "reason": "lru", "inputs": {}}
+    async with database.unit_of_work() as work:
+        for subject, age_s in (("long ago", EVICTIONS_KEPT_S + 60), ("just now", 0.0)):
+            at = func.now() - timedelta(seconds=age_s)
+            await work.connection.execute(insert(tables.evictions).values(subject=subject, at=at, **row))
+    await CacheRepository(database).trim_evictions()
+    async with database.reading() as connection:
+        subjects = (await connection.execute(select(tables.evictions.c.subject))).scalars().all()
+    assert "just now" in subjects
+    assert "long ago" not in subjects
+    await database.stop()
 
 
 async def test_a_second_cache_waits(

@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pilotlight.common.buckets import GATEWAYS
 from pilotlight.common.health import HealthServer
 from pilotlight.common.messages.reports import GatewayInfo
+from pilotlight.common.testing import ReconnectingBus, until
 from pilotlight.gateway import scrape
 from pilotlight.gateway.presence import Presence
 
@@ -70,12 +71,18 @@ async def test_presence(bus):
         changed.set()
 
     watching = asyncio.create_task((await bus.bucket(GATEWAYS)).watch(GatewayInfo, note))
-    presence = Presence(bus, "gw-1", lambda: "http://127.0.0.1:8000")
+    reconnecting = ReconnectingBus(bus)
+    presence = Presence(reconnecting, "gw-1", lambda: "http://127.0.0.1:8000")
     await presence.start()
     await presence.start()
     await changed.wait()
     changed.clear()
     assert seen["gw-1"].url == "http://127.0.0.1:8000"
+    await (await bus.bucket(GATEWAYS)).delete("gw-1")
+    await until(lambda: seen["gw-1"] is None)
+    await reconnecting.reconnect()
+    await until(lambda: seen["gw-1"] is not None)
+    changed.clear()
     await presence.stop()
     await presence.stop()
     await changed.wait()

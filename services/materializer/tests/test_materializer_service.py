@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from pilotlight.common.bus import Bus
 from pilotlight.common.db import tables
 from pilotlight.common.db.session import Database
-from pilotlight.common.errors import CallerError, BusUnavailable, CorruptChunk, DatabaseUnavailable, InternalError, NotFound
+from pilotlight.common.errors import BusUnavailable, CallerError, CorruptChunk, DatabaseUnavailable, InternalError, NotFound
 from pilotlight.common.messages.artifacts import (
     FIND_ARTIFACTS_SUBJECT,
     PUBLISH_ARTIFACT_SUBJECT,
@@ -187,7 +187,7 @@ async def test_a_blob_that_is_not_what_it_says_is_refused(rig: Rig) -> None:
 )
 async def test_malformed_requests_are_refused(rig: Rig, changes: dict[str, Any], param: str) -> None:
     with pytest.raises(CallerError, match=param):
-        await rig.publish(Digest("0" * 64), **changes)
+        await rig.publish(**{"blob_digest": Digest("0" * 64), **changes})
     with pytest.raises(CallerError, match="fingerprint"):
         await rig.find(Digest("x"))
 

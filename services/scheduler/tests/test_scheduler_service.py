@@ -437,6 +437,17 @@ async def test_no_room_is_recorded_once_and_tried_again_until_there_is(rig: Rig)
     await rig.shown_as(S.FETCHING)
 
 
+async def test_refusals_that_alternate_are_recorded_once_each(rig: Rig) -> None:
+    rig.refusal = HostPoolFull("the pool is full")
+    await rig.demand()
+    await rig.tried(1)
+    for tries in range(2, 6):
+        rig.refusal = NoRoom("in use") if tries % 2 == 0 else HostPoolFull("the pool is full")
+        await rig.tried(tries)
+    rows = await rig.rows(select(tables.decisions))
+    assert sorted(row.outcome["refused"] for row in rows) == ["host_pool_full", "no_room"]
+
+
 async def test_warm_starts_a_model_that_nobody_waits_for(rig: Rig) -> None:
     with pytest.raises(ModelNotFound):
         await rig.bus.request(WARM_SUBJECT, Warm(model=ModelName("nobody")), Warming, deadline_s=2.0)

@@ -6,9 +6,10 @@ from typing import Any
 import httpx2
 
 from pilotlight.cli.home import Home
-from pilotlight.common.errors import PilotlightError, error_of
+from pilotlight.common.errors import BadRequest, PilotlightError, error_of
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
+"""Longer than the gateway takes for anything: registration reads headers for up to 30 s."""
 
 
 class SystemNotRunning(PilotlightError):
@@ -23,9 +24,17 @@ class AdminClient:
     """Calls ``/admin/v1`` with the admin key; errors come back as the taxonomy's."""
 
     def __init__(self, url: str, key: str) -> None:
-        self._http = httpx2.Client(
-            base_url=url.rstrip("/") + "/admin/v1", headers={"Authorization": f"Bearer {key}"}, timeout=DEADLINE_S
-        )
+        """Nothing is sent yet.
+
+        Raises:
+            BadRequest: the URL or the key cannot be one.
+        """
+        try:
+            self._http = httpx2.Client(
+                base_url=url.rstrip("/") + "/admin/v1", headers={"Authorization": f"Bearer {key}"}, timeout=DEADLINE_S
+            )
+        except (httpx2.InvalidURL, UnicodeEncodeError) as error:
+            raise BadRequest(f"PILOTLIGHT_URL or PILOTLIGHT_ADMIN_KEY is not valid: {error}") from error
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str], home: Home) -> "AdminClient":
@@ -71,11 +80,14 @@ class AdminClient:
             response = self._http.request(method, path, **arguments)
         except httpx2.TimeoutException as error:
             raise SystemNotRunning(f"no answer from {self._http.base_url} within {DEADLINE_S:g} s") from error
-        except httpx2.HTTPError as error:
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise SystemNotRunning(f"cannot reach {self._http.base_url}: {error}") from error
         if response.status_code >= 400:
             raise _error_from(response)
-        return response.json() if response.content else None
+        try:
+            return response.json() if response.content else None
+        except ValueError as error:
+            raise SystemNotRunning(f"what answers at {self._http.base_url} is no Pilotlight: {response.text[:200]!r}") from error
 
 
 def _error_from(response: httpx2.Response) -> PilotlightError:

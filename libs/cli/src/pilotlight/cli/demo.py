@@ -4,10 +4,9 @@ import asyncio
 import contextlib
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from openai import OpenAI
+from openai import OpenAI, OpenAIError
 from rich.markup import escape
 from rich.panel import Panel
 
@@ -19,13 +18,20 @@ from pilotlight.cli.plan import SystemOptions
 from pilotlight.cli.system import System, free_port
 from pilotlight.cli.waterfall import bars_of, draw
 from pilotlight.common.clock import Clock, SystemClock
-from pilotlight.common.errors import DeadlineExceeded, NotFound
+from pilotlight.common.errors import NotFound, PilotlightError
 from pilotlight.common.waiting import pause
 
 MIB = 1024 * 1024
 POOL_BYTES = 256 * MIB
 CHAT_DEADLINE_S = 120.0
 RECORD_DEADLINE_S = 15.0
+
+
+class DemoFailed(PilotlightError):
+    """The demo did not come to its end."""
+
+    code = "demo_failed"
+    action = "Check the machine with `pilotlight doctor`; the message names the logs."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +45,13 @@ class Chat:
 
 
 async def run_demo(home: Home, link: str, *, as_json: bool) -> int:
-    """Run the demo on a state folder of its own, so that it disturbs nothing; the last line is ``RESULT`` and JSON."""
+    """Run the demo on a state folder of its own, so that it disturbs nothing.
+
+    The last line is ``RESULT`` and JSON; with ``as_json`` there is the JSON alone.
+
+    Raises:
+        DemoFailed: it got no answer, or no record of the cold start.
+    """
     own = Home(home.root / "demo")
     options = SystemOptions(port=free_port(), link=link, pool_bytes=POOL_BYTES, model_roots=(demo_model_folder(),))
     clock = SystemClock()
@@ -51,7 +63,9 @@ async def run_demo(home: Home, link: str, *, as_json: bool) -> int:
     async with System(own, options, progress):
         result = await asyncio.to_thread(_converse, own, options, clock, progress, as_json)
         progress("stopping")
-    print("RESULT " + json.dumps(result), flush=True)
+    if not as_json:
+        console.print("`make up` keeps it running and says what to try.\n")
+    print(("" if as_json else "RESULT ") + json.dumps(result), flush=True)
     return 0
 
 
@@ -59,16 +73,22 @@ def _converse(home: Home, options: SystemOptions, clock: Clock, progress: Any, a
     with AdminClient(options.url, home.admin_key.read_text().strip()) as admin:
         _forget_demo_model(admin)
         ensure_demo_model(admin)
-        progress(f"asking {DEMO_MODEL}, which is loaded nowhere (link limited to {options.link or 'nothing'})")
-        cold = _chat(options, home.api_key, clock)
-        warm = _chat(options, home.api_key, clock)
-        record = _cold_start_of(admin, cold.trace_id, clock)
+        limit = f"; its parameters come at {options.link}" if options.link else ""
+        progress(f"asking {DEMO_MODEL}, which is loaded nowhere{limit}")
+        try:
+            cold = _chat(options, home, clock)
+            warm = _chat(options, home, clock)
+        except OpenAIError as error:
+            raise DemoFailed(f"{DEMO_MODEL} did not answer: {error}; the logs are in {home.logs}") from error
+        record = _cold_start_of(admin, home, cold.trace_id, clock)
     phases: dict[str, float] = {}
     for bar in bars_of(record["phases"]):
         phases[bar.name] = round(phases.get(bar.name, 0.0) + bar.total_s, 4)
     if not as_json:
         console.print(Panel(f"[bold]{DEMO_PROMPT}[/]\n{escape(cold.text)}", title=DEMO_MODEL, expand=False))
-        console.print(f"cold: first token after {cold.ttft_s * 1000:,.0f} ms   warm: after {warm.ttft_s * 1000:,.0f} ms\n")
+        cold_ms, warm_ms = cold.ttft_s * 1000, warm.ttft_s * 1000
+        console.print(f"What the client saw: the first token after {cold_ms:,.0f} ms cold, after {warm_ms:,.0f} ms warm.")
+        console.print("Where the time of the cold start went:\n")
         console.print(draw(record, console.width))
     return {
         "model": DEMO_MODEL,
@@ -81,12 +101,14 @@ def _converse(home: Home, options: SystemOptions, clock: Clock, progress: Any, a
     }
 
 
-def _chat(options: SystemOptions, key_file: Path, clock: Clock) -> Chat:
-    with OpenAI(
-        base_url=options.url + "/v1", api_key=key_file.read_text().strip(), timeout=CHAT_DEADLINE_S, max_retries=0
-    ) as client:
+def _chat(options: SystemOptions, home: Home, clock: Clock) -> Chat:
+    key = home.api_key.read_text().strip()
+    with OpenAI(base_url=options.url + "/v1", api_key=key, timeout=CHAT_DEADLINE_S, max_retries=0) as client:
+        # The client connects and imports when it is first used, and its time is not the system's.
+        client.models.list()
+        completions = client.chat.completions.with_streaming_response
         began_s = clock.monotonic_s()
-        with client.chat.completions.with_streaming_response.create(
+        with completions.create(
             model=DEMO_MODEL,
             messages=[{"role": "user", "content": DEMO_PROMPT}],
             temperature=0,
@@ -103,11 +125,11 @@ def _chat(options: SystemOptions, key_file: Path, clock: Clock) -> Chat:
                 if chunk.usage is not None:
                     tokens = chunk.usage.completion_tokens
     if first_s is None:
-        raise DeadlineExceeded(f"{DEMO_MODEL} answered without a single token")
+        raise DemoFailed(f"{DEMO_MODEL} answered without a single token; the logs are in {home.logs}")
     return Chat(text=text, ttft_s=first_s - began_s, output_tokens=tokens, trace_id=trace_id)
 
 
-def _cold_start_of(admin: AdminClient, trace_id: str, clock: Clock) -> dict[str, Any]:
+def _cold_start_of(admin: AdminClient, home: Home, trace_id: str, clock: Clock) -> dict[str, Any]:
     """The finished record; the last phases reach it a moment after the first token."""
     deadline_s = clock.monotonic_s() + RECORD_DEADLINE_S
     while clock.monotonic_s() < deadline_s:
@@ -118,7 +140,7 @@ def _cold_start_of(admin: AdminClient, trace_id: str, clock: Clock) -> dict[str,
         if record["status"] == "done" and any(bar.name == "prefill" for bar in bars_of(record["phases"])):
             return record
         asyncio.run(pause(0.1))
-    raise DeadlineExceeded(f"no finished cold start belongs to trace {trace_id}; see `pilotlight logs scheduler`")
+    raise DemoFailed(f"no finished cold start belongs to trace {trace_id}; the logs are in {home.logs}")
 
 
 def _forget_demo_model(admin: AdminClient) -> None:

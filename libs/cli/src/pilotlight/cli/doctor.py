@@ -123,7 +123,11 @@ def check_disk(home: Home) -> Check:
 
 def check_memory(meminfo: Path) -> Check:
     """Is there memory for an engine?"""
-    for line in meminfo.read_text().splitlines():
+    try:
+        lines = meminfo.read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) * 1024
             verdict = Verdict.OK if available >= MIN_MEMORY_BYTES else Verdict.WARNING

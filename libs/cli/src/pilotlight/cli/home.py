@@ -1,5 +1,6 @@
 """The state folder of an embedded system: where everything lies, who may read it, and who runs it at the moment."""
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -32,8 +33,9 @@ class RunningSystem(msgspec.Struct, frozen=True, kw_only=True):
     """What ``up.json`` says of the system that uses the folder."""
 
     pid: int
+    started_ticks: int
+    """When the process began, in clock ticks since boot: tells it from a later one that was given the same id."""
     url: str
-    run_dir: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,8 @@ class Home:
         try:
             for folder in (self.root, self.secrets, self.logs, self.models, self.objects, self.state, self.run_dir):
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if not self.run_dir.is_relative_to(self.root):
+                _check_own(self.run_dir)
             # PostgreSQL runs as another user when we are root, and must be able to pass through to its own folder.
             if os.getuid() == 0:
                 self.root.chmod(0o711)
@@ -117,8 +121,12 @@ class Home:
 
         Raises:
             Conflict: another process runs a system on it.
+            HomeUnusable: the lock's file cannot be made.
         """
-        handle = (self.root / "up.lock").open("a+")
+        try:
+            handle = (self.root / "up.lock").open("a+")
+        except OSError as error:
+            raise HomeUnusable(f"cannot write to the state folder {self.root}: {error.strerror or error}") from error
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -134,25 +142,48 @@ class Home:
         """The system that runs on this folder, as it announced itself; None when its process is gone."""
         try:
             announced = msgspec.json.decode((self.root / "up.json").read_bytes(), type=RunningSystem)
-            os.kill(announced.pid, 0)
         except (OSError, msgspec.DecodeError):
             return None
-        return announced
+        return announced if _started_ticks(announced.pid) == announced.started_ticks else None
 
     def announce(self, url: str) -> None:
         """Say that this process serves the folder."""
-        running = RunningSystem(pid=os.getpid(), url=url, run_dir=str(self.run_dir))
-        (self.root / "up.json").write_bytes(msgspec.json.encode(running))
+        started_ticks = _started_ticks(os.getpid())
+        if started_ticks is None:
+            raise HomeUnusable("/proc does not show this process")
+        running = RunningSystem(pid=os.getpid(), started_ticks=started_ticks, url=url)
+        unfinished = self.root / "up.json.new"
+        unfinished.write_bytes(msgspec.json.encode(running))
+        unfinished.rename(self.root / "up.json")
 
     def withdraw(self) -> None:
         """Take the announcement back."""
         (self.root / "up.json").unlink(missing_ok=True)
 
 
+def _check_own(folder: Path) -> None:
+    """Where everybody can make folders, somebody may have made this one before us: it is not for our sockets."""
+    if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
+        raise HomeUnusable(f"{folder} belongs to somebody else; remove it")
+    folder.chmod(0o700)
+
+
 def _write_once(path: Path, content: str) -> None:
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
+    """Make a file that its owner alone can read, with its content or not at all, also when two processes do it."""
+    if path.exists():
         return
-    with os.fdopen(descriptor, "w") as handle:
-        handle.write(content + "\n")
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-") as unfinished:
+        unfinished.write(content + "\n")
+        unfinished.flush()
+        with contextlib.suppress(FileExistsError):
+            os.link(unfinished.name, path)
+
+
+def _started_ticks(pid: int) -> int | None:
+    """When a process began; None when there is none, or it has ended and waits to be reaped."""
+    try:
+        # The name of the program, in brackets, may hold anything, also brackets and spaces.
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state in "ZX" else int(fields[18])

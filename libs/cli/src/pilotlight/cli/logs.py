@@ -1,9 +1,12 @@
 """``pilotlight logs``: the files that the services write."""
 
+import contextlib
 import os
 import time
 from collections import deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from pilotlight.cli.home import Home
 from pilotlight.cli.output import console, emit_json
@@ -24,25 +27,25 @@ def show(home: Home, service: str | None, lines: int, *, follow: bool, as_json: 
         if not files:
             known = ", ".join(sorted(file.stem for file in home.logs.glob("*.log"))) or "none yet"
             raise NotFound(f"there is no log of {service!r}; there is {known}")
-    for file in files:
-        for line in _last_lines(file, lines):
-            _print(file, line, as_json=as_json, alone=len(files) == 1)
-    if follow:
-        _follow(files, as_json=as_json)
+    with contextlib.ExitStack() as stack:
+        handles = [(file, stack.enter_context(file.open("rb"))) for file in files]
+        for file, handle in handles:
+            for line in deque(handle, maxlen=max(0, lines)):
+                _print(file, line, as_json=as_json, alone=len(files) == 1)
+        if follow:
+            _follow(handles, as_json=as_json)
     return 0
 
 
-def _follow(files: list[Path], *, as_json: bool) -> None:
-    handles = [(file, file.open("rb")) for file in files]
-    for _, handle in handles:
-        handle.seek(0, os.SEEK_END)
+def _follow(handles: Sequence[tuple[Path, BinaryIO]], *, as_json: bool) -> None:
+    """Go on where each file was read to, until Ctrl-C."""
     try:
         while True:
             quiet = True
             for file, handle in handles:
-                while line := handle.readline():
+                for line in _whole_lines(handle):
                     quiet = False
-                    _print(file, line.decode(errors="replace").rstrip("\n"), as_json=as_json, alone=len(files) == 1)
+                    _print(file, line, as_json=as_json, alone=len(handles) == 1)
             if quiet:
                 # A file has no event that Python's standard library can wait for.
                 time.sleep(POLL_INTERVAL_S)  # noqa: TID251
@@ -50,12 +53,17 @@ def _follow(files: list[Path], *, as_json: bool) -> None:
         return
 
 
-def _last_lines(file: Path, lines: int) -> list[str]:
-    with file.open("rb") as handle:
-        return [line.decode(errors="replace").rstrip("\n") for line in deque(handle, maxlen=max(0, lines))]
+def _whole_lines(handle: BinaryIO) -> Iterator[bytes]:
+    while line := handle.readline():
+        if not line.endswith(b"\n"):
+            # Its writer is in the middle of it.
+            handle.seek(-len(line), os.SEEK_CUR)
+            return
+        yield line
 
 
-def _print(file: Path, line: str, *, as_json: bool, alone: bool) -> None:
+def _print(file: Path, raw: bytes, *, as_json: bool, alone: bool) -> None:
+    line = raw.decode(errors="replace").rstrip("\n")
     if as_json:
         emit_json({"service": file.stem, "line": line})
     elif alone:

@@ -41,7 +41,7 @@ def show(client: AdminClient, *, as_json: bool) -> int:
     show_table(
         ("name", "architecture", "MiB", "SLO ttft/tpot ms", "instances"),
         rows,
-        "no models yet: `pilotlight model add NAME FOLDER`",
+        "no models yet; register one with `pilotlight model add NAME FOLDER`",
     )
     return 0
 
@@ -56,7 +56,7 @@ def remove(client: AdminClient, name: str, *, as_json: bool) -> int:
 def warm(client: AdminClient, name: str, *, as_json: bool) -> int:
     """Start an instance."""
     reply = client.post(f"/models/{quote(name)}/warm")
-    emit_json(reply) if as_json else console.print(f"{name} is loading as {reply['instance_id']}")
+    emit_json(reply) if as_json else console.print(f"{name} is loading, or ready, as {reply['instance_id']}")
     return 0
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from pilotlight.common.errors import PilotlightError
@@ -30,7 +31,7 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]], empty: str
     for column in columns:
         table.add_column(column)
     for row in listed:
-        table.add_row(*row)
+        table.add_row(*map(escape, row))
     console.print(table)
 
 
@@ -39,6 +40,6 @@ def show_error(error: PilotlightError, *, as_json: bool = False) -> int:
     if as_json:
         emit_json({"error": {"code": error.code, "message": error.message, "what_to_do": error.action}})
     else:
-        errors.print(f"[bold red]{error.code}[/]: {error.message}", soft_wrap=True)
-        errors.print(f"  {error.action}", soft_wrap=True)
+        errors.print(f"[bold red]{error.code}[/]: {escape(error.message)}", soft_wrap=True)
+        errors.print(f"  {error.action}", soft_wrap=True, markup=False)
     return 1

@@ -55,7 +55,9 @@ def child_specs(
         "PILOTLIGHT_RUN_DIR": str(home.run_dir),
         "PILOTLIGHT_STATE_DIR": str(home.state),
         "PILOTLIGHT_LOG_DIR": str(home.logs),
-        "PILOTLIGHT_MODEL_ROOTS": ",".join(str(root) for root in (home.models, *options.model_roots)),
+        "PILOTLIGHT_MODEL_ROOTS": ",".join(
+            [environment.get("PILOTLIGHT_MODEL_ROOTS") or str(home.models), *(str(root) for root in options.model_roots)]
+        ),
     }
     # Only the migrations know the owner's credentials; a service gets its own role's below.
     shared.pop("PILOTLIGHT_DATABASE_URL", None)

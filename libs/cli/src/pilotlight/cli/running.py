@@ -4,7 +4,7 @@ import os
 import select
 import signal
 
-from pilotlight.cli.home import Home
+from pilotlight.cli.home import Home, RunningSystem
 from pilotlight.cli.output import console, emit_json
 from pilotlight.common.errors import DeadlineExceeded
 
@@ -18,17 +18,13 @@ def stop_running(home: Home, *, as_json: bool) -> int:
         DeadlineExceeded: it is still there after the deadline.
     """
     running = home.running()
-    if running is None:
-        emit_json({"stopped": False}) if as_json else console.print(f"no system runs on {home.root}")
+    handle = _handle_of(running) if running is not None else None
+    # Looked up again: the handle is then surely of the process that announced itself, whatever became of its id.
+    if running is None or handle is None or home.running() != running:
+        emit_json({"stopped": False}) if as_json else console.print(f"no system runs on {home.root}", markup=False)
         return 0
     try:
-        handle = os.pidfd_open(running.pid)
-    except ProcessLookupError:
-        home.withdraw()
-        emit_json({"stopped": False}) if as_json else console.print(f"no system runs on {home.root}")
-        return 0
-    try:
-        os.kill(running.pid, signal.SIGTERM)
+        signal.pidfd_send_signal(handle, signal.SIGTERM)
         ended, _, _ = select.select([handle], [], [], STOP_DEADLINE_S)
     finally:
         os.close(handle)
@@ -36,3 +32,10 @@ def stop_running(home: Home, *, as_json: bool) -> int:
         raise DeadlineExceeded(f"process {running.pid} did not stop within {STOP_DEADLINE_S:g} s; see {home.logs}")
     emit_json({"stopped": True, "pid": running.pid}) if as_json else console.print("stopped")
     return 0
+
+
+def _handle_of(running: RunningSystem) -> int | None:
+    try:
+        return os.pidfd_open(running.pid)
+    except ProcessLookupError:
+        return None

@@ -6,6 +6,7 @@ so that at stop nobody is left.
 """
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import random
@@ -18,13 +19,15 @@ from pathlib import Path
 import structlog
 
 from pilotlight.common.clock import Clock
-from pilotlight.common.errors import PilotlightError
+from pilotlight.common.errors import DeadlineExceeded, PilotlightError
 from pilotlight.common.service import END_WITH_PARENT
-from pilotlight.common.waiting import Backoff, pause
+from pilotlight.common.waiting import Backoff, cancel_all, pause, within
 
 log = structlog.get_logger()
 
 PR_SET_CHILD_SUBREAPER = 36
+ORPHAN_PATIENCE_S = 5.0
+"""How long processes that lost their parent may take to end, before they are killed and after."""
 STABLE_AFTER_S = 10.0
 """A child that lived this long starts its next restart without a delay."""
 
@@ -54,7 +57,6 @@ class _Child:
     process: asyncio.subprocess.Process | None = None
     watcher: asyncio.Task[None] | None = None
     restarts: int = 0
-    stopping: bool = False
     ready: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -62,20 +64,30 @@ class Supervisor:
     """Owns the processes of one system."""
 
     def __init__(
-        self, run_dir: Path, clock: Clock, on_change: Callable[[str, str], None], others: Callable[[], set[int]]
+        self,
+        run_dir: Path,
+        clock: Clock,
+        on_change: Callable[[str, str], None],
+        others: Callable[[], set[int]],
+        *,
+        orphan_patience_s: float = ORPHAN_PATIENCE_S,
     ) -> None:
         """``others`` names children of this process that somebody else owns."""
         self._run_dir = run_dir
         self._clock = clock
         self._on_change = on_change
         self._others = others
+        self._orphan_patience_s = orphan_patience_s
+        self._spawning = 0
+        self._adopting = False
         self._children: list[_Child] = []
         self._rng = random.Random()
         self._backoff = Backoff(first_s=0.2, limit_s=10.0)
 
     def adopt_orphans(self) -> None:
-        """Become the parent of grandchildren whose parent dies, and reap them."""
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        """Become the parent of grandchildren whose parent dies, and reap them, until ``stop``."""
+        self._adopting = True
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap_orphans)
 
     async def start(self, spec: ChildSpec) -> None:
@@ -92,12 +104,14 @@ class Supervisor:
     async def stop(self) -> None:
         """Stop every child in reverse order of start, then whatever else is left of them."""
         for child in reversed(self._children):
-            child.stopping = True
             if child.watcher is not None:
-                child.watcher.cancel()
+                await cancel_all((child.watcher,))
             await self._terminate(child)
         self._children.clear()
-        await self._end_orphans()
+        if self._adopting:
+            await self._end_orphans()
+            asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
+            self._adopting = False
 
     async def _launch(self, child: _Child) -> None:
         spec = child.spec
@@ -109,44 +123,53 @@ class Supervisor:
             loop = asyncio.get_running_loop()
             loop.add_reader(receiver, _receive_readiness, receiver, child.ready)
             try:
-                with spec.log_path.open("ab") as output:
-                    child.process = await asyncio.create_subprocess_exec(
-                        *spec.argv,
-                        stdin=asyncio.subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=output,
-                        env={**spec.environment, "NOTIFY_SOCKET": str(address), END_WITH_PARENT: str(os.getpid())},
-                        start_new_session=True,
-                    )
+                await self._spawn(child, str(address))
                 await self._until_ready(child)
             finally:
                 loop.remove_reader(receiver)
                 address.unlink(missing_ok=True)
 
+    async def _spawn(self, child: _Child, notify_socket: str) -> None:
+        # Until the process is in its place it looks like an orphan, and must not be reaped as one.
+        self._spawning += 1
+        try:
+            with child.spec.log_path.open("ab") as output:
+                child.process = await asyncio.create_subprocess_exec(
+                    *child.spec.argv,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env={**child.spec.environment, "NOTIFY_SOCKET": notify_socket, END_WITH_PARENT: str(os.getpid())},
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise ChildFailed(f"{child.spec.name} cannot be started: {error}") from error
+        finally:
+            self._spawning -= 1
+        self._reap_orphans()
+
     async def _until_ready(self, child: _Child) -> None:
         assert child.process is not None
         ended = asyncio.create_task(child.process.wait(), name=f"end of {child.spec.name}")
         ready = asyncio.create_task(child.ready.wait(), name=f"readiness of {child.spec.name}")
-        await asyncio.wait({ended, ready}, timeout=child.spec.ready_deadline_s, return_when=asyncio.FIRST_COMPLETED)
-        ready.cancel()
-        if child.ready.is_set():
-            ended.cancel()
-            return
-        if ended.done():
-            raise ChildFailed(f"{child.spec.name} ended with status {ended.result()}; its log is {child.spec.log_path}")
-        ended.cancel()
+        try:
+            await asyncio.wait({ended, ready}, timeout=child.spec.ready_deadline_s, return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                raise ChildFailed(f"{child.spec.name} ended with status {ended.result()}; its log is {child.spec.log_path}")
+            if ready.done():
+                return
+        finally:
+            await cancel_all((ended, ready))
         await self._terminate(child)
         raise ChildFailed(
             f"{child.spec.name} was not ready within {child.spec.ready_deadline_s:g} s; its log is {child.spec.log_path}"
         )
 
     async def _watch(self, child: _Child) -> None:
-        while not child.stopping:
+        while True:
             assert child.process is not None
             since_s = self._clock.monotonic_s()
             status = await child.process.wait()
-            if child.stopping:
-                return
             log.warning("process ended; starting it again", action="child_restart", child=child.spec.name, status=status)
             self._on_change(child.spec.name, "restarting")
             if self._clock.monotonic_s() - since_s > STABLE_AFTER_S:
@@ -166,37 +189,43 @@ class Supervisor:
         process = child.process
         if process is None or process.returncode is not None:
             return
-        process.terminate()
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
         try:
-            async with asyncio.timeout(child.spec.stop_deadline_s):
-                await process.wait()
-        except TimeoutError:
-            log.error("process did not stop in time; killing it", action="child_killed", child=child.spec.name)
-            process.kill()
+            await within(child.spec.stop_deadline_s, process.wait(), f"the stop of {child.spec.name}")
+        except DeadlineExceeded as error:
+            log.error("killed", action="child_killed", child=child.spec.name, error=error.message)
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
             await process.wait()
 
     async def _end_orphans(self) -> None:
-        for number, patience_s in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
-            deadline_s = self._clock.monotonic_s() + patience_s
-            for pid in self._orphans():
-                log.warning("ending a process that was left", action="orphan_ended", pid=pid, signal=number.name)
-                _signal(pid, number)
-            while self._orphans() and self._clock.monotonic_s() < deadline_s:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            deadline_s = self._clock.monotonic_s() + self._orphan_patience_s
+            told: set[int] = set()
+            # Each that ends may leave us children of its own.
+            while (orphans := self._orphans()) and self._clock.monotonic_s() < deadline_s:
+                for pid in orphans - told:
+                    log.warning("ending a process that was left", action="orphan_ended", pid=pid, signal=number.name)
+                    _signal(pid, number)
+                told |= orphans
                 self._reap_orphans()
                 await pause(0.02)
-            if not self._orphans():
+            if not orphans:
                 return
 
     def _reap_orphans(self) -> None:
+        if self._spawning or not self._adopting:
+            return
         for pid in self._orphans():
             try:
                 os.waitpid(pid, os.WNOHANG)
             except ChildProcessError:
                 continue
 
-    def _orphans(self) -> list[int]:
+    def _orphans(self) -> set[int]:
         ours = {child.process.pid for child in self._children if child.process is not None} | self._others()
-        return [pid for pid in _children_of_this_process() if pid not in ours]
+        return _children_of_this_process() - ours
 
 
 def _receive_readiness(receiver: socket.socket, ready: asyncio.Event) -> None:
@@ -208,12 +237,13 @@ def _receive_readiness(receiver: socket.socket, ready: asyncio.Event) -> None:
         ready.set()
 
 
-def _children_of_this_process() -> list[int]:
-    try:
-        listed = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text()
-    except OSError:
-        return []
-    return [int(pid) for pid in listed.split()]
+def _children_of_this_process() -> set[int]:
+    found: set[int] = set()
+    # A process is the child of the thread that started it.
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            found.update(int(pid) for pid in (thread / "children").read_text().split())
+    return found
 
 
 def _signal(pid: int, number: signal.Signals) -> None:

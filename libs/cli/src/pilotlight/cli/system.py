@@ -1,13 +1,14 @@
 """An embedded system, from nothing to ready and back: servers, migrations, services, one node."""
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterable
 from types import TracebackType
-from typing import IO
+from typing import IO, Any
 
 import httpx2
 import structlog
@@ -19,10 +20,10 @@ from pilotlight.cli.plan import Endpoints, SystemOptions, child_specs
 from pilotlight.cli.supervisor import Supervisor
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.db.migrate import MigrateSettings, migrate
-from pilotlight.common.errors import Conflict, DeadlineExceeded, PilotlightError
+from pilotlight.common.errors import DeadlineExceeded, PilotlightError
 from pilotlight.common.natsconf import ensure_streams, server_config
 from pilotlight.common.settings import BusSettings
-from pilotlight.common.waiting import Backoff, pause
+from pilotlight.common.waiting import Backoff, cancel_all, pause
 
 log = structlog.get_logger()
 
@@ -30,6 +31,14 @@ READY_DEADLINE_S = 120.0
 RESTART_BACKOFF = Backoff(first_s=0.2, limit_s=10.0)
 
 Progress = Callable[[str], None]
+
+
+class PortTaken(PilotlightError):
+    """The gateway's port cannot be had."""
+
+    code = "port_taken"
+    status = 409
+    action = "Stop what uses it, or choose another: --port, or PILOTLIGHT_PORT."
 
 
 class System:
@@ -61,30 +70,30 @@ class System:
         """Start everything and return when a request can be served.
 
         Raises:
-            HomeUnusable, Conflict: the state folder or the port cannot be had.
+            HomeUnusable, Conflict, PortTaken: the state folder or the port cannot be had.
             ChildFailed: a process did not start.
         """
         self._home.prepare()
         self._lock = self._home.lock()
         _check_port(self._options)
-        self._supervisor.adopt_orphans()
         endpoints = await self._start_servers()
+        # Not before: while the servers are prepared there are children of ours that the supervisor would take for orphans.
+        self._supervisor.adopt_orphans()
         specs = child_specs(self._home, self._options, endpoints, os.environ)
         self._progress("services")
         # All at once: each waits by itself for what it needs, and readiness of all is readiness of the system.
-        async with asyncio.TaskGroup() as group:
-            for spec in specs:
-                group.create_task(self._supervisor.start(spec))
+        await _together(self._supervisor.start(spec) for spec in specs)
         self._progress("workers")
         await self._until_workers_are_warm()
         self._home.announce(self._options.url)
 
     async def stop(self) -> None:
         """Stop everything in reverse order; twice does no harm."""
-        self._home.withdraw()
+        if self._lock is not None:
+            # Without the lock the announcement is another system's.
+            self._home.withdraw()
         await self._supervisor.stop()
-        for keeper in self._keepers:
-            keeper.cancel()
+        await cancel_all(self._keepers)
         self._keepers = []
         for server in reversed(self._servers):
             await server.stop()
@@ -113,9 +122,7 @@ class System:
             )
             owner_url, database_url = postgres.owner_url, postgres.url
             self._servers.append(postgres)
-        async with asyncio.TaskGroup() as group:
-            for server in self._servers:
-                group.create_task(server.start())
+        await _together(server.start() for server in self._servers)
         self._keepers = [asyncio.create_task(self._keep(server), name=f"keep {server.name}") for server in self._servers]
         self._progress("migrations")
         settings = MigrateSettings(database_url=owner_url, secrets_dir=self._home.secrets)
@@ -147,9 +154,11 @@ class System:
         headers = {"Authorization": f"Bearer {key}"}
         async with httpx2.AsyncClient(base_url=self._options.url, headers=headers, timeout=5.0) as http:
             while self._clock.monotonic_s() < deadline_s:
-                workers = (await http.get("/admin/v1/workers")).json().get("workers", [])
-                if sum(1 for worker in workers if worker["engine_up"]) >= self._options.workers:
-                    return
+                # A gateway that has just been started again may not answer yet.
+                with contextlib.suppress(httpx2.TransportError):
+                    workers = (await http.get("/admin/v1/workers")).json().get("workers", [])
+                    if sum(1 for worker in workers if worker["engine_up"]) >= self._options.workers:
+                        return
                 await pause(0.1)
         raise DeadlineExceeded(
             f"{self._options.workers} workers were not up within {READY_DEADLINE_S:g} s; their logs are in {self._home.logs}"
@@ -160,6 +169,16 @@ class System:
 
     def _server_pids(self) -> set[int]:
         return {server.pid for server in self._servers if server.pid is not None}
+
+
+async def _together(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Do all of it at once; the first failure cancels the rest, and is raised as itself."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for one in work:
+                group.create_task(one)
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from failures
 
 
 def free_port() -> int:
@@ -181,9 +200,7 @@ def _check_port(options: SystemOptions) -> None:
         try:
             probe.bind((options.host, options.port))
         except OSError as error:
-            raise Conflict(
-                f"cannot listen on {options.host}:{options.port}: {error.strerror}; stop what uses it, or choose another with --port"
-            ) from error
+            raise PortTaken(f"cannot listen on {options.host}:{options.port}: {error.strerror}") from error
 
 
 async def until_signalled() -> None:

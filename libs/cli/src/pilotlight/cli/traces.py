@@ -3,31 +3,35 @@
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
+from urllib.parse import quote
 
+from rich.markup import escape
 from rich.table import Table
 
 from pilotlight.cli.client import AdminClient
 from pilotlight.cli.output import console, emit_json
 from pilotlight.cli.waterfall import draw
 
-WIDTH = 48
+LABELS_WIDTH = 50
+"""Columns before the axis, at most: span, service, milliseconds."""
+MIN_WIDTH = 20
 
 
 def show(client: AdminClient, trace_id: str, *, as_json: bool) -> int:
     """Fetch and show one trace."""
-    trace = client.get(f"/traces/{trace_id}")
+    trace = client.get(f"/traces/{quote(trace_id, safe='')}")
     if as_json:
         emit_json(trace)
         return 0
     if trace["spans"]:
-        console.print(_tree(trace["spans"]))
+        console.print(_tree(trace["spans"], max(MIN_WIDTH, console.width - LABELS_WIDTH)))
     for cold_start in trace["cold_starts"]:
         console.print(f"\ncold start of [bold]{cold_start['model']}[/] as {cold_start['instance_id']}: {cold_start['status']}")
         console.print(draw(cold_start, console.width))
     return 0
 
 
-def _tree(spans: Sequence[Mapping[str, Any]]) -> Table:
+def _tree(spans: Sequence[Mapping[str, Any]], width: int) -> Table:
     known = {span["span_id"] for span in spans}
     children: dict[str, list[Mapping[str, Any]]] = {}
     for span in spans:
@@ -36,19 +40,22 @@ def _tree(spans: Sequence[Mapping[str, Any]]) -> Table:
     start_s = min(_seconds(span["start_at"]) for span in spans)
     total_s = max(max(_seconds(span["end_at"]) for span in spans) - start_s, 1e-6)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("span")
-    table.add_column("service")
-    table.add_column("ms", justify="right")
-    table.add_column(f"0 {'─' * (WIDTH - 12)} {total_s * 1000:,.0f} ms")
+    table.add_column("span", no_wrap=True)
+    table.add_column("service", no_wrap=True)
+    table.add_column("ms", justify="right", no_wrap=True)
+    end = f"{total_s * 1000:,.0f} ms"
+    table.add_column(f"0 {'─' * (width - len(end) - 3)} {end}", no_wrap=True)
 
     def add(parent: str, depth: int) -> None:
         for span in sorted(children.get(parent, []), key=lambda one: one["start_at"]):
             begin, end = _seconds(span["start_at"]) - start_s, _seconds(span["end_at"]) - start_s
-            first = min(WIDTH - 1, int(begin / total_s * WIDTH))
-            last = max(first, min(WIDTH - 1, int(end / total_s * WIDTH)))
+            first = min(width - 1, int(begin / total_s * width))
+            last = max(first, min(width - 1, int(end / total_s * width)))
             bar = " " * first + "█" * (last - first + 1)
-            style = "red" if span["status"] == "error" else None
-            table.add_row("  " * depth + span["name"], span["service"], f"{(end - begin) * 1000:,.1f}", bar, style=style)
+            style = "red" if span["status"] != "ok" else None
+            table.add_row(
+                "  " * depth + escape(span["name"]), escape(span["service"]), f"{(end - begin) * 1000:,.1f}", bar, style=style
+            )
             add(span["span_id"], depth + 1)
 
     add("", 0)

@@ -1,20 +1,34 @@
 """``pilotlight up``."""
 
+import os
+import shlex
+import shutil
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 from rich.markup import escape
 
 from pilotlight.cli.client import AdminClient
-from pilotlight.cli.demo_model import DEMO_MODEL, demo_model_folder, ensure_demo_model
+from pilotlight.cli.demo_model import DEMO_MODEL, DEMO_PROMPT, demo_model_folder, ensure_demo_model
 from pilotlight.cli.home import Home
 from pilotlight.cli.output import console, emit_json
 from pilotlight.cli.plan import SystemOptions
 from pilotlight.cli.system import System, until_signalled
+from pilotlight.common.errors import NotFound
 
 
 async def run_up(home: Home, options: SystemOptions, *, with_demo_model: bool, as_json: bool) -> int:
-    """Start, say what to try next, wait for a signal, stop."""
-    options = replace(options, model_roots=(*options.model_roots, demo_model_folder()))
+    """Start, say what to try next, wait for a signal, stop.
+
+    Raises:
+        NotFound: the demo model is asked for and is not there.
+    """
+    try:
+        options = replace(options, model_roots=(*options.model_roots, demo_model_folder()))
+    except NotFound:
+        if with_demo_model:
+            raise
 
     def progress(what: str) -> None:
         if not as_json:
@@ -36,18 +50,38 @@ async def run_up(home: Home, options: SystemOptions, *, with_demo_model: bool, a
 
 
 def _say_what_to_try(home: Home, options: SystemOptions, *, with_demo_model: bool) -> None:
-    console.print(f"\n[bold green]Pilotlight is up[/] at {options.url}, with {options.workers} {options.worker_kind} worker(s).")
-    console.print("Ctrl-C stops it.\n")
-    console.print("In another terminal:")
+    command = _this_command()
+    kind = "CPU" if options.worker_kind == "cpu" else options.worker_kind
+    workers = f"{options.workers} {kind} worker" + ("" if options.workers == 1 else "s")
+    console.print(f"\n[bold green]Pilotlight is up[/] at {options.url}, with {workers}.")
+    lines = ["Ctrl-C stops it.", "", "In another terminal, in this folder:"]
+    if os.environ.get("PILOTLIGHT_HOME"):
+        lines.append(f"  export PILOTLIGHT_HOME={shlex.quote(str(home.root))}")
     if with_demo_model:
-        console.print(
-            f'  curl -N {options.url}/v1/chat/completions -H "Authorization: Bearer $(cat {home.api_key})" \\\n'
+        lines += [
+            f'  curl -N -i {options.url}/v1/chat/completions -H "Authorization: Bearer $(cat {_short(home.api_key)})" \\',
             f'    -H \'Content-Type: application/json\' -d \'{{"model": "{DEMO_MODEL}", "stream": true, '
-            '"messages": [{"role": "user", "content": "What is a pilot light?"}]}\'',
-            markup=False,
-            soft_wrap=True,
-        )
-    console.print("  pilotlight model list", markup=False)
-    console.print(f"  pilotlight model add NAME {home.models}/FOLDER", markup=False, soft_wrap=True)
-    console.print("  pilotlight logs -f gateway", markup=False)
-    console.print(f"Admin API: {options.url}/admin/v1/docs   (key in {home.admin_key})\n", soft_wrap=True)
+            f'"messages": [{{"role": "user", "content": "{DEMO_PROMPT}"}}]}}\'',
+            f"  {command} trace ID   # where its time went: ID is its x-trace-id header",
+        ]
+    lines += [
+        f"  {command} model list",
+        f"  {command} model add NAME {_short(home.models)}/FOLDER",
+        f"  {command} logs -f gateway",
+        f"Admin API: {options.url}/admin/v1/docs   (key in {_short(home.admin_key)})",
+        "",
+    ]
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _this_command() -> str:
+    """How this program was called, or its name alone where a shell finds it by that."""
+    found = shutil.which("pilotlight")
+    return "pilotlight" if found and Path(found).resolve() == Path(sys.argv[0]).resolve() else shlex.quote(sys.argv[0])
+
+
+def _short(path: Path) -> str:
+    """A path for a shell, from the current folder where it lies below it."""
+    here = Path.cwd()
+    return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))

@@ -1,7 +1,7 @@
 """The cache's books: what lies where by the last reports, what is granted but not there yet. No I/O.
 
 Reports are the truth of what is held; a grant counts until a report shows its stage. What a worker has just given up is left out at
-once, before its next report says so.
+once, before its next report says so, and so is its grant, which its scheduler releases later.
 """
 
 from dataclasses import dataclass, field
@@ -91,9 +91,15 @@ class Books:
             self._first_seen_s.setdefault((facts.node_id, digest), now_s)
         self._dropped = {(node, digest) for node, digest in self._dropped if node != facts.node_id or digest in present}
 
-    def give_up(self, worker_id: WorkerId, instance_ids: tuple[InstanceId, ...]) -> None:
-        """A worker confirmed that it unloaded these."""
+    def give_up(self, worker_id: WorkerId, instance_ids: tuple[InstanceId, ...]) -> tuple[GrantId, ...]:
+        """A worker confirmed that it unloaded these. Their grants are over with that; returns them."""
         self._given_up.update((worker_id, instance_id) for instance_id in instance_ids)
+        over = tuple(
+            grant.grant_id for grant in self.grants.values() if grant.worker_id == worker_id and grant.instance_id in instance_ids
+        )
+        for grant_id in over:
+            del self.grants[grant_id]
+        return over
 
     def drop(self, node_id: NodeId, digests: tuple[Digest, ...]) -> None:
         """A loader confirmed that it freed these."""
@@ -138,15 +144,21 @@ class Books:
         return worker.device.memory_bytes - sum(held.values())
 
     def host_free_bytes(self, node: NodeFacts) -> int:
-        """Bytes of a host pool that are neither taken nor promised."""
+        """Bytes of a host pool that are neither taken nor promised. A stage that is loaded needs none any more."""
         present = {copy.digest: copy.size_bytes for copy in self.copies(node)}
         dropped = sum(copy.size_bytes for copy in node.copies if (node.node_id, copy.digest) in self._dropped)
         promised: dict[Digest, int] = {}
         for grant in self.grants.values():
-            if grant.node_id == node.node_id:
+            if grant.node_id == node.node_id and not self._is_loaded(grant):
                 missing = grant.host_bytes - present.get(grant.digest, 0)
                 promised[grant.digest] = max(promised.get(grant.digest, 0), missing)
         return node.pool_free_bytes + dropped - sum(max(0, missing) for missing in promised.values())
+
+    def _is_loaded(self, grant: Grant) -> bool:
+        heard = self._workers.get(grant.worker_id)
+        return heard is not None and any(
+            one.instance_id == grant.instance_id and one.state is not HeldState.LOADING for one in heard.facts.held
+        )
 
     def copies(self, node: NodeFacts) -> tuple[Copy, ...]:
         """Copies in a node's host pool."""

@@ -19,6 +19,7 @@ from pilotlight.common.waiting import cancel_all, every
 log = structlog.get_logger()
 
 SWEEP_INTERVAL_S = 1.0
+TRIM_INTERVAL_S = 60.0
 
 
 class Handlers:
@@ -34,7 +35,7 @@ class Handlers:
         self._copies = copies
         self._listening: list[Subscription] = []
         self._answering: list[Subscription] = []
-        self._sweeping: asyncio.Task[None] | None = None
+        self._periodic: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Listen to reports: a standby's books are as full as those of the cache that answers."""
@@ -55,17 +56,18 @@ class Handlers:
         self._books.grants = {grant.grant_id: grant for grant in await self._repository.open_grants(now_s)}
         await self._read_models()
         bus = self._context.bus
-        self._answering = [
-            await bus.serve(RESERVE_SUBJECT, Reserve, self._room.reserve),
-            await bus.serve(RELEASE_SUBJECT, Release, self._room.release),
+        # One by one: what is served when this is cancelled is ended like the rest.
+        self._answering.append(await bus.serve(RESERVE_SUBJECT, Reserve, self._room.reserve))
+        self._answering.append(await bus.serve(RELEASE_SUBJECT, Release, self._room.release))
+        self._periodic = [
+            self._context.background.spawn("sweep", self._sweep()),
+            self._context.background.spawn("trim evictions", self._trim()),
         ]
-        self._sweeping = self._context.background.spawn("sweep", self._sweep())
 
     async def end(self) -> None:
         """Answer no more; done already, nothing happens."""
-        if self._sweeping is not None:
-            await cancel_all([self._sweeping])
-            self._sweeping = None
+        periodic, self._periodic = self._periodic, []
+        await cancel_all(periodic)
         await _end(self._answering)
 
     async def _on_worker(self, report: WorkerReport) -> None:
@@ -86,6 +88,13 @@ class Handlers:
                 await self._room.lapse()
             except DatabaseUnavailable as error:
                 log.warning("books are kept as they are", action="sweep_deferred", error=error.message)
+
+    async def _trim(self) -> None:
+        async for _ in every(TRIM_INTERVAL_S):
+            try:
+                await self._repository.trim_evictions()
+            except DatabaseUnavailable as error:
+                log.warning("old evictions are kept for now", action="trim_deferred", error=error.message)
 
     async def _read_models(self) -> None:
         models = await self._repository.models()

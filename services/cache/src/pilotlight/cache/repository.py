@@ -1,5 +1,6 @@
 """Rows of schema ``cache``, and the pins it reads from ``gateway.models``."""
 
+from datetime import timedelta
 from typing import Any
 
 from sqlalchemy import delete, func, insert, select, text
@@ -11,6 +12,11 @@ from pilotlight.common.db.session import Database
 from pilotlight.common.messages.room import Reserve
 from pilotlight.policy.eviction.base import Victim
 from pilotlight.policy.types import Digest, GrantId, InstanceId, Model, NodeId, WorkerId
+
+EVICTIONS_KEPT_S = 7 * 24 * 3600.0
+"""As long as the events that told of them."""
+TRIM_ROWS = 1000
+"""Deleted at a time: a statement must end within its deadline however much there is."""
 
 
 class CacheRepository:
@@ -69,6 +75,13 @@ class CacheRepository:
                     )
                 )
                 work.emit(f"{kind}_evicted", victim.subject, {"node_id": node_id, "for_model": request.model})
+
+    async def trim_evictions(self) -> None:
+        """Delete some evictions of long ago."""
+        table = tables.evictions
+        some = select(table.c.id).where(table.c.at < func.now() - timedelta(seconds=EVICTIONS_KEPT_S)).limit(TRIM_ROWS)
+        async with self._database.unit_of_work() as work:
+            await work.connection.execute(delete(table).where(table.c.id.in_(some)))
 
     async def end_grants(self, grant_ids: list[GrantId]) -> None:
         """Forget grants; ones that are not known any more are no error."""

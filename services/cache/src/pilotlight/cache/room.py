@@ -148,7 +148,9 @@ class RoomMaker:
                 )
             except (BusUnavailable, DeadlineExceeded) as error:
                 raise NoWorker(f"worker {request.worker_id} does not answer: {error.message}") from error
-            self._books.give_up(request.worker_id, reply.instance_ids)
+            over = self._books.give_up(request.worker_id, reply.instance_ids)
+            if over:
+                await self._repository.end_grants(list(over))
             evicted.instances += [victim for victim in plan.victims if victim.subject in reply.instance_ids]
         raise NoRoom(f"no room for {request.model} on {request.worker_id}: its models are in use", retry_after_s=1.0)
 

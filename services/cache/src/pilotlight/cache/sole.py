@@ -52,6 +52,8 @@ class SoleHolder:
         if self._competing is not None:
             await cancel_all([self._competing])
             self._competing = None
+            # It may have been about to begin.
+            await self._end()
 
     async def _compete(self) -> None:
         attempt = 0

@@ -29,9 +29,14 @@ class Presence:
             BusUnavailable: the server did not confirm.
         """
         if self._bucket is None:
-            bucket = await self._bus.bucket(GATEWAYS)
-            await bucket.put(self._gateway_id, GatewayInfo(gateway_id=self._gateway_id, url=self._url()))
-            self._bucket = bucket
+            self._bucket = await self._bus.bucket(GATEWAYS)
+            await self._say()
+            self._bus.on_reconnect(self._say)
+
+    async def _say(self) -> None:
+        """Also after a reconnect: the server may have come back without its memory."""
+        if self._bucket is not None:
+            await self._bucket.put(self._gateway_id, GatewayInfo(gateway_id=self._gateway_id, url=self._url()))
 
     async def stop(self) -> None:
         """Say that it is gone."""

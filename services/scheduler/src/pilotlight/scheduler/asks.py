@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass, field
+from itertools import chain
 
 from pilotlight.common.errors import PilotlightError
 from pilotlight.policy.types import Demand, InstanceId, ModelName
@@ -28,6 +29,8 @@ class Asks:
         default_factory=dict[ModelName, list[asyncio.Future[tuple[InstanceId, ...]]]]
     )
 
+    _closed: PilotlightError | None = None
+
     def warm(self, model: ModelName, trace_parent: str, now_s: float) -> None:
         """Count the model as waited for, until it is ready."""
         self._warm.setdefault(model, _Warm(now_s, trace_parent))
@@ -37,7 +40,12 @@ class Asks:
         self._warm.pop(model, None)
 
     def planned(self, model: ModelName) -> asyncio.Future[InstanceId]:
-        """The next start of a model, or why there is none."""
+        """The next start of a model, or why there is none.
+
+        Raises:
+            PilotlightError: the term is over.
+        """
+        self._check()
         future: asyncio.Future[InstanceId] = asyncio.get_running_loop().create_future()
         self._planned.setdefault(model, []).append(future)
         return future
@@ -53,7 +61,12 @@ class Asks:
                 future.set_exception(error)
 
     def evict(self, model: ModelName) -> asyncio.Future[tuple[InstanceId, ...]]:
-        """Ask for every instance of a model to be drained; the instances that are."""
+        """Ask for every instance of a model to be drained; the instances that are.
+
+        Raises:
+            PilotlightError: the term is over.
+        """
+        self._check()
         future: asyncio.Future[tuple[InstanceId, ...]] = asyncio.get_running_loop().create_future()
         self._evict.setdefault(model, []).append(future)
         self.warmed(model)
@@ -68,6 +81,15 @@ class Asks:
         for future in self._evict.pop(model, []):
             if not future.done():
                 future.set_result(instance_ids)
+
+    def close(self, error: PilotlightError) -> None:
+        """The term is over: whoever still waits hears so at once, and asks the next leader."""
+        self._closed = error
+        for future in (*chain(*self._planned.values()), *chain(*self._evict.values())):
+            if not future.done():
+                future.set_exception(error)
+        self._planned.clear()
+        self._evict.clear()
 
     def demand(self, held: tuple[Demand, ...], now_s: float) -> tuple[Demand, ...]:
         """What gateways hold, and one waiting request for each model that is to be warm and that nobody waits for."""
@@ -90,3 +112,7 @@ class Asks:
         """When the model was asked for."""
         asked = self._warm.get(model)
         return asked.since_s if asked is not None else None
+
+    def _check(self) -> None:
+        if self._closed is not None:
+            raise self._closed

@@ -44,6 +44,7 @@ TICK_S = 0.25
 LEARN_S = 1.0
 """Listened for this long, every live worker has reported several times; before that nothing is commanded."""
 SETTLE_S = 0.5
+TRIM_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,12 +143,14 @@ class Term:
                 group.create_task(self._board.run(), name="instances bucket")
                 group.create_task(self._board.sweep(), name="instances bucket sweep")
                 group.create_task(self._settle_for_ever(), name="cold starts")
+                group.create_task(self._trim_for_ever(), name="old records")
                 await self._decide_for_ever()
         except* (NotLeader, DatabaseUnavailable) as errors:
             reasons = [str(error) for error in errors.exceptions]
             raise NotLeader(f"the term is over: {'; '.join(reasons)}") from None
         finally:
             self._metrics.leading(0)
+            self._asks.close(NotLeader("the term is over"))
 
     # What operators ask.
 
@@ -296,6 +299,10 @@ class Term:
         async for _ in every(SETTLE_S):
             kinds = {key: one.facts.device.kind for key, one in self._world.workers(self._clock.monotonic_s()).items()}
             await self.cold_starts.settle(kinds)
+
+    async def _trim_for_ever(self) -> None:
+        async for _ in every(TRIM_S):
+            await self._repository.trim()
 
     # What the parts ask of one another.
 

@@ -79,8 +79,8 @@ class _Refused:
     at_s: float
     retry_at_s: float
     world_version: int
-    recorded: str = ""
-    """What the last recorded decision said: a hopeless model must not write rows by the second."""
+    recorded: frozenset[str] = frozenset()
+    """What the recorded decisions said: a model that waits for room must not write rows by the second."""
 
 
 @dataclass(slots=True)
@@ -220,7 +220,7 @@ class Planner:
     async def _refuse(
         self, order: StartOrder, choice: SchemeChoice, seen: Snapshot, refusals: list[tuple[WorkerId, PilotlightError]]
     ) -> Outcome:
-        """Record why nothing was started, when that has changed, and wait before the next attempt."""
+        """Record why nothing was started, when that is new, and wait before the next attempt."""
         model = order.model
         error = _error_of(choice, refusals)
         reasons = [order.reason, choice.reason]
@@ -229,7 +229,7 @@ class Planner:
         # Byte counts and ages differ from attempt to attempt; what makes a refusal a new one is who refused and how.
         essence = f"{error.code} {sorted((worker_id, refusal.code) for worker_id, refusal in refusals)}"
         refused = self._not_now(model)
-        if refused.recorded == essence:
+        if essence in refused.recorded:
             return Outcome(instance_id=None, error=error)
         decision = Decision(
             decision_id=new_decision_id(),
@@ -244,7 +244,7 @@ class Planner:
         log.warning("no room for a cold start", action="cold_start_refused", model=model.name, code=error.code, reasons=reasons)
         self.metrics.decided("cold_start", error.code)
         await self.repository.decide(decision)
-        refused.recorded = essence
+        refused.recorded |= {essence}
         return Outcome(instance_id=None, error=error)
 
     def _not_now(self, model: Model) -> _Refused:
@@ -253,7 +253,7 @@ class Planner:
         before = self._refused.get(model.name)
         attempts = before.attempts + 1 if before is not None else 1
         retry_at_s = now_s + Backoff(first_s=0.1, limit_s=2.0).delay_s(attempts - 1, self._rng)
-        recorded = before.recorded if before is not None else ""
+        recorded = before.recorded if before is not None else frozenset[str]()
         refused = self._refused[model.name] = _Refused(attempts, now_s, retry_at_s, self.world_version(), recorded)
         return refused
 

@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import structlog
-from sqlalchemy import Row, func, select, text, update
+from sqlalchemy import Row, delete, func, select, text, update
 from sqlalchemy.dialects.postgresql import insert
 
 from pilotlight.common.clock import Clock
@@ -20,6 +20,10 @@ from pilotlight.scheduler.records import LATE_PHASES_S, ColdStart, Decision
 
 log = structlog.get_logger()
 
+KEPT_S = 7 * 24 * 3600.0
+"""How long records of what has ended are kept: as long as the events that told of it."""
+TRIM_ROWS = 1000
+"""Rows of one table that are deleted at a time: a statement must end within its deadline however much there is."""
 REMEMBERED_S = 60.0
 """Ended instances that a new leader still reads: their failures slow the next start down."""
 EVENTS = {
@@ -177,6 +181,28 @@ class SchedulerRepository:
         new = insert(tables.estimates).values(model=estimate.model, device_kind=estimate.device_kind.value, body=body)
         async with self._fence.unit_of_work() as work:
             await work.connection.execute(new.on_conflict_do_update(index_elements=["model", "device_kind"], set_={"body": body}))
+
+    async def trim(self) -> None:
+        """Delete some of what ended long ago. The decision that a living instance was planned by stays: its model is read from it.
+
+        Raises:
+            NotLeader: the term is over.
+            DatabaseUnavailable: the database cannot be reached.
+        """
+        instances, decisions, starts = tables.instances, tables.decisions, tables.cold_starts
+        before = func.clock_timestamp() - timedelta(seconds=KEPT_S)
+        ended = instances.c.state.in_([state.value for state in ENDED]) & (instances.c.updated_at < before)
+        planned_by = select(instances.c.body["decision_id"].astext)
+        finished = (starts.c.status != "open") & (starts.c.created_at < before)
+        over = (decisions.c.at < before) & decisions.c.decision_id.not_in(planned_by)
+        async with self._fence.unit_of_work() as work:
+            for key, condition in (
+                (instances.c.instance_id, ended),
+                (starts.c.instance_id, finished),
+                (decisions.c.decision_id, over),
+            ):
+                some = select(key).where(condition).limit(TRIM_ROWS)
+                await work.connection.execute(delete(key.table).where(key.in_(some)))
 
     async def _decide(self, work: UnitOfWork, decision: Decision) -> None:
         await work.connection.execute(

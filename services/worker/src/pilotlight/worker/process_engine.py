@@ -215,7 +215,8 @@ async def _spawn(options: ChildOptions) -> _Child:
         }
         flat = [str(word) for pair in arguments.items() for word in pair]
         options.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with options.log_path.open("ab") as output:
+        descriptor = os.open(options.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "ab") as output:
             if output.tell() > MAX_LOG_BYTES:
                 output.truncate(0)
             process = await asyncio.create_subprocess_exec(

@@ -93,8 +93,8 @@ api_keys = Table(
     "api_keys",
     metadata,
     _key("key_id"),
-    Column("prefix", Text, nullable=False, index=True),
-    _text("hash"),
+    _text("prefix"),
+    Column("hash", Text, nullable=False, unique=True),
     _text("role"),
     _text("label"),
     _time("created_at"),
@@ -102,7 +102,7 @@ api_keys = Table(
     CheckConstraint("role IN ('admin', 'inference')", name="role"),
     schema="gateway",
 )
-"""``hash`` is an HMAC of the key; the key itself is nowhere."""
+"""``hash`` is an HMAC of the key, and what finds its row; ``prefix`` is what people know it by. The key itself is nowhere."""
 
 usage = Table(
     "usage",

@@ -1,0 +1,252 @@
+"""The command line: errors of the gateway and of the way to it, help, and JSON in every case."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pilotlight.cli.client import AdminClient, SystemNotRunning
+from pilotlight.cli.home import Home
+from pilotlight.cli.main import run
+from pilotlight.cli.output import show_error
+from pilotlight.common.errors import (
+    AlreadyExists,
+    BadRequest,
+    Forbidden,
+    PilotlightError,
+    TransientError,
+    Unauthorized,
+    UriNotAllowed,
+)
+
+MODEL = {
+    "name": "tiny",
+    "spec": {"architecture": "LlamaForCausalLM", "part_bytes": [1 << 20, 1 << 20]},
+    "dtype": "bfloat16",
+    "slo": {"ttft_ms": 1000.0, "tpot_ms": 50.5},
+}
+
+
+class Scripted(ThreadingHTTPServer):
+    """A gateway that answers what it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.answers: dict[str, tuple[int, bytes]] = {}
+        self.seen: list[tuple[str, str, str]] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def answer(self, route: str, body: Any, status: int = 200) -> None:
+        """Answer a method and path, below ``/admin/v1``."""
+        self.answers[route] = (status, body if isinstance(body, bytes) else json.dumps(body).encode())
+
+    def refuse(self, route: str, status: int, code: str, message: str = "no") -> None:
+        """Answer with an error, in the admin API's shape."""
+        self.answer(route, {"error": {"code": code, "message": message, "param": None, "what_to_do": "x"}}, status)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Scripted
+
+    def _do(self) -> None:
+        length = int(self.headers.get("Content-Length") or 0)
+        body = self.rfile.read(length).decode()
+        path = self.path.removeprefix("/admin/v1").partition("?")[0]
+        self.server.seen.append((f"{self.command} {path}", self.headers["Authorization"], body))
+        status, content = self.server.answers.get(f"{self.command} {path}", (404, b"not here"))
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_GET = do_POST = do_DELETE = do_PATCH = _do  # noqa: N815
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def gateway(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Scripted]:
+    with Scripted() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        monkeypatch.setenv("PILOTLIGHT_HOME", str(tmp_path / "home"))
+        monkeypatch.setenv("PILOTLIGHT_URL", server.url)
+        monkeypatch.setenv("PILOTLIGHT_ADMIN_KEY", "the-key")
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def out(capsys: pytest.CaptureFixture[str]) -> Any:
+    """The one JSON document that was written."""
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert captured.out.count("\n") == 1
+    return json.loads(captured.out)
+
+
+def test_models_are_listed(gateway: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
+    instances = [{"model": "tiny", "state": state} for state in ("ready", "gone", "ready", "loading")]
+    gateway.answer("GET /models", {"models": [MODEL]})
+    gateway.answer("GET /instances", {"instances": instances})
+    assert run(["model", "list"]) == 0
+    assert "1 loading, 2 ready" in capsys.readouterr().out
+    assert run(["model", "list", "--json"]) == 0
+    assert out(capsys) == {"models": [MODEL], "instances": instances}
+    gateway.answer("GET /models", {"models": []})
+    assert run(["model", "list"]) == 0
+    assert "pilotlight model add" in capsys.readouterr().out
+    assert {key for _, key, _ in gateway.seen} == {"Bearer the-key"}
+
+
+def test_a_model_is_added_warmed_and_removed(gateway: Scripted, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    gateway.answer("POST /models", MODEL, 201)
+    assert run(["model", "add", "tiny", str(tmp_path), "--ttft-ms", "5", "--pinned"]) == 0
+    assert "2.0 MiB" in capsys.readouterr().out
+    sent = json.loads(gateway.seen[-1][2])
+    assert (sent["uri"], sent["slo"], sent["pinned"]) == (tmp_path.as_uri(), {"ttft_ms": 5.0, "tpot_ms": 200.0}, True)
+    gateway.answer("POST /models/org/tiny/warm", {"instance_id": "inst-1"}, 202)
+    assert run(["model", "warm", "org/tiny", "--json"]) == 0
+    assert out(capsys) == {"instance_id": "inst-1"}
+    gateway.answer("DELETE /models/org/tiny", b"", 204)
+    assert run(["model", "rm", "org/tiny", "--json"]) == 0
+    assert out(capsys) == {"deleted": "org/tiny"}
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind"),
+    [
+        (401, "invalid_api_key", Unauthorized),
+        (403, "forbidden", Forbidden),
+        (409, "already_exists", AlreadyExists),
+        (422, "uri_not_allowed", UriNotAllowed),
+        (503, "a_code_of_a_later_release", TransientError),
+    ],
+)
+def test_errors_of_the_gateway_are_the_taxonomys(gateway: Scripted, status: int, code: str, kind: type[PilotlightError]) -> None:
+    gateway.refuse("GET /models", status, code, "because")
+    with AdminClient(gateway.url, "the-key") as client, pytest.raises(kind, match="because"):
+        client.get("/models")
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>Bad Gateway</html>", b"[]", b'{"error": "no"}', b'{"error": {}}', b"\xff"])
+def test_errors_of_something_else(gateway: Scripted, body: bytes) -> None:
+    gateway.answer("GET /models", body, 502)
+    with AdminClient(gateway.url, "the-key") as client, pytest.raises(PilotlightError, match="502"):
+        client.get("/models")
+
+
+def test_what_answers_is_no_gateway(gateway: Scripted) -> None:
+    gateway.answer("GET /models", b"<html>Welcome</html>")
+    with AdminClient(gateway.url, "the-key") as client, pytest.raises(SystemNotRunning, match="no Pilotlight"):
+        client.get("/models")
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "ftp://host", "nonsense", "http://", "http://127.0.0.1:99999"])
+def test_nobody_answers(url: str) -> None:
+    with pytest.raises((SystemNotRunning, BadRequest)) as caught, AdminClient(url, "key") as client:
+        client.get("/models")
+    assert caught.value.action
+
+
+def test_a_key_that_is_none() -> None:
+    with pytest.raises(BadRequest, match="PILOTLIGHT_ADMIN_KEY"):
+        AdminClient("http://127.0.0.1:1", "clé")
+
+
+def test_no_system_runs(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    with pytest.raises(SystemNotRunning, match="no system runs"):
+        AdminClient.from_environment({}, home)
+    with pytest.raises(SystemNotRunning, match=r"admin\.key"):
+        AdminClient.from_environment({"PILOTLIGHT_URL": "http://127.0.0.1:1"}, home)
+
+
+COMMANDS = [
+    ["model", "list"],
+    ["model", "add", "tiny", "/models/tiny"],
+    ["model", "rm", "tiny"],
+    ["model", "warm", "tiny"],
+    ["trace", "0" * 32],
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_json_also_when_it_fails(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PILOTLIGHT_HOME", str(tmp_path))
+    monkeypatch.delenv("PILOTLIGHT_URL", raising=False)
+    assert run([*command, "--json"]) == 1
+    error = out(capsys)["error"]
+    assert error["code"] == "system_not_running"
+    assert "pilotlight up" in error["what_to_do"]
+    assert run(command) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "system_not_running: no system runs" in captured.err
+
+
+def test_other_commands_without_a_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PILOTLIGHT_HOME", str(tmp_path))
+    assert run(["down", "--json"]) == 0
+    assert out(capsys) == {"stopped": False}
+    assert run(["logs", "gateway", "--json"]) == 1
+    assert out(capsys)["error"]["code"] == "not_found"
+    assert run(["doctor", "--json", "--port", "1"]) in (0, 1)
+    assert {"name", "verdict", "found", "what_to_do"} == set(out(capsys)["checks"][0])
+    monkeypatch.setenv("PILOTLIGHT_HOME", "/proc/nowhere")
+    assert run(["up", "--json", "--port", "1"]) == 1
+    assert out(capsys)["error"]["code"] == "home_unusable"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["model", "add"],
+        ["nonsense"],
+        ["up", "--port", "70000"],
+        ["up", "--port", "x"],
+        ["up", "--workers", "many"],
+        ["doctor", "--no"],
+    ],
+)
+def test_a_wrong_command_line(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*command, "--json"]) == 1
+    assert out(capsys)["error"]["code"] == "invalid_request"
+    assert run(command) == 1
+    captured = capsys.readouterr()
+    assert "Error" in captured.out + captured.err
+
+
+@pytest.mark.parametrize("port", ["x", "0", "-1", "70000", "8000.5", "²"])
+def test_a_wrong_port_in_the_environment(port: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("PILOTLIGHT_PORT", port)
+    assert run(["doctor", "--json"]) == 1
+    assert "PILOTLIGHT_PORT" in out(capsys)["error"]["message"]
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    text = capsys.readouterr().out
+    for command in ("up", "down", "demo", "doctor", "logs", "model", "trace"):
+        assert command in text
+        assert run([command, "--help"]) == 0
+        assert "--json" in capsys.readouterr().out or command == "model"
+    assert run(["model", "--help"]) == 0
+    assert {"add", "list", "rm", "warm"} <= set(capsys.readouterr().out.split())
+
+
+def test_brackets_in_a_message_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    assert show_error(BadRequest("there is no folder [/x] in [bold]")) == 1
+    assert "there is no folder [/x] in [bold]" in capsys.readouterr().err

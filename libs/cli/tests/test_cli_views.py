@@ -1,0 +1,253 @@
+"""What the commands show: checks of the machine, waterfalls, logs, plans of processes."""
+
+import json
+import os
+import resource
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from pilotlight.cli import logs, traces
+from pilotlight.cli.client import AdminClient
+from pilotlight.cli.doctor import (
+    Verdict,
+    check_disk,
+    check_files,
+    check_home,
+    check_memory,
+    check_port,
+    check_shared_memory,
+    examine,
+)
+from pilotlight.cli.home import Home
+from pilotlight.cli.plan import SERVICES, Endpoints, SystemOptions, child_specs
+from pilotlight.cli.system import System
+from pilotlight.cli.waterfall import bars_of, draw
+from pilotlight.common.errors import Conflict, NotFound
+
+ENDPOINTS = Endpoints(nats_url="nats://n", database_url="postgresql:///d", object_store_url="file:///o")
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    made = Home(tmp_path / "home")
+    made.prepare()
+    return made
+
+
+def shown(renderable: object, width: int = 100) -> str:
+    console = Console(width=width, record=True, file=open(os.devnull, "w"), color_system=None)  # noqa: SIM115
+    console.print(renderable)
+    console.file.close()
+    return console.export_text()
+
+
+# doctor
+
+
+def test_every_check_says_what_to_do(home: Home) -> None:
+    checks = examine(home, "127.0.0.1", 1)
+    assert {"state folder", "port", "shared memory", "file limit", "disk", "memory", "engine", "compiler", "driver"} == {
+        check.name for check in checks
+    }
+    for check in checks:
+        assert check.found
+        assert check.verdict is Verdict.OK or check.what_to_do, check
+
+
+def test_the_state_folder(tmp_path: Path) -> None:
+    assert check_home(Home(tmp_path / "not" / "there" / "yet")).verdict is Verdict.OK
+    assert check_disk(Home(tmp_path / "not" / "there" / "yet")).verdict is not Verdict.FAILED
+    check = check_home(Home(Path("/proc/nowhere")))
+    if os.geteuid() != 0:
+        assert check.verdict is Verdict.FAILED
+        assert "PILOTLIGHT_HOME" in check.what_to_do
+
+
+def test_the_port(home: Home) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        check = check_port(home, "127.0.0.1", port)
+        assert (check.verdict, "PILOTLIGHT_PORT" in check.what_to_do) == (Verdict.FAILED, True)
+        home.announce(f"http://127.0.0.1:{port}")
+        check = check_port(home, "127.0.0.1", port)
+        assert check.verdict is Verdict.OK
+        assert f"process {os.getpid()}" in check.found
+    home.withdraw()
+    assert check_port(home, "127.0.0.1", port).verdict is Verdict.OK
+    assert check_port(home, "203.0.113.7", port).verdict is Verdict.FAILED
+
+
+def test_the_limits(tmp_path: Path) -> None:
+    assert check_files(256).verdict is Verdict.WARNING
+    assert check_files(1024).verdict is Verdict.OK
+    assert check_files(resource.RLIM_INFINITY).verdict is Verdict.OK
+    assert check_shared_memory(tmp_path / "none").verdict is Verdict.FAILED
+    meminfo = tmp_path / "meminfo"
+    for text, verdict in (
+        ("MemTotal: 1 kB\nMemAvailable: 9000000 kB\n", Verdict.OK),
+        ("MemAvailable: 9000 kB\n", Verdict.WARNING),
+        ("MemTotal: 1 kB\n", Verdict.WARNING),
+    ):
+        meminfo.write_text(text)
+        assert check_memory(meminfo).verdict is verdict
+    assert check_memory(tmp_path / "none").verdict is Verdict.WARNING
+
+
+# waterfall and trace
+
+
+def phase(name: str, start_s: float, end_s: float, process: str = "worker", wall_offset_s: float = 100.0) -> dict[str, Any]:
+    return {"name": name, "process": process, "start_s": start_s, "end_s": end_s, "wall_offset_s": wall_offset_s}
+
+
+def test_phases_are_laid_on_one_axis() -> None:
+    bars = bars_of(
+        [
+            phase("load", 12.0, 12.5),
+            phase("fetch", 511.0, 511.5, "loader", wall_offset_s=-400.0),
+            phase("load", 11.5, 11.75),
+            phase("queue", 10.0, 10.5, "gateway"),
+        ]
+    )
+    assert [(bar.name, bar.process, bar.intervals) for bar in bars] == [
+        ("queue", "gateway", ((0.0, 0.5),)),
+        ("fetch", "loader", ((1.0, 1.5),)),
+        ("load", "worker", ((1.5, 1.75), (2.0, 2.5))),
+    ]
+    assert bars[2].total_s == 0.75
+    assert bars_of([]) == ()
+
+
+@pytest.mark.parametrize("width", [10, 60, 100, 200])
+def test_a_waterfall_fits_the_console(width: int) -> None:
+    record = {"phases": [phase("fetch", 0.0, 0.25), phase("load", 0.25, 1.0)], "ttft_s": 1.25, "coverage": 0.987}
+    text = shown(draw(record, width), max(width, 60))
+    assert "1,250 ms" in text
+    assert "98.7%" in text
+    assert all(len(line.rstrip()) <= max(width, 60) for line in text.splitlines())
+    rows = {line.split()[0]: line for line in text.splitlines() if "█" in line}
+    assert rows.keys() == {"fetch", "load"}
+    assert rows["fetch"].index("█") < rows["load"].index("█")
+    assert 2 <= rows["load"].count("█") / rows["fetch"].count("█") <= 4
+
+
+def test_a_cold_start_that_is_not_done_can_be_drawn() -> None:
+    assert "no first token yet" in shown(draw({"phases": [], "ttft_s": None, "coverage": None}, 80))
+    assert "█" in shown(draw({"phases": [phase("fetch", 5.0, 5.0)]}, 80))
+
+
+def test_a_trace_shows_each_span_once_and_failures_in_red(capsys: pytest.CaptureFixture[str]) -> None:
+    def span(number: int, parent: int | None, name: str, status: str = "ok") -> dict[str, Any]:
+        return {
+            "span_id": str(number), "parent_id": str(parent or ""), "name": name, "service": "gateway", "status": status,
+            "start_at": f"2026-01-01T00:00:0{number}+00:00", "end_at": f"2026-01-01T00:00:0{number + 1}+00:00",
+        }  # fmt: skip
+
+    class Trace:
+        def get(self, path: str) -> dict[str, Any]:
+            assert path == "/traces/a%2Fb"
+            spans = [span(2, 1, "POST [/v1]"), span(1, None, "root"), span(3, 2, "lost", "worker_lost"), span(4, 99, "late")]
+            return {"spans": spans, "cold_starts": []}
+
+    client: Any = Trace()
+    assert traces.show(client, "a/b", as_json=False) == 0
+    text = capsys.readouterr().out
+    assert [text.count(name) for name in ("root", "POST [/v1]", "lost", "late")] == [1, 1, 1, 1]
+    tree = traces._tree([span(1, None, "root"), span(3, 1, "lost", "worker_lost")], 80)
+    assert [row.style for row in tree.rows] == [None, "red"]
+
+
+# logs
+
+
+def test_the_end_of_each_log(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+    (home.logs / "gateway.log").write_text("".join(f"line {number}\n" for number in range(5)))
+    (home.logs / "cache.log").write_bytes(b"[/odd] \xff [bold]\nlast, unfinished")
+    assert logs.show(home, None, 2, follow=False, as_json=True) == 0
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [
+        {"service": "cache", "line": "[/odd] \N{REPLACEMENT CHARACTER} [bold]"},
+        {"service": "cache", "line": "last, unfinished"},
+        {"service": "gateway", "line": "line 3"},
+        {"service": "gateway", "line": "line 4"},
+    ]
+    assert logs.show(home, "cache", 2, follow=False, as_json=False) == 0
+    assert capsys.readouterr().out == "[/odd] \N{REPLACEMENT CHARACTER} [bold]\nlast, unfinished\n"
+    assert logs.show(home, "gateway", 0, follow=False, as_json=False) == 0
+    assert capsys.readouterr().out == ""
+    with pytest.raises(NotFound, match="cache, gateway"):
+        logs.show(home, "../secrets/x", 5, follow=False, as_json=False)
+
+
+def test_no_log_yet(home: Home) -> None:
+    assert logs.show(home, None, 5, follow=False, as_json=False) == 0
+    with pytest.raises(NotFound, match="none yet"):
+        logs.show(home, "gateway", 5, follow=False, as_json=False)
+
+
+def test_lines_that_are_being_written_are_waited_for(tmp_path: Path) -> None:
+    file = tmp_path / "x.log"
+    with file.open("wb", buffering=0) as writer, file.open("rb") as reader:
+        writer.write(b"one\ntw")
+        assert list(logs._whole_lines(reader)) == [b"one\n"]
+        assert list(logs._whole_lines(reader)) == []
+        writer.write(b"o\nthree\n")
+        assert list(logs._whole_lines(reader)) == [b"two\n", b"three\n"]
+
+
+# plan
+
+
+def environments(home: Home, options: SystemOptions, **environment: str) -> dict[str, dict[str, str]]:
+    return {spec.name: dict(spec.environment) for spec in child_specs(home, options, ENDPOINTS, environment)}
+
+
+def test_every_service_gets_what_it_needs_and_no_more(home: Home) -> None:
+    options = SystemOptions(port=7000, workers=2, link="200mbit", pool_bytes=5)
+    plan = environments(home, options, PATH="/bin", PILOTLIGHT_DATABASE_URL="postgresql://owner:hidden@/d")
+    assert tuple(plan) == SERVICES
+    assert "hidden" not in str(plan)
+    assert {name for name, own in plan.items() if "PILOTLIGHT_DATABASE_URL" in own} == set(SERVICES) - {"loader"}
+    assert {name for name, own in plan.items() if "PILOTLIGHT_ADMIN_KEY_FILE" in own} == {"gateway"}
+    assert {own["PATH"] for own in plan.values()} == {"/bin"}
+    assert {own["PILOTLIGHT_NATS_URL"] for own in plan.values()} == {"nats://n"}
+    assert plan["gateway"]["PILOTLIGHT_PORT"] == "7000"
+    loader = plan["loader"]
+    assert (loader["PILOTLIGHT_WORKERS"], loader["PILOTLIGHT_LINK"], loader["PILOTLIGHT_POOL_BYTES"]) == ("2", "200mbit", "5")
+    logs_of = {spec.log_path for spec in child_specs(home, options, ENDPOINTS, {})}
+    assert logs_of == {home.logs / f"{name}.log" for name in SERVICES}
+
+
+def test_the_users_model_roots_are_kept(home: Home) -> None:
+    options = SystemOptions(model_roots=(Path("/demo"),))
+    assert environments(home, options)["gateway"]["PILOTLIGHT_MODEL_ROOTS"] == f"{home.models},/demo"
+    theirs = environments(home, options, PILOTLIGHT_MODEL_ROOTS="/data,/more")
+    assert {own["PILOTLIGHT_MODEL_ROOTS"] for own in theirs.values()} == {"/data,/more,/demo"}
+
+
+@pytest.mark.parametrize(
+    ("host", "url"), [("127.0.0.1", "http://127.0.0.1:8000"), ("0.0.0.0", "http://127.0.0.1:8000"), ("::1", "http://[::1]:8000")]
+)
+def test_where_the_gateway_answers(host: str, url: str) -> None:
+    assert SystemOptions(host=host).url == url
+
+
+@pytest.mark.anyio
+async def test_a_second_system_leaves_the_first_ones_announcement(home: Home) -> None:
+    lock = home.lock()
+    home.announce("http://127.0.0.1:1")
+    with pytest.raises(Conflict, match="in use"):
+        async with System(home, SystemOptions(), lambda _: None):
+            raise AssertionError
+    assert home.running() is not None
+    lock.close()
+
+
+def test_an_admin_client_finds_the_running_system(home: Home) -> None:
+    home.announce("http://127.0.0.1:1")
+    with AdminClient.from_environment({}, home) as client:
+        assert str(client._http.base_url).startswith("http://127.0.0.1:1/admin/v1")
+        assert client._http.headers["authorization"] == f"Bearer {home.admin_key.read_text().strip()}"
