@@ -201,7 +201,9 @@ async def test_deaf_orphans_and_their_children_are_killed(rig: Rig) -> None:
 
 async def test_orphans_that_end_by_themselves_are_reaped(rig: Rig) -> None:
     ends = "signal.signal(signal.SIGUSR1, lambda *_: sys.exit())\n"
-    await rig.supervisor.start(rig.spec(_grandchild(ends + SAYS_SO + WAIT) + READY + "os._exit(0)\n"))
-    _, orphan = rig.pids[:2]
+    await rig.supervisor.start(rig.spec(_grandchild(ends + SAYS_SO + WAIT) + READY + WAIT))
+    child, orphan = rig.pids
+    os.kill(child, signal.SIGKILL)
+    await until(lambda: child not in rig.alive())
     os.kill(orphan, signal.SIGUSR1)
     await until(lambda: orphan not in rig.alive())

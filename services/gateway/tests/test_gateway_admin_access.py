@@ -14,7 +14,7 @@ from starlette.routing import Route
 from pilotlight.common.clock import ManualClock
 from pilotlight.common.db import tables
 from pilotlight.common.db.session import Database
-from pilotlight.common.errors import DatabaseUnavailable, Forbidden, InternalError, Unauthorized
+from pilotlight.common.errors import DatabaseUnavailable, Forbidden, SettingsInvalid, Unauthorized
 from pilotlight.common.testing import DatabaseSettingsOf, MakeContext
 from pilotlight.gateway.admin.app import MAX_BODY_BYTES, OPEN_PATHS
 from pilotlight.gateway.admin.testing import ADMIN_KEY, API_KEY, AdminWorld, admin_world, database_away, emptied, settings_in
@@ -190,7 +190,7 @@ async def test_a_file_without_a_good_key_is_named(keys: Keys, tmp_path: Path, co
         file.unlink()
     else:
         file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(InternalError, match=r"admin key"):
+    with pytest.raises(SettingsInvalid, match=r"admin key"):
         await keys.fresh().start()
     assert await keys.role_of(ADMIN_KEY) == "admin"
 
@@ -238,7 +238,7 @@ async def test_known_keys_do_not_wait_for_a_database_that_does_not_answer(keys: 
 
 async def test_without_a_pepper_there_is_no_gateway(keys: Keys, tmp_path: Path) -> None:
     (tmp_path / "key-pepper").unlink()
-    with pytest.raises(InternalError, match="key-pepper"):
+    with pytest.raises(SettingsInvalid, match="key-pepper"):
         keys.fresh()
 
 

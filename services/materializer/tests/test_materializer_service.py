@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from pilotlight.common.bus import Bus
 from pilotlight.common.db import tables
 from pilotlight.common.db.session import Database
-from pilotlight.common.errors import BusUnavailable, CallerError, CorruptChunk, DatabaseUnavailable, InternalError, NotFound
+from pilotlight.common.errors import BusUnavailable, CallerError, CorruptChunk, DatabaseUnavailable, NotFound, SettingsInvalid
 from pilotlight.common.messages.artifacts import (
     FIND_ARTIFACTS_SUBJECT,
     PUBLISH_ARTIFACT_SUBJECT,
@@ -221,5 +221,5 @@ async def test_without_the_clusters_key_there_is_no_materializer(
     make_context: MakeContext, settings: MaterializerSettings, tmp_path: Path
 ) -> None:
     (tmp_path / "cluster-key").unlink()
-    with pytest.raises(InternalError, match="cluster-key"):
+    with pytest.raises(SettingsInvalid, match="cluster-key"):
         await build(make_context("materializer", settings))

@@ -17,6 +17,7 @@
     │   ├── SourceUnavailable, SourceChanged, CorruptChunk
     │   ├── NotLoaded, StaleCommand, NotLeader
     │   └── WorkerLost, EngineFailed
+    ├── SettingsInvalid      the operator's to mend: the process does not start
     └── InternalError        a bug: the process says so and, where state may be wrong, ends
 
 ``code`` is stable: clients, alerts and runbooks use it. The class docstring's first line is the default message.
@@ -302,6 +303,13 @@ class EngineFailed(TransientError):
     """The engine ended or refused while it ran the request."""
 
     code = "engine_failed"
+
+
+class SettingsInvalid(PilotlightError):
+    """A setting or secret is missing or wrong."""
+
+    code = "settings_invalid"
+    action = "Mend the setting or the file that the message names, and start again."
 
 
 class InternalError(PilotlightError):

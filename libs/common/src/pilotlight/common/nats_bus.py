@@ -221,6 +221,9 @@ class NatsBus:
     async def _exchange(self, subject: str, data: bytes, deadline_s: float) -> Msg:
         clock = asyncio.get_running_loop()
         until_s = clock.time() + deadline_s
+        if not self._client.is_connected:
+            # The word of the break comes a moment after it.
+            self._up.clear()
         try:
             # While there is no connection nothing is sent: a request that leaves after its deadline is worse than none.
             async with asyncio.timeout_at(until_s):

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.db.session import Database
-from pilotlight.common.errors import DatabaseUnavailable, DeadlineExceeded, Forbidden, InternalError, Unauthorized
+from pilotlight.common.errors import DatabaseUnavailable, DeadlineExceeded, Forbidden, SettingsInvalid, Unauthorized
 from pilotlight.common.settings import BusSettings, PilotlightSettings, read_secret
 from pilotlight.common.waiting import within
 from pilotlight.gateway.repository import ApiKey, KeyRepository
@@ -66,7 +66,7 @@ class Authenticator:
     def __init__(self, database: Database, access: AccessSettings, bus: BusSettings, clock: Clock) -> None:
         pepper = read_secret(bus.secrets_dir, "key-pepper")
         if pepper is None:
-            raise InternalError("the secret key-pepper is missing: PILOTLIGHT_SECRETS_DIR must hold a file of that name")
+            raise SettingsInvalid("the secret key-pepper is missing: PILOTLIGHT_SECRETS_DIR must hold a file of that name")
         self._pepper = pepper.encode()
         self._keys = KeyRepository(database)
         self._access = access
@@ -77,7 +77,7 @@ class Authenticator:
         """Put the bootstrap keys into the database and revoke their predecessors.
 
         Raises:
-            InternalError: a key's file cannot be read or will not do.
+            SettingsInvalid: a key's file cannot be read or will not do.
             DatabaseUnavailable: the keys cannot be stored.
         """
         files: tuple[tuple[Role, Path | None], ...] = (
@@ -86,7 +86,7 @@ class Authenticator:
         )
         keys = [self._bootstrap_key(path, role) for role, path in files if path is not None]
         if len({key.hash for key in keys}) < len(keys):
-            raise InternalError("the admin key and the inference key are the same; write another one into one of the files")
+            raise SettingsInvalid("the admin key and the inference key are the same; write another one into one of the files")
         for key in keys:
             await self._keys.ensure_bootstrap(key)
 
@@ -143,9 +143,9 @@ class Authenticator:
         try:
             plain = path.read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise InternalError(f"the {role} key's file {path} cannot be read: {error}") from error
+            raise SettingsInvalid(f"the {role} key's file {path} cannot be read: {error}") from error
         if not MIN_KEY_CHARS <= len(plain) <= MAX_KEY_CHARS:
-            raise InternalError(
+            raise SettingsInvalid(
                 f"the {role} key's file {path} must hold a random key of {MIN_KEY_CHARS} to {MAX_KEY_CHARS} characters"
             )
         digest = self._hash(plain)

@@ -3,7 +3,7 @@
 from pilotlight.common.bus import Bus, Subscription
 from pilotlight.common.db.outbox import Outbox
 from pilotlight.common.db.session import Database
-from pilotlight.common.errors import InternalError
+from pilotlight.common.errors import SettingsInvalid
 from pilotlight.common.messages.artifacts import (
     FIND_ARTIFACTS_SUBJECT,
     PUBLISH_ARTIFACT_SUBJECT,
@@ -46,11 +46,11 @@ async def build(context: Context[MaterializerSettings]) -> Application:
     """Build the service.
 
     Raises:
-        InternalError: the secret ``cluster-key`` is missing.
+        SettingsInvalid: the secret ``cluster-key`` is missing.
     """
     cluster_key = read_secret(context.settings.secrets_dir, "cluster-key")
     if cluster_key is None:
-        raise InternalError("the secret cluster-key is missing: PILOTLIGHT_SECRETS_DIR must hold a file of that name")
+        raise SettingsInvalid("the secret cluster-key is missing: PILOTLIGHT_SECRETS_DIR must hold a file of that name")
     database = Database(context.settings, "materializer", context.clock)
     handlers = Handlers(ArtifactRepository(database), context.store, cluster_key.encode())
     return Application(components=[database, Outbox(database, context), Serving(context.bus, handlers)])
