@@ -173,8 +173,8 @@ def test_a_killed_supervisor_leaves_nobody_behind(home: Path) -> None:
 def test_a_second_system_on_the_same_folder_is_refused(home: Path) -> None:
     with running(home, "--worker-kind", "sim") as system:
         refused = system.cli("up", "--port", "1", status=1)
-    assert refused["error"]["code"] == "conflict"
-    assert "pilotlight down" in refused["error"]["message"]
+    assert refused["error"]["code"] == "home_in_use"
+    assert "pilotlight down" in refused["error"]["what_to_do"]
 
 
 def pids_of(home: Path) -> list[int]:

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from pilotlight.cli.home import MAX_SOCKET_PATH_BYTES, Home, HomeUnusable
+from pilotlight.cli.home import MAX_SOCKET_PATH_BYTES, Home, HomeInUse, HomeUnusable
 from pilotlight.cli.running import stop_running
-from pilotlight.common.errors import Conflict
 from pilotlight.common.settings import read_secret
 
 URL = "http://127.0.0.1:8000"
@@ -36,7 +35,7 @@ def test_nothing_of_it_is_readable_for_others(home: Home) -> None:
     assert mode(home.root) in (0o700, 0o711)
     for folder in (home.secrets, home.logs, home.models, home.objects, home.state, home.run_dir):
         assert mode(folder) == 0o700, folder
-    files = [home.admin_key, home.api_key, *home.secrets.iterdir()]
+    files = [home.admin_key, home.api_key, *(file for file in home.secrets.rglob("*") if file.is_file())]
     assert {mode(file) for file in files} == {0o600}
     assert len({file.read_text() for file in files}) == len(files)
     assert all(len(file.read_text().strip()) > 40 for file in files)
@@ -47,11 +46,11 @@ def test_nothing_of_it_is_readable_for_others(home: Home) -> None:
 
 def test_keys_stay_as_they_are(home: Home) -> None:
     home.admin_key.write_text("my own key\n")
-    before = {file.name: file.read_text() for file in home.secrets.iterdir()}
+    before = {file.name: file.read_text() for file in home.secrets.iterdir() if file.is_file()}
     (home.secrets / "key-pepper").unlink()
     home.prepare()
     assert home.admin_key.read_text() == "my own key\n"
-    after = {file.name: file.read_text() for file in home.secrets.iterdir()}
+    after = {file.name: file.read_text() for file in home.secrets.iterdir() if file.is_file()}
     assert after.keys() == before.keys()
     assert {name for name in after if after[name] != before[name]} == {"key-pepper"}
 
@@ -99,10 +98,10 @@ def test_a_deep_folder_has_its_sockets_elsewhere(tmp_path: Path, monkeypatch: py
 
 def test_one_process_at_a_time(home: Home) -> None:
     lock = home.lock()
-    with pytest.raises(Conflict, match="another process"):
+    with pytest.raises(HomeInUse, match="another process"):
         home.lock()
     home.announce(URL)
-    with pytest.raises(Conflict, match=f"process {os.getpid()} at {URL}") as caught:
+    with pytest.raises(HomeInUse, match=f"process {os.getpid()} at {URL}") as caught:
         home.lock()
     assert "pilotlight down" in caught.value.message
     home.withdraw()

@@ -8,8 +8,10 @@ import pytest
 from sqlalchemy import delete, func, insert, select
 
 from pilotlight.cache.app import build
+from pilotlight.cache.books import Grant
 from pilotlight.cache.repository import EVICTIONS_KEPT_S, CacheRepository
 from pilotlight.cache.settings import CacheSettings
+from pilotlight.cache.sole import NotSole
 from pilotlight.common.bus import Bus
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.db import tables
@@ -33,7 +35,18 @@ from pilotlight.common.messages.room import (
 from pilotlight.common.service import Application
 from pilotlight.common.testing import DatabaseSettingsOf, MakeContext, until
 from pilotlight.policy.testing import copy, held, node, worker
-from pilotlight.policy.types import Digest, Epoch, HeldStage, InstanceId, ModelName, NodeFacts, NodeId, WorkerFacts, WorkerId
+from pilotlight.policy.types import (
+    Digest,
+    Epoch,
+    GrantId,
+    HeldStage,
+    InstanceId,
+    ModelName,
+    NodeFacts,
+    NodeId,
+    WorkerFacts,
+    WorkerId,
+)
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 WORKER, NODE = WorkerId("w0"), NodeId("n0")
@@ -257,3 +270,37 @@ async def test_a_second_cache_waits(
     await reserve(bus, "a", 100)
     assert context.metrics.get_sample_value("pilotlight_cache_grants") == 0
     await stop(standby)
+
+
+async def test_a_cache_that_lost_its_lock_grants_nothing(
+    cache: Application, settings: CacheSettings, bus: Bus, peers: Peers
+) -> None:
+    """Before it notices that the connection with the lock is gone, it may still be asked."""
+    await heard(bus, peers)
+    database = Database(settings, "cache", SystemClock())
+    repository = CacheRepository(database)
+    message = Reserve(
+        instance_id=InstanceId("late"),
+        model=ModelName("m"),
+        digest=Digest("d"),
+        worker_id=WORKER,
+        node_id=NODE,
+        device_bytes=1,
+        host_part_bytes=(),
+        lease_s=30.0,
+    )
+    grant = Grant(
+        grant_id=GrantId("late"),
+        instance_id=message.instance_id,
+        digest=message.digest,
+        worker_id=WORKER,
+        node_id=NODE,
+        device_bytes=1,
+        host_bytes=0,
+        expires_s=0.0,
+    )
+    with pytest.raises(NotSole):
+        await repository.add_grant(grant, message, [])
+    async with database.reading() as connection:
+        assert (await connection.execute(select(tables.grants).where(tables.grants.c.grant_id == "late"))).first() is None
+    await database.stop()

@@ -13,10 +13,18 @@ from typing import IO
 import msgspec
 
 from pilotlight.common.db.tables import OWNERS
-from pilotlight.common.errors import Conflict, PilotlightError
+from pilotlight.common.errors import PilotlightError
 from pilotlight.common.natsconf import ADMIN, RIGHTS
 
 NATS_USERS = (*RIGHTS, ADMIN)
+SECRETS_OF: dict[str, tuple[str, ...]] = {
+    "gateway": ("nats-gateway", "postgres-gateway", "key-pepper"),
+    "scheduler": ("nats-scheduler", "postgres-scheduler"),
+    "cache": ("nats-cache", "postgres-cache"),
+    "materializer": ("nats-materializer", "postgres-materializer", "cluster-key"),
+    "loader": ("nats-loader", "nats-worker"),
+}
+"""What each service is given. The loader hands its folder to the workers that it spawns."""
 MAX_SOCKET_PATH_BYTES = 107
 """Longest path of a Unix socket on Linux; the longest name that we put into the run folder takes 40 of them."""
 
@@ -27,6 +35,14 @@ class HomeUnusable(PilotlightError):
     code = "home_unusable"
     status = 500
     action = "Set PILOTLIGHT_HOME to a folder that you may write to."
+
+
+class HomeInUse(PilotlightError):
+    """Another system runs on the state folder."""
+
+    code = "home_in_use"
+    status = 409
+    action = "Stop it with `pilotlight down`, or choose another PILOTLIGHT_HOME."
 
 
 class RunningSystem(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +76,10 @@ class Home:
     @property
     def secrets(self) -> Path:
         return self.root / "secrets"
+
+    def secrets_of(self, service: str) -> Path:
+        """The folder with the secrets of one service, and no others."""
+        return self.secrets / service
 
     @property
     def logs(self) -> Path:
@@ -105,6 +125,13 @@ class Home:
             names = [f"nats-{user}" for user in NATS_USERS] + [f"postgres-{service}" for service in OWNERS]
             for name in (*names, "postgres-owner", "cluster-key", "key-pepper"):
                 _write_once(self.secrets / name, secrets.token_urlsafe(32))
+            for service, own in SECRETS_OF.items():
+                folder = self.secrets_of(service)
+                folder.mkdir(exist_ok=True, mode=0o700)
+                for name in own:
+                    # A link, so that a secret that is replaced is replaced for everybody.
+                    if not (folder / name).is_symlink():
+                        (folder / name).symlink_to(Path("..") / name)
         except OSError as error:
             raise HomeUnusable(f"cannot write to the state folder {self.root}: {error.strerror or error}") from error
 
@@ -120,7 +147,7 @@ class Home:
         """Claim the folder for this process; the claim ends with it.
 
         Raises:
-            Conflict: another process runs a system on it.
+            HomeInUse: another process runs a system on it.
             HomeUnusable: the lock's file cannot be made.
         """
         try:
@@ -133,9 +160,7 @@ class Home:
             handle.close()
             running = self.running()
             who = f"process {running.pid} at {running.url}" if running else "another process"
-            raise Conflict(
-                f"{self.root} is in use by {who}; stop it with `pilotlight down` or choose another PILOTLIGHT_HOME"
-            ) from error
+            raise HomeInUse(f"{self.root} is in use by {who}") from error
         return handle
 
     def running(self) -> RunningSystem | None:
@@ -155,6 +180,14 @@ class Home:
         unfinished = self.root / "up.json.new"
         unfinished.write_bytes(msgspec.json.encode(running))
         unfinished.rename(self.root / "up.json")
+
+    def tidy(self) -> None:
+        """Remove the run folder where it lies outside the state folder; what somebody else left in it keeps it."""
+        if not self.run_dir.is_relative_to(self.root):
+            with contextlib.suppress(OSError):
+                for left in self.run_dir.glob("*.sock"):
+                    left.unlink()
+                self.run_dir.rmdir()
 
     def withdraw(self) -> None:
         """Take the announcement back."""

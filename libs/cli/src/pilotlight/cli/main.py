@@ -1,6 +1,5 @@
 """The ``pilotlight`` command."""
 
-import asyncio
 import os
 import signal
 import sys
@@ -20,6 +19,7 @@ from pilotlight.cli.home import Home
 from pilotlight.cli.output import console, emit_json, show_error
 from pilotlight.cli.plan import SystemOptions
 from pilotlight.cli.running import stop_running
+from pilotlight.cli.system import run_stoppable
 from pilotlight.cli.up import run_up
 from pilotlight.common.errors import BadRequest, PilotlightError, UnprocessableInput
 from pilotlight.common.telemetry import configure_logging
@@ -85,7 +85,7 @@ def up(
 ) -> int:
     """Start the whole system on this machine and keep it running until Ctrl-C."""
     options = SystemOptions(host=_host(host), port=_port(port), workers=workers, worker_kind=worker_kind, link=link)
-    return asyncio.run(run_up(Home.from_environment(), options, with_demo_model=with_demo_model, as_json=json))
+    return run_stoppable(run_up(Home.from_environment(), options, with_demo_model=with_demo_model, as_json=json))
 
 
 @app.command
@@ -109,7 +109,7 @@ def demo(
 
     It has a state folder and a port of its own, so that it disturbs nothing.
     """
-    return asyncio.run(run_demo(Home.from_environment(), link, as_json=json))
+    return run_stoppable(run_demo(Home.from_environment(), link, as_json=json))
 
 
 @app.command

@@ -51,7 +51,6 @@ def child_specs(
         **environment,
         "PILOTLIGHT_NATS_URL": endpoints.nats_url,
         "PILOTLIGHT_OBJECT_STORE_URL": endpoints.object_store_url,
-        "PILOTLIGHT_SECRETS_DIR": str(home.secrets),
         "PILOTLIGHT_RUN_DIR": str(home.run_dir),
         "PILOTLIGHT_STATE_DIR": str(home.state),
         "PILOTLIGHT_LOG_DIR": str(home.logs),
@@ -73,7 +72,7 @@ def child_specs(
 
 
 def _own(service: str, home: Home, options: SystemOptions, endpoints: Endpoints) -> dict[str, str]:
-    own: dict[str, str] = {}
+    own = {"PILOTLIGHT_SECRETS_DIR": str(home.secrets_of(service))}
     if service in OWNERS:
         own["PILOTLIGHT_DATABASE_URL"] = endpoints.database_url
     if service == "gateway":

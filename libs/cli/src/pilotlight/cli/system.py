@@ -30,6 +30,8 @@ log = structlog.get_logger()
 READY_DEADLINE_S = 120.0
 RESTART_BACKOFF = Backoff(first_s=0.2, limit_s=10.0)
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
 Progress = Callable[[str], None]
 
 
@@ -70,7 +72,7 @@ class System:
         """Start everything and return when a request can be served.
 
         Raises:
-            HomeUnusable, Conflict, PortTaken: the state folder or the port cannot be had.
+            HomeUnusable, HomeInUse, PortTaken: the state folder or the port cannot be had.
             ChildFailed: a process did not start.
         """
         self._home.prepare()
@@ -99,6 +101,7 @@ class System:
             await server.stop()
         self._servers = []
         if self._lock is not None:
+            self._home.tidy()
             self._lock.close()
             self._lock = None
 
@@ -203,9 +206,35 @@ def _check_port(options: SystemOptions) -> None:
             raise PortTaken(f"cannot listen on {options.host}:{options.port}: {error.strerror}") from error
 
 
+def run_stoppable(work: Coroutine[Any, Any, int]) -> int:
+    """Run to the end. SIGINT and SIGTERM cancel it, once: what it has started is then stopped in order, and the status is 130."""
+
+    async def run() -> int:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+
+        def stop() -> None:
+            for number in STOP_SIGNALS:
+                loop.add_signal_handler(number, _already_stopping)
+            task.cancel()
+
+        for number in STOP_SIGNALS:
+            loop.add_signal_handler(number, stop)
+        return await work
+
+    try:
+        return asyncio.run(run())
+    except asyncio.CancelledError:
+        return 130
+
+
+def _already_stopping() -> None:
+    """A second Ctrl-C must not cut off the orderly stop that the first one began."""
+
+
 async def until_signalled() -> None:
     """Return at Ctrl-C or SIGTERM."""
     stopping = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in STOP_SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     await stopping.wait()

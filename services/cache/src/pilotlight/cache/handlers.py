@@ -50,8 +50,9 @@ class Handlers:
         """Listen no more."""
         await _end(self._listening)
 
-    async def begin(self) -> None:
-        """Take over the open grants, then answer."""
+    async def begin(self, holder_pid: int) -> None:
+        """Take over the open grants, then answer. ``holder_pid`` is the database's backend that holds the lock."""
+        self._repository.holder_pid = holder_pid
         now_s = self._context.clock.monotonic_s()
         self._books.grants = {grant.grant_id: grant for grant in await self._repository.open_grants(now_s)}
         await self._read_models()

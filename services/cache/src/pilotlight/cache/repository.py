@@ -6,6 +6,7 @@ from typing import Any
 from sqlalchemy import delete, func, insert, select, text
 
 from pilotlight.cache.books import Grant
+from pilotlight.cache.sole import check_sole, wait_for_grants
 from pilotlight.common.db import tables
 from pilotlight.common.db.mapping import from_row_json
 from pilotlight.common.db.session import Database
@@ -24,6 +25,8 @@ class CacheRepository:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self.holder_pid = 0
+        """The backend that holds this cache's lock; none does while another cache answers."""
 
     async def models(self) -> tuple[Model, ...]:
         """Registered models: their pins, and whose digest is whose."""
@@ -32,11 +35,12 @@ class CacheRepository:
             return tuple(from_row_json(row.body, Model) for row in rows)
 
     async def open_grants(self, now_s: float) -> tuple[Grant, ...]:
-        """Grants that were open when the last cache ended; times are moved to this process's clock."""
+        """Grants that the last cache left open; times are moved to this process's clock."""
         table = tables.grants
         left = func.extract("epoch", table.c.expires_at - func.now()).label("left_s")
-        async with self._database.reading() as connection:
-            rows = await connection.execute(select(table, left))
+        async with self._database.unit_of_work() as work:
+            await wait_for_grants(work.connection)
+            rows = await work.connection.execute(select(table, left))
             return tuple(
                 Grant(
                     grant_id=GrantId(row.grant_id),
@@ -52,8 +56,13 @@ class CacheRepository:
             )
 
     async def add_grant(self, grant: Grant, request: Reserve, evicted: list[tuple[str, NodeId, Victim]]) -> None:
-        """Store a grant together with the evictions that made room for it."""
+        """Store a grant together with the evictions that made room for it.
+
+        Raises:
+            NotSole: another cache answers by now.
+        """
         async with self._database.unit_of_work() as work:
+            await check_sole(work.connection, self.holder_pid)
             await work.connection.execute(
                 insert(tables.grants).values(
                     grant_id=grant.grant_id,

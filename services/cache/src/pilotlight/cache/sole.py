@@ -1,6 +1,8 @@
 """Exactly one cache answers at a time: two that count the same free bytes would grant them twice.
 
-The right to answer is a session advisory lock in PostgreSQL: it ends with its connection, whatever happens to the process.
+The right to answer is a session advisory lock in PostgreSQL: it ends with its connection, whatever happens to the process. A cache
+that has lost it without knowing could still grant; so every grant checks the lock within its own transaction, and a successor reads
+the open grants only when no such transaction is under way.
 """
 
 import asyncio
@@ -9,9 +11,12 @@ from collections.abc import Awaitable, Callable
 
 import psycopg
 import structlog
+from psycopg.conninfo import make_conninfo
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from pilotlight.common.db.session import service_url
-from pilotlight.common.errors import PilotlightError
+from pilotlight.common.errors import PilotlightError, TransientError
 from pilotlight.common.service import Background
 from pilotlight.common.settings import DatabaseSettings
 from pilotlight.common.waiting import Backoff, cancel_all, pause, within
@@ -19,7 +24,9 @@ from pilotlight.common.waiting import Backoff, cancel_all, pause, within
 log = structlog.get_logger()
 
 LOCK = 7_016_150_014
-"""Key of the advisory lock."""
+"""Key of the advisory lock that the answering cache holds."""
+GRANTING = 7_016_150_015
+"""Key of the lock that a grant shares, and a successor takes alone."""
 CHECK_INTERVAL_S = 1.0
 DEADLINE_S = 5.0
 
@@ -31,10 +38,11 @@ class SoleHolder:
         self,
         settings: DatabaseSettings,
         background: Background,
-        begin: Callable[[], Awaitable[None]],
+        begin: Callable[[int], Awaitable[None]],
         end: Callable[[], Awaitable[None]],
     ) -> None:
-        self._url = service_url(settings, "cache").set(drivername="postgresql").render_as_string(hide_password=False)
+        url = service_url(settings, "cache")
+        self._conninfo = make_conninfo(**url.get_dialect()().create_connect_args(url)[1], connect_timeout=5)
         self._background = background
         self._begin = begin
         self._end = end
@@ -69,14 +77,40 @@ class SoleHolder:
 
     async def _hold(self) -> None:
         """Return when another cache has the lock; raise when the connection that holds ours is lost."""
-        connecting = psycopg.AsyncConnection.connect(self._url, autocommit=True, connect_timeout=5)
+        connecting = psycopg.AsyncConnection.connect(self._conninfo, autocommit=True)
         async with await within(DEADLINE_S, connecting, "connecting to the database") as connection:
             taken = await within(DEADLINE_S, connection.execute("SELECT pg_try_advisory_lock(%s)", (LOCK,)), "taking the lock")
             row = await taken.fetchone()
             if row is None or not row[0]:
                 return
             log.info("this cache answers", action="cache_active")
-            await self._begin()
+            await self._begin(connection.info.backend_pid)
             while True:
                 await pause(CHECK_INTERVAL_S)
                 await within(DEADLINE_S, connection.execute("SELECT 1"), "checking the lock")
+
+
+class NotSole(TransientError):
+    """Another cache answers by now."""
+
+    code = "not_sole"
+
+
+async def check_sole(connection: AsyncConnection, holder_pid: int) -> None:
+    """Within a grant's transaction: the lock is still held by our other connection, and stays so for whoever reads grants.
+
+    Raises:
+        NotSole: it is not.
+    """
+    await connection.execute(text("SELECT pg_advisory_xact_lock_shared(:key)"), {"key": GRANTING})
+    held = text(
+        "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND granted AND pid = :pid "
+        "AND ((classid::bigint << 32) | objid::bigint) = :key"
+    )
+    if (await connection.execute(held, {"pid": holder_pid, "key": LOCK})).scalar_one() == 0:
+        raise NotSole
+
+
+async def wait_for_grants(connection: AsyncConnection) -> None:
+    """Within a successor's transaction: every grant of its predecessor is committed or will be refused."""
+    await connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": GRANTING})
