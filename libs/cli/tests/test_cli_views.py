@@ -22,11 +22,11 @@ from pilotlight.cli.doctor import (
     check_shared_memory,
     examine,
 )
-from pilotlight.cli.home import Home
+from pilotlight.cli.home import Home, HomeInUse
 from pilotlight.cli.plan import SERVICES, Endpoints, SystemOptions, child_specs
 from pilotlight.cli.system import System
 from pilotlight.cli.waterfall import bars_of, draw
-from pilotlight.common.errors import Conflict, NotFound
+from pilotlight.common.errors import NotFound
 
 ENDPOINTS = Endpoints(nats_url="nats://n", database_url="postgresql:///d", object_store_url="file:///o")
 
@@ -239,7 +239,7 @@ def test_where_the_gateway_answers(host: str, url: str) -> None:
 async def test_a_second_system_leaves_the_first_ones_announcement(home: Home) -> None:
     lock = home.lock()
     home.announce("http://127.0.0.1:1")
-    with pytest.raises(Conflict, match="in use"):
+    with pytest.raises(HomeInUse, match="in use"):
         async with System(home, SystemOptions(), lambda _: None):
             raise AssertionError
     assert home.running() is not None
