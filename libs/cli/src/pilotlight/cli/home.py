@@ -130,7 +130,7 @@ class Home:
                 folder.mkdir(exist_ok=True, mode=0o700)
                 for name in own:
                     # A link, so that a secret that is replaced is replaced for everybody.
-                    if not (folder / name).is_symlink():
+                    with contextlib.suppress(FileExistsError):
                         (folder / name).symlink_to(Path("..") / name)
         except OSError as error:
             raise HomeUnusable(f"cannot write to the state folder {self.root}: {error.strerror or error}") from error
