@@ -2,6 +2,7 @@
 
 import pytest
 
+from pilotlight.common import errors
 from pilotlight.common.errors import (
     CallerError,
     CapacityError,
@@ -12,7 +13,8 @@ from pilotlight.common.errors import (
     error_of,
 )
 
-ERRORS = all_errors()
+ERRORS = [kind for kind in all_errors() if kind.__module__ == PilotlightError.__module__]
+"""Those of the taxonomy's own page: other members have a few of their own, which may be loaded or not."""
 BY_NAME = pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
 
 
@@ -47,8 +49,7 @@ def test_the_family_says_the_status(kind: type[PilotlightError]) -> None:
 
 @BY_NAME
 def test_the_drawn_tree_names_every_class(kind: type[PilotlightError]) -> None:
-    module = __import__(kind.__module__, fromlist=["x"])
-    assert kind.__name__ in module.__doc__
+    assert kind.__name__ in (errors.__doc__ or "")
 
 
 @BY_NAME

@@ -82,7 +82,8 @@ def configure_logging(service: str, level: str = "info") -> None:
     structlog.configure(
         processors=[*shared, render],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS.get(level, logging.INFO)),
-        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+        # Looked up for each line: who redirects standard error (a test, a daemon) means the log too.
+        logger_factory=lambda *_: structlog.WriteLogger(sys.stderr),
         cache_logger_on_first_use=False,
     )
     handler = logging.StreamHandler(sys.stderr)
