@@ -35,7 +35,9 @@ class Reader:
         self.port = free_port()
         # What `make` runs must be what runs this test: its environment may lie elsewhere than in .venv.
         venv = str(Path(sys.executable).parent.parent)
-        self.environment = {**os.environ, "PILOTLIGHT_HOME": str(home), "PILOTLIGHT_PORT": str(self.port), "VENV": venv}
+        # Nor is a reader's `make` the child of the one that runs the tests.
+        plain = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+        self.environment = {**plain, "PILOTLIGHT_HOME": str(home), "PILOTLIGHT_PORT": str(self.port), "VENV": venv}
 
     def shell(self, script: str) -> subprocess.CompletedProcess[str]:
         command = ["bash", "-euo", "pipefail", "-c", self.adapted(script)]

@@ -131,6 +131,11 @@ def remove(registered) -> None:
     (registered.folder / "model.safetensors").unlink()
 
 
+def make_a_pipe(registered) -> None:
+    remove(registered)
+    os.mkfifo(registered.folder / "model.safetensors")
+
+
 def replace(registered) -> None:
     weights = registered.folder / "model.safetensors"
     other = weights.with_name("other")
@@ -141,7 +146,13 @@ def replace(registered) -> None:
 
 @pytest.mark.parametrize(
     ("damage", "error"),
-    [(touch, SourceChanged), (shorten, SourceChanged), (remove, SourceUnavailable), (replace, SourceChanged)],
+    [
+        (touch, SourceChanged),
+        (shorten, SourceChanged),
+        (remove, SourceChanged),
+        (replace, SourceChanged),
+        (make_a_pipe, SourceChanged),
+    ],
 )
 async def test_a_source_that_is_not_what_was_pinned(
     make_node, register, damage: Callable[..., None], error: type[PilotlightError]
@@ -236,7 +247,7 @@ async def test_a_failed_fetch_fails_all_who_wait_and_can_be_tried_again(make_nod
     hidden = weights.rename(weights.with_name("hidden"))
     holders = [node.copies.hold(registered.model, parts_of(registered), ONE, leased=True) for _ in range(3)]
     for holder in holders:
-        with pytest.raises(SourceUnavailable):
+        with pytest.raises(SourceChanged):
             await drain(node, holder)
         node.copies.release(holder)
     hidden.rename(weights)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from pilotlight.common.clock import SystemClock
-from pilotlight.common.errors import BadRequest, CallerError, SourceUnavailable
+from pilotlight.common.errors import BadRequest, CallerError, SourceChanged
 from pilotlight.common.messages.codec import frame
 from pilotlight.common.messages.pool import Hello, Lease
 from pilotlight.common.testing import until
@@ -108,7 +108,7 @@ async def test_what_the_loader_cannot_have_reaches_the_worker_as_the_same_error(
     _, registered, _, server = served
     (registered.folder / "model.safetensors").unlink()
     async with await client_of(server).lease(WORKER, ONE, registered.model, (0, 1)) as lease:
-        with pytest.raises(SourceUnavailable, match=r"model\.safetensors"):
+        with pytest.raises(SourceChanged, match=r"model\.safetensors"):
             _ = [part async for part in lease]
     with pytest.raises(CallerError, match="parts 0 to 3"):
         await client_of(server).lease(WORKER, ONE, registered.model, (9,))

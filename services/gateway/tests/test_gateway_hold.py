@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import openai
 import pytest
 
+from pilotlight.common.buckets import INSTANCES
 from pilotlight.common.clock import ManualClock
 from pilotlight.common.errors import TooManyHeld, TransientError
 from pilotlight.common.messages.demand import DEMAND_SUBJECTS, DemandVector
@@ -51,7 +52,9 @@ def held(slots=None, **bounds):
 
 def ticket(clock, deadline_in_s, model=FOX):
     now_s = clock.monotonic_s()
-    return Ticket(model=model, needed_tokens=1, arrived_s=now_s, deadline_s=now_s + deadline_in_s, trace_parent="00-a-b-01")
+    return Ticket(
+        model=model, digest="d", needed_tokens=1, arrived_s=now_s, deadline_s=now_s + deadline_in_s, trace_parent="00-a-b-01"
+    )
 
 
 async def test_earliest_deadline_first():
@@ -270,6 +273,37 @@ async def test_deadline_names_the_failed_start(make_world):
     with pytest.raises(openai.InternalServerError, match="is gone") as caught:
         await world.client.completions.create(model="fox", prompt="x")
     assert (caught.value.status_code, caught.value.code) == (503, "source_unavailable")
+
+
+async def test_deadline_names_a_failure_that_is_no_longer_shown(make_world):
+    world = await make_world(hold_timeout_s=0.3, hold_slo_factor=0)
+    worker = await world.worker(ready=False)
+    worker.instance = replace(worker.instance, reason="corrupt_chunk: chunk 3")
+    await worker.ready(InstanceState.FAILED)
+    await world.until(lambda: bool(world.serving.fleet.instances()))
+    await (await world.bus.bucket(INSTANCES)).delete(worker.instance.instance_id)
+    await world.until(lambda: not world.serving.fleet.instances())
+    with pytest.raises(openai.InternalServerError, match="chunk 3") as caught:
+        await world.client.completions.create(model="fox", prompt="x")
+    assert caught.value.code == "corrupt_chunk"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_changed_source_is_told_at_once(world, stream):
+    asking = asyncio.create_task(world.http.post("/v1/completions", json={"model": "fox", "prompt": "x", "stream": stream}))
+    await world.until(lambda: world.serving.hold.held == 1)
+    worker = await world.worker(ready=False)
+    other = replace(worker.instance, instance_id="inst-other", digest="another", reason="source_changed: as registered before")
+    await (await world.bus.bucket(INSTANCES)).put("inst-other", replace(other, state=InstanceState.FAILED))
+    await world.until(lambda: bool(world.serving.fleet.instances()))
+    assert world.serving.hold.held == 1, "another checkpoint under that name"
+    worker.instance = replace(worker.instance, reason="source_changed: model.safetensors is gone")
+    await worker.ready(InstanceState.FAILED)
+    response = await asking
+    assert response.status_code == (200 if stream else 503)
+    assert "source_changed" in response.text
+    assert "is gone. Register the model again" in response.text
+    assert world.serving.hold.held == 0
 
 
 async def test_deadline_names_the_phase(make_world):

@@ -69,7 +69,8 @@ class FolderSource:
     def read(self, file: SourceFile, offset: int, size_bytes: int) -> bytes:
         _check_range(file, offset, size_bytes)
         try:
-            descriptor = os.open(self._root / file.name, os.O_RDONLY | os.O_CLOEXEC)
+            # Where a file was there may be a pipe now, whose opening would wait for a writer.
+            descriptor = os.open(self._root / file.name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError as error:
             raise SourceChanged("the file is gone", file=file.name) from error
         except OSError as error:

@@ -53,8 +53,8 @@ class FileChunks:
         """Open every file that the manifest lists.
 
         Raises:
-            SourceUnavailable: a file is missing or cannot be opened.
-            SourceChanged: a file is not the version that the manifest pinned.
+            SourceUnavailable: a file cannot be opened.
+            SourceChanged: a file is gone, or is not the version that the manifest pinned.
             UriNotAllowed: the manifest names a file outside the folder.
         """
         self._files = manifest.files
@@ -176,7 +176,10 @@ class Reading:
 
 def _open(path: Path) -> int:
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        # Where a file was there may be a pipe now, whose opening would wait for a writer.
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError as error:
+        raise SourceChanged(f"{path.name} is gone") from error
     except OSError as error:
         raise SourceUnavailable(f"{path.name} cannot be opened: {error.strerror}") from error
 

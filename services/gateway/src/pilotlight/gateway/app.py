@@ -70,6 +70,7 @@ def build_serving(context: Context[GatewaySettings], decisions: Decisions) -> Se
     bounds = HoldBounds(total_requests=settings.max_held, model_requests=settings.max_held_per_model)
     hold = Hold(router, clock, bounds)
     fleet.on_change(hold.pump)
+    fleet.on_source_changed(hold.refuse)
     relay = Relay(bus, clock, background, fleet, gateway_id)
     parts = RequestParts(
         gateway_id=gateway_id,

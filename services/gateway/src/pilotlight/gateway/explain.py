@@ -8,7 +8,7 @@ from pilotlight.common.errors import ControlPlaneUnavailable, DeadlineExceeded, 
 from pilotlight.common.waiting import within
 from pilotlight.gateway.fleet import Fleet
 from pilotlight.policy.instance import STARTING
-from pilotlight.policy.types import InstanceState, Model
+from pilotlight.policy.types import Model
 
 LOOK_UP_DEADLINE_S = 1.0
 
@@ -34,7 +34,7 @@ class Explainer:
 
         1. Instances are ready, and none took it: it is their queues.
         2. A start is under way: it is too slow.
-        3. A start failed: that is the reason.
+        3. The last start failed: that is the reason.
         4. The scheduler decided something: its reasons.
         5. Nothing was done at all: nobody leads.
         """
@@ -47,9 +47,9 @@ class Explainer:
             return DeadlineExceeded(
                 f"{waited}: its start is still in phase {self._fleet.progress(model.name, model.digest).phase}"
             )
-        for instance in instances:
-            if instance.state is InstanceState.FAILED and instance.reason:  # 3
-                return _unavailable(waited, instance.reason)
+        failed = self._fleet.failed_start(model.name, model.digest)
+        if failed is not None and failed.reason:  # 3
+            return _unavailable(waited, failed.reason)
         reason = await self._last_reason(model, waited_s)
         if reason:  # 4
             return _unavailable(waited, reason)

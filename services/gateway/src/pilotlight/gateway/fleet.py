@@ -12,7 +12,7 @@ import structlog
 from pilotlight.common.buckets import INSTANCES
 from pilotlight.common.bus import Bus, Subscription
 from pilotlight.common.clock import Clock
-from pilotlight.common.errors import PilotlightError, WorkerLost
+from pilotlight.common.errors import PilotlightError, SourceChanged, WorkerLost
 from pilotlight.common.messages.reports import LOADER_REPORTS, WORKER_REPORTS, LoaderReport, WorkerReport
 from pilotlight.common.service import Background
 from pilotlight.common.waiting import every
@@ -34,6 +34,8 @@ from pilotlight.policy.types import (
 log = structlog.get_logger()
 
 CHECK_INTERVAL_S = 0.1
+FORGET_FAILURE_S = 600.0
+"""A failed start explains nothing any more after this time: longer than requests wait."""
 STALL_S = 0.5
 """A check that is later than this says that this process did not run: whatever was sent to it meanwhile lies unread."""
 
@@ -62,6 +64,15 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FailedStart:
+    """A start that came to nothing. ``reason`` is a code of the taxonomy and a sentence."""
+
+    digest: Digest
+    reason: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StartProgress:
     """How far a model's start has come: its phase's name, and the fetched share where it is known."""
 
@@ -70,7 +81,11 @@ class StartProgress:
 
 
 class Fleet:
-    """The view, a component. ``on_change`` is called when an instance may have become usable, ``on_lost`` when a worker is gone."""
+    """The view, a component.
+
+    ``on_change`` is called when an instance may have become usable, ``on_lost`` when a worker is gone, ``on_source_changed`` when a
+    model cannot be started any more as it is registered.
+    """
 
     def __init__(self, bus: Bus, clock: Clock, background: Background) -> None:
         self._bus = bus
@@ -82,6 +97,8 @@ class Fleet:
         self._nodes: dict[NodeId, _Node] = {}
         self._changed: list[Callable[[ModelName], None]] = []
         self._lost: list[Callable[[WorkerId, PilotlightError], None]] = []
+        self._source_changed: list[Callable[[ModelName, Digest, PilotlightError], None]] = []
+        self._failed: dict[ModelName, FailedStart] = {}
         self._gone: list[Callable[[InstanceId], None]] = []
         self._subscriptions: list[Subscription] = []
 
@@ -96,6 +113,10 @@ class Fleet:
     def on_gone(self, callback: Callable[[InstanceId], None]) -> None:
         """Call with an instance that has ended and is known no longer."""
         self._gone.append(callback)
+
+    def on_source_changed(self, callback: Callable[[ModelName, Digest, PilotlightError], None]) -> None:
+        """Call with a model whose start failed because its files are not those that were registered."""
+        self._source_changed.append(callback)
 
     async def start(self) -> None:
         """Listen; what is there already arrives within a moment.
@@ -128,6 +149,11 @@ class Fleet:
     def knows(self, instance_id: InstanceId) -> bool:
         """Whether the instance lives, or has ended a moment ago."""
         return instance_id in self._instances
+
+    def failed_start(self, model: ModelName, digest: Digest) -> FailedStart | None:
+        """The last start of a model, when it failed and none succeeded since."""
+        failed = self._failed.get(model)
+        return failed if failed is not None and failed.digest == digest else None
 
     def serving(self, model: ModelName) -> tuple[Seen, ...]:
         """Instances of a model that take requests."""
@@ -187,7 +213,19 @@ class Fleet:
             since_s = self._clock.monotonic_s() if since_s is None else since_s
         self._instances[instance.instance_id] = Seen(instance, since_s)
         self._of_model.setdefault(instance.model, set()).add(instance.instance_id)
+        if instance.state in SERVING:
+            self._failed.pop(instance.model, None)
+        elif instance.state is InstanceState.FAILED and not instance.served and (before is None or before.instance != instance):
+            self._take_failure(instance)
         self._tell(instance.model)
+
+    def _take_failure(self, instance: Instance) -> None:
+        failed = FailedStart(digest=instance.digest, reason=instance.reason, at_s=self._clock.monotonic_s())
+        self._failed[instance.model] = failed
+        code, _, sentence = instance.reason.partition(": ")
+        if code == SourceChanged.code:
+            for callback in self._source_changed:
+                callback(instance.model, instance.digest, SourceChanged(f"{instance.model} cannot be loaded: {sentence}"))
 
     async def _on_worker_report(self, report: WorkerReport) -> None:
         now_s = self._clock.monotonic_s()
@@ -249,6 +287,7 @@ class Fleet:
                 self._lose(worker, f"it has been silent for {now_s - worker.heard_s:.1f} s")
             if now_s - worker.heard_s > FORGET_AFTER_S:
                 del self._workers[worker_id]
+        self._failed = {model: one for model, one in self._failed.items() if now_s - one.at_s <= FORGET_FAILURE_S}
         for node_id, node in list(self._nodes.items()):
             if now_s - node.heard_s > FORGET_AFTER_S:
                 del self._nodes[node_id]

@@ -18,7 +18,7 @@ from pilotlight.common.waiting import woken
 from pilotlight.gateway.fleet import Seen
 from pilotlight.gateway.route import Router
 from pilotlight.policy.admission import HoldBounds, HoldFacts, admit_held
-from pilotlight.policy.types import Demand, ModelName
+from pilotlight.policy.types import Demand, Digest, ModelName
 
 ARRIVALS_WINDOW_S = 1.0
 
@@ -28,6 +28,7 @@ class Ticket:
     """What the hold must know of a request."""
 
     model: ModelName
+    digest: Digest
     needed_tokens: int
     """KV room that it takes at most."""
     arrived_s: float
@@ -164,6 +165,19 @@ class Hold:
             self._held -= 1
             self._assign(place, seen)
         if self._held != before:
+            self.on_change()
+
+    def refuse(self, model: ModelName, digest: Digest, error: PilotlightError) -> None:
+        """Let the requests for a model go that cannot be started as it is registered: no waiting helps them."""
+        line = self._lines.get(model)
+        if line is None:
+            return
+        refused = [place for place in line.places if place.ticket.digest == digest]
+        line.places = [place for place in line.places if place.ticket.digest != digest]
+        for place in refused:
+            place.settle(None, error)
+        if refused:
+            self._held -= len(refused)
             self.on_change()
 
     def pump_later(self, model: ModelName, after_s: float) -> None:

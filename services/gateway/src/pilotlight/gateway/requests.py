@@ -177,6 +177,7 @@ class _Life:
         request = self._request
         ticket = Ticket(
             model=request.model.name,
+            digest=request.model.digest,
             needed_tokens=len(request.prompt_ids) + request.sampling.max_tokens,
             arrived_s=request.arrived_s,
             deadline_s=self._deadline_s,
