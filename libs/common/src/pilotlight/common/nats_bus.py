@@ -85,6 +85,7 @@ class NatsBus:
             return bus
         await cancel_all((connecting,))
         await bus._client.close()
+        _abandon(bus._client)
         reason = bus._refused.result() if bus._refused.done() else bus._client.last_error
         raise BusUnavailable(f"cannot connect to {_server_of(settings, user).url} as {user}: {reason or 'no answer'}")
 
@@ -374,6 +375,13 @@ async def _logged(callback: Callable[[], Awaitable[None]]) -> None:
 def bucket_name(prefix: str, name: str) -> str:
     """A bucket's name on the server."""
     return (prefix + name).replace(".", "_")
+
+
+def _abandon(client: Client) -> None:
+    """Close the socket of a connection that was given up while it was made: nats-py closes only one that was made."""
+    transport = client._transport  # pyright: ignore[reportPrivateUsage]
+    if transport is not None:
+        transport.close()
 
 
 @dataclass(frozen=True, slots=True)
