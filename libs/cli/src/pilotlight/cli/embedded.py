@@ -299,7 +299,7 @@ class PostgresServer(Server):
     def _unprivileged(self) -> list[str]:
         """How to run a command as ``nobody`` when we are root.
 
-        A home below /root is closed to ``nobody``, and its permissions are not ours to change; the right to pass them is then
+        A home below the superuser's is closed to ``nobody``, and its permissions are not ours to change; the right to pass them is then
         lent to PostgreSQL.
         """
         if os.geteuid() != 0:
