@@ -9,10 +9,10 @@ PYTEST := $(PY) -m pytest
 # Status 5 says that a folder has no tests of the kind: no failure when one folder is asked for.
 OR_NONE := || [ $$? -eq 5 ]
 
-.PHONY: help demo up test check format docs bench-cold-start lock clean
+.PHONY: help demo up test test-chaos test-s3 test-compose test-bundle test-gpu bundle check format docs bench-cold-start bench-failover lock clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
 
 demo:  ## the whole system on this machine, one cold and one warm chat, the cold start as a waterfall
 	@tools/bootstrap.sh runtime
@@ -24,8 +24,31 @@ up:  ## start the system with the demo model and keep it running until Ctrl-C
 
 test:  ## unit, contract and end-to-end tests
 	@tools/bootstrap.sh dev
-	@$(PYTEST) $(TESTS) -m "not e2e" --numprocesses $(JOBS) --dist loadfile $(OR_NONE)
+	@$(PYTEST) $(TESTS) -m "not compose and not ceph and not gpu and not bundle and not e2e and not chaos" --numprocesses $(JOBS) --dist loadfile $(OR_NONE)
 	@$(PYTEST) $(TESTS) -m e2e $(OR_NONE)
+
+test-chaos:  ## kill, stop and cut off everything in every situation; count what was lost
+	@tools/bootstrap.sh dev
+	@$(PYTEST) tests/chaos tests/upgrade -m chaos --durations=10
+
+test-compose:  ## build the containers, run the system with docker compose, break it, take it down
+	@tools/bootstrap.sh dev
+	@tools/test_compose.sh
+
+test-s3:  ## the S3 tests against Ceph's server, which is installed where it is missing
+	@tools/bootstrap.sh dev
+	@tools/test_s3.sh
+
+test-bundle:  ## make an offline archive for this Python, install it without a network, run the demo from it
+	@tools/bootstrap.sh dev
+	@$(PYTEST) tools/tests -m bundle
+
+test-gpu:  ## on a machine with a GPU: test it with the archive in BUNDLE=FOLDER, or with what is there; JSON, then PASS or FAIL
+	@$(or $(PYTHON),python3) tools/test_gpu.py $(if $(BUNDLE),--bundle "$(BUNDLE)")
+
+bundle:  ## the offline installation archive in dist/: PYTHON=3.11 or 3.12; WITH_TORCH=1 puts torch in
+	@env -u PYTHON tools/bootstrap.sh runtime
+	@$(PY) tools/bundle/build.py $(if $(PYTHON),--python "$(PYTHON)") $(if $(WITH_TORCH),--with-torch)
 
 check:  ## lint, format, types, layers, generated pages
 	@tools/bootstrap.sh dev
@@ -47,6 +70,10 @@ docs:  ## render the generated pages: settings, states
 bench-cold-start:  ## cold and warm first tokens of the demo model on this machine, as JSON
 	@tools/bootstrap.sh runtime
 	@$(PY) bench/cold_start.py
+
+bench-failover:  ## how long nobody leads when the leading scheduler dies or stops, as JSON
+	@tools/bootstrap.sh runtime
+	@$(PY) bench/failover.py
 
 lock:  ## compile constraints.txt anew from the members' requirements
 	@tools/bootstrap.sh dev

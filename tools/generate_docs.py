@@ -23,7 +23,13 @@ from pilotlight.policy.types import InstanceState
 from pilotlight.worker import lifecycle
 
 ROOT = Path(__file__).resolve().parents[1]
-SHARED = ("pilotlight.common.settings", "pilotlight.common.model_roots", "pilotlight.common.db.migrate")
+SHARED = (
+    "pilotlight.common.settings",
+    "pilotlight.common.model_roots",
+    "pilotlight.common.natsconf",
+    "pilotlight.common.db.migrate",
+    "pilotlight.common.db.retention",
+)
 SERVICES = ("gateway", "scheduler", "cache", "loader", "worker", "materializer")
 COMMAND_LINE = {
     "PILOTLIGHT_HOME": ("`.pilotlight`", "Folder of all state of the embedded system."),

@@ -30,7 +30,7 @@ from pilotlight.common.messages.codec import MAX_PAYLOAD_BYTES, Message
 from pilotlight.common.messages.events import Event
 from pilotlight.common.messages.spans import SPANS_SUBJECT, SpanBatch
 from pilotlight.common.nats_bus import NatsBus
-from pilotlight.common.natsconf import ensure_streams, events_stream, server_config
+from pilotlight.common.natsconf import StreamSettings, ensure_streams, events_stream, server_config
 from pilotlight.common.settings import BusSettings, ServiceSettings
 from pilotlight.common.telemetry import current_traceparent, span, start_telemetry, stop_telemetry
 from pilotlight.common.testing import ConnectBus, until
@@ -381,8 +381,8 @@ async def own_server(tmp_path: Path, anyio_backend: str) -> AsyncGenerator[NatsS
 
 @pytest.mark.parametrize("killed", [False, True], ids=["stopped", "killed"])
 async def test_everything_resumes_after_a_restart(own_server: NatsServer, killed: bool) -> None:
-    settings = BusSettings(nats_url=own_server.url)
-    await ensure_streams(settings, events_bytes=1 << 20)
+    settings = StreamSettings(nats_url=own_server.url, events_bytes=1 << 20)
+    await ensure_streams(settings)
     bus = await NatsBus.connect(settings, user="gateway", name="gateway")
     heard: asyncio.Queue[Number] = asyncio.Queue()
     changes: asyncio.Queue[tuple[str, Number | None]] = asyncio.Queue()
@@ -458,7 +458,50 @@ async def test_a_watch_survives_the_loss_of_its_bucket(own_server: NatsServer) -
     await bus.close()
 
 
+async def test_a_frozen_server_is_noticed_and_nothing_is_lost(own_server: NatsServer) -> None:
+    """A stopped process keeps its connections: what was sent to it arrives when it goes on, and nobody has to connect anew."""
+    bus = await NatsBus.connect(BusSettings(nats_url=own_server.url), user="test", name="frozen")
+    received: list[int] = []
+    done = asyncio.Event()
+
+    async def on_number(message: Number) -> None:
+        received.append(message.number)
+        if message.number == 1:
+            done.set()
+
+    pid = own_server.pid
+    assert pid is not None
+    try:
+        await bus.subscribe("v1.numbers", Number, on_number)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            await until(lambda: not bus.connected, deadline_s=DEADLINE_S)
+            # Given up, and answered later all the same: that must not deafen the connection.
+            with pytest.raises(BusUnavailable):
+                await bus.subscribe("v1.other", Number, on_number)
+            await bus.publish("v1.numbers", Number(number=1))
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        await until(lambda: bus.connected, deadline_s=DEADLINE_S)
+        await asyncio.wait_for(done.wait(), DEADLINE_S)
+        assert received == [1]
+        assert bus.client.stats["reconnects"] == 0
+    finally:
+        await bus.close()
+
+
 async def test_a_server_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nats_bus, "CONNECT_DEADLINE_S", 0.1)
     with pytest.raises(BusUnavailable, match=r"127\.0\.0\.1:9"):
         await NatsBus.connect(BusSettings(nats_url="nats://127.0.0.1:9"), user="gateway", name="x")
+
+
+async def test_events_are_kept_as_long_as_settings_say(own_server: NatsServer) -> None:
+    """Also for a stream that is there already: settings take effect with the next start."""
+    for days, size_bytes in ((7.0, 2 << 20), (1.5, 1 << 20)):
+        settings = StreamSettings(nats_url=own_server.url, events_keep_days=days, events_bytes=size_bytes)
+        await ensure_streams(settings)
+        bus = await NatsBus.connect(settings, user="gateway", name="gateway")
+        config = (await jetstream(bus.client).stream_info(events_stream(""))).config
+        await bus.close()
+        assert (config.max_age, config.max_bytes) == (days * 24 * 3600, size_bytes)

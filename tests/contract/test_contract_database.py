@@ -124,8 +124,13 @@ def test_others_read_only_what_is_listed(as_owner: tuple[str, psycopg.Connection
 
 
 def test_what_is_listed_is_what_was_agreed() -> None:
-    assert {table.fullname for table in READS["scheduler"]} == {"gateway.models"}
-    assert {table.fullname for table in READS["cache"]} == {"gateway.models", "scheduler.instances"}
+    assert {table.fullname for table in READS["scheduler"]} == {"gateway.models", "gateway.drains"}
+    assert {table.fullname for table in READS["cache"]} == {
+        "gateway.models",
+        "gateway.drains",
+        "scheduler.instances",
+        "scheduler.lease",
+    }
     assert {table.fullname for table in READS["materializer"]} == {"gateway.models"}
     assert {table.schema for table in READS["gateway"]} == {"scheduler", "cache", "materializer"}
 

@@ -17,7 +17,16 @@ from pilotlight.common.messages.codec import Message
 from pilotlight.common.messages.demand import WARM_SUBJECT
 from pilotlight.common.messages.events import Event, event_subject
 from pilotlight.common.nats_bus import NatsBus
-from pilotlight.common.natsconf import ADMIN, BUCKETS, RIGHTS, allowed_publish, allowed_subscribe, ensure_streams, server_config
+from pilotlight.common.natsconf import (
+    ADMIN,
+    BUCKETS,
+    RIGHTS,
+    StreamSettings,
+    allowed_publish,
+    allowed_subscribe,
+    ensure_streams,
+    server_config,
+)
 from pilotlight.common.settings import BusSettings
 
 pytestmark = pytest.mark.anyio
@@ -57,9 +66,9 @@ def guarded(tmp_path_factory: pytest.TempPathFactory, secrets_dir: Path) -> Iter
     server = NatsServer(tmp_path_factory.mktemp("nats-guarded"), port, server_config(passwords))
     asyncio.run(server.start())
     try:
-        settings = BusSettings(nats_url=server.url, secrets_dir=secrets_dir)
-        asyncio.run(ensure_streams(settings, events_bytes=1 << 20))
-        asyncio.run(ensure_streams(settings, events_bytes=1 << 20))
+        settings = StreamSettings(nats_url=server.url, secrets_dir=secrets_dir, events_bytes=1 << 20)
+        asyncio.run(ensure_streams(settings))
+        asyncio.run(ensure_streams(settings))
         yield settings
     finally:
         asyncio.run(server.stop())

@@ -202,7 +202,7 @@ def test_other_commands_without_a_system(
     assert run(["down", "--json"]) == 0
     assert out(capsys) == {"stopped": False}
     assert run(["logs", "gateway", "--json"]) == 1
-    assert out(capsys)["error"]["code"] == "not_found"
+    assert out(capsys)["error"]["code"] == "log_not_found"
     assert run(["doctor", "--json", "--port", "1"]) in (0, 1)
     assert {"name", "verdict", "found", "what_to_do"} == set(out(capsys)["checks"][0])
     monkeypatch.setenv("PILOTLIGHT_HOME", "/proc/nowhere")

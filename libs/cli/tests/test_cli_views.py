@@ -221,6 +221,28 @@ def test_every_service_gets_what_it_needs_and_no_more(home: Home) -> None:
     assert logs_of == {home.logs / f"{name}.log" for name in SERVICES}
 
 
+def test_standbys_are_processes_with_names_and_logs_of_their_own(home: Home) -> None:
+    options = SystemOptions(schedulers=3, gateways=2, caches=2)
+    specs = {spec.name: spec for spec in child_specs(home, options, ENDPOINTS, {})}
+    assert set(specs) == {*SERVICES, "scheduler-2", "scheduler-3", "gateway-2", "cache-2"}
+    assert len({spec.log_path for spec in specs.values()}) == len(specs)
+    assert specs["scheduler-3"].argv == specs["scheduler"].argv
+    assert specs["scheduler-3"].log_path == home.logs / "scheduler-3.log"
+    assert {specs[name].environment["PILOTLIGHT_SHARE_PORT"] for name in ("gateway", "gateway-2")} == {"true"}
+    # Alone on its port, a gateway shares it with nobody: another system's would take half of its connections.
+    assert environments(home, SystemOptions())["gateway"]["PILOTLIGHT_SHARE_PORT"] == "false"
+
+
+def test_logs_of_a_service_are_those_of_all_its_processes(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("scheduler", "scheduler-2", "scheduler-10", "scheduler-x"):
+        (home.logs / f"{name}.log").write_text(f"from {name}\n")
+    logs.show(home, "scheduler", 5, follow=False, as_json=True)
+    shown = {json.loads(line)["service"] for line in capsys.readouterr().out.splitlines()}
+    assert shown == {"scheduler", "scheduler-2", "scheduler-10"}
+    logs.show(home, "scheduler-2", 5, follow=False, as_json=True)
+    assert json.loads(capsys.readouterr().out)["service"] == "scheduler-2"
+
+
 def test_the_users_model_roots_are_kept(home: Home) -> None:
     options = SystemOptions(model_roots=(Path("/demo"),))
     assert environments(home, options)["gateway"]["PILOTLIGHT_MODEL_ROOTS"] == f"{home.models},/demo"

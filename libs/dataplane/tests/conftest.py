@@ -15,7 +15,7 @@ from pilotlight.checkpoint.testing import tiny_config, tiny_files
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.faults import Faults
 from pilotlight.dataplane.copies import HostCopies
-from pilotlight.dataplane.fetch import FileChunks, OpenSource, Readers
+from pilotlight.dataplane.fetch import OpenSource, Readers, SourceChunks
 from pilotlight.dataplane.links import Links
 from pilotlight.dataplane.model_fetch import FetchTools
 from pilotlight.dataplane.pool import HostPool
@@ -155,5 +155,5 @@ async def make_node(tmp_path: Path, anyio_backend: str):
         node.pool.close(remove=True)
 
 
-def open_folder(model: Model, manifest: Manifest) -> FileChunks:
-    return FileChunks(Path(model.uri.removeprefix("file://")), manifest)
+def open_folder(model: Model, manifest: Manifest) -> SourceChunks:
+    return SourceChunks(FolderSource(Path(model.uri.removeprefix("file://"))), manifest)

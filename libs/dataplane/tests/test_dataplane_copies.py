@@ -18,7 +18,7 @@ from pilotlight.common.errors import (
     SourceChanged,
     SourceUnavailable,
 )
-from pilotlight.dataplane.fetch import FileChunks
+from pilotlight.dataplane.fetch import ReadProgress, SourceChunks
 from pilotlight.policy.types import Digest, InstanceId, Model, PhaseName
 
 ONE = InstanceId("inst-1")
@@ -180,13 +180,13 @@ class Gate:
     def __call__(self, model: Model, manifest: Manifest) -> "Gate":
         self.opened += 1
         self.opening.set()
-        self.chunks = FileChunks(Path(model.uri.removeprefix("file://")), manifest)
+        self.chunks = SourceChunks(FolderSource(Path(model.uri.removeprefix("file://"))), manifest)
         return self
 
-    def read_chunk(self, chunk: Chunk, into: memoryview) -> Digest:
+    def read_chunk(self, chunk: Chunk, into: memoryview, progress: ReadProgress) -> Digest:
         assert self.open.wait(10)
         self.reads.append(chunk.size_bytes)
-        return self.chunks.read_chunk(chunk, into)
+        return self.chunks.read_chunk(chunk, into, progress)
 
     def close(self) -> None:
         self.closed += 1

@@ -41,6 +41,14 @@ def test_a_grant_counts_until_its_stage_is_held_and_never_twice() -> None:
     assert books.device_free_bytes(worker(held_stages=(stage("a", 280), stage("b", 100)))) == 600
 
 
+def test_a_cache_that_has_just_begun_to_listen_takes_no_silence_for_an_answer() -> None:
+    books, promised = Books(listening_since_s=100.0), grant("g", "a", 300)
+    assert not books.would_show(promised, 100.1)
+    assert books.would_show(promised, 103.0), "its worker is gone"
+    books.hear_worker(worker(), 100.2)
+    assert books.would_show(promised, 100.2), "it has reported, and does not hold the stage"
+
+
 def test_what_was_given_up_is_free_before_the_next_report() -> None:
     books = Books()
     facts = worker(held_stages=(stage("a", 400),))

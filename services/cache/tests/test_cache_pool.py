@@ -1,5 +1,6 @@
 """The bucket ``copies`` follows what loaders report."""
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 
 from pilotlight.cache.pool import PublishedCopies
 from pilotlight.common.errors import BusUnavailable
+from pilotlight.common.waiting import cancel_all
 from pilotlight.policy.testing import copy, node
 
 pytestmark = pytest.mark.anyio
@@ -20,6 +22,7 @@ class Written:
         self.values: dict[str, Any] = {}
         self.writes = 0
         self.reachable = True
+        self.watched = asyncio.Event()
 
     async def put(self, key: str, value: object) -> None:
         if not self.reachable:
@@ -33,7 +36,10 @@ class Written:
         del self.values[key]
 
     async def watch(self, value_type: Any, on_change: Any) -> None:
-        raise NotImplementedError
+        for key, value in list(self.values.items()):
+            await on_change(key, value)
+        self.watched.set()
+        await asyncio.Event().wait()
 
 
 async def test_a_copy_is_written_when_its_extent_changes_and_removed_when_it_is_gone() -> None:
@@ -62,6 +68,17 @@ async def test_what_could_not_be_written_is_written_with_the_next_report() -> No
     bucket.reachable = True
     await copies.follow(node())
     assert bucket.values == {}
+
+
+async def test_what_an_earlier_cache_left_there_is_removed() -> None:
+    bucket = Written()
+    await PublishedCopies(bucket).follow(node(copies=(copy("a"), copy("b"))))
+    copies = PublishedCopies(bucket)
+    sweeping = asyncio.create_task(copies.sweep())
+    await bucket.watched.wait()
+    await copies.follow(node(copies=(copy("a"),)))
+    await cancel_all((sweeping,))
+    assert list(bucket.values) == [KEY]
 
 
 async def test_an_emptied_bucket_is_filled_after_a_reconnect() -> None:

@@ -1,22 +1,22 @@
 """Making room, against real NATS and PostgreSQL, with a worker and a loader played by the test."""
 
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from sqlalchemy import delete, func, insert, select
+from sqlalchemy import URL, Executable, create_engine, delete, func, insert, select
+from sqlalchemy.pool import NullPool
 
 from pilotlight.cache.app import build
 from pilotlight.cache.books import Grant
-from pilotlight.cache.repository import EVICTIONS_KEPT_S, CacheRepository
+from pilotlight.cache.repository import CacheRepository
 from pilotlight.cache.settings import CacheSettings
 from pilotlight.cache.sole import NotSole
 from pilotlight.common.bus import Bus
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.db import tables
 from pilotlight.common.db.session import Database
-from pilotlight.common.errors import BusUnavailable, HostPoolFull, NoRoom, NoWorker
+from pilotlight.common.errors import BusUnavailable, HostPoolFull, NoRoom, NoWorker, StaleCommand
 from pilotlight.common.messages.reports import LoaderReport, WorkerReport, loader_report_subject, worker_report_subject
 from pilotlight.common.messages.room import (
     RELEASE_SUBJECT,
@@ -65,12 +65,15 @@ class Peers:
         self.facts = worker()
         self.node = node(pool_bytes=MEMORY)
         self.busy: set[str] = set()
+        self.epoch = Epoch(1)
+        self.given_up: list[GiveUp] = []
 
     async def start(self) -> None:
         await self.bus.serve(give_up_subject(WORKER), GiveUp, self.give_up)
         await self.bus.serve(drop_subject(NODE), Drop, self.drop)
 
     async def give_up(self, request: GiveUp) -> GivenUp:
+        self.given_up.append(request)
         gone = tuple(one for one in request.instance_ids if one not in self.busy)
         self.facts = replace(self.facts, held=tuple(one for one in self.facts.held if one.instance_id not in gone))
         return GivenUp(instance_ids=gone)
@@ -85,9 +88,9 @@ class Peers:
     async def report(self, facts: WorkerFacts | None = None, where: NodeFacts | None = None) -> None:
         self.facts = facts or self.facts
         self.node = where or self.node
-        worker_report = WorkerReport(facts=self.facts, incarnation="i", epoch_seen=Epoch(1))
+        worker_report = WorkerReport(facts=self.facts, incarnation="i", epoch_seen=self.epoch)
         await self.bus.publish(worker_report_subject(WORKER), worker_report)
-        await self.bus.publish(loader_report_subject(NODE), LoaderReport(facts=self.node, incarnation="i", epoch_seen=Epoch(1)))
+        await self.bus.publish(loader_report_subject(NODE), LoaderReport(facts=self.node, incarnation="i", epoch_seen=self.epoch))
 
 
 @pytest.fixture
@@ -139,7 +142,7 @@ async def answers(bus: Bus) -> bool:
     return True
 
 
-async def reserve(bus: Bus, instance: str, device: int, host: int = 0) -> Reserved:
+async def reserve(bus: Bus, instance: str, device: int, host: int = 0, epoch: int = 0) -> Reserved:
     message = Reserve(
         instance_id=InstanceId(instance),
         model=ModelName(instance),
@@ -149,6 +152,7 @@ async def reserve(bus: Bus, instance: str, device: int, host: int = 0) -> Reserv
         device_bytes=device,
         host_part_bytes=(host,),
         lease_s=30.0,
+        epoch=Epoch(epoch),
     )
     return await bus.request(RESERVE_SUBJECT, message, Reserved, deadline_s=5.0)
 
@@ -244,21 +248,6 @@ async def test_grants_outlive_the_process(
     await stop(second)
 
 
-async def test_evictions_of_long_ago_are_forgotten(settings: CacheSettings) -> None:
-    database = Database(settings, "cache", SystemClock())
-    row = {"kind": "copy", "node_id": NODE, "reason": "lru", "inputs": {}}
-    async with database.unit_of_work() as work:
-        for subject, age_s in (("long ago", EVICTIONS_KEPT_S + 60), ("just now", 0.0)):
-            at = func.now() - timedelta(seconds=age_s)
-            await work.connection.execute(insert(tables.evictions).values(subject=subject, at=at, **row))
-    await CacheRepository(database).trim_evictions()
-    async with database.reading() as connection:
-        subjects = (await connection.execute(select(tables.evictions.c.subject))).scalars().all()
-    assert "just now" in subjects
-    assert "long ago" not in subjects
-    await database.stop()
-
-
 async def test_a_second_cache_waits(
     cache: Application, settings: CacheSettings, make_context: MakeContext, bus: Bus, peers: Peers
 ) -> None:
@@ -304,3 +293,88 @@ async def test_a_cache_that_lost_its_lock_grants_nothing(
     async with database.reading() as connection:
         assert (await connection.execute(select(tables.grants).where(tables.grants.c.grant_id == "late"))).first() is None
     await database.stop()
+
+
+async def test_an_old_leader_gets_no_room_and_evicts_nothing(cache: Application, bus: Bus, peers: Peers) -> None:
+    await heard(bus, peers, replace(stage("idle", 900), idle_s=60.0))
+    await reserve(bus, "new", 50, epoch=7)
+    with pytest.raises(StaleCommand):
+        await reserve(bus, "old", 900, epoch=6)
+    assert peers.given_up == []
+    peers.epoch = Epoch(9)
+    await peers.report()
+
+    async def refused() -> bool:
+        try:
+            await reserve(bus, "new", 50, epoch=8)
+        except StaleCommand:
+            return True
+        return False
+
+    await until(refused)
+
+
+async def test_a_cache_that_starts_anew_refuses_an_old_leader(
+    settings: CacheSettings, make_context: MakeContext, bus: Bus, peers: Peers, module_database: URL
+) -> None:
+    """It reads from the lease who leads, whatever its predecessor was asked and whatever reports say."""
+    owner = create_engine(module_database, poolclass=NullPool)
+    with owner.begin() as connection:
+        connection.execute(delete(tables.lease))
+        connection.execute(insert(tables.lease).values(id=1, holder="new", epoch=12, expires_at=func.now()))
+    application = await build(make_context("cache", settings))
+    await start(application)
+    await until(lambda: answers(bus))
+    await heard(bus, peers)
+    with pytest.raises(StaleCommand):
+        await reserve(bus, "old", 1, epoch=11)
+    assert (await reserve(bus, "new", 1, epoch=12)).grant_id
+    await stop(application)
+    with owner.begin() as connection:
+        connection.execute(delete(tables.lease))
+    owner.dispose()
+
+
+async def test_a_node_that_drains_gets_no_grant_and_its_copies_are_struck(
+    cache: Application, bus: Bus, peers: Peers, module_database: URL
+) -> None:
+    """A copy goes when nobody reads it and no instance there has a grant for it; afterwards the node is granted room again."""
+
+    def intend(statement: Executable) -> None:
+        engine = create_engine(module_database, poolclass=NullPool)
+        with engine.begin() as connection:
+            connection.execute(statement)
+        engine.dispose()
+
+    def struck() -> set[str]:
+        engine = create_engine(module_database, poolclass=NullPool)
+        of_node = select(tables.evictions.c.subject).where(tables.evictions.c.reason == "its node is being drained")
+        with engine.connect() as connection:
+            found = set(connection.execute(of_node).scalars())
+        engine.dispose()
+        return found
+
+    copies = (copy("idle", size_bytes=10), replace(copy("read", size_bytes=10), leases=1), copy("used", size_bytes=10))
+    await heard(bus, peers, where=node(pool_bytes=MEMORY, copies=copies))
+    granted = await reserve(bus, "used", 100)
+    intend(insert(tables.drains).values(node_id=NODE, key_id="", requested_at=func.now()))
+    try:
+        await until(lambda: [one.digest for one in peers.node.copies] == ["d-read", "d-used"])
+        with pytest.raises(NoRoom, match="is being drained"):
+            await reserve(bus, "new", 1)
+        assert (await reserve(bus, "used", 100)).grant_id == granted.grant_id
+        await bus.request(RELEASE_SUBJECT, Release(grant_id=granted.grant_id), Released, deadline_s=2.0)
+        await until(lambda: [one.digest for one in peers.node.copies] == ["d-read"])
+        await until(lambda: struck() == {"d-idle", "d-used"})
+    finally:
+        intend(delete(tables.drains))
+
+    async def granted_again() -> bool:
+        await peers.report()
+        try:
+            await reserve(bus, "new", 1)
+        except NoRoom:
+            return False
+        return True
+
+    await until(granted_again)

@@ -16,7 +16,7 @@ from pilotlight.common.db import tables
 from pilotlight.common.db.session import Database
 from pilotlight.common.errors import DatabaseUnavailable, Forbidden, SettingsInvalid, Unauthorized
 from pilotlight.common.testing import DatabaseSettingsOf, MakeContext
-from pilotlight.gateway.admin.app import MAX_BODY_BYTES, OPEN_PATHS
+from pilotlight.gateway.admin.gate import MAX_BODY_BYTES, OPEN_PATHS
 from pilotlight.gateway.admin.testing import ADMIN_KEY, API_KEY, AdminWorld, admin_world, database_away, emptied, settings_in
 from pilotlight.gateway.auth import CACHE_S, MAX_KEY_CHARS, Authenticator
 from pilotlight.gateway.settings import GatewaySettings
@@ -76,7 +76,7 @@ async def test_every_route_is_closed_unless_it_is_listed(world: AdminWorld) -> N
     for route in world.app.routes:
         assert isinstance(route, Route | APIRoute), f"{route} would not be walked"
         walked.add(route.path)
-        path = route.path.replace("{name:path}", "org/name").replace("{trace_id}", "0" * 32)
+        path = route.path.replace("{name:path}", "org/name").replace("{trace_id}", "0" * 32).replace("{node_id}", "node-1")
         assert "{" not in path, f"{path}: give this test a value"
         for method in sorted(route.methods or ()):
             for key, code in (

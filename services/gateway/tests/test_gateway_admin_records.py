@@ -1,17 +1,20 @@
 """What a gateway keeps in its schema beside models and keys: its view of the models, usage, spans."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
-from sqlalchemy import URL, func, select
+from sqlalchemy import URL, select
 from structlog.testing import capture_logs
 
 from pilotlight.common.db import tables
 from pilotlight.common.db.outbox import Outbox
-from pilotlight.common.db.session import Database
+from pilotlight.common.db.session import Database, UnitOfWork
+from pilotlight.common.errors import DatabaseUnavailable
 from pilotlight.common.messages.spans import SPANS_SUBJECT, SpanBatch, SpanRecord
 from pilotlight.common.store import text_key
 from pilotlight.common.testing import DatabaseSettingsOf, MakeContext, until
@@ -27,7 +30,7 @@ from pilotlight.gateway.admin.testing import (
     write_folder,
 )
 from pilotlight.gateway.catalog import Catalog
-from pilotlight.gateway.spans import KEEP_S, MAX_ATTRIBUTES_BYTES, SpanStore
+from pilotlight.gateway.spans import MAX_ATTRIBUTES_BYTES, SpanStore
 from pilotlight.gateway.usage import UsageRecorder
 
 pytestmark = pytest.mark.anyio
@@ -68,6 +71,18 @@ async def test_a_change_by_another_gateway_is_heard(world: AdminWorld, other: Ca
     await world.http.delete("/models/tiny")
     await until(lambda: other.names() == ())
     await outbox.stop()
+
+
+async def test_a_model_that_another_gateway_registered_is_found_at_once(world: AdminWorld, other: Catalog) -> None:
+    """The client has its 201: whichever gateway gets the request, it knows the model, before any event."""
+    await world.register(write_folder(world.models / "tiny", checkpoint_files()))
+    assert other.get("tiny") is None
+    found = await other.find("tiny")
+    assert found is not None
+    assert found.model.name == "tiny"
+    assert other.get("tiny") is not None
+    for unknown in ("nobody", "no\0body", "n" * 10_000):
+        assert await other.find(unknown) is None
 
 
 async def test_a_change_that_nobody_told_of_is_found(world: AdminWorld) -> None:
@@ -145,6 +160,36 @@ async def test_usage_survives_an_outage(world: AdminWorld, module_database: URL,
     assert await _requests(world.database) == [f"r{number}" for number in range(6)]
 
 
+class LosesAnswers:
+    """A database that commits, and whose word of it is lost, as when it is killed at that moment."""
+
+    def __init__(self, database: Database, times: int) -> None:
+        self._database = database
+        self._times = times
+
+    @asynccontextmanager
+    async def unit_of_work(self) -> AsyncGenerator[UnitOfWork]:
+        async with self._database.unit_of_work() as work:
+            yield work
+        if self._times > 0:
+            self._times -= 1
+            raise DatabaseUnavailable("the answer was lost")
+
+
+async def test_usage_is_written_once_when_an_answer_is_lost(world: AdminWorld) -> None:
+    losing: Any = LosesAnswers(world.database, times=2)
+    usage = UsageRecorder(losing, world.context.clock, world.context.background)
+    for number in range(2):
+        _record(usage, number)
+        # Written, and not known to be: the next one goes out together with it.
+        await usage.stop()
+    assert await _requests(world.database) == ["r0", "r1"]
+    _record(usage, 2)
+    await usage.stop()
+    await usage.stop()
+    assert await _requests(world.database) == ["r0", "r1", "r2"]
+
+
 async def test_usage_is_bounded_and_says_what_it_lost(
     world: AdminWorld, module_database: URL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,9 +238,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(span_module, "FLUSH_INTERVAL_S", 0.005)
 
 
-async def _store(world: AdminWorld, *spans: SpanRecord, kept: int, max_rows: int = 1000) -> SpanStore:
+async def _store(world: AdminWorld, *spans: SpanRecord, kept: int) -> SpanStore:
     """Send one batch, of which so many are kept, and return the store, stopped."""
-    store = SpanStore(world.database, world.context, max_rows=max_rows)
+    store = SpanStore(world.database, world.context)
     await store.start()
     await store.start()
     await world.context.bus.publish(SPANS_SUBJECT, SpanBatch(spans=spans))
@@ -273,23 +318,3 @@ async def test_spans_are_dropped_while_the_database_is_away(world: AdminWorld, m
     await store.stop()
     await _store(world, span(2), kept=1)
     assert await _span_ids(world) == [2]
-
-
-@pytest.mark.usefixtures("quick")
-async def test_old_spans_go(world: AdminWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(span_module, "TRIM_BATCH_ROWS", 2)
-    old = [span(number, start_at_s=NOW_S - KEEP_S - 60, end_at_s=NOW_S) for number in range(5)]
-    store = await _store(world, *old, span(7, start_at_s=NOW_S - KEEP_S + 600), span(8), kept=7)
-    await store.trim()
-    assert await _span_ids(world) == [7, 8]
-
-
-@pytest.mark.usefixtures("quick")
-async def test_surplus_spans_go_the_oldest_first(world: AdminWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(span_module, "TRIM_BATCH_ROWS", 3)
-    store = await _store(world, *(span(number) for number in range(20)), kept=20, max_rows=6)
-    await store.trim()
-    assert await _span_ids(world) == list(range(14, 20))
-    await store.trim()
-    async with world.database.reading() as connection:
-        assert (await connection.execute(select(func.count()).select_from(tables.spans))).scalar_one() == 6

@@ -65,6 +65,17 @@ async def test_silence_is_suspect_then_dead():
     assert view.picked() == "w0"
 
 
+async def test_the_late_word_of_an_old_leader_is_ignored():
+    view = View("w0")
+    await view.up("w0")
+    instance = view.workers["w0"].instance
+    await view.fleet._on_instance(instance.instance_id, replace(instance, epoch=Epoch(3), state=InstanceState.DRAINING))
+    await view.fleet._on_instance(instance.instance_id, replace(instance, epoch=Epoch(2), state=InstanceState.READY))
+    assert view.picked() is None
+    await view.fleet._on_instance(instance.instance_id, replace(instance, epoch=Epoch(3), state=InstanceState.READY))
+    assert view.picked() == "w0"
+
+
 async def test_nobody_dies_while_the_bus_is_gone():
     view = View("w0")
     await view.up("w0")

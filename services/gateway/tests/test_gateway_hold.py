@@ -69,6 +69,17 @@ async def test_earliest_deadline_first():
         assert hold.held == 3 - count
 
 
+async def test_nobody_is_ahead_of_one_that_has_just_got_its_instance():
+    slots = Slots()
+    hold, clock = held(slots)
+    place = hold.enter(ticket(clock, 10))
+    slots.free = 1
+    hold.pump(FOX)
+    # The line is empty and forgotten before the request's own task hears of its instance.
+    assert hold.demand() == ()
+    assert hold.ahead(place) == 0
+
+
 async def test_a_returning_request_keeps_its_turn():
     slots = Slots()
     hold, clock = held(slots, total_requests=2, model_requests=2)

@@ -7,11 +7,13 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from pilotlight.common.buckets import GATEWAYS
+from pilotlight.common.clock import ManualClock, SystemClock
 from pilotlight.common.health import HealthServer
 from pilotlight.common.messages.reports import GatewayInfo
 from pilotlight.common.testing import ReconnectingBus, until
 from pilotlight.gateway import scrape
-from pilotlight.gateway.presence import Presence
+from pilotlight.gateway.presence import GONE_AFTER_S, Presence
+from pilotlight.gateway.settings import GatewaySettings
 
 pytestmark = pytest.mark.anyio
 
@@ -62,7 +64,7 @@ async def test_health_and_readiness(world):
     assert (await world.http.get("/readyz")).status_code == 200
 
 
-async def test_presence(bus):
+async def test_presence(bus, make_context):
     seen = {}
     changed = asyncio.Event()
 
@@ -72,7 +74,8 @@ async def test_presence(bus):
 
     watching = asyncio.create_task((await bus.bucket(GATEWAYS)).watch(GatewayInfo, note))
     reconnecting = ReconnectingBus(bus)
-    presence = Presence(reconnecting, "gw-1", lambda: "http://127.0.0.1:8000")
+    background = make_context("gateway", GatewaySettings()).background
+    presence = Presence(reconnecting, SystemClock(), background, "gw-1", lambda: "http://127.0.0.1:8000")
     await presence.start()
     await presence.start()
     await changed.wait()
@@ -87,5 +90,32 @@ async def test_presence(bus):
     await presence.stop()
     await changed.wait()
     assert seen["gw-1"] is None
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+
+
+async def test_a_gateway_that_was_killed_is_removed_by_another(bus, make_context):
+    clock, seen = ManualClock(), {}
+
+    async def note(key, value):
+        seen[key] = value
+
+    bucket = await bus.bucket(GATEWAYS)
+    watching = asyncio.create_task(bucket.watch(GatewayInfo, note))
+    await bucket.put("gw-killed", GatewayInfo(gateway_id="gw-killed", url=""))
+    background = make_context("gateway", GatewaySettings()).background
+    presence = Presence(bus, clock, background, "gw-1", lambda: "")
+    await presence.start()
+    await until(lambda: "gw-killed" in presence._heard_s)
+    clock.advance(GONE_AFTER_S - 1)
+    await bucket.put("gw-2", GatewayInfo(gateway_id="gw-2", url=""))
+    await until(lambda: "gw-2" in presence._heard_s)
+    await presence.remove_silent()
+    assert seen["gw-killed"] is not None
+    clock.advance(2)
+    await presence.remove_silent()
+    await until(lambda: seen["gw-killed"] is None)
+    assert seen["gw-2"] is not None
+    await presence.stop()
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)

@@ -6,6 +6,7 @@ import random
 import openai
 import pytest
 
+from pilotlight.common.errors import BadRequest
 from pilotlight.common.messages.tokens import SubmitReply, TokenEntry
 from pilotlight.gateway.testing import entries_of
 from pilotlight.policy.types import FinishReason, InstanceState
@@ -139,6 +140,114 @@ async def test_engine_fails_in_mid_stream(world):
     stream = await world.client.completions.create(**PROMPT, stream=True)
     assert await text_of(stream) == ANSWER
     assert [len(submit.output_ids) for submit in worker.submits] == [0, 4]
+
+
+def fails_at(world, cuts):
+    """A script that fails at each of these positions, once."""
+    ids, left = world.ids(ANSWER), sorted(cuts)
+
+    def script(submit):
+        start = len(submit.output_ids)
+        cut = next((cut for cut in left if cut > start), None)
+        if cut is None:
+            return entries_of(submit, ids)
+        left.remove(cut)
+        key = {"request_id": submit.request_id, "attempt": submit.attempt}
+        failed = TokenEntry(seq=cut, token_ids=[], finish=FinishReason.ERROR, code="engine_failed", message="gone", **key)
+        return [*entries_of(submit, ids)[: cut - start], failed]
+
+    return script
+
+
+async def test_cuts_within_a_character_and_within_stop_strings_show_nowhere(world):
+    ids, decode = world.ids(ANSWER), world.entry.text.tokenizer.decode
+    within_emoji, within_possible_stop = [
+        cut for cut in range(1, len(ids)) if decode(ids[:cut]).endswith("\N{REPLACEMENT CHARACTER}")
+    ]
+    within_stop = next(cut for cut in range(1, len(ids)) if decode(ids[:cut]).endswith("好"))
+    assert "over na" in decode(ids[:within_possible_stop])
+    workers = [await world.worker(f"w{number}") for number in range(4)]
+    await world.until(lambda: len(world.serving.fleet.serving(world.entry.model.name)) == 4)
+    ask = {**PROMPT, "stop": ["over naïvely", "好 d"], "logprobs": 1, "seed": 7}
+    undisturbed = await world.client.completions.create(**ask)
+    script = fails_at(world, [within_emoji, within_possible_stop, within_stop])
+    for worker in workers:
+        worker.script = script
+    disturbed = await world.client.completions.create(**ask)
+    assert sum(len(worker.submits) for worker in workers) == 1 + 4
+    assert disturbed.choices == undisturbed.choices
+    assert disturbed.usage == undisturbed.usage
+    assert disturbed.choices[0].text == ANSWER.partition("好 d")[0]
+    assert disturbed.choices[0].finish_reason == "stop"
+    assert len(disturbed.choices[0].logprobs.token_logprobs) == disturbed.usage.completion_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_too_many_resumes_end_the_request(world, stream):
+    workers = [await world.worker(f"w{number}") for number in range(4)]
+    await world.until(lambda: len(world.serving.fleet.serving(world.entry.model.name)) == 4)
+    script = fails_at(world, range(1, 20))
+    for worker in workers:
+        worker.script = script
+    response = await world.http.post("/v1/completions", json={**PROMPT, "stream": stream})
+    assert sum(len(worker.submits) for worker in workers) == 4
+    if stream:
+        assert response.status_code == 200
+        assert response.text.strip().split("\n\n")[-1].startswith("event: error\ndata: ")
+    else:
+        assert response.status_code == 503
+    assert "engine_failed" in response.text
+    assert "given up after 4 lost attempts" in response.text
+
+
+async def test_refusals_after_a_loss_do_not_wait_for_ever(make_world):
+    world = await make_world(hold_timeout_s=0.4, hold_slo_factor=0.0)
+    worker = await world.worker()
+    worker.script = fails_at(world, [2])
+    worker.refuse = []
+    worker.post = lambda ran: (
+        worker.refuse.extend([SubmitReply(accepted=False, code="queue_full", message="full")] * 999) or ran.entries
+    )
+    response = await world.http.post("/v1/completions", json={**PROMPT, "stream": True})
+    assert response.text.strip().split("\n\n")[-1].startswith("event: error\ndata: ")
+
+
+async def test_a_longer_limit_elsewhere_makes_no_answer_longer(world):
+    first, second = await world.worker("w0"), await world.worker("w1")
+    first.kv_capacity_tokens, second.kv_capacity_tokens = 18, 400
+    for worker in (first, second):
+        await worker.report()
+    fleet = world.serving.fleet
+    await world.until(lambda: fleet.kv_capacity_tokens(first.instance) == 18 and fleet.kv_capacity_tokens(second.instance) == 400)
+    script = fails_at(world, [2])
+    for worker in (first, second):
+        worker.script = script
+    answer = await world.client.completions.create(model="fox", prompt=[5] * 10)
+    limits = [submit.sampling.max_tokens for submit in (*first.submits, *second.submits) if not submit.output_ids]
+    resumed = [submit.sampling.max_tokens for submit in (*first.submits, *second.submits) if submit.output_ids]
+    assert resumed[0] <= limits[0]
+    assert answer.usage.completion_tokens == min(resumed[0], len(world.ids(ANSWER)))
+
+
+async def test_a_resend_that_is_out_of_date_when_it_arrives(world):
+    """What it asks for has come meanwhile, and was acknowledged: that is no loss."""
+    worker = await world.worker()
+    worker.post = lambda ran: [ran.entries[0], *ran.entries[2:]]
+
+    async def too_late(resend):
+        worker.resends.append(resend)
+        (ran,) = worker.ran.values()
+        await worker.send(ran, ran.entries)
+        await world.until(
+            lambda: all(attempt.log.next_seq > resend.from_seq for attempt in world.serving.relay._attempts.values())
+        )
+        raise BadRequest("asked from 1, but only [17, 17) is kept")
+
+    await worker.die()
+    worker._on_resend = too_late
+    await worker.start()
+    assert (await world.client.completions.create(**PROMPT)).choices[0].text == ANSWER
+    assert len(worker.submits) == 1
 
 
 async def test_worker_that_forgot_the_request(world):

@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from pilotlight.loader.identity import default_pool_bytes, load_epoch, memory_bytes, node_id_of, save_epoch
+from pilotlight.common.machine import memory_bytes
+from pilotlight.loader.identity import default_pool_bytes, load_epoch, node_id_of, save_epoch
 from pilotlight.loader.settings import LoaderSettings
 from pilotlight.policy.types import Epoch
 

@@ -26,6 +26,7 @@ class DecidedLease:
         self.renewed = asyncio.Event()
         self.given_back: list[Epoch] = []
         self._epoch = 0
+        self.left_s = 0.0
 
     async def take(self, at_least: Epoch) -> Epoch | None:
         self._check()
@@ -120,6 +121,22 @@ async def test_a_term_that_ends_by_itself_is_followed_by_another() -> None:
     assert leading.epochs == [1, 2]
     await election.stop()
     assert not background.failed.done()
+
+
+async def test_a_leader_that_was_stopped_for_too_long_says_nothing_more() -> None:
+    """Its lease is asked for by its own clock before anything is said: others may lead by now."""
+    lease, leading, clock = DecidedLease(), Leading(), ManualClock()
+    election, _ = stand(lease, leading, clock)
+    await election.start()
+    await seen(leading.began)
+    assert election.epoch is not None
+    election.check(election.epoch)
+    with pytest.raises(NotLeader):
+        election.check(Epoch(election.epoch - 1))
+    clock.advance(LEASE_S)
+    with pytest.raises(NotLeader):
+        election.check(election.epoch)
+    await election.stop()
 
 
 async def test_a_database_that_does_not_answer_ends_the_term_when_the_lease_has_run_out() -> None:

@@ -10,11 +10,14 @@ from pilotlight.common.db import tables
 from pilotlight.common.db.session import Database
 from pilotlight.common.errors import DatabaseUnavailable, NotLeader
 from pilotlight.common.settings import DatabaseSettings
+from pilotlight.common.testing import until
 from pilotlight.policy.types import Epoch
-from pilotlight.scheduler.lease import Fence, Lease
+from pilotlight.scheduler import lease
+from pilotlight.scheduler.lease import IDLE_S, LEASE_S, Fence, Lease
 
 pytestmark = pytest.mark.anyio
 
+STOPPED_S = 0.2
 ESTIMATE = {"model": "m", "device_kind": "sim", "body": {}}
 
 
@@ -49,9 +52,9 @@ async def test_one_leads_and_the_next_has_a_higher_epoch(database: Database) -> 
 
 
 async def test_a_new_epoch_is_above_every_one_that_was_obeyed(database: Database) -> None:
-    lease = Lease(database, "only")
-    assert await lease.take(Epoch(9)) == 9
-    assert await lease.take(Epoch(1)) == 10, "its own holder may begin anew at once"
+    only = Lease(database, "only")
+    assert await only.take(Epoch(9)) == 9
+    assert await only.take(Epoch(1)) == 10, "its own holder may begin anew at once"
 
 
 async def test_a_stale_leader_cannot_write(database: Database) -> None:
@@ -84,3 +87,46 @@ async def test_the_lease_cannot_change_hands_while_a_fenced_write_is_under_way(d
                 await taking.connection.execute(select(tables.lease).with_for_update(nowait=True))
     await expire(database)
     assert await new.take(Epoch(1)) == 2
+
+
+async def test_a_standby_knows_how_long_it_has_to_wait(database: Database) -> None:
+    held, waiting = Lease(database, "held"), Lease(database, "waiting")
+    epoch = await held.take(Epoch(1))
+    assert epoch is not None
+    assert await waiting.take(Epoch(1)) is None
+    assert 0 < waiting.left_s <= LEASE_S
+    await held.give_back(epoch)
+    assert await waiting.take(Epoch(1)) == 2
+
+
+@pytest.mark.slow
+async def test_a_leader_that_is_stopped_in_the_middle_of_a_write_does_not_keep_the_lease(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds the row's lock: the database takes it back, and what was half written is not written."""
+    assert IDLE_S < LEASE_S
+    monkeypatch.setattr(lease, "IDLE_S", STOPPED_S)
+    old, new = Lease(database, "old"), Lease(database, "new")
+    epoch = await old.take(Epoch(1))
+    assert epoch is not None
+
+    async def write_and_stop() -> None:
+        async with Fence(database, "old", epoch).unit_of_work() as work:
+            await work.connection.execute(insert(tables.estimates).values(**ESTIMATE))
+            await until(lambda: lock_is_free(database))
+            await expire(database)
+            assert await new.take(Epoch(1)) == epoch + 1
+
+    with pytest.raises(DatabaseUnavailable):
+        await write_and_stop()
+    async with database.reading() as connection:
+        assert (await connection.execute(select(tables.estimates.c.body))).all() == []
+
+
+async def lock_is_free(database: Database) -> bool:
+    try:
+        async with database.unit_of_work() as work:
+            await work.connection.execute(select(tables.lease).with_for_update(nowait=True))
+    except DatabaseUnavailable:
+        return False
+    return True

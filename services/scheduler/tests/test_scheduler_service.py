@@ -19,7 +19,7 @@ from pilotlight.common.clock import ManualClock
 from pilotlight.common.db import tables
 from pilotlight.common.db.mapping import to_row_json
 from pilotlight.common.db.session import Database
-from pilotlight.common.errors import HostPoolFull, ModelNotFound, NoRoom, PilotlightError
+from pilotlight.common.errors import HostPoolFull, ModelNotFound, NoRoom, PilotlightError, StaleCommand
 from pilotlight.common.messages.demand import (
     EVICT_SUBJECT,
     WARM_SUBJECT,
@@ -57,6 +57,7 @@ from pilotlight.policy.types import (
     RequestId,
     WorkerId,
 )
+from pilotlight.scheduler import election
 from pilotlight.scheduler.app import build
 from pilotlight.scheduler.settings import SchedulerSettings
 
@@ -237,7 +238,15 @@ async def owner(
     owner = Database(DatabaseSettings(database_url=url), "scheduler", ManualClock())
     await owner.start()
     async with owner.unit_of_work() as work:
-        for table in (tables.lease, tables.instances, tables.decisions, tables.cold_starts, tables.estimates, tables.models):
+        for table in (
+            tables.lease,
+            tables.instances,
+            tables.decisions,
+            tables.cold_starts,
+            tables.estimates,
+            tables.models,
+            tables.drains,
+        ):
             await work.connection.execute(delete(table))
     yield owner
     await owner.stop()
@@ -245,9 +254,15 @@ async def owner(
 
 @pytest.fixture
 async def new_scheduler(
-    reconnecting: Any, bus_settings: BusSettings, make_context: MakeContext, database_settings: Callable[[str], DatabaseSettings]
+    reconnecting: Any,
+    bus_settings: BusSettings,
+    make_context: MakeContext,
+    database_settings: Callable[[str], DatabaseSettings],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> AsyncGenerator[Callable[[ManualClock], Awaitable[Application]]]:
     started: list[Application] = []
+    # A clock that is set forward is no lease that has run out.
+    monkeypatch.setattr(election, "LEASE_S", 1e6)
 
     async def start(clock: ManualClock) -> Application:
         settings = SchedulerSettings(
@@ -512,6 +527,8 @@ async def test_a_standby_takes_over_and_drops_nothing(
     await rig.until(lambda: rig.epoch > epoch)
     await listening.end()
     assert all([one.instance_id for one in command.holds] == [ready.instance_id] for command in holds)
+    traces = {one.trace_parent.split("-")[1] for command in holds for one in command.holds}
+    assert traces == {TRACE.split("-")[1]}, "its cold start is not done: it stays one trace"
     assert [one.instance_id for one in rig.instances(S.READY)] == [ready.instance_id]
     (row,) = await rig.rows(select(tables.instances.c.state))
     assert row.state == "ready"
@@ -590,3 +607,82 @@ async def test_what_no_instance_explains_is_removed_from_the_bucket(rig: Rig) ->
     await rig.until(lambda: ("inst-ghost", None) in rig.states)
     assert rig.shown[ready.instance_id] is not None
     assert WorkerId("w0") == ready.lead
+
+
+async def test_what_an_old_leader_wrote_or_removed_late_is_shown_again(rig: Rig) -> None:
+    ready = await rig.ready()
+    bucket = await rig.bus.bucket(INSTANCES)
+    late = replace(ready, epoch=Epoch(ready.epoch - 1), state=S.LOADING)
+    await bucket.put(late.instance_id, late)
+    await rig.until(lambda: rig.states[-2:] == [(ready.instance_id, S.LOADING), (ready.instance_id, S.READY)])
+    await bucket.delete(ready.instance_id)
+    await rig.until(lambda: rig.states[-2:] == [(ready.instance_id, None), (ready.instance_id, S.READY)])
+
+
+async def test_a_leader_that_the_cache_knows_to_be_replaced_leads_no_more(rig: Rig) -> None:
+    rig.refusal = StaleCommand("epoch 1 is older than 2")
+    before = rig.epoch
+    await rig.demand()
+    await rig.until(lambda: rig.reserved)
+    assert rig.reserved[0].epoch == before
+    rig.refusal = None
+    rig.clock.advance(0.5)
+    await rig.demand()
+    await rig.until(lambda: len(rig.reserved) > 1)
+    assert rig.reserved[-1].epoch > before, "it leads again under an epoch of its own, or not at all"
+
+
+async def intend_drain(rig: Rig, *node_ids: str) -> None:
+    """As the gateway writes it: the row, then the event."""
+    async with rig.owner.unit_of_work() as work:
+        await work.connection.execute(delete(tables.drains))
+        for node_id in node_ids:
+            values = {"node_id": node_id, "key_id": "k", "requested_at": func.now()}
+            await work.connection.execute(insert(tables.drains).values(**values))
+    event = Event(event_id=f"drain-{len(rig.events)}", kind="node_drained", entity="n0", at="")
+    await rig.bus.publish("v1.event.gateway.node_drained", event)
+
+
+async def test_a_node_that_drains_is_emptied_and_gets_nothing_until_it_is_used_again(
+    rig: Rig, new_scheduler: Callable[[ManualClock], Awaitable[Application]]
+) -> None:
+    """The only node: there is no room elsewhere, so what runs there ends its requests and goes; a new leader keeps to it."""
+    ready = await rig.ready()
+    await rig.hold(ready.instance_id, H.READY, in_flight=1)
+    await rig.later(1.1)
+    await intend_drain(rig, "n0")
+    drained = await rig.shown_as(S.DRAINING)
+    assert drained.instance_id == ready.instance_id
+    (decision,) = await rig.rows(select(tables.decisions).where(tables.decisions.c.kind == "drain"))
+    assert "no room elsewhere" in decision.reasons[0]
+    assert decision.inputs["instance"]["instance_id"] == ready.instance_id
+    rig.held.clear()
+    await rig.later(0.1)
+    await rig.until(lambda: rig.shown[ready.instance_id] is None or not rig.instances(S.DRAINING))
+
+    await rig.demand()
+
+    async def refusals() -> list[Any]:
+        refused = tables.decisions.c.outcome["refused"].astext == "no_room"
+        return await rig.rows(select(tables.decisions).where(refused))
+
+    for _ in range(30):
+        await rig.demand()
+        await rig.later(0.3)
+        if await refusals():
+            break
+    assert any("its node is draining" in reason for reason in (await refusals())[0].reasons)
+    assert len(rig.reserved) == 1, "room was asked for on a node that drains"
+
+    for component in reversed(rig.application.components):
+        await component.stop()
+    rig.application = await new_scheduler(rig.clock)
+    await rig.later(1.1)
+    for _ in range(4):
+        await rig.demand()
+        await rig.later(0.3)
+    assert len(rig.reserved) == 1, "a new leader forgot the drain"
+
+    await intend_drain(rig)
+    await rig.tried(2)
+    assert (await rig.shown_as(S.FETCHING)).model == "m"

@@ -5,20 +5,24 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 from sqlalchemy import Table, insert, select
 
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.db import tables
+from pilotlight.common.db.retention import PruneMetrics, Pruner
 from pilotlight.common.db.session import Database
+from pilotlight.common.errors import NotLeader
 from pilotlight.common.settings import DatabaseSettings
 from pilotlight.policy.types import Epoch
 from pilotlight.scheduler.lease import Fence, Lease
-from pilotlight.scheduler.repository import KEPT_S, SchedulerRepository
+from pilotlight.scheduler.repository import retention
+from pilotlight.scheduler.settings import SchedulerSettings
 
 pytestmark = pytest.mark.anyio
 
 NOW = datetime.now(UTC)
-OLD = NOW - timedelta(seconds=KEPT_S + 60)
+OLD = NOW - timedelta(days=SchedulerSettings().instances_keep_days, minutes=1)
 
 
 @pytest.fixture
@@ -77,7 +81,11 @@ async def test_what_ended_long_ago_goes(database: Database) -> None:
     lease = Lease(database, "leader")
     epoch = await lease.take(Epoch(1))
     assert epoch is not None
-    await SchedulerRepository(database, Fence(database, "leader", epoch), SystemClock()).trim()
+    fence = Fence(database, "leader", epoch)
+    pruner = Pruner(
+        retention(SchedulerSettings()), fence.unit_of_work, SystemClock(), PruneMetrics(CollectorRegistry()), interval_s=60.0
+    )
+    await pruner.prune()
 
     async def kept(column: Any) -> set[str]:
         async with database.reading() as connection:
@@ -87,3 +95,15 @@ async def test_what_ended_long_ago_goes(database: Database) -> None:
     assert await kept(tables.instances.c.instance_id) == living
     assert await kept(tables.decisions.c.decision_id) == {f"dec-{name}" for name in living}
     assert await kept(tables.cold_starts.c.instance_id) == {"starting", "gone-just-now"}
+
+
+async def test_a_term_that_is_over_deletes_nothing(database: Database) -> None:
+    lease = Lease(database, "leader")
+    epoch = await lease.take(Epoch(1))
+    assert epoch is not None
+    fence = Fence(database, "leader", Epoch(epoch - 1))
+    pruner = Pruner(
+        retention(SchedulerSettings()), fence.unit_of_work, SystemClock(), PruneMetrics(CollectorRegistry()), interval_s=60.0
+    )
+    with pytest.raises(NotLeader):
+        await pruner.prune()

@@ -24,6 +24,8 @@ from pilotlight.policy.types import (
     InstanceState,
     Liveness,
     ModelName,
+    NodeDrain,
+    NodeId,
     Phase,
     PhaseName,
     RequestId,
@@ -126,6 +128,19 @@ def test_ages_stand_still_while_nothing_can_be_heard() -> None:
     assert world.nodes(NOW_S + 33)[node().node_id].liveness is Liveness.DEAD
     assert world.demand(NOW_S + 33) == ()
     assert world.workers(NOW_S + 33)[WorkerId("w0")].heard_s == NOW_S, "when it was heard is not made up"
+
+
+def test_a_drain_is_as_old_as_the_database_says_when_it_was_first_heard_of() -> None:
+    world = World(listening_since_s=NOW_S)
+    world.hear_loader(loader(), NOW_S)
+    version = world.version
+    assert world.hear_drains({NodeId("n0"): 5.0}, NOW_S)
+    assert world.version > version
+    assert not world.hear_drains({NodeId("n0"): 5.9}, NOW_S + 1.0)
+    assert world.drains(NOW_S + 1.0) == (NodeDrain(node_id=NodeId("n0"), age_s=6.0),)
+    assert world.nodes(NOW_S + 1.0)[NodeId("n0")].draining
+    assert world.hear_drains({}, NOW_S + 2.0)
+    assert not world.nodes(NOW_S + 2.0)[NodeId("n0")].draining
 
 
 def test_the_highest_epoch_that_anybody_obeyed_is_known() -> None:

@@ -14,8 +14,9 @@ import pytest
 from pilotlight.common.errors import EngineFailed
 from pilotlight.common.messages.engine import Prefilled, Run, StageFailed, StageLoaded, StepDone
 from pilotlight.policy.types import FinishReason, InstanceId, RequestId, Sampling
+from pilotlight.worker.child_process import ChildOptions
 from pilotlight.worker.engine_client import EngineDied
-from pilotlight.worker.process_engine import ChildOptions, ProcessEngine
+from pilotlight.worker.process_engine import ProcessEngine
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -118,7 +119,8 @@ async def test_the_child_never_outlives_its_parent(tmp_path: Path) -> None:
     program = f"""
 import asyncio, os
 from pathlib import Path
-from pilotlight.worker.process_engine import ChildOptions, ProcessEngine
+from pilotlight.worker.child_process import ChildOptions
+from pilotlight.worker.process_engine import ProcessEngine
 
 async def main():
     engine = ProcessEngine(ChildOptions(threads=1, log_path=Path({str(tmp_path / "log")!r})))

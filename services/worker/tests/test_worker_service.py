@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pilotlight.common.buckets import WORKERS
+from pilotlight.common.clock import SystemClock
 from pilotlight.common.errors import NotFound, SourceUnavailable
 from pilotlight.common.messages.hold import Hold, WorkerHold, worker_hold_subject
 from pilotlight.common.messages.phases import PHASES_SUBJECT, PhaseReport, PhasesKept
@@ -31,6 +32,7 @@ from pilotlight.common.messages.tokens import (
     tokens_subject,
 )
 from pilotlight.common.phases import PhaseReporter
+from pilotlight.dataplane.pool import HostPool
 from pilotlight.policy.types import (
     DeviceKind,
     Epoch,
@@ -50,13 +52,15 @@ from pilotlight.policy.types import (
     WorkerId,
 )
 from pilotlight.worker.app import build
+from pilotlight.worker.child_process import ChildOptions
 from pilotlight.worker.core import WorkerCore
 from pilotlight.worker.engine_client import EngineClient
+from pilotlight.worker.loading import StageLoader
 from pilotlight.worker.metrics import WorkerMetrics
-from pilotlight.worker.process_engine import ChildOptions, ProcessEngine
+from pilotlight.worker.process_engine import ProcessEngine
 from pilotlight.worker.requests import RequestTable
 from pilotlight.worker.settings import WorkerSettings
-from pilotlight.worker.sim_engine import SimEngine, SimProfile, token_of
+from pilotlight.worker.sim_engine import SimEngine, SimProfile, SimTokens
 from pilotlight.worker.worker import Worker
 
 pytestmark = pytest.mark.anyio
@@ -175,8 +179,14 @@ class Rig:
     async def cancel(self, request_id: str = "req-1") -> None:
         await self.bus.publish(cancel_subject(WORKER), Cancel(gateway_id=GATEWAY, request_ids=[RequestId(request_id)]))
 
-    def expected(self, first: int, stop: int) -> list[int]:
-        return [token_of(5, position, self.model.spec.vocab_size) for position in range(first, stop)]
+    def expected(self, first: int, stop: int, output: tuple[int, ...] = ()) -> list[int]:
+        """Output tokens of [first, stop) after an output so far."""
+        given = list(output)
+        tokens = SimTokens.after(5, [1, 2, 3, *given], self.model.spec.vocab_size)
+        while len(given) < stop:
+            given.append(tokens.next()[0])
+            tokens.take(given[-1])
+        return given[first:]
 
 
 MakeRig = Callable[..., Awaitable[Rig]]
@@ -186,7 +196,7 @@ MakeRig = Callable[..., Awaitable[Rig]]
 async def make_rig(make_context: Any, connect_bus: Any, leases: Any, model: Any, tmp_path: Path) -> AsyncIterator[MakeRig]:
     rigs: list[Rig] = []
 
-    async def make(step_s: float = 0.001, process: bool = False, max_requests: int = 8) -> Rig:
+    async def make(step_s: float = 0.001, process: bool = False, max_requests: int = 8, pool_path: Path | None = None) -> Rig:
         context = make_context("worker", WorkerSettings())
         engine: EngineClient
         if process:
@@ -207,7 +217,8 @@ async def make_rig(make_context: Any, connect_bus: Any, leases: Any, model: Any,
             phases=PhaseReporter(context.bus, context.clock, context.background, "worker"),
         )
         bucket = await context.bus.bucket(WORKERS)
-        worker = Worker(core, DeviceKind.CPU if process else DeviceKind.SIM, leases, bucket, context.incarnation)
+        kind = DeviceKind.CPU if process else DeviceKind.SIM
+        worker = Worker(core, kind, StageLoader(core, leases, pool_path), bucket, context.incarnation)
         rig = Rig(worker, await connect_bus("gateway"), model)
         rigs.append(rig)
         await rig.listen()
@@ -265,9 +276,9 @@ async def test_resend_gives_what_is_not_acknowledged(make_rig: MakeRig) -> None:
     batch = await rig.resend(3)
     assert batch.worker_id == WORKER
     assert [(entry.seq, entry.token_ids, entry.finish) for entry in batch.entries] == [
-        (3, rig.expected(3, 10), FinishReason.LENGTH)
+        (3, rig.expected(3, 10, (9, 9, 9)), FinishReason.LENGTH)
     ]
-    assert (await rig.resend(8)).entries[0].token_ids == rig.expected(8, 10)
+    assert (await rig.resend(8)).entries[0].token_ids == rig.expected(8, 10, (9, 9, 9))
 
 
 async def test_cancel_is_obeyed_and_nothing_more_is_sent(make_rig: MakeRig) -> None:
@@ -313,6 +324,19 @@ async def test_an_older_epoch_is_refused(make_rig: MakeRig) -> None:
     assert rig.epoch_seen == 5
     await rig.command(epoch=6)
     await rig.state(None)
+
+
+async def test_a_worker_that_starts_anew_refuses_what_its_loader_would(make_rig: MakeRig, tmp_path: Path) -> None:
+    """Before its first lease too: the worker that it follows may have obeyed a newer leader."""
+    pool = HostPool.open(tmp_path / "x.pool", 64 * 2**20, SystemClock())
+    pool.raise_epoch(Epoch(5))
+    rig = await make_rig(pool_path=tmp_path / "x.pool")
+    await rig.command(rig.a_hold("inst-old"), epoch=4)
+    await rig.command(rig.a_hold(), epoch=5)
+    await rig.state(HeldState.READY)
+    assert rig.held("inst-old") is None
+    assert rig.epoch_seen == 5
+    pool.close(remove=True)
 
 
 async def test_give_up_is_refused_in_flight_and_sticks_when_idle(make_rig: MakeRig) -> None:

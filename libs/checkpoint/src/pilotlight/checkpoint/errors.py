@@ -5,7 +5,10 @@
     CheckpointError
     ├── BadCheckpoint        incomplete or damaged: export or download it again
     ├── UnsupportedModel     sound, but of a kind that cannot be served
+    ├── UriNotAllowed        a file lies where nothing may be read
     ├── SourceUnavailable    the files cannot be read
+    │   ├── SourceMissing    there is no such source
+    │   └── SourceDenied     whoever holds the files refuses to give them
     └── SourceChanged        the files are no longer those that were listed
 
 This library lies below ``pilotlight.common`` and so has a tree of its own. Each ``code`` is that of the class of the same name in
@@ -37,10 +40,28 @@ class UnsupportedModel(CheckpointError):
     code = "unsupported_model"
 
 
+class UriNotAllowed(CheckpointError):
+    """A file of the checkpoint lies outside of what may be read."""
+
+    code = "uri_not_allowed"
+
+
 class SourceUnavailable(CheckpointError):
     """The checkpoint's files cannot be read."""
 
     code = "source_unavailable"
+
+
+class SourceMissing(SourceUnavailable):
+    """There is no such checkpoint."""
+
+    code = "source_missing"
+
+
+class SourceDenied(SourceUnavailable):
+    """Whoever holds the checkpoint's files refuses to give them."""
+
+    code = "source_denied"
 
 
 class SourceChanged(CheckpointError):

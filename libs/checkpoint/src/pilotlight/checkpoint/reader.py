@@ -1,20 +1,33 @@
-"""Where a checkpoint's bytes come from. A folder today; an object store and a hub fit the same protocol.
+"""Where a checkpoint's bytes come from: one protocol. Folders and memory are here; buckets and hubs need a network, so they lie above.
 
-Reads are synchronous: whoever has an event loop calls them in a thread.
+Reads are synchronous: whoever has an event loop calls them in a thread, several at a time.
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 from blake3 import blake3
 
-from pilotlight.checkpoint.errors import BadCheckpoint, SourceChanged, SourceUnavailable
+from pilotlight.checkpoint.errors import (
+    BadCheckpoint,
+    SourceChanged,
+    SourceDenied,
+    SourceMissing,
+    SourceUnavailable,
+    UriNotAllowed,
+)
 
 MAX_FILES = 10_000
 """Most files that a source may list."""
+MAX_BUFFERS = 1024
+"""Buffers of one ``preadv``: what Linux takes."""
+
+Progress = Callable[[int], None]
+"""Told of bytes as they arrive. May raise, which ends the read: whoever asked for it has gone."""
 
 
 class SourceFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,8 +39,12 @@ class SourceFile(msgspec.Struct, frozen=True, kw_only=True):
     """Changes whenever the content may have changed: a folder's mtime, an S3 ETag, a hub's SHA-256."""
 
 
+def unobserved(_: int) -> None:
+    """Progress that nobody follows."""
+
+
 class Source(Protocol):
-    """A flat set of files. Every method may raise ``SourceUnavailable``."""
+    """A flat set of files. Every method may raise ``SourceUnavailable``, or what is below it."""
 
     def list_files(self) -> tuple[SourceFile, ...]:
         """All files, by name, without folders below."""
@@ -41,15 +58,50 @@ class Source(Protocol):
         """
         ...
 
+    def read_into(self, file: SourceFile, offset: int, buffers: Sequence[memoryview], progress: Progress = unobserved) -> None:
+        """Fill buffers, one after the other, with what a listed file holds from ``offset`` on.
 
-class FolderSource:
+        Raises:
+            SourceChanged: as ``read``; what the buffers hold then is of no use.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of connections. Nothing is being read any more."""
+        ...
+
+
+class BufferedSource(ABC):
+    """What all sources share: ``read`` in terms of ``read_into``."""
+
+    @abstractmethod
+    def list_files(self) -> tuple[SourceFile, ...]:
+        """As ``Source.list_files``."""
+
+    @abstractmethod
+    def read_into(self, file: SourceFile, offset: int, buffers: Sequence[memoryview], progress: Progress = unobserved) -> None:
+        """As ``Source.read_into``."""
+
+    def read(self, file: SourceFile, offset: int, size_bytes: int) -> bytes:
+        """As ``Source.read``."""
+        check_range(file, offset, size_bytes)
+        data = bytearray(size_bytes)
+        self.read_into(file, offset, [memoryview(data)])
+        return bytes(data)
+
+    def close(self) -> None:  # noqa: B027 - most sources keep nothing open
+        """As ``Source.close``."""
+
+
+class FolderSource(BufferedSource):
     """A folder of this machine.
 
-    Links are followed, because a hub cache is made of them. Which folders may be registered is for the caller to decide.
+    Links are followed, because a hub cache is made of them: to where ``allowed`` says of the file's real path that it may be read.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, allowed: Callable[[Path], bool] | None = None) -> None:
         self._root = root
+        self._allowed = allowed
 
     def list_files(self) -> tuple[SourceFile, ...]:
         found: list[SourceFile] = []
@@ -63,29 +115,41 @@ class FolderSource:
                         raise BadCheckpoint(f"the folder holds more than {MAX_FILES} files")
                     found.append(_pin(entry.name, entry.stat()))
         except OSError as error:
-            raise SourceUnavailable(f"cannot list {self._root}: {error.strerror}") from error
+            raise _unreadable(error, f"cannot list {self._root}") from error
         return tuple(sorted(found, key=lambda file: file.name))
 
-    def read(self, file: SourceFile, offset: int, size_bytes: int) -> bytes:
-        _check_range(file, offset, size_bytes)
+    def read_into(self, file: SourceFile, offset: int, buffers: Sequence[memoryview], progress: Progress = unobserved) -> None:
+        check_range(file, offset, sum(map(len, buffers)))
+        path = self._root / file.name
         try:
             # Where a file was there may be a pipe now, whose opening would wait for a writer.
-            descriptor = os.open(self._root / file.name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError as error:
             raise SourceChanged("the file is gone", file=file.name) from error
         except OSError as error:
-            raise SourceUnavailable(f"cannot be opened: {error.strerror}", file=file.name) from error
+            raise _unreadable(error, "cannot be opened", file.name) from error
         try:
-            if _pin(file.name, os.fstat(descriptor)) != file:
-                raise SourceChanged("the file has changed since it was listed", file=file.name)
-            return _read_exactly(descriptor, file, offset, size_bytes)
+            self._check_place(descriptor, file)
+            _check_version(os.fstat(descriptor), file)
+            _fill(descriptor, file, offset, buffers, progress)
+            # After reading: a file that was written to meanwhile has another time of modification now, and one that was replaced is gone.
+            _check_version(os.stat(path), file)
+        except FileNotFoundError as error:
+            raise SourceChanged("the file is gone", file=file.name) from error
         except OSError as error:
-            raise SourceUnavailable(f"cannot be read: {error.strerror}", file=file.name) from error
+            raise _unreadable(error, "cannot be read", file.name) from error
         finally:
             os.close(descriptor)
 
+    def _check_place(self, descriptor: int, file: SourceFile) -> None:
+        """Of the open file, not of its name: a link may lead elsewhere a moment later."""
+        if self._allowed is not None:
+            place = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+            if not self._allowed(place):
+                raise UriNotAllowed(f"is a link to {place}, which is not below an allowed root", file=file.name)
 
-class MemorySource:
+
+class MemorySource(BufferedSource):
     """Files in memory, for tests and for content that is already there. A version is the content's digest."""
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
@@ -94,14 +158,17 @@ class MemorySource:
     def list_files(self) -> tuple[SourceFile, ...]:
         return tuple(_pin_bytes(name, self._files[name]) for name in sorted(self._files))
 
-    def read(self, file: SourceFile, offset: int, size_bytes: int) -> bytes:
-        _check_range(file, offset, size_bytes)
+    def read_into(self, file: SourceFile, offset: int, buffers: Sequence[memoryview], progress: Progress = unobserved) -> None:
+        check_range(file, offset, sum(map(len, buffers)))
         data = self._files.get(file.name)
         if data is None:
             raise SourceChanged("the file is gone", file=file.name)
         if _pin_bytes(file.name, data) != file:
             raise SourceChanged("the file has changed since it was listed", file=file.name)
-        return data[offset : offset + size_bytes]
+        for buffer in buffers:
+            buffer[:] = data[offset : offset + len(buffer)]
+            offset += len(buffer)
+            progress(len(buffer))
 
 
 def read_small(source: Source, file: SourceFile, limit_bytes: int) -> bytes:
@@ -130,19 +197,44 @@ def _pin_bytes(name: str, data: bytes) -> SourceFile:
     return SourceFile(name=name, size_bytes=len(data), version=f"blake3-{blake3(data).hexdigest()}")
 
 
-def _check_range(file: SourceFile, offset: int, size_bytes: int) -> None:
+def check_range(file: SourceFile, offset: int, size_bytes: int) -> None:
+    """A read outside of a file is a mistake of whoever asks for it.
+
+    Raises:
+        ValueError: the range does not lie within the file.
+    """
     if offset < 0 or size_bytes < 0 or offset + size_bytes > file.size_bytes:
         raise ValueError(f"[{offset}, {offset + size_bytes}) is not within the {file.size_bytes} bytes of {file.name}")
 
 
-def _read_exactly(descriptor: int, file: SourceFile, offset: int, size_bytes: int) -> bytes:
-    pieces: list[bytes] = []
-    # One pread returns at most 2 GiB, and a network file system may return less than was asked for.
-    while size_bytes > 0:
-        piece = os.pread(descriptor, size_bytes, offset)
-        if not piece:
+def rest(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
+    """What is left to fill when ``count`` bytes have come."""
+    for index, buffer in enumerate(buffers):
+        if count < len(buffer):
+            return [buffer[count:], *buffers[index + 1 :]]
+        count -= len(buffer)
+    return []
+
+
+def _check_version(stat: os.stat_result, file: SourceFile) -> None:
+    if _pin(file.name, stat) != file:
+        raise SourceChanged("the file has changed since it was listed", file=file.name)
+
+
+def _fill(descriptor: int, file: SourceFile, offset: int, buffers: Sequence[memoryview], progress: Progress) -> None:
+    # One preadv returns at most 2 GiB, and a network file system may return less than was asked for.
+    left = rest(buffers, 0)
+    while left:
+        count = os.preadv(descriptor, left[:MAX_BUFFERS], offset)
+        if count == 0:
             raise SourceChanged("the file has become shorter while it was read", file=file.name)
-        pieces.append(piece)
-        offset += len(piece)
-        size_bytes -= len(piece)
-    return b"".join(pieces)
+        offset += count
+        left = rest(left, count)
+        progress(count)
+
+
+def _unreadable(error: OSError, what: str, file: str | None = None) -> SourceUnavailable:
+    message = f"{what}: {error.strerror}"
+    if isinstance(error, PermissionError):
+        return SourceDenied(message, file=file)
+    return SourceMissing(message) if isinstance(error, FileNotFoundError) else SourceUnavailable(message, file=file)

@@ -71,9 +71,9 @@ class AdminClient:
         """POST and return the decoded body."""
         return self._call("POST", path, json=dict(body or {}))
 
-    def delete(self, path: str) -> None:
-        """DELETE."""
-        self._call("DELETE", path)
+    def delete(self, path: str) -> Any:
+        """DELETE and return the decoded body, if there is one."""
+        return self._call("DELETE", path)
 
     def _call(self, method: str, path: str, **arguments: Any) -> Any:
         try:

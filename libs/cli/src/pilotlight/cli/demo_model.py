@@ -1,25 +1,27 @@
-"""The demo model: a small Llama that speaks, in the repository beside the code."""
+"""The demo model: a small Llama that speaks; it comes with Pilotlight."""
 
 from pathlib import Path
 
 from pilotlight.cli.client import AdminClient
 from pilotlight.common.errors import AlreadyExists, NotFound
+from pilotlight.common.shipped import shipped_folder
 
 DEMO_MODEL = "ember-7m"
 DEMO_PROMPT = "What is a pilot light?"
 
 
 def demo_model_folder() -> Path:
-    """The model's folder: ``models/ember-7m`` of the checkout that this code runs from, or of the working directory.
+    """The model's folder.
 
     Raises:
-        NotFound: neither has it, because Pilotlight was installed without its repository.
+        NotFound: this installation came without it.
     """
-    for base in (*Path(__file__).resolve().parents, Path.cwd()):
-        folder = base / "models" / DEMO_MODEL
-        if (folder / "config.json").is_file():
-            return folder
-    raise NotFound(f"the demo model models/{DEMO_MODEL} comes with the repository: run this from a checkout")
+    folder = shipped_folder("models") / DEMO_MODEL
+    if not (folder / "config.json").is_file():
+        raise NotFound(
+            f"the demo model is not there: {folder} is missing. Run this from a checkout, or install the offline archive"
+        )
+    return folder
 
 
 def ensure_demo_model(client: AdminClient) -> None:

@@ -203,7 +203,7 @@ class PostgresServer(Server):
         self._password = password
         self._settings = {**_POSTGRES_SETTINGS, **(settings or {})}
         self._data = self.folder / "data"
-        self._sockets = socket_folder(self.folder / "socket", _POSTGRES_SOCKET)
+        self._sockets = postgres_sockets(self.folder)
 
     @property
     def url(self) -> str:
@@ -349,6 +349,11 @@ def socket_folder(wanted: Path, longest_name: str) -> Path:
     if len(bytes(wanted)) + 1 + len(longest_name) <= MAX_SOCKET_PATH_BYTES:
         return wanted
     return Path("/tmp") / f"pilotlight-{os.geteuid()}-{hashlib.sha256(bytes(wanted)).hexdigest()[:16]}"
+
+
+def postgres_sockets(folder: Path) -> Path:
+    """Where the server on a folder has its socket."""
+    return socket_folder(folder.absolute() / "socket", _POSTGRES_SOCKET)
 
 
 def _own_folder(folder: Path, mode: int = 0o755) -> None:

@@ -12,21 +12,17 @@ from typing import IO
 
 import msgspec
 
+from pilotlight.common.credentials import NATS_USERS, SECRETS_OF, write_once
 from pilotlight.common.db.tables import OWNERS
 from pilotlight.common.errors import PilotlightError
-from pilotlight.common.natsconf import ADMIN, RIGHTS
 
-NATS_USERS = (*RIGHTS, ADMIN)
-SECRETS_OF: dict[str, tuple[str, ...]] = {
-    "gateway": ("nats-gateway", "postgres-gateway", "key-pepper"),
-    "scheduler": ("nats-scheduler", "postgres-scheduler"),
-    "cache": ("nats-cache", "postgres-cache"),
-    "materializer": ("nats-materializer", "postgres-materializer", "cluster-key"),
-    "loader": ("nats-loader", "nats-worker"),
-}
-"""What each service is given. The loader hands its folder to the workers that it spawns."""
 MAX_SOCKET_PATH_BYTES = 107
 """Longest path of a Unix socket on Linux; the longest name that we put into the run folder takes 40 of them."""
+
+
+MARKER = "pilotlight-home"
+MARKER_TEXT = "State of a Pilotlight system. `pilotlight down --purge` stops it and removes this."
+"""What tells a state folder from any other: nothing is removed where it is missing."""
 
 
 class HomeUnusable(PilotlightError):
@@ -120,11 +116,12 @@ class Home:
             # PostgreSQL runs as another user when we are root, and must be able to pass through to its own folder.
             if os.getuid() == 0:
                 self.root.chmod(0o711)
-            _write_once(self.admin_key, f"pl-admin-{secrets.token_urlsafe(32)}")
-            _write_once(self.api_key, f"pl-api-{secrets.token_urlsafe(32)}")
+            write_once(self.root / MARKER, MARKER_TEXT)
+            write_once(self.admin_key, f"pl-admin-{secrets.token_urlsafe(32)}")
+            write_once(self.api_key, f"pl-api-{secrets.token_urlsafe(32)}")
             names = [f"nats-{user}" for user in NATS_USERS] + [f"postgres-{service}" for service in OWNERS]
             for name in (*names, "postgres-owner", "cluster-key", "key-pepper"):
-                _write_once(self.secrets / name, secrets.token_urlsafe(32))
+                write_once(self.secrets / name, secrets.token_urlsafe(32))
             for service, own in SECRETS_OF.items():
                 folder = self.secrets_of(service)
                 folder.mkdir(exist_ok=True, mode=0o700)
@@ -199,17 +196,6 @@ def _check_own(folder: Path) -> None:
     if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
         raise HomeUnusable(f"{folder} belongs to somebody else; remove it")
     folder.chmod(0o700)
-
-
-def _write_once(path: Path, content: str) -> None:
-    """Make a file that its owner alone can read, with its content or not at all, also when two processes do it."""
-    if path.exists():
-        return
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-") as unfinished:
-        unfinished.write(content + "\n")
-        unfinished.flush()
-        with contextlib.suppress(FileExistsError):
-            os.link(unfinished.name, path)
 
 
 def _started_ticks(pid: int) -> int | None:

@@ -11,13 +11,16 @@ from typing import Annotated, Any, Literal
 from cyclopts import App, CycloptsError, Parameter, validators
 from rich.markup import escape
 
-from pilotlight.cli import logs, models, traces
+from pilotlight.cli import audit, logs, models, nodes, traces
+from pilotlight.cli.backup import back_up
+from pilotlight.cli.backup import restore as restore_home
 from pilotlight.cli.client import AdminClient
 from pilotlight.cli.demo import run_demo
 from pilotlight.cli.doctor import Verdict, examine
 from pilotlight.cli.home import Home
 from pilotlight.cli.output import console, emit_json, show_error
 from pilotlight.cli.plan import SystemOptions
+from pilotlight.cli.purge import purge as purge_home
 from pilotlight.cli.running import stop_running
 from pilotlight.cli.system import run_stoppable
 from pilotlight.cli.up import run_up
@@ -32,6 +35,11 @@ app = App(
 )
 model_app = App(name="model", help="Register, list, warm and delete models.")
 app.command(model_app)
+node_app = App(name="node", help="List nodes, and empty them.")
+app.command(node_app)
+
+MAX_REPLICAS = 16
+"""Of one service on one machine: each keeps connections to the database."""
 
 
 def _check_link(_: type, value: Any) -> None:
@@ -68,6 +76,15 @@ def up(
     worker_kind: Annotated[
         Literal["cpu", "sim"], Parameter(help="cpu runs the models; sim takes the time that a model would and computes nothing.")
     ] = "cpu",
+    schedulers: Annotated[
+        int, Parameter(help="Schedulers: one leads, the others stand by.", validator=validators.Number(gte=1, lte=MAX_REPLICAS))
+    ] = 1,
+    caches: Annotated[
+        int, Parameter(help="Caches: one answers, the others stand by.", validator=validators.Number(gte=1, lte=MAX_REPLICAS))
+    ] = 1,
+    gateways: Annotated[
+        int, Parameter(help="Gateways, all on one port.", validator=validators.Number(gte=1, lte=MAX_REPLICAS))
+    ] = 1,
     link: Annotated[
         str,
         Parameter(
@@ -84,14 +101,54 @@ def up(
     json: Json = False,
 ) -> int:
     """Start the whole system on this machine and keep it running until Ctrl-C."""
-    options = SystemOptions(host=_host(host), port=_port(port), workers=workers, worker_kind=worker_kind, link=link)
+    options = SystemOptions(
+        host=_host(host),
+        port=_port(port),
+        workers=workers,
+        schedulers=schedulers,
+        caches=caches,
+        gateways=gateways,
+        worker_kind=worker_kind,
+        link=link,
+    )
     return run_stoppable(run_up(Home.from_environment(), options, with_demo_model=with_demo_model, as_json=json))
 
 
 @app.command
-def down(*, json: Json = False) -> int:
+def down(
+    *,
+    purge: Annotated[
+        bool,
+        Parameter(help="Remove database, keys, secrets, objects and logs, too. It asks first.", negative="", show_default=False),
+    ] = False,
+    yes: Annotated[bool, Parameter(help="Do not ask.", negative="", show_default=False)] = False,
+    json: Json = False,
+) -> int:
     """Stop the system that `pilotlight up` started, and wait until it is gone."""
-    return stop_running(Home.from_environment(), as_json=json)
+    home = Home.from_environment()
+    return purge_home(home, yes=yes, as_json=json) if purge else stop_running(home, as_json=json)
+
+
+@app.command
+def backup(
+    file: Annotated[Path, Parameter(help="File to write, for example pilotlight.backup. It must not exist.")],
+    /,
+    *,
+    json: Json = False,
+) -> int:
+    """Write database, objects, keys and secrets into one file. The system may run meanwhile."""
+    return run_stoppable(back_up(Home.from_environment(), file, as_json=json))
+
+
+@app.command
+def restore(
+    file: Annotated[Path, Parameter(help="A file that `pilotlight backup` wrote.")],
+    /,
+    *,
+    json: Json = False,
+) -> int:
+    """Make a new state folder from a backup; `pilotlight up` then runs on it."""
+    return run_stoppable(restore_home(Home.from_environment(), file, as_json=json))
 
 
 @app.command
@@ -164,15 +221,16 @@ def trace(
 @model_app.command(name="add")
 def model_add(
     name: Annotated[str, Parameter(help="What requests call it, for example qwen2-0.5b or org/name.")],
-    folder: Annotated[
+    source: Annotated[
         str,
         Parameter(
-            help="Folder with config.json, tokenizer.json and safetensors, below .pilotlight/models or what "
-            "PILOTLIGHT_MODEL_ROOTS named when the system was started."
+            help="Where config.json, tokenizer.json and safetensors lie: a folder, s3://bucket/prefix or hf://org/name[@revision], below "
+            ".pilotlight/models or what PILOTLIGHT_MODEL_ROOTS named when the system was started."
         ),
     ],
     /,
     *,
+    revision: Annotated[str | None, Parameter(help="Of hf://: branch, tag or commit; by default main.")] = None,
     ttft_ms: Annotated[float, Parameter(help="SLO: time to first token.")] = 10_000.0,
     tpot_ms: Annotated[float, Parameter(help="SLO: time per output token.")] = 200.0,
     dtype: Annotated[str, Parameter(help="auto (the checkpoint's), bfloat16, float16, float32 or float64.")] = "auto",
@@ -183,9 +241,9 @@ def model_add(
     json: Json = False,
 ) -> int:
     """Register a model. It can be asked at once; its parameters are fetched when the first request comes."""
-    body = {
+    body: dict[str, object] = {
         "name": name,
-        "uri": Path(folder).resolve().as_uri() if "://" not in folder else folder,
+        "uri": models.uri_of(source),
         "dtype": dtype,
         "slo": {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms},
         "min_instances": min_instances,
@@ -193,6 +251,8 @@ def model_add(
         "keep_alive_s": keep_alive_s,
         "pinned": pinned,
     }
+    if revision is not None:
+        body["revision"] = revision
     with _client() as client:
         return models.add(client, body, as_json=json)
 
@@ -216,6 +276,51 @@ def model_warm(name: Name, /, *, json: Json = False) -> int:
     """Load a model before a request asks for it."""
     with _client() as client:
         return models.warm(client, name, as_json=json)
+
+
+@node_app.command(name="list")
+def node_list(*, json: Json = False) -> int:
+    """List nodes, their state, and what is on them."""
+    with _client() as client:
+        return nodes.show(client, as_json=json)
+
+
+@node_app.command(name="drain")
+def node_drain(
+    node: Annotated[str, Parameter(help="A name that `pilotlight node list` shows.")],
+    /,
+    *,
+    undo: Annotated[bool, Parameter(help="Use the node again.", negative="", show_default=False)] = False,
+    wait: Annotated[bool, Parameter(help="Return when nothing is left on it.", negative="", show_default=False)] = False,
+    timeout_s: Annotated[float, Parameter(help="With --wait: give up waiting after so long; it goes on draining.")] = 600.0,
+    json: Json = False,
+) -> int:
+    """Empty a node: nothing new is placed on it, requests there end, its models are started elsewhere where there is room."""
+    if undo and wait:
+        raise UnprocessableInput("--undo waits for nothing: leave --wait out")
+    with _client() as client:
+        if undo:
+            return nodes.undrain(client, node, as_json=json)
+        return nodes.drain(client, node, wait_s=timeout_s if wait else None, as_json=json)
+
+
+@app.command(name="audit")
+def show_audit(
+    *,
+    limit: Annotated[
+        int, Parameter(name=["--limit", "-n"], help="Records at most.", validator=validators.Number(gte=1, lte=1000))
+    ] = 50,
+    before: Annotated[int | None, Parameter(help="Only older ones than this number: the next page.")] = None,
+    action: Annotated[str | None, Parameter(help="Only this action, for example model_delete.")] = None,
+    entity: Annotated[str | None, Parameter(help="Only what was done to this model, node or key.")] = None,
+    outcome: Annotated[str | None, Parameter(help="Only this outcome: ok, asked, or an error's code.")] = None,
+    key_id: Annotated[str | None, Parameter(help="Only what was done with this key.")] = None,
+    json: Json = False,
+) -> int:
+    """Show what administrators did and tried, the newest first."""
+    filters = {"limit": limit, "before": before, "action": action, "entity": entity, "outcome": outcome, "key_id": key_id}
+    with _client() as client:
+        return audit.show(client, filters, as_json=json)
 
 
 def _client() -> AdminClient:

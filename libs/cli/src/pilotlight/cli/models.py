@@ -1,13 +1,36 @@
 """``pilotlight model …``."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from pilotlight.cli.client import AdminClient
 from pilotlight.cli.output import console, emit_json, show_table
+from pilotlight.common.errors import BadRequest
+from pilotlight.common.model_uris import FORMS, parse_uri
 
 MIB = 1024 * 1024
+
+
+def uri_of(source: str) -> str:
+    """The URI of what a user names: a URI, or a folder of this machine.
+
+    Raises:
+        UriNotAllowed: a URI that no gateway takes.
+        BadRequest: neither a URI nor a folder.
+    """
+    if "://" in source:
+        parse_uri(source)
+        return source
+    scheme = source.partition(":")[0].lower()
+    if ":" in source and scheme in ("s3", "hf", "file") and not Path(source).exists():
+        raise BadRequest(f"{source!r}: a URI has two slashes after the colon: {FORMS}", param="source")
+    folder = Path(source).expanduser()
+    # A folder that is not here may be there, where the gateway is; but not one that is named from here.
+    if not folder.is_absolute() and not folder.exists():
+        raise BadRequest(f"there is no folder {folder.resolve()}; a model elsewhere is named {FORMS}", param="source")
+    return folder.resolve().as_uri()
 
 
 def add(client: AdminClient, body: Mapping[str, Any], *, as_json: bool) -> int:
@@ -41,7 +64,7 @@ def show(client: AdminClient, *, as_json: bool) -> int:
     show_table(
         ("name", "architecture", "MiB", "SLO ttft/tpot ms", "instances"),
         rows,
-        "no models yet; register one with `pilotlight model add NAME FOLDER`",
+        "no models yet; register one with `pilotlight model add NAME SOURCE`",
     )
     return 0
 

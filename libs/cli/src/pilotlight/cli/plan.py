@@ -21,6 +21,12 @@ class SystemOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     workers: int = 1
+    schedulers: int = 1
+    """One leads, the others stand by."""
+    caches: int = 1
+    """One answers, the others stand by."""
+    gateways: int = 1
+    """All behind one address."""
     worker_kind: str = "cpu"
     link: str = ""
     pool_bytes: int | None = None
@@ -31,6 +37,11 @@ class SystemOptions:
         """Where the gateway answers."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{self.port}"
+
+    def processes_of(self, service: str) -> tuple[str, ...]:
+        """Names of a service's processes: ``scheduler``, ``scheduler-2``, and so on."""
+        counts = {"scheduler": self.schedulers, "cache": self.caches, "gateway": self.gateways}
+        return (service, *(f"{service}-{number}" for number in range(2, counts.get(service, 1) + 1)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +73,13 @@ def child_specs(
     shared.pop("PILOTLIGHT_DATABASE_URL", None)
     return tuple(
         ChildSpec(
-            name=service,
+            name=name,
             argv=(sys.executable, "-m", f"pilotlight.{service}"),
             environment={**shared, **_own(service, home, options, endpoints)},
-            log_path=home.logs / f"{service}.log",
+            log_path=home.logs / f"{name}.log",
         )
         for service in SERVICES
+        for name in options.processes_of(service)
     )
 
 
@@ -78,6 +90,7 @@ def _own(service: str, home: Home, options: SystemOptions, endpoints: Endpoints)
     if service == "gateway":
         own["PILOTLIGHT_HOST"] = options.host
         own["PILOTLIGHT_PORT"] = str(options.port)
+        own["PILOTLIGHT_SHARE_PORT"] = str(options.gateways > 1).lower()
         own["PILOTLIGHT_ADMIN_KEY_FILE"] = str(home.admin_key)
         own["PILOTLIGHT_API_KEY_FILE"] = str(home.api_key)
     if service == "loader":

@@ -12,7 +12,21 @@ STOP_DEADLINE_S = 90.0
 
 
 def stop_running(home: Home, *, as_json: bool) -> int:
-    """Ask the process on the state folder to stop, and wait until it is gone.
+    """Stop the system and say so.
+
+    Raises:
+        DeadlineExceeded: it is still there after the deadline.
+    """
+    pid = stop_process(home)
+    if pid is None:
+        emit_json({"stopped": False}) if as_json else console.print(f"no system runs on {home.root}", markup=False)
+    else:
+        emit_json({"stopped": True, "pid": pid}) if as_json else console.print("stopped")
+    return 0
+
+
+def stop_process(home: Home) -> int | None:
+    """Ask the process on the state folder to stop, and wait until it is gone; its id, or None when there is none.
 
     Raises:
         DeadlineExceeded: it is still there after the deadline.
@@ -21,8 +35,7 @@ def stop_running(home: Home, *, as_json: bool) -> int:
     handle = _handle_of(running) if running is not None else None
     # Looked up again: the handle is then surely of the process that announced itself, whatever became of its id.
     if running is None or handle is None or home.running() != running:
-        emit_json({"stopped": False}) if as_json else console.print(f"no system runs on {home.root}", markup=False)
-        return 0
+        return None
     try:
         signal.pidfd_send_signal(handle, signal.SIGTERM)
         ended, _, _ = select.select([handle], [], [], STOP_DEADLINE_S)
@@ -30,8 +43,7 @@ def stop_running(home: Home, *, as_json: bool) -> int:
         os.close(handle)
     if not ended:
         raise DeadlineExceeded(f"process {running.pid} did not stop within {STOP_DEADLINE_S:g} s; see {home.logs}")
-    emit_json({"stopped": True, "pid": running.pid}) if as_json else console.print("stopped")
-    return 0
+    return running.pid
 
 
 def _handle_of(running: RunningSystem) -> int | None:

@@ -21,8 +21,7 @@ from pilotlight.cli.supervisor import Supervisor
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.db.migrate import MigrateSettings, migrate
 from pilotlight.common.errors import DeadlineExceeded, PilotlightError
-from pilotlight.common.natsconf import ensure_streams, server_config
-from pilotlight.common.settings import BusSettings
+from pilotlight.common.natsconf import StreamSettings, ensure_streams, server_config
 from pilotlight.common.waiting import Backoff, cancel_all, pause
 
 log = structlog.get_logger()
@@ -56,6 +55,8 @@ class System:
         self._keepers: list[asyncio.Task[None]] = []
         self._rng = random.Random()
         self._lock: IO[str] | None = None
+        self.endpoints: Endpoints | None = None
+        """Where NATS and the database are, once started."""
 
     async def __aenter__(self) -> "System":
         try:
@@ -78,7 +79,7 @@ class System:
         self._home.prepare()
         self._lock = self._home.lock()
         _check_port(self._options)
-        endpoints = await self._start_servers()
+        endpoints = self.endpoints = await self._start_servers()
         # Not before: while the servers are prepared there are children of ours that the supervisor would take for orphans.
         self._supervisor.adopt_orphans()
         specs = child_specs(self._home, self._options, endpoints, os.environ)
@@ -130,7 +131,7 @@ class System:
         self._progress("migrations")
         settings = MigrateSettings(database_url=owner_url, secrets_dir=self._home.secrets)
         await asyncio.to_thread(migrate, settings)
-        await ensure_streams(BusSettings(nats_url=nats_url, secrets_dir=self._home.secrets))
+        await ensure_streams(StreamSettings(nats_url=nats_url, secrets_dir=self._home.secrets))
         store_url = os.environ.get("PILOTLIGHT_OBJECT_STORE_URL") or self._home.objects.as_uri()
         return Endpoints(nats_url=nats_url, database_url=without_role(database_url or owner_url), object_store_url=store_url)
 

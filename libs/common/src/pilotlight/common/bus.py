@@ -1,7 +1,8 @@
 """The bus as services see it: request/reply with deadlines, notifications, events and last-value buckets.
 
 Everything that crosses it carries W3C trace context in its headers, and a request the time that its sender still waits. Subjects
-carry the major version (``v1.…``). ``nats_bus.NatsBus`` is the real one; tests wrap it to drop, delay and repeat messages.
+carry the major version (``v1.…``). ``nats_bus.NatsBus`` is the real one; tests wrap it in ``faulty_bus.FaultyBus``, which loses, delays
+and repeats messages.
 """
 
 from collections.abc import Awaitable, Callable
@@ -29,7 +30,7 @@ class Bus(Protocol):
 
     @property
     def connected(self) -> bool:
-        """False while the server cannot be reached."""
+        """False while the server cannot be reached, or does not answer: nobody's silence says anything then."""
         ...
 
     async def publish(self, subject: str, message: object, *, binary: bool = False) -> None:
@@ -87,3 +88,8 @@ class Bus(Protocol):
     async def close(self) -> None:
         """Send what is buffered and leave."""
         ...
+
+
+def subject_family(subject: str) -> str:
+    """The subject with its version and ids left out: there are few of them, so they name spans and edges."""
+    return ".".join("*" if any(c.isdigit() for c in token[1:]) else token for token in subject.split(".")[1:])

@@ -5,7 +5,7 @@
     PilotlightError
     ├── CallerError          the request is wrong; sending it again changes nothing
     │   ├── BadRequest ── ContextTooLong, MessageUndecodable
-    │   ├── Unauthorized, Forbidden, NotFound ── ModelNotFound, RouteNotFound
+    │   ├── Unauthorized, Forbidden, NotFound ── ModelNotFound, NodeNotFound, TraceNotFound, RouteNotFound
     │   ├── MethodNotAllowed, AlreadyExists, Conflict
     │   ├── UnprocessableInput ── BadCheckpoint, UnsupportedModel, UriNotAllowed
     │   └── TooLarge ── MessageTooLarge
@@ -14,7 +14,8 @@
     │   └── NoRoom ── HostPoolFull, NoWorker
     ├── TransientError       something failed; trying again can help (503)
     │   ├── DeadlineExceeded, ControlPlaneUnavailable, BusUnavailable, DatabaseUnavailable
-    │   ├── SourceUnavailable, SourceChanged, CorruptChunk
+    │   ├── SourceUnavailable ── SourceMissing, SourceDenied
+    │   ├── SourceChanged, CorruptChunk
     │   ├── NotLoaded, StaleCommand, NotLeader
     │   └── WorkerLost, EngineFailed
     ├── SettingsInvalid      the operator's to mend: the process does not start
@@ -92,7 +93,7 @@ class NotFound(CallerError):
 
     code = "not_found"
     status = 404
-    action = "Check the name; lists are at /v1/models and under /admin/v1."
+    action = "Check the name: the message says what was looked for."
 
 
 class ModelNotFound(NotFound):
@@ -100,6 +101,20 @@ class ModelNotFound(NotFound):
 
     code = "model_not_found"
     action = "See `pilotlight model list`, or register it with `pilotlight model add`."
+
+
+class NodeNotFound(NotFound):
+    """There is no such node."""
+
+    code = "node_not_found"
+    action = "See `pilotlight node list`; a node is known while its loader reports, or while it is to be drained."
+
+
+class TraceNotFound(NotFound):
+    """Nothing is kept of this trace."""
+
+    code = "trace_not_found"
+    action = "Check the id: it is the x-trace-id header of an answer, or trace_id in a log. Spans are kept for PILOTLIGHT_SPANS_KEEP_DAYS."
 
 
 class RouteNotFound(NotFound):
@@ -259,6 +274,23 @@ class SourceUnavailable(TransientError):
 
     code = "source_unavailable"
     action = "Check that the model's files are still where they were registered."
+
+
+class SourceMissing(SourceUnavailable):
+    """There is no such source: no such folder, bucket or repository."""
+
+    code = "source_missing"
+    action = "Check the model's URI, and that the folder, bucket or repository still exists."
+
+
+class SourceDenied(SourceUnavailable):
+    """Whoever holds the model's files refuses to give them."""
+
+    code = "source_denied"
+    action = (
+        "Check the credentials: the secrets s3-access-key and s3-secret-key for s3://, hub-token (or HF_TOKEN) for hf://, and what "
+        "they may read; for a folder, its owner and mode."
+    )
 
 
 class SourceChanged(TransientError):

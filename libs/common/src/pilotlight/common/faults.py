@@ -4,10 +4,9 @@ from dataclasses import dataclass, field
 
 from pilotlight.common.waiting import pause
 
-POINTS = frozenset({"fetch", "load", "prefill"})
-"""``fetch``: once for each fetch order. ``load``: once for each stage. ``prefill``: once for the first prefill of a stage.
-
-Each lies within the phase of its name."""
+POINTS = frozenset({"fetch", "load", "prefill", "step"})
+"""``fetch``: once for each fetch order. ``load``: once for each stage. ``prefill``: once for the first prefill of a stage. Each lies
+within the phase of its name. ``step``: before each step of an engine, so that a stream lasts as long as a test needs."""
 
 
 @dataclass(frozen=True, slots=True)

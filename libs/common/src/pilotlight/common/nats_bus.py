@@ -15,7 +15,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 
 from pilotlight.common.buckets import Bucket, NatsBucket, jetstream
-from pilotlight.common.bus import Handler, Listener, Subscription
+from pilotlight.common.bus import Handler, Listener, Subscription, subject_family
 from pilotlight.common.errors import (
     BusUnavailable,
     DeadlineExceeded,
@@ -27,6 +27,7 @@ from pilotlight.common.errors import (
     error_of,
 )
 from pilotlight.common.messages.codec import MAX_PAYLOAD_BYTES, decode_json, decode_msgpack, encode_json, encode_msgpack
+from pilotlight.common.pulse import Pulse
 from pilotlight.common.settings import BusSettings
 from pilotlight.common.telemetry import client_span, inject, server_span
 from pilotlight.common.waiting import cancel_all
@@ -46,6 +47,7 @@ MAX_QUEUED_BYTES = 64 * 1024 * 1024
 HEADERS_ROOM_BYTES = 4096
 """What is left for headers: the server counts them too, and ends the connection of whoever sends more."""
 CONNECT_DEADLINE_S = 10.0
+SUBSCRIBE_DEADLINE_S = 2.0
 DEFAULT_DEADLINE_S = 30.0
 """For a request that names no deadline of its own."""
 MAX_ERROR_BYTES = 64 * 1024
@@ -68,6 +70,7 @@ class NatsBus:
         self._subscriptions: set[_Subscribed] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._up = asyncio.Event()
+        self._pulse = Pulse(self._client)
         self._refused: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
 
     @classmethod
@@ -82,6 +85,7 @@ class NatsBus:
         await asyncio.wait({connecting, bus._refused}, timeout=CONNECT_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
         if connecting.done() and connecting.exception() is None:
             bus._up.set()
+            bus._pulse.start()
             return bus
         await cancel_all((connecting,))
         await bus._client.close()
@@ -116,7 +120,7 @@ class NatsBus:
 
     @property
     def connected(self) -> bool:
-        return self._up.is_set() and self._client.is_connected
+        return self._up.is_set() and self._client.is_connected and self._pulse.beats
 
     def on_reconnect(self, callback: Callable[[], Awaitable[None]]) -> None:
         self._reconnect_callbacks.append(callback)
@@ -131,7 +135,7 @@ class NatsBus:
 
     async def request(self, subject: str, message: object, reply_type: type[T], *, deadline_s: float) -> T:
         data = self._fitting(encode_json(message))
-        with client_span(f"request {_family(subject)}"):
+        with client_span(f"request {subject_family(subject)}"):
             reply = await self._exchange(subject, data, deadline_s)
             headers = reply.headers or {}
             code = headers.get(ERROR_HEADER)
@@ -200,6 +204,8 @@ class NatsBus:
             log.warning("left the bus without draining", action="bus_close", error=repr(error))
         finally:
             await self._client.close()
+            # Not before: an answer that nobody waits for ends the reading, and with it the draining.
+            await self._pulse.stop()
 
     async def _subscribe(
         self, subject: str, queue: str, on_message: Callable[[Msg], Awaitable[None]], subscribed: "_Subscribed"
@@ -214,7 +220,7 @@ class NatsBus:
                 pending_bytes_limit=MAX_QUEUED_BYTES,
             )
             # A round trip, so that whoever hears that we serve finds us serving.
-            await client.flush(timeout=2)
+            await self._pulse.round_trip(SUBSCRIBE_DEADLINE_S)
         except (nats.errors.Error, TimeoutError, OSError) as error:
             raise BusUnavailable(f"cannot subscribe to {subject}: {error!r}") from error
         return subscribed
@@ -246,7 +252,7 @@ class NatsBus:
         deadline_s = _deadline_s(msg)
         deadline = asyncio.timeout(deadline_s)
         try:
-            with server_span(f"serve {_family(subject)}", msg.headers):
+            with server_span(f"serve {subject_family(subject)}", msg.headers):
                 request = decode_json(msg.data, request_type)
                 async with deadline:
                     reply = await handler(request)
@@ -282,6 +288,10 @@ class NatsBus:
             log.warning("reply lost", action="bus_reply_failed", error=str(failure))
 
     async def _on_error(self, error: Exception) -> None:
+        reconnecting: Any = self._client._reconnection_task  # pyright: ignore[reportPrivateUsage]
+        if reconnecting is asyncio.current_task():
+            # A try to reconnect has failed: nats-py opens the next connection without closing this one.
+            _abandon(self._client)
         if isinstance(error, nats.errors.AuthorizationError) or "authorization violation" in str(error).lower():
             if not self._refused.done():
                 self._refused.set_result(error)
@@ -291,10 +301,12 @@ class NatsBus:
 
     async def _on_disconnect(self) -> None:
         self._up.clear()
+        self._pulse.lost()
         if not self._client.is_closed:
             log.warning("bus disconnected", action="bus_disconnected")
 
     async def _on_reconnect(self) -> None:
+        self._pulse.answered()
         self._up.set()
         log.info("bus reconnected", action="bus_reconnected")
         for callback in self._reconnect_callbacks:
@@ -401,11 +413,6 @@ def _server_of(settings: BusSettings, user: str) -> _Server:
         return _Server(bare, unquote(parts.username), unquote(parts.password or ""))
     password = settings.password_of(user)
     return _Server(settings.nats_url, user if password else None, password)
-
-
-def _family(subject: str) -> str:
-    """The subject with ids left out: names of spans must be few."""
-    return ".".join("*" if any(c.isdigit() for c in token[1:]) else token for token in subject.split(".")[1:])
 
 
 def _deadline_s(msg: Msg) -> float:

@@ -18,6 +18,7 @@ import nats.js.errors
 import structlog
 from nats.aio.client import Client
 from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
+from pydantic import Field
 
 from pilotlight.common.buckets import COPIES, GATEWAYS, INSTANCES, NODES, WORKERS, jetstream
 from pilotlight.common.errors import BusUnavailable, PilotlightError
@@ -32,11 +33,19 @@ log = structlog.get_logger()
 
 ADMIN = "admin"
 """May do everything; used to make streams and buckets, by no service."""
-EVENTS_KEPT_S = 7 * 24 * 3600
+EVENTS_KEPT_DAYS = 7.0
 EVENTS_BYTES = 1 << 30
 DUPLICATES_SEEN_FOR_S = 600
 """An event that is published again within this time is stored once."""
 BUCKETS = (GATEWAYS, INSTANCES, COPIES, NODES, WORKERS)
+
+
+class StreamSettings(BusSettings):
+    """How long the stream of events keeps them: whichever comes first. Set where streams are made, and by `pilotlight up`."""
+
+    events_keep_days: float = Field(default=EVENTS_KEPT_DAYS, gt=0, description="Days for which events are kept.")
+    events_bytes: int = Field(default=EVENTS_BYTES, ge=1 << 20, description="Bytes of events that are kept at most, the newest.")
+
 
 _ANY_WORKER = WorkerId("*")
 _ANY_NODE = NodeId("*")
@@ -70,7 +79,7 @@ RIGHTS: dict[str, Rights] = {
         ),
         subscribe=(tokens.tokens_subject(_ANY_GATEWAY), spans.SPANS_SUBJECT, events.GATEWAY_EVENTS, *_REPORTS),
         write=(GATEWAYS,),
-        read=(INSTANCES,),
+        read=(INSTANCES, GATEWAYS),
     ),
     "scheduler": Rights(
         publish=(
@@ -95,6 +104,7 @@ RIGHTS: dict[str, Rights] = {
         publish=(room.give_up_subject(_ANY_WORKER), room.drop_subject(_ANY_NODE)),
         subscribe=(room.RESERVE_SUBJECT, room.RELEASE_SUBJECT, *_REPORTS),
         write=(COPIES,),
+        read=(COPIES,),
     ),
     "loader": Rights(
         publish=(reports.loader_report_subject(_ANY_NODE), phases.PHASES_SUBJECT),
@@ -143,16 +153,18 @@ def allowed_subscribe(user: str) -> tuple[str, ...]:
     return (*RIGHTS[user].subscribe, f"_INBOX.{user}.>")
 
 
-def server_config(passwords: Mapping[str, str], *, store_dir: Path | None = None) -> str:
+def server_config(passwords: Mapping[str, str], *, store_dir: Path | None = None, monitor: str = "") -> str:
     """The configuration of a nats-server: limits, JetStream, and one user for each password; without passwords, no authentication.
 
-    Address and port are given on the command line.
+    Address and port are given on the command line. ``monitor`` is the address of its health and metrics; without it, there are none.
     """
     config: dict[str, Any] = {
         "max_payload": MAX_PAYLOAD_BYTES,
         "max_pending": 8 * MAX_PAYLOAD_BYTES,
         "jetstream": {"store_dir": str(store_dir)} if store_dir is not None else {},
     }
+    if monitor:
+        config["http"] = monitor
     if passwords:
         users = [_user(user, password) for user, password in passwords.items()]
         config["authorization"] = {"users": users}
@@ -172,7 +184,7 @@ def _user(user: str, password: str) -> dict[str, Any]:
     return {"user": user, "password": password, "permissions": permissions}
 
 
-async def ensure_streams(settings: BusSettings, *, events_bytes: int = EVENTS_BYTES) -> None:
+async def ensure_streams(settings: StreamSettings) -> None:
     """Make the stream of events and the buckets, or make them equal to this release's.
 
     Raises:
@@ -180,14 +192,14 @@ async def ensure_streams(settings: BusSettings, *, events_bytes: int = EVENTS_BY
     """
     bus = await NatsBus.connect(settings, user=ADMIN, name="streams")
     try:
-        await ensure_events(bus.client, settings.prefix, events_bytes)
+        await ensure_events(bus.client, settings.prefix, settings.events_bytes, settings.events_keep_days)
         for name in BUCKETS:
             await bus.bucket(name)
     finally:
         await bus.close()
 
 
-async def ensure_events(client: Client, prefix: str, size_bytes: int = EVENTS_BYTES) -> None:
+async def ensure_events(client: Client, prefix: str, size_bytes: int, keep_days: float = EVENTS_KEPT_DAYS) -> None:
     """Make the stream of events, or make it equal to this release's.
 
     Raises:
@@ -199,7 +211,7 @@ async def ensure_events(client: Client, prefix: str, size_bytes: int = EVENTS_BY
         retention=RetentionPolicy.LIMITS,
         storage=StorageType.FILE,
         discard=DiscardPolicy.OLD,
-        max_age=EVENTS_KEPT_S,
+        max_age=keep_days * 24 * 3600,
         max_bytes=size_bytes,
         duplicate_window=DUPLICATES_SEEN_FOR_S,
     )
@@ -226,7 +238,7 @@ def main() -> int:
     what = parser.parse_args().what
     configure_logging("natsconf")
     try:
-        settings = BusSettings()
+        settings = StreamSettings()
         if what == "streams":
             asyncio.run(ensure_streams(settings))
         else:

@@ -137,7 +137,7 @@ async def _run(service: str, settings: S, build: Build[S], user: str) -> int:
         loop.add_signal_handler(number, stopping.set)
     clock = SystemClock()
     incarnation = new_incarnation()
-    store = ObjectStore.from_url(settings.object_store_url)
+    store = ObjectStore.from_url(settings.object_store_url, settings)
     bus = await NatsBus.connect(settings, user=user, name=f"{service}-{incarnation}")
     background = Background()
     metrics = CollectorRegistry()

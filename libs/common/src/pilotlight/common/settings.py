@@ -5,8 +5,10 @@ descriptions; a test keeps it current. Secrets may be given as files: ``PILOTLIG
 """
 
 from pathlib import Path
+from typing import Self
+from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from pilotlight.common.faults import Faults
@@ -37,7 +39,40 @@ class BusSettings(PilotlightSettings):
         return read_secret(self.secrets_dir, f"nats-{user}")
 
 
-class ServiceSettings(BusSettings):
+class S3Settings(PilotlightSettings):
+    """How to reach S3, for the object store and for models at `s3://bucket/prefix`.
+
+    Credentials are the secrets `s3-access-key` and `s3-secret-key` (and `s3-session-token`), else what the environment gives in the
+    usual names (AWS_ACCESS_KEY_ID and so on, or the machine's role).
+    """
+
+    s3_endpoint: str = Field(
+        default="",
+        description="URL of the S3 server, without a bucket: `https://s3.example.org`. Empty: AWS_ENDPOINT_URL, else Amazon's.",
+    )
+    s3_region: str = Field(default="", description="Region that requests are signed for. Empty: AWS_REGION, else `us-east-1`.")
+    s3_allow_http: bool = Field(
+        default=False, description="Let the endpoint be `http://`: parameters and manifests then travel unprotected."
+    )
+    s3_virtual_hosts: bool = Field(
+        default=False, description="Put the bucket before the endpoint's host name instead of into the path."
+    )
+
+    @field_validator("s3_endpoint")
+    @classmethod
+    def _is_an_endpoint(cls, value: str) -> str:
+        return checked_endpoint(value) if value else value
+
+    @model_validator(mode="after")
+    def _plain_http_is_meant(self) -> Self:
+        if self.s3_endpoint.startswith("http://") and not self.s3_allow_http:
+            raise ValueError(
+                f"PILOTLIGHT_S3_ENDPOINT is {self.s3_endpoint}: set PILOTLIGHT_S3_ALLOW_HTTP=true if it may travel unprotected"
+            )
+        return self
+
+
+class ServiceSettings(BusSettings, S3Settings):
     """What every service needs."""
 
     run_dir: Path = Field(
@@ -74,6 +109,23 @@ class DatabaseSettings(PilotlightSettings):
         "password from the secret `postgres-<service>`.",
     )
     database_pool_size: int = Field(default=5, ge=1, le=100, description="Connections that one service process keeps at most.")
+
+
+def checked_endpoint(value: str) -> str:
+    """The URL of a server, without a slash at its end.
+
+    Raises:
+        ValueError: it is no http or https URL, or it carries what has no place in one: credentials, a query.
+    """
+    parts = urlsplit(value)
+    # Asking for the port checks it.
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+        raise ValueError(
+            f"{parts.scheme}://{parts.hostname or ''} is not the URL of a server: give https://host or https://host:port"
+        )
+    if parts.username is not None or parts.query or parts.fragment:
+        raise ValueError(f"the URL of {parts.hostname} holds more than host, port and path: credentials belong into secrets")
+    return value.rstrip("/")
 
 
 def read_secret(folder: Path | None, name: str) -> str | None:

@@ -4,7 +4,6 @@ An object's key holds the digest of its content, so it is written once and never
 """
 
 from collections.abc import Awaitable
-from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,12 +11,16 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import LocalStore, MemoryStore, S3Store
 
-from pilotlight.common.errors import BadRequest, DeadlineExceeded, NotFound, SourceUnavailable
+from pilotlight.common.errors import BadRequest, DeadlineExceeded, NotFound, SourceDenied, SourceMissing, SourceUnavailable
+from pilotlight.common.model_uris import parse_bucket
+from pilotlight.common.s3 import S3Fault, s3_store
+from pilotlight.common.settings import S3Settings
 from pilotlight.common.waiting import within
 from pilotlight.policy.types import Digest
 
 DEADLINE_S = 60.0
 """For one object: manifests, bundles and artifacts are megabytes. Parameters do not come through here."""
+NO_SUCH_BUCKET = "NoSuchBucket"
 
 T = TypeVar("T")
 
@@ -45,15 +48,15 @@ class ObjectStore:
         self.url = url
 
     @classmethod
-    def from_url(cls, url: str) -> "ObjectStore":
+    def from_url(cls, url: str, s3: S3Settings | None = None) -> "ObjectStore":
         """Open a store; a folder is made where it does not exist.
 
-        ``file:///folder`` (or ``file://folder``, relative to the working directory), ``s3://bucket/prefix`` (credentials and
-        endpoint from the environment: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL), or ``memory://``
-        for tests.
+        ``file:///folder`` (or ``file://folder``, relative to the working directory), ``s3://bucket/prefix`` (endpoint and
+        credentials from ``s3``, by default from the environment), or ``memory://`` for tests.
 
         Raises:
             BadRequest: the scheme is not one of these, or the folder cannot be made.
+            SettingsInvalid: the S3 settings cannot be used.
         """
         scheme, separator, rest = url.partition("://")
         if scheme == "file" and rest:
@@ -62,13 +65,11 @@ class ObjectStore:
             except (BaseError, OSError) as error:
                 raise BadRequest(f"the object store {url} cannot be opened: {error}; see PILOTLIGHT_OBJECT_STORE_URL") from error
         if scheme == "s3" and rest:
-            bucket, _, prefix = rest.partition("/")
-            store = S3Store(
-                bucket,
-                prefix=prefix or None,
-                client_options={"timeout": timedelta(seconds=30), "connect_timeout": timedelta(seconds=5)},
-                retry_config={"max_retries": 4, "retry_timeout": timedelta(seconds=30)},
-            )
+            try:
+                bucket, prefix = parse_bucket(rest)
+            except ValueError as error:
+                raise BadRequest(f"the object store {url!r}: {error}; see PILOTLIGHT_OBJECT_STORE_URL") from error
+            store = s3_store(s3 or S3Settings(), bucket, "/".join(prefix))
             return cls(store, url)
         if scheme == "memory" and separator:
             return cls(MemoryStore(), url)
@@ -87,7 +88,7 @@ class ObjectStore:
         except AlreadyExistsError:
             return False
         except (BaseError, OSError) as error:
-            raise SourceUnavailable(f"cannot write {key} to {self.url}: {error}") from error
+            raise self._failure(f"cannot write {key} to {self.url}", error) from error
         return True
 
     async def get(self, key: str) -> bytes:
@@ -100,9 +101,11 @@ class ObjectStore:
         try:
             return bytes(await self._within(self._read(key), f"reading {key}"))
         except FileNotFoundError as error:
+            if S3Fault.of(error).code == NO_SUCH_BUCKET:
+                raise self._failure(f"cannot read {key} from {self.url}", error) from error
             raise NotFound(f"{self.url} holds no {key}") from error
         except (BaseError, OSError) as error:
-            raise SourceUnavailable(f"cannot read {key} from {self.url}: {error}") from error
+            raise self._failure(f"cannot read {key} from {self.url}", error) from error
 
     async def exists(self, key: str) -> bool:
         """Whether an object has the key.
@@ -115,7 +118,7 @@ class ObjectStore:
         except FileNotFoundError:
             return False
         except (BaseError, OSError) as error:
-            raise SourceUnavailable(f"cannot look for {key} in {self.url}: {error}") from error
+            raise self._failure(f"cannot look for {key} in {self.url}", error) from error
         return True
 
     async def delete(self, key: str) -> None:
@@ -129,11 +132,22 @@ class ObjectStore:
         except FileNotFoundError:
             return
         except (BaseError, OSError) as error:
-            raise SourceUnavailable(f"cannot remove {key} from {self.url}: {error}") from error
+            raise self._failure(f"cannot remove {key} from {self.url}", error) from error
 
     async def _read(self, key: str) -> obstore.Bytes:
         found = await obstore.get_async(self._store, key)
         return await found.bytes_async()
+
+    def _failure(self, what: str, error: Exception) -> SourceUnavailable:
+        """What the user can do about it depends on whose fault it is."""
+        if not isinstance(self._store, S3Store):
+            return SourceUnavailable(f"{what}: {error}")
+        fault = S3Fault.of(error)
+        if fault.denied:
+            return SourceDenied(f"{what}: {fault.text}")
+        if fault.missing:
+            return SourceMissing(f"{what}: there is no such bucket ({fault.text}); make it, or see PILOTLIGHT_OBJECT_STORE_URL")
+        return SourceUnavailable(f"{what}: {fault.text}; see PILOTLIGHT_S3_ENDPOINT")
 
     async def _within(self, work: Awaitable[T], what: str) -> T:
         try:

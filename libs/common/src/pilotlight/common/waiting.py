@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator, Awaitable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,6 +18,11 @@ CANCEL_AGAIN_S = 0.2
 async def pause(seconds: float) -> None:
     """Let time pass: for periodic work that has no event to wait for."""
     await asyncio.sleep(seconds)  # noqa: TID251 - this is the one place
+
+
+def block(seconds: float) -> None:
+    """As ``pause``, in a thread that may block."""
+    time.sleep(seconds)  # noqa: TID251 - this is the one place
 
 
 async def within(deadline_s: float, awaitable: Awaitable[T], what: str) -> T:

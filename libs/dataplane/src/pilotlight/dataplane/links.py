@@ -62,7 +62,7 @@ class LinkLimit:
 
 
 class Links:
-    """A limit for each source: a store, or the folders of this host together."""
+    """A limit for each source: a bucket, the hub, or the folders of this host together."""
 
     def __init__(self, bytes_per_s: float | None, clock: Clock) -> None:
         self._bytes_per_s = bytes_per_s
@@ -72,7 +72,8 @@ class Links:
     def of(self, uri: str) -> LinkLimit:
         """The link over which a model's bytes come."""
         parts = urlsplit(uri)
-        key = (parts.scheme or "file", parts.netloc)
+        # A hub is one server, whatever the organisation.
+        key = (parts.scheme or "file", "" if parts.scheme == "hf" else parts.netloc)
         if key not in self._limits:
             self._limits[key] = LinkLimit(self._bytes_per_s, self._clock)
         return self._limits[key]

@@ -22,7 +22,7 @@ from pilotlight.common.errors import BadRequest, CorruptChunk, PilotlightError
 from pilotlight.common.faults import Faults
 from pilotlight.common.telemetry import span, with_parent
 from pilotlight.common.waiting import cancel_all
-from pilotlight.dataplane.fetch import ChunkSource, OpenSource, Readers, Reading
+from pilotlight.dataplane.fetch import ChunkSource, OpenSource, Readers, Reading, ReadProgress
 from pilotlight.dataplane.links import Links
 from pilotlight.dataplane.pool import HostPool, PartImage
 from pilotlight.policy.types import Digest, InstanceId, Model, Phase, PhaseName, Transfer
@@ -154,7 +154,7 @@ class ModelFetch:
 
     async def _fill(self, manifest: Manifest) -> None:
         tools = self._tools
-        source = await self._reading.run(f"opening {self.model.uri}", lambda: self._open(manifest))
+        source = await self._reading.run(f"opening {self.model.uri}", lambda _: self._open(manifest))
         while True:
             while len(self._in_flight) < tools.readers.threads and (following := self._next_chunk(manifest)) is not None:
                 image, index = following
@@ -197,10 +197,10 @@ class ModelFetch:
     async def _read(self, source: ChunkSource, image: PartImage, chunk: Chunk) -> Digest:
         pool = self._tools.pool
 
-        def read() -> Digest:
+        def read(progress: ReadProgress) -> Digest:
             pool.back(image, chunk.image_offset, chunk.size_bytes)
             with pool.view(image, chunk.image_offset, chunk.size_bytes) as into:
-                return source.read_chunk(chunk, into)
+                return source.read_chunk(chunk, into, progress)
 
         await self._link.take(chunk.size_bytes)
         return await self._reading.run(f"part {image.part} of {self.model.name} from {self.model.uri}", read)

@@ -428,6 +428,15 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeDrain:
+    """An operator wants a node to be empty."""
+
+    node_id: NodeId
+    age_s: float
+    """Since it was asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """Everything that a decision may look at, at one moment."""
 
@@ -439,6 +448,7 @@ class Snapshot:
     instances: tuple[Instance, ...] = ()
     demand: tuple[Demand, ...] = ()
     estimates: tuple[Estimate, ...] = ()
+    drains: tuple[NodeDrain, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,12 +5,13 @@ from prometheus_client import CollectorRegistry, Gauge
 from pilotlight.cache.books import Books
 from pilotlight.cache.handlers import Handlers
 from pilotlight.cache.pool import PublishedCopies
-from pilotlight.cache.repository import CacheRepository
+from pilotlight.cache.repository import CacheRepository, retention
 from pilotlight.cache.room import RoomMaker
 from pilotlight.cache.settings import CacheSettings
 from pilotlight.cache.sole import SoleHolder
 from pilotlight.common.buckets import COPIES
 from pilotlight.common.db.outbox import Outbox
+from pilotlight.common.db.retention import PruneMetrics, Pruner
 from pilotlight.common.db.session import Database
 from pilotlight.common.service import Application, Context
 from pilotlight.policy.eviction.base import EvictionRules
@@ -32,6 +33,13 @@ async def build(context: Context[CacheSettings]) -> Application:
     room = RoomMaker(books, repository, context.bus, context.clock, Lru(), rules)
     copies = PublishedCopies(await context.bus.bucket(COPIES))
     add_metrics(books, context.metrics)
-    handlers = Handlers(context, books, repository, room, copies)
+    pruner = Pruner(
+        retention(context.settings),
+        database.unit_of_work,
+        context.clock,
+        PruneMetrics(context.metrics),
+        interval_s=context.settings.prune_interval_s,
+    )
+    handlers = Handlers(context, books, repository, room, copies, pruner)
     sole = SoleHolder(context.settings, context.background, handlers.begin, handlers.end)
     return Application(components=[database, Outbox(database, context), handlers, sole])

@@ -6,11 +6,13 @@ once, before its next report says so, and so is its grant, which its scheduler r
 
 from dataclasses import dataclass, field
 
+from pilotlight.policy.drain import copies_to_strike
 from pilotlight.policy.eviction.base import EvictionCandidate
-from pilotlight.policy.liveness import liveness_of
+from pilotlight.policy.liveness import DEAD_AFTER_S, liveness_of
 from pilotlight.policy.types import (
     Copy,
     Digest,
+    Epoch,
     GrantId,
     HeldState,
     InstanceId,
@@ -41,6 +43,8 @@ class Grant:
     host_bytes: int
     expires_s: float
     """On this process's monotonic clock."""
+    epoch: Epoch = field(default=Epoch(0))
+    """Of the leader that asked; 0 where that is not known any more."""
 
 
 @dataclass(slots=True)
@@ -62,11 +66,20 @@ class Books:
     pinned: frozenset[ModelName] = frozenset()
     model_of: dict[Digest, ModelName] = field(default_factory=dict[Digest, ModelName])
     grants: dict[GrantId, Grant] = field(default_factory=dict[GrantId, Grant])
+    draining: frozenset[NodeId] = frozenset()
+    """Nodes that an operator wants to be empty: nothing is granted there, and copies that nobody needs are struck."""
+    epoch: Epoch = field(default=Epoch(0))
+    """The highest that is known, from the lease, from reports or from a leader's request."""
+    listening_since_s: float = float("-inf")
     _workers: dict[WorkerId, _Heard] = field(default_factory=dict[WorkerId, _Heard])
     _nodes: dict[NodeId, _HeardNode] = field(default_factory=dict[NodeId, _HeardNode])
     _given_up: set[tuple[WorkerId, InstanceId]] = field(default_factory=set[tuple[WorkerId, InstanceId]])
     _dropped: set[tuple[NodeId, Digest]] = field(default_factory=set[tuple[NodeId, Digest]])
     _first_seen_s: dict[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])
+
+    def hear_epoch(self, epoch: Epoch) -> None:
+        """Take note of a leader."""
+        self.epoch = max(self.epoch, epoch)
 
     def hear_worker(self, facts: WorkerFacts, now_s: float) -> None:
         """Take a worker's report."""
@@ -130,6 +143,12 @@ class Books:
         """Whether the last report shows the granted stage."""
         heard = self._workers.get(grant.worker_id)
         return heard is not None and any(one.instance_id == grant.instance_id and one.state in LIVE for one in heard.facts.held)
+
+    def would_show(self, grant: Grant, now_s: float) -> bool:
+        """Whether a granted stage that is held would be known: its worker has reported, or had the time to. A cache that has just
+        been started has heard of nothing yet.
+        """
+        return grant.worker_id in self._workers or now_s - self.listening_since_s >= DEAD_AFTER_S
 
     def device_free_bytes(self, worker: WorkerFacts) -> int:
         """Bytes of a device that are neither held nor promised."""
@@ -204,6 +223,14 @@ class Books:
                 )
             )
         return tuple(candidates)
+
+    def strikable(self, node_id: NodeId, now_s: float) -> tuple[Digest, ...]:
+        """Host copies that a node that drains can give up now."""
+        node = self.node(node_id, now_s)
+        if node is None:
+            return ()
+        granted = frozenset(grant.digest for grant in self.grants.values() if grant.node_id == node_id)
+        return tuple(digest for digest in copies_to_strike(node, granted) if (node_id, digest) not in self._dropped)
 
     def missing_host_bytes(self, node: NodeFacts, digest: Digest, host_bytes: int) -> int:
         """What a fetch would still take of the pool."""

@@ -20,6 +20,14 @@ class PublishedCopies:
         """The bucket may have been emptied: take nothing for written."""
         self._published = dict.fromkeys(self._published, ())
 
+    async def sweep(self) -> None:
+        """Watch the bucket for ever: what an earlier cache wrote there is ours to remove, once its loader no longer has it."""
+        await self._bucket.watch(Copy, self._on_value)
+
+    async def _on_value(self, key: str, value: Copy | None) -> None:
+        if value is not None:
+            self._published.setdefault(key, value.parts)
+
     async def follow(self, node: NodeFacts) -> None:
         """Bring the bucket to what one report says. What could not be written is tried again with the next report."""
         present = {_key(copy): copy for copy in node.copies}

@@ -1,23 +1,41 @@
 """Rows of schema ``cache``, and the pins it reads from ``gateway.models``."""
 
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from sqlalchemy import delete, func, insert, select, text
 
 from pilotlight.cache.books import Grant
+from pilotlight.cache.settings import CacheSettings
 from pilotlight.cache.sole import check_sole, wait_for_grants
 from pilotlight.common.db import tables
 from pilotlight.common.db.mapping import from_row_json
+from pilotlight.common.db.retention import Keep, keep_outbox
 from pilotlight.common.db.session import Database
 from pilotlight.common.messages.room import Reserve
 from pilotlight.policy.eviction.base import Victim
-from pilotlight.policy.types import Digest, GrantId, InstanceId, Model, NodeId, WorkerId
+from pilotlight.policy.instance import ENDED
+from pilotlight.policy.types import Digest, Epoch, GrantId, InstanceId, Model, NodeId, WorkerId
 
-EVICTIONS_KEPT_S = 7 * 24 * 3600.0
-"""As long as the events that told of them."""
-TRIM_ROWS = 1000
-"""Deleted at a time: a statement must end within its deadline however much there is."""
+UNPLANNED_S = 10.0
+"""From a grant to the row of its instance: a scheduler that has written none by then has died, or has not heard of the grant."""
+
+
+def retention(settings: CacheSettings) -> tuple[Keep, ...]:
+    """How long rows of this schema are kept. Grants end by themselves."""
+    at = tables.evictions.c.at
+    return Keep(at=at, days=settings.evictions_keep_days, max_rows=settings.evictions_max_rows), keep_outbox("cache", settings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orphans:
+    """Grants that nobody may be using."""
+
+    over: frozenset[GrantId]
+    """Their instance has ended, or was not written down though there was time for it."""
+    unwritten: frozenset[GrantId]
+    """There is no row of their instance, or not yet."""
 
 
 class CacheRepository:
@@ -33,6 +51,24 @@ class CacheRepository:
         async with self._database.reading() as connection:
             rows = await connection.execute(select(tables.models.c.body))
             return tuple(from_row_json(row.body, Model) for row in rows)
+
+    async def drains(self) -> frozenset[NodeId]:
+        """Nodes that an operator wants to be empty."""
+        async with self._database.reading() as connection:
+            return frozenset((await connection.execute(select(tables.drains.c.node_id))).scalars())
+
+    async def add_struck(self, node_id: NodeId, digests: tuple[Digest, ...]) -> None:
+        """Store that a node that drains gave copies up."""
+        row: dict[str, Any] = {"kind": "copy", "node_id": node_id, "reason": "its node is being drained", "inputs": {}}
+        async with self._database.unit_of_work() as work:
+            for digest in digests:
+                await work.connection.execute(insert(tables.evictions).values(at=func.now(), subject=digest, **row))
+                work.emit("copy_evicted", digest, {"node_id": node_id, "for_model": ""})
+
+    async def leading_epoch(self) -> Epoch:
+        """Of the scheduler that took the lease last; 0 when none ever did."""
+        async with self._database.reading() as connection:
+            return Epoch((await connection.execute(select(tables.lease.c.epoch))).scalar_one_or_none() or 0)
 
     async def open_grants(self, now_s: float) -> tuple[Grant, ...]:
         """Grants that the last cache left open; times are moved to this process's clock."""
@@ -85,12 +121,20 @@ class CacheRepository:
                 )
                 work.emit(f"{kind}_evicted", victim.subject, {"node_id": node_id, "for_model": request.model})
 
-    async def trim_evictions(self) -> None:
-        """Delete some evictions of long ago."""
-        table = tables.evictions
-        some = select(table.c.id).where(table.c.at < func.now() - timedelta(seconds=EVICTIONS_KEPT_S)).limit(TRIM_ROWS)
-        async with self._database.unit_of_work() as work:
-            await work.connection.execute(delete(table).where(table.c.id.in_(some)))
+    async def orphans(self) -> Orphans:
+        """Which grants may be of no use any more."""
+        grants, instances = tables.grants, tables.instances
+        unwritten = instances.c.instance_id.is_(None).label("unwritten")
+        ended = instances.c.state.in_([state.value for state in ENDED])
+        late = unwritten & (grants.c.created_at < func.now() - timedelta(seconds=UNPLANNED_S))
+        join = grants.outerjoin(instances, instances.c.instance_id == grants.c.instance_id)
+        found = select(grants.c.grant_id, unwritten, func.coalesce(ended, False).label("ended"), late.label("late"))
+        async with self._database.reading() as connection:
+            rows = (await connection.execute(found.select_from(join))).all()
+        return Orphans(
+            over=frozenset(GrantId(row.grant_id) for row in rows if row.ended or row.late),
+            unwritten=frozenset(GrantId(row.grant_id) for row in rows if row.unwritten),
+        )
 
     async def end_grants(self, grant_ids: list[GrantId]) -> None:
         """Forget grants; ones that are not known any more are no error."""

@@ -13,7 +13,7 @@ from pilotlight.cache.books import Books, Grant
 from pilotlight.cache.repository import CacheRepository
 from pilotlight.common.bus import Bus
 from pilotlight.common.clock import Clock
-from pilotlight.common.errors import BusUnavailable, DeadlineExceeded, HostPoolFull, NoRoom, NoWorker
+from pilotlight.common.errors import BusUnavailable, DeadlineExceeded, HostPoolFull, NoRoom, NoWorker, StaleCommand
 from pilotlight.common.ids import new_grant_id
 from pilotlight.common.messages.room import (
     Drop,
@@ -70,11 +70,22 @@ class RoomMaker:
             NoWorker: the worker or its node does not report, or the device can never hold the stage.
             NoRoom: what is loaded may not go.
             HostPoolFull: the host pool has no room, or can never have it.
+            StaleCommand: a newer leader is known.
         """
+        if request.epoch:
+            is_new = request.epoch > self._books.epoch
+            self._books.hear_epoch(request.epoch)
+            if request.epoch < self._books.epoch:
+                raise StaleCommand(f"epoch {request.epoch} is older than {self._books.epoch}")
+            if is_new:
+                # What its predecessor was granted and did not come to use must not be in its way.
+                await self.lapse()
         async with self._locks[request.node_id]:
             known = self._books.grant_of(request.instance_id, request.worker_id)
             if known is not None:
                 return Reserved(grant_id=known.grant_id)
+            if request.node_id in self._books.draining:
+                raise NoRoom(f"node {request.node_id} is being drained", retry_after_s=1.0)
             evicted = _Evicted()
             await self._make_device_room(request, evicted)
             host_bytes = await self._make_host_room(request, evicted)
@@ -87,6 +98,7 @@ class RoomMaker:
                 device_bytes=request.device_bytes,
                 host_bytes=host_bytes,
                 expires_s=self._clock.monotonic_s() + request.lease_s,
+                epoch=request.epoch,
             )
             # In the books first: while the row is written, nobody else may count on these bytes.
             self._books.grants[grant.grant_id] = grant
@@ -110,17 +122,53 @@ class RoomMaker:
         return Released()
 
     async def lapse(self) -> None:
-        """Forget grants whose lease is over and whose stage no report shows."""
-        now_s = self._clock.monotonic_s()
+        """Forget grants whose stage no report shows, when their lease is over, or their instance is.
+
+        The word that gives a grant back may be lost, and a grant may be made whose requester never hears of it. What a leader has
+        not written down when there is a newer one, it never will.
+        """
+        now_s, epoch = self._clock.monotonic_s(), self._books.epoch
+        unheld = [grant for grant in self._books.grants.values() if not self._books.is_held(grant)]
+        if not unheld:
+            return
+        orphans = await self._repository.orphans()
         over: list[GrantId] = [
-            grant.grant_id for grant in self._books.grants.values() if grant.expires_s < now_s and not self._books.is_held(grant)
+            grant.grant_id
+            for grant in unheld
+            if (grant.expires_s < now_s and self._books.would_show(grant, now_s))
+            or grant.grant_id in orphans.over
+            or (grant.grant_id in orphans.unwritten and 0 < grant.epoch < epoch)
         ]
         if not over:
             return
         for grant_id in over:
-            del self._books.grants[grant_id]
+            # Released, perhaps, while the rows were read.
+            self._books.grants.pop(grant_id, None)
         log.warning("grants lapsed", action="grants_lapsed", grants=len(over))
         await self._repository.end_grants(over)
+
+    async def strike(self) -> None:
+        """Let nodes that drain give up the copies that nobody there needs. What a loader refuses is tried again later.
+
+        Raises:
+            DatabaseUnavailable: copies went that are not recorded.
+        """
+        for node_id in sorted(self._books.draining):
+            async with self._locks[node_id]:
+                digests = self._books.strikable(node_id, self._clock.monotonic_s())
+                if not digests:
+                    continue
+                try:
+                    reply = await self._bus.request(
+                        drop_subject(node_id), Drop(digests=digests), Dropped, deadline_s=HOLDER_DEADLINE_S
+                    )
+                except (BusUnavailable, DeadlineExceeded) as error:
+                    log.warning("copies are struck later", action="strike_deferred", node_id=node_id, error=error.message)
+                    continue
+                self._books.drop(node_id, reply.digests)
+                if reply.digests:
+                    log.info("copies struck", action="copies_struck", node_id=node_id, copies=len(reply.digests))
+                    await self._repository.add_struck(node_id, reply.digests)
 
     async def _make_device_room(self, request: Reserve, evicted: _Evicted) -> None:
         for _ in range(MAX_ROUNDS):

@@ -14,16 +14,21 @@ from starlette.routing import Mount, Route
 from starlette.types import ASGIApp
 
 from pilotlight.common.db.outbox import Outbox
+from pilotlight.common.db.retention import PruneMetrics, Pruner
 from pilotlight.common.db.session import Database
 from pilotlight.common.errors import PilotlightError
 from pilotlight.common.ids import new_gateway_id
 from pilotlight.common.phases import PhaseReporter
 from pilotlight.common.service import Application, Component, Context
+from pilotlight.common.sources.opening import Sources
+from pilotlight.common.sources.ranged import Patience
 from pilotlight.gateway import scrape
 from pilotlight.gateway.admin.app import AdminParts, build_admin
+from pilotlight.gateway.audit import AuditLog
 from pilotlight.gateway.auth import Authenticator
 from pilotlight.gateway.catalog import Catalog
 from pilotlight.gateway.demand import DemandPublisher
+from pilotlight.gateway.drains import DrainRepository
 from pilotlight.gateway.explain import Decisions, Explainer
 from pilotlight.gateway.fleet import Fleet
 from pilotlight.gateway.hold import Hold
@@ -34,8 +39,9 @@ from pilotlight.gateway.openai.exchange import ExchangeParts
 from pilotlight.gateway.presence import Presence
 from pilotlight.gateway.registration import Registration
 from pilotlight.gateway.relay import Relay
-from pilotlight.gateway.repository import DisplayRepository
+from pilotlight.gateway.repository import DecisionReader
 from pilotlight.gateway.requests import RequestParts, Requests
+from pilotlight.gateway.retention import retention
 from pilotlight.gateway.route import Router
 from pilotlight.gateway.server import HttpServer
 from pilotlight.gateway.settings import GatewaySettings
@@ -95,6 +101,7 @@ class Pages:
     metrics: CollectorRegistry
     run_dir: Path
     not_ready: Callable[[], str | None]
+    metrics_dir: Path | None = None
 
     def routes(self) -> list[Route]:
         """Health, readiness and metrics."""
@@ -111,7 +118,7 @@ class Pages:
 
     async def metrics_page(self, _: Request) -> Response:
         """Metrics of every service on this machine."""
-        page = await scrape.collect(self.metrics, self.run_dir, os.getpid())
+        page = await scrape.collect(self.metrics, self.run_dir, os.getpid(), self.metrics_dir)
         return Response(page, headers={"content-type": scrape.CONTENT_TYPE})
 
 
@@ -132,15 +139,22 @@ async def build(context: Context[GatewaySettings]) -> Application:
     database = Database(settings, "gateway", clock)
     authenticator = Authenticator(database, settings, settings, clock)
     catalog = Catalog(database, context)
-    registration = Registration(database, context, settings.roots(), catalog)
+    registration = Registration(database, context, Sources(settings, Patience()), catalog)
     usage = UsageRecorder(database, clock, background)
-    serving = build_serving(context, DisplayRepository(database))
+    serving = build_serving(context, DecisionReader(database))
     measures = Measures(context.metrics, serving.hold, serving.relay)
     exchanges = ExchangeParts(requests=serving.requests, usage=usage, measures=measures, clock=clock)
     api = OpenAiApi(catalog, authenticator, exchanges, max_body_bytes=settings.max_body_bytes, max_requests=settings.max_requests)
+    audit = AuditLog(database, clock, background, context.metrics)
     admin = build_admin(
         AdminParts(
-            authenticator=authenticator, registration=registration, database=database, fleet=serving.fleet, bus=context.bus
+            authenticator=authenticator,
+            registration=registration,
+            database=database,
+            fleet=serving.fleet,
+            bus=context.bus,
+            audit=audit,
+            drains=DrainRepository(database, clock),
         )
     )
 
@@ -149,23 +163,38 @@ async def build(context: Context[GatewaySettings]) -> Application:
             return "the gateway is stopping"
         return None if context.bus.connected else "NATS cannot be reached"
 
-    pages = Pages(metrics=context.metrics, run_dir=settings.run_dir, not_ready=not_ready)
+    pages = Pages(metrics=context.metrics, run_dir=settings.run_dir, not_ready=not_ready, metrics_dir=settings.metrics_dir)
     server = HttpServer(
         Edge(build_http(api, pages, admin), TRACED_PATHS),
         serving.hold,
         background,
         host=settings.host,
         port=settings.port,
+        share_port=settings.share_port,
         drain_s=settings.drain_s,
     )
-    presence = Presence(context.bus, serving.gateway_id, lambda: settings.public_url or f"http://{settings.host}:{server.port}")
+
+    def url() -> str:
+        return settings.public_url or f"http://{settings.host}:{server.port}"
+
+    presence = Presence(context.bus, clock, background, serving.gateway_id, url)
+    pruner = Pruner(
+        retention(settings),
+        database.unit_of_work,
+        clock,
+        PruneMetrics(context.metrics),
+        interval_s=settings.prune_interval_s,
+        background=background,
+    )
     components: list[Component] = [
         database,
         Outbox(database, context),
         authenticator,
         catalog,
         usage,
+        audit,
         SpanStore(database, context),
+        pruner,
         serving.fleet,
         serving.relay,
         serving.demand,

@@ -68,7 +68,7 @@ class Authenticator:
         if pepper is None:
             raise SettingsInvalid("the secret key-pepper is missing: PILOTLIGHT_SECRETS_DIR must hold a file of that name")
         self._pepper = pepper.encode()
-        self._keys = KeyRepository(database)
+        self._keys = KeyRepository(database, clock)
         self._access = access
         self._clock = clock
         self._cache: dict[str, _Cached] = {}

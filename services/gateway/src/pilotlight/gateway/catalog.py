@@ -17,7 +17,8 @@ from pilotlight.common.messages.events import Event
 from pilotlight.common.service import Context
 from pilotlight.common.settings import ServiceSettings
 from pilotlight.common.store import ObjectStore, text_key
-from pilotlight.common.waiting import cancel_all, woken
+from pilotlight.common.waiting import cancel_all, within, woken
+from pilotlight.gateway.admin.schemas import MAX_NAME_CHARS
 from pilotlight.gateway.repository import ModelRepository, StoredModel
 from pilotlight.policy.types import Digest, Model
 from pilotlight.text.bundle import TextBundle, decode
@@ -27,6 +28,8 @@ from pilotlight.text.tokenizer import TextTokenizer
 log = structlog.get_logger()
 
 REFRESH_INTERVAL_S = 5.0
+FIND_DEADLINE_S = 1.0
+"""How long a request for a model that is not known waits for a database that does not answer."""
 GATEWAY_EVENTS = "v1.event.gateway.>"
 
 
@@ -98,6 +101,18 @@ class Catalog:
     def get(self, name: str) -> CatalogEntry | None:
         """One model, or None."""
         return self._entries.get(name)
+
+    async def find(self, name: str) -> CatalogEntry | None:
+        """One model, or None. Looked up where it is not known: another gateway may have registered it a moment ago."""
+        entry = self.get(name)
+        if entry is not None or len(name) > MAX_NAME_CHARS or not name.isprintable():
+            return entry
+        try:
+            await within(FIND_DEADLINE_S, self._models.get(name), "looking up a model")
+            await self.refresh()
+        except PilotlightError as error:
+            log.debug("model not found", action="catalog_miss", code=error.code)
+        return self.get(name)
 
     def names(self) -> tuple[str, ...]:
         """Every model's name, sorted."""

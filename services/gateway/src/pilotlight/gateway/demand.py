@@ -25,6 +25,7 @@ class DemandPublisher:
         self._gateway_id = gateway_id
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._seq = 0
 
     async def start(self) -> None:
         """Publish from now on."""
@@ -51,7 +52,9 @@ class DemandPublisher:
 
     async def _publish(self) -> bool:
         demands = self._hold.demand()
-        await self._bus.publish(demand_subject(self._gateway_id), DemandVector(gateway_id=self._gateway_id, demands=demands))
+        self._seq += 1
+        vector = DemandVector(gateway_id=self._gateway_id, demands=demands, seq=self._seq)
+        await self._bus.publish(demand_subject(self._gateway_id), vector)
         return bool(demands)
 
     async def _again(self) -> None:

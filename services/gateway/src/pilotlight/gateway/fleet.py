@@ -13,7 +13,15 @@ from pilotlight.common.buckets import INSTANCES
 from pilotlight.common.bus import Bus, Subscription
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import PilotlightError, SourceChanged, WorkerLost
-from pilotlight.common.messages.reports import LOADER_REPORTS, WORKER_REPORTS, LoaderReport, WorkerReport
+from pilotlight.common.messages.reports import (
+    LOADER_REPORTS,
+    WORKER_REPORTS,
+    LoaderReport,
+    WorkerReport,
+    loader_report_subject,
+    worker_report_subject,
+)
+from pilotlight.common.newest import Newest
 from pilotlight.common.service import Background
 from pilotlight.common.waiting import every
 from pilotlight.policy.instance import SERVING, STARTING
@@ -101,6 +109,7 @@ class Fleet:
         self._failed: dict[ModelName, FailedStart] = {}
         self._gone: list[Callable[[InstanceId], None]] = []
         self._subscriptions: list[Subscription] = []
+        self._newest = Newest()
 
     def on_change(self, callback: Callable[[ModelName], None]) -> None:
         """Call with a model whose instances, or their workers, have changed."""
@@ -207,6 +216,9 @@ class Fleet:
                     callback(InstanceId(key))
                 self._tell(before.instance.model)
             return
+        if before is not None and instance.epoch < before.instance.epoch:
+            # Written late by a leader that has been replaced; its successor shows the instance again.
+            return
         since_s = None
         if instance.state in SERVING:
             since_s = before.serving_since_s if before is not None else None
@@ -230,6 +242,8 @@ class Fleet:
     async def _on_worker_report(self, report: WorkerReport) -> None:
         now_s = self._clock.monotonic_s()
         worker_id = report.facts.worker_id
+        if not self._newest.is_news(worker_report_subject(worker_id), report.incarnation, report.seq):
+            return
         worker = self._workers.get(worker_id)
         if worker is None:
             self._workers[worker_id] = _Worker(report.facts, report.incarnation, now_s)
@@ -245,6 +259,8 @@ class Fleet:
 
     async def _on_loader_report(self, report: LoaderReport) -> None:
         now_s = self._clock.monotonic_s()
+        if not self._newest.is_news(loader_report_subject(report.facts.node_id), report.incarnation, report.seq):
+            return
         self._nodes[report.facts.node_id] = _Node(report.facts, now_s)
         for worker_id in report.dead_workers:
             worker = self._workers.get(worker_id)

@@ -185,8 +185,9 @@ class Hold:
         asyncio.get_running_loop().call_later(after_s, self.pump, model)
 
     def ahead(self, place: Place) -> int:
-        """Requests for the same model with an earlier deadline."""
-        return bisect_left(self._lines[place.ticket.model].places, place.order, key=_order)
+        """Requests for the same model with an earlier deadline; none for one that has just got its instance."""
+        line = self._lines.get(place.ticket.model)
+        return bisect_left(line.places, place.order, key=_order) if line is not None else 0
 
     def demand(self) -> tuple[Demand, ...]:
         """Everything that is held, with ages as of now. Whoever asks is about to tell the scheduler."""

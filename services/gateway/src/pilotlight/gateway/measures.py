@@ -22,6 +22,12 @@ class Measures:
             registry=registry,
             buckets=_SECONDS,
         )
+        self._first_tokens = Counter(
+            "pilotlight_first_tokens",
+            "First tokens, by whether they came within the TTFT target of their model's SLO.",
+            ["model", "met"],
+            registry=registry,
+        )
         held = Gauge("pilotlight_held_requests", "Requests that wait for an instance.", registry=registry)
         held.set_function(lambda: float(hold.held))
         running = Gauge("pilotlight_running_requests", "Requests that run on a worker.", registry=registry)
@@ -36,3 +42,7 @@ class Measures:
         self._output.labels(model=model).inc(output_tokens)
         if first_token_s is not None:
             self._first_token_s.labels(model=model, held=str(held).lower()).observe(first_token_s)
+
+    def first_token(self, model: str, *, met: bool) -> None:
+        """Count a first token, which came in time or did not."""
+        self._first_tokens.labels(model=model, met=str(met).lower()).inc()

@@ -4,9 +4,7 @@ Parameters are not read: registration takes seconds whatever the model's size, a
 """
 
 import asyncio
-import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TypeVar
 
 import structlog
@@ -14,23 +12,23 @@ import structlog
 from pilotlight.checkpoint.checkpoint import Checkpoint, read_checkpoint
 from pilotlight.checkpoint.errors import CheckpointError
 from pilotlight.checkpoint.manifest import encode as encode_manifest
-from pilotlight.checkpoint.reader import FolderSource, read_small
+from pilotlight.checkpoint.reader import read_small
 from pilotlight.common.clock import Clock
 from pilotlight.common.db.session import Database
 from pilotlight.common.errors import (
     BadCheckpoint,
     PilotlightError,
-    SourceUnavailable,
+    SourceMissing,
     UnprocessableInput,
-    UriNotAllowed,
     error_of,
 )
-from pilotlight.common.model_roots import ModelRoots
 from pilotlight.common.service import Context
 from pilotlight.common.settings import ServiceSettings
+from pilotlight.common.sources.opening import PinnedSource, Sources
 from pilotlight.common.store import manifest_key, text_key
 from pilotlight.common.waiting import within
 from pilotlight.gateway.admin.schemas import ModelChanges, NewModel, SloBody
+from pilotlight.gateway.audit import SYSTEM, Actor
 from pilotlight.gateway.catalog import Catalog, ModelText
 from pilotlight.gateway.repository import ModelRepository, StoredModel
 from pilotlight.policy.types import Dtype, Model, ModelName, ScalingBounds, Slo
@@ -50,6 +48,8 @@ MAX_CONCURRENT = 4
 class _Read:
     """What was read from a source."""
 
+    uri: str
+    revision: str | None
     checkpoint: Checkpoint
     text: TextBundle
 
@@ -57,15 +57,15 @@ class _Read:
 class Registration:
     """Adds, changes and removes models."""
 
-    def __init__(self, database: Database, context: Context[ServiceSettings], roots: ModelRoots, catalog: Catalog) -> None:
+    def __init__(self, database: Database, context: Context[ServiceSettings], sources: Sources, catalog: Catalog) -> None:
         self.models = ModelRepository(database, context.clock)
         self._store = context.store
         self._clock = context.clock
-        self._roots = roots
+        self._sources = sources
         self._catalog = catalog
         self._slots = asyncio.Semaphore(MAX_CONCURRENT)
 
-    async def register(self, body: NewModel) -> StoredModel:
+    async def register(self, body: NewModel, actor: Actor = SYSTEM) -> StoredModel:
         """Register a model.
 
         Raises:
@@ -78,19 +78,12 @@ class Registration:
             min_instances=body.min_instances, max_instances=body.max_instances, keep_alive_s=body.keep_alive_s
         )
         _check(scaling)
-        if body.revision is not None:
-            raise UnprocessableInput("a folder has no revisions: leave `revision` out", param="revision")
-        try:
-            folder = self._roots.folder_of(body.uri)
-        except SourceUnavailable as error:
-            # Of a registered model it may come back; here it is a name that was written wrongly.
-            raise BadCheckpoint(error.message, param="uri") from error
-        read = await within(READ_DEADLINE_S, self._read(folder), f"reading {folder}")
+        read = await within(READ_DEADLINE_S, self._read(body), f"reading {body.uri}")
         checkpoint = read.checkpoint
         model = Model(
             name=ModelName(body.name),
-            uri=folder.as_uri(),
-            revision=body.revision,
+            uri=read.uri,
+            revision=read.revision,
             source_version=checkpoint.source_version,
             digest=checkpoint.manifest.digest(),
             text_digest=read.text.digest(),
@@ -103,30 +96,30 @@ class Registration:
         # Blobs first: a row must never name an object that is not there. A blob without a row does no harm.
         await self._store.put_if_absent(manifest_key(model.digest), encode_manifest(checkpoint.manifest))
         await self._store.put_if_absent(text_key(model.text_digest), encode_bundle(read.text))
-        stored = await self.models.add(model)
+        stored = await self.models.add(model, actor)
         await self._show()
         log.info("model registered", action="model_registered", model=model.name, digest=model.digest, uri=model.uri)
         return stored
 
-    async def change(self, name: str, body: ModelChanges) -> StoredModel:
+    async def change(self, name: str, body: ModelChanges, actor: Actor = SYSTEM) -> StoredModel:
         """Change SLO, bounds or pin of a model.
 
         Raises:
             ModelNotFound: there is none of that name.
             UnprocessableInput: bounds contradict each other.
         """
-        stored = await self.models.change(name, lambda model: _changed(model, body))
+        stored = await self.models.change(name, lambda model: _changed(model, body), actor)
         await self._show()
         log.info("model changed", action="model_changed", model=name)
         return stored
 
-    async def remove(self, name: str) -> None:
+    async def remove(self, name: str, actor: Actor = SYSTEM) -> None:
         """Delete a model.
 
         Raises:
             ModelNotFound: there is none of that name.
         """
-        await self.models.remove(name)
+        await self.models.remove(name, actor)
         await self._show()
         log.info("model deleted", action="model_deleted", model=name)
 
@@ -137,10 +130,10 @@ class Registration:
         except PilotlightError as error:
             log.warning("a change is shown a little later", action="catalog_deferred", error=error.message)
 
-    async def _read(self, folder: Path) -> _Read:
+    async def _read(self, body: NewModel) -> _Read:
         """Read in a thread. Its slot is free when the thread has ended, which may be long after whoever waits has given up."""
         await self._slots.acquire()
-        reading = asyncio.get_running_loop().run_in_executor(None, _read, folder, self._roots, self._clock)
+        reading = asyncio.get_running_loop().run_in_executor(None, _open_and_read, self._sources, body, self._clock)
         reading.add_done_callback(self._on_read)
         return await asyncio.shield(reading)
 
@@ -175,16 +168,27 @@ def _slo(body: SloBody) -> Slo:
     return Slo(ttft_ms=body.ttft_ms, tpot_ms=body.tpot_ms, attainment=body.attainment)
 
 
-def _read(folder: Path, roots: ModelRoots, clock: Clock) -> _Read:
-    """Read headers and text files; errors of the lower library become those of the taxonomy, by code."""
-    source = FolderSource(folder)
+def _open_and_read(sources: Sources, body: NewModel, clock: Clock) -> _Read:
+    """Open, read, close; errors of the lower library become those of the taxonomy, by code."""
     try:
-        for file in source.list_files():
-            _check_place(folder / file.name, roots)
-        checkpoint = read_checkpoint(source)
-        files = {file.name: read_small(source, file, MAX_TOKENIZER_BYTES) for file in checkpoint.text_files}
+        pinned = sources.pin(body.uri, body.revision)
+        try:
+            return _read(pinned, clock)
+        finally:
+            pinned.source.close()
     except CheckpointError as error:
-        raise error_of(error.code, str(error)) from error
+        found = error_of(error.code, str(error))
+    except SourceMissing as error:
+        found = error
+    if isinstance(found, SourceMissing):
+        # Of a registered model it may come back; here it is a name that was written wrongly.
+        raise BadCheckpoint(found.message, param="uri") from found
+    raise found
+
+
+def _read(pinned: PinnedSource, clock: Clock) -> _Read:
+    checkpoint = read_checkpoint(pinned.source)
+    files = {file.name: read_small(pinned.source, file, MAX_TOKENIZER_BYTES) for file in checkpoint.text_files}
     text = bundle_from_files(files)
     known = ModelText.of(text, clock).tokenizer.vocab_size
     if known > checkpoint.spec.vocab_size:
@@ -192,10 +196,4 @@ def _read(folder: Path, roots: ModelRoots, clock: Clock) -> _Read:
             f"tokenizer.json has {known} tokens and config.json's vocab_size is {checkpoint.spec.vocab_size}: they belong to "
             "different models"
         )
-    return _Read(checkpoint, text)
-
-
-def _check_place(path: Path, roots: ModelRoots) -> None:
-    """Hub caches are made of links, so links are followed; but not to what no root allows."""
-    if path.is_symlink() and not roots.hold(Path(os.path.realpath(path))):
-        raise UriNotAllowed(f"{path} is a link to a file that is not below an allowed root", param="uri")
+    return _Read(pinned.uri, pinned.revision, checkpoint, text)

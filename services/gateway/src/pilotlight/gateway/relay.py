@@ -229,23 +229,29 @@ class Relay:
         backoff = Backoff(first_s=0.05, limit_s=1.0)
         failures = 0
         while attempt.finish is None and attempt.error is None:
-            message = Resend(request_id=attempt.request_id, attempt=attempt.number, from_seq=attempt.log.next_seq)
+            answered, from_seq = False, attempt.log.next_seq
+            message = Resend(request_id=attempt.request_id, attempt=attempt.number, from_seq=from_seq)
             try:
                 reply = await self._bus.request(
                     resend_subject(attempt.worker_id), message, TokenBatch, deadline_s=RESEND_DEADLINE_S
                 )
             except PilotlightError as error:
-                if not error.retryable:
+                # What was asked for came meanwhile, and was acknowledged: no wonder that it is not there any more.
+                if not error.retryable and attempt.log.next_seq == from_seq:
                     attempt.fail(WorkerLost(f"worker {attempt.worker_id} no longer knows the request: {error.message}"))
                     return
             else:
+                answered = True
                 for entry in reply.entries:
                     self._take(attempt.worker_id, entry)
                 attempt.heard_s = self._clock.monotonic_s()
-                if not attempt.log.gap:
-                    return
+            if not attempt.log.gap and (answered or attempt.log.next_seq > from_seq):
+                return
+            if not self._bus.connected:
+                # Nobody can be asked: that says nothing about the worker.
+                failures = 0
             failures += 1
-            if failures > MAX_RESENDS and self._bus.connected:
+            if failures > MAX_RESENDS:
                 attempt.fail(WorkerLost(f"worker {attempt.worker_id} does not send the tokens that are missing"))
                 return
             await pause(backoff.delay_s(failures, self._rng))

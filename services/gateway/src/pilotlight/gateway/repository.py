@@ -5,18 +5,17 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
 
-from sqlalchemy import Select, delete, desc, func, select, update
+from sqlalchemy import delete, desc, func, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import IntegrityError
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.db import tables
 from pilotlight.common.db.mapping import from_row_json, to_row_json
-from pilotlight.common.db.session import Database
+from pilotlight.common.db.session import Database, UnitOfWork
 from pilotlight.common.errors import AlreadyExists, ModelNotFound
+from pilotlight.gateway.audit import SYSTEM, Actor, record
 from pilotlight.policy.types import Model, ModelName
-
-MAX_ROWS_OF_TRACE = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +52,7 @@ class ModelRepository:
             raise ModelNotFound(f"there is no model {name!r}", param="name")
         return _stored(row)
 
-    async def add(self, model: Model) -> StoredModel:
+    async def add(self, model: Model, actor: Actor = SYSTEM) -> StoredModel:
         """Insert a new model.
 
         Raises:
@@ -68,11 +67,12 @@ class ModelRepository:
                     )
                 )
                 work.emit("model_registered", model.name, {"digest": model.digest})
+                await record(work, self._clock, actor, "model_register", model.name, _audited(model))
         except IntegrityError as error:
             raise AlreadyExists(f"a model named {model.name!r} is already registered", param="name") from error
         return StoredModel(model=model, created_at=now, updated_at=now)
 
-    async def change(self, name: str, changed: Callable[[Model], Model]) -> StoredModel:
+    async def change(self, name: str, changed: Callable[[Model], Model], actor: Actor = SYSTEM) -> StoredModel:
         """Replace a model by what ``changed`` makes of it. Its row is locked meanwhile, so that no other change is lost.
 
         Raises:
@@ -85,13 +85,17 @@ class ModelRepository:
             row = (await work.connection.execute(locked)).mappings().one_or_none()
             if row is None:
                 raise ModelNotFound(f"there is no model {name!r}", param="name")
-            model = changed(_stored(row).model)
+            before = _stored(row).model
+            model = changed(before)
             values = {"digest": model.digest, "body": to_row_json(model), "updated_at": now}
             await work.connection.execute(update(tables.models).where(tables.models.c.name == name).values(**values))
             work.emit("model_changed", model.name, {"digest": model.digest})
+            was, now_is = _audited(before), _audited(model)
+            differences = {key: {"from": was[key], "to": now_is[key]} for key in was if was[key] != now_is[key]}
+            await record(work, self._clock, actor, "model_change", name, differences)
         return StoredModel(model=model, created_at=row["created_at"], updated_at=now)
 
-    async def remove(self, name: str) -> None:
+    async def remove(self, name: str, actor: Actor = SYSTEM) -> None:
         """Delete a model; its instances drain.
 
         Raises:
@@ -102,6 +106,7 @@ class ModelRepository:
             if gone.rowcount == 0:
                 raise ModelNotFound(f"there is no model {name!r}", param="name")
             work.emit("model_deleted", ModelName(name))
+            await record(work, self._clock, actor, "model_delete", name, {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,8 +123,9 @@ class ApiKey:
 class KeyRepository:
     """API keys."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, clock: Clock) -> None:
         self._database = database
+        self._clock = clock
 
     async def by_hash(self, digest: str) -> ApiKey | None:
         """The key with this hash, unless it is revoked."""
@@ -139,8 +145,13 @@ class KeyRepository:
         )
         valid = {"role": key.role, "label": key.label, "revoked_at": None}
         async with self._database.unit_of_work() as work:
-            await work.connection.execute(update(keys).where(*others).values(revoked_at=func.now()))
-            await work.connection.execute(row.on_conflict_do_update(index_elements=["key_id"], set_=valid))
+            revoke = update(keys).where(*others).values(revoked_at=func.now()).returning(keys.c.key_id)
+            for revoked in (await work.connection.execute(revoke)).scalars().all():
+                await record(work, self._clock, SYSTEM, "key_revoke", revoked, {"role": key.role, "label": key.label})
+            differs = keys.c.revoked_at.is_not(None) | (keys.c.role != key.role) | (keys.c.label != key.label)
+            install = row.on_conflict_do_update(index_elements=["key_id"], set_=valid, where=differs)
+            for installed in (await work.connection.execute(install.returning(keys.c.key_id))).scalars().all():
+                await record(work, self._clock, SYSTEM, "key_install", installed, {"role": key.role, "label": key.label})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,9 +173,18 @@ class UsageRepository:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def add(self, rows: Sequence[UsageRow]) -> None:
-        """Insert a batch."""
+    async def add(self, rows: Sequence[UsageRow], *, writer: int, in_doubt: bool = False) -> None:
+        """Insert a batch.
+
+        ``writer`` is the recorder's own number: its transactions come one after the other, so that an ``in_doubt`` batch, which an
+        earlier try may have committed before its answer was lost, waits for the end of that try and then adds only what is missing.
+        """
         async with self._database.unit_of_work() as work:
+            await work.connection.execute(select(func.pg_advisory_xact_lock(writer)))
+            if in_doubt:
+                rows = await _missing(work, rows)
+            if not rows:
+                return
             await work.connection.execute(
                 insert(tables.usage),
                 [
@@ -182,46 +202,42 @@ class UsageRepository:
             )
 
 
-class DisplayRepository:
-    """What the other services decided, for the admin API."""
+async def _missing(work: UnitOfWork, rows: Sequence[UsageRow]) -> list[UsageRow]:
+    table = tables.usage
+    known = select(table.c.request_id).where(
+        table.c.at >= min(row.at for row in rows), table.c.request_id.in_([row.request_id for row in rows])
+    )
+    written = set((await work.connection.execute(known)).scalars())
+    return [row for row in rows if row.request_id not in written]
+
+
+class DecisionReader:
+    """The scheduler's last decisions, for a request that asks why nothing was done."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def instances(self, limit: int) -> list[dict[str, Any]]:
-        """Instances, the newest first."""
-        table = tables.instances
-        return await self._rows(select(table).order_by(desc(table.c.created_at)).limit(limit))
-
-    async def cold_starts(self, model: str | None, limit: int) -> list[dict[str, Any]]:
-        """Cold starts with their phases, the newest first."""
-        table = tables.cold_starts
-        rows = select(table).order_by(desc(table.c.created_at)).limit(limit)
-        return await self._rows(rows if model is None else rows.where(table.c.model == model))
-
     async def decisions(self, model: str | None, limit: int) -> list[dict[str, Any]]:
-        """Decisions with inputs and reasons, the newest first."""
+        """When and why, the newest first."""
         table = tables.decisions
-        rows = select(table).order_by(desc(table.c.at)).limit(limit)
-        return await self._rows(rows if model is None else rows.where(table.c.model == model))
-
-    async def spans_of_trace(self, trace_id: str) -> list[dict[str, Any]]:
-        """Spans of a trace, by start; the first ``MAX_ROWS_OF_TRACE``."""
-        table = tables.spans
-        return await self._rows(
-            select(table).where(table.c.trace_id == trace_id).order_by(table.c.start_at).limit(MAX_ROWS_OF_TRACE)
-        )
-
-    async def cold_starts_of_trace(self, trace_id: str) -> list[dict[str, Any]]:
-        """Cold starts that belong to a trace; the first ``MAX_ROWS_OF_TRACE``."""
-        table = tables.cold_starts
-        return await self._rows(
-            select(table).where(table.c.trace_id == trace_id).order_by(table.c.created_at).limit(MAX_ROWS_OF_TRACE)
-        )
-
-    async def _rows(self, statement: Select[Any]) -> list[dict[str, Any]]:
+        rows = select(table.c.at, table.c.reasons).order_by(desc(table.c.at)).limit(limit)
         async with self._database.reading() as connection:
-            return [dict(row) for row in (await connection.execute(statement)).mappings()]
+            found = await connection.execute(rows if model is None else rows.where(table.c.model == model))
+            return [dict(row) for row in found.mappings()]
+
+
+def _audited(model: Model) -> dict[str, Any]:
+    """What the audit log shows of a model: what its owner asked for, and which checkpoint it is."""
+    scheme, slashes, place = model.uri.partition("://")
+    return {
+        # Whatever somebody put before the host is no business of the log's.
+        "uri": f"{scheme}{slashes}{place.rpartition('@')[2]}" if "@" in place.partition("/")[0] else model.uri,
+        "digest": model.digest,
+        "dtype": model.dtype.value,
+        "slo": to_row_json(model.slo),
+        "scaling": to_row_json(model.scaling),
+        "pinned": model.pinned,
+    }
 
 
 def _stored(row: Any) -> StoredModel:

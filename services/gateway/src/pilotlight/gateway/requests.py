@@ -267,7 +267,8 @@ class _Life:
 
     def _sampling_on(self, seen: Seen) -> Sampling:
         """The request's sampling, with no more output than the instance has KV for when the client left it open."""
-        sampling = self._request.sampling
+        # Once there is output, another instance with more room must not make the answer longer than the first would have.
+        sampling = self._sampling if self._output_ids else self._request.sampling
         room_tokens = self._parts.fleet.kv_capacity_tokens(seen.instance)
         if not self._request.shorten or not room_tokens:
             return sampling
@@ -293,7 +294,8 @@ class _Life:
         1. The request itself is wrong, or too large for the instance's KV: no.
         2. Refused before it ran: the hold's deadline is the limit.
         3. All of its tokens had arrived: it has ended.
-        4. Lost while it ran: three times before the first token, three times after.
+        4. Lost while it ran: three times before the first token, three times after. Where it was served already, it gets a whole
+           new waiting time with each loss.
         """
         instance_id = seen.instance.instance_id
         model = self._request.model.name
@@ -307,12 +309,11 @@ class _Life:
         else:  # 4
             self._losses += 1
             if self._losses >= MAX_LOSSES + bool(self._output_ids):
-                raise error
+                raise error_of(error.code, f"given up after {self._losses} lost attempts: {error.message}") from error
             self._avoid(instance_id, AVOID_LOST_S)
+            if self._output_ids:
+                self._deadline_s = self._clock.monotonic_s() + self._parts.hold_timeout_s
             log.warning("attempt lost", action="attempt_lost", model=model, instance_id=instance_id, code=error.code)
-        if self._output_ids:
-            # It was being served: it gets a whole new waiting time.
-            self._deadline_s = self._clock.monotonic_s() + self._parts.hold_timeout_s
 
     def _avoid(self, instance_id: InstanceId, for_s: float) -> None:
         self._parts.router.avoid(instance_id, for_s)

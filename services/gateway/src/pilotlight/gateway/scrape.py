@@ -20,17 +20,26 @@ _SOCKET = re.compile(r"(gateway|scheduler|cache|loader|worker|materializer)-(\d+
 _REQUEST = b"GET /metrics HTTP/1.1\r\nHost: local\r\nConnection: close\r\n\r\n"
 
 
-async def collect(registry: CollectorRegistry, run_dir: Path, own_pid: int) -> bytes:
-    """This process's metrics, then those of its neighbours, each labelled with its ``service`` and ``process``."""
-    pages = [("gateway", str(own_pid), generate_latest(registry).decode())]
+async def collect(registry: CollectorRegistry, run_dir: Path, own_pid: int, metrics_dir: Path | None = None) -> bytes:
+    """This process's metrics, then those of its neighbours, each labelled with its ``service`` and ``process``.
+
+    Neighbours have their sockets in ``metrics_dir`` (by default our own run folder) or in a folder of it: containers of one host,
+    where process ids are the same in many, have one each.
+    """
+    own, around = run_dir / f"gateway-{own_pid}.sock", metrics_dir or run_dir
+    pages = [("gateway", _process_of(own, str(own_pid), around), generate_latest(registry).decode())]
     found = [
-        (path, match[1], match[2])
-        for path in await asyncio.to_thread(lambda: sorted(run_dir.glob("*.sock")))
-        if (match := _SOCKET.fullmatch(path.name)) is not None and match[2] != str(own_pid)
+        (path, match[1], _process_of(path, match[2], around))
+        for path in await asyncio.to_thread(lambda: sorted([*around.glob("*.sock"), *around.glob("*/*.sock")]))
+        if (match := _SOCKET.fullmatch(path.name)) is not None and path != own
     ]
     answers = await asyncio.gather(*(_scrape(path) for path, _, _ in found[:MAX_SOCKETS]))
-    pages += [(service, pid, page) for (_, service, pid), page in zip(found, answers, strict=False) if page]
+    pages += [(service, process, page) for (_, service, process), page in zip(found, answers, strict=False) if page]
     return _merged(pages).encode()
+
+
+def _process_of(path: Path, pid: str, around: Path) -> str:
+    return pid if path.parent == around else f"{path.parent.name}-{pid}"
 
 
 async def _scrape(path: Path) -> str:

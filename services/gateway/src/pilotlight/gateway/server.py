@@ -85,13 +85,17 @@ class HttpServer:
     Stopping ends the listening, lets held requests go (another gateway takes them), and gives streams ``drain_s`` to end.
     """
 
-    def __init__(self, app: ASGIApp, hold: Hold, background: Background, *, host: str, port: int, drain_s: float) -> None:
+    def __init__(
+        self, app: ASGIApp, hold: Hold, background: Background, *, host: str, port: int, drain_s: float, share_port: bool = False
+    ) -> None:
+        """``share_port`` lets other processes of the same user listen on the port too: the kernel spreads connections over them."""
         self._app = app
         self._hold = hold
         self._background = background
         self._host = host
         self._port = port
         self._drain_s = drain_s
+        self._share_port = share_port
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -115,7 +119,7 @@ class HttpServer:
             return
         try:
             family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-            listener = socket.create_server((self._host, self._port), family=family, backlog=BACKLOG)
+            listener = socket.create_server((self._host, self._port), family=family, backlog=BACKLOG, reuse_port=self._share_port)
         except OSError as error:
             raise TransientError(f"cannot listen on {self._host}:{self._port}: {error}; set PILOTLIGHT_PORT") from error
         self._port = listener.getsockname()[1]

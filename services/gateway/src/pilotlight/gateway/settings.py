@@ -1,19 +1,30 @@
 """The gateway's settings."""
 
+from pathlib import Path
+
 from pydantic import Field
 
+from pilotlight.common.db.retention import PruneSettings
 from pilotlight.common.messages.codec import MAX_PAYLOAD_BYTES
 from pilotlight.common.model_roots import ModelRootsSettings
 from pilotlight.common.settings import DatabaseSettings, ServiceSettings
 from pilotlight.gateway.auth import AccessSettings
 
 
-class GatewaySettings(ServiceSettings, DatabaseSettings, AccessSettings, ModelRootsSettings):
+class GatewaySettings(ServiceSettings, DatabaseSettings, PruneSettings, AccessSettings, ModelRootsSettings):
     """Where it listens, what it holds, and for how long."""
 
     host: str = Field("127.0.0.1", description="Address on which the gateway serves HTTP.")
     port: int = Field(8000, ge=0, le=65535, description="Port on which the gateway serves HTTP; 0 takes a free one.")
+    share_port: bool = Field(
+        default=False, description="Let other gateways of the same user on this machine listen on the same port."
+    )
     public_url: str = Field("", description="URL at which clients reach this gateway, where it is not `http://host:port`.")
+    metrics_dir: Path | None = Field(
+        None,
+        description="Folder with the run folders of the services whose metrics `/metrics` shows too. By default the run folder: that is "
+        "enough where one is shared by all.",
+    )
     max_body_bytes: int = Field(
         MAX_PAYLOAD_BYTES, ge=1024, description="Longest body of an API request; more is refused with 413."
     )
@@ -25,3 +36,13 @@ class GatewaySettings(ServiceSettings, DatabaseSettings, AccessSettings, ModelRo
         10.0, ge=0, description="A held request waits at least this many times its model's TTFT target."
     )
     drain_s: float = Field(8.0, ge=0, description="How long streams may go on after the gateway is told to stop.")
+    usage_keep_days: float = Field(400.0, gt=0, description="Days for which usage is kept: what bills are made from.")
+    usage_max_rows: int = Field(0, ge=0, description="Rows of usage that are kept at most, the newest; 0: no limit.")
+    audit_keep_days: float = Field(400.0, gt=0, description="Days for which the audit log is kept.")
+    audit_refused_max_rows: int = Field(
+        100_000,
+        ge=0,
+        description="Refused attempts that the audit log keeps at most, the newest; what was done has no such limit.",
+    )
+    spans_keep_days: float = Field(1.0, gt=0, description="Days for which spans are kept for the trace viewer.")
+    spans_max_rows: int = Field(1_000_000, ge=0, description="Spans that are kept at most, the newest; 0: no limit.")

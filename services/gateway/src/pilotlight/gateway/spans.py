@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 import structlog
-from sqlalchemy import delete, func, select, text, tuple_
 from sqlalchemy.dialects.postgresql import insert
 
 from pilotlight.common.bus import Subscription
@@ -24,22 +23,14 @@ FLUSH_INTERVAL_S = 0.25
 MAX_BUFFERED_SPANS = 20_000
 MAX_TEXT_CHARS = 300
 MAX_ATTRIBUTES_BYTES = 8 * 1024
-KEEP_S = 24 * 3600.0
-MAX_ROWS = 1_000_000
-"""Older spans than these go before their time."""
-TRIM_BATCH_ROWS = 10_000
-"""Rows of one deletion: a statement must end within the database's deadline however much there is to delete."""
-TRIM_EVERY_FLUSHES = 240
-"""About once a minute."""
 
 
 class SpanStore:
     """Listens to span batches (each reaches one gateway) and writes them to ``gateway.spans``."""
 
-    def __init__(self, database: Database, context: Context[ServiceSettings], *, max_rows: int = MAX_ROWS) -> None:
+    def __init__(self, database: Database, context: Context[ServiceSettings]) -> None:
         self._database = database
         self._context = context
-        self._max_rows = max_rows
         self._rows: list[dict[str, Any]] = []
         self._subscription: Subscription | None = None
         self._task: asyncio.Task[None] | None = None
@@ -60,23 +51,6 @@ class SpanStore:
             self._task = None
         await self._flush()
 
-    async def trim(self) -> None:
-        """Delete spans that are too old, or too many.
-
-        Raises:
-            DatabaseUnavailable: some of them are still there.
-        """
-        spans = tables.spans
-        too_old = func.now() - text("make_interval(secs => :keep_s)").bindparams(keep_s=KEEP_S)
-        newest = select(spans.c.start_at).order_by(spans.c.start_at.desc()).offset(self._max_rows).limit(1).scalar_subquery()
-        for surplus in (spans.c.start_at < too_old, spans.c.start_at <= newest):
-            some = select(spans.c.trace_id, spans.c.span_id).where(surplus).limit(TRIM_BATCH_ROWS)
-            deleted = TRIM_BATCH_ROWS
-            while deleted == TRIM_BATCH_ROWS:
-                async with self._database.unit_of_work() as work:
-                    gone = await work.connection.execute(delete(spans).where(tuple_(spans.c.trace_id, spans.c.span_id).in_(some)))
-                    deleted = gone.rowcount
-
     async def _on_batch(self, batch: SpanBatch) -> None:
         kept = [row for row in map(_row, batch.spans[: MAX_BUFFERED_SPANS - len(self._rows)]) if row is not None]
         self._rows += kept
@@ -84,16 +58,9 @@ class SpanStore:
             log.warning("spans were dropped", action="spans_dropped", spans=len(batch.spans) - len(kept))
 
     async def _run(self) -> None:
-        flushes = 0
         while True:
             await pause(FLUSH_INTERVAL_S)
             await self._flush()
-            flushes += 1
-            if flushes % TRIM_EVERY_FLUSHES == 0:
-                try:
-                    await self.trim()
-                except DatabaseUnavailable as error:
-                    log.warning("old spans are kept a little longer", action="spans_trim_deferred", error=error.message)
 
     async def _flush(self) -> None:
         rows, self._rows = self._rows, []

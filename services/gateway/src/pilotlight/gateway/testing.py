@@ -118,6 +118,10 @@ class KnownModels:
         """One model, or None."""
         return self._entries.get(name)
 
+    async def find(self, name: str) -> CatalogEntry | None:
+        """One model, or None."""
+        return self.get(name)
+
     def names(self) -> tuple[str, ...]:
         """Every model's name, sorted."""
         return tuple(sorted(self._entries))

@@ -1,6 +1,7 @@
 """Usage: one row a finished request, written in batches off the request's path."""
 
 import asyncio
+import random
 from collections import deque
 
 import structlog
@@ -22,7 +23,7 @@ MAX_BUFFERED_ROWS = 50_000
 
 
 class UsageRecorder:
-    """Collects rows and writes them; rows outlive an outage of the database up to the buffer's bound."""
+    """Collects rows and writes them, each once; rows outlive an outage of the database up to the buffer's bound."""
 
     def __init__(self, database: Database, clock: Clock, background: Background) -> None:
         self._repository = UsageRepository(database)
@@ -30,6 +31,9 @@ class UsageRecorder:
         self._background = background
         self._rows: deque[UsageRow] = deque()
         self._dropped = 0
+        self._writer = random.SystemRandom().getrandbits(62)
+        self._in_doubt = False
+        """The first batch was tried before, and may have been written."""
         self._writing = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
 
@@ -73,8 +77,10 @@ class UsageRecorder:
             while self._rows:
                 batch = [self._rows.popleft() for _ in range(min(len(self._rows), MAX_BATCH_ROWS))]
                 try:
-                    await self._repository.add(batch)
+                    await self._repository.add(batch, writer=self._writer, in_doubt=self._in_doubt)
+                    self._in_doubt = False
                 except DatabaseUnavailable as error:
+                    self._in_doubt = True
                     self._rows.extendleft(reversed(batch))
                     self._keep_within_bound()
                     log.warning(

@@ -7,6 +7,7 @@ import structlog
 from pilotlight.common.errors import BadRequest, StaleCommand
 from pilotlight.common.messages.hold import Fetch, NodeHold
 from pilotlight.common.messages.room import Drop, Dropped
+from pilotlight.common.newest import Newest
 from pilotlight.dataplane.copies import HostCopies
 from pilotlight.dataplane.model_fetch import Holder
 from pilotlight.dataplane.pool import HostPool
@@ -28,6 +29,7 @@ class Agent:
     copies: HostCopies
     metrics: LoaderMetrics
     _orders: dict[OrderKey, Holder] = field(default_factory=dict[OrderKey, Holder])
+    _newest: Newest = field(default_factory=Newest)
 
     async def on_hold(self, hold: NodeHold) -> None:
         """Fetch what is ordered and not here; stop fetching what nobody wants any more.
@@ -42,6 +44,8 @@ class Agent:
         except StaleCommand:
             self.metrics.stale_commands.inc()
             raise
+        if not self._newest.is_news(hold.node_id, str(hold.epoch), hold.seq):
+            return
         wanted = {_key(fetch): fetch for fetch in hold.fetches}
         for key in [key for key in self._orders if key not in wanted]:
             self.copies.release(self._orders.pop(key))

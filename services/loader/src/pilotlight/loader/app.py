@@ -11,10 +11,13 @@ from pilotlight.checkpoint.manifest import Manifest
 from pilotlight.common.errors import BadRequest
 from pilotlight.common.faults import Faults
 from pilotlight.common.ids import worker_id_of
+from pilotlight.common.machine import log_file
 from pilotlight.common.phases import PhaseReporter
 from pilotlight.common.service import Application, Context
+from pilotlight.common.sources.opening import Sources
+from pilotlight.common.sources.ranged import Patience
 from pilotlight.dataplane.copies import HostCopies
-from pilotlight.dataplane.fetch import ChunkSource, FileChunks, Readers
+from pilotlight.dataplane.fetch import ChunkSource, Readers, SourceChunks
 from pilotlight.dataplane.links import Links, parse_bandwidth
 from pilotlight.dataplane.model_fetch import FetchTools
 from pilotlight.dataplane.pool import HostPool
@@ -97,9 +100,13 @@ async def build(context: Context[LoaderSettings]) -> Application:
     return Application(components=[PoolKeeper(pool, copies, settings), server, reporter, handlers, supervisor])
 
 
+def _pool_path(settings: LoaderSettings, node_id: NodeId) -> Path:
+    return (settings.pool_path or SHARED_MEMORY / f"pilotlight-{node_id}.pool").absolute()
+
+
 async def _open_pool(context: Context[LoaderSettings], node_id: NodeId) -> HostPool:
     settings = context.settings
-    path = settings.pool_path or SHARED_MEMORY / f"pilotlight-{node_id}.pool"
+    path = _pool_path(settings, node_id)
     try:
         size_bytes = settings.pool_bytes or default_pool_bytes(path.parent)
         # What is adopted is verified, which takes a second for a few gigabytes.
@@ -112,10 +119,10 @@ async def _open_pool(context: Context[LoaderSettings], node_id: NodeId) -> HostP
 
 def _tools(context: Context[LoaderSettings], pool: HostPool) -> FetchTools:
     settings = context.settings
-    roots = settings.roots()
+    sources = Sources(settings, Patience(stall_timeout_s=settings.stall_timeout_s))
 
     def open_source(model: Model, manifest: Manifest) -> ChunkSource:
-        return FileChunks(roots.folder_of(model.uri), manifest)
+        return SourceChunks(sources.open(model.uri), manifest)
 
     return FetchTools(
         pool=pool,
@@ -136,6 +143,7 @@ def _plan(settings: LoaderSettings, node_id: NodeId, index: int) -> WorkerPlan:
         PILOTLIGHT_WORKER_ID=worker_id,
         PILOTLIGHT_NODE_ID=node_id,
         PILOTLIGHT_POOL_SOCKET=str(settings.socket.absolute()),
+        PILOTLIGHT_POOL_PATH=str(_pool_path(settings, node_id)),
         PILOTLIGHT_DEVICE=settings.worker_kind,
         PILOTLIGHT_WORKERS=str(settings.workers),
     )
@@ -143,6 +151,6 @@ def _plan(settings: LoaderSettings, node_id: NodeId, index: int) -> WorkerPlan:
         worker_id=worker_id,
         command=(sys.executable, "-m", "pilotlight.worker"),
         environment=environment,
-        log_path=settings.log_dir / f"worker-{index}.log",
+        log_path=log_file(settings.log_dir, f"worker-{index}.log"),
         pid_path=settings.state_dir / "workers" / f"{index}.json",
     )

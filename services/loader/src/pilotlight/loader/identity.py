@@ -1,9 +1,10 @@
-"""What a node keeps between runs of its loader: its id, and the highest epoch when the pool goes; and how much memory it has."""
+"""What a node keeps between runs of its loader: its id, and the highest epoch when the pool goes; and how large its pool is."""
 
 import os
 from pathlib import Path
 
 from pilotlight.common.ids import new_node_id
+from pilotlight.common.machine import memory_bytes
 from pilotlight.policy.types import Epoch, NodeId
 
 POOL_SHARE = 0.25
@@ -12,7 +13,6 @@ FILE_SYSTEM_SHARE = 0.9
 
 _NODE_ID_FILE = "node-id"
 _EPOCH_FILE = "highest-epoch"
-_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 def node_id_of(state_dir: Path) -> NodeId:
@@ -33,13 +33,6 @@ def load_epoch(state_dir: Path) -> Epoch:
 def save_epoch(state_dir: Path, epoch: Epoch) -> None:
     """Keep the highest epoch when the pool, which else has it, is removed."""
     _write(state_dir / _EPOCH_FILE, str(epoch))
-
-
-def memory_bytes() -> int:
-    """The host's memory, or the container's where it has less."""
-    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [path.read_text().strip() for path in _CGROUP_LIMITS if path.exists()]
-    return min([host_bytes, *(int(limit) for limit in limits if limit.isdecimal())])
 
 
 def default_pool_bytes(folder: Path) -> int:

@@ -65,6 +65,7 @@ class Reporter:
     background: Background
     _tasks: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
     _stopping: bool = False
+    _seq: int = 0
     _written: NodeFacts | None = None
     """What the bucket has, as far as is known."""
 
@@ -109,11 +110,13 @@ class Reporter:
             await woken(self.changes.report, REPORT_INTERVAL_S - GATHER_S)
 
     async def _publish(self) -> None:
+        self._seq += 1
         report = LoaderReport(
             facts=self.facts(),
             incarnation=self.shape.incarnation,
             epoch_seen=self.pool.highest_epoch,
             dead_workers=tuple(sorted(self.dead_workers())),
+            seq=self._seq,
         )
         await self.bus.publish(loader_report_subject(self.shape.node_id), report)
 

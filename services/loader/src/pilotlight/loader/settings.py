@@ -18,7 +18,10 @@ class LoaderSettings(ServiceSettings, ModelRootsSettings):
     state_dir: Path = Field(
         Path(".pilotlight/state"), description="Folder for what must outlive a restart: the node's id, its workers."
     )
-    log_dir: Path = Field(Path(".pilotlight/logs"), description="Folder for the logs of the workers that the loader spawns.")
+    log_dir: Path = Field(
+        Path(".pilotlight/logs"),
+        description="Folder for the logs of the workers that the loader spawns. `-`: they write where it does.",
+    )
     pool_path: Path | None = Field(
         None, description="File of the host pool, in shared memory or on hugetlbfs. By default /dev/shm/pilotlight-NODE.pool."
     )
@@ -34,7 +37,7 @@ class LoaderSettings(ServiceSettings, ModelRootsSettings):
     )
     nic_bandwidth: str = Field("10gbit", description="Bandwidth of the node's network interface, which placement counts with.")
     fetch_threads: int = Field(4, ge=1, le=256, description="Chunks of one fetch that are read at once, and threads that read.")
-    stall_timeout_s: float = Field(10.0, gt=0, description="A source that gives no chunk for this long has stalled.")
+    stall_timeout_s: float = Field(10.0, gt=0, description="A source that gives no byte for this long has stalled.")
     workers: int = Field(1, ge=0, le=1024, description="Workers of the node, among which its memory and cores are divided.")
     worker_kind: Literal["cpu", "sim"] = Field(
         "cpu", description="What the workers run models on: CPU cores, or a simulation of them."

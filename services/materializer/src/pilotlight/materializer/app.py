@@ -2,6 +2,7 @@
 
 from pilotlight.common.bus import Bus, Subscription
 from pilotlight.common.db.outbox import Outbox
+from pilotlight.common.db.retention import PruneMetrics, Pruner, keep_outbox
 from pilotlight.common.db.session import Database
 from pilotlight.common.errors import SettingsInvalid
 from pilotlight.common.messages.artifacts import (
@@ -53,4 +54,12 @@ async def build(context: Context[MaterializerSettings]) -> Application:
         raise SettingsInvalid("the secret cluster-key is missing: PILOTLIGHT_SECRETS_DIR must hold a file of that name")
     database = Database(context.settings, "materializer", context.clock)
     handlers = Handlers(ArtifactRepository(database), context.store, cluster_key.encode())
-    return Application(components=[database, Outbox(database, context), Serving(context.bus, handlers)])
+    pruner = Pruner(
+        (keep_outbox("materializer", context.settings),),
+        database.unit_of_work,
+        context.clock,
+        PruneMetrics(context.metrics),
+        interval_s=context.settings.prune_interval_s,
+        background=context.background,
+    )
+    return Application(components=[database, Outbox(database, context), Serving(context.bus, handlers), pruner])

@@ -4,6 +4,7 @@ import asyncio
 
 from pilotlight.common.buckets import INSTANCES
 from pilotlight.common.db.outbox import Outbox
+from pilotlight.common.db.retention import PruneMetrics
 from pilotlight.common.db.session import Database
 from pilotlight.common.service import Application, Context
 from pilotlight.policy.types import Epoch
@@ -30,11 +31,12 @@ async def build(context: Context[SchedulerSettings]) -> Application:
         wake=wake,
         bucket=await context.bus.bucket(INSTANCES),
         metrics=SchedulerMetrics(context.metrics),
+        prune_metrics=PruneMetrics(context.metrics),
     )
     lease = Lease(database, f"{context.service}-{context.incarnation}")
 
     async def lead(epoch: Epoch) -> None:
-        term = Term(standing, Fence(database, lease.holder, epoch))
+        term = Term(standing, Fence(database, lease.holder, epoch), lambda: election.check(epoch))
         await term.load()
         subjects = LeaderSubjects(context, term, listening, world)
         await subjects.start()

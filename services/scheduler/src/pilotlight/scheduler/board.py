@@ -32,10 +32,14 @@ class _Pending:
 class InstanceBoard:
     """Writes instances to the bucket; the last state wins, failures are tried again."""
 
-    def __init__(self, bucket: Bucket, clock: Clock, is_known: Callable[[InstanceId], bool]) -> None:
+    def __init__(
+        self, bucket: Bucket, clock: Clock, known: Callable[[InstanceId], Instance | None], check: Callable[[], None]
+    ) -> None:
+        """``known`` is an instance as its row says; ``check`` raises ``NotLeader`` once the lease may have run out."""
         self._bucket = bucket
         self._clock = clock
-        self._is_known = is_known
+        self._known = known
+        self._check = check
         self._pending: dict[InstanceId, _Pending] = {}
         self._removals: dict[InstanceId, float] = {}
         self._wake = asyncio.Event()
@@ -50,7 +54,11 @@ class InstanceBoard:
         self._wake.set()
 
     async def run(self) -> None:
-        """Keep the bucket level for ever."""
+        """Keep the bucket level for ever.
+
+        Raises:
+            NotLeader: the lease has run out.
+        """
         backoff = Backoff()
         failures = 0
         while True:
@@ -65,18 +73,25 @@ class InstanceBoard:
                 failures += 1
 
     async def sweep(self) -> None:
-        """Watch the bucket for ever, and remove what belongs to no instance: left there by a leader that died."""
+        """Watch the bucket for ever. What belongs to no instance is removed: a leader that died left it there. What an older leader
+        wrote late, or removed, is shown again.
+        """
         await self._bucket.watch(Instance, self._on_value)
 
     async def _on_value(self, key: str, value: Instance | None) -> None:
         instance_id = InstanceId(key)
-        if value is not None and not self._is_known(instance_id):
-            self._removals.setdefault(instance_id, self._clock.monotonic_s())
-            self._wake.set()
+        instance = self._known(instance_id)
+        if instance is None:
+            if value is not None:
+                self._removals.setdefault(instance_id, self._clock.monotonic_s())
+                self._wake.set()
+        elif instance_id not in self._pending and _differs(value, instance):
+            self.show(instance)
 
     async def _write(self) -> None:
         while self._pending:
             instance_id, pending = next(iter(self._pending.items()))
+            self._check()
             await self._bucket.put(instance_id, pending.instance)
             if self._pending.get(instance_id) is pending:
                 del self._pending[instance_id]
@@ -86,5 +101,12 @@ class InstanceBoard:
                 callback()
         now_s = self._clock.monotonic_s()
         for instance_id in [key for key, due_s in self._removals.items() if due_s <= now_s]:
+            self._check()
             await self._bucket.delete(instance_id)
             self._removals.pop(instance_id, None)
+
+
+def _differs(shown: Instance | None, instance: Instance) -> bool:
+    if shown is None:
+        return instance.state not in ENDED
+    return (shown.epoch, shown.generation, shown.state) != (instance.epoch, instance.generation, instance.state)

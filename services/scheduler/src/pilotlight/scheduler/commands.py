@@ -3,8 +3,10 @@
 A command is the whole desired state of its receiver. It goes out on change, every second, and when a report disagrees.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+
+import msgspec
 
 from pilotlight.common.bus import Bus
 from pilotlight.common.messages.hold import Fetch, Hold, NodeHold, WorkerHold, node_hold_subject, worker_hold_subject
@@ -92,11 +94,18 @@ class Dispatcher:
 
     bus: Bus
     epoch: Epoch
+    check: Callable[[], None]
+    """Raises ``NotLeader`` once the lease may have run out."""
+    _seq: int = 0
     _workers: dict[WorkerId, _Sent] = field(default_factory=dict[WorkerId, _Sent])
     _nodes: dict[NodeId, _Sent] = field(default_factory=dict[NodeId, _Sent])
 
     async def dispatch(self, entry: Entry, entries: tuple[Entry, ...], now_s: float) -> None:
-        """Tell the nodes and workers of one instance at once, the nodes first: bytes take longest."""
+        """Tell the nodes and workers of one instance at once, the nodes first: bytes take longest.
+
+        Raises:
+            NotLeader: the lease has run out.
+        """
         placements = entry.instance.placements
         for node_id in dict.fromkeys(placement.node_id for placement in placements):
             await self._tell_node(node_hold(node_id, entries, self.epoch), now_s)
@@ -106,7 +115,11 @@ class Dispatcher:
     async def publish(
         self, entries: tuple[Entry, ...], workers: dict[WorkerId, WorkerView], nodes: Iterable[NodeId], now_s: float
     ) -> None:
-        """Tell everyone whose command changed, who was told a second ago, or whose report disagrees."""
+        """Tell everyone whose command changed, who was told a second ago, or whose report disagrees.
+
+        Raises:
+            NotLeader: the lease has run out.
+        """
         placed = [placement for entry in entries for placement in entry.instance.placements]
         for node_id in {*nodes, *(placement.node_id for placement in placed)}:
             command = node_hold(node_id, entries, self.epoch)
@@ -126,14 +139,18 @@ class Dispatcher:
                 await self._tell_worker(command, now_s)
 
     async def _tell_worker(self, command: WorkerHold, now_s: float) -> None:
+        self.check()
         self._workers[command.worker_id] = _Sent(_worker_essence(command), now_s)
+        self._seq += 1
         with with_parent(_only_trace(command.holds)):
-            await self.bus.publish(worker_hold_subject(command.worker_id), command)
+            await self.bus.publish(worker_hold_subject(command.worker_id), msgspec.structs.replace(command, seq=self._seq))
 
     async def _tell_node(self, command: NodeHold, now_s: float) -> None:
+        self.check()
         self._nodes[command.node_id] = _Sent(_node_essence(command), now_s)
+        self._seq += 1
         with with_parent(_only_trace(command.fetches)):
-            await self.bus.publish(node_hold_subject(command.node_id), command)
+            await self.bus.publish(node_hold_subject(command.node_id), msgspec.structs.replace(command, seq=self._seq))
 
 
 def _worker_essence(command: WorkerHold) -> tuple[tuple[str, Generation, bool], ...]:

@@ -17,7 +17,8 @@ from pilotlight.scheduler.lease import LEASE_S, RENEW_S, Lease
 log = structlog.get_logger()
 
 STAND_BY_S = 0.25
-"""Between two looks at a lease that somebody else holds."""
+"""Between two looks at a lease that somebody else holds, at most; the next is not before it expires, unless that is further away."""
+SHORTEST_LOOK_S = 0.01
 RETRY_S = 0.2
 """Between two tries to renew while the database does not answer."""
 
@@ -38,10 +39,21 @@ class Election:
         self._background = background
         self._rng = random.Random()
         self._task: asyncio.Task[None] | None = None
+        self._valid_until_s = 0.0
+        """By this process's clock, a moment before the database's."""
         self.epoch: Epoch | None = None
         """Of the running term; None while another leads."""
         self.database_error: str | None = None
         """Why the database could not be asked the last time."""
+
+    def check(self, epoch: Epoch) -> None:
+        """Before anything is said to others: a process that was stopped for a while may have been replaced meanwhile.
+
+        Raises:
+            NotLeader: the term is over, or its lease has run out.
+        """
+        if epoch != self.epoch or self._clock.monotonic_s() >= self._valid_until_s:
+            raise NotLeader(f"the lease of epoch {epoch} has run out")
 
     async def start(self) -> None:
         """Stand from now on."""
@@ -77,16 +89,17 @@ class Election:
             self._note(None)
             failures = 0
             if epoch is None:
-                await pause(self._rng.uniform(STAND_BY_S / 2, STAND_BY_S))
+                look_s = self._rng.uniform(STAND_BY_S / 2, STAND_BY_S)
+                await pause(min(look_s, max(SHORTEST_LOOK_S, self._lease.left_s)))
                 continue
             await self._serve_term(epoch, asked_s + LEASE_S)
 
     async def _serve_term(self, epoch: Epoch, valid_until_s: float) -> None:
         log.info("leading", action="lease_taken", epoch=epoch)
-        self.epoch = epoch
+        self.epoch, self._valid_until_s = epoch, valid_until_s
         term = asyncio.create_task(self._lead(epoch), name=f"term {epoch}")
         try:
-            await self._renew_while(term, epoch, valid_until_s)
+            await self._renew_while(term, epoch)
         finally:
             self.epoch = None
             await cancel_all((term,), again_s=TERM_ENDS_S)
@@ -96,14 +109,14 @@ class Election:
         why = error.message if error is not None else "the lease is lost, or could not be renewed"
         log.warning("no longer leading", action="lease_lost", epoch=epoch, reason=why)
 
-    async def _renew_while(self, term: asyncio.Task[None], epoch: Epoch, valid_until_s: float) -> None:
+    async def _renew_while(self, term: asyncio.Task[None], epoch: Epoch) -> None:
         """Return when the term ended, the lease was lost, or it expired unseen because the database does not answer."""
         wait_s = RENEW_S
         while True:
-            left_s = valid_until_s - self._clock.monotonic_s()
+            left_s = self._valid_until_s - self._clock.monotonic_s()
             done, _ = await asyncio.wait({term}, timeout=max(0.0, min(wait_s, left_s)))
             asked_s = self._clock.monotonic_s()
-            if done or asked_s >= valid_until_s:
+            if done or asked_s >= self._valid_until_s:
                 return
             try:
                 if not await self._lease.renew(epoch):
@@ -113,7 +126,7 @@ class Election:
                 wait_s = RETRY_S
                 continue
             self._note(None)
-            valid_until_s = asked_s + LEASE_S
+            self._valid_until_s = asked_s + LEASE_S
             wait_s = RENEW_S
 
     def _note(self, error: str | None) -> None:

@@ -6,10 +6,27 @@ import structlog
 
 from pilotlight.common.bus import Subscription
 from pilotlight.common.errors import DatabaseUnavailable
-from pilotlight.common.messages.demand import DEMAND_SUBJECTS, EVICT_SUBJECT, WARM_SUBJECT, DemandVector, Evict, Warm, Warming
+from pilotlight.common.messages.demand import (
+    DEMAND_SUBJECTS,
+    EVICT_SUBJECT,
+    WARM_SUBJECT,
+    DemandVector,
+    Evict,
+    Warm,
+    Warming,
+    demand_subject,
+)
 from pilotlight.common.messages.events import GATEWAY_EVENTS, Event
 from pilotlight.common.messages.phases import PHASES_SUBJECT, PhaseReport
-from pilotlight.common.messages.reports import LOADER_REPORTS, WORKER_REPORTS, LoaderReport, WorkerReport
+from pilotlight.common.messages.reports import (
+    LOADER_REPORTS,
+    WORKER_REPORTS,
+    LoaderReport,
+    WorkerReport,
+    loader_report_subject,
+    worker_report_subject,
+)
+from pilotlight.common.newest import Newest
 from pilotlight.common.service import Context
 from pilotlight.common.waiting import cancel_all, every, woken
 from pilotlight.scheduler.leader import Term
@@ -38,6 +55,7 @@ class Listening:
         self._relist = asyncio.Event()
         self._subscriptions: list[Subscription] = []
         self._tasks: list[asyncio.Task[None]] = []
+        self._newest = Newest()
 
     async def start(self) -> None:
         """Listen from now on.
@@ -71,23 +89,31 @@ class Listening:
         await cancel_all(tasks)
 
     async def relist(self) -> None:
-        """List the models now.
+        """List models and drains now.
 
         Raises:
-            DatabaseUnavailable: the models cannot be listed; the last list stays.
+            DatabaseUnavailable: they cannot be listed; the last lists stay.
         """
-        if self._world.hear_models(await self._models.models()):
+        models, drains = await self._models.models(), await self._models.drains()
+        changed = self._world.hear_models(models)
+        if self._world.hear_drains(drains, self._clock.monotonic_s()) or changed:
             self._wake.set()
 
     async def _on_worker(self, report: WorkerReport) -> None:
+        if not self._newest.is_news(worker_report_subject(report.facts.worker_id), report.incarnation, report.seq):
+            return
         if self._world.hear_worker(report, self._clock.monotonic_s()):
             self._wake.set()
 
     async def _on_loader(self, report: LoaderReport) -> None:
+        if not self._newest.is_news(loader_report_subject(report.facts.node_id), report.incarnation, report.seq):
+            return
         if self._world.hear_loader(report, self._clock.monotonic_s()):
             self._wake.set()
 
     async def _on_demand(self, vector: DemandVector) -> None:
+        if not self._newest.is_news(demand_subject(vector.gateway_id), "", vector.seq):
+            return
         changed = self._world.hear_demand(vector, self._clock.monotonic_s())
         if any(demand.model not in self._world.models for demand in vector.demands):
             # Registered a moment ago: its event may be lost, or still be on its way.

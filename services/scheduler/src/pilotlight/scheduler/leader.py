@@ -2,13 +2,15 @@
 
 import asyncio
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import structlog
 
 from pilotlight.common.buckets import Bucket
 from pilotlight.common.clock import Clock
 from pilotlight.common.db.mapping import to_row_json
+from pilotlight.common.db.retention import PruneMetrics, Pruner
 from pilotlight.common.db.session import Database
 from pilotlight.common.errors import DatabaseUnavailable, ModelNotFound, NotLeader
 from pilotlight.common.ids import new_decision_id
@@ -16,12 +18,24 @@ from pilotlight.common.messages.demand import Evict, Evicting, Warm, Warming
 from pilotlight.common.service import Context
 from pilotlight.common.telemetry import current_traceparent
 from pilotlight.common.waiting import every, woken
+from pilotlight.policy.drain import DrainRules, leaving, plan_drain, staying
 from pilotlight.policy.eviction.base import EvictionRules
 from pilotlight.policy.instance import SERVING
 from pilotlight.policy.parallelism import SchemeRules
 from pilotlight.policy.placement import PlacementRules
 from pilotlight.policy.scaling import Drain, ScalingRules, Start, plan_scaling
-from pilotlight.policy.types import Demand, Epoch, GrantId, InstanceId, InstanceState, ModelName, Snapshot, WorkerId
+from pilotlight.policy.types import (
+    Demand,
+    Epoch,
+    GrantId,
+    Instance,
+    InstanceId,
+    InstanceState,
+    Liveness,
+    ModelName,
+    Snapshot,
+    WorkerId,
+)
 from pilotlight.scheduler.applier import Applier, drain_of
 from pilotlight.scheduler.asks import Asks
 from pilotlight.scheduler.board import InstanceBoard
@@ -32,8 +46,8 @@ from pilotlight.scheduler.lease import Fence
 from pilotlight.scheduler.metrics import SchedulerMetrics
 from pilotlight.scheduler.planner import Planner, StartOrder
 from pilotlight.scheduler.reconcile import ReconcileRules, reconcile
-from pilotlight.scheduler.records import Decision
-from pilotlight.scheduler.repository import SchedulerRepository
+from pilotlight.scheduler.records import Decision, trace_parent_of
+from pilotlight.scheduler.repository import SchedulerRepository, retention
 from pilotlight.scheduler.room import RoomClient
 from pilotlight.scheduler.settings import SchedulerSettings
 from pilotlight.scheduler.world import WorkerView, World
@@ -43,8 +57,9 @@ log = structlog.get_logger()
 TICK_S = 0.25
 LEARN_S = 1.0
 """Listened for this long, every live worker has reported several times; before that nothing is commanded."""
+LEARNED_S = 0.3
+"""How long a standby that has listened for that long waits for workers that are silent: longer than their reports are apart."""
 SETTLE_S = 0.5
-TRIM_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +74,14 @@ class Standing:
     bucket: Bucket
     """``instances``."""
     metrics: SchedulerMetrics
+    prune_metrics: PruneMetrics
 
 
 class Term:
     """Leads under one epoch, until the lease is lost."""
 
-    def __init__(self, standing: Standing, fence: Fence) -> None:
+    def __init__(self, standing: Standing, fence: Fence, check: Callable[[], None]) -> None:
+        """``check`` raises ``NotLeader`` once the lease may have run out; asked before anything is said to others."""
         context, world, metrics = standing.context, standing.world, standing.metrics
         settings = context.settings
         self._clock: Clock = context.clock
@@ -80,12 +97,17 @@ class Term:
         self._starting: set[ModelName] = set()
         self._shown_after = standing.world.reconnects
         self._asks = Asks()
-        self._room = RoomClient(context.bus)
+        self._wanted: dict[ModelName, str] = {}
+        """Models that are to serve elsewhere before they leave a node that drains, and why."""
+        self._room = RoomClient(context.bus, self._epoch, check)
         self.book = Book()
         self._repository = SchedulerRepository(standing.database, fence, self._clock)
+        self._pruner = Pruner(
+            retention(settings), fence.unit_of_work, self._clock, standing.prune_metrics, interval_s=settings.prune_interval_s
+        )
         self.cold_starts = ColdStarts(self._repository, self.book, self._clock, context.service, metrics)
-        self._board = InstanceBoard(standing.bucket, self._clock, lambda instance_id: self.book.get(instance_id) is not None)
-        self._dispatcher = Dispatcher(context.bus, self._epoch)
+        self._board = InstanceBoard(standing.bucket, self._clock, self._shown, check)
+        self._dispatcher = Dispatcher(context.bus, self._epoch, check)
         self._applier = Applier(
             epoch=self._epoch,
             clock=self._clock,
@@ -96,7 +118,8 @@ class Term:
             release=self._release,
             is_awaited=self._is_awaited,
         )
-        rules = SchemeRules(placement=PlacementRules(eviction=EvictionRules(min_residency_s=settings.min_residency_s)))
+        placement = PlacementRules(eviction=EvictionRules(min_residency_s=settings.min_residency_s))
+        self._drain_rules = DrainRules(replace_within_s=settings.drain_replace_s, placement=placement)
         self._planner = Planner(
             snapshot=self._snapshot,
             book=self.book,
@@ -107,7 +130,7 @@ class Term:
             cold_starts=self.cold_starts,
             metrics=metrics,
             clock=self._clock,
-            rules=rules,
+            rules=SchemeRules(placement=placement),
             release=self._release,
             world_version=lambda: world.version,
         )
@@ -122,8 +145,10 @@ class Term:
             stored = await self._repository.load()
         except DatabaseUnavailable as error:
             raise NotLeader(f"the term did not begin: {error.message}") from error
+        parents = {record.instance_id: trace_parent_of(record) for record in stored.cold_starts}
         for one in stored.instances:
-            self.book.add(Entry(instance=one.instance, model=one.model))
+            trace_parent = parents.get(one.instance.instance_id, "")
+            self.book.add(Entry(instance=one.instance, model=one.model, trace_parent=trace_parent))
             self._board.show(one.instance)
         for record in stored.cold_starts:
             self.cold_starts.open(record)
@@ -143,7 +168,7 @@ class Term:
                 group.create_task(self._board.run(), name="instances bucket")
                 group.create_task(self._board.sweep(), name="instances bucket sweep")
                 group.create_task(self._settle_for_ever(), name="cold starts")
-                group.create_task(self._trim_for_ever(), name="old records")
+                group.create_task(self._pruner.prune_for_ever(), name="old rows")
                 await self._decide_for_ever()
         except* (NotLeader, DatabaseUnavailable) as errors:
             reasons = [str(error) for error in errors.exceptions]
@@ -165,7 +190,12 @@ class Term:
         if model is None:
             raise ModelNotFound(f"no model is named {ask.model}")
         now_s = self._clock.monotonic_s()
-        known = [entry.instance for entry in self.book.of_model(ask.model) if entry.instance.digest == model.digest]
+        leaving_ids = {one.instance_id for one in leaving(self._snapshot())}
+        known = [
+            entry.instance
+            for entry in self.book.of_model(ask.model)
+            if entry.instance.digest == model.digest and entry.instance.instance_id not in leaving_ids
+        ]
         serving = [instance for instance in known if instance.state in SERVING]
         if serving:
             return Warming(instance_id=serving[0].instance_id)
@@ -215,7 +245,8 @@ class Term:
         if self._world.deaf_since_s is not None or not self._has_learned(workers, now_s):
             return
         await self._evict_asked()
-        plan = plan_scaling(self._snapshot(), self._scaling_rules)
+        await self._empty_nodes()
+        plan = plan_scaling(staying(self._snapshot()), self._scaling_rules)
         for drain in plan.drains:
             await self._drain(drain)
         self._begin(plan.starts, demand)
@@ -236,8 +267,13 @@ class Term:
         if now_s - self._world.listening_since_s < LEARN_S:
             return False
         placed = {placement.worker_id for entry in self.book.rows() for placement in entry.instance.placements}
-        heard = all(worker_id in workers and workers[worker_id].heard_s >= self._started_s for worker_id in placed)
-        return heard or now_s - self._started_s >= LEARN_S
+        # A standby has listened all along: what it knows is as new as what a leader knows.
+        stood_by = self._started_s - self._world.listening_since_s >= LEARN_S
+        if stood_by:
+            heard = all(worker_id in workers and workers[worker_id].facts.liveness is Liveness.ALIVE for worker_id in placed)
+        else:
+            heard = all(worker_id in workers and workers[worker_id].heard_s >= self._started_s for worker_id in placed)
+        return heard or now_s - self._started_s >= (LEARNED_S if stood_by else LEARN_S)
 
     async def _evict_asked(self) -> None:
         for model in self._asks.evictions():
@@ -250,6 +286,15 @@ class Term:
                     await self._drain(drain)
                 drained.append(entry.instance.instance_id)
             self._asks.settle_evicted(model, tuple(drained))
+
+    async def _empty_nodes(self) -> None:
+        """What is on nodes that drain leaves; what is still needed is wanted elsewhere, as if somebody waited for it."""
+        now_s = self._clock.monotonic_s()
+        asked = self._asks.demand(self._world.demand(now_s), now_s)
+        plan = plan_drain(replace(self._snapshot(), demand=asked), self._drain_rules)
+        self._wanted = {one.model: one.reason for one in plan.wanted}
+        for drain in plan.drains:
+            await self._drain(drain)
 
     async def _drain(self, drain: Drain) -> None:
         entry = self.book.get(drain.instance_id)
@@ -278,7 +323,8 @@ class Term:
             if model is None or model.name in self._starting or not self._planner.may_try(model.name, now_s):
                 continue
             seen_s = self._world.waiting_since_s(model.name) or self._asks.since_s(model.name) or now_s
-            order = StartOrder(model=model, reason=start.reason, demand_seen_s=seen_s, trace_parent=traces.get(model.name, ""))
+            reason = start.reason if self._is_awaited(model.name) else self._wanted.get(model.name, start.reason)
+            order = StartOrder(model=model, reason=reason, demand_seen_s=seen_s, trace_parent=traces.get(model.name, ""))
             self._starting.add(model.name)
             self._group.create_task(self._start(order, counts[model.name]), name=f"start {model.name}")
 
@@ -300,10 +346,6 @@ class Term:
             kinds = {key: one.facts.device.kind for key, one in self._world.workers(self._clock.monotonic_s()).items()}
             await self.cold_starts.settle(kinds)
 
-    async def _trim_for_ever(self) -> None:
-        async for _ in every(TRIM_S):
-            await self._repository.trim()
-
     # What the parts ask of one another.
 
     def _snapshot(self) -> Snapshot:
@@ -317,10 +359,22 @@ class Term:
             instances=self.book.instances(),
             demand=self._demand(now_s),
             estimates=tuple(self.cold_starts.estimates.values()),
+            drains=self._world.drains(now_s),
         )
 
     def _demand(self, now_s: float) -> tuple[Demand, ...]:
-        return self._asks.demand(self._world.demand(now_s), now_s)
+        asked = self._asks.demand(self._world.demand(now_s), now_s)
+        waited_for = {one.model for one in asked}
+        wanted = (
+            Demand(model=model, waiting=1, oldest_age_s=0.0, deadline_in_s=self._drain_rules.replace_within_s)
+            for model in self._wanted
+            if model not in waited_for
+        )
+        return (*asked, *wanted)
+
+    def _shown(self, instance_id: InstanceId) -> Instance | None:
+        entry = self.book.get(instance_id)
+        return entry.instance if entry is not None else None
 
     def _is_awaited(self, model: ModelName) -> bool:
         return any(one.model == model and one.waiting > 0 for one in self._world.demand(self._clock.monotonic_s()))

@@ -5,25 +5,34 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import structlog
-from sqlalchemy import Row, delete, func, select, text, update
+from sqlalchemy import Row, func, select, text, update
 from sqlalchemy.dialects.postgresql import insert
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.db import tables
 from pilotlight.common.db.mapping import from_row_json, to_row_json
+from pilotlight.common.db.retention import Keep, keep_outbox
 from pilotlight.common.db.session import Database, UnitOfWork
 from pilotlight.common.errors import Conflict
 from pilotlight.policy.instance import ENDED
-from pilotlight.policy.types import DecisionId, DeviceKind, Estimate, Instance, InstanceId, InstanceState, Model, ModelName, Phase
+from pilotlight.policy.types import (
+    DecisionId,
+    DeviceKind,
+    Estimate,
+    Instance,
+    InstanceId,
+    InstanceState,
+    Model,
+    ModelName,
+    NodeId,
+    Phase,
+)
 from pilotlight.scheduler.lease import Fence
 from pilotlight.scheduler.records import LATE_PHASES_S, ColdStart, Decision
+from pilotlight.scheduler.settings import SchedulerSettings
 
 log = structlog.get_logger()
 
-KEPT_S = 7 * 24 * 3600.0
-"""How long records of what has ended are kept: as long as the events that told of it."""
-TRIM_ROWS = 1000
-"""Rows of one table that are deleted at a time: a statement must end within its deadline however much there is."""
 REMEMBERED_S = 60.0
 """Ended instances that a new leader still reads: their failures slow the next start down."""
 EVENTS = {
@@ -31,6 +40,36 @@ EVENTS = {
     InstanceState.FAILED: "instance_failed",
     InstanceState.GONE: "instance_gone",
 }
+
+
+def retention(settings: SchedulerSettings) -> tuple[Keep, ...]:
+    """How long rows of this schema are kept, in the order in which they go: what lives stays.
+
+    The decision that an instance was planned by stays as long as the instance: a new leader reads the instance's model from it.
+    """
+    instances, decisions, starts = tables.instances, tables.decisions, tables.cold_starts
+    planned_by = select(instances.c.body["decision_id"].astext)
+    return (
+        Keep(
+            at=instances.c.updated_at,
+            days=settings.instances_keep_days,
+            max_rows=settings.instances_max_rows,
+            only=instances.c.state.in_([state.value for state in ENDED]),
+        ),
+        Keep(
+            at=starts.c.created_at,
+            days=settings.cold_starts_keep_days,
+            max_rows=settings.cold_starts_max_rows,
+            only=starts.c.status != "open",
+        ),
+        Keep(
+            at=decisions.c.at,
+            days=settings.decisions_keep_days,
+            max_rows=settings.decisions_max_rows,
+            only=decisions.c.decision_id.not_in(planned_by),
+        ),
+        keep_outbox("scheduler", settings),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +90,7 @@ class Stored:
 
 
 class ModelReader:
-    """Reads the registered models; they are the gateway's."""
+    """Reads what is the gateway's: the registered models, and the nodes that are to be empty."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -65,6 +104,18 @@ class ModelReader:
         async with self._database.reading() as connection:
             rows = (await connection.execute(select(tables.models.c.body).order_by(tables.models.c.name))).scalars().all()
         return tuple(from_row_json(body, Model) for body in rows)
+
+    async def drains(self) -> dict[NodeId, float]:
+        """Nodes that an operator wants to be empty, and seconds since that was asked for, by the database's clock.
+
+        Raises:
+            DatabaseUnavailable: the database cannot be reached.
+        """
+        table = tables.drains
+        age_s = func.extract("epoch", func.clock_timestamp() - table.c.requested_at)
+        async with self._database.reading() as connection:
+            rows = (await connection.execute(select(table.c.node_id, age_s.label("age_s")))).all()
+        return {NodeId(row.node_id): max(0.0, float(row.age_s)) for row in rows}
 
 
 class SchedulerRepository:
@@ -181,28 +232,6 @@ class SchedulerRepository:
         new = insert(tables.estimates).values(model=estimate.model, device_kind=estimate.device_kind.value, body=body)
         async with self._fence.unit_of_work() as work:
             await work.connection.execute(new.on_conflict_do_update(index_elements=["model", "device_kind"], set_={"body": body}))
-
-    async def trim(self) -> None:
-        """Delete some of what ended long ago. The decision that a living instance was planned by stays: its model is read from it.
-
-        Raises:
-            NotLeader: the term is over.
-            DatabaseUnavailable: the database cannot be reached.
-        """
-        instances, decisions, starts = tables.instances, tables.decisions, tables.cold_starts
-        before = func.clock_timestamp() - timedelta(seconds=KEPT_S)
-        ended = instances.c.state.in_([state.value for state in ENDED]) & (instances.c.updated_at < before)
-        planned_by = select(instances.c.body["decision_id"].astext)
-        finished = (starts.c.status != "open") & (starts.c.created_at < before)
-        over = (decisions.c.at < before) & decisions.c.decision_id.not_in(planned_by)
-        async with self._fence.unit_of_work() as work:
-            for key, condition in (
-                (instances.c.instance_id, ended),
-                (starts.c.instance_id, finished),
-                (decisions.c.decision_id, over),
-            ):
-                some = select(key).where(condition).limit(TRIM_ROWS)
-                await work.connection.execute(delete(key.table).where(key.in_(some)))
 
     async def _decide(self, work: UnitOfWork, decision: Decision) -> None:
         await work.connection.execute(

@@ -1,18 +1,20 @@
 """Asking the cache for room, and giving it back."""
 
 import random
+from collections.abc import Callable
 
 import structlog
 
 from pilotlight.common.bus import Bus
-from pilotlight.common.errors import PilotlightError
+from pilotlight.common.errors import DeadlineExceeded, NotLeader, PilotlightError, StaleCommand
 from pilotlight.common.messages.room import RELEASE_SUBJECT, RESERVE_SUBJECT, Release, Released, Reserve, Reserved
 from pilotlight.common.waiting import Backoff, pause
-from pilotlight.policy.types import GrantId, Instance, Model, Placement
+from pilotlight.policy.types import Epoch, GrantId, Instance, Model, Placement
 
 log = structlog.get_logger()
 
 RESERVE_DEADLINE_S = 2.0
+RESERVE_TRIES = 3
 RELEASE_DEADLINE_S = 1.0
 RELEASE_TRIES = 3
 GRANT_LEASE_S = 30.0
@@ -22,8 +24,10 @@ GRANT_LEASE_S = 30.0
 class RoomClient:
     """The scheduler's side of the room edge."""
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, epoch: Epoch, check: Callable[[], None]) -> None:
         self._bus = bus
+        self._epoch = epoch
+        self._check = check
         self._rng = random.Random()
 
     async def reserve(self, instance: Instance, model: Model, placement: Placement) -> Reserved:
@@ -33,7 +37,9 @@ class RoomClient:
             NoRoom: the cache can free none, on the device or in the host pool.
             BusUnavailable: no cache answers.
             DeadlineExceeded: it did not answer in time; what it may have granted lapses by itself.
+            NotLeader: the lease has run out, or the cache knows of a newer leader.
         """
+        self._check()
         request = Reserve(
             instance_id=instance.instance_id,
             model=model.name,
@@ -43,8 +49,19 @@ class RoomClient:
             device_bytes=placement.device_bytes,
             host_part_bytes=tuple(model.spec.part_bytes[part] for part in model.spec.parts_of(placement.stage)),
             lease_s=GRANT_LEASE_S,
+            epoch=self._epoch,
         )
-        return await self._bus.request(RESERVE_SUBJECT, request, Reserved, deadline_s=RESERVE_DEADLINE_S)
+        for attempt in range(1, RESERVE_TRIES + 1):
+            try:
+                return await self._bus.request(RESERVE_SUBJECT, request, Reserved, deadline_s=RESERVE_DEADLINE_S)
+            except StaleCommand as error:
+                raise NotLeader(f"another leads: {error.message}") from error
+            except DeadlineExceeded:
+                # It may have been granted all the same: asked again, the cache gives the same grant.
+                if attempt == RESERVE_TRIES:
+                    raise
+            self._check()
+        raise AssertionError("the last try returns or raises")
 
     async def release(self, grant_id: GrantId) -> None:
         """Give a grant back; after some failures it is left to lapse."""

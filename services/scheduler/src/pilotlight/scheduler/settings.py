@@ -2,10 +2,11 @@
 
 from pydantic import Field
 
+from pilotlight.common.db.retention import PruneSettings
 from pilotlight.common.settings import DatabaseSettings, ServiceSettings
 
 
-class SchedulerSettings(ServiceSettings, DatabaseSettings):
+class SchedulerSettings(ServiceSettings, DatabaseSettings, PruneSettings):
     """What the scheduler needs."""
 
     instance_requests: int = Field(
@@ -17,3 +18,18 @@ class SchedulerSettings(ServiceSettings, DatabaseSettings):
     hold_deadline_s: float = Field(
         10.0, gt=0, description="A live worker that does not take up a stage within this time has failed the instance."
     )
+    drain_replace_s: float = Field(
+        30.0,
+        ge=0,
+        description="A node that drains waits so long for replacements to serve before it lets its instances go anyway.",
+    )
+    instances_keep_days: float = Field(7.0, gt=0, description="Days for which instances that have ended are kept.")
+    instances_max_rows: int = Field(100_000, ge=0, description="Ended instances that are kept at most; 0: no limit.")
+    cold_starts_keep_days: float = Field(7.0, gt=0, description="Days for which finished cold starts are kept.")
+    cold_starts_max_rows: int = Field(100_000, ge=0, description="Finished cold starts that are kept at most; 0: no limit.")
+    decisions_keep_days: float = Field(
+        7.0,
+        gt=0,
+        description="Days for which decisions are kept; the one that planned an instance is kept as long as the instance.",
+    )
+    decisions_max_rows: int = Field(100_000, ge=0, description="Such decisions that are kept at most; 0: no limit.")

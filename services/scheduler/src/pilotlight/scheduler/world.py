@@ -5,7 +5,7 @@ a silent gateway's demand is dropped, for it repeats it every 250 ms as long as 
 ages stand still, and go on from where they were.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from pilotlight.common.messages.demand import DemandVector
@@ -21,6 +21,7 @@ from pilotlight.policy.types import (
     Liveness,
     Model,
     ModelName,
+    NodeDrain,
     NodeFacts,
     NodeId,
     WorkerFacts,
@@ -79,6 +80,8 @@ class World:
     """Since when NATS is lost; None while it is not."""
     reconnects: int = 0
     """Counts them: the server may have come back without its memory."""
+    draining_since_s: dict[NodeId, float] = field(default_factory=dict[NodeId, float])
+    """Nodes that an operator wants to be empty, and since when."""
     _workers: dict[WorkerId, _Worker] = field(default_factory=dict[WorkerId, _Worker])
     _nodes: dict[NodeId, _Node] = field(default_factory=dict[NodeId, _Node])
     _vectors: dict[GatewayId, _Vector] = field(default_factory=dict[GatewayId, _Vector])
@@ -137,6 +140,15 @@ class World:
         self.models = listed
         return changed
 
+    def hear_drains(self, ages_s: Mapping[NodeId, float], now_s: float) -> bool:
+        """Take the list of nodes that are to be empty."""
+        changed = ages_s.keys() != self.draining_since_s.keys()
+        self.draining_since_s = {
+            node_id: self.draining_since_s.get(node_id, now_s - ages_s[node_id]) for node_id in sorted(ages_s)
+        }
+        self.version += changed
+        return changed
+
     def demand(self, now_s: float) -> tuple[Demand, ...]:
         """Waiting requests by model, over every gateway that is heard."""
         self._vectors = {key: one for key, one in self._vectors.items() if self._age_s(one.fresh_s, now_s) <= GATEWAY_SILENT_S}
@@ -174,9 +186,17 @@ class World:
         """Every node with its liveness."""
         self._nodes = {key: one for key, one in self._nodes.items() if self._age_s(one.fresh_s, now_s) < FORGET_AFTER_S}
         return {
-            node_id: replace(one.report.facts, liveness=self._liveness(one.fresh_s, now_s))
+            node_id: replace(
+                one.report.facts,
+                liveness=self._liveness(one.fresh_s, now_s),
+                draining=one.report.facts.draining or node_id in self.draining_since_s,
+            )
             for node_id, one in self._nodes.items()
         }
+
+    def drains(self, now_s: float) -> tuple[NodeDrain, ...]:
+        """Nodes that are to be empty, and for how long."""
+        return tuple(NodeDrain(node_id=node_id, age_s=now_s - since_s) for node_id, since_s in self.draining_since_s.items())
 
     def hear_connection(self, connected: bool, now_s: float) -> None:
         """Take note of whether anything can be heard at all."""

@@ -6,19 +6,22 @@ from pilotlight.common.buckets import WORKERS
 from pilotlight.common.errors import BadRequest
 from pilotlight.common.faults import Faults
 from pilotlight.common.ids import worker_id_of
+from pilotlight.common.machine import log_file, memory_bytes
 from pilotlight.common.phases import PhaseReporter
 from pilotlight.common.service import Application, Component, Context
 from pilotlight.dataplane.pool_client import PoolClient
 from pilotlight.policy.types import DeviceKind, NodeId, WorkerId
+from pilotlight.worker.child_process import ChildOptions
 from pilotlight.worker.core import WorkerCore
 from pilotlight.worker.engine_client import EngineClient
 from pilotlight.worker.loader_link import LoaderLink
-from pilotlight.worker.loading import EveryPart, PartSource
+from pilotlight.worker.loading import EveryPart, PartSource, StageLoader
 from pilotlight.worker.metrics import WorkerMetrics
-from pilotlight.worker.process_engine import ChildOptions, ProcessEngine
+from pilotlight.worker.process_engine import ProcessEngine
 from pilotlight.worker.requests import RequestTable
 from pilotlight.worker.settings import WorkerSettings
 from pilotlight.worker.sim_engine import SimEngine, SimProfile
+from pilotlight.worker.spare import Spare
 from pilotlight.worker.worker import Worker
 
 
@@ -58,7 +61,7 @@ class _Builder:
         self._context = context
         self._kind = kind
         self._node_id = node_id
-        self._device_bytes = settings.device_bytes or _host_memory_bytes() // 2 // sharing
+        self._device_bytes = settings.device_bytes or memory_bytes() // 2 // sharing
         self._threads = settings.threads or max(1, len(os.sched_getaffinity(0)) // sharing)
         self._faults = Faults.parse(settings.faults)
         self._metrics = WorkerMetrics(context.metrics)
@@ -81,7 +84,8 @@ class _Builder:
             metrics=self._metrics,
             phases=self._phases,
         )
-        return Worker(core, self._kind, source, self._bucket, context.incarnation)
+        loader = StageLoader(core, source, context.settings.pool_path)
+        return Worker(core, self._kind, loader, self._bucket, context.incarnation)
 
     def _engine(self, worker_id: WorkerId) -> EngineClient:
         settings = self._context.settings
@@ -94,12 +98,8 @@ class _Builder:
             return SimEngine(profile, self._context.clock, self._faults)
         options = ChildOptions(
             threads=self._threads,
-            log_path=settings.log_dir / f"engine-{worker_id}.log",
+            log_path=log_file(settings.log_dir, f"engine-{worker_id}.log"),
             faults=settings.faults,
             log_level=settings.log_level,
         )
-        return ProcessEngine(options)
-
-
-def _host_memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return ProcessEngine(options, Spare(options) if settings.spare_engine else None)

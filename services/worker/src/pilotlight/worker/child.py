@@ -6,24 +6,28 @@ socket closes.
 
 import argparse
 import ctypes
+import importlib
 import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Sequence
 
 import structlog
 
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.faults import Faults
-from pilotlight.common.messages.engine import EngineUp
+from pilotlight.common.messages.codec import FrameBuffer, frame
+from pilotlight.common.messages.engine import EngineUp, Promote, SpareReady, ToEngine
 from pilotlight.common.telemetry import configure_logging
-from pilotlight.worker.child_loop import ChildLoop
+from pilotlight.worker.child_loop import RECEIVE_BYTES, ChildLoop
 
 log = structlog.get_logger()
 
 PROBE_BYTES = 32 * 1024 * 1024
 """Bytes that are copied to learn how fast parts can be placed: more than the caches hold."""
+LOWEST_PRIORITY = 19
 _PR_SET_PDEATHSIG = 1
 
 
@@ -36,6 +40,8 @@ def main(arguments: Sequence[str]) -> int:
     os.set_inheritable(options.fd, False)
     clock = SystemClock()
     faults = Faults.parse(os.environ.get("PILOTLIGHT_FAULTS", ""))
+    if options.spare and not _wait_to_be_promoted(connection):
+        return 0
     # Imported here: it takes a second or more, and a death meanwhile must not leave an orphan.
     from pilotlight.engine.engine import Engine
     from pilotlight.worker.child_warmup import warm_up
@@ -55,11 +61,38 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _wait_to_be_promoted(connection: socket.socket) -> bool:
+    """Import at low priority, say so, wait; False when the parent wants no engine of this child.
+
+    A thread of its own imports: Linux gives each thread its priority, and none that is not privileged can raise its own again.
+    """
+    importing = threading.Thread(target=_import_engine, name="import")
+    importing.start()
+    importing.join()
+    try:
+        connection.sendall(frame(SpareReady()))
+        buffer = FrameBuffer(ToEngine)
+        # Nothing follows ``Promote`` until the child has said that it is up.
+        while data := connection.recv(RECEIVE_BYTES):
+            if commands := buffer.feed(data):
+                return isinstance(commands[0], Promote)
+    except (BrokenPipeError, ConnectionResetError):
+        log.info("the parent is gone", action="engine_orphaned")
+    return False
+
+
+def _import_engine() -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+    importlib.import_module("pilotlight.engine.engine")
+    importlib.import_module("pilotlight.worker.child_warmup")
+
+
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="pilotlight.worker.child", description="A worker's engine; started by its worker.")
     parser.add_argument("--fd", type=int, required=True, help="socket to the parent")
     parser.add_argument("--parent", type=int, required=True, help="the parent's process id")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--spare", action="store_true", help="import, then wait to be promoted")
     parser.add_argument("--log-level", default="info")
     return parser.parse_args(arguments)
 

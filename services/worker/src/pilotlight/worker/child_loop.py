@@ -21,6 +21,7 @@ from pilotlight.common.messages.engine import (
     PlacePart,
     Prefilled,
     Produced,
+    Promote,
     Run,
     Shutdown,
     StageFailed,
@@ -120,6 +121,8 @@ class ChildLoop:
                 self._add(command)
             case Abort():
                 self._engine.abort(command.request_id, command.attempt)
+            case Promote():
+                pass  # It is the engine already.
             case Shutdown():
                 self._ended = True
 
@@ -173,6 +176,7 @@ class ChildLoop:
 
     def _step(self) -> None:
         """One batch. What it raises ends the process: the engine's books cannot be trusted after it."""
+        pause_blocking(self._faults.delay_s("step"))
         result = self._engine.step()
         for first in result.first_prefills:
             self._send(self._prefilled(first))

@@ -3,7 +3,7 @@
 import structlog
 
 from pilotlight.common.bus import Subscription
-from pilotlight.common.errors import ContextTooLong, EngineFailed, NoRoom, NotFound, PilotlightError
+from pilotlight.common.errors import ContextTooLong, EngineFailed, NoRoom, NotFound, NotLoaded, PilotlightError
 from pilotlight.common.messages.engine import Abort, Run
 from pilotlight.common.messages.hold import WorkerHold, worker_hold_subject
 from pilotlight.common.messages.room import GivenUp, GiveUp, give_up_subject
@@ -62,6 +62,9 @@ class Handlers:
             return SubmitReply(accepted=True)
         trace_parent = current_traceparent()
         try:
+            if not self._core.engine.alive:
+                # It has died, and its death is still being told: what is accepted now would wait for that.
+                raise NotLoaded(f"the engine of {self._core.worker_id} has ended")
             _check_room(submit, self._stages.serving(submit.instance_id))
             superseded = self._core.table.accept(submit)
         except PilotlightError as error:

@@ -54,13 +54,13 @@ class PartSource(Protocol):
 class StageLoader:
     """Carries out loads; what a stage's state is, is for ``Stages`` to say."""
 
-    def __init__(self, core: WorkerCore, source: PartSource) -> None:
+    def __init__(self, core: WorkerCore, source: PartSource, pool_path: Path | None) -> None:
         self._core = core
         self._source = source
-        self._pool_path = ""
+        self._pool_path = str(pool_path) if pool_path is not None else ""
 
     def pool_epoch(self) -> Epoch:
-        """The highest epoch in the host pool's header: what the node's loader has seen. 0 before the first lease."""
+        """The highest epoch in the host pool's header: what the node's loader has seen. 0 while no pool is known."""
         return epoch_in_pool(self._pool_path) if self._pool_path else Epoch(0)
 
     async def load(self, hold: Hold, asked_s: float, loaded: asyncio.Future[StageLoaded]) -> StageLoaded:

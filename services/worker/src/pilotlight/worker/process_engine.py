@@ -5,15 +5,7 @@ alone: this side notices at once, because the socket closes with the last proces
 """
 
 import asyncio
-import os
-import signal
-import socket
-import sys
-from asyncio.subprocess import DEVNULL, Process
 from collections.abc import AsyncIterator
-from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 
 import structlog
 
@@ -31,7 +23,9 @@ from pilotlight.common.messages.engine import (
     UnloadStage,
 )
 from pilotlight.common.waiting import within
+from pilotlight.worker.child_process import Child, ChildOptions, bury, kill_group, spawn
 from pilotlight.worker.engine_client import EngineDied, EngineEvent
+from pilotlight.worker.spare import Spare
 
 log = structlog.get_logger()
 
@@ -40,40 +34,18 @@ START_DEADLINE_S = 60.0
 COMMAND_DEADLINE_S = 5.0
 """For handing a command over; a child that reads nothing for this long hangs."""
 STOP_DEADLINE_S = 3.0
-REAP_DEADLINE_S = 2.0
-END_GRACE_S = 1.0
-"""From the close of its socket to the process's end; then it is killed."""
 MAX_EVENTS = 1024
 """Events that wait to be worked on; past it the child waits."""
-MAX_LOG_BYTES = 8 * 1024 * 1024
-"""A log that is longer is begun anew when the next child starts."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChildOptions:
-    """How to start an engine child."""
-
-    threads: int
-    log_path: Path
-    """Its standard output and error: never an inherited pipe, which a grandchild would hold open."""
-    faults: str = ""
-    log_level: str = "info"
-
-
-@dataclass(frozen=True, slots=True)
-class _Child:
-    process: Process
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
 
 
 class ProcessEngine:
     """``EngineClient`` whose engine is ``python -m pilotlight.worker.child``."""
 
-    def __init__(self, options: ChildOptions) -> None:
+    def __init__(self, options: ChildOptions, spare: Spare | None = None) -> None:
         self._options = options
+        self._spare = spare
         self._events: asyncio.Queue[EngineEvent | None] = asyncio.Queue(MAX_EVENTS)
-        self._child: _Child | None = None
+        self._child: Child | None = None
         self._up: EngineUp | None = None
         self._reading: asyncio.Task[None] | None = None
         self._kill_reason = ""
@@ -96,7 +68,17 @@ class ProcessEngine:
         if self._reading is not None:
             await self._reading
         self._kill_reason = ""
-        self._child = child = await _spawn(self._options)
+        spare = await self._spare.take() if self._spare is not None else None
+        if spare is not None:
+            try:
+                return await self._begin(spare)
+            except EngineFailed as error:
+                log.warning("the spare engine does not start", action="spare_start_failed", error=error.message)
+        return await self._begin(await spawn(self._options))
+
+    async def _begin(self, child: Child) -> EngineUp:
+        """The child says that it is up, or is buried."""
+        self._child = child
         try:
             first: FromEngine | None = await within(START_DEADLINE_S, read_frame(child.reader, FromEngine), "the engine's start")
         except PilotlightError as error:
@@ -110,6 +92,8 @@ class ProcessEngine:
         self._up = first
         self._reading = asyncio.create_task(self._read(child), name="engine events")
         log.info("engine started", action="engine_started", pid=first.pid, device=first.device_name)
+        if self._spare is not None:
+            self._spare.keep()
         return first
 
     async def load_stage(self, command: LoadStage) -> None:
@@ -134,18 +118,20 @@ class ProcessEngine:
     async def kill(self, reason: str) -> None:
         if self._child is not None:
             self._kill_reason = reason
-            _kill_group(self._child.process)
+            kill_group(self._child.process)
 
     async def stop(self) -> None:
         self._stopping = True
         child, reading = self._child, self._reading
+        if self._spare is not None:
+            await self._spare.stop()
         if child is not None:
             try:
                 child.writer.write(frame(Shutdown()))
                 await within(STOP_DEADLINE_S, child.process.wait(), "the engine's end")
             except (DeadlineExceeded, OSError):
                 log.warning("engine killed: it did not end in time", action="engine_stop_killed", pid=child.process.pid)
-                _kill_group(child.process)
+                kill_group(child.process)
         if reading is not None:
             self._reading = None
             # Its reader of events may have left already: what waits is of no use to anybody then.
@@ -171,7 +157,7 @@ class ProcessEngine:
         except OSError as error:
             raise EngineFailed(f"the engine is gone: {error}") from error
 
-    async def _read(self, child: _Child) -> None:
+    async def _read(self, child: Child) -> None:
         """Pass frames on until the child ends, whichever way, and say so."""
         reason = ""
         try:
@@ -188,67 +174,7 @@ class ProcessEngine:
         log.error("engine ended", action="engine_died", pid=child.process.pid, reason=reason)
         await self._events.put(EngineDied(reason=reason))
 
-    async def _bury(self, child: _Child) -> int | None:
-        """Make sure that it is dead, and leave nothing of it behind."""
+    async def _bury(self, child: Child) -> int | None:
         self._up = None
         self._child = None
-        child.writer.close()
-        with suppress(DeadlineExceeded):
-            # It ends by itself, and then its status says why.
-            await within(END_GRACE_S, child.process.wait(), "the engine's own end")
-        _kill_group(child.process)
-        try:
-            return await within(REAP_DEADLINE_S, child.process.wait(), "reaping the engine")
-        except DeadlineExceeded:
-            log.error("engine cannot be reaped", action="engine_unreaped", pid=child.process.pid)
-            return None
-
-
-async def _spawn(options: ChildOptions) -> _Child:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    with theirs:
-        arguments = {
-            "--fd": theirs.fileno(),
-            "--parent": os.getpid(),
-            "--threads": options.threads,
-            "--log-level": options.log_level,
-        }
-        flat = [str(word) for pair in arguments.items() for word in pair]
-        options.log_path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(options.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "ab") as output:
-            if output.tell() > MAX_LOG_BYTES:
-                output.truncate(0)
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "pilotlight.worker.child",
-                *flat,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-                stdin=DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=_child_environment(options),
-            )
-    reader, writer = await asyncio.open_unix_connection(sock=ours)
-    return _Child(process, reader, writer)
-
-
-def _child_environment(options: ChildOptions) -> dict[str, str]:
-    """The parent's, without our settings and the object store's: the child has no use for credentials."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PILOTLIGHT_", "AWS_"))}
-    return {
-        **inherited,
-        "PILOTLIGHT_FAULTS": options.faults,
-        "OMP_NUM_THREADS": str(options.threads),
-        "OMP_WAIT_POLICY": "PASSIVE",
-    }
-
-
-def _kill_group(process: Process) -> None:
-    if process.returncode is not None:
-        return
-    with suppress(ProcessLookupError):
-        # Its own session makes its process id that of its group.
-        os.killpg(process.pid, signal.SIGKILL)
+        return await bury(child)

@@ -31,6 +31,7 @@ class Reporter:
         self._facts = facts
         self._epoch = epoch
         self._kept: WorkerFacts | None = None
+        self._seq = 0
         self._stale = asyncio.Event()
         self._rng = random.Random()
 
@@ -52,7 +53,8 @@ class Reporter:
             if _slow(facts) != self._kept:
                 self._kept = _slow(facts)
                 self._stale.set()
-            report = WorkerReport(facts=facts, incarnation=self._incarnation, epoch_seen=self._epoch())
+            self._seq += 1
+            report = WorkerReport(facts=facts, incarnation=self._incarnation, epoch_seen=self._epoch(), seq=self._seq)
             try:
                 await within(PUBLISH_DEADLINE_S, self._core.bus.publish(subject, report), "sending a report")
             except PilotlightError as error:

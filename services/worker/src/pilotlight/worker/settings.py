@@ -13,11 +13,15 @@ class WorkerSettings(ServiceSettings):
 
     worker_id: str = Field("", description="Name of the worker: the same after a restart. By default the node's with an index.")
     node_id: str = Field("node-local", description="Name of the node that the worker belongs to.")
-    log_dir: Path = Field(Path(".pilotlight/logs"), description="Folder for the log of the worker's engine.")
+    log_dir: Path = Field(
+        Path(".pilotlight/logs"), description="Folder for the log of the worker's engine. `-`: it writes where the worker does."
+    )
     device: Literal["cpu", "sim"] = Field("cpu", description="What runs models: CPU cores, or a simulation of them.")
     workers: int = Field(1, ge=1, le=1024, description="Workers of the node, among which its memory and cores are divided.")
     device_bytes: int | None = Field(
-        None, ge=1, description="Memory for models on the worker's device. By default half of the host's, divided by its workers."
+        None,
+        ge=1,
+        description="Memory for models on the worker's device. By default half of the host's or the container's, divided by its workers.",
     )
     threads: int | None = Field(
         None,
@@ -28,8 +32,16 @@ class WorkerSettings(ServiceSettings):
     pool_socket: Path | None = Field(
         None, description="Unix socket of the node's loader. A simulated worker needs none: it takes every part for ready."
     )
+    pool_path: Path | None = Field(
+        None, description="File of the node's host pool: a worker that starts reads there which epoch the loader has seen."
+    )
     max_requests: int = Field(
         256, ge=1, le=65_536, description="Requests that run or wait on one worker; more are refused with 429."
+    )
+    spare_engine: bool = Field(
+        True,
+        description="Keep a second engine process that has its libraries imported, so that an engine that dies is replaced at once. "
+        "It takes memory, and no processor.",
     )
     loader_grace_s: float = Field(60.0, gt=0, description="A worker whose loader is gone for this long ends itself, in order.")
     sim_load_bytes_per_s: float = Field(8e9, gt=0, description="Simulated worker: bytes loaded per second.")

@@ -1,4 +1,4 @@
-"""An engine that computes nothing: it answers with a profile's timing and with tokens that follow from seed and position.
+"""An engine that computes nothing: it answers with a profile's timing and with tokens that follow from the seed and all before them.
 
 Hundreds of them run in one process, for load and failure tests of everything around them.
 """
@@ -6,7 +6,7 @@ Hundreds of them run in one process, for load and failure tests of everything ar
 import asyncio
 import os
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 
 from pilotlight.common.clock import Clock, wall_offset_s
@@ -62,19 +62,48 @@ class _Stage:
         return max(0, room_bytes // model.spec.kv_bytes_per_token(stage, model.dtype))
 
 
+@dataclass(slots=True)
+class SimTokens:
+    """The tokens of one request on every simulated engine: each is a hash of the seed and of all tokens before it.
+
+    So a request that is resumed with another prompt, other output, another seed or at another position gives other tokens.
+    """
+
+    state: int
+    vocab_size: int
+
+    @classmethod
+    def after(cls, seed: int, token_ids: Iterable[int], vocab_size: int) -> "SimTokens":
+        """Those that follow the prompt and the output so far."""
+        tokens = cls(_mix(seed), vocab_size)
+        for token_id in token_ids:
+            tokens.take(token_id)
+        return tokens
+
+    def next(self) -> tuple[int, float]:
+        """The next token and its log probability; ``take`` it to go on."""
+        drawn = _mix(self.state)
+        return drawn % self.vocab_size, -(drawn >> 40) / (1 << 24)
+
+    def take(self, token_id: int) -> None:
+        """This token comes next."""
+        self.state = _mix(self.state + token_id + 1)
+
+
+def _mix(value: int) -> int:
+    """SplitMix64."""
+    mixed = (value + 0x9E3779B97F4A7C15) & _MASK
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+    return mixed ^ (mixed >> 31)
+
+
 @dataclass(slots=True, kw_only=True)
 class _Request:
     run: Run
     position: int
-    prefilled: bool = False
-
-
-def token_of(seed: int, position: int, vocab_size: int) -> int:
-    """The token that every simulated engine gives at a position: a hash of it and the seed (SplitMix64)."""
-    mixed = (seed + (position + 1) * 0x9E3779B97F4A7C15) & _MASK
-    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
-    return (mixed ^ (mixed >> 31)) % vocab_size
+    tokens: SimTokens | None = None
+    """Set when its prompt has been worked on."""
 
 
 class SimEngine:
@@ -199,7 +228,7 @@ class SimEngine:
         """One batch: the prompts of its new requests, then a token for each."""
         start_s = self._clock.monotonic_s()
         batch = list(self._requests.items())[:MAX_BATCH]
-        fresh = [request for _, request in batch if not request.prefilled]
+        fresh = [request for _, request in batch if request.tokens is None]
         prompt_tokens = sum(len(request.run.prompt_ids) + len(request.run.output_ids) for request in fresh)
         if batch:
             if any(not self._stages[request.run.instance_id].prefilled for request in fresh):
@@ -222,28 +251,34 @@ class SimEngine:
         )
 
     async def _first(self, request: _Request, start_s: float) -> None:
-        request.prefilled = True
-        stage = self._stages.get(request.run.instance_id)
-        if stage is not None and not stage.prefilled:
+        run, stage = request.run, self._stages.get(request.run.instance_id)
+        if stage is None:
+            return
+        vocab_size = stage.command.model.spec.vocab_size
+        request.tokens = SimTokens.after(run.sampling.seed, (*run.prompt_ids, *run.output_ids), vocab_size)
+        if not stage.prefilled:
             stage.prefilled = True
             phase = self._phase(PhaseName.PREFILL, start_s)
-            await self._say(Prefilled(instance_id=request.run.instance_id, request_id=request.run.request_id, phase=phase))
+            await self._say(Prefilled(instance_id=run.instance_id, request_id=run.request_id, phase=phase))
 
     def _advance(self, key: RequestKey, request: _Request) -> Produced:
         sampling, spec = request.run.sampling, self._stages[request.run.instance_id].command.model.spec
-        position = request.position
-        request.position += 1
+        assert request.tokens is not None
+        token_id, logprob = request.tokens.next()
+        request.tokens.take(token_id)
+        position, stops = request.position, not sampling.ignore_eos and token_id in sampling.stop_token_ids
+        request.position += not stops
         total = len(request.run.prompt_ids) + request.position
-        ends = request.position >= sampling.max_tokens or total >= spec.max_context_tokens
-        if ends:
+        full = request.position >= sampling.max_tokens or total >= spec.max_context_tokens
+        if stops or full:
             del self._requests[key]
         return Produced(
             request_id=key.request_id,
             attempt=key.attempt,
             position=position,
-            token_ids=[token_of(sampling.seed, position, spec.vocab_size)],
-            logprobs=[0.0] if sampling.logprobs else None,
-            finish=FinishReason.LENGTH if ends else None,
+            token_ids=[] if stops else [token_id],
+            logprobs=([] if stops else [logprob]) if sampling.logprobs else None,
+            finish=FinishReason.STOP if stops else FinishReason.LENGTH if full else None,
         )
 
     def _kv_free_tokens(self) -> int:

@@ -10,6 +10,7 @@ import structlog
 from pilotlight.common.errors import DeadlineExceeded, EngineFailed, NoRoom, NotLoaded, PilotlightError, StaleCommand, error_of
 from pilotlight.common.messages.engine import StageFailed, StageLoaded, UnloadStage
 from pilotlight.common.messages.hold import Hold, WorkerHold
+from pilotlight.common.newest import Newest
 from pilotlight.common.waiting import within
 from pilotlight.policy.types import Epoch, Generation, HeldStage, HeldState, InstanceId
 from pilotlight.worker.core import WorkerCore
@@ -61,6 +62,7 @@ class Stages:
         self._desired: tuple[Hold, ...] | None = None
         """None until the first command: absence is never deletion."""
         self._epoch = Epoch(0)
+        self._newest = Newest()
 
     @property
     def epoch(self) -> Epoch:
@@ -83,6 +85,8 @@ class Stages:
             self._core.metrics.stale.inc()
             raise StaleCommand(f"epoch {command.epoch} is older than {self._epoch}")
         self._epoch = command.epoch
+        if not self._newest.is_news(command.worker_id, str(command.epoch), command.seq):
+            return
         self._desired = command.holds
         self.reconcile()
 

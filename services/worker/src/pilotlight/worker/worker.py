@@ -10,6 +10,7 @@ from pilotlight.common.messages.engine import (
     EngineUp,
     Prefilled,
     Produced,
+    SpareReady,
     StageFailed,
     StageLoaded,
     StageUnloaded,
@@ -20,7 +21,7 @@ from pilotlight.policy.types import Device, DeviceKind, Liveness, WorkerFacts
 from pilotlight.worker.core import WorkerCore
 from pilotlight.worker.engine_client import EngineDied, EngineEvent
 from pilotlight.worker.handlers import Handlers
-from pilotlight.worker.loading import PartSource, StageLoader
+from pilotlight.worker.loading import StageLoader
 from pilotlight.worker.publisher import TokenPublisher
 from pilotlight.worker.reporting import Reporter
 from pilotlight.worker.requests import RequestKey
@@ -41,9 +42,9 @@ SETTLED_S = 30.0
 class Worker:
     """A component: speaks for one device."""
 
-    def __init__(self, core: WorkerCore, kind: DeviceKind, source: PartSource, bucket: Bucket, incarnation: str) -> None:
+    def __init__(self, core: WorkerCore, kind: DeviceKind, loader: StageLoader, bucket: Bucket, incarnation: str) -> None:
         self.core = core
-        self.stages = Stages(core, StageLoader(core, source))
+        self.stages = Stages(core, loader)
         self._kind = kind
         self._spans = PrefillSpans(core.background)
         self._handlers = Handlers(core, self.stages, self._spans)
@@ -141,7 +142,7 @@ class Worker:
                 self.core.phases.record(event.instance_id, event.phase)
             case EngineDied():
                 self._on_death(event)
-            case EngineUp():
+            case EngineUp() | SpareReady():
                 pass
 
     def _on_step(self, step: StepDone) -> None:

@@ -10,29 +10,30 @@ from pathlib import Path
 import structlog
 from alembic import command
 from alembic.config import Config
+from alembic.script import ScriptDirectory
 from pydantic import Field
-from sqlalchemy import create_engine, text
+from sqlalchemy import Connection, create_engine, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import OperationalError
 
 from pilotlight.common.db.roles import apply_grants, ensure_roles
 from pilotlight.common.errors import DatabaseUnavailable, NotFound, PilotlightError
 from pilotlight.common.settings import DatabaseSettings
+from pilotlight.common.shipped import shipped_folder
 from pilotlight.common.telemetry import configure_logging
 
 log = structlog.get_logger()
 
 LOCK = 7_016_150_013
 """Key of the advisory lock that one migration at a time holds."""
-CHECKOUT_MIGRATIONS = Path(__file__).resolve().parents[6] / "migrations"
 
 
 class MigrateSettings(DatabaseSettings):
     """Settings of the migration; its ``database_url`` names the database's owner."""
 
     migrations_dir: Path = Field(
-        default=CHECKOUT_MIGRATIONS,
-        description="Folder of the migrations. Found by itself in a checkout; images and installations set it.",
+        default=shipped_folder("migrations"),
+        description="Folder of the migrations. Found by itself in a checkout, and in `share/pilotlight` of an installation's environment.",
     )
 
 
@@ -50,9 +51,10 @@ def migrate(settings: MigrateSettings) -> None:
     try:
         with engine.connect() as connection, connection.begin():
             connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": LOCK})
+            if _is_newer(connection, settings.migrations_dir):
+                return
             ensure_roles(connection, settings.secrets_dir)
-            config = Config()
-            config.set_main_option("script_location", str(settings.migrations_dir))
+            config = _config(settings.migrations_dir)
             config.attributes["connection"] = connection
             command.upgrade(config, "head")
             apply_grants(connection)
@@ -60,6 +62,30 @@ def migrate(settings: MigrateSettings) -> None:
         raise DatabaseUnavailable(f"the database cannot be migrated: {error.orig}") from error
     finally:
         engine.dispose()
+
+
+def known_revisions(folder: Path) -> frozenset[str]:
+    """The revisions of the schema that this release knows."""
+    return frozenset(script.revision for script in ScriptDirectory.from_config(_config(folder)).walk_revisions())
+
+
+def _config(folder: Path) -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(folder))
+    return config
+
+
+def _is_newer(connection: Connection, folder: Path) -> bool:
+    """Whether a newer release has migrated the database. It is then left as it is: this release runs on it while it is the last one."""
+    if connection.execute(text("SELECT to_regclass('public.alembic_version')")).scalar_one() is None:
+        return False
+    revisions = set(connection.execute(text("SELECT version_num FROM public.alembic_version")).scalars())
+    unknown = revisions - known_revisions(folder)
+    if unknown:
+        log.warning(
+            "the database is a newer release's; nothing is migrated", action="migrated_by_newer", revisions=sorted(unknown)
+        )
+    return bool(unknown)
 
 
 def main() -> int:

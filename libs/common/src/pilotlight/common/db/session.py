@@ -86,8 +86,11 @@ class Database:
         self._on_events.append(callback)
 
     @asynccontextmanager
-    async def unit_of_work(self) -> AsyncGenerator[UnitOfWork]:
+    async def unit_of_work(self, *, idle_s: float | None = None) -> AsyncGenerator[UnitOfWork]:
         """One transaction: committed when the body ends, rolled back when it raises.
+
+        With ``idle_s`` the server ends it, and frees its locks, when nothing is heard of it for so long between two statements: for
+        locks that others wait for, should this process be stopped in the middle.
 
         Raises:
             DatabaseUnavailable: the database cannot be reached or does not answer in time. Nothing was written, unless the break
@@ -96,6 +99,8 @@ class Database:
         """
         async with self._connected() as connection, connection.begin():
             work = UnitOfWork(connection)
+            if idle_s is not None:
+                await connection.execute(text(f"SET LOCAL idle_in_transaction_session_timeout = {round(idle_s * 1000)}"))
             yield work
             await self._write_events(work)
         if work.events:
@@ -126,7 +131,10 @@ class Database:
             raise DatabaseUnavailable(f"the database did not answer within {UNIT_DEADLINE_S:g} s") from error
         except PoolTimeoutError as error:
             raise DatabaseUnavailable("every connection to the database is in use") from error
-        except (OperationalError, InterfaceError) as error:
+        except DBAPIError as error:
+            # A connection that the server ended may be told of by any of them.
+            if not (isinstance(error, OperationalError | InterfaceError) or error.connection_invalidated):
+                raise
             raise DatabaseUnavailable(f"the database failed: {_brief(error)}") from error
 
     async def _write_events(self, work: UnitOfWork) -> None:

@@ -133,6 +133,35 @@ spans = Table(
     schema="gateway",
 )
 
+audit = Table(
+    "audit",
+    metadata,
+    _row_id(),
+    Column("at", DateTime(timezone=True), nullable=False, index=True),
+    _text("key_id"),
+    _text("principal"),
+    _text("action"),
+    _text("entity"),
+    _text("outcome"),
+    Column("status", Integer, nullable=False),
+    _text("request_id"),
+    _text("trace_id"),
+    _text("remote"),
+    _json("changes"),
+    schema="gateway",
+)
+"""What administrators did and tried. ``outcome`` is ``ok``, a code of the error taxonomy, or ``asked`` while the answer is not known."""
+
+drains = Table(
+    "drains",
+    metadata,
+    _key("node_id"),
+    _text("key_id"),
+    _time("requested_at"),
+    schema="gateway",
+)
+"""Nodes that an operator wants to be empty; ``requested_at`` is of the database's clock."""
+
 # scheduler
 
 instances = Table(
@@ -146,7 +175,7 @@ instances = Table(
     _count("epoch"),
     _json("body"),
     _time("created_at"),
-    _time("updated_at"),
+    Column("updated_at", DateTime(timezone=True), nullable=False, index=True),
     schema="scheduler",
 )
 """``body`` is an ``Instance``."""

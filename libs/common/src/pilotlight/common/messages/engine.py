@@ -47,11 +47,19 @@ class Abort(Message, tag="abort", frozen=True, kw_only=True):
     attempt: int
 
 
+class Promote(Message, tag="promote", frozen=True, kw_only=True):
+    """To a spare child: become the engine. ``EngineUp`` follows."""
+
+
 class Shutdown(Message, tag="shutdown", frozen=True, kw_only=True):
     """End the child, in order."""
 
 
-ToEngine = LoadStage | PlacePart | UnloadStage | Run | Abort | Shutdown
+ToEngine = LoadStage | PlacePart | UnloadStage | Run | Abort | Promote | Shutdown
+
+
+class SpareReady(Message, tag="spare", frozen=True, kw_only=True):
+    """First frame of a spare child: it has imported what an engine needs, and waits."""
 
 
 class EngineUp(Message, tag="up", frozen=True, kw_only=True):
@@ -115,4 +123,4 @@ class Prefilled(Message, tag="prefilled", frozen=True, kw_only=True):
     phase: Phase
 
 
-FromEngine = EngineUp | StageLoaded | StageFailed | StageUnloaded | StepDone | Prefilled
+FromEngine = SpareReady | EngineUp | StageLoaded | StageFailed | StageUnloaded | StepDone | Prefilled

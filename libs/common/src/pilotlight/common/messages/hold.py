@@ -38,6 +38,9 @@ class WorkerHold(Message, frozen=True, kw_only=True):
     worker_id: WorkerId
     epoch: Epoch
     holds: tuple[Hold, ...]
+    seq: int = 0
+    """Counts the leader's commands under its epoch from 1, so that one that comes late is known to be old. 0: of a release that
+    does not."""
 
 
 class Fetch(Message, frozen=True, kw_only=True):
@@ -56,3 +59,5 @@ class NodeHold(Message, frozen=True, kw_only=True):
     node_id: NodeId
     epoch: Epoch
     fetches: tuple[Fetch, ...]
+    seq: int = 0
+    """As in ``WorkerHold``."""

@@ -25,6 +25,8 @@ class WorkerReport(Message, frozen=True, kw_only=True):
     facts: WorkerFacts
     incarnation: str
     epoch_seen: Epoch
+    seq: int = 0
+    """Counts the reports of an incarnation from 1, so that one that comes late is known to be old. 0: of a release that does not."""
 
 
 class LoaderReport(Message, frozen=True, kw_only=True):
@@ -34,6 +36,8 @@ class LoaderReport(Message, frozen=True, kw_only=True):
     incarnation: str
     epoch_seen: Epoch
     dead_workers: tuple[WorkerId, ...] = ()
+    seq: int = 0
+    """As in ``WorkerReport``."""
 
 
 class GatewayInfo(Message, frozen=True, kw_only=True):

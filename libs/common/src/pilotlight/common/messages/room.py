@@ -4,7 +4,7 @@ The cache picks victims, their holder confirms, the cache grants. No grant, no l
 """
 
 from pilotlight.common.messages.codec import Message
-from pilotlight.policy.types import Digest, GrantId, InstanceId, ModelName, NodeId, WorkerId
+from pilotlight.policy.types import Digest, Epoch, GrantId, InstanceId, ModelName, NodeId, WorkerId
 
 RESERVE_SUBJECT = "v1.cache.reserve"
 """Request/reply: ``Reserve`` → ``Reserved``."""
@@ -34,6 +34,8 @@ class Reserve(Message, frozen=True, kw_only=True):
     host_part_bytes: tuple[int, ...]
     """Of each part that the stage needs: the host pool rounds each up to its own unit."""
     lease_s: float
+    epoch: Epoch = Epoch(0)
+    """Of the leader that asks; one that is older than another that is known is refused. 0: of a release that does not say."""
 
 
 class Reserved(Message, frozen=True, kw_only=True):

@@ -31,8 +31,14 @@ class NewModel(Body):
     """``POST /admin/v1/models``."""
 
     name: str = Field(pattern=NAME_PATTERN, max_length=MAX_NAME_CHARS, description="How clients name it.")
-    uri: str = Field(min_length=1, max_length=2048, description="A folder below an allowed root, as `file:///folder`.")
-    revision: str | None = Field(None, max_length=200, description="A source's branch, tag or commit, where it has them.")
+    uri: str = Field(
+        min_length=1,
+        max_length=2048,
+        description="Below an allowed root: `file:///folder`, `s3://bucket/prefix` or `hf://org/name[@revision]`.",
+    )
+    revision: str | None = Field(
+        None, max_length=200, description="Of `hf://`: branch, tag or commit, by default `main`; served as it is at this moment."
+    )
     dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = Field("auto", description="`auto`: the checkpoint's.")
     slo: SloBody
     min_instances: int = Field(0, ge=0, le=1000)

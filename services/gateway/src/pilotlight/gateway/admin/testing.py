@@ -17,9 +17,13 @@ from starlette.routing import Mount
 from pilotlight.checkpoint.testing import tiny_config, tiny_files
 from pilotlight.common.db.session import Database
 from pilotlight.common.service import Context
+from pilotlight.common.sources.opening import Sources
+from pilotlight.common.sources.ranged import Patience
 from pilotlight.gateway.admin.app import AdminParts, build_admin
+from pilotlight.gateway.audit import AuditLog
 from pilotlight.gateway.auth import Authenticator
 from pilotlight.gateway.catalog import Catalog
+from pilotlight.gateway.drains import DrainRepository
 from pilotlight.gateway.fleet import Fleet
 from pilotlight.gateway.http import Edge
 from pilotlight.gateway.registration import Registration
@@ -38,6 +42,8 @@ class AdminWorld:
     """One gateway's admin API."""
 
     app: FastAPI
+    audit: AuditLog
+    fleet: Fleet
     http: httpx2.AsyncClient
     """Sends the admin key."""
     database: Database
@@ -81,10 +87,20 @@ async def admin_world(context: Context[GatewaySettings]) -> AsyncGenerator[Admin
     authenticator = Authenticator(database, settings, settings, context.clock)
     await authenticator.start()
     catalog = Catalog(database, context)
-    registration = Registration(database, context, settings.roots(), catalog)
+    registration = Registration(database, context, Sources(settings, Patience()), catalog)
     fleet = Fleet(context.bus, context.clock, context.background)
+    audit = AuditLog(database, context.clock, context.background, context.metrics)
+    await audit.start()
     app = build_admin(
-        AdminParts(authenticator=authenticator, registration=registration, database=database, fleet=fleet, bus=context.bus)
+        AdminParts(
+            authenticator=authenticator,
+            registration=registration,
+            database=database,
+            fleet=fleet,
+            bus=context.bus,
+            audit=audit,
+            drains=DrainRepository(database, context.clock),
+        )
     )
     edge = Edge(Starlette(routes=[Mount("/admin/v1", app=app)]), frozenset())
     http = httpx2.AsyncClient(
@@ -95,6 +111,8 @@ async def admin_world(context: Context[GatewaySettings]) -> AsyncGenerator[Admin
     try:
         yield AdminWorld(
             app=app,
+            audit=audit,
+            fleet=fleet,
             http=http,
             database=database,
             authenticator=authenticator,
@@ -104,6 +122,7 @@ async def admin_world(context: Context[GatewaySettings]) -> AsyncGenerator[Admin
         )
     finally:
         await http.aclose()
+        await audit.stop()
         await catalog.stop()
         await database.stop()
 
@@ -144,5 +163,9 @@ def emptied(url: URL) -> None:
     """Delete what an earlier test left in the gateway's tables."""
     engine = create_engine(url, poolclass=NullPool)
     with engine.begin() as connection:
-        connection.execute(text("TRUNCATE gateway.models, gateway.api_keys, gateway.usage, gateway.spans, gateway.outbox"))
+        connection.execute(
+            text(
+                "TRUNCATE gateway.models, gateway.api_keys, gateway.usage, gateway.spans, gateway.audit, gateway.drains, gateway.outbox"
+            )
+        )
     engine.dispose()

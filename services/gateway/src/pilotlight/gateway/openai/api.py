@@ -42,6 +42,10 @@ class Models(Protocol):
         """One model, or None."""
         ...
 
+    async def find(self, name: str) -> CatalogEntry | None:
+        """As ``get``; looks again before it says None."""
+        ...
+
     def names(self) -> tuple[str, ...]:
         """Every model's name, sorted."""
         ...
@@ -106,7 +110,7 @@ class OpenAiApi:
         arrived_s = self._clock.monotonic_s()
         key = await self._keys.require(request.headers, "inference")
         body = decode_body(await read_body(request, self._max_body_bytes), ChatRequest)
-        entry = self._entry(body.model)
+        entry = await self._entry(body.model)
         options = options_of(body)
         asked = _Asked(RequestId(request.state.request_id), entry, body, options, key, arrived_s)
         exchange = self._exchange(asked, await self._encoder.chat(entry, body.messages))
@@ -117,7 +121,7 @@ class OpenAiApi:
         arrived_s = self._clock.monotonic_s()
         key = await self._keys.require(request.headers, "inference")
         body = decode_body(await read_body(request, self._max_body_bytes), CompletionRequest)
-        entry = self._entry(body.model)
+        entry = await self._entry(body.model)
         options = options_of(body)
         asked = _Asked(RequestId(request.state.request_id), entry, body, options, key, arrived_s)
         exchange = self._exchange(asked, await self._encoder.completion(entry, body.prompt))
@@ -132,7 +136,7 @@ class OpenAiApi:
     async def model(self, request: Request) -> Response:
         """One model; names may hold slashes."""
         await self._keys.require(request.headers, "inference")
-        return _json(model_card(self._entry(request.path_params["name"])))
+        return _json(model_card(await self._entry(request.path_params["name"])))
 
     async def openapi(self, _: Request) -> Response:
         """The API's description: open."""
@@ -155,8 +159,8 @@ class OpenAiApi:
         answer = Answer(entry.text, options.stops, len(prompt_ids), logprobs=options.logprobs)
         return Exchange(self._exchanges, token_request, answer, options, asked.key.key_id)
 
-    def _entry(self, name: str) -> CatalogEntry:
-        entry = self._models.get(name)
+    async def _entry(self, name: str) -> CatalogEntry:
+        entry = await self._models.find(name)
         if entry is None:
             raise ModelNotFound(f"there is no model {name[:200]!r}", param="model")
         return entry

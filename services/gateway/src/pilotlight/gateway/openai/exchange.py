@@ -136,6 +136,8 @@ class Exchange:
             case Tokens(tokens):
                 if self._first_token_s is None:
                     self._first_token_s = self._parts.clock.monotonic_s() - self._request.arrived_s
+                    model = self._request.model
+                    self._parts.measures.first_token(model.name, met=self._first_token_s * 1000 <= model.slo.ttft_ms)
                 return self._answer.feed(tokens)
             case Ended(finish):
                 return self._answer.finish(finish)

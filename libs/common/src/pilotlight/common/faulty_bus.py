@@ -1,0 +1,359 @@
+"""``FaultyBus``: a real bus on which messages are lost, late, repeated and overtaken, as a seed says. For tests.
+
+It stands between a service and its ``NatsBus``; the messages still go through a real server. What may happen is what the real thing
+may do to a service, and no more:
+
+================  ============================================================================================================
+notification      *lost* for one subscriber (it reconnected, or its queue was full); *late*, with all that come after it (a link
+                  stalls); *overtaken* by those that come after it (its sender reconnected to another server of a cluster);
+                  *twice*, the second time late (its sender repeats itself, as every level-triggered sender does)
+request           *lost*, or its *reply lost* after it was carried out: either way ``DeadlineExceeded`` at the deadline; *late* on
+                  the way there or back; carried out *twice* (whoever got no answer asks again)
+bucket, write     not confirmed, written or not: ``BusUnavailable``; confirmed late. Writes of a key keep their order
+bucket, watch     late, in order; *anew*: every last value again, as after a break. Nothing is lost, altered or overtaken
+event             not confirmed, stored or not: ``BusUnavailable``
+connection        ``breaking_off``: for a while nothing is heard or sent, ``connected`` is False, requests fail; notifications that
+                  are sent meanwhile leave when it is over; then everybody who asked is told of the reconnect, and watches start anew
+================  ============================================================================================================
+
+Each edge (endpoint, kind, subject without ids) has a generator of its own, made from the seed and the edge's name, and takes two
+numbers from it for each message: what becomes of the n-th message of an edge depends on the seed and on n alone. Run again, a schedule
+is the same as far as asyncio and the server deliver in the same order.
+"""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Generic, TypeVar
+
+import structlog
+
+from pilotlight.common.buckets import Bucket
+from pilotlight.common.bus import Bus, Handler, Listener, Subscription, subject_family
+from pilotlight.common.errors import BusUnavailable, DeadlineExceeded, PilotlightError
+from pilotlight.common.waiting import cancel_all, pause, within
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+Req = TypeVar("Req")
+
+
+class Fault(StrEnum):
+    """What can become of a message."""
+
+    LOST = "lost"
+    LATE = "late"
+    TWICE = "twice"
+    OVERTAKEN = "overtaken"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultRates:
+    """Share of messages that meet each fault, and how late a message may be."""
+
+    lost: float = 0.0
+    late: float = 0.0
+    twice: float = 0.0
+    overtaken: float = 0.0
+    max_late_s: float = 0.1
+
+    def __post_init__(self) -> None:
+        if min(self.lost, self.late, self.twice, self.overtaken) < 0 or self.total > 1:
+            raise ValueError(f"shares of messages lie within [0, 1] together, not {self}")
+
+    @property
+    def total(self) -> float:
+        """Share of messages that something happens to."""
+        return self.lost + self.late + self.twice + self.overtaken
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What becomes of one message."""
+
+    fault: Fault | None
+    late_s: float = 0.0
+    on_the_way_back: bool = False
+    """Of a request: it is the reply that this happens to."""
+
+
+NOTHING = Drawn(None)
+
+
+class FaultSchedule:
+    """Decides for every edge of a system. Shared by the buses of its processes."""
+
+    def __init__(self, seed: int = 0, rates: FaultRates | None = None) -> None:
+        self._edges: dict[str, random.Random] = {}
+        self.counts: Counter[Fault] = Counter()
+        """Faults that were dealt out under this seed."""
+        self.seed = seed
+        self.rates = rates or FaultRates()
+
+    def begin(self, seed: int, rates: FaultRates) -> None:
+        """Go on under another seed; every edge counts from its first message again."""
+        self.seed, self.rates = seed, rates
+        self._edges.clear()
+        self.counts.clear()
+
+    def calm(self) -> None:
+        """From now on nothing happens to any message."""
+        self.rates = FaultRates()
+
+    def draw(self, edge: str) -> Drawn:
+        """What becomes of an edge's next message."""
+        rng = self._edges.get(edge)
+        if rng is None:
+            rng = self._edges[edge] = random.Random(f"{self.seed} {edge}")
+        chance, size = rng.random(), rng.random()
+        rates = self.rates
+        for fault, share in (
+            (Fault.LOST, rates.lost),
+            (Fault.LATE, rates.late),
+            (Fault.TWICE, rates.twice),
+            (Fault.OVERTAKEN, rates.overtaken),
+        ):
+            if chance < share:
+                self.counts[fault] += 1
+                return Drawn(fault, size * rates.max_late_s, chance < share / 2)
+            chance -= share
+        return NOTHING
+
+
+class FaultyBus:
+    """``Bus`` of one endpoint."""
+
+    def __init__(self, bus: Bus, endpoint: str, schedule: FaultSchedule) -> None:
+        self._bus = bus
+        self._endpoint = endpoint
+        self._schedule = schedule
+        self._callbacks: list[Callable[[], Awaitable[None]]] = []
+        self._up = asyncio.Event()
+        self._up.set()
+        self._breaks = 0
+        self._unsent: list[tuple[str, object, bool]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def connected(self) -> bool:
+        return self._up.is_set() and self._bus.connected
+
+    @property
+    def breaks(self) -> int:
+        """How often the connection was broken off."""
+        return self._breaks
+
+    def draw(self, kind: str, subject: str) -> Drawn:
+        """What becomes of the next message of an edge of this endpoint."""
+        return self._schedule.draw(f"{self._endpoint} {kind} {subject_family(subject)}")
+
+    async def until_up(self) -> None:
+        """Return when the connection is there."""
+        await self._up.wait()
+
+    @asynccontextmanager
+    async def breaking_off(self) -> AsyncGenerator[None]:
+        """The connection is lost within this, and comes back after it."""
+        self._up.clear()
+        self._breaks += 1
+        try:
+            yield
+        finally:
+            self._up.set()
+            unsent, self._unsent = self._unsent, []
+            for subject, message, binary in unsent:
+                await self._bus.publish(subject, message, binary=binary)
+            for callback in self._callbacks:
+                self._spawn("after reconnect", callback())
+
+    def on_reconnect(self, callback: Callable[[], Awaitable[None]]) -> None:
+        self._callbacks.append(callback)
+        self._bus.on_reconnect(callback)
+
+    async def publish(self, subject: str, message: object, *, binary: bool = False) -> None:
+        """Send; faults of notifications are dealt out where they are delivered, for each subscriber its own."""
+        if self._up.is_set():
+            await self._bus.publish(subject, message, binary=binary)
+        else:
+            self._unsent.append((subject, message, binary))
+
+    async def request(self, subject: str, message: object, reply_type: type[T], *, deadline_s: float) -> T:
+        drawn = self.draw("request", subject)
+        asking = self._ask(subject, message, reply_type, deadline_s, drawn)
+        try:
+            return await within(deadline_s, asking, f"an answer on {subject}")
+        except DeadlineExceeded:
+            if not self._up.is_set():
+                raise BusUnavailable(f"the connection is broken off: nobody was asked on {subject}") from None
+            raise
+
+    async def serve(self, subject: str, request_type: type[Req], handler: Handler[Req], *, queue: str = "") -> Subscription:
+        async def answer(request: Req) -> object:
+            if not self._up.is_set():
+                raise BusUnavailable(f"{self._endpoint} is broken off")
+            return await handler(request)
+
+        return await self._bus.serve(subject, request_type, answer, queue=queue)
+
+    async def subscribe(
+        self, subject: str, message_type: type[Req], listener: Listener[Req], *, queue: str = "", binary: bool = False
+    ) -> Subscription:
+        deliveries = _Deliveries(self, subject, listener)
+        deliveries.inner = await self._bus.subscribe(subject, message_type, deliveries.take, queue=queue, binary=binary)
+        return deliveries
+
+    async def publish_event(self, subject: str, event_id: str, message: object) -> None:
+        await self.confirmed("event", subject, lambda: self._bus.publish_event(subject, event_id, message))
+
+    async def bucket(self, name: str) -> Bucket:
+        return _FaultyBucket(self, await self._bus.bucket(name), f"bucket.{name}")
+
+    async def close(self) -> None:
+        await cancel_all(self._tasks)
+        await self._bus.close()
+
+    async def confirmed(self, kind: str, subject: str, write: Callable[[], Awaitable[None]]) -> None:
+        """Write something that the server confirms.
+
+        Raises:
+            BusUnavailable: no confirmation came.
+        """
+        drawn = self.draw(kind, subject)
+        if not self._up.is_set():
+            raise BusUnavailable("the connection is broken off")
+        if drawn.fault is not Fault.LOST or drawn.on_the_way_back:
+            await write()
+        if drawn.fault is not None:
+            await pause(drawn.late_s)
+        if drawn.fault is Fault.LOST:
+            raise BusUnavailable(f"the server did not confirm {subject}")
+
+    async def _ask(self, subject: str, message: object, reply_type: type[T], deadline_s: float, drawn: Drawn) -> T:
+        await self._up.wait()
+        if not drawn.on_the_way_back:
+            await self._travel(drawn, deadline_s)
+        if drawn.fault is Fault.TWICE:
+            self._spawn("ask twice", self._ask_again(subject, message, reply_type, deadline_s, drawn.late_s))
+        # Its own deadline ends it, not a cancellation: like that, who serves is given the time that is left.
+        try:
+            reply = await self._bus.request(subject, message, reply_type, deadline_s=deadline_s)
+        except (BusUnavailable, DeadlineExceeded):
+            raise
+        except PilotlightError:
+            if drawn.on_the_way_back:
+                await self._travel(drawn, deadline_s)
+            raise
+        if drawn.on_the_way_back:
+            await self._travel(drawn, deadline_s)
+        return reply
+
+    async def _travel(self, drawn: Drawn, deadline_s: float) -> None:
+        """What is lost takes longer than anybody waits for it."""
+        if drawn.fault is Fault.LOST:
+            await pause(deadline_s)
+        elif drawn.fault in (Fault.LATE, Fault.OVERTAKEN):
+            await pause(drawn.late_s)
+
+    async def _ask_again(self, subject: str, message: object, reply_type: type[Any], deadline_s: float, late_s: float) -> None:
+        await pause(late_s)
+        try:
+            await self._bus.request(subject, message, reply_type, deadline_s=deadline_s)
+        except PilotlightError as error:
+            log.debug("asked twice", action="faulty_bus_twice", subject=subject, code=error.code)
+
+    def _spawn(self, name: str, work: Awaitable[None]) -> None:
+        async def run() -> None:
+            await work
+
+        task = asyncio.create_task(run(), name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class _Deliveries(Generic[Req]):
+    """The way of one subscription's notifications to its listener: one at a time, in order but for what is overtaken."""
+
+    def __init__(self, bus: FaultyBus, subject: str, listener: Listener[Req]) -> None:
+        self.inner: Subscription | None = None
+        self._bus = bus
+        self._subject = subject
+        self._listener = listener
+        self._turn = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def take(self, message: Req) -> None:
+        """Listener of the real subscription."""
+        drawn = self._bus.draw("deliver", self._subject)
+        if not self._bus.connected or drawn.fault is Fault.LOST:
+            return
+        if drawn.fault is Fault.OVERTAKEN:
+            self._later(message, drawn.late_s)
+            return
+        if drawn.fault is Fault.LATE:
+            await pause(drawn.late_s)
+        if drawn.fault is Fault.TWICE:
+            self._later(message, drawn.late_s)
+        await self._hand(message)
+
+    async def end(self) -> None:
+        if self.inner is not None:
+            await self.inner.end()
+        await cancel_all(self._tasks - {asyncio.current_task()})
+
+    def _later(self, message: Req, late_s: float) -> None:
+        task = asyncio.create_task(self._deliver_late(message, late_s), name=f"late on {self._subject}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _deliver_late(self, message: Req, late_s: float) -> None:
+        await pause(late_s)
+        try:
+            await self._hand(message)
+        except PilotlightError as error:
+            log.debug("listener refused", action="faulty_bus_refused", subject=self._subject, error=error.message)
+        except Exception:  # as on the real bus: a listener's bug ends nothing
+            log.exception("listener failed", action="faulty_bus_listener_failed", subject=self._subject)
+
+    async def _hand(self, message: Req) -> None:
+        async with self._turn:
+            await self._listener(message)
+
+
+class _FaultyBucket:
+    def __init__(self, bus: FaultyBus, bucket: Bucket, name: str) -> None:
+        self._bus = bus
+        self._bucket = bucket
+        self._name = name
+
+    async def put(self, key: str, value: object) -> None:
+        await self._bus.confirmed("put", self._name, lambda: self._bucket.put(key, value))
+
+    async def delete(self, key: str) -> None:
+        await self._bus.confirmed("put", self._name, lambda: self._bucket.delete(key))
+
+    async def watch(self, value_type: type[T], on_change: Callable[[str, T | None], Awaitable[None]]) -> None:
+        last: dict[str, T | None] = {}
+        breaks = self._bus.breaks
+
+        async def changed(key: str, value: T | None) -> None:
+            nonlocal breaks
+            # A later change of a key takes the key's place at the end, as on the server.
+            last.pop(key, None)
+            last[key] = value
+            drawn = self._bus.draw("watch", self._name)
+            if drawn.fault in (Fault.LATE, Fault.OVERTAKEN):
+                await pause(drawn.late_s)
+            await self._bus.until_up()
+            if drawn.fault in (Fault.LOST, Fault.TWICE) or breaks != self._bus.breaks:
+                breaks = self._bus.breaks
+                for known, latest in list(last.items()):
+                    await on_change(known, latest)
+            else:
+                await on_change(key, value)
+
+        await self._bucket.watch(value_type, changed)

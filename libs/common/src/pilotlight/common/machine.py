@@ -1,0 +1,21 @@
+"""What this machine, or the container that it is to us, has; and where processes that we start write to."""
+
+import os
+from pathlib import Path
+
+STANDARD_ERROR = Path("/dev/stderr")
+INHERITED = Path("-")
+"""As a folder for logs: none; whoever is started writes where the process that starts it does."""
+_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+def memory_bytes() -> int:
+    """The host's memory, or the container's where it has less."""
+    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [path.read_text().strip() for path in _CGROUP_LIMITS if path.exists()]
+    return min([host_bytes, *(int(limit) for limit in limits if limit.isdecimal())])
+
+
+def log_file(folder: Path, name: str) -> Path:
+    """Where a process that we start writes its output: a file of that name, or our own standard error."""
+    return STANDARD_ERROR if folder == INHERITED else folder / name

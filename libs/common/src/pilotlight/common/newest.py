@@ -1,0 +1,52 @@
+"""Which whole states are news: where each message replaces the last one, an old one that comes late must replace nothing.
+
+NATS keeps the order of one connection; a sender that reconnects to another server of a cluster can overtake itself. So senders of whole
+states count them.
+"""
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+
+MAX_SENDERS = 16_384
+"""Senders that are remembered, the latest heard."""
+PAST_LIVES = 4
+
+
+@dataclass(slots=True)
+class _Heard:
+    life: str
+    seq: int
+    past: deque[str] = field(default_factory=lambda: deque[str](maxlen=PAST_LIVES))
+
+
+class Newest:
+    """What was heard last of each sender."""
+
+    def __init__(self) -> None:
+        self._heard: OrderedDict[str, _Heard] = OrderedDict()
+
+    def is_news(self, sender: str, life: str, seq: int) -> bool:
+        """Take note of a message; False when it was overtaken by a later one, or is a repetition.
+
+        Args:
+            sender: Who it is from, whichever of its lives.
+            life: Its incarnation, or whatever else it counts anew in. A life that has ended gives no news any more.
+            seq: Its number in that life, from 1. 0 is that of a release that does not count: always news.
+        """
+        heard = self._heard.get(sender)
+        if heard is None:
+            self._heard[sender] = _Heard(life, seq)
+            if len(self._heard) > MAX_SENDERS:
+                self._heard.popitem(last=False)
+            return True
+        self._heard.move_to_end(sender)
+        if life != heard.life:
+            if life in heard.past:
+                return False
+            heard.past.append(heard.life)
+            heard.life, heard.seq = life, seq
+            return True
+        if seq and seq <= heard.seq:
+            return False
+        heard.seq = seq
+        return True

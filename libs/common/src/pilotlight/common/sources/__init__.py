@@ -1,0 +1,1 @@
+"""Sources beyond this host: buckets and hubs, behind ``pilotlight.checkpoint.reader.Source``."""

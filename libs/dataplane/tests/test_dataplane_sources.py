@@ -1,0 +1,218 @@
+"""Fetches from a bucket and from a hub: what comes, what a break costs, and what happens when the source changes under the fetch."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from msgspec import structs
+from standin_sources import ACCESS_KEY, SECRET_KEY, Fault, StandinHub, StandinS3, running_hub, running_s3
+
+from pilotlight.checkpoint.checkpoint import read_checkpoint, read_chunk
+from pilotlight.checkpoint.manifest import Chunk, Manifest
+from pilotlight.checkpoint.reader import MemorySource, Progress
+from pilotlight.checkpoint.testing import tiny_config, tiny_files
+from pilotlight.common.errors import SourceChanged, SourceUnavailable, UriNotAllowed
+from pilotlight.common.model_roots import ModelRootsSettings
+from pilotlight.common.sources.opening import Sources
+from pilotlight.common.sources.ranged import Patience
+from pilotlight.common.waiting import Backoff
+from pilotlight.dataplane.fetch import Abandoned, Readers, ReadProgress, SourceChunks
+from pilotlight.policy.types import Digest, InstanceId, Model
+
+pytestmark = pytest.mark.anyio
+
+ONE = InstanceId("inst-1")
+BIG = {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 512}
+"""Parts of some 27 MB: four chunks each."""
+PATIENCE = Patience(stall_timeout_s=5.0, tries=4, backoff=Backoff(first_s=0.001, limit_s=0.002))
+
+
+class Place:
+    """One source of a model's files, with the faults of its stand-in."""
+
+    def __init__(self, server: StandinS3 | StandinHub, sources: Sources, uri: str) -> None:
+        self.server = server
+        self.sources = sources
+        self.uri = uri
+        self.bytes_server = server.cdn if isinstance(server, StandinHub) else server
+
+    def open(self, model: Model, manifest: Manifest) -> SourceChunks:
+        return SourceChunks(self.sources.open(model.uri), manifest)
+
+    def change(self, files: dict[str, bytes]) -> None:
+        """Other bytes under the same names."""
+        if isinstance(self.server, StandinHub):
+            self.server.commits[self.server.refs["main"]].update(files)
+            self.server.push(files, "other")
+            self.server.cdn.expire()
+        else:
+            self.server.put("models", "big", files)
+
+
+@pytest.fixture(params=["s3", "hub"])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[dict[str, bytes]], Place]]:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+    with running_s3("models") as s3, running_hub({}) as hub:
+
+        def make(files: dict[str, bytes]) -> Place:
+            roots: dict[str, Any] = {"model_roots": "s3://models, hf://org"}
+            if request.param == "s3":
+                s3.put("models", "big", files)
+                settings = ModelRootsSettings(s3_endpoint=s3.url, s3_allow_http=True, **roots)
+                return Place(s3, Sources(settings, PATIENCE), "s3://models/big")
+            hub.push(files)
+            settings = ModelRootsSettings(hub_endpoint=hub.url, hub_private_hosts=f"127.0.0.1:{hub.cdn.port}", **roots)
+            return Place(hub, Sources(settings, PATIENCE), "hf://org/name")
+
+        yield make
+
+
+def registered(register: Callable[..., Any], node: Any, place: Place) -> Any:
+    """What the gateway would register."""
+    pinned = place.sources.pin(place.uri)
+    checkpoint = read_checkpoint(pinned.source)
+    pinned.source.close()
+    model = replace(register("template").model, uri=pinned.uri, digest=checkpoint.manifest.digest(), spec=checkpoint.spec)
+    node.manifests.manifests[model.digest] = checkpoint.manifest
+    return model, checkpoint.manifest
+
+
+async def drain(node: Any, holder: Any) -> list[int]:
+    async with asyncio.timeout(20):
+        return [part.part async for part in node.copies.ready_parts(holder)]
+
+
+def image_of(node: Any, model: Model, part: int) -> bytes:
+    image = node.pool.find(model.digest, part)
+    with node.pool.view(image, 0, image.image_bytes) as view:
+        return bytes(view)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+async def test_a_model_comes_whole_whatever_breaks(make_node, register, place, shards: int) -> None:
+    files = tiny_files(tiny_config(**BIG), shards=shards)
+    source = place(files)
+    node = make_node(open_source=source.open)
+    model, manifest = registered(register, node, source)
+    source.bytes_server.faults += [
+        Fault("", "cut", times=2),
+        Fault("", "status", 503, times=2),
+        Fault("", "cut", times=2),
+    ]
+    holder = node.copies.hold(model, range(len(manifest.parts)), ONE, leased=True)
+    assert await drain(node, holder) == list(range(len(manifest.parts)))
+    known = MemorySource(files)
+    other = read_checkpoint(known).manifest
+    for number, part in enumerate(other.parts):
+        assert image_of(node, model, number) == b"".join(read_chunk(known, other, chunk) for chunk in part.chunks)
+
+
+async def test_a_source_that_changes_under_the_fetch_is_refused(make_node, register, place) -> None:
+    source = place(tiny_files(tiny_config(**BIG)))
+    changed = {name: data[:-1] + bytes([data[-1] ^ 1]) for name, data in tiny_files(tiny_config(**BIG)).items()}
+    started = threading.Event()
+
+    class ChangesInTheMiddle(SourceChunks):
+        reads = 0
+
+        def read_chunk(self, chunk: Chunk, into: memoryview, progress: Progress) -> Digest:
+            type(self).reads += 1
+            if self.reads == 6:
+                source.change(changed)
+                started.set()
+            return super().read_chunk(chunk, into, progress)
+
+    node = make_node(open_source=lambda model, manifest: ChangesInTheMiddle(source.sources.open(model.uri), manifest))
+    model, manifest = registered(register, node, source)
+    last = len(manifest.parts) - 1
+    holder = node.copies.hold(model, range(last + 1), ONE, leased=True)
+    with pytest.raises(SourceChanged):
+        await drain(node, holder)
+    assert started.is_set()
+    assert last not in holder.ready
+    assert node.pool.find(model.digest, last) is None
+
+
+async def test_a_source_that_gives_nothing_is_a_stall(make_node, register, place) -> None:
+    source = place(tiny_files(tiny_config(**BIG)))
+    node = make_node(open_source=source.open, stall_timeout_s=0.4)
+    model, _ = registered(register, node, source)
+    source.bytes_server.faults.append(Fault("", "stall", times=99))
+    holder = node.copies.hold(model, [0, 1], ONE, leased=True)
+    with pytest.raises(SourceUnavailable, match=r"stalled: no bytes for 0\.4 s"):
+        await drain(node, holder)
+    source.bytes_server.released.set()
+
+
+async def test_a_source_outside_of_the_loaders_roots_is_not_read(make_node, register, place) -> None:
+    source = place(tiny_files(tiny_config()))
+    node = make_node(open_source=source.open)
+    model, _ = registered(register, node, source)
+    asked = len(source.server.asked)
+    source.sources = Sources(ModelRootsSettings(model_roots="s3://other, hf://other"), PATIENCE)
+    with pytest.raises(UriNotAllowed):
+        await drain(node, node.copies.hold(model, [0], ONE, leased=True))
+    assert len(source.server.asked) == asked
+
+
+async def test_files_outside_of_a_source_are_not_read(make_node, register, place) -> None:
+    source = place(tiny_files(tiny_config()))
+    node = make_node()
+    _, manifest = registered(register, node, source)
+    for name in ("../secret", "a/b", "..", "/etc/passwd", "a\0b", ""):
+        odd = structs.replace(manifest, files=(structs.replace(manifest.files[0], name=name),))
+        with pytest.raises(UriNotAllowed):
+            SourceChunks(MemorySource({}), odd)
+
+
+async def test_slow_is_not_stalled() -> None:
+    """A read that takes many times the stall timeout is let go on as long as bytes come, and so is who waits for its thread."""
+    readers = Readers(1, stall_timeout_s=0.4)
+    go_on = [threading.Event() for _ in range(8)]
+
+    def slow(progress: ReadProgress) -> str:
+        for event in go_on:
+            assert event.wait(10)
+            progress(1)
+        return "done"
+
+    progress = ReadProgress()
+    first = await readers.submit(slow, progress)
+    second = asyncio.ensure_future(readers.submit(lambda _: "after", ReadProgress()))
+    watch = asyncio.ensure_future(readers.ended(first, lambda: progress.bytes))
+    for event in go_on:
+        await asyncio.wait({watch, second}, timeout=0.2)
+        assert not watch.done()
+        assert not second.done()
+        event.set()
+    async with asyncio.timeout(10):
+        assert await watch
+        assert await first == "done"
+        assert await (await second) == "after"
+    readers.stop()
+
+
+async def test_who_waits_for_a_thread_that_hangs_is_told() -> None:
+    readers = Readers(1, stall_timeout_s=0.2)
+    released = threading.Event()
+    first = await readers.submit(lambda _: released.wait(10), ReadProgress())
+    with pytest.raises(SourceUnavailable, match="no thread that reads got a byte"):
+        await readers.submit(lambda _: None, ReadProgress())
+    released.set()
+    await first
+    async with asyncio.timeout(10):
+        assert await (await readers.submit(lambda _: "works again", ReadProgress())) == "works again"
+    readers.stop()
+
+
+def test_a_read_that_nobody_waits_for_ends() -> None:
+    progress = ReadProgress()
+    progress(3)
+    progress.abandoned = True
+    with pytest.raises(Abandoned):
+        progress(4)
+    assert progress.bytes == 7

@@ -1,0 +1,92 @@
+"""A leader whose lease has run out says nothing more: to workers, loaders, gateways, or the cache."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from pilotlight.common.clock import ManualClock
+from pilotlight.common.errors import NotLeader
+from pilotlight.policy.testing import instance, model
+from pilotlight.policy.types import Epoch, Instance, InstanceState
+from pilotlight.scheduler.board import InstanceBoard
+from pilotlight.scheduler.book import Entry
+from pilotlight.scheduler.commands import Dispatcher
+from pilotlight.scheduler.room import RoomClient
+
+pytestmark = pytest.mark.anyio
+
+
+class Said:
+    """A bus and a bucket that remember what was said."""
+
+    def __init__(self) -> None:
+        self.words: list[str] = []
+
+    async def publish(self, subject: str, message: object) -> None:
+        self.words.append(subject)
+
+    async def request(self, subject: str, message: object, reply_type: type[Any], *, deadline_s: float) -> Any:
+        self.words.append(subject)
+        return None
+
+    async def put(self, key: str, value: object) -> None:
+        self.words.append(f"put {key}")
+
+    async def delete(self, key: str) -> None:
+        self.words.append(f"delete {key}")
+
+    async def watch(self, value_type: type[Any], on_change: Callable[[str, Any], Awaitable[None]]) -> None:
+        raise AssertionError
+
+
+class Term:
+    """A lease that the test ends."""
+
+    over = False
+
+    def check(self) -> None:
+        if self.over:
+            raise NotLeader
+
+
+def an_instance() -> Instance:
+    return instance("m", "i0", state=InstanceState.READY)
+
+
+async def test_commands_end_with_the_lease() -> None:
+    said, term, one = Said(), Term(), an_instance()
+    dispatcher = Dispatcher(said, Epoch(1), term.check)  # type: ignore[arg-type]
+    entry = Entry(instance=one, model=model(one.model))
+    await dispatcher.dispatch(entry, (entry,), 0.0)
+    assert len(said.words) == 2
+    term.over = True
+    with pytest.raises(NotLeader):
+        await dispatcher.dispatch(entry, (entry,), 10.0)
+    with pytest.raises(NotLeader):
+        await dispatcher.publish((entry,), {}, (), 10.0)
+    assert len(said.words) == 2
+
+
+async def test_the_board_ends_with_the_lease() -> None:
+    said, term, one = Said(), Term(), an_instance()
+    board = InstanceBoard(said, ManualClock(), lambda _: None, term.check)  # type: ignore[arg-type]
+    board.show(one)
+    term.over = True
+    with pytest.raises(NotLeader):
+        await board.run()
+    board = InstanceBoard(said, ManualClock(), lambda _: None, term.check)  # type: ignore[arg-type]
+    await board._on_value("left-by-another", one)
+    with pytest.raises(NotLeader):
+        await board.run()
+    assert said.words == []
+
+
+async def test_no_room_is_asked_for_after_the_lease() -> None:
+    said, term, one = Said(), Term(), an_instance()
+    room = RoomClient(said, Epoch(1), term.check)  # type: ignore[arg-type]
+    await room.reserve(one, model(one.model), one.placements[0])
+    term.over = True
+    with pytest.raises(NotLeader):
+        await room.reserve(one, model(one.model), one.placements[0])
+    assert said.words == ["v1.cache.reserve"]

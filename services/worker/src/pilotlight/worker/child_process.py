@@ -1,0 +1,115 @@
+"""One engine child: its process, its socket, its end. ``process_engine`` speaks with it."""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from asyncio.subprocess import DEVNULL, Process
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from pilotlight.common.errors import DeadlineExceeded
+from pilotlight.common.waiting import within
+
+log = structlog.get_logger()
+
+REAP_DEADLINE_S = 2.0
+END_GRACE_S = 1.0
+"""From the close of its socket to the process's end; then it is killed."""
+MAX_LOG_BYTES = 8 * 1024 * 1024
+"""A log that is longer is begun anew when the next child starts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildOptions:
+    """How to start an engine child."""
+
+    threads: int
+    log_path: Path
+    """Its standard output and error: never an inherited pipe, which a grandchild would hold open."""
+    faults: str = ""
+    log_level: str = "info"
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A child, and this end of its socket."""
+
+    process: Process
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+
+async def spawn(options: ChildOptions, *, spare: bool = False) -> Child:
+    """Start a child; ``spare`` has it import what an engine needs, and then wait to be promoted.
+
+    Raises:
+        OSError: no process can be started, or its log cannot be written.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with theirs:
+        arguments = {
+            "--fd": theirs.fileno(),
+            "--parent": os.getpid(),
+            "--threads": options.threads,
+            "--log-level": options.log_level,
+        }
+        flat = [str(word) for pair in arguments.items() for word in pair]
+        options.log_path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(options.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "ab") as output:
+            if output.seekable() and output.tell() > MAX_LOG_BYTES:
+                output.truncate(0)
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "pilotlight.worker.child",
+                *flat,
+                *(("--spare",) if spare else ()),
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                stdin=DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=_child_environment(options),
+            )
+    reader, writer = await asyncio.open_unix_connection(sock=ours)
+    return Child(process, reader, writer)
+
+
+def _child_environment(options: ChildOptions) -> dict[str, str]:
+    """The parent's, without our settings and the object store's: the child has no use for credentials."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PILOTLIGHT_", "AWS_"))}
+    return {
+        **inherited,
+        "PILOTLIGHT_FAULTS": options.faults,
+        "OMP_NUM_THREADS": str(options.threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
+
+
+async def bury(child: Child) -> int | None:
+    """Make sure that it is dead, and leave nothing of it behind; its exit status."""
+    child.writer.close()
+    with suppress(DeadlineExceeded):
+        # It ends by itself, and then its status says why.
+        await within(END_GRACE_S, child.process.wait(), "the engine's own end")
+    kill_group(child.process)
+    try:
+        return await within(REAP_DEADLINE_S, child.process.wait(), "reaping the engine")
+    except DeadlineExceeded:
+        log.error("engine cannot be reaped", action="engine_unreaped", pid=child.process.pid)
+        return None
+
+
+def kill_group(process: Process) -> None:
+    """Kill a child and everything that it started."""
+    if process.returncode is not None:
+        return
+    with suppress(ProcessLookupError):
+        # Its own session makes its process id that of its group.
+        os.killpg(process.pid, signal.SIGKILL)

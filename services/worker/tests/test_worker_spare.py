@@ -1,0 +1,126 @@
+"""A spare engine child: ready without a device, promoted when the engine dies, made again, never left behind."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from pilotlight.common.testing import until
+from pilotlight.common.waiting import Backoff
+from pilotlight.worker.child_process import ChildOptions
+from pilotlight.worker.engine_client import EngineDied
+from pilotlight.worker.process_engine import ProcessEngine
+from pilotlight.worker.spare import Spare
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+
+AT_ONCE = Backoff(first_s=0.01, limit_s=0.05)
+NEVER = Backoff(first_s=1000.0, limit_s=1000.0)
+READY_DEADLINE_S = 60.0
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> ChildOptions:
+    return ChildOptions(threads=1, log_path=tmp_path / "engine.log")
+
+
+@pytest.fixture
+async def engine(options: ChildOptions) -> AsyncIterator[ProcessEngine]:
+    made = ProcessEngine(options, Spare(options, AT_ONCE))
+    yield made
+    await made.stop()
+
+
+def lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def spare_of(engine: ProcessEngine, *, other_than: int | None = None) -> int:
+    spare = engine._spare
+    await until(lambda: spare.pid not in (None, other_than), deadline_s=READY_DEADLINE_S)
+    return spare.pid
+
+
+async def test_the_spare_becomes_the_engine_and_another_is_made(engine: ProcessEngine) -> None:
+    events = engine.events()
+    first = await engine.start()
+    spare = await spare_of(engine)
+    assert spare != first.pid
+    # Its main thread keeps its priority: what it imported with has ended.
+    assert os.getpriority(os.PRIO_PROCESS, spare) == os.getpriority(os.PRIO_PROCESS, first.pid)
+    os.kill(first.pid, signal.SIGKILL)
+    assert isinstance(await anext(events), EngineDied)
+    assert (await engine.start()).pid == spare == engine.pid
+    assert lives(await spare_of(engine, other_than=spare))
+
+
+async def test_an_engine_without_a_ready_spare_starts_as_ever(options: ChildOptions) -> None:
+    engine = ProcessEngine(options, Spare(options, NEVER))
+    events = engine.events()
+    first = await engine.start()
+    os.kill(first.pid, signal.SIGKILL)
+    assert isinstance(await anext(events), EngineDied)
+    assert (await engine.start()).pid != first.pid
+    await engine.stop()
+
+
+async def test_a_spare_that_dies_unused_is_replaced(engine: ProcessEngine) -> None:
+    up = await engine.start()
+    spare = await spare_of(engine)
+    os.kill(spare, signal.SIGKILL)
+    assert await spare_of(engine, other_than=spare) != spare
+    assert engine.pid == up.pid
+    assert engine.alive
+
+
+async def test_a_spare_that_died_a_moment_ago_is_no_spare(engine: ProcessEngine) -> None:
+    events = engine.events()
+    up = await engine.start()
+    spare = await spare_of(engine)
+    os.kill(spare, signal.SIGKILL)
+    os.kill(up.pid, signal.SIGKILL)
+    assert isinstance(await anext(events), EngineDied)
+    assert (await engine.start()).pid not in (up.pid, spare)
+
+
+async def test_nothing_is_left_after_the_stop(options: ChildOptions) -> None:
+    engine = ProcessEngine(options, Spare(options, AT_ONCE))
+    await engine.start()
+    spare = await spare_of(engine)
+    await engine.stop()
+    assert not lives(spare)
+    assert engine._spare.pid is None
+
+
+async def test_a_spare_never_outlives_its_parent(options: ChildOptions) -> None:
+    program = f"""
+import asyncio, os
+from pathlib import Path
+from pilotlight.common.waiting import Backoff, pause
+from pilotlight.worker.child_process import ChildOptions
+from pilotlight.worker.spare import Spare
+
+async def main():
+    spare = Spare(ChildOptions(threads=1, log_path=Path({str(options.log_path)!r})), Backoff(first_s=0.01, limit_s=0.01))
+    spare.keep()
+    while spare.pid is None:
+        await pause(0.01)
+    print(spare.pid, flush=True)
+    os.kill(os.getpid(), 9)
+
+asyncio.run(main())
+"""
+    command = [sys.executable, "-c", program]
+    parent = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60, check=False)
+    assert parent.returncode == -signal.SIGKILL, parent.stderr
+    spare = int(parent.stdout.splitlines()[-1])
+    await until(lambda: not lives(spare))

@@ -1,0 +1,321 @@
+"""Seeded schedules of faults on the bus, and of parts that die, against a whole system: nothing is lost, nothing is wrong, nothing stays.
+
+One schedule again, with its log::
+
+    PILOTLIGHT_CHAOS_SEEDS=137 PILOTLIGHT_CHAOS_LOG=1 python -m pytest tests/chaos/test_chaos_schedules.py -s
+"""
+
+import asyncio
+import logging
+import os
+import random
+import secrets
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import structlog
+from faulty_clients import Result, asks_of, run
+from faulty_system import MODELS, WORKERS, FaultySystem, Surroundings
+from sqlalchemy import create_engine, text
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.pool import NullPool
+
+from pilotlight.common.clock import SystemClock
+from pilotlight.common.db.session import service_url
+from pilotlight.common.errors import DeadlineExceeded
+from pilotlight.common.faulty_bus import FaultRates
+from pilotlight.common.settings import BusSettings, DatabaseSettings
+from pilotlight.common.testing import until
+from pilotlight.common.waiting import pause
+from pilotlight.gateway.catalog import ModelText
+from pilotlight.text.bundle import TextBundle
+from pilotlight.text.testing import byte_level_json
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+
+SEEDS = os.environ.get("PILOTLIGHT_CHAOS_SEEDS", "0-24")
+"""One seed, or the first and the last."""
+SYSTEMS = 8
+"""That go through schedules at the same time, in one event loop: more would wait for the processor, not for one another."""
+SHARDED_ABOVE = 50
+"""More schedules than this are two tests, so that two processes (``--numprocesses 2 --dist load``) can share them."""
+REQUESTS = 6
+SPREAD_S = 0.8
+REQUEST_DEADLINE_S = 40.0
+"""For every request of a schedule to have ended: beyond the time that a request may be held."""
+EMPTY_DEADLINE_S = 45.0
+"""For the system to have let go of everything: beyond the lease of a grant."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What all schedules came to."""
+
+    schedules: int = 0
+    requests: int = 0
+    left: int = 0
+    errors: Counter[str] = field(default_factory=Counter[str])
+    lost: int = 0
+    wrong: int = 0
+    faults: Counter[str] = field(default_factory=Counter[str])
+    failures: dict[int, list[str]] = field(default_factory=dict[int, list[str]])
+
+    def counts(self) -> dict[str, int]:
+        """For the line that sums up a run of the chaos tests."""
+        return {"schedules": self.schedules, "requests": self.requests, "lost": self.lost, "wrong_tokens": self.wrong}
+
+    def line(self) -> str:
+        """For people."""
+        faults = ", ".join(f"{count} {name}" for name, count in sorted(self.faults.items()))
+        errors = ", ".join(f"{count} {code}" for code, count in sorted(self.errors.items())) or "none"
+        return (
+            f"chaos schedules: {self.schedules} run, {self.schedules - len(self.failures)} passed; {self.requests} requests, "
+            f"{self.lost} lost, {self.wrong} wrong tokens, {self.left} left by their clients; clean errors: {errors}; "
+            f"faults: {faults}"
+        )
+
+
+def seeds_of(value: str) -> list[int]:
+    first, _, last = value.partition("-")
+    return list(range(int(first), int(last or first) + 1))
+
+
+def shards_of(seeds: list[int]) -> list[list[int]]:
+    return [seeds[::2], seeds[1::2]] if len(seeds) > SHARDED_ABOVE else [seeds]
+
+
+def rates_of(rng: random.Random) -> FaultRates:
+    """How bad this schedule's bus is."""
+    return FaultRates(
+        lost=rng.choice((0.0, 0.02, 0.1)),
+        late=rng.choice((0.0, 0.05, 0.2)),
+        twice=rng.choice((0.0, 0.05, 0.2)),
+        overtaken=rng.choice((0.0, 0.05, 0.2)),
+        max_late_s=rng.choice((0.02, 0.1, 0.3)),
+    )
+
+
+# What befalls a system beside its bus.
+
+
+async def nothing(system: FaultySystem, rng: random.Random) -> None:
+    """The bus is bad enough."""
+
+
+async def engine_dies(system: FaultySystem, rng: random.Random) -> None:
+    await system.worker(rng.randrange(WORKERS)).core.engine.kill("the schedule says so")
+
+
+async def worker_dies(system: FaultySystem, rng: random.Random) -> None:
+    index = rng.randrange(WORKERS)
+    await system.parts[f"worker-{index}"].kill()
+    await pause(rng.uniform(0, 0.3))
+    await system.start_worker(index)
+
+
+async def connection_breaks(system: FaultySystem, rng: random.Random) -> None:
+    part = system.parts[rng.choice(("gateway", "scheduler", "cache", "loader", "worker-0", "worker-1"))]
+    async with part.bus.breaking_off():
+        await pause(rng.uniform(0.05, 1.5))
+
+
+async def scheduler_dies(system: FaultySystem, rng: random.Random) -> None:
+    await system.parts["scheduler"].kill()
+    await system.start_scheduler()
+
+
+async def cache_dies(system: FaultySystem, rng: random.Random) -> None:
+    await system.parts["cache"].kill()
+    await system.start_cache()
+
+
+EVENTS = (
+    nothing,
+    nothing,
+    nothing,
+    nothing,
+    engine_dies,
+    worker_dies,
+    connection_breaks,
+    connection_breaks,
+    scheduler_dies,
+    cache_dies,
+)
+
+
+async def befall(system: FaultySystem, rng: random.Random) -> str:
+    event = rng.choice(EVENTS)
+    await pause(rng.uniform(0.05, SPREAD_S))
+    await event(system, rng)
+    return event.__name__
+
+
+async def go_through(system: FaultySystem, model_text: ModelText, seed: int, tally: Tally) -> None:
+    """One schedule, and everything that must hold after it."""
+    rng = random.Random(seed)
+    rates = rates_of(rng)
+    asks = asks_of(rng, MODELS, model_text, system.around.vocab_size, REQUESTS, SPREAD_S)
+    problems = tally.failures.setdefault(seed, [])
+    system.watch.wrong.clear()
+    system.schedule.begin(seed, rates)
+    clock = SystemClock()
+    began_s = clock.monotonic_s()
+    running = [asyncio.create_task(run(system, model_text, ask), name=ask.request_id) for ask in asks]
+    event = await befall(system, rng)
+    done, late = await asyncio.wait(running, timeout=REQUEST_DEADLINE_S)
+    system.schedule.calm()
+    answered_s = clock.monotonic_s()
+    for task in late:
+        task.cancel()
+    tally.lost += len(late)
+    problems += [f"{task.get_name()} has not ended" for task in late]
+    results = [task.result() for task in done]
+    judge(results, tally, problems)
+    problems += system.watch.wrong + system.died()
+    problems += await left_over(system)
+    problems += await billed(system, results)
+    tally.schedules += 1
+    if os.environ.get("PILOTLIGHT_CHAOS_LOG"):
+        errors = [f"{result.ask.request_id} {result.ask.model} {result.error}" for result in results if result.error]
+        took = f"answered in {answered_s - began_s:.1f} s, empty after {clock.monotonic_s() - answered_s:.1f} s"
+        system_of = structlog.contextvars.get_contextvars()
+        print(f"seed {seed} {system_of}: {event}, {took}, {errors}, {problems}, {rates}", file=sys.__stderr__)
+    tally.faults.update(system.schedule.counts)
+    if not problems:
+        del tally.failures[seed]
+    else:
+        problems.insert(0, f"{event}, {rates}")
+
+
+def judge(results: list[Result], tally: Tally, problems: list[str]) -> None:
+    for result in results:
+        tally.requests += 1
+        tally.left += result.left
+        if result.error:
+            tally.errors[result.error] += 1
+        if result.wrong:
+            tally.wrong += 1
+            problems.append(f"{result.ask.request_id} ({result.ask.kind}): {result.wrong}")
+
+
+async def left_over(system: FaultySystem) -> list[str]:
+    """Nothing is, some time after the last request."""
+    try:
+        await until(lambda: _empty(system), deadline_s=EMPTY_DEADLINE_S)
+    except DeadlineExceeded:
+        return await system.left()
+    return []
+
+
+async def _empty(system: FaultySystem) -> bool:
+    await pause(0.05)
+    return not await system.left()
+
+
+async def billed(system: FaultySystem, results: list[Result]) -> list[str]:
+    """One row for each request, whatever became of it."""
+    ids = [result.ask.request_id for result in results]
+
+    async def all_there() -> bool:
+        await pause(0.05)
+        return len(await system.usage_rows(ids)) >= len(ids)
+
+    try:
+        await until(all_there, deadline_s=5.0)
+    except DeadlineExceeded:
+        return [f"{len(await system.usage_rows(ids))} rows of usage for {len(ids)} requests"]
+    counts = Counter(row.request_id for row in await system.usage_rows(ids))
+    return [f"{key} is billed {count} times" for key, count in counts.items() if count != 1]
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, bool]]:
+    return "asyncio", {"use_uvloop": True}
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """Logs cost more than what is tested; of thousands of faults each has its line."""
+    before = structlog.get_config()
+    if os.environ.get("PILOTLIGHT_CHAOS_LOG") != "all":
+        structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    yield
+    structlog.configure(**before)
+
+
+@contextmanager
+def own_database(postgres_url: str, secrets_dir: Path) -> Iterator[Callable[[str], DatabaseSettings]]:
+    """A fresh, migrated database: settings of each service for it, and of its owner."""
+    owner = make_url(postgres_url).set(drivername="postgresql+psycopg")
+    name = f"chaos_{secrets.token_hex(6)}"
+    engine = create_engine(owner.set(database="postgres"), poolclass=NullPool, isolation_level="AUTOCOMMIT")
+
+    def settings_of(service: str) -> DatabaseSettings:
+        if service == "owner":
+            url = owner.set(database=name, drivername="postgresql")
+        else:
+            bare = URL.create("postgresql", host=owner.host, port=owner.port, database=name, query=owner.query)
+            settings = DatabaseSettings(database_url=bare.render_as_string(), secrets_dir=secrets_dir)
+            url = service_url(settings, service).set(drivername="postgresql")
+        return DatabaseSettings(database_url=url.render_as_string(hide_password=False))
+
+    with engine.connect() as connection:
+        connection.execute(text(f"CREATE DATABASE {name} TEMPLATE {owner.database}"))
+    try:
+        yield settings_of
+    finally:
+        with engine.connect() as connection:
+            connection.execute(text(f"DROP DATABASE {name} WITH (FORCE)"))
+        engine.dispose()
+
+
+@pytest.mark.parametrize("seeds", shards_of(seeds_of(SEEDS)), ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}")
+async def test_schedules(
+    seeds: list[int],
+    nats_url: str,
+    postgres_url: str,
+    postgres_secrets: Path,
+    tmp_path: Path,
+    quiet: None,
+    record_property: Callable[[str, object], None],
+) -> None:
+    bundle = TextBundle(tokenizer_json=byte_level_json(), chat_template="", special_tokens={})
+    model_text = ModelText.of(bundle, SystemClock())
+    waiting = iter(seeds)
+    tally = Tally()
+    with ExitStack() as databases:
+        async with AsyncExitStack() as stack:
+            systems: list[FaultySystem] = []
+            for index in range(min(SYSTEMS, len(seeds))):
+                folder = tmp_path / str(index)
+                folder.mkdir()
+                around = Surroundings(
+                    bus_settings=BusSettings(nats_url=nats_url, prefix=f"c{secrets.token_hex(6)}.", secrets_dir=None),
+                    folder=folder,
+                    database_settings=databases.enter_context(own_database(postgres_url, postgres_secrets)),
+                    vocab_size=model_text.tokenizer.vocab_size,
+                )
+                systems.append(FaultySystem(around))
+                stack.push_async_callback(systems[-1].stop)
+
+            async def work(number: int, system: FaultySystem) -> None:
+                # Every line of its log says which system it is of.
+                structlog.contextvars.bind_contextvars(system=number)
+                await system.start()
+                for seed in waiting:
+                    await go_through(system, model_text, seed, tally)
+
+            await asyncio.gather(*(work(number, system) for number, system in enumerate(systems)))
+    record_property("chaos", tally.counts())
+    print(tally.line())
+    for seed, problems in sorted(tally.failures.items()):
+        print(f"seed {seed}; again: PILOTLIGHT_CHAOS_SEEDS={seed} python -m pytest {__file__}")
+        for problem in problems:
+            print(f"    {problem}")
+    assert not tally.failures, f"schedules that failed: {sorted(tally.failures)}"
+    assert (tally.lost, tally.wrong) == (0, 0)

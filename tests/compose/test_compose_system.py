@@ -1,0 +1,166 @@
+"""The system under Docker Compose: built and run for real, asked, broken, and taken down. ``make test-compose``."""
+
+import re
+import time
+from collections.abc import Iterator
+
+import httpx2
+import openai
+import pytest
+from composed import SECRETS, Composed, composed, run, until
+
+from pilotlight.common.credentials import HOLDERS
+
+pytestmark = [pytest.mark.compose, pytest.mark.slow]
+
+MODEL = "ember-7m"
+QUESTION = [{"role": "user", "content": "What is a pilot light?"}]
+OURS = ("gateway", "scheduler", "cache", "materializer", "node")
+SERVERS = ("nats", "postgres", "s3", "otel-collector")
+BREAKABLE = ("scheduler", "cache", "materializer", "gateway", "node", "nats", "postgres")
+"""The S3 server is not among them: the one that is made where there is no registry keeps its objects in memory."""
+
+
+@pytest.fixture(scope="module")
+def system() -> Iterator[Composed]:
+    with composed() as made:
+        yield made
+    left = ("docker", "ps", "--all"), ("docker", "volume", "ls"), ("docker", "network", "ls")
+    for command in left:
+        assert run(*command, "--quiet", "--filter", f"label=com.docker.compose.project={made.project}") == ""
+    assert run("docker", "images", "--quiet", "--filter", f"reference=pilotlight-*:{made.project}") == ""
+
+
+@pytest.fixture(scope="module")
+def api_key(system: Composed) -> str:
+    return system.key("api-key")
+
+
+@pytest.fixture(scope="module")
+def admin_key(system: Composed) -> str:
+    return system.key("admin-key")
+
+
+@pytest.fixture(scope="module")
+def answer(system: Composed, api_key: str, admin_key: str) -> str:
+    """The demo model is registered and has been asked, cold: what it says."""
+    with system.admin(admin_key) as admin:
+        until(lambda: any(worker["engine_up"] for worker in admin.get("/workers").json()["workers"]), "a warm worker")
+        body = {"name": MODEL, "uri": f"file:///models/{MODEL}", "slo": {"ttft_ms": 5000, "tpot_ms": 200}, "keep_alive_s": 600}
+        made = admin.post("/models", json=body)
+        assert made.status_code == 201, made.text
+    text, trace_id = stream(system, api_key)
+    assert "light" in text
+    seen = until(lambda: {"gateway", "scheduler", "loader", "worker"} <= system.traces().get(trace_id, set()), "one trace")
+    assert seen
+    return text
+
+
+def stream(system: Composed, key: str) -> tuple[str, str]:
+    """What the model says, piece by piece, and the id of the request's trace."""
+    with (
+        system.openai(key) as client,
+        client.chat.completions.with_streaming_response.create(
+            model=MODEL, messages=QUESTION, temperature=0, max_tokens=32, stream=True
+        ) as response,
+    ):
+        chunks = list(response.parse())
+        return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices), response.headers["x-trace-id"]
+
+
+def says(system: Composed, key: str) -> str | None:
+    """The same, or None while the system cannot answer."""
+    try:
+        return stream(system, key)[0]
+    except (openai.APIError, httpx2.HTTPError):
+        return None
+
+
+def test_cold_warm_and_in_one_piece(system: Composed, api_key: str, answer: str) -> None:
+    """The cold request is the fixture's: its spans lie in one trace at the collector."""
+    started_s = time.monotonic()
+    assert stream(system, api_key)[0] == answer
+    assert time.monotonic() - started_s < 10
+    with system.openai(api_key) as client:
+        whole = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=32)
+    assert whole.choices[0].message.content == answer
+
+
+def test_metrics_show_every_service(system: Composed, answer: str) -> None:
+    page = httpx2.get(f"{system.url}/metrics").text
+    for service in ("gateway", "scheduler", "cache", "loader", "worker", "materializer"):
+        assert f'service="{service}"' in page
+    assert re.search(r'^pilotlight_first_tokens_total\{[^}]*model="ember-7m"[^}]*\} [1-9]', page, re.MULTILINE)
+
+
+def test_workers_log_where_the_node_does(system: Composed, answer: str) -> None:
+    logs = system.compose("logs", "--no-log-prefix", "node")
+    assert '"service":"worker"' in logs
+
+
+@pytest.mark.parametrize("service", [*OURS, *SERVERS])
+def test_containers_are_locked_down(system: Composed, service: str) -> None:
+    found = system.inspect(service)
+    host = found["HostConfig"]
+    assert found["Config"]["User"].split(":")[0] not in ("", "0", "root")
+    assert host["ReadonlyRootfs"]
+    assert host["CapDrop"] == ["ALL"]
+    assert not host["CapAdd"]
+    assert "no-new-privileges:true" in host["SecurityOpt"]
+    assert host["Memory"] > 0
+    assert host["PidsLimit"] > 0
+    assert host["RestartPolicy"]["Name"] == "unless-stopped"
+    assert not host["Privileged"]
+    for published in (host["PortBindings"] or {}).values():
+        assert {binding["HostIp"] for binding in published} == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize("service", OURS)
+def test_processes_may_do_nothing_special(system: Composed, service: str) -> None:
+    status = dict(line.split(":\t", 1) for line in system.inside(service, "cat", "/proc/1/status").splitlines() if ":\t" in line)
+    assert status["Uid"].split() == ["10001"] * 4
+    assert int(status["CapEff"], 16) == int(status["CapBnd"], 16) == 0
+    assert status["NoNewPrivs"].strip() == "1"
+    tried = system.inside(service, "sh", "-c", "touch /opt/pilotlight/x 2>&1 || true")
+    assert "Read-only file system" in tried
+
+
+@pytest.mark.parametrize("service", OURS)
+def test_each_holds_its_own_secrets_alone(system: Composed, service: str) -> None:
+    assert sorted(system.inside(service, "ls", "-A", SECRETS).split()) == sorted(HOLDERS[service])
+    tried = system.inside(service, "sh", "-c", f"touch {SECRETS}/x 2>&1 || true")
+    assert "Read-only file system" in tried
+    environment = system.inside(service, "env")
+    for name in HOLDERS[service]:
+        if name != "s3-access-key":
+            assert system.inside(service, "cat", f"{SECRETS}/{name}").strip() not in environment
+
+
+def test_only_a_node_has_torch(system: Composed) -> None:
+    looked = "import importlib.util as u, sys; sys.exit(0 if u.find_spec('torch') else 3)"
+    for service in OURS:
+        done = system.inside(service, "sh", "-c", f'python -c "{looked}"; echo status $?')
+        assert done.strip() == ("status 0" if service == "node" else "status 3"), service
+
+
+@pytest.mark.parametrize("service", BREAKABLE)
+def test_a_crash_is_survived(system: Composed, api_key: str, answer: str, service: str) -> None:
+    """Every process of a container is killed: the engine starts it again, it is healthy again, and the system answers as before."""
+    before = system.inspect(service)
+    assert before["State"]["Health"]["Status"] == "healthy"
+    system.inside(service, "sh", "-c", "kill -9 -1", check=False)
+    until(lambda: system.inspect(service)["RestartCount"] > before["RestartCount"], f"{service} started again")
+    until(lambda: system.health(service) == "healthy", f"{service} healthy again")
+    assert until(lambda: says(system, api_key), f"an answer after the crash of {service}") == answer
+    for other in (*OURS, *SERVERS):
+        until(lambda other=other: system.health(other) == "healthy", f"{other} healthy after the crash of {service}")
+
+
+def test_killed_by_hand_and_started_again(system: Composed, api_key: str, answer: str) -> None:
+    """Who kills a container means it, and it stays down; the next ``up`` brings all back, with what was registered and the same keys."""
+    killed = (*OURS, "nats", "postgres")
+    system.compose("kill", *killed)
+    assert set(system.services()).isdisjoint(killed)
+    system.up()
+    assert system.key("api-key") == api_key
+    assert until(lambda: says(system, api_key), "an answer after all were killed") == answer

@@ -1,0 +1,207 @@
+"""What operators do, on whole systems: backup, purge and restore; a node is emptied while it serves."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from embedded_system import DEADLINE_S, DEMO_FOLDER, RunningSystem, pilotlight, running
+
+from pilotlight.common.clock import SystemClock
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+QUESTION = [{"role": "user", "content": "What is a pilot light?"}]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="pilotlight-e2e-") as name:
+        os.chmod(name, 0o711)
+        yield Path(name)
+
+
+def ask(system: RunningSystem, max_tokens: int = 8) -> str:
+    with system.openai() as client:
+        reply = client.chat.completions.create(
+            model="ember-7m",
+            messages=QUESTION,  # type: ignore[arg-type]
+            temperature=0,
+            max_tokens=max_tokens,
+        )
+    return reply.choices[0].message.content or ""
+
+
+def command(home: Path, *arguments: str, status: int = 0) -> Any:
+    """A command on a home whose system does not run."""
+    environment = {**os.environ, "PILOTLIGHT_HOME": str(home)}
+    result = subprocess.run(
+        [pilotlight(), *arguments, "--json"], env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert result.returncode == status, result.stdout + result.stderr
+    return json.loads(result.stdout.strip().splitlines()[-1])
+
+
+def eventually(condition: Callable[[], Any], deadline_s: float = 30.0) -> Any:
+    """What a condition says once it holds."""
+    clock, pause = SystemClock(), threading.Event()
+    until_s = clock.monotonic_s() + deadline_s
+    while not (found := condition()):
+        assert clock.monotonic_s() < until_s, "it did not come to hold"
+        pause.wait(0.1)
+    return found
+
+
+def usage_of(system: RunningSystem) -> list[tuple[str, int]]:
+    """Rows of usage: no route shows them, so the database is asked."""
+    import psycopg
+
+    from pilotlight.cli.embedded import OWNER, postgres_sockets
+
+    password = (system.home / "secrets" / "postgres-owner").read_text().strip()
+    sockets = postgres_sockets(system.home / "postgres")
+    with psycopg.connect(host=str(sockets), user=OWNER, password=password, dbname="pilotlight") as connection:
+        return connection.execute("SELECT request_id, output_tokens FROM gateway.usage ORDER BY request_id").fetchall()
+
+
+def test_backup_purge_restore(folder: Path) -> None:
+    """Taken while the system serves; after the purge and the restore there are the same models, keys, usage, and a chat works."""
+    home, copy = folder / "home", folder / "copy.backup"
+    roots = {"PILOTLIGHT_MODEL_ROOTS": str(DEMO_FOLDER)}
+    with running(home, "--with-demo-model", environment=roots) as system:
+        answer = ask(system)
+        usage = eventually(lambda: usage_of(system))
+        keys = system.key("admin"), system.key("api")
+        models = system.cli("model", "list")["models"]
+        made = system.cli("backup", str(copy))
+        assert made["files"] > 10
+        assert copy.stat().st_mode & 0o777 == 0o600
+        assert system.cli("backup", str(copy), status=1)["error"]["code"] == "backup_failed"
+        purged = system.cli("down", "--purge", "--yes")
+        assert (purged["purged"], purged["kept"]) == (True, [])
+        assert system.process.wait(DEADLINE_S) == 0
+    assert not home.exists()
+
+    assert command(home, "restore", str(copy))["restored"]
+    assert command(home, "restore", str(copy), status=1)["error"]["code"] == "home_not_empty"
+    with running(home, environment=roots) as system:
+        assert (system.key("admin"), system.key("api")) == keys
+        assert system.cli("model", "list")["models"] == models
+        assert usage_of(system) == usage
+        assert ask(system) == answer
+        assert len(eventually(lambda: len(found := usage_of(system)) > len(usage) and found)) == len(usage) + 1
+        audit = system.cli("audit", "--action", "model_register")["audit"]
+        assert [one["entity"] for one in audit] == ["ember-7m"]
+
+
+def test_a_stopped_system_is_backed_up_too(folder: Path) -> None:
+    home, copy = folder / "home", folder / "copy.backup"
+    with running(home, "--worker-kind", "sim", "--with-demo-model"):
+        pass
+    assert command(home, "backup", str(copy))["bytes"] > 0
+    other = folder / "other"
+    assert command(other, "restore", str(copy))["restored"]
+    with running(other, "--worker-kind", "sim") as system:
+        assert [model["name"] for model in system.cli("model", "list")["models"]] == ["ember-7m"]
+
+
+@contextlib.contextmanager
+def second_node(system: RunningSystem, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Another loader, with the environment of the system's own and folders of its own: another node on the same machine."""
+    environment = dict(
+        item.split("=", 1)
+        for item in (process_of(system.home, "pilotlight.loader") / "environ").read_bytes().decode().split("\0")
+        if item
+    )
+    environment |= {f"PILOTLIGHT_{name}_DIR": str(folder / name.lower()) for name in ("RUN", "STATE", "LOG")}
+    environment.pop("NOTIFY_SOCKET", None)
+    environment.pop("PILOTLIGHT_END_WITH_PARENT", None)
+    for name in ("run", "state", "log"):
+        (folder / name).mkdir(exist_ok=True, parents=True)
+    with (folder / "loader.log").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pilotlight.loader"], env=environment, stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(DEADLINE_S)
+        finally:
+            process.kill()
+
+
+def process_of(home: Path, module: str) -> Path:
+    """The process of a service of a system, as a folder below /proc."""
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if (
+                entry.name.isdigit()
+                and module.encode() in (entry / "cmdline").read_bytes()
+                and os.fsencode(home) in (entry / "environ").read_bytes()
+            ):
+                return entry
+    pytest.fail(f"there is no {module}")
+
+
+def nodes_of(system: RunningSystem) -> dict[str, Any]:
+    with system.admin() as admin:
+        return {node["node_id"]: node for node in admin.get("/nodes").json()["nodes"]}
+
+
+def test_a_node_is_drained_and_nobody_notices(folder: Path) -> None:
+    """The model moves before it leaves; a stream in flight ends where it runs; restarts of loader and scheduler undo nothing."""
+    slow = {"PILOTLIGHT_SIM_DECODE_STEP_S": "0.1"}
+    with running(folder / "home", "--worker-kind", "sim", "--with-demo-model", environment=slow) as system:
+        ask(system)
+        (first,) = nodes_of(system)
+        with second_node(system, folder / "second"):
+            second = eventually(lambda: next((node for node in nodes_of(system) if node != first), None))
+            eventually(lambda: nodes_of(system)[second]["workers"] == 1)
+            answers: list[str] = []
+            streaming = threading.Thread(target=lambda: answers.append(ask(system, max_tokens=150)))
+            streaming.start()
+            eventually(lambda: nodes_of(system)[first]["left"]["requests"])
+
+            node = system.cli("node", "drain", first)
+            assert node["state"] == "draining"
+            # While the stream still runs on the old node, new requests are served on the new one.
+            eventually(lambda: nodes_of(system)[second]["left"]["instances"])
+            ask(system)
+            drained = system.cli("node", "drain", first, "--wait", "--timeout-s", "60")
+            assert drained["state"] == "drained"
+            assert drained["left"] == {"instances": 0, "requests": 0, "copies": 0}
+            streaming.join(DEADLINE_S)
+            assert len(answers) == 1
+
+            with system.admin() as admin:
+                decisions = admin.get("/decisions").json()["decisions"]
+            (left,) = [one for one in decisions if one["kind"] == "drain"]
+            assert "serves elsewhere" in left["reasons"][0]
+
+            for module in ("pilotlight.loader", "pilotlight.scheduler"):
+                os.kill(int(process_of(system.home / "state", module).name), signal.SIGKILL)
+            with system.admin() as admin:
+                admin.post("/models/ember-7m/evict")
+            ask(system)
+            shown = eventually(lambda: (found := nodes_of(system))[first]["workers"] == 1 and found)
+            assert shown[first]["state"] == "drained"
+            assert shown[first]["left"]["instances"] == 0
+
+            # The other one is the last: what runs there ends, and is not started again.
+            assert system.cli("node", "drain", second, "--wait", "--timeout-s", "60")["state"] == "drained"
+            assert system.cli("node", "drain", second, "--undo")["state"] == "ready"
+            ask(system)
+            assert nodes_of(system)[second]["left"]["instances"] == 1
+        done = [one["action"] for one in system.cli("audit", "--entity", second)["audit"]]
+        assert done == ["node_undrain", "node_drain"]
+        assert system.cli("node", "drain", "node-none", status=1)["error"]["code"] == "node_not_found"

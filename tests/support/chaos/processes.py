@@ -1,0 +1,198 @@
+"""The processes of one running system, found by their parents; and what can be done to them."""
+
+import os
+import signal
+import time
+from collections import Counter
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+MARK = "CHAOS_SYSTEM"
+"""Environment variable of a system under test: whoever has it and does not descend from the supervisor is an orphan."""
+
+
+class Fault(StrEnum):
+    """What is done to it."""
+
+    KILL = "kill"
+    """``kill -9``."""
+    STOP = "stop"
+    """Stopped for five seconds, as by a machine that swaps, or a debugger."""
+    RESTART = "restart"
+    """Asked to end, and started again by its supervisor."""
+
+
+class Target(StrEnum):
+    """What a fault hits."""
+
+    GATEWAY = "gateway"
+    SCHEDULER = "scheduler"
+    CACHE = "cache"
+    LOADER = "loader"
+    WORKER = "worker"
+    ENGINE = "engine"
+    MATERIALIZER = "materializer"
+    NATS = "nats-server"
+    POSTGRES = "postgres"
+
+
+@dataclass(frozen=True)
+class Found:
+    """One process."""
+
+    pid: int
+    parent: int
+    started_ticks: int
+    words: tuple[str, ...]
+    kind: str
+    """A target's name; ``postgres-child`` for the processes that the database's server starts; else the program's name."""
+
+    def environment(self) -> dict[str, str]:
+        try:
+            pairs = Path(f"/proc/{self.pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            return {}
+        return dict(os.fsdecode(pair).partition("=")[::2] for pair in pairs if b"=" in pair)
+
+    def maps(self, what: str) -> bool:
+        try:
+            return what in Path(f"/proc/{self.pid}/maps").read_text()
+        except OSError:
+            return False
+
+
+class Processes:
+    """The system whose supervisor is ``root``."""
+
+    def __init__(self, root: int, mark: str) -> None:
+        self.root = root
+        self._mark = mark
+
+    def all(self) -> dict[int, Found]:
+        """Everyone who descends from the supervisor and has not ended."""
+        known = _every_process()
+        inside: dict[int, Found] = {}
+        for found in known.values():
+            above = found
+            while above.parent in known and above.parent != self.root:
+                above = known[above.parent]
+            if above.parent == self.root:
+                inside[found.pid] = found
+        return inside
+
+    def of(self, target: Target) -> list[Found]:
+        """The processes of a service, the oldest first."""
+        found = [one for one in self.all().values() if one.kind == target.value]
+        return sorted(found, key=lambda one: (one.started_ticks, one.pid))
+
+    def census(self) -> Counter[str]:
+        """How many there are of each kind. The database's own children come and go."""
+        return Counter(one.kind for one in self.all().values() if one.kind != "postgres-child")
+
+    def orphans(self) -> list[Found]:
+        """Processes of this system that nobody would stop."""
+        inside = self.all()
+        return [
+            one
+            for one in _every_process().values()
+            if one.pid not in inside and one.pid != self.root and one.environment().get(MARK) == self._mark
+        ]
+
+    def worker_of(self, worker_id: str) -> Found:
+        """The process of one worker."""
+        return next(one for one in self.of(Target.WORKER) if one.environment().get("PILOTLIGHT_WORKER_ID") == worker_id)
+
+    def engine_of(self, worker: Found) -> Found:
+        """The engine that a worker uses: of its children the one that has the host pool mapped, or else the oldest."""
+        children = [one for one in self.of(Target.ENGINE) if one.parent == worker.pid]
+        return next((one for one in children if one.maps(".pool")), children[0])
+
+    def hit(self, target: Target, worker_id: str | None) -> list[Found]:
+        """Whom a fault of a target hits; ``worker_id`` says which of several workers, where it matters."""
+        if target in (Target.WORKER, Target.ENGINE):
+            worker = self.worker_of(worker_id) if worker_id else self.of(Target.WORKER)[0]
+            return [worker] if target is Target.WORKER else [self.engine_of(worker)]
+        return self.of(target)
+
+
+STOP_S = 5.0
+
+
+def inflict(fault: Fault, processes: Processes, victims: list[Found]) -> None:
+    """Do it; returns when it is over."""
+    match fault:
+        case Fault.KILL:
+            for one in victims:
+                os.kill(one.pid, signal.SIGKILL)
+        case Fault.STOP:
+            hold_stopped(processes, victims, STOP_S)
+        case Fault.RESTART:
+            for one in victims:
+                # To PostgreSQL this is a fast shutdown; SIGTERM would wait for its clients to leave.
+                os.kill(one.pid, signal.SIGINT)
+
+
+def stop(processes: Processes, victims: list[Found]) -> list[int]:
+    """SIGSTOP; returns whom to wake. A database's server is stopped with everyone who works for it."""
+    everyone = {one.pid for one in victims}
+    everyone |= {one.pid for one in processes.all().values() if one.kind == "postgres-child" and one.parent in everyone}
+    for pid in sorted(everyone):
+        _signal(pid, signal.SIGSTOP)
+    return sorted(everyone)
+
+
+def wake(pids: list[int]) -> None:
+    """SIGCONT."""
+    for pid in pids:
+        _signal(pid, signal.SIGCONT)
+
+
+def hold_stopped(processes: Processes, victims: list[Found], seconds: float) -> None:
+    """Stop, let time pass, go on: the passing of time is the fault."""
+    stopped = stop(processes, victims)
+    try:
+        time.sleep(seconds)
+    finally:
+        wake(stopped)
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+def _every_process() -> dict[int, Found]:
+    found: dict[int, Found] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            one = _read(int(entry.name))
+            if one is not None:
+                found[one.pid] = one
+    return found
+
+
+def _read(pid: int) -> Found | None:
+    try:
+        # The name of the program, in parentheses, may hold anything.
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        words = tuple(os.fsdecode(word) for word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") if word)
+    except OSError:
+        return None
+    if state in "ZX":
+        return None
+    return Found(pid, int(fields[0]), int(fields[18]), words, _kind(words))
+
+
+def _kind(words: tuple[str, ...]) -> str:
+    if "pilotlight.worker.child" in words:
+        return Target.ENGINE.value
+    for target in Target:
+        if f"pilotlight.{target.value}" in words:
+            return target.value
+    program = Path(words[0]).name if words else ""
+    if program.startswith("postgres:") or (words and words[0].startswith("postgres:")):
+        return "postgres-child"
+    return program

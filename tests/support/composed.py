@@ -1,0 +1,149 @@
+"""The system under Docker Compose, as an operator starts it: built, started, asked, broken, taken down."""
+
+import base64
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx2
+from openai import OpenAI
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD_DEADLINE_S = 1500.0
+"""Without any cache, torch included."""
+DEADLINE_S = 120.0
+SECRETS = "/run/pilotlight-secrets"
+
+T = TypeVar("T")
+
+
+def until(check: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T:
+    """Ask again and again until the answer is true; other processes give no event to wait for."""
+    end_s = time.monotonic() + deadline_s
+    while True:
+        found = check()
+        if found:
+            return found
+        assert time.monotonic() < end_s, f"{what}: not within {deadline_s:g} s"
+        time.sleep(0.2)
+
+
+def run(*command: str, environment: Mapping[str, str] | None = None, deadline_s: float = DEADLINE_S, check: bool = True) -> str:
+    """A command's standard output.
+
+    Raises:
+        AssertionError: it failed.
+    """
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=deadline_s,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0 or not check, f"{' '.join(command)}: {done.stdout[-4000:]}{done.stderr[-4000:]}"
+    return done.stdout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Composed:
+    """One project."""
+
+    project: str
+    port: int
+    environment: Mapping[str, str] = field(repr=False)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def compose(self, *arguments: str, deadline_s: float = DEADLINE_S, check: bool = True) -> str:
+        return run("docker", "compose", *arguments, environment=self.environment, deadline_s=deadline_s, check=check)
+
+    def inside(self, service: str, *command: str, check: bool = True) -> str:
+        return self.compose("exec", "-T", service, *command, check=check)
+
+    def up(self) -> None:
+        self.compose("up", "--detach", "--wait", "--wait-timeout", f"{DEADLINE_S:.0f}", deadline_s=2 * DEADLINE_S)
+
+    def services(self) -> list[str]:
+        """Those that keep running."""
+        return self.compose("ps", "--services", "--status", "running").split()
+
+    def inspect(self, service: str) -> dict[str, Any]:
+        container = self.compose("ps", "--all", "--quiet", service).strip()
+        return json.loads(run("docker", "inspect", container))[0]
+
+    def health(self, service: str) -> str:
+        state = self.inspect(service)["State"]
+        return state["Health"]["Status"] if state["Status"] == "running" else state["Status"]
+
+    def key(self, name: str) -> str:
+        return self.inside("gateway", "cat", f"{SECRETS}/{name}").strip()
+
+    def openai(self, key: str) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key=key, timeout=DEADLINE_S, max_retries=0)
+
+    def admin(self, key: str) -> httpx2.Client:
+        return httpx2.Client(base_url=f"{self.url}/admin/v1", headers={"Authorization": f"Bearer {key}"}, timeout=DEADLINE_S)
+
+    def traces(self) -> dict[str, set[str]]:
+        """What the collector has: the services that made spans of each trace."""
+        tag = self.environment["PILOTLIGHT_TAG"]
+        mount = f"{self.project}_spans:/spans:ro"
+        image = f"pilotlight-setup:{tag}"
+        text = run(
+            *("docker", "run", "--rm", "--network", "none", "--volume", mount, "--entrypoint", "cat", image),
+            "/spans/spans.jsonl",
+            check=False,
+        )
+        found: dict[str, set[str]] = {}
+        for line in text.splitlines():
+            batch = json.loads(line)
+            # Some sinks say before each batch what it is of.
+            for resource in batch.get("traces", batch)["resourceSpans"]:
+                attributes = {item["key"]: item["value"] for item in resource["resource"]["attributes"]}
+                service = attributes["service.name"]["stringValue"].removeprefix("pilotlight-")
+                for scope in resource["scopeSpans"]:
+                    for span in scope["spans"]:
+                        found.setdefault(_hex(span["traceId"]), set()).add(service)
+        return found
+
+
+def _hex(trace_id: str) -> str:
+    """OTLP's JSON has hex digits; protobuf's own way of writing JSON has base64."""
+    return trace_id if len(trace_id) == 32 else base64.b64decode(trace_id).hex()
+
+
+@contextmanager
+def composed() -> Iterator[Composed]:
+    """Build and start everything under a name of its own, and leave nothing behind."""
+    name = f"pilotlight-test-{os.getpid()}"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    settings = {"COMPOSE_PROJECT_NAME": name, "PILOTLIGHT_TAG": name, "PILOTLIGHT_PORT": str(port), "PILOTLIGHT_SHM_SIZE": "512m"}
+    system = Composed(project=name, port=port, environment={**os.environ, **settings})
+    try:
+        system.compose("build", "--quiet", deadline_s=BUILD_DEADLINE_S)
+        try:
+            system.up()
+        except AssertionError:
+            sys.stderr.write(system.compose("logs", "--tail", "20", check=False))
+            raise
+        yield system
+    finally:
+        system.compose("down", "--volumes", "--remove-orphans", "--timeout", "5", deadline_s=2 * DEADLINE_S, check=False)
+        images = run("docker", "images", "--quiet", "--filter", f"reference=pilotlight-*:{name}").split()
+        run("docker", "rmi", "--force", *dict.fromkeys(images), check=False)

@@ -1,0 +1,350 @@
+"""Stand-ins for servers that models come from: a hub with its CDN, and an S3 server. Ours and small: they speak the parts of the
+protocols that Pilotlight uses, and fail in the ways that tests ask for. What real servers do, other tests ask real servers.
+"""
+
+import contextlib
+import hashlib
+import json
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+from xml.sax.saxutils import escape
+
+ACCESS_KEY = "AKIASTANDIN"
+SECRET_KEY = "standin-secret"
+
+
+@dataclass
+class Fault:
+    """What goes wrong with requests whose target holds ``where``."""
+
+    where: str
+    kind: str
+    """``cut``: half of the body, then the end of the connection. ``stall``: half of the body, then nothing. ``status``: ``value`` as
+    status and nothing else. ``redirect``: to ``value``."""
+    value: Any = None
+    times: int = 1
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request, as it arrived."""
+
+    method: str
+    target: str
+    headers: dict[str, str]
+
+
+class Standin:
+    """A server with a log and faults."""
+
+    def __init__(self) -> None:
+        self.asked: list[Asked] = []
+        self.faults: list[Fault] = []
+        self.released = threading.Event()
+        self.connections: list[_Handler] = []
+        self._lock = threading.Lock()
+        standin = self
+
+        class Handler(_Handler):
+            server_of = standin
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = False
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        return self._server.server_port
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def answer(self, request: "_Handler") -> None:
+        raise NotImplementedError
+
+    def fault_for(self, target: str) -> Fault | None:
+        with self._lock:
+            for fault in self.faults:
+                if fault.where in target and fault.times > 0:
+                    fault.times -= 1
+                    return fault
+        return None
+
+    def stop(self) -> None:
+        self.released.set()
+        self._server.shutdown()
+        self._thread.join(10)
+        for connection in list(self.connections):
+            connection.abandon()
+        self._server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server_of: Standin
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    wbufsize = 64 * 1024
+
+    def setup(self) -> None:
+        super().setup()
+        self.server_of.connections.append(self)
+
+    def finish(self) -> None:
+        self.server_of.connections.remove(self)
+        super().finish()
+
+    def abandon(self) -> None:
+        """End a connection that waits for another request."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+    def _any(self) -> None:
+        standin = self.server_of
+        standin.asked.append(Asked(self.command, self.path, {name.lower(): value for name, value in self.headers.items()}))
+        self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.fault = standin.fault_for(self.path)
+        try:
+            if self.fault is not None and self.fault.kind == "status":
+                self.send(int(self.fault.value), b"", self.fault.headers)
+            elif self.fault is not None and self.fault.kind == "redirect":
+                self.send(302, b"", {"Location": str(self.fault.value), **self.fault.headers})
+            else:
+                standin.answer(self)
+        except ConnectionError:
+            self.close_connection = True
+
+    do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = _any  # noqa: N815 - what http.server looks for
+
+    def send(self, status: int, body: bytes, headers: dict[str, str] | None = None, *, size_bytes: int | None = None) -> None:
+        self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body) if size_bytes is None else size_bytes))
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        if self.fault is not None and self.fault.kind in ("cut", "stall"):
+            self.wfile.write(body[: len(body) // 2])
+            self.wfile.flush()
+            if self.fault.kind == "stall":
+                self.server_of.released.wait(30)
+            self.close_connection = True
+            return
+        self.wfile.write(body)
+
+    def send_range(self, data: bytes, headers: dict[str, str]) -> None:
+        """``data``, or the range of it that was asked for."""
+        match = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        if match is None:
+            self.send(200, data, headers)
+            return
+        start = int(match[1])
+        stop = min(int(match[2]) + 1 if match[2] else len(data), len(data))
+        if start >= len(data):
+            self.send(416, b"", {**headers, "Content-Range": f"bytes */{len(data)}"})
+            return
+        self.send(206, data[start:stop], {**headers, "Content-Range": f"bytes {start}-{stop - 1}/{len(data)}"})
+
+
+class StandinHub(Standin):
+    """A hub with one repository, and its CDN on another port."""
+
+    def __init__(self, files: dict[str, bytes], repository: str = "org/name", token: str | None = None) -> None:
+        self.repository = repository
+        self.token = token
+        self.commits: dict[str, dict[str, bytes]] = {}
+        self.refs: dict[str, str] = {}
+        self.cdn = StandinCdn()
+        self.push(files)
+        super().__init__()
+
+    def push(self, files: dict[str, bytes], ref: str = "main") -> str:
+        """A commit to a branch."""
+        named = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+        commit = hashlib.sha1(json.dumps([named, len(self.commits)]).encode()).hexdigest()
+        self.commits[commit] = dict(files)
+        self.refs[ref] = commit
+        self.cdn.blobs.update({sha256(data): data for data in files.values()})
+        return commit
+
+    def stop(self) -> None:
+        self.cdn.stop()
+        super().stop()
+
+    def answer(self, request: _Handler) -> None:
+        parts = urlsplit(request.path)
+        if self.token is not None and request.headers.get("Authorization") != f"Bearer {self.token}":
+            request.send(401, b'{"error":"Invalid credentials"}', {"X-Error-Code": "GatedRepo"})
+            return
+        api, resolve = f"/api/models/{self.repository}/revision/", f"/{self.repository}/resolve/"
+        if parts.path.startswith(api):
+            self._list(request, unquote(parts.path.removeprefix(api)))
+        elif parts.path.startswith(resolve):
+            commit, _, name = parts.path.removeprefix(resolve).partition("/")
+            self._resolve(request, commit, unquote(name))
+        else:
+            request.send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+
+    def _list(self, request: _Handler, revision: str) -> None:
+        commit = self.refs.get(revision, revision)
+        if commit not in self.commits:
+            request.send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+            return
+        siblings: list[dict[str, Any]] = []
+        for name, data in self.commits[commit].items():
+            entry: dict[str, Any] = {"rfilename": name, "size": len(data), "blobId": git_blob(data)}
+            if is_large(name):
+                entry["lfs"] = {"sha256": sha256(data), "size": len(data), "pointerSize": 130}
+            siblings.append(entry)
+        body = {"id": self.repository, "sha": commit, "private": False, "siblings": siblings}
+        request.send(200, json.dumps(body).encode(), {"Content-Type": "application/json"})
+
+    def _resolve(self, request: _Handler, commit: str, name: str) -> None:
+        data = self.commits.get(commit, {}).get(name)
+        if data is None:
+            request.send(404, b"", {"X-Error-Code": "EntryNotFound"})
+            return
+        told = {"X-Repo-Commit": commit}
+        if not is_large(name):
+            request.send_range(data, {**told, "ETag": f'"{git_blob(data)}"'})
+            return
+        digest = sha256(data)
+        told |= {"X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(data)), "Location": self.cdn.place_of(digest)}
+        request.send(302, b"Found", told)
+
+
+class StandinCdn(Standin):
+    """Where large files lie. References to it are good until ``expire`` is called."""
+
+    def __init__(self) -> None:
+        self.blobs: dict[str, bytes] = {}
+        self.etags: dict[str, str] = {}
+        self.ranges = True
+        self._season = 0
+        super().__init__()
+
+    def place_of(self, digest: str) -> str:
+        return f"{self.url}/blobs/{digest}?season={self._season}"
+
+    def expire(self) -> None:
+        """References that were given until now are good no more."""
+        self._season += 1
+
+    def answer(self, request: _Handler) -> None:
+        parts = urlsplit(request.path)
+        digest = parts.path.removeprefix("/blobs/")
+        data = self.blobs.get(digest)
+        if parse_qs(parts.query).get("season") != [str(self._season)] or data is None:
+            request.send(403, b"<Error>expired</Error>")
+        elif self.ranges:
+            request.send_range(data, {"ETag": self.etags.get(digest, f'"cdn-{digest[:16]}"')})
+        else:
+            request.send(200, data)
+
+
+class StandinS3(Standin):
+    """Buckets in memory. Access keys are checked, signatures are not."""
+
+    def __init__(self, *buckets: str) -> None:
+        self.buckets: dict[str, dict[str, bytes]] = {name: {} for name in buckets}
+        self.heeds_if_match = True
+        super().__init__()
+
+    def put(self, bucket: str, prefix: str, files: dict[str, bytes]) -> None:
+        self.buckets[bucket].update({f"{prefix}/{name}": data for name, data in files.items()})
+
+    def answer(self, request: _Handler) -> None:
+        parts = urlsplit(request.path)
+        bucket, _, key = unquote(parts.path).removeprefix("/").partition("/")
+        if f"Credential={ACCESS_KEY}/" not in request.headers.get("Authorization", ""):
+            _refuse(request, 403, "InvalidAccessKeyId")
+        elif bucket not in self.buckets:
+            _refuse(request, 404, "NoSuchBucket")
+        elif request.command == "GET" and not key:
+            self._list(request, bucket, parse_qs(parts.query).get("prefix", [""])[0])
+        elif request.command == "PUT":
+            self._put(request, bucket, key)
+        elif request.command == "POST":
+            for found in re.findall(r"<Key>([^<]+)</Key>", request.body.decode()):
+                self.buckets[bucket].pop(found, None)
+            request.send(200, b'<?xml version="1.0"?><DeleteResult></DeleteResult>')
+        elif key not in self.buckets[bucket]:
+            _refuse(request, 404, "NoSuchKey")
+        else:
+            self._get(request, self.buckets[bucket][key])
+
+    def _get(self, request: _Handler, data: bytes) -> None:
+        etag = etag_of(data)
+        if self.heeds_if_match and request.headers.get("If-Match", etag) != etag:
+            _refuse(request, 412, "PreconditionFailed")
+            return
+        request.send_range(data, {"ETag": etag, "Last-Modified": "Sat, 21 Nov 2026 00:00:00 GMT"})
+
+    def _put(self, request: _Handler, bucket: str, key: str) -> None:
+        if request.headers.get("If-None-Match") == "*" and key in self.buckets[bucket]:
+            _refuse(request, 412, "PreconditionFailed")
+            return
+        self.buckets[bucket][key] = request.body
+        request.send(200, b"", {"ETag": etag_of(request.body)})
+
+    def _list(self, request: _Handler, bucket: str, prefix: str) -> None:
+        found = "".join(
+            f"<Contents><Key>{escape(key)}</Key><LastModified>2026-11-21T00:00:00.000Z</LastModified>"
+            f"<ETag>{escape(etag_of(data))}</ETag><Size>{len(data)}</Size></Contents>"
+            for key, data in sorted(self.buckets[bucket].items())
+            if key.startswith(prefix)
+        )
+        body = f'<?xml version="1.0"?><ListBucketResult><Name>{bucket}</Name><IsTruncated>false</IsTruncated>{found}</ListBucketResult>'
+        request.send(200, body.encode(), {"Content-Type": "application/xml"})
+
+
+def is_large(name: str) -> bool:
+    """Whether the stand-in keeps a file where its hub refers to."""
+    return name.endswith((".safetensors", "tokenizer.json"))
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def git_blob(data: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def etag_of(data: bytes) -> str:
+    return f'"{hashlib.md5(data).hexdigest()}"'
+
+
+@contextmanager
+def running_hub(files: dict[str, bytes], **options: Any) -> Iterator[StandinHub]:
+    hub = StandinHub(files, **options)
+    try:
+        yield hub
+    finally:
+        hub.stop()
+
+
+@contextmanager
+def running_s3(*buckets: str) -> Iterator[StandinS3]:
+    server = StandinS3(*buckets)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def _refuse(request: _Handler, status: int, code: str) -> None:
+    request.send(status, f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode())

@@ -1,0 +1,310 @@
+"""Tests on a machine with a GPU, which may have no package index: ``make test-gpu``, or ``python3 tools/test_gpu.py``.
+
+Uses an environment that is there, or installs one from the offline archive (``--bundle FOLDER``; by default one below ``dist``), and
+runs what tests there are. Prints one JSON line for each check ({"check", "ok", "seconds", "detail"}), as the last line PASS or FAIL,
+and ends with that status. A check that cannot run has failed: nothing is skipped. Each step has a deadline, and so has the whole.
+Needs the standard library alone; tests are added as files in ``tests/gpu``.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+TOTAL_S = 460.0
+"""Of everything: it is to end within 8 minutes."""
+STOP_GRACE_S = 10.0
+INSTALL_S, PROBE_S, TORCH_S, DEVICE_TESTS_S, ENGINE_TESTS_S, CHAT_S = 210.0, 60.0, 90.0, 150.0, 150.0, 100.0
+TAIL = 1500
+NEEDED = ("pilotlight.cli.main", "pytest", "anyio", "hypothesis", "safetensors")
+TORCH_CODE = """
+import json, sys, torch, numpy
+cuda = torch.cuda.is_available()
+print(json.dumps({"torch": torch.__version__, "numpy": numpy.__version__, "cuda_build": torch.version.cuda, "cuda_available": cuda,
+    "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else []}))
+"""
+PLUGINS = ("-p", "anyio.pytest_plugin", "-p", "_hypothesis_pytestplugin")
+"""Named, because a machine's own packages bring plugins of their own."""
+
+
+class CheckFailed(Exception):
+    """What was expected is not so; the message says what to do."""
+
+
+def now_s() -> float:
+    """A clock that only goes forward."""
+    return time.monotonic()  # noqa: TID251 - this runs before Pilotlight and its Clock are installed
+
+
+@dataclass
+class Report:
+    """Prints a line for each check, and remembers whether all were well."""
+
+    began_s: float = field(default_factory=now_s)
+    all_ok: bool = True
+
+    def left_s(self, deadline_s: float) -> float:
+        """What a step that may take ``deadline_s`` may take now."""
+        return min(deadline_s, self.began_s + TOTAL_S - now_s())
+
+    def line(self, check: str, *, ok: bool, seconds: float, detail: Any) -> None:
+        """Print one."""
+        self.all_ok = self.all_ok and ok
+        print(json.dumps({"check": check, "ok": ok, "seconds": round(seconds, 3), "detail": detail}), flush=True)
+
+    def step(self, check: str, deadline_s: float, work: Callable[[float], tuple[Any, Any]]) -> Any:
+        """Do a step, which is given its deadline and returns a result and a detail; None when it failed."""
+        began_s = now_s()
+        try:
+            if self.left_s(deadline_s) <= 0:
+                raise CheckFailed(f"not run: the {TOTAL_S:g} s of the whole are used up")
+            result, detail = work(self.left_s(deadline_s))
+        except (CheckFailed, OSError) as error:
+            self.line(check, ok=False, seconds=now_s() - began_s, detail=str(error))
+            return None
+        self.line(check, ok=True, seconds=now_s() - began_s, detail=detail)
+        return result
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run every check; the process's exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--bundle", type=Path, help="folder that `make bundle` made; installed from even when there is an environment"
+    )
+    parser.add_argument("--prefix", type=Path, default=ROOT / "dist" / "test-gpu", help="where it is installed")
+    asked = parser.parse_args(arguments)
+    report = Report()
+    report.step("driver", PROBE_S, driver)
+    python = report.step("environment", INSTALL_S, lambda left_s: environment(asked.bundle, asked.prefix, left_s))
+    later: dict[str, Callable[[], object]] = {
+        "torch": lambda: report.step("torch", TORCH_S, lambda left_s: torch_of(python, left_s)),
+        "device": lambda: device_tests(report, python),
+        "engine": lambda: report.step("engine", ENGINE_TESTS_S, lambda left_s: engine_tests(python, left_s)),
+        "chat": lambda: report.step("chat", CHAT_S, lambda left_s: chat(python, left_s)),
+    }
+    for name, check in later.items():
+        if python is None:
+            report.line(name, ok=False, seconds=0.0, detail="not run: there is no environment")
+        else:
+            check()
+    print("PASS" if report.all_ok else "FAIL", flush=True)
+    return 0 if report.all_ok else 1
+
+
+def driver(left_s: float) -> tuple[Any, Any]:
+    """What nvidia-smi says."""
+    if shutil.which("nvidia-smi") is None:
+        raise CheckFailed(
+            "no GPU: there is no nvidia-smi. Install NVIDIA's driver, or give the container its devices (--gpus all)"
+        )
+    fields = ("name", "memory.total", "driver_version")
+    told = finish(["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"], left_s)
+    if told.returncode != 0 or not told.stdout.strip():
+        raise CheckFailed(f"no GPU: nvidia-smi says {tail(told)}")
+    devices = [
+        dict(zip(fields, (word.strip() for word in line.split(",")), strict=False)) for line in told.stdout.strip().splitlines()
+    ]
+    return devices, devices
+
+
+def environment(bundle: Path | None, prefix: Path, left_s: float) -> tuple[Any, Any]:
+    """A Python that has what the tests need: one that is there, or one installed from the archive."""
+    looked_at: list[str] = []
+    if bundle is None:
+        folder = Path(os.environ.get("VENV") or ROOT / ".venv")
+        for candidate in dict.fromkeys([str(folder.absolute() / "bin" / "python"), sys.executable]):
+            missing = missing_in(candidate)
+            if not missing:
+                return candidate, {"python": candidate, "version": version_of(candidate), "installed_from": None}
+            looked_at.append(f"{candidate} {missing}")
+        bundle = newest_bundle()
+    if bundle is None:
+        own = "{}.{}".format(*sys.version_info)
+        raise CheckFailed(
+            f"nothing to test with: {'; '.join(looked_at)}; and no archive for Python {own} lies in {ROOT / 'dist'}. "
+            f"On a machine with a package index: make bundle PYTHON={own}; copy its folder here, and name it: make test-gpu BUNDLE=FOLDER"
+        )
+    if not (bundle / "install.sh").is_file():
+        raise CheckFailed(f"{bundle} is no folder that `make bundle` made: there is no install.sh in it")
+    plain = {**os.environ, "PYTHON": os.environ.get("PYTHON") or sys.executable}
+    done = finish(["sh", str(bundle / "install.sh"), str(prefix), "--with-tests"], left_s, plain)
+    print(done.stdout + done.stderr, file=sys.stderr, flush=True)
+    if done.returncode != 0:
+        raise CheckFailed(tail(done))
+    python = str(prefix.absolute() / "current" / "bin" / "python")
+    if missing := missing_in(python):
+        raise CheckFailed(f"installed, but {python} {missing}")
+    return python, {"python": python, "version": version_of(python), "installed_from": str(bundle)}
+
+
+def newest_bundle() -> Path | None:
+    """The archive for this Python that was made last."""
+    found = ROOT.glob("dist/pilotlight-*-py{}{}-linux-x86_64/install.sh".format(*sys.version_info))
+    return max((path.parent for path in found), key=lambda path: path.stat().st_mtime, default=None)
+
+
+def missing_in(python: str) -> str:
+    """What keeps a Python from running the tests; empty when nothing does. torch has a check of its own."""
+    if not Path(python).is_file():
+        return "is not there"
+    code = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)"
+    told = finish([python, "-c", code, *NEEDED], PROBE_S, with_sources(os.environ))
+    return "" if told.returncode == 0 else f"lacks something: {told.stderr.strip().splitlines()[-1:] or ['?']}"
+
+
+def version_of(python: str) -> str:
+    """Its version."""
+    return finish([python, "-c", "import platform; print(platform.python_version())"], PROBE_S).stdout.strip()
+
+
+def torch_of(python: str, left_s: float) -> tuple[Any, Any]:
+    """Is there a torch, and does it see a device?"""
+    told = finish([python, "-c", TORCH_CODE], left_s)
+    if told.returncode != 0:
+        raise CheckFailed(
+            f"torch and numpy cannot be imported by {python}; install.sh says above what it looked for: {tail(told)}"
+        )
+    found = json.loads(told.stdout.strip().splitlines()[-1])
+    if not found["cuda_available"]:
+        build = f"for CUDA {found['cuda_build']}" if found["cuda_build"] else "without CUDA"
+        raise CheckFailed(f"torch {found['torch']}, built {build}, sees no device")
+    return found, found
+
+
+def device_tests(report: Report, python: str) -> None:
+    """Every test of ``tests/gpu``, each a check of its own."""
+    began_s = now_s()
+    cases, done = pytest(python, ["tests/gpu", "-m", "gpu"], report.left_s(DEVICE_TESTS_S))
+    for case in cases:
+        report.line(f"device: {case.name}", ok=case.outcome == "passed", seconds=case.seconds, detail=case.detail)
+    if not cases or done is None or (done.returncode != 0 and all(case.outcome == "passed" for case in cases)):
+        why = f"not done after {DEVICE_TESTS_S:g} s, or no time was left" if done is None else tail(done)
+        report.line("device", ok=False, seconds=now_s() - began_s, detail=why)
+
+
+def engine_tests(python: str, left_s: float) -> tuple[Any, Any]:
+    """The engine's own tests, on this machine's torch."""
+    cases, done = pytest(python, ["libs/engine/tests"], left_s)
+    if done is None:
+        raise CheckFailed(f"not done after {left_s:.0f} s")
+    outcomes = {word: sum(1 for case in cases if case.outcome == word) for word in ("passed", "failed", "skipped")}
+    if done.returncode != 0 or outcomes["passed"] == 0:
+        bad = [f"{case.name}: {case.detail}" for case in cases if case.outcome == "failed"][:3]
+        raise CheckFailed(f"{outcomes} {' | '.join(bad) or tail(done)}")
+    return outcomes, outcomes
+
+
+def chat(python: str, left_s: float) -> tuple[Any, Any]:
+    """The whole system, on CPU workers: a cold chat and a warm one."""
+    with tempfile.TemporaryDirectory(prefix="pilotlight-") as folder:
+        os.chmod(folder, 0o711)  # PostgreSQL, which does not run as root, has to pass it
+        variables = {**with_sources(os.environ), "PILOTLIGHT_HOME": str(Path(folder) / "home")}
+        code = "import sys; from pilotlight.cli.main import main; sys.exit(main())"
+        done = finish([python, "-c", code, "demo", "--json"], left_s, variables)
+    if done.returncode != 0:
+        raise CheckFailed(tail(done))
+    result = json.loads(done.stdout.strip().splitlines()[-1])
+    if result["output_tokens"] < 5:
+        raise CheckFailed(f"an answer of {result['output_tokens']} tokens")
+    return result, result
+
+
+@dataclass(frozen=True)
+class Case:
+    """One test."""
+
+    name: str
+    outcome: str
+    seconds: float
+    detail: Any
+
+
+def pytest(python: str, arguments: Sequence[str], left_s: float) -> tuple[list[Case], subprocess.CompletedProcess[str] | None]:
+    """Run tests; None in the place of the process when it was not done in time."""
+    if left_s <= 0:
+        return [], None
+    with tempfile.TemporaryDirectory(prefix="pilotlight-") as folder:
+        results = Path(folder) / "results.xml"
+        # Warnings of a torch that is not the pinned one are shown, and fail nothing.
+        command = [
+            python,
+            "-m",
+            "pytest",
+            *arguments,
+            *PLUGINS,
+            "-q",
+            "-W",
+            "default",
+            f"--junitxml={results}",
+            "-o",
+            "junit_family=xunit1",
+        ]
+        try:
+            done = finish(command, left_s, {**with_sources(os.environ), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
+        except CheckFailed:
+            return [], None
+        if done.returncode != 0:
+            print(done.stdout + done.stderr, file=sys.stderr, flush=True)
+        return (cases_of(results.read_text()) if results.is_file() else []), done
+
+
+def cases_of(document: str) -> list[Case]:
+    """The tests of a JUnit document; what a passed one recorded is its detail, why it did not pass is another's."""
+    cases: list[Case] = []
+    for case in ElementTree.fromstring(document).iter("testcase"):
+        found = {child.tag: child for child in case}
+        recorded: Any = {item.get("name", ""): item.get("value", "") for item in case.iter("property")}
+        outcome = "skipped" if "skipped" in found else "failed" if found.keys() & {"failure", "error"} else "passed"
+        reason = next((found[tag].get("message") or "" for tag in ("failure", "error", "skipped") if tag in found), "")
+        name = case.get("name", "?")
+        cases.append(Case(name, outcome, float(case.get("time") or 0), recorded if outcome == "passed" else reason[:TAIL]))
+    return cases
+
+
+def with_sources(variables: Mapping[str, str]) -> dict[str, str]:
+    """The environment in which this tree's own code goes before what is installed."""
+    sources = [str(path) for path in sorted(ROOT.glob("*/*/src")) if path.parent.parent.name in ("libs", "services")]
+    return {**variables, "PYTHONPATH": os.pathsep.join(sources)} if sources else dict(variables)
+
+
+def finish(command: Sequence[str], left_s: float, variables: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run to the end, in a session of its own.
+
+    Raises:
+        CheckFailed: it was not done in time; it was told to end, and then killed with all that it had started.
+    """
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        output, errors = process.communicate(timeout=left_s)
+    except subprocess.TimeoutExpired:
+        for number, wait_s in ((signal.SIGTERM, STOP_GRACE_S), (signal.SIGKILL, STOP_GRACE_S)):
+            try:
+                os.killpg(process.pid, number)
+                process.communicate(timeout=wait_s)
+            except (ProcessLookupError, subprocess.TimeoutExpired):
+                continue
+        raise CheckFailed(f"{Path(command[0]).name} was not done after {left_s:.0f} s") from None
+    return subprocess.CompletedProcess(list(command), process.returncode, output, errors)
+
+
+def tail(done: subprocess.CompletedProcess[str]) -> str:
+    """The end of what it said."""
+    return f"status {done.returncode}: {(done.stderr.strip() or done.stdout.strip())[-TAIL:]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""``make test-gpu`` without a GPU: a line for each check, and FAIL."""
+
+import contextlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import test_gpu as runner
+
+SCRIPT = Path(runner.__file__)
+DEADLINE_S = 60.0
+JUNIT = """<testsuites><testsuite>
+<testcase name="test_seen" time="0.25"><properties><property name="name" value="H200"/></properties></testcase>
+<testcase name="test_broken" time="0.5"><failure message="assert 1 == 2">trace</failure></testcase>
+<testcase name="test_no_device" time="0"><error message="no CUDA">trace</error></testcase>
+<testcase name="test_left_out" time="0"><skipped message="why"/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_says_what_is_missing_and_fails(tmp_path: Path) -> None:
+    command = [sys.executable, SCRIPT, "--bundle", tmp_path]
+    done = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    *lines, last = done.stdout.splitlines()
+    assert done.returncode == 1
+    assert last == "FAIL"
+    checks = [json.loads(line) for line in lines]
+    assert all(set(check) == {"check", "ok", "seconds", "detail"} for check in checks)
+    assert [check["check"] for check in checks] == ["driver", "environment", "torch", "device", "engine", "chat"]
+    assert not any(check["ok"] for check in checks)
+    assert "there is no nvidia-smi" in checks[0]["detail"]
+    assert "no folder that `make bundle` made" in checks[1]["detail"]
+    assert checks[2]["detail"] == "not run: there is no environment"
+
+
+def test_cases_of_a_run() -> None:
+    seen, broken, no_device, left_out = runner.cases_of(JUNIT)
+    assert (seen.outcome, seen.detail, seen.seconds) == ("passed", {"name": "H200"}, 0.25)
+    assert (broken.outcome, broken.detail) == ("failed", "assert 1 == 2")
+    assert (no_device.outcome, no_device.detail) == ("failed", "no CUDA")
+    assert (left_out.outcome, left_out.detail) == ("skipped", "why")
+
+
+def test_a_step_past_its_deadline_is_killed_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "STOP_GRACE_S", 0.2)
+    deaf = "trap '' TERM; sleep 1000 & echo $! >child; wait; wait"
+    with pytest.raises(runner.CheckFailed, match="was not done after 1 s"):
+        runner.finish(["sh", "-c", f"cd {tmp_path}; {deaf}"], 1.0)
+    # One that has ended has no command line, also while nobody has reaped it.
+    with contextlib.suppress(FileNotFoundError):
+        assert Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/cmdline").read_bytes() == b""
+
+
+def test_past_the_whole_nothing_is_begun(capsys: pytest.CaptureFixture[str]) -> None:
+    report = runner.Report(began_s=runner.now_s() - runner.TOTAL_S)
+    assert report.step("late", 10.0, lambda left_s: (left_s, left_s)) is None
+    assert "not run" in json.loads(capsys.readouterr().out)["detail"]
+    assert not report.all_ok
