@@ -23,12 +23,12 @@ ARG SERVICE
 # Where packages come from, when not from PyPI; which build of torch the index gives: cpu, cu130, ... (empty: the index's own).
 ARG PIP_INDEX_URL=
 ARG TORCH_BACKEND=cpu
-ENV UV_LINK_MODE=copy UV_COMPILE_BYTECODE=1 UV_PYTHON=/opt/pilotlight/bin/python
+ENV PIP_CACHE_DIR=/var/cache/pip UV_CACHE_DIR=/var/cache/uv UV_LINK_MODE=copy UV_COMPILE_BYTECODE=1 UV_PYTHON=/opt/pilotlight/bin/python
 WORKDIR /src
 COPY --from=requirements /context ./
-RUN --mount=type=cache,target=/root/.cache/pip \
+RUN --mount=type=cache,target=/var/cache/pip \
     pip install --quiet --disable-pip-version-check --root-user-action=ignore "$(grep '^uv==' constraints.txt)"
-RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=wheels,target=/wheels \
+RUN --mount=type=cache,target=/var/cache/uv --mount=type=bind,from=wheels,target=/wheels \
     python tools/image_requirements.py packages "${SERVICE}" >/tmp/packages.txt \
  && python -m venv --without-pip /opt/pilotlight \
  && if [ -n "${PIP_INDEX_URL}" ]; then export UV_DEFAULT_INDEX="${PIP_INDEX_URL}"; fi \
@@ -37,7 +37,7 @@ RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=wheels,targ
 COPY libs libs
 COPY services services
 COPY migrations /tmp/migrations
-RUN --mount=type=cache,target=/root/.cache/uv \
+RUN --mount=type=cache,target=/var/cache/uv \
     if [ -n "${PIP_INDEX_URL}" ]; then export UV_DEFAULT_INDEX="${PIP_INDEX_URL}"; fi \
  && python tools/image_requirements.py members "${SERVICE}" | xargs uv pip install --quiet --no-deps \
  && if [ "${SERVICE}" = setup ]; then cp -r /tmp/migrations /opt/pilotlight/; fi

@@ -253,7 +253,7 @@ M
   chmod +x "$ctx/minio"
   cat >"$ctx/Dockerfile" <<'D'
 FROM python:3.11-slim-bookworm
-RUN --mount=type=cache,target=/root/.cache/pip pip install -q 'moto[s3,server]>=5'
+RUN --mount=type=cache,target=/var/cache/pip pip install -q --cache-dir /var/cache/pip 'moto[s3,server]>=5'
 RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends curl && rm -rf /var/lib/apt/lists/*
 COPY minio /usr/local/bin/minio
 ENV S3_IGNORE_SUBDOMAIN_BUCKETNAME=true
@@ -326,7 +326,7 @@ O
   chmod +x "$ctx/otelcol"
   cat >"$ctx/Dockerfile" <<'D'
 FROM python:3.11-slim-bookworm
-RUN --mount=type=cache,target=/root/.cache/pip pip install -q opentelemetry-proto pyyaml
+RUN --mount=type=cache,target=/var/cache/pip pip install -q --cache-dir /var/cache/pip opentelemetry-proto pyyaml
 COPY otelcol /otelcol
 EXPOSE 4318 13133
 ENTRYPOINT ["/otelcol"]

@@ -44,7 +44,9 @@ def settings(ceph: CephServer, tmp_path_factory: pytest.TempPathFactory) -> Mode
     folder = tmp_path_factory.mktemp("secrets")
     (folder / "s3-access-key").write_text(ACCESS_KEY)
     (folder / "s3-secret-key").write_text(SECRET_KEY)
-    made = ModelRootsSettings(s3_endpoint=ceph.url, s3_allow_http=True, secrets_dir=folder, model_roots="s3://models, s3://nobodys")  # type: ignore[call-arg]
+    made = ModelRootsSettings(
+        s3_endpoint=ceph.url, s3_allow_http=True, secrets_dir=folder, model_roots="s3://models, s3://nobodys"
+    )  # type: ignore[call-arg]
     assert asyncio.run(ensure_bucket("s3://models/x", made))
     assert not asyncio.run(ensure_bucket("s3://models", made))
     return made
@@ -99,7 +101,9 @@ def test_an_object_that_changes_while_it_is_read_is_refused(
         source.read(a, 100, 10)
 
 
-def test_wrong_credentials_and_missing_buckets_are_told_apart(settings: ModelRootsSettings, bucket: S3Store, tmp_path: Path) -> None:
+def test_wrong_credentials_and_missing_buckets_are_told_apart(
+    settings: ModelRootsSettings, bucket: S3Store, tmp_path: Path
+) -> None:
     obstore.put(bucket, "one/a.bin", b"123")
     with pytest.raises(SourceMissing, match="there is no bucket s3://nobodys"):
         Sources(settings, PATIENCE).open("s3://nobodys/x").list_files()

@@ -1,0 +1,76 @@
+"""The demo model from a folder, from a hub and from an S3 server: one system, three cold starts, the same tokens."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from embedded_system import DEMO_FOLDER, RunningSystem, running
+from standin_sources import ACCESS_KEY, SECRET_KEY, StandinHub, StandinS3, running_hub, running_s3
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+QUESTION = [{"role": "user", "content": "What is a pilot light?"}]
+TOKEN = "hf_for_this_test"
+FILES = {path.name: path.read_bytes() for path in DEMO_FOLDER.iterdir() if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[StandinHub]:
+    with running_hub(FILES, repository="pilotlight/ember-7m", token=TOKEN) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[StandinS3]:
+    with running_s3("models") as server:
+        server.put("models", "demo/ember-7m", FILES)
+        yield server
+
+
+@pytest.fixture(scope="module")
+def system(hub: StandinHub, s3: StandinS3, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSystem]:
+    home: Path = tmp_path_factory.mktemp("sources")
+    home.chmod(0o711)
+    environment = {
+        "PILOTLIGHT_MODEL_ROOTS": f"{DEMO_FOLDER},s3://models/demo,hf://pilotlight",
+        "PILOTLIGHT_S3_ENDPOINT": s3.url,
+        "PILOTLIGHT_S3_ALLOW_HTTP": "true",
+        "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+        "PILOTLIGHT_HUB_ENDPOINT": hub.url,
+        "PILOTLIGHT_HUB_PRIVATE_HOSTS": f"127.0.0.1:{hub.cdn.port}",
+        "HF_TOKEN": TOKEN,
+    }
+    with running(home / "home", environment=environment) as started:
+        yield started
+
+
+def ask(system: RunningSystem, model: str) -> str:
+    with system.openai() as client:
+        answer = client.chat.completions.create(model=model, messages=QUESTION, temperature=0, max_tokens=32)  # type: ignore[arg-type]
+    return str(answer.choices[0].message.content)
+
+
+def test_every_source_gives_the_same_tokens(system: RunningSystem, hub: StandinHub, s3: StandinS3) -> None:
+    system.cli("model", "add", "folder", str(DEMO_FOLDER))
+    system.cli("model", "add", "hub", "hf://pilotlight/ember-7m", "--revision", "main")
+    system.cli("model", "add", "bucket", "S3://models/demo/ember-7m/")
+    known = ask(system, "folder")
+    assert "light" in known
+    for name in ("hub", "bucket"):
+        assert ask(system, name) == known
+    # What came over the network for the weights came in ranges, and each byte of the file's data about once.
+    with system.admin() as admin:
+        copies = admin.get("/nodes").json()["nodes"][0]["copies"]
+    assert len({copy["digest"] for copy in copies}) == 3
+    assert all("range" in asked.headers for asked in (*s3.asked, *hub.cdn.asked) if "safetensors" in asked.target)
+
+
+def test_a_source_that_changed_is_told_to_who_waits_for_it(system: RunningSystem, s3: StandinS3) -> None:
+    s3.put("models", "demo/changed", FILES)
+    system.cli("model", "add", "changed", "s3://models/demo/changed")
+    weights = FILES["model.safetensors"]
+    s3.put("models", "demo/changed", {"model.safetensors": weights[:-1] + bytes([weights[-1] ^ 1])})
+    with system.openai() as client, pytest.raises(Exception, match="changed") as caught:
+        client.chat.completions.create(model="changed", messages=QUESTION, max_tokens=8)  # type: ignore[arg-type]
+    assert getattr(caught.value, "code", None) == "source_changed"
