@@ -8,13 +8,13 @@ from pilotlight.common.db.session import Database
 
 def measure(database: Database, outbox: Outbox, registry: CollectorRegistry) -> None:
     """Count failures of the database, and tell for how long events have been waiting; once for each process."""
-    errors = Counter(
-        "pilotlight_database_errors", "Units of work that the database failed, by how.", ["kind"], registry=registry
-    )
+    errors = Counter("pilotlight_database_errors", "Units of work that the database failed, by how.", ["kind"], registry=registry)
     for kind in ("deadline", "pool", "connection"):
         errors.labels(kind=kind)
     database.on_failure(lambda kind: errors.labels(kind=kind).inc())
     lag = Gauge(
-        "pilotlight_outbox_lag_seconds", "Since when NATS has not taken the events that wait; 0 while it takes them.", registry=registry
+        "pilotlight_outbox_lag_seconds",
+        "Since when NATS has not taken the events that wait; 0 while it takes them.",
+        registry=registry,
     )
     lag.set_function(lambda: outbox.lag_s)
