@@ -27,7 +27,7 @@ TOTAL_S = 460.0
 STOP_GRACE_S = 10.0
 INSTALL_S, PROBE_S, TORCH_S, DEVICE_TESTS_S, ENGINE_TESTS_S, CHAT_S = 210.0, 60.0, 90.0, 150.0, 150.0, 100.0
 TAIL = 1500
-NEEDED = ("pilotlight.cli.main", "pytest", "anyio", "hypothesis", "safetensors")
+NEEDED = ("pilotlight.cli.main", "pytest", "anyio", "hypothesis", "safetensors", "transformers")
 TORCH_CODE = """
 import json, sys, torch, numpy
 cuda = torch.cuda.is_available()

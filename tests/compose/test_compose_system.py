@@ -1,20 +1,27 @@
 """The system under Docker Compose: built and run for real, asked, broken, and taken down. ``make test-compose``."""
 
 import re
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
 
 import httpx2
 import openai
 import pytest
-from composed import SECRETS, Composed, composed, run, until
+from composed import DEADLINE_S, SECRETS, Composed, composed, run, until
 
 from pilotlight.common.credentials import HOLDERS
 
 pytestmark = [pytest.mark.compose, pytest.mark.slow]
 
 MODEL = "ember-7m"
+FROM_S3 = "ember-7m-from-s3"
 QUESTION = [{"role": "user", "content": "What is a pilot light?"}]
+LONG: dict[str, Any] = {"max_tokens": 400, "extra_body": {"ignore_eos": True}}
+FAILURES = (openai.APIError, httpx2.HTTPError)
 OURS = ("gateway", "scheduler", "cache", "materializer", "node")
 SERVERS = ("nats", "postgres", "s3", "otel-collector")
 BREAKABLE = ("scheduler", "cache", "materializer", "gateway", "node", "nats", "postgres")
@@ -43,47 +50,79 @@ def admin_key(system: Composed) -> str:
 
 @pytest.fixture(scope="module")
 def answer(system: Composed, api_key: str, admin_key: str) -> str:
-    """The demo model is registered and has been asked, cold: what it says."""
+    """The demo model is registered, from a folder and from the S3 server, and has been asked, cold: what it says."""
     with system.admin(admin_key) as admin:
         until(lambda: any(worker["engine_up"] for worker in admin.get("/workers").json()["workers"]), "a warm worker")
-        body = {"name": MODEL, "uri": f"file:///models/{MODEL}", "slo": {"ttft_ms": 5000, "tpot_ms": 200}, "keep_alive_s": 600}
-        made = admin.post("/models", json=body)
-        assert made.status_code == 201, made.text
-    text, trace_id = stream(system, api_key)
-    assert "light" in text
-    seen = until(lambda: {"gateway", "scheduler", "loader", "worker"} <= system.traces().get(trace_id, set()), "one trace")
-    assert seen
-    return text
+        for name, uri in ((MODEL, f"file:///models/{MODEL}"), (FROM_S3, system.upload(MODEL))):
+            body = {"name": name, "uri": uri, "slo": {"ttft_ms": 5000, "tpot_ms": 200}, "keep_alive_s": 600}
+            made = admin.post("/models", json=body)
+            assert made.status_code == 201, made.text
+    cold = ask(system, api_key)
+    assert "light" in cold.text
+    until(lambda: {"gateway", "scheduler", "loader", "worker"} <= system.traces().get(cold.trace_id, set()), "one trace")
+    return cold.text
 
 
-def stream(system: Composed, key: str) -> tuple[str, str]:
-    """What the model says, piece by piece, and the id of the request's trace."""
-    with (
-        system.openai(key) as client,
-        client.chat.completions.with_streaming_response.create(
-            model=MODEL, messages=QUESTION, temperature=0, max_tokens=32, stream=True
-        ) as response,
-    ):
-        chunks = list(response.parse())
-        return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices), response.headers["x-trace-id"]
+@pytest.fixture(scope="module")
+def long_answer(system: Composed, api_key: str, answer: str) -> str:
+    """What the model says when it may not stop, undisturbed."""
+    return ask(system, api_key, **LONG).text
+
+
+@dataclass
+class Answer:
+    """What has been read of an answer so far."""
+
+    text: str = ""
+    trace_id: str = ""
+    begun: threading.Event = field(default_factory=threading.Event)
+
+
+def ask(system: Composed, key: str, model: str = MODEL, *, into: Answer | None = None, **options: Any) -> Answer:
+    """Read an answer, piece by piece.
+
+    Raises:
+        APIError, HTTPError: it was refused, or broke off.
+    """
+    answer = into or Answer()
+    asked = {"model": model, "messages": QUESTION, "temperature": 0, "max_tokens": 32, "stream": True, **options}
+    with system.openai(key) as client, client.chat.completions.with_streaming_response.create(**asked) as response:
+        answer.trace_id = response.headers["x-trace-id"]
+        for chunk in response.parse():
+            answer.text += "".join(choice.delta.content or "" for choice in chunk.choices)
+            if answer.text:
+                answer.begun.set()
+    return answer
 
 
 def says(system: Composed, key: str) -> str | None:
-    """The same, or None while the system cannot answer."""
+    """The text alone, or None while the system cannot answer."""
     try:
-        return stream(system, key)[0]
-    except (openai.APIError, httpx2.HTTPError):
+        return ask(system, key).text
+    except FAILURES:
         return None
 
 
 def test_cold_warm_and_in_one_piece(system: Composed, api_key: str, answer: str) -> None:
     """The cold request is the fixture's: its spans lie in one trace at the collector."""
     started_s = time.monotonic()
-    assert stream(system, api_key)[0] == answer
+    assert ask(system, api_key).text == answer
     assert time.monotonic() - started_s < 10
     with system.openai(api_key) as client:
         whole = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=32)
     assert whole.choices[0].message.content == answer
+
+
+def test_a_model_from_the_s3_server(system: Composed, api_key: str, answer: str) -> None:
+    assert ask(system, api_key, FROM_S3).text == answer
+
+
+@pytest.mark.parametrize("files", ["docker-compose.yml", "docker-compose.yml:compose.standin.yml"])
+def test_every_profile_is_valid(system: Composed, files: str) -> None:
+    shown = run(
+        "docker", "compose", "--profile", "*", "config", "--services", environment={**system.environment, "COMPOSE_FILE": files}
+    )
+    assert {"node-gpu", "prometheus", "grafana", "jaeger", *OURS, *SERVERS} <= set(shown.split())
 
 
 def test_metrics_show_every_service(system: Composed, answer: str) -> None:
@@ -144,11 +183,26 @@ def test_only_a_node_has_torch(system: Composed) -> None:
 
 
 @pytest.mark.parametrize("service", BREAKABLE)
-def test_a_crash_is_survived(system: Composed, api_key: str, answer: str, service: str) -> None:
-    """Every process of a container is killed: the engine starts it again, it is healthy again, and the system answers as before."""
+def test_a_crash_is_survived(system: Composed, api_key: str, answer: str, long_answer: str, service: str) -> None:
+    """Every process of a container is killed while an answer streams: the answer goes on without a gap or a repetition, the engine starts
+    the container again, it is healthy again, and the system answers as before."""
     before = system.inspect(service)
     assert before["State"]["Health"]["Status"] == "healthy"
-    system.inside(service, "sh", "-c", "kill -9 -1", check=False)
+    interrupted = Answer()
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(ask, system, api_key, into=interrupted, **LONG)
+        reading.add_done_callback(lambda _: interrupted.begun.set())
+        assert interrupted.begun.wait(DEADLINE_S)
+        system.crash(before["Id"])
+        assert service == "gateway" or not reading.done(), f"it ended before the crash: {interrupted.text}"
+        failed = reading.exception(DEADLINE_S)
+    if service == "gateway":
+        # Its connections end with it. What had come was right, and who asks again is answered, below.
+        assert isinstance(failed, FAILURES)
+        assert long_answer.startswith(interrupted.text)
+    else:
+        assert failed is None
+        assert interrupted.text == long_answer
     until(lambda: system.inspect(service)["RestartCount"] > before["RestartCount"], f"{service} started again")
     until(lambda: system.health(service) == "healthy", f"{service} healthy again")
     assert until(lambda: says(system, api_key), f"an answer after the crash of {service}") == answer

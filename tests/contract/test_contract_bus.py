@@ -12,9 +12,10 @@ import pytest
 
 from pilotlight.cli.embedded import NatsServer
 from pilotlight.common import nats_bus
-from pilotlight.common.buckets import jetstream
+from pilotlight.common.buckets import Found, jetstream
 from pilotlight.common.errors import (
     BusUnavailable,
+    Conflict,
     DeadlineExceeded,
     InternalError,
     MessageTooLarge,
@@ -344,6 +345,29 @@ async def test_a_bucket_gives_present_values_then_changes(bus: NatsBus, connect_
     assert await asyncio.wait_for(changes.get(), DEADLINE_S) == ("a", None)
     watching.cancel()
     await asyncio.wait({watching})
+
+
+async def test_a_key_is_replaced_by_who_saw_its_last_value(bus: NatsBus, connect_bus: ConnectBus) -> None:
+    one = await (await connect_bus("one")).bucket("numbers")
+    two = await bus.bucket("numbers")
+    nothing = await one.get("k", Number)
+    assert nothing == Found(None, 0)
+    await one.replace("k", Number(number=1), nothing.revision)
+    with pytest.raises(Conflict):
+        await two.replace("k", Number(number=2), nothing.revision)
+    seen = await two.get("k", Number)
+    assert seen.value == Number(number=1)
+    await one.put("other", Number(number=5))
+    await two.replace("k", Number(number=2), seen.revision)
+    assert (await one.get("k", Number)).value == Number(number=2)
+    await one.delete("k")
+    gone = await two.get("k", Number)
+    assert gone.value is None
+    await two.replace("k", Number(number=3), gone.revision)
+    assert (await one.get("k", Number)).value == Number(number=3)
+    await two.put("k", "not a number")
+    with pytest.raises(MessageUndecodable):
+        await one.get("k", Number)
 
 
 async def test_puts_of_one_key_keep_their_order(bus: NatsBus) -> None:

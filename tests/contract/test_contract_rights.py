@@ -169,6 +169,7 @@ def test_each_edge_has_the_writers_that_its_messages_name() -> None:
         "copies": ["cache"],
         "nodes": ["loader"],
         "workers": ["worker"],
+        "leader": ["scheduler"],
     }
 
 

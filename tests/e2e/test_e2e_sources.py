@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from embedded_system import DEMO_FOLDER, RunningSystem, running
-from standin_sources import ACCESS_KEY, SECRET_KEY, StandinHub, StandinS3, running_hub, running_s3
+from standin_sources import ACCESS_KEY, SECRET_KEY, Asked, StandinHub, StandinS3, running_hub, running_s3
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -32,7 +32,7 @@ def system(hub: StandinHub, s3: StandinS3, tmp_path_factory: pytest.TempPathFact
     home: Path = tmp_path_factory.mktemp("sources")
     home.chmod(0o711)
     environment = {
-        "PILOTLIGHT_MODEL_ROOTS": f"{DEMO_FOLDER},s3://models/demo,hf://pilotlight",
+        "PILOTLIGHT_MODEL_ROOTS": f"{DEMO_FOLDER},{home / 'copies'},s3://models/demo,hf://pilotlight",
         "PILOTLIGHT_S3_ENDPOINT": s3.url,
         "PILOTLIGHT_S3_ALLOW_HTTP": "true",
         "AWS_ACCESS_KEY_ID": ACCESS_KEY,
@@ -66,11 +66,37 @@ def test_every_source_gives_the_same_tokens(system: RunningSystem, hub: StandinH
     assert all("range" in asked.headers for asked in (*s3.asked, *hub.cdn.asked) if "safetensors" in asked.target)
 
 
-def test_a_source_that_changed_is_told_to_who_waits_for_it(system: RunningSystem, s3: StandinS3) -> None:
-    s3.put("models", "demo/changed", FILES)
-    system.cli("model", "add", "changed", "s3://models/demo/changed")
-    weights = FILES["model.safetensors"]
-    s3.put("models", "demo/changed", {"model.safetensors": weights[:-1] + bytes([weights[-1] ^ 1])})
-    with system.openai() as client, pytest.raises(Exception, match="changed") as caught:
-        client.chat.completions.create(model="changed", messages=QUESTION, max_tokens=8)  # type: ignore[arg-type]
+def test_a_source_that_changes_under_the_fetch_is_refused_until_it_is_registered_again(
+    system: RunningSystem, s3: StandinS3
+) -> None:
+    before, after = altered(1), altered(3)
+    s3.put("models", "demo/changing", before)
+    system.cli("model", "add", "changing", "s3://models/demo/changing")
+    asked: list[Asked] = []
+
+    def replace(request: Asked) -> None:
+        if "demo/changing/model.safetensors" in request.target:
+            asked.append(request)
+            if len(asked) == 3:
+                s3.put("models", "demo/changing", after)
+
+    s3.on_asked = replace
+    with system.openai() as client, pytest.raises(Exception, match="register the model again") as caught:
+        client.chat.completions.create(model="changing", messages=QUESTION, max_tokens=8)  # type: ignore[arg-type]
     assert getattr(caught.value, "code", None) == "source_changed"
+    assert len(asked) >= 3, "it was replaced while it was read"
+
+    system.cli("model", "rm", "changing")
+    system.cli("model", "add", "changing", "s3://models/demo/changing")
+    copy = system.home.parent / "copies" / "changing"
+    copy.mkdir(parents=True)
+    for name, data in after.items():
+        (copy / name).write_bytes(data)
+    system.cli("model", "add", "copy", str(copy))
+    assert ask(system, "changing") == ask(system, "copy")
+
+
+def altered(by: int) -> dict[str, bytes]:
+    """The demo model with other parameters: no copy of it is anywhere yet."""
+    weights = FILES["model.safetensors"]
+    return {**FILES, "model.safetensors": weights[:-2] + bytes([weights[-2] ^ by]) + weights[-1:]}

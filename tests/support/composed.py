@@ -21,6 +21,15 @@ BUILD_DEADLINE_S = 1500.0
 """Without any cache, torch included."""
 DEADLINE_S = 120.0
 SECRETS = "/run/pilotlight-secrets"
+BUCKET = "s3://pilotlight"
+_UPLOAD = """
+import pathlib, sys, obstore
+from pilotlight.common.s3 import s3_store
+from pilotlight.common.settings import ServiceSettings
+store = s3_store(ServiceSettings(), "pilotlight", sys.argv[2])
+for path in pathlib.Path(sys.argv[1]).iterdir():
+    obstore.put(store, path.name, path)
+"""
 
 T = TypeVar("T")
 
@@ -74,6 +83,10 @@ class Composed:
     def inside(self, service: str, *command: str, check: bool = True) -> str:
         return self.compose("exec", "-T", service, *command, check=check)
 
+    def crash(self, container: str) -> None:
+        """Kill every process of a container, as a crash would: who kills it by ``docker kill`` means it to stay down."""
+        run("docker", "exec", container, "sh", "-c", "kill -9 -1", check=False)
+
     def up(self) -> None:
         self.compose("up", "--detach", "--wait", "--wait-timeout", f"{DEADLINE_S:.0f}", deadline_s=2 * DEADLINE_S)
 
@@ -82,8 +95,11 @@ class Composed:
         return self.compose("ps", "--services", "--status", "running").split()
 
     def inspect(self, service: str) -> dict[str, Any]:
-        container = self.compose("ps", "--all", "--quiet", service).strip()
-        return json.loads(run("docker", "inspect", container))[0]
+        return json.loads(run("docker", "inspect", self.container(service)))[0]
+
+    def container(self, service: str) -> str:
+        """Its id, which stays the same when it is started again."""
+        return self.compose("ps", "--all", "--quiet", service).strip()
 
     def health(self, service: str) -> str:
         state = self.inspect(service)["State"]
@@ -97,6 +113,13 @@ class Composed:
 
     def admin(self, key: str) -> httpx2.Client:
         return httpx2.Client(base_url=f"{self.url}/admin/v1", headers={"Authorization": f"Bearer {key}"}, timeout=DEADLINE_S)
+
+    def upload(self, model: str) -> str:
+        """Put a model of the folder into the S3 server, which nothing outside reaches; its URI."""
+        mount = f"{self.environment['PILOTLIGHT_MODELS']}:/models:ro"
+        arguments = ("python", "-c", _UPLOAD, f"/models/{model}", f"models/{model}")
+        self.compose("run", "--rm", "-T", "--no-deps", "--volume", mount, "migrations", *arguments)
+        return f"{BUCKET}/models/{model}"
 
     def traces(self) -> dict[str, set[str]]:
         """What the collector has: the services that made spans of each trace."""
@@ -133,7 +156,14 @@ def composed() -> Iterator[Composed]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
-    settings = {"COMPOSE_PROJECT_NAME": name, "PILOTLIGHT_TAG": name, "PILOTLIGHT_PORT": str(port), "PILOTLIGHT_SHM_SIZE": "512m"}
+    settings = {
+        "COMPOSE_PROJECT_NAME": name,
+        "PILOTLIGHT_TAG": name,
+        "PILOTLIGHT_PORT": str(port),
+        "PILOTLIGHT_SHM_SIZE": "512m",
+        "PILOTLIGHT_MODELS": str(ROOT / "models"),
+        "PILOTLIGHT_MODEL_ROOTS": f"/models,{BUCKET}/models",
+    }
     system = Composed(project=name, port=port, environment={**os.environ, **settings})
     try:
         system.compose("build", "--quiet", deadline_s=BUILD_DEADLINE_S)

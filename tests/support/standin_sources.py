@@ -8,7 +8,7 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -48,6 +48,8 @@ class Standin:
     def __init__(self) -> None:
         self.asked: list[Asked] = []
         self.faults: list[Fault] = []
+        self.on_asked: Callable[[Asked], None] = lambda _: None
+        """Called with each request before it is answered, from the thread that answers it."""
         self.released = threading.Event()
         self.connections: list[_Handler] = []
         self._lock = threading.Lock()
@@ -113,7 +115,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _any(self) -> None:
         standin = self.server_of
-        standin.asked.append(Asked(self.command, self.path, {name.lower(): value for name, value in self.headers.items()}))
+        asked = Asked(self.command, self.path, {name.lower(): value for name, value in self.headers.items()})
+        standin.asked.append(asked)
+        standin.on_asked(asked)
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.fault = standin.fault_for(self.path)
         try:

@@ -22,7 +22,6 @@ PLATFORMS = (
 )
 OF_THE_MACHINE = ("torch", "numpy")
 """What the engine needs and a machine for engines has; hundreds of megabytes of it."""
-OF_THE_MACHINE_FOR_TESTS = ("transformers",)
 NOT_FOR_RUNNING_TESTS = ("import-linter", "pyright", "ruff")
 COMMAND_DEADLINE_S = 1800.0
 
@@ -47,15 +46,14 @@ def needed(uv: "Uv", *, with_torch: bool) -> Groups:
     own_torch = sorted(item for item in direct if split(item)[0] in OF_THE_MACHINE)
     others = sorted(direct - set(own_torch))
     development = [line for line in (ROOT / "requirements-dev.txt").read_text().splitlines() if line and not line.startswith("#")]
-    left_out = (*NOT_FOR_RUNNING_TESTS, *(() if with_torch else OF_THE_MACHINE_FOR_TESTS))
-    for_tests = [item for item in development if split(item)[0] not in left_out]
+    for_tests = [item for item in development if split(item)[0] not in NOT_FOR_RUNNING_TESTS]
     runtime = uv.resolve([*others, "pip"])
     torch = uv.resolve([*others, "pip", *own_torch]) if with_torch else runtime
     tests = uv.resolve([*others, "pip", *for_tests, *(own_torch if with_torch else ())])
     return Groups(
         runtime=tuple(runtime),
         torch=tuple(item for item in torch if item not in runtime),
-        tests=tuple(item for item in tests if item not in torch),
+        tests=tuple(item for item in tests if item not in torch and (with_torch or split(item)[0] not in OF_THE_MACHINE)),
     )
 
 

@@ -11,10 +11,10 @@ from pilotlight.checkpoint.checkpoint import read_checkpoint
 from pilotlight.checkpoint.manifest import Manifest, encode
 from pilotlight.checkpoint.reader import FolderSource
 from pilotlight.checkpoint.testing import tiny_config, tiny_files
-from pilotlight.common.buckets import NODES
+from pilotlight.common.buckets import LEADER, NODES
 from pilotlight.common.bus import Bus
-from pilotlight.common.errors import CorruptChunk, HostPoolFull, SourceUnavailable, UriNotAllowed
-from pilotlight.common.messages.hold import Fetch, NodeHold, node_hold_subject
+from pilotlight.common.errors import CorruptChunk, HostPoolFull, MessageUndecodable, SourceUnavailable, UriNotAllowed
+from pilotlight.common.messages.hold import LEADING_KEY, Fetch, Leading, NodeHold, node_hold_subject
 from pilotlight.common.messages.phases import PHASES_SUBJECT, PhaseReport, PhasesKept
 from pilotlight.common.messages.reports import LOADER_REPORTS, LoaderReport
 from pilotlight.common.messages.room import Drop, Dropped, drop_subject
@@ -267,6 +267,37 @@ async def test_older_epochs_are_refused_also_after_a_restart(cluster: Cluster) -
         await again.counts("pilotlight_stale_commands_total")
         await again.stop()
     assert [copy.digest for copy in report.facts.copies] == [], "the pool was removed when the loader stopped for good"
+
+
+@pytest.mark.parametrize("host_restarted", [False, True])
+async def test_a_loader_that_was_away_knows_who_leads_now(cluster: Cluster, host_restarted: bool) -> None:
+    """Its own memory says 7, or nothing; 8 was announced while it was away, and never told to it."""
+    model = cluster.register()
+    running = await cluster.start(handover=True)
+    await cluster.hold(epoch=7)
+    await cluster.heard.report(lambda report: report.epoch_seen == 7)
+    await running.stop()
+    if host_restarted:
+        (cluster.folder / "pool").unlink()
+    bucket = await cluster.bus.bucket(LEADER)
+    await bucket.put(LEADING_KEY, Leading(epoch=Epoch(8)))
+    cluster.heard.reports.clear()
+    again = await cluster.start()
+    await cluster.hold(fetch_of(model), epoch=7)
+    await again.counts("pilotlight_stale_commands_total")
+    report = await cluster.heard.report(lambda report: True)
+    assert {one.epoch_seen for one in cluster.heard.reports} == {8}
+    assert not report.facts.copies
+    assert not report.facts.transfers
+    await cluster.hold(fetch_of(model), epoch=8)
+    await cluster.heard.report(holds(model.digest))
+
+
+async def test_a_loader_that_cannot_ask_who_leads_does_not_start(cluster: Cluster) -> None:
+    bucket = await cluster.bus.bucket(LEADER)
+    await bucket.put(LEADING_KEY, "nonsense")
+    with pytest.raises(MessageUndecodable):
+        await cluster.start()
 
 
 async def test_a_restarted_loader_has_the_copies_still(cluster: Cluster) -> None:

@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import URL, create_engine, delete, func, insert, select, text, update
 from sqlalchemy.pool import NullPool
 
-from pilotlight.common.buckets import INSTANCES
+from pilotlight.common.buckets import INSTANCES, LEADER, Bucket
 from pilotlight.common.bus import Bus
 from pilotlight.common.clock import ManualClock
 from pilotlight.common.db import tables
@@ -31,13 +31,13 @@ from pilotlight.common.messages.demand import (
     demand_subject,
 )
 from pilotlight.common.messages.events import EVENT_SUBJECTS, Event
-from pilotlight.common.messages.hold import NodeHold, WorkerHold
+from pilotlight.common.messages.hold import LEADING_KEY, Leading, NodeHold, WorkerHold
 from pilotlight.common.messages.phases import PHASES_SUBJECT, FirstToken, PhaseReport, PhasesKept
 from pilotlight.common.messages.reports import LoaderReport, WorkerReport, loader_report_subject, worker_report_subject
 from pilotlight.common.messages.room import RELEASE_SUBJECT, RESERVE_SUBJECT, Release, Released, Reserve, Reserved
 from pilotlight.common.service import Application
 from pilotlight.common.settings import BusSettings, DatabaseSettings
-from pilotlight.common.testing import MakeContext, ReconnectingBus
+from pilotlight.common.testing import MakeContext, ReconnectingBus, until
 from pilotlight.policy.testing import demand, node, worker
 from pilotlight.policy.testing import model as a_model
 from pilotlight.policy.types import (
@@ -598,6 +598,32 @@ async def test_an_emptied_bucket_is_filled_after_a_reconnect(rig: Rig, reconnect
     await rig.until(lambda: rig.shown[ready.instance_id] is None)
     await reconnecting.reconnect()
     assert (await rig.shown_as(S.READY)).instance_id == ready.instance_id
+
+
+async def test_the_epoch_is_known_to_who_was_away_before_anything_is_commanded(rig: Rig, reconnecting: ReconnectingBus) -> None:
+    bucket = await rig.bus.bucket(LEADER)
+    assert rig.epoch > 0
+    assert (await bucket.get(LEADING_KEY, Leading)).value == Leading(epoch=rig.epoch)
+    await bucket.delete(LEADING_KEY)
+    await reconnecting.reconnect()
+    await until_says(bucket, rig.epoch)
+    # Whatever the lease's row says, for example one from a backup: nobody would obey an epoch below this one.
+    await bucket.put(LEADING_KEY, Leading(epoch=Epoch(50)))
+    await reconnecting.reconnect()
+    for _ in range(30):
+        await rig.later(0.3)
+        with suppress(TimeoutError):
+            await rig.until(lambda: rig.epoch > 50, 0.2)
+            break
+    assert rig.epoch == 51
+    await until_says(bucket, rig.epoch)
+
+
+async def until_says(bucket: Bucket, epoch: Epoch) -> None:
+    async def said() -> bool:
+        return (await bucket.get(LEADING_KEY, Leading)).value == Leading(epoch=epoch)
+
+    await until(said)
 
 
 async def test_what_no_instance_explains_is_removed_from_the_bucket(rig: Rig) -> None:

@@ -1,4 +1,4 @@
-"""Last-value buckets (NATS KV): the last state of every gateway, node, worker, instance and copy, for late joiners.
+"""Last-value buckets (NATS KV): the last state of every gateway, node, worker, instance and copy, and who leads, for late joiners.
 
 Written on change, without TTL. An empty bucket says nothing: absence is never deletion.
 """
@@ -7,7 +7,8 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 import nats.errors
 import nats.js.errors
@@ -17,7 +18,7 @@ from nats.aio.msg import Msg
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, KeyValueConfig
 from nats.js.kv import KV_DEL, KV_OP, KV_PURGE
 
-from pilotlight.common.errors import BadRequest, BusUnavailable, MessageUndecodable
+from pilotlight.common.errors import BadRequest, BusUnavailable, Conflict, MessageUndecodable
 from pilotlight.common.messages.codec import decode_json, encode_json
 from pilotlight.common.waiting import Backoff, pause
 
@@ -28,6 +29,7 @@ INSTANCES = "instances"
 COPIES = "copies"
 NODES = "nodes"
 WORKERS = "workers"
+LEADER = "leader"
 
 DEADLINE_S = 3.0
 """For one answer of the server."""
@@ -41,6 +43,19 @@ MAX_QUEUED = 8192
 
 T = TypeVar("T")
 OnChange = Callable[[str, T | None], Awaitable[None]]
+_EXPECTED = "Nats-Expected-Last-Subject-Sequence"
+_WRONG_SEQUENCE = (10071, 10164)
+_NO_STREAM = 10059
+
+
+@dataclass(frozen=True, slots=True)
+class Found(Generic[T]):
+    """What a key has."""
+
+    value: T | None
+    """None where it has none."""
+    revision: int
+    """Of its last change; 0 where there was none."""
 
 
 class Bucket(Protocol):
@@ -59,6 +74,24 @@ class Bucket(Protocol):
 
         Raises:
             BusUnavailable: the server did not confirm.
+        """
+        ...
+
+    async def get(self, key: str, value_type: type[T]) -> Found[T]:
+        """Ask for one key, as it is at this moment.
+
+        Raises:
+            BusUnavailable: the server does not answer.
+            MessageUndecodable: the value is not of this type.
+        """
+        ...
+
+    async def replace(self, key: str, value: object, revision: int) -> None:
+        """Write a key that is still what ``get`` found: at this revision.
+
+        Raises:
+            Conflict: it was written since; nothing was changed.
+            BusUnavailable: the server did not confirm; the value may have been written.
         """
         ...
 
@@ -102,6 +135,23 @@ class NatsBucket:
     async def delete(self, key: str) -> None:
         await self._write(key, b"", {KV_OP: KV_DEL})
 
+    async def get(self, key: str, value_type: type[T]) -> Found[T]:
+        try:
+            found = await self._stream.get_last_msg(f"KV_{self._name}", self._subject + key)
+        except nats.js.errors.NotFoundError as error:
+            if error.err_code == _NO_STREAM:
+                await self.open()
+            return Found(None, 0)
+        except (nats.errors.Error, TimeoutError, OSError) as error:
+            raise BusUnavailable(f"cannot read {key} in the bucket {self._name}: {error!r}") from error
+        headers: dict[str, str] = found.headers or {}
+        if headers.get(KV_OP) in (KV_DEL, KV_PURGE):
+            return Found(None, found.seq)
+        return Found(decode_json(found.data, value_type), found.seq)
+
+    async def replace(self, key: str, value: object, revision: int) -> None:
+        await self._write(key, encode_json(value), {_EXPECTED: str(revision)})
+
     async def watch(self, value_type: type[T], on_change: Callable[[str, T | None], Awaitable[None]]) -> None:
         backoff, rng, failures = Backoff(first_s=0.05, limit_s=2.0), random.Random(), 0
         while True:
@@ -120,6 +170,10 @@ class NatsBucket:
         async with self._turn(key):
             try:
                 await self._stream.publish(self._subject + key, data, headers=headers)
+            except nats.js.errors.APIError as error:
+                if error.err_code in _WRONG_SEQUENCE:
+                    raise Conflict(f"{key} in the bucket {self._name} was written meanwhile") from error
+                raise BusUnavailable(f"cannot write {key} to the bucket {self._name}: {error!r}") from error
             except (nats.errors.Error, TimeoutError, OSError) as error:
                 raise BusUnavailable(f"cannot write {key} to the bucket {self._name}: {error!r}") from error
 

@@ -32,7 +32,7 @@ from typing import Any, Generic, TypeVar
 
 import structlog
 
-from pilotlight.common.buckets import Bucket
+from pilotlight.common.buckets import Bucket, Found
 from pilotlight.common.bus import Bus, Handler, Listener, Subscription, subject_family
 from pilotlight.common.errors import BusUnavailable, DeadlineExceeded, PilotlightError
 from pilotlight.common.waiting import cancel_all, pause, within
@@ -335,6 +335,18 @@ class _FaultyBucket:
 
     async def delete(self, key: str) -> None:
         await self._bus.confirmed("put", self._name, lambda: self._bucket.delete(key))
+
+    async def get(self, key: str, value_type: type[T]) -> Found[T]:
+        found: list[Found[T]] = []
+
+        async def ask() -> None:
+            found.append(await self._bucket.get(key, value_type))
+
+        await self._bus.confirmed("get", self._name, ask)
+        return found[0]
+
+    async def replace(self, key: str, value: object, revision: int) -> None:
+        await self._bus.confirmed("put", self._name, lambda: self._bucket.replace(key, value, revision))
 
     async def watch(self, value_type: type[T], on_change: Callable[[str, T | None], Awaitable[None]]) -> None:
         last: dict[str, T | None] = {}

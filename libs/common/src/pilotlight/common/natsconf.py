@@ -20,7 +20,7 @@ from nats.aio.client import Client
 from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
 from pydantic import Field
 
-from pilotlight.common.buckets import COPIES, GATEWAYS, INSTANCES, NODES, WORKERS, jetstream
+from pilotlight.common.buckets import COPIES, GATEWAYS, INSTANCES, LEADER, NODES, WORKERS, jetstream
 from pilotlight.common.errors import BusUnavailable, PilotlightError
 from pilotlight.common.messages import artifacts, demand, events, hold, phases, reports, room, spans, tokens
 from pilotlight.common.messages.codec import MAX_PAYLOAD_BYTES
@@ -37,7 +37,7 @@ EVENTS_KEPT_DAYS = 7.0
 EVENTS_BYTES = 1 << 30
 DUPLICATES_SEEN_FOR_S = 600
 """An event that is published again within this time is stored once."""
-BUCKETS = (GATEWAYS, INSTANCES, COPIES, NODES, WORKERS)
+BUCKETS = (GATEWAYS, INSTANCES, COPIES, NODES, WORKERS, LEADER)
 
 
 class StreamSettings(BusSettings):
@@ -62,7 +62,7 @@ class Rights:
     write: tuple[str, ...] = ()
     """Buckets that it writes: each has one writer."""
     read: tuple[str, ...] = ()
-    """Buckets that it watches."""
+    """Buckets that it watches, or asks."""
 
 
 RIGHTS: dict[str, Rights] = {
@@ -97,8 +97,8 @@ RIGHTS: dict[str, Rights] = {
             events.GATEWAY_EVENTS,
             *_REPORTS,
         ),
-        write=(INSTANCES,),
-        read=(INSTANCES,),
+        write=(INSTANCES, LEADER),
+        read=(INSTANCES, LEADER),
     ),
     "cache": Rights(
         publish=(room.give_up_subject(_ANY_WORKER), room.drop_subject(_ANY_NODE)),
@@ -110,6 +110,7 @@ RIGHTS: dict[str, Rights] = {
         publish=(reports.loader_report_subject(_ANY_NODE), phases.PHASES_SUBJECT),
         subscribe=(hold.node_hold_subject(_ANY_NODE), room.drop_subject(_ANY_NODE)),
         write=(NODES,),
+        read=(LEADER,),
     ),
     "worker": Rights(
         publish=(
@@ -145,6 +146,7 @@ def allowed_publish(user: str) -> tuple[str, ...]:
         *(f"$KV.{name}.>" for name in rights.write),
         *(f"$JS.API.STREAM.INFO.KV_{name}" for name in opened),
         *(f"$JS.API.CONSUMER.CREATE.KV_{name}" for name in rights.read),
+        *(f"$JS.API.STREAM.MSG.GET.KV_{name}" for name in rights.read),
     )
 
 

@@ -10,6 +10,7 @@ from pilotlight.cache.room import RoomMaker
 from pilotlight.cache.settings import CacheSettings
 from pilotlight.cache.sole import SoleHolder
 from pilotlight.common.buckets import COPIES
+from pilotlight.common.db.measures import measure
 from pilotlight.common.db.outbox import Outbox
 from pilotlight.common.db.retention import PruneMetrics, Pruner
 from pilotlight.common.db.session import Database
@@ -28,6 +29,8 @@ async def build(context: Context[CacheSettings]) -> Application:
     """Build the service."""
     books = Books()
     database = Database(context.settings, "cache", context.clock)
+    outbox = Outbox(database, context)
+    measure(database, outbox, context.metrics)
     repository = CacheRepository(database)
     rules = EvictionRules(min_residency_s=context.settings.min_residency_s)
     room = RoomMaker(books, repository, context.bus, context.clock, Lru(), rules)
@@ -42,4 +45,4 @@ async def build(context: Context[CacheSettings]) -> Application:
     )
     handlers = Handlers(context, books, repository, room, copies, pruner)
     sole = SoleHolder(context.settings, context.background, handlers.begin, handlers.end)
-    return Application(components=[database, Outbox(database, context), handlers, sole])
+    return Application(components=[database, outbox, handlers, sole])

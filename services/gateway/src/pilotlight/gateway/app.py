@@ -13,6 +13,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp
 
+from pilotlight.common.db.measures import measure
 from pilotlight.common.db.outbox import Outbox
 from pilotlight.common.db.retention import PruneMetrics, Pruner
 from pilotlight.common.db.session import Database
@@ -137,6 +138,8 @@ async def build(context: Context[GatewaySettings]) -> Application:
     """The gateway's components, in order of start."""
     settings, clock, background = context.settings, context.clock, context.background
     database = Database(settings, "gateway", clock)
+    outbox = Outbox(database, context)
+    measure(database, outbox, context.metrics)
     authenticator = Authenticator(database, settings, settings, clock)
     catalog = Catalog(database, context)
     registration = Registration(database, context, Sources(settings, Patience()), catalog)
@@ -188,7 +191,7 @@ async def build(context: Context[GatewaySettings]) -> Application:
     )
     components: list[Component] = [
         database,
-        Outbox(database, context),
+        outbox,
         authenticator,
         catalog,
         usage,

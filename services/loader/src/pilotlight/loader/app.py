@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 from pilotlight.checkpoint.manifest import Manifest
+from pilotlight.common.buckets import LEADER
 from pilotlight.common.errors import BadRequest
 from pilotlight.common.faults import Faults
 from pilotlight.common.ids import worker_id_of
 from pilotlight.common.machine import log_file
+from pilotlight.common.messages.hold import LEADING_KEY, Leading
 from pilotlight.common.phases import PhaseReporter
 from pilotlight.common.service import Application, Context
 from pilotlight.common.sources.opening import Sources
@@ -30,7 +32,7 @@ from pilotlight.loader.metrics import LoaderMetrics
 from pilotlight.loader.reports import Changes, CopyObserver, NodeShape, Reporter
 from pilotlight.loader.settings import LoaderSettings
 from pilotlight.loader.supervise import WorkerPlan, WorkerSupervisor
-from pilotlight.policy.types import Model, NodeId
+from pilotlight.policy.types import Epoch, Model, NodeId
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -60,10 +62,12 @@ async def build(context: Context[LoaderSettings]) -> Application:
     Raises:
         Conflict: another loader holds the node's pool.
         BadRequest: the pool cannot be made as the settings say.
+        BusUnavailable, MessageUndecodable: nobody says which epoch is the newest.
     """
     settings = context.settings
     node_id = node_id_of(settings.state_dir)
-    pool = await _open_pool(context, node_id)
+    epoch = await _announced_epoch(context)
+    pool = await _open_pool(context, node_id, epoch)
     metrics, changes = LoaderMetrics(context.metrics), Changes()
     metrics.watch_pool(pool)
     phases = PhaseReporter(context.bus, context.clock, context.background, "loader")
@@ -104,7 +108,7 @@ def _pool_path(settings: LoaderSettings, node_id: NodeId) -> Path:
     return (settings.pool_path or SHARED_MEMORY / f"pilotlight-{node_id}.pool").absolute()
 
 
-async def _open_pool(context: Context[LoaderSettings], node_id: NodeId) -> HostPool:
+async def _open_pool(context: Context[LoaderSettings], node_id: NodeId, epoch: Epoch) -> HostPool:
     settings = context.settings
     path = _pool_path(settings, node_id)
     try:
@@ -113,8 +117,15 @@ async def _open_pool(context: Context[LoaderSettings], node_id: NodeId) -> HostP
         pool = await asyncio.to_thread(HostPool.open, path, size_bytes, context.clock)
     except OSError as error:
         raise BadRequest(f"the host pool {path} cannot be made: {error.strerror}; see PILOTLIGHT_POOL_PATH") from error
-    pool.raise_epoch(max(pool.highest_epoch, load_epoch(settings.state_dir)))
+    pool.raise_epoch(max(pool.highest_epoch, load_epoch(settings.state_dir), epoch))
     return pool
+
+
+async def _announced_epoch(context: Context[LoaderSettings]) -> Epoch:
+    """Leaders may have changed while no loader was here: one that is replaced must not be obeyed before the new one is heard."""
+    bucket = await context.bus.bucket(LEADER)
+    found = await bucket.get(LEADING_KEY, Leading)
+    return found.value.epoch if found.value is not None else Epoch(0)
 
 
 def _tools(context: Context[LoaderSettings], pool: HostPool) -> FetchTools:

@@ -2,7 +2,21 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from pilotlight.common.errors import (
+    CorruptChunk,
+    HostPoolFull,
+    SourceChanged,
+    SourceDenied,
+    SourceMissing,
+    SourceUnavailable,
+)
 from pilotlight.dataplane.pool import HostPool
+
+FETCH_CODES = (
+    "",
+    *(kind.code for kind in (SourceUnavailable, SourceMissing, SourceDenied, SourceChanged, CorruptChunk, HostPoolFull)),
+)
+"""How fetches usually end. Each is shown from the start: an alert sees the first of them only when there was a 0 before it."""
 
 
 class LoaderMetrics:
@@ -22,6 +36,8 @@ class LoaderMetrics:
         self.fetches = Counter(
             "pilotlight_fetches", "Fetches that ended, by the error they ended with.", ["code"], registry=registry
         )
+        for code in FETCH_CODES:
+            self.fetches.labels(code=code)
         self.fetch_seconds = Histogram(
             "pilotlight_fetch_seconds",
             "Duration of fetches.",

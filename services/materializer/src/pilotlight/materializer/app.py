@@ -1,6 +1,7 @@
 """Wiring of the materializer."""
 
 from pilotlight.common.bus import Bus, Subscription
+from pilotlight.common.db.measures import measure
 from pilotlight.common.db.outbox import Outbox
 from pilotlight.common.db.retention import PruneMetrics, Pruner, keep_outbox
 from pilotlight.common.db.session import Database
@@ -53,6 +54,8 @@ async def build(context: Context[MaterializerSettings]) -> Application:
     if cluster_key is None:
         raise SettingsInvalid("the secret cluster-key is missing: PILOTLIGHT_SECRETS_DIR must hold a file of that name")
     database = Database(context.settings, "materializer", context.clock)
+    outbox = Outbox(database, context)
+    measure(database, outbox, context.metrics)
     handlers = Handlers(ArtifactRepository(database), context.store, cluster_key.encode())
     pruner = Pruner(
         (keep_outbox("materializer", context.settings),),
@@ -62,4 +65,4 @@ async def build(context: Context[MaterializerSettings]) -> Application:
         interval_s=context.settings.prune_interval_s,
         background=context.background,
     )
-    return Application(components=[database, Outbox(database, context), Serving(context.bus, handlers), pruner])
+    return Application(components=[database, outbox, Serving(context.bus, handlers), pruner])

@@ -2,7 +2,8 @@
 
 import asyncio
 
-from pilotlight.common.buckets import INSTANCES
+from pilotlight.common.buckets import INSTANCES, LEADER
+from pilotlight.common.db.measures import measure
 from pilotlight.common.db.outbox import Outbox
 from pilotlight.common.db.retention import PruneMetrics
 from pilotlight.common.db.session import Database
@@ -21,6 +22,8 @@ from pilotlight.scheduler.world import World
 async def build(context: Context[SchedulerSettings]) -> Application:
     """Build the service."""
     database = Database(context.settings, "scheduler", context.clock)
+    outbox = Outbox(database, context)
+    measure(database, outbox, context.metrics)
     world = World(listening_since_s=context.clock.monotonic_s())
     wake = asyncio.Event()
     listening = Listening(context, world, ModelReader(database), wake)
@@ -30,6 +33,7 @@ async def build(context: Context[SchedulerSettings]) -> Application:
         world=world,
         wake=wake,
         bucket=await context.bus.bucket(INSTANCES),
+        leader_bucket=await context.bus.bucket(LEADER),
         metrics=SchedulerMetrics(context.metrics),
         prune_metrics=PruneMetrics(context.metrics),
     )
@@ -47,6 +51,6 @@ async def build(context: Context[SchedulerSettings]) -> Application:
 
     election = Election(lease, lead, world.epoch_seen, context.clock, context.background)
     return Application(
-        components=[database, Outbox(database, context), listening, election],
+        components=[database, outbox, listening, election],
         ready=lambda: election.database_error,
     )

@@ -36,6 +36,7 @@ from pilotlight.policy.types import (
     Snapshot,
     WorkerId,
 )
+from pilotlight.scheduler.announcement import announce
 from pilotlight.scheduler.applier import Applier, drain_of
 from pilotlight.scheduler.asks import Asks
 from pilotlight.scheduler.board import InstanceBoard
@@ -73,6 +74,7 @@ class Standing:
     """Set when a decision may come out differently."""
     bucket: Bucket
     """``instances``."""
+    leader_bucket: Bucket
     metrics: SchedulerMetrics
     prune_metrics: PruneMetrics
 
@@ -95,6 +97,10 @@ class Term:
         self._reconcile_rules = ReconcileRules(term_started_s=self._started_s, hold_deadline_s=settings.hold_deadline_s)
         self._group = asyncio.TaskGroup()
         self._starting: set[ModelName] = set()
+        self._check = check
+        self._leader_bucket = standing.leader_bucket
+        self._announced = False
+        """Nothing is commanded before: who was away must be able to learn whom to obey."""
         self._shown_after = standing.world.reconnects
         self._asks = Asks()
         self._wanted: dict[ModelName, str] = {}
@@ -165,6 +171,7 @@ class Term:
         try:
             async with self._group as group:
                 self._metrics.leading(self._epoch)
+                group.create_task(self._announce(), name="announcement")
                 group.create_task(self._board.run(), name="instances bucket")
                 group.create_task(self._board.sweep(), name="instances bucket sweep")
                 group.create_task(self._settle_for_ever(), name="cold starts")
@@ -176,6 +183,14 @@ class Term:
         finally:
             self._metrics.leading(0)
             self._asks.close(NotLeader("the term is over"))
+
+    async def _announce(self) -> None:
+        newest = await announce(self._leader_bucket, self._epoch, self._check)
+        if newest > self._epoch:
+            self._world.hear_epoch(newest)
+            raise NotLeader(f"epoch {newest} has been announced already")
+        self._announced = True
+        self._wake.set()
 
     # What operators ask.
 
@@ -242,7 +257,7 @@ class Term:
             after = await self._applier.apply(change)
             if after is not None and after.state in SERVING:
                 self._asks.warmed(after.model)
-        if self._world.deaf_since_s is not None or not self._has_learned(workers, now_s):
+        if self._world.deaf_since_s is not None or not self._announced or not self._has_learned(workers, now_s):
             return
         await self._evict_asked()
         await self._empty_nodes()
@@ -256,11 +271,12 @@ class Term:
         self._metrics.instances(self.book.instances())
 
     def _show_anew(self) -> None:
-        """After a reconnect the bucket may be empty: a gateway that starts then would not know of what serves."""
+        """After a reconnect the buckets may be empty: a gateway that starts then would not know of what serves."""
         if self._shown_after != self._world.reconnects:
             self._shown_after = self._world.reconnects
             for entry in self.book.rows():
                 self._board.show(entry.instance)
+            self._group.create_task(self._announce(), name="announcement")
 
     def _has_learned(self, workers: dict[WorkerId, WorkerView], now_s: float) -> bool:
         """Whether enough was heard to command: a worker must not be told to drop what its leader has merely not heard of."""

@@ -82,6 +82,7 @@ class World:
     """Counts them: the server may have come back without its memory."""
     draining_since_s: dict[NodeId, float] = field(default_factory=dict[NodeId, float])
     """Nodes that an operator wants to be empty, and since when."""
+    _epoch_heard: Epoch = field(default=Epoch(0))
     _workers: dict[WorkerId, _Worker] = field(default_factory=dict[WorkerId, _Worker])
     _nodes: dict[NodeId, _Node] = field(default_factory=dict[NodeId, _Node])
     _vectors: dict[GatewayId, _Vector] = field(default_factory=dict[GatewayId, _Vector])
@@ -208,10 +209,16 @@ class World:
             for one in (*self._workers.values(), *self._nodes.values(), *self._vectors.values()):
                 one.fresh_s = min(now_s, one.fresh_s + deaf_s)
 
+    def hear_epoch(self, epoch: Epoch) -> None:
+        """Take an epoch that another leader has announced."""
+        self._epoch_heard = max(self._epoch_heard, epoch)
+
     def epoch_seen(self) -> Epoch:
-        """Highest epoch that any worker or loader has obeyed: a new leader must be above it, whatever the lease row says."""
+        """Highest epoch that any worker or loader has obeyed, or was announced: a new leader must be above it, whatever the lease row
+        says.
+        """
         seen = [one.report.epoch_seen for one in self._workers.values()] + [one.report.epoch_seen for one in self._nodes.values()]
-        return max(seen, default=Epoch(0))
+        return max([self._epoch_heard, *seen])
 
     def _age_s(self, fresh_s: float, now_s: float) -> float:
         return max(0.0, (now_s if self.deaf_since_s is None else self.deaf_since_s) - fresh_s)

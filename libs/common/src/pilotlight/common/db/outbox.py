@@ -36,10 +36,17 @@ class Outbox:
         self._table = tables.outboxes[database.schema]
         self._bus = context.bus
         self._background = context.background
+        self._clock = context.clock
         self._rng = random.Random()
         self._kicked = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._waiting_since_s: float | None = None
         database.on_events(self._kicked.set)
+
+    @property
+    def lag_s(self) -> float:
+        """For how long events have been waiting because they could not be published; 0 when none do."""
+        return 0.0 if self._waiting_since_s is None else self._clock.monotonic_s() - self._waiting_since_s
 
     async def start(self) -> None:
         """Publish from now on."""
@@ -75,9 +82,10 @@ class Outbox:
             await woken(self._kicked, POLL_S)
             try:
                 await self.publish_all()
-                failures = 0
+                failures, self._waiting_since_s = 0, None
             except (BusUnavailable, DatabaseUnavailable) as error:
                 if failures == 0:
+                    self._waiting_since_s = self._clock.monotonic_s()
                     log.warning("events wait", action="outbox_waits", schema=self._database.schema, error=error.message)
                 await pause(backoff.delay_s(failures, self._rng))
                 failures += 1

@@ -104,6 +104,10 @@ class Pruner:
         self._background = background
         self._rng = random.Random()
         self._task: asyncio.Task[None] | None = None
+        for rule in self._rules:
+            # Shown from the start: an alert sees the first deletion only when there was a 0 before it.
+            for reason in ("age", "count"):
+                metrics.rows.labels(table=rule.at.table.fullname, reason=reason)
 
     async def start(self) -> None:
         """Prune from now on."""

@@ -7,6 +7,7 @@ a commit (a command, a bucket's new value) is done when the unit of work has end
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
+from enum import StrEnum
 from typing import Any
 
 import msgspec
@@ -31,6 +32,17 @@ CONNECT_TIMEOUT_S = 5
 STATEMENT_TIMEOUT_S = 10
 UNIT_DEADLINE_S = 15.0
 """For a whole unit of work, commit included: nothing waits longer for a database that does not answer."""
+
+
+class Failure(StrEnum):
+    """How a database failed a unit of work, or a reading."""
+
+    DEADLINE = "deadline"
+    """It did not answer in time."""
+    POOL = "pool"
+    """Every connection was in use for too long."""
+    CONNECTION = "connection"
+    """It could not be reached, or ended the connection."""
 
 
 class UnitOfWork:
@@ -67,6 +79,7 @@ class Database:
             },
         )
         self._on_events: list[Callable[[], None]] = []
+        self._on_failure: list[Callable[[Failure], None]] = []
 
     async def start(self) -> None:
         """Check that the database answers.
@@ -84,6 +97,10 @@ class Database:
     def on_events(self, callback: Callable[[], None]) -> None:
         """Call after every commit that left events in the outbox."""
         self._on_events.append(callback)
+
+    def on_failure(self, callback: Callable[[Failure], None]) -> None:
+        """Call for each unit of work, or reading, that ends with ``DatabaseUnavailable``."""
+        self._on_failure.append(callback)
 
     @asynccontextmanager
     async def unit_of_work(self, *, idle_s: float | None = None) -> AsyncGenerator[UnitOfWork]:
@@ -128,14 +145,19 @@ class Database:
         except TimeoutError as error:
             if not deadline.expired():
                 raise
-            raise DatabaseUnavailable(f"the database did not answer within {UNIT_DEADLINE_S:g} s") from error
+            raise self._failed(Failure.DEADLINE, f"the database did not answer within {UNIT_DEADLINE_S:g} s") from error
         except PoolTimeoutError as error:
-            raise DatabaseUnavailable("every connection to the database is in use") from error
+            raise self._failed(Failure.POOL, "every connection to the database is in use") from error
         except DBAPIError as error:
             # A connection that the server ended may be told of by any of them.
             if not (isinstance(error, OperationalError | InterfaceError) or error.connection_invalidated):
                 raise
-            raise DatabaseUnavailable(f"the database failed: {_brief(error)}") from error
+            raise self._failed(Failure.CONNECTION, f"the database failed: {_brief(error)}") from error
+
+    def _failed(self, how: Failure, message: str) -> DatabaseUnavailable:
+        for tell in self._on_failure:
+            tell(how)
+        return DatabaseUnavailable(message)
 
     async def _write_events(self, work: UnitOfWork) -> None:
         if not work.events:

@@ -18,6 +18,16 @@ def node_hold_subject(node_id: NodeId) -> str:
     return f"v1.loader.{node_id}.hold"
 
 
+LEADING_KEY = "scheduler"
+"""``Leading`` in the bucket ``leader``."""
+
+
+class Leading(Message, frozen=True, kw_only=True):
+    """The newest epoch, written before its leader's first command: a loader that was away meanwhile learns from it whom not to obey."""
+
+    epoch: Epoch
+
+
 class Hold(Message, frozen=True, kw_only=True):
     """One stage that a worker is to hold. Idempotent by (instance_id, generation)."""
 
