@@ -17,6 +17,7 @@ from pathlib import Path
 from pydantic_core import PydanticUndefined
 
 from pilotlight.common.settings import PilotlightSettings
+from pilotlight.engine.core import lifecycle as engine_request
 from pilotlight.policy import instance
 from pilotlight.policy.instance import ENDED, SERVING, STARTING
 from pilotlight.policy.types import InstanceState
@@ -135,6 +136,12 @@ MACHINES = (
         "A stage on its worker; moved by the worker. The table is in `pilotlight.worker.lifecycle`; `[*]` is a stage that is not held.",
         lifecycle.TRANSITIONS,
         lifecycle.HeldEvent,
+    ),
+    Machine(
+        "Request on an engine",
+        "From submit to its last token; moved by the engine's scheduler. The table is in `pilotlight.engine.core.lifecycle`.",
+        engine_request.TRANSITIONS,
+        engine_request.RequestEvent,
     ),
 )
 

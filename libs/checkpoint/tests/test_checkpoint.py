@@ -5,6 +5,7 @@ import json
 import pytest
 
 from pilotlight.checkpoint import errors
+from pilotlight.checkpoint.architectures import SUPPORTED_ARCHITECTURES
 from pilotlight.checkpoint.checkpoint import read_checkpoint
 from pilotlight.checkpoint.errors import BadCheckpoint, CheckpointError, UnsupportedModel
 from pilotlight.checkpoint.generation import GenerationDefaults
@@ -23,8 +24,8 @@ def with_tensors(config, tensors, dtype=Dtype.BFLOAT16):
     return {"config.json": json.dumps(config).encode(), SINGLE_FILE: encode_safetensors(tensors.items(), dtype)}
 
 
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM"])
-@pytest.mark.parametrize("shards", [1, 2, 7])
+@pytest.mark.parametrize("architecture", SUPPORTED_ARCHITECTURES)
+@pytest.mark.parametrize("shards", [1, 7])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_sound_checkpoint(architecture, shards, tied):
     checkpoint = read(tiny_files(tiny_config(architecture, tie_word_embeddings=tied), shards=shards))
@@ -65,6 +66,14 @@ def test_tensors_that_do_not_fit_the_configuration_are_named(change, fault):
 def test_qwen2_without_its_biases_is_refused():
     with pytest.raises(BadCheckpoint, match=r"q_proj\.bias, .* and 3 more"):
         read(with_tensors(tiny_config("Qwen2ForCausalLM"), tiny_tensors(tiny_config())))
+
+
+def test_a_missing_expert_is_named():
+    config = tiny_config("Qwen3MoeForCausalLM")
+    tensors = tiny_tensors(config)
+    del tensors["model.layers.1.mlp.experts.2.up_proj.weight"]
+    with pytest.raises(BadCheckpoint, match=r"missing: model\.layers\.1\.mlp\.experts\.2\.up_proj\.weight"):
+        read(with_tensors(config, tensors))
 
 
 def test_mixed_and_quantized_element_types_are_unsupported():

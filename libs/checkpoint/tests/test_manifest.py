@@ -25,6 +25,8 @@ CONFIGS = [
     tiny_config("Qwen2ForCausalLM"),
     tiny_config(attention_bias=True),
     tiny_config("Qwen2ForCausalLM", tie_word_embeddings=True),
+    tiny_config("Qwen3MoeForCausalLM", mlp_only_layers=[0]),
+    tiny_config("Gemma3ForCausalLM"),
     tiny_config(hidden_size=36, num_attention_heads=2, intermediate_size=7, vocab_size=5),
 ]
 
@@ -109,6 +111,25 @@ def test_a_long_image_is_cut_into_chunks():
 def test_the_digest_is_the_same_in_every_release(architecture, shards):
     _, manifest = read(tiny_config(architecture), shards=shards)
     assert manifest.digest() == GOLDEN[architecture, shards]
+
+
+def test_a_release_that_knows_fewer_fields_keeps_the_digest_or_refuses():
+    def without_later_fields(manifest):
+        fields = json.loads(encode(manifest))
+        for name in (
+            "sliding_window_tokens",
+            "sliding_layers",
+            "sliding_rope_theta",
+            "attention_scale",
+            "logit_softcap",
+            "experts",
+        ):
+            del fields["spec"][name]
+        return decode(json.dumps(fields).encode()).digest()
+
+    plain, sliding = (read(config)[1] for config in (tiny_config(), tiny_config("MistralForCausalLM", sliding_window=8)))
+    assert without_later_fields(plain) == plain.digest()
+    assert without_later_fields(sliding) != sliding.digest()
 
 
 def test_round_trip():

@@ -1,15 +1,31 @@
 """Tiny random checkpoints, made by transformers and kept in memory, and a driver for the engine."""
 
 import itertools
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cache
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
+from pilotlight.checkpoint.config import parse_config
 from pilotlight.engine.core.batch import Batch, Segment
 from pilotlight.engine.core.blocks import blocks_for
 from pilotlight.engine.core.scheduler import BatchLimits
@@ -19,7 +35,7 @@ from pilotlight.engine.device.runner import RangeRunner
 from pilotlight.engine.engine import Engine
 from pilotlight.engine.models.registry import decoder_of
 from pilotlight.engine.results import FirstPrefill, StageRoom, StepResult
-from pilotlight.policy.types import Dtype, FinishReason, InstanceId, ModelSpec, RequestId, RopeScaling, Sampling, Stage
+from pilotlight.policy.types import Dtype, FinishReason, InstanceId, ModelSpec, RequestId, Sampling, Stage
 
 torch.set_num_threads(1)  # tiny matrices gain nothing from a second thread, and on a busy machine every barrier waits for it
 
@@ -35,48 +51,74 @@ SIZES = {
     "rms_norm_eps": 1e-5,
     "attn_implementation": "sdpa",
 }
-LLAMA3 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_tokens=32)
+WINDOW_TOKENS = 20
+"""Fewer than the longest prompt has, and no whole number of blocks."""
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 ROPE_LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
-    "factor": LLAMA3.factor,
-    "low_freq_factor": LLAMA3.low_freq_factor,
-    "high_freq_factor": LLAMA3.high_freq_factor,
-    "original_max_position_embeddings": LLAMA3.original_max_position_tokens,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
 }
+ROPE_LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
+ROPE_YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 2.0, "original_max_position_embeddings": 128}
+ROPE_YARN_IN_FULL = {**ROPE_YARN, "beta_fast": 4.0, "beta_slow": 0.8, "truncate": False, "mscale": 0.7, "mscale_all_dim": 0.4}
+ROPE_GEMMA = {"full_attention": {**ROPE_LINEAR, "rope_theta": 1e6}, "sliding_attention": ROPE}
+WINDOWS = {"use_sliding_window": True, "sliding_window": WINDOW_TOKENS}
+EXPERTS = {
+    "experts_implementation": "eager",
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "head_dim": 16,
+}
+GEMMA = {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": WINDOW_TOKENS,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+}
+
+
+def made(model: type[PreTrainedModel], config: type, /, **settings: object) -> Callable[[], PreTrainedModel]:
+    return lambda: model(config(**{**SIZES, "rope_parameters": ROPE, **deepcopy(settings)}))
+
+
 KINDS: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=ROPE)),
-    "llama-head-dim": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=ROPE, head_dim=20)),
-    "llama-tied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=ROPE, tie_word_embeddings=True)),
-    "llama-bias": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=ROPE, attention_bias=True)),
-    "llama3": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=ROPE_LLAMA3, tie_word_embeddings=True)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, rope_parameters=ROPE)),
-    "qwen2-tied": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, rope_parameters=ROPE, tie_word_embeddings=True)),
+    "llama": made(LlamaForCausalLM, LlamaConfig),
+    "llama-head-dim": made(LlamaForCausalLM, LlamaConfig, head_dim=20),
+    "llama-tied": made(LlamaForCausalLM, LlamaConfig, tie_word_embeddings=True),
+    "llama-bias": made(LlamaForCausalLM, LlamaConfig, attention_bias=True),
+    "llama3": made(LlamaForCausalLM, LlamaConfig, rope_parameters=ROPE_LLAMA3, tie_word_embeddings=True),
+    "llama-linear": made(LlamaForCausalLM, LlamaConfig, rope_parameters=ROPE_LINEAR),
+    "llama-yarn": made(LlamaForCausalLM, LlamaConfig, rope_parameters=ROPE_YARN_IN_FULL),
+    "mistral": made(MistralForCausalLM, MistralConfig, sliding_window=WINDOW_TOKENS),
+    "mistral-tied": made(MistralForCausalLM, MistralConfig, sliding_window=None, tie_word_embeddings=True),
+    "qwen2": made(Qwen2ForCausalLM, Qwen2Config),
+    "qwen2-tied": made(Qwen2ForCausalLM, Qwen2Config, tie_word_embeddings=True),
+    "qwen2-window": made(Qwen2ForCausalLM, Qwen2Config, **WINDOWS, max_window_layers=1),
+    "qwen3": made(Qwen3ForCausalLM, Qwen3Config, head_dim=16, rope_parameters=ROPE_YARN),
+    "qwen3-tied": made(Qwen3ForCausalLM, Qwen3Config, head_dim=16, attention_bias=True, tie_word_embeddings=True),
+    "qwen3-moe": made(Qwen3MoeForCausalLM, Qwen3MoeConfig, **EXPERTS, norm_topk_prob=True, mlp_only_layers=[1]),
+    "qwen3-moe-tied": made(
+        Qwen3MoeForCausalLM, Qwen3MoeConfig, **EXPERTS, **WINDOWS, decoder_sparse_step=2, tie_word_embeddings=True
+    ),
+    "gemma3": made(Gemma3ForCausalLM, Gemma3TextConfig, **GEMMA, rope_parameters=ROPE_GEMMA),
+    "gemma3-untied": made(
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
+        **{**GEMMA, "tie_word_embeddings": False, "attention_bias": True, "final_logit_softcapping": 5.0},
+        rope_parameters=ROPE_GEMMA,
+    ),
 }
 
 
 def spec_of(model: PreTrainedModel, dtype: Dtype) -> ModelSpec:
-    config = model.config
-    unmeasured = (0,) * (config.num_hidden_layers + 2)
-    return ModelSpec(
-        architecture=type(model).__name__,
-        dtype=dtype,
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        vocab_size=config.vocab_size,
-        max_context_tokens=config.max_position_embeddings,
-        rope_theta=config.rope_parameters["rope_theta"],
-        rope_scaling=LLAMA3 if config.rope_parameters["rope_type"] == "llama3" else None,
-        rms_norm_eps=config.rms_norm_eps,
-        tied_embeddings=config.tie_word_embeddings,
-        attention_bias=getattr(config, "attention_bias", True),
-        part_bytes=unmeasured,
-    )
+    """What registration would make of the configuration that transformers would save."""
+    config = {**model.config.to_diff_dict(), "architectures": [type(model).__name__]}
+    return parse_config(json.dumps(config).encode(), dtype)
 
 
 def source_of(tensor: torch.Tensor) -> Source:
@@ -99,6 +141,13 @@ class Checkpoint:
         for _ in range(num_tokens):
             token_ids.append(int(self.logits(token_ids)[-1].argmax()))
         return token_ids[len(prompt_ids) :]
+
+    def would_say(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> list[int]:
+        """What transformers says at each place of an output, given all before it.
+
+        If that is the output itself, it is what ``greedy`` gives: each token follows from those before it.
+        """
+        return self.logits([*prompt_ids, *output_ids])[len(prompt_ids) - 1 : -1].argmax(dim=-1).tolist()
 
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
@@ -128,6 +177,21 @@ def part_of(name: str, num_layers: int) -> int:
     return 0 if name == "model.embed_tokens.weight" else num_layers + 1
 
 
+def stored_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors by the names that checkpoints have for them: transformers stacks experts in memory, files have them one by one."""
+    for name, tensor in model.state_dict().items():
+        layer, stacked, kind = name.partition("experts.")
+        if not stacked:
+            yield name, tensor
+            continue
+        for expert, matrix in enumerate(tensor):
+            if kind == "down_proj":
+                yield f"{layer}experts.{expert}.down_proj.weight", matrix
+            else:
+                for half, rows in zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True):
+                    yield f"{layer}experts.{expert}.{half}.weight", rows
+
+
 @cache
 def make_checkpoint(kind: str, seed: int = 0, dtype: Dtype = Dtype.FLOAT64) -> Checkpoint:
     torch.manual_seed(seed)
@@ -135,10 +199,12 @@ def make_checkpoint(kind: str, seed: int = 0, dtype: Dtype = Dtype.FLOAT64) -> C
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Far larger than an initialised model's: outputs wander about instead of repeating one token.
-            parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.2)
+            centred = isinstance(model, Gemma3ForCausalLM)  # its norms add 1 themselves, and its embeddings are scaled up
+            std = 0.2 / SIZES["hidden_size"] ** 0.5 if centred and "embed" in name else 0.2
+            parameter.normal_(mean=1.0 if "norm" in name and not centred else 0.0, std=std)
     spec = spec_of(model, dtype)
     parts: dict[int, dict[str, Source]] = {part: {} for part in spec.parts_of(spec.whole)}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in stored_tensors(model):
         if name == "lm_head.weight" and spec.tied_embeddings:
             continue
         parts[part_of(name, spec.num_layers)][name] = source_of(tensor)
@@ -233,7 +299,7 @@ class Driver:
         return {name: output.token_ids for name, output in self.outputs.items()}
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def driver() -> Callable[..., Driver]:
     """driver(limits=None)."""
     return Driver
@@ -262,19 +328,27 @@ class Chain:
 
     def greedy(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
         """All prompts in one batch, then one token of each a step."""
+        return [output for output, _ in self.greedy_with_logits(prompts, num_tokens)]
+
+    def greedy_with_logits(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[tuple[list[int], torch.Tensor]]:
+        """The same, each with its logits [num_tokens, vocab_size]."""
         rows = [list(prompt) for prompt in prompts]
         per_row = blocks_for(max(map(len, rows)) + num_tokens)
         blocks = [tuple(range(row * per_row, (row + 1) * per_row)) for row in range(len(rows))]
         computed = [0] * len(rows)
+        steps: list[torch.Tensor] = []
         for _ in range(num_tokens):
             segments = [
                 Segment(done, len(row) - done, mine, True) for row, done, mine in zip(rows, computed, blocks, strict=True)
             ]
-            logits = self.run(segments, [token_id for row, done in zip(rows, computed, strict=True) for token_id in row[done:]])
+            steps.append(
+                self.run(segments, [token_id for row, done in zip(rows, computed, strict=True) for token_id in row[done:]])
+            )
             computed = [len(row) for row in rows]
-            for row, token_id in zip(rows, logits.argmax(dim=-1).tolist(), strict=True):
+            for row, token_id in zip(rows, steps[-1].argmax(dim=-1).tolist(), strict=True):
                 row.append(token_id)
-        return [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
+        outputs = (row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True))
+        return list(zip(outputs, torch.stack(steps, dim=1), strict=True))
 
 
 @pytest.fixture
@@ -288,3 +362,21 @@ def prompts() -> list[list[int]]:
     """Four prompts of mixed lengths: less than a block, more than one, several, a single token."""
     generator = torch.Generator().manual_seed(7)
     return [torch.randint(SIZES["vocab_size"], (length,), generator=generator).tolist() for length in (5, 23, 70, 1)]
+
+
+FIRST_DIFFERENCES = pytest.StashKey[dict[str, list[str]]]()
+
+
+@pytest.fixture
+def first_differences(request: pytest.FixtureRequest) -> dict[str, list[str]]:
+    """Where outputs in narrow dtypes leave transformers', by dtype; an empty string for one that does not. Reported at the end."""
+    return request.config.stash.setdefault(FIRST_DIFFERENCES, {})
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for dtype, found in config.stash.get(FIRST_DIFFERENCES, {}).items():
+        differences = [where for where in found if where]
+        terminalreporter.write_line(
+            f"{dtype}: {len(differences)} of {len(found)} outputs differ from transformers', all at near ties: "
+            f"{'; '.join(differences) or 'none'}"
+        )

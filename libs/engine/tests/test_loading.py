@@ -11,10 +11,11 @@ from pilotlight.engine.device.parameters import Parameters
 from pilotlight.engine.engine import Engine
 from pilotlight.engine.errors import BadCheckpoint, BadRequest, EngineError, NoRoom, UnknownInstance, UnsupportedModel
 from pilotlight.engine.models.registry import decoder_of
-from pilotlight.policy.types import Dtype, InstanceId, Stage
+from pilotlight.policy.types import Dtype, Experts, InstanceId, Stage
 
 I = InstanceId("i")  # noqa: E741
 ROOM = 1 << 22
+TOO_FEW_EXPERTS = Experts(num_experts=2, experts_per_token=3, intermediate_size=8, normalized=True, layers=(0,))
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 
 
@@ -64,6 +65,8 @@ def test_a_part_of_another_stage_is_refused(engine, checkpoint):
         ({"architecture": "GPT2LMHeadModel"}, UnsupportedModel, "unsupported_model"),
         ({"num_kv_heads": 3}, UnsupportedModel, "unsupported_model"),
         ({"head_dim": 13}, UnsupportedModel, "unsupported_model"),
+        ({"sliding_layers": (0,)}, UnsupportedModel, "unsupported_model"),
+        ({"experts": TOO_FEW_EXPERTS}, UnsupportedModel, "unsupported_model"),
         ({"num_layers": 3, "part_bytes": (0,) * 5}, BadRequest, "bad_request"),
     ],
 )
@@ -170,5 +173,6 @@ def test_every_error_has_its_code_of_the_taxonomy():
         "bad_checkpoint",
         "no_room",
         "unknown_instance",
+        "deadline_exceeded",
         "engine_failed",
     }

@@ -1,90 +1,210 @@
 """Continuous batching, decided without a tensor."""
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+import subprocess
+import sys
 
-from pilotlight.engine.core.blocks import BlockPool
+import pytest
+from paper_stage import PaperStage, expected_output
+
+from pilotlight.engine.core.lifecycle import TRANSITIONS, RequestEvent, RequestState, step
 from pilotlight.engine.core.request import Request, RequestKey
-from pilotlight.engine.core.scheduler import BatchLimits, BatchScheduler
+from pilotlight.engine.core.scheduler import BatchLimits
+from pilotlight.engine.errors import EngineFailed, NoRoom
 from pilotlight.policy.types import RequestId, Sampling
 
 
-def request(name: str, prompt_tokens: int, max_tokens: int, context: int = 10_000) -> Request:
-    return Request(RequestKey(RequestId(name), 1), [1] * prompt_tokens, [], Sampling(seed=0, max_tokens=max_tokens), context)
+def prompt(kind: int, num_tokens: int) -> list[int]:
+    """Prompts of different kinds share nothing."""
+    return [100 * kind + position for position in range(num_tokens)]
 
 
-def names(requests) -> list[str]:
-    return [request.key.request_id for request in requests]
+def states(stage: PaperStage) -> str:
+    """The row, by the first letters of its states."""
+    return "".join(request.state.value[0] for request in stage.scheduler.requests)
 
 
-def run(scheduler: BatchScheduler) -> list[tuple[str, int, int]]:
-    """One step whose samples are all token 5: who ran which tokens."""
-    scheduler.admit(0.0)
-    plan = scheduler.plan()
-    scheduler.advance(plan)
-    for sampled in plan.sampled:
-        if sampled.accept(5):
-            scheduler.end(sampled)
-    return [
-        (mine.key.request_id, segment.start, segment.stop)
-        for mine, segment in zip(plan.requests, plan.batch.segments, strict=True)
-    ]
+def test_a_step_has_so_many_tokens_and_streams_come_first():
+    stage = PaperStage(100, BatchLimits(step_tokens=10, running=10))
+    stage.submit(prompt(0, 4), 8)
+    assert stage.step() == [("r0", 0, 4)]
+    stage.submit(prompt(1, 23), 2)
+    stage.submit(prompt(2, 3), 2)
+    assert stage.step() == [("r0", 4, 5), ("r1", 0, 9)]
+    assert stage.step() == [("r0", 5, 6), ("r1", 9, 18)]
+    assert stage.step() == [("r0", 6, 7), ("r1", 18, 23), ("r2", 0, 3)]
+    assert stage.step() == [("r0", 7, 8), ("r1", 23, 24), ("r2", 3, 4)]
+    assert states(stage) == "r"
 
 
-def test_long_prompts_are_cut_and_streams_are_never_starved():
-    scheduler = BatchScheduler(BlockPool(100), BatchLimits(prefill_tokens=10))
-    scheduler.submit(request("stream", 4, 8))
-    assert run(scheduler) == [("stream", 0, 4)]
-    scheduler.submit(request("long", 23, 2))
-    scheduler.submit(request("late", 3, 2))
-    assert run(scheduler) == [("stream", 4, 5), ("long", 0, 10)]
-    assert run(scheduler) == [("stream", 5, 6), ("long", 10, 20)]
-    assert run(scheduler) == [("stream", 6, 7), ("long", 20, 23), ("late", 0, 3)]
-    assert run(scheduler) == [("stream", 7, 8), ("long", 23, 24), ("late", 3, 4)]
-    assert (scheduler.running, scheduler.waiting) == (1, 0)
+def test_every_stream_gets_a_token_in_every_step():
+    stage = PaperStage(100, BatchLimits(step_tokens=4, running=4))
+    for kind in range(3):
+        stage.submit(prompt(kind, 1), 20)
+    stage.submit(prompt(3, 9), 2)
+    assert [name for name, _, _ in stage.step()] == ["r0", "r1", "r2", "r3"]
+    for start in range(1, 9):
+        assert stage.step()[3:] == [("r3", start, start + 1)], "a long prompt gets what is left, at least one"
+
+
+@pytest.mark.parametrize(("step_tokens", "running"), [(4, 5), (4, 0), (0, 0)])
+def test_limits_under_which_somebody_might_starve_are_refused(step_tokens, running):
+    with pytest.raises(ValueError, match="running must be"):
+        BatchLimits(step_tokens=step_tokens, running=running)
 
 
 def test_the_head_of_the_queue_is_not_overtaken():
-    scheduler = BatchScheduler(BlockPool(4), BatchLimits())
-    for name, prompt_tokens in (("a", 30), ("b", 40), ("c", 5)):
-        scheduler.submit(request(name, prompt_tokens, 2))
-    assert run(scheduler) == [("a", 0, 30)], "b has no room; c would have, and waits"
-    assert (scheduler.running, scheduler.waiting, scheduler.kv_free_tokens) == (1, 2, 32)
-    assert run(scheduler) == [("a", 30, 31)]
-    assert run(scheduler) == [("b", 0, 40), ("c", 0, 5)]
+    stage = PaperStage(4, BatchLimits())
+    for kind, prompt_tokens in enumerate((30, 40, 5)):
+        stage.submit(prompt(kind, prompt_tokens), 2)
+    assert stage.step() == [("r0", 0, 30)], "r1 has no room; r2 would have, and waits"
+    assert (stage.scheduler.running, stage.scheduler.waiting, stage.scheduler.kv_free_tokens) == (1, 2, 32)
+    assert stage.step() == [("r0", 30, 31)]
+    assert stage.step() == [("r1", 0, 40)], "a block for r1's next tokens stays free"
+    assert stage.step() == [("r1", 40, 41)]
+    assert stage.step() == [("r2", 0, 5)]
 
 
 def test_no_more_run_than_the_limit():
-    scheduler = BatchScheduler(BlockPool(100), BatchLimits(running=2))
-    for name in "abc":
-        scheduler.submit(request(name, 3, 1))
-    assert [name for name, _, _ in run(scheduler)] == ["a", "b"]
-    assert [name for name, _, _ in run(scheduler)] == ["c"]
-    assert not scheduler.has_work
+    stage = PaperStage(100, BatchLimits(running=2))
+    for kind in range(3):
+        stage.submit(prompt(kind, 3), 1)
+    assert [name for name, _, _ in stage.step()] == ["r0", "r1"]
+    assert [name for name, _, _ in stage.step()] == ["r2"]
+    assert not stage.scheduler.has_work
+
+
+def test_equal_prefixes_are_computed_once():
+    stage = PaperStage(20, BatchLimits())
+    stage.submit(prompt(0, 40), 30)
+    assert stage.step() == [("r0", 0, 40)]
+    stage.submit([*prompt(0, 40), 7], 2)
+    stage.submit(prompt(0, 20), 2)
+    stage.submit(prompt(0, 32), 2)
+    assert stage.step() == [("r0", 40, 41), ("r1", 32, 41), ("r2", 16, 20), ("r3", 16, 32)]
+    assert stage.hit_tokens == 64, "full blocks only, and never the last token"
+    assert stage.pool.num_blocks - stage.pool.free_blocks == 3 + 1 + 1 + 1
+    stage.drain()
+    assert stage.pool.cached_blocks == 4, "64 tokens of r0 are in full blocks; the others' blocks hold the same or are not full"
+
+
+def test_output_is_found_as_a_prefix_too():
+    """The next turn of a conversation."""
+    stage = PaperStage(20, BatchLimits())
+    first = stage.submit(prompt(0, 20), 30)
+    stage.drain()
+    stage.submit([*first.token_ids, 1, 2, 3], 2)
+    assert stage.step() == [("r1", 48, 53)]
+
+
+def test_without_the_prefix_cache_nothing_is_shared():
+    stage = PaperStage(20, BatchLimits(prefix_cache=False))
+    for _ in range(2):
+        stage.submit(prompt(0, 40), 3)
+        assert stage.step()[-1][1:] == (0, 40)
+    assert stage.pool.cached_blocks == 0
+
+
+def test_the_youngest_gives_up_its_blocks_and_comes_back_first():
+    stage = PaperStage(4, BatchLimits())
+    requests = [stage.submit(prompt(kind, 16), 40, seed=kind) for kind in range(3)]
+    assert stage.step() == [("r0", 0, 16), ("r1", 0, 16)], "a block for each of two stays free"
+    assert states(stage) == "rrw"
+    while stage.preemptions == 0:
+        stage.step()
+    assert states(stage) == "rpw"
+    assert requests[1].computed == 0
+    assert [requests[kind].position for kind in range(3)] == [18, 17, 0]
+    stage.drain()
+    assert [requests[kind].token_ids[16:] for kind in range(3)] == [
+        expected_output(prompt(kind, 16), kind, 40) for kind in range(3)
+    ]
+
+
+def test_a_preempted_request_finds_its_blocks_again():
+    stage = PaperStage(6, BatchLimits())
+    old, young = stage.submit(prompt(0, 16), 60), stage.submit(prompt(1, 16), 60)
+    while stage.preemptions == 0:
+        stage.step()
+    stage.drop(old)
+    assert len(young.token_ids) == 49
+    assert stage.step() == [("r1", 32, 49)], "of its three full blocks the old one needed one, the last"
+
+
+def test_the_youngest_sits_out_rather_than_give_up_its_own():
+    stage = PaperStage(8, BatchLimits())
+    requests = [stage.submit(prompt(kind, 16), 30) for kind in range(3)]
+    for _ in range(17):
+        assert len(stage.step()) == 3
+    assert [name for name, _, _ in stage.step()] == ["r0", "r1"], "there was a third block for two of them"
+    assert states(stage) == "rrr"
+    while stage.scheduler.running == 3:
+        stage.step()
+    assert stage.step() == [("r2", 32, 33)]
+    assert (stage.preemptions, requests[2].position) == (0, 18)
+
+
+def test_a_dropped_request_frees_its_blocks_at_once_and_leaves_shared_ones():
+    stage = PaperStage(20, BatchLimits())
+    first = stage.submit(prompt(0, 40), 20)
+    stage.step()
+    second = stage.submit(prompt(0, 40), 20)
+    stage.step()
+    assert stage.pool.free_blocks == 16
+    stage.drop(first)
+    assert stage.pool.free_blocks == 17, "two of three are the second's as well"
+    stage.check()
+    stage.drain()
+    assert second.token_ids[40:] == expected_output(prompt(0, 40), 0, 20)
+
+
+@pytest.mark.parametrize("state", [RequestState.WAITING, RequestState.RUNNING, RequestState.PREEMPTED])
+def test_an_overdue_request_ends_in_one_step_wherever_it_stands(state):
+    stage = PaperStage(4, BatchLimits())
+    stage.submit(prompt(0, 16), 40)
+    other = stage.submit(prompt(1, 16), 40, deadline_s=100.0)
+    while other.state is not state:
+        stage.step()
+    stage.now_s = 99.9
+    stage.step()
+    assert not stage.overdue
+    stage.now_s = 100.0
+    stage.step()
+    assert stage.overdue == [other]
+    assert other.state is RequestState.ENDED
+    stage.drain()
+
+
+def test_a_request_that_fits_alone_is_taken_and_no_other():
+    stage = PaperStage(4, BatchLimits())
+    with pytest.raises(NoRoom):
+        stage.submit(prompt(0, 30), 35)
+    stage.submit(prompt(0, 30), 34)
+    stage.drain()
+
+
+def request(prompt_tokens: int, max_tokens: int, context: int) -> Request:
+    return Request(RequestKey(RequestId("a"), 1), [1] * prompt_tokens, [], Sampling(seed=0, max_tokens=max_tokens), context)
 
 
 def test_room_is_asked_for_what_a_request_can_reach():
-    assert request("a", 10, 20).kv_tokens == 30
-    assert request("a", 10, 20, context=16).kv_tokens == 16
+    assert request(10, 20, context=1000).kv_tokens == 30
+    assert request(10, 20, context=16).kv_tokens == 16
 
 
-@given(
-    sizes=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 12)), min_size=1, max_size=12),
-    num_blocks=st.integers(5, 12),
-    prefill_tokens=st.integers(1, 40),
-)
-@settings(max_examples=150, deadline=None)
-def test_every_request_runs_each_token_once_and_ends(sizes, num_blocks, prefill_tokens):
-    scheduler = BatchScheduler(BlockPool(num_blocks), BatchLimits(prefill_tokens=prefill_tokens))
-    requests = [request(str(index), prompt, output) for index, (prompt, output) in enumerate(sizes)]
-    for mine in requests:
-        scheduler.submit(mine)
-    computed = dict.fromkeys(names(requests), 0)
-    while scheduler.has_work:
-        ran = run(scheduler)
-        assert ran, "a step with work runs something"
-        for name, start, stop in ran:
-            assert start == computed[name] < stop
-            computed[name] = stop
-    assert [mine.position for mine in requests] == [output for _, output in sizes]
-    assert scheduler.kv_free_tokens == num_blocks * 16
+def test_moves_that_are_not_in_the_table_are_refused():
+    for state in RequestState:
+        for event in RequestEvent:
+            if (state, event) not in TRANSITIONS:
+                with pytest.raises(EngineFailed, match=f"{state.value} cannot take {event.value}"):
+                    step(state, event)
+    assert all(source is not RequestState.ENDED for source, _ in TRANSITIONS)
+
+
+def test_the_core_imports_no_tensors():
+    code = (
+        "import pkgutil, importlib, sys, pilotlight.engine.core as core\n"
+        "for module in pkgutil.iter_modules(core.__path__): importlib.import_module(f'{core.__name__}.{module.name}')\n"
+        "print([name for name in ('torch', 'numpy') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 
-from pilotlight.checkpoint.config import CONFIG_FILE, declared_dtype, parse_config
+from pilotlight.checkpoint.config import declared_dtype, parse_config
 from pilotlight.checkpoint.errors import BadCheckpoint
 from pilotlight.checkpoint.generation import GENERATION_FILE, GenerationDefaults, parse_generation
 from pilotlight.checkpoint.layout import build_manifest, stored_dtype
 from pilotlight.checkpoint.manifest import Chunk, Manifest
 from pilotlight.checkpoint.reader import Source, SourceFile, read_small, source_version
 from pilotlight.checkpoint.safetensors import INDEX_FILE, read_tensors
-from pilotlight.checkpoint.strict_json import MAX_CONFIG_BYTES, JsonObject
+from pilotlight.checkpoint.strict_json import CONFIG_FILE, MAX_CONFIG_BYTES, JsonObject
 from pilotlight.policy.types import Dtype, ModelSpec
 
 TEXT_FILES = (

@@ -5,25 +5,26 @@ speaks nonsense is worse than one that does not load.
 """
 
 from dataclasses import replace
-from typing import Any
 
-from pilotlight.checkpoint.architectures import SUPPORTED_ARCHITECTURES, expected_parts
-from pilotlight.checkpoint.errors import BadCheckpoint, UnsupportedModel, quote
+from pilotlight.checkpoint.architectures import SUPPORTED_ARCHITECTURES, Architecture, expected_parts
+from pilotlight.checkpoint.errors import UnsupportedModel, quote
 from pilotlight.checkpoint.layout import image_bytes
-from pilotlight.checkpoint.strict_json import JsonObject
-from pilotlight.policy.types import Dtype, ModelSpec, RopeScaling
+from pilotlight.checkpoint.rope import MAX_CONTEXT_TOKENS, parse_rope
+from pilotlight.checkpoint.strict_json import CONFIG_FILE, JsonObject
+from pilotlight.checkpoint.windows import parse_windows
+from pilotlight.policy.types import Dtype, Experts, ModelSpec
 
-CONFIG_FILE = "config.json"
 MAX_LAYERS = 1024
 MAX_WIDTH = 1 << 18
 """Largest hidden and intermediate size."""
 MAX_HEADS = 1024
 MAX_HEAD_DIM = 1024
 MAX_VOCABULARY = 1 << 22
-MAX_CONTEXT_TOKENS = 1 << 27
+MAX_EXPERTS = 1 << 16
+"""Of all layers together."""
 
-_DEFAULT_ROPE_THETA = 10_000.0
 _DEFAULT_NORM_EPS = 1e-6
+_DEFAULT_QUERY_SCALAR = 256.0
 
 
 def parse_config(data: bytes, stored: Dtype) -> ModelSpec:
@@ -39,31 +40,40 @@ def parse_config(data: bytes, stored: Dtype) -> ModelSpec:
     """
     config = JsonObject.parse(data, CONFIG_FILE)
     architecture = _architecture(config)
-    _refuse_unsupported(config)
+    family = SUPPORTED_ARCHITECTURES[architecture]
+    _refuse_unsupported(config, family)
+    num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
     hidden_size = config.integer("hidden_size", 1, MAX_WIDTH)
     num_heads = config.integer("num_attention_heads", 1, MAX_HEADS)
     num_kv_heads = config.integer("num_key_value_heads", 1, num_heads, default=num_heads)
     if num_heads % num_kv_heads:
         raise config.fault("num_key_value_heads", f"does not divide the {num_heads} attention heads")
     max_context_tokens = config.integer("max_position_embeddings", 1, MAX_CONTEXT_TOKENS)
-    rope = _rope(config)
+    rope = parse_rope(config, family, max_context_tokens)
+    windows = parse_windows(config, family, num_layers)
     spec = ModelSpec(
         architecture=architecture,
         dtype=stored,
-        num_layers=config.integer("num_hidden_layers", 1, MAX_LAYERS),
+        num_layers=num_layers,
         hidden_size=hidden_size,
         intermediate_size=config.integer("intermediate_size", 1, MAX_WIDTH),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=_head_dim(config, hidden_size, num_heads),
+        head_dim=_head_dim(config, family, hidden_size, num_heads),
         vocab_size=config.integer("vocab_size", 1, MAX_VOCABULARY),
         max_context_tokens=max_context_tokens,
-        rope_theta=rope.number("rope_theta", 1.0, 1e12, default=_default_theta(config)),
-        rope_scaling=_rope_scaling(config, rope, max_context_tokens),
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
         rms_norm_eps=config.number("rms_norm_eps", 1e-12, 1e-1, default=_DEFAULT_NORM_EPS),
-        tied_embeddings=config.flag("tie_word_embeddings", default=False),
-        attention_bias=SUPPORTED_ARCHITECTURES[architecture].always_bias or config.flag("attention_bias", default=False),
+        tied_embeddings=config.flag("tie_word_embeddings", default=family.default_tied),
+        attention_bias=_attention_bias(config, family),
         part_bytes=(),
+        sliding_window_tokens=windows.window_tokens,
+        sliding_layers=windows.layers,
+        sliding_rope_theta=rope.sliding_theta,
+        attention_scale=_attention_scale(config) if family.query_scalar else None,
+        logit_softcap=_logit_softcap(config, family),
+        experts=_experts(config, num_layers) if family.experts else None,
     )
     return replace(spec, part_bytes=tuple(image_bytes(part.values(), stored) for part in expected_parts(spec)))
 
@@ -90,76 +100,67 @@ def _architecture(config: JsonObject) -> str:
         raise config.fault("architectures", "does not name one architecture")
     if names[0] not in SUPPORTED_ARCHITECTURES:
         supported = ", ".join(SUPPORTED_ARCHITECTURES)
-        raise UnsupportedModel(f"{quote(names[0])} is not supported; supported are {supported}", file=CONFIG_FILE)
+        fault = f"architecture {quote(names[0])} is not supported; supported are {supported}"
+        raise UnsupportedModel(fault, file=CONFIG_FILE)
     return names[0]
 
 
-def _refuse_unsupported(config: JsonObject) -> None:
+def _refuse_unsupported(config: JsonObject, family: Architecture) -> None:
     if config.has("quantization_config"):
         raise UnsupportedModel("quantized weights (quantization_config) are not supported", file=CONFIG_FILE)
-    for flag in ("mlp_bias", "use_sliding_window"):
+    for flag in ("mlp_bias", "use_bidirectional_attention"):
         if config.flag(flag, default=False):
             raise UnsupportedModel(f"{flag} is not supported", file=CONFIG_FILE)
-    activation = config.text("hidden_act", default="silu")
-    if activation != "silu":
-        raise UnsupportedModel(f"the activation {quote(activation)} is not supported, only silu", file=CONFIG_FILE)
-    for kind in config.items("layer_types"):
-        if kind != "full_attention":
-            raise UnsupportedModel(f"layers of type {_show(kind)} are not supported, only full_attention", file=CONFIG_FILE)
+    if config.has("attn_logit_softcapping"):
+        raise UnsupportedModel("attn_logit_softcapping is not supported", file=CONFIG_FILE)
+    key, supported = family.activation
+    activation = config.text(key, default=supported)
+    if activation != supported:
+        raise UnsupportedModel(f"the activation {quote(activation)} ({key}) is not supported, only {supported}", file=CONFIG_FILE)
 
 
-def _head_dim(config: JsonObject, hidden_size: int, num_heads: int) -> int:
-    if not config.has("head_dim") and hidden_size % num_heads:
+def _head_dim(config: JsonObject, family: Architecture, hidden_size: int, num_heads: int) -> int:
+    default = family.default_head_dim or hidden_size // num_heads
+    if not config.has("head_dim") and family.default_head_dim is None and hidden_size % num_heads:
         raise config.fault("hidden_size", f"is no multiple of the {num_heads} attention heads, and there is no head_dim")
-    head_dim = config.integer("head_dim", 2, MAX_HEAD_DIM, default=hidden_size // num_heads)
+    head_dim = config.integer("head_dim", 2, MAX_HEAD_DIM, default=default)
     if head_dim % 2:
         raise config.fault("head_dim", "is odd: rotary embeddings turn pairs")
     return head_dim
 
 
-def _rope(config: JsonObject) -> JsonObject:
-    """Where the rotary settings stand: transformers 5 has ``rope_parameters``, 4 had ``rope_scaling`` beside ``rope_theta``."""
-    modern, older = config.child("rope_parameters"), config.child("rope_scaling")
-    if modern is not None and older is not None and config.raw("rope_parameters") != config.raw("rope_scaling"):
-        raise BadCheckpoint("rope_parameters and rope_scaling contradict each other", file=CONFIG_FILE)
-    rope = modern or older or JsonObject({}, CONFIG_FILE)
-    if any(isinstance(rope.raw(name), dict) for name in rope.names()):
-        raise UnsupportedModel("rope_parameters that differ by layer are not supported", file=CONFIG_FILE)
-    for place in (rope, config):
-        if place.number("partial_rotary_factor", 0.0, 1.0, default=1.0) != 1.0:
-            raise UnsupportedModel("a partial_rotary_factor other than 1 is not supported", file=CONFIG_FILE)
-    return rope
+def _attention_bias(config: JsonObject, family: Architecture) -> bool:
+    # A family without biases has none whatever the configuration says, and so has transformers.
+    return family.always_bias or (bool(family.bias) and config.flag("attention_bias", default=False))
 
 
-def _default_theta(config: JsonObject) -> float:
-    return config.number("rope_theta", 1.0, 1e12, default=_DEFAULT_ROPE_THETA)
+def _attention_scale(config: JsonObject) -> float:
+    return config.number("query_pre_attn_scalar", 1e-6, 1e6, default=_DEFAULT_QUERY_SCALAR) ** -0.5
 
 
-def _rope_scaling(config: JsonObject, rope: JsonObject, max_context_tokens: int) -> RopeScaling | None:
-    # "type" is the name that the key had before transformers 4.45; configurations converted since then have both.
-    kind = rope.text("rope_type", default=rope.text("type", default="default"))
-    if kind == "default":
+def _logit_softcap(config: JsonObject, family: Architecture) -> float | None:
+    key = "final_logit_softcapping"
+    if not config.has(key):
         return None
-    if kind != "llama3":
-        raise UnsupportedModel(f"rope scaling of type {quote(kind)} is not supported, only llama3", file=CONFIG_FILE)
-    scaling = RopeScaling(
-        factor=rope.number("factor", 1.0, 1e6),
-        low_freq_factor=rope.number("low_freq_factor", 1e-6, 1e6),
-        high_freq_factor=rope.number("high_freq_factor", 1e-6, 1e6),
-        original_max_position_tokens=_original_context(config, rope, max_context_tokens),
+    if not family.logit_softcap:
+        raise UnsupportedModel(f"{key} is not supported for this architecture", file=CONFIG_FILE)
+    return config.number(key, 1e-3, 1e6)
+
+
+def _experts(config: JsonObject, num_layers: int) -> Experts:
+    """Layers have experts, unless they are in ``mlp_only_layers`` or between the steps of ``decoder_sparse_step``."""
+    step = config.integer("decoder_sparse_step", 1, MAX_LAYERS, default=1)
+    dense = config.items("mlp_only_layers")
+    if any(type(layer) is not int for layer in dense):
+        raise config.fault("mlp_only_layers", "is not a list of integers")
+    layers = tuple(layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0)
+    # transformers 5 has a second name for it.
+    key = "num_experts" if config.has("num_experts") else "num_local_experts"
+    num_experts = config.integer(key, 1, MAX_EXPERTS // num_layers)
+    return Experts(
+        num_experts=num_experts,
+        experts_per_token=config.integer("num_experts_per_tok", 1, num_experts),
+        intermediate_size=config.integer("moe_intermediate_size", 1, MAX_WIDTH),
+        normalized=config.flag("norm_topk_prob", default=False),
+        layers=layers,
     )
-    if scaling.high_freq_factor <= scaling.low_freq_factor:
-        raise rope.fault("high_freq_factor", "is not greater than low_freq_factor")
-    return scaling
-
-
-def _original_context(config: JsonObject, rope: JsonObject, max_context_tokens: int) -> int:
-    # The order in which transformers looks: beside the rope settings, within them, and then the context itself.
-    key = "original_max_position_embeddings"
-    return config.integer(
-        key, 1, MAX_CONTEXT_TOKENS, default=rope.integer(key, 1, MAX_CONTEXT_TOKENS, default=max_context_tokens)
-    )
-
-
-def _show(value: Any) -> str:
-    return quote(value) if isinstance(value, str) else type(value).__name__

@@ -14,7 +14,9 @@ is a piece of one image and lists the file ranges that fill it; what no segment 
 ``digest`` names a checkpoint: it covers files, layout and spec, but no chunk digests, since those are learned later.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 from blake3 import blake3
@@ -76,8 +78,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     parts: tuple[Part, ...]
 
     def digest(self) -> Digest:
-        """What ``Model.digest`` is: BLAKE3 over the canonical encoding without chunk digests."""
-        return bytes_digest(encode(_map_chunks(self, lambda _, chunk: msgspec.structs.replace(chunk, digest=None))))
+        """What ``Model.digest`` is: BLAKE3 over the canonical encoding without chunk digests.
+
+        Fields of the spec that hold their default are left out. So a checkpoint that an earlier release could describe keeps its
+        digest, and an earlier release, which drops the fields that it does not know, refuses a checkpoint that needs them.
+        """
+        bare = _map_chunks(self, lambda _, chunk: msgspec.structs.replace(chunk, digest=None))
+        return bytes_digest(msgspec.json.encode(_Digested(spec=_stated(self.spec), files=bare.files, parts=bare.parts)))
 
     def with_digests(self, digests: Mapping[tuple[int, int], Digest]) -> "Manifest":
         """The manifest with more chunk digests, by (part, chunk within the part).
@@ -98,6 +105,22 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             return msgspec.structs.replace(chunk, digest=digest)
 
         return _map_chunks(self, add)
+
+
+class _Digested(msgspec.Struct, frozen=True, kw_only=True):
+    """What a digest covers, in the order of ``Manifest``."""
+
+    spec: dict[str, Any]
+    files: tuple[SourceFile, ...]
+    parts: tuple[Part, ...]
+
+
+def _stated(value: Any) -> Any:
+    """A dataclass as a dictionary in the order of its fields, without those that hold their default; other values as they are."""
+    if not dataclasses.is_dataclass(value):
+        return value
+    fields = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
+    return {field.name: _stated(content) for field, content in fields if content != field.default}
 
 
 _encoder = msgspec.json.Encoder(order="deterministic")

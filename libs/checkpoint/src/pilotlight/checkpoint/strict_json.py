@@ -11,6 +11,7 @@ from typing import Any, NoReturn, cast
 
 from pilotlight.checkpoint.errors import BadCheckpoint, quote
 
+CONFIG_FILE = "config.json"
 MAX_CONFIG_BYTES = 4 * 1024 * 1024
 """Largest configuration file that is read."""
 

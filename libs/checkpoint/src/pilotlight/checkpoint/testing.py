@@ -8,11 +8,19 @@ from typing import Any
 from blake3 import blake3
 
 from pilotlight.checkpoint.architectures import Shape, expected_parts
-from pilotlight.checkpoint.config import CONFIG_FILE, parse_config
+from pilotlight.checkpoint.config import parse_config
 from pilotlight.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE
+from pilotlight.checkpoint.strict_json import CONFIG_FILE
 from pilotlight.policy.types import Dtype
 
 _FORMAT_NAMES = {Dtype.BFLOAT16: "BF16", Dtype.FLOAT16: "F16", Dtype.FLOAT32: "F32", Dtype.FLOAT64: "F64"}
+
+
+_FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
+    "Qwen3ForCausalLM": {"head_dim": 8},
+    "Qwen3MoeForCausalLM": {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
+    "Gemma3ForCausalLM": {"head_dim": 8, "rope_theta": None, "sliding_window": 16, "sliding_window_pattern": 2},
+}
 
 
 def tiny_config(architecture: str = "LlamaForCausalLM", **changes: Any) -> dict[str, Any]:
@@ -29,6 +37,7 @@ def tiny_config(architecture: str = "LlamaForCausalLM", **changes: Any) -> dict[
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "eos_token_id": 2,
+        **_FAMILY_SETTINGS.get(architecture, {}),
         **changes,
     }
     return {key: value for key, value in config.items() if value is not None}

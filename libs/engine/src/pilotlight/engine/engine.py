@@ -9,7 +9,7 @@ from pilotlight.engine.core.scheduler import BatchLimits
 from pilotlight.engine.device.parameters import Source
 from pilotlight.engine.errors import BadCheckpoint, BadRequest, UnknownInstance
 from pilotlight.engine.resident import ResidentStage, ended
-from pilotlight.engine.results import FirstPrefill, PlacedPart, Produced, StageRoom, StepResult
+from pilotlight.engine.results import PlacedPart, Produced, StageRoom, StepResult
 from pilotlight.policy.types import Dtype, FinishReason, InstanceId, ModelSpec, RequestId, Sampling, Stage
 
 
@@ -83,8 +83,18 @@ class Engine:
         prompt_ids: Sequence[int],
         output_ids: Sequence[int],
         sampling: Sampling,
+        deadline_s: float | None = None,
     ) -> None:
-        """Queues a request. ``output_ids`` are what another engine sampled already: positions go on after them.
+        """Queues a request.
+
+        Args:
+            request_id: whose tokens these are.
+            attempt: another attempt at the same request is another request here.
+            instance_id: the model that runs it.
+            prompt_ids: at least one token.
+            output_ids: what another engine sampled already: positions go on after them.
+            sampling: how tokens are drawn.
+            deadline_s: on the engine's clock. The first step after it ends the request with the error ``deadline_exceeded``.
 
         Raises:
             UnknownInstance: no whole model of this name is ready here.
@@ -95,7 +105,7 @@ class Engine:
         if self._find(key) is not None:
             raise BadRequest(f"request {request_id}, attempt {attempt}, is here already")
         resident = self._resident(instance_id)
-        request = Request(key, prompt_ids, output_ids, sampling, resident.spec.max_context_tokens)
+        request = Request(key, prompt_ids, output_ids, sampling, resident.spec.max_context_tokens, deadline_s)
         resident.check(request)
         if request.exhausted:
             # Resumed after its last token, which its finish did not follow in time.
@@ -110,15 +120,16 @@ class Engine:
             self._ended.append(resident.cancel(request))
 
     def step(self) -> StepResult:
-        """Runs one batch of the stage whose turn it is, and reports what ended since the last step."""
+        """Ends what is overdue, runs one batch of the stage whose turn it is, and reports what ended since the last step."""
         start_s = self._monotonic_s()
         produced, self._ended = self._ended, []
-        first_prefills: tuple[FirstPrefill, ...] = ()
+        for stage in self._stages.values():
+            produced.extend(stage.expire(start_s))
         resident = self._take_turn()
-        if resident is not None:
-            done = resident.step(self._monotonic_s)
+        done = resident.step(self._monotonic_s) if resident is not None else None
+        if done is not None:
             produced.extend(done.produced)
-            first_prefills = (done.first_prefill,) if done.first_prefill else ()
+        plan = done.plan if done is not None else None
         schedulers = [stage.scheduler for stage in self._stages.values()]
         return StepResult(
             produced=tuple(produced),
@@ -126,7 +137,13 @@ class Engine:
             running=sum(scheduler.running for scheduler in schedulers),
             kv_free_tokens=sum(scheduler.kv_free_tokens for scheduler in schedulers),
             step_time_s=self._monotonic_s() - start_s,
-            first_prefills=first_prefills,
+            first_prefills=(done.first_prefill,) if done is not None and done.first_prefill else (),
+            kv_used_tokens=sum(scheduler.kv_used_tokens for scheduler in schedulers),
+            kv_cached_tokens=sum(scheduler.kv_cached_tokens for scheduler in schedulers),
+            batch_tokens=plan.batch.num_tokens if plan else 0,
+            prefix_looked_up_tokens=plan.prefix_looked_up_tokens if plan else 0,
+            prefix_hit_tokens=plan.prefix_hit_tokens if plan else 0,
+            preemptions=plan.preempted if plan else 0,
         )
 
     def _take_turn(self) -> ResidentStage | None:

@@ -9,6 +9,7 @@
     ├── BadCheckpoint            bad_checkpoint
     ├── NoRoom                   no_room                   the stage's memory is too small for this
     ├── UnknownInstance          unknown_instance
+    ├── DeadlinePassed           deadline_exceeded         the request did not end in time
     └── EngineFailed             engine_failed             the model computed nonsense, or a bug of ours
 
 The engine does not depend on ``pilotlight.common``; the worker maps these codes to the errors there.
@@ -61,6 +62,12 @@ class UnknownInstance(EngineError):
     """No stage of this instance is held, or not one that can do this."""
 
     code = "unknown_instance"
+
+
+class DeadlinePassed(EngineError):
+    """The request's deadline passed before its last token."""
+
+    code = "deadline_exceeded"
 
 
 class EngineFailed(EngineError):

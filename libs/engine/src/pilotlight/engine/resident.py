@@ -6,14 +6,17 @@ from dataclasses import dataclass
 import torch
 
 from pilotlight.engine.core.admission import check_request
+from pilotlight.engine.core.batch import Plan
 from pilotlight.engine.core.blocks import BLOCK_TOKENS, BlockPool
+from pilotlight.engine.core.lifecycle import RequestEvent
 from pilotlight.engine.core.request import Request
 from pilotlight.engine.core.scheduler import BatchLimits, BatchScheduler
+from pilotlight.engine.core.tables import BlockTables
 from pilotlight.engine.device.kv import KvCache
 from pilotlight.engine.device.parameters import Parameters, Source
 from pilotlight.engine.device.runner import RangeRunner
 from pilotlight.engine.device.sampler import Draw, Drawn, sample
-from pilotlight.engine.errors import BadRequest, EngineFailed, NoRoom, UnknownInstance
+from pilotlight.engine.errors import BadRequest, DeadlinePassed, EngineError, EngineFailed, NoRoom, UnknownInstance
 from pilotlight.engine.models.registry import decoder_of
 from pilotlight.engine.results import FirstPrefill, PlacedPart, Produced, StageRoom
 from pilotlight.policy.types import Dtype, FinishReason, InstanceId, ModelSpec, Stage
@@ -23,6 +26,7 @@ from pilotlight.policy.types import Dtype, FinishReason, InstanceId, ModelSpec, 
 class StageStep:
     """What one forward pass of a stage gave."""
 
+    plan: Plan
     produced: tuple[Produced, ...]
     first_prefill: FirstPrefill | None
 
@@ -41,9 +45,11 @@ class ResidentStage:
         self._stage = stage
         self._parameters = Parameters(decoder, stage, dtype)
         self.room = _divide(self._parameters, spec.kv_bytes_per_token(stage, dtype), device_bytes)
-        pool = BlockPool(self.room.kv_capacity_tokens // BLOCK_TOKENS)
-        self._runner = RangeRunner(decoder, stage, self._parameters, KvCache(spec, stage, dtype, pool.num_blocks))
-        self.scheduler = BatchScheduler(pool, limits)
+        num_blocks = self.room.kv_capacity_tokens // BLOCK_TOKENS
+        self._runner = RangeRunner(decoder, stage, self._parameters, KvCache(spec, stage, dtype, num_blocks))
+        # An instance is one model in one dtype: its name tells contents apart, also between the stages that share it.
+        tables = BlockTables(BlockPool(num_blocks), instance_id, prefix_cache=limits.prefix_cache)
+        self.scheduler = BatchScheduler(tables, limits)
         self._has_sampled = False
 
     def place(self, part: int, tensors: Mapping[str, Source], monotonic_s: Callable[[], float]) -> PlacedPart:
@@ -64,33 +70,43 @@ class ResidentStage:
         check_request(self.spec, self.room.kv_capacity_tokens, request)
 
     def step(self, monotonic_s: Callable[[], float]) -> StageStep:
-        """Takes up what has room, runs one batch, samples."""
-        self.scheduler.admit(monotonic_s())
-        plan = self.scheduler.plan()
+        """Runs one batch and samples."""
+        plan = self.scheduler.schedule(monotonic_s())
         logits = self._runner.run(plan.batch, torch.tensor(plan.token_ids))
         self.scheduler.advance(plan)
         drawn = sample(logits, [Draw(request.sampling, request.position) for request in plan.sampled])
         sampled_s = monotonic_s()
         produced = tuple(self._hand_out(request, token) for request, token in zip(plan.sampled, drawn, strict=True))
         first = next((request for request, token in zip(plan.sampled, drawn, strict=True) if token is not None), None)
-        return StageStep(produced=produced, first_prefill=self._first_prefill(first, sampled_s))
+        return StageStep(plan=plan, produced=produced, first_prefill=self._first_prefill(first, sampled_s))
 
     def cancel(self, request: Request) -> Produced:
         """Ends a request at once, wherever it stands."""
-        self.scheduler.end(request)
+        self.scheduler.end(request, RequestEvent.DROP)
         return ended(request, FinishReason.CANCELLED)
+
+    def expire(self, now_s: float) -> tuple[Produced, ...]:
+        """Ends the requests whose deadline has passed."""
+        overdue = self.scheduler.overdue(now_s)
+        for request in overdue:
+            self.scheduler.end(request, RequestEvent.DROP)
+        return tuple(
+            ended(request, FinishReason.ERROR, DeadlinePassed(f"the deadline passed after {request.position} output tokens"))
+            for request in overdue
+        )
 
     def _hand_out(self, request: Request, drawn: Drawn | None) -> Produced:
         """Gives a request its token, and ends it if that was the last."""
         if drawn is None:
-            self.scheduler.end(request)
+            self.scheduler.end(request, RequestEvent.FINISH)
             return ended(
                 request, FinishReason.ERROR, EngineFailed(f"the logits of output token {request.position} are not finite")
             )
+        self.scheduler.vouch(request)
         position = request.position
         finish = request.accept(drawn.token_id)
         if finish is not None:
-            self.scheduler.end(request)
+            self.scheduler.end(request, RequestEvent.FINISH)
         kept = () if finish is FinishReason.STOP else (drawn,)
         return Produced(
             request_id=request.key.request_id,
@@ -111,7 +127,7 @@ class ResidentStage:
         )
 
 
-def ended(request: Request, finish: FinishReason, error: EngineFailed | None = None) -> Produced:
+def ended(request: Request, finish: FinishReason, error: EngineError | None = None) -> Produced:
     """The last word on a request that gets no token with it."""
     return Produced(
         request_id=request.key.request_id,

@@ -62,11 +62,25 @@ class FirstPrefill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """One step's output, and what the engine holds after it (sums over all resident stages)."""
+    """One step's output, what it took, and what the engine holds after it (sums over all resident stages)."""
 
     produced: tuple[Produced, ...]
     waiting: int
+    """Requests that own no KV blocks: not taken up yet, or preempted."""
     running: int
     kv_free_tokens: int
+    """Room that no request owns."""
     step_time_s: float
     first_prefills: tuple[FirstPrefill, ...]
+    kv_used_tokens: int = 0
+    """Room in blocks that requests own, filled or not."""
+    kv_cached_tokens: int = 0
+    """As much of the free room holds prefixes that can still be shared."""
+    batch_tokens: int = 0
+    """Tokens that the step ran through the model, of prompts and outputs."""
+    prefix_looked_up_tokens: int = 0
+    """Tokens of the requests that were taken up for the first time."""
+    prefix_hit_tokens: int = 0
+    """As many of those were found in the prefix cache."""
+    preemptions: int = 0
+    """Requests that gave up their blocks to older ones and will run again."""

@@ -63,14 +63,47 @@ class Stage:
         return self.stop - self.start
 
 
+class RopeKind(StrEnum):
+    """Ways to stretch rotary embeddings over a longer context than a model was trained on first."""
+
+    LLAMA3 = "llama3"
+    LINEAR = "linear"
+    YARN = "yarn"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """Llama-3 frequency scaling of rotary embeddings (the only kind that is supported)."""
+    """How the frequencies of rotary embeddings are changed. What a kind has no use for keeps its default."""
 
     factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_tokens: int
+    low_freq_factor: float = 0.0
+    """Of ``LLAMA3``, as is the next."""
+    high_freq_factor: float = 0.0
+    original_max_position_tokens: int = 0
+    """Of ``LLAMA3`` and ``YARN``: the context before stretching."""
+    kind: RopeKind = RopeKind.LLAMA3
+    beta_fast: float = 32.0
+    """Of ``YARN``, as are those that follow: turns within the original context above which a frequency stays as it is."""
+    beta_slow: float = 1.0
+    """Turns below which a frequency is divided by the whole factor."""
+    attention_factor: float = 1.0
+    """What rotated queries and keys are multiplied with."""
+    truncate: bool = True
+    """The bounds that follow from the betas are rounded to whole dimensions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The feed-forward networks of a mixture-of-experts model."""
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    """Of one expert."""
+    normalized: bool
+    """The shares of a token's experts are made to add up to 1."""
+    layers: tuple[int, ...]
+    """Layers that have experts; the others have one network of ``ModelSpec.intermediate_size``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +112,9 @@ class ModelSpec:
 
     ``part_bytes`` has ``num_layers + 2`` entries in execution order: the embedding, each decoder layer, the head (final norm
     and output projection). Embedding and head are not split; a tied embedding lies in part 0 alone.
+
+    A field with a default came with a later release. Its default is what models had before: such a model's digest does not
+    change with the release.
     """
 
     architecture: str
@@ -97,6 +133,17 @@ class ModelSpec:
     tied_embeddings: bool
     attention_bias: bool
     part_bytes: tuple[int, ...]
+    sliding_window_tokens: int | None = None
+    """How many tokens a query of a sliding layer sees, its own among them."""
+    sliding_layers: tuple[int, ...] = ()
+    """Layers with that window; the others see the whole context."""
+    sliding_rope_theta: float | None = None
+    """Of the sliding layers, whose frequencies are then not scaled; None: they turn as the others do."""
+    attention_scale: float | None = None
+    """What attention scores are multiplied with; None: 1 / sqrt(head_dim)."""
+    logit_softcap: float | None = None
+    """Logits are bent into (-cap, cap) by cap * tanh(logit / cap)."""
+    experts: Experts | None = None
 
     @property
     def whole(self) -> Stage:

@@ -188,6 +188,12 @@ class ChildLoop:
                 running=result.running,
                 kv_free_tokens=result.kv_free_tokens,
                 step_time_s=result.step_time_s,
+                kv_used_tokens=result.kv_used_tokens,
+                kv_cached_tokens=result.kv_cached_tokens,
+                batch_tokens=result.batch_tokens,
+                prefix_looked_up_tokens=result.prefix_looked_up_tokens,
+                prefix_hit_tokens=result.prefix_hit_tokens,
+                preemptions=result.preemptions,
             )
         )
 

@@ -247,6 +247,8 @@ class SimEngine:
                 running=len(self._requests) - waiting,
                 kv_free_tokens=self._kv_free_tokens(),
                 step_time_s=self._clock.monotonic_s() - start_s,
+                kv_used_tokens=self._kv_used_tokens(),
+                batch_tokens=prompt_tokens + len(batch) - len(fresh),
             )
         )
 
@@ -283,7 +285,10 @@ class SimEngine:
 
     def _kv_free_tokens(self) -> int:
         capacity = sum(stage.kv_capacity_tokens for stage in self._stages.values() if stage.ready)
-        return max(0, capacity - sum(len(request.run.prompt_ids) + request.position for request in self._requests.values()))
+        return max(0, capacity - self._kv_used_tokens())
+
+    def _kv_used_tokens(self) -> int:
+        return sum(len(request.run.prompt_ids) + request.position for request in self._requests.values())
 
     def _end(self, key: RequestKey, finish: FinishReason, code: str = "", message: str = "") -> None:
         request = self._requests.pop(key)

@@ -147,7 +147,7 @@ class Worker:
 
     def _on_step(self, step: StepDone) -> None:
         self._step = step
-        self.core.metrics.step_s.observe(step.step_time_s)
+        self.core.metrics.stepped(step)
         ended = False
         for produced in step.produced:
             self._on_produced(produced)
@@ -167,7 +167,7 @@ class Worker:
             self._publisher.add(outgoing)
 
     def _on_death(self, died: EngineDied) -> None:
-        self.core.metrics.engine_deaths.inc()
+        self.core.metrics.engine_died()
         log.error("engine died", action="engine_lost", worker_id=self.core.worker_id, reason=died.reason)
         self._step = None
         self._fail_requests(EngineFailed.code, f"the engine ended: {died.reason}")

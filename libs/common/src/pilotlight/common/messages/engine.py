@@ -110,9 +110,23 @@ class StepDone(Message, tag="step", frozen=True, kw_only=True):
 
     produced: list[Produced]
     waiting: int
+    """Requests that own no KV blocks: not taken up yet, or preempted."""
     running: int
     kv_free_tokens: int
+    """Room that no request owns."""
     step_time_s: float
+    kv_used_tokens: int = 0
+    """Room in blocks that requests own, filled or not."""
+    kv_cached_tokens: int = 0
+    """As much of the free room holds prefixes that can still be shared."""
+    batch_tokens: int = 0
+    """Tokens that the step ran through the model, of prompts and outputs."""
+    prefix_looked_up_tokens: int = 0
+    """Tokens of the requests that the step took up for the first time."""
+    prefix_hit_tokens: int = 0
+    """As many of those were found in the prefix cache."""
+    preemptions: int = 0
+    """Requests that gave up their KV blocks to older ones and will run again."""
 
 
 class Prefilled(Message, tag="prefilled", frozen=True, kw_only=True):

@@ -35,7 +35,16 @@ def check_request(spec: ModelSpec, kv_capacity_tokens: int, request: Request) ->
         raise ContextTooLong(
             f"the prompt has {request.prompt_tokens} tokens; with output, the model's context holds {spec.max_context_tokens}"
         )
-    if request.kv_tokens > kv_capacity_tokens:  # 5
+    check_kv_room(kv_capacity_tokens, request)  # 5
+
+
+def check_kv_room(kv_capacity_tokens: int, request: Request) -> None:
+    """Refuses a request for which there would not be room if it were alone; with others it then waits, but not for ever.
+
+    Raises:
+        NoRoom: the whole KV cache does not hold the tokens that it can reach.
+    """
+    if request.kv_tokens > kv_capacity_tokens:
         raise NoRoom(
             f"prompt and max_tokens come to {request.kv_tokens} tokens; the KV cache of this instance holds {kv_capacity_tokens}"
         )

@@ -18,7 +18,7 @@ class Segment:
     start: int
     count: int
     blocks: tuple[int, ...]
-    """All blocks of the request, in order of its positions."""
+    """Those of its first ``start + count`` positions, in order; it may have more. Those that others own too lie below ``start``."""
     wants_logits: bool
     """The last token's logits are asked for; false in the middle of a prompt."""
 
@@ -34,14 +34,25 @@ class Batch:
 
     segments: tuple[Segment, ...]
 
+    @property
+    def num_tokens(self) -> int:
+        """Rows of every tensor."""
+        return sum(segment.count for segment in self.segments)
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A batch, and whose it is."""
+    """A batch, whose it is, and what it took to make it."""
 
     requests: tuple[Request, ...]
     batch: Batch
     """One segment for each request."""
+    preempted: int
+    """Requests that gave up their blocks for it."""
+    prefix_looked_up_tokens: int
+    """Tokens of the requests that run for the first time."""
+    prefix_hit_tokens: int
+    """As many of those were in place."""
 
     @property
     def token_ids(self) -> list[int]:

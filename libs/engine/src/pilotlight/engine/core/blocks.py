@@ -1,19 +1,36 @@
-"""The books of one stage's KV blocks: which are free, and which request owns the others.
+"""The books of one stage's KV blocks.
 
-A block is ``BLOCK_TOKENS`` consecutive positions of one request, in all layers of the stage. The free ones are kept as half-open
-runs, because a request whose blocks lie side by side can be attended to without gathering them first::
+A block is ``BLOCK_TOKENS`` consecutive positions of one request, in all layers of the stage. The pool counts how many block tables a
+block stands in; the tables themselves are the requests' (``core.tables``). A block is in one of four states:
 
-    blocks   0   1   2   3   4   5   6   7   8   9
-            [free )[  request A  )[free )[  B  )[free )      runs: [0, 1) [4, 5) [8, 10)
+========  ======  =====  ==================================================================================
+state     owners  named  meaning
+========  ======  =====  ==================================================================================
+clean          0  no     holds nothing
+private        1  no     its owner writes into it
+sealed       >=1  yes    full, found by the hash of its content, never written again, shared by its owners
+cached         0  yes    as sealed, kept until somebody needs room: the one that was released first goes first
+========  ======  =====  ==================================================================================
+
+::
+
+    clean ── take ──> private ── seal ──> sealed ── release ──> cached ── share ──> sealed
+      ^                  │                   ^                     │
+      └──── release ─────┘                   └── share             └── take (as private, its content forgotten)
 """
 
-from bisect import bisect_left
-from typing import NamedTuple
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+from typing import NewType
 
-from pilotlight.engine.core.request import RequestKey
+from pilotlight.engine.core.free_runs import FreeRuns
 from pilotlight.engine.errors import EngineFailed
 
 BLOCK_TOKENS = 16
+
+BlockHash = NewType("BlockHash", bytes)
+"""The name of a full block's content; see ``core.prefix``."""
 
 
 def blocks_for(num_tokens: int) -> int:
@@ -21,77 +38,105 @@ def blocks_for(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_TOKENS)
 
 
-class Run(NamedTuple):
-    """Free blocks [start, stop)."""
-
-    start: int
-    stop: int
-
-
 class BlockPool:
-    """Owns every block of a stage. Nobody else changes who has which."""
+    """Says of every block of a stage who many own it and what it holds. Nobody else changes that."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._free = [Run(0, num_blocks)] if num_blocks else []
-        """By position; no two touch."""
-        self._free_blocks = num_blocks
-        self._owned: dict[RequestKey, tuple[int, ...]] = {}
+        self._clean = FreeRuns(num_blocks)
+        self._owners = [0] * num_blocks
+        self._names: dict[int, BlockHash] = {}
+        self._named: dict[BlockHash, int] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        """Released first comes first."""
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that nobody owns."""
-        return self._free_blocks
+        """Blocks that can be taken: clean and cached ones."""
+        return len(self._clean) + len(self._cached)
 
-    def take(self, owner: RequestKey, num_blocks: int) -> tuple[int, ...] | None:
-        """Blocks for a request in order of its positions, or None while too few are free.
+    @property
+    def cached_blocks(self) -> int:
+        """Blocks that nobody owns and whose content can still be shared."""
+        return len(self._cached)
 
-        1. The lowest run that is long enough gives its head.
-        2. Without one, runs are taken from the lowest up.
+    def find(self, hashes: Sequence[BlockHash]) -> tuple[int, ...]:
+        """The blocks that hold the longest prefix of a chain of contents. Changes nothing."""
+        return tuple(self._named[name] for name in takewhile(self._named.__contains__, hashes))
+
+    def free_beside(self, shared: Sequence[int]) -> int:
+        """Blocks that could still be taken if these, which ``find`` gave, were shared first."""
+        return self.free_blocks - sum(self._owners[block] == 0 for block in shared)
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """Makes the caller one more owner of blocks that ``find`` gave."""
+        for block in blocks:
+            if self._owners[block] == 0:
+                del self._cached[block]
+            self._owners[block] += 1
+
+    def take(self, num_blocks: int, after: int | None = None) -> tuple[int, ...] | None:
+        """Blocks that are the caller's alone, or None while too few are free.
+
+        1. Clean ones, side by side where that can be: behind ``after``, the last block that the caller has.
+        2. Then the cached ones that were released first; their content is forgotten.
         """
-        if owner in self._owned:
-            raise EngineFailed(f"request {owner} owns blocks already")
-        if num_blocks > self._free_blocks:
+        if num_blocks > self.free_blocks:
             return None
-        whole = next((index for index, run in enumerate(self._free) if run.stop - run.start >= num_blocks), None)  # 1
-        taken = self._cut(0 if whole is None else whole, num_blocks)  # 2
-        self._free_blocks -= num_blocks
-        self._owned[owner] = taken
-        return taken
-
-    def _cut(self, index: int, num_blocks: int) -> tuple[int, ...]:
-        """Takes blocks out of the runs from ``index`` on, which hold enough."""
-        taken: list[int] = []
-        while len(taken) < num_blocks:
-            run = self._free[index]
-            stop = min(run.stop, run.start + num_blocks - len(taken))
-            taken.extend(range(run.start, stop))
-            self._free[index : index + 1] = [Run(stop, run.stop)] if stop < run.stop else []
+        taken = self._clean.take(num_blocks, after)  # 1
+        taken += sorted(self._forget_oldest() for _ in range(num_blocks - len(taken)))  # 2
+        for block in taken:
+            self._owners[block] = 1
         return tuple(taken)
 
-    def release(self, owner: RequestKey) -> None:
-        """Frees what a request owns; nothing, if it owns none."""
-        for block in self._owned.pop(owner, ()):
-            self._free_one(block)
+    def _forget_oldest(self) -> int:
+        block, _ = self._cached.popitem(last=False)
+        del self._named[self._names.pop(block)]
+        return block
 
-    def _free_one(self, block: int) -> None:
-        index = bisect_left(self._free, Run(block, block))
-        start, stop = block, block + 1
-        if index < len(self._free) and self._free[index].start == stop:
-            stop = self._free.pop(index).stop
-        if index and self._free[index - 1].stop == start:
-            index -= 1
-            start = self._free.pop(index).start
-        self._free.insert(index, Run(start, stop))
-        self._free_blocks += 1
+    def seal(self, block: int, name: BlockHash) -> None:
+        """Says what a full private block holds; it must not be written from now on.
 
-    def check(self) -> None:
-        """Finds blocks that leaked or are shared.
+        When another block holds the same, which two requests computed at a time, this one stays private and nameless.
+        """
+        if self._owners[block] != 1 or block in self._names:
+            raise EngineFailed(f"block {block} is sealed, but it is not private")
+        if name not in self._named:
+            self._named[name] = block
+            self._names[block] = name
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Takes one owner from each block of a table, in the table's order.
+
+        The last ones count as released first: a chain is of use only from its beginning on.
+        """
+        for block in reversed(blocks):
+            self._owners[block] -= 1
+            if self._owners[block]:
+                continue
+            if block in self._names:
+                self._cached[block] = None
+            else:
+                self._clean.add(block)
+
+    def check(self, tables: Iterable[Sequence[int]]) -> None:
+        """Compares the books with the block tables of all requests.
 
         Raises:
-            EngineFailed: free runs and owners do not partition the blocks.
+            EngineFailed: a block leaked, has owners that are not counted, is shared without being full, or is found by a wrong name.
         """
-        free = [block for run in self._free for block in range(*run)]
-        owned = [block for blocks in self._owned.values() for block in blocks]
-        if len(free) != self._free_blocks or sorted(free + owned) != list(range(self.num_blocks)):
-            raise EngineFailed(f"KV blocks leaked or shared: {len(free)} free, {len(owned)} owned of {self.num_blocks}")
+        owners = [0] * self.num_blocks
+        for table in tables:
+            for block in table:
+                owners[block] += 1
+        if owners != self._owners:
+            wrong = [block for block in range(self.num_blocks) if owners[block] != self._owners[block]]
+            raise EngineFailed(f"the owners of KV blocks {wrong[:8]} are miscounted")
+        free = sorted([*self._clean, *self._cached])
+        if free != [block for block in range(self.num_blocks) if not owners[block]]:
+            raise EngineFailed(f"KV blocks leaked: {len(free)} are free, {owners.count(0)} have no owner")
+        if any(count > 1 and block not in self._names for block, count in enumerate(owners)):
+            raise EngineFailed("a KV block that is not full is shared")
+        unnamed = [block for block in self._cached if block not in self._names]
+        if unnamed or self._named != {name: block for block, name in self._names.items()}:
+            raise EngineFailed("the names of KV blocks do not fit their blocks")

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from pilotlight.engine.core.blocks import BlockHash
+from pilotlight.engine.core.lifecycle import RequestEvent, RequestState, step
 from pilotlight.policy.types import FinishReason, RequestId, Sampling
 
 
@@ -17,26 +19,48 @@ class Request:
     """Prompt and output as one row of tokens.
 
     There is no prefill and no decode state: a request has ``computed`` tokens in the KV cache and wants all of ``token_ids``
-    there; the step that gets the last one in samples the next. A resumed request differs in nothing but its first row::
+    there; the step that gets the last one in samples the next. A resumed request differs in nothing but its first row, a preempted
+    one in nothing but that ``computed`` is 0 again::
 
         token_ids   [ prompt_ids )[ output_ids, resumed or sampled here )
         computed    [ KV in place ............ )[ still to run .........)
     """
 
-    __slots__ = ("blocks", "computed", "key", "max_context_tokens", "prompt_tokens", "sampling", "taken_s", "token_ids")
+    __slots__ = (
+        "block_hashes",
+        "computed",
+        "deadline_s",
+        "key",
+        "max_context_tokens",
+        "prompt_tokens",
+        "sampling",
+        "state",
+        "taken_s",
+        "token_ids",
+    )
 
     def __init__(
-        self, key: RequestKey, prompt_ids: Sequence[int], output_ids: Sequence[int], sampling: Sampling, max_context_tokens: int
+        self,
+        key: RequestKey,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        sampling: Sampling,
+        max_context_tokens: int,
+        deadline_s: float | None = None,
     ) -> None:
         self.key = key
         self.prompt_tokens = len(prompt_ids)
         self.token_ids = [*prompt_ids, *output_ids]
         self.sampling = sampling
         self.max_context_tokens = max_context_tokens
-        self.blocks: tuple[int, ...] = ()
+        self.deadline_s = deadline_s
+        """On the engine's clock; it ends then, wherever it stands."""
+        self.state = RequestState.WAITING
+        self.block_hashes: list[BlockHash] = []
+        """Names of its full blocks, as far as they were asked for."""
         self.computed = 0
         self.taken_s = 0.0
-        """When the stage took it up from the queue."""
+        """When the stage first took it up from the queue."""
 
     @property
     def position(self) -> int:
@@ -44,14 +68,31 @@ class Request:
         return len(self.token_ids) - self.prompt_tokens
 
     @property
+    def wanted(self) -> int:
+        """Tokens that are still to run before the next one is sampled."""
+        return len(self.token_ids) - self.computed
+
+    @property
     def kv_tokens(self) -> int:
-        """Tokens that it can reach: what it needs room for."""
+        """Tokens that it can reach: what it must have room for in the end."""
         return min(self.prompt_tokens + self.sampling.max_tokens, self.max_context_tokens)
 
     @property
     def exhausted(self) -> bool:
         """No further token may follow: ``max_tokens`` or the model's context is reached."""
         return len(self.token_ids) >= self.kv_tokens
+
+    def on(self, event: RequestEvent) -> None:
+        """Moves to the state that follows.
+
+        Raises:
+            EngineFailed: the table has no such move.
+        """
+        self.state = step(self.state, event)
+
+    def overdue(self, now_s: float) -> bool:
+        """Its deadline has passed."""
+        return self.deadline_s is not None and now_s >= self.deadline_s
 
     def accept(self, token_id: int) -> FinishReason | None:
         """Takes the sampled token in, unless it is a stop token, and says whether the request ends with it."""

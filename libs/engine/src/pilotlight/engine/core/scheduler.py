@@ -1,42 +1,84 @@
-"""Continuous batching on one instance: who waits, who runs, what the next forward pass holds."""
+"""Continuous batching on one instance: who waits, who runs, what the next forward pass holds.
 
+The requests stand in one row, in the order in which they came, and those that run are its head::
+
+    [ running: own blocks, take part in steps )[ preempted )[ waiting )
+      oldest ......................... youngest
+
+=========  ========  =========  ==================================================================================
+state      event     next       what happens
+=========  ========  =========  ==================================================================================
+           submit    waiting    goes to the end of the row
+waiting    take_up   running    shares the cached blocks of its prefix, gets blocks for the rest of its tokens
+running    run       running    some of its tokens run; with the last of them the next one is sampled
+running    preempt   preempted  gives up its blocks to an older one; what they hold stays cached until it is needed
+preempted  take_up   running    as from waiting: what is no longer cached runs again, prompt and output alike
+running    finish    ended      its last token is sampled, or its logits are unusable
+any        drop      ended      cancelled, overdue, or its stage unloaded: its blocks are free at once
+=========  ========  =========  ==================================================================================
+
+What follows from the row:
+
+* Nobody starves. The oldest request gets a token in every step, and whatever block it lacks is taken from younger ones; admission sees
+  to it that it fits alone. So it ends after as many steps as it has tokens at most, and then the next one is the oldest.
+* Nothing is overtaken on its way in: preempted requests go before those that never ran, and a request that has no room holds up those
+  behind it.
+* A request's tokens do not depend on any of this: a token is a function of the tokens before it, the seed and its position.
+
+No clock and no randomness: the same calls give the same plans.
+"""
+
+from collections import OrderedDict
 from dataclasses import dataclass
 
 from pilotlight.engine.core.batch import Batch, Plan, Segment
-from pilotlight.engine.core.blocks import BLOCK_TOKENS, BlockPool, blocks_for
+from pilotlight.engine.core.blocks import BLOCK_TOKENS
+from pilotlight.engine.core.lifecycle import RequestEvent, RequestState
 from pilotlight.engine.core.request import Request, RequestKey
+from pilotlight.engine.core.tables import BlockTables
 from pilotlight.engine.errors import EngineFailed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLimits:
-    """Bounds of one forward pass."""
+    """How an engine batches."""
 
-    prefill_tokens: int = 512
-    """Prompt tokens a step, so that a long prompt does not hold up the requests that already stream."""
+    step_tokens: int = 512
+    """Tokens of one forward pass, streams and chunks of prompts together, so that no prompt holds up the streams for long."""
     running: int = 256
-    """Requests at once."""
+    """Requests that own blocks at once; at most ``step_tokens``, so that each stream gets its token in every step."""
+    prefix_cache: bool = True
+    """Requests share the blocks of equal prefixes, also with those that have ended."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.running <= self.step_tokens:
+            raise ValueError(f"running must be in [1, step_tokens], not {self.running} of {self.step_tokens}")
+
+
+@dataclass(frozen=True, slots=True)
+class _TakeUp:
+    """Requests that were taken up for a step."""
+
+    counts: dict[RequestKey, int]
+    looked_up_tokens: int
+    hit_tokens: int
 
 
 class BatchScheduler:
-    """First come, first served, and room before work.
+    """Owns a stage's requests and has the block tables of those that run."""
 
-    A request is taken up only when the blocks for all the tokens it can reach are free, so whatever runs can run to its end:
-    nothing is preempted, and the head of the queue waits only for requests that end.
-    """
-
-    def __init__(self, pool: BlockPool, limits: BatchLimits) -> None:
-        self._pool = pool
+    def __init__(self, tables: BlockTables, limits: BatchLimits) -> None:
+        self._tables = tables
         self._limits = limits
-        self._waiting: dict[RequestKey, Request] = {}
-        """In the order in which they came."""
         self._running: dict[RequestKey, Request] = {}
-        """In the order in which they were taken up."""
+        """Oldest first."""
+        self._queue: OrderedDict[RequestKey, Request] = OrderedDict()
+        """All others, oldest first; all of them are younger than those that run."""
 
     @property
     def waiting(self) -> int:
-        """Requests that have no room yet."""
-        return len(self._waiting)
+        """Requests that own no blocks: not taken up yet, or preempted."""
+        return len(self._queue)
 
     @property
     def running(self) -> int:
@@ -46,73 +88,149 @@ class BatchScheduler:
     @property
     def kv_free_tokens(self) -> int:
         """Room for tokens that no request owns."""
-        return self._pool.free_blocks * BLOCK_TOKENS
+        return self._tables.pool.free_blocks * BLOCK_TOKENS
+
+    @property
+    def kv_used_tokens(self) -> int:
+        """Room in blocks that requests own, filled or not."""
+        return (self._tables.pool.num_blocks - self._tables.pool.free_blocks) * BLOCK_TOKENS
+
+    @property
+    def kv_cached_tokens(self) -> int:
+        """As much of the free room holds prefixes that a request may meet again."""
+        return self._tables.pool.cached_blocks * BLOCK_TOKENS
 
     @property
     def has_work(self) -> bool:
         """Some request wants tokens."""
-        return bool(self._waiting or self._running)
+        return bool(self._queue or self._running)
 
     @property
     def requests(self) -> tuple[Request, ...]:
-        """All that have not ended."""
-        return (*self._running.values(), *self._waiting.values())
+        """All that have not ended, oldest first."""
+        return (*self._running.values(), *self._queue.values())
 
     def find(self, key: RequestKey) -> Request | None:
         """The request, if it has not ended."""
-        return self._running.get(key) or self._waiting.get(key)
+        return self._running.get(key) or self._queue.get(key)
+
+    def overdue(self, now_s: float) -> tuple[Request, ...]:
+        """Requests whose deadline has passed; the caller ends them."""
+        return tuple(request for request in self.requests if request.overdue(now_s))
 
     def submit(self, request: Request) -> None:
         """Queues a request that passed admission."""
-        self._waiting[request.key] = request
+        self._queue[request.key] = request
 
-    def admit(self, now_s: float) -> None:
-        """Takes up waiting requests in order, as long as the first of them fits."""
-        while self._waiting and len(self._running) < self._limits.running:
-            request = next(iter(self._waiting.values()))
-            blocks = self._pool.take(request.key, blocks_for(request.kv_tokens))
-            if blocks is None:
-                return
-            del self._waiting[request.key]
-            request.blocks = blocks
-            request.taken_s = now_s
-            self._running[request.key] = request
+    def schedule(self, now_s: float) -> Plan:
+        """The next forward pass; it holds the oldest request in any case.
 
-    def plan(self) -> Plan:
-        """The next forward pass.
-
-        1. Every request with one token to run gets it: those are the streams, and no prompt may starve them.
-        2. The others share ``prefill_tokens`` in order; what does not fit runs in later steps.
+        1. The step's tokens are shared: one for each running request that wants no more, the rest to the others in order.
+        2. Oldest first, each request that is to run gets the block that it lacks. While none is free, the youngest gives up its own;
+           the youngest itself sits this step out instead.
+        3. If nobody had to give up blocks, requests are taken up as far as places, tokens and blocks go.
         """
-        budget = self._limits.prefill_tokens
-        requests: list[Request] = []
-        segments: list[Segment] = []
-        for request in self._running.values():
-            wanted = len(request.token_ids) - request.computed
-            count = wanted
-            if wanted > 1:  # otherwise 1
-                count = min(wanted, budget)  # 2
-                budget -= count
-            if count:
-                requests.append(request)
-                segments.append(Segment(request.computed, count, request.blocks, wants_logits=count == wanted))
-        return Plan(tuple(requests), Batch(tuple(segments)))
+        counts = self._share_tokens()  # 1
+        preempted = self._make_room(counts)  # 2
+        taken = _TakeUp({}, 0, 0) if preempted else self._take_up(now_s, self._limits.step_tokens - sum(counts.values()))  # 3
+        counts |= taken.counts
+        requests = tuple(request for key, request in self._running.items() if counts.get(key))
+        return Plan(
+            requests=requests,
+            batch=Batch(tuple(self._segment(request, counts[request.key]) for request in requests)),
+            preempted=preempted,
+            prefix_looked_up_tokens=taken.looked_up_tokens,
+            prefix_hit_tokens=taken.hit_tokens,
+        )
+
+    def _share_tokens(self) -> dict[RequestKey, int]:
+        """How many tokens each running request may run."""
+        counts = {key: 1 for key, request in self._running.items() if request.wanted == 1}
+        left = self._limits.step_tokens - len(counts)
+        for key, request in self._running.items():
+            if request.wanted > 1:
+                counts[key] = min(request.wanted, left)
+                left -= counts[key]
+        return counts
+
+    def _make_room(self, counts: dict[RequestKey, int]) -> int:
+        """Gives each request the block that it lacks, and strikes off those that cannot run; how many were preempted.
+
+        Only a request that wants one token can lack a block: it was taken up with blocks for all others.
+        """
+        preempted = 0
+        for request in tuple(self._running.values()):
+            if request.key not in self._running:
+                break  # It was preempted, and so were all that are younger.
+            while not self._tables.grow(request):
+                youngest = next(reversed(self._running.values()))
+                counts.pop(youngest.key, None)
+                if youngest is request:
+                    break
+                self._preempt(youngest)
+                preempted += 1
+        return preempted
+
+    def _preempt(self, request: Request) -> None:
+        request.on(RequestEvent.PREEMPT)
+        self._tables.close(request)
+        request.computed = 0
+        del self._running[request.key]
+        self._queue[request.key] = request
+        self._queue.move_to_end(request.key, last=False)
+
+    def _take_up(self, now_s: float, left: int) -> _TakeUp:
+        """Takes requests up in order, as long as the first one fits.
+
+        A block for each that runs already is left free, so that a newcomer does not drive another out in the next step.
+        """
+        counts: dict[RequestKey, int] = {}
+        looked_up = hits = 0
+        while self._queue and left and len(self._running) < self._limits.running:
+            request = next(iter(self._queue.values()))
+            in_place = self._tables.open(request, spare_blocks=len(self._running))
+            if in_place is None:
+                break
+            if request.state is RequestState.WAITING:
+                request.taken_s = now_s
+                looked_up += len(request.token_ids)
+                hits += in_place
+            request.on(RequestEvent.TAKE_UP)
+            request.computed = in_place
+            self._running[request.key] = self._queue.pop(request.key)
+            counts[request.key] = min(request.wanted, left)
+            left -= counts[request.key]
+        return _TakeUp(counts, looked_up, hits)
+
+    def _segment(self, request: Request, count: int) -> Segment:
+        blocks = self._tables.blocks(request, request.computed + count)
+        return Segment(request.computed, count, blocks, wants_logits=count == request.wanted)
 
     def advance(self, plan: Plan) -> None:
         """Books that a plan's batch has run."""
         for request, segment in zip(plan.requests, plan.batch.segments, strict=True):
+            request.on(RequestEvent.RUN)
             request.computed = segment.stop
 
-    def end(self, request: Request) -> None:
+    def vouch(self, request: Request) -> None:
+        """Says that a request's logits are finite: others may share the full blocks that it computed.
+
+        Not before: where one token makes a model overflow, attention makes all positions of the same chunk NaN, also those before
+        the token (a masked NaN, times zero, is NaN). Whoever shared these would fail for another's token. What is NaN anywhere shows
+        in all logits after it.
+        """
+        self._tables.seal(request)
+
+    def end(self, request: Request, event: RequestEvent) -> None:
         """Forgets a request and frees its blocks, wherever it stands.
 
         Raises:
             EngineFailed: it was the last one, and yet some blocks are not free.
         """
+        request.on(event)
+        self._tables.close(request)
         if self._running.pop(request.key, None) is None:
-            del self._waiting[request.key]
-        self._pool.release(request.key)
-        if not self._running and self._pool.free_blocks != self._pool.num_blocks:
-            raise EngineFailed(
-                f"{self._pool.num_blocks - self._pool.free_blocks} KV blocks leaked: nothing runs, yet they are owned"
-            )
+            del self._queue[request.key]
+        pool = self._tables.pool
+        if not self._running and pool.free_blocks != pool.num_blocks:
+            raise EngineFailed(f"{pool.num_blocks - pool.free_blocks} KV blocks leaked: nothing runs, yet they are owned")

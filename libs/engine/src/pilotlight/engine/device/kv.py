@@ -15,17 +15,24 @@ from pilotlight.policy.types import Dtype, ModelSpec, Stage
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """One segment's rows in the batch and its keys in the cache."""
+    """One segment's rows in the batch, and those of its keys in the cache that some row of it sees.
+
+    ::
+
+        positions   0 ....... first ....... start ....... stop
+                              [ keys ..................... )
+                                            [ rows ....... )
+    """
 
     rows: slice
+    first: int
     stop: int
-    """Keys that its last query sees."""
     side_by_side: slice | None
     """Slots of its keys, if its blocks lie side by side: a view instead of a copy."""
     blocks: Tensor | None
     """[num_blocks], otherwise."""
     mask: Tensor | None
-    """[count, stop], True where a query may look; None for a single query and for a whole prompt, which is plain causal."""
+    """[count, stop - first], True where a row may look; None for a single row and for a whole prompt, which is plain causal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,39 +46,50 @@ class BatchIndex:
     logit_rows: Tensor
     """[number of segments that want logits], their last rows."""
     spans: tuple[_Span, ...]
+    sliding_spans: tuple[_Span, ...]
+    """For layers with a sliding window."""
 
 
-def index_of(batch: Batch) -> BatchIndex:
-    """Turns a batch's segments into tensors."""
+def index_of(batch: Batch, window_tokens: int | None) -> BatchIndex:
+    """Turns a batch's segments into tensors. ``window_tokens`` is that of the model's sliding layers, None if it has none."""
     positions: list[int] = []
     slots: list[int] = []
     logit_rows: list[int] = []
     spans: list[_Span] = []
+    sliding_spans: list[_Span] = []
     for segment in batch.segments:
         first_row = len(positions)
         positions.extend(range(segment.start, segment.stop))
         slots.extend(_slot(segment, position) for position in range(segment.start, segment.stop))
         if segment.wants_logits:
             logit_rows.append(len(positions) - 1)
-        spans.append(_span_of(segment, slice(first_row, len(positions))))
-    return BatchIndex(torch.tensor(positions), torch.tensor(slots), torch.tensor(logit_rows, dtype=torch.long), tuple(spans))
+        rows = slice(first_row, len(positions))
+        spans.append(_span_of(segment, rows, segment.stop))
+        if window_tokens is not None:
+            inside = segment.stop <= window_tokens
+            sliding_spans.append(spans[-1] if inside else _span_of(segment, rows, window_tokens))
+    rows_of_logits = torch.tensor(logit_rows, dtype=torch.long)
+    return BatchIndex(torch.tensor(positions), torch.tensor(slots), rows_of_logits, tuple(spans), tuple(sliding_spans))
 
 
 def _slot(segment: Segment, position: int) -> int:
     return segment.blocks[position // BLOCK_TOKENS] * BLOCK_TOKENS + position % BLOCK_TOKENS
 
 
-def _span_of(segment: Segment, rows: slice) -> _Span:
-    used = segment.blocks[: blocks_for(segment.stop)]
-    first_slot = used[0] * BLOCK_TOKENS
+def _span_of(segment: Segment, rows: slice, window_tokens: int) -> _Span:
+    first = max(0, segment.start + 1 - window_tokens)
+    used = segment.blocks[first // BLOCK_TOKENS : blocks_for(segment.stop)]
+    first_slot = _slot(segment, first)
     is_row = used == tuple(range(used[0], used[0] + len(used)))
     mask = None
-    if segment.count > 1 and segment.start > 0:
-        mask = torch.ones(segment.count, segment.stop, dtype=torch.bool).tril(diagonal=segment.start)
+    if segment.count > 1 and (segment.start > 0 or segment.stop > window_tokens):
+        seen = torch.ones(segment.count, segment.stop - first, dtype=torch.bool).tril(diagonal=segment.start - first)
+        mask = seen.triu(diagonal=segment.start - first + 1 - window_tokens)
     return _Span(
         rows=rows,
+        first=first,
         stop=segment.stop,
-        side_by_side=slice(first_slot, first_slot + segment.stop) if is_row else None,
+        side_by_side=slice(first_slot, first_slot + segment.stop - first) if is_row else None,
         blocks=None if is_row else torch.tensor(used),
         mask=mask,
     )
@@ -83,10 +101,14 @@ class KvCache:
     ::
 
         store  [num_layers of the stage, 2 (keys, values), num_blocks * BLOCK_TOKENS, num_kv_heads, head_dim]
+
+    Layers with a sliding window keep what they see no longer, too: all layers of a request have the same blocks.
     """
 
     def __init__(self, spec: ModelSpec, stage: Stage, dtype: Dtype, num_blocks: int) -> None:
         self._first_layer = stage.start
+        self._sliding_layers = frozenset(spec.sliding_layers)
+        self._scale = spec.attention_scale
         shape = (stage.num_layers, 2, num_blocks * BLOCK_TOKENS, spec.num_kv_heads, spec.head_dim)
         try:
             # Not cleared: nothing reads a slot before its request has written it.
@@ -111,27 +133,37 @@ class KvCache:
         stored_keys[index.slots] = keys
         stored_values[index.slots] = values
         attended = torch.empty_like(queries)
-        for span in index.spans:
-            attended[span.rows] = _attend(span, queries[span.rows], _read(stored_keys, span), _read(stored_values, span))
+        for span in index.sliding_spans if layer in self._sliding_layers else index.spans:
+            seen_keys, seen_values = _read(stored_keys, span), _read(stored_values, span)
+            attended[span.rows] = _attend(span, queries[span.rows], seen_keys, seen_values, self._scale)
         return attended.flatten(1)
 
 
 def _read(stored: Tensor, span: _Span) -> Tensor:
-    """A request's rows of a layer's keys or values. [slots, num_kv_heads, head_dim] -> [stop, num_kv_heads, head_dim]."""
+    """A span's rows of a layer's keys or values. [slots, num_kv_heads, head_dim] -> [stop - first, num_kv_heads, head_dim]."""
     if span.side_by_side is not None:
         return stored[span.side_by_side]
-    return stored.unflatten(0, (-1, BLOCK_TOKENS))[span.blocks].flatten(0, 1)[: span.stop]
+    gathered = stored.unflatten(0, (-1, BLOCK_TOKENS))[span.blocks].flatten(0, 1)
+    skipped = span.first % BLOCK_TOKENS
+    return gathered[skipped : skipped + span.stop - span.first]
 
 
-def _attend(span: _Span, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Attention of one request. [count, num_heads, head_dim] over [stop, num_kv_heads, head_dim] -> the first."""
+def _attend(span: _Span, queries: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
+    """Attention of one request. [count, num_heads, head_dim] over [stop - first, num_kv_heads, head_dim] -> the first."""
     count, num_heads, head_dim = queries.shape
-    keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]  # [1, num_kv_heads, stop, head_dim]
+    keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]  # [1, num_kv_heads, stop - first, head_dim]
     if count == 1:
         # The heads that share keys become rows of queries: no key is repeated, which is most of a decode step's time otherwise.
         grouped = queries.view(1, keys.shape[1], -1, head_dim)
-        return functional.scaled_dot_product_attention(grouped, keys, values).reshape(1, num_heads, head_dim)
+        attended = functional.scaled_dot_product_attention(grouped, keys, values, scale=scale)
+        return attended.reshape(1, num_heads, head_dim)
     attended = functional.scaled_dot_product_attention(
-        queries.transpose(0, 1)[None], keys, values, attn_mask=span.mask, is_causal=span.mask is None, enable_gqa=True
+        queries.transpose(0, 1)[None],
+        keys,
+        values,
+        attn_mask=span.mask,
+        is_causal=span.mask is None,
+        scale=scale,
+        enable_gqa=True,
     )
     return attended[0].transpose(0, 1)

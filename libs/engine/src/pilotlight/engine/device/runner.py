@@ -40,11 +40,11 @@ class RangeRunner:
             Hidden states [num_tokens, hidden_size]; from the last stage the logits of each segment that wants them, in order.
         """
         decoder, parameters, last_part = self._decoder, self._parameters, self._decoder.spec.num_layers + 1
-        index = index_of(batch)
+        index = index_of(batch, decoder.spec.sliding_window_tokens)
         hidden = decoder.embed(parameters[0], inputs) if self._stage.start == 0 else inputs
-        rotation = decoder.rotation(index.positions, hidden.dtype)
+        rotations = decoder.rotations(index.positions, hidden.dtype)
         for layer in range(self._stage.start, self._stage.stop):
-            hidden = decoder.layer(parameters[layer + 1], hidden, rotation, partial(self._kv.attend, layer, index))
+            hidden = decoder.layer(layer, parameters[layer + 1], hidden, rotations, partial(self._kv.attend, layer, index))
         if self._stage.stop < decoder.spec.num_layers:
             return hidden
         embedding = parameters[0] if decoder.spec.tied_embeddings else None

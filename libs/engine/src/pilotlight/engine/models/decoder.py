@@ -1,38 +1,61 @@
 """A pre-norm decoder taken apart: embedding, one layer at a time, head. The architectures subclass it."""
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pilotlight.engine.models.layers import Rotation, Weights, inverse_frequencies, linear, rms_norm, swiglu
+from pilotlight.engine.models.layers import Weights, gated, linear, mixture, rms_norm
+from pilotlight.engine.models.rotary import Rotation, inverse_frequencies
 from pilotlight.policy.types import ModelSpec
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Stores new keys and values and attends with the queries to all that the requests have:
+"""Stores new keys and values and attends with the queries to all that the layer sees of the requests:
 [num_tokens, num_heads, head_dim], twice [num_tokens, num_kv_heads, head_dim] -> [num_tokens, num_heads * head_dim]."""
+
+Shapes = dict[str, tuple[int, ...]]
 
 EMBEDDING = "embed_tokens.weight"
 OUTPUT = "lm_head.weight"
 
 
-class Decoder:
-    """RMSNorm, rotary grouped-query attention and SwiGLU, by Hugging Face's tensor names.
+class Rotations(NamedTuple):
+    """The rotations of one batch."""
 
-    Holds no parameters: every method gets those of its part, under names within the part (see ``prefix``).
+    full: Rotation
+    sliding: Rotation
+    """Of the layers with a sliding window; the same object where they turn as the others do."""
+
+
+class Decoder:
+    """RMSNorm, rotary grouped-query attention and a gated feed-forward network, by Hugging Face's tensor names.
+
+    Holds no parameters: every method gets those of its part, under names within the part (see ``prefix``). What a family does
+    differently it overrides.
     """
 
     architecture: ClassVar[str]
+    head_norms: ClassVar[bool] = False
+    """Queries and keys are normed, each head by itself, before they are turned."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
-        self._frequencies = inverse_frequencies(spec)
+        self._frequencies = inverse_frequencies(spec.head_dim, spec.rope_theta, spec.rope_scaling)
+        self._rotation_factor = spec.rope_scaling.attention_factor if spec.rope_scaling else 1.0
+        sliding_theta = spec.sliding_rope_theta
+        self._sliding_frequencies = None if sliding_theta is None else inverse_frequencies(spec.head_dim, sliding_theta, None)
+        self._sliding_layers = frozenset(spec.sliding_layers)
+        self._expert_layers = frozenset(spec.experts.layers) if spec.experts else frozenset[int]()
 
     def biased_projections(self) -> tuple[str, ...]:
         """Which of ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj`` have a bias."""
-        raise NotImplementedError
+        return ("q_proj", "k_proj", "v_proj", "o_proj") if self.spec.attention_bias else ()
+
+    def layer_norms(self) -> tuple[str, ...]:
+        """Norms of a layer that are as wide as its hidden states."""
+        return ("input_layernorm", "post_attention_layernorm")
 
     def prefix(self, part: int) -> str:
         """What the checkpoint puts before the names of a part's tensors."""
@@ -40,17 +63,18 @@ class Decoder:
             return "model."
         return f"model.layers.{part - 1}." if part <= self.spec.num_layers else ""
 
-    def shapes(self, part: int) -> dict[str, tuple[int, ...]]:
+    def shapes(self, part: int) -> Shapes:
         """Every tensor of a part, by its name within the part."""
         spec = self.spec
         if part == 0:
             return {EMBEDDING: (spec.vocab_size, spec.hidden_size)}
         if part > spec.num_layers:
-            norm: dict[str, tuple[int, ...]] = {"model.norm.weight": (spec.hidden_size,)}
+            norm: Shapes = {"model.norm.weight": (spec.hidden_size,)}
             return norm if spec.tied_embeddings else {**norm, OUTPUT: (spec.vocab_size, spec.hidden_size)}
-        return self._layer_shapes()
+        norms: Shapes = {f"{name}.weight": (spec.hidden_size,) for name in self.layer_norms()}
+        return {**norms, **self._attention_shapes(), **self._feed_forward_shapes(part - 1)}
 
-    def _layer_shapes(self) -> dict[str, tuple[int, ...]]:
+    def _attention_shapes(self) -> Shapes:
         spec = self.spec
         queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         projections = {
@@ -59,36 +83,76 @@ class Decoder:
             "v_proj": (keys, spec.hidden_size),
             "o_proj": (spec.hidden_size, queries),
         }
+        norms = ("q_norm", "k_norm") if self.head_norms else ()
         return {
-            "input_layernorm.weight": (spec.hidden_size,),
             **{f"self_attn.{name}.weight": shape for name, shape in projections.items()},
             **{f"self_attn.{name}.bias": projections[name][:1] for name in self.biased_projections()},
-            "post_attention_layernorm.weight": (spec.hidden_size,),
-            "mlp.gate_proj.weight": (spec.intermediate_size, spec.hidden_size),
-            "mlp.up_proj.weight": (spec.intermediate_size, spec.hidden_size),
-            "mlp.down_proj.weight": (spec.hidden_size, spec.intermediate_size),
+            **{f"self_attn.{name}.weight": (spec.head_dim,) for name in norms},
         }
 
-    def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        """The rotary embedding of a batch. positions: [num_tokens]."""
-        return Rotation(self._frequencies, positions, dtype)
+    def _feed_forward_shapes(self, layer: int) -> Shapes:
+        spec = self.spec
+        if spec.experts is None or layer not in self._expert_layers:
+            return _gated_shapes("mlp", spec.hidden_size, spec.intermediate_size)
+        shapes: Shapes = {"mlp.gate.weight": (spec.experts.num_experts, spec.hidden_size)}
+        for expert in range(spec.experts.num_experts):
+            shapes |= _gated_shapes(f"mlp.experts.{expert}", spec.hidden_size, spec.experts.intermediate_size)
+        return shapes
+
+    def rotations(self, positions: Tensor, dtype: torch.dtype) -> Rotations:
+        """The rotary embeddings of a batch. positions: [num_tokens]."""
+        full = Rotation(self._frequencies, self._rotation_factor, positions, dtype)
+        if self._sliding_frequencies is None:
+            return Rotations(full, full)
+        return Rotations(full, Rotation(self._sliding_frequencies, 1.0, positions, dtype))
+
+    def norm(self, weights: Weights, name: str, x: Tensor) -> Tensor:
+        """One norm over the last dimension. [..., n] -> [..., n]."""
+        return rms_norm(x, weights[f"{name}.weight"], self.spec.rms_norm_eps)
+
+    def activate(self, x: Tensor) -> Tensor:
+        """What opens the gates of the feed-forward network, element by element."""
+        return functional.silu(x)
 
     def embed(self, embedding: Weights, token_ids: Tensor) -> Tensor:
         """Part 0: [num_tokens] -> [num_tokens, hidden]."""
         return functional.embedding(token_ids, embedding[EMBEDDING])
 
-    def layer(self, weights: Weights, hidden: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        """One decoder layer: [num_tokens, hidden] -> the same."""
+    def layer(self, layer: int, weights: Weights, hidden: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
+        """One decoder layer, by its number in the model: [num_tokens, hidden] -> the same."""
+        hidden = hidden + self.attention(layer, weights, self.norm(weights, "input_layernorm", hidden), rotations, attend)
+        return hidden + self.feed_forward(layer, weights, self.norm(weights, "post_attention_layernorm", hidden))
+
+    def attention(self, layer: int, weights: Weights, x: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
+        """Attention with its projections: [num_tokens, hidden] -> the same."""
         spec = self.spec
-        x = rms_norm(hidden, weights["input_layernorm.weight"], spec.rms_norm_eps)
         queries = linear(weights, "self_attn.q_proj", x).view(-1, spec.num_heads, spec.head_dim)
         keys = linear(weights, "self_attn.k_proj", x).view(-1, spec.num_kv_heads, spec.head_dim)
         values = linear(weights, "self_attn.v_proj", x).view(-1, spec.num_kv_heads, spec.head_dim)
-        attended = attend(rotation.apply(queries), rotation.apply(keys), values)
-        hidden = hidden + linear(weights, "self_attn.o_proj", attended)
-        return hidden + swiglu(weights, rms_norm(hidden, weights["post_attention_layernorm.weight"], spec.rms_norm_eps))
+        if self.head_norms:
+            queries = self.norm(weights, "self_attn.q_norm", queries)
+            keys = self.norm(weights, "self_attn.k_norm", keys)
+        rotation = rotations.sliding if layer in self._sliding_layers else rotations.full
+        return linear(weights, "self_attn.o_proj", attend(rotation.apply(queries), rotation.apply(keys), values))
+
+    def feed_forward(self, layer: int, weights: Weights, x: Tensor) -> Tensor:
+        """The layer's one network or its experts: [num_tokens, hidden] -> the same."""
+        experts = self.spec.experts
+        if experts is None or layer not in self._expert_layers:
+            return gated(weights, "mlp", x, self.activate)
+        return mixture(weights, "mlp", x, experts, self.activate)
 
     def head(self, weights: Weights, embedding: Weights | None, hidden: Tensor) -> Tensor:
         """The last part: [rows, hidden] -> logits [rows, vocab_size]. ``embedding`` is part 0 where it is tied to the head."""
-        x = rms_norm(hidden, weights["model.norm.weight"], self.spec.rms_norm_eps)
-        return functional.linear(x, weights[OUTPUT] if embedding is None else embedding[EMBEDDING])
+        x = self.norm(weights, "model.norm", hidden)
+        logits = functional.linear(x, weights[OUTPUT] if embedding is None else embedding[EMBEDDING])
+        cap = self.spec.logit_softcap
+        return logits if cap is None else (logits / cap).tanh() * cap
+
+
+def _gated_shapes(name: str, hidden_size: int, width: int) -> Shapes:
+    return {
+        f"{name}.gate_proj.weight": (width, hidden_size),
+        f"{name}.up_proj.weight": (width, hidden_size),
+        f"{name}.down_proj.weight": (hidden_size, width),
+    }

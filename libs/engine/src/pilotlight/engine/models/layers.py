@@ -1,16 +1,17 @@
 """What the architectures share. Rounding follows transformers', step by step, so that greedy tokens are equal."""
 
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pilotlight.policy.types import ModelSpec
+from pilotlight.policy.types import Experts
 
 Weights = Mapping[str, Tensor]
 """Tensors of one part, named within it: ``self_attn.q_proj.weight`` in a layer."""
+
+Activation = Callable[[Tensor], Tensor]
 
 
 def linear(weights: Weights, name: str, x: Tensor) -> Tensor:
@@ -20,50 +21,38 @@ def linear(weights: Weights, name: str, x: Tensor) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension. Computed in float32, even for float64, as transformers does."""
+    return weight * _normed(x, eps).to(x.dtype)
+
+
+def centred_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The same, for weights that are stored as their distance from 1. The product is float32 too before it is rounded."""
+    return (_normed(x, eps) * (1.0 + weight.to(torch.float32))).to(x.dtype)
+
+
+def _normed(x: Tensor, eps: float) -> Tensor:
     wide = x.to(torch.float32)
-    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * normed.to(x.dtype)
+    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
 
 
-def swiglu(weights: Weights, x: Tensor) -> Tensor:
-    """The gated feed-forward network. [num_tokens, hidden] -> [num_tokens, hidden]."""
-    gated = functional.silu(linear(weights, "mlp.gate_proj", x)) * linear(weights, "mlp.up_proj", x)
-    return linear(weights, "mlp.down_proj", gated)
+def gated(weights: Weights, name: str, x: Tensor, activation: Activation) -> Tensor:
+    """A gated feed-forward network. [num_tokens, hidden] -> [num_tokens, hidden]."""
+    opened = activation(linear(weights, f"{name}.gate_proj", x)) * linear(weights, f"{name}.up_proj", x)
+    return linear(weights, f"{name}.down_proj", opened)
 
 
-def inverse_frequencies(spec: ModelSpec) -> Tensor:
-    """Angle that each pair of a head's dimensions turns by from one position to the next. [head_dim / 2], float32.
+def mixture(weights: Weights, name: str, x: Tensor, experts: Experts, activation: Activation) -> Tensor:
+    """The experts that the router ``name.gate`` chooses for each token, by their shares. [num_tokens, hidden] -> the same.
 
-    Llama-3 scaling slows the low frequencies down by ``factor``, keeps the high ones, and blends those between.
+    Shares are float32, as in transformers. A token's experts are added up in the order of their shares, whoever else is in the
+    batch.
     """
-    frequencies = 1.0 / (spec.rope_theta ** (torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim))
-    scaling = spec.rope_scaling
-    if scaling is None:
-        return frequencies
-    wavelengths = 2 * math.pi / frequencies
-    low = wavelengths > scaling.original_max_position_tokens / scaling.low_freq_factor
-    high = wavelengths < scaling.original_max_position_tokens / scaling.high_freq_factor
-    slowed = torch.where(low, frequencies / scaling.factor, frequencies)
-    share = scaling.original_max_position_tokens / wavelengths - scaling.low_freq_factor
-    share = share / (scaling.high_freq_factor - scaling.low_freq_factor)
-    blended = (1 - share) * slowed / scaling.factor + share * slowed
-    return torch.where(~high & ~low, blended, slowed)
-
-
-class Rotation:
-    """Rotary position embedding of one batch: the same for all of its layers.
-
-    Computed from the positions each time, not kept as a table: a step has at most some hundred rows, a table of a long context
-    takes tens of megabytes and part of the cold start. Angles are float32 whatever the dtype, as in transformers.
-    """
-
-    def __init__(self, frequencies: Tensor, positions: Tensor, dtype: torch.dtype) -> None:
-        angles = positions[:, None].to(torch.float32) * frequencies
-        angles = torch.cat((angles, angles), dim=-1)
-        self._cos = angles.cos().to(dtype)[:, None, :]  # [num_tokens, 1, head_dim]
-        self._sin = angles.sin().to(dtype)[:, None, :]
-
-    def apply(self, x: Tensor) -> Tensor:
-        """Turns queries or keys. [num_tokens, heads, head_dim] -> the same."""
-        first, second = x.chunk(2, dim=-1)
-        return x * self._cos + torch.cat((-second, first), dim=-1) * self._sin
+    probabilities = linear(weights, f"{name}.gate", x).softmax(dim=-1, dtype=torch.float32)
+    shares, chosen = probabilities.topk(experts.experts_per_token, dim=-1)  # [num_tokens, experts_per_token]
+    if experts.normalized:
+        shares = shares / shares.sum(dim=-1, keepdim=True)
+    outputs = x.new_empty(*chosen.shape, x.shape[-1])
+    (hit,) = torch.where(chosen.flatten().bincount() > 0)
+    for expert in hit:
+        rows, ranks = torch.where(chosen == expert)
+        outputs[rows, ranks] = gated(weights, f"{name}.experts.{int(expert)}", x[rows], activation)
+    return (outputs * shares.to(x.dtype)[:, :, None]).sum(dim=1)

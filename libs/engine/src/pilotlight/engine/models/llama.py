@@ -7,6 +7,3 @@ class LlamaDecoder(Decoder):
     """The shared decoder as it is. ``attention_bias`` means all four projections here."""
 
     architecture = "LlamaForCausalLM"
-
-    def biased_projections(self) -> tuple[str, ...]:
-        return ("q_proj", "k_proj", "v_proj", "o_proj") if self.spec.attention_bias else ()

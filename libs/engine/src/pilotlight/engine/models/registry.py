@@ -2,11 +2,23 @@
 
 from pilotlight.engine.errors import UnsupportedModel
 from pilotlight.engine.models.decoder import Decoder
+from pilotlight.engine.models.gemma3 import Gemma3Decoder
 from pilotlight.engine.models.llama import LlamaDecoder
+from pilotlight.engine.models.mistral import MistralDecoder
 from pilotlight.engine.models.qwen2 import Qwen2Decoder
+from pilotlight.engine.models.qwen3 import Qwen3Decoder
+from pilotlight.engine.models.qwen3_moe import Qwen3MoeDecoder
 from pilotlight.policy.types import ModelSpec
 
-DECODERS: dict[str, type[Decoder]] = {decoder.architecture: decoder for decoder in (LlamaDecoder, Qwen2Decoder)}
+_FAMILIES: tuple[type[Decoder], ...] = (
+    LlamaDecoder,
+    MistralDecoder,
+    Qwen2Decoder,
+    Qwen3Decoder,
+    Qwen3MoeDecoder,
+    Gemma3Decoder,
+)
+DECODERS = {decoder.architecture: decoder for decoder in _FAMILIES}
 
 
 def decoder_of(spec: ModelSpec) -> Decoder:
@@ -17,9 +29,13 @@ def decoder_of(spec: ModelSpec) -> Decoder:
     """
     decoder = DECODERS.get(spec.architecture)
     if decoder is None:
-        raise UnsupportedModel(f"{spec.architecture} is not one of {', '.join(sorted(DECODERS))}")
+        raise UnsupportedModel(f"architecture {spec.architecture} is not one of {', '.join(DECODERS)}")
     if spec.num_heads % spec.num_kv_heads:
         raise UnsupportedModel(f"{spec.num_heads} heads cannot share {spec.num_kv_heads} key-value heads evenly")
     if spec.head_dim % 2:
         raise UnsupportedModel(f"rotary embedding needs an even head_dim, not {spec.head_dim}")
+    if spec.sliding_layers and not spec.sliding_window_tokens:
+        raise UnsupportedModel("layers slide, but there is no sliding_window")
+    if spec.experts and not 0 < spec.experts.experts_per_token <= spec.experts.num_experts:
+        raise UnsupportedModel(f"a token cannot have {spec.experts.experts_per_token} of {spec.experts.num_experts} experts")
     return decoder(spec)

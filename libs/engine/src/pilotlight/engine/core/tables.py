@@ -1,0 +1,95 @@
+"""Which blocks hold which request's keys and values on one stage.
+
+A request has a block table while it runs. The table is the only owner of its blocks' references, and there is one for each stage, with
+block ids of that stage. What is a function of the tokens alone, the names of full blocks, belongs to the request::
+
+    positions   0 ........ 16 ....... 32 ....... 48 ..... 56 ...... 64
+    blocks      [ sealed   )[ sealed   )[ private  )[ private         )
+    KV          [ in place ..................................)[ to come
+"""
+
+from pilotlight.engine.core.blocks import BLOCK_TOKENS, BlockPool, blocks_for
+from pilotlight.engine.core.prefix import extend_hashes, root_hash
+from pilotlight.engine.core.request import Request, RequestKey
+from pilotlight.engine.errors import EngineFailed
+
+
+class BlockTable:
+    """One request's blocks in order of its positions."""
+
+    __slots__ = ("blocks", "sealed_blocks")
+
+    def __init__(self, blocks: tuple[int, ...], sealed_blocks: int) -> None:
+        self.blocks = list(blocks)
+        self.sealed_blocks = sealed_blocks
+        """The first so many are full and are not written any more, whether their names could be entered or not."""
+
+
+class BlockTables:
+    """Owns the block tables of one stage."""
+
+    def __init__(self, pool: BlockPool, namespace: str, *, prefix_cache: bool = True) -> None:
+        """``namespace`` says whose content the blocks hold; see ``root_hash``. Without ``prefix_cache`` nothing is ever shared."""
+        self.pool = pool
+        self._root = root_hash(namespace)
+        self._prefix_cache = prefix_cache
+        self._tables: dict[RequestKey, BlockTable] = {}
+
+    def blocks(self, request: Request, num_tokens: int) -> tuple[int, ...]:
+        """The blocks of a request's first ``num_tokens`` positions."""
+        return tuple(self._tables[request.key].blocks[: blocks_for(num_tokens)])
+
+    def open(self, request: Request, spare_blocks: int) -> int | None:
+        """Gives a request blocks for all of its tokens, if ``spare_blocks`` are left then.
+
+        The last token is never found in place, even when its block is cached: somebody has to compute what comes after it, and it
+        does not write into a shared block.
+
+        Returns:
+            Tokens whose keys and values are in place already; None if there is too little room.
+        """
+        if request.key in self._tables:
+            raise EngineFailed(f"request {request.key} has a block table already")
+        shared: tuple[int, ...] = ()
+        if self._prefix_cache:
+            extend_hashes(self._root, request.block_hashes, request.token_ids)
+            shared = self.pool.find(request.block_hashes[: (len(request.token_ids) - 1) // BLOCK_TOKENS])
+        wanted = blocks_for(len(request.token_ids)) - len(shared)
+        if wanted + spare_blocks > self.pool.free_beside(shared):
+            return None
+        self.pool.share(shared)
+        self._tables[request.key] = BlockTable(shared, len(shared))
+        self._extend(self._tables[request.key], wanted)
+        return len(shared) * BLOCK_TOKENS
+
+    def grow(self, request: Request) -> bool:
+        """Gives a request the blocks that its tokens lack; False, and nothing, if too few are free."""
+        table = self._tables[request.key]
+        return self._extend(table, blocks_for(len(request.token_ids)) - len(table.blocks))
+
+    def _extend(self, table: BlockTable, num_blocks: int) -> bool:
+        if num_blocks <= 0:
+            return True
+        taken = self.pool.take(num_blocks, table.blocks[-1] if table.blocks else None)
+        table.blocks.extend(taken or ())
+        return taken is not None
+
+    def seal(self, request: Request) -> None:
+        """Lets others share the blocks that are full now: those below ``request.computed``."""
+        table, full = self._tables[request.key], request.computed // BLOCK_TOKENS
+        if not self._prefix_cache or full == table.sealed_blocks:
+            return
+        extend_hashes(self._root, request.block_hashes, request.token_ids)
+        for index in range(table.sealed_blocks, full):
+            self.pool.seal(table.blocks[index], request.block_hashes[index])
+        table.sealed_blocks = full
+
+    def close(self, request: Request) -> None:
+        """Gives up a request's blocks; nothing, if it has none."""
+        table = self._tables.pop(request.key, None)
+        if table is not None:
+            self.pool.release(table.blocks)
+
+    def check(self) -> None:
+        """Raises ``EngineFailed`` when books and tables disagree; see ``BlockPool.check``."""
+        self.pool.check(table.blocks for table in self._tables.values())

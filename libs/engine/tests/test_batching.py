@@ -1,0 +1,165 @@
+"""Whatever shares a batch, the cache or too little room with a request: its tokens stay the same."""
+
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pilotlight.engine.core.scheduler import BatchLimits
+from pilotlight.policy.types import FinishReason, InstanceId, RequestId, Sampling
+
+MAX_TOKENS = 24
+PREFIX = [(7 * index) % 199 for index in range(40)]
+PROMPTS = [
+    PREFIX[:5],
+    PREFIX[:16],
+    PREFIX[:17],
+    PREFIX[:32],
+    [*PREFIX, 3, 4, 5],
+    [*PREFIX[:35], 9],
+    [100, *PREFIX[:30]],
+    [50] * 33,
+]
+"""Equal beginnings of no block, of one and two, up to the last token; and prompts that share nothing."""
+SAMPLINGS = [{"temperature": 0.0}, {"temperature": 1.0, "top_p": 0.95, "seed": 77}]
+
+
+@pytest.fixture(scope="module")
+def alone(driver, checkpoint):
+    """alone(prompt, sampling): output of a request on an engine of its own, both by their index."""
+
+    @cache
+    def output(prompt: int, sampling: int) -> list[int]:
+        runs = driver(BatchLimits(prefix_cache=False))
+        runs.load(checkpoint("llama"))
+        runs.add("alone", PROMPTS[prompt], max_tokens=MAX_TOKENS, **SAMPLINGS[sampling])
+        return runs.finish()["alone"]
+
+    return output
+
+
+REQUESTS = st.lists(
+    st.tuples(
+        st.integers(0, len(PROMPTS) - 1),
+        st.integers(0, len(SAMPLINGS) - 1),
+        st.integers(1, MAX_TOKENS),
+        st.integers(0, 5),
+        st.none() | st.integers(0, 12),
+    ),
+    min_size=1,
+    max_size=7,
+)
+"""Prompt, sampling, output tokens, steps before it comes, steps after which it is cancelled."""
+
+
+@pytest.mark.slow
+@given(requests=REQUESTS, kv_blocks=st.integers(5, 12), step_tokens=st.sampled_from([2, 7, 16, 50]), prefix_cache=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_output_does_not_depend_on_anything_else(requests, kv_blocks, step_tokens, prefix_cache, alone, driver, checkpoint):
+    runs = driver(BatchLimits(step_tokens=step_tokens, running=min(step_tokens, 5), prefix_cache=prefix_cache))
+    runs.load(checkpoint("llama"), kv_tokens=16 * kv_blocks)
+    cancel_at: dict[int, list[str]] = {}
+    steps = 0
+
+    def step():
+        nonlocal steps
+        for name in cancel_at.pop(steps, ()):
+            runs.engine.abort(RequestId(name), 1)
+        steps += 1
+        return runs.step()
+
+    for name, (prompt, sampling, max_tokens, pause, cancelled_after) in enumerate(requests):
+        for _ in range(pause):
+            step()
+        runs.add(str(name), PROMPTS[prompt], max_tokens=max_tokens, **SAMPLINGS[sampling])
+        if cancelled_after is not None:
+            cancel_at.setdefault(steps + cancelled_after, []).append(str(name))
+    result = step()
+    while runs.engine.has_work:
+        result = step()
+    assert (result.waiting, result.running, result.kv_free_tokens) == (0, 0, runs.capacity_tokens)
+    for name, (prompt, sampling, max_tokens, _, cancelled_after) in enumerate(requests):
+        output, finish = runs.outputs[str(name)].token_ids, runs.outputs[str(name)].finish
+        assert output == alone(prompt, sampling)[: len(output)]
+        assert finish is FinishReason.LENGTH or cancelled_after is not None
+        assert (finish is FinishReason.LENGTH) == (len(output) == max_tokens)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3", "qwen3-moe"])
+def test_preempted_and_prefix_cached_tokens_are_those_of_transformers(kind, driver, checkpoint):
+    model = checkpoint(kind)
+    runs = driver(BatchLimits(step_tokens=20, running=4))
+    runs.load(model, kv_tokens=16 * 9)
+    for index, prompt in enumerate(PROMPTS):
+        runs.add(str(index), prompt, max_tokens=40)
+    preemptions = hits = looked_up = ran = 0
+    while runs.engine.has_work:
+        result = runs.step()
+        preemptions += result.preemptions
+        hits += result.prefix_hit_tokens
+        looked_up += result.prefix_looked_up_tokens
+        ran += result.batch_tokens
+    assert preemptions > 0
+    assert 0 < hits < looked_up == sum(map(len, PROMPTS))
+    assert ran > looked_up - hits + 39 * len(PROMPTS), "what was preempted runs again"
+    for index, prompt in enumerate(PROMPTS):
+        assert runs.outputs[str(index)].token_ids == model.would_say(prompt, runs.outputs[str(index)].token_ids)
+
+
+def test_a_step_says_what_it_took(driver, checkpoint):
+    runs = driver(BatchLimits(step_tokens=30, running=4))
+    runs.load(checkpoint("llama"), kv_tokens=160)
+    runs.add("a", PROMPTS[4], max_tokens=2)
+    runs.add("b", PROMPTS[0], max_tokens=2)
+    first = runs.step()
+    assert (first.batch_tokens, first.prefix_looked_up_tokens, first.prefix_hit_tokens) == (30, 43, 0)
+    assert (first.running, first.waiting, first.kv_free_tokens, first.kv_cached_tokens) == (1, 1, 112, 0)
+    second = runs.step()
+    assert (second.batch_tokens, second.prefix_looked_up_tokens) == (13 + 5, 5)
+    assert (second.running, second.waiting, second.kv_free_tokens) == (2, 0, 96)
+    third = runs.step()
+    assert (third.batch_tokens, third.running, third.kv_free_tokens, third.kv_cached_tokens) == (2, 0, 160, 32)
+    runs.add("c", PROMPTS[4], max_tokens=2)
+    fourth = runs.step()
+    assert (fourth.batch_tokens, fourth.prefix_looked_up_tokens, fourth.prefix_hit_tokens) == (11, 43, 32)
+    assert fourth.kv_cached_tokens == 0
+    assert runs.finish()["c"] == runs.outputs["a"].token_ids
+
+
+def test_a_poisoned_request_does_not_spoil_the_prefix_it_shares(driver, checkpoint):
+    model = checkpoint("llama", 1)
+    poison = next(token_id for token_id in range(199) if token_id not in PREFIX)
+    expected = model.greedy(PROMPTS[4], 10)
+    assert poison not in expected
+    sick = model.with_tensor(0, "model.embed_tokens.weight", lambda tensor: tensor[poison].fill_(float("nan")))
+    runs = driver()
+    runs.load(sick)
+    runs.add("bad", [*PREFIX, poison, *PREFIX])
+    runs.finish()
+    assert runs.outputs["bad"].code == "engine_failed"
+    for name in ("good", "second"):
+        runs.add(name, PROMPTS[4], max_tokens=10)
+        runs.step()
+    outputs = runs.finish()
+    assert outputs["good"] == outputs["second"] == expected
+
+
+def test_an_overdue_request_ends_in_the_next_step_whoever_has_the_turn(driver, checkpoint):
+    runs = driver()
+    runs.load(checkpoint("llama"), "i")
+    runs.load(checkpoint("qwen2"), "j")
+    runs.add("a", PROMPTS[4], instance="i")
+    runs.add("b", PROMPTS[5], instance="j", max_tokens=60)
+    sampling = Sampling(seed=0, max_tokens=90, temperature=0.0)
+    runs.engine.add(RequestId("late"), 1, InstanceId("i"), PROMPTS[4], [], sampling, deadline_s=0.05)
+    runs.outputs["late"] = type(runs.outputs["a"])([])
+    while runs.outputs["late"].finish is None:
+        now_s = runs.engine._monotonic_s()
+        runs.step()
+    assert now_s <= 0.05 <= now_s + 0.005
+    assert (runs.outputs["late"].finish, runs.outputs["late"].code) == (FinishReason.ERROR, "deadline_exceeded")
+    outputs = runs.finish()
+    assert outputs["a"] == checkpoint("llama").greedy(PROMPTS[4], 24)
+    assert outputs["a"][: len(outputs["late"])] == outputs["late"] != []
+    assert outputs["b"] == checkpoint("qwen2").greedy(PROMPTS[5], 60)

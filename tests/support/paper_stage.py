@@ -1,0 +1,139 @@
+"""A stage without tensors: its KV cache is a list that remembers, for each slot, which tokens its content was computed from.
+
+A token of the output is a function of all tokens before it, and it is made from what the block table says is in place. So a block that
+is leaked, shared wrongly, overwritten or read before it is written shows as a wrong content or a wrong token.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pilotlight.engine.core.admission import check_kv_room
+from pilotlight.engine.core.blocks import BLOCK_TOKENS, BlockPool
+from pilotlight.engine.core.lifecycle import RequestEvent, RequestState
+from pilotlight.engine.core.request import Request, RequestKey
+from pilotlight.engine.core.scheduler import BatchLimits, BatchScheduler
+from pilotlight.engine.core.tables import BlockTables
+from pilotlight.policy.types import RequestId, Sampling
+
+VOCABULARY = 3
+CONTEXT_TOKENS = 400
+
+
+def content_after(content: int, token_id: int) -> int:
+    """What a position holds: all tokens up to it, as one number."""
+    return (content * 1_000_003 + token_id + 1) % (1 << 61)
+
+
+def next_token(content: int, seed: int) -> int:
+    return (content ^ seed) // 7 % VOCABULARY
+
+
+def expected_output(prompt_ids: Sequence[int], seed: int, num_tokens: int) -> list[int]:
+    """What a request gives that is alone in the world."""
+    content, output = 0, []
+    for token_id in prompt_ids:
+        content = content_after(content, token_id)
+    for _ in range(num_tokens):
+        output.append(next_token(content, seed))
+        content = content_after(content, output[-1])
+    return output
+
+
+@dataclass
+class PaperStage:
+    num_blocks: int
+    limits: BatchLimits
+    now_s: float = 0.0
+    steps: int = 0
+    preemptions: int = 0
+    hit_tokens: int = 0
+    overdue: list[Request] = field(default_factory=list)
+    ended: dict[RequestKey, Request] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.pool = BlockPool(self.num_blocks)
+        self.tables = BlockTables(self.pool, "paper", prefix_cache=self.limits.prefix_cache)
+        self.scheduler = BatchScheduler(self.tables, self.limits)
+        self.memory = [-1] * (self.num_blocks * BLOCK_TOKENS)
+        self._contents: dict[RequestKey, list[int]] = {}
+        self.arrived: list[RequestKey] = []
+
+    def submit(self, prompt_ids: Sequence[int], num_tokens: int, seed: int = 0, deadline_s: float | None = None) -> Request:
+        """Raises NoRoom when it can never fit."""
+        key = RequestKey(RequestId(f"r{len(self.arrived)}"), 1)
+        request = Request(key, prompt_ids, (), Sampling(seed=seed, max_tokens=num_tokens), CONTEXT_TOKENS, deadline_s)
+        check_kv_room(self.num_blocks * BLOCK_TOKENS, request)
+        self.scheduler.submit(request)
+        self.arrived.append(key)
+        return request
+
+    def drop(self, request: Request) -> None:
+        self.scheduler.end(request, RequestEvent.DROP)
+        self.ended[request.key] = request
+
+    def step(self) -> list[tuple[str, int, int]]:
+        """One step; who ran which tokens."""
+        for request in self.scheduler.overdue(self.now_s):
+            self.overdue.append(request)
+            self.drop(request)
+        oldest = next(iter(self.scheduler.requests), None)
+        plan = self.scheduler.schedule(self.now_s)
+        self.steps += 1
+        self.preemptions += plan.preempted
+        self.hit_tokens += plan.prefix_hit_tokens
+        assert sum(segment.count for segment in plan.batch.segments) <= self.limits.step_tokens
+        assert (oldest is None) == (not plan.requests)
+        assert oldest is None or plan.requests[0] is oldest, "the oldest request runs in every step"
+        self._run(plan.requests, plan.batch.segments)
+        self.scheduler.advance(plan)
+        for request in plan.sampled:
+            self.scheduler.vouch(request)
+            if request.accept(next_token(self._contents_of(request)[-1], request.sampling.seed)):
+                self.scheduler.end(request, RequestEvent.FINISH)
+                self.ended[request.key] = request
+        self.check()
+        return [
+            (request.key.request_id, segment.start, segment.stop)
+            for request, segment in zip(plan.requests, plan.batch.segments, strict=True)
+        ]
+
+    def _run(self, requests, segments) -> None:
+        """Writes all new content first, as a layer does, then reads what each request attends to."""
+        written = set[int]()
+        for request, segment in zip(requests, segments, strict=True):
+            contents = self._contents_of(request)
+            for position in range(segment.start, segment.stop):
+                slot = segment.blocks[position // BLOCK_TOKENS] * BLOCK_TOKENS + position % BLOCK_TOKENS
+                assert slot not in written, "two requests write into one slot"
+                written.add(slot)
+                self.memory[slot] = contents[position]
+        for request, segment in zip(requests, segments, strict=True):
+            read = [self.memory[block * BLOCK_TOKENS + offset] for block in segment.blocks for offset in range(BLOCK_TOKENS)]
+            expected = self._contents_of(request)[: segment.stop]
+            assert read[: segment.stop] == expected, f"{request.key} reads what is not its own"
+
+    def _contents_of(self, request: Request) -> list[int]:
+        """What each position of a request is to hold."""
+        contents = self._contents.setdefault(request.key, [])
+        for token_id in request.token_ids[len(contents) :]:
+            contents.append(content_after(contents[-1] if contents else 0, token_id))
+        return contents
+
+    def check(self) -> None:
+        """What holds between steps."""
+        self.tables.check()
+        row = [self.arrived.index(request.key) for request in self.scheduler.requests]
+        assert row == sorted(row), "requests stand in the order in which they came"
+        running = self.scheduler.running
+        assert running <= self.limits.running
+        for index, request in enumerate(self.scheduler.requests):
+            assert (request.state is RequestState.RUNNING) == (index < running)
+        if not running:
+            assert self.pool.free_blocks == self.num_blocks
+
+    def drain(self) -> None:
+        """Steps to the end of all requests. In each step the oldest runs at least one token, so there is a bound."""
+        bound = self.steps + sum(request.kv_tokens for request in self.scheduler.requests)
+        while self.scheduler.has_work:
+            self.step()
+            assert self.steps <= bound
