@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass
 
 import pytest
-from chaos.checks import check, justified
+from chaos.checks import COLD, check, justified
 from chaos.processes import Fault, Target, inflict
 from chaos.situations import Situation, arrange
 from chaos.system import ChaosSystem
@@ -57,5 +57,5 @@ async def test_nothing_is_lost(cell: Cell, system: ChaosSystem) -> None:
     assert victims, f"there is no {cell.target}"
     await asyncio.to_thread(inflict, cell.fault, system.processes, victims)
     await check(system, scene, justified(cell.target, cell.situation, cell.fault), str(cell))
-    if scene.situation in (Situation.HELD, Situation.HALF):
+    if scene.situation in COLD:
         await system.forget(scene.model)

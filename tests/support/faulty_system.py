@@ -29,6 +29,7 @@ from pilotlight.common.errors import PilotlightError
 from pilotlight.common.faulty_bus import FaultSchedule, FaultyBus
 from pilotlight.common.ids import new_incarnation, worker_id_of
 from pilotlight.common.messages.reports import WORKER_REPORTS, WorkerReport
+from pilotlight.common.messages.tokens import Resend, Submit, resend_subject, submit_subject
 from pilotlight.common.nats_bus import NatsBus
 from pilotlight.common.natsconf import ensure_events
 from pilotlight.common.service import Application, Background, Component, Context
@@ -46,7 +47,7 @@ from pilotlight.loader.identity import node_id_of
 from pilotlight.loader.settings import LoaderSettings
 from pilotlight.policy.cost import stage_room
 from pilotlight.policy.instance import ENDED, SERVING, STARTING
-from pilotlight.policy.types import HeldState, Instance, InstanceId, Model, ModelName, ScalingBounds, Slo
+from pilotlight.policy.types import HeldState, Instance, InstanceId, Model, ModelName, ScalingBounds, Slo, WorkerId
 from pilotlight.scheduler import app as scheduler_app
 from pilotlight.scheduler.settings import SchedulerSettings
 from pilotlight.worker import app as worker_app
@@ -105,6 +106,8 @@ class Watch:
 
     def __init__(self, models: dict[ModelName, Model], device_bytes: int) -> None:
         self.wrong: list[str] = []
+        self.seen: Counter[str] = Counter()
+        """How often the gateway had to go to some length."""
         self._models = models
         self._device_bytes = device_bytes
         self._alive: dict[InstanceId, ModelName] = {}
@@ -118,6 +121,13 @@ class Watch:
         for name, count in counts.items():
             if count > self._models[name].scaling.max_instances:
                 self.wrong.append(f"{count} instances of {name} at a time: {sorted(self._alive)}")
+
+    async def on_submit(self, submit: Submit) -> None:
+        if submit.attempt > 1:
+            self.seen["resumed" if submit.output_ids else "tried_again"] += 1
+
+    async def on_resend(self, resend: Resend) -> None:
+        self.seen["resends"] += 1
 
     async def on_report(self, report: WorkerReport) -> None:
         facts = report.facts
@@ -154,6 +164,9 @@ class FaultySystem:
         bucket = await self._clear.bucket(INSTANCES)
         self._watching = asyncio.create_task(bucket.watch(Instance, self.watch.on_instance))
         await self._clear.subscribe(WORKER_REPORTS, WorkerReport, self.watch.on_report)
+        every = WorkerId("*")
+        await self._clear.subscribe(submit_subject(every), Submit, self.watch.on_submit)
+        await self._clear.subscribe(resend_subject(every), Resend, self.watch.on_resend)
         fleet = self.serving.fleet
         await until(lambda: len(fleet.workers()) == WORKERS and len(fleet.nodes()) == 1)
 

@@ -23,6 +23,7 @@ from pilotlight.cli.doctor import (
     examine,
 )
 from pilotlight.cli.home import Home, HomeInUse
+from pilotlight.cli.output import show_table
 from pilotlight.cli.plan import SERVICES, Endpoints, SystemOptions, child_specs
 from pilotlight.cli.system import System
 from pilotlight.cli.waterfall import bars_of, draw
@@ -273,3 +274,14 @@ def test_an_admin_client_finds_the_running_system(home: Home) -> None:
     with AdminClient.from_environment({}, home) as client:
         assert str(client._http.base_url).startswith("http://127.0.0.1:1/admin/v1")
         assert client._http.headers["authorization"] == f"Bearer {home.admin_key.read_text().strip()}"
+
+
+def test_tables_cut_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node's name is copied from the table into the next command, however narrow the screen is."""
+    monkeypatch.setenv("COLUMNS", "40")
+    node = f"node-{'0123456789' * 3}"
+    show_table(("node", "why"), [(node, "because " * 20), ("n", "[x]")], "none")
+    head, first, second = capsys.readouterr().out.splitlines()
+    assert head.split() == ["node", "why"]
+    assert first.split() == [node, *["because"] * 20]
+    assert second.split() == ["n", "[x]"]

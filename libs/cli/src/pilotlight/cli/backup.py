@@ -150,7 +150,11 @@ async def restore(home: Home, file: Path, *, as_json: bool) -> int:
     if as_json:
         emit_json({"restored": True, "home": str(home.root), "made_at": manifest.made_at, "release": manifest.release})
     else:
-        console.print(f"restored the state of {manifest.made_at} into {home.root}; start it with `pilotlight up`", markup=False)
+        console.print(
+            f"restored the state of {manifest.made_at} into {home.root}; start it with `pilotlight up`",
+            markup=False,
+            soft_wrap=True,
+        )
     return 0
 
 

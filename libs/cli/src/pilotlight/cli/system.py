@@ -17,10 +17,12 @@ from sqlalchemy.engine import make_url
 from pilotlight.cli.embedded import NatsServer, PostgresServer, Server
 from pilotlight.cli.home import Home
 from pilotlight.cli.plan import Endpoints, SystemOptions, child_specs
+from pilotlight.cli.preflight import looks
 from pilotlight.cli.supervisor import Supervisor
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.db.migrate import MigrateSettings, migrate
 from pilotlight.common.errors import DeadlineExceeded, PilotlightError
+from pilotlight.common.fitness import check_port
 from pilotlight.common.natsconf import StreamSettings, ensure_streams, server_config
 from pilotlight.common.waiting import Backoff, cancel_all, pause
 
@@ -32,14 +34,6 @@ RESTART_BACKOFF = Backoff(first_s=0.2, limit_s=10.0)
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 Progress = Callable[[str], None]
-
-
-class PortTaken(PilotlightError):
-    """The gateway's port cannot be had."""
-
-    code = "port_taken"
-    status = 409
-    action = "Stop what uses it, or choose another: --port, or PILOTLIGHT_PORT."
 
 
 class System:
@@ -73,12 +67,15 @@ class System:
         """Start everything and return when a request can be served.
 
         Raises:
-            HomeUnusable, HomeInUse, PortTaken: the state folder or the port cannot be had.
+            MachineUnfit: the machine lacks something, or the state folder or the port cannot be had.
+            HomeInUse: another system runs on the state folder.
             ChildFailed: a process did not start.
         """
+        for look in looks(self._home, self._options.pool_bytes, os.environ).values():
+            look()
         self._home.prepare()
         self._lock = self._home.lock()
-        _check_port(self._options)
+        check_port(self._options.host, self._options.port)
         endpoints = self.endpoints = await self._start_servers()
         # Not before: while the servers are prepared there are children of ours that the supervisor would take for orphans.
         self._supervisor.adopt_orphans()
@@ -195,16 +192,6 @@ def free_port() -> int:
 def without_role(database_url: str) -> str:
     """The URL without user and password, so that every service takes its own."""
     return make_url(database_url)._replace(username=None, password=None).render_as_string(hide_password=False)
-
-
-def _check_port(options: SystemOptions) -> None:
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((options.host, options.port))
-        except OSError as error:
-            raise PortTaken(f"cannot listen on {options.host}:{options.port}: {error.strerror}") from error
 
 
 def run_stoppable(work: Coroutine[Any, Any, int]) -> int:

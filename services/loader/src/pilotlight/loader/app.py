@@ -7,9 +7,11 @@ import socket
 import sys
 from pathlib import Path
 
+import structlog
+
 from pilotlight.checkpoint.manifest import Manifest
 from pilotlight.common.buckets import LEADER
-from pilotlight.common.errors import BadRequest
+from pilotlight.common.errors import BadRequest, BusUnavailable
 from pilotlight.common.faults import Faults
 from pilotlight.common.ids import worker_id_of
 from pilotlight.common.machine import log_file
@@ -18,6 +20,7 @@ from pilotlight.common.phases import PhaseReporter
 from pilotlight.common.service import Application, Context
 from pilotlight.common.sources.opening import Sources
 from pilotlight.common.sources.ranged import Patience
+from pilotlight.common.waiting import Backoff, pause
 from pilotlight.dataplane.copies import HostCopies
 from pilotlight.dataplane.fetch import ChunkSource, Readers, SourceChunks
 from pilotlight.dataplane.links import Links, parse_bandwidth
@@ -34,7 +37,12 @@ from pilotlight.loader.settings import LoaderSettings
 from pilotlight.loader.supervise import WorkerPlan, WorkerSupervisor
 from pilotlight.policy.types import Epoch, Model, NodeId
 
+log = structlog.get_logger()
+
 SHARED_MEMORY = Path("/dev/shm")
+ASKS = 5
+"""For the newest epoch, before a loader gives up; whoever supervises it starts it again."""
+_BACKOFF = Backoff(first_s=0.1, limit_s=2.0)
 
 
 class PoolKeeper:
@@ -124,8 +132,16 @@ async def _open_pool(context: Context[LoaderSettings], node_id: NodeId, epoch: E
 async def _announced_epoch(context: Context[LoaderSettings]) -> Epoch:
     """Leaders may have changed while no loader was here: one that is replaced must not be obeyed before the new one is heard."""
     bucket = await context.bus.bucket(LEADER)
-    found = await bucket.get(LEADING_KEY, Leading)
-    return found.value.epoch if found.value is not None else Epoch(0)
+    rng = random.Random()
+    for attempt in range(ASKS):
+        try:
+            found = await bucket.get(LEADING_KEY, Leading)
+        except BusUnavailable as error:
+            log.warning("nobody says who leads", action="epoch_unknown", error=error.message)
+            await pause(_BACKOFF.delay_s(attempt, rng))
+        else:
+            return found.value.epoch if found.value is not None else Epoch(0)
+    raise BusUnavailable(f"the bucket {LEADER} was asked {ASKS} times which epoch is the newest, without an answer")
 
 
 def _tools(context: Context[LoaderSettings], pool: HostPool) -> FetchTools:
