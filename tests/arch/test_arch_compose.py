@@ -162,3 +162,13 @@ def test_what_may_be_set_is_told() -> None:
     told = (ROOT / "docs/operations.md").read_text()
     asked = set(re.findall(r"\$\{([A-Z0-9_]+)", (ROOT / "docker-compose.yml").read_text()))
     assert not {name for name in asked if f"`{name}`" not in told}
+
+
+def test_torch_comes_from_a_folder_of_wheels_or_the_index() -> None:
+    built = [service["build"] for service in SERVICES.values() if "build" in service]
+    assert {build["args"]["SERVICE"] for build in built} == {"setup", "gateway", "scheduler", "cache", "materializer", "node"}
+    assert all(build["additional_contexts"] == {"wheels": "${PILOTLIGHT_WHEELS:-./deploy/wheels}"} for build in built)
+    text = (ROOT / "Dockerfile").read_text()
+    assert "--mount=type=bind,from=wheels,target=/wheels" in text
+    assert "--find-links /wheels" in text
+    assert "UV_DEFAULT_INDEX" in text

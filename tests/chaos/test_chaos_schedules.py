@@ -12,14 +12,14 @@ import secrets
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack, ExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import structlog
 from faulty_clients import Result, asks_of, run
-from faulty_system import MODELS, WORKERS, FaultySystem, Surroundings
+from faulty_system import HOLD_TIMEOUT_S, MODELS, WORKERS, FaultySystem, Surroundings
 from sqlalchemy import create_engine, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.pool import NullPool
@@ -48,9 +48,11 @@ SYSTEMS = 8
 """That go through schedules at the same time, in one event loop: more would wait for the processor, not for one another."""
 REQUESTS = 6
 SPREAD_S = 0.8
-REQUEST_DEADLINE_S = 40.0
+STREAM_DEADLINE_S = 20.0
+"""For the first token of a schedule."""
+REQUEST_DEADLINE_S = HOLD_TIMEOUT_S + 20.0
 """For every request of a schedule to have ended: beyond the time that a request may be held."""
-EMPTY_DEADLINE_S = 45.0
+EMPTY_DEADLINE_S = 90.0
 """For the system to have let go of everything: beyond the lease of a grant."""
 
 
@@ -71,7 +73,13 @@ class Tally:
 
     def counts(self) -> dict[str, int]:
         """For the line that sums up a run of the chaos tests."""
-        return {"schedules": self.schedules, "requests": self.requests, "lost": self.lost, "wrong_tokens": self.wrong, **self.seen}
+        return {
+            "schedules": self.schedules,
+            "requests": self.requests,
+            "lost": self.lost,
+            "wrong_tokens": self.wrong,
+            **self.seen,
+        }
 
     def line(self) -> str:
         """For people."""
@@ -80,7 +88,7 @@ class Tally:
         seen = ", ".join(f"{count} {name}" for name, count in sorted(self.seen.items()))
         return (
             f"chaos schedules: {self.schedules} run, {self.schedules - len(self.failures)} passed; {self.requests} requests, "
-            f"{self.lost} lost, {self.wrong} wrong tokens, {self.left} left by their clients; clean errors: {errors}; "
+            f"{self.lost} lost, {self.wrong} wrong tokens, {self.left} left by their clients; errors: {errors}; "
             f"faults: {faults}; {seen}"
         )
 
@@ -153,9 +161,9 @@ async def cache_dies(system: FaultySystem, rng: random.Random) -> None:
 EVENTS = (
     nothing,
     nothing,
-    nothing,
-    nothing,
     engine_dies,
+    engine_dies,
+    worker_dies,
     worker_dies,
     connection_breaks,
     connection_breaks,
@@ -165,10 +173,15 @@ EVENTS = (
 
 
 async def befall(system: FaultySystem, rng: random.Random) -> str:
-    event = rng.choice(EVENTS)
-    await pause(rng.uniform(0.05, SPREAD_S))
+    """Something happens at some time, every other time to a system in which tokens flow."""
+    event, streaming, after_s = rng.choice(EVENTS), rng.random() < 0.5, rng.uniform(0, SPREAD_S)
+    if streaming:
+        with suppress(DeadlineExceeded):
+            await until(lambda: system.streams, deadline_s=STREAM_DEADLINE_S)
+        after_s /= 10
+    await pause(after_s)
     await event(system, rng)
-    return event.__name__
+    return f"{event.__name__}{' in mid-stream' if streaming else ''}"
 
 
 async def go_through(system: FaultySystem, model_text: ModelText, seed: int, tally: Tally) -> None:
@@ -215,7 +228,10 @@ def judge(results: list[Result], tally: Tally, problems: list[str]) -> None:
         tally.requests += 1
         tally.left += result.left
         if result.error:
+            # There is nothing in a schedule that justifies one: its system can always serve, sooner or later.
             tally.errors[result.error] += 1
+            tally.lost += 1
+            problems.append(f"{result.ask.request_id} ({result.ask.kind}) of {result.ask.model}: {result.error}")
         if result.wrong:
             tally.wrong += 1
             problems.append(f"{result.ask.request_id} ({result.ask.kind}): {result.wrong}")

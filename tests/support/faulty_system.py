@@ -57,6 +57,7 @@ from pilotlight.worker.worker import Worker
 
 MODELS = ("ash", "elm")
 WORKERS = 2
+HOLD_TIMEOUT_S = 90.0
 KEEP_ALIVE_S = 0.3
 LOAD_S = 0.03
 CONTEXT_TOKENS = 256
@@ -198,6 +199,12 @@ class FaultySystem:
         return [self.worker(index) for index in range(WORKERS)]
 
     @property
+    def streams(self) -> bool:
+        """Whether a request has got a part of its tokens."""
+        attempts = self.serving.relay._attempts.values()
+        return any(attempt.first_heard_s is not None and attempt.finish is None for attempt in attempts)
+
+    @property
     def device_bytes(self) -> int:
         """Room for one model and a half."""
         one = self.models[ModelName(MODELS[0])]
@@ -216,7 +223,7 @@ class FaultySystem:
             )
             return Application(components=[database, self.usage, self.serving.fleet, self.serving.relay, self.serving.demand])
 
-        await self._start("gateway", GatewaySettings(**self._settings("gateway"), hold_timeout_s=20.0), build)
+        await self._start("gateway", GatewaySettings(**self._settings("gateway"), hold_timeout_s=HOLD_TIMEOUT_S), build)
 
     async def start_scheduler(self) -> None:
         settings = SchedulerSettings(**self._settings("scheduler"), min_residency_s=0.05, hold_deadline_s=3.0)
@@ -318,14 +325,13 @@ class FaultySystem:
         cache = next(one for one in self.parts["cache"].components if type(one).__name__ == "Handlers")
         if cache._books.grants:
             found.append(f"grants in the cache's books: {sorted(cache._books.grants)}")
-        if found:
-            return found
         assert self._owner is not None
-        living = tables.instances.c.state.not_in([state.value for state in ENDED])
+        instances = tables.instances.c
+        living = select(instances.instance_id, instances.state).where(instances.state.not_in([state.value for state in ENDED]))
         async with self._owner.reading() as connection:
             grants = (await connection.execute(select(func.count()).select_from(tables.grants))).scalar_one()
-            instances = (await connection.execute(select(tables.instances.c.instance_id).where(living))).scalars().all()
-        return [*([f"{grants} rows of grants"] if grants else []), *([f"instances {instances}"] if instances else [])]
+            rows = (await connection.execute(living)).all()
+        return [*found, *([f"{grants} rows of grants"] if grants else []), *(f"{row.state} {row.instance_id}" for row in rows)]
 
     async def usage_rows(self, request_ids: list[str]) -> list[Any]:
         """What was billed."""

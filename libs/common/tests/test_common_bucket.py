@@ -67,7 +67,7 @@ def test_somebody_else_makes_it_at_the_same_time(server: Buckets, tmp_path: Path
 
 
 def test_a_refusal_is_said_at_once(server: Buckets, tmp_path: Path) -> None:
-    with pytest.raises(SourceUnavailable, match="the bucket pilotlight cannot be made: .*403"):
+    with pytest.raises(SourceUnavailable, match=r"the bucket pilotlight cannot be made: .*403"):
         ensured(server, tmp_path, "s3://pilotlight", access_key="nobody")
     assert len(server.asked) == 1
 

@@ -19,7 +19,8 @@ import msgspec
 import structlog
 from sqlalchemy.engine import make_url
 
-from pilotlight.cli.embedded import OWNER, PostgresServer, postgres_binary
+from pilotlight.cli.binaries import postgres_binary
+from pilotlight.cli.embedded import OWNER, PostgresServer
 from pilotlight.cli.home import Home, HomeUnusable
 from pilotlight.cli.output import console, emit_json
 from pilotlight.cli.purge import remove

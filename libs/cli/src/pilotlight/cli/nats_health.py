@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import nats
 import nats.errors
+from nats.aio.client import Client
 
 from pilotlight.common.natsconf import SYSTEM
 
@@ -34,10 +34,17 @@ class _Answer(msgspec.Struct, frozen=True):
 
 async def write_error(url: str, password: str) -> str | None:
     """Why a stream cannot be written; None when all can, or the server does not say."""
+    client = Client()
+    options: dict[str, Any] = {
+        "servers": [url],
+        "user": SYSTEM,
+        "password": password,
+        "allow_reconnect": False,
+        "connect_timeout": 2,
+        "error_cb": _ignore,
+    }
     try:
-        client = await nats.connect(
-            url, user=SYSTEM, password=password, allow_reconnect=False, connect_timeout=2, error_cb=_ignore
-        )
+        await client.connect(**options)
         try:
             reply = await client.request(_HEALTH, b'{"details": true}', timeout=DEADLINE_S)
         finally:

@@ -29,9 +29,8 @@ class ClockWatch:
         jumped_s, self._offset_s = offset_s - self._offset_s, offset_s
         if abs(jumped_s) < JUMP_S:
             return 0.0
-        way = "forward" if jumped_s > 0 else "back"
         log.warning(
-            f"the clock of this machine jumped {abs(jumped_s):.0f} s {way}, or it slept",
+            "the time of day jumped, or this machine slept",
             action="clock_jumped",
             jumped_s=round(jumped_s, 1),
             what_to_do=WHAT_TO_DO,
