@@ -199,10 +199,11 @@ class FaultySystem:
         return [self.worker(index) for index in range(WORKERS)]
 
     @property
-    def streams(self) -> bool:
-        """Whether a request has got a part of its tokens."""
+    def streaming(self) -> set[int]:
+        """Workers from which a request has got a part of its tokens."""
         attempts = self.serving.relay._attempts.values()
-        return any(attempt.first_heard_s is not None and attempt.finish is None for attempt in attempts)
+        busy = {attempt.worker_id for attempt in attempts if attempt.first_heard_s is not None and attempt.finish is None}
+        return {index for index, worker in enumerate(self.workers) if worker.core.worker_id in busy}
 
     @property
     def device_bytes(self) -> int:

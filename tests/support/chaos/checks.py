@@ -224,22 +224,23 @@ async def _writes(system: ChaosSystem, scene: Scene) -> None:
 
 
 async def _whole(system: ChaosSystem, write: Write) -> None:
+    succeeded = write.succeeded
     found = await system.admin("GET", f"/models/{write.name}")
     assert found.status_code in (200, 404), found.text
     there = found.status_code == 200
     match write.kind:
         case "register":
-            assert there or not write.succeeded, f"{write.name} was registered, and is not there"
+            assert there or not succeeded, f"{write.name} was registered, and is not there"
             again = await system.admin("POST", "/models", json=write.body)
             assert again.status_code == (409 if there else 201), again.text
         case "pin":
             assert there, f"{write.name} is gone"
-            assert found.json()["pinned"] or not write.succeeded, f"{write.name} was pinned, and is not"
+            assert found.json()["pinned"] or not succeeded, f"{write.name} was pinned, and is not"
             again = await system.admin("PATCH", f"/models/{write.name}", json=write.body)
             assert again.status_code == 200, again.text
             assert again.json()["pinned"]
         case _:
-            assert not (there and write.succeeded), f"{write.name} was deleted, and is there"
+            assert not (there and succeeded), f"{write.name} was deleted, and is there"
             again = await system.admin("DELETE", f"/models/{write.name}")
             assert again.status_code == (204 if there else 404), again.text
 

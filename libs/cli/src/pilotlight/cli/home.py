@@ -26,6 +26,7 @@ MARKER_TEXT = "State of a Pilotlight system. `pilotlight down --purge` stops it 
 """What tells a state folder from any other: nothing is removed where it is missing."""
 
 
+MAX_NAME_BYTES = 255
 MAX_HOME_BYTES = 700
 """Longest path of a state folder: PostgreSQL takes 1023 bytes for the longest path below it."""
 
@@ -116,6 +117,11 @@ class Home:
         if size_bytes > MAX_HOME_BYTES:
             raise HomeUnusable(
                 f"the state folder's path is {size_bytes} bytes long, and at most {MAX_HOME_BYTES} will do: {str(self.root)[:40]!r}…"
+            )
+        longest = max(len(os.fsencode(part)) for part in self.root.parts)
+        if longest > MAX_NAME_BYTES:
+            raise HomeUnusable(
+                f"the state folder's path has a name of {longest} bytes in it, and file systems take {MAX_NAME_BYTES}"
             )
         wrong = sorted({one for one in str(self.root) if one == "," or not one.isprintable()})
         if wrong:

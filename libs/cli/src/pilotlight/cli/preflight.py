@@ -1,5 +1,6 @@
 """What ``pilotlight up`` needs of this machine: looked at before anything is made, and by ``pilotlight doctor``."""
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -53,9 +54,9 @@ def look_at_home(home: Home) -> str:
 def needed_room(home: Home, environment: Mapping[str, str]) -> tuple[int, str]:
     """Bytes that must be free on the disk of the state folder, and what for."""
     needed_bytes, what_for = RUN_BYTES, "for the database's log and the services' logs"
-    if not environment.get("PILOTLIGHT_DATABASE_URL") and not (home.root / "postgres" / "data").exists():
+    if not environment.get("PILOTLIGHT_DATABASE_URL") and not os.path.exists(home.root / "postgres" / "data"):
         needed_bytes, what_for = FIRST_START_BYTES, "for a new database and logs"
-    if not environment.get("PILOTLIGHT_NATS_URL") and not (home.root / "nats").exists():
+    if not environment.get("PILOTLIGHT_NATS_URL") and not os.path.exists(home.root / "nats"):
         events_bytes = _number(environment.get("PILOTLIGHT_EVENTS_BYTES")) or EVENTS_BYTES
         needed_bytes += int(events_bytes / NATS_SHARE)
         what_for += f", and for up to {events_bytes // MIB:,} MiB of events (PILOTLIGHT_EVENTS_BYTES)"
