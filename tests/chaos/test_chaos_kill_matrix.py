@@ -31,12 +31,9 @@ CELLS = (
 )
 FAST = {
     Cell(Fault.KILL, Target.ENGINE, Situation.STREAMING),
-    Cell(Fault.KILL, Target.WORKER, Situation.STREAMING),
     Cell(Fault.KILL, Target.GATEWAY, Situation.STREAMING),
     Cell(Fault.KILL, Target.NATS, Situation.STREAMING),
     Cell(Fault.KILL, Target.SCHEDULER, Situation.HALF),
-    Cell(Fault.KILL, Target.LOADER, Situation.HALF),
-    Cell(Fault.KILL, Target.POSTGRES, Situation.WRITING),
 }
 """Part of ``make test`` as well."""
 

@@ -186,6 +186,30 @@ def test_a_home_that_cannot_be(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("variable", "url", "code"),
+    [
+        ("DATABASE", "postgresql://me:word@127.0.0.1:{port}/x", "database_unavailable"),
+        ("DATABASE", "nonsense", "settings_invalid"),
+    ],
+)
+def test_a_server_that_is_not_there(
+    variable: str, url: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PILOTLIGHT_HOME", str(tmp_path / "home"))
+    port = free_port()
+    monkeypatch.setenv(f"PILOTLIGHT_{variable}_URL", url.format(port=port))
+    assert run(["up", "--json", "--port", str(free_port())]) == 1
+    told = refusal(capsys.readouterr().out)
+    assert told["code"] == code
+    assert "word" not in told["message"].replace("password", "")
+    assert f"PILOTLIGHT_{variable}_URL" in told["message"] + told["what_to_do"]
+    assert run(["doctor", "--json", "--port", str(free_port())]) == 1
+    failed = {one["found"] for one in json.loads(capsys.readouterr().out)["checks"] if one["verdict"] == "failed"}
+    assert told["message"] in failed
+    assert not (tmp_path / "home").exists()
+
+
 def test_every_code_here_is_one_of_the_taxonomy() -> None:
     codes = {kind.code for kind in all_errors()}
     assert {

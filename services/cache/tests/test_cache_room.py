@@ -10,8 +10,8 @@ from sqlalchemy.pool import NullPool
 
 from pilotlight.cache import room
 from pilotlight.cache.app import build
-from pilotlight.cache.books import Grant
-from pilotlight.cache.repository import CacheRepository
+from pilotlight.cache.books import Books, Grant
+from pilotlight.cache.repository import CacheRepository, Orphans
 from pilotlight.cache.settings import CacheSettings
 from pilotlight.cache.sole import NotSole
 from pilotlight.common.bus import Bus
@@ -36,6 +36,8 @@ from pilotlight.common.messages.room import (
 )
 from pilotlight.common.service import Application
 from pilotlight.common.testing import DatabaseSettingsOf, MakeContext, until
+from pilotlight.policy.eviction.base import EvictionRules
+from pilotlight.policy.eviction.lru import Lru
 from pilotlight.policy.testing import copy, held, node, worker
 from pilotlight.policy.types import (
     Digest,
@@ -394,6 +396,42 @@ async def test_a_grant_whose_instance_is_never_written_down_lapses(
     assert not await has_room(bus, "next", MEMORY)
     monkeypatch.setattr(room, "UNPLANNED_S", 0.1)
     await until(lambda: has_room(bus, "next", MEMORY))
+
+
+async def test_a_worker_that_reports_while_rows_are_read_keeps_its_grant(bus: Bus) -> None:
+    """A cache that has just been started hears of a worker, and of what it holds, in the middle of its first sweep."""
+    clock = SystemClock()
+    books = Books(listening_since_s=clock.monotonic_s())
+    expired = Grant(
+        grant_id=GrantId("expired"),
+        instance_id=InstanceId("serves"),
+        digest=Digest("serves"),
+        worker_id=WORKER,
+        node_id=NODE,
+        device_bytes=100,
+        host_bytes=0,
+        expires_s=clock.monotonic_s() - 1.0,
+    )
+    books.grants[expired.grant_id] = expired
+
+    class Rows:
+        shown = (stage("serves", 100),)
+
+        async def orphans(self) -> Orphans:
+            books.hear_worker(replace(worker(), held=self.shown), clock.monotonic_s())
+            return Orphans(over=frozenset(), unwritten=frozenset())
+
+        async def end_grants(self, grant_ids: list[GrantId]) -> None:
+            assert not self.shown
+
+    rows = Rows()
+    maker = room.RoomMaker(books, rows, bus, clock, Lru(), EvictionRules(min_residency_s=0.0))
+    await maker.lapse()
+    assert list(books.grants) == [expired.grant_id]
+    rows.shown = ()
+    books.hear_worker(replace(worker(), held=()), clock.monotonic_s())
+    await maker.lapse()
+    assert not books.grants
 
 
 async def test_a_node_that_drains_gets_no_grant_and_its_copies_are_struck(

@@ -51,16 +51,16 @@ async def check(system: ChaosSystem, scene: Scene, allowed: Allowed, cell: str) 
     await until(lambda: _unbalanced(system), SETTLE_S, "the cache's books")
     await until(lambda: _strays(system), SETTLE_S, "processes")
     await until(lambda: _unsent(system), SETTLE_S, "events")
-    TALLY.costs[cell] = _cost(scene, healthy_s)
+    TALLY.costs[cell] = _cost(scene, retried, healthy_s)
 
 
-def _cost(scene: Scene, healthy_s: float) -> Cost:
+def _cost(scene: Scene, retried: list[Running], healthy_s: float) -> Cost:
     """What the streams of a scene noticed of its fault: in front of their first token, or after it."""
     streams = [one.answer for one in scene.requests if one.ask.stream and one.answer.complete]
-    waited = [one.first_token_s for one in streams if one.first_token_s is not None]
-    paused = [one.pause_s for one in streams if one.pause_s is not None]
-    cold = scene.situation in COLD
-    return Cost(healthy_s, max(waited, default=None) if cold else None, None if cold else max(paused, default=None))
+    waiting = [one.answer for one in retried] + (streams if scene.situation in COLD else [])
+    waited = [one.first_token_s for one in waiting if one.first_token_s is not None]
+    paused = [] if scene.situation in COLD else [one.pause_s for one in streams if one.pause_s is not None]
+    return Cost(healthy_s, max(waited, default=None), max(paused, default=None))
 
 
 async def _requests(system: ChaosSystem, scene: Scene, allowed: Allowed) -> list[Running]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from pilotlight.cli.home import Home
+from pilotlight.cli.own_servers import server_looks
 from pilotlight.common.errors import FolderUnusable
 from pilotlight.common.fitness import check_disk, check_files, check_folder, check_shared_memory
 from pilotlight.common.natsconf import EVENTS_BYTES
@@ -34,6 +35,7 @@ def looks(home: Home, pool_bytes: int | None, environment: Mapping[str, str]) ->
         "state folder": lambda: look_at_home(home),
         "disk": lambda: check_disk(home.root, needed_bytes, what_for),
         "shared memory": lambda: check_shared_memory(folder, pool_bytes),
+        **server_looks(home, environment),
     }
 
 

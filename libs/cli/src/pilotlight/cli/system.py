@@ -75,7 +75,7 @@ class System:
             ChildFailed: a process did not start.
         """
         for look in looks(self._home, self._options.pool_bytes, os.environ).values():
-            look()
+            await asyncio.to_thread(look)
         self._home.prepare()
         self._lock = self._home.lock()
         check_port(self._options.host, self._options.port)

@@ -131,10 +131,11 @@ class RoomMaker:
         not written down when there is a newer one, it never will.
         """
         now_s, epoch = self._clock.monotonic_s(), self._books.epoch
-        unheld = [grant for grant in self._books.grants.values() if not self._books.is_held(grant)]
-        if not unheld:
+        if all(self._books.is_held(grant) for grant in self._books.grants.values()):
             return
         orphans = await self._repository.orphans()
+        # Reports that have come while the rows were read count, too: the first of a worker may show what nobody knew of.
+        unheld = [grant for grant in self._books.grants.values() if not self._books.is_held(grant)]
         over: list[GrantId] = [
             grant.grant_id
             for grant in unheld
@@ -145,8 +146,7 @@ class RoomMaker:
         if not over:
             return
         for grant_id in over:
-            # Released, perhaps, while the rows were read.
-            self._books.grants.pop(grant_id, None)
+            del self._books.grants[grant_id]
         log.warning("grants lapsed", action="grants_lapsed", grants=len(over))
         await self._repository.end_grants(over)
 
