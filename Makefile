@@ -9,7 +9,7 @@ PYTEST := $(PY) -m pytest
 # Status 5 says that a folder has no tests of the kind: no failure when one folder is asked for.
 OR_NONE := || [ $$? -eq 5 ]
 
-.PHONY: help demo up test test-chaos test-s3 test-compose test-bundle test-gpu bundle check format docs bench-cold-start bench-failover lock clean
+.PHONY: help demo up test test-chaos test-s3 test-compose test-bundle test-gpu bundle check format docs bench-cold-start bench-failover bench-engine-death lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -74,6 +74,10 @@ bench-cold-start:  ## cold and warm first tokens of the demo model on this machi
 bench-failover:  ## how long nobody leads when the leading scheduler dies or stops, as JSON
 	@tools/bootstrap.sh runtime
 	@$(PY) bench/failover.py
+
+bench-engine-death:  ## how long a stream pauses when every engine of its node is killed, as JSON
+	@tools/bootstrap.sh runtime
+	@$(PY) bench/engine_death.py
 
 lock:  ## compile constraints.txt anew from the members' requirements
 	@tools/bootstrap.sh dev

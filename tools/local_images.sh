@@ -3,7 +3,7 @@
 #
 #   tools/local_images.sh            install and start the engine, build what is missing, print what is ready
 #   tools/local_images.sh status     print what is ready; exit 1 when something is missing
-#   tools/local_images.sh stop       stop the engine that this script started
+#   tools/local_images.sh stop       stop the engine that this script started, unless containers run
 #
 # For root on Debian 12 with apt-get and pip. Everything comes from Debian's and PyPI's packages. The images carry the names of the
 # ones that they stand for, and the label local-images.standin. They do less:
@@ -69,6 +69,7 @@ start_engine() {
 stop_engine() {
   local p; p=$(cat /var/run/docker.pid 2>/dev/null || true)
   alive "$p" dockerd || { say "no engine runs"; return; }
+  [[ -z $(docker ps -q) ]] || { say "containers run: the engine stays"; return; }
   kill "$p"; for _ in $(seq 150); do alive "$p" dockerd || { say "engine stopped"; return; }; sleep 0.2; done
   die "dockerd $p did not stop in 30 s"
 }

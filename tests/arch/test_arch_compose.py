@@ -116,3 +116,59 @@ def test_the_standin_pulls_nothing() -> None:
     shown = {name for name, service in SERVICES.items() if not service.get("profiles")}
     assert set(STANDIN["services"]) == shown
     assert all(service["pull_policy"] == "never" for service in STANDIN["services"].values())
+
+
+def test_profiles() -> None:
+    by_profile: dict[str, set[str]] = {}
+    for name, service in SERVICES.items():
+        for profile in service.get("profiles", [""]):
+            by_profile.setdefault(profile, set()).add(name)
+    assert by_profile == {
+        "": {"setup", "migrations", "nats", "postgres", "s3", "otel-collector", *HOLDERS.keys() & set(OURS)},
+        "gpu": {"node-gpu"},
+        "observability": {"prometheus", "grafana", "jaeger"},
+    }
+
+
+def test_the_gpu_node_is_given_the_devices_and_is_else_the_same() -> None:
+    node, gpu_node = SERVICES["node"], SERVICES["node-gpu"]
+    (device,) = gpu_node["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+    differing = {key for key in node.keys() | gpu_node.keys() if node.get(key) != gpu_node.get(key)}
+    assert differing == {"profiles", "build", "image", "mem_limit", "shm_size", "environment", "volumes", "deploy"}
+    assert gpu_node["environment"].items() > node["environment"].items()
+
+
+@pytest.mark.parametrize("name", ["node", "node-gpu"])
+def test_a_node_has_shared_memory_and_reaps_its_workers(name: str) -> None:
+    assert SERVICES[name]["shm_size"]
+    text = (ROOT / "Dockerfile").read_text()
+    assert re.search(r'^ENTRYPOINT \["tini", "--", "serve"\]$', text, re.MULTILINE)
+    assert "node) exec python -m pilotlight.loader ;;" in (ROOT / "deploy/image/serve").read_text()
+    assert "command" not in SERVICES[name]
+    assert "entrypoint" not in SERVICES[name]
+
+
+def test_images_are_of_a_named_version_and_can_be_replaced() -> None:
+    for name in SERVICES.keys() - set(OURS):
+        found = re.fullmatch(r"\$\{PILOTLIGHT_([A-Z0-9]+)_IMAGE:-([a-z0-9/.-]+):([A-Za-z0-9.-]+)\}", SERVICES[name]["image"])
+        assert found is not None, SERVICES[name]["image"]
+        assert found[3] != "latest"
+    assert SERVICES["postgres"]["image"].endswith(":-postgres:17}")
+    assert SERVICES["s3"]["image"].startswith("${PILOTLIGHT_S3_IMAGE:-chrislusf/seaweedfs:")
+
+
+def test_what_may_be_set_is_told() -> None:
+    told = (ROOT / "docs/operations.md").read_text()
+    asked = set(re.findall(r"\$\{([A-Z0-9_]+)", (ROOT / "docker-compose.yml").read_text()))
+    assert not {name for name in asked if f"`{name}`" not in told}
+
+
+def test_torch_comes_from_a_folder_of_wheels_or_the_index() -> None:
+    built = [service["build"] for service in SERVICES.values() if "build" in service]
+    assert {build["args"]["SERVICE"] for build in built} == {"setup", "gateway", "scheduler", "cache", "materializer", "node"}
+    assert all(build["additional_contexts"] == {"wheels": "${PILOTLIGHT_WHEELS:-./deploy/wheels}"} for build in built)
+    text = (ROOT / "Dockerfile").read_text()
+    assert "--mount=type=bind,from=wheels,target=/wheels" in text
+    assert "--find-links /wheels" in text
+    assert "UV_DEFAULT_INDEX" in text

@@ -33,9 +33,14 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
             TALLY.requests += counts["requests"]
             TALLY.lost += counts["lost"]
             TALLY.wrong_tokens += counts["wrong_tokens"]
+            TALLY.tried_again += counts["tried_again"]
+            TALLY.resumed += counts["resumed"]
+            TALLY.resends += counts["resends"]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if TALLY.cells or TALLY.schedules:
         terminalreporter.section("chaos")
+        for row in TALLY.table() if TALLY.costs else ():
+            terminalreporter.line(row)
         terminalreporter.line(TALLY.line())

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass
 
 import pytest
-from chaos.checks import check, justified
+from chaos.checks import COLD, check, justified
 from chaos.processes import Fault, Target, inflict
 from chaos.situations import Situation, arrange
 from chaos.system import ChaosSystem
@@ -31,12 +31,9 @@ CELLS = (
 )
 FAST = {
     Cell(Fault.KILL, Target.ENGINE, Situation.STREAMING),
-    Cell(Fault.KILL, Target.WORKER, Situation.STREAMING),
     Cell(Fault.KILL, Target.GATEWAY, Situation.STREAMING),
     Cell(Fault.KILL, Target.NATS, Situation.STREAMING),
     Cell(Fault.KILL, Target.SCHEDULER, Situation.HALF),
-    Cell(Fault.KILL, Target.LOADER, Situation.HALF),
-    Cell(Fault.KILL, Target.POSTGRES, Situation.WRITING),
 }
 """Part of ``make test`` as well."""
 
@@ -57,5 +54,5 @@ async def test_nothing_is_lost(cell: Cell, system: ChaosSystem) -> None:
     assert victims, f"there is no {cell.target}"
     await asyncio.to_thread(inflict, cell.fault, system.processes, victims)
     await check(system, scene, justified(cell.target, cell.situation, cell.fault), str(cell))
-    if scene.situation in (Situation.HELD, Situation.HALF):
+    if scene.situation in COLD:
         await system.forget(scene.model)

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.compose, pytest.mark.slow]
 MODEL = "ember-7m"
 FROM_S3 = "ember-7m-from-s3"
 QUESTION = [{"role": "user", "content": "What is a pilot light?"}]
-LONG: dict[str, Any] = {"max_tokens": 400, "extra_body": {"ignore_eos": True}}
+LONG: dict[str, Any] = {"max_tokens": 800, "extra_body": {"ignore_eos": True}}
 FAILURES = (openai.APIError, httpx2.HTTPError)
 OURS = ("gateway", "scheduler", "cache", "materializer", "node")
 SERVERS = ("nats", "postgres", "s3", "otel-collector")
@@ -49,17 +49,21 @@ def admin_key(system: Composed) -> str:
 
 
 @pytest.fixture(scope="module")
-def answer(system: Composed, api_key: str, admin_key: str) -> str:
-    """The demo model is registered, from a folder and from the S3 server, and has been asked, cold: what it says."""
+def cold(system: Composed, api_key: str, admin_key: str) -> "Answer":
+    """The demo model is registered, from a folder and from the S3 server, and is asked for the first time."""
     with system.admin(admin_key) as admin:
         until(lambda: any(worker["engine_up"] for worker in admin.get("/workers").json()["workers"]), "a warm worker")
         for name, uri in ((MODEL, f"file:///models/{MODEL}"), (FROM_S3, system.upload(MODEL))):
             body = {"name": name, "uri": uri, "slo": {"ttft_ms": 5000, "tpot_ms": 200}, "keep_alive_s": 600}
             made = admin.post("/models", json=body)
             assert made.status_code == 201, made.text
-    cold = ask(system, api_key)
+    return ask(system, api_key)
+
+
+@pytest.fixture(scope="module")
+def answer(cold: "Answer") -> str:
+    """What the model says."""
     assert "light" in cold.text
-    until(lambda: {"gateway", "scheduler", "loader", "worker"} <= system.traces().get(cold.trace_id, set()), "one trace")
     return cold.text
 
 
@@ -103,14 +107,17 @@ def says(system: Composed, key: str) -> str | None:
         return None
 
 
-def test_cold_warm_and_in_one_piece(system: Composed, api_key: str, answer: str) -> None:
-    """The cold request is the fixture's: its spans lie in one trace at the collector."""
+def test_warm_and_in_one_piece(system: Composed, api_key: str, answer: str) -> None:
     started_s = time.monotonic()
     assert ask(system, api_key).text == answer
     assert time.monotonic() - started_s < 10
     with system.openai(api_key) as client:
         whole = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=32)
     assert whole.choices[0].message.content == answer
+
+
+def test_the_spans_of_a_cold_request_lie_in_one_trace_at_the_collector(system: Composed, cold: Answer) -> None:
+    until(lambda: {"gateway", "scheduler", "loader", "worker"} <= system.traces().get(cold.trace_id, set()), "one trace")
 
 
 def test_a_model_from_the_s3_server(system: Composed, api_key: str, answer: str) -> None:
@@ -162,6 +169,16 @@ def test_processes_may_do_nothing_special(system: Composed, service: str) -> Non
     assert status["NoNewPrivs"].strip() == "1"
     tried = system.inside(service, "sh", "-c", "touch /opt/pilotlight/x 2>&1 || true")
     assert "Read-only file system" in tried
+
+
+def test_a_node_is_a_loader_and_its_workers(system: Composed, answer: str) -> None:
+    """Under an init that ends what they leave, with shared memory of the size that was set."""
+    asked = "for each in /proc/[0-9]*; do tr '\\0' ' ' 2>/dev/null <$each/cmdline; echo; done"
+    first, *others = system.inside("node", "sh", "-c", asked).splitlines()
+    assert first.startswith("tini -- serve")
+    for member in ("pilotlight.loader", "pilotlight.worker ", "pilotlight.worker.child"):
+        assert any(member in f"{line} " for line in others), member
+    assert system.inspect("node")["HostConfig"]["ShmSize"] == 512 << 20
 
 
 @pytest.mark.parametrize("service", OURS)

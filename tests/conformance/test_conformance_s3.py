@@ -1,12 +1,11 @@
 """What a real S3 server says: our object store and our sources against Ceph's. Run by ``make test-s3``."""
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 
 import obstore
 import pytest
-from ceph_server import ACCESS_KEY, SECRET_KEY, CephServer, missing_programs, running_ceph
+from ceph_server import ACCESS_KEY, SECRET_KEY, CephServer, missing_programs
 from obstore.store import S3Store
 
 from pilotlight.checkpoint.checkpoint import read_checkpoint
@@ -31,12 +30,6 @@ pytestmark = [
 ]
 DATA = bytes(range(256)) * 65536
 PATIENCE = Patience(stall_timeout_s=10.0, tries=3, backoff=Backoff(first_s=0.01, limit_s=0.05))
-
-
-@pytest.fixture(scope="module")
-def ceph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CephServer]:
-    with running_ceph(tmp_path_factory.mktemp("ceph")) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

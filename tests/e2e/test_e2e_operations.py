@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from embedded_system import DEADLINE_S, DEMO_FOLDER, RunningSystem, pilotlight, running
+from embedded_system import DEADLINE_S, ROOT, RunningSystem, pilotlight, running
 
 from pilotlight.common.clock import SystemClock
 
@@ -72,34 +73,80 @@ def usage_of(system: RunningSystem) -> list[tuple[str, int]]:
         return connection.execute("SELECT request_id, output_tokens FROM gateway.usage ORDER BY request_id").fetchall()
 
 
-def test_backup_purge_restore(folder: Path) -> None:
-    """Taken while the system serves; after the purge and the restore there are the same models, keys, usage, and a chat works."""
-    home, copy = folder / "home", folder / "copy.backup"
-    roots = {"PILOTLIGHT_MODEL_ROOTS": str(DEMO_FOLDER)}
-    with running(home, "--with-demo-model", environment=roots) as system:
-        answer = ask(system)
-        usage = eventually(lambda: usage_of(system))
-        keys = system.key("admin"), system.key("api")
-        models = system.cli("model", "list")["models"]
-        made = system.cli("backup", str(copy))
-        assert made["files"] > 10
-        assert copy.stat().st_mode & 0o777 == 0o600
-        assert system.cli("backup", str(copy), status=1)["error"]["code"] == "backup_failed"
-        purged = system.cli("down", "--purge", "--yes")
-        assert (purged["purged"], purged["kept"]) == (True, [])
-        assert system.process.wait(DEADLINE_S) == 0
-    assert not home.exists()
+BLOCKS = re.findall(r"```sh\n(.*?)```", (ROOT / "docs/operations.md").read_text(), flags=re.DOTALL)
 
-    assert command(home, "restore", str(copy))["restored"]
-    assert command(home, "restore", str(copy), status=1)["error"]["code"] == "home_not_empty"
-    with running(home, environment=roots) as system:
+
+class Operator:
+    """Somebody who types the commands of docs/operations.md, with folders and a port of their own in the place of the page's."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.home = folder / "first"
+        self.restored = folder / "restored"
+
+    def types(self, begins: str, system: RunningSystem | None = None, **replaced: str) -> str:
+        """Run the page's block that begins so, but for starting systems; what it prints."""
+        (block,) = [block for block in BLOCKS if block.startswith(begins)]
+        replaced |= {".pilotlight/": f"{self.home}/", "/srv/pilotlight": str(self.restored), "/backups": str(self.folder)}
+        if system is not None:
+            replaced["http://127.0.0.1:8000"] = system.url
+        for old, new in replaced.items():
+            block = block.replace(old, new)
+        script = "".join(line + "\n" for line in block.splitlines() if line.strip() != "pilotlight up" and "docker" not in line)
+        home = system.home if system is not None else self.home
+        path = f"{Path(pilotlight()).parent}{os.pathsep}{os.environ['PATH']}"
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", script],
+            cwd=ROOT,
+            env={**os.environ, "PILOTLIGHT_HOME": str(home), "PATH": path},
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+        assert done.returncode == 0, f"{script}\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+
+def test_the_page_as_a_new_operator_types_it(folder: Path) -> None:
+    """First model, chat, health, drain, audit, backup, purge, restore: the same models, keys and usage, and the same answer."""
+    operator = Operator(folder)
+    with running(operator.home) as system:
+        assert "registered my-model" in operator.types("cp -r models/ember-7m", system)
+        answer = answer_in(operator.types("curl http://127.0.0.1:8000/v1/chat", system))
+        assert "ready" in operator.types("pilotlight doctor", system)
+        (node,) = nodes_of(system)
+        drained = operator.types("pilotlight node list", system, NODE=node)
+        assert "is drained: nothing is left on it" in drained
+        assert node in drained
+        assert "may be used again" in drained
+        usage = eventually(lambda: usage_of(system))
+        assert "model_register" in operator.types("pilotlight audit", system)
+        keys, models = (system.key("admin"), system.key("api")), system.cli("model", "list")["models"]
+        operator.types("pilotlight backup /backups", system)
+        made = folder / "pilotlight.backup"
+        assert made.stat().st_mode & 0o777 == 0o600
+        assert system.cli("backup", str(made), status=1)["error"]["code"] == "backup_failed"
+        assert "models" in operator.types("pilotlight down --purge", system, **{"--purge": "--purge --yes"})
+        assert system.process.wait(DEADLINE_S) == 0
+    assert [path.name for path in operator.home.iterdir()] == ["models"]
+
+    assert "start it with" in operator.types("export PILOTLIGHT_HOME=/srv")
+    assert command(operator.restored, "restore", str(made), status=1)["error"]["code"] == "home_not_empty"
+    # The checkpoint lies where it lay, which is not below the new folder.
+    with running(operator.restored, environment={"PILOTLIGHT_MODEL_ROOTS": str(operator.home / "models")}) as system:
         assert (system.key("admin"), system.key("api")) == keys
         assert system.cli("model", "list")["models"] == models
         assert usage_of(system) == usage
-        assert ask(system) == answer
+        asked = operator.types("curl http://127.0.0.1:8000/v1/chat", system, **{"cat .pilotlight/": f"cat {operator.restored}/"})
+        assert answer_in(asked) == answer
         assert len(eventually(lambda: len(found := usage_of(system)) > len(usage) and found)) == len(usage) + 1
-        audit = system.cli("audit", "--action", "model_register")["audit"]
-        assert [one["entity"] for one in audit] == ["ember-7m"]
+        registered = system.cli("audit", "--action", "model_register")["audit"]
+        assert [one["entity"] for one in registered] == ["my-model"]
+
+
+def answer_in(printed: str) -> str:
+    return json.loads(printed.strip().splitlines()[-1])["choices"][0]["message"]["content"]
 
 
 def test_a_stopped_system_is_backed_up_too(folder: Path) -> None:

@@ -31,12 +31,15 @@ def s3() -> Iterator[StandinS3]:
 def system(hub: StandinHub, s3: StandinS3, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSystem]:
     home: Path = tmp_path_factory.mktemp("sources")
     home.chmod(0o711)
+    # Credentials come as files, or in the environment's usual names: one of each.
+    secrets = home / "home" / "secrets"
+    secrets.mkdir(parents=True)
+    (secrets / "s3-access-key").write_text(f"{ACCESS_KEY}\n")
+    (secrets / "s3-secret-key").write_text(f"{SECRET_KEY}\n")
     environment = {
         "PILOTLIGHT_MODEL_ROOTS": f"{DEMO_FOLDER},{home / 'copies'},s3://models/demo,hf://pilotlight",
         "PILOTLIGHT_S3_ENDPOINT": s3.url,
         "PILOTLIGHT_S3_ALLOW_HTTP": "true",
-        "AWS_ACCESS_KEY_ID": ACCESS_KEY,
-        "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
         "PILOTLIGHT_HUB_ENDPOINT": hub.url,
         "PILOTLIGHT_HUB_PRIVATE_HOSTS": f"127.0.0.1:{hub.cdn.port}",
         "HF_TOKEN": TOKEN,
@@ -81,7 +84,7 @@ def test_a_source_that_changes_under_the_fetch_is_refused_until_it_is_registered
                 s3.put("models", "demo/changing", after)
 
     s3.on_asked = replace
-    with system.openai() as client, pytest.raises(Exception, match="register the model again") as caught:
+    with system.openai() as client, pytest.raises(Exception, match="Register the model again") as caught:
         client.chat.completions.create(model="changing", messages=QUESTION, max_tokens=8)  # type: ignore[arg-type]
     assert getattr(caught.value, "code", None) == "source_changed"
     assert len(asked) >= 3, "it was replaced while it was read"

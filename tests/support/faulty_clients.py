@@ -25,7 +25,7 @@ from pilotlight.worker.sim_engine import SimTokens
 
 KEY = "key-test"
 MAX_PROMPT_TOKENS = 12
-MAX_OUTPUT_TOKENS = 40
+MAX_OUTPUT_TOKENS = 100
 
 
 class Kind(StrEnum):

@@ -29,6 +29,7 @@ from pilotlight.common.errors import PilotlightError
 from pilotlight.common.faulty_bus import FaultSchedule, FaultyBus
 from pilotlight.common.ids import new_incarnation, worker_id_of
 from pilotlight.common.messages.reports import WORKER_REPORTS, WorkerReport
+from pilotlight.common.messages.tokens import Resend, Submit, resend_subject, submit_subject
 from pilotlight.common.nats_bus import NatsBus
 from pilotlight.common.natsconf import ensure_events
 from pilotlight.common.service import Application, Background, Component, Context
@@ -46,7 +47,7 @@ from pilotlight.loader.identity import node_id_of
 from pilotlight.loader.settings import LoaderSettings
 from pilotlight.policy.cost import stage_room
 from pilotlight.policy.instance import ENDED, SERVING, STARTING
-from pilotlight.policy.types import HeldState, Instance, InstanceId, Model, ModelName, ScalingBounds, Slo
+from pilotlight.policy.types import HeldState, Instance, InstanceId, Model, ModelName, ScalingBounds, Slo, WorkerId
 from pilotlight.scheduler import app as scheduler_app
 from pilotlight.scheduler.settings import SchedulerSettings
 from pilotlight.worker import app as worker_app
@@ -56,6 +57,7 @@ from pilotlight.worker.worker import Worker
 
 MODELS = ("ash", "elm")
 WORKERS = 2
+HOLD_TIMEOUT_S = 90.0
 KEEP_ALIVE_S = 0.3
 LOAD_S = 0.03
 CONTEXT_TOKENS = 256
@@ -105,6 +107,8 @@ class Watch:
 
     def __init__(self, models: dict[ModelName, Model], device_bytes: int) -> None:
         self.wrong: list[str] = []
+        self.seen: Counter[str] = Counter()
+        """How often the gateway had to go to some length."""
         self._models = models
         self._device_bytes = device_bytes
         self._alive: dict[InstanceId, ModelName] = {}
@@ -118,6 +122,13 @@ class Watch:
         for name, count in counts.items():
             if count > self._models[name].scaling.max_instances:
                 self.wrong.append(f"{count} instances of {name} at a time: {sorted(self._alive)}")
+
+    async def on_submit(self, submit: Submit) -> None:
+        if submit.attempt > 1:
+            self.seen["resumed" if submit.output_ids else "tried_again"] += 1
+
+    async def on_resend(self, resend: Resend) -> None:
+        self.seen["resends"] += 1
 
     async def on_report(self, report: WorkerReport) -> None:
         facts = report.facts
@@ -154,6 +165,9 @@ class FaultySystem:
         bucket = await self._clear.bucket(INSTANCES)
         self._watching = asyncio.create_task(bucket.watch(Instance, self.watch.on_instance))
         await self._clear.subscribe(WORKER_REPORTS, WorkerReport, self.watch.on_report)
+        every = WorkerId("*")
+        await self._clear.subscribe(submit_subject(every), Submit, self.watch.on_submit)
+        await self._clear.subscribe(resend_subject(every), Resend, self.watch.on_resend)
         fleet = self.serving.fleet
         await until(lambda: len(fleet.workers()) == WORKERS and len(fleet.nodes()) == 1)
 
@@ -185,6 +199,13 @@ class FaultySystem:
         return [self.worker(index) for index in range(WORKERS)]
 
     @property
+    def streaming(self) -> set[int]:
+        """Workers from which a request has got a part of its tokens."""
+        attempts = self.serving.relay._attempts.values()
+        busy = {attempt.worker_id for attempt in attempts if attempt.first_heard_s is not None and attempt.finish is None}
+        return {index for index, worker in enumerate(self.workers) if worker.core.worker_id in busy}
+
+    @property
     def device_bytes(self) -> int:
         """Room for one model and a half."""
         one = self.models[ModelName(MODELS[0])]
@@ -203,7 +224,7 @@ class FaultySystem:
             )
             return Application(components=[database, self.usage, self.serving.fleet, self.serving.relay, self.serving.demand])
 
-        await self._start("gateway", GatewaySettings(**self._settings("gateway"), hold_timeout_s=20.0), build)
+        await self._start("gateway", GatewaySettings(**self._settings("gateway"), hold_timeout_s=HOLD_TIMEOUT_S), build)
 
     async def start_scheduler(self) -> None:
         settings = SchedulerSettings(**self._settings("scheduler"), min_residency_s=0.05, hold_deadline_s=3.0)
@@ -305,14 +326,13 @@ class FaultySystem:
         cache = next(one for one in self.parts["cache"].components if type(one).__name__ == "Handlers")
         if cache._books.grants:
             found.append(f"grants in the cache's books: {sorted(cache._books.grants)}")
-        if found:
-            return found
         assert self._owner is not None
-        living = tables.instances.c.state.not_in([state.value for state in ENDED])
+        instances = tables.instances.c
+        living = select(instances.instance_id, instances.state).where(instances.state.not_in([state.value for state in ENDED]))
         async with self._owner.reading() as connection:
             grants = (await connection.execute(select(func.count()).select_from(tables.grants))).scalar_one()
-            instances = (await connection.execute(select(tables.instances.c.instance_id).where(living))).scalars().all()
-        return [*([f"{grants} rows of grants"] if grants else []), *([f"instances {instances}"] if instances else [])]
+            rows = (await connection.execute(living)).all()
+        return [*found, *([f"{grants} rows of grants"] if grants else []), *(f"{row.state} {row.instance_id}" for row in rows)]
 
     async def usage_rows(self, request_ids: list[str]) -> list[Any]:
         """What was billed."""

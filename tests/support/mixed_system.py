@@ -34,7 +34,7 @@ POOL_BYTES = 256 * 2**20
 WORKERS = 2
 DEADLINE_S = 60.0
 PROMPT = "Tell me a short story about a fox."
-OUTPUT_TOKENS = 60
+OUTPUT_TOKENS = 40
 
 
 class Refused(Exception):

@@ -57,6 +57,14 @@ async def warm_and_cold(system: MixedSystem) -> str:
 
 
 @pytest.mark.e2e
+async def test_the_control_plane_of_the_release_before_with_this_ones_schema_and_workers(folder: Path, release: Code) -> None:
+    async with mixed_system(folder, {name: THIS if name == "loader" else release for name in PROCESSES}) as system:
+        await system.register(MODEL)
+        await warm_and_cold(system)
+        assert not system.complaints()
+
+
+@pytest.mark.chaos
 async def test_a_rolling_upgrade_fails_no_request(folder: Path, release: Code) -> None:
     """The release before works on this one's schema; then one process after the other is replaced."""
     async with mixed_system(folder, dict.fromkeys(PROCESSES, release), handover=True) as system:

@@ -165,3 +165,11 @@ def test_down_spares_a_later_process_with_the_same_id(home: Home, capsys: pytest
         assert "no system runs" in capsys.readouterr().out
         innocent.communicate(b"\n")
     assert innocent.returncode == 0
+
+
+def test_a_secret_that_is_brought_later_reaches_who_needs_it(home: Home) -> None:
+    assert read_secret(home.secrets_of("loader"), "hub-token") is None
+    (home.secrets / "hub-token").write_text("hf_token\n")
+    assert read_secret(home.secrets_of("loader"), "hub-token") == "hf_token"
+    assert read_secret(home.secrets_of("gateway"), "hub-token") == "hf_token"
+    assert not (home.secrets_of("scheduler") / "hub-token").is_symlink()

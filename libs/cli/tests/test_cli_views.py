@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import socket
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,13 @@ from pilotlight.cli import logs, traces
 from pilotlight.cli.client import AdminClient
 from pilotlight.cli.doctor import (
     Verdict,
-    check_disk,
-    check_files,
-    check_home,
     check_memory,
     check_port,
-    check_shared_memory,
+    check_room,
     examine,
 )
 from pilotlight.cli.home import Home, HomeInUse
+from pilotlight.cli.output import show_table
 from pilotlight.cli.plan import SERVICES, Endpoints, SystemOptions, child_specs
 from pilotlight.cli.system import System
 from pilotlight.cli.waterfall import bars_of, draw
@@ -50,21 +47,31 @@ def shown(renderable: object, width: int = 100) -> str:
 
 def test_every_check_says_what_to_do(home: Home) -> None:
     checks = examine(home, "127.0.0.1", 1)
-    assert {"state folder", "port", "shared memory", "file limit", "disk", "memory", "engine", "compiler", "driver"} == {
-        check.name for check in checks
-    }
+    assert {
+        "state folder",
+        "port",
+        "shared memory",
+        "shared memory to work with",
+        "file limit",
+        "disk",
+        "disk to work with",
+        "memory",
+        "engine",
+        "compiler",
+        "driver",
+    } == {check.name for check in checks}
     for check in checks:
         assert check.found
         assert check.verdict is Verdict.OK or check.what_to_do, check
 
 
 def test_the_state_folder(tmp_path: Path) -> None:
-    assert check_home(Home(tmp_path / "not" / "there" / "yet")).verdict is Verdict.OK
-    assert check_disk(Home(tmp_path / "not" / "there" / "yet")).verdict is not Verdict.FAILED
-    check = check_home(Home(Path("/proc/nowhere")))
-    if os.geteuid() != 0:
-        assert check.verdict is Verdict.FAILED
-        assert "PILOTLIGHT_HOME" in check.what_to_do
+    there = {check.name: check for check in examine(Home(tmp_path / "not" / "there" / "yet"), "127.0.0.1", 1)}
+    assert there["state folder"].verdict is Verdict.OK
+    assert there["disk"].verdict is Verdict.OK
+    check = next(check for check in examine(Home(Path("/proc/nowhere")), "127.0.0.1", 1) if check.name == "state folder")
+    assert check.verdict is Verdict.FAILED
+    assert "PILOTLIGHT_HOME" in check.what_to_do
 
 
 def test_the_port(home: Home) -> None:
@@ -82,10 +89,8 @@ def test_the_port(home: Home) -> None:
 
 
 def test_the_limits(tmp_path: Path) -> None:
-    assert check_files(256).verdict is Verdict.WARNING
-    assert check_files(1024).verdict is Verdict.OK
-    assert check_files(resource.RLIM_INFINITY).verdict is Verdict.OK
-    assert check_shared_memory(tmp_path / "none").verdict is Verdict.FAILED
+    assert check_room("disk", tmp_path / "none", 1).verdict is Verdict.OK
+    assert check_room("disk", tmp_path, 2**62).verdict is Verdict.WARNING
     meminfo = tmp_path / "meminfo"
     for text, verdict in (
         ("MemTotal: 1 kB\nMemAvailable: 9000000 kB\n", Verdict.OK),
@@ -273,3 +278,14 @@ def test_an_admin_client_finds_the_running_system(home: Home) -> None:
     with AdminClient.from_environment({}, home) as client:
         assert str(client._http.base_url).startswith("http://127.0.0.1:1/admin/v1")
         assert client._http.headers["authorization"] == f"Bearer {home.admin_key.read_text().strip()}"
+
+
+def test_tables_cut_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node's name is copied from the table into the next command, however narrow the screen is."""
+    monkeypatch.setenv("COLUMNS", "40")
+    node = f"node-{'0123456789' * 3}"
+    show_table(("node", "why"), [(node, "because " * 20), ("n", "[x]")], "none")
+    head, first, second = capsys.readouterr().out.splitlines()
+    assert head.split() == ["node", "why"]
+    assert first.split() == [node, *["because"] * 20]
+    assert second.split() == ["n", "[x]"]

@@ -63,6 +63,19 @@ def test_a_replaced_secret_reaches_its_holders_and_a_taken_one_leaves(tmp_path: 
     assert "cluster-key" not in listed(tmp_path / "cache")
 
 
+def test_what_an_operator_brings_reaches_those_who_read_sources(tmp_path: Path) -> None:
+    hand_out(tmp_path)
+    assert not list(tmp_path.rglob("hub-token"))
+    (tmp_path / "all" / "hub-token").write_text("hf_token\n")
+    hand_out(tmp_path)
+    holders = {path.parent.name for path in tmp_path.rglob("hub-token")}
+    assert holders == {"all", "gateway", "node"}
+    assert listed(tmp_path / "node")["hub-token"] == "hf_token"
+    (tmp_path / "all" / "hub-token").unlink()
+    hand_out(tmp_path)
+    assert not list(tmp_path.rglob("hub-token"))
+
+
 def test_keys_say_what_they_are_for(tmp_path: Path) -> None:
     previous = os.umask(0o077)
     try:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pilotlight.common.buckets import Found
 from pilotlight.common.bus import Bus
 from pilotlight.common.errors import BusUnavailable, DeadlineExceeded, NotFound
 from pilotlight.common.faulty_bus import Fault, FaultRates, FaultSchedule, FaultyBus
@@ -183,6 +184,23 @@ async def test_a_write_that_is_not_confirmed_may_have_been_made(make: Any, clear
     await until(lambda: "last" in seen)
     watching.cancel()
     assert 0 < len(seen) - 1 < 8
+
+
+async def test_a_replacement_that_is_not_confirmed_is_found_when_it_was_made(make: Any, clear: Bus) -> None:
+    bus = await make(lost=0.5, max_late_s=0.01)
+    bucket, real = await bus.bucket("things"), await clear.bucket("things")
+    failures = 0
+    for number in range(8):
+        while True:
+            try:
+                found = await bucket.get("k", Release)
+                if found.value == thing(str(number)):
+                    break
+                await bucket.replace("k", thing(str(number)), found.revision)
+            except BusUnavailable:
+                failures += 1
+    assert failures
+    assert await real.get("k", Release) == Found(thing("7"), 8)
 
 
 async def test_a_watch_gets_every_last_value_whatever_happens(make: Any, clear: Bus) -> None:

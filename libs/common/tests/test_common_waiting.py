@@ -1,5 +1,6 @@
 import asyncio
 import random
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
@@ -9,7 +10,7 @@ from pilotlight.common.clock import ManualClock, SystemClock, wall_offset_s
 from pilotlight.common.errors import DeadlineExceeded
 from pilotlight.common.ids import new_request_id, worker_id_of
 from pilotlight.common.settings import read_secret
-from pilotlight.common.waiting import Backoff, every, within, woken
+from pilotlight.common.waiting import Backoff, Group, cancel_all, every, pause, within, woken
 from pilotlight.policy.types import NodeId
 
 
@@ -45,6 +46,68 @@ async def test_every_comes_again() -> None:
         if count == 3:
             break
     assert count == 3
+
+
+async def deaf_at_first(ended: asyncio.Event) -> None:
+    """Loses its first cancellation, as what waits with ``asyncio.wait_for`` can."""
+    for _ in range(2):
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+    ended.set()
+
+
+@pytest.mark.anyio
+async def test_a_group_ends_with_its_body_also_when_a_task_loses_its_cancellation() -> None:
+    ended = asyncio.Event()
+
+    async def body() -> None:
+        async with Group() as group:
+            group.create_task(deaf_at_first(ended))
+            await pause(0)
+            raise KeyError
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await within(10.0, body(), "the group")
+    assert [type(error) for error in caught.value.exceptions] == [KeyError]
+    assert ended.is_set()
+
+
+@pytest.mark.anyio
+async def test_a_group_ends_with_the_first_task_that_fails() -> None:
+    ended = asyncio.Event()
+
+    async def fails() -> None:
+        raise KeyError
+
+    async def body() -> None:
+        async with Group() as group:
+            group.create_task(deaf_at_first(ended))
+            await pause(0)
+            group.create_task(fails())
+            await asyncio.Event().wait()
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await within(10.0, body(), "the group")
+    assert [type(error) for error in caught.value.exceptions] == [KeyError]
+    assert ended.is_set()
+
+
+@pytest.mark.anyio
+async def test_a_group_that_is_cancelled_time_and_again_ends_its_tasks_first() -> None:
+    ended, started = asyncio.Event(), asyncio.Event()
+
+    async def body() -> None:
+        async with Group() as group:
+            group.create_task(deaf_at_first(ended))
+            await pause(0)
+            started.set()
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(body())
+    await started.wait()
+    await within(10.0, cancel_all((task,), again_s=0.05), "the group")
+    assert task.cancelled()
+    assert ended.is_set()
 
 
 @given(st.integers(0, 1000), st.integers(0, 2**32))

@@ -1,15 +1,17 @@
 """Making room, against real NATS and PostgreSQL, with a worker and a loader played by the test."""
 
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from sqlalchemy import URL, Executable, create_engine, delete, func, insert, select
+from sqlalchemy import URL, Executable, create_engine, delete, func, insert, select, update
 from sqlalchemy.pool import NullPool
 
+from pilotlight.cache import room
 from pilotlight.cache.app import build
-from pilotlight.cache.books import Grant
-from pilotlight.cache.repository import CacheRepository
+from pilotlight.cache.books import Books, Grant
+from pilotlight.cache.repository import CacheRepository, Orphans
 from pilotlight.cache.settings import CacheSettings
 from pilotlight.cache.sole import NotSole
 from pilotlight.common.bus import Bus
@@ -34,6 +36,8 @@ from pilotlight.common.messages.room import (
 )
 from pilotlight.common.service import Application
 from pilotlight.common.testing import DatabaseSettingsOf, MakeContext, until
+from pilotlight.policy.eviction.base import EvictionRules
+from pilotlight.policy.eviction.lru import Lru
 from pilotlight.policy.testing import copy, held, node, worker
 from pilotlight.policy.types import (
     Digest,
@@ -335,16 +339,105 @@ async def test_a_cache_that_starts_anew_refuses_an_old_leader(
     owner.dispose()
 
 
+def change(where: URL, statement: Executable) -> None:
+    """Write as the database's owner."""
+    engine = create_engine(where, poolclass=NullPool)
+    with engine.begin() as connection:
+        connection.execute(statement)
+    engine.dispose()
+
+
+async def has_room(bus: Bus, instance: str, device: int, epoch: int = 0) -> bool:
+    try:
+        await reserve(bus, instance, device, epoch=epoch)
+    except NoRoom:
+        return False
+    return True
+
+
+async def test_the_grant_of_an_instance_that_has_ended_lapses_before_its_lease(
+    cache: Application, bus: Bus, peers: Peers, module_database: URL
+) -> None:
+    """The word that gives it back was lost."""
+    now = {"created_at": func.now(), "updated_at": func.now()}
+    row = {"model": "m", "digest": "d", "generation": 1, "epoch": 1, "body": {}, **now}
+    await heard(bus, peers)
+    await reserve(bus, "lives", 500)
+    await reserve(bus, "ended", 500)
+    change(module_database, insert(tables.instances).values(instance_id="lives", state="fetching", **row))
+    change(module_database, insert(tables.instances).values(instance_id="ended", state="failed", **row))
+    try:
+        await until(lambda: has_room(bus, "next", 500))
+        assert not await has_room(bus, "another", 1)
+    finally:
+        change(module_database, delete(tables.instances))
+
+
+async def test_a_newer_leader_finds_no_grants_that_its_predecessor_made_and_never_wrote_down(
+    cache: Application, bus: Bus, peers: Peers, module_database: URL
+) -> None:
+    await heard(bus, peers)
+    peers.epoch = Epoch(3)
+    await reserve(bus, "never-written", MEMORY, epoch=3)
+    with pytest.raises(NoRoom):
+        await reserve(bus, "next", MEMORY, epoch=3)
+    assert await has_room(bus, "next", MEMORY, epoch=4)
+
+
+async def test_a_grant_whose_instance_is_never_written_down_lapses(
+    cache: Application, bus: Bus, peers: Peers, module_database: URL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at once: between the grant and the row lies the scheduler's transaction. Nor because the time of day jumped."""
+    await heard(bus, peers)
+    await reserve(bus, "never-written", MEMORY)
+    assert not await has_room(bus, "next", MEMORY)
+    an_hour = timedelta(hours=1)
+    change(module_database, update(tables.grants).values(created_at=func.now() - an_hour, expires_at=func.now() - an_hour))
+    assert not await has_room(bus, "next", MEMORY)
+    monkeypatch.setattr(room, "UNPLANNED_S", 0.1)
+    await until(lambda: has_room(bus, "next", MEMORY))
+
+
+async def test_a_worker_that_reports_while_rows_are_read_keeps_its_grant(bus: Bus) -> None:
+    """A cache that has just been started hears of a worker, and of what it holds, in the middle of its first sweep."""
+    clock = SystemClock()
+    books = Books(listening_since_s=clock.monotonic_s())
+    expired = Grant(
+        grant_id=GrantId("expired"),
+        instance_id=InstanceId("serves"),
+        digest=Digest("serves"),
+        worker_id=WORKER,
+        node_id=NODE,
+        device_bytes=100,
+        host_bytes=0,
+        expires_s=clock.monotonic_s() - 1.0,
+    )
+    books.grants[expired.grant_id] = expired
+
+    class Rows:
+        shown = (stage("serves", 100),)
+
+        async def orphans(self) -> Orphans:
+            books.hear_worker(replace(worker(), held=self.shown), clock.monotonic_s())
+            return Orphans(over=frozenset(), unwritten=frozenset())
+
+        async def end_grants(self, grant_ids: list[GrantId]) -> None:
+            assert not self.shown
+
+    rows = Rows()
+    maker = room.RoomMaker(books, rows, bus, clock, Lru(), EvictionRules(min_residency_s=0.0))
+    await maker.lapse()
+    assert list(books.grants) == [expired.grant_id]
+    rows.shown = ()
+    books.hear_worker(replace(worker(), held=()), clock.monotonic_s())
+    await maker.lapse()
+    assert not books.grants
+
+
 async def test_a_node_that_drains_gets_no_grant_and_its_copies_are_struck(
     cache: Application, bus: Bus, peers: Peers, module_database: URL
 ) -> None:
     """A copy goes when nobody reads it and no instance there has a grant for it; afterwards the node is granted room again."""
-
-    def intend(statement: Executable) -> None:
-        engine = create_engine(module_database, poolclass=NullPool)
-        with engine.begin() as connection:
-            connection.execute(statement)
-        engine.dispose()
 
     def struck() -> set[str]:
         engine = create_engine(module_database, poolclass=NullPool)
@@ -357,7 +450,7 @@ async def test_a_node_that_drains_gets_no_grant_and_its_copies_are_struck(
     copies = (copy("idle", size_bytes=10), replace(copy("read", size_bytes=10), leases=1), copy("used", size_bytes=10))
     await heard(bus, peers, where=node(pool_bytes=MEMORY, copies=copies))
     granted = await reserve(bus, "used", 100)
-    intend(insert(tables.drains).values(node_id=NODE, key_id="", requested_at=func.now()))
+    change(module_database, insert(tables.drains).values(node_id=NODE, key_id="", requested_at=func.now()))
     try:
         await until(lambda: [one.digest for one in peers.node.copies] == ["d-read", "d-used"])
         with pytest.raises(NoRoom, match="is being drained"):
@@ -367,7 +460,7 @@ async def test_a_node_that_drains_gets_no_grant_and_its_copies_are_struck(
         await until(lambda: [one.digest for one in peers.node.copies] == ["d-read"])
         await until(lambda: struck() == {"d-idle", "d-used"})
     finally:
-        intend(delete(tables.drains))
+        change(module_database, delete(tables.drains))
 
     async def granted_again() -> bool:
         await peers.report()

@@ -5,6 +5,7 @@ import random
 
 import openai
 import pytest
+from msgspec.structs import replace
 
 from pilotlight.common.errors import BadRequest
 from pilotlight.common.messages.tokens import SubmitReply, TokenEntry
@@ -94,6 +95,46 @@ async def test_client_leaves_in_mid_stream(world):
     await worker.until(lambda: ran.cancelled)
     assert world.serving.requests.live == 0
     assert [row["status"] for row in world.usage.rows] == ["cancelled"]
+
+
+async def test_client_leaves_while_its_request_waits_to_be_resumed(world):
+    """The worker that ran it is gone, and no other is there yet: nothing of it must run when one comes."""
+    first = await world.worker("w0")
+    first.script = lambda submit: entries_of(submit, world.ids(ANSWER), finish=None)[:5]
+    stream = await world.client.completions.create(**PROMPT, stream=True)
+    await anext(aiter(stream))
+    (ran,) = first.ran.values()
+    await first.until(lambda: ran.acked_seq == 5)
+    await first.die()
+    await first.declare_dead()
+    await world.until(lambda: world.serving.hold.held == 1)
+    await stream.close()
+    await world.until(lambda: world.serving.hold.held == 0 and world.serving.requests.live == 0)
+    assert world.serving.relay.running == 0
+    assert [(row["status"], row["output_tokens"]) for row in world.usage.rows] == [("cancelled", 5)]
+    second = await world.worker("w1")
+    assert (await world.client.completions.create(**PROMPT)).choices[0].text == ANSWER
+    assert [submit.output_ids for submit in second.submits] == [[]]
+
+
+async def test_log_probabilities_that_are_not_finite_survive_a_resend(world):
+    """JSON cannot say them, msgpack can: a client sees the same whichever way they came."""
+    worker = await world.worker()
+    values = [float("-inf"), float("nan"), -0.5, None]
+
+    def script(submit):
+        entries = entries_of(submit, world.ids(ANSWER))
+        return [replace(entry, logprobs=[values[entry.seq % 4]] if entry.token_ids else None) for entry in entries]
+
+    worker.script = script
+    whole = await world.client.completions.create(**PROMPT, logprobs=1)
+    assert not worker.resends
+    worker.post = lambda ran: [*ran.entries[:2], ran.entries[-1]]
+    again = await world.client.completions.create(**PROMPT, logprobs=1)
+    assert worker.resends
+    assert len(worker.submits) == 2
+    assert whole.choices[0].logprobs.token_logprobs[:4] == [-9999.0, -9999.0, -0.5, -9999.0]
+    assert again.choices == whole.choices
 
 
 async def test_client_leaves_before_its_whole_answer(world):

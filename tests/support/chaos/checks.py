@@ -8,16 +8,19 @@ import httpx2
 import psycopg
 
 from chaos.clients import Running, ended, until
+from chaos.machine_time import OwnTime
 from chaos.processes import Fault, Target
 from chaos.situations import Scene, Situation, Write
 from chaos.system import WORKERS, ChaosSystem
-from chaos.tally import TALLY
+from chaos.tally import TALLY, Cost
 
 END_DEADLINE_S = 60.0
 """For interrupted requests to come to their end."""
 HEALTHY_S = 10.0
 SETTLE_S = 15.0
 """For books, usage and events, which are written behind."""
+COLD = frozenset({Situation.HELD, Situation.HALF})
+"""No instance has been ready yet."""
 HELD_STATES = frozenset({"loading", "ready", "draining"})
 SERVICES = (Target.GATEWAY, Target.SCHEDULER, Target.CACHE, Target.MATERIALIZER, Target.LOADER, Target.WORKER)
 
@@ -34,10 +37,11 @@ class Allowed:
 
 async def check(system: ChaosSystem, scene: Scene, allowed: Allowed, cell: str) -> None:
     """Everything, in the order in which a user would notice it."""
-    healthy = asyncio.create_task(until(lambda: _unhealthy(system), HEALTHY_S, "health"))
+    own_time = OwnTime(system.processes)
+    healthy = asyncio.create_task(until(lambda: _unhealthy(system), HEALTHY_S, "health", own_time.seconds))
     try:
         retried = await _requests(system, scene, allowed)
-        TALLY.recovered(cell, await healthy)
+        healthy_s = await healthy
     finally:
         healthy.cancel()
     await _writes(system, scene)
@@ -47,6 +51,16 @@ async def check(system: ChaosSystem, scene: Scene, allowed: Allowed, cell: str) 
     await until(lambda: _unbalanced(system), SETTLE_S, "the cache's books")
     await until(lambda: _strays(system), SETTLE_S, "processes")
     await until(lambda: _unsent(system), SETTLE_S, "events")
+    TALLY.costs[cell] = _cost(scene, retried, healthy_s)
+
+
+def _cost(scene: Scene, retried: list[Running], healthy_s: float) -> Cost:
+    """What the streams of a scene noticed of its fault: in front of their first token, or after it."""
+    streams = [one.answer for one in scene.requests if one.ask.stream and one.answer.complete]
+    waiting = [one.answer for one in retried] + (streams if scene.situation in COLD else [])
+    waited = [one.first_token_s for one in waiting if one.first_token_s is not None]
+    paused = [] if scene.situation in COLD else [one.pause_s for one in streams if one.pause_s is not None]
+    return Cost(healthy_s, max(waited, default=None), max(paused, default=None))
 
 
 async def _requests(system: ChaosSystem, scene: Scene, allowed: Allowed) -> list[Running]:
@@ -55,6 +69,9 @@ async def _requests(system: ChaosSystem, scene: Scene, allowed: Allowed) -> list
     TALLY.lost += len(late)
     assert not late, f"without an end: {[f'{one.ask.name}: {one.answer}' for one in late]}"
     cut_off = [one for one in scene.requests if not one.answer.complete]
+    silent = [one for one in cut_off if "Timeout" in one.answer.broken]
+    TALLY.lost += len(silent)
+    assert not silent, f"nobody told them of the end: {[f'{one.ask.name}: {one.answer}' for one in silent]}"
     for one in scene.requests:
         reference = system.reference(one)
         right = one.answer.same_as(reference) if one.answer.complete else one.answer.begins(reference)
@@ -176,7 +193,10 @@ async def _strays(system: ChaosSystem) -> str | None:
     if orphans:
         return f"orphans: {orphans}"
     surplus = system.processes.census() - system.census
-    return f"too many: {dict(surplus)}" if surplus else None
+    if surplus:
+        return f"too many: {dict(surplus)}"
+    crowds = system.processes.crowds()
+    return f"too many engines: {crowds}" if crowds else None
 
 
 async def _unsent(system: ChaosSystem) -> str | None:
@@ -204,22 +224,23 @@ async def _writes(system: ChaosSystem, scene: Scene) -> None:
 
 
 async def _whole(system: ChaosSystem, write: Write) -> None:
+    succeeded = write.succeeded
     found = await system.admin("GET", f"/models/{write.name}")
     assert found.status_code in (200, 404), found.text
     there = found.status_code == 200
     match write.kind:
         case "register":
-            assert there or not write.succeeded, f"{write.name} was registered, and is not there"
+            assert there or not succeeded, f"{write.name} was registered, and is not there"
             again = await system.admin("POST", "/models", json=write.body)
             assert again.status_code == (409 if there else 201), again.text
         case "pin":
             assert there, f"{write.name} is gone"
-            assert found.json()["pinned"] or not write.succeeded, f"{write.name} was pinned, and is not"
+            assert found.json()["pinned"] or not succeeded, f"{write.name} was pinned, and is not"
             again = await system.admin("PATCH", f"/models/{write.name}", json=write.body)
             assert again.status_code == 200, again.text
             assert again.json()["pinned"]
         case _:
-            assert not (there and write.succeeded), f"{write.name} was deleted, and is there"
+            assert not (there and succeeded), f"{write.name} was deleted, and is there"
             again = await system.admin("DELETE", f"/models/{write.name}")
             assert again.status_code == (204 if there else 404), again.text
 
@@ -239,7 +260,7 @@ def justified(target: Target, situation: Situation, fault: Fault) -> Allowed:
     A cold model needs one instance. Another one is needed where the first is destroyed: its engine or worker killed, or its worker
     silent for longer than a dead one is waited for. A stopped engine belongs to a worker that still speaks for it.
     """
-    cold = situation in (Situation.HELD, Situation.HALF)
+    cold = situation in COLD
     destroys = target is Target.WORKER or (target is Target.ENGINE and fault is Fault.KILL)
     gateway_dies = target is Target.GATEWAY and fault is not Fault.STOP
     # Nobody waits while the gateway is away, so the cold start may be cancelled; it begins anew when the clients ask again.

@@ -68,6 +68,10 @@ class Answer:
     """How the connection ended, when it did not end well."""
     request_id: str = ""
     comments: list[str] = field(default_factory=list[str])
+    first_token_s: float | None = None
+    """From the request on."""
+    pause_s: float | None = None
+    """The longest between two pieces of text."""
 
     @property
     def complete(self) -> bool:
@@ -101,6 +105,7 @@ class Running:
         self.changed = asyncio.Event()
         self._url = url
         self._key = key
+        self._heard_s = asyncio.get_running_loop().time()
         self.task = asyncio.create_task(self._run(), name=f"{ask.name} from {model}")
 
     async def when(self, condition: Callable[[Answer], bool]) -> None:
@@ -161,10 +166,20 @@ class Running:
                 return
             if event.get("usage"):
                 self.answer.usage_tokens = event["usage"]["completion_tokens"]
+            if any(choice["delta"].get("content") for choice in event["choices"]):
+                self._time_passed()
             for choice in event["choices"]:
                 self.answer.text += choice["delta"].get("content") or ""
                 self.answer.tokens += [one["token"] for one in (choice.get("logprobs") or {}).get("content", [])]
                 self.answer.finish_reason = choice["finish_reason"] or self.answer.finish_reason
+
+    def _time_passed(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        gap_s, self._heard_s = now_s - self._heard_s, now_s
+        if self.answer.first_token_s is None:
+            self.answer.first_token_s = gap_s
+        else:
+            self.answer.pause_s = max(self.answer.pause_s or 0.0, gap_s)
 
 
 async def ended(requests: list[Running], deadline_s: float) -> list[Running]:
@@ -177,16 +192,25 @@ async def ended(requests: list[Running], deadline_s: float) -> list[Running]:
     return late
 
 
-async def until(condition: Callable[[], Awaitable[str | None]], deadline_s: float, what: str) -> float:
-    """Wait until a condition has nothing to complain of; the seconds that it took.
+async def until(
+    condition: Callable[[], Awaitable[str | None]],
+    deadline_s: float,
+    what: str,
+    passed_s: Callable[[], float] | None = None,
+) -> float:
+    """Wait until a condition has nothing to complain of; the seconds that it took, as ``passed_s`` counts them.
 
     Raises:
         AssertionError: it still complains at the deadline; with its last complaint.
     """
     loop = asyncio.get_running_loop()
     start_s = loop.time()
-    while (complaint := await condition()) is not None:
-        if loop.time() - start_s > deadline_s:
-            raise AssertionError(f"{what}: after {deadline_s:g} s {complaint}")
+    passed_s = passed_s or (lambda: loop.time() - start_s)
+    while True:
+        complaint = await condition()
+        took_s = passed_s()
+        if complaint is None and took_s <= deadline_s:
+            return took_s
+        if took_s > deadline_s:
+            raise AssertionError(f"{what}: after {took_s:.1f} s {complaint or 'at last'}")
         await asyncio.sleep(0.03)
-    return loop.time() - start_s

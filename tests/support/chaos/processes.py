@@ -12,6 +12,9 @@ MARK = "CHAOS_SYSTEM"
 """Environment variable of a system under test: whoever has it and does not descend from the supervisor is an orphan."""
 
 
+ENGINES_OF_A_WORKER = 2
+
+
 class Fault(StrEnum):
     """What is done to it."""
 
@@ -87,8 +90,23 @@ class Processes:
         return sorted(found, key=lambda one: (one.started_ticks, one.pid))
 
     def census(self) -> Counter[str]:
-        """How many there are of each kind. The database's own children come and go."""
-        return Counter(one.kind for one in self.all().values() if one.kind != "postgres-child")
+        """How many there are of each kind; of engines one for each worker that has any, for spares come late.
+
+        The database's own children come and go.
+        """
+        everyone = self.all().values()
+        counts = Counter(one.kind for one in everyone if one.kind not in ("postgres-child", Target.ENGINE.value))
+        counts[Target.ENGINE.value] = len({one.parent for one in everyone if one.kind == Target.ENGINE.value})
+        return counts
+
+    def crowds(self) -> dict[int, int]:
+        """Workers that have more engines than the one that serves and its spare, and how many."""
+        counts = Counter(one.parent for one in self.of(Target.ENGINE))
+        return {worker: count for worker, count in counts.items() if count > ENGINES_OF_A_WORKER}
+
+    def ticks(self) -> int:
+        """Processor time of the supervisor and everyone who descends from it, with those who have ended; in the kernel's ticks."""
+        return sum(_ticks(pid) for pid in (self.root, *self.all()))
 
     def orphans(self) -> list[Found]:
         """Processes of this system that nobody would stop."""
@@ -184,6 +202,15 @@ def _read(pid: int) -> Found | None:
     if state in "ZX":
         return None
     return Found(pid, int(fields[0]), int(fields[18]), words, _kind(words))
+
+
+def _ticks(pid: int) -> int:
+    """Of a process and its children that it has buried."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return sum(int(field) for field in fields[11:15])
 
 
 def _kind(words: tuple[str, ...]) -> str:

@@ -137,7 +137,7 @@ async def _writing(system: ChaosSystem) -> Scene:
     scene = Scene(Situation.WRITING, WARM_MODEL, await _before(system, WARM_MODEL))
     doomed, pinned = system.new_name("doomed"), system.new_name("pinned")
     await asyncio.gather(system.register(doomed), system.register(pinned))
-    new = [system.new_name("new") for _ in range(3)]
+    new = [system.new_name("new") for _ in range(2)]
     bodies = [system.registration(name, system.copy_model(name)) for name in new]
     calls: list[tuple[str, str, str, str, dict[str, Any]]] = [
         ("register", "POST", "/models", name, body) for name, body in zip(new, bodies, strict=True)

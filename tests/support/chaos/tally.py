@@ -1,6 +1,19 @@
 """What a run of the chaos tests adds up to."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one fault cost, in seconds."""
+
+    healthy_s: float
+    """From the end of the fault until everything was well again, less what others took of the machine meanwhile."""
+    first_token_s: float | None
+    """The longest that a stream waited for its first token; None when none had to wait for the model."""
+    pause_s: float | None
+    """The longest pause between two tokens of a stream; None when none was running."""
 
 
 @dataclass
@@ -15,13 +28,23 @@ class Tally:
     lost: int = 0
     wrong_tokens: int = 0
     """Requests whose tokens, text or end differ from those of an undisturbed run."""
-    recovery_s: dict[str, float] = field(default_factory=dict[str, float])
-    """Seconds from the end of each fault until everything was healthy again."""
+    tried_again: int = 0
+    """Submits of schedules that followed an attempt without a token."""
+    resumed: int = 0
+    """Submits of schedules that went on after an attempt's tokens."""
+    resends: int = 0
+    """Resends that gateways asked for in schedules."""
+    costs: dict[str, Cost] = field(default_factory=dict[str, Cost])
+    """Of each cell that passed."""
 
-    def recovered(self, cell: str, seconds: float) -> None:
-        self.recovery_s[cell] = seconds
+    def table(self) -> Iterator[str]:
+        """One line for each cell that passed."""
+        yield f"{'cell':<44}{'healthy':>10}{'first token':>14}{'pause':>10}"
+        for cell, cost in self.costs.items():
+            yield f"{cell:<44}{_seconds(cost.healthy_s):>10}{_seconds(cost.first_token_s):>14}{_seconds(cost.pause_s):>10}"
 
     def line(self) -> str:
+        """The counts."""
         parts = [
             f"cells: {self.cells}",
             f"schedules: {self.schedules}",
@@ -30,10 +53,16 @@ class Tally:
             f"requests lost: {self.lost}",
             f"wrong tokens: {self.wrong_tokens}",
         ]
-        if self.recovery_s:
-            slowest = max(self.recovery_s, key=lambda cell: self.recovery_s[cell])
-            parts.append(f"slowest recovery: {self.recovery_s[slowest]:.1f} s ({slowest})")
+        if self.schedules:
+            parts.append(f"of schedules: {self.tried_again} tried again, {self.resumed} resumed, {self.resends} resends")
+        if self.costs:
+            slowest = max(self.costs, key=lambda cell: self.costs[cell].healthy_s)
+            parts.append(f"slowest recovery: {self.costs[slowest].healthy_s:.1f} s ({slowest})")
         return ", ".join(parts)
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f} s"
 
 
 TALLY = Tally()

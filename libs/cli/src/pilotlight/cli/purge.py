@@ -56,9 +56,9 @@ def purge(home: Home, *, yes: bool, as_json: bool) -> int:
     if as_json:
         emit_json({"purged": True, "home": str(home.root), "kept": kept})
     else:
-        console.print(f"removed the state in {home.root}", markup=False)
+        console.print(f"removed the state in {home.root}", markup=False, soft_wrap=True)
         if kept:
-            console.print(f"kept, for it is not ours to delete: {', '.join(kept)}", markup=False)
+            console.print(f"kept, for it is not ours to delete: {', '.join(kept)}", markup=False, soft_wrap=True)
     return 0
 
 

@@ -16,11 +16,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import structlog
 
 from pilotlight.common.clock import Clock
-from pilotlight.common.errors import DeadlineExceeded, PilotlightError
-from pilotlight.common.service import END_WITH_PARENT
+from pilotlight.common.errors import DeadlineExceeded, PilotlightError, error_of
+from pilotlight.common.service import END_WITH_PARENT, SETTINGS_INVALID, START_FAILED
 from pilotlight.common.waiting import Backoff, cancel_all, pause, within
 
 log = structlog.get_logger()
@@ -28,6 +29,8 @@ log = structlog.get_logger()
 PR_SET_CHILD_SUBREAPER = 36
 ORPHAN_PATIENCE_S = 5.0
 """How long processes that lost their parent may take to end, before they are killed and after."""
+MAX_LOG_BYTES = 64 * 1024
+"""Of the end of a child's log in which its last word is looked for."""
 STABLE_AFTER_S = 10.0
 """A child that lived this long starts its next restart without a delay."""
 
@@ -37,6 +40,14 @@ class ChildFailed(PilotlightError):
 
     code = "child_failed"
     action = "The message names its log; `pilotlight doctor` checks the machine."
+
+
+class _LastWord(msgspec.Struct, frozen=True):
+    """A line that a service logs when it cannot start."""
+
+    action: str
+    code: str
+    error: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +68,8 @@ class _Child:
     process: asyncio.subprocess.Process | None = None
     watcher: asyncio.Task[None] | None = None
     restarts: int = 0
+    log_from: int = 0
+    """Where the log of its last start begins."""
     ready: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -94,7 +107,8 @@ class Supervisor:
         """Start a child and return when it is ready; from then on it is restarted when it dies.
 
         Raises:
-            ChildFailed: it ended, or was not ready in time.
+            ChildFailed: it ended without a word, or was not ready in time.
+            PilotlightError: it ended and said why.
         """
         child = _Child(spec)
         self._children.append(child)
@@ -134,6 +148,7 @@ class Supervisor:
         self._spawning += 1
         try:
             with child.spec.log_path.open("ab") as output:
+                child.log_from = output.tell()
                 child.process = await asyncio.create_subprocess_exec(
                     *child.spec.argv,
                     stdin=asyncio.subprocess.DEVNULL,
@@ -155,7 +170,7 @@ class Supervisor:
         try:
             await asyncio.wait({ended, ready}, timeout=child.spec.ready_deadline_s, return_when=asyncio.FIRST_COMPLETED)
             if ended.done():
-                raise ChildFailed(f"{child.spec.name} ended with status {ended.result()}; its log is {child.spec.log_path}")
+                raise _why(child, ended.result())
             if ready.done():
                 return
         finally:
@@ -179,7 +194,7 @@ class Supervisor:
                 child.restarts += 1
                 try:
                     await self._launch(child)
-                except (ChildFailed, OSError) as error:
+                except (PilotlightError, OSError) as error:
                     log.error("process does not start", action="child_restart_failed", child=child.spec.name, error=str(error))
                     continue
                 self._on_change(child.spec.name, "ready")
@@ -226,6 +241,19 @@ class Supervisor:
     def _orphans(self) -> set[int]:
         ours = {child.process.pid for child in self._children if child.process is not None} | self._others()
         return _children_of_this_process() - ours
+
+
+def _why(child: _Child, status: int) -> PilotlightError:
+    """What a child that ended while it started said of that in its log: its own error, told as ours."""
+    spec = child.spec
+    with contextlib.suppress(OSError), spec.log_path.open("rb") as log_file:
+        log_file.seek(max(child.log_from, log_file.seek(0, os.SEEK_END) - MAX_LOG_BYTES))
+        for line in reversed(log_file.read().splitlines()):
+            with contextlib.suppress(msgspec.MsgspecError):
+                told = msgspec.json.decode(line, type=_LastWord)
+                if told.action in (START_FAILED, SETTINGS_INVALID):
+                    return error_of(told.code, f"{spec.name} cannot start: {told.error}")
+    return ChildFailed(f"{spec.name} ended with status {status}; its log is {spec.log_path}")
 
 
 def _receive_readiness(receiver: socket.socket, ready: asyncio.Event) -> None:

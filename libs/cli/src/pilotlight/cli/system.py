@@ -16,30 +16,26 @@ from sqlalchemy.engine import make_url
 
 from pilotlight.cli.embedded import NatsServer, PostgresServer, Server
 from pilotlight.cli.home import Home
+from pilotlight.cli.nats_health import has_room, write_error
 from pilotlight.cli.plan import Endpoints, SystemOptions, child_specs
+from pilotlight.cli.preflight import looks
 from pilotlight.cli.supervisor import Supervisor
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.db.migrate import MigrateSettings, migrate
 from pilotlight.common.errors import DeadlineExceeded, PilotlightError
-from pilotlight.common.natsconf import StreamSettings, ensure_streams, server_config
-from pilotlight.common.waiting import Backoff, cancel_all, pause
+from pilotlight.common.fitness import check_port
+from pilotlight.common.natsconf import ADMIN, StreamSettings, ensure_streams, server_config
+from pilotlight.common.waiting import Backoff, cancel_all, every, pause
 
 log = structlog.get_logger()
 
 READY_DEADLINE_S = 120.0
+LOOK_AT_NATS_S = 5.0
 RESTART_BACKOFF = Backoff(first_s=0.2, limit_s=10.0)
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 Progress = Callable[[str], None]
-
-
-class PortTaken(PilotlightError):
-    """The gateway's port cannot be had."""
-
-    code = "port_taken"
-    status = 409
-    action = "Stop what uses it, or choose another: --port, or PILOTLIGHT_PORT."
 
 
 class System:
@@ -52,6 +48,7 @@ class System:
         self._clock = SystemClock()
         self._supervisor = Supervisor(home.run_dir, self._clock, self._on_change, self._server_pids)
         self._servers: list[Server] = []
+        self._nats: NatsServer | None = None
         self._keepers: list[asyncio.Task[None]] = []
         self._rng = random.Random()
         self._lock: IO[str] | None = None
@@ -73,12 +70,15 @@ class System:
         """Start everything and return when a request can be served.
 
         Raises:
-            HomeUnusable, HomeInUse, PortTaken: the state folder or the port cannot be had.
+            MachineUnfit: the machine lacks something, or the state folder or the port cannot be had.
+            HomeInUse: another system runs on the state folder.
             ChildFailed: a process did not start.
         """
+        for look in looks(self._home, self._options.pool_bytes, os.environ).values():
+            await asyncio.to_thread(look)
         self._home.prepare()
         self._lock = self._home.lock()
-        _check_port(self._options)
+        check_port(self._options.host, self._options.port)
         endpoints = self.endpoints = await self._start_servers()
         # Not before: while the servers are prepared there are children of ours that the supervisor would take for orphans.
         self._supervisor.adopt_orphans()
@@ -119,6 +119,7 @@ class System:
             )
             nats_url = nats.url
             self._servers.append(nats)
+            self._nats = nats
         database_url = owner_url
         if owner_url is None:
             postgres = PostgresServer(
@@ -128,6 +129,8 @@ class System:
             self._servers.append(postgres)
         await _together(server.start() for server in self._servers)
         self._keepers = [asyncio.create_task(self._keep(server), name=f"keep {server.name}") for server in self._servers]
+        if self._nats is not None:
+            self._keepers.append(asyncio.create_task(self._keep_writable(self._nats), name="keep streams writable"))
         self._progress("migrations")
         settings = MigrateSettings(database_url=owner_url, secrets_dir=self._home.secrets)
         await asyncio.to_thread(migrate, settings)
@@ -151,6 +154,24 @@ class System:
                     log.error("server does not start", action="server_restart_failed", server=server.name, error=str(error))
                     continue
                 break
+
+    async def _keep_writable(self, nats: NatsServer) -> None:
+        """Start nats-server again when its disk was full and has room again: by itself it would refuse every write for ever."""
+        password = self._home.nats_passwords()[ADMIN]
+        async for _ in every(LOOK_AT_NATS_S):
+            reason = await write_error(nats.url, password) if nats.pid is not None else None
+            if reason is None:
+                continue
+            if has_room(nats.folder):
+                log.warning("streams cannot be written; starting nats-server again", action="nats_write_error", error=reason)
+                await nats.stop()
+            else:
+                log.error(
+                    "streams cannot be written",
+                    action="nats_full",
+                    error=reason,
+                    what_to_do=f"Make room on the disk of {nats.folder}; everything goes on by itself then.",
+                )
 
     async def _until_workers_are_warm(self) -> None:
         key = self._home.admin_key.read_text().strip()
@@ -195,16 +216,6 @@ def free_port() -> int:
 def without_role(database_url: str) -> str:
     """The URL without user and password, so that every service takes its own."""
     return make_url(database_url)._replace(username=None, password=None).render_as_string(hide_password=False)
-
-
-def _check_port(options: SystemOptions) -> None:
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((options.host, options.port))
-        except OSError as error:
-            raise PortTaken(f"cannot listen on {options.host}:{options.port}: {error.strerror}") from error
 
 
 def run_stoppable(work: Coroutine[Any, Any, int]) -> int:

@@ -34,6 +34,9 @@ SECRETS_OF: dict[str, tuple[str, ...]] = {
 """What each service is given. The loader hands its folder to the workers that it spawns."""
 
 _S3 = ("s3-access-key", "s3-secret-key")
+_SOURCES = (*_S3, "s3-session-token", "hub-token")
+BROUGHT_TO: dict[str, tuple[str, ...]] = {"gateway": _SOURCES, "materializer": (*_S3, "s3-session-token"), "loader": _SOURCES}
+"""What each service is given besides, where an operator has put it among the secrets: it is for servers of others."""
 HOLDERS: dict[str, tuple[str, ...]] = {
     "gateway": (*SECRETS_OF["gateway"], "admin-key", "api-key", *_S3),
     "scheduler": SECRETS_OF["scheduler"],
@@ -68,7 +71,8 @@ def hand_out(folder: Path) -> None:
     nats = {user: write_once(known / f"nats-{user}", _new("")) for user in NATS_USERS}
     for holder, names in HOLDERS.items():
         content = {name: write_once(known / name, _new(_PREFIXES.get(name, ""))) for name in names}
-        _fill(folder / holder, content)
+        brought = (name for name in BROUGHT_TO.get("loader" if holder == "node" else holder, ()) if (known / name).is_file())
+        _fill(folder / holder, content | {name: (known / name).read_text().strip() for name in brought})
     owner = (known / "postgres-owner").read_text().strip()
     s3_access, s3_secret = ((known / name).read_text().strip() for name in _S3)
     # libpq takes a password file only when nobody else can read it.

@@ -13,12 +13,16 @@
     │   ├── TooManyHeld, QueueFull
     │   └── NoRoom ── HostPoolFull, NoWorker
     ├── TransientError       something failed; trying again can help (503)
-    │   ├── DeadlineExceeded, ControlPlaneUnavailable, BusUnavailable, DatabaseUnavailable
-    │   ├── SourceUnavailable ── SourceMissing, SourceDenied
+    │   ├── DeadlineExceeded, ControlPlaneUnavailable
+    │   ├── BusUnavailable ── BusDenied, BusFull
+    │   ├── DatabaseUnavailable ── DatabaseDenied, DatabaseCrowded, DatabaseFull
+    │   ├── SourceUnavailable ── SourceMissing, SourceDenied, StoreFull
     │   ├── SourceChanged, CorruptChunk
     │   ├── NotLoaded, StaleCommand, NotLeader
     │   └── WorkerLost, EngineFailed
     ├── SettingsInvalid      the operator's to mend: the process does not start
+    ├── MachineUnfit         the machine's to mend, or its operator's: the process does not start
+    │   └── FileLimitTooLow, DiskFull, SharedMemoryTooSmall, PortTaken, FolderUnusable
     └── InternalError        a bug: the process says so and, where state may be wrong, ends
 
 ``code`` is stable: clients, alerts and runbooks use it. The class docstring's first line is the default message.
@@ -262,11 +266,52 @@ class BusUnavailable(TransientError):
     action = "Check that nats-server runs and PILOTLIGHT_NATS_URL is right."
 
 
+class BusDenied(BusUnavailable):
+    """NATS refuses the user or the password."""
+
+    code = "bus_denied"
+    action = (
+        "Give the server and the service the same password: the file that the message names in PILOTLIGHT_SECRETS_DIR, or user and "
+        "password in PILOTLIGHT_NATS_URL; then start again."
+    )
+
+
+class BusFull(BusUnavailable):
+    """NATS has no room on its disk."""
+
+    code = "bus_full"
+    action = "Make room on the disk of nats-server, or lower PILOTLIGHT_EVENTS_BYTES; then start it again."
+
+
 class DatabaseUnavailable(TransientError):
     """PostgreSQL cannot be reached."""
 
     code = "database_unavailable"
     action = "Check that PostgreSQL runs and PILOTLIGHT_DATABASE_URL is right."
+
+
+class DatabaseDenied(DatabaseUnavailable):
+    """PostgreSQL refuses the user, the password or this machine."""
+
+    code = "database_denied"
+    action = (
+        "Check user and password (in PILOTLIGHT_DATABASE_URL, or the file postgres-SERVICE in PILOTLIGHT_SECRETS_DIR; migrations set "
+        "the services' passwords) and that PostgreSQL's pg_hba.conf lets this machine in."
+    )
+
+
+class DatabaseCrowded(DatabaseUnavailable):
+    """PostgreSQL takes no more connections."""
+
+    code = "database_crowded"
+    action = "Raise PostgreSQL's max_connections, or lower PILOTLIGHT_DATABASE_POOL_SIZE; or end what else is connected."
+
+
+class DatabaseFull(DatabaseUnavailable):
+    """PostgreSQL has no room to write."""
+
+    code = "database_full"
+    action = "Make room on the disk that PostgreSQL writes to; it goes on by itself then."
 
 
 class SourceUnavailable(TransientError):
@@ -291,6 +336,13 @@ class SourceDenied(SourceUnavailable):
         "Check the credentials: the secrets s3-access-key and s3-secret-key for s3://, hub-token (or HF_TOKEN) for hf://, and what "
         "they may read; for a folder, its owner and mode."
     )
+
+
+class StoreFull(SourceUnavailable):
+    """The object store has no room."""
+
+    code = "store_full"
+    action = "Make room where PILOTLIGHT_OBJECT_STORE_URL points to, and send the request again."
 
 
 class SourceChanged(TransientError):
@@ -342,6 +394,48 @@ class SettingsInvalid(PilotlightError):
 
     code = "settings_invalid"
     action = "Mend the setting or the file that the message names, and start again."
+
+
+class MachineUnfit(PilotlightError):
+    """This machine, as it is, will not do."""
+
+    code = "machine_unfit"
+    action = "Mend what the message names, and start again; `pilotlight doctor` looks at everything."
+
+
+class FileLimitTooLow(MachineUnfit):
+    """A process may open too few files."""
+
+    code = "file_limit_too_low"
+    action = "Raise the hard limit and start again: `ulimit -Hn 65536`, LimitNOFILE= in systemd, `ulimits: nofile` in compose."
+
+
+class DiskFull(MachineUnfit):
+    """There is no room on a disk."""
+
+    code = "disk_full"
+    action = "Make room on that disk, or use a folder on another one (PILOTLIGHT_HOME); then start again."
+
+
+class SharedMemoryTooSmall(MachineUnfit):
+    """There is not enough shared memory."""
+
+    code = "shared_memory_too_small"
+    action = "Make it larger (`mount -o remount,size=2G /dev/shm`; in a container shm_size), free some, or lower PILOTLIGHT_POOL_BYTES."
+
+
+class PortTaken(MachineUnfit):
+    """The gateway's address cannot be had."""
+
+    code = "port_taken"
+    action = "Stop what uses it, or choose another: --port, or PILOTLIGHT_PORT."
+
+
+class FolderUnusable(MachineUnfit):
+    """A folder cannot be written to."""
+
+    code = "folder_unusable"
+    action = "Make it writable for this user, or set another one: the message names the setting."
 
 
 class InternalError(PilotlightError):

@@ -17,6 +17,7 @@ from nats.aio.subscription import Subscription as NatsSubscription
 from pilotlight.common.buckets import Bucket, NatsBucket, jetstream
 from pilotlight.common.bus import Handler, Listener, Subscription, subject_family
 from pilotlight.common.errors import (
+    BusDenied,
     BusUnavailable,
     DeadlineExceeded,
     InternalError,
@@ -78,7 +79,8 @@ class NatsBus:
         """Connect as one service's user; waits a little for a server that is just starting.
 
         Raises:
-            BusUnavailable: the server cannot be reached or refuses the credentials.
+            BusUnavailable: the server cannot be reached.
+            BusDenied: it refuses the credentials.
         """
         bus = cls(settings.prefix)
         connecting = asyncio.create_task(bus._connect(settings, user, name))
@@ -90,8 +92,12 @@ class NatsBus:
         await cancel_all((connecting,))
         await bus._client.close()
         _abandon(bus._client)
-        reason = bus._refused.result() if bus._refused.done() else bus._client.last_error
-        raise BusUnavailable(f"cannot connect to {_server_of(settings, user).url} as {user}: {reason or 'no answer'}")
+        server = _server_of(settings, user)
+        if bus._refused.done():
+            whose = f"with the password of nats-{user}" if settings.password_of(user) else "without a password"
+            named = f"as {user} {whose}" if server.user in (user, None) else f"as {server.user}, whom PILOTLIGHT_NATS_URL names"
+            raise BusDenied(f"{server.url} refuses a connection {named}: {bus._refused.result()}")
+        raise BusUnavailable(f"cannot connect to {server.url} as {user}: {bus._client.last_error or 'no answer'}")
 
     async def _connect(self, settings: BusSettings, user: str, name: str) -> None:
         server = _server_of(settings, user)

@@ -21,7 +21,7 @@ from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfi
 from pydantic import Field
 
 from pilotlight.common.buckets import COPIES, GATEWAYS, INSTANCES, LEADER, NODES, WORKERS, jetstream
-from pilotlight.common.errors import BusUnavailable, PilotlightError
+from pilotlight.common.errors import BusFull, BusUnavailable, PilotlightError
 from pilotlight.common.messages import artifacts, demand, events, hold, phases, reports, room, spans, tokens
 from pilotlight.common.messages.codec import MAX_PAYLOAD_BYTES
 from pilotlight.common.nats_bus import NatsBus, bucket_name
@@ -31,12 +31,17 @@ from pilotlight.policy.types import GatewayId, NodeId, WorkerId
 
 log = structlog.get_logger()
 
+SYSTEM = "system"
+"""Of the server's own account, with the admin's password: may ask the server how it is."""
 ADMIN = "admin"
 """May do everything; used to make streams and buckets, by no service."""
 EVENTS_KEPT_DAYS = 7.0
 EVENTS_BYTES = 1 << 30
 DUPLICATES_SEEN_FOR_S = 600
 """An event that is published again within this time is stored once."""
+_NO_STORAGE = 10047
+"""What the server says when streams may together take more than it has."""
+_OF_EVENTS = ("subjects", "retention", "storage", "discard", "max_age", "max_bytes", "duplicate_window")
 BUCKETS = (GATEWAYS, INSTANCES, COPIES, NODES, WORKERS, LEADER)
 
 
@@ -170,6 +175,8 @@ def server_config(passwords: Mapping[str, str], *, store_dir: Path | None = None
     if passwords:
         users = [_user(user, password) for user, password in passwords.items()]
         config["authorization"] = {"users": users}
+    if ADMIN in passwords:
+        config["accounts"] = {"$SYS": {"users": [{"user": SYSTEM, "password": passwords[ADMIN]}]}}
     # The server's own format is a superset of JSON.
     return json.dumps(config, indent=2) + "\n"
 
@@ -205,7 +212,8 @@ async def ensure_events(client: Client, prefix: str, size_bytes: int, keep_days:
     """Make the stream of events, or make it equal to this release's.
 
     Raises:
-        BusUnavailable: the server did not confirm, or has no room for the stream.
+        BusUnavailable: the server did not confirm.
+        BusFull: it has no room for the stream.
     """
     config = StreamConfig(
         name=events_stream(prefix),
@@ -220,10 +228,18 @@ async def ensure_events(client: Client, prefix: str, size_bytes: int, keep_days:
     stream = jetstream(client)
     try:
         try:
-            await stream.stream_info(config.name)
-            await stream.update_stream(config)
+            found = (await stream.stream_info(config.name)).config
+            # The server may have no room to promise anew what this stream has already.
+            if any(getattr(found, name) != getattr(config, name) for name in _OF_EVENTS):
+                await stream.update_stream(config)
         except nats.js.errors.NotFoundError:
             await stream.add_stream(config)
+    except nats.js.errors.APIError as error:
+        if error.err_code == _NO_STORAGE:
+            raise BusFull(
+                f"NATS has no room for the stream {config.name} of {size_bytes} bytes (PILOTLIGHT_EVENTS_BYTES)"
+            ) from error
+        raise BusUnavailable(f"the stream {config.name} cannot be made: {error}") from error
     except (nats.errors.Error, TimeoutError, OSError) as error:
         raise BusUnavailable(f"the stream {config.name} cannot be made: {error!r}") from error
 

@@ -20,7 +20,9 @@ from prometheus_client import CollectorRegistry
 
 from pilotlight.common.bus import Bus
 from pilotlight.common.clock import Clock, SystemClock
-from pilotlight.common.errors import PilotlightError
+from pilotlight.common.clock_watch import watch_clock
+from pilotlight.common.errors import PilotlightError, SettingsInvalid
+from pilotlight.common.fitness import check_files, check_folder
 from pilotlight.common.health import HealthServer
 from pilotlight.common.ids import new_incarnation
 from pilotlight.common.nats_bus import NatsBus
@@ -37,6 +39,9 @@ STOP_DEADLINE_S = 10.0
 END_WITH_PARENT = "PILOTLIGHT_END_WITH_PARENT"
 """Environment variable with the supervisor's pid: the service stops in order when that process dies."""
 PR_SET_PDEATHSIG = 1
+START_FAILED = "start_failed"
+SETTINGS_INVALID = "settings_invalid"
+"""``action`` of the last log line of a service that cannot start: whoever started it tells of it in these words."""
 
 S = TypeVar("S", bound=ServiceSettings)
 S_co = TypeVar("S_co", bound=ServiceSettings, covariant=True)
@@ -121,12 +126,14 @@ def run_service(service: str, settings_type: type[S], build: Build[S], *, user: 
     try:
         settings = settings_type()
     except ValueError as error:
-        log.error("settings are wrong", action="settings_invalid", error=str(error))
+        log.error("settings are wrong", action=SETTINGS_INVALID, code=SettingsInvalid.code, error=str(error))
         return 2
     try:
+        check_files()
+        check_folder(settings.run_dir, "folder for sockets", "PILOTLIGHT_RUN_DIR")
         return uvloop.run(_run(service, settings, build, user or service))
     except PilotlightError as error:
-        log.error("cannot start", action="start_failed", code=error.code, error=error.message, what_to_do=error.action)
+        log.error("cannot start", action=START_FAILED, code=error.code, error=error.message, what_to_do=error.action)
         return 1
 
 
@@ -140,6 +147,7 @@ async def _run(service: str, settings: S, build: Build[S], user: str) -> int:
     store = ObjectStore.from_url(settings.object_store_url, settings)
     bus = await NatsBus.connect(settings, user=user, name=f"{service}-{incarnation}")
     background = Background()
+    background.spawn("watch the clock", watch_clock(clock))
     metrics = CollectorRegistry()
     start_telemetry(service, settings, bus, metrics=metrics)
     context = Context(

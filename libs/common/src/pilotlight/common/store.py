@@ -6,12 +6,21 @@ An object's key holds the digest of its content, so it is written once and never
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import unquote
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import LocalStore, MemoryStore, S3Store
 
-from pilotlight.common.errors import BadRequest, DeadlineExceeded, NotFound, SourceDenied, SourceMissing, SourceUnavailable
+from pilotlight.common.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    NotFound,
+    SourceDenied,
+    SourceMissing,
+    SourceUnavailable,
+    StoreFull,
+)
 from pilotlight.common.model_uris import parse_bucket
 from pilotlight.common.s3 import S3Fault, s3_store
 from pilotlight.common.settings import S3Settings
@@ -21,6 +30,11 @@ from pilotlight.policy.types import Digest
 DEADLINE_S = 60.0
 """For one object: manifests, bundles and artifacts are megabytes. Parameters do not come through here."""
 NO_SUCH_BUCKET = "NoSuchBucket"
+NO_SPACE = "No space left on device"
+SKEWED = ("RequestTimeTooSkewed", "RequestExpired")
+"""What S3 servers say to a signature of another hour."""
+INSUFFICIENT_STORAGE = 507
+QUOTA = ("QuotaExceeded", "XMinioStorageFull", "InsufficientStorage")
 
 T = TypeVar("T")
 
@@ -61,7 +75,7 @@ class ObjectStore:
         scheme, separator, rest = url.partition("://")
         if scheme == "file" and rest:
             try:
-                return cls(LocalStore(Path(rest).expanduser().resolve(), mkdir=True), url)
+                return cls(LocalStore(Path(unquote(rest)).expanduser().resolve(), mkdir=True), url)
             except (BaseError, OSError) as error:
                 raise BadRequest(f"the object store {url} cannot be opened: {error}; see PILOTLIGHT_OBJECT_STORE_URL") from error
         if scheme == "s3" and rest:
@@ -141,8 +155,16 @@ class ObjectStore:
     def _failure(self, what: str, error: Exception) -> SourceUnavailable:
         """What the user can do about it depends on whose fault it is."""
         if not isinstance(self._store, S3Store):
-            return SourceUnavailable(f"{what}: {error}")
+            told = next(iter(str(error).splitlines()), repr(error))
+            kind = StoreFull if NO_SPACE in told else SourceUnavailable
+            return kind(f"{what}: {told}")
         fault = S3Fault.of(error)
+        if fault.code in SKEWED:
+            return SourceUnavailable(
+                f"{what}: {fault.text}: this machine's clock is wrong, or the server's; let a time service keep both"
+            )
+        if fault.status == INSUFFICIENT_STORAGE or fault.code in QUOTA:
+            return StoreFull(f"{what}: {fault.text}")
         if fault.denied:
             return SourceDenied(f"{what}: {fault.text}")
         if fault.missing:

@@ -6,6 +6,7 @@ endpoint where one is set. A request makes a handful of spans, never one for eac
 """
 
 import asyncio
+import contextlib
 import logging
 import sys
 from collections import deque
@@ -83,12 +84,23 @@ def configure_logging(service: str, level: str = "info") -> None:
         processors=[*shared, render],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS.get(level, logging.INFO)),
         # Looked up for each line: who redirects standard error (a test, a daemon) means the log too.
-        logger_factory=lambda *_: structlog.WriteLogger(sys.stderr),
+        logger_factory=lambda *_: _LogLines(sys.stderr),
         cache_logger_on_first_use=False,
     )
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(structlog.stdlib.ProcessorFormatter(processor=render, foreign_pre_chain=shared))
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+
+
+class _LogLines(structlog.WriteLogger):
+    """Writes lines as long as they can be written: where logs go to a disk that is full, the service goes on without."""
+
+    def msg(self, message: str) -> None:
+        with contextlib.suppress(OSError):
+            super().msg(message)
+
+    log = debug = info = warn = warning = msg
+    fatal = failure = err = error = critical = exception = msg
 
 
 def start_telemetry(service: str, settings: ServiceSettings, bus: SpanSink, *, metrics: CollectorRegistry | None = None) -> None:

@@ -3,8 +3,11 @@
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Generator, Iterable
+from contextlib import suppress
+from contextvars import Context
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, TypeVar
 
 from pilotlight.common.errors import DeadlineExceeded
@@ -13,6 +16,8 @@ T = TypeVar("T")
 
 CANCEL_AGAIN_S = 0.2
 """Longer than a task that has heard of its cancellation takes to end, if it has nothing to clean up."""
+GROUP_AGAIN_S = 1.0
+"""The same for one that may have a transaction to roll back."""
 
 
 async def pause(seconds: float) -> None:
@@ -64,6 +69,32 @@ async def cancel_all(tasks: Iterable[asyncio.Task[Any]], *, again_s: float = CAN
         for task in done:
             if not task.cancelled():
                 task.exception()
+
+
+class Group(asyncio.TaskGroup):
+    """A task group that an error ends, its own or that of a task; every other task ends with it.
+
+    As ``cancel_all`` it asks more than once: ``asyncio.TaskGroup`` alone waits for ever for a task that has lost its cancellation.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._running: set[asyncio.Task[Any]] = set()
+
+    def create_task(
+        self, coro: Coroutine[Any, Any, T] | Generator[Any, None, T], *, name: str | None = None, context: Context | None = None
+    ) -> asyncio.Task[T]:
+        task = super().create_task(coro, name=name, context=context)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    async def __aexit__(self, et: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        while et is not None and self._running:
+            with suppress(asyncio.CancelledError):
+                # Whoever cancels it again is impatient; there is nothing that could be done faster.
+                await cancel_all(self._running, again_s=GROUP_AGAIN_S)
+        await super().__aexit__(et, exc, tb)
 
 
 async def every(seconds: float) -> AsyncIterator[None]:

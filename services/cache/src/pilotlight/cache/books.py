@@ -45,6 +45,8 @@ class Grant:
     """On this process's monotonic clock."""
     epoch: Epoch = field(default=Epoch(0))
     """Of the leader that asked; 0 where that is not known any more."""
+    since_s: float = 0.0
+    """On the same clock: when it was made, or found by a cache that has just been started."""
 
 
 @dataclass(slots=True)

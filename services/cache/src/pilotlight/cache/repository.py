@@ -1,7 +1,6 @@
 """Rows of schema ``cache``, and the pins it reads from ``gateway.models``."""
 
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 from sqlalchemy import delete, func, insert, select, text
@@ -18,9 +17,6 @@ from pilotlight.policy.eviction.base import Victim
 from pilotlight.policy.instance import ENDED
 from pilotlight.policy.types import Digest, Epoch, GrantId, InstanceId, Model, NodeId, WorkerId
 
-UNPLANNED_S = 10.0
-"""From a grant to the row of its instance: a scheduler that has written none by then has died, or has not heard of the grant."""
-
 
 def retention(settings: CacheSettings) -> tuple[Keep, ...]:
     """How long rows of this schema are kept. Grants end by themselves."""
@@ -33,7 +29,7 @@ class Orphans:
     """Grants that nobody may be using."""
 
     over: frozenset[GrantId]
-    """Their instance has ended, or was not written down though there was time for it."""
+    """Their instance has ended."""
     unwritten: frozenset[GrantId]
     """There is no row of their instance, or not yet."""
 
@@ -73,10 +69,12 @@ class CacheRepository:
     async def open_grants(self, now_s: float) -> tuple[Grant, ...]:
         """Grants that the last cache left open; times are moved to this process's clock."""
         table = tables.grants
-        left = func.extract("epoch", table.c.expires_at - func.now()).label("left_s")
+        # Never more than was granted: the clock may have been set back.
+        left = func.least(table.c.expires_at - func.now(), table.c.expires_at - table.c.created_at)
+        left_s = func.extract("epoch", left).label("left_s")
         async with self._database.unit_of_work() as work:
             await wait_for_grants(work.connection)
-            rows = await work.connection.execute(select(table, left))
+            rows = await work.connection.execute(select(table, left_s))
             return tuple(
                 Grant(
                     grant_id=GrantId(row.grant_id),
@@ -87,6 +85,7 @@ class CacheRepository:
                     device_bytes=row.device_bytes,
                     host_bytes=row.host_bytes,
                     expires_s=now_s + float(row.left_s),
+                    since_s=now_s,
                 )
                 for row in rows
             )
@@ -126,13 +125,12 @@ class CacheRepository:
         grants, instances = tables.grants, tables.instances
         unwritten = instances.c.instance_id.is_(None).label("unwritten")
         ended = instances.c.state.in_([state.value for state in ENDED])
-        late = unwritten & (grants.c.created_at < func.now() - timedelta(seconds=UNPLANNED_S))
         join = grants.outerjoin(instances, instances.c.instance_id == grants.c.instance_id)
-        found = select(grants.c.grant_id, unwritten, func.coalesce(ended, False).label("ended"), late.label("late"))
+        found = select(grants.c.grant_id, unwritten, func.coalesce(ended, False).label("ended"))
         async with self._database.reading() as connection:
             rows = (await connection.execute(found.select_from(join))).all()
         return Orphans(
-            over=frozenset(GrantId(row.grant_id) for row in rows if row.ended or row.late),
+            over=frozenset(GrantId(row.grant_id) for row in rows if row.ended),
             unwritten=frozenset(GrantId(row.grant_id) for row in rows if row.unwritten),
         )
 

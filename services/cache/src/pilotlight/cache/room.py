@@ -32,6 +32,8 @@ from pilotlight.policy.types import Digest, GrantId, InstanceId, NodeId
 
 log = structlog.get_logger()
 
+UNPLANNED_S = 10.0
+"""From a grant to the row of its instance: a scheduler that has written none by then has died, or has not heard of the grant."""
 HOLDER_DEADLINE_S = 1.0
 MAX_ROUNDS = 4
 """A holder may refuse a victim that has just become busy: plan again, without it, this often."""
@@ -99,6 +101,7 @@ class RoomMaker:
                 host_bytes=host_bytes,
                 expires_s=self._clock.monotonic_s() + request.lease_s,
                 epoch=request.epoch,
+                since_s=self._clock.monotonic_s(),
             )
             # In the books first: while the row is written, nobody else may count on these bytes.
             self._books.grants[grant.grant_id] = grant
@@ -128,22 +131,22 @@ class RoomMaker:
         not written down when there is a newer one, it never will.
         """
         now_s, epoch = self._clock.monotonic_s(), self._books.epoch
-        unheld = [grant for grant in self._books.grants.values() if not self._books.is_held(grant)]
-        if not unheld:
+        if all(self._books.is_held(grant) for grant in self._books.grants.values()):
             return
         orphans = await self._repository.orphans()
+        # Reports that have come while the rows were read count, too: the first of a worker may show what nobody knew of.
+        unheld = [grant for grant in self._books.grants.values() if not self._books.is_held(grant)]
         over: list[GrantId] = [
             grant.grant_id
             for grant in unheld
             if (grant.expires_s < now_s and self._books.would_show(grant, now_s))
             or grant.grant_id in orphans.over
-            or (grant.grant_id in orphans.unwritten and 0 < grant.epoch < epoch)
+            or (grant.grant_id in orphans.unwritten and (0 < grant.epoch < epoch or now_s - grant.since_s >= UNPLANNED_S))
         ]
         if not over:
             return
         for grant_id in over:
-            # Released, perhaps, while the rows were read.
-            self._books.grants.pop(grant_id, None)
+            del self._books.grants[grant_id]
         log.warning("grants lapsed", action="grants_lapsed", grants=len(over))
         await self._repository.end_grants(over)
 

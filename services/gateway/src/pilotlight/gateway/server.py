@@ -11,6 +11,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pilotlight.common.errors import TransientError
+from pilotlight.common.fitness import port_error
 from pilotlight.common.service import Background
 from pilotlight.gateway.hold import Hold
 
@@ -113,7 +114,7 @@ class HttpServer:
         """Listen.
 
         Raises:
-            TransientError: the address cannot be taken.
+            PortTaken: the address cannot be taken.
         """
         if self._server is not None:
             return
@@ -121,7 +122,7 @@ class HttpServer:
             family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
             listener = socket.create_server((self._host, self._port), family=family, backlog=BACKLOG, reuse_port=self._share_port)
         except OSError as error:
-            raise TransientError(f"cannot listen on {self._host}:{self._port}: {error}; set PILOTLIGHT_PORT") from error
+            raise port_error(self._host, self._port, error) from error
         self._port = listener.getsockname()[1]
         config = uvicorn.Config(
             self._app,

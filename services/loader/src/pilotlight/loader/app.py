@@ -7,10 +7,13 @@ import socket
 import sys
 from pathlib import Path
 
+import structlog
+
 from pilotlight.checkpoint.manifest import Manifest
 from pilotlight.common.buckets import LEADER
-from pilotlight.common.errors import BadRequest
+from pilotlight.common.errors import BadRequest, BusUnavailable
 from pilotlight.common.faults import Faults
+from pilotlight.common.fitness import check_folder, check_shared_memory
 from pilotlight.common.ids import worker_id_of
 from pilotlight.common.machine import log_file
 from pilotlight.common.messages.hold import LEADING_KEY, Leading
@@ -18,6 +21,7 @@ from pilotlight.common.phases import PhaseReporter
 from pilotlight.common.service import Application, Context
 from pilotlight.common.sources.opening import Sources
 from pilotlight.common.sources.ranged import Patience
+from pilotlight.common.waiting import Backoff, pause
 from pilotlight.dataplane.copies import HostCopies
 from pilotlight.dataplane.fetch import ChunkSource, Readers, SourceChunks
 from pilotlight.dataplane.links import Links, parse_bandwidth
@@ -34,7 +38,12 @@ from pilotlight.loader.settings import LoaderSettings
 from pilotlight.loader.supervise import WorkerPlan, WorkerSupervisor
 from pilotlight.policy.types import Epoch, Model, NodeId
 
+log = structlog.get_logger()
+
 SHARED_MEMORY = Path("/dev/shm")
+ASKS = 5
+"""For the newest epoch, before a loader gives up; whoever supervises it starts it again."""
+_BACKOFF = Backoff(first_s=0.1, limit_s=2.0)
 
 
 class PoolKeeper:
@@ -51,9 +60,15 @@ class PoolKeeper:
     async def stop(self) -> None:
         """Leave the pool to the next loader, or give its memory back."""
         await self._copies.stop()
-        if not self._settings.handover:
-            save_epoch(self._settings.state_dir, self._pool.highest_epoch)
-        self._pool.close(remove=not self._settings.handover)
+        remove = not self._settings.handover
+        if remove:
+            try:
+                save_epoch(self._settings.state_dir, self._pool.highest_epoch)
+            except OSError as error:
+                # Without the epoch the next loader would obey a leader that is over: the pool, which has it, stays.
+                log.error("the pool stays: its epoch cannot be saved", action="epoch_not_saved", error=str(error))
+                remove = False
+        self._pool.close(remove=remove)
 
 
 async def build(context: Context[LoaderSettings]) -> Application:
@@ -62,9 +77,11 @@ async def build(context: Context[LoaderSettings]) -> Application:
     Raises:
         Conflict: another loader holds the node's pool.
         BadRequest: the pool cannot be made as the settings say.
+        MachineUnfit: the state folder cannot be written to, or there is not enough shared memory.
         BusUnavailable, MessageUndecodable: nobody says which epoch is the newest.
     """
     settings = context.settings
+    check_folder(settings.state_dir, "state folder", "PILOTLIGHT_STATE_DIR")
     node_id = node_id_of(settings.state_dir)
     epoch = await _announced_epoch(context)
     pool = await _open_pool(context, node_id, epoch)
@@ -112,6 +129,9 @@ async def _open_pool(context: Context[LoaderSettings], node_id: NodeId, epoch: E
     settings = context.settings
     path = _pool_path(settings, node_id)
     try:
+        # Of a pool that is there already, what it takes is its own.
+        if not path.exists():
+            check_shared_memory(path.parent, settings.pool_bytes)
         size_bytes = settings.pool_bytes or default_pool_bytes(path.parent)
         # What is adopted is verified, which takes a second for a few gigabytes.
         pool = await asyncio.to_thread(HostPool.open, path, size_bytes, context.clock)
@@ -124,8 +144,16 @@ async def _open_pool(context: Context[LoaderSettings], node_id: NodeId, epoch: E
 async def _announced_epoch(context: Context[LoaderSettings]) -> Epoch:
     """Leaders may have changed while no loader was here: one that is replaced must not be obeyed before the new one is heard."""
     bucket = await context.bus.bucket(LEADER)
-    found = await bucket.get(LEADING_KEY, Leading)
-    return found.value.epoch if found.value is not None else Epoch(0)
+    rng = random.Random()
+    for attempt in range(ASKS):
+        try:
+            found = await bucket.get(LEADING_KEY, Leading)
+        except BusUnavailable as error:
+            log.warning("nobody says who leads", action="epoch_unknown", error=error.message)
+            await pause(_BACKOFF.delay_s(attempt, rng))
+        else:
+            return found.value.epoch if found.value is not None else Epoch(0)
+    raise BusUnavailable(f"the bucket {LEADER} was asked {ASKS} times which epoch is the newest, without an answer")
 
 
 def _tools(context: Context[LoaderSettings], pool: HostPool) -> FetchTools:

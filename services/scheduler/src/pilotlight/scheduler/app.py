@@ -37,7 +37,7 @@ async def build(context: Context[SchedulerSettings]) -> Application:
         metrics=SchedulerMetrics(context.metrics),
         prune_metrics=PruneMetrics(context.metrics),
     )
-    lease = Lease(database, f"{context.service}-{context.incarnation}")
+    lease = Lease(database, f"{context.service}-{context.incarnation}", context.clock)
 
     async def lead(epoch: Epoch) -> None:
         term = Term(standing, Fence(database, lease.holder, epoch), lambda: election.check(epoch))

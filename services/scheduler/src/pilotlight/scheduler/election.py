@@ -98,6 +98,8 @@ class Election:
         log.info("leading", action="lease_taken", epoch=epoch)
         self.epoch, self._valid_until_s = epoch, valid_until_s
         term = asyncio.create_task(self._lead(epoch), name=f"term {epoch}")
+        # Whoever stops this process may not let it wait for the term's end, and then nobody asks how it was.
+        term.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         try:
             await self._renew_while(term, epoch)
         finally:

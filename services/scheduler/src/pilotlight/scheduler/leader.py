@@ -17,7 +17,7 @@ from pilotlight.common.ids import new_decision_id
 from pilotlight.common.messages.demand import Evict, Evicting, Warm, Warming
 from pilotlight.common.service import Context
 from pilotlight.common.telemetry import current_traceparent
-from pilotlight.common.waiting import every, woken
+from pilotlight.common.waiting import Group, every, woken
 from pilotlight.policy.drain import DrainRules, leaving, plan_drain, staying
 from pilotlight.policy.eviction.base import EvictionRules
 from pilotlight.policy.instance import SERVING
@@ -95,7 +95,7 @@ class Term:
         self._started_s = self._clock.monotonic_s()
         self._scaling_rules = ScalingRules(instance_requests=settings.instance_requests)
         self._reconcile_rules = ReconcileRules(term_started_s=self._started_s, hold_deadline_s=settings.hold_deadline_s)
-        self._group = asyncio.TaskGroup()
+        self._group = Group()
         self._starting: set[ModelName] = set()
         self._check = check
         self._leader_bucket = standing.leader_bucket

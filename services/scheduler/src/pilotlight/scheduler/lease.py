@@ -9,11 +9,12 @@ its lease expires: it would keep the row from whoever is next.
 import math
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 from sqlalchemy import func, literal, select, update
 from sqlalchemy.dialects.postgresql import insert
 
+from pilotlight.common.clock import Clock, SystemClock
 from pilotlight.common.db import tables
 from pilotlight.common.db.session import Database, UnitOfWork
 from pilotlight.common.errors import NotLeader
@@ -36,9 +37,12 @@ _term = literal(timedelta(seconds=LEASE_S))
 class Lease:
     """Takes, renews and gives back the lease for one process."""
 
-    def __init__(self, database: Database, holder: str) -> None:
+    def __init__(self, database: Database, holder: str, clock: Clock | None = None) -> None:
         self._database = database
+        self._clock = clock or SystemClock()
         self.holder = holder
+        self._stale: datetime | None = None
+        self._stale_since_s = 0.0
         self.left_s = math.inf
         """Until another's lease expires, as ``take`` saw it the last time."""
 
@@ -70,22 +74,34 @@ class Lease:
         await within(DEADLINE_S, self._set_expiry(epoch, _now), "giving the lease back")
 
     async def _take(self, at_least: Epoch) -> Epoch | None:
-        looked = select(_lease.c.holder, func.extract("epoch", _lease.c.expires_at - _now).label("left_s"))
+        looked = select(_lease.c.holder, _lease.c.expires_at, func.extract("epoch", _lease.c.expires_at - _now).label("left_s"))
         first = insert(_lease).values(id=1, holder=self.holder, epoch=max(1, at_least), expires_at=_now + _term)
         statement = first.on_conflict_do_update(
             index_elements=[_lease.c.id],
             set_={"holder": self.holder, "epoch": func.greatest(_lease.c.epoch + 1, at_least), "expires_at": _now + _term},
             # Its own holder may begin a new term at once: it has just ended the last one.
-            where=(_lease.c.expires_at <= _now) | (_lease.c.holder == self.holder),
+            # What expires after a whole term was written before the clock was set back. Its holder lives if it is renewing it.
+            where=(_lease.c.expires_at <= _now) | (_lease.c.holder == self.holder) | (_lease.c.expires_at == self._stale),
         ).returning(_lease.c.epoch)
         async with self._database.unit_of_work(idle_s=IDLE_S) as work:
             # Looking first spares the row a lock for each look of each standby; who gets it, the statement decides.
             seen = (await work.connection.execute(looked)).one_or_none()
             self.left_s = float(seen.left_s) if seen is not None else 0.0
-            if seen is not None and seen.holder != self.holder and self.left_s > 0:
+            if seen is not None and seen.holder != self.holder and self.left_s > 0 and not self._is_stale(seen.expires_at):
                 return None
             epoch = (await work.connection.execute(statement)).scalar_one_or_none()
         return Epoch(epoch) if epoch is not None else None
+
+    def _is_stale(self, expires_at: datetime) -> bool:
+        """Whether a lease that expires impossibly late has stood so, by this process's clock, for a whole term."""
+        now_s = self._clock.monotonic_s()
+        if self.left_s <= LEASE_S:
+            self._stale = None
+            return False
+        if expires_at != self._stale:
+            self._stale, self._stale_since_s = expires_at, now_s
+        self.left_s = self._stale_since_s + LEASE_S - now_s
+        return self.left_s <= 0
 
     async def _set_expiry(self, epoch: Epoch, expires_at: object) -> bool:
         mine = (_lease.c.id == 1) & (_lease.c.holder == self.holder) & (_lease.c.epoch == epoch) & (_lease.c.expires_at > _now)

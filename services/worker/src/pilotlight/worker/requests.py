@@ -50,7 +50,7 @@ class _Kept:
     kept: int
     """Position of the first token in ``token_ids``."""
     token_ids: list[int] = field(default_factory=list[int])
-    logprobs: list[float] | None = None
+    logprobs: list[float | None] | None = None
     finish: FinishReason | None = None
     code: str = ""
     message: str = ""
@@ -150,7 +150,7 @@ class RequestTable:
         start = kept.next
         kept.token_ids.extend(produced.token_ids)
         if kept.logprobs is not None:
-            kept.logprobs.extend(produced.logprobs or [0.0] * len(produced.token_ids))
+            kept.logprobs.extend(produced.logprobs or [None] * len(produced.token_ids))
         if produced.finish is not None:
             kept.finish, kept.code, kept.message = produced.finish, produced.code, produced.message
             self._end(kept, now_s)

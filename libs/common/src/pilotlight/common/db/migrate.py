@@ -16,8 +16,9 @@ from sqlalchemy import Connection, create_engine, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import OperationalError
 
+from pilotlight.common.db.failures import database_error
 from pilotlight.common.db.roles import apply_grants, ensure_roles
-from pilotlight.common.errors import DatabaseUnavailable, NotFound, PilotlightError
+from pilotlight.common.errors import NotFound, PilotlightError
 from pilotlight.common.settings import DatabaseSettings
 from pilotlight.common.shipped import shipped_folder
 from pilotlight.common.telemetry import configure_logging
@@ -59,7 +60,7 @@ def migrate(settings: MigrateSettings) -> None:
             command.upgrade(config, "head")
             apply_grants(connection)
     except OperationalError as error:
-        raise DatabaseUnavailable(f"the database cannot be migrated: {error.orig}") from error
+        raise database_error("the database cannot be migrated", error.orig) from error
     finally:
         engine.dispose()
 

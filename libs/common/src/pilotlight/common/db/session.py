@@ -20,6 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.db import tables
+from pilotlight.common.db.failures import database_error
 from pilotlight.common.db.roles import role_of
 from pilotlight.common.errors import DatabaseUnavailable
 from pilotlight.common.ids import new_event_id
@@ -152,12 +153,16 @@ class Database:
             # A connection that the server ended may be told of by any of them.
             if not (isinstance(error, OperationalError | InterfaceError) or error.connection_invalidated):
                 raise
-            raise self._failed(Failure.CONNECTION, f"the database failed: {_brief(error)}") from error
+            self._tell(Failure.CONNECTION)
+            raise database_error("the database failed", error.orig) from error
 
     def _failed(self, how: Failure, message: str) -> DatabaseUnavailable:
+        self._tell(how)
+        return DatabaseUnavailable(message)
+
+    def _tell(self, how: Failure) -> None:
         for tell in self._on_failure:
             tell(how)
-        return DatabaseUnavailable(message)
 
     async def _write_events(self, work: UnitOfWork) -> None:
         if not work.events:
@@ -178,7 +183,3 @@ def service_url(settings: DatabaseSettings, schema: str) -> URL:
 
 def _to_json(value: object) -> str:
     return msgspec.json.encode(value).decode()
-
-
-def _brief(error: DBAPIError) -> str:
-    return str(error.orig).strip().splitlines()[0] if str(error.orig).strip() else repr(error.orig)

@@ -68,8 +68,8 @@ class TokenEntry(Message, frozen=True, kw_only=True):
     attempt: int
     seq: int
     token_ids: list[int]
-    logprobs: list[float] | None = None
-    """Of the chosen tokens, when the request asked for them."""
+    logprobs: list[float | None] | None = None
+    """Of the chosen tokens, when the request asked for them. None among them: not known, or not finite, which JSON cannot say."""
     finish: FinishReason | None = None
     code: str = ""
     message: str = ""

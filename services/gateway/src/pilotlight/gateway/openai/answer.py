@@ -1,5 +1,6 @@
 """An answer while it comes: tokens to text, stop strings, what is billed."""
 
+import math
 from dataclasses import dataclass, field
 
 from pilotlight.gateway.catalog import ModelText
@@ -81,5 +82,7 @@ class Answer:
     def _shown(self, token: Token) -> ShownToken:
         text = self._tokenizer.decode([token.token_id], skip_special_tokens=False)
         utf8 = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
-        logprob = UNKNOWN_LOGPROB if token.logprob is None else max(token.logprob, UNKNOWN_LOGPROB)
+        logprob = UNKNOWN_LOGPROB
+        if token.logprob is not None and math.isfinite(token.logprob):
+            logprob = max(token.logprob, UNKNOWN_LOGPROB)
         return ShownToken(text, utf8, logprob, self._chars)

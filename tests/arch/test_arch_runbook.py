@@ -1,0 +1,97 @@
+"""The operator's page: an entry for each error code, links that lead somewhere, commands and settings that exist."""
+
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+
+import pilotlight.cli
+from pilotlight.cli.main import app
+from pilotlight.common.errors import MachineUnfit, SettingsInvalid, all_errors
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/operations.md").read_text()
+RUNBOOK = PAGE[PAGE.index("\n## What an error code means") :].split("\n## ", 2)[1]
+ENTRIES = {
+    code: text.strip() for code, text in re.findall(r"^#### `(\w+)`\n(.*?)(?=^#{2,4} |\Z)", RUNBOOK, re.DOTALL | re.MULTILINE)
+}
+
+
+def codes() -> dict[str, set[int]]:
+    """Each code that something of ours may end with, and its statuses."""
+    for module in pkgutil.iter_modules(pilotlight.cli.__path__):
+        if module.name != "__main__":
+            importlib.import_module(f"pilotlight.cli.{module.name}")
+    for service in ("gateway", "scheduler", "cache", "loader", "worker", "materializer"):
+        package = importlib.import_module(f"pilotlight.{service}")
+        for module in pkgutil.walk_packages(package.__path__, f"pilotlight.{service}."):
+            if not module.name.endswith(("__main__", ".testing")) and ".child" not in module.name:
+                importlib.import_module(module.name)
+    found: dict[str, set[int]] = {}
+    for kind in all_errors():
+        if kind.__module__.startswith("pilotlight."):
+            found.setdefault(kind.code, set()).add(kind.status)
+    return found
+
+
+def test_each_code_has_an_entry_and_each_entry_a_code() -> None:
+    headings = re.findall(r"^#### (.*)$", RUNBOOK, re.MULTILINE)
+    assert len(headings) == len(set(headings)) == len(ENTRIES)
+    assert set(ENTRIES) == codes().keys()
+
+
+@pytest.mark.parametrize("code", ENTRIES)
+def test_an_entry_says_what_is_seen_and_what_to_do(code: str) -> None:
+    text = ENTRIES[code]
+    assert re.search(r"\*Look\*", text)
+    assert re.search(r"\*Do\*|\*do\*", text)
+    told = re.match(r"\*\*(\d{3})", text)
+    if told is not None:
+        assert codes()[code] == {int(told[1])}
+    else:
+        never_served = (SettingsInvalid, MachineUnfit)
+        kinds = {kind for kind in all_errors() if kind.code == code}
+        assert all(issubclass(kind, never_served) or kind.__module__.startswith("pilotlight.cli.") for kind in kinds)
+
+
+def slug(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+
+
+@pytest.mark.parametrize("name", ["docs/operations.md", "docs/api.md", "docs/concepts.md", "README.md"])
+def test_links_lead_somewhere(name: str) -> None:
+    file = ROOT / name
+    links = re.findall(r"\]\((?!https?://)([^)\s]*)\)", file.read_text())
+    assert links
+    for link in links:
+        path, _, anchor = link.partition("#")
+        target = (file.parent / path).resolve() if path else file
+        assert target.exists(), link
+        if anchor:
+            headings = re.findall(r"^#+\s+(.*)$", target.read_text(), re.MULTILINE)
+            assert anchor in {slug(heading) for heading in headings}, link
+
+
+def test_settings_that_are_named_exist() -> None:
+    known = set(re.findall(r"PILOTLIGHT_[A-Z0-9_]+", (ROOT / "docs/settings.md").read_text()))
+    known |= set(re.findall(r"PILOTLIGHT_[A-Z0-9_]+", (ROOT / "docker-compose.yml").read_text()))
+    assert set(re.findall(r"PILOTLIGHT_[A-Z0-9_]+", PAGE)) <= known
+
+
+def test_settings_of_retention_are_all_told() -> None:
+    settings = (ROOT / "docs/settings.md").read_text()
+    named = set(re.findall(r"`(PILOTLIGHT_\w+_(?:KEEP_DAYS|MAX_ROWS))`", settings))
+    assert named <= set(re.findall(r"`(PILOTLIGHT_\w+)`", PAGE))
+    assert len(named) > 10
+
+
+def test_commands_that_are_named_exist() -> None:
+    groups = {"model", "node"}
+    named = set(re.findall(r"(?:^|[`$( ])pilotlight ((?:model|node) [a-z]+|[a-z]+)", PAGE, re.MULTILINE))
+    words = {word for word in named if word.split()[0] not in groups or " " in word}
+    assert len(words) > 10
+    for word in words:
+        _, _, rest = app.parse_commands(word.split())
+        assert not rest, f"there is no command `pilotlight {word}`"

@@ -1,0 +1,123 @@
+"""A whole system whose disk and whose shared memory fill up while it runs, in a home with an awkward name."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2
+import pytest
+from confined import confined, fill, inside
+from embedded_system import DEADLINE_S, RunningSystem, free_port, pilotlight
+
+from pilotlight.common.clock import SystemClock
+from pilotlight.common.waiting import block
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow,
+    pytest.mark.skipif(os.geteuid() != 0, reason="mounts small disks: root alone may"),
+]
+
+SHARED_MEMORY = Path("/dev/shm")
+MODEL = Path(__file__).resolve().parents[2] / "models" / "ember-7m"
+
+
+@contextmanager
+def system_on(disk: Path) -> Iterator[RunningSystem]:
+    """A system with 300 MiB of disk, 96 MiB of shared memory, and a soft limit of 256 files, as its user's shell might set it."""
+    home = disk / "a home, öäü %20 'n 火".replace(",", "") / ("deep" * 30)
+    command = confined(
+        [pilotlight(), "up", "--json", "--worker-kind", "sim", "--with-demo-model", "--port", str(free_port())],
+        {disk: "300m", SHARED_MEMORY: "96m"},
+    )
+    variables = {
+        **os.environ,
+        "PILOTLIGHT_HOME": str(home),
+        "PILOTLIGHT_EVENTS_BYTES": str(8 << 20),
+        "PILOTLIGHT_POOL_BYTES": str(64 << 20),
+    }
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with (disk.parent / "stderr").open("w") as errors:
+        process = subprocess.Popen(
+            command,
+            env=variables,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard)),
+        )
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        assert line, (disk.parent / "stderr").read_text()
+        ready = json.loads(line)
+        assert ready.get("ready"), ready
+        yield RunningSystem(home=inside(process.pid, home), url=ready["url"], process=process)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(DEADLINE_S) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def until(what: Callable[[], bool]) -> None:
+    clock = SystemClock()
+    end_s = clock.monotonic_s() + DEADLINE_S
+    while not what():
+        assert clock.monotonic_s() < end_s
+        block(0.2)
+
+
+def test_a_full_disk_and_full_shared_memory_refuse_and_pass() -> None:
+    with tempfile.TemporaryDirectory(prefix="pilotlight-e2e-") as folder:
+        os.chmod(folder, 0o711)
+        disk = Path(folder) / "disk"
+        disk.mkdir(mode=0o711)
+        with system_on(disk) as system, system.admin() as admin:
+            api = httpx2.Client(
+                base_url=f"{system.url}/v1", headers={"Authorization": f"Bearer {system.key('api')}"}, timeout=DEADLINE_S
+            )
+
+            def ask() -> httpx2.Response:
+                return api.post("/completions", json={"model": "ember-7m", "prompt": "Once", "max_tokens": 4})
+
+            def register(name: str) -> httpx2.Response:
+                body = {"name": name, "uri": MODEL.as_uri(), "slo": {"ttft_ms": 5000, "tpot_ms": 200}}
+                return admin.post("/models", json=body)
+
+            def evict() -> None:
+                admin.post("/models/ember-7m/evict").raise_for_status()
+                until(lambda: not any(one["state"] == "ready" for one in admin.get("/instances").json()["instances"]))
+
+            # Shared memory: a cold start cannot have its parameters there, and says so.
+            fillers = fill(inside(system.process.pid, SHARED_MEMORY))
+            refused = ask()
+            print("SHM", refused.status_code, refused.text)
+            for filler in fillers:
+                filler.unlink()
+            until(lambda: ask().status_code == 200)
+            print("OK")
+            limits = Path(f"/proc/{system.process.pid}/limits").read_text()
+            assert " 256 " not in next(line for line in limits.splitlines() if line.startswith("Max open files"))
+            # Disk: what is warm goes on, what must be written is refused.
+            fillers = fill(inside(system.process.pid, disk))
+            assert ask().status_code == 200
+            refused = register("one-more")
+            print("DISK", refused.status_code, refused.text)
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] in ("store_full", "database_full")
+            evict()
+            for filler in fillers:
+                filler.unlink()
+            until(lambda: register("one-more").status_code in (201, 409))
+            print("REG")
+            until(lambda: ask().status_code == 200)
+            print("ASK")
