@@ -40,6 +40,7 @@ def system_on(disk: Path) -> Iterator[RunningSystem]:
         **os.environ,
         "PILOTLIGHT_HOME": str(home),
         "PILOTLIGHT_EVENTS_BYTES": str(8 << 20),
+        "PILOTLIGHT_HOLD_TIMEOUT_S": "8",
         "PILOTLIGHT_POOL_BYTES": str(64 << 20),
     }
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
