@@ -71,6 +71,17 @@ class PaperStage:
         self.scheduler.end(request, RequestEvent.DROP)
         self.ended[request.key] = request
 
+    def resize(self, num_blocks: int) -> None:
+        """Raises NoRoom when a request here could not be served then."""
+        moves = self.scheduler.resize(num_blocks)
+        assert not moves.keys() & set(moves.values())
+        size = num_blocks * BLOCK_TOKENS
+        memory = self.memory[:size] + [-1] * (size - len(self.memory))
+        for old, new in moves.items():
+            memory[new * BLOCK_TOKENS : (new + 1) * BLOCK_TOKENS] = self.memory[old * BLOCK_TOKENS : (old + 1) * BLOCK_TOKENS]
+        self.memory, self.num_blocks = memory, num_blocks
+        self.check()
+
     def step(self) -> list[tuple[str, int, int]]:
         """One step; who ran which tokens."""
         for request in self.scheduler.overdue(self.now_s):

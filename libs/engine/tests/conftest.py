@@ -29,13 +29,15 @@ from pilotlight.checkpoint.config import parse_config
 from pilotlight.engine.core.batch import Batch, Segment
 from pilotlight.engine.core.blocks import blocks_for
 from pilotlight.engine.core.scheduler import BatchLimits
+from pilotlight.engine.device.arena import CpuArena
 from pilotlight.engine.device.kv import KvCache
+from pilotlight.engine.device.memory import StageMemory, parameter_bytes
 from pilotlight.engine.device.parameters import Parameters, Source
 from pilotlight.engine.device.runner import RangeRunner
 from pilotlight.engine.engine import Engine
 from pilotlight.engine.models.registry import decoder_of
 from pilotlight.engine.results import FirstPrefill, StageRoom, StepResult
-from pilotlight.policy.types import Dtype, FinishReason, InstanceId, ModelSpec, RequestId, Sampling, Stage
+from pilotlight.policy.types import Dtype, FinishReason, InstanceId, ModelSpec, RequestId, Sampling, Stage, Vocabulary
 
 torch.set_num_threads(1)  # tiny matrices gain nothing from a second thread, and on a busy machine every barrier waits for it
 
@@ -251,6 +253,7 @@ class Driver:
         self.first_prefills: list[FirstPrefill] = []
         self.capacity_tokens = 0
         self.most_running = 0
+        self.preemptions = 0
 
     def load(
         self,
@@ -261,7 +264,7 @@ class Driver:
         stage: Stage | None = None,
     ) -> StageRoom:
         spec, stage, dtype = checkpoint.spec, stage or checkpoint.spec.whole, dtype or checkpoint.spec.dtype
-        device_bytes = Parameters(decoder_of(spec), stage, dtype).size_bytes + kv_tokens * spec.kv_bytes_per_token(stage, dtype)
+        device_bytes = parameter_bytes(decoder_of(spec), stage, dtype) + kv_tokens * spec.kv_bytes_per_token(stage, dtype)
         room = self.engine.begin_load(InstanceId(instance), spec, stage, dtype, device_bytes)
         placed = [self.engine.place_part(InstanceId(instance), part, checkpoint.parts[part]) for part in room.parts]
         assert [part.ready for part in placed] == [False] * (len(placed) - 1) + [True]
@@ -269,10 +272,17 @@ class Driver:
         return room
 
     def add(
-        self, name: str, prompt_ids: Sequence[int], output_ids: Sequence[int] = (), instance: str = "i", **sampling: object
+        self,
+        name: str,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int] = (),
+        instance: str = "i",
+        vocabulary: Vocabulary | None = None,
+        **sampling: object,
     ) -> None:
         parameters = Sampling(**{"seed": 0, "max_tokens": 24, "temperature": 0.0, **sampling})
-        self.engine.add(RequestId(name), 1, InstanceId(instance), prompt_ids, output_ids, parameters)
+        key = RequestId(name), 1, InstanceId(instance)
+        self.engine.add(*key, prompt_ids, output_ids, parameters, vocabulary=vocabulary)
         self.outputs[name] = Output(list(output_ids))
 
     def step(self) -> StepResult:
@@ -286,6 +296,7 @@ class Driver:
             output.finish, output.code = produced.finish, produced.code
         self.first_prefills.extend(result.first_prefills)
         self.most_running = max(self.most_running, result.running)
+        self.preemptions += result.preemptions
         assert 0 <= result.kv_free_tokens <= self.capacity_tokens
         return result
 
@@ -311,14 +322,16 @@ class Chain:
     def __init__(self, checkpoint: Checkpoint, num_ranges: int, num_blocks: int = 64) -> None:
         spec, size = checkpoint.spec, NUM_LAYERS // num_ranges
         self.spec = spec
+        self.arena = CpuArena()
         self.runners: list[RangeRunner] = []
         for start in range(0, NUM_LAYERS, size):
             stage = Stage(start, start + size)
             decoder = decoder_of(spec)
-            parameters = Parameters(decoder, stage, spec.dtype)
+            memory = StageMemory(self.arena, decoder, stage, spec.dtype)
+            parameters = Parameters(memory)
             for part in parameters.parts:
                 parameters.place(part, checkpoint.parts[part], Clock())
-            self.runners.append(RangeRunner(decoder, stage, parameters, KvCache(spec, stage, spec.dtype, num_blocks)))
+            self.runners.append(RangeRunner(decoder, stage, parameters, KvCache(memory, num_blocks)))
 
     def run(self, segments: Sequence[Segment], token_ids: Sequence[int]) -> torch.Tensor:
         batch, state = Batch(tuple(segments)), torch.tensor(token_ids)

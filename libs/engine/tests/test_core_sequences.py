@@ -1,13 +1,15 @@
 """2,000 random lives of a stage: no block leaks or is shared wrongly, nobody starves, and nobody's tokens depend on the others."""
 
 import random
+from collections import deque
+from contextlib import suppress
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paper_stage import PaperStage, expected_output
+from paper_stage import PaperStage, expected_output, next_token
 
-from pilotlight.engine.core.lifecycle import RequestState
+from pilotlight.engine.core.lifecycle import RequestEvent, RequestState
 from pilotlight.engine.core.request import Request
 from pilotlight.engine.core.scheduler import BatchLimits
 from pilotlight.engine.errors import NoRoom
@@ -51,6 +53,11 @@ def live(seed: int) -> PaperStage:
             stage.drop(dropped)
             assert waited or stage.pool.free_blocks >= free_blocks
             stage.check()
+        elif move < 0.46:
+            try:
+                stage.resize(chance.choice((2, 4, 6, 8, 12, 40)))
+            except NoRoom:
+                stage.check()
         else:
             stage.now_s += 1
             stage.step()
@@ -105,3 +112,69 @@ def test_the_same_calls_give_the_same_plans():
     first = plans(3)
     assert plans(3) == first
     assert first[1] > 0
+
+
+class PaperPipeline(PaperStage):
+    """Micro-batches whose tokens come later, in order. Memory stands for that of every stage: frames keep their order."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.under_way: deque[list[tuple[Request, int, int]]] = deque()
+
+    def dispatch(self, depth: int) -> bool:
+        """Whether a micro-batch could be made."""
+        present = self.scheduler.running + self.scheduler.waiting
+        plan = self.scheduler.schedule(self.now_s, at_most=-(-present // depth))
+        self.preemptions += plan.preempted
+        assert len(plan.requests) <= -(-present // depth)
+        assert sum(segment.count for segment in plan.batch.segments) <= self.limits.step_tokens
+        assert plan.requests or self.under_way, "somebody can run, or waits for a token"
+        self._run(plan.requests, plan.batch.segments)
+        self.scheduler.advance(plan)
+        if plan.requests:
+            tokens = [next_token(self._contents_of(request)[-1], request.sampling.seed) for request in plan.sampled]
+            takes = [request.takes for request in plan.sampled]
+            self.under_way.append(list(zip(plan.sampled, takes, tokens, strict=True)))
+        self.check()
+        return bool(plan.requests)
+
+    def collect(self) -> None:
+        """The oldest micro-batch comes back. A request that lost its blocks meanwhile gets nothing from it."""
+        for request, takes, token_id in self.under_way.popleft():
+            if request.state is RequestState.RUNNING and request.takes == takes:
+                self.scheduler.vouch(request)
+                if request.accept(token_id):
+                    self.scheduler.end(request, RequestEvent.FINISH)
+                    self.ended[request.key] = request
+        self.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(2))
+def test_random_lives_of_a_pipeline(part):
+    preemptions = late = 0
+    for seed in range(part, 400, 2):
+        chance = random.Random(seed)
+        depth, step_tokens = chance.randint(2, 4), chance.choice((3, 8, 40))
+        limits = BatchLimits(step_tokens=step_tokens, running=chance.randint(1, min(step_tokens, 8)))
+        stage = PaperPipeline(chance.choice((6, 8, 12, 40)), limits)
+        arriving, rounds = chance.randint(3, 12), 0
+        while arriving or stage.scheduler.has_work:
+            rounds += 1
+            assert rounds < 20_000, f"sequence {seed} does not end"
+            if arriving and chance.random() < 0.2:
+                arriving -= 1
+                with suppress(NoRoom):
+                    stage.submit(random_prompt(chance), chance.randint(1, 30), chance.randrange(2))
+            if not stage.scheduler.has_work:
+                continue
+            if chance.random() < 0.03:
+                stage.drop(chance.choice(stage.scheduler.requests))
+                late += bool(stage.under_way)
+            elif len(stage.under_way) == depth or (stage.under_way and chance.random() < 0.4) or not stage.dispatch(depth):
+                stage.collect()
+        assert len(stage.ended) == len(stage.arrived)
+        for request in stage.ended.values():
+            assert_output(request)
+        preemptions += stage.preemptions
+    assert min(preemptions, late) > 0, "the sequences reach what they are to test"

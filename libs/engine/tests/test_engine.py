@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pilotlight.engine.core.scheduler import BatchLimits
-from pilotlight.engine.errors import BadRequest, ContextTooLong, EngineError, NoRoom, UnknownInstance
+from pilotlight.engine.errors import BadRequest, ContextTooLong, EngineError, NoRoom, StageBusy, UnknownInstance
 from pilotlight.policy.types import FinishReason, InstanceId, RequestId, Sampling, Stage
 
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "seed": 1234}
@@ -128,7 +128,7 @@ def test_many_requests_share_little_room(driver, checkpoint, prompts):
     assert 1 < runs.most_running < 12
 
 
-def test_unload_cancels_its_requests_and_no_others(driver, checkpoint, prompts):
+def test_what_has_requests_in_flight_is_dropped_but_not_unloaded(driver, checkpoint, prompts):
     runs = driver()
     runs.load(checkpoint("llama"), "i")
     runs.load(checkpoint("qwen2"), "j")
@@ -136,7 +136,9 @@ def test_unload_cancels_its_requests_and_no_others(driver, checkpoint, prompts):
     runs.add("b", prompts[1], instance="j")
     for _ in range(6):
         runs.step()
-    runs.engine.unload(InstanceId("i"))
+    with pytest.raises(StageBusy, match="1 requests in flight"):
+        runs.engine.unload(InstanceId("i"))
+    runs.engine.drop(InstanceId("i"))
     runs.capacity_tokens //= 2
     outputs = runs.finish()
     assert runs.outputs["a"].finish is FinishReason.CANCELLED

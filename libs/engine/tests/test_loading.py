@@ -6,7 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from pilotlight.engine.device.arena import CpuArena
 from pilotlight.engine.device.kv import KvCache
+from pilotlight.engine.device.memory import StageMemory
+from pilotlight.engine.device.memory import parameter_bytes as bytes_of
 from pilotlight.engine.device.parameters import Parameters
 from pilotlight.engine.engine import Engine
 from pilotlight.engine.errors import BadCheckpoint, BadRequest, EngineError, NoRoom, UnknownInstance, UnsupportedModel
@@ -89,7 +92,7 @@ def test_an_instance_is_held_once(engine, checkpoint):
 def test_device_bytes_are_parameters_and_kv(stage, dtype, engine, checkpoint):
     spec = checkpoint("llama-tied").spec
     per_token = spec.kv_bytes_per_token(stage, dtype)
-    parameter_bytes = Parameters(decoder_of(spec), stage, dtype).size_bytes
+    parameter_bytes = bytes_of(decoder_of(spec), stage, dtype)
     stored = sum(len(buffer) for part in spec.parts_of(stage) for _, _, buffer in checkpoint("llama-tied").parts[part].values())
     assert parameter_bytes == stored * dtype.size_bytes // 8
     room = engine.begin_load(I, spec, stage, dtype, parameter_bytes + 100 * per_token)
@@ -124,7 +127,8 @@ def test_copying_and_converting_are_timed_apart(engine, checkpoint):
 
 def test_tensors_are_copied_from_unaligned_read_only_buffers_and_converted(checkpoint, clock):
     model = checkpoint("qwen2", 0, Dtype.BFLOAT16)
-    parameters = Parameters(decoder_of(model.spec), model.spec.whole, Dtype.FLOAT32)
+    memory = StageMemory(CpuArena(), decoder_of(model.spec), model.spec.whole, Dtype.FLOAT32)
+    parameters = Parameters(memory)
     file = bytearray(b"?")
     places = {}
     for name, (dtype, shape, buffer) in model.parts[2].items():
@@ -157,8 +161,9 @@ def test_unload_frees_the_memory(checkpoint, driver, prompts):
     runs.add("a", prompts[0])
     runs.step()
     assert held() == before + 2
-    runs.engine.unload(I)
+    runs.engine.drop(I)
     assert held() == before
+    assert runs.engine.backed_bytes == 0
     runs.engine.unload(I)
 
 
@@ -174,5 +179,7 @@ def test_every_error_has_its_code_of_the_taxonomy():
         "no_room",
         "unknown_instance",
         "deadline_exceeded",
+        "conflict",
+        "worker_lost",
         "engine_failed",
     }

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from pilotlight.engine.device.sampler import Draw, _pick, sample
+from pilotlight.engine.device.sampler import Draw, Undrawn, _pick, sample
 from pilotlight.policy.types import Sampling
 
 PROBABILITIES = [0.05, 0.35, 0.02, 0.25, 0.1, 0.0, 0.15, 0.08]
@@ -66,7 +66,7 @@ def test_ties():
 
 @pytest.mark.parametrize(("noise", "token_id"), [(0.0, 1), (0.4999, 1), (0.5, 3), (1 - 2**-53, 3)])
 def test_noise_at_the_edges_never_picks_a_token_without_a_share(noise, token_id):
-    assert _pick(torch.tensor([0.0, 0.5, 0.0, 0.5, 0.0], dtype=torch.float64), noise) == token_id
+    assert _pick(torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]], dtype=torch.float64), [noise]) == [token_id]
 
 
 def test_nucleus_of_a_large_vocabulary_is_that_of_a_full_sort():
@@ -99,7 +99,7 @@ def test_a_row_that_is_not_finite_draws_nothing(bad):
     logits = LOGITS.repeat(3, 1)
     logits[1, 4] = bad
     rows = sample(logits, [Draw(Sampling(seed=1, max_tokens=1, temperature=0.0), 0)] * 3)
-    assert [row and row.token_id for row in rows] == [1, None, 1]
+    assert [getattr(row, "token_id", row) for row in rows] == [1, Undrawn.NOT_FINITE, 1]
 
 
 def test_bfloat16_logits_draw_as_their_exact_values():

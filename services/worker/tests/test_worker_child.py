@@ -69,10 +69,12 @@ class ScriptedEngine:
         self.expected[instance_id].discard(part)
         return PlacedPart(copy_s=0.0, convert_s=self.convert_s, ready=not self.expected[instance_id])
 
-    def unload(self, instance_id: InstanceId) -> None:
+    def drop(self, instance_id: InstanceId) -> None:
         self.expected.pop(instance_id, None)
 
-    def add(self, request_id: Any, attempt: int, instance_id: Any, prompt_ids: Any, output_ids: Any, sampling: Any) -> None:
+    def add(
+        self, request_id: Any, attempt: int, instance_id: Any, prompt_ids: Any, output_ids: Any, sampling: Any, *, vocabulary: Any
+    ) -> None:
         if instance_id not in self.expected:
             raise UnknownInstance(f"{instance_id} is not held here")
         run = Run(

@@ -61,6 +61,7 @@ from pilotlight.worker.process_engine import ProcessEngine
 from pilotlight.worker.requests import RequestTable
 from pilotlight.worker.settings import WorkerSettings
 from pilotlight.worker.sim_engine import SimEngine, SimProfile, SimTokens
+from pilotlight.worker.vocabularies import Vocabularies
 from pilotlight.worker.worker import Worker
 
 pytestmark = pytest.mark.anyio
@@ -215,6 +216,7 @@ async def make_rig(make_context: Any, connect_bus: Any, leases: Any, model: Any,
             background=context.background,
             metrics=WorkerMetrics(context.metrics),
             phases=PhaseReporter(context.bus, context.clock, context.background, "worker"),
+            vocabularies=Vocabularies(context.store),
         )
         bucket = await context.bus.bucket(WORKERS)
         kind = DeviceKind.CPU if process else DeviceKind.SIM

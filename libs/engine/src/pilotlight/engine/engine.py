@@ -4,13 +4,32 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from pilotlight.engine.channel.channel import Channel, wait_for_any
+from pilotlight.engine.core.lifecycle import RequestEvent
 from pilotlight.engine.core.request import Request, RequestKey
 from pilotlight.engine.core.scheduler import BatchLimits
+from pilotlight.engine.device.arena import CpuArena
 from pilotlight.engine.device.parameters import Source
-from pilotlight.engine.errors import BadCheckpoint, BadRequest, UnknownInstance
-from pilotlight.engine.resident import ResidentStage, ended
-from pilotlight.engine.results import PlacedPart, Produced, StageRoom, StepResult
-from pilotlight.policy.types import Dtype, FinishReason, InstanceId, ModelSpec, RequestId, Sampling, Stage
+from pilotlight.engine.drawing import ended
+from pilotlight.engine.errors import BadCheckpoint, BadRequest, EngineError, StageBusy, UnknownInstance
+from pilotlight.engine.grammar.client import GrammarHelper, Session
+from pilotlight.engine.kv_pieces import KvPiece
+from pilotlight.engine.pipeline.follow import PipelineFollower
+from pilotlight.engine.pipeline.lead import PipelineLead
+from pilotlight.engine.pipeline.pipeline import StageStep
+from pilotlight.engine.resident import ResidentStage
+from pilotlight.engine.results import LostPipeline, PlacedPart, Produced, Released, StageRoom, StepResult
+from pilotlight.policy.types import (
+    Dtype,
+    FinishReason,
+    Grammar,
+    InstanceId,
+    ModelSpec,
+    RequestId,
+    Sampling,
+    Stage,
+    Vocabulary,
+)
 
 
 class Engine:
@@ -18,26 +37,47 @@ class Engine:
 
     ::
 
-        begin_load ─> place_part (each part) ─> add / abort / step ... ─> unload
+        begin_load ─> place_part (each part) ─> (connect) ─> add / abort / step ... ─> unload
 
     Refusals are raised where they are made. What was added ends in exactly one ``Produced`` with a finish, from some later
     ``step``.
     """
 
-    def __init__(self, threads: int, monotonic_s: Callable[[], float], limits: BatchLimits | None = None) -> None:
-        """Takes the process over for torch: the number of threads is a setting of the process, not of this object."""
+    def __init__(
+        self,
+        threads: int,
+        monotonic_s: Callable[[], float],
+        limits: BatchLimits | None = None,
+        arena: CpuArena | None = None,
+    ) -> None:
+        """Takes the process over for torch: the number of threads is a setting of the process, not of this object.
+
+        Raises:
+            NoRoom: there are no addresses for an arena, if none is given.
+        """
         torch.set_num_threads(threads)
         self._monotonic_s = monotonic_s
         self._limits = limits or BatchLimits()
+        self._arena = arena or CpuArena()
         self._stages: dict[InstanceId, ResidentStage] = {}
         """The one whose turn is longest ago comes first."""
+        self._grammars = GrammarHelper(monotonic_s)
         self._ended: list[Produced] = []
         """Ends that no forward pass brought about; the next step reports them."""
 
     @property
     def has_work(self) -> bool:
         """A step would do or report something."""
-        return bool(self._ended) or any(stage.scheduler.has_work for stage in self._stages.values())
+        return bool(self._ended) or any(stage.has_work for stage in self._stages.values())
+
+    @property
+    def backed_bytes(self) -> int:
+        """Memory of all stages: their parameters and KV, in whole pages."""
+        return self._arena.backed_bytes
+
+    def close(self) -> None:
+        """Ends the grammar helper, if there is one; it also ends when this process does."""
+        self._grammars.stop()
 
     def begin_load(self, instance_id: InstanceId, spec: ModelSpec, stage: Stage, dtype: Dtype, device_bytes: int) -> StageRoom:
         """Sets up a stage whose parts follow, and says how its bytes are divided.
@@ -49,7 +89,7 @@ class Engine:
         """
         if instance_id in self._stages:
             raise BadRequest(f"{instance_id} is held already")
-        resident = ResidentStage(instance_id, spec, stage, dtype, device_bytes, self._limits)
+        resident = ResidentStage(instance_id, spec, stage, dtype, device_bytes, self._limits, self._arena)
         self._stages[instance_id] = resident
         return resident.room
 
@@ -66,14 +106,65 @@ class Engine:
         try:
             return resident.place(part, tensors, self._monotonic_s)
         except BadCheckpoint:
-            self.unload(instance_id)
+            self.drop(instance_id)
             raise
 
     def unload(self, instance_id: InstanceId) -> None:
-        """Frees a stage. Requests on it end as cancelled. An instance that is not held is as free as it can be."""
-        resident = self._stages.pop(instance_id, None)
-        if resident is not None:
+        """Frees a stage, and all of its memory. An instance that is not held is as free as it can be.
+
+        Raises:
+            StageBusy: requests are in flight on it. Nothing has changed.
+        """
+        resident = self._stages.get(instance_id)
+        if resident is None:
+            return
+        if in_flight := resident.in_flight:
+            raise StageBusy(f"{instance_id} has {in_flight} requests in flight")
+        self._free(instance_id)
+
+    def drop(self, instance_id: InstanceId) -> None:
+        """Ends the requests on a stage as cancelled, then frees it. The other stages of its pipeline notice."""
+        if resident := self._stages.get(instance_id):
             self._ended.extend(resident.cancel(request) for request in resident.scheduler.requests)
+            self._free(instance_id)
+
+    def resize(self, instance_id: InstanceId, device_bytes: int) -> StageRoom:
+        """Gives a stage more bytes or fewer, while it runs; its KV grows or shrinks in place.
+
+        Raises:
+            UnknownInstance: it is not held.
+            NoRoom: its parameters and what its requests may reach do not fit, or the device does not have so much.
+            StageBusy: it is one of a pipeline.
+        """
+        return self._resident(instance_id).resize(device_bytes)
+
+    def connect(self, instance_id: InstanceId, before: Channel, behind: Channel) -> None:
+        """Makes a stage one of a pipeline. The stage that begins the model leads, as soon as all have answered.
+
+        Args:
+            instance_id: the stage; every part is in place.
+            before: from the stage before; for the first stage, from the last. The stage owns both channels from now on.
+            behind: to the next stage; for the last stage, to the first.
+
+        Raises:
+            UnknownInstance: it is not held, or still loading.
+            BadRequest: it is a whole model, or in a pipeline already.
+            PeerLost: the next stage is gone already.
+        """
+        resident = self._resident(instance_id)
+        if not resident.complete:
+            raise UnknownInstance(f"{instance_id} is still loading")
+        if resident.stage == resident.spec.whole or resident.pipeline is not None:
+            raise BadRequest(f"{instance_id} is a whole model, or in a pipeline already")
+        if resident.stage.start == 0:
+            resident.pipeline = PipelineLead(resident, before, behind, self._monotonic_s())
+        else:
+            resident.pipeline = PipelineFollower(resident, before, behind)
+
+    def serves(self, instance_id: InstanceId) -> bool:
+        """``add`` would take requests for it: a whole model, or the leading stage of a connected pipeline, every part in place."""
+        resident = self._stages.get(instance_id)
+        return resident is not None and resident.serves
 
     def add(
         self,
@@ -84,8 +175,10 @@ class Engine:
         output_ids: Sequence[int],
         sampling: Sampling,
         deadline_s: float | None = None,
+        pieces: Sequence[KvPiece] = (),
+        vocabulary: Vocabulary | None = None,
     ) -> None:
-        """Queues a request.
+        """Queues a request, or goes on with one that was moved here with its KV.
 
         Args:
             request_id: whose tokens these are.
@@ -95,11 +188,15 @@ class Engine:
             output_ids: what another engine sampled already: positions go on after them.
             sampling: how tokens are drawn.
             deadline_s: on the engine's clock. The first step after it ends the request with the error ``deadline_exceeded``.
+            pieces: what ``export_kv`` gave of it, of all layers, wherever they were. What they lack at its end is computed here.
+            vocabulary: the model's; a grammar needs it.
 
         Raises:
             UnknownInstance: no whole model of this name is ready here.
             BadRequest: the request makes no sense, has no room in the model's context, or is here already.
-            NoRoom: it can never fit into the instance's KV cache.
+            NoRoom: it can never fit into the instance's KV cache; with pieces, also: not now.
+            PeerLost: another stage did not take its share of the pieces.
+            Overloaded: too many grammars are being compiled.
         """
         key = RequestKey(request_id, attempt)
         if self._find(key) is not None:
@@ -110,8 +207,17 @@ class Engine:
         if request.exhausted:
             # Resumed after its last token, which its finish did not follow in time.
             self._ended.append(ended(request, FinishReason.LENGTH))
-        else:
+            return
+        if sampling.grammar is not None:
+            request.control = self._open_grammar(sampling.grammar, vocabulary, resident, output_ids)
+        if not pieces:
             resident.scheduler.submit(request)
+            return
+        try:
+            resident.adopt(request, pieces, self._monotonic_s())
+        except EngineError:
+            request.release()
+            raise
 
     def abort(self, request_id: RequestId, attempt: int) -> None:
         """Cancels a request; nothing, if it has ended: it may have done so while the abort was on its way."""
@@ -119,17 +225,55 @@ class Engine:
             resident, request = found
             self._ended.append(resident.cancel(request))
 
+    def export_kv(
+        self, instance_id: InstanceId, keys: Sequence[RequestKey], layers: Stage, since: int = 0
+    ) -> tuple[KvPiece, ...]:
+        """Copies the KV that requests have here in some layers, from position ``since`` on; all of them go on.
+
+        A request that owns no blocks, or has nothing from there on, gives nothing. A stage that does not lead has what it has run so
+        far, which may be less than the stages before it.
+
+        Raises:
+            UnknownInstance: it is not held.
+            BadRequest: the layers are not all the stage's.
+        """
+        return self._resident(instance_id).export(keys, layers, since)
+
+    def release(self, request_id: RequestId, attempt: int) -> Released:
+        """Lets a request go that goes on elsewhere: no end of it is reported.
+
+        Raises:
+            BadRequest: it is not here.
+        """
+        found = self._find(RequestKey(request_id, attempt))
+        if found is None:
+            raise BadRequest(f"request {request_id}, attempt {attempt}, is not here")
+        resident, request = found
+        resident.scheduler.end(request, RequestEvent.DROP)
+        return Released(
+            prompt_ids=tuple(request.token_ids[: request.prompt_tokens]),
+            output_ids=tuple(request.token_ids[request.prompt_tokens :]),
+            sampling=request.sampling,
+            deadline_s=request.deadline_s,
+        )
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns when another stage may have sent something, or after the time; at once if there is work."""
+        if not self.has_work:
+            wait_for_any([channel for stage in self._stages.values() for channel in stage.channels], timeout_s)
+
     def step(self) -> StepResult:
         """Ends what is overdue, runs one batch of the stage whose turn it is, and reports what ended since the last step."""
         start_s = self._monotonic_s()
+        self._grammars.pump()
         produced, self._ended = self._ended, []
         for stage in self._stages.values():
             produced.extend(stage.expire(start_s))
         resident = self._take_turn()
-        done = resident.step(self._monotonic_s) if resident is not None else None
-        if done is not None:
-            produced.extend(done.produced)
-        plan = done.plan if done is not None else None
+        alone = sum(stage.has_work for stage in self._stages.values()) == 1
+        done = resident.step(self._monotonic_s, may_wait=alone) if resident is not None else StageStep()
+        produced.extend(done.produced)
+        plan = done.plan
         schedulers = [stage.scheduler for stage in self._stages.values()]
         return StepResult(
             produced=tuple(produced),
@@ -137,19 +281,31 @@ class Engine:
             running=sum(scheduler.running for scheduler in schedulers),
             kv_free_tokens=sum(scheduler.kv_free_tokens for scheduler in schedulers),
             step_time_s=self._monotonic_s() - start_s,
-            first_prefills=(done.first_prefill,) if done is not None and done.first_prefill else (),
+            first_prefills=(done.first_prefill,) if done.first_prefill else (),
             kv_used_tokens=sum(scheduler.kv_used_tokens for scheduler in schedulers),
             kv_cached_tokens=sum(scheduler.kv_cached_tokens for scheduler in schedulers),
             batch_tokens=plan.batch.num_tokens if plan else 0,
             prefix_looked_up_tokens=plan.prefix_looked_up_tokens if plan else 0,
             prefix_hit_tokens=plan.prefix_hit_tokens if plan else 0,
             preemptions=plan.preempted if plan else 0,
+            lost=(_lost(resident.instance_id, done.lost),) if resident and done.lost else (),
         )
+
+    def _open_grammar(
+        self, grammar: Grammar, vocabulary: Vocabulary | None, resident: ResidentStage, output_ids: Sequence[int]
+    ) -> Session:
+        """Has a grammar compiled, while the prompt runs and others go on. That it is wrong ends the request in a later step."""
+        if vocabulary is None:
+            raise UnknownInstance("a grammar needs the model's vocabulary, which is not here")
+        return self._grammars.open(vocabulary, resident.spec.vocab_size, grammar, output_ids)
+
+    def _free(self, instance_id: InstanceId) -> None:
+        self._stages.pop(instance_id).close()
 
     def _take_turn(self) -> ResidentStage | None:
         """The stage with work whose turn is longest ago. One model a step: its tokens need not wait for another's batch."""
         for instance_id, resident in self._stages.items():
-            if resident.scheduler.has_work:
+            if resident.has_work:
                 self._stages[instance_id] = self._stages.pop(instance_id)
                 return resident
         return None
@@ -166,3 +322,7 @@ class Engine:
             if request is not None:
                 return resident, request
         return None
+
+
+def _lost(instance_id: InstanceId, error: EngineError) -> LostPipeline:
+    return LostPipeline(instance_id=instance_id, code=error.code, message=error.message)

@@ -9,7 +9,11 @@
     ├── BadCheckpoint            bad_checkpoint
     ├── NoRoom                   no_room                   the stage's memory is too small for this
     ├── UnknownInstance          unknown_instance
+    ├── Overloaded               queue_full                as much of this is done as may be; later it may be possible
+    ├── StageBusy                conflict                  requests are in flight on the stage
     ├── DeadlinePassed           deadline_exceeded         the request did not end in time
+    ├── PeerLost                 worker_lost               the other end of a channel is gone, or speaks nonsense
+    │   └── PeerSilent                                     it did not answer, or took nothing, in time
     └── EngineFailed             engine_failed             the model computed nonsense, or a bug of ours
 
 The engine does not depend on ``pilotlight.common``; the worker maps these codes to the errors there.
@@ -62,6 +66,28 @@ class UnknownInstance(EngineError):
     """No stage of this instance is held, or not one that can do this."""
 
     code = "unknown_instance"
+
+
+class StageBusy(EngineError):
+    """Requests are in flight on the stage, so it stays as it is."""
+
+    code = "conflict"
+
+
+class PeerLost(EngineError):
+    """The other end of a channel is gone, or sends what nobody could mean. What it held has to be computed elsewhere."""
+
+    code = "worker_lost"
+
+
+class PeerSilent(PeerLost):
+    """The other end of a channel neither answered nor took anything in time."""
+
+
+class Overloaded(EngineError):
+    """As many do this as may; trying again later can help."""
+
+    code = "queue_full"
 
 
 class DeadlinePassed(EngineError):

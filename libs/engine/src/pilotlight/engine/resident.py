@@ -1,52 +1,72 @@
 """One stage that the engine holds, from its first part to its unloading."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
+from pilotlight.engine.channel.channel import Channel
 from pilotlight.engine.core.admission import check_request
-from pilotlight.engine.core.batch import Plan
+from pilotlight.engine.core.batch import Batch, Plan, Segment
 from pilotlight.engine.core.blocks import BLOCK_TOKENS, BlockPool
 from pilotlight.engine.core.lifecycle import RequestEvent
-from pilotlight.engine.core.request import Request
+from pilotlight.engine.core.request import Request, RequestKey
 from pilotlight.engine.core.scheduler import BatchLimits, BatchScheduler
 from pilotlight.engine.core.tables import BlockTables
+from pilotlight.engine.device.arena import CpuArena
 from pilotlight.engine.device.kv import KvCache
+from pilotlight.engine.device.memory import StageMemory, parameter_bytes
 from pilotlight.engine.device.parameters import Parameters, Source
 from pilotlight.engine.device.runner import RangeRunner
-from pilotlight.engine.device.sampler import Draw, Drawn, sample
-from pilotlight.engine.errors import BadRequest, DeadlinePassed, EngineError, EngineFailed, NoRoom, UnknownInstance
+from pilotlight.engine.device.sampler import Drawn, Undrawn
+from pilotlight.engine.drawing import Outcome, draw, ended, told, unanswered, wait_for_late
+from pilotlight.engine.errors import (
+    BadRequest,
+    DeadlinePassed,
+    NoRoom,
+    PeerLost,
+    StageBusy,
+    UnknownInstance,
+)
+from pilotlight.engine.kv_pieces import KvPiece, check_pieces, covered_tokens
+from pilotlight.engine.models.decoder import Decoder
 from pilotlight.engine.models.registry import decoder_of
+from pilotlight.engine.pipeline.pipeline import Pipeline, StageStep
 from pilotlight.engine.results import FirstPrefill, PlacedPart, Produced, StageRoom
 from pilotlight.policy.types import Dtype, FinishReason, InstanceId, ModelSpec, Stage
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageStep:
-    """What one forward pass of a stage gave."""
-
-    plan: Plan
-    produced: tuple[Produced, ...]
-    first_prefill: FirstPrefill | None
 
 
 class ResidentStage:
     """Owns a stage's parameters, its KV cache and the requests on it."""
 
     def __init__(
-        self, instance_id: InstanceId, spec: ModelSpec, stage: Stage, dtype: Dtype, device_bytes: int, limits: BatchLimits
+        self,
+        instance_id: InstanceId,
+        spec: ModelSpec,
+        stage: Stage,
+        dtype: Dtype,
+        device_bytes: int,
+        limits: BatchLimits,
+        arena: CpuArena,
     ) -> None:
         if stage.stop > spec.num_layers:
             raise BadRequest(f"the model has {spec.num_layers} layers, so none of [{stage.start}, {stage.stop})")
         decoder = decoder_of(spec)
         self.spec = spec
-        self._instance_id = instance_id
-        self._stage = stage
-        self._parameters = Parameters(decoder, stage, dtype)
-        self.room = _divide(self._parameters, spec.kv_bytes_per_token(stage, dtype), device_bytes)
+        self.instance_id = instance_id
+        self.stage = stage
+        self.dtype = dtype
+        self.pipeline: Pipeline | None = None
+        self.room = _divide(decoder, stage, dtype, device_bytes)
         num_blocks = self.room.kv_capacity_tokens // BLOCK_TOKENS
-        self._runner = RangeRunner(decoder, stage, self._parameters, KvCache(spec, stage, dtype, num_blocks))
+        self._memory = StageMemory(arena, decoder, stage, dtype)
+        try:
+            self.kv = KvCache(self._memory, num_blocks)
+        except NoRoom:
+            self._memory.close()
+            raise
+        self._parameters = Parameters(self._memory)
+        self._runner = RangeRunner(decoder, stage, self._parameters, self.kv)
         # An instance is one model in one dtype: its name tells contents apart, also between the stages that share it.
         tables = BlockTables(BlockPool(num_blocks), instance_id, prefix_cache=limits.prefix_cache)
         self.scheduler = BatchScheduler(tables, limits)
@@ -56,6 +76,42 @@ class ResidentStage:
         """Copies one part's tensors to their place; see ``Parameters.place``."""
         return self._parameters.place(part, tensors, monotonic_s)
 
+    @property
+    def complete(self) -> bool:
+        """Every part is in place."""
+        return self._parameters.complete
+
+    @property
+    def has_work(self) -> bool:
+        """A step would do something."""
+        return self.pipeline.has_work if self.pipeline else self.scheduler.has_work
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that have not ended, its own or those of the stage that leads."""
+        return len(self.scheduler.requests) + (self.pipeline.in_flight if self.pipeline else 0)
+
+    @property
+    def serves(self) -> bool:
+        """It is a whole model, or leads the stages of one, and every part is in place."""
+        return self.complete and (self.stage == self.spec.whole or (self.pipeline is not None and self.pipeline.leads))
+
+    @property
+    def channels(self) -> tuple[Channel, ...]:
+        """To and from other stages."""
+        return self.pipeline.channels if self.pipeline else ()
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks of the stage."""
+        return self.room.kv_capacity_tokens // BLOCK_TOKENS
+
+    def close(self) -> None:
+        """Gives the memory back; the stage is of no use any more."""
+        if self.pipeline is not None:
+            self.pipeline.close()
+        self._memory.close()
+
     def check(self, request: Request) -> None:
         """Refuses a request that this stage cannot serve.
 
@@ -63,22 +119,114 @@ class ResidentStage:
             UnknownInstance: the stage is not a whole model, or not all of it is in place.
             BadRequest, NoRoom: the request can never be served; see ``check_request``.
         """
-        if self._stage != self.spec.whole:
-            raise UnknownInstance(f"only layers [{self._stage.start}, {self._stage.stop}) of {self._instance_id} are here")
-        if not self._parameters.complete:
-            raise UnknownInstance(f"{self._instance_id} is still loading")
-        check_request(self.spec, self.room.kv_capacity_tokens, request)
+        if not self.complete:
+            raise UnknownInstance(f"{self.instance_id} is still loading")
+        if not self.serves:
+            raise UnknownInstance(f"only layers [{self.stage.start}, {self.stage.stop}) of {self.instance_id} are here")
+        check_request(self.spec, self.scheduler.kv_capacity_tokens, request)
 
-    def step(self, monotonic_s: Callable[[], float]) -> StageStep:
-        """Runs one batch and samples."""
+    def step(self, monotonic_s: Callable[[], float], *, may_wait: bool = False) -> StageStep:
+        """Runs one batch and samples; in a pipeline, see ``Pipeline.step``."""
+        if self.pipeline is not None:
+            return self.pipeline.step(monotonic_s, may_wait=may_wait)
         plan = self.scheduler.schedule(monotonic_s())
-        logits = self._runner.run(plan.batch, torch.tensor(plan.token_ids))
+        if not plan.requests:
+            wait_for_late(self.scheduler.requests)
+            return StageStep(plan=plan)
+        logits = self.run(plan.batch, torch.tensor(plan.token_ids))
         self.scheduler.advance(plan)
-        drawn = sample(logits, [Draw(request.sampling, request.position) for request in plan.sampled])
-        sampled_s = monotonic_s()
-        produced = tuple(self._hand_out(request, token) for request, token in zip(plan.sampled, drawn, strict=True))
-        first = next((request for request, token in zip(plan.sampled, drawn, strict=True) if token is not None), None)
+        return self.hand_out(plan, plan.sampled, draw(logits, plan.sampled), monotonic_s())
+
+    def run(self, batch: Batch, inputs: Tensor, layers: Stage | None = None) -> Tensor:
+        """Runs any range of the stage's layers; see ``RangeRunner.run``."""
+        return self._runner.run(batch, inputs, layers)
+
+    def hand_out(self, plan: Plan | None, requests: Sequence[Request], drawn: Sequence[Outcome], sampled_s: float) -> StageStep:
+        """Gives requests what was drawn for them."""
+        given = [self._hand_out(request, outcome) for request, outcome in zip(requests, drawn, strict=True)]
+        produced = tuple(one for one in given if one is not None)
+        first = next((request for request, outcome in zip(requests, drawn, strict=True) if isinstance(outcome, Drawn)), None)
         return StageStep(plan=plan, produced=produced, first_prefill=self._first_prefill(first, sampled_s))
+
+    def export(self, keys: Sequence[RequestKey], layers: Stage, since: int) -> tuple[KvPiece, ...]:
+        """Copies what the stage has of requests in some of its layers, from position ``since`` on. They go on undisturbed.
+
+        Raises:
+            BadRequest: the layers are not the stage's.
+        """
+        if not self.stage.start <= layers.start < layers.stop <= self.stage.stop:
+            raise BadRequest(f"layers [{layers.start}, {layers.stop}) are not within [{self.stage.start}, {self.stage.stop})")
+        segments = ((key, self._placed(key)) for key in keys)
+        return tuple(
+            KvPiece(
+                key=key,
+                layers=layers,
+                start=since,
+                keys_and_values=self.kv.read(layers, segment.blocks, since, segment.stop),
+            )
+            for key, segment in segments
+            if segment is not None and segment.stop > since
+        )
+
+    def _placed(self, key: RequestKey) -> Segment | None:
+        if self.pipeline is not None:
+            return self.pipeline.placed(key)
+        request = self.scheduler.find(key)
+        return self.scheduler.placed(request) if request is not None else None
+
+    def adopt(self, request: Request, pieces: Sequence[KvPiece], now_s: float) -> None:
+        """Takes up a request, checked before, whose keys and values were computed elsewhere; what they lack runs here.
+
+        Raises:
+            BadRequest: the pieces are of another model.
+            NoRoom: there is no room for it now. Added without pieces, it would wait.
+        """
+        check_pieces(pieces, self.spec, self.dtype)
+        stop = min(covered_tokens(pieces, self.spec.whole), len(request.token_ids) - 1)
+        segment = self.scheduler.adopt(request, now_s)
+        if segment is None:
+            raise NoRoom(f"{self.instance_id} has no room now to take a running request over")
+        for piece in pieces:
+            if cut := piece.cut(self.stage, segment.start, stop):
+                self.kv.write(cut.layers, segment.blocks, cut.start, cut.keys_and_values)
+        if self.pipeline is not None:
+            behind = Stage(self.stage.stop, self.spec.num_layers)
+            cuts = (piece.cut(behind, segment.start, stop) for piece in pieces)
+            try:
+                self.pipeline.forward(segment, [cut for cut in cuts if cut])
+            except PeerLost:
+                self.scheduler.end(request, RequestEvent.DROP)
+                raise
+        request.computed = max(segment.start, stop)
+
+    def resize(self, device_bytes: int) -> StageRoom:
+        """Has so many bytes from now on: KV grows or shrinks in place. Requests that lose their blocks run again later.
+
+        Raises:
+            NoRoom: the bytes do not hold the parameters and what the requests here may reach, or the device does not have them.
+            StageBusy: the stage is one of a pipeline, whose stages have the same blocks.
+        """
+        if self.pipeline is not None:
+            raise StageBusy(f"{self.instance_id} is a stage of a pipeline: its blocks are those of all stages")
+        room = _divide(self._memory.decoder, self.stage, self.dtype, device_bytes)
+        num_blocks = room.kv_capacity_tokens // BLOCK_TOKENS
+        if num_blocks > self.num_blocks:
+            self.kv.resize(num_blocks)
+            self.scheduler.resize(num_blocks)
+        elif num_blocks < self.num_blocks:
+            self.limit_blocks(num_blocks)
+            self.kv.resize(num_blocks)
+        self.room = room
+        return room
+
+    def limit_blocks(self, num_blocks: int) -> None:
+        """Uses the first blocks alone; fewer than there are.
+
+        Raises:
+            NoRoom: some request here needs more.
+        """
+        if moves := self.scheduler.resize(num_blocks):
+            self.kv.move(moves)
 
     def cancel(self, request: Request) -> Produced:
         """Ends a request at once, wherever it stands."""
@@ -95,63 +243,43 @@ class ResidentStage:
             for request in overdue
         )
 
-    def _hand_out(self, request: Request, drawn: Drawn | None) -> Produced:
-        """Gives a request its token, and ends it if that was the last."""
-        if drawn is None:
+    def _hand_out(self, request: Request, drawn: Outcome) -> Produced | None:
+        """Gives a request its token, and ends it if that was the last, or if there is none."""
+        if drawn is Undrawn.LATE:
+            self.scheduler.postpone(request)
+            return None
+        if not isinstance(drawn, Drawn):
             self.scheduler.end(request, RequestEvent.FINISH)
-            return ended(
-                request, FinishReason.ERROR, EngineFailed(f"the logits of output token {request.position} are not finite")
-            )
+            return unanswered(request, drawn)
         self.scheduler.vouch(request)
         position = request.position
         finish = request.accept(drawn.token_id)
         if finish is not None:
             self.scheduler.end(request, RequestEvent.FINISH)
-        kept = () if finish is FinishReason.STOP else (drawn,)
-        return Produced(
-            request_id=request.key.request_id,
-            attempt=request.key.attempt,
-            position=position,
-            token_ids=tuple(token.token_id for token in kept),
-            logprobs=tuple(token.logprob for token in kept if token.logprob is not None) if request.sampling.logprobs else None,
-            finish=finish,
-        )
+        return told(request, position, drawn, finish)
 
     def _first_prefill(self, first: Request | None, sampled_s: float) -> FirstPrefill | None:
         """The record of the stage's first token, once."""
         if first is None or self._has_sampled:
             return None
         self._has_sampled = True
-        return FirstPrefill(
-            instance_id=self._instance_id, request_id=first.key.request_id, start_s=first.taken_s, end_s=sampled_s
-        )
+        return FirstPrefill(instance_id=self.instance_id, request_id=first.key.request_id, start_s=first.taken_s, end_s=sampled_s)
 
 
-def ended(request: Request, finish: FinishReason, error: EngineError | None = None) -> Produced:
-    """The last word on a request that gets no token with it."""
-    return Produced(
-        request_id=request.key.request_id,
-        attempt=request.key.attempt,
-        position=request.position,
-        finish=finish,
-        code=error.code if error else "",
-        message=error.message if error else "",
-    )
-
-
-def _divide(parameters: Parameters, kv_bytes_per_token: int, device_bytes: int) -> StageRoom:
+def _divide(decoder: Decoder, stage: Stage, dtype: Dtype, device_bytes: int) -> StageRoom:
     """Gives the KV cache what the parameters leave.
 
     Raises:
         NoRoom: that is less than one block.
     """
-    room_tokens = (device_bytes - parameters.size_bytes) // kv_bytes_per_token
+    held_bytes, kv_bytes_per_token = parameter_bytes(decoder, stage, dtype), decoder.spec.kv_bytes_per_token(stage, dtype)
+    room_tokens = (device_bytes - held_bytes) // kv_bytes_per_token
     if room_tokens < BLOCK_TOKENS:
-        needed_bytes = parameters.size_bytes + BLOCK_TOKENS * kv_bytes_per_token
+        needed_bytes = held_bytes + BLOCK_TOKENS * kv_bytes_per_token
         raise NoRoom(f"the stage needs at least {needed_bytes} bytes for parameters and one KV block; {device_bytes} are given")
     return StageRoom(
-        parts=parameters.parts,
-        parameter_bytes=parameters.size_bytes,
+        parts=decoder.spec.parts_of(stage),
+        parameter_bytes=held_bytes,
         kv_bytes_per_token=kv_bytes_per_token,
         kv_capacity_tokens=room_tokens // BLOCK_TOKENS * BLOCK_TOKENS,
     )

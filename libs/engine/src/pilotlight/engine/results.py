@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pilotlight.policy.types import FinishReason, InstanceId, RequestId
+from pilotlight.policy.types import FinishReason, InstanceId, RequestId, Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +45,8 @@ class Produced:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] | None = None
     """As many as tokens, if the request asked for them."""
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
+    """Of each token, ids and log probabilities of the most probable ones, if the request asked for them."""
     finish: FinishReason | None = None
     code: str = ""
     message: str = ""
@@ -58,6 +60,25 @@ class FirstPrefill:
     request_id: RequestId
     start_s: float
     end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostPipeline:
+    """A stage that is connected to no others any more. It is still held; its requests have ended."""
+
+    instance_id: InstanceId
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Released:
+    """A request that left in mid-generation: what another engine needs to go on with it, beside its KV."""
+
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+    sampling: Sampling
+    deadline_s: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,3 +105,4 @@ class StepResult:
     """As many of those were found in the prefix cache."""
     preemptions: int = 0
     """Requests that gave up their blocks to older ones and will run again."""
+    lost: tuple[LostPipeline, ...] = ()

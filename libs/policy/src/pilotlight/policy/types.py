@@ -457,11 +457,41 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+class GrammarKind(StrEnum):
+    """What a grammar is written in."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "lark"
+    """The dialect of Lark that llguidance takes."""
+    CHOICE = "choice"
+    """A JSON array of strings: the output is one of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grammar:
+    """What an output must look like, from its first character to its last."""
+
+    kind: GrammarKind
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """Where a worker has a model's tokenizer: what its grammars need to know which token writes what."""
+
+    path: str
+    """Of a ``tokenizer.json``."""
+    eos_token_ids: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How a request's tokens are drawn. Stateless: noise for token i is Philox(key = seed, counter = i).
+    """How a request's tokens are drawn. Stateless: noise for token i is Philox(key = seed, counter = i), and all else follows from
+    the tokens before it.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1 switch their filters off.
+    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 switch their filters off, ``presence_penalty`` and
+    ``frequency_penalty`` 0 and ``repetition_penalty`` 1 the penalties.
     """
 
     seed: int
@@ -472,6 +502,21 @@ class Sampling:
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     logprobs: bool = False
+    min_p: float = 0.0
+    """Tokens less probable than this share of the most probable one's probability are out."""
+    presence_penalty: float = 0.0
+    """Taken from the logits of tokens that the output has."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit as often as the output has it."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits, and multiplies negative ones, of tokens that prompt or output have."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Added to the logits of tokens, by id."""
+    min_tokens: int = 0
+    """No stop token before so many others."""
+    top_logprobs: int = 0
+    """So many of the most probable tokens are told with each token, when ``logprobs`` is set."""
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,17 @@ def byte_level_json(vocab_size: int = 400) -> str:
     return _finished(made)
 
 
+def ascii_json() -> str:
+    """A ``tokenizer.json`` of 102 tokens, one for each printable ASCII character and a few more: for models with tiny vocabularies."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    plain = [symbol for symbol in alphabet if symbol.isascii()]
+    pieces = [*SPECIALS, *plain, *(symbol for symbol in alphabet if symbol in "ĠĊ"), "tr"]
+    made = Tokenizer(models.BPE({piece: number for number, piece in enumerate(pieces)}, [("t", "r")]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return _finished(made)
+
+
 def byte_fallback_json(vocab_size: int = 300) -> str:
     """A ``tokenizer.json`` like Llama 2's: words begin with ``▁``, what the vocabulary lacks is spelled in byte tokens."""
     learner = Tokenizer(models.BPE())

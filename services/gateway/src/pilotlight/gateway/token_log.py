@@ -1,5 +1,6 @@
 """The output of one attempt, put in order: whatever the bus drops, repeats or reorders, each position is taken once, in turn."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pilotlight.common.messages.tokens import TokenEntry
@@ -12,6 +13,8 @@ class Token:
 
     token_id: int
     logprob: float | None = None
+    top: Sequence[tuple[int, float]] = ()
+    """The likeliest tokens in its place, and their log probabilities, when they were asked for."""
 
 
 class TokenLog:
@@ -52,7 +55,8 @@ class TokenLog:
         skip = self.next_seq - entry.seq
         logprobs = entry.logprobs
         for index in range(skip, len(entry.token_ids)):
-            self._fresh.append(Token(entry.token_ids[index], logprobs[index] if logprobs is not None else None))
+            top = entry.top_logprobs[index] if entry.top_logprobs is not None else ()
+            self._fresh.append(Token(entry.token_ids[index], logprobs[index] if logprobs is not None else None, top))
         told = end_seq > self.next_seq or entry.finish is not None
         self.next_seq = end_seq
         if entry.finish is not None:

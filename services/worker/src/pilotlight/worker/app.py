@@ -22,6 +22,7 @@ from pilotlight.worker.requests import RequestTable
 from pilotlight.worker.settings import WorkerSettings
 from pilotlight.worker.sim_engine import SimEngine, SimProfile
 from pilotlight.worker.spare import Spare
+from pilotlight.worker.vocabularies import Vocabularies
 from pilotlight.worker.worker import Worker
 
 
@@ -65,6 +66,7 @@ class _Builder:
         self._threads = settings.threads or max(1, len(os.sched_getaffinity(0)) // sharing)
         self._faults = Faults.parse(settings.faults)
         self._metrics = WorkerMetrics(context.metrics)
+        self._vocabularies = Vocabularies(context.store)
         self._phases = PhaseReporter(context.bus, context.clock, context.background, "worker")
 
     async def open(self) -> None:
@@ -83,6 +85,7 @@ class _Builder:
             background=context.background,
             metrics=self._metrics,
             phases=self._phases,
+            vocabularies=self._vocabularies,
         )
         loader = StageLoader(core, source, context.settings.pool_path)
         return Worker(core, self._kind, loader, self._bucket, context.incarnation)

@@ -43,10 +43,11 @@ def main(arguments: Sequence[str]) -> int:
     if options.spare and not _wait_to_be_promoted(connection):
         return 0
     # Imported here: it takes a second or more, and a death meanwhile must not leave an orphan.
+    from pilotlight.engine.device.arena import ARENA_ADDRESS, CpuArena
     from pilotlight.engine.engine import Engine
     from pilotlight.worker.child_warmup import warm_up
 
-    engine = Engine(threads=options.threads, monotonic_s=clock.monotonic_s)
+    engine = Engine(threads=options.threads, monotonic_s=clock.monotonic_s, arena=CpuArena(address=ARENA_ADDRESS))
     warm_up(engine)
     loop = ChildLoop(connection, engine, clock, faults)
     up = EngineUp(
@@ -58,6 +59,8 @@ def main(arguments: Sequence[str]) -> int:
         loop.run(up)
     except (BrokenPipeError, ConnectionResetError):
         log.info("the parent is gone", action="engine_orphaned")
+    finally:
+        engine.close()
     return 0
 
 

@@ -32,7 +32,7 @@ from pilotlight.common.messages.engine import (
 )
 from pilotlight.engine import results
 from pilotlight.engine.errors import EngineError
-from pilotlight.policy.types import FinishReason, InstanceId, Phase, PhaseName, RequestId, Sampling
+from pilotlight.policy.types import FinishReason, InstanceId, Phase, PhaseName, RequestId, Sampling, Vocabulary
 from pilotlight.worker.child_stages import PROCESS, LoadingEngine, StageLoads, pause_blocking
 
 log = structlog.get_logger()
@@ -47,7 +47,7 @@ class StepEngine(LoadingEngine, Protocol):
 
     @property
     def has_work(self) -> bool: ...
-    def unload(self, instance_id: InstanceId) -> None: ...
+    def drop(self, instance_id: InstanceId) -> None: ...
     def add(
         self,
         request_id: RequestId,
@@ -56,6 +56,8 @@ class StepEngine(LoadingEngine, Protocol):
         prompt_ids: Sequence[int],
         output_ids: Sequence[int],
         sampling: Sampling,
+        *,
+        vocabulary: Vocabulary | None,
     ) -> None: ...
     def abort(self, request_id: RequestId, attempt: int) -> None: ...
     def step(self) -> results.StepResult: ...
@@ -148,7 +150,7 @@ class ChildLoop:
         self._loads.drop(instance_id)
         self._unprefilled.discard(instance_id)
         self._prefill_delayed_s.pop(instance_id, None)
-        self._engine.unload(instance_id)
+        self._engine.drop(instance_id)
 
     def _fail(self, instance_id: InstanceId, error: Exception) -> None:
         code, message = _told(error)
@@ -169,6 +171,7 @@ class ChildLoop:
                 command.prompt_ids,
                 command.output_ids,
                 command.sampling,
+                vocabulary=command.vocabulary,
             )
         except Exception as error:  # noqa: BLE001 - what one request does to the engine's door must not end the others
             code, message = _told(error)
@@ -247,4 +250,5 @@ def _message_of(produced: results.Produced) -> Produced:
         finish=produced.finish,
         code=produced.code,
         message=produced.message,
+        top_logprobs=None if produced.top_logprobs is None else [list(top) for top in produced.top_logprobs],
     )

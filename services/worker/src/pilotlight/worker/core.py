@@ -11,6 +11,7 @@ from pilotlight.policy.types import NodeId, WorkerId
 from pilotlight.worker.engine_client import EngineClient
 from pilotlight.worker.metrics import WorkerMetrics
 from pilotlight.worker.requests import RequestTable
+from pilotlight.worker.vocabularies import Vocabularies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,5 +28,6 @@ class WorkerCore:
     background: Background
     metrics: WorkerMetrics
     phases: PhaseReporter
+    vocabularies: Vocabularies
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set on every change of what is held: it is reported at once."""

@@ -4,7 +4,7 @@ import structlog
 
 from pilotlight.common.bus import Subscription
 from pilotlight.common.errors import ContextTooLong, EngineFailed, NoRoom, NotFound, NotLoaded, PilotlightError
-from pilotlight.common.messages.engine import Abort, Run
+from pilotlight.common.messages.engine import Abort, Produced, Run
 from pilotlight.common.messages.hold import WorkerHold, worker_hold_subject
 from pilotlight.common.messages.room import GivenUp, GiveUp, give_up_subject
 from pilotlight.common.messages.tokens import (
@@ -20,6 +20,7 @@ from pilotlight.common.messages.tokens import (
     submit_subject,
 )
 from pilotlight.common.telemetry import current_traceparent
+from pilotlight.policy.types import Digest, FinishReason, Vocabulary
 from pilotlight.worker.core import WorkerCore
 from pilotlight.worker.requests import RequestKey
 from pilotlight.worker.stages import ServingStage, Stages
@@ -65,14 +66,19 @@ class Handlers:
             if not self._core.engine.alive:
                 # It has died, and its death is still being told: what is accepted now would wait for that.
                 raise NotLoaded(f"the engine of {self._core.worker_id} has ended")
-            _check_room(submit, self._stages.serving(submit.instance_id))
+            serving = self._stages.serving(submit.instance_id)
+            _check_room(submit, serving)
             superseded = self._core.table.accept(submit)
         except PilotlightError as error:
             self._core.metrics.refused.labels(code=error.code).inc()
             return SubmitReply(accepted=False, code=error.code, message=error.message, retry_after_s=error.retry_after_s or 0.0)
         self._core.metrics.accepted.inc()
         self._spans.begin(key, submit.instance_id, trace_parent)
-        await self._run(submit)
+        if submit.sampling.grammar is None:
+            await self._run(submit)
+        else:
+            # The tokenizer may have to be fetched, which takes longer than a submit may wait for its answer.
+            self._core.background.spawn("run with a grammar", self._run_with_grammar(submit, serving.hold.model.text_digest))
         await self._abort(superseded)
         return SubmitReply(accepted=True)
 
@@ -109,7 +115,21 @@ class Handlers:
             self._core.table.bus_was_down(now_s)
         await self._abort(self._core.table.expire(now_s))
 
-    async def _run(self, submit: Submit) -> None:
+    async def _run_with_grammar(self, submit: Submit, text_digest: Digest) -> None:
+        vocabulary = None
+        try:
+            vocabulary = await self._core.vocabularies.get(text_digest)
+        except PilotlightError as error:
+            # The engine ends the request, which may go on where the tokenizer can be had.
+            log.warning("no vocabulary", action="vocabulary_failed", request_id=submit.request_id, error=error.message)
+        key = RequestKey(submit.request_id, submit.attempt)
+        if self._core.table.wants(key):
+            await self._run(submit, vocabulary)
+        else:
+            # Cancelled meanwhile: the engine, which was told so too, never knew it.
+            self._core.table.produced(_cancelled(submit), self._core.clock.monotonic_s())
+
+    async def _run(self, submit: Submit, vocabulary: Vocabulary | None = None) -> None:
         command = Run(
             request_id=submit.request_id,
             attempt=submit.attempt,
@@ -117,6 +137,7 @@ class Handlers:
             prompt_ids=submit.prompt_ids,
             output_ids=submit.output_ids,
             sampling=submit.sampling,
+            vocabulary=vocabulary,
         )
         try:
             await self._core.engine.run(command)
@@ -131,6 +152,17 @@ class Handlers:
                 await self._core.engine.abort(Abort(request_id=key.request_id, attempt=key.attempt))
             except EngineFailed:
                 log.info("nothing to abort: the engine is gone", action="abort_failed", request_id=key.request_id)
+
+
+def _cancelled(submit: Submit) -> Produced:
+    return Produced(
+        request_id=submit.request_id,
+        attempt=submit.attempt,
+        position=len(submit.output_ids),
+        token_ids=[],
+        logprobs=None,
+        finish=FinishReason.CANCELLED,
+    )
 
 
 def _check_room(submit: Submit, serving: ServingStage) -> None:

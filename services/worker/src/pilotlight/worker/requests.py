@@ -51,6 +51,7 @@ class _Kept:
     """Position of the first token in ``token_ids``."""
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float | None] | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
     finish: FinishReason | None = None
     code: str = ""
     message: str = ""
@@ -75,6 +76,7 @@ class _Kept:
             finish=self.finish,
             code=self.code,
             message=self.message,
+            top_logprobs=None if self.top_logprobs is None else self.top_logprobs[skip:],
         )
 
 
@@ -108,6 +110,11 @@ class RequestTable:
         """Whether a submit was accepted before, so that its answer is given from memory."""
         return key in self._kept or key in self._forgotten
 
+    def wants(self, key: RequestKey) -> bool:
+        """Whether somebody waits for a request that has not ended."""
+        kept = self._kept.get(key)
+        return kept is not None and kept.finish is None and not kept.cancelled
+
     def accept(self, submit: Submit) -> tuple[RequestKey, ...]:
         """Take a new request; earlier attempts of it, which the engine should drop now, are returned.
 
@@ -127,6 +134,7 @@ class RequestTable:
             instance_id=submit.instance_id,
             kept=len(submit.output_ids),
             logprobs=[] if submit.sampling.logprobs else None,
+            top_logprobs=[] if submit.sampling.logprobs and submit.sampling.top_logprobs else None,
         )
         self._in_flight[submit.instance_id] = self.in_flight(submit.instance_id) + 1
         return self._drop(others)
@@ -151,6 +159,8 @@ class RequestTable:
         kept.token_ids.extend(produced.token_ids)
         if kept.logprobs is not None:
             kept.logprobs.extend(produced.logprobs or [None] * len(produced.token_ids))
+        if kept.top_logprobs is not None:
+            kept.top_logprobs.extend(produced.top_logprobs or [[]] * len(produced.token_ids))
         if produced.finish is not None:
             kept.finish, kept.code, kept.message = produced.finish, produced.code, produced.message
             self._end(kept, now_s)
@@ -172,6 +182,8 @@ class RequestTable:
             del kept.token_ids[:arrived]
             if kept.logprobs is not None:
                 del kept.logprobs[:arrived]
+            if kept.top_logprobs is not None:
+                del kept.top_logprobs[:arrived]
             kept.kept += arrived
         outstanding = bool(kept.token_ids) or kept.finish is not None
         kept.waits_since_s = now_s if outstanding else None

@@ -2,7 +2,7 @@
 
 from pilotlight.common.messages.codec import Message
 from pilotlight.common.messages.pool import TensorPlace
-from pilotlight.policy.types import FinishReason, InstanceId, Model, Phase, RequestId, Sampling, Stage
+from pilotlight.policy.types import FinishReason, InstanceId, Model, Phase, RequestId, Sampling, Stage, Vocabulary
 
 
 class LoadStage(Message, tag="load", frozen=True, kw_only=True):
@@ -38,6 +38,8 @@ class Run(Message, tag="run", frozen=True, kw_only=True):
     prompt_ids: list[int]
     output_ids: list[int]
     sampling: Sampling
+    vocabulary: Vocabulary | None = None
+    """The model's, if the sampling has a grammar."""
 
 
 class Abort(Message, tag="abort", frozen=True, kw_only=True):
@@ -103,6 +105,8 @@ class Produced(Message, array_like=True, frozen=True, kw_only=True):
     finish: FinishReason | None
     code: str = ""
     message: str = ""
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+    """Of each token, ids and log probabilities of the most probable ones, if the request asked for them."""
 
 
 class StepDone(Message, tag="step", frozen=True, kw_only=True):

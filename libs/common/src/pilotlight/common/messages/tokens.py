@@ -73,6 +73,8 @@ class TokenEntry(Message, frozen=True, kw_only=True):
     finish: FinishReason | None = None
     code: str = ""
     message: str = ""
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+    """Of each token, ids and log probabilities of the most probable ones, when the request asked for them."""
 
 
 class TokenBatch(Message, frozen=True, kw_only=True):

@@ -2,7 +2,22 @@
 
 from pilotlight.engine.core.request import Request
 from pilotlight.engine.errors import BadRequest, ContextTooLong, NoRoom
-from pilotlight.policy.types import ModelSpec
+from pilotlight.policy.types import ModelSpec, Sampling
+
+_RANGES: dict[str, tuple[float, float]] = {
+    "max_tokens": (1, 2**31 - 1),
+    "min_tokens": (0, 2**31 - 1),
+    "temperature": (0, 1e6),
+    "top_k": (0, 2**31 - 1),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (0.01, 100),
+    "top_logprobs": (0, 20),
+}
+MAX_BIAS = 100.0
+MAX_BIASES = 1024
 
 
 def check_request(spec: ModelSpec, kv_capacity_tokens: int, request: Request) -> None:
@@ -25,17 +40,31 @@ def check_request(spec: ModelSpec, kv_capacity_tokens: int, request: Request) ->
     strange = next((token_id for token_id in request.token_ids if not 0 <= token_id < spec.vocab_size), None)  # 2
     if strange is not None:
         raise BadRequest(f"token id {strange} is outside the vocabulary of {spec.vocab_size}")
-    if sampling.max_tokens < 1:  # 3
-        raise BadRequest(f"max_tokens must be at least 1, not {sampling.max_tokens}")
-    if not (0.0 <= sampling.temperature < float("inf") and 0.0 < sampling.top_p <= 1.0 and sampling.top_k >= 0):
-        raise BadRequest(
-            f"temperature {sampling.temperature}, top_p {sampling.top_p} and top_k {sampling.top_k} are not all in their ranges"
-        )
+    check_sampling(sampling, spec.vocab_size)  # 3
     if request.prompt_tokens >= spec.max_context_tokens:  # 4
         raise ContextTooLong(
             f"the prompt has {request.prompt_tokens} tokens; with output, the model's context holds {spec.max_context_tokens}"
         )
     check_kv_room(kv_capacity_tokens, request)  # 5
+
+
+def check_sampling(sampling: Sampling, vocab_size: int) -> None:
+    """Refuses parameters that are out of range: with them, logits could overflow.
+
+    Raises:
+        BadRequest: one is; the message names it.
+    """
+    for name, (low, high) in _RANGES.items():
+        value: float = getattr(sampling, name)
+        if not low <= value <= high or (name == "top_p" and value == 0):
+            raise BadRequest(f"{name} {value} is not in its range, {low} to {high}")
+    if len(sampling.logit_bias) > MAX_BIASES or len({token_id for token_id, _ in sampling.logit_bias}) < len(sampling.logit_bias):
+        raise BadRequest(f"logit_bias has more than {MAX_BIASES} tokens, or one of them twice")
+    for token_id, bias in sampling.logit_bias:
+        if not 0 <= token_id < vocab_size:
+            raise BadRequest(f"logit_bias: token id {token_id} is outside the vocabulary of {vocab_size}")
+        if not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise BadRequest(f"logit_bias: {bias} is not in its range, {-MAX_BIAS} to {MAX_BIAS}")
 
 
 def check_kv_room(kv_capacity_tokens: int, request: Request) -> None:

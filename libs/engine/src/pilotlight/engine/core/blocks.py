@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from typing import NewType
 
-from pilotlight.engine.core.free_runs import FreeRuns
+from pilotlight.engine.core.free_runs import FreeRuns, Run
 from pilotlight.engine.errors import EngineFailed
 
 BLOCK_TOKENS = 16
@@ -94,6 +94,11 @@ class BlockPool:
         del self._named[self._names.pop(block)]
         return block
 
+    def forget_cached(self) -> None:
+        """Makes all cached blocks clean."""
+        while self._cached:
+            self._clean.add(self._forget_oldest())
+
     def seal(self, block: int, name: BlockHash) -> None:
         """Says what a full private block holds; it must not be written from now on.
 
@@ -118,6 +123,41 @@ class BlockPool:
                 self._cached[block] = None
             else:
                 self._clean.add(block)
+
+    def resize(self, num_blocks: int) -> dict[int, int]:
+        """Has so many blocks from now on. Those beyond go; what owners have in them moves to others.
+
+        Returns:
+            The moves, old block to new: the content has to be copied and the tables changed before anything else happens.
+
+        Raises:
+            EngineFailed: more blocks than that have owners.
+        """
+        if self.num_blocks - self.free_blocks > num_blocks:
+            raise EngineFailed(f"{num_blocks} KV blocks do not hold what {self.num_blocks - self.free_blocks} hold")
+        if num_blocks > self.num_blocks:
+            self._clean.add_run(Run(self.num_blocks, num_blocks))
+            self._owners.extend([0] * (num_blocks - self.num_blocks))
+        self._clean.truncate(num_blocks)
+        for block in [block for block in self._cached if block >= num_blocks]:
+            del self._cached[block]
+            del self._named[self._names.pop(block)]
+        moves: dict[int, int] = {}
+        for block in range(num_blocks, self.num_blocks):
+            if self._owners[block]:
+                moves[block] = self._move(block)
+        del self._owners[num_blocks:]
+        self.num_blocks = num_blocks
+        return moves
+
+    def _move(self, block: int) -> int:
+        """Gives a block's owners and its name to a free one."""
+        new = self._clean.take(1, None)[0] if len(self._clean) else self._forget_oldest()
+        self._owners[new] = self._owners[block]
+        if block in self._names:
+            self._names[new] = self._names.pop(block)
+            self._named[self._names[new]] = new
+        return new
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Compares the books with the block tables of all requests.

@@ -66,12 +66,25 @@ class FreeRuns:
 
     def add(self, block: int) -> None:
         """Puts a block back."""
-        index = bisect_left(self._runs, Run(block, block))
-        start, stop = block, block + 1
+        self.add_run(Run(block, block + 1))
+
+    def add_run(self, run: Run) -> None:
+        """Puts blocks back that lie side by side, at least one."""
+        start, stop = run
+        index = bisect_left(self._runs, Run(start, start))
         if index < len(self._runs) and self._runs[index].start == stop:
             stop = self._runs.pop(index).stop
         if index and self._runs[index - 1].stop == start:
             index -= 1
             start = self._runs.pop(index).start
         self._runs.insert(index, Run(start, stop))
-        self._num_blocks += 1
+        self._num_blocks += run.num_blocks
+
+    def truncate(self, num_blocks: int) -> None:
+        """Forgets all blocks from ``num_blocks`` on."""
+        while self._runs and self._runs[-1].stop > num_blocks:
+            start, stop = self._runs.pop()
+            kept = Run(start, max(start, num_blocks))
+            self._num_blocks -= stop - kept.stop
+            if kept.num_blocks:
+                self._runs.append(kept)

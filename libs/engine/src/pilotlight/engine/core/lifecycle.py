@@ -30,7 +30,7 @@ class RequestEvent(StrEnum):
     FINISH = "finish"
     """Its last token is sampled, or cannot be."""
     DROP = "drop"
-    """It is cancelled, its deadline has passed, or its stage is unloaded."""
+    """It is cancelled or goes on elsewhere, its deadline has passed, or its stage is dropped."""
 
 
 _S = RequestState

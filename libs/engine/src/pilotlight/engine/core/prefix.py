@@ -6,7 +6,7 @@ hash over the name of the block before it and its own tokens::
     tokens   [ 0 ........ 16 )[ 16 ....... 32 )[ 32 ...... 40 )
     names    root ──> hash 0 ──────> hash 1      (not full: no name)
 
-Names do not depend on the stage, the worker or the block's place: each stage of an instance finds its own block by the same name.
+Names do not depend on the stage, the worker or the block's place: the same content has the same name everywhere.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,10 @@
 """One request on one stage: its tokens, and how far its KV has come."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from pilotlight.engine.core.blocks import BlockHash
+from pilotlight.engine.core.counts import counts_of
 from pilotlight.engine.core.lifecycle import RequestEvent, RequestState, step
 from pilotlight.policy.types import FinishReason, RequestId, Sampling
 
@@ -13,6 +14,23 @@ class RequestKey(NamedTuple):
 
     request_id: RequestId
     attempt: int
+
+
+class TokenControl(Protocol):
+    """Says which token may come next (``pilotlight.engine.grammar``). It may need a while for it."""
+
+    @property
+    def late(self) -> bool:
+        """A step had to do without what it says, and it has still not said it."""
+        ...
+
+    def accept(self, token_id: int) -> None:
+        """The output has one token more."""
+        ...
+
+    def end(self) -> None:
+        """Nobody asks any more."""
+        ...
 
 
 class Request:
@@ -29,6 +47,8 @@ class Request:
     __slots__ = (
         "block_hashes",
         "computed",
+        "control",
+        "counts",
         "deadline_s",
         "key",
         "max_context_tokens",
@@ -36,6 +56,7 @@ class Request:
         "sampling",
         "state",
         "taken_s",
+        "takes",
         "token_ids",
     )
 
@@ -53,6 +74,9 @@ class Request:
         self.token_ids = [*prompt_ids, *output_ids]
         self.sampling = sampling
         self.max_context_tokens = max_context_tokens
+        self.counts = counts_of(sampling, prompt_ids, output_ids)
+        """What its penalties count; None without."""
+        self.control: TokenControl | None = None
         self.deadline_s = deadline_s
         """On the engine's clock; it ends then, wherever it stands."""
         self.state = RequestState.WAITING
@@ -61,6 +85,8 @@ class Request:
         self.computed = 0
         self.taken_s = 0.0
         """When the stage first took it up from the queue."""
+        self.takes = 0
+        """How often it was taken up: what a batch of an earlier time computed for it is of no use now."""
 
     @property
     def position(self) -> int:
@@ -69,8 +95,12 @@ class Request:
 
     @property
     def wanted(self) -> int:
-        """Tokens that are still to run before the next one is sampled."""
-        return len(self.token_ids) - self.computed
+        """Tokens that are still to run before the next one is sampled.
+
+        0 too while it is not known which token may come next: the last one waits, and takes no place in a step.
+        """
+        left = len(self.token_ids) - self.computed
+        return 0 if left == 1 and self.control is not None and self.control.late else left
 
     @property
     def kv_tokens(self) -> int:
@@ -99,4 +129,15 @@ class Request:
         if token_id in self.sampling.stop_token_ids:
             return FinishReason.STOP
         self.token_ids.append(token_id)
-        return FinishReason.LENGTH if self.exhausted else None
+        if self.exhausted:
+            return FinishReason.LENGTH
+        if self.counts is not None:
+            self.counts.add(token_id)
+        if self.control is not None:
+            self.control.accept(token_id)
+        return None
+
+    def release(self) -> None:
+        """It has ended: nobody needs to say which token comes next."""
+        if self.control is not None:
+            self.control.end()

@@ -14,7 +14,7 @@ running    run       running    some of its tokens run; with the last of them th
 running    preempt   preempted  gives up its blocks to an older one; what they hold stays cached until it is needed
 preempted  take_up   running    as from waiting: what is no longer cached runs again, prompt and output alike
 running    finish    ended      its last token is sampled, or its logits are unusable
-any        drop      ended      cancelled, overdue, or its stage unloaded: its blocks are free at once
+any        drop      ended      cancelled, overdue, gone elsewhere, or its stage dropped: its blocks are free at once
 =========  ========  =========  ==================================================================================
 
 What follows from the row:
@@ -30,7 +30,9 @@ No clock and no randomness: the same calls give the same plans.
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from itertools import islice
 
+from pilotlight.engine.core.admission import check_kv_room
 from pilotlight.engine.core.batch import Batch, Plan, Segment
 from pilotlight.engine.core.blocks import BLOCK_TOKENS
 from pilotlight.engine.core.lifecycle import RequestEvent, RequestState
@@ -96,6 +98,11 @@ class BatchScheduler:
         return (self._tables.pool.num_blocks - self._tables.pool.free_blocks) * BLOCK_TOKENS
 
     @property
+    def kv_capacity_tokens(self) -> int:
+        """Room of all blocks."""
+        return self._tables.pool.num_blocks * BLOCK_TOKENS
+
+    @property
     def kv_cached_tokens(self) -> int:
         """As much of the free room holds prefixes that a request may meet again."""
         return self._tables.pool.cached_blocks * BLOCK_TOKENS
@@ -122,17 +129,22 @@ class BatchScheduler:
         """Queues a request that passed admission."""
         self._queue[request.key] = request
 
-    def schedule(self, now_s: float) -> Plan:
-        """The next forward pass; it holds the oldest request in any case.
+    def schedule(self, now_s: float, at_most: int | None = None) -> Plan:
+        """The next forward pass; it holds the oldest request in any case, unless that waits for a token of a batch under way.
+
+        With ``at_most``, it holds so many requests and no more: those that are left make the next micro-batch. A request whose next
+        token is still under way is booked as run (see ``advance``), wants nothing, and so is in none.
 
         1. The step's tokens are shared: one for each running request that wants no more, the rest to the others in order.
         2. Oldest first, each request that is to run gets the block that it lacks. While none is free, the youngest gives up its own;
            the youngest itself sits this step out instead.
         3. If nobody had to give up blocks, requests are taken up as far as places, tokens and blocks go.
         """
-        counts = self._share_tokens()  # 1
+        counts = self._share_tokens(at_most)  # 1
         preempted = self._make_room(counts)  # 2
-        taken = _TakeUp({}, 0, 0) if preempted else self._take_up(now_s, self._limits.step_tokens - sum(counts.values()))  # 3
+        places = self._limits.running if at_most is None else at_most - len(counts)
+        left = self._limits.step_tokens - sum(counts.values())
+        taken = _TakeUp({}, 0, 0) if preempted else self._take_up(now_s, left, places)  # 3
         counts |= taken.counts
         requests = tuple(request for key, request in self._running.items() if counts.get(key))
         return Plan(
@@ -143,11 +155,12 @@ class BatchScheduler:
             prefix_hit_tokens=taken.hit_tokens,
         )
 
-    def _share_tokens(self) -> dict[RequestKey, int]:
+    def _share_tokens(self, at_most: int | None) -> dict[RequestKey, int]:
         """How many tokens each running request may run."""
-        counts = {key: 1 for key, request in self._running.items() if request.wanted == 1}
+        ready = dict(islice(((key, request) for key, request in self._running.items() if request.wanted), at_most))
+        counts = {key: 1 for key, request in ready.items() if request.wanted == 1}
         left = self._limits.step_tokens - len(counts)
-        for key, request in self._running.items():
+        for key, request in ready.items():
             if request.wanted > 1:
                 counts[key] = min(request.wanted, left)
                 left -= counts[key]
@@ -179,14 +192,14 @@ class BatchScheduler:
         self._queue[request.key] = request
         self._queue.move_to_end(request.key, last=False)
 
-    def _take_up(self, now_s: float, left: int) -> _TakeUp:
+    def _take_up(self, now_s: float, left: int, places: int) -> _TakeUp:
         """Takes requests up in order, as long as the first one fits.
 
         A block for each that runs already is left free, so that a newcomer does not drive another out in the next step.
         """
         counts: dict[RequestKey, int] = {}
         looked_up = hits = 0
-        while self._queue and left and len(self._running) < self._limits.running:
+        while self._queue and left and len(counts) < places and len(self._running) < self._limits.running:
             request = next(iter(self._queue.values()))
             in_place = self._tables.open(request, spare_blocks=len(self._running))
             if in_place is None:
@@ -195,12 +208,61 @@ class BatchScheduler:
                 request.taken_s = now_s
                 looked_up += len(request.token_ids)
                 hits += in_place
-            request.on(RequestEvent.TAKE_UP)
-            request.computed = in_place
-            self._running[request.key] = self._queue.pop(request.key)
+            del self._queue[request.key]
+            self._run(request, in_place)
             counts[request.key] = min(request.wanted, left)
             left -= counts[request.key]
         return _TakeUp(counts, looked_up, hits)
+
+    def _run(self, request: Request, in_place: int) -> None:
+        request.on(RequestEvent.TAKE_UP)
+        request.takes += 1
+        request.computed = in_place
+        self._running[request.key] = request
+
+    def adopt(self, request: Request, now_s: float) -> Segment | None:
+        """Takes a request up at once that passed admission and whose keys and values come from elsewhere.
+
+        It came before those that wait here: it was running already.
+
+        Returns:
+            Where the positions go that are not in place (those that are cached here, are), up to its last token, which has to run;
+            None if there is no place or no room for it now. The caller fills them before the next step.
+        """
+        if len(self._running) >= self._limits.running:
+            return None
+        in_place = self._tables.open(request, spare_blocks=len(self._running))
+        if in_place is None:
+            return None
+        request.taken_s = now_s
+        self._run(request, in_place)
+        return self._segment(request, request.wanted - 1)
+
+    def placed(self, request: Request) -> Segment | None:
+        """What of a request is in place, as a segment from its first token on; None if it does not run."""
+        if request.key not in self._running:
+            return None
+        return Segment(0, request.computed, self._tables.blocks(request, request.computed), wants_logits=False)
+
+    def resize(self, num_blocks: int) -> dict[int, int]:
+        """Has so many KV blocks from now on. The youngest are preempted while too few are left for those that run.
+
+        Returns:
+            Blocks whose content has to be copied, old to new.
+
+        Raises:
+            NoRoom: some request that is here could never be served then; nothing has changed.
+        """
+        for request in self.requests:
+            check_kv_room(num_blocks * BLOCK_TOKENS, request)
+        pool = self._tables.pool
+        while pool.num_blocks - pool.free_blocks > num_blocks:
+            self._preempt(next(reversed(self._running.values())))
+        return self._tables.resize(num_blocks)
+
+    def forget_cached(self) -> None:
+        """Finds no prefix again that was computed until now and that nobody owns."""
+        self._tables.pool.forget_cached()
 
     def _segment(self, request: Request, count: int) -> Segment:
         blocks = self._tables.blocks(request, request.computed + count)
@@ -211,6 +273,10 @@ class BatchScheduler:
         for request, segment in zip(plan.requests, plan.batch.segments, strict=True):
             request.on(RequestEvent.RUN)
             request.computed = segment.stop
+
+    def postpone(self, request: Request) -> None:
+        """Takes back that a request's last token has run: nothing could be sampled after it. It runs again later."""
+        request.computed -= 1
 
     def vouch(self, request: Request) -> None:
         """Says that a request's logits are finite: others may share the full blocks that it computed.
@@ -228,6 +294,7 @@ class BatchScheduler:
             EngineFailed: it was the last one, and yet some blocks are not free.
         """
         request.on(event)
+        request.release()
         self._tables.close(request)
         if self._running.pop(request.key, None) is None:
             del self._queue[request.key]

@@ -1,7 +1,7 @@
-"""Which blocks hold which request's keys and values on one stage.
+"""Which blocks hold which request's keys and values.
 
-A request has a block table while it runs. The table is the only owner of its blocks' references, and there is one for each stage, with
-block ids of that stage. What is a function of the tokens alone, the names of full blocks, belongs to the request::
+A request has a block table while it runs. The table is the only owner of its blocks' references. There is one, also in a pipeline: a
+request's blocks have the same numbers in every stage. What is a function of the tokens alone, the names of full blocks, belongs to the request::
 
     positions   0 ........ 16 ....... 32 ....... 48 ..... 56 ...... 64
     blocks      [ sealed   )[ sealed   )[ private  )[ private         )
@@ -26,7 +26,7 @@ class BlockTable:
 
 
 class BlockTables:
-    """Owns the block tables of one stage."""
+    """Owns the block tables of one instance, on its only stage or on the one that leads."""
 
     def __init__(self, pool: BlockPool, namespace: str, *, prefix_cache: bool = True) -> None:
         """``namespace`` says whose content the blocks hold; see ``root_hash``. Without ``prefix_cache`` nothing is ever shared."""
@@ -89,6 +89,13 @@ class BlockTables:
         table = self._tables.pop(request.key, None)
         if table is not None:
             self.pool.release(table.blocks)
+
+    def resize(self, num_blocks: int) -> dict[int, int]:
+        """Has so many blocks from now on; see ``BlockPool.resize``. What is left to do is to copy the content that moved."""
+        moves = self.pool.resize(num_blocks)
+        for table in self._tables.values():
+            table.blocks = [moves.get(block, block) for block in table.blocks]
+        return moves
 
     def check(self) -> None:
         """Raises ``EngineFailed`` when books and tables disagree; see ``BlockPool.check``."""

@@ -1,5 +1,6 @@
 """The KV cache of a layer range, and attention over it."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,9 +9,8 @@ from torch.nn import functional
 
 from pilotlight.engine.core.batch import Batch, Segment
 from pilotlight.engine.core.blocks import BLOCK_TOKENS, blocks_for
-from pilotlight.engine.device.dtypes import TORCH_DTYPES
-from pilotlight.engine.errors import NoRoom
-from pilotlight.policy.types import Dtype, ModelSpec, Stage
+from pilotlight.engine.device.memory import StageMemory
+from pilotlight.policy.types import Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,21 +100,56 @@ class KvCache:
 
     ::
 
-        store  [num_layers of the stage, 2 (keys, values), num_blocks * BLOCK_TOKENS, num_kv_heads, head_dim]
+        each layer  keys    [num_blocks * BLOCK_TOKENS, num_kv_heads, head_dim]
+                    values  the same
 
     Layers with a sliding window keep what they see no longer, too: all layers of a request have the same blocks.
     """
 
-    def __init__(self, spec: ModelSpec, stage: Stage, dtype: Dtype, num_blocks: int) -> None:
-        self._first_layer = stage.start
+    def __init__(self, memory: StageMemory, num_blocks: int) -> None:
+        """Takes memory for so many blocks.
+
+        Raises:
+            NoRoom: the device has no such memory.
+        """
+        spec = memory.decoder.spec
+        self._memory = memory
         self._sliding_layers = frozenset(spec.sliding_layers)
         self._scale = spec.attention_scale
-        shape = (stage.num_layers, 2, num_blocks * BLOCK_TOKENS, spec.num_kv_heads, spec.head_dim)
-        try:
-            # Not cleared: nothing reads a slot before its request has written it.
-            self._store = torch.empty(shape, dtype=TORCH_DTYPES[dtype])
-        except RuntimeError as error:  # torch has no narrower one for the CPU
-            raise NoRoom(f"the device refuses {num_blocks} KV blocks: {error}") from error
+        self._rows: dict[int, tuple[Tensor, Tensor]] = {}
+        """Keys and values of each layer. Not cleared: nothing reads a slot before its request has written it."""
+        self.resize(num_blocks)
+
+    def resize(self, num_blocks: int) -> None:
+        """Grows or shrinks to so many blocks, in place: what lies in those that stay is as it was.
+
+        Raises:
+            NoRoom: the device has no such memory; nothing has changed then.
+        """
+        self._memory.resize(num_blocks)
+        stage = self._memory.stage
+        self._rows = {layer: self._memory.keys_and_values(layer) for layer in range(stage.start, stage.stop)}
+
+    def move(self, moves: Mapping[int, int]) -> None:
+        """Copies blocks to others, in all layers. None is both a source and a target."""
+        sources, targets = torch.tensor(list(moves.keys())), torch.tensor(list(moves.values()))
+        for rows in self._rows.values():
+            for half in rows:
+                blocks = half.unflatten(0, (-1, BLOCK_TOKENS))
+                blocks[targets] = blocks[sources]
+
+    def read(self, layers: Stage, blocks: Sequence[int], start: int, stop: int) -> Tensor:
+        """A copy of one request's keys and values of positions [start, stop): [num_layers, 2, stop - start, num_kv_heads, head_dim]."""
+        slots = _slots(blocks, start, stop)
+        layer_rows = [torch.stack([half[slots] for half in self._rows[layer]]) for layer in range(layers.start, layers.stop)]
+        return torch.stack(layer_rows)
+
+    def write(self, layers: Stage, blocks: Sequence[int], start: int, keys_and_values: Tensor) -> None:
+        """Stores what ``read`` gave of the same layers, for the positions from ``start`` on."""
+        slots = _slots(blocks, start, start + keys_and_values.shape[2])
+        for layer, rows in zip(range(layers.start, layers.stop), keys_and_values, strict=True):
+            for half, new in zip(self._rows[layer], rows, strict=True):
+                half[slots] = new
 
     def attend(self, layer: int, index: BatchIndex, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Stores a batch's keys and values, then attends with each request's queries to that request's keys.
@@ -129,7 +164,7 @@ class KvCache:
         Returns:
             [num_tokens, num_heads * head_dim].
         """
-        stored_keys, stored_values = self._store[layer - self._first_layer]
+        stored_keys, stored_values = self._rows[layer]
         stored_keys[index.slots] = keys
         stored_values[index.slots] = values
         attended = torch.empty_like(queries)
@@ -137,6 +172,12 @@ class KvCache:
             seen_keys, seen_values = _read(stored_keys, span), _read(stored_values, span)
             attended[span.rows] = _attend(span, queries[span.rows], seen_keys, seen_values, self._scale)
         return attended.flatten(1)
+
+
+def _slots(blocks: Sequence[int], start: int, stop: int) -> Tensor:
+    """Where positions [start, stop) of a request with these blocks lie."""
+    positions = torch.arange(start, stop)
+    return torch.tensor(blocks)[positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
 
 
 def _read(stored: Tensor, span: _Span) -> Tensor:

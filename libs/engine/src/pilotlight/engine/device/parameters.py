@@ -1,4 +1,4 @@
-"""A stage's parameters in the engine's own memory, placed part by part."""
+"""A stage's parameters in their places in the arena, filled part by part."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from pilotlight.engine.device.dtypes import TORCH_DTYPES
+from pilotlight.engine.device.memory import StageMemory
 from pilotlight.engine.errors import BadCheckpoint, BadRequest
-from pilotlight.engine.models.decoder import Decoder
 from pilotlight.engine.models.layers import Weights
 from pilotlight.engine.results import PlacedPart
-from pilotlight.policy.types import Dtype, Stage
+from pilotlight.policy.types import Dtype
 
 Source = tuple[Dtype, tuple[int, ...], memoryview]
 """A tensor as a checkpoint stores it: row-major, in a buffer that may be read-only and need not be aligned."""
@@ -21,22 +21,20 @@ Source = tuple[Dtype, tuple[int, ...], memoryview]
 class Parameters:
     """Owns the tensors of a stage's parts."""
 
-    def __init__(self, decoder: Decoder, stage: Stage, dtype: Dtype) -> None:
-        self._decoder = decoder
-        self._dtype = dtype
-        self.parts = decoder.spec.parts_of(stage)
+    def __init__(self, memory: StageMemory) -> None:
+        self._memory = memory
+        self._decoder = memory.decoder
+        self.dtype = memory.dtype
+        self.parts = memory.parts
         self._placed: dict[int, dict[str, Tensor]] = {}
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all parts when they are in place."""
-        shapes = (shape for part in self.parts for shape in self._decoder.shapes(part).values())
-        return sum(math.prod(shape) for shape in shapes) * self._dtype.size_bytes
 
     @property
     def complete(self) -> bool:
         """Every part is in place."""
         return len(self._placed) == len(self.parts)
+
+    def __contains__(self, part: int) -> bool:
+        return part in self._placed
 
     def __getitem__(self, part: int) -> Weights:
         return self._placed[part]
@@ -61,15 +59,18 @@ class Parameters:
         _check(part, expected, tensors, self._decoder.spec.dtype)
         start_s = monotonic_s()
         convert_s = 0.0
-        placed: dict[str, Tensor] = {}
+        placed = self._memory.tensors(part)
         for name, (stored_dtype, shape, buffer) in tensors.items():
-            tensor = _copy_of(buffer, stored_dtype, shape)
-            if stored_dtype is not self._dtype:
+            place = placed[name.removeprefix(prefix)]
+            if stored_dtype is self.dtype:
+                _copy(buffer, place)
+            else:
                 # Two passes, so that the time of either is known; only one tensor is held twice at a time.
+                stored = torch.empty(shape, dtype=TORCH_DTYPES[stored_dtype])
+                _copy(buffer, stored)
                 copied_s = monotonic_s()
-                tensor = tensor.to(TORCH_DTYPES[self._dtype])
+                place.copy_(stored)
                 convert_s += monotonic_s() - copied_s
-            placed[name.removeprefix(prefix)] = tensor
         self._placed[part] = placed
         return PlacedPart(copy_s=monotonic_s() - start_s - convert_s, convert_s=convert_s, ready=self.complete)
 
@@ -90,14 +91,11 @@ def _check(part: int, expected: Mapping[str, tuple[int, ...]], tensors: Mapping[
             raise BadCheckpoint(f"{name} comes with {buffer.nbytes} bytes instead of {size_bytes}")
 
 
-def _copy_of(buffer: memoryview, dtype: Dtype, shape: tuple[int, ...]) -> Tensor:
-    """A tensor in memory of its own.
+def _copy(buffer: memoryview, place: Tensor) -> None:
+    """Fills a tensor with a checkpoint's bytes.
 
     torch copies, because it does so with all of its threads: in fresh memory most of the time goes into page faults, and numpy's
     copy took three times as long. It gets the buffer through DLPack, because ``torch.frombuffer`` warns of every read-only one;
     as bytes, because a place in a file may be unaligned.
     """
-    stored = torch.from_dlpack(np.frombuffer(buffer, dtype=np.uint8))
-    copy = torch.empty(stored.shape, dtype=torch.uint8)
-    copy.copy_(stored)
-    return copy.view(TORCH_DTYPES[dtype]).view(shape)
+    place.view(-1).view(torch.uint8).copy_(torch.from_dlpack(np.frombuffer(buffer, dtype=np.uint8)))

@@ -1,4 +1,4 @@
-"""The executor of a layer range."""
+"""The executor of layer ranges."""
 
 from functools import partial
 
@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from pilotlight.engine.core.batch import Batch
+from pilotlight.engine.device.dtypes import TORCH_DTYPES
 from pilotlight.engine.device.kv import KvCache, index_of
 from pilotlight.engine.device.parameters import Parameters
+from pilotlight.engine.errors import BadRequest
 from pilotlight.engine.models.decoder import Decoder
 from pilotlight.policy.types import Stage
 
@@ -19,7 +21,8 @@ class RangeRunner:
 
         token ids [num_tokens] ──> [0, a) ──> hidden [num_tokens, hidden] ──> [a, b) ──> ... ──> logits [sampled, vocab_size]
 
-    The stages of an instance run the same batch, except that each has blocks of its own.
+    The stages of an instance run the same batch. So do the ranges of one stage: it can run any of its layers for one batch, then
+    others for another, and go on with the first one later.
     """
 
     def __init__(self, decoder: Decoder, stage: Stage, parameters: Parameters, kv: KvCache) -> None:
@@ -29,23 +32,42 @@ class RangeRunner:
         self._kv = kv
 
     @torch.inference_mode()
-    def run(self, batch: Batch, inputs: Tensor) -> Tensor:
-        """Runs the range and keeps the new keys and values.
+    def run(self, batch: Batch, inputs: Tensor, layers: Stage | None = None) -> Tensor:
+        """Runs a range and keeps the new keys and values.
 
         Args:
             batch: segments with this stage's blocks.
-            inputs: the first stage's token ids, [num_tokens] int64; the previous stage's hidden states otherwise.
+            inputs: for a range that begins the model, token ids, [num_tokens] int64; otherwise the hidden states that the range before
+                it gave.
+            layers: a range within the stage; all of it, if not given.
 
         Returns:
-            Hidden states [num_tokens, hidden_size]; from the last stage the logits of each segment that wants them, in order.
+            Hidden states [num_tokens, hidden_size]; from a range that ends the model the logits of each segment that wants them, in
+            order.
+
+        Raises:
+            BadRequest: the range is not within the stage, some part of it is not in place yet, or the inputs do not fit the batch.
         """
+        layers = layers or self._stage
         decoder, parameters, last_part = self._decoder, self._parameters, self._decoder.spec.num_layers + 1
+        self._check(layers, batch, inputs)
         index = index_of(batch, decoder.spec.sliding_window_tokens)
-        hidden = decoder.embed(parameters[0], inputs) if self._stage.start == 0 else inputs
+        hidden = decoder.embed(parameters[0], inputs) if layers.start == 0 else inputs
         rotations = decoder.rotations(index.positions, hidden.dtype)
-        for layer in range(self._stage.start, self._stage.stop):
+        for layer in range(layers.start, layers.stop):
             hidden = decoder.layer(layer, parameters[layer + 1], hidden, rotations, partial(self._kv.attend, layer, index))
-        if self._stage.stop < decoder.spec.num_layers:
+        if layers.stop < decoder.spec.num_layers:
             return hidden
         embedding = parameters[0] if decoder.spec.tied_embeddings else None
         return decoder.head(parameters[last_part], embedding, hidden[index.logit_rows])
+
+    def _check(self, layers: Stage, batch: Batch, inputs: Tensor) -> None:
+        named = f"layers [{layers.start}, {layers.stop})"
+        if not self._stage.start <= layers.start < layers.stop <= self._stage.stop:
+            raise BadRequest(f"{named} are not within the stage [{self._stage.start}, {self._stage.stop})")
+        if missing := [part for part in self._decoder.spec.parts_of(layers) if part not in self._parameters]:
+            raise BadRequest(f"{named} need parts that are not in place yet: {missing}")
+        shape = (batch.num_tokens,) if layers.start == 0 else (batch.num_tokens, self._decoder.spec.hidden_size)
+        dtype = torch.int64 if layers.start == 0 else TORCH_DTYPES[self._parameters.dtype]
+        if inputs.shape != shape or inputs.dtype is not dtype:
+            raise BadRequest(f"{named} take {dtype} inputs of shape {shape}, not {inputs.dtype} of {tuple(inputs.shape)}")

@@ -1,22 +1,26 @@
-"""From logits to tokens, without state: seed, position and logits say all."""
+"""From logits to tokens, without state: seed, position, the tokens before and the logits say all."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor
 
 from pilotlight.engine.core.philox import uniform
-from pilotlight.policy.types import Sampling
+from pilotlight.engine.device.logits import OUT, Draw, adjust
+
+ROWS_AT_ONCE = 16
+"""Rows that are widened to float64 together: with all of a large batch, and a large vocabulary, that would take as much memory as
+some models."""
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """How one row of logits is to be drawn from."""
+class Undrawn(Enum):
+    """Why a row gave no token."""
 
-    sampling: Sampling
-    position: int
-    """The output position that is drawn: the counter of its noise."""
+    NOT_FINITE = "the logits are not finite"
+    NOTHING_LEFT = "no token may be drawn"
+    LATE = "it is not known yet which token may be drawn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,38 +29,84 @@ class Drawn:
 
     token_id: int
     logprob: float | None
-    """Natural logarithm of its probability before temperature and filters, if asked for."""
+    """Natural logarithm of its probability before anything is done to the logits, if asked for."""
+    top: tuple[tuple[int, float], ...] = ()
+    """Ids and log probabilities of the most probable tokens, the same way."""
 
 
 @torch.inference_mode()
-def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn | None]:
-    """Draws one token from each row of logits [len(draws), vocab_size]; None where a row is not finite throughout."""
+def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn | Undrawn]:
+    """Draws one token from each row of logits [len(draws), vocab_size]. What a row gives depends on no other row."""
     usable: list[bool] = logits.isfinite().all(dim=-1).tolist()
     greedy: list[int] = logits.argmax(dim=-1).tolist()
-    drawn: list[Drawn | None] = []
-    for row, draw in enumerate(draws):
-        if not usable[row]:
-            drawn.append(None)
-            continue
-        token_id = greedy[row]
-        if draw.sampling.temperature > 0:
-            token_id = _pick(_distribution(logits[row], draw.sampling), uniform(draw.sampling.seed, draw.position))
-        logprob = float(logits[row].double().log_softmax(dim=-1)[token_id]) if draw.sampling.logprobs else None
-        drawn.append(Drawn(token_id, logprob))
+    drawn: list[Drawn | Undrawn] = [
+        Drawn(token_id, None) if fit else Undrawn.NOT_FINITE for token_id, fit in zip(greedy, usable, strict=True)
+    ]
+    rest = [row for row, draw in enumerate(draws) if usable[row] and _wants_more(draw)]
+    for start in range(0, len(rest), ROWS_AT_ONCE):
+        rows = rest[start : start + ROWS_AT_ONCE]
+        group = _sample_group(logits[torch.tensor(rows)].double(), [draws[row] for row in rows])
+        for row, token in zip(rows, group, strict=True):
+            drawn[row] = token
     return drawn
 
 
-def _distribution(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Probabilities after temperature, then top-k, then top-p. [vocab_size] -> [vocab_size], float64, zero where filtered out.
+def _wants_more(draw: Draw) -> bool:
+    return draw.sampling.temperature > 0 or draw.sampling.logprobs or draw.adjusts
+
+
+def _sample_group(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn | Undrawn]:
+    logprobs = logits.log_softmax(dim=-1) if any(draw.sampling.logprobs for draw in draws) else None
+    adjust(logits, draws)
+    best, greedy = logits.max(dim=-1)
+    token_ids: list[int] = greedy.tolist()
+    left: list[bool] = (best > OUT).tolist()
+    noisy = [row for row, draw in enumerate(draws) if left[row] and draw.sampling.temperature > 0]
+    if noisy:
+        chosen = [draws[row] for row in noisy]
+        probabilities = _probabilities(logits[torch.tensor(noisy)], chosen)
+        noise = [uniform(draw.sampling.seed, draw.position) for draw in chosen]
+        for row, token_id in zip(noisy, _pick(probabilities, noise), strict=True):
+            token_ids[row] = token_id
+    return [
+        _told(token_ids[row], draw, None if logprobs is None else logprobs[row]) if left[row] else Undrawn.NOTHING_LEFT
+        for row, draw in enumerate(draws)
+    ]
+
+
+def _told(token_id: int, draw: Draw, logprobs: Tensor | None) -> Drawn:
+    if logprobs is None or not draw.sampling.logprobs:
+        return Drawn(token_id, None)
+    top = logprobs.topk(min(draw.sampling.top_logprobs, logprobs.numel()))
+    return Drawn(token_id, float(logprobs[token_id]), tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)))
+
+
+def _probabilities(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Probabilities after temperature, then top-k, top-p and min-p. [rows, vocab_size] -> the same, zero where filtered out.
 
     Tokens that tie with the k-th stay, so that no order among equals is made up.
     """
+    temperatures = torch.tensor([draw.sampling.temperature for draw in draws], dtype=logits.dtype)
     # The largest logit becomes 0 first: dividing by a tiny temperature then overflows to -inf only.
-    scaled = (logits.double() - logits.max()) / sampling.temperature
-    if 0 < sampling.top_k < scaled.numel():
-        scaled = scaled.masked_fill(scaled < scaled.topk(sampling.top_k).values[-1], float("-inf"))
+    scaled = (logits - logits.max(dim=-1, keepdim=True).values) / temperatures[:, None]
+    _keep_top_k(scaled, draws)
     probabilities = scaled.softmax(dim=-1)
-    return _nucleus(probabilities, sampling.top_p) if sampling.top_p < 1 else probabilities
+    for row, draw in enumerate(draws):
+        if draw.sampling.top_p < 1:
+            probabilities[row] = _nucleus(probabilities[row], draw.sampling.top_p)
+    if any(draw.sampling.min_p for draw in draws):
+        least = torch.tensor([draw.sampling.min_p for draw in draws], dtype=logits.dtype)[:, None]
+        probabilities[probabilities < least * probabilities.max(dim=-1, keepdim=True).values] = 0
+    return probabilities
+
+
+def _keep_top_k(scaled: Tensor, draws: Sequence[Draw]) -> None:
+    rows = [row for row, draw in enumerate(draws) if 0 < draw.sampling.top_k < scaled.shape[1]]
+    if rows:
+        ks = torch.tensor([draws[row].sampling.top_k for row in rows])
+        where = torch.tensor(rows)
+        kth = scaled[where].topk(int(ks.max())).values.gather(1, ks[:, None] - 1)
+        scaled[where] = scaled[where].masked_fill(scaled[where] < kth, OUT)
 
 
 def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
@@ -73,14 +123,15 @@ def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     return nucleus
 
 
-def _pick(probabilities: Tensor, noise: float) -> int:
-    """The token in whose share of the cumulated probabilities the noise falls. They need not add up to 1.
+def _pick(probabilities: Tensor, noise: Sequence[float]) -> list[int]:
+    """The token of each row in whose share of the cumulated probabilities the noise falls. They need not add up to 1.
 
     The shares lie in the order of ids, not of probabilities: rounding that swaps two nearly equal ones then moves no other share.
     """
-    cumulated = probabilities.cumsum(dim=0)
-    point = cumulated[-1] * noise
+    cumulated = probabilities.cumsum(dim=-1)
+    points = cumulated[:, -1:] * torch.tensor(noise, dtype=probabilities.dtype)[:, None]
     # right=True passes over tokens without a share; the product can round up to the total, which belongs to the last one with a
     # share.
-    token_id = int(torch.searchsorted(cumulated, point, right=True))
-    return min(token_id, int(probabilities.nonzero()[-1]))
+    found = torch.searchsorted(cumulated, points, right=True)[:, 0]
+    last = probabilities.shape[1] - 1 - (probabilities > 0).int().flip(-1).argmax(dim=-1)
+    return torch.minimum(found, last).tolist()

@@ -1,7 +1,7 @@
 """An answer while it comes: tokens to text, stop strings, what is billed."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pilotlight.gateway.catalog import ModelText
 from pilotlight.gateway.openai.types import Usage
@@ -22,6 +22,8 @@ class ShownToken:
     """None for a token that is only a part of a character."""
     logprob: float
     offset_chars: int
+    top: list["ShownToken"] = field(default_factory=list["ShownToken"])
+    """The likeliest tokens in its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +82,13 @@ class Answer:
         return delta.text
 
     def _shown(self, token: Token) -> ShownToken:
-        text = self._tokenizer.decode([token.token_id], skip_special_tokens=False)
+        top = [self._shown_alone(token_id, logprob) for token_id, logprob in token.top]
+        return replace(self._shown_alone(token.token_id, token.logprob), top=top)
+
+    def _shown_alone(self, token_id: int, known: float | None) -> ShownToken:
+        text = self._tokenizer.decode([token_id], skip_special_tokens=False)
         utf8 = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
         logprob = UNKNOWN_LOGPROB
-        if token.logprob is not None and math.isfinite(token.logprob):
-            logprob = max(token.logprob, UNKNOWN_LOGPROB)
+        if known is not None and math.isfinite(known):
+            logprob = max(known, UNKNOWN_LOGPROB)
         return ShownToken(text, utf8, logprob, self._chars)

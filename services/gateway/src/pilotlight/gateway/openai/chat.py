@@ -14,6 +14,7 @@ from pilotlight.gateway.openai.types import (
     ChatDelta,
     ChatLogprobs,
     TokenLogprob,
+    TopLogprob,
     Usage,
 )
 from pilotlight.policy.types import RequestId
@@ -52,4 +53,9 @@ class ChatShapes(Shapes):
     def _of(self, tokens: list[ShownToken]) -> ChatLogprobs | None:
         if not self._logprobs:
             return None
-        return ChatLogprobs(content=[TokenLogprob(token=token.text, logprob=token.logprob, bytes=token.utf8) for token in tokens])
+        return ChatLogprobs(content=[_logprob(token) for token in tokens])
+
+
+def _logprob(token: ShownToken) -> TokenLogprob:
+    top = [TopLogprob(token=other.text, logprob=other.logprob, bytes=other.utf8) for other in token.top]
+    return TokenLogprob(token=token.text, logprob=token.logprob, bytes=token.utf8, top_logprobs=top)

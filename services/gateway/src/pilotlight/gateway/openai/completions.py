@@ -17,6 +17,7 @@ class CompletionShapes(Shapes):
         self._model = model
         self._created = created_unix_s
         self._logprobs = options.logprobs
+        self._top_logprobs = options.top_logprobs
         self._no_usage = None if options.include_usage else UNSET
 
     def opening(self) -> None:
@@ -44,5 +45,6 @@ class CompletionShapes(Shapes):
         return CompletionLogprobs(
             tokens=[token.text for token in tokens],
             token_logprobs=[token.logprob for token in tokens],
+            top_logprobs=[{other.text: other.logprob for other in token.top} for token in tokens] if self._top_logprobs else None,
             text_offset=[token.offset_chars for token in tokens],
         )

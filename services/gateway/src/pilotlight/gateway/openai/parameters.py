@@ -2,13 +2,14 @@
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
 
 from pilotlight.common.errors import BadRequest, ContextTooLong
+from pilotlight.gateway.openai.structured import grammar_of
 from pilotlight.gateway.openai.types import ChatRequest, CommonRequest, CompletionRequest, NotSupported
 from pilotlight.policy.types import Model, Sampling
 
@@ -21,12 +22,6 @@ _OFF: dict[str, tuple[object, ...]] = {
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
     "modalities": (["text"],),
 }
 """Values of fields in ``NotSupported`` that switch them off, beside null."""
@@ -46,6 +41,7 @@ class Options:
     include_usage: bool
     stops: tuple[str, ...]
     logprobs: bool
+    top_logprobs: int = 0
 
 
 def decode_body(body: bytes, as_type: type[R]) -> R:
@@ -82,15 +78,15 @@ def options_of(request: ChatRequest | CompletionRequest) -> Options:
         raise BadRequest("stream_options needs stream: true", param="stream_options")
     stops = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
     if isinstance(request, ChatRequest):
-        if request.top_logprobs:
-            raise BadRequest(
-                "top_logprobs is not supported: only the chosen token's log probability is kept", param="top_logprobs"
-            )
-        logprobs = bool(request.logprobs)
+        logprobs, top_logprobs = bool(request.logprobs), request.top_logprobs or 0
+        if top_logprobs and not logprobs:
+            raise BadRequest("top_logprobs needs logprobs: true", param="top_logprobs")
     else:
-        logprobs = request.logprobs is not None
+        logprobs, top_logprobs = request.logprobs is not None, request.logprobs or 0
     include_usage = request.stream_options is not None and request.stream_options.include_usage
-    return Options(stream=bool(request.stream), include_usage=include_usage, stops=stops, logprobs=logprobs)
+    return Options(
+        stream=bool(request.stream), include_usage=include_usage, stops=stops, logprobs=logprobs, top_logprobs=top_logprobs
+    )
 
 
 def limit_of(request: ChatRequest | CompletionRequest) -> int | None:
@@ -107,18 +103,41 @@ def sampling_of(
 
     Raises:
         ContextTooLong: prompt and wanted output are longer than the model's context.
+        BadRequest: a token id is not the model's, or what is asked for contradicts itself.
     """
-    top_k = request.top_k or 0
+    options = options_of(request)
+    max_tokens = _room(model, prompt_tokens, limit_of(request))
+    if (request.min_tokens or 0) > max_tokens:
+        raise BadRequest(
+            f"min_tokens {request.min_tokens} is more than the {max_tokens} tokens that may come", param="min_tokens"
+        )
+    bias = request.logit_bias or {}
+    _check_ids(model, "logit_bias", bias)
+    _check_ids(model, "stop_token_ids", request.stop_token_ids or ())
     return Sampling(
         seed=(request.seed & _SEED_MASK) if request.seed is not None else rng.getrandbits(63),
-        max_tokens=_room(model, prompt_tokens, limit_of(request)),
+        max_tokens=max_tokens,
         temperature=1.0 if request.temperature is None else request.temperature,
         top_p=1.0 if request.top_p is None else request.top_p,
-        top_k=max(0, top_k),
+        top_k=max(0, request.top_k or 0),
         ignore_eos=bool(request.ignore_eos),
-        stop_token_ids=() if request.ignore_eos else tuple(eos_token_ids),
-        logprobs=options_of(request).logprobs,
+        stop_token_ids=tuple(dict.fromkeys((*(() if request.ignore_eos else eos_token_ids), *(request.stop_token_ids or ())))),
+        logprobs=options.logprobs,
+        min_p=request.min_p or 0.0,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+        logit_bias=tuple(sorted(bias.items())),
+        min_tokens=request.min_tokens or 0,
+        top_logprobs=options.top_logprobs,
+        grammar=grammar_of(request),
     )
+
+
+def _check_ids(model: Model, param: str, token_ids: Iterable[int]) -> None:
+    vocab_size = model.spec.vocab_size
+    if not all(0 <= token_id < vocab_size for token_id in token_ids):
+        raise BadRequest(f"{param}: token ids of {model.name} are 0 to {vocab_size - 1}", param=param)
 
 
 def _room(model: Model, prompt_tokens: int, asked: int | None) -> int:

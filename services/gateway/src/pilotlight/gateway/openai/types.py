@@ -20,6 +20,8 @@ Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 TokenLimit = Annotated[int, Meta(ge=1, le=MAX_INT32)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 Stops = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)]
+TokenId = Annotated[int, Meta(ge=0, le=MAX_INT32)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
@@ -34,27 +36,50 @@ class NotSupported(msgspec.Struct, kw_only=True):
     tool_choice: Any = None
     functions: Any = None
     function_call: Any = None
-    response_format: Any = None
-    logit_bias: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    repetition_penalty: Any = None
-    min_p: Any = None
     modalities: Any = None
     audio: Any = None
     prediction: Any = None
     reasoning_effort: Any = None
     web_search_options: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_grammar: Any = None
-    structured_outputs: Any = None
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
     """What a stream carries beside the text."""
 
     include_usage: bool = False
+
+
+class TextFormat(msgspec.Struct, tag_field="type", tag="text", kw_only=True):
+    """Free text."""
+
+
+class JsonObjectFormat(msgspec.Struct, tag_field="type", tag="json_object", kw_only=True):
+    """Any JSON object."""
+
+
+class NamedSchema(msgspec.Struct, kw_only=True):
+    """A JSON schema; it is always followed strictly."""
+
+    name: str = ""
+    description: str | None = None
+    schema: dict[str, Any]
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema", kw_only=True):
+    """JSON of a schema."""
+
+    json_schema: NamedSchema
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True):
+    """vLLM's name for the same and more; one of these."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Meta(min_length=1, max_length=4096)] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
 
 
 class CommonRequest(NotSupported, kw_only=True):
@@ -70,6 +95,21 @@ class CommonRequest(NotSupported, kw_only=True):
     stop: Stops | None = None
     max_tokens: TokenLimit | None = None
     ignore_eos: bool | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    logit_bias: (
+        Annotated[dict[int, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024, description="By token id.")] | None
+    ) = None
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_INT32)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=256)] | None = None
+    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Meta(min_length=1, max_length=4096)] | None = None
+    guided_grammar: str | None = None
     user: str | None = None
 
 
@@ -105,7 +145,7 @@ class CompletionRequest(CommonRequest, kw_only=True):
         str | list[str | int | list[int]],
         Meta(description="A string, a list with one string, token ids, or a list with one list of them."),
     ]
-    logprobs: Annotated[int, Meta(ge=0, le=5, description="The chosen token's only, whatever the number.")] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=5, description="How many of the likeliest tokens are told with each.")] | None = None
 
 
 class Usage(msgspec.Struct, kw_only=True):
@@ -116,13 +156,21 @@ class Usage(msgspec.Struct, kw_only=True):
     total_tokens: int
 
 
+class TopLogprob(msgspec.Struct, kw_only=True):
+    """Log probability of a token that might have been chosen."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
 class TokenLogprob(msgspec.Struct, kw_only=True):
     """Log probability of one chosen token."""
 
     token: str
     logprob: float
     bytes: list[int] | None
-    top_logprobs: list[Any] = []
+    top_logprobs: list[TopLogprob] = []
 
 
 class ChatLogprobs(msgspec.Struct, kw_only=True):
@@ -137,7 +185,7 @@ class CompletionLogprobs(msgspec.Struct, kw_only=True):
 
     tokens: list[str]
     token_logprobs: list[float]
-    top_logprobs: None = None
+    top_logprobs: list[dict[str, float]] | None = None
     text_offset: list[int]
 
 

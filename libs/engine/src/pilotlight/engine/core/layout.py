@@ -1,0 +1,88 @@
+"""The canonical layout of a model in its slot of an arena: the same for every stage, worker and process.
+
+::
+
+    slot   [ part 0 )[ part 1 )...[ part n + 1 )[ keys 0 )[ values 0 )[ keys 1 )...[ values n - 1 )   rest )
+             embedding  layer 0     head          each for the most blocks that the slot could hold
+
+Every offset follows from the model, the dtype and the slot's size alone. A stage backs only what is its own with memory: a range that
+grows backs more, and nothing moves.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+from pilotlight.engine.core.blocks import BLOCK_TOKENS
+from pilotlight.engine.core.extents import Extent
+from pilotlight.engine.errors import NoRoom
+
+GRANULE_BYTES = 4096
+"""Memory is backed in pages: no two owners share one."""
+TENSOR_ALIGN_BYTES = 64
+"""A tensor begins on a cache line, which vector instructions like best."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class SlotLayout:
+    """Offsets in a slot, in bytes from its beginning."""
+
+    def __init__(self, parts: Sequence[Shapes], num_layers: int, kv_row_bytes: int, item_bytes: int, slot_bytes: int) -> None:
+        """Lays a model out.
+
+        Args:
+            parts: every part's tensors, in execution order.
+            num_layers: decoder layers.
+            kv_row_bytes: one token's keys in one layer; its values take as much.
+            item_bytes: one element of a tensor.
+            slot_bytes: length of the slot.
+
+        Raises:
+            NoRoom: the slot does not hold the parameters and one block.
+        """
+        self._tensors: list[dict[str, int]] = []
+        self._parts: list[Extent] = []
+        self._block_bytes = BLOCK_TOKENS * kv_row_bytes
+        offset = 0
+        for shapes in parts:
+            start, places = offset, dict[str, int]()
+            for name, shape in shapes.items():
+                offset = _up(offset, TENSOR_ALIGN_BYTES)
+                places[name] = offset
+                offset += prod(shape) * item_bytes
+            offset = _up(offset, GRANULE_BYTES)
+            self._tensors.append(places)
+            self._parts.append(Extent(start, offset))
+        self._kv_start = offset
+        half_bytes = (slot_bytes - offset) // (2 * num_layers) // GRANULE_BYTES * GRANULE_BYTES
+        self.max_blocks = max(0, half_bytes) // self._block_bytes
+        """The most blocks for which every layer has addresses."""
+        if not self.max_blocks:
+            raise NoRoom(f"a slot of {slot_bytes} bytes does not hold {offset} bytes of parameters and one KV block")
+        self._half_bytes = half_bytes
+
+    def part(self, part: int) -> Extent:
+        """A part's bytes, whole granules."""
+        return self._parts[part]
+
+    def tensors(self, part: int) -> Mapping[str, int]:
+        """Where each tensor of a part begins."""
+        return self._tensors[part]
+
+    def keys(self, layer: int) -> int:
+        """Where a layer's keys begin, block by block."""
+        return self._kv_start + 2 * layer * self._half_bytes
+
+    def values(self, layer: int) -> int:
+        """Where a layer's values begin, block by block."""
+        return self.keys(layer) + self._half_bytes
+
+    def kv(self, layer: int, first_block: int, stop_block: int) -> tuple[Extent, Extent]:
+        """The whole granules that blocks [first, stop) need of a layer's keys and values, beyond those of the blocks before them."""
+        first, stop = (_up(block * self._block_bytes, GRANULE_BYTES) for block in (first_block, stop_block))
+        keys, values = self.keys(layer), self.values(layer)
+        return Extent(keys + first, keys + stop), Extent(values + first, values + stop)
+
+
+def _up(offset: int, step: int) -> int:
+    return -(-offset // step) * step

@@ -1,0 +1,97 @@
+"""A stage's share of its model's slot: the parameters and the KV of its layers; of all other layers, nothing but addresses."""
+
+from functools import cached_property
+from math import prod
+
+from torch import Tensor
+
+from pilotlight.engine.core.blocks import BLOCK_TOKENS
+from pilotlight.engine.core.extents import Extent
+from pilotlight.engine.core.layout import SlotLayout
+from pilotlight.engine.device.arena import CpuArena
+from pilotlight.engine.device.dtypes import TORCH_DTYPES
+from pilotlight.engine.errors import NoRoom
+from pilotlight.engine.models.decoder import Decoder
+from pilotlight.policy.types import Dtype, Stage
+
+
+class StageMemory:
+    """Takes a slot for a stage, backs its parts at once, and its KV as far as it is told."""
+
+    def __init__(self, arena: CpuArena, decoder: Decoder, stage: Stage, dtype: Dtype) -> None:
+        """Takes the slot.
+
+        Raises:
+            NoRoom: no slot is free, the model is larger than one, or the device has no such memory.
+        """
+        spec = decoder.spec
+        self.decoder, self.stage, self.dtype = decoder, stage, dtype
+        self.parts = spec.parts_of(stage)
+        self.num_blocks = 0
+        """KV blocks that every layer of the stage has memory for."""
+        shapes = [decoder.shapes(part) for part in range(spec.num_layers + 2)]
+        row_bytes = spec.num_kv_heads * spec.head_dim * dtype.size_bytes
+        self._layout = SlotLayout(shapes, spec.num_layers, row_bytes, dtype.size_bytes, arena.slot_bytes)
+        self._slot = arena.open_slot()
+        try:
+            for part in self.parts:
+                self._slot.back(self._layout.part(part))
+        except NoRoom:
+            self.close()
+            raise
+
+    @cached_property
+    def parameter_bytes(self) -> int:
+        """Bytes of all tensors of the stage's parts, without what lies between them."""
+        return parameter_bytes(self.decoder, self.stage, self.dtype)
+
+    def tensors(self, part: int) -> dict[str, Tensor]:
+        """A part's tensors, by their names within it, in their places."""
+        shapes, dtype = self.decoder.shapes(part), TORCH_DTYPES[self.dtype]
+        return {name: self._slot.tensor(offset, shapes[name], dtype) for name, offset in self._layout.tensors(part).items()}
+
+    def keys_and_values(self, layer: int) -> tuple[Tensor, Tensor]:
+        """A layer's rows in place, keys and values: [num_blocks * BLOCK_TOKENS, num_kv_heads, head_dim] each."""
+        spec, dtype = self.decoder.spec, TORCH_DTYPES[self.dtype]
+        shape = (self.num_blocks * BLOCK_TOKENS, spec.num_kv_heads, spec.head_dim)
+        keys, values = self._layout.keys(layer), self._layout.values(layer)
+        return self._slot.tensor(keys, shape, dtype), self._slot.tensor(values, shape, dtype)
+
+    def resize(self, num_blocks: int) -> None:
+        """Has memory for so many KV blocks, in every layer. What lies in blocks that stay is as it was.
+
+        Raises:
+            NoRoom: there is no such memory; nothing has changed then.
+        """
+        if num_blocks > self._layout.max_blocks:
+            raise NoRoom(f"the device refuses {num_blocks} KV blocks: a slot has addresses for {self._layout.max_blocks}")
+        grown = [
+            extent
+            for layer in range(self.stage.start, self.stage.stop)
+            for extent in self._layout.kv(layer, *sorted((self.num_blocks, num_blocks)))
+        ]
+        if num_blocks < self.num_blocks:
+            for extent in grown:
+                self._slot.unback(extent)
+        else:
+            self._back_all(grown)
+        self.num_blocks = num_blocks
+
+    def _back_all(self, extents: list[Extent]) -> None:
+        for index, extent in enumerate(extents):
+            try:
+                self._slot.back(extent)
+            except NoRoom:
+                for backed in extents[:index]:
+                    self._slot.unback(backed)
+                raise
+
+    def close(self) -> None:
+        """Gives everything back."""
+        self._slot.close()
+
+
+def parameter_bytes(decoder: Decoder, stage: Stage, dtype: Dtype) -> int:
+    """Bytes of all parameters of a stage."""
+    shapes = (shape for part in decoder.spec.parts_of(stage) for shape in decoder.shapes(part).values())
+    return sum(map(prod, shapes)) * dtype.size_bytes

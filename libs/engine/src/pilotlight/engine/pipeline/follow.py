@@ -1,0 +1,206 @@
+"""A stage behind stage 0: it runs what comes, and passes on what it computed; the last one draws the tokens."""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from pilotlight.engine.channel.channel import Channel, Frame
+from pilotlight.engine.core.batch import Segment
+from pilotlight.engine.core.blocks import blocks_for
+from pilotlight.engine.core.request import Request, RequestKey
+from pilotlight.engine.device.sampler import Drawn
+from pilotlight.engine.drawing import draw_allowed
+from pilotlight.engine.errors import EngineError, PeerLost
+from pilotlight.engine.kv_pieces import KvPiece, check_pieces
+from pilotlight.engine.pipeline.frames import (
+    HiddenStates,
+    KvBlocks,
+    OpenedRequest,
+    RequestsClosed,
+    SampledTokens,
+    StageHello,
+    StageRefuses,
+    StagesUp,
+    header_of,
+    pack,
+    tensor_of,
+    unpack,
+)
+from pilotlight.engine.pipeline.pipeline import StageStep
+from pilotlight.engine.resident import ResidentStage
+
+SEND_TIMEOUT_S = 60.0
+"""The next stage may be in the middle of a long batch."""
+
+
+class PipelineFollower:
+    """Owns no books: whose blocks are whose comes with each micro-batch."""
+
+    def __init__(self, resident: ResidentStage, before: Channel, behind: Channel) -> None:
+        """Joins.
+
+        Args:
+            resident: the stage.
+            before: from the stage before.
+            behind: to the next one; from the last stage, to stage 0.
+        """
+        self._resident = resident
+        self._before = before
+        self._behind = behind
+        self._is_last = resident.stage.stop == resident.spec.num_layers
+        self._segments: dict[RequestKey, Segment] = {}
+        """What is in place of each request that the leader has open."""
+        self._requests: dict[RequestKey, Request] = {}
+        """Their tokens, on the last stage."""
+
+    @property
+    def has_work(self) -> bool:
+        # Both are looked at in any case: what a socket did not take leaves then.
+        return any([channel.readable for channel in self.channels])  # noqa: C419 - see above
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._segments)
+
+    @property
+    def leads(self) -> bool:
+        return False
+
+    @property
+    def channels(self) -> tuple[Channel, ...]:
+        return self._before, self._behind
+
+    def placed(self, key: RequestKey) -> Segment | None:
+        return self._segments.get(key)
+
+    def forward(self, segment: Segment, pieces: Sequence[KvPiece]) -> None:
+        raise PeerLost("only the stage that leads takes requests in")
+
+    def close(self) -> None:
+        self._before.close()
+        self._behind.close()
+
+    def step(self, monotonic_s: Callable[[], float], *, may_wait: bool) -> StageStep:
+        """Takes one frame."""
+        try:
+            if self._behind.readable:
+                raise PeerLost(f"the stage behind sent {type(unpack(self._behind.receive(0))).__name__} backwards")
+            if self._before.readable:
+                self._take(self._before.receive(0))
+        except PeerLost as error:
+            return self._lose(error)
+        except EngineError as error:
+            # The leader sent what does not fit this stage: it is told, so that it does not wait for an answer.
+            refusal = PeerLost(f"stage [{self._resident.stage.start}, {self._resident.stage.stop}): {error.message}")
+            self._refuse(refusal)
+            return self._lose(refusal)
+        return StageStep()
+
+    def _take(self, frame: Frame) -> None:
+        header = unpack(frame)
+        match header:
+            case StagesUp():
+                resident = self._resident
+                hello = StageHello(stage=resident.stage, spec=resident.spec, dtype=resident.dtype, num_blocks=resident.num_blocks)
+                self._send(pack(StagesUp(stages=(*header.stages, hello))))
+            case HiddenStates():
+                self._run(header, tensor_of(frame, header.tensor))
+            case RequestsClosed():
+                self._close_requests(header.keys)
+                if not self._is_last:
+                    self._send(frame)
+            case KvBlocks():
+                self._store(header, tensor_of(frame, header.tensor), frame)
+            case StageRefuses():
+                raise PeerLost(header.message)
+            case SampledTokens():
+                raise PeerLost("sampled tokens came to a stage that does not lead")
+
+    def _run(self, header: HiddenStates, hidden: Tensor) -> None:
+        self._check(header)
+        self._close_requests(header.closed)
+        for opened in header.opened:
+            self._open(opened)
+        computed = self._resident.run(header.batch, hidden)
+        for key, segment in zip(header.keys, header.segments, strict=True):
+            self._segments[key] = Segment(0, segment.stop, segment.blocks, wants_logits=False)
+        if not self._is_last:
+            passed = HiddenStates(
+                number=header.number,
+                keys=header.keys,
+                segments=header.segments,
+                opened=header.opened,
+                closed=header.closed,
+                tensor=header_of(computed),
+                allowed=header.allowed,
+            )
+            self._send(pack(passed, computed))
+            return
+        wanting = zip(header.keys, header.segments, strict=True)
+        requests = [self._requests[key] for key, segment in wanting if segment.wants_logits]
+        if len(requests) != len(header.allowed):
+            raise PeerLost("a micro-batch has more requests than it says what they allow, or fewer")
+        drawn = draw_allowed(computed, requests, header.allowed)
+        for request, token in zip(requests, drawn, strict=True):
+            if isinstance(token, Drawn):
+                request.accept(token.token_id)
+        self._send(pack(SampledTokens(number=header.number, drawn=tuple(drawn))))
+
+    def _close_requests(self, keys: Sequence[RequestKey]) -> None:
+        for key in keys:
+            self._segments.pop(key, None)
+            self._requests.pop(key, None)
+
+    def _check(self, header: HiddenStates) -> None:
+        """Refuses a micro-batch that would read or write what is not there.
+
+        Raises:
+            PeerLost: the leader's books are not ours.
+        """
+        if len(header.keys) != len(header.segments):
+            raise PeerLost("a micro-batch has more requests than segments, or fewer")
+        for segment in header.segments:
+            if segment.start < 0 or segment.count < 1 or len(segment.blocks) < blocks_for(segment.stop):
+                raise PeerLost(f"a micro-batch has the segment [{segment.start}, {segment.stop}) in {len(segment.blocks)} blocks")
+            self._check_blocks(segment.blocks)
+        known = self._requests.keys() - set(header.closed) | {opened.key for opened in header.opened}
+        if self._is_last and not known.issuperset(header.keys):
+            raise PeerLost("a micro-batch has requests that were not opened")
+
+    def _check_blocks(self, blocks: Sequence[int]) -> None:
+        if any(not 0 <= block < self._resident.num_blocks for block in blocks):
+            raise PeerLost("the leader names KV blocks that this stage does not have")
+
+    def _open(self, opened: OpenedRequest) -> None:
+        if self._is_last:
+            self._requests[opened.key] = Request(
+                opened.key, opened.prompt_ids, opened.output_ids, opened.sampling, self._resident.spec.max_context_tokens
+            )
+
+    def _store(self, header: KvBlocks, keys_and_values: Tensor, frame: Frame) -> None:
+        """Keeps what is of this stage's layers; what is of later ones goes on."""
+        stage = self._resident.stage
+        piece = KvPiece(key=header.key, layers=header.layers, start=header.start, keys_and_values=keys_and_values)
+        check_pieces([piece], self._resident.spec, self._resident.dtype)
+        self._check_blocks(header.blocks)
+        if len(header.blocks) < blocks_for(piece.stop):
+            raise PeerLost(f"{len(header.blocks)} KV blocks come for {piece.stop} positions")
+        if mine := piece.cut(stage, piece.start, piece.stop):
+            self._resident.kv.write(mine.layers, header.blocks, mine.start, mine.keys_and_values)
+        if not self._is_last and header.layers.stop > stage.stop:
+            self._send(frame)
+
+    def _send(self, frame: Frame) -> None:
+        self._behind.send(frame, SEND_TIMEOUT_S)
+
+    def _refuse(self, error: PeerLost) -> None:
+        try:
+            self._send(pack(StageRefuses(message=error.message)))
+        except PeerLost:
+            return  # Nobody is there to be told.
+
+    def _lose(self, error: PeerLost) -> StageStep:
+        """Leaves the pipeline; both neighbours notice. The stage itself stays, and can join another one."""
+        self.close()
+        self._resident.pipeline = None
+        return StageStep(lost=error)

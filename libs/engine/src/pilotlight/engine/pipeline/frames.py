@@ -1,0 +1,149 @@
+"""What stages say to each other: headers in msgpack, tensors as their bytes."""
+
+from math import prod
+
+import msgspec
+import torch
+from torch import Tensor
+
+from pilotlight.engine.channel.channel import Frame
+from pilotlight.engine.core.batch import Batch, Segment
+from pilotlight.engine.core.request import RequestKey
+from pilotlight.engine.device.dtypes import TORCH_DTYPES
+from pilotlight.engine.device.sampler import Drawn, Undrawn
+from pilotlight.engine.drawing import Allowed
+from pilotlight.engine.errors import PeerLost
+from pilotlight.policy.types import Dtype, ModelSpec, Sampling, Stage
+
+DTYPES = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
+
+
+class TensorHeader(msgspec.Struct, frozen=True, array_like=True):
+    """How to read the payload: row-major."""
+
+    dtype: Dtype
+    shape: tuple[int, ...]
+
+
+class StageHello(msgspec.Struct, frozen=True, kw_only=True):
+    """What one stage is."""
+
+    stage: Stage
+    spec: ModelSpec
+    dtype: Dtype
+    num_blocks: int
+
+
+class StagesUp(msgspec.Struct, tag="up", frozen=True, kw_only=True):
+    """Goes round once, first of all: every stage adds itself."""
+
+    stages: tuple[StageHello, ...]
+
+
+class OpenedRequest(msgspec.Struct, frozen=True, array_like=True):
+    """A request that the last stage will sample for, as it is before this batch."""
+
+    key: RequestKey
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+    sampling: Sampling
+
+
+class HiddenStates(msgspec.Struct, tag="hidden", frozen=True, kw_only=True):
+    """One micro-batch on its way. The payload is what the stage before gave: [num_tokens, hidden_size]."""
+
+    number: int
+    """Counts the micro-batches of the pipeline."""
+    keys: tuple[RequestKey, ...]
+    """Whose the segments are."""
+    segments: tuple[Segment, ...]
+    opened: tuple[OpenedRequest, ...]
+    closed: tuple[RequestKey, ...]
+    """Requests that ended or gave up their blocks; they come before those that are opened."""
+    tensor: TensorHeader
+    allowed: tuple[Allowed | None, ...]
+    """What the grammars of the requests that get a token allow; None for those without one."""
+
+    @property
+    def batch(self) -> Batch:
+        """What to run."""
+        return Batch(self.segments)
+
+
+class RequestsClosed(msgspec.Struct, tag="closed", frozen=True, kw_only=True):
+    """Requests ended, and no micro-batch follows that could say so. It goes as far as the last stage, and needs no answer."""
+
+    keys: tuple[RequestKey, ...]
+
+
+class KvBlocks(msgspec.Struct, tag="kv", frozen=True, kw_only=True):
+    """Keys and values of a request that moved here, for the layers behind the sender.
+
+    The payload: [num_layers, 2, tokens, num_kv_heads, head_dim].
+    """
+
+    key: RequestKey
+    layers: Stage
+    blocks: tuple[int, ...]
+    start: int
+    """Position of the first token."""
+    tensor: TensorHeader
+
+
+class SampledTokens(msgspec.Struct, tag="sampled", frozen=True, kw_only=True):
+    """What the last stage drew for a micro-batch."""
+
+    number: int
+    drawn: tuple[Drawn | Undrawn, ...]
+
+
+class StageRefuses(msgspec.Struct, tag="refused", frozen=True, kw_only=True):
+    """A stage cannot go on with this pipeline, and says why before it hangs up."""
+
+    message: str
+
+
+Header = StagesUp | HiddenStates | RequestsClosed | KvBlocks | SampledTokens | StageRefuses
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Header)
+_NOTHING = memoryview(b"")
+
+
+def header_of(tensor: Tensor) -> TensorHeader:
+    """How a tensor travels."""
+    return TensorHeader(DTYPES[tensor.dtype], tuple(tensor.shape))
+
+
+def pack(header: Header, tensor: Tensor | None = None) -> Frame:
+    """A frame. The tensor must not change afterwards."""
+    payload = _NOTHING
+    if tensor is not None and tensor.numel():
+        payload = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+    return Frame(_encoder.encode(header), payload)
+
+
+def unpack(frame: Frame) -> Header:
+    """What a frame says.
+
+    Raises:
+        PeerLost: nothing that a stage would say.
+    """
+    try:
+        return _decoder.decode(frame.header)
+    except msgspec.DecodeError as error:
+        raise PeerLost(f"a frame that no stage sends: {error}") from error
+
+
+def tensor_of(frame: Frame, header: TensorHeader) -> Tensor:
+    """A frame's tensor; shares the payload's memory.
+
+    Raises:
+        PeerLost: the payload is not as long as the header says.
+    """
+    size_bytes = prod(header.shape) * header.dtype.size_bytes
+    if frame.payload.nbytes != size_bytes or any(length < 0 for length in header.shape):
+        raise PeerLost(f"a frame of {frame.payload.nbytes} bytes comes for a tensor of {size_bytes}")
+    if not size_bytes:
+        return torch.empty(header.shape, dtype=TORCH_DTYPES[header.dtype])
+    return torch.frombuffer(frame.payload, dtype=TORCH_DTYPES[header.dtype]).view(header.shape)

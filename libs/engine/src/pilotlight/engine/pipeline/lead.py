@@ -1,0 +1,235 @@
+"""Stage 0 of a pipeline: it plans the micro-batches, runs its own layers, and hands out what the last stage drew."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pilotlight.engine.channel.channel import Channel, wait_for_any
+from pilotlight.engine.core.batch import Plan, Segment
+from pilotlight.engine.core.lifecycle import RequestEvent, RequestState
+from pilotlight.engine.core.request import Request, RequestKey
+from pilotlight.engine.drawing import ended, look_up, settle, wait_for_late
+from pilotlight.engine.errors import EngineError, PeerLost, PeerSilent
+from pilotlight.engine.kv_pieces import KvPiece
+from pilotlight.engine.pipeline.frames import (
+    HiddenStates,
+    KvBlocks,
+    OpenedRequest,
+    RequestsClosed,
+    SampledTokens,
+    StageHello,
+    StageRefuses,
+    StagesUp,
+    header_of,
+    pack,
+    unpack,
+)
+from pilotlight.engine.pipeline.pipeline import StageStep
+from pilotlight.engine.resident import ResidentStage
+from pilotlight.engine.results import Produced
+from pilotlight.policy.types import FinishReason
+
+LOOK_OUT_S = 0.002
+"""How long a step with nothing to run watches for an answer: an abort waits no longer than that."""
+ANSWER_TIMEOUT_S = 60.0
+"""A stage that holds a micro-batch up for longer hangs."""
+SEND_TIMEOUT_S = 5.0
+"""A stage has taken nothing for so long, though fewer frames than a channel's window are under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """A micro-batch that the other stages have not answered yet."""
+
+    number: int
+    sampled: tuple[tuple[Request, int], ...]
+    """Requests that get a token, and which of their runs this is."""
+
+
+class PipelineLead:
+    """Keeps as many micro-batches under way as there are stages, so that each has one to run."""
+
+    def __init__(self, resident: ResidentStage, answers: Channel, forward: Channel, now_s: float) -> None:
+        """Says hello.
+
+        Args:
+            resident: stage 0.
+            answers: from the last stage.
+            forward: to stage 1.
+            now_s: on the engine's clock.
+
+        Raises:
+            PeerLost: stage 1 is gone already.
+        """
+        self._resident = resident
+        self._answers = answers
+        self._forward = forward
+        self._depth = 0
+        """Micro-batches that may be under way; 0 until all stages are known."""
+        self._under_way: deque[_UnderWay] = deque()
+        self._number = 0
+        self._open: dict[RequestKey, int] = {}
+        """Requests that the other stages know, and by which of their runs."""
+        self._heard_s = now_s
+        # What was computed before is not in place in the stages that come now.
+        resident.scheduler.forget_cached()
+        hello = StageHello(stage=resident.stage, spec=resident.spec, dtype=resident.dtype, num_blocks=resident.num_blocks)
+        self._forward.send(pack(StagesUp(stages=(hello,))), SEND_TIMEOUT_S)
+
+    @property
+    def has_work(self) -> bool:
+        # Both are looked at in any case: what a socket did not take leaves then.
+        heard = [channel.readable for channel in self.channels]
+        return not self._depth or bool(self._open) or self._resident.scheduler.has_work or any(heard)
+
+    @property
+    def in_flight(self) -> int:
+        return 0
+
+    @property
+    def leads(self) -> bool:
+        return self._depth > 0
+
+    @property
+    def channels(self) -> tuple[Channel, ...]:
+        return self._answers, self._forward
+
+    def placed(self, key: RequestKey) -> Segment | None:
+        request = self._resident.scheduler.find(key)
+        return self._resident.scheduler.placed(request) if request is not None else None
+
+    def forward(self, segment: Segment, pieces: Sequence[KvPiece]) -> None:
+        for piece in pieces:
+            tensor = piece.keys_and_values.contiguous()
+            header = KvBlocks(
+                key=piece.key, layers=piece.layers, blocks=segment.blocks, start=piece.start, tensor=header_of(tensor)
+            )
+            self._forward.send(pack(header, tensor), SEND_TIMEOUT_S)
+
+    def close(self) -> None:
+        self._answers.close()
+        self._forward.close()
+
+    def step(self, monotonic_s: Callable[[], float], *, may_wait: bool) -> StageStep:
+        """One micro-batch out, if there is one, and everything in that has come."""
+        try:
+            if self._forward.readable:
+                raise PeerLost(f"stage 1 sent {type(unpack(self._forward.receive(0))).__name__} backwards")
+            plan = self._dispatch(monotonic_s()) if self._depth > len(self._under_way) else None
+            if plan is None and may_wait and not self._answers.readable:
+                wait_for_late(self._resident.scheduler.requests)
+                wait_for_any(self.channels, LOOK_OUT_S)
+            done = self._collect(plan, monotonic_s)
+            if not self._under_way and (closed := self._close_gone()):
+                self._forward.send(pack(RequestsClosed(keys=closed)), SEND_TIMEOUT_S)
+            return done
+        except PeerLost as error:
+            return self._lose(error)
+
+    def _dispatch(self, now_s: float) -> Plan | None:
+        """Plans, runs and sends the next micro-batch; None if no request can run now.
+
+        The requests are divided evenly among the micro-batches, so that no stage waits while another has two.
+        """
+        scheduler = self._resident.scheduler
+        plan = scheduler.schedule(now_s, at_most=-(-(scheduler.running + scheduler.waiting) // self._depth))
+        if not plan.requests:
+            return None
+        if not self._under_way:
+            self._heard_s = now_s
+        hidden = self._resident.run(plan.batch, torch.tensor(plan.token_ids))
+        self._number += 1
+        header = HiddenStates(
+            number=self._number,
+            keys=tuple(request.key for request in plan.requests),
+            segments=plan.batch.segments,
+            closed=self._close_gone(),
+            opened=tuple(self._introduce(request) for request in plan.requests if request.key not in self._open),
+            tensor=header_of(hidden),
+            allowed=look_up(plan.sampled),
+        )
+        scheduler.advance(plan)
+        self._under_way.append(_UnderWay(self._number, tuple((request, request.takes) for request in plan.sampled)))
+        self._forward.send(pack(header, hidden), SEND_TIMEOUT_S)
+        return plan
+
+    def _close_gone(self) -> tuple[RequestKey, ...]:
+        """Forgets the requests that own no blocks any more, or own others since."""
+        gone = tuple(key for key, takes in self._open.items() if not self._runs(self._resident.scheduler.find(key), takes))
+        for key in gone:
+            del self._open[key]
+        return gone
+
+    def _introduce(self, request: Request) -> OpenedRequest:
+        self._open[request.key] = request.takes
+        prompt_ids, output_ids = request.token_ids[: request.prompt_tokens], request.token_ids[request.prompt_tokens :]
+        return OpenedRequest(request.key, tuple(prompt_ids), tuple(output_ids), request.sampling)
+
+    def _runs(self, request: Request | None, takes: int) -> bool:
+        """The request still owns the blocks that it had in that run."""
+        return request is not None and request.state is RequestState.RUNNING and request.takes == takes
+
+    def _collect(self, plan: Plan | None, monotonic_s: Callable[[], float]) -> StageStep:
+        step = StageStep(plan=plan)
+        while self._answers.readable:
+            given = self._take_answer(plan, monotonic_s)
+            step = StageStep(
+                plan=plan, produced=step.produced + given.produced, first_prefill=step.first_prefill or given.first_prefill
+            )
+        if (self._under_way or not self._depth) and monotonic_s() - self._heard_s > ANSWER_TIMEOUT_S:
+            raise PeerSilent(f"the stages behind {self._resident.instance_id} have not answered for {ANSWER_TIMEOUT_S} s")
+        return step
+
+    def _take_answer(self, plan: Plan | None, monotonic_s: Callable[[], float]) -> StageStep:
+        answer = unpack(self._answers.receive(0))
+        self._heard_s = monotonic_s()
+        match answer:
+            case StagesUp() if not self._depth:
+                self._meet(answer.stages)
+            case SampledTokens() if self._under_way:
+                return self._hand_out(plan, answer, self._heard_s)
+            case StageRefuses():
+                raise PeerLost(answer.message)
+            case _:
+                raise PeerLost(f"the last stage sent {type(answer).__name__} out of turn")
+        return StageStep(plan=plan)
+
+    def _hand_out(self, plan: Plan | None, answer: SampledTokens, now_s: float) -> StageStep:
+        """Gives out a micro-batch's tokens. A request that lost its blocks meanwhile gets none: it draws the same one again."""
+        done = self._under_way.popleft()
+        if answer.number != done.number or len(answer.drawn) != len(done.sampled):
+            raise PeerLost(f"the last stage answered micro-batch {answer.number}, not {done.number}")
+        known = zip(done.sampled, answer.drawn, strict=True)
+        current = [(request, drawn) for (request, takes), drawn in known if self._runs(request, takes)]
+        requests: list[Request] = [request for request, _ in current]
+        drawn = settle(requests, [drawn for _, drawn in current])
+        return self._resident.hand_out(plan, requests, drawn, now_s)
+
+    def _meet(self, stages: Sequence[StageHello]) -> None:
+        """Learns what the stages are, and how many blocks all of them have.
+
+        Raises:
+            PeerLost: they are not one model.
+        """
+        resident, stop = self._resident, 0
+        for hello in stages:
+            if hello.stage.start != stop or hello.spec != resident.spec or hello.dtype is not resident.dtype:
+                raise PeerLost(f"stage [{hello.stage.start}, {hello.stage.stop}) does not follow on layer {stop} of one model")
+            stop = hello.stage.stop
+        if stop != resident.spec.num_layers or len(stages) < 2:
+            raise PeerLost(f"the stages end at layer {stop} of {resident.spec.num_layers}")
+        resident.limit_blocks(min(hello.num_blocks for hello in stages))
+        self._depth = len(stages)
+
+    def _lose(self, error: EngineError) -> StageStep:
+        """Ends every request of the pipeline; the stage itself stays, and can join another one."""
+        scheduler = self._resident.scheduler
+        produced: list[Produced] = []
+        for request in scheduler.requests:
+            scheduler.end(request, RequestEvent.DROP)
+            produced.append(ended(request, FinishReason.ERROR, error))
+        self.close()
+        self._resident.pipeline = None
+        return StageStep(produced=tuple(produced), lost=error)

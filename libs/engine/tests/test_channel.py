@@ -1,0 +1,192 @@
+"""Both kinds of channel keep the same promises."""
+
+import os
+import random
+import socket
+import threading
+from time import monotonic
+
+import pytest
+
+from pilotlight.engine.channel.channel import Frame, wait_for_any
+from pilotlight.engine.channel.memory import memory_channel
+from pilotlight.engine.channel.unix import UnixChannel
+from pilotlight.engine.errors import PeerLost, PeerSilent
+
+WINDOW = 3
+
+
+def unix_channel():
+    one, other = socket.socketpair()
+    return UnixChannel(one, monotonic, WINDOW), UnixChannel(other, monotonic, WINDOW)
+
+
+@pytest.fixture(params=["memory", "unix"])
+def ends(request):
+    made = memory_channel(monotonic, WINDOW) if request.param == "memory" else unix_channel()
+    yield made
+    for end in made:
+        end.close()
+
+
+@pytest.fixture
+def unix_ends():
+    made = unix_channel()
+    yield made
+    for end in made:
+        end.close()
+
+
+def frame(header: bytes, payload: bytes = b"") -> Frame:
+    return Frame(header, memoryview(payload))
+
+
+def test_frames_arrive_in_order_and_whole(ends):
+    one, other = ends
+    sent = [(b"", b""), (b"a", b""), (b"", b"payload")]
+    for header, payload in sent:
+        one.send(frame(header, payload), 1)
+    got = [other.receive(1) for _ in sent]
+    assert [(each.header, bytes(each.payload)) for each in got] == sent
+
+
+def test_a_sender_waits_for_credit_and_no_longer_than_told(ends):
+    one, other = ends
+    for number in range(WINDOW):
+        one.send(frame(b"%d" % number), 1)
+    with pytest.raises(PeerSilent, match="took no frame"):
+        one.send(frame(b"too much"), 0.01)
+    assert other.receive(1).header == b"0"
+    one.send(frame(b"3"), 1)
+    assert [other.receive(1).header for _ in range(3)] == [b"1", b"2", b"3"]
+    for number in range(10 * WINDOW):
+        other.send(frame(b"back"), 1)
+        assert one.receive(1).header == b"back", number
+
+
+def test_a_receiver_waits_no_longer_than_told(ends):
+    other = ends[1]
+    assert not other.readable
+    start = monotonic()
+    with pytest.raises(PeerSilent, match="sent nothing"):
+        other.receive(0.02)
+    assert monotonic() - start >= 0.02
+    with pytest.raises(PeerSilent):
+        other.receive(0)
+
+
+def test_what_was_sent_before_the_end_is_received_and_then_the_loss(ends):
+    one, other = ends
+    one.send(frame(b"last"), 1)
+    one.close()
+    one.close()
+    assert other.receive(1).header == b"last"
+    assert other.readable
+    for _ in range(2):
+        with pytest.raises(PeerLost, match="lost"):
+            other.receive(1)
+        with pytest.raises(PeerLost):
+            other.send(frame(b"to nobody"), 1)
+    with pytest.raises(PeerLost):
+        one.send(frame(b"from nobody"), 1)
+
+
+def test_a_sender_that_waits_learns_of_the_loss(ends):
+    one, other = ends
+    for _ in range(WINDOW):
+        one.send(frame(b"x"), 1)
+    threading.Timer(0.02, other.close).start()
+    with pytest.raises(PeerLost) as lost:
+        one.send(frame(b"x"), 10)
+    assert lost.type is PeerLost
+
+
+def test_waiting_for_any_ends_with_a_frame_or_with_the_time(ends):
+    one, other = ends
+    quiet, _keep = memory_channel(monotonic)
+    wait_for_any((quiet, other), 0.01)
+    assert not other.readable
+    threading.Timer(0.02, one.send, (frame(b"x"), 1)).start()
+    wait_for_any((quiet, other), 10)
+    assert other.receive(1).header == b"x"
+
+
+def test_both_ends_send_more_than_the_socket_holds_at_the_same_time(ends):
+    """Neither waits for the other to read; what the socket did not take leaves when an end is looked at."""
+    one, other = ends
+    big = os.urandom(5_000_000)
+    for end in (one, other):
+        for number in range(2):
+            end.send(frame(b"%d" % number, big), 1)
+
+    got, deadline = [], monotonic() + 20
+    while len(got) < 4 and monotonic() < deadline:
+        got.extend(end.receive(1) for end in ends if end.readable)
+    assert [(each.header, each.payload == big) for each in sorted(got, key=lambda each: each.header)] == [
+        (b"0", True),
+        (b"0", True),
+        (b"1", True),
+        (b"1", True),
+    ]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_two_threads_talk_at_random(seed, ends):
+    def talk(end, chance, got):
+        sent = 0
+        while sent < 200 or len(got) < 200:
+            if sent < 200 and (chance.random() < 0.5 or not end.readable):
+                try:
+                    end.send(frame(b"%d" % sent, b"p" * chance.choice((0, 1, 300, 70_000))), 0.01)
+                    sent += 1
+                except PeerSilent:
+                    pass
+            elif end.readable:
+                got.append(int(end.receive(1).header))
+            else:
+                wait_for_any((end,), 0.01)
+
+    got = [[], []]
+    threads = [
+        threading.Thread(target=talk, args=(end, random.Random(seed + index), got[index])) for index, end in enumerate(ends)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert got == [list(range(200))] * 2
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        b"GET / HTTP/1.1\r\n\r\n    ",
+        b"PLch\x07" + bytes(15),
+        b"PLch\x00\0\0\0" + b"\xff" * 12,
+        b"PLch\x00\0\0\0" + b"\1\0\0\0" + b"\xff" * 8,
+    ],
+)
+def test_nonsense_is_a_loss(nonsense, unix_ends):
+    one, other = unix_ends
+    one._socket.send(nonsense)
+    with pytest.raises(PeerLost):
+        other.receive(1)
+
+
+def test_a_peer_that_ignores_credit_is_a_loss(unix_ends):
+    one, other = unix_ends
+    one._credits = 100
+    for _ in range(WINDOW + 1):
+        one.send(frame(b"x"), 1)
+    for _ in range(WINDOW):
+        assert other.receive(1).header == b"x"
+    with pytest.raises(PeerLost, match="more than it may"):
+        other.receive(1)
+
+
+def test_a_frame_that_was_cut_off_is_a_loss(unix_ends):
+    one, other = unix_ends
+    one._socket.send(b"PLch\x00\0\0\0" + b"\5\0\0\0" + bytes(8) + b"hal")
+    one.close()
+    with pytest.raises(PeerLost, match="hung up"):
+        other.receive(1)

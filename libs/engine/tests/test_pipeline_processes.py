@@ -1,0 +1,122 @@
+"""Stages in processes of their own, over Unix sockets."""
+
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager
+from time import monotonic
+
+import msgspec
+import pytest
+import stage_child
+from pipelines import INSTANCE, cuts
+
+from pilotlight.engine.channel.channel import Frame
+from pilotlight.engine.channel.unix import UnixChannel
+from pilotlight.engine.core.request import RequestKey
+from pilotlight.engine.kv_pieces import KvPiece
+from pilotlight.engine.pipeline.frames import tensor_of, unpack
+from pilotlight.policy.types import FinishReason, RequestId, Stage
+
+pytestmark = pytest.mark.slow
+
+
+@contextmanager
+def stage_processes(model, stages, leader, folder):
+    """Starts all stages but the first one, and connects the leader; gives processes and control channels."""
+    stage_child.store(model, folder)
+    ring = [socket.socketpair() for _ in stages]
+    processes, controls = [], []
+    try:
+        for index, stage in enumerate(stages[1:], start=1):
+            mine, its = socket.socketpair()
+            fds = [ring[index - 1][1].fileno(), ring[index][0].fileno(), its.fileno()]
+            arguments = [folder, stage.start, stage.stop, *fds]
+            command = [sys.executable, stage_child.__file__, *map(str, arguments)]
+            processes.append(subprocess.Popen(command, pass_fds=fds))
+            controls.append(UnixChannel(mine, monotonic))
+            its.close()
+        for index in range(1, len(stages)):
+            ring[index - 1][1].close()
+            ring[index][0].close()
+        leader.engine.connect(INSTANCE, UnixChannel(ring[-1][1], monotonic), UnixChannel(ring[0][0], monotonic))
+        deadline = monotonic() + 60
+        while not leader.engine.serves(INSTANCE):
+            assert not leader.step().lost
+            assert monotonic() < deadline
+        yield processes, controls
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+        for control in controls:
+            control.close()
+
+
+@pytest.fixture
+def long_clock(monkeypatch):
+    """The driver's clock ticks with every look, and a leader that waits looks often."""
+    monkeypatch.setattr("pilotlight.engine.pipeline.lead.ANSWER_TIMEOUT_S", 1e9)
+
+
+def finish(runs):
+    while any(output.finish is None for output in runs.outputs.values()):
+        runs.step()
+
+
+@pytest.mark.parametrize(("kind", "num_stages"), [("gemma3", 2), ("qwen3-moe", 4)])
+def test_tokens_are_those_of_transformers(kind, num_stages, checkpoint, driver, prompts, tmp_path, long_clock):
+    model, leader = checkpoint(kind, 1), driver()
+    stages = cuts(4, num_stages)
+    leader.load(model, stage=stages[0])
+    with stage_processes(model, stages, leader, tmp_path):
+        for index, prompt in enumerate(prompts):
+            leader.add(str(index), prompt, max_tokens=64)
+        finish(leader)
+    for index, prompt in enumerate(prompts):
+        output = leader.outputs[str(index)].token_ids
+        assert len(output) == 64
+        assert output == model.would_say(prompt, output)
+
+
+def test_a_request_moves_out_of_a_pipeline_that_then_dies(checkpoint, driver, prompts, tmp_path, long_clock):
+    model, leader, survivor = checkpoint("llama", 1), driver(), driver()
+    stages = [Stage(0, 1), Stage(1, 3), Stage(3, 4)]
+    leader.load(model, stage=stages[0])
+    leader.load(model, "beside")
+    survivor.load(model)
+    key = RequestKey(RequestId("moves"), 1)
+    with stage_processes(model, stages, leader, tmp_path) as (processes, controls):
+        leader.add("moves", prompts[2], max_tokens=60)
+        leader.add("stays", prompts[1], max_tokens=60)
+        leader.add("other", prompts[0], instance="beside", max_tokens=60)
+        while len(leader.outputs["moves"].token_ids) < 20:
+            leader.step()
+        pieces = list(leader.engine.export_kv(INSTANCE, [key], stages[0]))
+        for control in controls:
+            control.send(Frame(msgspec.msgpack.encode(key), memoryview(b"")), 1)
+            while (frame := control.receive(10)).header:
+                header = unpack(frame)
+                tensor = tensor_of(frame, header.tensor)
+                pieces.append(KvPiece(key=key, layers=header.layers, start=header.start, keys_and_values=tensor))
+        assert {piece.layers for piece in pieces} == set(stages)
+        released = leader.engine.release(key.request_id, 1)
+        survivor.outputs["moves"] = leader.outputs.pop("moves")
+        survivor.engine.add(
+            key.request_id, 1, INSTANCE, released.prompt_ids, released.output_ids, released.sampling, None, pieces
+        )
+        assert survivor.step().batch_tokens <= 3, "what was under way in the pipeline at most"
+        while len(leader.outputs["stays"].token_ids) < 30:
+            leader.step()
+        processes[0].send_signal(signal.SIGKILL)
+        finish(leader)
+        assert processes[1].wait(20) == 0, "it noticed, and ended by itself"
+    stays = leader.outputs["stays"]
+    assert (stays.finish, stays.code) == (FinishReason.ERROR, "worker_lost")
+    assert stays.token_ids == model.greedy(prompts[1], 60)[: len(stays.token_ids)]
+    assert leader.outputs["other"].token_ids == model.greedy(prompts[0], 60)
+    survivor.add("stays again", prompts[1], stays.token_ids, max_tokens=60)
+    outputs = survivor.finish()
+    assert outputs["moves"] == model.greedy(prompts[2], 60)
+    assert outputs["stays again"] == model.greedy(prompts[1], 60)

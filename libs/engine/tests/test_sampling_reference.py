@@ -1,0 +1,167 @@
+"""Sampling against transformers' processors, and by chi-square against what they leave. 20,000 draws each, the same in each run."""
+
+import math
+
+import pytest
+import torch
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from pilotlight.engine.core.counts import counts_of
+from pilotlight.engine.device.logits import Draw, adjust
+from pilotlight.engine.device.sampler import Undrawn, _probabilities, sample
+from pilotlight.policy.types import Sampling
+
+DRAWS = 20_000
+LEAST_P = 1e-6
+VOCAB_SIZE = 48
+LOGITS = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(17), dtype=torch.float64) * 2
+PROMPT = [3, 9, 9, 30]
+OUTPUT = [5, 9, 5, 5, 41]
+
+SETTINGS = [
+    {},
+    {"temperature": 0.6},
+    {"temperature": 1.7},
+    {"top_k": 7},
+    {"top_p": 0.8},
+    {"min_p": 0.02},
+    {"temperature": 1.4, "top_k": 20, "top_p": 0.9, "min_p": 0.05},
+    {"repetition_penalty": 1.8},
+    {"repetition_penalty": 0.5},
+    {"presence_penalty": 1.2},
+    {"frequency_penalty": 0.7},
+    {"presence_penalty": -1.0, "frequency_penalty": -0.4},
+    {"logit_bias": ((5, 3.0), (7, -100.0), (40, 2.5))},
+    {"min_tokens": 9, "stop_token_ids": (int(LOGITS.argmax()), 5)},
+    {
+        "temperature": 0.8,
+        "top_k": 30,
+        "top_p": 0.95,
+        "min_p": 0.01,
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.3,
+        "logit_bias": ((2, 1.5), (9, -2.0)),
+        "min_tokens": 100,
+        "stop_token_ids": (11,),
+    },
+]
+
+
+def sampling_of(settings) -> Sampling:
+    return Sampling(**{"seed": 77, "max_tokens": 1000, "temperature": 1.0, **settings})
+
+
+def draw_of(sampling: Sampling, position: int = len(OUTPUT)) -> Draw:
+    return Draw(sampling, position, counts=counts_of(sampling, PROMPT, OUTPUT))
+
+
+def reference(settings) -> torch.Tensor:
+    """What transformers does, and for the penalties that it has not, OpenAI's formula."""
+    sampling = sampling_of(settings)
+    ids = torch.tensor([PROMPT + OUTPUT])
+    scores = LOGITS[None].clone()
+    if sampling.repetition_penalty != 1:
+        scores = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(ids, scores)
+    for token_id in range(VOCAB_SIZE):
+        count = OUTPUT.count(token_id)
+        scores[0, token_id] -= count * sampling.frequency_penalty + (count > 0) * sampling.presence_penalty
+    rest = LogitsProcessorList()
+    if sampling.logit_bias:
+        rest.append(SequenceBiasLogitsProcessor([[[token_id], bias] for token_id, bias in sampling.logit_bias]))
+    if sampling.min_tokens:
+        rest.append(
+            MinNewTokensLengthLogitsProcessor(len(PROMPT), sampling.min_tokens, list(sampling.stop_token_ids), device="cpu")
+        )
+    rest.append(TemperatureLogitsWarper(sampling.temperature))
+    if sampling.top_k:
+        rest.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        rest.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p:
+        rest.append(MinPLogitsWarper(sampling.min_p))
+    return rest(ids, scores)[0].softmax(dim=-1)
+
+
+def p_value(seen: list[int], wanted: list[float]) -> float:
+    """How probable counts are that lie at least so far from those that are expected."""
+    statistic = sum((count - expected) ** 2 / expected for count, expected in zip(seen, wanted, strict=True))
+    return float(torch.special.gammaincc(torch.tensor((len(seen) - 1) / 2.0), torch.tensor(statistic / 2.0, dtype=torch.float64)))
+
+
+def test_p_values():
+    assert p_value([10, 10, 10], [10.0, 10.0, 10.0]) == 1
+    assert p_value([16, 4], [10.0, 10.0]) == pytest.approx(math.erfc(math.sqrt(3.6)), rel=1e-9)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_processors_leave_what_those_of_transformers_leave(settings):
+    draw = draw_of(sampling_of(settings))
+    logits = LOGITS[None].clone()
+    adjust(logits, [draw])
+    probabilities = _probabilities(logits, [draw])[0]
+    assert torch.allclose(probabilities / probabilities.sum(), reference(settings), rtol=0, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_draws_follow_the_reference(settings):
+    """The counters are other positions than the one whose distribution this is; with ``min_tokens`` all of them are below it."""
+    expected = reference(settings)
+    sampling = sampling_of(
+        {**settings, "min_tokens": DRAWS + 100 if settings.get("min_tokens") else 0, "max_tokens": DRAWS + 200}
+    )
+    draws = [draw_of(sampling, position) for position in range(DRAWS)]
+    counts = torch.bincount(torch.tensor([row.token_id for row in sample(LOGITS.expand(DRAWS, -1), draws)]), minlength=VOCAB_SIZE)
+    assert not counts[expected == 0].any()
+    # Tokens that are expected less than five times are counted together.
+    rare = (expected > 0) & (expected * DRAWS < 5)
+    often = (expected > 0) & ~rare
+    seen = [*counts[often].tolist(), *([int(counts[rare].sum())] if rare.any() else [])]
+    wanted = [*(expected[often] * DRAWS).tolist(), *([float(expected[rare].sum()) * DRAWS] if rare.any() else [])]
+    assert len(seen) > 1
+    assert p_value(seen, wanted) > LEAST_P
+
+
+def test_a_mixed_batch_is_its_rows_alone():
+    """Every row has its own parameters, some rows are greedy, one is not finite, and there are more than are widened at once."""
+    draws = [draw_of(sampling_of({"seed": index, **settings})) for index, settings in enumerate([*SETTINGS, *SETTINGS])]
+    draws[3] = draw_of(sampling_of({**SETTINGS[-1], "temperature": 0.0, "logprobs": True, "top_logprobs": 3}))
+    draws[8] = draw_of(sampling_of({"temperature": 0.0}))
+    logits = torch.randn(len(draws), VOCAB_SIZE, generator=torch.Generator().manual_seed(2))
+    logits[5, 0] = math.nan
+    together = sample(logits, draws)
+    assert together == [sample(logits[row : row + 1], [draw])[0] for row, draw in enumerate(draws)]
+    assert together[5] is Undrawn.NOT_FINITE
+    assert together[8].token_id == int(logits[8].argmax())
+    logprobs = logits[3].double().log_softmax(-1)
+    assert [token_id for token_id, _ in together[3].top] == logprobs.argsort(descending=True)[:3].tolist()
+    assert together[3].logprob == pytest.approx(float(logprobs[together[3].token_id]), abs=1e-12)
+
+
+def test_penalties_are_a_function_of_prompt_and_output():
+    sampling = sampling_of({"repetition_penalty": 1.5, "frequency_penalty": 0.5})
+    grown = counts_of(sampling, PROMPT, OUTPUT[:2])
+    for token_id in OUTPUT[2:]:
+        grown.add(token_id)
+    fresh = counts_of(sampling, PROMPT, OUTPUT)
+    assert (grown.prompt, grown.output) == (fresh.prompt, fresh.output)
+    assert counts_of(sampling_of({}), PROMPT, OUTPUT) is None
+
+
+def test_masks():
+    bits = bytes([0b00000010] + [0] * 5)
+    only = Draw(sampling_of({}), 0, allowed=bits, may_end=False)
+    end = Draw(sampling_of({"stop_token_ids": (4, 999)}), 0, allowed=bytes(6))
+    never = Draw(sampling_of({"stop_token_ids": (4,), "min_tokens": 1}), 0, allowed=bytes(6))
+    drawn = sample(LOGITS.expand(3, -1), [only, end, never])
+    assert [getattr(one, "token_id", one) for one in drawn] == [1, 4, Undrawn.NOTHING_LEFT]
