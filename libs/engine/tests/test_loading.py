@@ -24,7 +24,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 
 @pytest.fixture
 def engine(clock) -> Engine:
-    return Engine(1, clock)
+    return Engine(1, clock, arena=CpuArena(num_slots=2, slot_bytes=1 << 30))
 
 
 def changed(tensors, name, dtype=None, shape=None, buffer=None):
@@ -181,5 +181,6 @@ def test_every_error_has_its_code_of_the_taxonomy():
         "deadline_exceeded",
         "conflict",
         "worker_lost",
+        "queue_full",
         "engine_failed",
     }

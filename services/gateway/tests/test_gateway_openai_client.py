@@ -238,3 +238,69 @@ async def test_one_trace_with_a_handful_of_spans(world):
     assert named["submit"].parent_id == named["stream"].parent_id == root.span_id
     assert len(spans) <= 6
     assert worker.submits
+
+
+async def test_sampling_parameters_reach_the_worker(world):
+    worker = await world.worker()
+    await world.client.chat.completions.create(
+        model="fox",
+        messages=MESSAGES,
+        presence_penalty=0.5,
+        frequency_penalty=-1.5,
+        logit_bias={"50": 7, "3": -100},
+        max_completion_tokens=40,
+        extra_body={"min_p": 0.1, "repetition_penalty": 1.3, "min_tokens": 4, "stop_token_ids": [9, 9], "ignore_eos": True},
+    )
+    sampling = worker.submits[0].sampling
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.5, -1.5, 1.3)
+    assert sampling.logit_bias == ((3, -100.0), (50, 7.0))
+    assert (sampling.min_p, sampling.min_tokens, sampling.stop_token_ids, sampling.grammar) == (0.1, 4, (9,), None)
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "text"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_schema", '{"type":"object"}'),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
+            "json_schema",
+            json.dumps(SCHEMA, separators=(",", ":")),
+        ),
+        ({"structured_outputs": {"regex": "[ab]+"}}, "regex", "[ab]+"),
+        ({"guided_json": json.dumps(SCHEMA)}, "json_schema", json.dumps(SCHEMA, separators=(",", ":"))),
+        ({"guided_choice": ["yes", "no"]}, "choice", '["yes", "no"]'),
+        ({"guided_grammar": 'start: "x"'}, "lark", 'start: "x"'),
+    ],
+)
+async def test_what_an_answer_must_look_like_reaches_the_worker(world, body, kind, text):
+    worker = await world.worker()
+    await world.client.chat.completions.create(model="fox", messages=MESSAGES, extra_body=body)
+    grammar = worker.submits[0].sampling.grammar
+    assert (grammar.kind.value, grammar.text) == (kind, text)
+    await world.client.chat.completions.create(model="fox", messages=MESSAGES, response_format={"type": "text"})
+    assert worker.submits[1].sampling.grammar is None
+
+
+async def test_the_likeliest_tokens_are_told(world):
+    a, b = world.ids("a")[0], world.ids("b")[0]
+    worker = await world.worker()
+    worker.script = lambda submit: [
+        TokenEntry(
+            request_id=submit.request_id,
+            attempt=submit.attempt,
+            seq=0,
+            token_ids=[a],
+            logprobs=[-0.5],
+            top_logprobs=[[(a, -0.5), (b, -1.5)]],
+            finish=FinishReason.LENGTH,
+        )
+    ]
+    answer = await world.client.chat.completions.create(model="fox", messages=MESSAGES, logprobs=True, top_logprobs=2)
+    (token,) = answer.choices[0].logprobs.content
+    assert [(other.token, other.logprob, other.bytes) for other in token.top_logprobs] == [("a", -0.5, [97]), ("b", -1.5, [98])]
+    assert worker.submits[0].sampling.top_logprobs == 2
+    text = await world.client.completions.create(model="fox", prompt="x", logprobs=2)
+    assert text.choices[0].logprobs.top_logprobs == [{"a": -0.5, "b": -1.5}]

@@ -481,8 +481,10 @@ class Vocabulary:
     """Where a worker has a model's tokenizer: what its grammars need to know which token writes what."""
 
     path: str
-    """Of a ``tokenizer.json``."""
+    """Of a ``tokenizer.json``. Another one may be there later."""
     eos_token_ids: tuple[int, ...] = ()
+    text_digest: Digest = Digest("")
+    """Tells it apart from those at the same place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

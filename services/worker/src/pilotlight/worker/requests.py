@@ -160,7 +160,7 @@ class RequestTable:
         if kept.logprobs is not None:
             kept.logprobs.extend(produced.logprobs or [None] * len(produced.token_ids))
         if kept.top_logprobs is not None:
-            kept.top_logprobs.extend(produced.top_logprobs or [[]] * len(produced.token_ids))
+            kept.top_logprobs.extend(produced.top_logprobs or ([] for _ in produced.token_ids))
         if produced.finish is not None:
             kept.finish, kept.code, kept.message = produced.finish, produced.code, produced.message
             self._end(kept, now_s)

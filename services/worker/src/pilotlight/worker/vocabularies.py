@@ -32,7 +32,7 @@ class Vocabularies:
         async with self._fetching:
             if digest not in self._kept:
                 data = await within(FETCH_S, self._store.get(text_key(digest)), "fetching a model's tokenizer")
-                self._kept[digest] = await asyncio.to_thread(lambda: _written(decode(data)))
+                self._kept[digest] = await asyncio.to_thread(lambda: _written(decode(data), digest))
             self._kept.move_to_end(digest)
             while len(self._kept) > KEPT:
                 os.close(self._kept.popitem(last=False)[1][0])
@@ -44,10 +44,10 @@ class Vocabularies:
             os.close(self._kept.popitem()[1][0])
 
 
-def _written(bundle: TextBundle) -> tuple[int, Vocabulary]:
+def _written(bundle: TextBundle, digest: Digest) -> tuple[int, Vocabulary]:
     """A file in memory, and how another process of this user reaches it."""
     descriptor = os.memfd_create("pilotlight-vocabulary")
     with open(descriptor, "wb", closefd=False) as file:
         file.write(bundle.tokenizer_json.encode())
     path = f"/proc/{os.getpid()}/fd/{descriptor}"
-    return descriptor, Vocabulary(path=path, eos_token_ids=bundle.generation.eos_token_ids)
+    return descriptor, Vocabulary(path=path, eos_token_ids=bundle.generation.eos_token_ids, text_digest=digest)

@@ -1,7 +1,8 @@
 """Which blocks hold which request's keys and values.
 
 A request has a block table while it runs. The table is the only owner of its blocks' references. There is one, also in a pipeline: a
-request's blocks have the same numbers in every stage. What is a function of the tokens alone, the names of full blocks, belongs to the request::
+request's blocks have the same numbers in every stage. What is a function of the tokens alone, the names of full blocks, belongs to
+the request::
 
     positions   0 ........ 16 ....... 32 ....... 48 ..... 56 ...... 64
     blocks      [ sealed   )[ sealed   )[ private  )[ private         )

@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from pilotlight.engine.errors import BadRequest
@@ -73,8 +74,11 @@ def _translated(grammar: Grammar) -> str:
         case GrammarKind.LARK:
             return LLMatcher.grammar_from_lark(grammar.text)
         case GrammarKind.CHOICE:
-            choices = json.loads(grammar.text)
-            if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
+            try:
+                choices = msgspec.json.decode(grammar.text, type=list[str])
+            except (msgspec.DecodeError, RecursionError) as error:
+                raise ValueError(f"a choice is a JSON array of strings: {error}") from error
+            if not choices:
                 raise ValueError("a choice is a JSON array of at least one string")
             return LLMatcher.grammar_from_lark(
                 "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
