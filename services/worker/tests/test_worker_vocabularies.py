@@ -1,7 +1,6 @@
 """Tokenizers for grammars: fetched once, and readable by another process."""
 
 import sys
-from pathlib import Path
 
 import anyio
 import pytest
@@ -42,6 +41,6 @@ async def test_only_some_are_kept(tmp_path, monkeypatch):
     first, second = [await known.get(bundle.digest()) for bundle in bundles]
     assert first != second, "though they may be at the same place"
     assert len(known._kept) == 1
-    assert Path(second.path).read_text() == ascii_json()
+    assert await anyio.Path(second.path).read_text() == ascii_json()
     known.close()
-    assert not Path(second.path).exists()
+    assert not await anyio.Path(second.path).exists()
