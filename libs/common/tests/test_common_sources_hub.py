@@ -136,6 +136,12 @@ def test_another_file_behind_the_same_reference_is_noticed(hub: StandinHub, pinn
         pinned.source.read(a, 8, 8)
 
 
+def test_a_place_that_does_not_name_its_content_is_refused(hub: StandinHub, pinned: PinnedSource) -> None:
+    hub.cdn.etags[sha256(DATA)] = ""
+    with pytest.raises(SourceUnavailable, match=r"does not say which content it gives \(ETag\)"):
+        pinned.source.read(large(pinned), 0, 8)
+
+
 def test_another_size_behind_the_reference_is_noticed(hub: StandinHub, pinned: PinnedSource) -> None:
     hub.cdn.blobs[sha256(DATA)] = DATA[:-1]
     with pytest.raises(SourceChanged, match=f"the file has {len(DATA) - 1} bytes now"):
@@ -159,6 +165,30 @@ def test_a_range_goes_on_where_its_connection_broke(hub: StandinHub, pinned: Pin
         f"bytes=0-{len(DATA) - 1}",
         f"bytes={len(DATA) // 2}-{len(DATA) - 1}",
     ]
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("kind", ["status", "cut", "gone"])
+def test_a_place_that_fails_is_not_asked_again(hub: StandinHub, kind: str, is_known: bool) -> None:
+    """The hub is asked again, and may refer to a server that works."""
+    with running_hub(FILES) as other:
+        pinned = sources_of(hub, hub_private_hosts="127.0.0.1").pin("hf://org/name")
+        a, failing = large(pinned), hub.cdn
+        if is_known:
+            assert pinned.source.read(a, 0, 8) == DATA[:8]
+        hub.on_asked = lambda _: setattr(hub, "cdn", other.cdn) if is_known or failing.asked else None
+        failing.on_asked = lambda _: setattr(hub, "cdn", other.cdn)
+        failing.faults.append(Fault("blobs", kind, 503, times=99))
+        if kind == "gone":
+            failing.stop()
+            hub.on_asked = lambda _: setattr(hub, "cdn", other.cdn)
+        before = len(failing.asked)
+        assert pinned.source.read(a, 8, 5000) == DATA[8:5008]
+        assert pinned.source.read(a, 8, 9) == DATA[8:17]
+        assert len(failing.asked) - before <= 1
+        assert len(other.cdn.asked) == 2
+        pinned.source.close()
+        failing.stop()
 
 
 def test_a_connection_that_stalls_is_given_up_and_made_again(hub: StandinHub, pinned: PinnedSource) -> None:

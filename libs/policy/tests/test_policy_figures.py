@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from pilotlight.policy.admission import HoldBounds, HoldFacts, admit_held
 from pilotlight.policy.cost import StageCost, group_tpot_s, group_ttft_s, share_bytes_per_s, transfer_s
-from pilotlight.policy.coverage import Moment, coverage_of, union
+from pilotlight.policy.coverage import MAX_TRANSIT_S, coverage_of, departed_s, union
 from pilotlight.policy.estimates import ColdStartSample, learn
 from pilotlight.policy.instance import ENDED, TRANSITIONS, IllegalTransition, InstanceEvent, path, step
 from pilotlight.policy.liveness import liveness_of
-from pilotlight.policy.types import DeviceKind, InstanceState, Liveness, ModelName, Phase, PhaseName
+from pilotlight.policy.types import DeviceKind, InstanceState, Liveness, ModelName, Moment, Phase, PhaseName
 
 
 def phase(name: PhaseName, start_s: float, end_s: float, offset_s: float = 0.0) -> Phase:

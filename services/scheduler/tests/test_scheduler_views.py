@@ -139,8 +139,10 @@ def test_a_drain_is_as_old_as_the_database_says_when_it_was_first_heard_of() -> 
     assert not world.hear_drains({NodeId("n0"): 5.9}, NOW_S + 1.0)
     assert world.drains(NOW_S + 1.0) == (NodeDrain(node_id=NodeId("n0"), age_s=6.0),)
     assert world.nodes(NOW_S + 1.0)[NodeId("n0")].draining
-    assert world.hear_drains({}, NOW_S + 2.0)
-    assert not world.nodes(NOW_S + 2.0)[NodeId("n0")].draining
+    assert world.hear_drains({NodeId("n0"): 0.5}, NOW_S + 2.0), "taken back and asked for again between two lists"
+    assert world.drains(NOW_S + 3.0) == (NodeDrain(node_id=NodeId("n0"), age_s=1.5),)
+    assert world.hear_drains({}, NOW_S + 3.0)
+    assert not world.nodes(NOW_S + 3.0)[NodeId("n0")].draining
 
 
 def test_the_highest_epoch_that_anybody_obeyed_is_known() -> None:

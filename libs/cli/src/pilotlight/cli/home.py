@@ -128,10 +128,6 @@ class Home:
             named = ", ".join(repr(one) for one in wrong)
             raise HomeUnusable(f"the state folder's path {str(self.root)!a} has {named} in it, which will not do")
 
-    def unusable(self, message: str) -> HomeUnusable:
-        """The error for this folder."""
-        return HomeUnusable(message)
-
     def _failed(self, error: OSError) -> PilotlightError:
         told = folder_error(self.root, "state folder", "PILOTLIGHT_HOME", error)
         return told if isinstance(told, DiskFull) else HomeUnusable(told.message)
@@ -177,13 +173,15 @@ class Home:
         return {user: self.secret(f"nats-{user}") for user in NATS_USERS}
 
     def lock(self) -> IO[str]:
-        """Claim the folder for this process; the claim ends with it.
+        """Claim the folder, made where it is missing, for this process; the claim ends with it.
 
         Raises:
-            HomeInUse: another process runs a system on it.
-            HomeUnusable: the lock's file cannot be made.
+            HomeInUse: another process runs a system on it, or restores one.
+            HomeUnusable: the folder or the lock's file cannot be made.
+            DiskFull: there is no room for it.
         """
         try:
+            self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
             handle = (self.root / "up.lock").open("a+")
         except OSError as error:
             raise self._failed(error) from error

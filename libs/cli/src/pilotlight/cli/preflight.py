@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from pilotlight.cli.home import Home
+from pilotlight.cli.home import Home, HomeUnusable
 from pilotlight.cli.own_servers import server_looks
 from pilotlight.common.errors import FolderUnusable
 from pilotlight.common.fitness import check_disk, check_files, check_folder, check_shared_memory
@@ -50,7 +50,7 @@ def look_at_home(home: Home) -> str:
     try:
         return check_folder(home.root, "state folder", "PILOTLIGHT_HOME")
     except FolderUnusable as error:
-        raise home.unusable(error.message) from error
+        raise HomeUnusable(error.message) from error
 
 
 def needed_room(home: Home, environment: Mapping[str, str]) -> tuple[int, str]:

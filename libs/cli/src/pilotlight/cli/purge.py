@@ -9,7 +9,7 @@ import os
 import shutil
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from pilotlight.cli.embedded import postgres_sockets
@@ -88,6 +88,17 @@ def remove(home: Home) -> list[str]:
     with contextlib.suppress(OSError):
         home.root.rmdir()
     return sorted(path.name for path in home.root.iterdir()) if home.root.exists() else []
+
+
+def remove_new(home: Home, before: Collection[str]) -> None:
+    """Remove what we made in a folder since it held the names ``before``, under its lock, which stays."""
+    for name in (*FOLDERS, *FILES, MARKER):
+        if name not in before:
+            _remove(home.root / name)
+    if home.models.name not in before:
+        with contextlib.suppress(OSError):
+            home.models.rmdir()
+    home.tidy()
 
 
 def outside(home: Home) -> Iterator[Path]:

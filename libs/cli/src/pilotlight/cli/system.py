@@ -76,8 +76,9 @@ class System:
         """
         for look in looks(self._home, self._options.pool_bytes, os.environ).values():
             await asyncio.to_thread(look)
-        self._home.prepare()
+        # Before anything is made: somebody may be restoring a system there.
         self._lock = self._home.lock()
+        self._home.prepare()
         check_port(self._options.host, self._options.port)
         endpoints = self.endpoints = await self._start_servers()
         # Not before: while the servers are prepared there are children of ours that the supervisor would take for orphans.

@@ -233,6 +233,10 @@ class HostPool:
         if image.ready:
             self.touch(image.digest)
 
+    def chunk_digests(self, image: PartImage) -> tuple[Digest, ...]:
+        """The digests of the chunks that were entered, in order."""
+        return tuple(self._table.read(slot).chunk_digest for slot in image.slots[: image.entered])
+
     def discard(self, image: PartImage) -> None:
         """Give an image up, ready or not. Nobody may read or write it any more."""
         self._free_slots(image.slots)

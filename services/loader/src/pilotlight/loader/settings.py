@@ -28,7 +28,8 @@ class LoaderSettings(ServiceSettings, ModelRootsSettings):
     pool_bytes: int | None = Field(
         None,
         ge=MIN_POOL_BYTES,
-        description="Size of the host pool. By default a quarter of the host's or the container's memory.",
+        description="Size of the host pool. By default a quarter of the host's or the container's memory, and at most nine tenths of "
+        "the file system that it is in (/dev/shm).",
     )
     pool_socket: Path | None = Field(None, description="Unix socket for workers. By default pool.sock in the run folder.")
     link: str = Field(

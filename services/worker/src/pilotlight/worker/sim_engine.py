@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 
-from pilotlight.common.clock import Clock, wall_offset_s
+from pilotlight.common.clock import Clock, moment_of, wall_offset_s
 from pilotlight.common.errors import EngineFailed
 from pilotlight.common.faults import Faults
 from pilotlight.common.messages.engine import (
@@ -247,6 +247,7 @@ class SimEngine:
                 running=len(self._requests) - waiting,
                 kv_free_tokens=self._kv_free_tokens(),
                 step_time_s=self._clock.monotonic_s() - start_s,
+                sampled=moment_of(self._clock),
             )
         )
 

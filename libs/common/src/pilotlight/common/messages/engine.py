@@ -2,7 +2,7 @@
 
 from pilotlight.common.messages.codec import Message
 from pilotlight.common.messages.pool import TensorPlace
-from pilotlight.policy.types import FinishReason, InstanceId, Model, Phase, RequestId, Sampling, Stage
+from pilotlight.policy.types import FinishReason, InstanceId, Model, Moment, Phase, RequestId, Sampling, Stage
 
 
 class LoadStage(Message, tag="load", frozen=True, kw_only=True):
@@ -13,6 +13,8 @@ class LoadStage(Message, tag="load", frozen=True, kw_only=True):
     stage: Stage
     device_bytes: int
     pool_path: str
+    sent: Moment | None = None
+    """The engine's part of ``init`` begins then."""
 
 
 class PlacePart(Message, tag="part", frozen=True, kw_only=True):
@@ -21,6 +23,8 @@ class PlacePart(Message, tag="part", frozen=True, kw_only=True):
     instance_id: InstanceId
     part: int
     tensors: tuple[TensorPlace, ...]
+    ready: Moment | None = None
+    """As in ``PartReady``: ``load`` of this part begins then, or with the end of what came before."""
 
 
 class UnloadStage(Message, tag="unload", frozen=True, kw_only=True):
@@ -38,6 +42,8 @@ class Run(Message, tag="run", frozen=True, kw_only=True):
     prompt_ids: list[int]
     output_ids: list[int]
     sampling: Sampling
+    sent: Moment | None = None
+    """``prefill`` of a stage's first request begins then."""
 
 
 class Abort(Message, tag="abort", frozen=True, kw_only=True):
@@ -113,6 +119,8 @@ class StepDone(Message, tag="step", frozen=True, kw_only=True):
     running: int
     kv_free_tokens: int
     step_time_s: float
+    sampled: Moment | None = None
+    """When its tokens were there: ``prefill`` ends and ``deliver`` begins then."""
 
 
 class Prefilled(Message, tag="prefilled", frozen=True, kw_only=True):
