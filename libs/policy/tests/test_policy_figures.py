@@ -54,6 +54,35 @@ def test_intervals_of_other_hosts_are_laid_on_one_axis() -> None:
     assert figures.coverage == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize(
+    ("sent", "departed"),
+    [
+        (None, 500.0),
+        (Moment(at_s=499.8, wall_offset_s=0.0), 499.8),
+        (Moment(at_s=499.8, wall_offset_s=0.04), 499.8),
+        (Moment(at_s=9.8, wall_offset_s=490.0), 499.8),
+        (Moment(at_s=500.1, wall_offset_s=0.0), 500.0),
+        (Moment(at_s=499.8, wall_offset_s=0.5), 500.0),
+        (Moment(at_s=500.0 - MAX_TRANSIT_S, wall_offset_s=0.0), 500.0 - MAX_TRANSIT_S),
+        (Moment(at_s=499.9 - MAX_TRANSIT_S, wall_offset_s=0.0), 500.0),
+        (Moment(at_s=499.8, wall_offset_s=-3600.0), 500.0),
+    ],
+    ids=[
+        "not-said",
+        "one-host",
+        "offsets-of-one-host",
+        "other-host",
+        "later",
+        "other-host-later",
+        "longest",
+        "too-long",
+        "hours",
+    ],
+)
+def test_a_phase_begins_when_its_message_left(sent: Moment | None, departed: float) -> None:
+    assert departed_s(sent, Moment(at_s=500.0, wall_offset_s=0.0)) == pytest.approx(departed)
+
+
 def test_reports_before_the_window_count_as_seconds_only() -> None:
     figures = coverage_of(
         [

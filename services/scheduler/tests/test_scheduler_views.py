@@ -24,6 +24,7 @@ from pilotlight.policy.types import (
     InstanceState,
     Liveness,
     ModelName,
+    Moment,
     NodeDrain,
     NodeId,
     Phase,
@@ -264,6 +265,25 @@ def test_a_drain_is_a_new_generation_and_readiness_is_remembered() -> None:
     assert (ready.state, ready.generation, ready.epoch, ready.served, ready.last_used_s) == (S.READY, 1, 4, True, NOW_S)
     changes = reconcile([Tracked(instance=ready)], {WorkerId("w0"): view(stages=(held(state=H.DRAINING),))}, NOW_S, RULES)
     assert moved(ready, changes[0], Epoch(4), NOW_S).generation == 2
+
+
+def test_an_instance_is_activated_from_when_its_last_stage_was_loaded() -> None:
+    stages = instance(state=S.LOADING)
+    two = replace(stages, placements=(stages.placements[0], instance(worker_id="w1").placements[0]))
+    early, late = Moment(at_s=990.0, wall_offset_s=5.0), Moment(at_s=12.0, wall_offset_s=984.0)
+
+    def loaded(*moments: Moment | None) -> Moment | None:
+        views = {
+            WorkerId(f"w{index}"): view(index, stages=(replace(held(), loaded=moment),)) for index, moment in enumerate(moments)
+        }
+        (change,) = reconcile([Tracked(instance=two)], views, NOW_S, RULES)
+        assert change.events[-1] is E.ALL_STAGES_READY
+        return change.loaded
+
+    assert loaded(early, late) == late
+    assert loaded(late, early) == late
+    assert loaded(early, None) == early
+    assert loaded(None, None) is None
 
 
 def test_use_is_read_from_reports_and_waiting() -> None:

@@ -221,13 +221,13 @@ class PostgresServer(Server):
     @property
     def url(self) -> str:
         """The database's URL without a role: what services get, each with the secret of its own role."""
-        return f"postgresql:///{DATABASE}?host={quote(str(self._sockets))}&port={POSTGRES_PORT}"
+        return f"postgresql:///{DATABASE}?port={POSTGRES_PORT}&host={quote(str(self._sockets))}"
 
     @property
     def owner_url(self) -> str:
         """The database's URL as its owner: what migrations get."""
         sockets = quote(str(self._sockets))
-        return f"postgresql://{OWNER}:{quote(self._password, safe='')}@/{DATABASE}?host={sockets}&port={POSTGRES_PORT}"
+        return f"postgresql://{OWNER}:{quote(self._password, safe='')}@/{DATABASE}?port={POSTGRES_PORT}&host={sockets}"
 
     async def start(self, deadline_s: float = START_DEADLINE_S) -> None:
         """Return when the server takes connections and the database exists.
