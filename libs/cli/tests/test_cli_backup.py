@@ -177,6 +177,14 @@ async def test_a_database_of_the_operators_own_is_not_passed_over(
     assert not (tmp_path / "file").exists()
 
 
+async def test_a_folder_that_is_not_there_is_to_be_made_first(home: Home, tmp_path: Path) -> None:
+    (home.root / "postgres" / "data").mkdir(parents=True)
+    (home.root / "postgres" / "data" / "PG_VERSION").write_text("17")
+    with pytest.raises(BackupFailed, match=f"there is no folder {tmp_path / 'none'}: make it first"):
+        await back_up(home, tmp_path / "none" / "file", as_json=True)
+    assert not (tmp_path / "none").exists()
+
+
 async def test_an_object_store_of_the_operators_own_is_named(
     home: Home, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

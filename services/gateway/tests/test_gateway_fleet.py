@@ -89,6 +89,33 @@ async def test_nobody_dies_while_the_bus_is_gone():
     assert view.fleet.instances(MODEL.name)
 
 
+async def test_a_loader_that_is_silent_is_dead_unless_nothing_can_be_heard():
+    view = View()
+    await view.fleet._on_loader_report(loader_report())
+
+    def liveness():
+        return [one.liveness for one in view.fleet.nodes()]
+
+    view.bus.connected = False
+    for _ in range(10):
+        view.clock.advance(1.0)
+        view.fleet.check()
+    view.bus.connected = True
+    view.fleet.check()
+    assert liveness() == [Liveness.ALIVE]
+    view.clock.advance(1.1)
+    assert liveness() == [Liveness.SUSPECT]
+    view.clock.advance(2.0)
+    assert liveness() == [Liveness.DEAD]
+    view.bus.connected = False
+    view.fleet.check()
+    assert liveness() == [Liveness.DEAD], "who was away before NATS was does not come back by that"
+    view.bus.connected = True
+    view.clock.advance(60.0)
+    view.fleet.check()
+    assert liveness() == []
+
+
 async def test_nobody_dies_because_this_process_stood_still():
     view = View("w0")
     await view.up("w0")

@@ -205,6 +205,8 @@ def _target(home: Home, file: Path) -> Path:
         )
     if file.exists():
         raise BackupFailed(f"{file} exists already")
+    if not file.absolute().parent.is_dir():
+        raise BackupFailed(f"there is no folder {file.absolute().parent}: make it first")
     return file.absolute()
 
 

@@ -17,6 +17,8 @@ from pilotlight.common.db.tables import OWNERS
 from pilotlight.common.errors import DiskFull, FolderUnusable, PilotlightError
 from pilotlight.common.fitness import folder_error
 
+SHARED_MEMORY = Path("/dev/shm")
+
 MAX_SOCKET_PATH_BYTES = 107
 """Longest path of a Unix socket on Linux; the longest name that we put into the run folder takes 40 of them."""
 
@@ -106,6 +108,12 @@ class Home:
             return inside
         name = hashlib.sha256(os.fsencode(self.root)).hexdigest()[:12]
         return Path(tempfile.gettempdir()) / f"pilotlight-{os.getuid()}-{name}"
+
+    @property
+    def pool_path(self) -> Path:
+        """The host pool's file: by the folder, for a copy of the folder has the node's id too, and runs on a pool of its own."""
+        name = hashlib.sha256(os.fsencode(os.path.realpath(self.root))).hexdigest()[:12]
+        return SHARED_MEMORY / f"pilotlight-home-{name}.pool"
 
     def check_name(self) -> None:
         """See that the path is one that everything in the system takes. Spaces and letters of all languages are.

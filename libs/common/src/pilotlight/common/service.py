@@ -129,8 +129,8 @@ def run_service(service: str, settings_type: type[S], build: Build[S], *, user: 
     _end_with_parent()
     try:
         settings = settings_type()
-    except ValueError as error:
-        log.error("settings are wrong", action=SETTINGS_INVALID, code=SettingsInvalid.code, error=str(error))
+    except SettingsInvalid as error:
+        log.error("settings are wrong", action=SETTINGS_INVALID, code=error.code, error=error.message, what_to_do=error.action)
         return 2
     try:
         check_files()

@@ -181,8 +181,9 @@ class Fleet:
         return tuple(self._judged(worker) for worker in self._workers.values())
 
     def nodes(self) -> tuple[NodeFacts, ...]:
-        """The last report of every loader."""
-        return tuple(node.facts for node in self._nodes.values())
+        """The last report of every loader, with its liveness by this gateway's clock."""
+        now_s = self._clock.monotonic_s()
+        return tuple(replace(node.facts, liveness=liveness_of(now_s - node.heard_s)) for node in self._nodes.values())
 
     def liveness(self, worker_id: WorkerId) -> Liveness:
         """May it get work? A worker that was never heard is suspect."""
@@ -303,6 +304,9 @@ class Fleet:
             for worker in self._workers.values():
                 if not worker.lost:
                     worker.heard_s = now_s
+            for node in self._nodes.values():
+                if liveness_of(now_s - node.heard_s) is not Liveness.DEAD:
+                    node.heard_s = now_s
             return
         for worker_id, worker in list(self._workers.items()):
             if not worker.lost and self._liveness(worker) is Liveness.DEAD:

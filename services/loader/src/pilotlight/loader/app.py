@@ -77,7 +77,7 @@ async def build(context: Context[LoaderSettings]) -> Application:
     """Build the loader.
 
     Raises:
-        Conflict: another loader holds the node's pool.
+        HostPoolTaken: another loader holds the node's pool.
         BadRequest: the pool cannot be made as the settings say.
         MachineUnfit: the state folder cannot be written to, or there is not enough shared memory.
         BusUnavailable, MessageUndecodable: nobody says which epoch is the newest.

@@ -23,7 +23,9 @@ class LoaderSettings(ServiceSettings, ModelRootsSettings):
         description="Folder for the logs of the workers that the loader spawns. `-`: they write where it does.",
     )
     pool_path: Path | None = Field(
-        None, description="File of the host pool, in shared memory or on hugetlbfs. By default /dev/shm/pilotlight-NODE.pool."
+        None,
+        description="File of the host pool, in shared memory or on hugetlbfs. By default /dev/shm/pilotlight-NODE.pool; `pilotlight up` "
+        "names it by its state folder.",
     )
     pool_bytes: int | None = Field(
         None,
