@@ -40,8 +40,9 @@ COPY migrations /tmp/migrations
 RUN --mount=type=cache,target=/var/cache/uv \
     if [ -n "${PIP_INDEX_URL}" ]; then export UV_DEFAULT_INDEX="${PIP_INDEX_URL}"; fi \
  && python tools/image_requirements.py members "${SERVICE}" | xargs uv pip install --quiet --no-deps \
- && if [ "${SERVICE}" = setup ]; then cp -r /tmp/migrations /opt/pilotlight/; fi
-COPY deploy/image /opt/pilotlight/bin/
+ && if [ "${SERVICE}" = setup ]; then cp -r /tmp/migrations /opt/pilotlight/ && chmod -R a+rX /opt/pilotlight/migrations; fi
+# Whatever the modes of the checkout: one that was made with umask 077 has files that only its owner reads.
+COPY --chmod=0755 deploy/image /opt/pilotlight/bin/
 
 FROM ${PYTHON_IMAGE}
 ARG SERVICE

@@ -125,6 +125,7 @@ async def measure(home: Home, repeats: int, link: str) -> dict[str, Any]:
         "least_coverage": {name: round(min(values), 4) for name, values in coverage.items()},
         "median_phase_s": {name: round(statistics.median(values), 4) for name, values in phases.items()},
         "raw": {name: [round(value, 4) for value in values] for name, values in figures.items()},
+        "raw_coverage": {name: [round(value, 4) for value in values] for name, values in coverage.items()},
     }
 
 

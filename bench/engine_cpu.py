@@ -102,7 +102,8 @@ def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return {
         "machine": machine(),
         "model": {"parameters": parameters, "layers": arguments.layers, "hidden": arguments.hidden, "dtype": arguments.dtype},
-        "job": {name: job[name] for name in ("prompt_tokens", "output_tokens", "threads", "repeats")} | {"rounds": arguments.rounds},
+        "job": {name: job[name] for name in ("prompt_tokens", "output_tokens", "threads", "repeats")}
+        | {"rounds": arguments.rounds},
         "versions": versions,
         "tokens_per_s": {name: {batch: round(value, 1) for batch, value in found.items()} for name, found in medians.items()},
         "ratio_to_transformers": {

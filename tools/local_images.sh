@@ -3,13 +3,14 @@
 #
 #   tools/local_images.sh            install and start the engine, build what is missing, print what is ready
 #   tools/local_images.sh status     print what is ready; exit 1 when something is missing
+#   tools/local_images.sh remove     remove the images: where a registry answers, the real ones are pulled then
 #   tools/local_images.sh stop       stop the engine that this script started, unless containers run
 #
 # For root on Debian 12 with apt-get and pip. Everything comes from Debian's and PyPI's packages. The images carry the names of the
 # ones that they stand for, and the label local-images.standin. They do less:
 #   python:3.11-slim-bookworm              Debian's Python in the official image's layout
 #   nats:2-alpine, postgres:17             the real servers, on Debian
-#   minio/minio:latest                     moto's S3: objects in memory, of a signature only the access key is looked at
+#   minio/minio:latest                     moto's S3, each object a file too; of a signature only the access key is looked at
 #   otel/opentelemetry-collector:latest    takes OTLP, prints it and writes it to `file` exporters; no processor is run
 #
 # Derived from local-images.sh, a script of the same authors and licence (Apache-2.0).
@@ -20,12 +21,18 @@ PG=17
 LOG=$STATE/dockerd.log
 BUNDLE=/etc/ssl/certs/ca-certificates.crt
 IMAGES=(python:3.11-slim-bookworm nats:2-alpine "postgres:$PG" minio/minio:latest otel/opentelemetry-collector:latest)
+declare -A MAKERS=([python:3.11-slim-bookworm]=image_python [nats:2-alpine]=image_nats ["postgres:$PG"]=image_postgres
+                   [minio/minio:latest]=image_s3 [otel/opentelemetry-collector:latest]=image_otel
+                   [debian:bookworm-slim]=debian_base [debian:trixie-slim]=debian_base)
 export DEBIAN_FRONTEND=noninteractive BUILDKIT_PROGRESS=plain PATH=$PATH:/usr/sbin:/sbin
 
 say()  { printf '%s %s\n' "[$(date +%H:%M:%S)]" "$*" >&2; }
 die()  { say "FAILED: $*"; exit 1; }
 up()   { docker version -f '{{.Server.Version}}' >/dev/null 2>&1; }
-have() { docker image inspect "$1" >/dev/null 2>&1; }
+# What the label says: by which recipe the image was made. Nothing: it is the real one.
+recipe() { declare -f "${MAKERS[$1]}" | sha256sum | cut -c1-16; }
+label()  { docker image inspect -f '{{index .Config.Labels "local-images.standin"}}' "$1" 2>/dev/null; }
+have()   { local l; l=$(label "$1") && [[ -z $l || $l == "$(recipe "$1")" ]]; }
 # The machine's own package source: taken from apt's set-up, never written down here.
 mirror()   { awk '$1=="URIs:"{print $2; exit}' /etc/apt/sources.list.d/debian.sources; }
 secmirror(){ awk '$1=="URIs:" && $2 ~ /security/{print $2; exit}' /etc/apt/sources.list.d/debian.sources; }
@@ -77,7 +84,7 @@ stop_engine() {
 # ---------------------------------------------------------------- the images
 build() {  # build TAG... from the context in $ctx
   local t args=(); for t in "$@"; do args+=(-t "$t"); done
-  docker buildx build --load --label local-images.standin=true "${args[@]}" "$ctx" \
+  docker buildx build --load --label "local-images.standin=$(recipe "$1")" "${args[@]}" "$ctx" \
     >"$STATE/build-${1//[\/:]/_}.log" 2>&1 || { tail -30 "$STATE/build-${1//[\/:]/_}.log" >&2; die "building $1"; }
 }
 ctx_new() { ctx=$STATE/ctx/$1; rm -rf "$ctx"; mkdir -p "$ctx"; }
@@ -95,7 +102,7 @@ debian_base() {  # debian:SUITE-slim out of Debian's own packages
     "$1" "$t" "deb $m $1 main" "deb $m $1-updates main" ${s:+"deb $s $1-security main"} \
     >"$STATE/mmdebstrap-$1.log" 2>&1 || { tail -20 "$STATE/mmdebstrap-$1.log" >&2; die "mmdebstrap $1"; }
   # PIP_CERT and its like: TLS may end in a CA of this machine's, which is in the bundle that was just made.
-  docker import -c "LABEL local-images.standin=true" -c 'CMD ["bash"]' \
+  docker import -c "LABEL local-images.standin=$(recipe "debian:$1-slim")" -c 'CMD ["bash"]' \
     -c 'ENV PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin' \
     -c "ENV PIP_CERT=$BUNDLE" -c "ENV SSL_CERT_FILE=$BUNDLE" -c "ENV REQUESTS_CA_BUNDLE=$BUNDLE" \
     "$t" "debian:$1-slim" >/dev/null
@@ -216,9 +223,14 @@ image_s3() {
   have minio/minio:latest && return; image_python; say "minio/minio:latest (moto)"; ctx_new s3
   cat >"$ctx/minio" <<'M'
 #!/usr/local/bin/python
-"""`minio server DIR [--address :9000]` in outline: moto's S3, minio's health addresses, and one access key that is checked."""
-import os, re, signal, sys
+"""`minio server DIR [--address :9000]` in outline: moto's S3, minio's health addresses, and one access key that is checked.
+
+moto has its objects in memory; here each is also a file below DIR before its writer is answered, and is read again at the start.
+"""
+import hashlib, os, pathlib, pickle, re, signal, sys, threading
 from urllib.parse import parse_qs
+from moto.core import DEFAULT_ACCOUNT_ID
+from moto.s3.models import s3_backends
 from moto.server import MotoRequestHandler, create_backend_app
 from werkzeug.serving import run_simple
 
@@ -233,6 +245,33 @@ for i, a in enumerate(args):
         address = a.split("=", 1)[1] if "=" in a else args[i + 1]
 KEY = os.environ.get("MINIO_ROOT_USER", "minioadmin")
 backend = create_backend_app("s3")
+objects = s3_backends[DEFAULT_ACCOUNT_ID]["aws"]
+folder = pathlib.Path(args[1])
+kept = {}
+writing = threading.Lock()
+
+def load():
+    for path in sorted(folder.glob("bucket-*")):
+        bucket = objects.create_bucket(path.name.removeprefix("bucket-"), "us-east-1")
+        for file in path.glob("*.object"):
+            item = kept[file] = pickle.loads(file.read_bytes())
+            bucket.keys[item.name] = item
+
+def keep():
+    there = {}
+    for name, bucket in objects.buckets.items():
+        path = folder / f"bucket-{name}"
+        path.mkdir(exist_ok=True)
+        there |= {path / (hashlib.sha256(key.encode()).hexdigest() + ".object"): item for key, item in bucket.keys.items()}
+    for file in kept.keys() - there.keys():
+        file.unlink()
+        del kept[file]
+    for file, item in there.items():
+        if kept.get(file) is not item:
+            new = file.with_suffix(".new")
+            new.write_bytes(pickle.dumps(item))
+            new.rename(file)
+            kept[file] = item
 
 def app(env, start):
     if env["PATH_INFO"].startswith("/minio/health/"):
@@ -246,8 +285,14 @@ def app(env, start):
         body = b"<?xml version='1.0' encoding='UTF-8'?><Error><Code>InvalidAccessKeyId</Code><Message>The Access Key Id you provided does not exist in our records.</Message></Error>"
         start("403 Forbidden", [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
         return [body]
-    return backend(env, start)
+    if env["REQUEST_METHOD"] in ("GET", "HEAD"):
+        return backend(env, start)
+    with writing:
+        answer = backend(env, start)
+        keep()
+    return answer
 
+load()
 host, port = address.rsplit(":", 1)
 run_simple(host or "0.0.0.0", int(port), app, threaded=True, request_handler=MotoRequestHandler)
 M
@@ -346,7 +391,16 @@ status() {
   return $rc
 }
 
-if [[ ${1:-all} == status ]]; then status; exit; fi
+remove() {  # only what is made here: not a real image of the same name, and not what was built on one
+  local i l names=()
+  for i in "${!MAKERS[@]}"; do if l=$(label "$i") && [[ $l ]]; then names+=("$i"); fi; done
+  [[ ${#names[@]} == 0 ]] || { say "removing what was made here: ${names[*]}"; docker rmi "${names[@]}" >/dev/null; }
+}
+
+case ${1:-all} in
+  status) status; exit ;;
+  remove) remove; exit ;;
+esac
 [[ $(id -u) == 0 && -f /etc/apt/sources.list.d/debian.sources ]] || die "this needs root, and Debian 12"
 mkdir -p "$STATE"
 exec 9>"$STATE/lock"; flock 9                         # two callers take turns

@@ -9,6 +9,7 @@ engine()   { docker version -f '{{.Server.Version}}' >/dev/null 2>&1 && docker c
 registry() { timeout 20 docker manifest inspect nats:2-alpine >/dev/null 2>&1; }
 
 if engine && registry; then
+  tools/local_images.sh remove  # they have the names of real images, and would be taken for them
   export COMPOSE_FILE=docker-compose.yml
 else
   if engine; then echo "No registry answers: running with images made here." >&2

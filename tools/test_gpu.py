@@ -122,12 +122,13 @@ def driver(left_s: float) -> tuple[Any, Any]:
 def environment(bundle: Path | None, prefix: Path, left_s: float) -> tuple[Any, Any]:
     """A Python that has what the tests need: one that is there, or one installed from the archive."""
     looked_at: list[str] = []
+    end_s = now_s() + left_s
     if bundle is None:
         folder = Path(os.environ.get("VENV") or ROOT / ".venv")
         for candidate in dict.fromkeys([str(folder.absolute() / "bin" / "python"), sys.executable]):
-            missing = missing_in(candidate)
+            missing = missing_in(candidate, end_s - now_s())
             if not missing:
-                return candidate, {"python": candidate, "version": version_of(candidate), "installed_from": None}
+                return candidate, {"python": candidate, "version": version_of(candidate, end_s - now_s()), "installed_from": None}
             looked_at.append(f"{candidate} {missing}")
         bundle = newest_bundle()
     if bundle is None:
@@ -139,14 +140,14 @@ def environment(bundle: Path | None, prefix: Path, left_s: float) -> tuple[Any, 
     if not (bundle / "install.sh").is_file():
         raise CheckFailed(f"{bundle} is no folder that `make bundle` made: there is no install.sh in it")
     plain = {**os.environ, "PYTHON": os.environ.get("PYTHON") or sys.executable}
-    done = finish(["sh", str(bundle / "install.sh"), str(prefix), "--with-tests"], left_s, plain)
+    done = finish(["sh", str(bundle / "install.sh"), str(prefix), "--with-tests"], end_s - now_s(), plain)
     print(done.stdout + done.stderr, file=sys.stderr, flush=True)
     if done.returncode != 0:
         raise CheckFailed(tail(done))
     python = str(prefix.absolute() / "current" / "bin" / "python")
-    if missing := missing_in(python):
+    if missing := missing_in(python, end_s - now_s()):
         raise CheckFailed(f"installed, but {python} {missing}")
-    return python, {"python": python, "version": version_of(python), "installed_from": str(bundle)}
+    return python, {"python": python, "version": version_of(python, end_s - now_s()), "installed_from": str(bundle)}
 
 
 def newest_bundle() -> Path | None:
@@ -155,18 +156,18 @@ def newest_bundle() -> Path | None:
     return max((path.parent for path in found), key=lambda path: path.stat().st_mtime, default=None)
 
 
-def missing_in(python: str) -> str:
+def missing_in(python: str, left_s: float) -> str:
     """What keeps a Python from running the tests; empty when nothing does. torch has a check of its own."""
     if not Path(python).is_file():
         return "is not there"
     code = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)"
-    told = finish([python, "-c", code, *NEEDED], PROBE_S, with_sources(os.environ))
+    told = finish([python, "-c", code, *NEEDED], min(PROBE_S, left_s), with_sources(os.environ))
     return "" if told.returncode == 0 else f"lacks something: {told.stderr.strip().splitlines()[-1:] or ['?']}"
 
 
-def version_of(python: str) -> str:
+def version_of(python: str, left_s: float) -> str:
     """Its version."""
-    return finish([python, "-c", "import platform; print(platform.python_version())"], PROBE_S).stdout.strip()
+    return finish([python, "-c", "import platform; print(platform.python_version())"], min(PROBE_S, left_s)).stdout.strip()
 
 
 def torch_of(python: str, left_s: float) -> tuple[Any, Any]:

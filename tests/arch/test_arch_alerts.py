@@ -44,6 +44,9 @@ HEALTHY = {
     'pilotlight_requests_total{model="m",status="cancelled",service="gateway",process="1"}': "0+2",
     'pilotlight_requests_total{model="m",status="worker_lost",service="gateway",process="1"}': "0",
     'pilotlight_requests_total{model="m",status="too_many_held",service="gateway",process="1"}': "0",
+    'pilotlight_requests_total{model="rare",status="ok",service="gateway",process="1"}': "5",
+    'pilotlight_requests_total{model="rare",status="worker_lost",service="gateway",process="1"}': "0",
+    'pilotlight_requests_total{model="rare",status="no_capacity",service="gateway",process="1"}': "0",
     'pilotlight_first_tokens_total{model="m",met="true",service="gateway",process="1"}': "0+10",
     'pilotlight_first_tokens_total{model="m",met="false",service="gateway",process="1"}': "0",
     'pilotlight_held_requests{service="gateway",process="1"}': "0",
@@ -66,6 +69,8 @@ CASES: list[tuple[str, Broken, int, set[str]]] = [
     ("gateway down for moments", {"pilotlight_": GONE, "up": "0"}, 45, set()),
     ("requests fail", {'pilotlight_requests_total{model="m",status="worker_lost"': "0+1"}, 450, {"PilotlightRequestsFail"}),
     ("one request failed", {'pilotlight_requests_total{model="m",status="worker_lost"': "1"}, 150, set()),
+    ("one request of a rare model failed", {'pilotlight_requests_total{model="rare",status="worker_lost"': "1"}, 150, set()),
+    ("one request of a rare model was refused", {'pilotlight_requests_total{model="rare",status="no_capacity"': "1"}, 600, set()),
     ("no room", {'pilotlight_requests_total{model="m",status="too_many_held"': "0+4"}, 600, {"PilotlightRequestsRefused"}),
     (
         "requests wait",
@@ -205,6 +210,7 @@ def test_failures_and_refusals_are_those_of_the_taxonomy() -> None:
 
 
 def matched_by(alert: str, codes: set[str]) -> set[str]:
-    found = re.search(r'status=~"([^"]+)"', RULES[alert]["expr"])
-    assert found is not None
-    return {code for code in codes if re.fullmatch(found[1], code)}
+    found = set(re.findall(r'status=~"([^"]+)"', RULES[alert]["expr"]))
+    # The share and the number are of the same codes.
+    (pattern,) = found
+    return {code for code in codes if re.fullmatch(pattern, code)}

@@ -100,6 +100,19 @@ def test_setup_fills_every_folder_of_secrets() -> None:
     assert set(made[1].split()) == mounted
 
 
+def test_a_volume_keeps_the_owner_that_setup_gives_it() -> None:
+    made = {volume.split(":")[0] for volume in SERVICES["setup"]["volumes"] if "/volumes/data/" in volume}
+    used = [volume.split(":") for name in SERVICES.keys() - {"setup"} for volume in SERVICES[name].get("volumes", [])]
+    assert {source for source, *_ in used} >= made == {"nats-data", "s3-data", "spans"}
+    assert all(options == ["nocopy"] for source, _, *options in used if source in made)
+
+
+def test_images_do_not_take_the_modes_of_the_checkout() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    assert "COPY --chmod=0755 deploy/image /opt/pilotlight/bin/" in text
+    assert "chmod -R a+rX /opt/pilotlight/migrations" in text
+
+
 def test_no_secret_in_the_environment() -> None:
     for name, service in SERVICES.items():
         for variable, value in service.get("environment", {}).items():
@@ -161,6 +174,8 @@ def test_images_are_of_a_named_version_and_can_be_replaced() -> None:
 def test_what_may_be_set_is_told() -> None:
     told = (ROOT / "docs/operations.md").read_text()
     asked = set(re.findall(r"\$\{([A-Z0-9_]+)", (ROOT / "docker-compose.yml").read_text()))
+    asked |= {name for service in SERVICES.values() for name, value in service.get("environment", {}).items() if value is None}
+    assert "PILOTLIGHT_POOL_BYTES" in asked
     assert not {name for name in asked if f"`{name}`" not in told}
 
 

@@ -6,8 +6,10 @@ import signal
 import socket
 from collections.abc import AsyncGenerator
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import nats.errors
 import pytest
 
 from pilotlight.cli.embedded import NatsServer
@@ -512,6 +514,22 @@ async def test_a_frozen_server_is_noticed_and_nothing_is_lost(own_server: NatsSe
         assert bus.client.stats["reconnects"] == 0
     finally:
         await bus.close()
+
+
+@pytest.mark.parametrize("anyio_backend", [("asyncio", {"use_uvloop": True})], ids=["uvloop"])
+async def test_a_connection_that_ends_under_a_question_ends_nothing_else(own_server: NatsServer) -> None:
+    """For one turn of the loop nats-py writes to what is closed already: that is a lost connection as any other."""
+    bus = await NatsBus.connect(BusSettings(nats_url=own_server.url), user="test", name="aborted")
+    transport: Any = bus.client._transport
+    pulse = bus.task
+    assert pulse is not None
+    transport._io_writer.transport.abort()
+    with pytest.raises(nats.errors.Error):
+        await bus._pulse.round_trip(DEADLINE_S)
+    await until(lambda: bus.connected and bus.client.stats["reconnects"] == 1, deadline_s=DEADLINE_S)
+    assert not pulse.done()
+    await bus.close()
+    assert pulse.done()
 
 
 async def test_a_server_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ async def database(database_settings: DatabaseSettingsOf) -> AsyncGenerator[Data
 
 def pruner(database: Database, *rules: Keep, clock: Any = None, registry: CollectorRegistry | None = None) -> Pruner:
     metrics = PruneMetrics(registry or CollectorRegistry())
-    return Pruner(rules, database.unit_of_work, clock or SystemClock(), metrics, interval_s=0.01)
+    return Pruner(rules, database, clock or SystemClock(), metrics, interval_s=0.01)
 
 
 async def add_usage(database: Database, *ages_days: float) -> None:
@@ -108,6 +108,7 @@ async def test_a_clock_that_is_ahead_deletes_nothing_that_is_young(database: Dat
 
 async def test_surplus_rows_go_the_oldest_first_in_batches(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retention_module, "BATCH_ROWS", 3)
+    monkeypatch.setattr(retention_module, "LOOK_BATCHES", 2)
     await add_usage(database, *(float(age) for age in range(20)))
     registry = CollectorRegistry()
     ours = pruner(database, Keep(at=tables.usage.c.at, days=365, max_rows=6), registry=registry)
@@ -119,7 +120,8 @@ async def test_surplus_rows_go_the_oldest_first_in_batches(database: Database, m
 
 async def test_a_pass_is_bounded(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retention_module, "BATCH_ROWS", 2)
-    monkeypatch.setattr(retention_module, "MAX_BATCHES", 3)
+    monkeypatch.setattr(retention_module, "LOOK_BATCHES", 3)
+    monkeypatch.setattr(retention_module, "MAX_LOOKS", 1)
     await add_usage(database, *(float(100 + age) for age in range(10)))
     ours = pruner(database, Keep(at=tables.usage.c.at, days=10))
     assert [await ours.prune(), await ours.prune(), await ours.prune()] == [6, 4, 0]
@@ -130,6 +132,24 @@ async def test_only_rows_that_may_go_go(database: Database) -> None:
     rule = Keep(at=tables.usage.c.at, days=10, only=tables.usage.c.request_id != "200")
     assert await pruner(database, rule).prune() == 1
     assert await kept(database) == ["200"]
+
+
+async def test_locks_are_held_for_deletions_alone(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a fenced owner's deletions hold others wait for: looking for rows may take long, and must hold nothing."""
+    monkeypatch.setattr(retention_module, "BATCH_ROWS", 2)
+    await add_usage(database, 0, 5, 100, 200, 300)
+    begun = 0
+
+    def unit_of_work() -> Any:
+        nonlocal begun
+        begun += 1
+        return database.unit_of_work()
+
+    rules = (Keep(at=tables.usage.c.at, days=10, max_rows=2),)
+    metrics = PruneMetrics(CollectorRegistry())
+    ours = Pruner(rules, database, SystemClock(), metrics, interval_s=0.01, unit_of_work=unit_of_work)
+    assert (await ours.prune(), begun) == (3, 2)
+    assert (await ours.prune(), begun) == (0, 2)
 
 
 async def test_spans_have_a_key_of_two(database: Database) -> None:
@@ -185,7 +205,8 @@ async def test_pruning_goes_on_after_an_outage(database: Database) -> None:
         return database.unit_of_work()
 
     registry = CollectorRegistry()
-    ours = Pruner((Keep(at=tables.usage.c.at, days=10),), unit_of_work, SystemClock(), PruneMetrics(registry), interval_s=0.01)
+    rules = (Keep(at=tables.usage.c.at, days=10),)
+    ours = Pruner(rules, database, SystemClock(), PruneMetrics(registry), interval_s=0.01, unit_of_work=unit_of_work)
     pruning = asyncio.create_task(ours.prune_for_ever())
 
     async def empty() -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from embedded_system import DEADLINE_S, ROOT, RunningSystem, pilotlight, running
 
+from pilotlight.cli.home import Home
 from pilotlight.common.clock import SystemClock
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -156,8 +157,16 @@ def test_a_stopped_system_is_backed_up_too(folder: Path) -> None:
     assert command(home, "backup", str(copy))["bytes"] > 0
     other = folder / "other"
     assert command(other, "restore", str(copy))["restored"]
-    with running(other, "--worker-kind", "sim") as system:
+    # It runs beside the system that it is a copy of, and what is removed is its own alone.
+    with running(home, "--worker-kind", "sim") as first, running(other, "--worker-kind", "sim") as system:
         assert [model["name"] for model in system.cli("model", "list")["models"]] == ["ember-7m"]
+        assert nodes_of(system).keys() == nodes_of(first).keys()
+        pools = [Home(one).pool_path for one in (home, other)]
+        assert all(pool.is_file() for pool in pools)
+        assert system.cli("down", "--purge", "--yes")["purged"]
+        assert system.process.wait(DEADLINE_S) == 0
+        assert [pool.exists() for pool in pools] == [True, False]
+        assert ask(first)
 
 
 @contextlib.contextmanager
@@ -171,6 +180,7 @@ def second_node(system: RunningSystem, folder: Path) -> Iterator[subprocess.Pope
     environment |= {f"PILOTLIGHT_{name}_DIR": str(folder / name.lower()) for name in ("RUN", "STATE", "LOG")}
     environment.pop("NOTIFY_SOCKET", None)
     environment.pop("PILOTLIGHT_END_WITH_PARENT", None)
+    environment.pop("PILOTLIGHT_POOL_PATH", None)
     for name in ("run", "state", "log"):
         (folder / name).mkdir(exist_ok=True, parents=True)
     with (folder / "loader.log").open("ab") as log:

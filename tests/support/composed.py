@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -70,12 +70,15 @@ class Composed:
     """One project."""
 
     project: str
-    port: int
     environment: Mapping[str, str] = field(repr=False)
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://127.0.0.1:{self.environment['PILOTLIGHT_PORT']}"
+
+    def but(self, **settings: str) -> "Composed":
+        """The same project with other settings, for what is started from now on."""
+        return replace(self, environment={**self.environment, **settings})
 
     def compose(self, *arguments: str, deadline_s: float = DEADLINE_S, check: bool = True) -> str:
         return run("docker", "compose", *arguments, environment=self.environment, deadline_s=deadline_s, check=check)
@@ -149,31 +152,58 @@ def _hex(trace_id: str) -> str:
     return trace_id if len(trace_id) == 32 else base64.b64decode(trace_id).hex()
 
 
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def inherited() -> dict[str, str]:
+    """The environment without what its owner has set for a system of his own: what images are made of may be set."""
+    files = os.environ.get("COMPOSE_FILE", "docker-compose.yml").split(os.pathsep)
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name.endswith(("_WHEELS", "_IMAGE")) or not name.startswith(("PILOTLIGHT_", "COMPOSE_"))
+    }
+    # No .env either; and the same files from whatever folder commands are typed in.
+    return {**kept, "COMPOSE_ENV_FILES": os.devnull, "COMPOSE_FILE": os.pathsep.join(str(ROOT / file) for file in files)}
+
+
+def _up(system: Composed) -> Composed:
+    """Start it: once more on another port where somebody has taken its own since it was found free."""
+    try:
+        system.up()
+    except AssertionError as error:
+        if not any(taken in str(error) for taken in ("port is already allocated", "address already in use")):
+            raise
+        system = system.but(PILOTLIGHT_PORT=free_port())
+        system.up()
+    return system
+
+
 @contextmanager
 def composed() -> Iterator[Composed]:
     """Build and start everything under a name of its own, and leave nothing behind."""
     name = f"pilotlight-test-{os.getpid()}"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
     settings = {
         "COMPOSE_PROJECT_NAME": name,
         "PILOTLIGHT_TAG": name,
-        "PILOTLIGHT_PORT": str(port),
+        "PILOTLIGHT_PORT": free_port(),
         "PILOTLIGHT_SHM_SIZE": "512m",
         "PILOTLIGHT_MODELS": str(ROOT / "models"),
         "PILOTLIGHT_MODEL_ROOTS": f"/models,{BUCKET}/models",
     }
-    system = Composed(project=name, port=port, environment={**os.environ, **settings})
+    system = Composed(project=name, environment={**inherited(), **settings})
     try:
         system.compose("build", "--quiet", deadline_s=BUILD_DEADLINE_S)
         try:
-            system.up()
+            system = _up(system)
         except AssertionError:
             sys.stderr.write(system.compose("logs", "--tail", "20", check=False))
             raise
         yield system
     finally:
         system.compose("down", "--volumes", "--remove-orphans", "--timeout", "5", deadline_s=2 * DEADLINE_S, check=False)
-        images = run("docker", "images", "--quiet", "--filter", f"reference=pilotlight-*:{name}").split()
+        images = run("docker", "images", "--quiet", "--filter", f"reference=pilotlight-*:{name}*").split()
         run("docker", "rmi", "--force", *dict.fromkeys(images), check=False)

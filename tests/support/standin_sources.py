@@ -253,10 +253,13 @@ class StandinCdn(Standin):
         data = self.blobs.get(digest)
         if parse_qs(parts.query).get("season") != [str(self._season)] or data is None:
             request.send(403, b"<Error>expired</Error>")
-        elif self.ranges:
-            request.send_range(data, {"ETag": self.etags.get(digest, f'"cdn-{digest[:16]}"')})
+            return
+        etag = self.etags.get(digest, f'"cdn-{digest[:16]}"')
+        told = {"ETag": etag} if etag else {}
+        if self.ranges:
+            request.send_range(data, told)
         else:
-            request.send(200, data)
+            request.send(200, data, told)
 
 
 class StandinS3(Standin):

@@ -1,6 +1,8 @@
 """The command line: errors of the gateway and of the way to it, help, and JSON in every case."""
 
 import json
+import socket
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 
 from pilotlight.cli.client import AdminClient, SystemNotRunning
+from pilotlight.cli.demo_model import ensure_demo_model
 from pilotlight.cli.home import Home
 from pilotlight.cli.main import run
 from pilotlight.cli.output import show_error
@@ -234,6 +237,79 @@ def test_a_wrong_port_in_the_environment(port: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PILOTLIGHT_PORT", port)
     assert run(["doctor", "--json"]) == 1
     assert "PILOTLIGHT_PORT" in out(capsys)["error"]["message"]
+
+
+def test_doctor_looks_at_the_port_of_the_system_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PILOTLIGHT_HOME", str(tmp_path))
+    monkeypatch.delenv("PILOTLIGHT_PORT", raising=False)
+
+    def port_looked_at(*arguments: str) -> str:
+        run(["doctor", "--json", *arguments])
+        (found,) = [one["found"] for one in out(capsys)["checks"] if one["name"] == "port"]
+        return found
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        Home(tmp_path).announce(f"http://127.0.0.1:{port}")
+        assert port_looked_at().startswith(f"{port} is in use by process")
+        assert "127.0.0.1:1" in port_looked_at("--port", "1")
+        monkeypatch.setenv("PILOTLIGHT_PORT", "1")
+        assert "127.0.0.1:1" in port_looked_at()
+
+
+def test_the_demo_model_is_registered_once(gateway: Scripted) -> None:
+    gateway.answer("GET /models/ember-7m", MODEL)
+    with AdminClient(gateway.url, "the-key") as client:
+        ensure_demo_model(client)
+        assert [route for route, _, _ in gateway.seen] == ["GET /models/ember-7m"]
+        gateway.refuse("GET /models/ember-7m", 404, "model_not_found")
+        gateway.refuse("POST /models", 409, "already_exists")
+        ensure_demo_model(client)
+        assert [route for route, _, _ in gateway.seen][1:] == ["GET /models/ember-7m", "POST /models"]
+
+
+def test_what_up_refuses_before_it_makes_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = tmp_path / "home"
+    monkeypatch.setenv("PILOTLIGHT_HOME", str(home))
+
+    def refused(*arguments: str) -> dict[str, str]:
+        assert run(["up", "--json", *arguments]) == 1
+        assert not home.exists()
+        return out(capsys)["error"]
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        taken = str(listener.getsockname()[1])
+        assert refused("--port", taken)["code"] == "port_taken"
+        with monkeypatch.context() as without:
+            without.setitem(sys.modules, "torch", None)
+            told = refused("--port", taken)
+            assert (told["code"], "torch" in told["message"]) == ("machine_unfit", True)
+            assert "--worker-kind sim" in told["what_to_do"]
+            assert refused("--port", taken, "--worker-kind", "sim")["code"] == "port_taken"
+            assert run(["demo", "--json"]) == 1
+            assert out(capsys)["error"] == told
+            assert not home.exists()
+        for name, value in (("POOL_BYTES", "lots"), ("SIM_DECODE_STEP_S", "-1"), ("SPANS_KEEP_DAYS", "x"), ("EVENTS_BYTES", "y")):
+            with monkeypatch.context() as wrong:
+                wrong.setenv(f"PILOTLIGHT_{name}", value)
+                told = refused("--port", taken)
+                assert told["code"] == "settings_invalid"
+                assert told["message"].startswith(f"PILOTLIGHT_{name}: ")
+                assert told["message"].endswith(f", not {value!r}")
+
+
+def test_a_port_that_is_taken_leaves_a_folder_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PILOTLIGHT_HOME", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        assert run(["up", "--json", "--port", str(listener.getsockname()[1])]) == 1
+    assert out(capsys)["error"]["code"] == "port_taken"
+    assert [path.name for path in tmp_path.iterdir()] == ["up.lock"]
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ from pilotlight.cli.output import show_table
 from pilotlight.cli.plan import SERVICES, Endpoints, SystemOptions, child_specs
 from pilotlight.cli.system import System
 from pilotlight.cli.waterfall import bars_of, draw
-from pilotlight.common.errors import NotFound
+from pilotlight.common.errors import BadRequest, NotFound
 
 ENDPOINTS = Endpoints(nats_url="nats://n", database_url="postgresql:///d", object_store_url="file:///o")
 
@@ -49,6 +49,7 @@ def test_every_check_says_what_to_do(home: Home) -> None:
     checks = examine(home, "127.0.0.1", 1)
     assert {
         "state folder",
+        "settings",
         "port",
         "shared memory",
         "shared memory to work with",
@@ -154,12 +155,15 @@ def test_a_trace_shows_each_span_once_and_failures_in_red(capsys: pytest.Capture
 
     class Trace:
         def get(self, path: str) -> dict[str, Any]:
-            assert path == "/traces/a%2Fb"
+            assert path == f"/traces/{'0a' * 16}"
             spans = [span(2, 1, "POST [/v1]"), span(1, None, "root"), span(3, 2, "lost", "worker_lost"), span(4, 99, "late")]
             return {"spans": spans, "cold_starts": []}
 
     client: Any = Trace()
-    assert traces.show(client, "a/b", as_json=False) == 0
+    for wrong in ("00", "0A" * 16, "a/b", "0" * 33):
+        with pytest.raises(BadRequest, match="32 hex digits"):
+            traces.show(client, wrong, as_json=False)
+    assert traces.show(client, "0a" * 16, as_json=False) == 0
     text = capsys.readouterr().out
     assert [text.count(name) for name in ("root", "POST [/v1]", "lost", "late")] == [1, 1, 1, 1]
     tree = traces._tree([span(1, None, "root"), span(3, 1, "lost", "worker_lost")], 80)
@@ -253,6 +257,16 @@ def test_the_users_model_roots_are_kept(home: Home) -> None:
     assert environments(home, options)["gateway"]["PILOTLIGHT_MODEL_ROOTS"] == f"{home.models},/demo"
     theirs = environments(home, options, PILOTLIGHT_MODEL_ROOTS="/data,/more")
     assert {own["PILOTLIGHT_MODEL_ROOTS"] for own in theirs.values()} == {"/data,/more,/demo"}
+
+
+def test_a_copy_of_the_folder_has_a_pool_of_its_own(home: Home, tmp_path: Path) -> None:
+    def pool(where: Path, **environment: str) -> str:
+        return environments(Home(where), SystemOptions(), **environment)["loader"]["PILOTLIGHT_POOL_PATH"]
+
+    (tmp_path / "link").symlink_to(home.root)
+    assert pool(home.root) == pool(tmp_path / "link") == str(home.pool_path) != pool(tmp_path / "copy")
+    assert pool(home.root, PILOTLIGHT_POOL_PATH="/mine") == "/mine"
+    assert pool(home.root, PILOTLIGHT_POOL_PATH="") == str(home.pool_path)
 
 
 @pytest.mark.parametrize(

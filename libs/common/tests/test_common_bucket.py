@@ -8,7 +8,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from standin_sources import ACCESS_KEY, SECRET_KEY, Fault, Standin
 
-from pilotlight.common.bucket import ensure_bucket
+from pilotlight.common.bucket import _first_line, ensure_bucket
 from pilotlight.common.errors import SourceUnavailable
 from pilotlight.common.settings import S3Settings
 
@@ -75,3 +75,8 @@ def test_a_refusal_is_said_at_once(server: Buckets, tmp_path: Path) -> None:
 def test_a_folder_has_no_bucket(server: Buckets, tmp_path: Path) -> None:
     assert not ensured(server, tmp_path, "file:///var/lib/objects")
     assert server.asked == []
+
+
+def test_an_error_that_says_nothing_is_named() -> None:
+    assert _first_line(TimeoutError()) == "TimeoutError"
+    assert _first_line(OSError("one\ntwo")) == "one"

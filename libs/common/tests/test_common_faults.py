@@ -1,6 +1,6 @@
 import pytest
-from pydantic import ValidationError
 
+from pilotlight.common.errors import SettingsInvalid
 from pilotlight.common.faults import Faults
 from pilotlight.common.settings import ServiceSettings
 
@@ -18,5 +18,5 @@ async def test_delays_are_at_their_points_alone() -> None:
 def test_a_wrong_setting_is_refused_at_start(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         Faults.parse(text)
-    with pytest.raises(ValidationError):
+    with pytest.raises(SettingsInvalid, match="PILOTLIGHT_FAULTS"):
         ServiceSettings(faults=text)

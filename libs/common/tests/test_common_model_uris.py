@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pilotlight.common.errors import SourceMissing, UriNotAllowed
+from pilotlight.common.errors import SettingsInvalid, SourceMissing, UriNotAllowed
 from pilotlight.common.model_roots import ModelRoots, ModelRootsSettings
 from pilotlight.common.model_uris import FolderUri, HubUri, S3Uri, parse_uri
 
@@ -132,7 +132,7 @@ def test_roots(roots: str, allowed: list[str], refused: list[str]) -> None:
     "root", ["s3://", "s3://Bucket", "s3://bucket/../x", "hf://a/b/c", "hf://..", "http://x", "gs://bucket", "file://x"]
 )
 def test_odd_roots_are_refused_at_start(root: str) -> None:
-    with pytest.raises(ValueError, match="PILOTLIGHT_MODEL_ROOTS"):
+    with pytest.raises(SettingsInvalid, match="PILOTLIGHT_MODEL_ROOTS"):
         ModelRootsSettings(model_roots=f"/models,{root}")
 
 

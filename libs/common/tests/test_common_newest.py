@@ -13,9 +13,21 @@ def test_a_new_life_counts_anew_and_the_last_one_is_over() -> None:
     newest = Newest()
     assert newest.is_news("w", "a", 9)
     assert newest.is_news("w", "b", 1)
-    assert not newest.is_news("w", "a", 10)
+    assert not newest.is_news("w", "a", 9)
+    assert not newest.is_news("w", "a", 8)
     assert not newest.is_news("w", "b", 1)
     assert newest.is_news("w", "b", 2)
+
+
+def test_a_late_message_of_an_earlier_life_does_not_silence_the_living() -> None:
+    newest = Newest()
+    said = [("b", 1), ("a", 900), ("b", 2), ("b", 3), ("a", 900), ("a", 899), ("b", 3), ("b", 4)]
+    assert [newest.is_news("w", *one) for one in said] == [True, True, True, True, False, False, False, True]
+
+
+def test_lives_of_a_release_that_does_not_count_silence_nobody() -> None:
+    newest = Newest()
+    assert all(newest.is_news("w", life, 0) for life in ("b", "a", "b", "b"))
 
 
 def test_a_release_that_does_not_count_is_always_heard() -> None:

@@ -114,3 +114,15 @@ async def test_background_tasks_are_ended() -> None:
     await background.stop()
     assert task.cancelled()
     assert not background.failed.done()
+
+
+@pytest.mark.anyio
+async def test_a_task_that_was_begun_before_ends_the_process_too() -> None:
+    import asyncio
+
+    async def fails() -> None:
+        raise KeyError("gone")
+
+    background = Background()
+    background.own(asyncio.create_task(fails(), name="early"))
+    assert await asyncio.wait_for(background.failed, 5.0) == "early: KeyError('gone')"

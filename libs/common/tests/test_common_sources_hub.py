@@ -136,6 +136,12 @@ def test_another_file_behind_the_same_reference_is_noticed(hub: StandinHub, pinn
         pinned.source.read(a, 8, 8)
 
 
+def test_a_place_that_does_not_name_its_content_is_refused(hub: StandinHub, pinned: PinnedSource) -> None:
+    hub.cdn.etags[sha256(DATA)] = ""
+    with pytest.raises(SourceUnavailable, match=r"does not say which content it gives \(ETag\)"):
+        pinned.source.read(large(pinned), 0, 8)
+
+
 def test_another_size_behind_the_reference_is_noticed(hub: StandinHub, pinned: PinnedSource) -> None:
     hub.cdn.blobs[sha256(DATA)] = DATA[:-1]
     with pytest.raises(SourceChanged, match=f"the file has {len(DATA) - 1} bytes now"):
@@ -159,6 +165,29 @@ def test_a_range_goes_on_where_its_connection_broke(hub: StandinHub, pinned: Pin
         f"bytes=0-{len(DATA) - 1}",
         f"bytes={len(DATA) // 2}-{len(DATA) - 1}",
     ]
+
+
+@pytest.mark.parametrize(("kind", "known"), [("status", True), ("cut", True), ("gone", True), ("cut", False)])
+def test_a_place_that_fails_is_not_asked_again(hub: StandinHub, kind: str, known: bool) -> None:
+    """The hub is asked again, and may refer to a server that works."""
+    with running_hub(FILES) as other:
+        pinned = sources_of(hub, hub_private_hosts="127.0.0.1").pin("hf://org/name")
+        a, failing = large(pinned), hub.cdn
+        if known:
+            assert pinned.source.read(a, 0, 8) == DATA[:8]
+            hub.cdn = other.cdn
+        else:
+            failing.on_asked = lambda _: setattr(hub, "cdn", other.cdn)
+        if kind == "gone":
+            failing.stop()
+        failing.faults.append(Fault("blobs", kind, 503, times=99))
+        before = len(failing.asked)
+        assert pinned.source.read(a, 8, 5000) == DATA[8:5008]
+        assert pinned.source.read(a, 8, 9) == DATA[8:17]
+        assert len(failing.asked) - before <= 1
+        assert len(other.cdn.asked) == 2
+        pinned.source.close()
+        failing.stop()
 
 
 def test_a_connection_that_stalls_is_given_up_and_made_again(hub: StandinHub, pinned: PinnedSource) -> None:
@@ -220,6 +249,20 @@ def test_nobody_listens_and_what_is_no_hub(hub: StandinHub) -> None:
     hub.stop()
     with pytest.raises(SourceUnavailable, match="cannot be connected to"):
         sources.pin("hf://org/name")
+
+
+def test_a_hub_that_refuses_is_let_go_of(hub: StandinHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[GuardedHttp] = []
+    close = GuardedHttp.close
+
+    def closing(http: GuardedHttp) -> None:
+        closed.append(http)
+        close(http)
+
+    monkeypatch.setattr(GuardedHttp, "close", closing)
+    with pytest.raises(SourceMissing):
+        sources_of(hub).pin("hf://org/name@nowhere")
+    assert len(closed) == 1
 
 
 def test_a_loader_reads_commits_alone(hub: StandinHub) -> None:

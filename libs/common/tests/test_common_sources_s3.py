@@ -179,12 +179,12 @@ def test_a_checkpoint_is_read_from_a_bucket(server: StandinS3, tmp_path: Path, s
 
 
 def test_settings_say_what_is_wrong_with_an_endpoint() -> None:
-    with pytest.raises(ValueError, match="PILOTLIGHT_S3_ALLOW_HTTP"):
+    with pytest.raises(SettingsInvalid, match="PILOTLIGHT_S3_ALLOW_HTTP"):
         S3Settings(s3_endpoint="http://s3.example.org")
     for endpoint in ("s3.example.org", "ftp://x", "https://", "https://a:b@x", "https://x/?y", "https://x:99999"):
-        with pytest.raises(ValueError, match="s3_endpoint") as caught:
+        with pytest.raises(SettingsInvalid, match="PILOTLIGHT_S3_ENDPOINT") as caught:
             S3Settings(s3_endpoint=endpoint)
-        assert "a:b" not in str(caught.value).split("input_value")[0]
+        assert "a:b" not in caught.value.message
 
 
 def test_secrets_that_cannot_be_read_are_named(tmp_path: Path) -> None:

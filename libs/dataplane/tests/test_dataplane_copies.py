@@ -10,6 +10,7 @@ import pytest
 from pilotlight.checkpoint.checkpoint import read_chunk
 from pilotlight.checkpoint.manifest import Chunk, Manifest
 from pilotlight.checkpoint.reader import FolderSource
+from pilotlight.common.clock import SystemClock, moment_of
 from pilotlight.common.errors import (
     BadRequest,
     CorruptChunk,
@@ -19,7 +20,7 @@ from pilotlight.common.errors import (
     SourceUnavailable,
 )
 from pilotlight.dataplane.fetch import ReadProgress, SourceChunks
-from pilotlight.policy.types import Digest, InstanceId, Model, PhaseName
+from pilotlight.policy.types import Digest, InstanceId, Model, Moment, PhaseName
 
 ONE = InstanceId("inst-1")
 TWO = InstanceId("inst-2")
@@ -324,6 +325,27 @@ async def test_the_link_and_the_injected_delay_are_part_of_the_fetch(make_node, 
     [(_, phase)] = node.seen.phases
     assert phase.end_s - phase.start_s >= 0.1 + total_bytes / 1_000_000
     assert node.copies.transfers() == ()
+
+
+async def test_a_fetch_begins_with_its_order_and_parts_say_since_when_they_are_ready(make_node, register) -> None:
+    node = make_node()
+    registered = node.add(register())
+    now = moment_of(SystemClock())
+    sent = Moment(at_s=now.at_s - 0.2, wall_offset_s=now.wall_offset_s)
+    order = node.copies.hold(registered.model, parts_of(registered), ONE, leased=False, sent=sent)
+    async with asyncio.timeout(10):
+        fetched = [part.ready.at_s async for part in node.copies.ready_parts(order)]
+    [(_, phase)] = node.seen.phases
+    assert phase.start_s == sent.at_s
+    assert now.at_s <= fetched[0]
+    assert fetched == sorted(fetched)
+    assert fetched[-1] <= phase.end_s, "what leads from there to the engine is not the fetch's"
+    leased_s = SystemClock().monotonic_s()
+    lease = node.copies.hold(registered.model, parts_of(registered), TWO, leased=True)
+    held_s = SystemClock().monotonic_s()
+    async with asyncio.timeout(10):
+        there = {part.ready.at_s async for part in node.copies.ready_parts(lease)}
+    assert all(leased_s <= ready_s <= held_s for ready_s in there)
 
 
 async def test_transfers_say_how_far_they_are(make_node, register) -> None:

@@ -6,7 +6,7 @@ import pytest
 from blake3 import blake3
 
 from pilotlight.common.clock import ManualClock
-from pilotlight.common.errors import Conflict, HostPoolFull, StaleCommand
+from pilotlight.common.errors import Conflict, HostPoolFull, HostPoolTaken, StaleCommand
 from pilotlight.dataplane.pool import HostPool, PartImage
 from pilotlight.dataplane.table import ChunkTable
 from pilotlight.policy.types import Digest, Epoch
@@ -180,9 +180,9 @@ def test_a_file_that_is_no_pool_is_replaced(path: Path, clock: ManualClock, cont
 
 def test_one_loader_a_pool(path: Path, clock: ManualClock) -> None:
     pool = HostPool.open(path, POOL_BYTES, clock)
-    with pytest.raises(Conflict, match="another loader"):
+    with pytest.raises(HostPoolTaken, match="another loader"):
         HostPool.open(path, POOL_BYTES, clock)
-    with pytest.raises(Conflict, match="another loader"):
+    with pytest.raises(HostPoolTaken, match="another loader"):
         HostPool.open(path, 2 * POOL_BYTES, clock)
     pool.close(remove=True)
     assert not path.exists()

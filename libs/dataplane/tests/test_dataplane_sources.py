@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from msgspec import structs
-from standin_sources import ACCESS_KEY, SECRET_KEY, Fault, StandinHub, StandinS3, running_hub, running_s3
+from standin_sources import ACCESS_KEY, SECRET_KEY, Fault, StandinHub, StandinS3, running_hub, running_s3, sha256
 
 from pilotlight.checkpoint.checkpoint import read_checkpoint, read_chunk
 from pilotlight.checkpoint.manifest import Chunk, Manifest
@@ -25,8 +25,11 @@ from pilotlight.policy.types import Digest, InstanceId, Model
 pytestmark = pytest.mark.anyio
 
 ONE = InstanceId("inst-1")
+TWO = InstanceId("inst-2")
 BIG = {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 512}
 """Parts of some 27 MB: four chunks each."""
+SMALL = {"hidden_size": 256, "vocab_size": 512}
+"""More than the first read of a header."""
 PATIENCE = Patience(stall_timeout_s=5.0, tries=4, backoff=Backoff(first_s=0.001, limit_s=0.002))
 
 
@@ -135,6 +138,98 @@ async def test_a_source_that_changes_under_the_fetch_is_refused(make_node, regis
     assert started.is_set()
     assert last not in holder.ready
     assert node.pool.find(model.digest, last) is None
+
+
+def known_digests(node: Any, model: Model) -> list[Digest]:
+    parts = node.manifests.manifests[model.digest].parts
+    return [chunk.digest for part in parts for chunk in part.chunks if chunk.digest is not None]
+
+
+async def settled(node: Any) -> None:
+    async with asyncio.timeout(10):
+        while node.copies._fetches:
+            node.seen.changed.clear()
+            await node.seen.changed.wait()
+
+
+def alter(hub: StandinHub, files: dict[str, bytes], offset: int) -> None:
+    """What comes from the CDN has another byte, in one file, and nothing else tells."""
+    name = max(name for name in files if name.endswith(".safetensors"))
+    data = bytearray(files[name])
+    data[offset] ^= 1
+    hub.cdn.blobs[sha256(files[name])] = bytes(data)
+
+
+@pytest.mark.parametrize("place", ["hub"], indirect=True)
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("offset", [-1, 8], ids=["parameters", "header"])
+async def test_bytes_that_are_not_the_registered_files_are_given_up(make_node, register, place, shards: int, offset: int) -> None:
+    files = tiny_files(tiny_config(**SMALL), shards=shards)
+    source = place(files)
+    node = make_node(open_source=source.open)
+    model, manifest = registered(register, node, source)
+    every = range(len(manifest.parts))
+    alter(source.server, files, offset)
+    order = node.copies.hold(model, every, ONE, leased=False)
+    for _ in range(2):
+        lease = node.copies.hold(model, every, ONE, leased=True)
+        with pytest.raises(SourceChanged, match=r"safetensors: the bytes that came do not have the digest that was registered"):
+            await drain(node, lease)
+        assert every[-1] not in lease.ready, "no copy is whole before it is checked"
+        # Its parts are read until the lease ends; whoever comes meanwhile gets none of them.
+        late = node.copies.hold(model, [0], TWO, leased=True)
+        with pytest.raises(SourceChanged, match="do not have the digest"):
+            await drain(node, late)
+        assert node.pool.find(model.digest, 0) is not None
+        node.copies.release(late)
+        node.copies.release(lease)
+        await settled(node)
+        assert node.pool.free_bytes == node.pool.geometry.data_bytes
+        assert not known_digests(node, model)
+    node.copies.release(order)
+    source.server.cdn.blobs.update({sha256(data): data for data in files.values()})
+    assert await drain(node, node.copies.hold(model, every, ONE, leased=True)) == list(every)
+    await settled(node)
+    assert len(known_digests(node, model)) == sum(len(part.chunks) for part in manifest.parts)
+
+
+@pytest.mark.parametrize("place", ["hub"], indirect=True)
+async def test_a_copy_that_was_fetched_in_pieces_is_checked_when_it_is_whole(make_node, register, place) -> None:
+    files = tiny_files(tiny_config(**SMALL))
+    source = place(files)
+    node = make_node(open_source=source.open)
+    model, manifest = registered(register, node, source)
+    every = range(len(manifest.parts))
+    first = node.copies.hold(model, [0, 2], ONE, leased=False)
+    assert await drain(node, first) == [0, 2]
+    await settled(node)
+    assert not known_digests(node, model)
+    assert await drain(node, node.copies.hold(model, every, TWO, leased=True)) == list(every)
+    await settled(node)
+    assert len(known_digests(node, model)) == sum(len(part.chunks) for part in manifest.parts)
+    # What has recorded digests is checked by them alone.
+    node.copies.release(first)
+    heads = [asked for asked in source.server.cdn.asked if asked.headers.get("range", "").startswith("bytes=0-")]
+    other = make_node(open_source=source.open)
+    other.manifests.manifests.update(node.manifests.manifests)
+    assert await drain(other, other.copies.hold(model, every, ONE, leased=True)) == list(every)
+    assert heads == [asked for asked in source.server.cdn.asked if asked.headers.get("range", "").startswith("bytes=0-")]
+
+
+@pytest.mark.parametrize("place", ["hub"], indirect=True)
+async def test_a_header_that_was_altered_at_registration_is_noticed(make_node, register, place) -> None:
+    files = tiny_files(tiny_config(**SMALL))
+    source = place(files)
+    node = make_node(open_source=source.open)
+    header = files["model.safetensors"]
+    one, other = b"layers.0.self_attn.k_proj", b"layers.0.self_attn.v_proj"
+    swapped = header.replace(one, b"#" * len(one)).replace(other, one).replace(b"#" * len(one), other)
+    assert swapped != header
+    source.server.cdn.blobs[sha256(header)] = swapped
+    model, manifest = registered(register, node, source)
+    source.server.cdn.blobs[sha256(header)] = header
+    with pytest.raises(SourceChanged, match="headers are not those that were registered"):
+        await drain(node, node.copies.hold(model, range(len(manifest.parts)), ONE, leased=True))
 
 
 async def test_a_source_that_gives_nothing_is_a_stall(make_node, register, place) -> None:

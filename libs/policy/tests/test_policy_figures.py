@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from pilotlight.policy.admission import HoldBounds, HoldFacts, admit_held
 from pilotlight.policy.cost import StageCost, group_tpot_s, group_ttft_s, share_bytes_per_s, transfer_s
-from pilotlight.policy.coverage import Moment, coverage_of, union
+from pilotlight.policy.coverage import MAX_TRANSIT_S, coverage_of, departed_s, union
 from pilotlight.policy.estimates import ColdStartSample, learn
 from pilotlight.policy.instance import ENDED, TRANSITIONS, IllegalTransition, InstanceEvent, path, step
 from pilotlight.policy.liveness import liveness_of
-from pilotlight.policy.types import DeviceKind, InstanceState, Liveness, ModelName, Phase, PhaseName
+from pilotlight.policy.types import DeviceKind, InstanceState, Liveness, ModelName, Moment, Phase, PhaseName
 
 
 def phase(name: PhaseName, start_s: float, end_s: float, offset_s: float = 0.0) -> Phase:
@@ -52,6 +52,35 @@ def test_intervals_of_other_hosts_are_laid_on_one_axis() -> None:
         Moment(at_s=102.0, wall_offset_s=here),
     )
     assert figures.coverage == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("sent", "departed"),
+    [
+        (None, 500.0),
+        (Moment(at_s=499.8, wall_offset_s=0.0), 499.8),
+        (Moment(at_s=499.8, wall_offset_s=0.04), 499.8),
+        (Moment(at_s=9.8, wall_offset_s=490.0), 499.8),
+        (Moment(at_s=500.1, wall_offset_s=0.0), 500.0),
+        (Moment(at_s=499.8, wall_offset_s=0.5), 500.0),
+        (Moment(at_s=500.0 - MAX_TRANSIT_S, wall_offset_s=0.0), 500.0 - MAX_TRANSIT_S),
+        (Moment(at_s=499.9 - MAX_TRANSIT_S, wall_offset_s=0.0), 500.0),
+        (Moment(at_s=499.8, wall_offset_s=-3600.0), 500.0),
+    ],
+    ids=[
+        "not-said",
+        "one-host",
+        "offsets-of-one-host",
+        "other-host",
+        "later",
+        "other-host-later",
+        "longest",
+        "too-long",
+        "hours",
+    ],
+)
+def test_a_phase_begins_when_its_message_left(sent: Moment | None, departed: float) -> None:
+    assert departed_s(sent, Moment(at_s=500.0, wall_offset_s=0.0)) == pytest.approx(departed)
 
 
 def test_reports_before_the_window_count_as_seconds_only() -> None:

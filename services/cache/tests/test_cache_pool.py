@@ -23,6 +23,7 @@ class Written:
         self.writes = 0
         self.reachable = True
         self.watched = asyncio.Event()
+        self.on_change: Any = None
 
     async def put(self, key: str, value: object) -> None:
         if not self.reachable:
@@ -34,10 +35,13 @@ class Written:
         if not self.reachable:
             raise BusUnavailable
         del self.values[key]
+        if self.on_change is not None:
+            await self.on_change(key, None)
 
     async def watch(self, value_type: Any, on_change: Any) -> None:
         for key, value in list(self.values.items()):
             await on_change(key, value)
+        self.on_change = on_change
         self.watched.set()
         await asyncio.Event().wait()
 
@@ -79,6 +83,20 @@ async def test_what_an_earlier_cache_left_there_is_removed() -> None:
     await copies.follow(node(copies=(copy("a"),)))
     await cancel_all((sweeping,))
     assert list(bucket.values) == [KEY]
+
+
+async def test_what_somebody_else_removed_is_written_anew() -> None:
+    bucket = Written()
+    copies = PublishedCopies(bucket)
+    sweeping = asyncio.create_task(copies.sweep())
+    await bucket.watched.wait()
+    await copies.follow(node(copies=(copy("a"),)))
+    await bucket.delete(KEY)
+    await copies.follow(node(copies=(copy("a"),)))
+    assert list(bucket.values) == [KEY]
+    await copies.follow(node())
+    assert bucket.values == {}
+    await cancel_all((sweeping,))
 
 
 async def test_an_emptied_bucket_is_filled_after_a_reconnect() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from fastapi.routing import APIRoute
+from prometheus_client import CollectorRegistry
 from sqlalchemy import URL, func, select
 
 from pilotlight.common.clock import ManualClock
@@ -27,7 +28,7 @@ from pilotlight.gateway.admin.testing import (
     settings_in,
     write_folder,
 )
-from pilotlight.gateway.audit import RECORDED_PER_MINUTE, SYSTEM
+from pilotlight.gateway.audit import MAX_WAITING, RECORDED_PER_MINUTE, SYSTEM, AuditFilter, AuditLog
 from pilotlight.policy.types import InstanceId
 
 pytestmark = pytest.mark.anyio
@@ -198,6 +199,21 @@ async def test_what_is_refused_while_the_database_is_away_is_recorded_later(worl
         assert (await world.http.delete("/models/m")).status_code == 503
     (one,) = await recorded(world, 1)
     assert (one["action"], one["outcome"]) == ("model_delete", "database_unavailable")
+
+
+async def test_what_an_outage_leaves_no_room_for_is_counted(world: AdminWorld) -> None:
+    clock = world.context.clock
+    assert isinstance(clock, ManualClock)
+    audit = AuditLog(world.database, clock, world.context.background, CollectorRegistry())
+    for _ in range(4):
+        for _ in range(RECORDED_PER_MINUTE):
+            audit.refused(SYSTEM, "model_delete", "m", "forbidden", 403)
+        clock.advance(61)
+    await audit.stop()
+    rows = await audit.page(AuditFilter(outcome="forbidden"), 1000)
+    summed = await audit.page(AuditFilter(action="refusals_not_recorded"), 1000)
+    assert len(rows) + len(summed) == MAX_WAITING
+    assert len(rows) + sum(one["changes"]["attempts"] for one in summed) == 4 * RECORDED_PER_MINUTE
 
 
 async def test_pages_and_filters(world: AdminWorld) -> None:

@@ -9,6 +9,7 @@ import pytest
 from sqlalchemy import URL, create_engine, delete, func, insert, select
 from sqlalchemy.pool import NullPool
 
+from pilotlight.common.clock import ManualClock
 from pilotlight.common.db import tables
 from pilotlight.common.db.mapping import to_row_json
 from pilotlight.common.messages.reports import LoaderReport, WorkerReport, loader_report_subject, worker_report_subject
@@ -92,6 +93,21 @@ async def test_a_node_is_drained_and_used_again(world: AdminWorld, module_databa
         outbox = tables.outboxes["gateway"]
         events = (await connection.execute(select(outbox.c.kind, outbox.c.entity).order_by(outbox.c.id))).all()
     assert [tuple(event) for event in events] == [("node_drained", "n0"), ("node_drained", "n0"), ("node_undrained", "n0")]
+
+
+async def test_a_node_whose_loader_is_silent_is_away(
+    make_context: MakeContext, database_settings: DatabaseSettingsOf, module_database: URL, tmp_path: Path
+) -> None:
+    emptied(module_database)
+    clock = ManualClock()
+    settings = settings_in(tmp_path, database_settings("gateway").database_url)
+    async with admin_world(make_context("gateway", settings, clock=clock)) as world:
+        await world.fleet._on_loader_report(LoaderReport(facts=node(), incarnation="a", epoch_seen=Epoch(0)))
+        shown = await listed(world)
+        assert (shown["state"], shown["liveness"]) == ("ready", "alive")
+        clock.advance(3.1)
+        shown = await listed(world)
+        assert (shown["state"], shown["liveness"]) == ("away", "dead")
 
 
 async def test_a_node_that_is_not_known_is_refused_with_those_that_are(world: AdminWorld) -> None:

@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from pilotlight.common.db import tables
 from pilotlight.common.db.outbox import Outbox
 from pilotlight.common.db.session import Database, UnitOfWork
-from pilotlight.common.errors import DatabaseUnavailable
+from pilotlight.common.errors import ControlPlaneUnavailable, DatabaseUnavailable
 from pilotlight.common.messages.spans import SPANS_SUBJECT, SpanBatch, SpanRecord
 from pilotlight.common.store import text_key
 from pilotlight.common.testing import DatabaseSettingsOf, MakeContext, until
@@ -83,6 +83,16 @@ async def test_a_model_that_another_gateway_registered_is_found_at_once(world: A
     assert other.get("tiny") is not None
     for unknown in ("nobody", "no\0body", "n" * 10_000):
         assert await other.find(unknown) is None
+
+
+async def test_a_model_that_may_be_registered_elsewhere_is_not_denied(
+    world: AdminWorld, other: Catalog, module_database: URL
+) -> None:
+    """A client does not ask again for what is not there: that is said only by a database that answers."""
+    await world.register(write_folder(world.models / "tiny", checkpoint_files()))
+    with database_away(module_database), pytest.raises(ControlPlaneUnavailable, match="tiny"):
+        await other.find("tiny")
+    assert await other.find("tiny") is not None
 
 
 async def test_a_change_that_nobody_told_of_is_found(world: AdminWorld) -> None:

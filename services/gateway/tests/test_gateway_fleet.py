@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pilotlight.common.clock import ManualClock
+from pilotlight.common.clock import ManualClock, moment_of
 from pilotlight.common.messages.reports import WorkerReport
 from pilotlight.gateway.fleet import Fleet
 from pilotlight.gateway.route import MAX_UNCONFIRMED, Router, expected_wait_s
@@ -34,9 +34,9 @@ class View:
         changed = replace(report.facts, **facts)
         await self.fleet._on_worker_report(WorkerReport(facts=changed, incarnation=report.incarnation, epoch_seen=Epoch(1)))
 
-    async def instance(self, name, state=InstanceState.READY):
+    async def instance(self, name, state=InstanceState.READY, shown=None):
         instance = self.workers[name].instance
-        await self.fleet._on_instance(instance.instance_id, replace(instance, state=state))
+        await self.fleet._on_instance(instance.instance_id, replace(instance, state=state, shown=shown))
 
     async def up(self, name, **facts):
         await self.instance(name)
@@ -87,6 +87,33 @@ async def test_nobody_dies_while_the_bus_is_gone():
     view.fleet.check()
     assert view.lost == []
     assert view.fleet.instances(MODEL.name)
+
+
+async def test_a_loader_that_is_silent_is_dead_unless_nothing_can_be_heard():
+    view = View()
+    await view.fleet._on_loader_report(loader_report())
+
+    def liveness():
+        return [one.liveness for one in view.fleet.nodes()]
+
+    view.bus.connected = False
+    for _ in range(10):
+        view.clock.advance(1.0)
+        view.fleet.check()
+    view.bus.connected = True
+    view.fleet.check()
+    assert liveness() == [Liveness.ALIVE]
+    view.clock.advance(1.1)
+    assert liveness() == [Liveness.SUSPECT]
+    view.clock.advance(2.0)
+    assert liveness() == [Liveness.DEAD]
+    view.bus.connected = False
+    view.fleet.check()
+    assert liveness() == [Liveness.DEAD], "who was away before NATS was does not come back by that"
+    view.bus.connected = True
+    view.clock.advance(60.0)
+    view.fleet.check()
+    assert liveness() == []
 
 
 async def test_nobody_dies_because_this_process_stood_still():
@@ -147,6 +174,18 @@ async def test_serving_since_is_kept_through_consolidation():
     view.clock.advance(1)
     await view.instance("w0", InstanceState.CONSOLIDATING)
     assert view.fleet.instances()[0].serving_since_s == since_s
+
+
+@pytest.mark.parametrize(("told_before_s", "begins_before_s"), [(0.2, 0.2), (None, 0.0), (-0.2, 0.0), (60.0, 0.0)])
+async def test_an_instance_serves_since_it_was_shown(told_before_s, begins_before_s):
+    view = View("w0")
+    now = moment_of(view.clock)
+    shown = None if told_before_s is None else replace(now, at_s=now.at_s - told_before_s)
+    await view.instance("w0", shown=shown)
+    view.clock.advance(1)
+    await view.instance("w0", InstanceState.CONSOLIDATING, shown=moment_of(view.clock))
+    (seen,) = view.fleet.instances()
+    assert (seen.serving_since_s, seen.shown_s) == (now.at_s, pytest.approx(now.at_s - begins_before_s))
 
 
 async def test_least_expected_wait():

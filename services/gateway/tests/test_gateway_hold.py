@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from pilotlight.common.buckets import INSTANCES
-from pilotlight.common.clock import ManualClock
+from pilotlight.common.clock import ManualClock, SystemClock, moment_of
 from pilotlight.common.errors import TooManyHeld, TransientError
 from pilotlight.common.messages.demand import DEMAND_SUBJECTS, DemandVector
 from pilotlight.common.messages.phases import PHASES_SUBJECT, PhaseReport, PhasesKept
@@ -199,6 +199,9 @@ async def test_cold_request_end_to_end(world):
     # A client hears of it within a second.
     count = len(vectors)
     await world.until(lambda: len(vectors) >= count + 5)
+    # Neither is heard at once: what they were under way belongs to the phases that they lead to.
+    now = moment_of(SystemClock())
+    worker.shown, worker.sampled = (replace(now, at_s=now.at_s - seconds) for seconds in (0.3, 0.2))
     await worker.ready()
     response = await asking
     comments = [line for line in response.text.split("\n\n") if line.startswith(": pilotlight")]
@@ -210,6 +213,8 @@ async def test_cold_request_end_to_end(world):
     assert set(phases) == {"queue", "submit", "deliver"}
     first = next(report.first_token for report in reports if report.first_token)
     assert phases["queue"].start_s == first.arrived_s
+    assert phases["submit"].start_s == worker.shown.at_s
+    assert phases["deliver"].start_s == worker.sampled.at_s
     assert phases["deliver"].end_s == first.at_s
     assert all(phase.start_s <= phase.end_s and phase.process == "gateway" for phase in phases.values())
     # Warm: no comment, no phases.

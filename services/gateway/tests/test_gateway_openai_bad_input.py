@@ -92,7 +92,12 @@ CASES = [
     (CHAT, chat(response_format={"type": "xml"}), 400, "response_format.type"),
     (CHAT, chat(response_format="json"), 400, "response_format"),
     (CHAT, chat(response_format={"type": "json_schema"}), 400, "response_format.json_schema"),
-    (CHAT, chat(response_format={"type": "json_schema", "json_schema": {"name": "x"}}), 400, "response_format.json_schema.schema"),
+    (
+        CHAT,
+        chat(response_format={"type": "json_schema", "json_schema": {"name": "x"}}),
+        400,
+        "response_format.json_schema.schema",
+    ),
     (CHAT, chat(response_format={"type": "json_object"}, guided_regex="a"), 400, "guided_regex"),
     (CHAT, chat(structured_outputs={"regex": "a", "choice": ["a"]}), 400, "structured_outputs.choice"),
     (CHAT, chat(structured_outputs={"choice": []}), 400, "structured_outputs.choice"),

@@ -1,6 +1,8 @@
 import asyncio
 import os
 import signal
+import socket
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -93,6 +95,22 @@ async def test_a_process_is_found_again_and_another_one_with_its_pid_is_not(tmp_
     assert Process.adopt(process.record) is None
     process.signal(signal.SIGTERM)
     await process.ended()
+
+
+def test_output_goes_where_ours_does_even_if_that_is_a_socket() -> None:
+    """As under systemd. A socket cannot be opened by the name of a descriptor."""
+    script = "import sys; print('out', flush=True); print('err', file=sys.stderr)"
+    program = f"""
+import os
+from pilotlight.common.machine import STANDARD_ERROR
+from pilotlight.loader.processes import Process
+process = Process.spawn({command_of(script)!r}, os.environ, STANDARD_ERROR)
+os.waitpid(process.record.pid, 0)
+"""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        subprocess.run([sys.executable, "-c", program], stderr=theirs, timeout=60, check=True)
+        assert ours.recv(100, socket.MSG_DONTWAIT) == b"out\nerr\n"
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff"])

@@ -13,6 +13,7 @@ from pilotlight.checkpoint.reader import FolderSource
 from pilotlight.checkpoint.testing import tiny_config, tiny_files
 from pilotlight.common.buckets import LEADER, NODES
 from pilotlight.common.bus import Bus
+from pilotlight.common.clock import moment_of
 from pilotlight.common.errors import CorruptChunk, HostPoolFull, MessageUndecodable, SourceUnavailable, UriNotAllowed
 from pilotlight.common.messages.hold import LEADING_KEY, Fetch, Leading, NodeHold, node_hold_subject
 from pilotlight.common.messages.phases import PHASES_SUBJECT, PhaseReport, PhasesKept
@@ -33,6 +34,7 @@ from pilotlight.policy.types import (
     InstanceId,
     Model,
     ModelName,
+    Moment,
     NodeFacts,
     NodeId,
     PhaseName,
@@ -150,8 +152,8 @@ class Cluster:
             scaling=ScalingBounds(),
         )
 
-    async def hold(self, *fetches: Fetch, epoch: int = 1) -> None:
-        command = NodeHold(node_id=self.node_id, epoch=Epoch(epoch), fetches=fetches)
+    async def hold(self, *fetches: Fetch, epoch: int = 1, sent: Moment | None = None) -> None:
+        command = NodeHold(node_id=self.node_id, epoch=Epoch(epoch), fetches=fetches, sent=sent)
         await self.bus.publish(node_hold_subject(self.node_id), command)
 
     async def drop(self, *digests: Digest) -> tuple[Digest, ...]:
@@ -190,14 +192,17 @@ def holds(digest: Digest, parts: tuple[int, ...] = ALL) -> Callable[[LoaderRepor
 async def test_an_order_is_fetched_reported_and_accounted_for(cluster: Cluster) -> None:
     model = cluster.register()
     running = await cluster.start()
-    await cluster.hold(fetch_of(model), epoch=4)
+    now = moment_of(running.context.clock)
+    sent = Moment(at_s=now.at_s - 0.2, wall_offset_s=now.wall_offset_s)
+    await cluster.hold(fetch_of(model), epoch=4, sent=sent)
     report = await cluster.heard.report(holds(model.digest))
     assert (report.epoch_seen, report.facts.node_id, report.dead_workers) == (4, cluster.node_id, ())
     assert report.facts.pool_bytes - report.facts.pool_free_bytes == report.facts.copies[0].size_bytes
     await cluster.heard.until(lambda: cluster.heard.phases)
     [kept] = cluster.heard.phases
     assert (kept.instance_id, [phase.name for phase in kept.phases]) == (ONE, [PhaseName.FETCH])
-    assert kept.phases[0].end_s > kept.phases[0].start_s
+    assert kept.phases[0].start_s == sent.at_s
+    assert kept.phases[0].end_s > now.at_s
     # A worker finds everything there.
     assert await cluster.lease(model) == list(ALL)
     assert running.context.metrics.get_sample_value("pilotlight_fetches_total", {"code": ""}) == 1
@@ -405,11 +410,12 @@ async def test_a_worker_is_spawned_and_is_dead_at_once_when_killed(
     package.mkdir(parents=True)
     (package / "worker.py").write_text(STAND_IN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "stand_in"))
+    monkeypatch.setenv("HF_TOKEN", "for the loader alone")
     running = await cluster.start(workers=1)
     worker_id = f"{cluster.node_id}-w0"
     log = cluster.folder / "logs" / "worker-0.log"
     await running.counts("pilotlight_node_workers")
-    assert log.read_text() == f"{worker_id} {cluster.node_id} cpu 1\n"
+    assert log.read_text() == f"{worker_id} {cluster.node_id} cpu 1 None\n"
     pid = int(msgspec.json.decode((cluster.folder / "state" / "workers" / "0.json").read_bytes())["pid"])
     os.kill(pid, 9)
     await cluster.heard.report(lambda report: report.dead_workers == (worker_id,))
@@ -426,7 +432,7 @@ from pathlib import Path
 from pilotlight.common.clock import SystemClock
 from pilotlight.dataplane.pool_client import PoolClient
 names = ("WORKER_ID", "NODE_ID", "DEVICE", "WORKERS")
-print(*(os.environ["PILOTLIGHT_" + name] for name in names), flush=True)
+print(*(os.environ["PILOTLIGHT_" + name] for name in names), os.environ.get("HF_TOKEN"), flush=True)
 client = PoolClient(Path(os.environ["PILOTLIGHT_POOL_SOCKET"]), SystemClock())
 asyncio.run(client.hello(os.environ["PILOTLIGHT_WORKER_ID"]))
 """

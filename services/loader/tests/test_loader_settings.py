@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from pilotlight.common.errors import SettingsInvalid
 from pilotlight.common.machine import memory_bytes
 from pilotlight.loader.identity import default_pool_bytes, load_epoch, node_id_of, save_epoch
 from pilotlight.loader.settings import LoaderSettings
@@ -31,7 +32,7 @@ def test_memory_is_known() -> None:
     "wrong", [{"link": "fast"}, {"pool_bytes": 1000}, {"workers": -1}, {"worker_kind": "tpu"}, {"nic_bandwidth": "0"}]
 )
 def test_wrong_settings_are_refused(wrong: dict) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))):
+    with pytest.raises(SettingsInvalid, match=f"^PILOTLIGHT_{next(iter(wrong)).upper()}: .*"):
         LoaderSettings(**wrong)
 
 

@@ -10,7 +10,7 @@ from pilotlight.common.bus import Bus
 from pilotlight.common.errors import BusUnavailable, NotLeader
 from pilotlight.common.messages.hold import LEADING_KEY, Leading
 from pilotlight.policy.types import Epoch
-from pilotlight.scheduler.announcement import announce
+from pilotlight.scheduler.announcement import Announcer, announce
 from pilotlight.scheduler.world import World
 
 pytestmark = pytest.mark.anyio
@@ -31,12 +31,14 @@ class Interrupted:
         self.asked = asyncio.Event()
         self.go_on = asyncio.Event()
         self.refusals = refusals
+        self.reads = 0
         self._bucket = bucket
 
     async def get(self, key: str, value_type: type[Any]) -> Found[Any]:
         if self.refusals:
             self.refusals -= 1
             raise BusUnavailable
+        self.reads += 1
         found = await self._bucket.get(key, value_type)
         self.asked.set()
         await self.go_on.wait()
@@ -78,6 +80,27 @@ async def test_what_nats_does_not_take_is_said_again_while_the_lease_lasts(bus: 
     with pytest.raises(NotLeader):
         await announce(bucket, Epoch(9), over)
     assert await announced(bucket) == Leading(epoch=Epoch(2))
+
+
+async def test_reconnects_are_followed_by_one_announcement_at_a_time(bus: Bus) -> None:
+    bucket = await bus.bucket(LEADER)
+    slow = Interrupted(bucket)
+    announcer, known = Announcer(slow, Epoch(4), leads), asyncio.Queue[Epoch]()  # type: ignore[arg-type]
+    running = asyncio.create_task(announcer.run(known.put_nowait))
+    await asyncio.wait_for(slow.asked.wait(), 10)
+    for _ in range(10):
+        announcer.again()
+        await bucket.delete(LEADING_KEY)
+    assert slow.reads == 1
+    slow.go_on.set()
+    assert [await asyncio.wait_for(known.get(), 10) for _ in range(2)] == [4, 4]
+    assert slow.reads <= 3, "one that came too late, and one for all reconnects"
+    assert await announced(bucket) == Leading(epoch=Epoch(4))
+    assert await announce(bucket, Epoch(6), leads) == 6
+    announcer.again()
+    with pytest.raises(NotLeader, match="epoch 6"):
+        await asyncio.wait_for(running, 10)
+    assert known.get_nowait() == 6
 
 
 async def test_nonsense_is_replaced(bus: Bus) -> None:

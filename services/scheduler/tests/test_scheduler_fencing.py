@@ -56,7 +56,7 @@ def an_instance() -> Instance:
 
 async def test_commands_end_with_the_lease() -> None:
     said, term, one = Said(), Term(), an_instance()
-    dispatcher = Dispatcher(said, Epoch(1), term.check)  # type: ignore[arg-type]
+    dispatcher = Dispatcher(said, Epoch(1), term.check, ManualClock())  # type: ignore[arg-type]
     entry = Entry(instance=one, model=model(one.model))
     await dispatcher.dispatch(entry, (entry,), 0.0)
     assert len(said.words) == 2

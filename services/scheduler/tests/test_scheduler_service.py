@@ -15,7 +15,7 @@ from sqlalchemy.pool import NullPool
 
 from pilotlight.common.buckets import INSTANCES, LEADER, Bucket
 from pilotlight.common.bus import Bus
-from pilotlight.common.clock import ManualClock
+from pilotlight.common.clock import ManualClock, moment_of
 from pilotlight.common.db import tables
 from pilotlight.common.db.mapping import to_row_json
 from pilotlight.common.db.session import Database
@@ -345,6 +345,33 @@ async def test_demand_becomes_an_instance_a_command_readiness_and_a_record(rig: 
     await rig.until(told)
     seen = [state for key, state in rig.states if key == instance_id]
     assert seen == [S.FETCHING, S.LOADING, S.READY]
+
+
+async def test_what_is_sent_says_when_and_activation_begins_with_the_last_load(rig: Rig) -> None:
+    begun_s = rig.clock.monotonic_s()
+    await rig.demand()
+    instance = await rig.shown_as(S.FETCHING)
+    await rig.ordered(instance.instance_id)
+    await rig.until(lambda: rig.node_hold is not None)
+    assert rig.worker_hold is not None
+    assert rig.node_hold is not None
+    for sent in (rig.worker_hold.sent, rig.node_hold.sent, instance.shown):
+        assert sent is not None
+        assert begun_s <= sent.at_s <= rig.clock.monotonic_s()
+    loaded = moment_of(rig.clock)
+    rig.clock.advance(0.2)
+    await rig.hold(instance.instance_id, H.READY, loaded=loaded)
+    ready = await rig.shown_as(S.READY)
+    assert ready.shown == moment_of(rig.clock)
+    (row,) = await rig.rows(select(tables.instances))
+    assert row.body["shown"] is None
+    offset_s = loaded.wall_offset_s
+    first = FirstToken(request_id=RequestId("r"), at_s=loaded.at_s + 0.5, wall_offset_s=offset_s, arrived_s=begun_s)
+    report = PhaseReport(instance_id=ready.instance_id, phases=(), first_token=first)
+    await rig.bus.request(PHASES_SUBJECT, report, PhasesKept, deadline_s=2.0)
+    (cold,) = await rig.rows(select(tables.cold_starts))
+    (activate,) = [one for one in cold.phases if one["name"] == "activate"]
+    assert (activate["start_s"], activate["end_s"]) == (loaded.at_s, pytest.approx(loaded.at_s + 0.21))
 
 
 async def test_a_finished_cold_start_teaches_the_estimate(rig: Rig) -> None:

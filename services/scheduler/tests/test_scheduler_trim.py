@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
-from sqlalchemy import Table, insert, select
+from sqlalchemy import Table, delete, insert, select, update
 
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.db import tables
@@ -30,6 +30,9 @@ async def database(database_settings: Callable[[str], DatabaseSettings]) -> Asyn
     database = Database(database_settings("scheduler"), "scheduler", SystemClock())
     await database.start()
     yield database
+    async with database.unit_of_work() as work:
+        for table in (tables.instances, tables.decisions, tables.cold_starts):
+            await work.connection.execute(delete(table))
     await database.stop()
 
 
@@ -72,6 +75,12 @@ async def add(database: Database, name: str, at: datetime, *, state: str, status
             await work.connection.execute(insert(table).values(**row))
 
 
+def pruner_of(database: Database, fence: Fence) -> Pruner:
+    metrics = PruneMetrics(CollectorRegistry())
+    rules = retention(SchedulerSettings())
+    return Pruner(rules, database, SystemClock(), metrics, interval_s=60.0, unit_of_work=fence.unit_of_work)
+
+
 async def test_what_ended_long_ago_goes(database: Database) -> None:
     await add(database, "serving", OLD, state="ready", status="done")
     await add(database, "starting", OLD, state="loading", status="open")
@@ -82,9 +91,7 @@ async def test_what_ended_long_ago_goes(database: Database) -> None:
     epoch = await lease.take(Epoch(1))
     assert epoch is not None
     fence = Fence(database, "leader", epoch)
-    pruner = Pruner(
-        retention(SchedulerSettings()), fence.unit_of_work, SystemClock(), PruneMetrics(CollectorRegistry()), interval_s=60.0
-    )
+    pruner = pruner_of(database, fence)
     await pruner.prune()
 
     async def kept(column: Any) -> set[str]:
@@ -97,13 +104,23 @@ async def test_what_ended_long_ago_goes(database: Database) -> None:
     assert await kept(tables.cold_starts.c.instance_id) == {"starting", "gone-just-now"}
 
 
+async def test_an_instance_that_names_no_decision_keeps_none(database: Database) -> None:
+    await add(database, "serving", OLD, state="ready", status="done")
+    async with database.unit_of_work() as work:
+        await work.connection.execute(update(tables.instances).values(body={}))
+    epoch = await Lease(database, "leader").take(Epoch(1))
+    assert epoch is not None
+    await pruner_of(database, Fence(database, "leader", epoch)).prune()
+    async with database.reading() as connection:
+        assert (await connection.execute(select(tables.decisions.c.decision_id))).all() == []
+
+
 async def test_a_term_that_is_over_deletes_nothing(database: Database) -> None:
+    await add(database, "gone-long-ago", OLD, state="gone", status="done")
     lease = Lease(database, "leader")
     epoch = await lease.take(Epoch(1))
     assert epoch is not None
     fence = Fence(database, "leader", Epoch(epoch - 1))
-    pruner = Pruner(
-        retention(SchedulerSettings()), fence.unit_of_work, SystemClock(), PruneMetrics(CollectorRegistry()), interval_s=60.0
-    )
+    pruner = pruner_of(database, fence)
     with pytest.raises(NotLeader):
         await pruner.prune()

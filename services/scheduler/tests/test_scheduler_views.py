@@ -24,6 +24,7 @@ from pilotlight.policy.types import (
     InstanceState,
     Liveness,
     ModelName,
+    Moment,
     NodeDrain,
     NodeId,
     Phase,
@@ -139,8 +140,10 @@ def test_a_drain_is_as_old_as_the_database_says_when_it_was_first_heard_of() -> 
     assert not world.hear_drains({NodeId("n0"): 5.9}, NOW_S + 1.0)
     assert world.drains(NOW_S + 1.0) == (NodeDrain(node_id=NodeId("n0"), age_s=6.0),)
     assert world.nodes(NOW_S + 1.0)[NodeId("n0")].draining
-    assert world.hear_drains({}, NOW_S + 2.0)
-    assert not world.nodes(NOW_S + 2.0)[NodeId("n0")].draining
+    assert world.hear_drains({NodeId("n0"): 0.5}, NOW_S + 2.0), "taken back and asked for again between two lists"
+    assert world.drains(NOW_S + 3.0) == (NodeDrain(node_id=NodeId("n0"), age_s=1.5),)
+    assert world.hear_drains({}, NOW_S + 3.0)
+    assert not world.nodes(NOW_S + 3.0)[NodeId("n0")].draining
 
 
 def test_the_highest_epoch_that_anybody_obeyed_is_known() -> None:
@@ -262,6 +265,25 @@ def test_a_drain_is_a_new_generation_and_readiness_is_remembered() -> None:
     assert (ready.state, ready.generation, ready.epoch, ready.served, ready.last_used_s) == (S.READY, 1, 4, True, NOW_S)
     changes = reconcile([Tracked(instance=ready)], {WorkerId("w0"): view(stages=(held(state=H.DRAINING),))}, NOW_S, RULES)
     assert moved(ready, changes[0], Epoch(4), NOW_S).generation == 2
+
+
+def test_an_instance_is_activated_from_when_its_last_stage_was_loaded() -> None:
+    stages = instance(state=S.LOADING)
+    two = replace(stages, placements=(stages.placements[0], instance(worker_id="w1").placements[0]))
+    early, late = Moment(at_s=990.0, wall_offset_s=5.0), Moment(at_s=12.0, wall_offset_s=984.0)
+
+    def loaded(*moments: Moment | None) -> Moment | None:
+        views = {
+            WorkerId(f"w{index}"): view(index, stages=(replace(held(), loaded=moment),)) for index, moment in enumerate(moments)
+        }
+        (change,) = reconcile([Tracked(instance=two)], views, NOW_S, RULES)
+        assert change.events[-1] is E.ALL_STAGES_READY
+        return change.loaded
+
+    assert loaded(early, late) == late
+    assert loaded(late, early) == late
+    assert loaded(early, None) == early
+    assert loaded(None, None) is None
 
 
 def test_use_is_read_from_reports_and_waiting() -> None:

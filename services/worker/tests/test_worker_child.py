@@ -6,9 +6,10 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
-from pilotlight.common.clock import SystemClock
+from pilotlight.common.clock import SystemClock, moment_of
 from pilotlight.common.faults import Faults
 from pilotlight.common.messages.codec import FrameBuffer, frame
 from pilotlight.common.messages.engine import (
@@ -26,7 +27,7 @@ from pilotlight.common.messages.engine import (
 )
 from pilotlight.engine.errors import NoRoom, UnknownInstance
 from pilotlight.engine.results import FirstPrefill, PlacedPart, Produced, StageRoom, StepResult
-from pilotlight.policy.types import FinishReason, InstanceId, PhaseName, RequestId, Sampling
+from pilotlight.policy.types import FinishReason, InstanceId, Moment, PhaseName, RequestId, Sampling
 from pilotlight.worker.child_loop import ChildLoop
 from pilotlight.worker.child_stages import Intervals
 
@@ -201,6 +202,46 @@ def test_a_load_reads_the_pool_and_reports_active_intervals(start: Any, engine: 
     times = [time_s for phase in loaded.phases for time_s in (phase.start_s, phase.end_s)]
     assert times == sorted(times), "leaf intervals do not overlap"
     assert before_s <= times[0] <= times[-1] <= after_s
+
+
+def before(seconds: float) -> Moment:
+    now = moment_of(SystemClock())
+    return Moment(at_s=now.at_s - seconds, wall_offset_s=now.wall_offset_s)
+
+
+def test_phases_begin_with_the_word_that_led_to_them(start: Any, pool: Any) -> None:
+    parent = start()
+    asked, ready, early = before(0.3), before(0.2), before(0.25)
+    first, *others = pool.places()
+    parent.send(msgspec.structs.replace(pool.load(), sent=asked))
+    # A part that was ready before the stage was set up is loaded from then on; one that came while another was copied, from its end.
+    parent.send(msgspec.structs.replace(first, ready=early), *(msgspec.structs.replace(place, ready=ready) for place in others))
+    loaded = parent.until(StageLoaded)
+    init, load = loaded.phases
+    assert (init.name, init.start_s) == (PhaseName.INIT, asked.at_s)
+    assert (load.name, load.start_s) == (PhaseName.LOAD, init.end_s), "one interval: no part was waited for"
+    submitted = before(0.1)
+    parent.send(msgspec.structs.replace(run(), sent=submitted))
+    prefill = parent.until(Prefilled).phase
+    assert prefill.start_s == submitted.at_s
+    step = parent.until(StepDone)
+    assert step.sampled is not None
+    assert step.sampled.at_s == prefill.end_s
+
+
+def test_a_load_that_waits_for_its_part_is_not_loading(start: Any, pool: Any) -> None:
+    parent = start()
+    first, *others = pool.places()
+    parent.send(pool.load(), first)
+    # A step comes after a part that was there before it.
+    parent.send(run("req-1", "inst-unknown"))
+    parent.until(StepDone)
+    threading.Event().wait(0.02)
+    ready = before(0.005)
+    parent.send(*(msgspec.structs.replace(place, ready=ready) for place in others))
+    _, one, rest = parent.until(StageLoaded).phases
+    assert (one.name, rest.name, rest.start_s) == (PhaseName.LOAD, PhaseName.LOAD, ready.at_s)
+    assert one.end_s <= rest.start_s
 
 
 def test_neighbouring_intervals_become_one() -> None:

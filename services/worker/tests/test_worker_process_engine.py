@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -14,7 +15,7 @@ import pytest
 from pilotlight.common.errors import EngineFailed
 from pilotlight.common.messages.engine import Prefilled, Run, StageFailed, StageLoaded, StepDone
 from pilotlight.policy.types import FinishReason, InstanceId, RequestId, Sampling
-from pilotlight.worker.child_process import ChildOptions
+from pilotlight.worker.child_process import ChildOptions, bury, kill_group, spawn
 from pilotlight.worker.engine_client import EngineDied
 from pilotlight.worker.process_engine import ProcessEngine
 
@@ -151,3 +152,41 @@ async def test_a_child_that_ends_at_its_start_says_so(tmp_path: Path) -> None:
         await engine.start()
     assert "nonsense" in (tmp_path / "log").read_text()
     await engine.stop()
+
+
+async def test_a_child_writes_where_its_worker_does_even_if_that_is_a_socket() -> None:
+    """As under systemd. A socket cannot be opened by the name of a descriptor."""
+    program = """
+import asyncio
+from pilotlight.common.machine import STANDARD_ERROR
+from pilotlight.worker.child_process import ChildOptions, bury, spawn
+
+async def main():
+    child = await spawn(ChildOptions(threads=1, log_path=STANDARD_ERROR, faults="nonsense=1"))
+    await child.process.wait()
+    await bury(child)
+
+asyncio.run(main())
+"""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        command = [sys.executable, "-c", program]
+        await asyncio.to_thread(subprocess.run, command, stderr=theirs, timeout=60, check=True)
+        assert b"nonsense" in ours.recv(1 << 16, socket.MSG_DONTWAIT)
+
+
+def environment_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/environ").read_bytes()
+
+
+async def test_a_child_inherits_no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "AWS_SECRET_ACCESS_KEY", "PILOTLIGHT_SECRETS_DIR"):
+        monkeypatch.setenv(name, "secret")
+    child = await spawn(ChildOptions(threads=1, log_path=tmp_path / "log"), spare=True)
+    try:
+        environment = environment_of(child.process.pid)
+        assert b"OMP_NUM_THREADS=1" in environment
+        assert b"secret" not in environment
+    finally:
+        kill_group(child.process)
+        await bury(child)

@@ -7,7 +7,7 @@ import pytest
 
 from pilotlight.common.messages.tokens import TokenBatch, TokenEntry, tokens_subject
 from pilotlight.common.settings import ServiceSettings
-from pilotlight.policy.types import FinishReason, GatewayId, RequestId, WorkerId
+from pilotlight.policy.types import FinishReason, GatewayId, Moment, RequestId, WorkerId
 from pilotlight.worker.publisher import MAX_PENDING_TOKENS, TokenPublisher
 from pilotlight.worker.requests import Outgoing
 
@@ -38,8 +38,9 @@ async def test_a_batch_holds_what_every_request_of_a_gateway_got(make_context: A
     await received(gateways, OTHER, others)
     await gateways.client.flush()
 
-    publisher.add(outgoing(0, 5, logprobs=[-0.5]))
-    publisher.add(outgoing(7, 1, request="req-2"))
+    sampled, later = (Moment(at_s=at_s, wall_offset_s=5.0) for at_s in (1.0, 2.0))
+    publisher.add(outgoing(0, 5, logprobs=[-0.5]), sampled)
+    publisher.add(outgoing(7, 1, request="req-2"), later)
     publisher.add(outgoing(0, 9, gateway=OTHER, request="req-3"))
     publisher.add(outgoing(1, 6, logprobs=[-0.6], finish=FinishReason.STOP))
     publisher.flush()
@@ -47,6 +48,7 @@ async def test_a_batch_holds_what_every_request_of_a_gateway_got(make_context: A
         batch = await ones.get()
         assert (await others.get()).entries == [outgoing(0, 9, request="req-3").entry]
     assert batch.worker_id == "w"
+    assert batch.sampled == sampled, "that of its first token"
     assert batch.entries == [
         outgoing(0, 5, 6, logprobs=[-0.5, -0.6], finish=FinishReason.STOP).entry,
         outgoing(7, 1, request="req-2").entry,
@@ -54,9 +56,11 @@ async def test_a_batch_holds_what_every_request_of_a_gateway_got(make_context: A
     assert ones.empty()
 
     # What does not fit is dropped: its gateway sees the gap and asks for it.
-    publisher.add(outgoing(2, *([1] * MAX_PENDING_TOKENS)))
+    publisher.add(outgoing(2, *([1] * MAX_PENDING_TOKENS)), later)
     publisher.add(outgoing(2 + MAX_PENDING_TOKENS, 1))
     publisher.add(outgoing(3 + MAX_PENDING_TOKENS, 2))
     publisher.flush()
     async with asyncio.timeout(5):
-        assert (await ones.get()).entries == [outgoing(3 + MAX_PENDING_TOKENS, 2).entry]
+        last = await ones.get()
+    assert last.entries == [outgoing(3 + MAX_PENDING_TOKENS, 2).entry]
+    assert last.sampled is None, "of tokens that have left, or were dropped, nothing is kept"

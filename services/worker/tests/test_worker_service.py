@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pilotlight.common.buckets import WORKERS
-from pilotlight.common.clock import SystemClock
+from pilotlight.common.clock import SystemClock, moment_of
 from pilotlight.common.errors import NotFound, SourceUnavailable
 from pilotlight.common.messages.hold import Hold, WorkerHold, worker_hold_subject
 from pilotlight.common.messages.phases import PHASES_SUBJECT, PhaseReport, PhasesKept
@@ -43,6 +43,7 @@ from pilotlight.policy.types import (
     HeldState,
     InstanceId,
     ModelName,
+    Moment,
     NodeId,
     Phase,
     PhaseName,
@@ -86,6 +87,7 @@ class Rig:
         self.phases: dict[PhaseName, list[Phase]] = {}
         self.entries: list[TokenEntry] = []
         self.batches = 0
+        self.first_sampled: Moment | None = None
         self._news = asyncio.Event()
 
     async def listen(self) -> None:
@@ -98,6 +100,7 @@ class Rig:
         self._news.set()
 
     async def _on_tokens(self, batch: TokenBatch) -> None:
+        self.first_sampled = batch.sampled if self.batches == 0 else self.first_sampled
         self.batches += 1
         self.entries += batch.entries
         self._news.set()
@@ -138,8 +141,8 @@ class Rig:
             draining=draining,
         )
 
-    async def command(self, *holds: Hold, epoch: int | None = None) -> None:
-        message = WorkerHold(worker_id=WORKER, epoch=Epoch(epoch if epoch is not None else self.epoch), holds=holds)
+    async def command(self, *holds: Hold, epoch: int | None = None, sent: Moment | None = None) -> None:
+        message = WorkerHold(worker_id=WORKER, epoch=Epoch(epoch if epoch is not None else self.epoch), holds=holds, sent=sent)
         await self.bus.publish(worker_hold_subject(WORKER), message)
 
     async def ready(self) -> None:
@@ -254,6 +257,32 @@ async def test_hold_load_submit_tokens_ack(make_rig: MakeRig, leases: Any) -> No
     await rig.until(lambda: {PhaseName.INIT, PhaseName.LOAD, PhaseName.PREFILL} <= rig.phases.keys())
     (prefill,) = rig.phases[PhaseName.PREFILL]
     assert all(phase.end_s <= prefill.start_s for phase in rig.phases[PhaseName.LOAD])
+
+
+@pytest.mark.parametrize("process", [False, True])
+async def test_phases_touch_from_the_command_to_the_first_token(make_rig: MakeRig, process: bool) -> None:
+    """Whatever the messages between two processes take belongs to the phase that they lead to."""
+    rig = await make_rig(process=process)
+    now = moment_of(SystemClock())
+    sent = Moment(at_s=now.at_s - 0.2, wall_offset_s=now.wall_offset_s)
+    await rig.command(rig.a_hold(), sent=sent)
+    held = await rig.state(HeldState.READY)
+    submitted_s = SystemClock().monotonic_s()
+    await rig.submit()
+    await rig.finish_of()
+    await rig.until(lambda: {PhaseName.INIT, PhaseName.LOAD, PhaseName.PREFILL} <= rig.phases.keys())
+    inits = rig.phases[PhaseName.INIT]
+    assert min(phase.start_s for phase in inits) == sent.at_s
+    if process:
+        lease, engine = inits if inits[0].detail == "lease" else inits[::-1]
+        assert lease.end_s == engine.start_s
+    assert held is not None
+    assert held.loaded is not None
+    assert held.loaded.at_s == max(phase.end_s for phase in rig.phases[PhaseName.LOAD])
+    (prefill,) = rig.phases[PhaseName.PREFILL]
+    assert submitted_s <= prefill.start_s
+    assert rig.first_sampled is not None
+    assert 0 <= rig.first_sampled.at_s - prefill.end_s < (1e-9 if process else 0.1)
 
 
 async def test_a_repeated_submit_runs_once(make_rig: MakeRig) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -12,6 +13,7 @@ import pytest
 
 from pilotlight.common.testing import until
 from pilotlight.common.waiting import Backoff
+from pilotlight.worker import child
 from pilotlight.worker.child_process import ChildOptions
 from pilotlight.worker.engine_client import EngineDied
 from pilotlight.worker.process_engine import ProcessEngine
@@ -90,6 +92,16 @@ async def test_a_spare_that_died_a_moment_ago_is_no_spare(engine: ProcessEngine)
     os.kill(up.pid, signal.SIGKILL)
     assert isinstance(await anext(events), EngineDied)
     assert (await engine.start()).pid not in (up.pid, spare)
+
+
+def test_a_spare_that_cannot_import_is_never_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pilotlight.engine.engine", None)
+    ours, theirs = socket.socketpair()
+    with ours:
+        ours.shutdown(socket.SHUT_WR)
+        with theirs, pytest.raises(ImportError):
+            child._wait_to_be_promoted(theirs)
+        assert ours.recv(100) == b""
 
 
 async def test_nothing_is_left_after_the_stop(options: ChildOptions) -> None:

@@ -1,6 +1,7 @@
 """The processes of one running system, found by their parents; and what can be done to them."""
 
 import os
+import select
 import signal
 import time
 from collections import Counter
@@ -135,6 +136,7 @@ class Processes:
 
 
 STOP_S = 5.0
+SHUTDOWN_S = 30.0
 
 
 def inflict(fault: Fault, processes: Processes, victims: list[Found]) -> None:
@@ -148,7 +150,7 @@ def inflict(fault: Fault, processes: Processes, victims: list[Found]) -> None:
         case Fault.RESTART:
             for one in victims:
                 # To PostgreSQL this is a fast shutdown; SIGTERM would wait for its clients to leave.
-                os.kill(one.pid, signal.SIGINT)
+                _shut_down(one.pid, signal.SIGINT)
 
 
 def stop(processes: Processes, victims: list[Found]) -> list[int]:
@@ -173,6 +175,17 @@ def hold_stopped(processes: Processes, victims: list[Found], seconds: float) -> 
         time.sleep(seconds)
     finally:
         wake(stopped)
+
+
+def _shut_down(pid: int, number: signal.Signals) -> None:
+    """Returns when the process has ended, or its parent would be found waiting for that and taken for healthy."""
+    process = os.pidfd_open(pid)
+    try:
+        signal.pidfd_send_signal(process, number)
+        if not select.select([process], [], [], SHUTDOWN_S)[0]:
+            raise TimeoutError(f"{pid} has not ended {SHUTDOWN_S:g} s after {number.name}")
+    finally:
+        os.close(process)
 
 
 def _signal(pid: int, number: signal.Signals) -> None:

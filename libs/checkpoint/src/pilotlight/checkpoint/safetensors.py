@@ -88,18 +88,32 @@ def read_header(source: Source, file: SourceFile) -> tuple[StoredTensor, ...]:
         BadCheckpoint: the file is truncated or its header lies; the message says how.
         UnsupportedModel: an element type is not known.
     """
-    if file.size_bytes < _LENGTH_BYTES:
-        raise BadCheckpoint(f"{file.size_bytes} bytes are too few for a header", file=file.name)
     first = source.read(file, 0, min(file.size_bytes, FIRST_READ_BYTES))
+    size_bytes = header_bytes(first, file)
+    if len(first) < size_bytes:
+        first += source.read(file, len(first), size_bytes - len(first))
+    return parse_header(first[:size_bytes], file)
+
+
+def header_bytes(first: bytes | bytearray, file: SourceFile) -> int:
+    """Where the data starts, from a file's first bytes, of which there are at least eight where the file has as many.
+
+    Raises:
+        BadCheckpoint: the file is truncated or its header too long.
+    """
+    if len(first) < _LENGTH_BYTES:
+        raise BadCheckpoint(f"{len(first)} bytes are too few for a header", file=file.name)
     length = int.from_bytes(first[:_LENGTH_BYTES], "little")
     if length > file.size_bytes - _LENGTH_BYTES:
         raise BadCheckpoint(f"the header claims {length} bytes, the file has {file.size_bytes}", file=file.name)
     if length > MAX_HEADER_BYTES:
         raise BadCheckpoint(f"the header claims {length} bytes; at most {MAX_HEADER_BYTES} are read", file=file.name)
-    data_start = _LENGTH_BYTES + length
-    raw = first[_LENGTH_BYTES:data_start]
-    if len(raw) < length:
-        raw += source.read(file, len(first), data_start - len(first))
+    return _LENGTH_BYTES + length
+
+
+def parse_header(data: bytes, file: SourceFile) -> tuple[StoredTensor, ...]:
+    """As ``read_header``, from the bytes before the file's data: as many as ``header_bytes`` says."""
+    data_start, raw = len(data), data[_LENGTH_BYTES:]
     if not raw.startswith(b"{"):
         raise BadCheckpoint("the header does not begin with a brace", file=file.name)
     header = parse_object(raw, file.name)

@@ -10,7 +10,7 @@ import hashlib
 import os
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import IO, cast
@@ -23,10 +23,12 @@ from pilotlight.cli.binaries import postgres_binary
 from pilotlight.cli.embedded import OWNER, PostgresServer
 from pilotlight.cli.home import Home, HomeUnusable
 from pilotlight.cli.output import console, emit_json
-from pilotlight.cli.purge import remove
+from pilotlight.cli.output import errors as told
+from pilotlight.cli.purge import remove_new
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.db.migrate import MigrateSettings, known_revisions, migrate
 from pilotlight.common.errors import DeadlineExceeded, PilotlightError
+from pilotlight.common.fitness import FULL
 from pilotlight.common.waiting import within
 
 log = structlog.get_logger()
@@ -34,8 +36,11 @@ log = structlog.get_logger()
 FORMAT = 1
 MANIFEST = "manifest.json"
 DUMP = "database.dump"
-FOLDERS = ("objects", "secrets")
+OBJECTS = "objects"
+FOLDERS = (OBJECTS, "secrets")
 FILES = ("admin.key", "api.key", "state/node-id", "state/highest-epoch")
+STATE = ("postgres", "nats", "secrets", "objects", "state", "admin.key", "api.key")
+"""Where one of these is there is a system already."""
 DEADLINE_S = 3600.0
 """For the database: a large one takes minutes."""
 COPY_BYTES = 1 << 20
@@ -78,6 +83,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     release: str
     made_at: str
     schema_revision: str
+    object_store: str = ""
+    """Where the objects are, when they are not in the backup."""
     files: dict[str, Entry]
 
 
@@ -85,12 +92,12 @@ async def back_up(home: Home, file: Path, *, as_json: bool) -> int:
     """Write a backup of a system that runs or is stopped.
 
     Raises:
-        BackupFailed: there is no embedded database, the file exists, or something cannot be read or written.
+        BackupFailed: the database is not the embedded one, the file exists, or something cannot be read or written.
         HomeInUse: a system is just being started.
     """
     file = _target(home, file)
-    postgres = _server(home)
     try:
+        postgres = _server(home)
         with tempfile.TemporaryDirectory(dir=file.parent, prefix=".pilotlight-backup-") as folder:
             dump = Path(folder) / DUMP
             if home.running() is not None:
@@ -109,8 +116,14 @@ async def back_up(home: Home, file: Path, *, as_json: bool) -> int:
     except OSError as error:
         raise BackupFailed(f"the backup {file} cannot be written: {error}") from error
     size_bytes = sum(entry.size_bytes for entry in manifest.files.values())
+    if manifest.object_store:
+        message = (
+            f"The objects are not in it, for they are in {manifest.object_store}: copy that too, now, with its server's tools."
+        )
+        told.print(message, markup=False, soft_wrap=True)
     if as_json:
-        emit_json({"file": str(file), "bytes": size_bytes, "files": len(manifest.files), "made_at": manifest.made_at})
+        made = {"file": str(file), "bytes": size_bytes, "files": len(manifest.files), "made_at": manifest.made_at}
+        emit_json({**made, "object_store": manifest.object_store})
     else:
         console.print(f"wrote {file}: {len(manifest.files)} files, {size_bytes:,} bytes", markup=False, soft_wrap=True)
         console.print("It holds keys and secrets: keep it where nobody else can read it.")
@@ -123,31 +136,25 @@ async def restore(home: Home, file: Path, *, as_json: bool) -> int:
     Raises:
         BackupInvalid: the file is cut off, changed, no backup, or of a newer release.
         HomeNotEmpty: there is state already.
-        BackupFailed: the database could not be read back. What was made has been removed.
+        HomeInUse: a system is being started there, or restored.
+        BackupFailed: the database could not be read back, or a file not be written. What was made has been removed.
         HomeUnusable: the folder cannot be written to.
     """
-    taken = [name for name in ("postgres", "secrets", "objects", "state", "admin.key") if (home.root / name).exists()]
-    if taken:
-        raise HomeNotEmpty(f"{home.root} has {', '.join(taken)} already")
-    try:
-        home.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError as error:
-        raise HomeUnusable(f"cannot write to the state folder {home.root}: {error.strerror or error}") from error
-    with tempfile.TemporaryDirectory(dir=home.root, prefix=".restoring-") as folder:
-        staged = Path(folder)
-        manifest = await asyncio.to_thread(_read, file, staged)
+    _check_empty(home)
+    with home.lock():
+        # Again: whoever had the lock a moment ago may have made a system.
+        before = _check_empty(home)
         try:
-            for name in (*FOLDERS, *FILES):
-                if (staged / name).exists():
-                    (home.root / name).parent.mkdir(exist_ok=True, mode=0o700)
-                    (staged / name).rename(home.root / name)
-            home.prepare()
-            with home.lock():
-                await _fill_database(home, staged / DUMP)
-        except BaseException:
-            home.prepare()
-            remove(home)
-            raise
+            with tempfile.TemporaryDirectory(dir=home.root, prefix=".restoring-") as folder:
+                manifest = await asyncio.to_thread(_read, file, Path(folder))
+                await _place(home, Path(folder), before)
+        except OSError as error:
+            raise BackupFailed(f"{file} cannot be restored into {home.root}: {error}") from error
+    if manifest.object_store:
+        message = (
+            f"Its objects were not in the backup, but in {manifest.object_store}: start it with PILOTLIGHT_OBJECT_STORE_URL set."
+        )
+        told.print(message, markup=False, soft_wrap=True)
     if as_json:
         emit_json({"restored": True, "home": str(home.root), "made_at": manifest.made_at, "release": manifest.release})
     else:
@@ -159,14 +166,47 @@ async def restore(home: Home, file: Path, *, as_json: bool) -> int:
     return 0
 
 
+def _check_empty(home: Home) -> Collection[str]:
+    """See that there is no system; the names of what else is there."""
+    try:
+        before = {path.name for path in home.root.iterdir()} if home.root.is_dir() else set[str]()
+    except OSError as error:
+        raise HomeUnusable(f"cannot read the state folder {home.root}: {error.strerror or error}") from error
+    taken = [name for name in STATE if name in before]
+    if taken:
+        raise HomeNotEmpty(f"{home.root} has {', '.join(taken)} already")
+    return before
+
+
+async def _place(home: Home, staged: Path, before: Collection[str]) -> None:
+    """Move what was unpacked to its place, and fill the database; when that fails the folder is as it was ``before``."""
+    try:
+        for name in (*FOLDERS, *FILES):
+            if (staged / name).exists():
+                (home.root / name).parent.mkdir(exist_ok=True, mode=0o700)
+                (staged / name).rename(home.root / name)
+        home.prepare()
+        await _fill_database(home, staged / DUMP)
+    except BaseException:
+        remove_new(home, before)
+        raise
+
+
 def _target(home: Home, file: Path) -> Path:
+    if os.environ.get("PILOTLIGHT_DATABASE_URL"):
+        raise BackupFailed(
+            "PILOTLIGHT_DATABASE_URL is set: that database is yours to back up, with pg_dump, as docs/operations.md says. "
+            f"If the system in {home.root} runs on its own database, unset it"
+        )
     if not (home.root / "postgres" / "data" / "PG_VERSION").is_file():
         raise BackupFailed(
-            f"{home.root} has no database of its own. Where PILOTLIGHT_DATABASE_URL names yours, back it up with pg_dump: "
+            f"{home.root} has no database of its own. Where the system runs on yours, back it up with pg_dump: "
             "docs/operations.md says how"
         )
     if file.exists():
         raise BackupFailed(f"{file} exists already")
+    if not file.absolute().parent.is_dir():
+        raise BackupFailed(f"there is no folder {file.absolute().parent}: make it first")
     return file.absolute()
 
 
@@ -198,13 +238,16 @@ async def _fill_database(home: Home, dump: Path) -> None:
 async def _run(postgres: PostgresServer, home: Home, program: str, *arguments: str) -> str:
     """Run a program of PostgreSQL on the database; what it prints."""
     url = make_url(postgres.owner_url)
-    connection = {"PGHOST": str(url.query["host"]), "PGUSER": OWNER, "PGPASSWORD": home.secret("postgres-owner")}
+    # The operator's own PG* variables are for other databases.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PG")}
+    environment |= {"PGHOST": str(url.query["host"]), "PGPORT": str(url.query["port"]), "PGDATABASE": str(url.database)}
+    environment |= {"PGUSER": OWNER, "PGPASSWORD": home.secret("postgres-owner"), "LC_ALL": "C"}
     database = () if program != "pg_restore" else (f"--dbname={url.database}",)
     process = await asyncio.create_subprocess_exec(
         str(postgres_binary(program)),
         *database,
         *arguments,
-        env={**os.environ, **connection, "PGDATABASE": str(url.database), "LC_ALL": "C"},
+        env=environment,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -227,12 +270,18 @@ def _write(home: Home, dump: Path, revision: str, archive: Path) -> Manifest:
     with os.fdopen(os.open(archive, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as sink:
         with tarfile.open(fileobj=sink, mode="w", format=tarfile.PAX_FORMAT) as tar:
             for name, path in _sources(home, dump):
-                entries[name] = _add(tar, name, path)
+                try:
+                    entries[name] = _add(tar, name, path)
+                except FileNotFoundError:
+                    # An object that nothing needs any more may go at any moment.
+                    if not name.startswith(f"{OBJECTS}/"):
+                        raise
             manifest = Manifest(
                 format=FORMAT,
                 release=version("pilotlight-cli"),
                 made_at=SystemClock().wall().isoformat(timespec="seconds"),
                 schema_revision=revision,
+                object_store=_own_store(home),
                 files=entries,
             )
             described = archive.with_name(MANIFEST)
@@ -250,9 +299,20 @@ def _sources(home: Home, dump: Path) -> Iterator[tuple[str, Path]]:
             yield name, home.root / name
     for folder in FOLDERS:
         for path in sorted((home.root / folder).rglob("*")):
-            # Links (each service's own view of its secrets) are made anew; unfinished files begin with a dot.
-            if path.is_file() and not path.is_symlink() and not path.name.startswith("."):
+            # Links (each service's own view of its secrets) are made anew.
+            if path.is_file() and not path.is_symlink() and not _unfinished(folder, path.name):
                 yield path.relative_to(home.root).as_posix(), path
+
+
+def _unfinished(folder: str, name: str) -> bool:
+    """Whether a file is still being written: beside its place, an object as ``key#1``, a secret with a dot before its name."""
+    return "#" in name if folder == OBJECTS else name.startswith(".")
+
+
+def _own_store(home: Home) -> str:
+    """The operator's own object store; empty when it is the folder in the home."""
+    url = os.environ.get("PILOTLIGHT_OBJECT_STORE_URL", "")
+    return "" if url == home.objects.as_uri() else url
 
 
 def _add(tar: tarfile.TarFile, name: str, path: Path) -> Entry:
@@ -279,7 +339,12 @@ class _Told:
 
 
 def _read(file: Path, folder: Path) -> Manifest:
-    """Unpack a backup into a folder, checked."""
+    """Unpack a backup into a folder, checked.
+
+    Raises:
+        BackupInvalid: it is not a whole one, or cannot be read.
+        OSError: there is no room for it.
+    """
     found: dict[str, Entry] = {}
     manifest: Manifest | None = None
     try:
@@ -293,6 +358,8 @@ def _read(file: Path, folder: Path) -> Manifest:
                 else:
                     found[member.name] = _extract(source, folder / member.name)
     except (OSError, EOFError, tarfile.TarError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        if isinstance(error, OSError) and error.errno in FULL:
+            raise
         raise BackupInvalid(f"{file} cannot be read: {error}") from error
     if manifest is None:
         raise BackupInvalid(f"{file} has no list of its files at its end: it was cut off")

@@ -1,6 +1,5 @@
 """Checks of the machine: each says what it found and, when that will not do, what to do about it."""
 
-import importlib.util
 import os
 import shutil
 from collections.abc import Callable
@@ -9,8 +8,9 @@ from enum import StrEnum
 from functools import partial
 from pathlib import Path
 
-from pilotlight.cli.home import Home
-from pilotlight.cli.preflight import SHARED_MEMORY, looks
+from pilotlight.cli.home import SHARED_MEMORY, Home
+from pilotlight.cli.plan import SystemOptions
+from pilotlight.cli.preflight import looks
 from pilotlight.common import fitness
 from pilotlight.common.errors import PilotlightError
 
@@ -41,12 +41,11 @@ class Check:
 def examine(home: Home, host: str, port: int) -> tuple[Check, ...]:
     """Run every check."""
     checks: tuple[Callable[[], Check], ...] = (
-        *(partial(_told, name, look) for name, look in looks(home, None, os.environ).items()),
+        *(partial(_told, name, look) for name, look in looks(home, SystemOptions(host=host, port=port), os.environ).items()),
         lambda: check_port(home, host, port),
         lambda: check_room("disk", home.root, MIN_DISK_BYTES),
         lambda: check_room("shared memory", SHARED_MEMORY, MIN_SHM_BYTES),
         lambda: check_memory(Path("/proc/meminfo")),
-        check_engine,
         check_compiler,
         check_driver,
     )
@@ -94,18 +93,6 @@ def check_memory(meminfo: Path) -> Check:
             advice = "" if verdict is Verdict.OK else f"an engine needs about {MIN_MEMORY_BYTES // MIB:,} MiB beside the model"
             return Check(name="memory", verdict=verdict, found=f"{available // MIB:,} MiB available", what_to_do=advice)
     return Check(name="memory", verdict=Verdict.WARNING, found="unknown", what_to_do="this kernel does not say MemAvailable")
-
-
-def check_engine() -> Check:
-    """Is there a torch for the native engine?"""
-    if importlib.util.find_spec("torch") is not None:
-        return Check(name="engine", verdict=Verdict.OK, found="torch is installed")
-    return Check(
-        name="engine",
-        verdict=Verdict.FAILED,
-        found="torch is not installed",
-        what_to_do="install pilotlight-worker[native]; in a checkout `make demo` does it",
-    )
 
 
 def check_compiler() -> Check:

@@ -54,9 +54,12 @@ OWNER = "pilotlight"
 UNPRIVILEGED_USER = 65534
 """``nobody``: PostgreSQL refuses to run as root."""
 
-_POSTGRES_SOCKET = ".s.PGSQL.5432.lock"
+POSTGRES_PORT = 5432
+"""Names the socket; told to server and clients, for an environment may hold another one (``PGPORT``)."""
+_POSTGRES_SOCKET = f".s.PGSQL.{POSTGRES_PORT}.lock"
 _POSTGRES_SETTINGS = {
     "listen_addresses": "",
+    "port": str(POSTGRES_PORT),
     "shared_buffers": "32MB",
     "max_wal_size": "256MB",
     "min_wal_size": "32MB",
@@ -218,12 +221,13 @@ class PostgresServer(Server):
     @property
     def url(self) -> str:
         """The database's URL without a role: what services get, each with the secret of its own role."""
-        return f"postgresql:///{DATABASE}?host={quote(str(self._sockets))}"
+        return f"postgresql:///{DATABASE}?port={POSTGRES_PORT}&host={quote(str(self._sockets))}"
 
     @property
     def owner_url(self) -> str:
         """The database's URL as its owner: what migrations get."""
-        return f"postgresql://{OWNER}:{quote(self._password, safe='')}@/{DATABASE}?host={quote(str(self._sockets))}"
+        sockets = quote(str(self._sockets))
+        return f"postgresql://{OWNER}:{quote(self._password, safe='')}@/{DATABASE}?port={POSTGRES_PORT}&host={sockets}"
 
     async def start(self, deadline_s: float = START_DEADLINE_S) -> None:
         """Return when the server takes connections and the database exists.
@@ -296,7 +300,12 @@ class PostgresServer(Server):
         try:
             async with asyncio.timeout(TRY_DEADLINE_S):
                 connection = await psycopg.AsyncConnection.connect(
-                    host=str(self._sockets), user=OWNER, password=self._password, dbname="postgres", autocommit=True
+                    host=str(self._sockets),
+                    port=POSTGRES_PORT,
+                    user=OWNER,
+                    password=self._password,
+                    dbname="postgres",
+                    autocommit=True,
                 )
                 async with connection:
                     known = await connection.execute("SELECT 1 FROM pg_database WHERE datname = %s", (DATABASE,))

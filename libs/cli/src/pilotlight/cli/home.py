@@ -17,6 +17,8 @@ from pilotlight.common.db.tables import OWNERS
 from pilotlight.common.errors import DiskFull, FolderUnusable, PilotlightError
 from pilotlight.common.fitness import folder_error
 
+SHARED_MEMORY = Path("/dev/shm")
+
 MAX_SOCKET_PATH_BYTES = 107
 """Longest path of a Unix socket on Linux; the longest name that we put into the run folder takes 40 of them."""
 
@@ -107,6 +109,12 @@ class Home:
         name = hashlib.sha256(os.fsencode(self.root)).hexdigest()[:12]
         return Path(tempfile.gettempdir()) / f"pilotlight-{os.getuid()}-{name}"
 
+    @property
+    def pool_path(self) -> Path:
+        """The host pool's file: by the folder, for a copy of the folder has the node's id too, and runs on a pool of its own."""
+        name = hashlib.sha256(os.fsencode(os.path.realpath(self.root))).hexdigest()[:12]
+        return SHARED_MEMORY / f"pilotlight-home-{name}.pool"
+
     def check_name(self) -> None:
         """See that the path is one that everything in the system takes. Spaces and letters of all languages are.
 
@@ -127,10 +135,6 @@ class Home:
         if wrong:
             named = ", ".join(repr(one) for one in wrong)
             raise HomeUnusable(f"the state folder's path {str(self.root)!a} has {named} in it, which will not do")
-
-    def unusable(self, message: str) -> HomeUnusable:
-        """The error for this folder."""
-        return HomeUnusable(message)
 
     def _failed(self, error: OSError) -> PilotlightError:
         told = folder_error(self.root, "state folder", "PILOTLIGHT_HOME", error)
@@ -177,13 +181,15 @@ class Home:
         return {user: self.secret(f"nats-{user}") for user in NATS_USERS}
 
     def lock(self) -> IO[str]:
-        """Claim the folder for this process; the claim ends with it.
+        """Claim the folder, made where it is missing, for this process; the claim ends with it.
 
         Raises:
-            HomeInUse: another process runs a system on it.
-            HomeUnusable: the lock's file cannot be made.
+            HomeInUse: another process runs a system on it, or restores one.
+            HomeUnusable: the folder or the lock's file cannot be made.
+            DiskFull: there is no room for it.
         """
         try:
+            self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
             handle = (self.root / "up.lock").open("a+")
         except OSError as error:
             raise self._failed(error) from error

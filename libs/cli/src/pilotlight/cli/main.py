@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from cyclopts import App, CycloptsError, Parameter, validators
 from rich.markup import escape
@@ -64,6 +65,12 @@ def _port(given: int | None) -> int:
     if given is None and not (text.isascii() and text.isdigit() and 1 <= int(text) <= 65535):
         raise UnprocessableInput(f"PILOTLIGHT_PORT is {text!r}, and a port is a number from 1 to 65535")
     return given if given is not None else int(text)
+
+
+def _running_port(home: Home) -> int | None:
+    """The port of the system that runs, where the environment names none."""
+    running = home.running() if not os.environ.get("PILOTLIGHT_PORT") else None
+    return urlsplit(running.url).port if running is not None else None
 
 
 @app.command
@@ -171,8 +178,9 @@ def demo(
 
 @app.command
 def doctor(*, host: Host = None, port: Port = None, json: Json = False) -> int:
-    """Check this machine: port, shared memory, file limit, disk, memory, compiler, driver."""
-    checks = examine(Home.from_environment(), _host(host), _port(port))
+    """Check this machine: settings, port, shared memory, file limit, disk, memory, torch, compiler, driver."""
+    home = Home.from_environment()
+    checks = examine(home, _host(host), port if port is not None else _running_port(home) or _port(None))
     failed = any(check.verdict is Verdict.FAILED for check in checks)
     if json:
         listed = [

@@ -42,16 +42,21 @@ def look_at_database(url: str) -> str:
         SettingsInvalid: the URL is none.
     """
     try:
-        plain = make_url(url).set(drivername="postgresql")
-    except ArgumentError as error:
+        plain = make_url(url).set(drivername="postgresql+psycopg")
+        # Not as text: a password may hold characters that its place in a URL reads differently in each library.
+        arguments, options = plain.get_dialect()().create_connect_args(plain)
+    except (ArgumentError, ValueError) as error:
         raise SettingsInvalid(
             "PILOTLIGHT_DATABASE_URL is not the URL of a database: postgresql://user:password@host/name"
         ) from error
+    shown = plain.set(drivername="postgresql").render_as_string()
     try:
-        with psycopg.connect(plain.render_as_string(hide_password=False), connect_timeout=CONNECT_TIMEOUT_S):
-            return f"{plain.render_as_string()} answers"
+        with psycopg.connect(*arguments, **{**options, "connect_timeout": CONNECT_TIMEOUT_S}):
+            return f"{shown} answers"
     except psycopg.OperationalError as error:
-        raise database_error(f"cannot connect to {plain.render_as_string()}", error) from error
+        raise database_error(f"cannot connect to {shown}", error) from error
+    except psycopg.ProgrammingError as error:
+        raise SettingsInvalid(f"PILOTLIGHT_DATABASE_URL, {shown}: {error}") from error
 
 
 async def look_at_bus(home: Home, url: str) -> str:

@@ -65,6 +65,7 @@ def child_specs(
         "PILOTLIGHT_RUN_DIR": str(home.run_dir),
         "PILOTLIGHT_STATE_DIR": str(home.state),
         "PILOTLIGHT_LOG_DIR": str(home.logs),
+        "PILOTLIGHT_POOL_PATH": environment.get("PILOTLIGHT_POOL_PATH") or str(home.pool_path),
         "PILOTLIGHT_MODEL_ROOTS": ",".join(
             [environment.get("PILOTLIGHT_MODEL_ROOTS") or str(home.models), *(str(root) for root in options.model_roots)]
         ),

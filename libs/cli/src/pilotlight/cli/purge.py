@@ -5,26 +5,27 @@ links: what they point to is not ours.
 """
 
 import contextlib
+import fcntl
 import os
 import shutil
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from pilotlight.cli.embedded import postgres_sockets
-from pilotlight.cli.home import MARKER, Home
+from pilotlight.cli.home import MARKER, SHARED_MEMORY, Home
 from pilotlight.cli.output import console, emit_json
 from pilotlight.cli.running import stop_process
 from pilotlight.common.errors import PilotlightError, UnprocessableInput
 
-SHARED_MEMORY = Path("/dev/shm")
 FOLDERS = ("secrets", "logs", "objects", "state", "run", "postgres", "nats")
 FILES = ("admin.key", "api.key", "up.json", "up.json.new")
 NODE_ID = "node-id"
 """Where a loader keeps its node's name, below ``state``."""
 LOCK = "up.lock"
 """Goes last but for the marker: while it is held nobody starts a system on what is being removed."""
+DEMO = "demo"
 
 
 class HomeNotOurs(PilotlightError):
@@ -46,6 +47,9 @@ def purge(home: Home, *, yes: bool, as_json: bool) -> int:
     """
     if not home.root.exists():
         emit_json({"purged": False}) if as_json else console.print(f"there is no {home.root}", markup=False)
+        return 0
+    if not _anything(home):
+        emit_json({"purged": False}) if as_json else console.print(f"there is nothing to remove in {home.root}", markup=False)
         return 0
     _check(home)
     if not yes and not _confirmed(home, as_json=as_json):
@@ -70,13 +74,15 @@ def remove(home: Home) -> list[str]:
         HomeInUse: a system runs on it.
     """
     _check(home)
-    demo = Home(home.root / "demo")
+    demo = Home(home.root / DEMO)
     if (demo.root / MARKER).is_file() and not demo.root.is_symlink():
         remove(demo)
     lock = home.lock()
     try:
         for path in outside(home):
             _remove(path)
+        for path in pools(home):
+            _remove_pool(path)
         for name in (*FOLDERS, *FILES):
             _remove(home.root / name)
         with contextlib.suppress(OSError):
@@ -90,18 +96,39 @@ def remove(home: Home) -> list[str]:
     return sorted(path.name for path in home.root.iterdir()) if home.root.exists() else []
 
 
+def remove_new(home: Home, before: Collection[str]) -> None:
+    """Remove what we made in a folder since it held the names ``before``, under its lock, which stays."""
+    for name in (*FOLDERS, *FILES, MARKER):
+        if name not in before:
+            _remove(home.root / name)
+    if home.models.name not in before:
+        with contextlib.suppress(OSError):
+            home.models.rmdir()
+    home.tidy()
+
+
 def outside(home: Home) -> Iterator[Path]:
-    """What lies elsewhere: sockets whose paths would be too long, and a host pool that a killed loader left in shared memory."""
+    """What lies elsewhere: sockets whose paths would be too long."""
     if not home.run_dir.is_relative_to(home.root):
         yield home.run_dir
     sockets = postgres_sockets(home.root / "postgres")
     if not sockets.is_relative_to(home.root):
         yield sockets
+
+
+def pools(home: Home) -> Iterator[Path]:
+    """Host pools that a killed loader may have left in shared memory: by the name of this release, and by that of the one before."""
+    yield home.pool_path
     with contextlib.suppress(OSError):
         node_id = (home.state / NODE_ID).read_text().strip()
         # The name is ours; what a file that anybody may have written says is not taken for a path.
         if node_id.replace("-", "").isalnum():
             yield SHARED_MEMORY / f"pilotlight-{node_id}.pool"
+
+
+def _anything(home: Home) -> bool:
+    """Whether there is something by a name of ours. Models are not: they stay where everything else was removed."""
+    return any(os.path.lexists(home.root / name) for name in (*FOLDERS, *FILES, LOCK, MARKER, DEMO))
 
 
 def _check(home: Home) -> None:
@@ -129,3 +156,20 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def _remove_pool(path: Path) -> None:
+    """Remove a host pool that nobody holds: one that is locked is a running loader's, whatever its name says."""
+    try:
+        # What is no file of ours there, a link or somebody else's, is left.
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    else:
+        _remove(path)
+    finally:
+        os.close(descriptor)

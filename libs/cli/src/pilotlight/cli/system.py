@@ -19,10 +19,10 @@ from pilotlight.cli.home import Home
 from pilotlight.cli.nats_health import has_room, write_error
 from pilotlight.cli.plan import Endpoints, SystemOptions, child_specs
 from pilotlight.cli.preflight import looks
-from pilotlight.cli.supervisor import Supervisor
+from pilotlight.cli.supervisor import ChildFailed, Supervisor
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.db.migrate import MigrateSettings, migrate
-from pilotlight.common.errors import DeadlineExceeded, PilotlightError
+from pilotlight.common.errors import PilotlightError
 from pilotlight.common.fitness import check_port
 from pilotlight.common.natsconf import ADMIN, StreamSettings, ensure_streams, server_config
 from pilotlight.common.waiting import Backoff, cancel_all, every, pause
@@ -71,14 +71,19 @@ class System:
 
         Raises:
             MachineUnfit: the machine lacks something, or the state folder or the port cannot be had.
+            SettingsInvalid: a setting has a value that will not do.
             HomeInUse: another system runs on the state folder.
-            ChildFailed: a process did not start.
+            ChildFailed: a process did not start, or a worker's engine.
         """
-        for look in looks(self._home, self._options.pool_bytes, os.environ).values():
+        for look in looks(self._home, self._options, os.environ).values():
             await asyncio.to_thread(look)
-        self._home.prepare()
+        if not self._home.root.exists():
+            # Nobody can be running there, and a folder that is only the lock's would be left.
+            check_port(self._options.host, self._options.port)
+        # Before anything is made: somebody may be restoring a system there.
         self._lock = self._home.lock()
         check_port(self._options.host, self._options.port)
+        self._home.prepare()
         endpoints = self.endpoints = await self._start_servers()
         # Not before: while the servers are prepared there are children of ours that the supervisor would take for orphans.
         self._supervisor.adopt_orphans()
@@ -185,7 +190,7 @@ class System:
                     if sum(1 for worker in workers if worker["engine_up"]) >= self._options.workers:
                         return
                 await pause(0.1)
-        raise DeadlineExceeded(
+        raise ChildFailed(
             f"{self._options.workers} workers were not up within {READY_DEADLINE_S:g} s; their logs are in {self._home.logs}"
         )
 

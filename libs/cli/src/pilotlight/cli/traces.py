@@ -1,9 +1,9 @@
 """``pilotlight trace ID``: spans as a tree on one time axis, and the cold start."""
 
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
-from urllib.parse import quote
 
 from rich.markup import escape
 from rich.table import Table
@@ -11,6 +11,7 @@ from rich.table import Table
 from pilotlight.cli.client import AdminClient
 from pilotlight.cli.output import console, emit_json
 from pilotlight.cli.waterfall import draw
+from pilotlight.common.errors import BadRequest
 
 LABELS_WIDTH = 50
 """Columns before the axis, at most: span, service, milliseconds."""
@@ -18,8 +19,15 @@ MIN_WIDTH = 20
 
 
 def show(client: AdminClient, trace_id: str, *, as_json: bool) -> int:
-    """Fetch and show one trace."""
-    trace = client.get(f"/traces/{quote(trace_id, safe='')}")
+    """Fetch and show one trace.
+
+    Raises:
+        BadRequest: this is no trace's id.
+        TraceNotFound: nothing is kept of it.
+    """
+    if re.fullmatch(r"[0-9a-f]{32}", trace_id) is None:
+        raise BadRequest(f"a trace id is 32 hex digits, as in the header x-trace-id of an answer, and not {trace_id[:100]!r}")
+    trace = client.get(f"/traces/{trace_id}")
     if as_json:
         emit_json(trace)
         return 0

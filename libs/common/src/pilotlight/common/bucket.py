@@ -51,9 +51,13 @@ async def ensure_bucket(url: str, settings: S3Settings) -> bool:
         except (BaseError, OSError) as error:
             refused = isinstance(error, urllib.error.HTTPError) and error.code < 500
             if refused or clock.monotonic_s() > until_s:
-                raise SourceUnavailable(f"the bucket {name} cannot be made: {str(error).splitlines()[0]}") from error
+                raise SourceUnavailable(f"the bucket {name} cannot be made: {_first_line(error)}") from error
         await pause(_BACKOFF.delay_s(attempt, rng))
         attempt += 1
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _ensure(store: S3Store) -> bool:

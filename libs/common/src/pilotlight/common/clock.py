@@ -4,6 +4,8 @@ import time
 from datetime import UTC, datetime, timedelta
 from typing import Protocol
 
+from pilotlight.policy.types import Moment
+
 
 class Clock(Protocol):
     """Where a service gets its time from."""
@@ -49,3 +51,8 @@ class ManualClock:
 def wall_offset_s(clock: Clock) -> float:
     """What to add to a monotonic reading of this host to get Unix time."""
     return clock.wall().timestamp() - clock.monotonic_s()
+
+
+def moment_of(clock: Clock) -> Moment:
+    """Now, as others are told it."""
+    return Moment(at_s=clock.monotonic_s(), wall_offset_s=wall_offset_s(clock))

@@ -22,7 +22,7 @@
     │   └── WorkerLost, EngineFailed
     ├── SettingsInvalid      the operator's to mend: the process does not start
     ├── MachineUnfit         the machine's to mend, or its operator's: the process does not start
-    │   └── FileLimitTooLow, DiskFull, SharedMemoryTooSmall, PortTaken, FolderUnusable
+    │   └── FileLimitTooLow, DiskFull, SharedMemoryTooSmall, HostPoolTaken, PortTaken, FolderUnusable
     └── InternalError        a bug: the process says so and, where state may be wrong, ends
 
 ``code`` is stable: clients, alerts and runbooks use it. The class docstring's first line is the default message.
@@ -422,6 +422,15 @@ class SharedMemoryTooSmall(MachineUnfit):
 
     code = "shared_memory_too_small"
     action = "Make it larger (`mount -o remount,size=2G /dev/shm`; in a container shm_size), free some, or lower PILOTLIGHT_POOL_BYTES."
+
+
+class HostPoolTaken(MachineUnfit):
+    """Another loader holds the host pool."""
+
+    code = "host_pool_taken"
+    action = (
+        "Stop the loader that holds it (`fuser` on the file names it), or give this one a file of its own: PILOTLIGHT_POOL_PATH."
+    )
 
 
 class PortTaken(MachineUnfit):

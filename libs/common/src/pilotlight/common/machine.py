@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 
 STANDARD_ERROR = Path("/dev/stderr")
+"""Stands for our own standard error: whoever writes there takes the descriptor, for a socket cannot be opened by this name."""
+STANDARD_ERROR_DESCRIPTOR = 2
 INHERITED = Path("-")
 """As a folder for logs: none; whoever is started writes where the process that starts it does."""
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))

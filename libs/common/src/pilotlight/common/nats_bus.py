@@ -125,6 +125,11 @@ class NatsBus:
         return self._client
 
     @property
+    def task(self) -> asyncio.Task[None] | None:
+        """What runs as long as the bus is open, for the process to own: should it die, ``connected`` is False for ever."""
+        return self._pulse.task
+
+    @property
     def connected(self) -> bool:
         return self._up.is_set() and self._client.is_connected and self._pulse.beats
 

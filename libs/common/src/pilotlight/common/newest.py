@@ -4,7 +4,7 @@ NATS keeps the order of one connection; a sender that reconnects to another serv
 states count them.
 """
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 MAX_SENDERS = 16_384
@@ -16,7 +16,16 @@ PAST_LIVES = 4
 class _Heard:
     life: str
     seq: int
-    past: deque[str] = field(default_factory=lambda: deque[str](maxlen=PAST_LIVES))
+    past: dict[str, int] = field(default_factory=dict[str, int])
+    """Earlier lives, the latest heard last, each with the last number that was heard of it."""
+
+    def turn_to(self, life: str, seq: int) -> None:
+        """Hear another life from now on."""
+        self.past.pop(life, None)
+        self.past[self.life] = self.seq
+        self.life, self.seq = life, seq
+        if len(self.past) > PAST_LIVES:
+            del self.past[next(iter(self.past))]
 
 
 class Newest:
@@ -30,7 +39,8 @@ class Newest:
 
         Args:
             sender: Who it is from, whichever of its lives.
-            life: Its incarnation, or whatever else it counts anew in. A life that has ended gives no news any more.
+            life: Its incarnation, or whatever else it counts anew in. A past life that goes on counting has not ended: it was a late
+                message of an earlier one that made it past.
             seq: Its number in that life, from 1. 0 is that of a release that does not count: always news.
         """
         heard = self._heard.get(sender)
@@ -41,10 +51,9 @@ class Newest:
             return True
         self._heard.move_to_end(sender)
         if life != heard.life:
-            if life in heard.past:
+            if seq and seq <= heard.past.get(life, 0):
                 return False
-            heard.past.append(heard.life)
-            heard.life, heard.seq = life, seq
+            heard.turn_to(life, seq)
             return True
         if seq and seq <= heard.seq:
             return False

@@ -33,6 +33,11 @@ class Pulse:
         """Whether the server has answered a moment ago."""
         return asyncio.get_running_loop().time() - self._answered_s <= SILENT_S
 
+    @property
+    def task(self) -> asyncio.Task[None] | None:
+        """What asks; None while it does not. Should it die, the server is taken for silent for ever: somebody must own it."""
+        return self._task
+
     def start(self) -> None:
         """A connection was made."""
         self.answered()
@@ -69,7 +74,11 @@ class Pulse:
             raise TimeoutError
         if asking.cancelled():
             raise nats.errors.ConnectionReconnectingError
-        asking.result()
+        try:
+            asking.result()
+        except (RuntimeError, AttributeError) as error:
+            # nats-py writes to what was closed a moment ago and is not known to be; what a closed transport raises is the loop's affair.
+            raise nats.errors.ConnectionReconnectingError from error
 
     def _asked(self, asking: asyncio.Task[float]) -> None:
         self._asking.discard(asking)

@@ -69,9 +69,13 @@ class Background:
     def spawn(self, name: str, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run in the background until it ends or ``stop`` is called."""
         task = asyncio.create_task(work, name=name)
+        self.own(task)
+        return task
+
+    def own(self, task: asyncio.Task[Any]) -> None:
+        """Own a task that was begun before there was anybody to own it."""
         self._tasks.add(task)
         task.add_done_callback(self._on_done)
-        return task
 
     async def stop(self) -> None:
         """Cancel what still runs and wait for it."""
@@ -125,8 +129,8 @@ def run_service(service: str, settings_type: type[S], build: Build[S], *, user: 
     _end_with_parent()
     try:
         settings = settings_type()
-    except ValueError as error:
-        log.error("settings are wrong", action=SETTINGS_INVALID, code=SettingsInvalid.code, error=str(error))
+    except SettingsInvalid as error:
+        log.error("settings are wrong", action=SETTINGS_INVALID, code=error.code, error=error.message, what_to_do=error.action)
         return 2
     try:
         check_files()
@@ -147,6 +151,8 @@ async def _run(service: str, settings: S, build: Build[S], user: str) -> int:
     store = ObjectStore.from_url(settings.object_store_url, settings)
     bus = await NatsBus.connect(settings, user=user, name=f"{service}-{incarnation}")
     background = Background()
+    if bus.task is not None:
+        background.own(bus.task)
     background.spawn("watch the clock", watch_clock(clock))
     metrics = CollectorRegistry()
     start_telemetry(service, settings, bus, metrics=metrics)

@@ -5,19 +5,41 @@ descriptions; a test keeps it current. Secrets may be given as files: ``PILOTLIG
 """
 
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from pilotlight.common.errors import SettingsInvalid
 from pilotlight.common.faults import Faults
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+ENV_PREFIX = "PILOTLIGHT_"
+MAX_SHOWN_CHARS = 100
+_MAY_HOLD_SECRETS = ("url", "endpoint", "key", "password", "secret", "token")
+"""In the name of a setting: its value is not shown."""
 
 
 class PilotlightSettings(BaseSettings):
     """Base of all settings."""
 
-    model_config = SettingsConfigDict(env_prefix="PILOTLIGHT_", extra="ignore", frozen=True)
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="ignore", frozen=True)
+
+    def __init__(self, **values: Any) -> None:
+        """Read the environment; ``values`` stand in its place.
+
+        Raises:
+            SettingsInvalid: some are wrong; the message has a line for each.
+        """
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            told = "\n".join(_told(one) for one in error.errors(include_url=False))
+            # Without the cause, whose text holds the values.
+            raise SettingsInvalid(told) from None
 
     secrets_dir: Path | None = Field(
         default=None,
@@ -126,6 +148,21 @@ def checked_endpoint(value: str) -> str:
     if parts.username is not None or parts.query or parts.fragment:
         raise ValueError(f"the URL of {parts.hostname} holds more than host, port and path: credentials belong into secrets")
     return value.rstrip("/")
+
+
+def _told(error: "ErrorDetails") -> str:
+    """One wrong setting by the name that its operator knows, what is wrong, and the value where it can be no secret."""
+    own = error.get("ctx", {}).get("error")
+    if own is not None and not error["loc"]:
+        return str(own)
+    setting = ENV_PREFIX + "_".join(str(part) for part in error["loc"]).upper()
+    if own is not None:
+        # A check of ours says itself which value it means, and sometimes of which setting.
+        return str(own) if setting in str(own) else f"{setting}: {own}"
+    given = str(error["input"])
+    if any(word in setting.lower() for word in _MAY_HOLD_SECRETS) or "://" in given:
+        return f"{setting}: {error['msg']}"
+    return f"{setting}: {error['msg']}, not {given[:MAX_SHOWN_CHARS]!r}"
 
 
 def read_secret(folder: Path | None, name: str) -> str | None:

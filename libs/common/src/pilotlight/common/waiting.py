@@ -72,9 +72,10 @@ async def cancel_all(tasks: Iterable[asyncio.Task[Any]], *, again_s: float = CAN
 
 
 class Group(asyncio.TaskGroup):
-    """A task group that an error ends, its own or that of a task; every other task ends with it.
+    """A task group that an error ends while the body runs, the body's or that of a task; every other task ends with it.
 
-    As ``cancel_all`` it asks more than once: ``asyncio.TaskGroup`` alone waits for ever for a task that has lost its cancellation.
+    As ``cancel_all`` it asks more than once: ``asyncio.TaskGroup`` alone waits for ever for a task that has lost its cancellation. So
+    does this one when a task fails after the body's end: it is for bodies that run as long as their tasks.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,8 @@
 """What a node's host pool holds, for whom, and what is on its way there.
 
 Holders of one model share one fetch. One that fails fails everybody who waits for it, and is forgotten: the next holder starts
-another.
+another. Where a fetch finds that the bytes are not the source's, the copy is spoiled: nobody new gets it, and its parts are given up
+as soon as nobody reads them.
 """
 
 import asyncio
@@ -10,11 +11,13 @@ from typing import Any, Protocol
 
 import structlog
 
+from pilotlight.common.clock import moment_of, wall_offset_s
 from pilotlight.common.errors import BadRequest, InternalError, PilotlightError
 from pilotlight.common.messages.pool import PartReady
 from pilotlight.dataplane.layout import tensor_places
 from pilotlight.dataplane.model_fetch import FetchTools, Holder, ModelFetch
-from pilotlight.policy.types import Copy, Digest, InstanceId, Model, NodeId, Phase, Tier, Transfer
+from pilotlight.policy.coverage import departed_s
+from pilotlight.policy.types import Copy, Digest, InstanceId, Model, Moment, NodeId, Phase, Tier, Transfer
 
 log = structlog.get_logger()
 
@@ -52,11 +55,21 @@ class HostCopies:
         self._fetches: dict[Digest, ModelFetch] = {}
         self._runs: dict[Digest, asyncio.Task[None]] = {}
         self._drivers: set[asyncio.Task[None]] = set()
+        self._spoiled: dict[Digest, PilotlightError] = {}
 
     def hold(
-        self, model: Model, parts: Iterable[int], instance_id: InstanceId, *, leased: bool, trace_parent: str = ""
+        self,
+        model: Model,
+        parts: Iterable[int],
+        instance_id: InstanceId,
+        *,
+        leased: bool,
+        trace_parent: str = "",
+        sent: Moment | None = None,
     ) -> Holder:
         """Want parts of a model: what is missing is fetched, what is ready stays for as long as a lease holds it.
+
+        ``sent`` is when whoever wants it said so: the fetch counts from then.
 
         Raises:
             BadRequest: the model has no such part.
@@ -64,19 +77,22 @@ class HostCopies:
         wanted = tuple(sorted(set(parts)))
         if not wanted or wanted[0] < 0 or wanted[-1] >= len(model.spec.part_bytes):
             raise BadRequest(f"{model.name} has parts 0 to {len(model.spec.part_bytes) - 1}, not {wanted}")
-        ready = {part for part in wanted if self._tools.pool.find(model.digest, part) is not None}
+        now = moment_of(self._tools.clock)
+        spoiled = self._spoiled.get(model.digest)
+        found = {part: now.at_s for part in wanted if self._tools.pool.find(model.digest, part) is not None}
         holder = Holder(
             instance_id=instance_id,
             model=model,
             parts=wanted,
             leased=leased,
             trace_parent=trace_parent,
-            since_s=self._tools.clock.monotonic_s(),
-            ready=ready,
+            since_s=departed_s(sent, now),
+            ready=found if spoiled is None else {},
+            error=spoiled,
         )
         self._holders.setdefault(model.digest, []).append(holder)
         self._tools.pool.touch(model.digest)
-        if holder.missing:
+        if holder.missing and spoiled is None:
             self._join(holder)
         return holder
 
@@ -97,6 +113,7 @@ class HostCopies:
             run = self._runs.get(digest)
             if not fetch.holders and run is not None:
                 run.cancel()
+        self._give_up_spoiled(digest)
         self._observer.on_copies_changed()
 
     async def ready_parts(self, holder: Holder) -> AsyncIterator[PartReady]:
@@ -116,7 +133,8 @@ class HostCopies:
             if image is None:
                 raise InternalError(f"part {number} of {holder.model.name} is held and yet not in the pool")
             places = tensor_places(manifest.parts[number], self._tools.pool.file_offset(image))
-            yield PartReady(part=number, tensors=places)
+            ready = Moment(at_s=holder.ready[number], wall_offset_s=wall_offset_s(self._tools.clock))
+            yield PartReady(part=number, tensors=places, ready=ready)
 
     def drop(self, digests: Iterable[Digest]) -> tuple[Digest, ...]:
         """Free copies; the ones that were freed. One under a lease, or on its way, stays."""
@@ -163,7 +181,7 @@ class HostCopies:
         if fetch is not None:
             fetch.holders.append(holder)
             return
-        self._start(ModelFetch(holder.model, self._tools, lambda: self._on_ready(digest)), [holder])
+        self._start(ModelFetch(holder.model, self._tools, lambda: self._on_ready(digest), holder.since_s), [holder])
 
     def _start(self, fetch: ModelFetch, holders: list[Holder]) -> None:
         digest = fetch.model.digest
@@ -191,12 +209,15 @@ class HostCopies:
                 holder.error = error
                 holder.changed.set()
             fetch.holders.clear()
+            if fetch.is_spoiled:
+                self._spoiled[digest] = error
         self._observer.on_fetch_ended(clock.monotonic_s() - fetch.start_s, fetch.done_bytes, error.code if error else "")
         await fetch.cleaned_up()
         del self._fetches[digest]
+        self._give_up_spoiled(digest)
         late = [holder for holder in fetch.holders if holder.missing]
         if late:
-            self._start(ModelFetch(fetch.model, self._tools, lambda: self._on_ready(digest)), late)
+            self._start(ModelFetch(fetch.model, self._tools, lambda: self._on_ready(digest), clock.monotonic_s()), late)
         else:
             self._observer.on_copies_changed()
 
@@ -206,6 +227,13 @@ class HostCopies:
             self._account(fetch, holder)
             fetch.holders.remove(holder)
         self._observer.on_copies_changed()
+
+    def _give_up_spoiled(self, digest: Digest) -> None:
+        """Free a spoiled copy, unless somebody reads it still: the next holder has it fetched anew."""
+        is_read = any(holder.leased and holder.ready for holder in self._holders.get(digest, []))
+        if digest in self._spoiled and digest not in self._fetches and not is_read:
+            del self._spoiled[digest]
+            self._tools.pool.drop(digest)
 
     def _account(self, fetch: ModelFetch, holder: Holder) -> None:
         phases = fetch.account(holder.instance_id)

@@ -34,6 +34,10 @@ class ChunkSource(Protocol):
         """
         ...
 
+    def read_range(self, file: int, start: int, stop: int, progress: Progress) -> bytes:
+        """Bytes [start, stop) of a file, by its number in the manifest. Raises what ``read_chunk`` raises."""
+        ...
+
     def close(self) -> None:
         """Let go of files and connections. Nothing is being read any more."""
         ...
@@ -71,6 +75,14 @@ class SourceChunks:
         except CheckpointError as error:
             raise error_of(error.code, str(error)) from error
         return bytes_digest(into)
+
+    def read_range(self, file: int, start: int, stop: int, progress: Progress) -> bytes:
+        data = bytearray(stop - start)
+        try:
+            self._source.read_into(self._files[file], start, [memoryview(data)], progress)
+        except CheckpointError as error:
+            raise error_of(error.code, str(error)) from error
+        return bytes(data)
 
     def close(self) -> None:
         self._source.close()

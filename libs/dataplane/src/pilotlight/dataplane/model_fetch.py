@@ -5,7 +5,9 @@
     wanted parts    0 1 2 3 4 ...       the lowest that is missing comes first, whoever wants it
     chunks          [0a][0b][1a][2a]    a few are read at once; a part is announced as soon as its last chunk is verified
 
-Chunks in flight are the only parallelism: parts become ready in order.
+Chunks in flight are the only parallelism: parts become ready in order. Where the source names its files by their content and
+nobody has recorded the chunks' digests yet, the last part is ready only when the files have been checked as a whole; until then
+nothing that was learned is passed on. So no copy is ever whole that was not checked.
 """
 
 import asyncio
@@ -17,14 +19,16 @@ from typing import Protocol
 import structlog
 
 from pilotlight.checkpoint.manifest import Chunk, Manifest
+from pilotlight.checkpoint.safetensors import StoredTensor
 from pilotlight.common.clock import Clock, wall_offset_s
-from pilotlight.common.errors import BadRequest, CorruptChunk, PilotlightError
+from pilotlight.common.errors import BadRequest, CorruptChunk, PilotlightError, SourceChanged
 from pilotlight.common.faults import Faults
 from pilotlight.common.telemetry import span, with_parent
 from pilotlight.common.waiting import cancel_all
 from pilotlight.dataplane.fetch import ChunkSource, OpenSource, Readers, Reading, ReadProgress
 from pilotlight.dataplane.links import Links
 from pilotlight.dataplane.pool import HostPool, PartImage
+from pilotlight.dataplane.whole_files import FileCheck, can_be_checked, check_layout
 from pilotlight.policy.types import Digest, InstanceId, Model, Phase, PhaseName, Transfer
 
 log = structlog.get_logger()
@@ -72,7 +76,8 @@ class Holder:
     """A lease: its parts may be read at any moment. An order only asks for the bytes to be moved."""
     trace_parent: str
     since_s: float
-    ready: set[int] = field(default_factory=set[int])
+    ready: dict[int, float] = field(default_factory=dict[int, float])
+    """Parts that are, and since when."""
     error: PilotlightError | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -93,11 +98,14 @@ class _InFlight:
 class ModelFetch:
     """The fetch of one model: from the first part that is missing to the last that somebody wants."""
 
-    def __init__(self, model: Model, tools: FetchTools, on_ready: Callable[[], None]) -> None:
+    def __init__(self, model: Model, tools: FetchTools, on_ready: Callable[[], None], start_s: float) -> None:
+        """``start_s`` is when the word was sent that began it."""
         self.model = model
-        self.start_s = tools.clock.monotonic_s()
+        self.start_s = start_s
         self.done_bytes = 0
         self.holders: list[Holder] = []
+        self.is_spoiled = False
+        """The files were checked and are not those that were registered: no part in the pool is worth anything."""
         self._tools = tools
         self._on_ready = on_ready
         self._reading = Reading(tools.readers)
@@ -105,6 +113,7 @@ class ModelFetch:
         self._filling: dict[int, PartImage] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._learned: dict[tuple[int, int], Digest] = {}
+        self._to_check = False
         self._reported_until_s: dict[InstanceId, float] = {}
         self._source: ChunkSource | None = None
 
@@ -149,11 +158,13 @@ class ModelFetch:
         self._filling.clear()
         if self._source is not None:
             self._source.close()
-        if self._learned:
+        if self._learned and not self._to_check:
             self._tools.manifests.learned(self.model, self._learned)
 
     async def _fill(self, manifest: Manifest) -> None:
         tools = self._tools
+        unknown = any(chunk.digest is None for part in manifest.parts for chunk in part.chunks)
+        self._to_check = unknown and can_be_checked(manifest)
         source = await self._reading.run(f"opening {self.model.uri}", lambda _: self._open(manifest))
         while True:
             while len(self._in_flight) < tools.readers.threads and (following := self._next_chunk(manifest)) is not None:
@@ -165,6 +176,8 @@ class ModelFetch:
                 return
             oldest = self._in_flight[0]
             digest = await asyncio.shield(oldest.reading)
+            if self._to_check and self._is_last(manifest, oldest):
+                await self._check_files(source, manifest, oldest.image)
             self._in_flight.popleft()
             self._enter(oldest, digest)
 
@@ -205,6 +218,42 @@ class ModelFetch:
         await self._link.take(chunk.size_bytes)
         return await self._reading.run(f"part {image.part} of {self.model.name} from {self.model.uri}", read)
 
+    def _is_last(self, manifest: Manifest, read: _InFlight) -> bool:
+        """Whether the pool holds all of the model once this is entered."""
+        others = (part for part in range(len(manifest.parts)) if part != read.image.part)
+        entered = read.image.entered + 1 == len(read.image.slots)
+        return entered and all(self._tools.pool.find(self.model.digest, part) is not None for part in others)
+
+    async def _check_files(self, source: ChunkSource, manifest: Manifest, last: PartImage) -> None:
+        """Check the files as a whole, several at a time; then every digest in the pool is one that may be passed on.
+
+        Raises:
+            SourceChanged: they are not those that were registered.
+        """
+        pool = self._tools.pool
+        found = {part: pool.find(self.model.digest, part) for part in range(len(manifest.parts))}
+        images = {last.part: last} | {part: image for part, image in found.items() if image is not None}
+
+        def view(part: int, offset: int, size_bytes: int) -> memoryview:
+            return pool.view(images[part], offset, size_bytes)
+
+        async def check(file: FileCheck) -> tuple[StoredTensor, ...]:
+            what = f"checking {file.file.name} of {self.model.uri}"
+            return await self._reading.run(what, lambda progress: file.run(source, view, progress))
+
+        with span("check", model=self.model.name, files=len(manifest.files)):
+            checks = [asyncio.create_task(check(file), name=f"check {file.file.name}") for file in FileCheck.every(manifest)]
+            try:
+                check_layout(manifest, (tensor for tensors in await asyncio.gather(*checks) for tensor in tensors))
+            except SourceChanged as error:
+                self.is_spoiled = True
+                raise SourceChanged(f"{self.model.uri}: {error.message}") from error
+            finally:
+                await cancel_all(checks)
+        for part, image in images.items():
+            self._learned.update({(part, index): digest for index, digest in enumerate(pool.chunk_digests(image))})
+        self._to_check = False
+
     def _enter(self, read: _InFlight, digest: Digest) -> None:
         image, chunk = read.image, read.chunk
         if chunk.digest is None:
@@ -222,9 +271,10 @@ class ModelFetch:
             self._announce(image)
 
     def _announce(self, image: PartImage) -> None:
+        now_s = self._tools.clock.monotonic_s()
         for holder in self.holders:
             if image.part in holder.parts:
-                holder.ready.add(image.part)
+                holder.ready.setdefault(image.part, now_s)
                 holder.changed.set()
         self._on_ready()
 

@@ -19,7 +19,7 @@ import structlog
 from blake3 import blake3
 
 from pilotlight.common.clock import Clock
-from pilotlight.common.errors import Conflict, HostPoolFull, StaleCommand
+from pilotlight.common.errors import Conflict, HostPoolFull, HostPoolTaken, StaleCommand
 from pilotlight.dataplane.extents import Extent, Extents
 from pilotlight.dataplane.table import (
     HEADER_BYTES,
@@ -108,7 +108,7 @@ class HostPool:
         over. Takes a while for a large pool, because what is adopted is verified.
 
         Raises:
-            Conflict: another loader holds the pool.
+            HostPoolTaken: another loader holds the pool.
             OSError: the file cannot be made.
         """
         geometry = Geometry(
@@ -233,6 +233,10 @@ class HostPool:
         if image.ready:
             self.touch(image.digest)
 
+    def chunk_digests(self, image: PartImage) -> tuple[Digest, ...]:
+        """The digests of the chunks that were entered, in order."""
+        return tuple(self._table.read(slot).chunk_digest for slot in image.slots[: image.entered])
+
     def discard(self, image: PartImage) -> None:
         """Give an image up, ready or not. Nobody may read or write it any more."""
         self._free_slots(image.slots)
@@ -325,7 +329,7 @@ def _lock(descriptor: int, path: Path) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(descriptor)
-        raise Conflict(f"another loader holds the host pool {path}") from error
+        raise HostPoolTaken(f"another loader holds the host pool {path}") from error
 
 
 def _make_file(path: Path, header: Header) -> int:

@@ -138,7 +138,7 @@ class ChunkTable:
     def found(self) -> Iterator[tuple[int, ChunkEntry]]:
         """Entries that were ready when the file was opened, by slot."""
         for slot in self._used:
-            yield slot, self._read(slot)
+            yield slot, self.read(slot)
 
     def enter(self, slot: int, entry: ChunkEntry) -> None:
         """Write an entry whose bytes are complete and verified."""
@@ -155,7 +155,8 @@ class ChunkTable:
         self._mapped[self._start(slot)] = EntryState.FREE
         heappush(self._free, slot)
 
-    def _read(self, slot: int) -> ChunkEntry:
+    def read(self, slot: int) -> ChunkEntry:
+        """The entry of a slot, which must be ready."""
         part, index, chunks, extent, image_bytes, offset, size, digest, chunk_digest = _ENTRY.unpack_from(
             self._mapped, self._start(slot) + _ENTRY_OFFSET
         )

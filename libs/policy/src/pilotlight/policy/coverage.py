@@ -16,18 +16,12 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pilotlight.policy.types import Phase, PhaseName
+from pilotlight.policy.types import Moment, Phase, PhaseName
 
 SAME_HOST_S = 0.05
 """Offsets of one host, taken at different moments, differ by less: its intervals are compared as they are."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
-    """A point in time: a host's monotonic clock, and what to add to get wall time."""
-
-    at_s: float
-    wall_offset_s: float
+MAX_TRANSIT_S = 10.0
+"""What seems to have been under way for longer comes from a clock that cannot be compared, or is no news."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +94,18 @@ def aligned_s(at_s: float, wall_offset_s: float, to_wall_offset_s: float) -> flo
     """A reading of one host's monotonic clock as a reading of another's; unchanged within one host."""
     shift_s = wall_offset_s - to_wall_offset_s
     return at_s if abs(shift_s) < SAME_HOST_S else at_s + shift_s
+
+
+def departed_s(sent: Moment | None, received: Moment) -> float:
+    """When the transit began that ended at ``received``, on the receiver's clock: a phase begins with what led to it.
+
+    ``received`` itself where the sender does not say (an earlier release), or where it cannot be believed: it lies after
+    ``received``, or more than ``MAX_TRANSIT_S`` before.
+    """
+    if sent is None:
+        return received.at_s
+    at_s = aligned_s(sent.at_s, sent.wall_offset_s, received.wall_offset_s)
+    return at_s if 0 <= received.at_s - at_s <= MAX_TRANSIT_S else received.at_s
 
 
 def union(intervals: Iterable[Interval]) -> tuple[Interval, ...]:

@@ -25,6 +25,14 @@ Generation = NewType("Generation", int)
 """The version of one instance's desired stages; commands are idempotent by (instance, generation)."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """A point in time: a host's monotonic clock, and what to add to get wall time."""
+
+    at_s: float
+    wall_offset_s: float
+
+
 class Dtype(StrEnum):
     """Element types that a checkpoint may hold and an engine may run."""
 
@@ -278,6 +286,8 @@ class HeldStage:
     """Why it failed or was evicted: a code of the error taxonomy and a sentence."""
     kv_capacity_tokens: int = 0
     """Tokens of prompt and output for which its KV has room, all requests together; 0 while that is not known."""
+    loaded: Moment | None = None
+    """When the last part was in its place; None before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -426,6 +436,8 @@ class Instance:
     reason: str = ""
     served: bool = False
     """It has been ready at least once: that it ends says nothing against the next start of its model."""
+    shown: Moment | None = None
+    """When this was sent to the bucket ``instances``; None anywhere else."""
 
     @property
     def lead(self) -> WorkerId:
@@ -575,7 +587,7 @@ class PhaseName(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """A leaf interval of a cold start, reported by the process that did the work.
+    """A leaf interval of a cold start, reported by the process that did the work: the work, and the transit that led to it.
 
     ``start_s`` and ``end_s`` are the host's CLOCK_MONOTONIC; ``wall_offset_s`` is what to add to get wall-clock time, so that
     intervals of several hosts can be laid on one axis.

@@ -38,7 +38,7 @@ async def build(context: Context[CacheSettings]) -> Application:
     add_metrics(books, context.metrics)
     pruner = Pruner(
         retention(context.settings),
-        database.unit_of_work,
+        database,
         context.clock,
         PruneMetrics(context.metrics),
         interval_s=context.settings.prune_interval_s,

@@ -25,7 +25,10 @@ class PublishedCopies:
         await self._bucket.watch(Copy, self._on_value)
 
     async def _on_value(self, key: str, value: Copy | None) -> None:
-        if value is not None:
+        if value is None:
+            # Whoever removed it: if the loader still has it the next report writes it anew.
+            self._published.pop(key, None)
+        else:
             self._published.setdefault(key, value.parts)
 
     async def follow(self, node: NodeFacts) -> None:
@@ -39,7 +42,7 @@ class PublishedCopies:
                     self._published[key] = copy.parts
             for key in gone:
                 await self._bucket.delete(key)
-                del self._published[key]
+                self._published.pop(key, None)
         except BusUnavailable as error:
             log.warning("copies are published later", action="copies_deferred", error=error.message)
 

@@ -134,6 +134,33 @@ def build_http(api: OpenAiApi, pages: Pages, admin: ASGIApp) -> Starlette:
     return app
 
 
+def build_server(context: Context[GatewaySettings], serving: Serving, api: OpenAiApi, admin: ASGIApp) -> HttpServer:
+    """What listens, and says whether it is ready."""
+    settings = context.settings
+
+    def not_ready() -> str | None:
+        return unready(server, context)
+
+    pages = Pages(metrics=context.metrics, run_dir=settings.run_dir, not_ready=not_ready, metrics_dir=settings.metrics_dir)
+    server = HttpServer(
+        Edge(build_http(api, pages, admin), TRACED_PATHS),
+        serving.hold,
+        context.background,
+        host=settings.host,
+        port=settings.port,
+        share_port=settings.share_port,
+        drain_s=settings.drain_s,
+    )
+    return server
+
+
+def unready(server: HttpServer, context: Context[GatewaySettings]) -> str | None:
+    """Why requests cannot be served now; None when they can."""
+    if server.draining:
+        return "the gateway is stopping"
+    return None if context.bus.connected else "NATS cannot be reached"
+
+
 async def build(context: Context[GatewaySettings]) -> Application:
     """The gateway's components, in order of start."""
     settings, clock, background = context.settings, context.clock, context.background
@@ -160,22 +187,7 @@ async def build(context: Context[GatewaySettings]) -> Application:
             drains=DrainRepository(database, clock),
         )
     )
-
-    def not_ready() -> str | None:
-        if server.draining:
-            return "the gateway is stopping"
-        return None if context.bus.connected else "NATS cannot be reached"
-
-    pages = Pages(metrics=context.metrics, run_dir=settings.run_dir, not_ready=not_ready, metrics_dir=settings.metrics_dir)
-    server = HttpServer(
-        Edge(build_http(api, pages, admin), TRACED_PATHS),
-        serving.hold,
-        background,
-        host=settings.host,
-        port=settings.port,
-        share_port=settings.share_port,
-        drain_s=settings.drain_s,
-    )
+    server = build_server(context, serving, api, admin)
 
     def url() -> str:
         return settings.public_url or f"http://{settings.host}:{server.port}"
@@ -183,7 +195,7 @@ async def build(context: Context[GatewaySettings]) -> Application:
     presence = Presence(context.bus, clock, background, serving.gateway_id, url)
     pruner = Pruner(
         retention(settings),
-        database.unit_of_work,
+        database,
         clock,
         PruneMetrics(context.metrics),
         interval_s=settings.prune_interval_s,
@@ -204,4 +216,4 @@ async def build(context: Context[GatewaySettings]) -> Application:
         server,
         presence,
     ]
-    return Application(components=components, ready=not_ready)
+    return Application(components=components, ready=lambda: unready(server, context))

@@ -33,6 +33,8 @@ ASKED = "asked"
 FLUSH_INTERVAL_S = 0.5
 RECORDED_PER_MINUTE = 60
 """Refused attempts that one gateway records; the rest is counted, in one row a minute."""
+MAX_WAITING = 2 * RECORDED_PER_MINUTE
+"""Records that wait for a database that is away."""
 MAX_TEXT_CHARS = 300
 
 
@@ -77,7 +79,7 @@ class AuditLog:
         self._database = database
         self._clock = clock
         self._background = background
-        self._waiting: deque[dict[str, Any]] = deque(maxlen=2 * RECORDED_PER_MINUTE)
+        self._waiting: deque[dict[str, Any]] = deque()
         self._minute_began_s = clock.monotonic_s()
         self._in_minute = 0
         self._unrecorded = 0
@@ -106,6 +108,7 @@ class AuditLog:
             self._unrecorded += 1
             return
         self._in_minute += 1
+        self._make_room()
         self._waiting.append(_row(self._clock.wall(), actor, action, entity, code, status, {}))
 
     @asynccontextmanager
@@ -158,13 +161,19 @@ class AuditLog:
 
     def _sum_up(self) -> None:
         """A minute is over: say how many were not recorded one by one."""
-        unrecorded, self._unrecorded, self._in_minute = self._unrecorded, 0, 0
-        self._minute_began_s = self._clock.monotonic_s()
-        if unrecorded:
+        self._in_minute, self._minute_began_s = 0, self._clock.monotonic_s()
+        if self._unrecorded:
+            self._make_room()
+            unrecorded, self._unrecorded = self._unrecorded, 0
             log.warning("refused attempts are not recorded one by one", action="audit_flooded", attempts=unrecorded)
             self._waiting.append(
                 _row(self._clock.wall(), SYSTEM, "refusals_not_recorded", "", "flooded", 429, {"attempts": unrecorded})
             )
+
+    def _make_room(self) -> None:
+        """The database may be away for long: the oldest attempts then go, and are counted with those that are not recorded."""
+        if len(self._waiting) == MAX_WAITING:
+            self._unrecorded += self._waiting.popleft()["changes"].get("attempts", 1)
 
     async def _flush(self) -> None:
         rows = list(self._waiting)

@@ -12,7 +12,13 @@ import structlog
 from pilotlight.common.bus import Subscription
 from pilotlight.common.clock import Clock
 from pilotlight.common.db.session import Database
-from pilotlight.common.errors import PilotlightError
+from pilotlight.common.errors import (
+    ControlPlaneUnavailable,
+    DatabaseUnavailable,
+    DeadlineExceeded,
+    ModelNotFound,
+    PilotlightError,
+)
 from pilotlight.common.messages.events import Event
 from pilotlight.common.service import Context
 from pilotlight.common.settings import ServiceSettings
@@ -103,15 +109,21 @@ class Catalog:
         return self._entries.get(name)
 
     async def find(self, name: str) -> CatalogEntry | None:
-        """One model, or None. Looked up where it is not known: another gateway may have registered it a moment ago."""
+        """One model, or None. Looked up where it is not known: another gateway may have registered it a moment ago.
+
+        Raises:
+            ControlPlaneUnavailable: it is not known, and the database does not say whether it is registered.
+        """
         entry = self.get(name)
         if entry is not None or len(name) > MAX_NAME_CHARS or not name.isprintable():
             return entry
         try:
             await within(FIND_DEADLINE_S, self._models.get(name), "looking up a model")
             await self.refresh()
-        except PilotlightError as error:
-            log.debug("model not found", action="catalog_miss", code=error.code)
+        except ModelNotFound:
+            return None
+        except (DatabaseUnavailable, DeadlineExceeded) as error:
+            raise ControlPlaneUnavailable(f"whether {name!r} is registered cannot be said now: {error.message}") from error
         return self.get(name)
 
     def names(self) -> tuple[str, ...]:

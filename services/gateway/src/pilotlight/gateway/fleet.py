@@ -11,7 +11,7 @@ import structlog
 
 from pilotlight.common.buckets import INSTANCES
 from pilotlight.common.bus import Bus, Subscription
-from pilotlight.common.clock import Clock
+from pilotlight.common.clock import Clock, moment_of
 from pilotlight.common.errors import PilotlightError, SourceChanged, WorkerLost
 from pilotlight.common.messages.reports import (
     LOADER_REPORTS,
@@ -24,6 +24,7 @@ from pilotlight.common.messages.reports import (
 from pilotlight.common.newest import Newest
 from pilotlight.common.service import Background
 from pilotlight.common.waiting import every
+from pilotlight.policy.coverage import departed_s
 from pilotlight.policy.instance import SERVING, STARTING
 from pilotlight.policy.liveness import DEAD_AFTER_S, FORGET_AFTER_S, LAST_WORDS_S, liveness_of
 from pilotlight.policy.types import (
@@ -69,6 +70,8 @@ class Seen:
 
     instance: Instance
     serving_since_s: float | None
+    shown_s: float = 0.0
+    """When the word was sent of which it was seen serving."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,8 +181,9 @@ class Fleet:
         return tuple(self._judged(worker) for worker in self._workers.values())
 
     def nodes(self) -> tuple[NodeFacts, ...]:
-        """The last report of every loader."""
-        return tuple(node.facts for node in self._nodes.values())
+        """The last report of every loader, with its liveness by this gateway's clock."""
+        now_s = self._clock.monotonic_s()
+        return tuple(replace(node.facts, liveness=liveness_of(now_s - node.heard_s)) for node in self._nodes.values())
 
     def liveness(self, worker_id: WorkerId) -> Liveness:
         """May it get work? A worker that was never heard is suspect."""
@@ -219,11 +223,14 @@ class Fleet:
         if before is not None and instance.epoch < before.instance.epoch:
             # Written late by a leader that has been replaced; its successor shows the instance again.
             return
-        since_s = None
-        if instance.state in SERVING:
-            since_s = before.serving_since_s if before is not None else None
-            since_s = self._clock.monotonic_s() if since_s is None else since_s
-        self._instances[instance.instance_id] = Seen(instance, since_s)
+        if instance.state not in SERVING:
+            seen = Seen(instance, None)
+        elif before is not None and before.serving_since_s is not None:
+            seen = replace(before, instance=instance)
+        else:
+            now = moment_of(self._clock)
+            seen = Seen(instance, now.at_s, departed_s(instance.shown, now))
+        self._instances[instance.instance_id] = seen
         self._of_model.setdefault(instance.model, set()).add(instance.instance_id)
         if instance.state in SERVING:
             self._failed.pop(instance.model, None)
@@ -297,6 +304,9 @@ class Fleet:
             for worker in self._workers.values():
                 if not worker.lost:
                     worker.heard_s = now_s
+            for node in self._nodes.values():
+                if liveness_of(now_s - node.heard_s) is not Liveness.DEAD:
+                    node.heard_s = now_s
             return
         for worker_id, worker in list(self._workers.items()):
             if not worker.lost and self._liveness(worker) is Liveness.DEAD:

@@ -34,7 +34,7 @@ from pilotlight.common.service import Background
 from pilotlight.common.waiting import Backoff, cancel_all, pause, woken
 from pilotlight.gateway.fleet import Fleet
 from pilotlight.gateway.token_log import Token, TokenLog
-from pilotlight.policy.types import FinishReason, GatewayId, InstanceId, RequestId, WorkerId
+from pilotlight.policy.types import FinishReason, GatewayId, InstanceId, Moment, RequestId, WorkerId
 
 log = structlog.get_logger()
 
@@ -64,6 +64,8 @@ class Attempt:
         self.error: PilotlightError | None = None
         self.heard_s = now_s
         self.first_heard_s: float | None = None
+        self.first_sampled: Moment | None = None
+        """When its worker had what was heard first; None where it does not say."""
         self.probe_after_s = PROBE_AFTER_S
         self.resending: asyncio.Task[None] | None = None
         self.log = TokenLog(start_seq)
@@ -88,10 +90,11 @@ class Attempt:
         """Why the engine ended it; None while it runs."""
         return self.log.finish
 
-    def heard(self, now_s: float) -> None:
+    def heard(self, now_s: float, sampled: Moment | None) -> None:
         """News of it came."""
         self.heard_s = now_s
-        self.first_heard_s = now_s if self.first_heard_s is None else self.first_heard_s
+        if self.first_heard_s is None:
+            self.first_heard_s, self.first_sampled = now_s, sampled
         self.accepted = True
         self.probe_after_s = PROBE_AFTER_S
         self._arrived.set()
@@ -191,15 +194,15 @@ class Relay:
 
     async def _on_batch(self, batch: TokenBatch) -> None:
         for entry in batch.entries:
-            self._take(batch.worker_id, entry)
+            self._take(batch.worker_id, entry, batch.sampled)
 
-    def _take(self, worker_id: WorkerId, entry: TokenEntry) -> None:
+    def _take(self, worker_id: WorkerId, entry: TokenEntry, sampled: Moment | None) -> None:
         attempt = self._attempts.get(entry.request_id)
         if attempt is None or attempt.number != entry.attempt:
             self._stray(worker_id, entry)
             return
         if attempt.log.offer(entry):
-            attempt.heard(self._clock.monotonic_s())
+            attempt.heard(self._clock.monotonic_s(), sampled)
         if attempt.log.gap:
             self._ask_again(attempt)
 
@@ -243,7 +246,7 @@ class Relay:
             else:
                 answered = True
                 for entry in reply.entries:
-                    self._take(attempt.worker_id, entry)
+                    self._take(attempt.worker_id, entry, reply.sampled)
                 attempt.heard_s = self._clock.monotonic_s()
             if not attempt.log.gap and (answered or attempt.log.next_seq > from_seq):
                 return

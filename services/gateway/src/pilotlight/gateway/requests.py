@@ -38,7 +38,8 @@ from pilotlight.gateway.hold import Hold, Place, Ticket
 from pilotlight.gateway.relay import Attempt, Relay
 from pilotlight.gateway.route import Router
 from pilotlight.gateway.token_log import Token
-from pilotlight.policy.types import FinishReason, GatewayId, InstanceId, Model, PhaseName, RequestId, Sampling
+from pilotlight.policy.coverage import departed_s
+from pilotlight.policy.types import FinishReason, GatewayId, InstanceId, Model, Moment, PhaseName, RequestId, Sampling
 
 log = structlog.get_logger()
 
@@ -333,13 +334,15 @@ class _Life:
             return
         now_s = self._clock.monotonic_s()
         phases = self._parts.phases
+        offset_s = wall_offset_s(self._clock)
         demanded_s = place.demanded_s if place.demanded_s is not None else request.arrived_s
+        shown_s = max(request.arrived_s, seen.shown_s)
+        sampled_s = departed_s(attempt.first_sampled, Moment(at_s=attempt.first_heard_s, wall_offset_s=offset_s))
         phases.record(
             seen.instance.instance_id,
             phases.phase(PhaseName.QUEUE, request.arrived_s, demanded_s, request.request_id),
-            phases.phase(PhaseName.SUBMIT, ready_s, self._accepted_s, request.request_id),
-            phases.phase(PhaseName.DELIVER, attempt.first_heard_s, now_s, request.request_id),
+            phases.phase(PhaseName.SUBMIT, shown_s, self._accepted_s, request.request_id),
+            phases.phase(PhaseName.DELIVER, sampled_s, now_s, request.request_id),
         )
-        offset_s = wall_offset_s(self._clock)
         first = FirstToken(request_id=request.request_id, at_s=now_s, wall_offset_s=offset_s, arrived_s=request.arrived_s)
         phases.first_token(seen.instance.instance_id, first)

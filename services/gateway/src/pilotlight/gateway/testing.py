@@ -47,6 +47,7 @@ from pilotlight.policy.types import (
     Model,
     ModelName,
     ModelSpec,
+    Moment,
     NodeFacts,
     NodeId,
     Placement,
@@ -209,6 +210,9 @@ class ScriptedWorker:
         """Notified whenever something was heard."""
         self.answers_resend = True
         self.kv_capacity_tokens = 0
+        self.shown: Moment | None = None
+        """When the instance is said to have been shown as ready, and its tokens to have been sampled."""
+        self.sampled: Moment | None = None
         self.incarnation = new_incarnation()
         self.instance = Instance(
             instance_id=InstanceId(instance_id),
@@ -239,7 +243,7 @@ class ScriptedWorker:
 
     async def ready(self, state: InstanceState = InstanceState.READY) -> None:
         """Tell everybody that the instance is there (the scheduler's part)."""
-        self.instance = replace(self.instance, state=state)
+        self.instance = replace(self.instance, state=state, shown=self.shown)
         await (await self._bus.bucket(INSTANCES)).put(self.instance.instance_id, self.instance)
 
     async def die(self) -> None:
@@ -268,7 +272,7 @@ class ScriptedWorker:
     async def send(self, ran: Ran, entries: Iterable[TokenEntry]) -> None:
         """Send entries, each as a batch of its own."""
         for entry in entries:
-            batch = TokenBatch(worker_id=self.worker_id, entries=[entry])
+            batch = TokenBatch(worker_id=self.worker_id, entries=[entry], sampled=self.sampled)
             await self._bus.publish(tokens_subject(ran.submit.gateway_id), batch, binary=True)
 
     def _report(self) -> WorkerReport:

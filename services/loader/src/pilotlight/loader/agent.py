@@ -12,7 +12,7 @@ from pilotlight.dataplane.copies import HostCopies
 from pilotlight.dataplane.model_fetch import Holder
 from pilotlight.dataplane.pool import HostPool
 from pilotlight.loader.metrics import LoaderMetrics
-from pilotlight.policy.types import Generation, InstanceId, NodeId
+from pilotlight.policy.types import Generation, InstanceId, Moment, NodeId
 
 log = structlog.get_logger()
 
@@ -51,7 +51,7 @@ class Agent:
             self.copies.release(self._orders.pop(key))
         for key, fetch in wanted.items():
             if key not in self._orders:
-                self._begin(key, fetch)
+                self._begin(key, fetch, hold.sent)
 
     async def on_drop(self, drop: Drop) -> Dropped:
         """Free copies, but for those that a worker may be reading and those on their way."""
@@ -59,9 +59,11 @@ class Agent:
         log.info("copies dropped", action="copies_dropped", asked=len(drop.digests), dropped=len(dropped))
         return Dropped(digests=dropped)
 
-    def _begin(self, key: OrderKey, fetch: Fetch) -> None:
+    def _begin(self, key: OrderKey, fetch: Fetch, sent: Moment | None) -> None:
         try:
-            holder = self.copies.hold(fetch.model, fetch.parts, fetch.instance_id, leased=False, trace_parent=fetch.trace_parent)
+            holder = self.copies.hold(
+                fetch.model, fetch.parts, fetch.instance_id, leased=False, trace_parent=fetch.trace_parent, sent=sent
+            )
         except BadRequest as error:
             log.error("order refused", action="order_refused", instance_id=fetch.instance_id, error=error.message)
             return

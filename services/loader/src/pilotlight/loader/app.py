@@ -41,6 +41,8 @@ from pilotlight.policy.types import Epoch, Model, NodeId
 log = structlog.get_logger()
 
 SHARED_MEMORY = Path("/dev/shm")
+NOT_FOR_WORKERS = ("NOTIFY_SOCKET", "HF_", "HUGGING_FACE_")
+"""Of our environment: who supervises us, and the hub's token. Workers read from no hub."""
 ASKS = 5
 """For the newest epoch, before a loader gives up; whoever supervises it starts it again."""
 _BACKOFF = Backoff(first_s=0.1, limit_s=2.0)
@@ -75,7 +77,7 @@ async def build(context: Context[LoaderSettings]) -> Application:
     """Build the loader.
 
     Raises:
-        Conflict: another loader holds the node's pool.
+        HostPoolTaken: another loader holds the node's pool.
         BadRequest: the pool cannot be made as the settings say.
         MachineUnfit: the state folder cannot be written to, or there is not enough shared memory.
         BusUnavailable, MessageUndecodable: nobody says which epoch is the newest.
@@ -177,7 +179,7 @@ def _tools(context: Context[LoaderSettings], pool: HostPool) -> FetchTools:
 
 def _plan(settings: LoaderSettings, node_id: NodeId, index: int) -> WorkerPlan:
     worker_id = worker_id_of(node_id, index)
-    environment = {name: value for name, value in os.environ.items() if name != "NOTIFY_SOCKET"}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(NOT_FOR_WORKERS)}
     environment.update(
         PILOTLIGHT_WORKER_ID=worker_id,
         PILOTLIGHT_NODE_ID=node_id,

@@ -10,6 +10,8 @@ from typing import Self
 
 import msgspec
 
+from pilotlight.common.machine import STANDARD_ERROR, STANDARD_ERROR_DESCRIPTOR
+
 _STAT_START_TIME = 19
 """Index of the start time among the fields of /proc/PID/stat that follow the name in parentheses."""
 
@@ -34,20 +36,23 @@ class Process:
 
     @classmethod
     def spawn(cls, command: Sequence[str], environment: Mapping[str, str], log_path: Path) -> Self:
-        """Start a process that is no part of our session: it goes on when we end. Its output goes to a file, never to a pipe of ours.
+        """Start a process that is no part of our session: it goes on when we end. Its output goes to a file, never to a pipe of ours,
+        or to where our standard error goes.
 
         Raises:
             OSError: it cannot be started.
         """
         log_path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        opened = [(os.POSIX_SPAWN_OPEN, 1, str(log_path), flags, 0o600), (os.POSIX_SPAWN_DUP2, 1, STANDARD_ERROR_DESCRIPTOR)]
+        inherited = [(os.POSIX_SPAWN_DUP2, STANDARD_ERROR_DESCRIPTOR, 1)]
         pid = os.posix_spawn(
             command[0],
             list(command),
             environment,
             file_actions=[
                 (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-                (os.POSIX_SPAWN_OPEN, 1, str(log_path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),
-                (os.POSIX_SPAWN_DUP2, 1, 2),
+                *(inherited if log_path == STANDARD_ERROR else opened),
             ],
             setsid=True,
             # Python ignores it; who is started must not.

@@ -23,12 +23,15 @@ class LoaderSettings(ServiceSettings, ModelRootsSettings):
         description="Folder for the logs of the workers that the loader spawns. `-`: they write where it does.",
     )
     pool_path: Path | None = Field(
-        None, description="File of the host pool, in shared memory or on hugetlbfs. By default /dev/shm/pilotlight-NODE.pool."
+        None,
+        description="File of the host pool, in shared memory or on hugetlbfs. By default /dev/shm/pilotlight-NODE.pool; `pilotlight up` "
+        "names it by its state folder.",
     )
     pool_bytes: int | None = Field(
         None,
         ge=MIN_POOL_BYTES,
-        description="Size of the host pool. By default a quarter of the host's or the container's memory.",
+        description="Size of the host pool. By default a quarter of the host's or the container's memory, and at most nine tenths of "
+        "the file system that it is in (/dev/shm).",
     )
     pool_socket: Path | None = Field(None, description="Unix socket for workers. By default pool.sock in the run folder.")
     link: str = Field(

@@ -59,7 +59,7 @@ async def build(context: Context[MaterializerSettings]) -> Application:
     handlers = Handlers(ArtifactRepository(database), context.store, cluster_key.encode())
     pruner = Pruner(
         (keep_outbox("materializer", context.settings),),
-        database.unit_of_work,
+        database,
         context.clock,
         PruneMetrics(context.metrics),
         interval_s=context.settings.prune_interval_s,

@@ -4,18 +4,48 @@ Whoever hears a command refuses those that are older than what it heard before. 
 nothing of it: it asks here before it listens.
 """
 
+import asyncio
 import random
 from collections.abc import Callable
 
 import structlog
 
 from pilotlight.common.buckets import Bucket
-from pilotlight.common.errors import BusUnavailable, Conflict, MessageUndecodable
+from pilotlight.common.errors import BusUnavailable, Conflict, MessageUndecodable, NotLeader
 from pilotlight.common.messages.hold import LEADING_KEY, Leading
 from pilotlight.common.waiting import Backoff, pause
 from pilotlight.policy.types import Epoch
 
 log = structlog.get_logger()
+
+
+class Announcer:
+    """Keeps one term announced."""
+
+    def __init__(self, bucket: Bucket, epoch: Epoch, check: Callable[[], None]) -> None:
+        """``bucket`` and ``check`` as for ``announce``."""
+        self._bucket = bucket
+        self._epoch = epoch
+        self._check = check
+        self._again = asyncio.Event()
+
+    def again(self) -> None:
+        """Announce it once more: the server may have come back without its memory."""
+        self._again.set()
+
+    async def run(self, on_known: Callable[[Epoch], None]) -> None:
+        """For ever; ``on_known`` is told the newest epoch each time.
+
+        Raises:
+            NotLeader: the lease has run out, or a newer epoch was announced.
+        """
+        while True:
+            self._again.clear()
+            newest = await announce(self._bucket, self._epoch, self._check)
+            on_known(newest)
+            if newest > self._epoch:
+                raise NotLeader(f"epoch {newest} has been announced already")
+            await self._again.wait()
 
 
 async def announce(bucket: Bucket, epoch: Epoch, check: Callable[[], None]) -> Epoch:

@@ -65,7 +65,10 @@ class Applier:
     def _follow(self, after: Instance, change: Change) -> None:
         if after.state is InstanceState.READY:
             awaited = self.is_awaited(after.model)
-            self.board.show(after, lambda: self.cold_starts.activated(after.instance_id, change.heard_s, awaited=awaited))
+            self.board.show(
+                after,
+                lambda: self.cold_starts.activated(after.instance_id, change.heard_s, change.loaded, awaited=awaited),
+            )
         else:
             self.board.show(after)
         if after.state in ENDED:

@@ -3,12 +3,12 @@
 import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
 from pilotlight.common.buckets import Bucket
-from pilotlight.common.clock import Clock
+from pilotlight.common.clock import Clock, moment_of
 from pilotlight.common.errors import BusUnavailable
 from pilotlight.common.waiting import Backoff, pause, woken
 from pilotlight.policy.instance import ENDED
@@ -92,7 +92,7 @@ class InstanceBoard:
         while self._pending:
             instance_id, pending = next(iter(self._pending.items()))
             self._check()
-            await self._bucket.put(instance_id, pending.instance)
+            await self._bucket.put(instance_id, replace(pending.instance, shown=moment_of(self._clock)))
             if self._pending.get(instance_id) is pending:
                 del self._pending[instance_id]
             if pending.instance.state in ENDED:

@@ -8,9 +8,10 @@ import structlog
 
 from pilotlight.common.clock import Clock, wall_offset_s
 from pilotlight.common.messages.phases import PhaseReport, PhasesKept
+from pilotlight.policy.coverage import departed_s
 from pilotlight.policy.estimates import learn
 from pilotlight.policy.instance import ENDED
-from pilotlight.policy.types import DeviceKind, Estimate, InstanceId, Model, ModelName, Phase, PhaseName, WorkerId
+from pilotlight.policy.types import DeviceKind, Estimate, InstanceId, Model, ModelName, Moment, Phase, PhaseName, WorkerId
 from pilotlight.scheduler.book import Book
 from pilotlight.scheduler.metrics import SchedulerMetrics
 from pilotlight.scheduler.records import LATE_PHASES_S, ColdStart, figures_of, merged, readied, reported, sample_of
@@ -53,13 +54,16 @@ class ColdStarts:
         phases = (self._phase(PhaseName.SCHEDULE, planned_from_s, start_s), self._phase(PhaseName.DISPATCH, start_s, end_s))
         kept.record = merged(replace(kept.record, dispatched_s=start_s), phases)
 
-    def activated(self, instance_id: InstanceId, heard_s: float, *, awaited: bool) -> None:
-        """Note that the bucket shows the instance as ready; ``awaited`` when some gateway holds requests for it."""
+    def activated(self, instance_id: InstanceId, heard_s: float, loaded: Moment | None, *, awaited: bool) -> None:
+        """Note that the bucket shows the instance as ready, of which this process heard at ``heard_s`` and which its worker had
+        ``loaded`` by then; ``awaited`` when some gateway holds requests for it.
+        """
         kept = self._kept.get(instance_id)
         if kept is None or kept.record.closed:
             return
         now_s = self._clock.monotonic_s()
-        kept.record = merged(kept.record, (self._phase(PhaseName.ACTIVATE, heard_s, now_s),))
+        start_s = departed_s(loaded, Moment(at_s=heard_s, wall_offset_s=wall_offset_s(self._clock)))
+        kept.record = merged(kept.record, (self._phase(PhaseName.ACTIVATE, start_s, now_s),))
         if not awaited:
             kept.record = readied(kept.record, now_s)
 

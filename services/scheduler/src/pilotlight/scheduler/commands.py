@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pilotlight.common.bus import Bus
+from pilotlight.common.clock import Clock, moment_of
 from pilotlight.common.messages.hold import Fetch, Hold, NodeHold, WorkerHold, node_hold_subject, worker_hold_subject
 from pilotlight.common.telemetry import with_parent
 from pilotlight.policy.instance import STARTING
@@ -96,6 +97,7 @@ class Dispatcher:
     epoch: Epoch
     check: Callable[[], None]
     """Raises ``NotLeader`` once the lease may have run out."""
+    clock: Clock
     _seq: int = 0
     _workers: dict[WorkerId, _Sent] = field(default_factory=dict[WorkerId, _Sent])
     _nodes: dict[NodeId, _Sent] = field(default_factory=dict[NodeId, _Sent])
@@ -143,14 +145,16 @@ class Dispatcher:
         self._workers[command.worker_id] = _Sent(_worker_essence(command), now_s)
         self._seq += 1
         with with_parent(_only_trace(command.holds)):
-            await self.bus.publish(worker_hold_subject(command.worker_id), msgspec.structs.replace(command, seq=self._seq))
+            told = msgspec.structs.replace(command, seq=self._seq, sent=moment_of(self.clock))
+            await self.bus.publish(worker_hold_subject(command.worker_id), told)
 
     async def _tell_node(self, command: NodeHold, now_s: float) -> None:
         self.check()
         self._nodes[command.node_id] = _Sent(_node_essence(command), now_s)
         self._seq += 1
         with with_parent(_only_trace(command.fetches)):
-            await self.bus.publish(node_hold_subject(command.node_id), msgspec.structs.replace(command, seq=self._seq))
+            told = msgspec.structs.replace(command, seq=self._seq, sent=moment_of(self.clock))
+            await self.bus.publish(node_hold_subject(command.node_id), told)
 
 
 def _worker_essence(command: WorkerHold) -> tuple[tuple[str, Generation, bool], ...]:

@@ -36,7 +36,7 @@ from pilotlight.policy.types import (
     Snapshot,
     WorkerId,
 )
-from pilotlight.scheduler.announcement import announce
+from pilotlight.scheduler.announcement import Announcer
 from pilotlight.scheduler.applier import Applier, drain_of
 from pilotlight.scheduler.asks import Asks
 from pilotlight.scheduler.board import InstanceBoard
@@ -98,7 +98,7 @@ class Term:
         self._group = Group()
         self._starting: set[ModelName] = set()
         self._check = check
-        self._leader_bucket = standing.leader_bucket
+        self._announcer = Announcer(standing.leader_bucket, self._epoch, check)
         self._announced = False
         """Nothing is commanded before: who was away must be able to learn whom to obey."""
         self._shown_after = standing.world.reconnects
@@ -108,12 +108,12 @@ class Term:
         self._room = RoomClient(context.bus, self._epoch, check)
         self.book = Book()
         self._repository = SchedulerRepository(standing.database, fence, self._clock)
-        self._pruner = Pruner(
-            retention(settings), fence.unit_of_work, self._clock, standing.prune_metrics, interval_s=settings.prune_interval_s
-        )
+        rules, counts, every_s = retention(settings), standing.prune_metrics, settings.prune_interval_s
+        fenced = fence.unit_of_work
+        self._pruner = Pruner(rules, standing.database, self._clock, counts, interval_s=every_s, unit_of_work=fenced)
         self.cold_starts = ColdStarts(self._repository, self.book, self._clock, context.service, metrics)
         self._board = InstanceBoard(standing.bucket, self._clock, self._shown, check)
-        self._dispatcher = Dispatcher(context.bus, self._epoch, check)
+        self._dispatcher = Dispatcher(context.bus, self._epoch, check, self._clock)
         self._applier = Applier(
             epoch=self._epoch,
             clock=self._clock,
@@ -171,7 +171,7 @@ class Term:
         try:
             async with self._group as group:
                 self._metrics.leading(self._epoch)
-                group.create_task(self._announce(), name="announcement")
+                group.create_task(self._announcer.run(self._known), name="announcement")
                 group.create_task(self._board.run(), name="instances bucket")
                 group.create_task(self._board.sweep(), name="instances bucket sweep")
                 group.create_task(self._settle_for_ever(), name="cold starts")
@@ -184,12 +184,9 @@ class Term:
             self._metrics.leading(0)
             self._asks.close(NotLeader("the term is over"))
 
-    async def _announce(self) -> None:
-        newest = await announce(self._leader_bucket, self._epoch, self._check)
-        if newest > self._epoch:
-            self._world.hear_epoch(newest)
-            raise NotLeader(f"epoch {newest} has been announced already")
-        self._announced = True
+    def _known(self, newest: Epoch) -> None:
+        self._world.hear_epoch(newest)
+        self._announced = newest == self._epoch
         self._wake.set()
 
     # What operators ask.
@@ -276,7 +273,7 @@ class Term:
             self._shown_after = self._world.reconnects
             for entry in self.book.rows():
                 self._board.show(entry.instance)
-            self._group.create_task(self._announce(), name="announcement")
+            self._announcer.again()
 
     def _has_learned(self, workers: dict[WorkerId, WorkerView], now_s: float) -> bool:
         """Whether enough was heard to command: a worker must not be told to drop what its leader has merely not heard of."""

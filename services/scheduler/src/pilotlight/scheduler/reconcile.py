@@ -1,12 +1,22 @@
 """From reports to events of instances. Pure: instances, workers and the time in; changes with reasons out."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pilotlight.common.errors import EngineFailed, WorkerLost
 from pilotlight.policy.instance import ENDED, SERVING, InstanceEvent, path
 from pilotlight.policy.liveness import DEAD_AFTER_S
-from pilotlight.policy.types import HeldStage, HeldState, Instance, InstanceId, InstanceState, Liveness, Placement, WorkerId
+from pilotlight.policy.types import (
+    HeldStage,
+    HeldState,
+    Instance,
+    InstanceId,
+    InstanceState,
+    Liveness,
+    Moment,
+    Placement,
+    WorkerId,
+)
 from pilotlight.scheduler.world import WorkerView
 
 _FREE = frozenset({HeldState.EVICTED, HeldState.FAILED})
@@ -30,6 +40,8 @@ class Change:
     reason: str
     heard_s: float = 0.0
     """When the report came that says so; 0 where silence does."""
+    loaded: Moment | None = None
+    """When the last stage of an instance that became ready was loaded, as its worker says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,10 +113,16 @@ def _judge(one: Tracked, parts: list[_Part], now_s: float, rules: ReconcileRules
         return None
     held = [part.held for part in parts if part.held is not None]
     if len(held) == len(parts) and all(stage.state is HeldState.READY for stage in held):  # 8
-        return change("every stage is ready", *path(state, InstanceState.READY))
+        ready = change("every stage is ready", *path(state, InstanceState.READY))
+        return replace(ready, loaded=_last_loaded(held))
     if held and state is not InstanceState.LOADING:  # 9
         return change("a worker loads its stage", *path(state, InstanceState.LOADING))
     return None
+
+
+def _last_loaded(stages: Iterable[HeldStage]) -> Moment | None:
+    moments = [stage.loaded for stage in stages if stage.loaded is not None]
+    return max(moments, key=lambda moment: moment.at_s + moment.wall_offset_s, default=None)
 
 
 _LEAVING = frozenset({HeldState.EVICTED, HeldState.DRAINING})

@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pilotlight.common.messages.phases import FirstToken, PhaseReport
-from pilotlight.policy.coverage import Coverage, Moment, aligned_s, coverage_of
+from pilotlight.policy.coverage import Coverage, aligned_s, coverage_of
 from pilotlight.policy.estimates import ColdStartSample
-from pilotlight.policy.types import DecisionId, DeviceKind, Epoch, InstanceId, Model, ModelName, Phase, PhaseName
+from pilotlight.policy.types import DecisionId, DeviceKind, Epoch, InstanceId, Model, ModelName, Moment, Phase, PhaseName
 
 MAX_PHASES = 4096
 """Of one cold start; past it further ones are dropped."""

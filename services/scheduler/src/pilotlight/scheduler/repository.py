@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import structlog
-from sqlalchemy import Row, func, select, text, update
+from sqlalchemy import Row, exists, func, select, text, update
 from sqlalchemy.dialects.postgresql import insert
 
 from pilotlight.common.clock import Clock
@@ -48,7 +48,7 @@ def retention(settings: SchedulerSettings) -> tuple[Keep, ...]:
     The decision that an instance was planned by stays as long as the instance: a new leader reads the instance's model from it.
     """
     instances, decisions, starts = tables.instances, tables.decisions, tables.cold_starts
-    planned_by = select(instances.c.body["decision_id"].astext)
+    planned = exists().where(instances.c.body["decision_id"].astext == decisions.c.decision_id).correlate(decisions)
     return (
         Keep(
             at=instances.c.updated_at,
@@ -66,7 +66,7 @@ def retention(settings: SchedulerSettings) -> tuple[Keep, ...]:
             at=decisions.c.at,
             days=settings.decisions_keep_days,
             max_rows=settings.decisions_max_rows,
-            only=decisions.c.decision_id.not_in(planned_by),
+            only=~planned,
         ),
         keep_outbox("scheduler", settings),
     )

@@ -28,6 +28,8 @@ from pilotlight.policy.types import (
     WorkerId,
 )
 
+YOUNGER_S = 1.0
+"""A drain that is younger by so much than it was thought to be is another one: it was taken back, and asked for again."""
 GATEWAY_SILENT_S = 1.0
 """Four demand vectors missed: nobody waits there any more, or the gateway is gone."""
 
@@ -143,10 +145,14 @@ class World:
 
     def hear_drains(self, ages_s: Mapping[NodeId, float], now_s: float) -> bool:
         """Take the list of nodes that are to be empty."""
-        changed = ages_s.keys() != self.draining_since_s.keys()
+        known = self.draining_since_s
+        told = {node_id: now_s - ages_s[node_id] for node_id in sorted(ages_s)}
+        # Each list is told a little late, so what is known stays where nothing has happened.
         self.draining_since_s = {
-            node_id: self.draining_since_s.get(node_id, now_s - ages_s[node_id]) for node_id in sorted(ages_s)
+            node_id: known[node_id] if node_id in known and since_s - known[node_id] <= YOUNGER_S else since_s
+            for node_id, since_s in told.items()
         }
+        changed = known != self.draining_since_s
         self.version += changed
         return changed
 

@@ -65,13 +65,16 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _wait_to_be_promoted(connection: socket.socket) -> bool:
-    """Import at low priority, say so, wait; False when the parent wants no engine of this child.
+    """Import at low priority, say so, wait; False when the parent wants no engine of this child. Raises what the import does.
 
     A thread of its own imports: Linux gives each thread its priority, and none that is not privileged can raise its own again.
     """
-    importing = threading.Thread(target=_import_engine, name="import")
+    faults: list[BaseException] = []
+    importing = threading.Thread(target=_import_engine, args=(faults,), name="import")
     importing.start()
     importing.join()
+    if faults:
+        raise faults[0]
     try:
         connection.sendall(frame(SpareReady()))
         buffer = FrameBuffer(ToEngine)
@@ -84,10 +87,13 @@ def _wait_to_be_promoted(connection: socket.socket) -> bool:
     return False
 
 
-def _import_engine() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
-    importlib.import_module("pilotlight.engine.engine")
-    importlib.import_module("pilotlight.worker.child_warmup")
+def _import_engine(faults: list[BaseException]) -> None:
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+        importlib.import_module("pilotlight.engine.engine")
+        importlib.import_module("pilotlight.worker.child_warmup")
+    except BaseException as fault:  # noqa: BLE001 - whatever it is, the thread that waits raises it
+        faults.append(fault)
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import structlog
 
-from pilotlight.common.clock import Clock, wall_offset_s
+from pilotlight.common.clock import Clock, moment_of, wall_offset_s
 from pilotlight.common.errors import EngineFailed as EngineFailedError
 from pilotlight.common.errors import PilotlightError
 from pilotlight.common.faults import Faults
@@ -32,7 +32,8 @@ from pilotlight.common.messages.engine import (
 )
 from pilotlight.engine import results
 from pilotlight.engine.errors import EngineError
-from pilotlight.policy.types import FinishReason, InstanceId, Phase, PhaseName, RequestId, Sampling, Vocabulary
+from pilotlight.policy.coverage import departed_s
+from pilotlight.policy.types import FinishReason, InstanceId, Moment, Phase, PhaseName, RequestId, Sampling, Vocabulary
 from pilotlight.worker.child_stages import PROCESS, LoadingEngine, StageLoads, pause_blocking
 
 log = structlog.get_logger()
@@ -76,8 +77,8 @@ class ChildLoop:
         self._buffer = FrameBuffer(ToEngine)
         self._loads = StageLoads(engine, clock, faults)
         self._parts: deque[PlacePart] = deque()
-        self._unprefilled: set[InstanceId] = set()
-        """Stages that are yet to run their first request."""
+        self._unprefilled: dict[InstanceId, dict[RequestId, float]] = {}
+        """Stages that are yet to run their first request, and when each of their requests was sent here."""
         self._prefill_delayed_s: dict[InstanceId, float] = {}
         """Since when a first prefill is held up by an injected fault."""
         self._refused: list[Produced] = []
@@ -131,7 +132,7 @@ class ChildLoop:
     def _load(self, command: LoadStage) -> None:
         try:
             self._loads.begin(command)
-            self._unprefilled.add(command.instance_id)
+            self._unprefilled[command.instance_id] = {}
         except Exception as error:  # noqa: BLE001 - a stage that cannot be loaded must not take the others with it
             self._fail(command.instance_id, error)
 
@@ -148,7 +149,7 @@ class ChildLoop:
 
     def _unload(self, instance_id: InstanceId) -> None:
         self._loads.drop(instance_id)
-        self._unprefilled.discard(instance_id)
+        self._unprefilled.pop(instance_id, None)
         self._prefill_delayed_s.pop(instance_id, None)
         self._engine.drop(instance_id)
 
@@ -159,8 +160,10 @@ class ChildLoop:
         self._send(StageFailed(instance_id=instance_id, code=code, message=message))
 
     def _add(self, command: Run) -> None:
-        first = command.instance_id in self._unprefilled
-        if first and command.instance_id not in self._prefill_delayed_s and self._faults.delay_s("prefill") > 0:
+        sent_s = self._unprefilled.get(command.instance_id)
+        if sent_s is not None:
+            sent_s[command.request_id] = departed_s(command.sent, moment_of(self._clock))
+        if sent_s is not None and command.instance_id not in self._prefill_delayed_s and self._faults.delay_s("prefill") > 0:
             self._prefill_delayed_s[command.instance_id] = self._clock.monotonic_s()
             pause_blocking(self._faults.delay_s("prefill"))
         try:
@@ -181,6 +184,8 @@ class ChildLoop:
         """One batch. What it raises ends the process: the engine's books cannot be trusted after it."""
         pause_blocking(self._faults.delay_s("step"))
         result = self._engine.step()
+        # What comes after the first token of a stage is not that token's work.
+        sampled_s = min((first.end_s for first in result.first_prefills), default=self._clock.monotonic_s())
         for first in result.first_prefills:
             self._send(self._prefilled(first))
         refused, self._refused = self._refused, []
@@ -197,14 +202,15 @@ class ChildLoop:
                 prefix_looked_up_tokens=result.prefix_looked_up_tokens,
                 prefix_hit_tokens=result.prefix_hit_tokens,
                 preemptions=result.preemptions,
+                sampled=Moment(at_s=sampled_s, wall_offset_s=wall_offset_s(self._clock)),
             )
         )
 
     def _prefilled(self, first: results.FirstPrefill) -> Prefilled:
-        self._unprefilled.discard(first.instance_id)
+        sent_s = self._unprefilled.pop(first.instance_id, {}).get(first.request_id, first.start_s)
         phase = Phase(
             name=PhaseName.PREFILL,
-            start_s=self._prefill_delayed_s.pop(first.instance_id, first.start_s),
+            start_s=min(sent_s, self._prefill_delayed_s.pop(first.instance_id, first.start_s)),
             end_s=first.end_s,
             wall_offset_s=wall_offset_s(self._clock),
             process=PROCESS,

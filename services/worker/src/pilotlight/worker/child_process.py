@@ -9,14 +9,18 @@ from asyncio.subprocess import DEVNULL, Process
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import structlog
 
 from pilotlight.common.errors import DeadlineExceeded
+from pilotlight.common.machine import STANDARD_ERROR, STANDARD_ERROR_DESCRIPTOR
 from pilotlight.common.waiting import within
 
 log = structlog.get_logger()
 
+PRIVATE = ("PILOTLIGHT_", "AWS_", "HF_", "HUGGING_FACE_")
+"""What a child does not inherit: our settings, and the credentials of object stores and hubs."""
 REAP_DEADLINE_S = 2.0
 END_GRACE_S = 1.0
 """From the close of its socket to the process's end; then it is killed."""
@@ -60,10 +64,7 @@ async def spawn(options: ChildOptions, *, spare: bool = False) -> Child:
         }
         flat = [str(word) for pair in arguments.items() for word in pair]
         options.log_path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(options.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "ab") as output:
-            if output.seekable() and output.tell() > MAX_LOG_BYTES:
-                output.truncate(0)
+        with _open_log(options.log_path) as output:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
@@ -81,9 +82,19 @@ async def spawn(options: ChildOptions, *, spare: bool = False) -> Child:
     return Child(process, reader, writer)
 
 
+def _open_log(path: Path) -> BinaryIO:
+    if path == STANDARD_ERROR:
+        # Not by its name: where it is a socket, as under systemd, it cannot be opened.
+        return os.fdopen(os.dup(STANDARD_ERROR_DESCRIPTOR), "ab")
+    output = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "ab")
+    if output.seekable() and output.tell() > MAX_LOG_BYTES:
+        output.truncate(0)
+    return output
+
+
 def _child_environment(options: ChildOptions) -> dict[str, str]:
-    """The parent's, without our settings and the object store's: the child has no use for credentials."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PILOTLIGHT_", "AWS_"))}
+    """The parent's, but for what is ``PRIVATE``: the child has no use for credentials."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(PRIVATE)}
     return {
         **inherited,
         "PILOTLIGHT_FAULTS": options.faults,

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pilotlight.common.clock import Clock, wall_offset_s
+from pilotlight.common.clock import Clock, moment_of
 from pilotlight.common.errors import BadCheckpoint
 from pilotlight.common.faults import Faults
 from pilotlight.common.messages.engine import LoadStage, PlacePart, StageLoaded
 from pilotlight.engine.results import PlacedPart, StageRoom
-from pilotlight.policy.types import Dtype, InstanceId, ModelSpec, Phase, PhaseName, Stage
+from pilotlight.policy.coverage import departed_s
+from pilotlight.policy.types import Dtype, InstanceId, ModelSpec, Moment, Phase, PhaseName, Stage
 
 MERGE_GAP_S = 0.001
 """Intervals of one phase that are closer than this are one: the gap is our own loop."""
@@ -36,6 +37,11 @@ class Intervals:
 
     wall_offset_s: float
     phases: list[Phase] = field(default_factory=list[Phase])
+
+    def start_s(self, sent: Moment | None, received_s: float) -> float:
+        """When the next interval begins: with the word that led to it, but not before the end of the last one."""
+        begun_s = departed_s(sent, Moment(at_s=received_s, wall_offset_s=self.wall_offset_s))
+        return max(begun_s, self.phases[-1].end_s) if self.phases else begun_s
 
     def add(self, name: PhaseName, start_s: float, end_s: float) -> None:
         """Add an interval; it prolongs the last one when they are of one phase and nearly touch."""
@@ -79,8 +85,9 @@ class StageLoads:
             EngineError: the engine cannot hold it.
             OSError: the pool cannot be mapped.
         """
-        intervals = Intervals(wall_offset_s=wall_offset_s(self._clock))
-        start_s = self._clock.monotonic_s()
+        begun = moment_of(self._clock)
+        intervals = Intervals(wall_offset_s=begun.wall_offset_s)
+        start_s = intervals.start_s(command.sent, begun.at_s)
         pool = self._map(command.pool_path)
         model = command.model
         room = self._engine.begin_load(command.instance_id, model.spec, command.stage, model.dtype, command.device_bytes)
@@ -95,7 +102,7 @@ class StageLoads:
             BadCheckpoint: a tensor lies outside the pool.
         """
         load = self._loads[command.instance_id]
-        start_s = self._clock.monotonic_s()
+        start_s = load.intervals.start_s(command.ready, self._clock.monotonic_s())
         if not load.delayed:
             load.delayed = True
             pause_blocking(self._faults.delay_s("load"))

@@ -3,6 +3,7 @@
 import structlog
 
 from pilotlight.common.bus import Subscription
+from pilotlight.common.clock import moment_of
 from pilotlight.common.errors import ContextTooLong, EngineFailed, NoRoom, NotFound, NotLoaded, PilotlightError
 from pilotlight.common.messages.engine import Abort, Produced, Run
 from pilotlight.common.messages.hold import WorkerHold, worker_hold_subject
@@ -138,6 +139,7 @@ class Handlers:
             output_ids=submit.output_ids,
             sampling=submit.sampling,
             vocabulary=vocabulary,
+            sent=moment_of(self._core.clock),
         )
         try:
             await self._core.engine.run(command)

@@ -6,6 +6,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Protocol
 
+from pilotlight.common.clock import moment_of
 from pilotlight.common.errors import SourceChanged
 from pilotlight.common.messages.engine import LoadStage, PlacePart, StageLoaded
 from pilotlight.common.messages.hold import Hold
@@ -90,21 +91,23 @@ class StageLoader:
         return result
 
     async def _begin(self, hold: Hold, lease: PartLease, asked_s: float) -> None:
+        sent = moment_of(self._core.clock)
         load = LoadStage(
             instance_id=hold.instance_id,
             model=hold.model,
             stage=hold.stage,
             device_bytes=hold.device_bytes,
             pool_path=lease.pool_path,
+            sent=sent,
         )
         await self._core.engine.load_stage(load)
         phases = self._core.phases
-        phases.record(hold.instance_id, phases.phase(PhaseName.INIT, asked_s, self._core.clock.monotonic_s(), "lease"))
+        phases.record(hold.instance_id, phases.phase(PhaseName.INIT, asked_s, sent.at_s, "lease"))
 
     async def _feed(self, hold: Hold, lease: PartLease) -> None:
         frames = aiter(lease)
         while (ready := await within(PART_DEADLINE_S, anext(frames, None), "the next part")) is not None:
-            place = PlacePart(instance_id=hold.instance_id, part=ready.part, tensors=ready.tensors)
+            place = PlacePart(instance_id=hold.instance_id, part=ready.part, tensors=ready.tensors, ready=ready.ready)
             await self._core.engine.place_part(place)
 
 

@@ -12,7 +12,7 @@ from pilotlight.common.errors import PilotlightError
 from pilotlight.common.messages.tokens import TokenBatch, TokenEntry, tokens_subject
 from pilotlight.common.service import Background
 from pilotlight.common.waiting import pause, within
-from pilotlight.policy.types import GatewayId, WorkerId
+from pilotlight.policy.types import GatewayId, Moment, WorkerId
 from pilotlight.worker.requests import Outgoing, RequestKey
 
 log = structlog.get_logger()
@@ -31,12 +31,15 @@ class TokenPublisher:
         self._worker_id = worker_id
         self._pending: dict[GatewayId, dict[RequestKey, TokenEntry]] = {}
         self._tokens: dict[GatewayId, int] = {}
+        self._sampled: dict[GatewayId, Moment] = {}
         self._wake = asyncio.Event()
         background.spawn(f"token batches of {worker_id}", self._send_for_ever())
 
-    def add(self, outgoing: Outgoing) -> None:
-        """Queue tokens; they leave with the next ``flush``."""
+    def add(self, outgoing: Outgoing, sampled: Moment | None = None) -> None:
+        """Queue tokens, ``sampled`` then; they leave with the next ``flush``."""
         gateway_id, entry = outgoing
+        if sampled is not None:
+            self._sampled.setdefault(gateway_id, sampled)
         waiting = self._pending.setdefault(gateway_id, {})
         key = RequestKey(entry.request_id, entry.attempt)
         before = waiting.get(key)
@@ -54,7 +57,7 @@ class TokenPublisher:
     async def drain(self) -> None:
         """Send everything that waits, now."""
         for gateway_id in list(self._pending):
-            await self._send(gateway_id, self._take(gateway_id))
+            await self._send(gateway_id, self._sampled.get(gateway_id), self._take(gateway_id))
 
     async def _send_for_ever(self) -> None:
         while True:
@@ -65,12 +68,13 @@ class TokenPublisher:
 
     def _take(self, gateway_id: GatewayId) -> list[TokenEntry]:
         self._tokens.pop(gateway_id, None)
+        self._sampled.pop(gateway_id, None)
         return list(self._pending.pop(gateway_id, {}).values())
 
-    async def _send(self, gateway_id: GatewayId, entries: list[TokenEntry]) -> None:
+    async def _send(self, gateway_id: GatewayId, sampled: Moment | None, entries: list[TokenEntry]) -> None:
         if not entries:
             return
-        batch = TokenBatch(worker_id=self._worker_id, entries=entries)
+        batch = TokenBatch(worker_id=self._worker_id, entries=entries, sampled=sampled)
         try:
             publishing = self._bus.publish(tokens_subject(gateway_id), batch, binary=True)
             await within(PUBLISH_DEADLINE_S, publishing, "sending a token batch")

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 
-from pilotlight.common.clock import Clock, wall_offset_s
+from pilotlight.common.clock import Clock, moment_of, wall_offset_s
 from pilotlight.common.errors import EngineFailed
 from pilotlight.common.faults import Faults
 from pilotlight.common.messages.engine import (
@@ -249,6 +249,7 @@ class SimEngine:
                 step_time_s=self._clock.monotonic_s() - start_s,
                 kv_used_tokens=self._kv_used_tokens(),
                 batch_tokens=prompt_tokens + len(batch) - len(fresh),
+                sampled=moment_of(self._clock),
             )
         )
 

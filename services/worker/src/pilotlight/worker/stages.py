@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 import structlog
 
+from pilotlight.common.clock import moment_of
 from pilotlight.common.errors import DeadlineExceeded, EngineFailed, NoRoom, NotLoaded, PilotlightError, StaleCommand, error_of
 from pilotlight.common.messages.engine import StageFailed, StageLoaded, UnloadStage
 from pilotlight.common.messages.hold import Hold, WorkerHold
 from pilotlight.common.newest import Newest
 from pilotlight.common.waiting import within
-from pilotlight.policy.types import Epoch, Generation, HeldStage, HeldState, InstanceId
+from pilotlight.policy.coverage import departed_s
+from pilotlight.policy.types import Epoch, Generation, HeldStage, HeldState, InstanceId, Moment
 from pilotlight.worker.core import WorkerCore
 from pilotlight.worker.lifecycle import RESIDENT, HeldEvent, HeldView, plan, step
 from pilotlight.worker.loading import StageLoader
@@ -33,6 +35,8 @@ class _Held:
     since_s: float
     reason: str = ""
     kv_capacity_tokens: int = 0
+    placed: Moment | None = None
+    """When its last part was in its place."""
     loading: asyncio.Task[None] | None = None
     loaded: asyncio.Future[StageLoaded] | None = None
     """What the engine says of the load."""
@@ -88,10 +92,12 @@ class Stages:
         if not self._newest.is_news(command.worker_id, str(command.epoch), command.seq):
             return
         self._desired = command.holds
-        self.reconcile()
+        self.reconcile(departed_s(command.sent, moment_of(self._core.clock)))
 
-    def reconcile(self) -> None:
-        """Do what is missing between held and desired; nothing, when nothing is."""
+    def reconcile(self, asked_s: float | None = None) -> None:
+        """Do what is missing between held and desired; nothing, when nothing is. ``asked_s`` is when that was asked for: now,
+        unless it is a command that does.
+        """
         if self._desired is None:
             return
         views = {instance_id: HeldView(hold=held.hold, state=held.state) for instance_id, held in self._held.items()}
@@ -101,7 +107,7 @@ class Stages:
         removed = [self._let_go(instance_id) for instance_id in todo.let_go]
         if self._core.engine.alive:
             for hold in todo.start:
-                self._start(hold)
+                self._start(hold, asked_s)
         for hold in todo.refuse:
             held = self._hold(hold)
             self._fail(held, NoRoom(f"{hold.device_bytes} bytes were granted, and the device has no such room"))
@@ -109,7 +115,7 @@ class Stages:
             self._core.changed.set()
         if any(removed):
             # A newer generation may have waited for the place.
-            self.reconcile()
+            self.reconcile(asked_s)
 
     async def give_up(self, instance_ids: Sequence[InstanceId]) -> tuple[InstanceId, ...]:
         """Unload these if they are ready and idle; returns the ones whose memory is free, also of an earlier call."""
@@ -205,16 +211,17 @@ class Stages:
         self._held[hold.instance_id] = held
         return held
 
-    def _start(self, hold: Hold) -> None:
+    def _start(self, hold: Hold, asked_s: float | None) -> None:
         held = self._hold(hold)
+        asked_s = held.since_s if asked_s is None else asked_s
         held.loaded = asyncio.get_running_loop().create_future()
         log.info("stage is loading", action="stage_loading", instance_id=hold.instance_id, model=hold.model.name)
-        held.loading = self._core.background.spawn(f"load {hold.instance_id}", self._load(held, held.loaded))
+        held.loading = self._core.background.spawn(f"load {hold.instance_id}", self._load(held, asked_s, held.loaded))
 
-    async def _load(self, held: _Held, loaded: asyncio.Future[StageLoaded]) -> None:
+    async def _load(self, held: _Held, asked_s: float, loaded: asyncio.Future[StageLoaded]) -> None:
         deaths = self._engine_deaths
         try:
-            result = await self._loader.load(held.hold, held.since_s, loaded)
+            result = await self._loader.load(held.hold, asked_s, loaded)
             if deaths != self._engine_deaths:
                 raise EngineFailed("the engine ended as soon as the stage was loaded")
         except PilotlightError as error:
@@ -226,6 +233,7 @@ class Stages:
             if not loaded.cancel():
                 loaded.exception()
         held.kv_capacity_tokens = result.kv_capacity_tokens
+        held.placed = _placed(result)
         self._move(held, HeldEvent.LOADED)
         self._core.phases.record(held.hold.instance_id, *result.phases)
         self._core.metrics.loads.labels(outcome="loaded").inc()
@@ -314,4 +322,11 @@ class Stages:
             idle_s=now_s - used_s if idle else 0.0,
             reason=held.reason,
             kv_capacity_tokens=held.kv_capacity_tokens,
+            loaded=held.placed,
         )
+
+
+def _placed(loaded: StageLoaded) -> Moment | None:
+    """The end of the engine's last work on it."""
+    last = max(loaded.phases, key=lambda phase: phase.end_s, default=None)
+    return Moment(at_s=last.end_s, wall_offset_s=last.wall_offset_s) if last is not None else None

@@ -17,7 +17,7 @@ from pilotlight.common.messages.engine import (
     StepDone,
 )
 from pilotlight.common.waiting import Backoff, every, pause
-from pilotlight.policy.types import Device, DeviceKind, Liveness, WorkerFacts
+from pilotlight.policy.types import Device, DeviceKind, Liveness, Moment, WorkerFacts
 from pilotlight.worker.core import WorkerCore
 from pilotlight.worker.engine_client import EngineDied, EngineEvent
 from pilotlight.worker.handlers import Handlers
@@ -150,21 +150,21 @@ class Worker:
         self.core.metrics.stepped(step)
         ended = False
         for produced in step.produced:
-            self._on_produced(produced)
+            self._on_produced(produced, step.sampled)
             ended = ended or produced.finish is not None
         self._publisher.flush()
         if ended:
             self.core.metrics.running.set(self.core.table.running)
             self.stages.on_requests_ended()
 
-    def _on_produced(self, produced: Produced) -> None:
+    def _on_produced(self, produced: Produced, sampled: Moment | None) -> None:
         self._spans.end(RequestKey(produced.request_id, produced.attempt))
         self.core.metrics.tokens.inc(len(produced.token_ids))
         if produced.finish is not None:
             self.core.metrics.finished.labels(finish=produced.finish.value).inc()
         outgoing = self.core.table.produced(produced, self.core.clock.monotonic_s())
         if outgoing is not None:
-            self._publisher.add(outgoing)
+            self._publisher.add(outgoing, sampled)
 
     def _on_death(self, died: EngineDied) -> None:
         self.core.metrics.engine_died()

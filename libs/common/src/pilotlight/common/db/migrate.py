@@ -84,7 +84,10 @@ def _is_newer(connection: Connection, folder: Path) -> bool:
     unknown = revisions - known_revisions(folder)
     if unknown:
         log.warning(
-            "the database is a newer release's; nothing is migrated", action="migrated_by_newer", revisions=sorted(unknown)
+            "the database is a newer release's; nothing is migrated",
+            action="migrated_by_newer",
+            revisions=sorted(unknown),
+            what_to_do="Nothing, if it is the next release's. If it is a later one's: run that release, or restore a backup of this one.",
         )
     return bool(unknown)
 

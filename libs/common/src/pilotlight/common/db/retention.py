@@ -2,6 +2,9 @@
 
 A row is old when both the database's clock and this process's say so: one clock that was set wrong deletes nothing. Of several
 processes of one owner one prunes at a time; the others find its lock and leave it alone.
+
+What is to go is looked for without any lock, however long that takes, and then deleted by its keys: the scheduler's deletions hold its
+lease's row, and whoever renews the lease waits for them.
 """
 
 import asyncio
@@ -18,7 +21,7 @@ from sqlalchemy import Column, ColumnElement, DateTime, delete, func, literal, s
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.db import tables
-from pilotlight.common.db.session import UnitOfWork
+from pilotlight.common.db.session import Database, UnitOfWork
 from pilotlight.common.errors import DatabaseUnavailable
 from pilotlight.common.service import Background
 from pilotlight.common.settings import PilotlightSettings
@@ -26,12 +29,13 @@ from pilotlight.common.waiting import cancel_all, pause
 
 log = structlog.get_logger()
 
-BATCH_ROWS = 1000
-"""Rows of one deletion: a statement must end within its deadline however much there is to delete."""
-MAX_BATCHES = 200
-"""Of one table in one pass; what is left over waits for the next."""
+BATCH_ROWS = 500
+"""Rows of one deletion: its locks must be held for a moment only, however much there is to delete."""
+LOOK_BATCHES = 20
+"""Of which the keys are looked for at a time."""
+MAX_LOOKS = 20
+"""For one table in one pass; what is left over waits for the next."""
 BETWEEN_BATCHES_S = 0.01
-DAY_S = 24 * 3600.0
 
 
 class PruneSettings(PilotlightSettings):
@@ -53,12 +57,12 @@ class Keep:
     """How long the rows of one table are kept."""
 
     at: Column[object]
-    """When a row was made, or last changed; indexed."""
+    """When a row was made, or last changed; indexed where there may be many rows."""
     days: float
     max_rows: int = 0
     """The newest that are kept; 0: no limit."""
     only: ColumnElement[bool] | None = None
-    """Rows that may go at all; without it every one may."""
+    """Rows that may go at all, and always may unless ``at`` changes; without it every one may."""
 
 
 def keep_outbox(schema: str, settings: PruneSettings) -> Keep:
@@ -88,16 +92,18 @@ class Pruner:
     def __init__(
         self,
         rules: Sequence[Keep],
-        unit_of_work: UnitsOfWork,
+        database: Database,
         clock: Clock,
         metrics: PruneMetrics,
         *,
         interval_s: float,
+        unit_of_work: UnitsOfWork | None = None,
         background: Background | None = None,
     ) -> None:
-        """``background`` is needed by ``start`` alone."""
+        """``unit_of_work`` is for owners whose writes are fenced; ``background`` is needed by ``start`` alone."""
         self._rules = tuple(rules)
-        self._unit_of_work = unit_of_work
+        self._database = database
+        self._unit_of_work = unit_of_work or database.unit_of_work
         self._clock = clock
         self._metrics = metrics
         self._interval_s = interval_s
@@ -155,23 +161,33 @@ class Pruner:
 
     async def _delete(self, rule: Keep, reason: str, surplus: ColumnElement[bool]) -> int:
         table = rule.at.table
-        columns = list(table.primary_key.columns)
-        key = columns[0] if len(columns) == 1 else tuple_(*columns)
-        some = select(*columns).where(surplus, _may_go(rule)).order_by(rule.at).limit(BATCH_ROWS)
-        gone = 0
-        for _ in range(MAX_BATCHES):
-            async with self._unit_of_work() as work:
-                if not await _alone(work, str(table.schema)):
-                    break
-                deleted = (await work.connection.execute(delete(table).where(key.in_(some)))).rowcount
-            self._metrics.rows.labels(table=table.fullname, reason=reason).inc(deleted)
-            gone += deleted
-            if deleted < BATCH_ROWS:
-                break
-            await pause(BETWEEN_BATCHES_S)
+        gone = await self._delete_batches(rule, reason, surplus)
         if gone:
             tell = log.warning if table is tables.outboxes[str(table.schema)] else log.info
             tell("old rows deleted", action="rows_pruned", table=table.fullname, rows=gone, reason=reason)
+        return gone
+
+    async def _delete_batches(self, rule: Keep, reason: str, surplus: ColumnElement[bool]) -> int:
+        table = rule.at.table
+        key = tuple_(*table.primary_key.columns)
+        wanted = select(*table.primary_key.columns).where(surplus, _may_go(rule)).order_by(rule.at)
+        look_rows = LOOK_BATCHES * BATCH_ROWS
+        gone = 0
+        for _ in range(MAX_LOOKS):
+            async with self._database.reading() as connection:
+                keys = [tuple(row) for row in await connection.execute(wanted.limit(look_rows))]
+            for first in range(0, len(keys), BATCH_ROWS):
+                # A row that was changed since is judged anew by its time.
+                some = delete(table).where(key.in_(keys[first : first + BATCH_ROWS]), surplus)
+                async with self._unit_of_work() as work:
+                    if not await _alone(work, str(table.schema)):
+                        return gone
+                    deleted = (await work.connection.execute(some)).rowcount
+                self._metrics.rows.labels(table=table.fullname, reason=reason).inc(deleted)
+                gone += deleted
+                await pause(BETWEEN_BATCHES_S)
+            if len(keys) < look_rows:
+                break
         return gone
 
     async def _last_kept(self, rule: Keep) -> object | None:
@@ -181,12 +197,12 @@ class Pruner:
         table = rule.at.table
         about = text("SELECT reltuples FROM pg_class WHERE oid = to_regclass(:name)")
         newest = select(rule.at).where(_may_go(rule)).order_by(rule.at.desc()).offset(rule.max_rows).limit(1)
-        async with self._unit_of_work() as work:
-            rows = (await work.connection.execute(about, {"name": table.fullname})).scalar_one_or_none()
+        async with self._database.reading() as connection:
+            rows = (await connection.execute(about, {"name": table.fullname})).scalar_one_or_none()
             # Counting reads as many entries of the index as may be kept: not when there are far fewer by the planner's estimate.
             if rows is not None and 0 <= rows < rule.max_rows / 2:
                 return None
-            return (await work.connection.execute(newest)).scalar_one_or_none()
+            return (await connection.execute(newest)).scalar_one_or_none()
 
 
 def _may_go(rule: Keep) -> ColumnElement[bool]:

@@ -2,7 +2,7 @@
 
 from pilotlight.common.messages.codec import Message
 from pilotlight.common.messages.pool import TensorPlace
-from pilotlight.policy.types import FinishReason, InstanceId, Model, Phase, RequestId, Sampling, Stage, Vocabulary
+from pilotlight.policy.types import FinishReason, InstanceId, Model, Moment, Phase, RequestId, Sampling, Stage, Vocabulary
 
 
 class LoadStage(Message, tag="load", frozen=True, kw_only=True):
@@ -13,6 +13,8 @@ class LoadStage(Message, tag="load", frozen=True, kw_only=True):
     stage: Stage
     device_bytes: int
     pool_path: str
+    sent: Moment | None = None
+    """The engine's part of ``init`` begins then."""
 
 
 class PlacePart(Message, tag="part", frozen=True, kw_only=True):
@@ -21,6 +23,8 @@ class PlacePart(Message, tag="part", frozen=True, kw_only=True):
     instance_id: InstanceId
     part: int
     tensors: tuple[TensorPlace, ...]
+    ready: Moment | None = None
+    """As in ``PartReady``: ``load`` of this part begins then, or with the end of what came before."""
 
 
 class UnloadStage(Message, tag="unload", frozen=True, kw_only=True):
@@ -40,6 +44,8 @@ class Run(Message, tag="run", frozen=True, kw_only=True):
     sampling: Sampling
     vocabulary: Vocabulary | None = None
     """The model's, if the sampling has a grammar."""
+    sent: Moment | None = None
+    """``prefill`` of a stage's first request begins then."""
 
 
 class Abort(Message, tag="abort", frozen=True, kw_only=True):
@@ -131,6 +137,8 @@ class StepDone(Message, tag="step", frozen=True, kw_only=True):
     """As many of those were found in the prefix cache."""
     preemptions: int = 0
     """Requests that gave up their KV blocks to older ones and will run again."""
+    sampled: Moment | None = None
+    """When its tokens were there: ``prefill`` ends and ``deliver`` begins then."""
 
 
 class Prefilled(Message, tag="prefilled", frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ repeated until reports agree, and every second after; hearing one twice, or only
 """
 
 from pilotlight.common.messages.codec import Message
-from pilotlight.policy.types import Epoch, Generation, InstanceId, Model, NodeId, Stage, WorkerId
+from pilotlight.policy.types import Epoch, Generation, InstanceId, Model, Moment, NodeId, Stage, WorkerId
 
 
 def worker_hold_subject(worker_id: WorkerId) -> str:
@@ -51,6 +51,8 @@ class WorkerHold(Message, frozen=True, kw_only=True):
     seq: int = 0
     """Counts the leader's commands under its epoch from 1, so that one that comes late is known to be old. 0: of a release that
     does not."""
+    sent: Moment | None = None
+    """``init`` of what it starts begins then. None: of a release that does not say."""
 
 
 class Fetch(Message, frozen=True, kw_only=True):
@@ -71,3 +73,5 @@ class NodeHold(Message, frozen=True, kw_only=True):
     fetches: tuple[Fetch, ...]
     seq: int = 0
     """As in ``WorkerHold``."""
+    sent: Moment | None = None
+    """``fetch`` of what it starts begins then. None: of a release that does not say."""

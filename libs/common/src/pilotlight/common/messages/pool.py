@@ -4,7 +4,7 @@ A lease lives as long as its connection: the kernel's close frees it, so shared 
 """
 
 from pilotlight.common.messages.codec import Message
-from pilotlight.policy.types import Dtype, InstanceId, Model, WorkerId
+from pilotlight.policy.types import Dtype, InstanceId, Model, Moment, WorkerId
 
 
 class Hello(Message, tag="hello", frozen=True, kw_only=True):
@@ -39,6 +39,8 @@ class PartReady(Message, tag="ready", frozen=True, kw_only=True):
 
     part: int
     tensors: tuple[TensorPlace, ...]
+    ready: Moment | None = None
+    """Since when it was, or, if that is longer ago, the lease's begin. None: of a release that does not say."""
 
 
 class LeaseGranted(Message, tag="granted", frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ its first token::
 from msgspec import field
 
 from pilotlight.common.messages.codec import Message
-from pilotlight.policy.types import FinishReason, GatewayId, InstanceId, ModelName, RequestId, Sampling, WorkerId
+from pilotlight.policy.types import FinishReason, GatewayId, InstanceId, ModelName, Moment, RequestId, Sampling, WorkerId
 
 
 def submit_subject(worker_id: WorkerId) -> str:
@@ -82,6 +82,8 @@ class TokenBatch(Message, frozen=True, kw_only=True):
 
     worker_id: WorkerId
     entries: list[TokenEntry]
+    sampled: Moment | None = None
+    """When the first of its tokens were; None where they are sent again, and of a release that does not say."""
 
 
 class AckEntry(Message, frozen=True, kw_only=True):

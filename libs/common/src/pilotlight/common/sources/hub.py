@@ -9,17 +9,17 @@
                    GET {Location}   Range: bytes=a-b          without our token; asked again as long as it is good
 """
 
-import hashlib
 import re
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from urllib.parse import quote
 
 import msgspec
 
+from pilotlight.checkpoint.content import GIT, SHA256, ContentHash
 from pilotlight.checkpoint.errors import (
     BadCheckpoint,
     SourceChanged,
@@ -30,11 +30,10 @@ from pilotlight.checkpoint.errors import (
 from pilotlight.checkpoint.reader import MAX_FILES, SourceFile
 from pilotlight.common.clock import Clock, SystemClock
 from pilotlight.common.model_uris import HubUri
-from pilotlight.common.sources.http import Answer, GuardedHttp
+from pilotlight.common.sources.http import Answer, GuardedHttp, Origin
 from pilotlight.common.sources.ranged import Broken, Patience, RangedSource
 
 MAX_LISTING_BYTES = 32 * 1024 * 1024
-_LFS, _GIT = "sha256-", "git-"
 _HEX = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 _STALE = (400, 401, 403, 404, 410)
@@ -73,6 +72,7 @@ class HubSource(RangedSource):
         super().__init__(patience)
         self.uri = uri
         self._endpoint = endpoint
+        self._origin = Origin.of(endpoint)
         self._http = http
         self._clock = clock or SystemClock()
         self._listed: tuple[SourceFile, ...] | None = None
@@ -110,7 +110,7 @@ class HubSource(RangedSource):
     def read(self, file: SourceFile, offset: int, size_bytes: int) -> bytes:
         """As ``Source.read``; a whole file is checked against its digest."""
         data = super().read(file, offset, size_bytes)
-        if size_bytes == file.size_bytes and _digest(file.version, data) != file.version:
+        if size_bytes == file.size_bytes and not ContentHash.of(file, data).agrees:
             raise SourceChanged("the bytes do not have the digest that the hub names", file=file.name)
         return data
 
@@ -118,28 +118,46 @@ class HubSource(RangedSource):
         """As ``RangedSource.stream``."""
         place = self._places.get(file.name)
         if place is not None:
-            with self._get(place.url, start, stop) as answer:
+            with self._forgotten_if_broken(file.name, place), self._get(place.url, start, stop) as answer:
                 if answer.status not in _STALE:
                     if answer.status in (200, 206) and _etag(answer.headers) != place.etag:
                         raise SourceChanged("what the hub referred to is another file now", file=file.name)
                     yield from _body(answer, file, start, stop)
                     return
-            with self._lock:
-                self._places.pop(file.name, None)
+            self._forget(file.name, place)
         assert self.uri.pinned
         url = f"{self._endpoint}/{self.uri.repository}/resolve/{self.uri.revision}/{quote(file.name, safe='')}"
         with self._get(url, start, stop) as answer:
             _check_claims(answer, file, str(self.uri.revision))
             _refuse(answer, f"{self.uri}", self._clock, file.name)
             _check_content(answer, file)
-            if not answer.url.startswith(f"{self._endpoint}/"):
-                with self._lock:
-                    self._places[file.name] = _Place(answer.url, _etag(answer.headers))
-            yield from _body(answer, file, start, stop)
+            if Origin.of(answer.url) == self._origin or answer.status == 416:
+                yield from _body(answer, file, start, stop)
+                return
+            place = _place(answer, file)
+            with self._lock:
+                self._places[file.name] = place
+            with self._forgotten_if_broken(file.name, place):
+                yield from _body(answer, file, start, stop)
 
     def close(self) -> None:
         """As ``Source.close``."""
         self._http.close()
+
+    @contextmanager
+    def _forgotten_if_broken(self, name: str, place: _Place) -> Generator[None]:
+        """The hub may refer to a server that works next time."""
+        try:
+            yield
+        except Broken:
+            self._forget(name, place)
+            raise
+
+    def _forget(self, name: str, place: _Place) -> None:
+        with self._lock:
+            # Another thread may have been referred to a better one meanwhile.
+            if self._places.get(name) is place:
+                del self._places[name]
 
     def _get(self, url: str, start: int, stop: int) -> AbstractContextManager[Answer]:
         return self._http.get(url, {"range": f"bytes={start}-{stop - 1}"})
@@ -164,15 +182,15 @@ def _pin(found: _Sibling) -> SourceFile:
     digest = found.lfs.sha256 if found.lfs is not None else found.blob_id
     if digest is None or _HEX.fullmatch(digest) is None:
         raise SourceUnavailable("the hub does not tell the file's digest", file=name)
-    return SourceFile(name=name, size_bytes=found.size, version=f"{_LFS if found.lfs is not None else _GIT}{digest}")
+    return SourceFile(name=name, size_bytes=found.size, version=f"{SHA256 if found.lfs is not None else GIT}{digest}")
 
 
-def _digest(version: str, data: bytes) -> str:
-    """What a file's version would be with this content."""
-    if version.startswith(_LFS):
-        return _LFS + hashlib.sha256(data).hexdigest()
-    # What git names a file by; that it is not safe against forgers is known, and the reason for SHA-256 where it counts.
-    return _GIT + hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+def _place(answer: Answer, file: SourceFile) -> _Place:
+    """Where the hub referred to. Without an ETag nothing would tell whether that is another file the next time."""
+    etag = _etag(answer.headers)
+    if not etag:
+        raise SourceUnavailable("the server that the hub refers to does not say which content it gives (ETag)", file=file.name)
+    return _Place(answer.url, etag)
 
 
 def _etag(headers: dict[str, str]) -> str:
@@ -193,7 +211,7 @@ def _check_content(answer: Answer, file: SourceFile) -> None:
     given = told.get("x-linked-etag", told.get("etag", "")).removeprefix("W/").strip('"')
     if not given:
         raise SourceUnavailable("the hub does not say which content it gives (X-Linked-Etag)", file=file.name)
-    if given != file.version.removeprefix(_LFS).removeprefix(_GIT):
+    if given != file.version.removeprefix(SHA256).removeprefix(GIT):
         raise SourceChanged(f"the hub gives content {given[:64]!r} now", file=file.name)
 
 

@@ -54,7 +54,11 @@ class Sources:
             return PinnedSource(source=self._source(parsed), uri=_written(parsed), revision=None)
         asked = _one_revision(parsed, revision)
         source = self._hub(HubUri(parsed.org, parsed.name, asked))
-        return PinnedSource(source=source, uri=str(source.pin()), revision=asked)
+        try:
+            return PinnedSource(source=source, uri=str(source.pin()), revision=asked)
+        except BaseException:
+            source.close()
+            raise
 
     def open(self, uri: str) -> Source:
         """Open what was registered.
