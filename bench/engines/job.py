@@ -41,9 +41,9 @@ def measure(job: Job, version: str, generate: Callable[[list[list[int]]], list[l
     for batch in job.batches:
         prompts = job.prompts(batch)
         for number in range(job.repeats + 1):
-            began_s = time.monotonic()  # noqa: TID251 - not every engine's interpreter has Pilotlight's Clock
+            began_s = time.monotonic()
             outputs = generate(prompts)
-            took_s = time.monotonic() - began_s  # noqa: TID251 - as above
+            took_s = time.monotonic() - began_s
             if [len(each) for each in outputs] != [job.output_tokens] * batch:
                 raise SystemExit(f"asked for {batch} times {job.output_tokens} tokens, got {[len(each) for each in outputs]}")
             if number:
