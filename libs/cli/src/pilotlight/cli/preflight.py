@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from pilotlight.cache.settings import CacheSettings
 from pilotlight.cli.home import SHARED_MEMORY, Home, HomeUnusable
@@ -92,7 +93,7 @@ def look_at_settings(home: Home, options: SystemOptions, environment: Mapping[st
         SettingsInvalid: one has a value that will not do.
     """
     for spec in child_specs(home, options, NOT_STARTED, environment):
-        given = {
+        given: dict[str, Any] = {
             name.removeprefix(ENV_PREFIX).lower(): value
             for name, value in spec.environment.items()
             if name.startswith(ENV_PREFIX)
@@ -100,7 +101,8 @@ def look_at_settings(home: Home, options: SystemOptions, environment: Mapping[st
         service = spec.name.partition("-")[0]
         SETTINGS[service](**given)
         if service == "loader":
-            WorkerSettings(**{**given, "device": options.worker_kind})
+            given["device"] = options.worker_kind
+            WorkerSettings(**given)
     MigrateSettings()
     StreamSettings()
     return f"what is set in {ENV_PREFIX}* can be read"
