@@ -66,4 +66,4 @@ def _seconds(value: float | None) -> str:
 
 
 TALLY = Tally()
-"""Of this session."""
+"""Of this run of the tests."""
