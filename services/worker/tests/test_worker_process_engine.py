@@ -14,6 +14,7 @@ import pytest
 
 from pilotlight.common.errors import EngineFailed
 from pilotlight.common.messages.engine import Prefilled, Run, StageFailed, StageLoaded, StepDone
+from pilotlight.common.testing import until
 from pilotlight.policy.types import FinishReason, InstanceId, RequestId, Sampling
 from pilotlight.worker.child_process import ChildOptions, bury, kill_group, spawn
 from pilotlight.worker.engine_client import EngineDied
@@ -184,6 +185,8 @@ async def test_a_child_inherits_no_credentials(monkeypatch: pytest.MonkeyPatch, 
         monkeypatch.setenv(name, "secret")
     child = await spawn(ChildOptions(threads=1, log_path=tmp_path / "log"), spare=True)
     try:
+        # The kernel shows none for a moment after it has begun to run the program.
+        await until(lambda: environment_of(child.process.pid))
         environment = environment_of(child.process.pid)
         assert b"OMP_NUM_THREADS=1" in environment
         assert b"secret" not in environment
