@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 DELAY_S = 0.2
 NOISE_S = 0.08
 """A phase may differ by this much from run to run on a busy machine; a delay that leaked into it would be more than twice that."""
-REPEATS = 3
+REPEATS = 5
 RECORD_DEADLINE_S = 30.0
 
 
