@@ -9,7 +9,7 @@ PYTEST := $(PY) -m pytest
 # Status 5 says that a folder has no tests of the kind: no failure when one folder is asked for.
 OR_NONE := || [ $$? -eq 5 ]
 
-.PHONY: help demo up test test-chaos test-s3 test-compose test-bundle test-gpu bundle check format docs bench-cold-start bench-failover bench-engine-death lock clean
+.PHONY: help demo up test test-chaos test-s3 test-compose test-bundle test-gpu bundle check format docs bench-cold-start bench-failover bench-engine-death bench-engine-cpu lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -78,6 +78,10 @@ bench-failover:  ## how long nobody leads when the leading scheduler dies or sto
 bench-engine-death:  ## how long a stream pauses when every engine of its node is killed, as JSON
 	@tools/bootstrap.sh runtime
 	@$(PY) bench/engine_death.py
+
+bench-engine-cpu:  ## tokens per second of the engine and of transformers on this machine's CPU, as JSON
+	@tools/bootstrap.sh dev
+	@$(PY) bench/engine_cpu.py
 
 lock:  ## compile constraints.txt anew from the members' requirements
 	@tools/bootstrap.sh dev

