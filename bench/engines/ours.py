@@ -42,7 +42,7 @@ def load() -> None:
 
 
 def generate(prompts: list[list[int]]) -> list[list[int]]:
-    """Each run's requests are new ones, with a first token of their own: a prefix cache must not help."""
+    """Each run's requests are new ones."""
     outputs: dict[str, list[int]] = {}
     for prompt in prompts:
         request_id = RequestId(f"r{next(NUMBERS)}")

@@ -247,6 +247,8 @@ class Output:
     logprobs: list[float] = field(default_factory=list)
     finish: FinishReason | None = None
     code: str = ""
+    message: str = ""
+    top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
 
 
 class Driver:
@@ -298,7 +300,8 @@ class Driver:
             assert produced.position == len(output.token_ids)
             output.token_ids.extend(produced.token_ids)
             output.logprobs.extend(produced.logprobs or ())
-            output.finish, output.code = produced.finish, produced.code
+            output.top_logprobs.extend(produced.top_logprobs or ())
+            output.finish, output.code, output.message = produced.finish, produced.code, produced.message
         self.first_prefills.extend(result.first_prefills)
         self.most_running = max(self.most_running, result.running)
         self.preemptions += result.preemptions

@@ -1,15 +1,11 @@
 """Whatever shares a batch, the cache or too little room with a request: its tokens stay the same."""
 
-from functools import cache
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from families import FAMILIES
 
 from pilotlight.engine.core.scheduler import BatchLimits
 from pilotlight.policy.types import FinishReason, InstanceId, RequestId, Sampling
 
-MAX_TOKENS = 24
 PREFIX = [(7 * index) % 199 for index in range(40)]
 PROMPTS = [
     PREFIX[:5],
@@ -22,71 +18,9 @@ PROMPTS = [
     [50] * 33,
 ]
 """Equal beginnings of no block, of one and two, up to the last token; and prompts that share nothing."""
-SAMPLINGS = [{"temperature": 0.0}, {"temperature": 1.0, "top_p": 0.95, "seed": 77}]
 
 
-@pytest.fixture(scope="module")
-def alone(driver, checkpoint):
-    """alone(prompt, sampling): output of a request on an engine of its own, both by their index."""
-
-    @cache
-    def output(prompt: int, sampling: int) -> list[int]:
-        runs = driver(BatchLimits(prefix_cache=False))
-        runs.load(checkpoint("llama"))
-        runs.add("alone", PROMPTS[prompt], max_tokens=MAX_TOKENS, **SAMPLINGS[sampling])
-        return runs.finish()["alone"]
-
-    return output
-
-
-REQUESTS = st.lists(
-    st.tuples(
-        st.integers(0, len(PROMPTS) - 1),
-        st.integers(0, len(SAMPLINGS) - 1),
-        st.integers(1, MAX_TOKENS),
-        st.integers(0, 5),
-        st.none() | st.integers(0, 12),
-    ),
-    min_size=1,
-    max_size=7,
-)
-"""Prompt, sampling, output tokens, steps before it comes, steps after which it is cancelled."""
-
-
-@pytest.mark.slow
-@given(requests=REQUESTS, kv_blocks=st.integers(5, 12), step_tokens=st.sampled_from([2, 7, 16, 50]), prefix_cache=st.booleans())
-@settings(max_examples=60, deadline=None)
-def test_output_does_not_depend_on_anything_else(requests, kv_blocks, step_tokens, prefix_cache, alone, driver, checkpoint):
-    runs = driver(BatchLimits(step_tokens=step_tokens, running=min(step_tokens, 5), prefix_cache=prefix_cache))
-    runs.load(checkpoint("llama"), kv_tokens=16 * kv_blocks)
-    cancel_at: dict[int, list[str]] = {}
-    steps = 0
-
-    def step():
-        nonlocal steps
-        for name in cancel_at.pop(steps, ()):
-            runs.engine.abort(RequestId(name), 1)
-        steps += 1
-        return runs.step()
-
-    for name, (prompt, sampling, max_tokens, pause, cancelled_after) in enumerate(requests):
-        for _ in range(pause):
-            step()
-        runs.add(str(name), PROMPTS[prompt], max_tokens=max_tokens, **SAMPLINGS[sampling])
-        if cancelled_after is not None:
-            cancel_at.setdefault(steps + cancelled_after, []).append(str(name))
-    result = step()
-    while runs.engine.has_work:
-        result = step()
-    assert (result.waiting, result.running, result.kv_free_tokens) == (0, 0, runs.capacity_tokens)
-    for name, (prompt, sampling, max_tokens, _, cancelled_after) in enumerate(requests):
-        output, finish = runs.outputs[str(name)].token_ids, runs.outputs[str(name)].finish
-        assert output == alone(prompt, sampling)[: len(output)]
-        assert finish is FinishReason.LENGTH or cancelled_after is not None
-        assert (finish is FinishReason.LENGTH) == (len(output) == max_tokens)
-
-
-@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3", "qwen3-moe"])
+@pytest.mark.parametrize("kind", FAMILIES)
 def test_preempted_and_prefix_cached_tokens_are_those_of_transformers(kind, driver, checkpoint):
     model = checkpoint(kind)
     runs = driver(BatchLimits(step_tokens=20, running=4))

@@ -53,7 +53,9 @@ def live(seed: int) -> PaperStage:
             stage.drop(dropped)
             assert waited or stage.pool.free_blocks >= free_blocks
             stage.check()
-        elif move < 0.46:
+        elif move < 0.49 and stage.scheduler.requests:
+            stage.move(chance.choice(stage.scheduler.requests), with_kv=chance.random() < 0.7)
+        elif move < 0.53:
             try:
                 stage.resize(chance.choice((2, 4, 6, 8, 12, 40)))
             except NoRoom:
@@ -68,7 +70,7 @@ def live(seed: int) -> PaperStage:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(ROUNDS))
 def test_random_lives(part):
-    preemptions = hits = overdue = 0
+    preemptions = hits = overdue = adopted = 0
     for seed in range(part, SEQUENCES, ROUNDS):
         stage = live(seed)
         assert len(stage.ended) == len(stage.arrived), f"sequence {seed}"
@@ -77,7 +79,8 @@ def test_random_lives(part):
         preemptions += stage.preemptions
         hits += stage.hit_tokens
         overdue += len(stage.overdue)
-    assert min(preemptions, hits, overdue) > 0, "the sequences reach what they are to test"
+        adopted += stage.adopted
+    assert min(preemptions, hits, overdue, adopted) > 0, "the sequences reach what they are to test"
 
 
 REQUESTS = st.lists(

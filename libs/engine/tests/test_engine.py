@@ -52,11 +52,15 @@ def test_seeds(run_one, prompts):
 
 
 def test_logprobs_are_those_of_transformers(run_one, prompts, checkpoint):
-    output = run_one(prompts[1], logprobs=True)
+    output = run_one(prompts[1], logprobs=True, top_logprobs=3, temperature=1.0, logit_bias=((7, 5.0),))
     logits = checkpoint("llama").logits([*prompts[1], *output.token_ids])
     rows = logits.log_softmax(-1)[len(prompts[1]) - 1 : -1]
     expected = rows.gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
     assert output.logprobs == pytest.approx(expected.tolist(), abs=1e-10)
+    for told, row in zip(output.top_logprobs, rows, strict=True):
+        best = row.topk(3)
+        assert [token_id for token_id, _ in told] == best.indices.tolist()
+        assert [logprob for _, logprob in told] == pytest.approx(best.values.tolist(), abs=1e-10)
 
 
 def test_a_stop_token_ends_the_output_and_is_not_part_of_it(run_one, prompts):
@@ -66,6 +70,10 @@ def test_a_stop_token_ends_the_output_and_is_not_part_of_it(run_one, prompts):
     assert stopped.finish is FinishReason.STOP
     assert stopped.token_ids == whole[: whole.index(stop)]
     assert len(stopped.logprobs) == len(stopped.token_ids)
+
+
+def test_stop_tokens_that_the_vocabulary_does_not_have_never_come(run_one, prompts):
+    assert run_one(prompts[1], stop_token_ids=(199, 10**9), min_tokens=3) == run_one(prompts[1])
 
 
 def test_a_prompt_may_hold_stop_tokens(run_one, prompts):
@@ -150,6 +158,24 @@ def test_what_has_requests_in_flight_is_dropped_but_not_unloaded(driver, checkpo
     assert runs.engine.step().kv_free_tokens == 0
 
 
+def test_models_take_turns_however_much_each_has_to_do(driver, checkpoint, prompts):
+    runs, kinds = driver(BatchLimits(step_tokens=16, running=16)), ("llama", "qwen2", "gemma3")
+    for kind in kinds:
+        runs.load(checkpoint(kind), kind)
+    for index in range(9):
+        runs.add(f"long {index}", prompts[2], instance="llama")
+    for kind in kinds[1:]:
+        runs.add(kind, prompts[0], instance=kind, max_tokens=10)
+    for _ in range(30):
+        runs.step()
+    outputs = runs.outputs
+    assert [outputs[kind].token_ids for kind in kinds[1:]] == [checkpoint(kind).greedy(prompts[0], 10) for kind in kinds[1:]]
+    runs.finish()
+    assert {tuple(output.token_ids) for name, output in outputs.items() if "long" in name} == {
+        tuple(checkpoint("llama").greedy(prompts[2], 24))
+    }
+
+
 def test_the_first_prefill_is_reported_once_for_each_stage(driver, checkpoint, prompts):
     runs = driver(BatchLimits(step_tokens=16, running=16))
     runs.load(checkpoint("llama"), "i")
@@ -175,30 +201,47 @@ def test_step_time_is_the_steps(runs, prompts):
     assert (idle.produced, idle.first_prefills) == ((), ())
 
 
+NAN = float("nan")
+
+
 @pytest.mark.parametrize(
-    ("prompt", "sampling", "error", "code"),
+    ("prompt", "sampling", "error", "message"),
     [
-        ([], {}, BadRequest, "bad_request"),
-        ([3, 199], {}, BadRequest, "bad_request"),
-        ([3, -1], {}, BadRequest, "bad_request"),
-        ([3], {"max_tokens": 0}, BadRequest, "bad_request"),
-        ([3], {"temperature": -1.0}, BadRequest, "bad_request"),
-        ([3], {"temperature": float("nan")}, BadRequest, "bad_request"),
-        ([3], {"top_p": 0.0}, BadRequest, "bad_request"),
-        ([3], {"top_p": 1.5}, BadRequest, "bad_request"),
-        ([3], {"top_k": -1}, BadRequest, "bad_request"),
-        ([3] * 256, {}, ContextTooLong, "context_length_exceeded"),
-        ([3] * 60, {"max_tokens": 37}, NoRoom, "no_room"),
+        ([], {}, BadRequest, "the prompt is empty"),
+        ([3, 199], {}, BadRequest, "token id 199 is outside the vocabulary of 199"),
+        ([3, -1], {}, BadRequest, "token id -1 "),
+        ([3], {"output_ids": (5, 199)}, BadRequest, "token id 199 "),
+        ([3], {"max_tokens": 0}, BadRequest, "max_tokens 0 "),
+        ([3], {"min_tokens": -1}, BadRequest, "min_tokens -1 "),
+        ([3], {"temperature": -1.0}, BadRequest, "temperature -1.0 "),
+        ([3], {"temperature": NAN}, BadRequest, "temperature nan "),
+        ([3], {"top_p": 0.0}, BadRequest, "top_p 0.0 "),
+        ([3], {"top_p": 1.5}, BadRequest, "top_p 1.5 "),
+        ([3], {"top_k": -1}, BadRequest, "top_k -1 "),
+        ([3], {"min_p": 1.5}, BadRequest, "min_p 1.5 "),
+        ([3], {"presence_penalty": 2.5}, BadRequest, "presence_penalty 2.5 "),
+        ([3], {"frequency_penalty": NAN}, BadRequest, "frequency_penalty nan "),
+        ([3], {"repetition_penalty": 0.0}, BadRequest, "repetition_penalty 0.0 "),
+        ([3], {"top_logprobs": 21}, BadRequest, "top_logprobs 21 "),
+        ([3], {"logit_bias": ((199, 1.0),)}, BadRequest, "logit_bias: token id 199 "),
+        ([3], {"logit_bias": ((3, NAN),)}, BadRequest, "logit_bias: nan "),
+        ([3], {"logit_bias": ((3, 1.0), (3, 2.0))}, BadRequest, "one of them twice"),
+        ([3] * 256, {}, ContextTooLong, "the prompt has 256 tokens; with output, the model's context holds 256"),
+        ([3] * 60, {"max_tokens": 37}, NoRoom, "come to 97 tokens; the KV cache of this instance holds 96"),
+        ([3], {"instance": "gone"}, UnknownInstance, "gone is not held here"),
     ],
 )
-def test_refused_requests(prompt, sampling, error, code, driver, checkpoint):
+def test_refused_requests(prompt, sampling, error, message, driver, checkpoint):
     runs = driver()
     runs.load(checkpoint("llama"), kv_tokens=96)
-    with pytest.raises(error) as refused:
+    runs.add("running", [3] * 5, max_tokens=8)
+    runs.step()
+    with pytest.raises(EngineError) as refused:
         runs.add("a", prompt, **sampling)
-    assert refused.value.code == code
-    assert isinstance(refused.value, EngineError)
-    assert not runs.engine.has_work
+    assert type(refused.value) is error
+    assert message in refused.value.message
+    runs.finish()
+    assert runs.outputs["running"].token_ids == checkpoint("llama").greedy([3] * 5, 8)
     runs.add("a", [3] * 60, max_tokens=36)
     runs.finish()
 
@@ -252,6 +295,7 @@ def test_a_model_with_bad_weights_leaves_the_other_models_alone(bad, driver, che
     for index in range(4):
         failed = runs.outputs[f"sick{index}"]
         assert (failed.token_ids, failed.finish, failed.code) == ([], FinishReason.ERROR, "engine_failed")
+        assert failed.message == "the logits of output token 0 are not finite"
     assert not any(first.instance_id == "sick" for first in runs.first_prefills)
 
 

@@ -8,11 +8,12 @@ import signal
 import pytest
 from pipelines import cuts, staged
 
+from pilotlight.engine.core.request import RequestKey
 from pilotlight.engine.core.scheduler import BatchLimits
 from pilotlight.engine.errors import BadRequest, Overloaded, UnknownInstance
 from pilotlight.engine.grammar import client
 from pilotlight.engine.pipeline import lead
-from pilotlight.policy.types import FinishReason, Grammar, GrammarKind, Vocabulary
+from pilotlight.policy.types import FinishReason, Grammar, GrammarKind, RequestId, Vocabulary
 from pilotlight.text.bundle import TextBundle
 from pilotlight.text.testing import ascii_json
 from pilotlight.text.tokenizer import TextTokenizer
@@ -134,6 +135,41 @@ def test_a_resumed_request_goes_on_as_it_would_have(name, runs, vocabulary, prom
     one.add("strange", prompts[1], [5, 5, 5], vocabulary=vocabulary, grammar=GRAMMARS[name], **SAMPLED)
     one.finish()
     assert (one.outputs["strange"].finish, one.outputs["strange"].code) == (FinishReason.ERROR, "bad_request")
+
+
+@pytest.mark.parametrize("with_kv", [True, False], ids=["with KV", "with its tokens alone"])
+@pytest.mark.parametrize("stages", [cuts(4, 1), cuts(4, 2)], ids=["from a whole model", "from a pipeline"])
+def test_a_request_that_moves_keeps_its_grammar_and_penalties(stages, with_kv, driver, checkpoint, runs, vocabulary, prompts):
+    settings = {"repetition_penalty": 1.2, "frequency_penalty": 0.3}
+    expected = {name: whole(runs, vocabulary, prompts, name, **settings).token_ids for name in GRAMMARS}
+    if len(stages) > 1:
+        source, step = (pipeline := staged(driver, checkpoint("llama"), stages)).lead, pipeline.step
+        drivers = pipeline.drivers
+    else:
+        source = runs()
+        step, drivers = source.step, [source]
+    target = runs()
+    for name, grammar in GRAMMARS.items():
+        source.add(name, prompts[1], vocabulary=vocabulary, grammar=grammar, **{**SAMPLED, **settings})
+    moved = 0
+    while source.outputs:
+        step()
+        for name, output in list(source.outputs.items()):
+            if output.finish is not None:
+                source.outputs.pop(name)
+                assert output.token_ids == expected[name]
+            elif len(output.token_ids) >= len(expected[name]) // 2:
+                key = RequestKey(RequestId(name), 1)
+                exported = [one.engine.export_kv("i", [key], stage) for one, stage in zip(drivers, stages, strict=True)]
+                released = source.engine.release(*key)
+                pieces = [piece for each in exported for piece in each] if with_kv else []
+                target.outputs[name] = source.outputs.pop(name)
+                arguments = (released.prompt_ids, released.output_ids, released.sampling)
+                target.engine.add(*key, "i", *arguments, pieces=pieces, vocabulary=vocabulary)
+                moved += 1
+    assert target.finish() == {name: expected[name] for name in target.outputs}
+    assert moved >= 3
+    source.engine.close()
 
 
 def test_preempted_requests_keep_their_grammar(runs, vocabulary, prompts):

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from families import FAMILIES
 from pipelines import INSTANCE, MemoryPipeline, cuts, staged
 
 from pilotlight.engine.core.batch import Batch, Segment
@@ -16,8 +17,18 @@ from pilotlight.engine.pipeline import lead
 from pilotlight.engine.resident import ResidentStage
 from pilotlight.policy.types import FinishReason, RequestId, Stage
 
-FAMILIES = ["llama", "llama3", "mistral", "qwen2-window", "qwen3", "qwen3-moe", "gemma3"]
 SAMPLED = {"temperature": 0.8, "top_p": 0.9}
+CONTROLLED = {
+    "temperature": 1.3,
+    "top_k": 50,
+    "min_p": 0.01,
+    "presence_penalty": 0.7,
+    "frequency_penalty": 0.5,
+    "repetition_penalty": 1.5,
+    "logit_bias": ((3, 2.0), (50, -4.0)),
+    "stop_token_ids": (8, 9),
+    "min_tokens": 22,
+}
 WHOLE = [Stage(0, 4)]
 
 
@@ -51,12 +62,12 @@ def pieces_of(pipeline, stages, key, since=0):
     ]
 
 
-def move(source, source_stages, target, name, early, torn):
-    """What a mover does: a copy while the request goes on, the rest at the end, and the request."""
+def move(source, source_stages, target, name, early, torn, late=True):
+    """What a mover does: a copy while the request goes on, the rest at the end (if not late, it does not come), and the request."""
     key = RequestKey(RequestId(name), 1)
     pieces = list(early)
     since = min((piece.stop for piece in early), default=0)
-    pieces += pieces_of(source, source_stages, key, since)
+    pieces += pieces_of(source, source_stages, key, since) if late else []
     if torn and pieces:
         pieces.pop()
     released = source.lead.engine.release(key.request_id, key.attempt)
@@ -76,7 +87,7 @@ CUTS = [WHOLE, cuts(4, 2), [Stage(0, 1), Stage(1, 3), Stage(3, 4)], cuts(4, 4)]
 def test_moved_requests_have_the_same_tokens_and_so_have_those_that_stay(kind, checkpoint, driver, prompts):
     model, chance = checkpoint(kind, 1), random.Random(kind)
     names = [f"{kind}{index}" for index in range(8)]
-    settings = {name: {"seed": index, **(SAMPLED if index % 2 else {})} for index, name in enumerate(names)}
+    settings = {name: {"seed": index, **({}, SAMPLED, CONTROLLED)[index % 3]} for index, name in enumerate(names)}
     prompt_of = {name: prompts[index % 4] for index, name in enumerate(names)}
     expected = {name: expected_of(driver, model, prompt_of[name], **settings[name]) for name in names}
     from_stages, to_stages = chance.sample(CUTS, 2)
@@ -94,6 +105,7 @@ def test_moved_requests_have_the_same_tokens_and_so_have_those_that_stay(kind, c
             target.step()
         if source.lead.outputs[name].finish is None:
             used += len(move(source, from_stages, target, name, early, torn=chance.random() < 0.2))
+            assert source.lead.engine._find(RequestKey(RequestId(name), 1)) is None
             moved += 1
     assert moved >= 2
     assert used > 0
@@ -113,6 +125,27 @@ def test_what_moved_is_not_computed_again(checkpoint, driver, prompts):
     assert target.finish()["a"] == model.greedy(prompts[2], 24)
     source.lead.add("b", prompts[0])
     assert source.finish()["b"] == model.greedy(prompts[0], 24)
+
+
+@pytest.mark.parametrize("lost", range(6))
+def test_of_kv_with_holes_what_comes_before_the_first_one_is_used(lost, checkpoint, driver, prompts):
+    """Pieces of three times, of two stages each; one of the six does not come."""
+    model, stages = checkpoint("mistral"), cuts(4, 2)
+    source, target = group(driver, model, stages, 0), group(driver, model, WHOLE, 0)
+    source.lead.add("a", prompts[1], max_tokens=40)
+    pieces, ends, key = [], [], RequestKey(RequestId("a"), 1)
+    for tokens in (4, 9, 14):
+        source.run_until(lambda tokens=tokens: len(source.lead.outputs["a"].token_ids) == tokens)
+        while any(runs.engine.has_work for runs in source.drivers[1:]):
+            source.drivers[1].step()
+        pieces += pieces_of(source, stages, key, ends[-1] if ends else 0)
+        ends.append(pieces[-1].stop)
+    assert [piece.stop - piece.start for piece in pieces] == [26, 26, 5, 5, 5, 5], "the last token has not run"
+    del pieces[lost]
+    move(source, stages, target, "a", pieces, torn=False, late=False)
+    computed = target.lead.step().batch_tokens
+    assert computed == min(20, len(prompts[1]) + 14 - [0, *ends][lost // 2]), "a step has 20 tokens"
+    assert target.finish()["a"] == model.greedy(prompts[1], 40)
 
 
 def test_a_request_under_way_in_a_pipeline_can_leave(checkpoint, driver, prompts):

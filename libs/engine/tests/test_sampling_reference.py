@@ -1,9 +1,12 @@
 """Sampling against transformers' processors, and by chi-square against what they leave. 20,000 draws each, the same in each run."""
 
 import math
+from collections import Counter
+from dataclasses import asdict
 
 import pytest
 import torch
+from families import FAMILIES
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
@@ -16,6 +19,8 @@ from transformers.generation.logits_process import (
 )
 
 from pilotlight.engine.core.counts import counts_of
+from pilotlight.engine.core.philox import uniform
+from pilotlight.engine.core.scheduler import BatchLimits
 from pilotlight.engine.device.logits import Draw, adjust
 from pilotlight.engine.device.sampler import Undrawn, _probabilities, sample
 from pilotlight.policy.types import Sampling
@@ -66,21 +71,24 @@ def draw_of(sampling: Sampling, position: int = len(OUTPUT)) -> Draw:
 
 
 def reference(settings) -> torch.Tensor:
-    """What transformers does, and for the penalties that it has not, OpenAI's formula."""
-    sampling = sampling_of(settings)
-    ids = torch.tensor([PROMPT + OUTPUT])
-    scores = LOGITS[None].clone()
+    """The distribution of the token after ``OUTPUT``."""
+    return processed(LOGITS, PROMPT, OUTPUT, sampling_of(settings))
+
+
+def processed(logits: torch.Tensor, prompt: list[int], output: list[int], sampling: Sampling) -> torch.Tensor:
+    """What transformers makes of logits [vocab_size], and for the penalties that it has not, OpenAI's formula."""
+    ids = torch.tensor([prompt + output])
+    scores = logits[None].clone()
     if sampling.repetition_penalty != 1:
         scores = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(ids, scores)
-    for token_id in range(VOCAB_SIZE):
-        count = OUTPUT.count(token_id)
-        scores[0, token_id] -= count * sampling.frequency_penalty + (count > 0) * sampling.presence_penalty
+    for token_id, count in Counter(output).items():
+        scores[0, token_id] -= count * sampling.frequency_penalty + sampling.presence_penalty
     rest = LogitsProcessorList()
     if sampling.logit_bias:
         rest.append(SequenceBiasLogitsProcessor([[[token_id], bias] for token_id, bias in sampling.logit_bias]))
     if sampling.min_tokens:
         rest.append(
-            MinNewTokensLengthLogitsProcessor(len(PROMPT), sampling.min_tokens, list(sampling.stop_token_ids), device="cpu")
+            MinNewTokensLengthLogitsProcessor(len(prompt), sampling.min_tokens, list(sampling.stop_token_ids), device="cpu")
         )
     rest.append(TemperatureLogitsWarper(sampling.temperature))
     if sampling.top_k:
@@ -121,6 +129,16 @@ def test_draws_follow_the_reference(settings):
         {**settings, "min_tokens": DRAWS + 100 if settings.get("min_tokens") else 0, "max_tokens": DRAWS + 200}
     )
     draws = [draw_of(sampling, position) for position in range(DRAWS)]
+    assert_follows(draws, expected)
+
+
+def test_draws_of_many_seeds_follow_the_reference():
+    """The same position of as many requests."""
+    assert_follows([draw_of(sampling_of({"seed": seed})) for seed in range(DRAWS)], reference({}))
+
+
+def assert_follows(draws: list[Draw], expected: torch.Tensor) -> None:
+    """Chi-square test of what is drawn from ``LOGITS``."""
     counts = torch.bincount(torch.tensor([row.token_id for row in sample(LOGITS.expand(DRAWS, -1), draws)]), minlength=VOCAB_SIZE)
     assert not counts[expected == 0].any()
     # Tokens that are expected less than five times are counted together.
@@ -130,6 +148,27 @@ def test_draws_follow_the_reference(settings):
     wanted = [*(expected[often] * DRAWS).tolist(), *([float(expected[rare].sum()) * DRAWS] if rare.any() else [])]
     assert len(seen) > 1
     assert p_value(seen, wanted) > LEAST_P
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_sampled_tokens_are_those_of_transformers_with_the_same_noise(kind, checkpoint, driver, prompts):
+    """Penalties, positions and seeds as they are in the middle of a running engine, chunked and batched."""
+    model, runs = checkpoint(kind, 1), driver(BatchLimits(step_tokens=24, running=24))
+    runs.load(model)
+    asked = {
+        f"{index} {number}": (prompt, sampling_of({**settings, "seed": 2**63 + index, "max_tokens": 24}))
+        for index, prompt in enumerate(prompts)
+        for number, settings in enumerate(({}, SETTINGS[6], SETTINGS[-1]))
+    }
+    for name, (prompt, sampling) in asked.items():
+        runs.add(name, prompt, **asdict(sampling))
+    for name, output in runs.finish().items():
+        prompt, sampling = asked[name]
+        assert len(output) == 24
+        rows = model.logits([*prompt, *output])[len(prompt) - 1 : -1]
+        for position, (logits, token_id) in enumerate(zip(rows, output, strict=True)):
+            shares = processed(logits, prompt, output[:position], sampling).cumsum(dim=0)
+            assert token_id == int((shares <= uniform(sampling.seed, position) * shares[-1]).sum())
 
 
 def test_a_mixed_batch_is_its_rows_alone():

@@ -6,6 +6,7 @@ import sys
 import pytest
 from paper_stage import PaperStage, expected_output
 
+from pilotlight.engine.core.blocks import blocks_for
 from pilotlight.engine.core.lifecycle import TRANSITIONS, RequestEvent, RequestState, step
 from pilotlight.engine.core.request import Request, RequestKey
 from pilotlight.engine.core.scheduler import BatchLimits
@@ -87,6 +88,52 @@ def test_equal_prefixes_are_computed_once():
     assert stage.pool.cached_blocks == 4, "64 tokens of r0 are in full blocks; the others' blocks hold the same or are not full"
 
 
+def test_equal_prompts_that_come_at_once_are_computed_once():
+    """As several answers to one prompt do. Who asks something else meanwhile loses no more than the rest of a step."""
+    stage = PaperStage(40, BatchLimits(step_tokens=32, running=8))
+    answers = [stage.submit(prompt(0, 50), 20, seed=seed) for seed in range(3)]
+    other = stage.submit(prompt(1, 12), 20)
+    assert stage.step() == [("r0", 0, 32)]
+    assert stage.step() == [("r0", 32, 50)], "r3 is behind the two that wait for r0's blocks"
+    assert stage.step() == [("r0", 50, 51), ("r1", 48, 50), ("r2", 48, 50), ("r3", 0, 12)]
+    assert stage.hit_tokens == 96
+    stage.drain()
+    assert [answer.token_ids[50:] for answer in answers] == [expected_output(prompt(0, 50), seed, 20) for seed in range(3)]
+    assert other.token_ids[12:] == expected_output(prompt(1, 12), 0, 20)
+
+
+def test_a_short_common_prefix_is_not_worth_a_step():
+    """A system prompt that many share, before what each of them asks."""
+    stage = PaperStage(40, BatchLimits())
+    for kind in range(3):
+        stage.submit([*prompt(0, 16), *prompt(kind + 1, 40)], 2)
+    assert [computed for _, *computed in stage.step()] == [[0, 56]] * 3
+    stage.drain()
+
+
+class Grammar:
+    """One that has not said which token may come first."""
+
+    def __init__(self, *, late: bool) -> None:
+        self.late = late
+
+    def accept(self, token_id: int) -> None: ...
+
+    def end(self) -> None: ...
+
+
+@pytest.mark.parametrize(("late", "ran"), [(False, [1]), (True, [40])])
+def test_nobody_waits_for_a_prompt_whose_grammar_is_late(late, ran):
+    """What follows it may not be known for seconds, and until then nobody vouches for its blocks."""
+    stage = PaperStage(40, BatchLimits())
+    first = stage.submit(prompt(0, 40), 20)
+    stage.scheduler.advance(stage.scheduler.schedule(0.0))
+    stage.scheduler.postpone(first)
+    first.control = Grammar(late=late)
+    stage.submit(prompt(0, 40), 20)
+    assert [segment.count for segment in stage.scheduler.schedule(0.0).batch.segments] == ran
+
+
 def test_output_is_found_as_a_prefix_too():
     """The next turn of a conversation."""
     stage = PaperStage(20, BatchLimits())
@@ -160,7 +207,7 @@ def test_a_dropped_request_frees_its_blocks_at_once_and_leaves_shared_ones():
 @pytest.mark.parametrize("state", [RequestState.WAITING, RequestState.RUNNING, RequestState.PREEMPTED])
 def test_an_overdue_request_ends_in_one_step_wherever_it_stands(state):
     stage = PaperStage(4, BatchLimits())
-    stage.submit(prompt(0, 16), 40)
+    first = stage.submit(prompt(0, 16), 40)
     other = stage.submit(prompt(1, 16), 40, deadline_s=100.0)
     while other.state is not state:
         stage.step()
@@ -171,6 +218,7 @@ def test_an_overdue_request_ends_in_one_step_wherever_it_stands(state):
     stage.step()
     assert stage.overdue == [other]
     assert other.state is RequestState.ENDED
+    assert stage.pool.num_blocks - stage.pool.free_blocks == blocks_for(len(first.token_ids) - 1), "its blocks are free at once"
     stage.drain()
 
 

@@ -9,7 +9,7 @@ Every offset follows from the model, the dtype and the slot's size alone. A stag
 grows backs more, and nothing moves.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 
 from pilotlight.engine.core.blocks import BLOCK_TOKENS
@@ -27,7 +27,15 @@ Shapes = Mapping[str, tuple[int, ...]]
 class SlotLayout:
     """Offsets in a slot, in bytes from its beginning."""
 
-    def __init__(self, parts: Sequence[Shapes], num_layers: int, kv_row_bytes: int, item_bytes: int, slot_bytes: int) -> None:
+    def __init__(
+        self,
+        parts: Sequence[Shapes],
+        num_layers: int,
+        kv_row_bytes: int,
+        item_bytes: int,
+        slot_bytes: int,
+        joined: Collection[str] = (),
+    ) -> None:
         """Lays a model out.
 
         Args:
@@ -36,6 +44,7 @@ class SlotLayout:
             kv_row_bytes: one token's keys in one layer; its values take as much.
             item_bytes: one element of a tensor.
             slot_bytes: length of the slot.
+            joined: names of tensors that begin where the one before them ends.
 
         Raises:
             NoRoom: the slot does not hold the parameters and one block.
@@ -47,7 +56,8 @@ class SlotLayout:
         for shapes in parts:
             start, places = offset, dict[str, int]()
             for name, shape in shapes.items():
-                offset = _up(offset, TENSOR_ALIGN_BYTES)
+                if name not in joined:
+                    offset = _up(offset, TENSOR_ALIGN_BYTES)
                 places[name] = offset
                 offset += prod(shape) * item_bytes
             offset = _up(offset, GRANULE_BYTES)

@@ -195,12 +195,15 @@ class BatchScheduler:
     def _take_up(self, now_s: float, left: int, places: int) -> _TakeUp:
         """Takes requests up in order, as long as the first one fits.
 
-        A block for each that runs already is left free, so that a newcomer does not drive another out in the next step.
+        A block for each that runs already is left free, so that a newcomer does not drive another out in the next step. One that asks
+        the same as one that is being run waits for that one's blocks, and so do those behind it: with the next step they are there.
         """
         counts: dict[RequestKey, int] = {}
         looked_up = hits = 0
         while self._queue and left and len(counts) < places and len(self._running) < self._limits.running:
             request = next(iter(self._queue.values()))
+            if self._tables.worth_waiting(request, self._running.values()):
+                break
             in_place = self._tables.open(request, spare_blocks=len(self._running))
             if in_place is None:
                 break

@@ -9,6 +9,8 @@ the request::
     KV          [ in place ..................................)[ to come
 """
 
+from collections.abc import Iterable
+
 from pilotlight.engine.core.blocks import BLOCK_TOKENS, BlockPool, blocks_for
 from pilotlight.engine.core.prefix import extend_hashes, root_hash
 from pilotlight.engine.core.request import Request, RequestKey
@@ -51,10 +53,7 @@ class BlockTables:
         """
         if request.key in self._tables:
             raise EngineFailed(f"request {request.key} has a block table already")
-        shared: tuple[int, ...] = ()
-        if self._prefix_cache:
-            extend_hashes(self._root, request.block_hashes, request.token_ids)
-            shared = self.pool.find(request.block_hashes[: (len(request.token_ids) - 1) // BLOCK_TOKENS])
+        shared = self._shared(request)
         wanted = blocks_for(len(request.token_ids)) - len(shared)
         if wanted + spare_blocks > self.pool.free_beside(shared):
             return None
@@ -62,6 +61,33 @@ class BlockTables:
         self._tables[request.key] = BlockTable(shared, len(shared))
         self._extend(self._tables[request.key], wanted)
         return len(shared) * BLOCK_TOKENS
+
+    def worth_waiting(self, request: Request, running: Iterable[Request]) -> bool:
+        """Whether one of those that run is about to seal at least half of what the request would run otherwise.
+
+        That is in the step in which that one's last chunk runs: before, its chunks leave no token of a step for others.
+        """
+        if not self._prefix_cache:
+            return False
+        found = len(self._shared(request))
+        half = found + -(-(len(request.token_ids) - found * BLOCK_TOKENS) // (2 * BLOCK_TOKENS)) - 1
+        if half >= (len(request.token_ids) - 1) // BLOCK_TOKENS:
+            return False
+        # A block's name is that of all before it, too.
+        name = request.block_hashes[half]
+        return any(
+            other.block_hashes[half : half + 1] == [name]
+            and self._tables[other.key].sealed_blocks <= half
+            and not (other.control is not None and other.control.late)
+            for other in running
+        )
+
+    def _shared(self, request: Request) -> tuple[int, ...]:
+        """Cached blocks of its prefix."""
+        if not self._prefix_cache:
+            return ()
+        extend_hashes(self._root, request.block_hashes, request.token_ids)
+        return self.pool.find(request.block_hashes[: (len(request.token_ids) - 1) // BLOCK_TOKENS])
 
     def grow(self, request: Request) -> bool:
         """Gives a request the blocks that its tokens lack; False, and nothing, if too few are free."""

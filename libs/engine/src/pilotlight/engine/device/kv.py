@@ -1,98 +1,15 @@
 """The KV cache of a layer range, and attention over it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pilotlight.engine.core.batch import Batch, Segment
-from pilotlight.engine.core.blocks import BLOCK_TOKENS, blocks_for
+from pilotlight.engine.core.blocks import BLOCK_TOKENS
+from pilotlight.engine.device.index import BatchIndex, Peers, Span, slots_of
 from pilotlight.engine.device.memory import StageMemory
 from pilotlight.policy.types import Stage
-
-
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """One segment's rows in the batch, and those of its keys in the cache that some row of it sees.
-
-    ::
-
-        positions   0 ....... first ....... start ....... stop
-                              [ keys ..................... )
-                                            [ rows ....... )
-    """
-
-    rows: slice
-    first: int
-    stop: int
-    side_by_side: slice | None
-    """Slots of its keys, if its blocks lie side by side: a view instead of a copy."""
-    blocks: Tensor | None
-    """[num_blocks], otherwise."""
-    mask: Tensor | None
-    """[count, stop - first], True where a row may look; None for a single row and for a whole prompt, which is plain causal."""
-
-
-@dataclass(frozen=True, slots=True)
-class BatchIndex:
-    """Where a batch's rows stand: computed once, used by every layer."""
-
-    positions: Tensor
-    """[num_tokens], each within its request."""
-    slots: Tensor
-    """[num_tokens], where in the cache each row's key and value go."""
-    logit_rows: Tensor
-    """[number of segments that want logits], their last rows."""
-    spans: tuple[_Span, ...]
-    sliding_spans: tuple[_Span, ...]
-    """For layers with a sliding window."""
-
-
-def index_of(batch: Batch, window_tokens: int | None) -> BatchIndex:
-    """Turns a batch's segments into tensors. ``window_tokens`` is that of the model's sliding layers, None if it has none."""
-    positions: list[int] = []
-    slots: list[int] = []
-    logit_rows: list[int] = []
-    spans: list[_Span] = []
-    sliding_spans: list[_Span] = []
-    for segment in batch.segments:
-        first_row = len(positions)
-        positions.extend(range(segment.start, segment.stop))
-        slots.extend(_slot(segment, position) for position in range(segment.start, segment.stop))
-        if segment.wants_logits:
-            logit_rows.append(len(positions) - 1)
-        rows = slice(first_row, len(positions))
-        spans.append(_span_of(segment, rows, segment.stop))
-        if window_tokens is not None:
-            inside = segment.stop <= window_tokens
-            sliding_spans.append(spans[-1] if inside else _span_of(segment, rows, window_tokens))
-    rows_of_logits = torch.tensor(logit_rows, dtype=torch.long)
-    return BatchIndex(torch.tensor(positions), torch.tensor(slots), rows_of_logits, tuple(spans), tuple(sliding_spans))
-
-
-def _slot(segment: Segment, position: int) -> int:
-    return segment.blocks[position // BLOCK_TOKENS] * BLOCK_TOKENS + position % BLOCK_TOKENS
-
-
-def _span_of(segment: Segment, rows: slice, window_tokens: int) -> _Span:
-    first = max(0, segment.start + 1 - window_tokens)
-    used = segment.blocks[first // BLOCK_TOKENS : blocks_for(segment.stop)]
-    first_slot = _slot(segment, first)
-    is_row = used == tuple(range(used[0], used[0] + len(used)))
-    mask = None
-    if segment.count > 1 and (segment.start > 0 or segment.stop > window_tokens):
-        seen = torch.ones(segment.count, segment.stop - first, dtype=torch.bool).tril(diagonal=segment.start - first)
-        mask = seen.triu(diagonal=segment.start - first + 1 - window_tokens)
-    return _Span(
-        rows=rows,
-        first=first,
-        stop=segment.stop,
-        side_by_side=slice(first_slot, first_slot + segment.stop - first) if is_row else None,
-        blocks=None if is_row else torch.tensor(used),
-        mask=mask,
-    )
 
 
 class KvCache:
@@ -140,13 +57,13 @@ class KvCache:
 
     def read(self, layers: Stage, blocks: Sequence[int], start: int, stop: int) -> Tensor:
         """A copy of one request's keys and values of positions [start, stop): [num_layers, 2, stop - start, num_kv_heads, head_dim]."""
-        slots = _slots(blocks, start, stop)
+        slots = slots_of(blocks, start, stop)
         layer_rows = [torch.stack([half[slots] for half in self._rows[layer]]) for layer in range(layers.start, layers.stop)]
         return torch.stack(layer_rows)
 
     def write(self, layers: Stage, blocks: Sequence[int], start: int, keys_and_values: Tensor) -> None:
         """Stores what ``read`` gave of the same layers, for the positions from ``start`` on."""
-        slots = _slots(blocks, start, start + keys_and_values.shape[2])
+        slots = slots_of(blocks, start, start + keys_and_values.shape[2])
         for layer, rows in zip(range(layers.start, layers.stop), keys_and_values, strict=True):
             for half, new in zip(self._rows[layer], rows, strict=True):
                 half[slots] = new
@@ -164,40 +81,40 @@ class KvCache:
         Returns:
             [num_tokens, num_heads * head_dim].
         """
-        stored_keys, stored_values = self._rows[layer]
+        stored = self._rows[layer]
+        stored_keys, stored_values = stored
         stored_keys[index.slots] = keys
         stored_values[index.slots] = values
+        view = index.sliding if layer in self._sliding_layers else index.full
+        if not view.spans and len(view.peers) == 1:
+            # A plain decode step: the rows of the only group are those of the batch, in order.
+            return _attend_peers(view.peers[0], queries, stored, self._scale).flatten(1)
         attended = torch.empty_like(queries)
-        for span in index.sliding_spans if layer in self._sliding_layers else index.spans:
-            seen_keys, seen_values = _read(stored_keys, span), _read(stored_values, span)
-            attended[span.rows] = _attend(span, queries[span.rows], seen_keys, seen_values, self._scale)
+        for span in view.spans:
+            attended[span.rows] = _attend_span(span, queries[span.rows], stored, self._scale)
+        for peers in view.peers:
+            attended[peers.rows] = _attend_peers(peers, queries[peers.rows], stored, self._scale)
         return attended.flatten(1)
 
 
-def _slots(blocks: Sequence[int], start: int, stop: int) -> Tensor:
-    """Where positions [start, stop) of a request with these blocks lie."""
-    positions = torch.arange(start, stop)
-    return torch.tensor(blocks)[positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
+def _attend_peers(peers: Peers, queries: Tensor, stored: tuple[Tensor, Tensor], scale: float | None) -> Tensor:
+    """Attention of single rows, each over its own keys. [num_rows, num_heads, head_dim] -> the same."""
+    keys, values = (_gather(half, peers.slots).unflatten(0, (-1, peers.width)).transpose(1, 2) for half in stored)
+    # The heads that share keys become rows of queries: no key is repeated, which would be most of a decode step's time.
+    grouped = queries.unflatten(1, (keys.shape[1], -1))
+    attended = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=peers.mask, scale=scale)
+    return attended.flatten(1, 2)
 
 
-def _read(stored: Tensor, span: _Span) -> Tensor:
-    """A span's rows of a layer's keys or values. [slots, num_kv_heads, head_dim] -> [stop - first, num_kv_heads, head_dim]."""
-    if span.side_by_side is not None:
-        return stored[span.side_by_side]
-    gathered = stored.unflatten(0, (-1, BLOCK_TOKENS))[span.blocks].flatten(0, 1)
-    skipped = span.first % BLOCK_TOKENS
-    return gathered[skipped : skipped + span.stop - span.first]
-
-
-def _attend(span: _Span, queries: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
-    """Attention of one request. [count, num_heads, head_dim] over [stop - first, num_kv_heads, head_dim] -> the first."""
-    count, num_heads, head_dim = queries.shape
-    keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]  # [1, num_kv_heads, stop - first, head_dim]
-    if count == 1:
-        # The heads that share keys become rows of queries: no key is repeated, which is most of a decode step's time otherwise.
-        grouped = queries.view(1, keys.shape[1], -1, head_dim)
-        attended = functional.scaled_dot_product_attention(grouped, keys, values, scale=scale)
-        return attended.reshape(1, num_heads, head_dim)
+def _attend_span(span: Span, queries: Tensor, stored: tuple[Tensor, Tensor], scale: float | None) -> Tensor:
+    """Attention of one request's rows. [count, num_heads, head_dim] -> the same."""
+    keys, values = (
+        (half[span.slots] if isinstance(span.slots, slice) else _gather(half, span.slots)).transpose(0, 1)[None]
+        for half in stored
+    )  # [1, num_kv_heads, stop - first, head_dim]
+    if len(queries) == 1:
+        grouped = queries.unflatten(1, (keys.shape[1], -1))
+        return functional.scaled_dot_product_attention(grouped, keys, values, scale=scale).flatten(1, 2)
     attended = functional.scaled_dot_product_attention(
         queries.transpose(0, 1)[None],
         keys,
@@ -208,3 +125,8 @@ def _attend(span: _Span, queries: Tensor, keys: Tensor, values: Tensor, scale: f
         enable_gqa=True,
     )
     return attended[0].transpose(0, 1)
+
+
+def _gather(half: Tensor, slots: Tensor) -> Tensor:
+    """A copy of rows: [slots, num_kv_heads, head_dim] -> [len(slots), num_kv_heads, head_dim]. Faster on flat rows."""
+    return half.flatten(1).index_select(0, slots).unflatten(1, half.shape[1:])

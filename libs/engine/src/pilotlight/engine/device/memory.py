@@ -31,7 +31,8 @@ class StageMemory:
         """KV blocks that every layer of the stage has memory for."""
         shapes = [decoder.shapes(part) for part in range(spec.num_layers + 2)]
         row_bytes = spec.num_kv_heads * spec.head_dim * dtype.size_bytes
-        self._layout = SlotLayout(shapes, spec.num_layers, row_bytes, dtype.size_bytes, arena.slot_bytes)
+        joined = {name for part in self.parts for pack in decoder.packs(part).values() for name in pack[1:]}
+        self._layout = SlotLayout(shapes, spec.num_layers, row_bytes, dtype.size_bytes, arena.slot_bytes, joined)
         self._slot = arena.open_slot()
         try:
             for part in self.parts:
@@ -49,6 +50,15 @@ class StageMemory:
         """A part's tensors, by their names within it, in their places."""
         shapes, dtype = self.decoder.shapes(part), TORCH_DTYPES[self.dtype]
         return {name: self._slot.tensor(offset, shapes[name], dtype) for name, offset in self._layout.tensors(part).items()}
+
+    def packs(self, part: int) -> dict[str, Tensor]:
+        """A part's packs (see ``Decoder.packs``), in the places of their tensors."""
+        shapes, offsets, dtype = self.decoder.shapes(part), self._layout.tensors(part), TORCH_DTYPES[self.dtype]
+        packs: dict[str, Tensor] = {}
+        for pack, names in self.decoder.packs(part).items():
+            rows = sum(shapes[name][0] for name in names)
+            packs[pack] = self._slot.tensor(offsets[names[0]], (rows, *shapes[names[0]][1:]), dtype)
+        return packs
 
     def keys_and_values(self, layer: int) -> tuple[Tensor, Tensor]:
         """A layer's rows in place, keys and values: [num_blocks * BLOCK_TOKENS, num_kv_heads, head_dim] each."""

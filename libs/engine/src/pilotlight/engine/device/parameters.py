@@ -71,7 +71,7 @@ class Parameters:
                 copied_s = monotonic_s()
                 place.copy_(stored)
                 convert_s += monotonic_s() - copied_s
-        self._placed[part] = placed
+        self._placed[part] = placed | self._memory.packs(part)
         return PlacedPart(copy_s=monotonic_s() - start_s - convert_s, convert_s=convert_s, ready=self.complete)
 
 

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from pilotlight.engine.core.batch import Batch
 from pilotlight.engine.device.dtypes import TORCH_DTYPES
-from pilotlight.engine.device.kv import KvCache, index_of
+from pilotlight.engine.device.index import index_of
+from pilotlight.engine.device.kv import KvCache
 from pilotlight.engine.device.parameters import Parameters
 from pilotlight.engine.errors import BadRequest
 from pilotlight.engine.models.decoder import Decoder
@@ -51,7 +52,7 @@ class RangeRunner:
         layers = layers or self._stage
         decoder, parameters, last_part = self._decoder, self._parameters, self._decoder.spec.num_layers + 1
         self._check(layers, batch, inputs)
-        index = index_of(batch, decoder.spec.sliding_window_tokens)
+        index = index_of(batch, decoder.spec.sliding_window_tokens, TORCH_DTYPES[parameters.dtype])
         hidden = decoder.embed(parameters[0], inputs) if layers.start == 0 else inputs
         rotations = decoder.rotations(index.positions, hidden.dtype)
         for layer in range(layers.start, layers.stop):

@@ -1,5 +1,6 @@
 """From logits to tokens, without state: seed, position, the tokens before and the logits say all."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -37,8 +38,8 @@ class Drawn:
 @torch.inference_mode()
 def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn | Undrawn]:
     """Draws one token from each row of logits [len(draws), vocab_size]. What a row gives depends on no other row."""
-    usable: list[bool] = logits.isfinite().all(dim=-1).tolist()
-    greedy: list[int] = logits.argmax(dim=-1).tolist()
+    usable = _finite(logits)
+    greedy: list[int] = logits.max(dim=-1).indices.tolist()
     drawn: list[Drawn | Undrawn] = [
         Drawn(token_id, None) if fit else Undrawn.NOT_FINITE for token_id, fit in zip(greedy, usable, strict=True)
     ]
@@ -49,6 +50,12 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn | Undrawn]:
         for row, token in zip(rows, group, strict=True):
             drawn[row] = token
     return drawn
+
+
+def _finite(logits: Tensor) -> list[bool]:
+    """Which rows hold neither NaN nor an infinity. A finite sum says so at a fraction of the time of looking at each."""
+    sums = logits.sum(dim=-1, dtype=torch.float64)
+    return [math.isfinite(total) or bool(row.isfinite().all()) for total, row in zip(sums.tolist(), logits, strict=True)]
 
 
 def _wants_more(draw: Draw) -> bool:

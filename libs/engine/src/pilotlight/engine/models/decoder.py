@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pilotlight.engine.models.layers import Weights, gated, linear, mixture, rms_norm
+from pilotlight.engine.models.layers import Weights, gated, linear, mixture, project, rms_norm
 from pilotlight.engine.models.rotary import Rotation, inverse_frequencies
 from pilotlight.policy.types import ModelSpec
 
@@ -16,9 +16,11 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 [num_tokens, num_heads, head_dim], twice [num_tokens, num_kv_heads, head_dim] -> [num_tokens, num_heads * head_dim]."""
 
 Shapes = dict[str, tuple[int, ...]]
+Packs = dict[str, tuple[str, ...]]
 
 EMBEDDING = "embed_tokens.weight"
 OUTPUT = "lm_head.weight"
+QKV = "self_attn.qkv_proj"
 
 
 class Rotations(NamedTuple):
@@ -74,6 +76,19 @@ class Decoder:
         norms: Shapes = {f"{name}.weight": (spec.hidden_size,) for name in self.layer_norms()}
         return {**norms, **self._attention_shapes(), **self._feed_forward_shapes(part - 1)}
 
+    def packs(self, part: int) -> Packs:
+        """Tensors that lie back to back in memory, so that one multiplication does for all: the name of the whole, and those of its
+        rows' tensors. They follow each other in ``shapes``.
+        """
+        if not 0 < part <= self.spec.num_layers:
+            return {}
+        shapes = self.shapes(part)
+        kinds = ("weight", "bias") if "q_proj" in self.biased_projections() else ("weight",)
+        packs = {f"{QKV}.{kind}": tuple(f"self_attn.{name}.{kind}" for name in ("q_proj", "k_proj", "v_proj")) for kind in kinds}
+        for name in [name.removesuffix("gate_proj.weight") for name in shapes if name.endswith("gate_proj.weight")]:
+            packs[f"{name}gate_up_proj.weight"] = (f"{name}gate_proj.weight", f"{name}up_proj.weight")
+        return packs
+
     def _attention_shapes(self) -> Shapes:
         spec = self.spec
         queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -126,14 +141,16 @@ class Decoder:
     def attention(self, layer: int, weights: Weights, x: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
         """Attention with its projections: [num_tokens, hidden] -> the same."""
         spec = self.spec
-        queries = linear(weights, "self_attn.q_proj", x).view(-1, spec.num_heads, spec.head_dim)
-        keys = linear(weights, "self_attn.k_proj", x).view(-1, spec.num_kv_heads, spec.head_dim)
-        values = linear(weights, "self_attn.v_proj", x).view(-1, spec.num_kv_heads, spec.head_dim)
+        num_turning = spec.num_heads + spec.num_kv_heads
+        heads = linear(weights, QKV, x).view(-1, num_turning + spec.num_kv_heads, spec.head_dim)
+        turning, values = heads[:, :num_turning], heads[:, num_turning:]
         if self.head_norms:
-            queries = self.norm(weights, "self_attn.q_norm", queries)
-            keys = self.norm(weights, "self_attn.k_norm", keys)
+            queries = self.norm(weights, "self_attn.q_norm", turning[:, : spec.num_heads])
+            keys = self.norm(weights, "self_attn.k_norm", turning[:, spec.num_heads :])
+            turning = torch.cat((queries, keys), dim=1)
         rotation = rotations.sliding if layer in self._sliding_layers else rotations.full
-        return linear(weights, "self_attn.o_proj", attend(rotation.apply(queries), rotation.apply(keys), values))
+        turned = rotation.apply(turning)
+        return linear(weights, "self_attn.o_proj", attend(turned[:, : spec.num_heads], turned[:, spec.num_heads :], values))
 
     def feed_forward(self, layer: int, weights: Weights, x: Tensor) -> Tensor:
         """The layer's one network or its experts: [num_tokens, hidden] -> the same."""
@@ -145,7 +162,7 @@ class Decoder:
     def head(self, weights: Weights, embedding: Weights | None, hidden: Tensor) -> Tensor:
         """The last part: [rows, hidden] -> logits [rows, vocab_size]. ``embedding`` is part 0 where it is tied to the head."""
         x = self.norm(weights, "model.norm", hidden)
-        logits = functional.linear(x, weights[OUTPUT] if embedding is None else embedding[EMBEDDING])
+        logits = project(x, weights[OUTPUT] if embedding is None else embedding[EMBEDDING])
         cap = self.spec.logit_softcap
         return logits if cap is None else (logits / cap).tanh() * cap
 

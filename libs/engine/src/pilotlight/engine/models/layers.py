@@ -14,9 +14,29 @@ Weights = Mapping[str, Tensor]
 Activation = Callable[[Tensor], Tensor]
 
 
+FEW_ROWS = 32
+"""Up to so many rows a projection's time is that of reading its weights."""
+_HALVES = (torch.bfloat16, torch.float16)
+
+
 def linear(weights: Weights, name: str, x: Tensor) -> Tensor:
-    """One projection; its bias counts if the part has one. [..., in] -> [..., out]."""
-    return functional.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+    """One projection; its bias counts if the part has one. [num_tokens, in] -> [num_tokens, out]."""
+    projected = project(x, weights[f"{name}.weight"])
+    bias = weights.get(f"{name}.bias")
+    return projected if bias is None else projected + bias
+
+
+def project(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiplies rows by a matrix: [num_tokens, in] times [out, in] -> [num_tokens, out].
+
+    For few rows of half precision, torch's own ``linear`` reads the weights at little more than half of the speed of memory: it
+    treats the rows as the larger matrix. The same product the other way round comes close to it.
+    """
+    if x.dtype not in _HALVES or x.shape[0] > FEW_ROWS:
+        return functional.linear(x, weight)
+    if x.shape[0] == 1:
+        return torch.mv(weight, x[0])[None]
+    return torch.mm(weight, x.T).T.contiguous()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -36,8 +56,8 @@ def _normed(x: Tensor, eps: float) -> Tensor:
 
 def gated(weights: Weights, name: str, x: Tensor, activation: Activation) -> Tensor:
     """A gated feed-forward network. [num_tokens, hidden] -> [num_tokens, hidden]."""
-    opened = activation(linear(weights, f"{name}.gate_proj", x)) * linear(weights, f"{name}.up_proj", x)
-    return linear(weights, f"{name}.down_proj", opened)
+    gates, ups = linear(weights, f"{name}.gate_up_proj", x).chunk(2, dim=-1)
+    return linear(weights, f"{name}.down_proj", activation(gates) * ups)
 
 
 def mixture(weights: Weights, name: str, x: Tensor, experts: Experts, activation: Activation) -> Tensor:
