@@ -16,7 +16,7 @@ from pilotlight.gateway.catalog import ModelText
 from pilotlight.gateway.http import ClientGone
 from pilotlight.gateway.openai.answer import Answer
 from pilotlight.gateway.openai.completions import CompletionShapes
-from pilotlight.gateway.openai.exchange import Exchange
+from pilotlight.gateway.openai.exchange import Choice, Exchange
 from pilotlight.gateway.openai.parameters import Options
 from pilotlight.gateway.requests import TokenRequest
 from pilotlight.gateway.token_log import Token
@@ -113,7 +113,7 @@ def _ask(rng: random.Random, model: ModelName, text: ModelText, vocab_size: int,
 
 def undisturbed(text: ModelText, prompt_ids: list[int], sampling: Sampling, vocab_size: int, stops: tuple[str, ...]) -> Shown:
     """The answer of a run in which nothing is lost."""
-    answer = Answer(text, stops, len(prompt_ids), logprobs=sampling.logprobs)
+    answer = Answer(text, stops, logprobs=sampling.logprobs)
     tokens = SimTokens.after(sampling.seed, prompt_ids, vocab_size)
     shown, logprobs, finish = "", [], FinishReason.LENGTH
     for _ in range(sampling.max_tokens):
@@ -144,11 +144,11 @@ async def run(system: FaultySystem, text: ModelText, ask: Ask) -> Result:
     )
     stream = ask.kind is not Kind.WHOLE
     options = Options(stream=stream, include_usage=stream, stops=ask.stops, logprobs=ask.sampling.logprobs)
-    answer = Answer(text, ask.stops, len(ask.prompt_ids), logprobs=ask.sampling.logprobs)
+    choice = Choice(0, parts, request, Answer(text, ask.stops, logprobs=ask.sampling.logprobs))
     shapes = CompletionShapes(ask.request_id, ask.model, 0, options)
     client = _Client(ask.leaves_after if ask.kind is Kind.LEAVES else None)
     try:
-        await Exchange(parts, request, answer, options, KEY).response(shapes)({"type": "http"}, client.receive, client.send)
+        await Exchange(parts, [choice], options, KEY).response(shapes)({"type": "http"}, client.receive, client.send)
     except ClientGone:
         return _judged(system, text, ask, client, left=True)
     except PilotlightError as error:

@@ -4,6 +4,7 @@ A token of the output is a function of all tokens before it, and it is made from
 is leaked, shared wrongly, overwritten or read before it is written shows as a wrong content or a wrong token.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -47,6 +48,7 @@ class PaperStage:
     steps: int = 0
     preemptions: int = 0
     hit_tokens: int = 0
+    adopted: int = 0
     overdue: list[Request] = field(default_factory=list)
     ended: dict[RequestKey, Request] = field(default_factory=dict)
 
@@ -57,6 +59,9 @@ class PaperStage:
         self.memory = [-1] * (self.num_blocks * BLOCK_TOKENS)
         self._contents: dict[RequestKey, list[int]] = {}
         self.arrived: list[RequestKey] = []
+        """In the order of the row. Who moves here with KV goes before those that wait."""
+        self.ends_by: dict[RequestKey, int] = {}
+        """The step in which each must have ended."""
 
     def submit(self, prompt_ids: Sequence[int], num_tokens: int, seed: int = 0, deadline_s: float | None = None) -> Request:
         """Raises NoRoom when it can never fit."""
@@ -65,7 +70,41 @@ class PaperStage:
         check_kv_room(self.num_blocks * BLOCK_TOKENS, request)
         self.scheduler.submit(request)
         self.arrived.append(key)
+        self.ends_by[key] = max((self.ends_by[other.key] for other in self.scheduler.requests[:-1]), default=self.steps)
+        self.ends_by[key] += request.kv_tokens
         return request
+
+    def move(self, request: Request, *, with_kv: bool) -> Request:
+        """It leaves, and comes at once as from elsewhere: with what was in place, if there is room for it now, or with its tokens alone."""
+        segment = self.scheduler.placed(request) if with_kv else None
+        kept = self._read(segment.blocks)[: segment.stop] if segment is not None else []
+        self.drop(request)
+        key = RequestKey(request.key.request_id, request.key.attempt + 1)
+        prompt_ids, output_ids = request.token_ids[: request.prompt_tokens], request.token_ids[request.prompt_tokens :]
+        moved = Request(key, prompt_ids, output_ids, request.sampling, CONTEXT_TOKENS, request.deadline_s)
+        running = self.scheduler.running
+        segment = self.scheduler.adopt(moved, self.now_s) if kept else None
+        if segment is None:
+            self.scheduler.submit(moved)
+            self.arrived.append(key)
+        else:
+            self.adopted += 1
+            stop = min(len(kept), len(moved.token_ids) - 1)
+            for position in range(segment.start, stop):
+                slot = segment.blocks[position // BLOCK_TOKENS] * BLOCK_TOKENS + position % BLOCK_TOKENS
+                self.memory[slot] = kept[position]
+            moved.computed = max(segment.start, stop)
+            waiting = self.scheduler.requests[running + 1 :]
+            place = min((self.arrived.index(other.key) for other in waiting), default=len(self.arrived))
+            self.arrived.insert(place, key)
+        self._promise()
+        self.check()
+        return moved
+
+    def _promise(self) -> None:
+        """In each step the oldest runs a token at least, and it is never preempted: so long may each request take from now on."""
+        ends = itertools.accumulate((request.kv_tokens for request in self.scheduler.requests), initial=self.steps)
+        self.ends_by = dict(zip((request.key for request in self.scheduler.requests), list(ends)[1:], strict=True))
 
     def drop(self, request: Request) -> None:
         self.scheduler.end(request, RequestEvent.DROP)
@@ -80,6 +119,7 @@ class PaperStage:
         for old, new in moves.items():
             memory[new * BLOCK_TOKENS : (new + 1) * BLOCK_TOKENS] = self.memory[old * BLOCK_TOKENS : (old + 1) * BLOCK_TOKENS]
         self.memory, self.num_blocks = memory, num_blocks
+        self._promise()  # Even the oldest may have lost its blocks.
         self.check()
 
     def step(self) -> list[tuple[str, int, int]]:
@@ -119,9 +159,11 @@ class PaperStage:
                 written.add(slot)
                 self.memory[slot] = contents[position]
         for request, segment in zip(requests, segments, strict=True):
-            read = [self.memory[block * BLOCK_TOKENS + offset] for block in segment.blocks for offset in range(BLOCK_TOKENS)]
             expected = self._contents_of(request)[: segment.stop]
-            assert read[: segment.stop] == expected, f"{request.key} reads what is not its own"
+            assert self._read(segment.blocks)[: segment.stop] == expected, f"{request.key} reads what is not its own"
+
+    def _read(self, blocks: Sequence[int]) -> list[int]:
+        return [self.memory[block * BLOCK_TOKENS + offset] for block in blocks for offset in range(BLOCK_TOKENS)]
 
     def _contents_of(self, request: Request) -> list[int]:
         """What each position of a request is to hold."""
@@ -133,6 +175,7 @@ class PaperStage:
     def check(self) -> None:
         """What holds between steps."""
         self.tables.check()
+        assert all(self.steps <= self.ends_by[request.key] for request in self.scheduler.requests), "a request starves"
         row = [self.arrived.index(request.key) for request in self.scheduler.requests]
         assert row == sorted(row), "requests stand in the order in which they came"
         running = self.scheduler.running
@@ -143,8 +186,6 @@ class PaperStage:
             assert self.pool.free_blocks == self.num_blocks
 
     def drain(self) -> None:
-        """Steps to the end of all requests. In each step the oldest runs at least one token, so there is a bound."""
-        bound = self.steps + sum(request.kv_tokens for request in self.scheduler.requests)
+        """Steps to the end of all requests."""
         while self.scheduler.has_work:
             self.step()
-            assert self.steps <= bound

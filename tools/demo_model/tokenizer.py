@@ -23,12 +23,21 @@ VOCABULARY_SIZE = 4096
 CONTEXT_TOKENS = 1024
 _DOCUMENTS_TO_LEARN_FROM = 60_000
 
-# A role that the model has not met (a tool's, say) is read as the user's, so that no request fails on its template.
+# A role that the model has not met (a tool's, say) is read as the user's, so that no request fails on its template. Tools are written
+# as Hermes 2 writes them; the model has learned nothing of them.
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
+    "{% if tools %}"
+    "{{ '<|system|>Tools: ' + (tools | tojson) + ' A call: <tool_call>\\n{\"name\": ..., \"arguments\": ...}\\n</tool_call><|end|>' }}"
+    "{% endif %}"
     "{% for message in messages %}"
     "{% set role = message['role'] if message['role'] in ['system', 'assistant'] else 'user' %}"
-    "{{ '<|' + role + '|>' + message['content'] | trim + '<|end|>' }}"
+    "{{ '<|' + role + '|>' + (message['content'] or '') | trim }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ '<tool_call>\\n{\"name\": \"' + call['function']['name'] + '\", \"arguments\": ' }}"
+    "{{ (call['function']['arguments'] | tojson) + '}\\n</tool_call>' + ('' if loop.last else '\\n') }}"
+    "{% endfor %}"
+    "{{ '<|end|>' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )

@@ -5,6 +5,7 @@ import math
 import struct
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -130,10 +131,15 @@ def test_special_tokens_agree_everywhere(tokenizer: Tokenizer):
     assert tokenizer.encode("Hello").ids[0] == config["bos_token_id"]
 
 
-def render(messages: list[dict[str, str]], *, add_generation_prompt: bool) -> str:
+def render(messages: list[dict[str, Any]], *, add_generation_prompt: bool, tools: list[dict[str, Any]] | None = None) -> str:
     settings = read_json("tokenizer_config.json")
-    template = ImmutableSandboxedEnvironment().from_string(str(settings["chat_template"]))
-    return template.render(messages=messages, add_generation_prompt=add_generation_prompt, bos_token=settings["bos_token"])
+    environment = ImmutableSandboxedEnvironment()
+    # Jinja's own filter escapes HTML; who renders chat templates replaces it.
+    environment.filters["tojson"] = json.dumps
+    template = environment.from_string(str(settings["chat_template"]))
+    return template.render(
+        messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, bos_token=settings["bos_token"]
+    )
 
 
 def test_chat_template():
@@ -146,6 +152,20 @@ def test_chat_template():
     assert render(messages, add_generation_prompt=True) == (
         "<|bos|><|system|>Be kind.<|end|><|user|>Hello!<|end|>"
         "<|assistant|>Hello! How can I help you?<|end|><|user|>42<|end|><|assistant|>"
+    )
+
+
+def test_chat_template_with_tools():
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    messages = [
+        {"role": "user", "content": "Hello!"},
+        {"role": "assistant", "content": None, "tool_calls": [call, call]},
+        {"role": "tool", "content": "42"},
+    ]
+    written = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    assert render(messages, tools=[{"name": "f"}], add_generation_prompt=False) == (
+        '<|bos|><|system|>Tools: [{"name": "f"}] A call: <tool_call>\n{"name": ..., "arguments": ...}\n</tool_call><|end|>'
+        f"<|user|>Hello!<|end|><|assistant|>{written}\n{written}<|end|><|user|>42<|end|>"
     )
 
 

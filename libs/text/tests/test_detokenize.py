@@ -78,9 +78,9 @@ def test_the_window_stays_short(tokenizer):
     class Counting:
         longest = 0
 
-        def decode(self, token_ids):
+        def decode(self, token_ids, **options):
             self.longest = max(self.longest, len(token_ids))
-            return tokenizer.decode(token_ids)
+            return tokenizer.decode(token_ids, **options)
 
         def __getattr__(self, name):
             return getattr(tokenizer, name)

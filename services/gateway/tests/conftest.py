@@ -17,7 +17,7 @@ from pilotlight.gateway.app import TRACED_PATHS, Pages, Serving, build_http, bui
 from pilotlight.gateway.catalog import CatalogEntry
 from pilotlight.gateway.http import Edge
 from pilotlight.gateway.measures import Measures
-from pilotlight.gateway.openai.api import OpenAiApi
+from pilotlight.gateway.openai.api import Limits, OpenAiApi
 from pilotlight.gateway.openai.exchange import ExchangeParts
 from pilotlight.gateway.server import HttpServer
 from pilotlight.gateway.settings import GatewaySettings
@@ -128,8 +128,12 @@ def _world(context: Context[GatewaySettings], entry: CatalogEntry) -> World:
         KnownModels([entry]),
         FixedKeys(),
         exchanges,
-        max_body_bytes=settings.max_body_bytes,
-        max_requests=settings.max_requests,
+        Limits(
+            max_body_bytes=settings.max_body_bytes,
+            max_requests=settings.max_requests,
+            max_choices=settings.max_choices,
+            request_timeout_s=settings.request_timeout_s,
+        ),
     )
     pages = Pages(metrics=context.metrics, run_dir=settings.run_dir, not_ready=lambda: None)
     app = build_http(api, pages, Starlette())

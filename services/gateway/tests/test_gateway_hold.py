@@ -34,7 +34,7 @@ class Slots:
     answered_unused: int = 0
     seen: list = field(default_factory=list)
 
-    def pick(self, model, needed_tokens):
+    def pick(self, model, needed_tokens, siblings):
         return SimpleNamespace(instance=SimpleNamespace(instance_id="inst-0")) if self.free else None
 
     def sent(self, instance_id):

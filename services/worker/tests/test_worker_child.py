@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from pilotlight.common.clock import SystemClock, moment_of
+from pilotlight.common.errors import error_of
 from pilotlight.common.faults import Faults
 from pilotlight.common.messages.codec import FrameBuffer, frame
 from pilotlight.common.messages.engine import (
@@ -25,10 +26,10 @@ from pilotlight.common.messages.engine import (
     StepDone,
     UnloadStage,
 )
-from pilotlight.engine.errors import NoRoom, UnknownInstance
+from pilotlight.engine.errors import EngineError, NoRoom, UnknownInstance
 from pilotlight.engine.results import FirstPrefill, PlacedPart, Produced, StageRoom, StepResult
 from pilotlight.policy.types import FinishReason, InstanceId, Moment, PhaseName, RequestId, Sampling
-from pilotlight.worker.child_loop import ChildLoop
+from pilotlight.worker.child_loop import ChildLoop, _code_of
 from pilotlight.worker.child_stages import Intervals
 
 UP = EngineUp(pid=1, device_name="script", load_bytes_per_s=1.0)
@@ -43,6 +44,7 @@ class ScriptedEngine:
         self.expected: dict[InstanceId, set[int]] = {}
         self.seen: list[tuple[str, bytes]] = []
         self.running: list[Run] = []
+        self.deadlines: dict[RequestId, float | None] = {}
         self.ended: list[Produced] = []
         self.convert_s = 0.0
         self.begin_error: Exception | None = None
@@ -74,8 +76,18 @@ class ScriptedEngine:
         self.expected.pop(instance_id, None)
 
     def add(
-        self, request_id: Any, attempt: int, instance_id: Any, prompt_ids: Any, output_ids: Any, sampling: Any, *, vocabulary: Any
+        self,
+        request_id: Any,
+        attempt: int,
+        instance_id: Any,
+        prompt_ids: Any,
+        output_ids: Any,
+        sampling: Any,
+        deadline_s: float | None,
+        *,
+        vocabulary: Any,
     ) -> None:
+        self.deadlines[request_id] = deadline_s
         if instance_id not in self.expected:
             raise UnknownInstance(f"{instance_id} is not held here")
         run = Run(
@@ -310,6 +322,44 @@ def test_a_request_that_is_refused_ends_with_an_error_and_the_others_go_on(start
     (ended,) = [one for one in step.produced if one.finish]
     assert (ended.request_id, ended.position, ended.code) == ("req-2", 3, "not_loaded")
     assert parent.until(StepDone).produced[0].request_id == "req-1"
+
+
+def test_what_a_step_says_of_a_request_has_a_code_of_the_taxonomy(start: Any, engine: ScriptedEngine, pool: Any) -> None:
+    """A grammar that cannot be used shows in a step, long after its request was taken in."""
+    parent = start()
+    parent.send(pool.load(), *pool.places())
+    parent.until(StageLoaded)
+    wrong = {"finish": FinishReason.ERROR, "code": "bad_request", "message": "the grammar is too large"}
+    engine.ended.append(Produced(request_id=RequestId("req-2"), attempt=1, position=0, **wrong))
+    parent.send(run())
+    step = parent.until(StepDone, lambda step: any(one.finish for one in step.produced))
+    (ended,) = [one for one in step.produced if one.finish]
+    assert (ended.code, ended.message) == ("invalid_request", "the grammar is too large")
+
+
+def test_every_error_of_the_engine_has_its_code_in_the_taxonomy() -> None:
+    kinds, codes = [EngineError], set()
+    while kinds:
+        kind = kinds.pop()
+        codes.add(kind.code)
+        kinds += kind.__subclasses__()
+    assert len(codes) >= 10
+    told = {code: error_of(_code_of(code), "as told") for code in codes}
+    assert {code: error.code for code, error in told.items()} == {code: _code_of(code) for code in codes}
+
+
+def test_a_deadline_counts_from_when_the_request_was_sent(start: Any, engine: ScriptedEngine, pool: Any) -> None:
+    parent = start()
+    parent.send(pool.load(), *pool.places())
+    parent.until(StageLoaded)
+    now = moment_of(SystemClock())
+    sent = Moment(at_s=now.at_s - 2.0, wall_offset_s=now.wall_offset_s)
+    late = msgspec.structs.replace(run("req-late"), deadline_in_s=3.0)
+    parent.send(run(), msgspec.structs.replace(late, request_id=RequestId("req-2"), sent=sent), late)
+    parent.until(StepDone, lambda step: len(engine.deadlines) == 3)
+    assert engine.deadlines["req-1"] is None
+    assert engine.deadlines["req-2"] == pytest.approx(sent.at_s + 3.0, abs=1e-6)
+    assert now.at_s + 3.0 <= engine.deadlines["req-late"] <= SystemClock().monotonic_s() + 3.0, "an earlier release does not say"
 
 
 def test_an_abort_is_obeyed_within_one_step_even_behind_a_load(start: Any, engine: ScriptedEngine, pool: Any) -> None:

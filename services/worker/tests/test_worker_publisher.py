@@ -39,10 +39,10 @@ async def test_a_batch_holds_what_every_request_of_a_gateway_got(make_context: A
     await gateways.client.flush()
 
     sampled, later = (Moment(at_s=at_s, wall_offset_s=5.0) for at_s in (1.0, 2.0))
-    publisher.add(outgoing(0, 5, logprobs=[-0.5]), sampled)
+    publisher.add(outgoing(0, 5, logprobs=[-0.5], top_logprobs=[[(5, -0.5)]]), sampled)
     publisher.add(outgoing(7, 1, request="req-2"), later)
     publisher.add(outgoing(0, 9, gateway=OTHER, request="req-3"))
-    publisher.add(outgoing(1, 6, logprobs=[-0.6], finish=FinishReason.STOP))
+    publisher.add(outgoing(1, 6, logprobs=[-0.6], top_logprobs=[[(6, -0.6)]], finish=FinishReason.STOP))
     publisher.flush()
     async with asyncio.timeout(5):
         batch = await ones.get()
@@ -50,7 +50,7 @@ async def test_a_batch_holds_what_every_request_of_a_gateway_got(make_context: A
     assert batch.worker_id == "w"
     assert batch.sampled == sampled, "that of its first token"
     assert batch.entries == [
-        outgoing(0, 5, 6, logprobs=[-0.5, -0.6], finish=FinishReason.STOP).entry,
+        outgoing(0, 5, 6, logprobs=[-0.5, -0.6], top_logprobs=[[(5, -0.5)], [(6, -0.6)]], finish=FinishReason.STOP).entry,
         outgoing(7, 1, request="req-2").entry,
     ]
     assert ones.empty()

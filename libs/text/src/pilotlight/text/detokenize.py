@@ -10,7 +10,7 @@ the text given out so far is new.
     decode(window)                      |given out | new | � |     a � at the end may be a character's beginning: held back
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from pilotlight.text.tokenizer import TextTokenizer
 
@@ -29,8 +29,10 @@ class Detokenizer:
     because one invalid byte in it changes how all of it is decoded.
     """
 
-    def __init__(self, tokenizer: TextTokenizer) -> None:
+    def __init__(self, tokenizer: TextTokenizer, kept: Collection[int] = ()) -> None:
+        """Begin an output; ``kept``: special tokens that are shown all the same."""
         self._tokenizer = tokenizer
+        self._kept = frozenset(kept)
         self._window: list[int] = []
         self._given_chars = 0
 
@@ -40,26 +42,30 @@ class Detokenizer:
 
     def flush(self) -> str:
         """What is still held back, at the end of the output."""
-        rest = self._tokenizer.decode(self._window)[self._given_chars :]
+        rest = self._decoded()[self._given_chars :]
         self._window.clear()
         self._given_chars = 0
         return rest
 
     def _push(self, token_id: int) -> str:
-        if not self._tokenizer.is_visible(token_id):
+        if not self._tokenizer.is_visible(token_id) and token_id not in self._kept:
             return ""
         self._window.append(token_id)
         if self._tokenizer.is_byte(token_id):
             return ""
-        text = self._tokenizer.decode(self._window)
+        text = self._decoded()
         stable_chars = _stable_chars(text)
         new = text[self._given_chars : stable_chars]
         self._given_chars = max(self._given_chars, stable_chars)
         if len(self._window) > WINDOW_TOKENS:
             del self._window[:-KEPT_TOKENS]
             # The shorter window may decode otherwise at its beginning, but it ends alike: what is given out ends where it did.
-            self._given_chars = _stable_chars(self._tokenizer.decode(self._window))
+            self._given_chars = _stable_chars(self._decoded())
         return new
+
+    def _decoded(self) -> str:
+        # Special tokens that are not kept never come into the window.
+        return self._tokenizer.decode(self._window, skip_special_tokens=False)
 
 
 def _stable_chars(text: str) -> int:

@@ -1,6 +1,6 @@
 """One output, from token ids to what the client sees."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -25,13 +25,13 @@ class OutputText:
     Tokens are looked at one by one, so text and count do not depend on how the engine batches them.
     """
 
-    def __init__(self, tokenizer: TextTokenizer, stops: Sequence[str] = ()) -> None:
-        """Begin an output.
+    def __init__(self, tokenizer: TextTokenizer, stops: Sequence[str] = (), kept: Collection[int] = ()) -> None:
+        """Begin an output; ``kept``: special tokens that are shown all the same.
 
         Raises:
             BadRequest: the stop strings are out of bounds.
         """
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer, kept)
         self._stops = StopMatcher(stops)
         self._ended = False
 

@@ -22,6 +22,10 @@ class TextTokenizer:
         self._specials = frozenset(
             token_id for token_id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
         )
+        self.added_tokens: dict[str, int] = {
+            token.content: token_id for token_id, token in self._tokenizer.get_added_tokens_decoder().items()
+        }
+        """Tokens beside the vocabulary proper, special or not, by their text."""
         self._byte_tokens = self._find_byte_tokens()
         self._add_bos_token = bundle.add_bos_token
         self._bos_token_id = self._id_of(bundle.special_tokens.get("bos_token"))

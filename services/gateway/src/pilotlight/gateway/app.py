@@ -35,7 +35,7 @@ from pilotlight.gateway.fleet import Fleet
 from pilotlight.gateway.hold import Hold
 from pilotlight.gateway.http import Edge, on_bug, on_error, on_http_error
 from pilotlight.gateway.measures import Measures
-from pilotlight.gateway.openai.api import CHAT_PATH, COMPLETIONS_PATH, OpenAiApi
+from pilotlight.gateway.openai.api import CHAT_PATH, COMPLETIONS_PATH, Limits, OpenAiApi
 from pilotlight.gateway.openai.exchange import ExchangeParts
 from pilotlight.gateway.presence import Presence
 from pilotlight.gateway.registration import Registration
@@ -174,7 +174,17 @@ async def build(context: Context[GatewaySettings]) -> Application:
     serving = build_serving(context, DecisionReader(database))
     measures = Measures(context.metrics, serving.hold, serving.relay)
     exchanges = ExchangeParts(requests=serving.requests, usage=usage, measures=measures, clock=clock)
-    api = OpenAiApi(catalog, authenticator, exchanges, max_body_bytes=settings.max_body_bytes, max_requests=settings.max_requests)
+    api = OpenAiApi(
+        catalog,
+        authenticator,
+        exchanges,
+        Limits(
+            max_body_bytes=settings.max_body_bytes,
+            max_requests=settings.max_requests,
+            max_choices=settings.max_choices,
+            request_timeout_s=settings.request_timeout_s,
+        ),
+    )
     audit = AuditLog(database, clock, background, context.metrics)
     admin = build_admin(
         AdminParts(

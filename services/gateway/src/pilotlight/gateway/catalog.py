@@ -30,6 +30,7 @@ from pilotlight.policy.types import Digest, Model
 from pilotlight.text.bundle import TextBundle, decode
 from pilotlight.text.template import ChatTemplate
 from pilotlight.text.tokenizer import TextTokenizer
+from pilotlight.text.tools.probe import TemplateTools, template_tools
 
 log = structlog.get_logger()
 
@@ -45,6 +46,8 @@ class ModelText:
 
     tokenizer: TextTokenizer
     template: ChatTemplate
+    tools: TemplateTools
+    """What the template does with tools."""
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -55,7 +58,8 @@ class ModelText:
     def of(cls, bundle: TextBundle, clock: Clock) -> "ModelText":
         """Build from a bundle; takes a moment for large vocabularies, so callers use a thread."""
         template = ChatTemplate(bundle.chat_template, bundle.special_tokens, clock)
-        return cls(tokenizer=TextTokenizer(bundle), template=template)
+        tokenizer = TextTokenizer(bundle)
+        return cls(tokenizer=tokenizer, template=template, tools=template_tools(template, tokenizer))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from pilotlight.common.clock import Clock
 from pilotlight.common.errors import PilotlightError, TooManyHeld
 from pilotlight.common.waiting import woken
 from pilotlight.gateway.fleet import Seen
-from pilotlight.gateway.route import Router
+from pilotlight.gateway.route import Router, Siblings
 from pilotlight.policy.admission import HoldBounds, HoldFacts, admit_held
 from pilotlight.policy.types import Demand, Digest, ModelName
 
@@ -34,6 +34,7 @@ class Ticket:
     arrived_s: float
     deadline_s: float
     trace_parent: str = ""
+    siblings: Siblings = field(default_factory=Siblings)
 
 
 class Place:
@@ -129,7 +130,7 @@ class Hold:
         place = Place(self, ticket, next(self._numbers))
         line = self._lines.setdefault(ticket.model, _Line())
         if not line.places:
-            seen = self._router.pick(ticket.model, ticket.needed_tokens)
+            seen = self._router.pick(ticket.model, ticket.needed_tokens, ticket.siblings)
             if seen is not None:
                 self._assign(place, seen)
                 return place
@@ -158,7 +159,7 @@ class Hold:
         before = self._held
         while line.places:
             place = line.places[0]
-            seen = self._router.pick(model, place.ticket.needed_tokens)
+            seen = self._router.pick(model, place.ticket.needed_tokens, place.ticket.siblings)
             if seen is None:
                 break
             line.places.pop(0)
@@ -236,6 +237,7 @@ class Hold:
 
     def _assign(self, place: Place, seen: Seen) -> None:
         self._router.sent(seen.instance.instance_id)
+        place.ticket.siblings.instance_id = seen.instance.instance_id
         place.settle(seen, None)
 
     def _remove(self, place: Place) -> bool:

@@ -11,10 +11,11 @@
 request has (its place, its attempt) is let go on the way out.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import structlog
 
@@ -36,7 +37,7 @@ from pilotlight.gateway.explain import Explainer
 from pilotlight.gateway.fleet import Fleet, Seen
 from pilotlight.gateway.hold import Hold, Place, Ticket
 from pilotlight.gateway.relay import Attempt, Relay
-from pilotlight.gateway.route import Router
+from pilotlight.gateway.route import Router, Siblings
 from pilotlight.gateway.token_log import Token
 from pilotlight.policy.coverage import departed_s
 from pilotlight.policy.types import FinishReason, GatewayId, InstanceId, Model, Moment, PhaseName, RequestId, Sampling
@@ -65,6 +66,9 @@ class TokenRequest:
     trace_parent: str = ""
     shorten: bool = False
     """The client named no limit: ``sampling.max_tokens`` may be cut to what an instance's KV has room for."""
+    siblings: Siblings = field(default_factory=Siblings)
+    deadline_s: float = math.inf
+    """When it must have ended, on this gateway's clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +128,7 @@ class Requests:
 
         Raises:
             TooManyHeld: no instance is ready and no place is left.
-            TransientError: its deadline passed, or its workers were lost too often.
+            TransientError: a deadline passed, or its workers were lost too often.
             CallerError: the engine cannot run it at all.
         """
         self._parts.hold.arrived(request.model.name)
@@ -160,7 +164,9 @@ class _Life:
         self._finish: FinishReason | None = None
         self._sampling = request.sampling
         slo_s = request.model.slo.ttft_ms / 1000
-        self._deadline_s = request.arrived_s + max(slo_s * parts.hold_slo_factor, parts.hold_timeout_s)
+        hold_s = max(slo_s * parts.hold_slo_factor, parts.hold_timeout_s)
+        self._deadline_s = min(request.arrived_s + hold_s, request.deadline_s)
+        """Until when it may be held."""
 
     async def updates(self) -> AsyncGenerator[Update, None]:
         while self._finish is None:
@@ -183,6 +189,7 @@ class _Life:
             arrived_s=request.arrived_s,
             deadline_s=self._deadline_s,
             trace_parent=request.trace_parent,
+            siblings=request.siblings,
         )
         with self._parts.hold.enter(ticket, returning=self._attempts > 0) as place:
             if place.waited and place.assigned is None:
@@ -216,11 +223,15 @@ class _Life:
             await self._submit(attempt, seen)
             with span("stream", worker_id=instance.lead, attempt=self._attempts):
                 # What is there is taken before the end is looked at: all of it may have come before the submit was answered.
-                while (tokens := await attempt.next(PROGRESS_INTERVAL_S)) or attempt.finish is None:
+                while (
+                    tokens := await attempt.next(min(PROGRESS_INTERVAL_S, max(0.0, self._left_s())))
+                ) or attempt.finish is None:
                     if tokens:
                         self._first_token(attempt, seen, place)
                         self._output_ids.extend(token.token_id for token in tokens)
                         yield Tokens(tokens)
+                    if attempt.finish is None and self._left_s() <= 0:
+                        raise self._too_late()
                 self._end(attempt)
         except PilotlightError as error:
             self._retry_or_raise(error, seen, attempt)
@@ -244,27 +255,38 @@ class _Life:
             self._parts.hold.pump(self._request.model.name)
 
     async def _answer(self, attempt: Attempt, seen: Seen) -> SubmitReply:
-        request = self._request
         self._sampling = self._sampling_on(seen)
-        message = Submit(
-            request_id=request.request_id,
-            attempt=attempt.number,
-            gateway_id=self._parts.gateway_id,
-            instance_id=seen.instance.instance_id,
-            model=request.model.name,
-            prompt_ids=request.prompt_ids,
-            output_ids=list(self._output_ids),
-            sampling=self._sampling,
-        )
         for tries in range(1, SUBMIT_TRIES + 1):
             try:
-                return await self._parts.relay.submit(attempt, message)
+                return await self._parts.relay.submit(attempt, self._message(attempt))
             except DeadlineExceeded:
                 if attempt.accepted:
                     break
                 if attempt.error is not None or tries == SUBMIT_TRIES:
                     raise
         return SubmitReply(accepted=True)
+
+    def _message(self, attempt: Attempt) -> Submit:
+        request, left_s = self._request, self._left_s()
+        return Submit(
+            request_id=request.request_id,
+            attempt=attempt.number,
+            gateway_id=self._parts.gateway_id,
+            instance_id=attempt.instance_id,
+            model=request.model.name,
+            prompt_ids=request.prompt_ids,
+            output_ids=list(self._output_ids),
+            sampling=self._sampling,
+            deadline_in_s=left_s if math.isfinite(left_s) else None,
+        )
+
+    def _left_s(self) -> float:
+        """Until the request must have ended."""
+        return self._request.deadline_s - self._clock.monotonic_s()
+
+    def _too_late(self) -> DeadlineExceeded:
+        limit_s = self._request.deadline_s - self._request.arrived_s
+        return DeadlineExceeded(f"the answer was not complete within {limit_s:.3g} s; it had {len(self._output_ids)} tokens")
 
     def _sampling_on(self, seen: Seen) -> Sampling:
         """The request's sampling, with no more output than the instance has KV for when the client left it open."""
@@ -292,7 +314,7 @@ class _Life:
     def _retry_or_raise(self, error: PilotlightError, seen: Seen, attempt: Attempt) -> None:
         """After a refusal or a loss: return when another attempt may help.
 
-        1. The request itself is wrong, or too large for the instance's KV: no.
+        1. The request itself is wrong, or too large for the instance's KV, or its time is over, by whichever clock: no.
         2. Refused before it ran: the hold's deadline is the limit.
         3. All of its tokens had arrived: it has ended.
         4. Lost while it ran: three times before the first token, three times after. Where it was served already, it gets a whole
@@ -302,6 +324,9 @@ class _Life:
         model = self._request.model.name
         if isinstance(error, CallerError | NoRoom):  # 1
             raise error
+        ended_late = attempt.finish is FinishReason.ERROR and isinstance(error, DeadlineExceeded)
+        if ended_late or self._left_s() <= 0:
+            raise self._too_late() from error
         if not attempt.accepted and not isinstance(error, InternalError):  # 2
             self._avoid(instance_id, error.retry_after_s or AVOID_REFUSED_S)
             log.info("submit refused", action="submit_refused", model=model, instance_id=instance_id, code=error.code)
@@ -313,7 +338,7 @@ class _Life:
                 raise error_of(error.code, f"given up after {self._losses} lost attempts: {error.message}") from error
             self._avoid(instance_id, AVOID_LOST_S)
             if self._output_ids:
-                self._deadline_s = self._clock.monotonic_s() + self._parts.hold_timeout_s
+                self._deadline_s = min(self._clock.monotonic_s() + self._parts.hold_timeout_s, self._request.deadline_s)
             log.warning("attempt lost", action="attempt_lost", model=model, instance_id=instance_id, code=error.code)
 
     def _avoid(self, instance_id: InstanceId, for_s: float) -> None:

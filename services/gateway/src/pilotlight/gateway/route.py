@@ -25,6 +25,14 @@ class _Load:
     avoid_until_s: float = 0.0
 
 
+@dataclass(slots=True)
+class Siblings:
+    """Requests with one prompt: they go to one instance where they can, which then has the prompt's KV for all of them."""
+
+    instance_id: InstanceId | None = None
+    """Where the last of them went."""
+
+
 def expected_wait_s(facts: WorkerFacts, unreported_requests: int, needed_tokens: int) -> float:
     """Time until a new request's first token can be worked on.
 
@@ -50,13 +58,18 @@ class Router:
         """Instances of which something is remembered."""
         return len(self._loads)
 
-    def pick(self, model: ModelName, needed_tokens: int) -> Seen | None:
-        """The instance with the least expected wait that may take one more request now; None when there is none."""
+    def pick(self, model: ModelName, needed_tokens: int, siblings: Siblings | None = None) -> Seen | None:
+        """The instance that may take one more request now: that of its siblings, or the one with the least expected wait.
+
+        None when there is none.
+        """
         best: tuple[float, InstanceId, Seen] | None = None
         for seen in self._fleet.serving(model):
             wait_s = self._wait_s(seen, needed_tokens)
             if wait_s is None:
                 continue
+            if siblings is not None and seen.instance.instance_id == siblings.instance_id:
+                return seen
             candidate = (wait_s, seen.instance.instance_id, seen)
             if best is None or candidate[:2] < best[:2]:
                 best = candidate

@@ -28,9 +28,21 @@ class GatewaySettings(ServiceSettings, DatabaseSettings, PruneSettings, AccessSe
     max_body_bytes: int = Field(
         MAX_PAYLOAD_BYTES, ge=1024, description="Longest body of an API request; more is refused with 413."
     )
-    max_requests: int = Field(4096, ge=1, description="API requests that one gateway serves at a time, held ones included.")
+    max_requests: int = Field(
+        4096,
+        ge=1,
+        description="Answers that one gateway makes at a time, held ones included; an API request asks for one or more.",
+    )
+    max_choices: int = Field(
+        16, ge=1, le=4096, description="Answers that one API request may ask for: `n` times the number of its prompts."
+    )
     max_held: int = Field(2048, ge=1, description="Requests that one gateway holds while models load; more are refused with 429.")
     max_held_per_model: int = Field(512, ge=1, description="Requests that one gateway holds for one model.")
+    request_timeout_s: float = Field(
+        3600.0,
+        gt=0,
+        description="How long an API request may take in all; past it it ends with 503 or an error event, and its engine drops it.",
+    )
     hold_timeout_s: float = Field(120.0, gt=0, description="How long a request waits for an instance before it gets 503.")
     hold_slo_factor: float = Field(
         10.0, ge=0, description="A held request waits at least this many times its model's TTFT target."

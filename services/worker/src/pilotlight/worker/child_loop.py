@@ -57,6 +57,7 @@ class StepEngine(LoadingEngine, Protocol):
         prompt_ids: Sequence[int],
         output_ids: Sequence[int],
         sampling: Sampling,
+        deadline_s: float | None,
         *,
         vocabulary: Vocabulary | None,
     ) -> None: ...
@@ -160,9 +161,10 @@ class ChildLoop:
         self._send(StageFailed(instance_id=instance_id, code=code, message=message))
 
     def _add(self, command: Run) -> None:
+        command_sent_s = departed_s(command.sent, moment_of(self._clock))
         sent_s = self._unprefilled.get(command.instance_id)
         if sent_s is not None:
-            sent_s[command.request_id] = departed_s(command.sent, moment_of(self._clock))
+            sent_s[command.request_id] = command_sent_s
         if sent_s is not None and command.instance_id not in self._prefill_delayed_s and self._faults.delay_s("prefill") > 0:
             self._prefill_delayed_s[command.instance_id] = self._clock.monotonic_s()
             pause_blocking(self._faults.delay_s("prefill"))
@@ -174,6 +176,7 @@ class ChildLoop:
                 command.prompt_ids,
                 command.output_ids,
                 command.sampling,
+                None if command.deadline_in_s is None else command_sent_s + command.deadline_in_s,
                 vocabulary=command.vocabulary,
             )
         except Exception as error:  # noqa: BLE001 - what one request does to the engine's door must not end the others
@@ -226,11 +229,16 @@ def _told(error: Exception) -> tuple[str, str]:
     """Code and sentence for the worker."""
     match error:
         case EngineError():
-            return _CODES.get(error.code, error.code), error.message
+            return _code_of(error.code), error.message
         case PilotlightError():
             return error.code, error.message
         case _:
             return EngineFailedError.code, f"{type(error).__name__}: {error}"
+
+
+def _code_of(engine_code: str) -> str:
+    """What the taxonomy calls it: a gateway takes a code that it does not know for one that trying again can help."""
+    return _CODES.get(engine_code, engine_code)
 
 
 def _refusal_of(command: Run, code: str, message: str) -> Produced:
@@ -254,7 +262,7 @@ def _message_of(produced: results.Produced) -> Produced:
         token_ids=list(produced.token_ids),
         logprobs=None if produced.logprobs is None else list(produced.logprobs),
         finish=produced.finish,
-        code=produced.code,
+        code=_code_of(produced.code),
         message=produced.message,
         top_logprobs=None if produced.top_logprobs is None else [list(top) for top in produced.top_logprobs],
     )

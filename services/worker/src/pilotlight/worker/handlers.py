@@ -75,11 +75,13 @@ class Handlers:
             return SubmitReply(accepted=False, code=error.code, message=error.message, retry_after_s=error.retry_after_s or 0.0)
         self._core.metrics.accepted.inc()
         self._spans.begin(key, submit.instance_id, trace_parent)
+        deadline_s = None if submit.deadline_in_s is None else self._core.clock.monotonic_s() + submit.deadline_in_s
         if submit.sampling.grammar is None:
-            await self._run(submit)
+            await self._run(submit, deadline_s)
         else:
             # The tokenizer may have to be fetched, which takes longer than a submit may wait for its answer.
-            self._core.background.spawn("run with a grammar", self._run_with_grammar(submit, serving.hold.model.text_digest))
+            text_digest = serving.hold.model.text_digest
+            self._core.background.spawn("run with a grammar", self._run_with_grammar(submit, deadline_s, text_digest))
         await self._abort(superseded)
         return SubmitReply(accepted=True)
 
@@ -116,7 +118,7 @@ class Handlers:
             self._core.table.bus_was_down(now_s)
         await self._abort(self._core.table.expire(now_s))
 
-    async def _run_with_grammar(self, submit: Submit, text_digest: Digest) -> None:
+    async def _run_with_grammar(self, submit: Submit, deadline_s: float | None, text_digest: Digest) -> None:
         vocabulary = None
         try:
             vocabulary = await self._core.vocabularies.get(text_digest)
@@ -125,12 +127,13 @@ class Handlers:
             log.warning("no vocabulary", action="vocabulary_failed", request_id=submit.request_id, error=error.message)
         key = RequestKey(submit.request_id, submit.attempt)
         if self._core.table.wants(key):
-            await self._run(submit, vocabulary)
+            await self._run(submit, deadline_s, vocabulary)
         else:
             # Cancelled meanwhile: the engine, which was told so too, never knew it.
             self._core.table.produced(_cancelled(submit), self._core.clock.monotonic_s())
 
-    async def _run(self, submit: Submit, vocabulary: Vocabulary | None = None) -> None:
+    async def _run(self, submit: Submit, deadline_s: float | None, vocabulary: Vocabulary | None = None) -> None:
+        sent = moment_of(self._core.clock)
         command = Run(
             request_id=submit.request_id,
             attempt=submit.attempt,
@@ -139,7 +142,8 @@ class Handlers:
             output_ids=submit.output_ids,
             sampling=submit.sampling,
             vocabulary=vocabulary,
-            sent=moment_of(self._core.clock),
+            sent=sent,
+            deadline_in_s=None if deadline_s is None else deadline_s - sent.at_s,
         )
         try:
             await self._core.engine.run(command)

@@ -85,6 +85,7 @@ class TokenPublisher:
 def _joined(before: TokenEntry, after: TokenEntry) -> TokenEntry:
     """Two entries of one request, the second of which goes on where the first ends."""
     both_known = before.logprobs is not None and after.logprobs is not None
+    both_top = before.top_logprobs is not None and after.top_logprobs is not None
     return TokenEntry(
         request_id=after.request_id,
         attempt=after.attempt,
@@ -94,4 +95,5 @@ def _joined(before: TokenEntry, after: TokenEntry) -> TokenEntry:
         finish=after.finish,
         code=after.code,
         message=after.message,
+        top_logprobs=[*(before.top_logprobs or []), *(after.top_logprobs or [])] if both_top else None,
     )

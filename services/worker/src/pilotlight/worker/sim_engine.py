@@ -1,16 +1,18 @@
 """An engine that computes nothing: it answers with a profile's timing and with tokens that follow from the seed and all before them.
 
-Hundreds of them run in one process, for load and failure tests of everything around them.
+Hundreds of them run in one process, for load and failure tests of everything around them. A grammar is refused: tokens without a
+meaning cannot follow one, and an answer that only looks as if it did would deceive a test.
 """
 
 import asyncio
+import math
 import os
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 
 from pilotlight.common.clock import Clock, moment_of, wall_offset_s
-from pilotlight.common.errors import EngineFailed
+from pilotlight.common.errors import BadRequest, DeadlineExceeded, EngineFailed, NotLoaded
 from pilotlight.common.faults import Faults
 from pilotlight.common.messages.engine import (
     Abort,
@@ -27,6 +29,7 @@ from pilotlight.common.messages.engine import (
     UnloadStage,
 )
 from pilotlight.common.waiting import cancel_all, pause
+from pilotlight.policy.coverage import departed_s
 from pilotlight.policy.types import FinishReason, InstanceId, Phase, PhaseName
 from pilotlight.worker.engine_client import EngineDied, EngineEvent
 from pilotlight.worker.requests import RequestKey
@@ -35,6 +38,10 @@ MAX_BATCH = 64
 """Requests that advance in one step; the others wait."""
 MAX_EVENTS = 1024
 """Events that wait to be worked on; past it the engine waits."""
+NO_GRAMMAR = (
+    "a simulated worker makes tokens without a meaning, which follow no grammar; leave out what the answer must look like, or run the "
+    "model on workers that compute"
+)
 _MASK = (1 << 64) - 1
 
 
@@ -102,6 +109,7 @@ def _mix(value: int) -> int:
 class _Request:
     run: Run
     position: int
+    deadline_s: float
     tokens: SimTokens | None = None
     """Set when its prompt has been worked on."""
 
@@ -155,10 +163,14 @@ class SimEngine:
     async def run(self, command: Run) -> None:
         self._check()
         key = RequestKey(command.request_id, command.attempt)
-        self._requests[key] = _Request(run=command, position=len(command.output_ids))
+        left_s = math.inf if command.deadline_in_s is None else command.deadline_in_s
+        deadline_s = departed_s(command.sent, moment_of(self._clock)) + left_s
+        self._requests[key] = _Request(run=command, position=len(command.output_ids), deadline_s=deadline_s)
         stage = self._stages.get(command.instance_id)
         if stage is None or not stage.ready:
-            self._end(key, FinishReason.ERROR, "not_loaded", f"{command.instance_id} is not held here")
+            self._end(key, FinishReason.ERROR, NotLoaded.code, f"{command.instance_id} is not held here")
+        elif command.sampling.grammar is not None:
+            self._end(key, FinishReason.ERROR, BadRequest.code, NO_GRAMMAR)
         self._wake.set()
 
     async def abort(self, command: Abort) -> None:
@@ -227,6 +239,7 @@ class SimEngine:
     async def _step(self) -> None:
         """One batch: the prompts of its new requests, then a token for each."""
         start_s = self._clock.monotonic_s()
+        self._expire(start_s)
         batch = list(self._requests.items())[:MAX_BATCH]
         fresh = [request for _, request in batch if request.tokens is None]
         prompt_tokens = sum(len(request.run.prompt_ids) + len(request.run.output_ids) for request in fresh)
@@ -252,6 +265,12 @@ class SimEngine:
                 sampled=moment_of(self._clock),
             )
         )
+
+    def _expire(self, now_s: float) -> None:
+        for key, request in list(self._requests.items()):
+            if now_s >= request.deadline_s:
+                message = f"the deadline passed after {request.position} output tokens"
+                self._end(key, FinishReason.ERROR, DeadlineExceeded.code, message)
 
     async def _first(self, request: _Request, start_s: float) -> None:
         run, stage = request.run, self._stages.get(request.run.instance_id)

@@ -46,6 +46,8 @@ class Run(Message, tag="run", frozen=True, kw_only=True):
     """The model's, if the sampling has a grammar."""
     sent: Moment | None = None
     """``prefill`` of a stage's first request begins then."""
+    deadline_in_s: float | None = None
+    """As in ``Submit``, from ``sent`` on."""
 
 
 class Abort(Message, tag="abort", frozen=True, kw_only=True):

@@ -50,6 +50,8 @@ class Submit(Message, frozen=True, kw_only=True):
     output_ids: list[int] = field(default_factory=list[int])
     """What earlier attempts already delivered; the engine goes on after it."""
     sampling: Sampling
+    deadline_in_s: float | None = None
+    """Seconds from now within which it must end; past them it ends with ``deadline_exceeded``. None: it may take its time."""
 
 
 class SubmitReply(Message, frozen=True, kw_only=True):

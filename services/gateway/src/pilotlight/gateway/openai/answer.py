@@ -1,13 +1,15 @@
 """An answer while it comes: tokens to text, stop strings, what is billed."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from pilotlight.gateway.catalog import ModelText
-from pilotlight.gateway.openai.types import Usage
+from pilotlight.gateway.openai.tools import NO_TOOLS, ToolUse
 from pilotlight.gateway.token_log import Token
 from pilotlight.policy.types import FinishReason
 from pilotlight.text.stream import OutputText
+from pilotlight.text.tools.parser import CallPiece, merged_pieces
 
 UNKNOWN_LOGPROB = -9999.0
 """What the API says of a token whose log probability is not known."""
@@ -32,32 +34,34 @@ class Delta:
 
     text: str
     tokens: list[ShownToken] = field(default_factory=list[ShownToken])
+    calls: tuple[CallPiece, ...] = ()
+    """What was added to calls of tools, at most once for each."""
 
 
 class Answer:
     """One answer. ``finish_reason`` is set when it is complete; what comes after a stop string is dropped and not billed."""
 
-    def __init__(self, text: ModelText, stops: tuple[str, ...], prompt_tokens: int, *, logprobs: bool) -> None:
-        self.prompt_tokens = prompt_tokens
+    def __init__(self, text: ModelText, stops: tuple[str, ...], tools: ToolUse = NO_TOOLS, *, logprobs: bool) -> None:
         self.output_tokens = 0
+        """What is billed so far."""
         self.finish_reason: str | None = None
         self._tokenizer = text.tokenizer
-        self._output = OutputText(text.tokenizer, stops)
+        self._output = OutputText(text.tokenizer, stops, tools.kept_ids)
+        self._tools = tools.parser()
         self._logprobs = logprobs
         self._chars = 0
 
     def feed(self, tokens: list[Token]) -> Delta:
         """Add tokens."""
-        if not self._logprobs:
+        if not self._logprobs and self._tools is None:
             return Delta(self._text_of([token.token_id for token in tokens]))
-        texts: list[str] = []
-        shown: list[ShownToken] = []
+        deltas: list[Delta] = []
         for token in tokens:
             if self.finish_reason is not None:
                 break
-            shown.append(self._shown(token))
-            texts.append(self._text_of([token.token_id]))
-        return Delta("".join(texts), shown)
+            shown = [self._shown(token)] if self._logprobs else []
+            deltas.append(self._delta(self._text_of([token.token_id]), shown))
+        return joined(deltas)
 
     def finish(self, finish: FinishReason) -> Delta:
         """The engine has ended it: what was held back."""
@@ -65,13 +69,22 @@ class Answer:
             return Delta("")
         last = self._output.finish()
         self.finish_reason = "stop" if last.stop is not None or finish is FinishReason.STOP else "length"
-        return Delta(last.text)
+        return self._delta(last.text, [])
 
-    @property
-    def usage(self) -> Usage:
-        """What is billed so far."""
-        total = self.prompt_tokens + self.output_tokens
-        return Usage(prompt_tokens=self.prompt_tokens, completion_tokens=self.output_tokens, total_tokens=total)
+    def _delta(self, text: str, shown: list[ShownToken]) -> Delta:
+        """New text, apart into content and calls."""
+        if self._tools is None:
+            return Delta(text, shown)
+        parsed = self._tools.feed(text)
+        delta = Delta(parsed.content, shown, parsed.calls)
+        if self._tools.ended and self.finish_reason is None:
+            self.finish_reason = "stop"
+        if self.finish_reason is not None:
+            rest = self._tools.finish()
+            delta = joined([delta, Delta(rest.content, [], rest.calls)])
+            if self.finish_reason == "stop" and self._tools.called:
+                self.finish_reason = "tool_calls"
+        return delta
 
     def _text_of(self, token_ids: list[int]) -> str:
         delta = self._output.feed(token_ids)
@@ -92,3 +105,12 @@ class Answer:
         if known is not None and math.isfinite(known):
             logprob = max(known, UNKNOWN_LOGPROB)
         return ShownToken(text, utf8, logprob, self._chars)
+
+
+def joined(deltas: Sequence[Delta]) -> Delta:
+    """Several in one."""
+    return Delta(
+        "".join(delta.text for delta in deltas),
+        [token for delta in deltas for token in delta.tokens],
+        merged_pieces(piece for delta in deltas for piece in delta.calls),
+    )

@@ -1,8 +1,9 @@
 """Routes of ``/v1``: check the key, read the body, hand over."""
 
+import math
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import msgspec
@@ -19,11 +20,21 @@ from pilotlight.gateway.http import read_body
 from pilotlight.gateway.openai.answer import Answer
 from pilotlight.gateway.openai.chat import ChatShapes
 from pilotlight.gateway.openai.completions import CompletionShapes
+from pilotlight.gateway.openai.conversation import conversation_of
 from pilotlight.gateway.openai.document import openapi_document
-from pilotlight.gateway.openai.exchange import Exchange, ExchangeParts
+from pilotlight.gateway.openai.exchange import Choice, Exchange, ExchangeParts
 from pilotlight.gateway.openai.models import model_card
-from pilotlight.gateway.openai.parameters import Options, decode_body, limit_of, options_of, sampling_of
-from pilotlight.gateway.openai.prompt import PromptEncoder
+from pilotlight.gateway.openai.parameters import (
+    Options,
+    count_choices,
+    decode_body,
+    limit_of,
+    options_of,
+    sampling_of,
+    seed_of_choice,
+)
+from pilotlight.gateway.openai.prompt import PromptEncoder, prompts_of
+from pilotlight.gateway.openai.tools import NO_TOOLS, ToolUse, tool_use_of
 from pilotlight.gateway.openai.types import ChatRequest, CompletionRequest, ModelList
 from pilotlight.gateway.requests import TokenRequest
 from pilotlight.policy.types import RequestId
@@ -71,6 +82,20 @@ class _Asked:
     options: Options
     key: KeyInfo
     arrived_s: float
+    tools: ToolUse = NO_TOOLS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one request may take."""
+
+    max_body_bytes: int
+    max_requests: int
+    """Answers that are made at a time, those of all requests."""
+    max_choices: int
+    """Answers to one request."""
+    request_timeout_s: float
+    """From its arrival to its last token."""
 
 
 class OpenAiApi:
@@ -81,16 +106,13 @@ class OpenAiApi:
         models: Models,
         keys: Keys,
         exchanges: ExchangeParts,
-        *,
-        max_body_bytes: int,
-        max_requests: int,
+        limits: Limits,
     ) -> None:
         self._models = models
         self._keys = keys
         self._exchanges = exchanges
         self._clock: Clock = exchanges.clock
-        self._max_body_bytes = max_body_bytes
-        self._max_requests = max_requests
+        self._limits = limits
         self._encoder = PromptEncoder()
         self._rng = random.SystemRandom()
         self._document = msgspec.json.encode(openapi_document(API_VERSION))
@@ -109,22 +131,27 @@ class OpenAiApi:
         """Answer a conversation."""
         arrived_s = self._clock.monotonic_s()
         key = await self._keys.require(request.headers, "inference")
-        body = decode_body(await read_body(request, self._max_body_bytes), ChatRequest)
+        body = decode_body(await read_body(request, self._limits.max_body_bytes), ChatRequest)
         entry = await self._entry(body.model)
         options = options_of(body)
-        asked = _Asked(RequestId(request.state.request_id), entry, body, options, key, arrived_s)
-        exchange = self._exchange(asked, await self._encoder.chat(entry, body.messages))
-        return exchange.response(ChatShapes(asked.request_id, body.model, self._now_unix_s(), options))
+        tools = tool_use_of(body, entry.text)
+        asked = _Asked(RequestId(request.state.request_id), entry, body, options, key, arrived_s, tools)
+        count_choices(body, 1, self._limits.max_choices)
+        conversation = conversation_of(body.messages, entry.text.tools, tools)
+        exchange = self._exchange(asked, [await self._encoder.chat(entry, conversation)])
+        return exchange.response(ChatShapes(asked.request_id, body.model, self._now_unix_s(), options, tools))
 
     async def completions(self, request: Request) -> Response:
         """Continue a prompt."""
         arrived_s = self._clock.monotonic_s()
         key = await self._keys.require(request.headers, "inference")
-        body = decode_body(await read_body(request, self._max_body_bytes), CompletionRequest)
+        body = decode_body(await read_body(request, self._limits.max_body_bytes), CompletionRequest)
         entry = await self._entry(body.model)
         options = options_of(body)
         asked = _Asked(RequestId(request.state.request_id), entry, body, options, key, arrived_s)
-        exchange = self._exchange(asked, await self._encoder.completion(entry, body.prompt))
+        prompts = prompts_of(body.prompt)
+        count_choices(body, len(prompts), self._limits.max_choices)
+        exchange = self._exchange(asked, [await self._encoder.completion(entry, prompt) for prompt in prompts])
         return exchange.response(CompletionShapes(asked.request_id, body.model, self._now_unix_s(), options))
 
     async def models(self, request: Request) -> Response:
@@ -142,12 +169,22 @@ class OpenAiApi:
         """The API's description: open."""
         return Response(self._document, media_type="application/json")
 
-    def _exchange(self, asked: _Asked, prompt_ids: list[int]) -> Exchange:
+    def _exchange(self, asked: _Asked, prompts: Sequence[list[int]]) -> Exchange:
+        choices: list[Choice] = []
+        for prompt_ids in prompts:
+            choices += self._choices(asked, prompt_ids, first_index=len(choices))
+        if self._exchanges.requests.live + len(choices) > self._limits.max_requests:
+            raise QueueFull(
+                f"this gateway serves {self._exchanges.requests.live} requests, of {self._limits.max_requests} at most",
+                retry_after_s=BUSY_RETRY_AFTER_S,
+            )
+        return Exchange(self._exchanges, choices, asked.options, asked.key.key_id)
+
+    def _choices(self, asked: _Asked, prompt_ids: list[int], first_index: int) -> list[Choice]:
+        """The answers to one prompt."""
         entry, options = asked.entry, asked.options
-        sampling = sampling_of(asked.body, entry.model, len(prompt_ids), entry.text.eos_token_ids, self._rng)
-        if self._exchanges.requests.live >= self._max_requests:
-            raise QueueFull(f"this gateway already serves {self._max_requests} requests", retry_after_s=BUSY_RETRY_AFTER_S)
-        token_request = TokenRequest(
+        sampling = sampling_of(asked.body, entry.model, len(prompt_ids), entry.text.eos_token_ids, self._rng, asked.tools)
+        first = TokenRequest(
             request_id=asked.request_id,
             model=entry.model,
             prompt_ids=prompt_ids,
@@ -155,9 +192,19 @@ class OpenAiApi:
             arrived_s=asked.arrived_s,
             trace_parent=current_traceparent(keep=True),
             shorten=limit_of(asked.body) is None,
+            deadline_s=asked.arrived_s + min(asked.body.timeout_s or math.inf, self._limits.request_timeout_s),
         )
-        answer = Answer(entry.text, options.stops, len(prompt_ids), logprobs=options.logprobs)
-        return Exchange(self._exchanges, token_request, answer, options, asked.key.key_id)
+        choices: list[Choice] = []
+        for number in range(asked.body.n or 1):
+            index = first_index + number
+            request = replace(
+                first,
+                request_id=RequestId(f"{asked.request_id}-{index}") if index else asked.request_id,
+                sampling=replace(sampling, seed=seed_of_choice(sampling.seed, number)),
+            )
+            answer = Answer(entry.text, options.stops, asked.tools, logprobs=options.logprobs)
+            choices.append(Choice(index, self._exchanges, request, answer))
+        return choices
 
     async def _entry(self, name: str) -> CatalogEntry:
         entry = await self._models.find(name)

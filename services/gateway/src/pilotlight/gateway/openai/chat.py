@@ -1,54 +1,92 @@
 """Shapes of ``/v1/chat/completions``."""
 
+from collections.abc import Sequence
+
 from msgspec import UNSET
 
 from pilotlight.gateway.openai.answer import Delta, ShownToken
-from pilotlight.gateway.openai.exchange import Shapes
+from pilotlight.gateway.openai.exchange import Shapes, Whole
 from pilotlight.gateway.openai.parameters import Options
+from pilotlight.gateway.openai.tools import NO_TOOLS, ToolUse
 from pilotlight.gateway.openai.types import (
     AssistantMessage,
+    CalledFunction,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
     ChatDelta,
     ChatLogprobs,
+    FunctionDelta,
     TokenLogprob,
+    ToolCall,
+    ToolCallDelta,
     TopLogprob,
     Usage,
 )
 from pilotlight.policy.types import RequestId
+from pilotlight.text.tools.parser import CallPiece
 
 
 class ChatShapes(Shapes):
     """Chat completions and their chunks."""
 
-    def __init__(self, request_id: RequestId, model: str, created_unix_s: int, options: Options) -> None:
+    def __init__(
+        self, request_id: RequestId, model: str, created_unix_s: int, options: Options, tools: ToolUse = NO_TOOLS
+    ) -> None:
         self._id = "chatcmpl-" + request_id.removeprefix("req-")
         self._model = model
         self._created = created_unix_s
         self._logprobs = options.logprobs
+        self._tools = tools
         self._no_usage = None if options.include_usage else UNSET
 
-    def opening(self) -> ChatChunk:
-        return self._chunk([ChatChunkChoice(delta=ChatDelta(role="assistant", content=""))])
+    def opening(self, index: int) -> ChatChunk:
+        # With tools nobody knows yet whether there will be content: no content is null for clients, and not "".
+        content = "" if self._tools.dialect is None else UNSET
+        return self._chunk(ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=content)))
 
-    def chunk(self, delta: Delta) -> ChatChunk:
-        return self._chunk([ChatChunkChoice(delta=ChatDelta(content=delta.text), logprobs=self._of(delta.tokens))])
+    def chunk(self, index: int, delta: Delta) -> ChatChunk:
+        content = delta.text if delta.text or not delta.calls else UNSET
+        calls = [self._call_delta(index, piece) for piece in delta.calls] or UNSET
+        added = ChatDelta(content=content, tool_calls=calls)
+        return self._chunk(ChatChunkChoice(index=index, delta=added, logprobs=self._of(delta.tokens)))
 
-    def closing(self, finish_reason: str) -> ChatChunk:
-        return self._chunk([ChatChunkChoice(delta=ChatDelta(), finish_reason=finish_reason)])
+    def closing(self, index: int, finish_reason: str) -> ChatChunk:
+        return self._chunk(ChatChunkChoice(index=index, delta=ChatDelta(), finish_reason=finish_reason))
 
     def usage_chunk(self, usage: Usage) -> ChatChunk:
         return ChatChunk(id=self._id, created=self._created, model=self._model, choices=[], usage=usage)
 
-    def whole(self, delta: Delta, finish_reason: str, usage: Usage) -> ChatCompletion:
-        message = AssistantMessage(content=delta.text)
-        choice = ChatChoice(message=message, logprobs=self._of(delta.tokens), finish_reason=finish_reason)
-        return ChatCompletion(id=self._id, created=self._created, model=self._model, choices=[choice], usage=usage)
+    def whole(self, choices: Sequence[Whole], usage: Usage) -> ChatCompletion:
+        return ChatCompletion(
+            id=self._id, created=self._created, model=self._model, choices=[self._choice(whole) for whole in choices], usage=usage
+        )
 
-    def _chunk(self, choices: list[ChatChunkChoice]) -> ChatChunk:
-        return ChatChunk(id=self._id, created=self._created, model=self._model, choices=choices, usage=self._no_usage)
+    def _choice(self, whole: Whole) -> ChatChoice:
+        calls = [
+            ToolCall(
+                id=self._tools.call_id(self._id, whole.index, piece.index),
+                function=CalledFunction(name=piece.name or "", arguments=piece.arguments),
+            )
+            for piece in whole.delta.calls
+        ]
+        message = AssistantMessage(content=whole.delta.text if whole.delta.text or not calls else None, tool_calls=calls or UNSET)
+        logprobs = self._of(whole.delta.tokens)
+        return ChatChoice(index=whole.index, message=message, logprobs=logprobs, finish_reason=whole.finish_reason)
+
+    def _call_delta(self, index: int, piece: CallPiece) -> ToolCallDelta:
+        if piece.name is None:
+            return ToolCallDelta(index=piece.index, function=FunctionDelta(arguments=piece.arguments))
+        return ToolCallDelta(
+            index=piece.index,
+            id=self._tools.call_id(self._id, index, piece.index),
+            type="function",
+            function=FunctionDelta(name=piece.name, arguments=piece.arguments),
+        )
+
+    def _chunk(self, choice: ChatChunkChoice) -> ChatChunk:
+        return ChatChunk(id=self._id, created=self._created, model=self._model, choices=[choice], usage=self._no_usage)
 
     def _of(self, tokens: list[ShownToken]) -> ChatLogprobs | None:
         if not self._logprobs:

@@ -1,9 +1,11 @@
 """Shapes of ``/v1/completions``."""
 
+from collections.abc import Sequence
+
 from msgspec import UNSET
 
 from pilotlight.gateway.openai.answer import Delta, ShownToken
-from pilotlight.gateway.openai.exchange import Shapes
+from pilotlight.gateway.openai.exchange import Shapes, Whole
 from pilotlight.gateway.openai.parameters import Options
 from pilotlight.gateway.openai.types import Completion, CompletionChoice, CompletionLogprobs, Usage
 from pilotlight.policy.types import RequestId
@@ -20,24 +22,29 @@ class CompletionShapes(Shapes):
         self._top_logprobs = options.top_logprobs
         self._no_usage = None if options.include_usage else UNSET
 
-    def opening(self) -> None:
+    def opening(self, index: int) -> None:
         return None
 
-    def chunk(self, delta: Delta) -> Completion:
-        return self._event([CompletionChoice(text=delta.text, logprobs=self._of(delta.tokens))])
+    def chunk(self, index: int, delta: Delta) -> Completion:
+        return self._event(CompletionChoice(index=index, text=delta.text, logprobs=self._of(delta.tokens)))
 
-    def closing(self, finish_reason: str) -> Completion:
-        return self._event([CompletionChoice(text="", finish_reason=finish_reason)])
+    def closing(self, index: int, finish_reason: str) -> Completion:
+        return self._event(CompletionChoice(index=index, text="", finish_reason=finish_reason))
 
     def usage_chunk(self, usage: Usage) -> Completion:
         return Completion(id=self._id, created=self._created, model=self._model, choices=[], usage=usage)
 
-    def whole(self, delta: Delta, finish_reason: str, usage: Usage) -> Completion:
-        choice = CompletionChoice(text=delta.text, logprobs=self._of(delta.tokens), finish_reason=finish_reason)
-        return Completion(id=self._id, created=self._created, model=self._model, choices=[choice], usage=usage)
+    def whole(self, choices: Sequence[Whole], usage: Usage) -> Completion:
+        return Completion(
+            id=self._id, created=self._created, model=self._model, choices=[self._choice(whole) for whole in choices], usage=usage
+        )
 
-    def _event(self, choices: list[CompletionChoice]) -> Completion:
-        return Completion(id=self._id, created=self._created, model=self._model, choices=choices, usage=self._no_usage)
+    def _choice(self, whole: Whole) -> CompletionChoice:
+        logprobs = self._of(whole.delta.tokens)
+        return CompletionChoice(index=whole.index, text=whole.delta.text, logprobs=logprobs, finish_reason=whole.finish_reason)
+
+    def _event(self, choice: CompletionChoice) -> Completion:
+        return Completion(id=self._id, created=self._created, model=self._model, choices=[choice], usage=self._no_usage)
 
     def _of(self, tokens: list[ShownToken]) -> CompletionLogprobs | None:
         if not self._logprobs:

@@ -1,7 +1,7 @@
 """One API request and its answer, from the key to the usage row; chat and plain completions differ in their shapes alone."""
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,8 +14,9 @@ from pilotlight.common.clock import Clock
 from pilotlight.common.errors import PilotlightError
 from pilotlight.gateway.http import Answering, EventStream
 from pilotlight.gateway.measures import Measures
+from pilotlight.gateway.merged import merged
 from pilotlight.gateway.openai import sse
-from pilotlight.gateway.openai.answer import Answer, Delta
+from pilotlight.gateway.openai.answer import Answer, Delta, joined
 from pilotlight.gateway.openai.parameters import Options
 from pilotlight.gateway.openai.types import Usage
 from pilotlight.gateway.requests import Ended, Held, Requests, TokenRequest, Tokens, Update
@@ -31,27 +32,36 @@ class UsageSink(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A choice in one piece."""
+
+    index: int
+    delta: Delta
+    finish_reason: str
+
+
 class Shapes(ABC):
     """How one kind of completion looks."""
 
     @abstractmethod
-    def opening(self) -> object | None:
-        """First event of a stream, before any text; None for no such event."""
+    def opening(self, index: int) -> object | None:
+        """First event of a choice's stream, before any text; None for no such event."""
 
     @abstractmethod
-    def chunk(self, delta: Delta) -> object:
-        """An event with text."""
+    def chunk(self, index: int, delta: Delta) -> object:
+        """An event with a choice's text."""
 
     @abstractmethod
-    def closing(self, finish_reason: str) -> object:
-        """The event that says why the answer ended."""
+    def closing(self, index: int, finish_reason: str) -> object:
+        """The event that says why a choice ended."""
 
     @abstractmethod
     def usage_chunk(self, usage: Usage) -> object:
         """The last event, for those who asked for usage."""
 
     @abstractmethod
-    def whole(self, delta: Delta, finish_reason: str, usage: Usage) -> object:
+    def whole(self, choices: Sequence[Whole], usage: Usage) -> object:
         """The answer in one piece."""
 
 
@@ -65,17 +75,60 @@ class ExchangeParts:
     clock: Clock
 
 
-class Exchange:
-    """Runs one request and shapes its answer."""
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What became of a choice; with the last one, why it ended."""
 
-    def __init__(self, parts: ExchangeParts, request: TokenRequest, answer: Answer, options: Options, key_id: str) -> None:
+    index: int
+    what: Held | Delta
+    finish_reason: str | None
+
+
+class Choice:
+    """One of a request's answers: a request of its own to the fleet."""
+
+    def __init__(self, index: int, parts: ExchangeParts, request: TokenRequest, answer: Answer) -> None:
+        self.index = index
+        self.request = request
+        self.answer = answer
+        self.was_held = False
+        self.first_token_s: float | None = None
+        """From arrival."""
         self._parts = parts
-        self._request = request
-        self._answer = answer
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """Everything that happens to it, to its end."""
+        async with aclosing(self._parts.requests.run(self.request)) as updates:
+            async for update in updates:
+                what = self._take(update)
+                yield Piece(self.index, what, self.answer.finish_reason)
+                if self.answer.finish_reason is not None:
+                    # A stop string, or the end: leaving here cancels what the engine still does.
+                    break
+
+    def _take(self, update: Update) -> Held | Delta:
+        match update:
+            case Held():
+                self.was_held = True
+                return update
+            case Tokens(tokens):
+                if self.first_token_s is None:
+                    self.first_token_s = self._parts.clock.monotonic_s() - self.request.arrived_s
+                    model = self.request.model
+                    self._parts.measures.first_token(model.name, met=self.first_token_s * 1000 <= model.slo.ttft_ms)
+                return self.answer.feed(tokens)
+            case Ended(finish):
+                return self.answer.finish(finish)
+
+
+class Exchange:
+    """Runs one API request, however many choices it has, and shapes its answer. One choice's error is that of all."""
+
+    def __init__(self, parts: ExchangeParts, choices: Sequence[Choice], options: Options, key_id: str) -> None:
+        self._parts = parts
+        self._choices = choices
         self._options = options
         self._key_id = key_id
-        self._was_held = False
-        self._first_token_s: float | None = None
 
     def response(self, shapes: Shapes) -> Response:
         """The answer as it comes, or in one piece."""
@@ -84,40 +137,40 @@ class Exchange:
         return Answering(lambda: self._whole(shapes))
 
     async def _events(self, shapes: Shapes) -> AsyncGenerator[bytes, None]:
-        opening = shapes.opening()
-        async with aclosing(self._deltas()) as deltas:
-            async for delta in deltas:
-                if isinstance(delta, Held):
-                    yield sse.comment(_progress(delta))
+        unopened = {choice.index for choice in self._choices}
+        held: set[int] = set()
+        async with aclosing(self._pieces()) as pieces:
+            async for piece in pieces:
+                if isinstance(piece.what, Held):
+                    held.add(piece.index)
+                    if piece.index == min(held):
+                        yield sse.comment(_progress(piece.what))
                     continue
-                data = b""
-                if opening is not None:
-                    data, opening = sse.event(opening), None
-                if delta.text or delta.tokens:
-                    data += sse.event(shapes.chunk(delta))
+                held.discard(piece.index)
+                data = b"".join(_events_of(piece, piece.what, shapes, opens=piece.index in unopened))
+                unopened.discard(piece.index)
                 if data:
                     yield data
-        last = sse.event(shapes.closing(self._answer.finish_reason or "stop"))
-        if self._options.include_usage:
-            last += sse.event(shapes.usage_chunk(self._answer.usage))
+        last = sse.event(shapes.usage_chunk(self._usage())) if self._options.include_usage else b""
         yield last + sse.DONE
 
     async def _whole(self, shapes: Shapes) -> Response:
-        async with aclosing(self._deltas()) as deltas:
-            pieces = [delta async for delta in deltas if isinstance(delta, Delta)]
-        delta = Delta("".join(piece.text for piece in pieces), [token for piece in pieces for token in piece.tokens])
-        body = shapes.whole(delta, self._answer.finish_reason or "stop", self._answer.usage)
-        return Response(msgspec.json.encode(body), media_type="application/json")
+        deltas: dict[int, list[Delta]] = {choice.index: [] for choice in self._choices}
+        async with aclosing(self._pieces()) as pieces:
+            async for piece in pieces:
+                if isinstance(piece.what, Delta):
+                    deltas[piece.index].append(piece.what)
+        wholes = [
+            Whole(choice.index, joined(deltas[choice.index]), choice.answer.finish_reason or "stop") for choice in self._choices
+        ]
+        return Response(msgspec.json.encode(shapes.whole(wholes, self._usage())), media_type="application/json")
 
-    async def _deltas(self) -> AsyncGenerator[Held | Delta, None]:
+    async def _pieces(self) -> AsyncGenerator[Piece, None]:
         status = "cancelled"
         try:
-            async with aclosing(self._parts.requests.run(self._request)) as updates:
-                async for update in updates:
-                    yield self._take(update)
-                    if self._answer.finish_reason is not None:
-                        # A stop string, or the end: leaving here cancels what the engine still does.
-                        break
+            async with aclosing(merged([choice.pieces() for choice in self._choices])) as pieces:
+                async for piece in pieces:
+                    yield piece
             status = "ok"
         except PilotlightError as error:
             status = error.code
@@ -128,33 +181,28 @@ class Exchange:
         finally:
             self._record(status)
 
-    def _take(self, update: Update) -> Held | Delta:
-        match update:
-            case Held():
-                self._was_held = True
-                return update
-            case Tokens(tokens):
-                if self._first_token_s is None:
-                    self._first_token_s = self._parts.clock.monotonic_s() - self._request.arrived_s
-                    model = self._request.model
-                    self._parts.measures.first_token(model.name, met=self._first_token_s * 1000 <= model.slo.ttft_ms)
-                return self._answer.feed(tokens)
-            case Ended(finish):
-                return self._answer.finish(finish)
+    def _usage(self) -> Usage:
+        """What is billed so far: each prompt once."""
+        prompts = {id(choice.request.siblings): len(choice.request.prompt_ids) for choice in self._choices}
+        prompt_tokens = sum(prompts.values())
+        output_tokens = sum(choice.answer.output_tokens for choice in self._choices)
+        return Usage(prompt_tokens=prompt_tokens, completion_tokens=output_tokens, total_tokens=prompt_tokens + output_tokens)
 
     def _record(self, status: str) -> None:
-        request, answer = self._request, self._answer
+        request, usage = self._choices[0].request, self._usage()
         elapsed_s = self._parts.clock.monotonic_s() - request.arrived_s
+        first_token_s = min((choice.first_token_s for choice in self._choices if choice.first_token_s is not None), default=None)
+        held = any(choice.was_held for choice in self._choices)
         self._parts.usage.record(
             model=request.model.name,
             key_id=self._key_id,
             request_id=request.request_id,
-            prompt_tokens=answer.prompt_tokens,
-            output_tokens=answer.output_tokens,
+            prompt_tokens=usage.prompt_tokens,
+            output_tokens=usage.completion_tokens,
             status=status,
         )
         self._parts.measures.finished(
-            request.model.name, status, answer.prompt_tokens, answer.output_tokens, self._first_token_s, held=self._was_held
+            request.model.name, status, usage.prompt_tokens, usage.completion_tokens, first_token_s, held=held
         )
         log.info(
             "request done",
@@ -162,12 +210,25 @@ class Exchange:
             request_id=request.request_id,
             model=request.model.name,
             status=status,
-            held=self._was_held,
-            prompt_tokens=answer.prompt_tokens,
-            output_tokens=answer.output_tokens,
-            first_token_s=self._first_token_s,
+            choices=len(self._choices),
+            held=held,
+            prompt_tokens=usage.prompt_tokens,
+            output_tokens=usage.completion_tokens,
+            first_token_s=first_token_s,
             elapsed_s=elapsed_s,
         )
+
+
+def _events_of(piece: Piece, delta: Delta, shapes: Shapes, *, opens: bool) -> list[bytes]:
+    """A choice's events: its first, its text, its last, as far as they come with this piece."""
+    bodies: list[object] = []
+    if opens and (opening := shapes.opening(piece.index)) is not None:
+        bodies.append(opening)
+    if delta.text or delta.tokens or delta.calls:
+        bodies.append(shapes.chunk(piece.index, delta))
+    if piece.finish_reason is not None:
+        bodies.append(shapes.closing(piece.index, piece.finish_reason))
+    return [sse.event(body) for body in bodies]
 
 
 def _progress(held: Held) -> str:

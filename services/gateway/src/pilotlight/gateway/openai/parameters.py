@@ -1,5 +1,6 @@
 """From a request's body to what the engine is asked for. Everything that cannot be honoured is refused, by the field's name."""
 
+import hashlib
 import random
 import re
 from collections.abc import Iterable, Sequence
@@ -10,11 +11,11 @@ import msgspec
 
 from pilotlight.common.errors import BadRequest, ContextTooLong
 from pilotlight.gateway.openai.structured import grammar_of
+from pilotlight.gateway.openai.tools import NO_TOOLS, ToolUse
 from pilotlight.gateway.openai.types import ChatRequest, CommonRequest, CompletionRequest, NotSupported
 from pilotlight.policy.types import Model, Sampling
 
 _OFF: dict[str, tuple[object, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
@@ -89,6 +90,31 @@ def options_of(request: ChatRequest | CompletionRequest) -> Options:
     )
 
 
+def count_choices(request: ChatRequest | CompletionRequest, prompts: int, limit: int) -> int:
+    """How many answers a request asks for, to all of its prompts.
+
+    Raises:
+        BadRequest: more than one request may.
+    """
+    n = request.n or 1
+    if n * prompts > limit:
+        asked = f"{n} answers" if prompts == 1 else f"{n} answers to each of {prompts} prompts"
+        raise BadRequest(
+            f"{asked} are more than the {limit} that one request may ask for; send several requests",
+            param="n" if n > limit or prompts == 1 else "prompt",
+        )
+    return n * prompts
+
+
+def seed_of_choice(seed: int, choice: int) -> int:
+    """The seed of a prompt's answer number ``choice``, from the request's seed, which number 0 keeps."""
+    if choice == 0:
+        return seed
+    # Not the next number: two requests with neighbouring seeds would share all but two of their answers.
+    digest = hashlib.blake2b(f"{seed}/{choice}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") & _SEED_MASK
+
+
 def limit_of(request: ChatRequest | CompletionRequest) -> int | None:
     """How many tokens of output the client asks for at most; None when it leaves that open."""
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
@@ -97,7 +123,12 @@ def limit_of(request: ChatRequest | CompletionRequest) -> int | None:
 
 
 def sampling_of(
-    request: ChatRequest | CompletionRequest, model: Model, prompt_tokens: int, eos_token_ids: Sequence[int], rng: random.Random
+    request: ChatRequest | CompletionRequest,
+    model: Model,
+    prompt_tokens: int,
+    eos_token_ids: Sequence[int],
+    rng: random.Random,
+    tools: ToolUse = NO_TOOLS,
 ) -> Sampling:
     """How the request's tokens are drawn. Without a seed it gets one, so that it can be resumed elsewhere with the same tokens.
 
@@ -130,7 +161,7 @@ def sampling_of(
         logit_bias=tuple(sorted(bias.items())),
         min_tokens=request.min_tokens or 0,
         top_logprobs=options.top_logprobs,
-        grammar=grammar_of(request),
+        grammar=tools.grammar or grammar_of(request),
     )
 
 
@@ -156,7 +187,8 @@ def _room(model: Model, prompt_tokens: int, asked: int | None) -> int:
 
 
 def _refuse_unsupported(request: NotSupported) -> None:
-    for name in NotSupported.__struct_fields__:
+    names = NotSupported.__struct_fields__
+    for name in (*names, "tools", "tool_choice") if isinstance(request, CompletionRequest) else names:
         value = getattr(request, name)
         if value is not None and not any(
             value == off and isinstance(value, bool) == isinstance(off, bool) for off in _OFF.get(name, ())

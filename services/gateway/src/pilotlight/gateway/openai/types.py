@@ -12,6 +12,7 @@ from msgspec import UNSET, Meta, UnsetType
 from pilotlight.text.stops import MAX_STOP_CHARS, MAX_STOPS
 
 MAX_INT32 = 2**31 - 1
+MAX_TOOLS = 128
 
 Temperature = Annotated[float, Meta(ge=0, le=2, description="0 is greedy.")]
 TopP = Annotated[float, Meta(gt=0, le=1)]
@@ -28,12 +29,9 @@ Name = Annotated[str, Meta(min_length=1, max_length=256)]
 class NotSupported(msgspec.Struct, kw_only=True):
     """Fields of the API that only take the value that switches them off."""
 
-    n: Any = None
     best_of: Any = None
     echo: Any = None
     suffix: Any = None
-    tools: Any = None
-    tool_choice: Any = None
     functions: Any = None
     function_call: Any = None
     modalities: Any = None
@@ -86,6 +84,7 @@ class CommonRequest(NotSupported, kw_only=True):
     """What both kinds of completion take."""
 
     model: Name
+    n: Annotated[int, Meta(ge=1, le=MAX_INT32, description="Answers to each prompt.")] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: Temperature | None = None
@@ -95,6 +94,7 @@ class CommonRequest(NotSupported, kw_only=True):
     stop: Stops | None = None
     max_tokens: TokenLimit | None = None
     ignore_eos: bool | None = None
+    timeout_s: Annotated[float, Meta(gt=0, description="Seconds within which the whole answer is wanted.")] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -119,31 +119,80 @@ class TextPart(msgspec.Struct, tag_field="type", tag="text", kw_only=True):
     text: str
 
 
-class ChatMessage(msgspec.Struct, kw_only=True):
-    """One turn of a conversation."""
+class GivenFunction(msgspec.Struct, kw_only=True):
+    """What was called in an earlier turn."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    name: Name
+    arguments: Annotated[str, Meta(description="The text of a JSON object.")]
+
+
+class GivenCall(msgspec.Struct, kw_only=True):
+    """A call of an earlier turn, as it was answered."""
+
+    id: Name
+    type: Literal["function"] = "function"
+    function: GivenFunction
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    """One turn of a conversation. What a tool answers has the role ``tool``."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
-    tool_calls: Any = None
+    tool_calls: list[GivenCall] | None = None
+    tool_call_id: str | None = None
     function_call: Any = None
+
+
+class FunctionSpec(msgspec.Struct, kw_only=True):
+    """A function that the model may call."""
+
+    name: Annotated[str, Meta(description="1 to 64 letters, digits, underscores and hyphens.")]
+    description: str | None = None
+    parameters: Annotated[dict[str, Any], Meta(description="The JSON schema of its arguments, an object.")] | None = None
+    strict: Annotated[bool, Meta(description="Arguments always follow the schema.")] | None = None
+
+
+class FunctionTool(msgspec.Struct, tag_field="type", tag="function", kw_only=True):
+    """A tool; functions are the only kind."""
+
+    function: FunctionSpec
+
+
+class NamedFunction(msgspec.Struct, kw_only=True):
+    """Which function."""
+
+    name: Name
+
+
+class NamedChoice(msgspec.Struct, tag_field="type", tag="function", kw_only=True):
+    """This function must be called."""
+
+    function: NamedFunction
 
 
 class ChatRequest(CommonRequest, kw_only=True):
     """Body of ``POST /v1/chat/completions``."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: Annotated[bool, Meta(description="False: one call at most.")] | None = None
     max_completion_tokens: TokenLimit | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
 
 class CompletionRequest(CommonRequest, kw_only=True):
-    """Body of ``POST /v1/completions``."""
+    """Body of ``POST /v1/completions``. It has no tools: only the values that switch them off are taken."""
+
+    tools: Any = None
+    tool_choice: Any = None
 
     prompt: Annotated[
         str | list[str | int | list[int]],
-        Meta(description="A string, a list with one string, token ids, or a list with one list of them."),
+        Meta(description="A string, token ids, or a list of such prompts, each of which is answered."),
     ]
     logprobs: Annotated[int, Meta(ge=0, le=5, description="How many of the likeliest tokens are told with each.")] | None = None
 
@@ -189,16 +238,32 @@ class CompletionLogprobs(msgspec.Struct, kw_only=True):
     text_offset: list[int]
 
 
+class CalledFunction(msgspec.Struct, kw_only=True):
+    """What is called, with which arguments: the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A call that the client is to make."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class AssistantMessage(msgspec.Struct, kw_only=True):
-    """The answer."""
+    """The answer. With calls of tools the content may be null."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
     refusal: None = None
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
-    """The one choice."""
+    """One answer."""
 
     index: int = 0
     message: AssistantMessage
@@ -218,15 +283,32 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     system_fingerprint: None = None
 
 
+class FunctionDelta(msgspec.Struct, kw_only=True):
+    """The name comes with a call's first chunk; arguments come in pieces."""
+
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCallDelta(msgspec.Struct, kw_only=True):
+    """What a chunk adds to one call."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta
+
+
 class ChatDelta(msgspec.Struct, kw_only=True):
     """What a chunk adds."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):
-    """The one choice of a chunk."""
+    """What a chunk adds to one answer."""
 
     index: int = 0
     delta: ChatDelta
@@ -247,7 +329,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """The one choice; of a chunk too."""
+    """One answer, or what a chunk adds to it."""
 
     index: int = 0
     text: str
