@@ -12,10 +12,10 @@ from typing import cast
 from image_requirements import list_of, projects, split
 
 ROOT = Path(__file__).resolve().parents[2]
-GLIBC = "2.28"
+GLIBC = "2.31"
 """The oldest C library that a bundle runs on: nats-server's and PostgreSQL's wheels need it, and so does torch."""
 PLATFORMS = (
-    *(f"manylinux_2_{minor}_x86_64" for minor in range(28, 4, -1)),
+    *(f"manylinux_2_{minor}_x86_64" for minor in range(31, 4, -1)),
     "manylinux2014_x86_64",
     "manylinux2010_x86_64",
     "manylinux1_x86_64",

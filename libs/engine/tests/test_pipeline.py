@@ -79,6 +79,39 @@ def test_stages_have_as_many_micro_batches_under_way_as_there_are_stages(checkpo
     assert pipeline.finish().keys() == {str(index) for index in range(8)}
 
 
+CONTROLLED = {**SAMPLED, "frequency_penalty": 0.6, "repetition_penalty": 1.4, "seed": 9}
+
+
+def away_and_back(lead, name):
+    released = lead.engine.release(RequestId(name), 1)
+    lead.engine.add(RequestId(name), 1, INSTANCE, released.prompt_ids, released.output_ids, released.sampling)
+
+
+def preempted(lead, name):
+    scheduler = lead.engine._stages[INSTANCE].scheduler
+    scheduler._preempt(scheduler.find(RequestKey(RequestId(name), 1)))
+
+
+@pytest.mark.parametrize("disturb", [away_and_back, preempted])
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_a_token_under_way_is_not_given_to_a_later_run(num_stages, disturb, checkpoint, driver, prompts):
+    """The run that it belongs to is over, and the next one has begun, when it comes back: that one draws the same token itself."""
+    model = checkpoint("llama", 1)
+    alone = driver()
+    alone.load(model)
+    alone.add("a", prompts[1], **CONTROLLED)
+    expected = alone.finish()["a"]
+    pipeline = staged(driver, model, cuts(4, num_stages))
+    pipeline.lead.add("a", prompts[1], **CONTROLLED)
+    for position in (1, 5, 12):
+        pipeline.run_until(lambda position=position: len(pipeline.lead.outputs["a"].token_ids) >= position)
+        while not pipeline.lead.step().batch_tokens:
+            pipeline.run_until(lambda: pipeline.lead.engine._stages[INSTANCE].pipeline._answers.readable)
+        disturb(pipeline.lead, "a")
+        assert pipeline.lead.step().batch_tokens, "it runs again before its token is back"
+    assert pipeline.finish()["a"] == expected
+
+
 def test_no_stage_is_unloaded_while_requests_of_its_pipeline_are_in_flight(checkpoint, driver, prompts):
     pipeline = staged(driver, checkpoint("llama"), UNEVEN)
     pipeline.lead.add("a", prompts[0], max_tokens=30)

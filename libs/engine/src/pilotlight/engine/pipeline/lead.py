@@ -70,8 +70,8 @@ class PipelineLead:
         """Micro-batches that may be under way; 0 until all stages are known."""
         self._under_way: deque[_UnderWay] = deque()
         self._number = 0
-        self._open: dict[RequestKey, int] = {}
-        """Requests that the other stages know, and by which of their runs."""
+        self._open: dict[RequestKey, tuple[Request, int]] = {}
+        """Requests that the other stages know, and by which of their runs. One that left and came back is another one."""
         self._heard_s = now_s
         # What was computed before is not in place in the stages that come now.
         resident.scheduler.forget_cached()
@@ -157,19 +157,19 @@ class PipelineLead:
 
     def _close_gone(self) -> tuple[RequestKey, ...]:
         """Forgets the requests that own no blocks any more, or own others since."""
-        gone = tuple(key for key, takes in self._open.items() if not self._runs(self._resident.scheduler.find(key), takes))
+        gone = tuple(key for key, (request, takes) in self._open.items() if not self._runs(request, takes))
         for key in gone:
             del self._open[key]
         return gone
 
     def _introduce(self, request: Request) -> OpenedRequest:
-        self._open[request.key] = request.takes
+        self._open[request.key] = request, request.takes
         prompt_ids, output_ids = request.token_ids[: request.prompt_tokens], request.token_ids[request.prompt_tokens :]
         return OpenedRequest(request.key, tuple(prompt_ids), tuple(output_ids), request.sampling)
 
-    def _runs(self, request: Request | None, takes: int) -> bool:
+    def _runs(self, request: Request, takes: int) -> bool:
         """The request still owns the blocks that it had in that run."""
-        return request is not None and request.state is RequestState.RUNNING and request.takes == takes
+        return request.state is RequestState.RUNNING and request.takes == takes
 
     def _collect(self, plan: Plan | None, monotonic_s: Callable[[], float]) -> StageStep:
         step = StageStep(plan=plan)
