@@ -54,6 +54,7 @@ def write_archive(name: str, stem: str, entries: Mapping[str, Path], folder: Pat
                 with source.open("rb") as content:
                     tar.addfile(_member(target, source), content)
         size_bytes = plain.tell()
+        plain.flush()  # blocks are read past Python's buffer
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             offsets = range(0, size_bytes, BLOCK_BYTES)
             blocks = pool.map(_compressed, repeat(plain.fileno()), offsets, repeat(size_bytes))

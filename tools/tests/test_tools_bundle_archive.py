@@ -47,6 +47,17 @@ def test_parts_make_the_whole(tmp_path: Path, content: dict[str, Path], monkeypa
         assert plain.read() == content["share/plain"].read_bytes()
 
 
+@pytest.mark.parametrize("size_bytes", range(1, 400_000, 7_919))
+def test_an_archive_of_any_length_is_whole(tmp_path: Path, size_bytes: int) -> None:
+    written = bytes(size_bytes)
+    (tmp_path / "plain").write_bytes(written)
+    made = write_archive("pilotlight", "light", {"plain": tmp_path / "plain"}, tmp_path)
+    with read_back(tmp_path, [part.name for part in made.parts]) as tar:
+        plain = tar.extractfile("plain")
+        assert plain is not None
+        assert plain.read() == written
+
+
 def test_the_same_content_makes_the_same_bytes(tmp_path: Path, content: dict[str, Path]) -> None:
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder in folders:
