@@ -152,6 +152,7 @@ def test_each_edge_has_the_writers_that_its_messages_name() -> None:
 
     assert writers("v1.worker.w.hold") == {"scheduler"}
     assert writers("v1.loader.n.hold") == {"scheduler"}
+    assert writers("v1.loader.n.verify") == writers("v1.loader.n.verification") == {"gateway"}
     assert writers("v1.worker.w.submit") == {"gateway"}
     assert writers("v1.worker.w.give-up") == {"cache"}
     assert writers("v1.cache.reserve") == {"scheduler"}

@@ -19,21 +19,21 @@ folder = Path({folder!r})
 pool = HostPool.open(folder / "pool", 8 * MIB, SystemClock())
 image = pool.reserve("d" * 64, 0, 4 * MIB, 1)
 try:
-    pool.back(image, 0, 4 * MIB)
+    pool.write(image, 0, memoryview(bytes([7]) * (4 * MIB)))
     raise SystemExit("not refused")
 except HostPoolFull as error:
     assert str(folder) in error.message, error.message
     assert "PILOTLIGHT_POOL_BYTES" in error.action
 (folder / "other").unlink()
-pool.back(image, 0, 4 * MIB)
+pool.write(image, 0, memoryview(bytes([7]) * (4 * MIB)))
 with pool.view(image, 0, 4 * MIB) as view:
-    view[:] = bytes([7]) * (4 * MIB)
+    assert bytes(view) == bytes([7]) * (4 * MIB)
 pool.close(remove=True)
 assert os.listdir(folder) == []
 print("written")
 """
 
 
-def test_memory_is_set_aside_before_it_is_written(tmp_path: Path) -> None:
+def test_memory_that_is_used_up_is_an_error(tmp_path: Path) -> None:
     done = run_python(PROGRAM.format(folder=str(tmp_path)), {tmp_path: "8m"})
     assert (done.returncode, done.stdout) == (0, "written\n"), done.stdout + done.stderr

@@ -18,7 +18,7 @@ from pilotlight.common import messages
 from pilotlight.common.messages.codec import Message, decode_json, decode_msgpack, encode_json, encode_msgpack
 from pilotlight.policy.types import Stage
 
-BINARY_MODULES = ("engine", "pool", "tokens")
+BINARY_MODULES = ("engine", "link", "pool", "tokens")
 """Edges that speak msgpack; ``tokens`` speaks both."""
 
 

@@ -26,8 +26,8 @@ class Fault:
 
     where: str
     kind: str
-    """``cut``: half of the body, then the end of the connection. ``stall``: half of the body, then nothing. ``status``: ``value`` as
-    status and nothing else. ``redirect``: to ``value``."""
+    """``cut``: ``value`` bytes of the body, by default half of it, then the end of the connection. ``stall``: as many, then nothing.
+    ``status``: ``value`` as status and nothing else. ``redirect``: to ``value``."""
     value: Any = None
     times: int = 1
     headers: dict[str, str] = field(default_factory=dict)
@@ -50,6 +50,8 @@ class Standin:
         self.faults: list[Fault] = []
         self.on_asked: Callable[[Asked], None] = lambda _: None
         """Called with each request before it is answered, from the thread that answers it."""
+        self.sent_bytes = 0
+        """Of bodies, by one request at a time."""
         self.released = threading.Event()
         self.connections: list[_Handler] = []
         self._lock = threading.Lock()
@@ -141,13 +143,16 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "HEAD":
             return
         if self.fault is not None and self.fault.kind in ("cut", "stall"):
-            self.wfile.write(body[: len(body) // 2])
+            some = body[: len(body) // 2 if self.fault.value is None else self.fault.value]
+            self.wfile.write(some)
             self.wfile.flush()
+            self.server_of.sent_bytes += len(some)
             if self.fault.kind == "stall":
                 self.server_of.released.wait(30)
             self.close_connection = True
             return
         self.wfile.write(body)
+        self.server_of.sent_bytes += len(body)
 
     def send_range(self, data: bytes, headers: dict[str, str]) -> None:
         """``data``, or the range of it that was asked for."""

@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pilotlight.checkpoint import safetensors as under_test
-from pilotlight.checkpoint.errors import BadCheckpoint, CheckpointError, UnsupportedModel
+from pilotlight.checkpoint.errors import BadCheckpoint, UnsupportedModel
 from pilotlight.checkpoint.reader import MemorySource
 from pilotlight.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE, read_tensors
 from pilotlight.checkpoint.testing import encode_safetensors, frame_header
@@ -77,15 +75,23 @@ def test_the_safetensors_library_reads_the_files_of_the_test_helper():
         (frame_header(b' {"a":1}'), "brace"),
         (frame_header(b"{"), "not valid JSON"),
         (frame_header(b'{"\xff":1}'), "not valid JSON"),
-        (frame_header(b'{"a":' * 5000 + b"1" + b"}" * 5000), "nested too deeply"),
+        (frame_header(b'{"a":' * 5000 + b"1" + b"}" * 5000), "no value ends within"),
+        (frame_header(b'{"a":' + b"[" * 2000 + b"]" * 2000), "nested too deeply"),
+        (frame_header(b'{"' + b"a" * 1024 + b'":1}'), "no value ends within"),
+        (frame_header(b"{}x"), "behind the object"),
+        (frame_header(b'{"a":{},}'), "needs a dtype"),
+        (frame_header(b'{"__metadata__":{},}'), "a string is missing"),
+        (frame_header(b'{"__metadata__":{"\xff":""}}'), "not valid JSON"),
         (frame_header(b'{"a":NaN}'), "NaN"),
-        (frame_header(b'{"a":' + b"9" * 5000 + b"}"), "not valid JSON"),
-        (frame_header(b'{"a":{},"a":{}}'), "'a' appears twice"),
+        (frame_header(b'{"a":' + b"9" * 5000 + b"}"), "no value ends within"),
+        (frame_header(b'{"a":%b,"a":%b}' % ((json.dumps(tensor()).encode(),) * 2)) + b"8" * 8, "'a' appears twice"),
         (frame_header(b'{"a":{"dtype":"F32","dtype":"F16"}}'), "'dtype' appears twice"),
         (file_of({"a": 1}), "not described by an object"),
         (file_of({"a": {}}), "needs a dtype"),
         (file_of({"a": {**tensor(), "extra": 1}}, b"8" * 8), "nothing else"),
         (file_of({"a": tensor(shape=(-2,))}, b"8" * 8), "needs a dtype"),
+        (frame_header(b'{"a":{"dtype":"F32","shape":[-0],"data_offsets":[0,0]}}'), "needs a dtype"),
+        (file_of({"a": tensor(shape=(1 << 40, 1 << 40, 0), offsets=(0, 0))}), "impossible shape"),
         (file_of({"a": tensor(shape=(2.0,))}, b"8" * 8), "needs a dtype"),
         (file_of({"a": tensor(shape=(True, 2))}, b"8" * 8), "needs a dtype"),
         (file_of({"a": tensor(shape=(1 << 49, 0), offsets=(0, 0))}), "impossible shape"),
@@ -161,68 +167,6 @@ class TestShards:
         files["two"] = encode_safetensors([("a", (2,)), ("b", (2,))])
         with pytest.raises(BadCheckpoint, match="a is also in one"):
             read(files)
-
-
-VALID = encode_safetensors(PAIR)
-HEADER_BYTES = 8 + int.from_bytes(VALID[:8], "little")
-NUMBERS = [b"0", b"-1", b"9223372036854775808", b"18446744073709551616", b"1e9", b"null", b"[]", b"{}", b'"x"', b"NaN", b"true"]
-
-
-def outcome(data: bytes) -> bool:
-    """Whether we accept it. Anything but a CheckpointError fails the test."""
-    try:
-        read_one(data)
-    except CheckpointError:
-        return False
-    return True
-
-
-def library_accepts(data: bytes) -> bool:
-    try:
-        safetensors.deserialize(data)
-    except safetensors.SafetensorError:
-        return False
-    return True
-
-
-@pytest.mark.slow
-@settings(max_examples=4000, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, HEADER_BYTES - 1), st.integers(0, 255)), min_size=1, max_size=4), st.integers(-40, 40))
-def test_flipped_and_cut_bytes_raise_only_checkpoint_errors(flips, resize):
-    data = bytearray(VALID)
-    for place, value in flips:
-        data[place] = value
-    data = bytes(data[:resize]) if resize < 0 else bytes(data) + b"\0" * resize
-    if outcome(data):
-        assert library_accepts(data)
-
-
-@pytest.mark.slow
-@settings(max_examples=2000, deadline=None)
-@given(st.data())
-def test_replaced_values_raise_only_checkpoint_errors(data):
-    entry = st.fixed_dictionaries(
-        {
-            "dtype": st.sampled_from(["F32", "BF16", "U8", "F4", "", 3, None]),
-            "shape": st.lists(st.integers(-1, 4) | st.sampled_from([1 << 31, 1 << 64, True, None]), max_size=3),
-            "data_offsets": st.lists(st.integers(-1, 40) | st.sampled_from([1 << 63, None, "1"]), max_size=3),
-        },
-    )
-    header = data.draw(st.dictionaries(st.sampled_from(["a", "b", "__metadata__", "\ud800", "\n"]), entry, max_size=3))
-    raw = file_of(header, bytes(data.draw(st.integers(0, 48))))
-    if outcome(raw):
-        assert library_accepts(raw)
-
-
-@pytest.mark.slow
-@settings(max_examples=2000, deadline=None)
-@given(st.integers(8, HEADER_BYTES - 1), st.integers(1, 12), st.sampled_from(NUMBERS))
-def test_spliced_json_raises_only_checkpoint_errors(place, length, splice):
-    header = VALID[8:HEADER_BYTES]
-    cut = place - 8
-    raw = frame_header(header[:cut] + splice + header[cut + length :]) + VALID[HEADER_BYTES:]
-    if outcome(raw):
-        assert library_accepts(raw)
 
 
 def test_a_name_with_half_of_a_character_is_refused():

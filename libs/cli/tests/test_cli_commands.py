@@ -124,6 +124,33 @@ def test_a_model_is_added_warmed_and_removed(gateway: Scripted, capsys: pytest.C
     assert out(capsys) == {"deleted": "org/tiny"}
 
 
+def verification(status: str, **changes: Any) -> dict[str, Any]:
+    """One as the gateway tells it."""
+    started = {"verification_id": "n0.abc", "node_id": "n0", "model": "org/tiny", "status": status, "done_bytes": 3 << 20}
+    rest = {"total_bytes": 4 << 20, "filled_parts": 0, "difference_count": 0, "differences": [], "code": "", "error": ""}
+    return {**started, **rest, **changes}
+
+
+def test_a_model_is_verified(gateway: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
+    gateway.answer("POST /models/org/tiny/verify", verification("waiting"), 202)
+    gateway.answer("GET /verifications/n0.abc", verification("done", filled_parts=2))
+    assert run(["model", "verify", "org/tiny", "--timeout", "60"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "org/tiny is what is recorded: 3.0 MiB were read; digests of 2 parts were missing and are recorded now" in told
+    assert json.loads(gateway.seen[-2][2]) == {"deadline_s": 60.0}
+    differs = verification("done", difference_count=101, differences=["part 2, bytes [0, 9), from a [b].safetensors at byte 7"])
+    gateway.answer("GET /verifications/n0.abc", differs)
+    assert run(["model", "verify", "org/tiny"]) == 1
+    told = capsys.readouterr().out
+    assert "in 101 places" in told
+    assert "part 2, bytes [0, 9), from a [b].safetensors at byte 7" in told
+    assert run(["model", "verify", "org/tiny", "--json"]) == 1
+    assert out(capsys) == differs
+    gateway.answer("GET /verifications/n0.abc", verification("failed", code="source_changed", error="it is another file"))
+    assert run(["model", "verify", "org/tiny"]) == 1
+    assert "source_changed: it is another file" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("status", "code", "kind"),
     [
@@ -320,7 +347,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert run([command, "--help"]) == 0
         assert "--json" in capsys.readouterr().out or command == "model"
     assert run(["model", "--help"]) == 0
-    assert {"add", "list", "rm", "warm"} <= set(capsys.readouterr().out.split())
+    assert {"add", "list", "rm", "warm", "verify"} <= set(capsys.readouterr().out.split())
 
 
 def test_brackets_in_a_message_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:

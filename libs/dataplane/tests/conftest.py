@@ -1,7 +1,7 @@
 """Small models on disk, a pool for each test, and the tools of a fetch around them."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,18 @@ from pilotlight.checkpoint.manifest import Manifest
 from pilotlight.checkpoint.reader import FolderSource
 from pilotlight.checkpoint.testing import tiny_config, tiny_files
 from pilotlight.common.clock import SystemClock
+from pilotlight.common.errors import PilotlightError
 from pilotlight.common.faults import Faults
+from pilotlight.dataplane.chunk_fetch import Distrusted
 from pilotlight.dataplane.copies import HostCopies
-from pilotlight.dataplane.fetch import OpenSource, Readers, SourceChunks
+from pilotlight.dataplane.lanes import LaneLimits, Lanes
 from pilotlight.dataplane.links import Links
 from pilotlight.dataplane.model_fetch import FetchTools
+from pilotlight.dataplane.origin import Keeper, Nearby
 from pilotlight.dataplane.pool import HostPool
-from pilotlight.policy.types import Digest, InstanceId, Model, ModelName, Phase, ScalingBounds, Slo
+from pilotlight.dataplane.readers import Readers
+from pilotlight.dataplane.source_origin import OpenSource, SourceOrigin
+from pilotlight.policy.types import Digest, InstanceId, Model, ModelName, OriginKind, Phase, ScalingBounds, Slo
 
 POOL_BYTES = 64 * 1024 * 1024
 
@@ -65,6 +70,7 @@ class KnownManifests:
     manifests: dict[Digest, Manifest] = field(default_factory=dict)
     hold_back: asyncio.Event | None = None
     reads: int = 0
+    disputed: Callable[[PilotlightError], None] | None = None
 
     async def get(self, model: Model) -> Manifest:
         self.reads += 1
@@ -72,8 +78,13 @@ class KnownManifests:
             await self.hold_back.wait()
         return self.manifests[model.digest]
 
-    def learned(self, model: Model, digests: dict[tuple[int, int], Digest]) -> None:
-        self.manifests[model.digest] = self.manifests[model.digest].with_digests(digests)
+    async def latest(self, model: Model) -> Manifest:
+        return await self.get(model)
+
+    def learned(self, model: Model, part: int, digests: tuple[Digest, ...], disputed: Callable[[PilotlightError], None]) -> None:
+        known = {(part, chunk): digest for chunk, digest in enumerate(digests)}
+        self.manifests[model.digest] = self.manifests[model.digest].with_digests(known)
+        self.disputed = disputed
 
 
 @dataclass
@@ -82,6 +93,8 @@ class Seen:
 
     phases: list[tuple[InstanceId, Phase]] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
+    given: list[tuple[OriginKind, int]] = field(default_factory=list)
+    failed: list[tuple[OriginKind, str, str]] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def on_copies_changed(self) -> None:
@@ -89,6 +102,12 @@ class Seen:
 
     def on_fetched(self, instance_id: InstanceId, phases: tuple[Phase, ...]) -> None:
         self.phases.extend((instance_id, phase) for phase in phases)
+
+    def on_chunk(self, kind: OriginKind, name: str, size_bytes: int) -> None:
+        self.given.append((kind, size_bytes))
+
+    def on_origin_failed(self, kind: OriginKind, name: str, code: str) -> None:
+        self.failed.append((kind, name, code))
 
     def on_fetch_ended(self, seconds: float, size_bytes: int, code: str) -> None:
         self.ended.append(code)
@@ -132,19 +151,25 @@ async def make_node(tmp_path: Path, anyio_backend: str):
         faults: str = "",
         open_source: OpenSource | None = None,
         stall_timeout_s: float = 10.0,
+        nearby: Sequence[Nearby] = (),
+        keepers: Sequence[Keeper] = (),
+        threads: int = 4,
     ) -> Node:
         clock = SystemClock()
         pool = HostPool.open(tmp_path / f"pool-{len(nodes)}", pool_bytes, clock)
         manifests, seen = KnownManifests(), Seen()
         tools = FetchTools(
             pool=pool,
-            readers=Readers(4, stall_timeout_s),
+            readers=Readers(threads, stall_timeout_s),
             manifests=manifests,
             open_source=open_source or open_folder,
-            links=Links(bytes_per_s, clock),
+            lanes=Lanes(LaneLimits(least=threads, most=threads), Links(bytes_per_s, clock), clock),
+            distrusted=Distrusted(clock),
             faults=Faults.parse(faults),
             clock=clock,
             process="loader",
+            nearby=tuple(nearby),
+            keepers=tuple(keepers),
         )
         nodes.append(Node(pool, HostCopies(tools, Owner(), seen), manifests, seen, tools))
         return nodes[-1]
@@ -155,5 +180,5 @@ async def make_node(tmp_path: Path, anyio_backend: str):
         node.pool.close(remove=True)
 
 
-def open_folder(model: Model, manifest: Manifest) -> SourceChunks:
-    return SourceChunks(FolderSource(Path(model.uri.removeprefix("file://"))), manifest)
+def open_folder(model: Model, manifest: Manifest) -> SourceOrigin:
+    return SourceOrigin(FolderSource(Path(model.uri.removeprefix("file://"))), manifest, model.uri)

@@ -21,16 +21,42 @@ class ExtentsMachine(RuleBasedStateMachine):
         self.extents = Extents(UNIT * UNITS + 7, UNIT)
         self.model: set[Extent] = set()
 
-    @rule(target=held, size_bytes=st.integers(0, UNIT * 20))
-    def take(self, size_bytes: int):
+    @rule(target=held, size_bytes=st.integers(0, UNIT * 20), behind=st.none() | held)
+    def take(self, size_bytes: int, behind: Extent | None):
         largest = self.extents.largest_free_bytes
-        extent = self.extents.take(size_bytes)
+        after = behind.stop if behind is not None else None
+        free_there = after is not None and self._is_free(Extent(after, self.extents.rounded(size_bytes)))
+        assert self.extents.fits([size_bytes], after) == (self.extents.rounded(size_bytes) <= largest)
+        extent = self.extents.take(size_bytes, after)
+        assert not free_there or (extent is not None and extent.offset == after)
         if extent is None:
             assert self.extents.rounded(size_bytes) > largest, "room was there"
             return multiple()
         assert extent.size_bytes == self.extents.rounded(size_bytes) >= size_bytes
         self.model.add(extent)
         return extent
+
+    @rule(
+        sizes=st.lists(st.integers(1, UNIT * 8), max_size=6),
+        after=st.none() | st.integers(0, UNITS).map(lambda unit: unit * UNIT),
+    )
+    def fits(self, sizes: list[int], after: int | None) -> None:
+        """Just when they can be taken one after the other."""
+        fits, taken = self.extents.fits(sizes, after), list[Extent]()
+        for size_bytes in sizes:
+            extent = self.extents.take(size_bytes, after)
+            if extent is None:
+                break
+            taken.append(extent)
+            after = extent.stop
+        assert fits == (len(taken) == len(sizes))
+        for extent in taken:
+            self.extents.give_back(extent)
+
+    def _is_free(self, wanted: Extent) -> bool:
+        return wanted.stop <= UNIT * UNITS and all(
+            other.stop <= wanted.offset or wanted.stop <= other.offset for other in self.model
+        )
 
     @rule(target=held, unit=st.integers(-1, UNITS), size_bytes=st.integers(1, UNIT * 4), shift=st.sampled_from([0, 0, 0, 1]))
     def take_at(self, unit: int, size_bytes: int, shift: int):

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
+from pilotlight.checkpoint.digests import chunk_digest
 from pilotlight.common.clock import ManualClock
 from pilotlight.common.errors import Conflict, HostPoolFull, HostPoolTaken, StaleCommand
 from pilotlight.dataplane.pool import HostPool, PartImage
@@ -39,7 +40,7 @@ def enter(pool: HostPool, image: PartImage, index: int) -> None:
     start = index * CHUNK_BYTES
     with pool.view(image, start, CHUNK_BYTES) as view:
         view[:] = content
-    pool.enter_chunk(image, (start, start + CHUNK_BYTES), Digest(blake3(content).hexdigest()))
+    pool.enter_chunk(image, (start, start + CHUNK_BYTES), chunk_digest(content))
 
 
 def held(pool: HostPool) -> dict[Digest, tuple[int, ...]]:

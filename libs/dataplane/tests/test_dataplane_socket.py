@@ -152,6 +152,21 @@ async def test_a_lease_outlives_a_loader_that_comes_back_with_its_pool(served) -
         await again.stop()
 
 
+async def test_a_lease_whose_parts_were_given_up_meanwhile_is_not_intact(served) -> None:
+    """They are in the pool again, perhaps in the same place, and for a while something else was there."""
+    node, registered, workers, server = served
+    async with await client_of(server).lease(WORKER, ONE, registered.model, (0, 1)) as lease:
+        assert [part.part async for part in lease] == [0, 1]
+        await server.stop()
+        await until(lambda: not node.copies._holders)
+        assert lease.intact, "nobody gives them up before the next loader has been there for a while"
+        assert node.copies.drop([registered.model.digest])
+        again = PoolServer(server.path, node.pool, node.copies, workers)
+        await again.start()
+        await until(lambda: not lease.intact)
+        await again.stop()
+
+
 async def test_a_lease_whose_loader_stays_away_is_not_intact(served) -> None:
     _, registered, _, server = served
     async with await client_of(server, grace_s=0.05).lease(WORKER, ONE, registered.model, (0,)) as lease:

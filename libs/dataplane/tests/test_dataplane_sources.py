@@ -12,14 +12,16 @@ from standin_sources import ACCESS_KEY, SECRET_KEY, Fault, StandinHub, StandinS3
 
 from pilotlight.checkpoint.checkpoint import read_checkpoint, read_chunk
 from pilotlight.checkpoint.manifest import Chunk, Manifest
-from pilotlight.checkpoint.reader import MemorySource, Progress
+from pilotlight.checkpoint.reader import MemorySource
 from pilotlight.checkpoint.testing import tiny_config, tiny_files
 from pilotlight.common.errors import SourceChanged, SourceUnavailable, UriNotAllowed
 from pilotlight.common.model_roots import ModelRootsSettings
 from pilotlight.common.sources.opening import Sources
 from pilotlight.common.sources.ranged import Patience
 from pilotlight.common.waiting import Backoff
-from pilotlight.dataplane.fetch import Abandoned, Readers, ReadProgress, SourceChunks
+from pilotlight.dataplane.origin import ChunkWork
+from pilotlight.dataplane.readers import Abandoned, Readers, ReadProgress
+from pilotlight.dataplane.source_origin import SourceOrigin
 from pilotlight.policy.types import Digest, InstanceId, Model
 
 pytestmark = pytest.mark.anyio
@@ -42,8 +44,8 @@ class Place:
         self.uri = uri
         self.bytes_server = server.cdn if isinstance(server, StandinHub) else server
 
-    def open(self, model: Model, manifest: Manifest) -> SourceChunks:
-        return SourceChunks(self.sources.open(model.uri), manifest)
+    def open(self, model: Model, manifest: Manifest) -> SourceOrigin:
+        return SourceOrigin(self.sources.open(model.uri), manifest, model.uri)
 
     def change(self, files: dict[str, bytes]) -> None:
         """Other bytes under the same names."""
@@ -119,17 +121,17 @@ async def test_a_source_that_changes_under_the_fetch_is_refused(make_node, regis
     changed = {name: data[:-1] + bytes([data[-1] ^ 1]) for name, data in tiny_files(tiny_config(**BIG)).items()}
     started = threading.Event()
 
-    class ChangesInTheMiddle(SourceChunks):
+    class ChangesInTheMiddle(SourceOrigin):
         reads = 0
 
-        def read_chunk(self, chunk: Chunk, into: memoryview, progress: Progress) -> Digest:
+        def read(self, part: int, chunk: Chunk, work: ChunkWork) -> None:
             type(self).reads += 1
             if self.reads == 6:
                 source.change(changed)
                 started.set()
-            return super().read_chunk(chunk, into, progress)
+            super().read(part, chunk, work)
 
-    node = make_node(open_source=lambda model, manifest: ChangesInTheMiddle(source.sources.open(model.uri), manifest))
+    node = make_node(open_source=lambda model, manifest: ChangesInTheMiddle(source.sources.open(model.uri), manifest, model.uri))
     model, manifest = registered(register, node, source)
     last = len(manifest.parts) - 1
     holder = node.copies.hold(model, range(last + 1), ONE, leased=True)
@@ -261,7 +263,7 @@ async def test_files_outside_of_a_source_are_not_read(make_node, register, place
     for name in ("../secret", "a/b", "..", "/etc/passwd", "a\0b", ""):
         odd = structs.replace(manifest, files=(structs.replace(manifest.files[0], name=name),))
         with pytest.raises(UriNotAllowed):
-            SourceChunks(MemorySource({}), odd)
+            SourceOrigin(MemorySource({}), odd, "memory://")
 
 
 async def test_slow_is_not_stalled() -> None:

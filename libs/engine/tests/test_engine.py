@@ -255,14 +255,16 @@ def test_a_request_runs_once_at_a_time(runs, prompts):
     runs.finish()
 
 
-def test_only_a_whole_ready_model_serves(driver, checkpoint, prompts):
+@pytest.mark.parametrize("loaded", [True, False])
+def test_only_a_whole_model_serves(loaded, driver, checkpoint, prompts):
     runs, spec = driver(), checkpoint("llama").spec
-    runs.load(checkpoint("llama"), "half", stage=Stage(0, 2))
+    if loaded:
+        runs.load(checkpoint("llama"), "half", stage=Stage(0, 2))
+    else:
+        runs.engine.begin_load(InstanceId("half"), spec, Stage(0, 2), spec.dtype, 1 << 22)
+    assert not runs.engine.serves(InstanceId("half"))
     with pytest.raises(UnknownInstance, match="only layers"):
         runs.add("a", prompts[0], instance="half")
-    runs.engine.begin_load(InstanceId("loading"), spec, spec.whole, spec.dtype, 1 << 22)
-    with pytest.raises(UnknownInstance, match="still loading"):
-        runs.add("a", prompts[0], instance="loading")
 
 
 def test_a_token_with_nan_ends_its_request_alone(driver, checkpoint, prompts):

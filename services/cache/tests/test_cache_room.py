@@ -36,6 +36,7 @@ from pilotlight.common.messages.room import (
 )
 from pilotlight.common.service import Application
 from pilotlight.common.testing import DatabaseSettingsOf, MakeContext, until
+from pilotlight.dataplane.extents import Extent, Extents
 from pilotlight.policy.eviction.base import EvictionRules
 from pilotlight.policy.eviction.lru import Lru
 from pilotlight.policy.testing import copy, held, node, worker
@@ -71,6 +72,10 @@ class Peers:
         self.busy: set[str] = set()
         self.epoch = Epoch(1)
         self.given_up: list[GiveUp] = []
+        self.dropped: list[Drop] = []
+        self.pool: Extents | None = None
+        """Where its copies lie, where that matters."""
+        self.places: dict[str, Extent] = {}
 
     async def start(self) -> None:
         await self.bus.serve(give_up_subject(WORKER), GiveUp, self.give_up)
@@ -83,11 +88,29 @@ class Peers:
         return GivenUp(instance_ids=gone)
 
     async def drop(self, request: Drop) -> Dropped:
+        self.dropped.append(request)
         gone = [one for one in self.node.copies if one.digest in request.digests]
         kept = tuple(one for one in self.node.copies if one not in gone)
         free = self.node.pool_free_bytes + sum(one.size_bytes for one in gone)
         self.node = replace(self.node, copies=kept, pool_free_bytes=free)
-        return Dropped(digests=tuple(one.digest for one in gone))
+        for one in gone:
+            if self.pool is not None:
+                self.pool.give_back(self.places[one.digest])
+        fits = self.pool is None or request.wanted is None or self.pool.fits(request.wanted.part_bytes)
+        return Dropped(digests=tuple(one.digest for one in gone), fits=fits)
+
+    def lay_out(self, *ranges: tuple[str, int]) -> NodeFacts:
+        """Copies with these sizes in this order in the host pool; a range without a name is free."""
+        self.pool, end = Extents(MEMORY, 1), 0
+        for name, size in ranges:
+            if name:
+                taken = self.pool.take_at(end, size)
+                assert taken is not None
+                self.places[f"d-{name}"] = taken
+            end += size
+        copies = tuple(replace(copy(name, size_bytes=size), idle_s=float(size)) for name, size in ranges if name)
+        free, largest = self.pool.free_bytes, self.pool.largest_free_bytes
+        return replace(node(pool_bytes=MEMORY), copies=copies, pool_free_bytes=free, pool_largest_free_bytes=largest)
 
     async def report(self, facts: WorkerFacts | None = None, where: NodeFacts | None = None) -> None:
         self.facts = facts or self.facts
@@ -146,7 +169,9 @@ async def answers(bus: Bus) -> bool:
     return True
 
 
-async def reserve(bus: Bus, instance: str, device: int, host: int = 0, epoch: int = 0) -> Reserved:
+async def reserve(
+    bus: Bus, instance: str, device: int, host: int = 0, epoch: int = 0, parts: tuple[int, ...] | None = None
+) -> Reserved:
     message = Reserve(
         instance_id=InstanceId(instance),
         model=ModelName(instance),
@@ -154,7 +179,8 @@ async def reserve(bus: Bus, instance: str, device: int, host: int = 0, epoch: in
         worker_id=WORKER,
         node_id=NODE,
         device_bytes=device,
-        host_part_bytes=(host,),
+        host_part_bytes=parts or (host,),
+        host_parts=tuple(range(len(parts))) if parts else (),
         lease_s=30.0,
         epoch=Epoch(epoch),
     )
@@ -219,6 +245,51 @@ async def test_drops_copies_from_the_host_pool(cache: Application, bus: Bus, pee
     await heard(bus, peers, where=node(pool_bytes=MEMORY, copies=(copy("x", size_bytes=800),)))
     granted = await reserve(bus, "new", 100, host=700)
     assert granted.dropped_copies == (Digest("d-x"),)
+
+
+async def test_frees_more_where_free_bytes_do_not_lie_in_a_row(cache: Application, bus: Bus, peers: Peers) -> None:
+    """400 bytes are free, but no 300 of them in a row: the least recently used copy goes, then the next, until the parts fit."""
+    await heard(bus, peers, where=peers.lay_out(("", 200), ("b", 290), ("", 200), ("a", 310)))
+    granted = await reserve(bus, "new", 100, parts=(100, 300))
+    assert granted.dropped_copies == ("d-a",)
+    assert [drop.digests for drop in peers.dropped] == [(), ("d-a",)]
+    assert [drop.wanted and drop.wanted.part_bytes for drop in peers.dropped] == [(100, 300)] * 2
+
+
+async def test_goes_on_until_the_parts_fit(cache: Application, bus: Bus, peers: Peers) -> None:
+    """Room is made by worth, not by place: what went first was between copies that stay."""
+    ranges = (("e", 200), ("a", 110), ("d", 190), ("b", 105), ("c", 195), ("", 200))
+    facts = peers.lay_out(*ranges)
+    idle_s = {"d-a": 90.0, "d-b": 80.0, "d-c": 70.0, "d-d": 60.0, "d-e": 50.0}
+    await heard(bus, peers, where=replace(facts, copies=tuple(replace(one, idle_s=idle_s[one.digest]) for one in facts.copies)))
+    granted = await reserve(bus, "new", 100, parts=(300,))
+    assert granted.dropped_copies == ("d-a", "d-b", "d-c")
+    assert [drop.digests for drop in peers.dropped] == [("d-a",), ("d-b", "d-c")]
+
+
+async def test_asks_the_loader_for_nothing_where_free_bytes_lie_in_a_row(cache: Application, bus: Bus, peers: Peers) -> None:
+    await heard(bus, peers, where=peers.lay_out(("", 100), ("a", 300), ("", 600)))
+    assert (await reserve(bus, "new", 100, parts=(300, 300))).dropped_copies == ()
+    assert peers.dropped == []
+    # Those 600 are promised now; the 100 that are left lie in a row as far as the loader can tell, and it is asked.
+    assert (await reserve(bus, "small", 100, parts=(100,))).dropped_copies == ()
+    assert [drop.digests for drop in peers.dropped] == [()]
+
+
+async def test_copies_in_use_may_keep_free_bytes_apart(cache: Application, bus: Bus, peers: Peers) -> None:
+    facts = peers.lay_out(("", 300), ("a", 100), ("", 300), ("b", 100), ("", 200))
+    await heard(bus, peers, where=replace(facts, copies=tuple(replace(one, leases=1) for one in facts.copies)))
+    with pytest.raises(HostPoolFull, match="in a row") as caught:
+        await reserve(bus, "new", 100, parts=(400,))
+    assert caught.value.retry_after_s
+    assert [drop.digests for drop in peers.dropped] == [()]
+    assert (await reserve(bus, "new", 100, parts=(300, 300))).dropped_copies == ()
+
+
+async def test_a_scheduler_of_the_release_before_gets_its_grant(cache: Application, bus: Bus, peers: Peers) -> None:
+    """It does not say which parts it wants; whether they fit is seen when they are fetched."""
+    await heard(bus, peers, where=peers.lay_out(("", 200), ("b", 290), ("", 200), ("a", 310)))
+    assert (await reserve(bus, "new", 100, host=300)).dropped_copies == ()
 
 
 async def test_says_when_a_model_can_never_fit(cache: Application, bus: Bus, peers: Peers) -> None:

@@ -2,6 +2,7 @@ import asyncio
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -13,19 +14,38 @@ from pilotlight.checkpoint.reader import FolderSource
 from pilotlight.checkpoint.testing import tiny_config, tiny_files
 from pilotlight.common.buckets import LEADER, NODES
 from pilotlight.common.bus import Bus
-from pilotlight.common.clock import moment_of
-from pilotlight.common.errors import CorruptChunk, HostPoolFull, MessageUndecodable, SourceUnavailable, UriNotAllowed
+from pilotlight.common.clock import Clock, ManualClock, moment_of
+from pilotlight.common.errors import (
+    CorruptChunk,
+    DiskTierTaken,
+    HostPoolFull,
+    MessageUndecodable,
+    NotFound,
+    PilotlightError,
+    SourceChanged,
+    SourceUnavailable,
+    UriNotAllowed,
+)
 from pilotlight.common.messages.hold import LEADING_KEY, Fetch, Leading, NodeHold, node_hold_subject
 from pilotlight.common.messages.phases import PHASES_SUBJECT, PhaseReport, PhasesKept
+from pilotlight.common.messages.pool import RETURN_S
 from pilotlight.common.messages.reports import LOADER_REPORTS, LoaderReport
-from pilotlight.common.messages.room import Drop, Dropped, drop_subject
+from pilotlight.common.messages.room import Drop, Dropped, Wanted, drop_subject
+from pilotlight.common.messages.verify import (
+    AskVerification,
+    Verification,
+    VerificationStatus,
+    Verify,
+    verification_subject,
+    verify_subject,
+)
 from pilotlight.common.service import Application, Context
 from pilotlight.common.store import manifest_key
 from pilotlight.common.testing import MakeContext, ReconnectingBus, until
 from pilotlight.dataplane.pool_client import PoolClient
 from pilotlight.loader.app import build
 from pilotlight.loader.identity import node_id_of
-from pilotlight.loader.manifests import digests_key
+from pilotlight.loader.manifests import StoredManifests, all_digests_key, digests_key, recorded_digests, unknown_parts
 from pilotlight.loader.settings import LoaderSettings
 from pilotlight.policy.types import (
     Digest,
@@ -111,7 +131,7 @@ class Cluster:
     def node_id(self) -> NodeId:
         return node_id_of(self.folder / "state")
 
-    async def start(self, **changes: object) -> Running:
+    async def start(self, *, clock: Clock | None = None, **changes: object) -> Running:
         values = {
             "run_dir": self.folder / "run",
             "state_dir": self.folder / "state",
@@ -122,7 +142,7 @@ class Cluster:
             "workers": 0,
             **changes,
         }
-        context = self.make_context("loader", LoaderSettings(**values), bus=self.bus)
+        context = self.make_context("loader", LoaderSettings(**values), clock=clock, bus=self.bus)
         for key, data in self.objects.items():
             await context.store.put_if_absent(key, data)
         application = await build(context)
@@ -157,8 +177,10 @@ class Cluster:
         await self.bus.publish(node_hold_subject(self.node_id), command)
 
     async def drop(self, *digests: Digest) -> tuple[Digest, ...]:
-        reply = await self.bus.request(drop_subject(self.node_id), Drop(digests=digests), Dropped, deadline_s=5)
-        return reply.digests
+        return (await self.make_room(Drop(digests=digests))).digests
+
+    async def make_room(self, drop: Drop) -> Dropped:
+        return await self.bus.request(drop_subject(self.node_id), drop, Dropped, deadline_s=5)
 
     def client(self) -> PoolClient:
         running = self.loaders[-1]
@@ -240,6 +262,41 @@ async def test_a_lease_is_in_the_way_of_a_drop(cluster: Cluster) -> None:
     assert await cluster.drop(model.digest) == (model.digest,)
 
 
+async def test_says_whether_what_is_wanted_fits_in_between(cluster: Cluster) -> None:
+    """Sixteen units, four for each of four models: of those of every other one no five lie in a row."""
+    unit = 64 * 1024
+    models = [cluster.register(f"tiny-{number}", vocab_size=96 + number) for number in range(4)]
+    await cluster.start(pool_bytes=16 * unit)
+    for model in models:
+        assert await cluster.lease(model) == list(ALL)
+    report = await cluster.heard.report(lambda report: len(report.facts.copies) == 4)
+    assert (report.facts.pool_free_bytes, report.facts.pool_largest_free_bytes) == (0, 0)
+    whole = Wanted(digest=Digest("ab" * 32), parts=(0, 1), part_bytes=(5 * unit, 3 * unit))
+    reply = await cluster.make_room(Drop(digests=(models[0].digest, models[2].digest), wanted=whole))
+    assert (set(reply.digests), reply.fits) == ({models[0].digest, models[2].digest}, False)
+    report = await cluster.heard.report(lambda report: len(report.facts.copies) == 2)
+    assert (report.facts.pool_free_bytes, report.facts.pool_largest_free_bytes) == (8 * unit, 4 * unit)
+    half = Wanted(digest=Digest("ab" * 32), parts=(0, 1), part_bytes=(4 * unit, 4 * unit))
+    assert (await cluster.make_room(Drop(digests=(), wanted=half))).fits
+    # What of a model is there already needs no room.
+    there = Wanted(digest=models[1].digest, parts=ALL, part_bytes=(5 * unit,) * 4)
+    assert (await cluster.make_room(Drop(digests=(), wanted=there))).fits
+    assert (await cluster.make_room(Drop(digests=(models[1].digest,), wanted=whole))).fits
+
+
+async def test_a_loader_that_took_over_gives_nothing_up_at_once(cluster: Cluster) -> None:
+    """Workers that lived on may be reading by a lease that it has not heard of yet."""
+    model = cluster.register()
+    running = await cluster.start(handover=True)
+    assert await cluster.lease(model) == list(ALL)
+    await running.stop()
+    clock = ManualClock()
+    await cluster.start(handover=True, clock=clock)
+    assert await cluster.drop(model.digest) == ()
+    clock.advance(RETURN_S)
+    assert await cluster.drop(model.digest) == (model.digest,)
+
+
 async def test_what_nobody_wants_any_more_is_not_fetched_on(cluster: Cluster) -> None:
     model = cluster.register()
     running = await cluster.start(link="8kbit")
@@ -317,27 +374,223 @@ async def test_a_restarted_loader_has_the_copies_still(cluster: Cluster) -> None
     assert await cluster.lease(model) == list(ALL)
 
 
+async def test_what_is_on_the_disk_needs_no_source(cluster: Cluster) -> None:
+    """The host pool is removed with the first loader, the source before the second one: its bytes are on the disk, but for a torn file."""
+    model = cluster.register()
+    tier = {"disk_tier_dir": cluster.folder / "tier", "disk_tier_bytes": 64 * 1024 * 1024}
+    first = await cluster.start(**tier)
+    assert await cluster.lease(model) == list(ALL)
+    manifest = msgspec.json.decode(cluster.objects[manifest_key(model.digest)], type=Manifest)
+    chunks = sum(len(part.chunks) for part in manifest.parts)
+    stored = await cluster.heard.report(lambda report: len(list((cluster.folder / "tier").rglob("*.chunk"))) == chunks)
+    assert stored.facts.disk_tier_bytes == tier["disk_tier_bytes"]
+    await until(lambda: first.context.store.exists(all_digests_key(model.digest)))
+    cluster.objects[all_digests_key(model.digest)] = await first.context.store.get(all_digests_key(model.digest))
+    with pytest.raises(DiskTierTaken):
+        await cluster.start(**tier, pool_path=cluster.folder / "other")
+    await first.stop()
+
+    weights = cluster.folder / "models" / "tiny" / "model.safetensors"
+    content, times = weights.read_bytes(), weights.stat()
+    weights.unlink()
+    again = await cluster.start(**tier)
+    assert await cluster.lease(model) == list(ALL)
+    report = await cluster.heard.report(holds(model.digest))
+    assert report.facts.disk_tier_used_bytes >= stored.facts.disk_tier_used_bytes > 0
+
+    def count(event: str) -> float | None:
+        return again.context.metrics.get_sample_value("pilotlight_disk_tier_chunks_total", {"event": event})
+
+    assert (count("read"), count("damaged")) == (chunks, 0)
+    assert await cluster.drop(model.digest) == (model.digest,)
+    torn = next((cluster.folder / "tier").rglob("*.chunk"))
+    os.truncate(torn, 1000)
+    with pytest.raises(SourceChanged, match="gone"):
+        await cluster.lease(model)
+    assert count("damaged") == 1
+    assert not torn.exists()
+    weights.write_bytes(content)
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert await cluster.lease(model) == list(ALL)
+    await until(torn.exists)
+
+
 async def test_the_first_fetch_writes_digests_that_bind_every_node(cluster: Cluster) -> None:
     model = cluster.register()
     first = await cluster.start()
-    assert await cluster.lease(model) == list(ALL)
-    key = digests_key(model.digest)
-    await until(lambda: first.context.store.exists(key))
-    written = await first.context.store.get(key)
+    assert await cluster.lease(model, (1, 3)) == [1, 3]
+    parts = await recorded(first, model, (1, 3))
     manifest = msgspec.json.decode(cluster.objects[manifest_key(model.digest)], type=Manifest)
-    assert [len(part) for part in msgspec.json.decode(written)] == [len(part.chunks) for part in manifest.parts]
+    assert {part: len(digests) for part, digests in parts.items()} == {part: len(manifest.parts[part].chunks) for part in (1, 3)}
+    assert not await first.context.store.exists(digests_key(model.digest, 0)), "nobody has read it"
+    assert not await first.context.store.exists(all_digests_key(model.digest))
+    assert await cluster.lease(model) == list(ALL)
+    await until(lambda: first.context.store.exists(all_digests_key(model.digest)))
+    every = await first.context.store.get(all_digests_key(model.digest))
+    assert msgspec.json.decode(every) == list((await recorded(first, model, ALL)).values())
     await first.stop()
 
-    cluster.objects[key] = written
     weights = cluster.folder / "models" / "tiny" / "model.safetensors"
     times = weights.stat()
     content = bytearray(weights.read_bytes())
     content[-1] ^= 0x80
     weights.write_bytes(content)
     os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
-    await cluster.start()
-    with pytest.raises(CorruptChunk):
-        await cluster.lease(model)
+    # The whole list binds, and so does a part's own.
+    last = digests_key(model.digest, ALL[-1])
+    for key, data in ((all_digests_key(model.digest), every), (last, await first.context.store.get(last))):
+        cluster.objects[key] = data
+        again = await cluster.start()
+        with pytest.raises(CorruptChunk):
+            await cluster.lease(model)
+        await again.stop()
+        del cluster.objects[key]
+
+
+async def recorded(running: Running, model: Model, parts: tuple[int, ...]) -> dict[int, list[str]]:
+    """What the store has of some parts, once it has it."""
+    store = running.context.store
+    for part in parts:
+        await until(lambda part=part: store.exists(digests_key(model.digest, part)))
+    return {part: msgspec.json.decode(await store.get(digests_key(model.digest, part))) for part in parts}
+
+
+async def test_two_nodes_that_read_other_bytes_at_once_are_bound_by_one_of_them(cluster: Cluster) -> None:
+    model = cluster.register()
+    running = await cluster.start()
+    for part in ALL:
+        nodes = [StoredManifests(running.context.store, running.context.background) for _ in range(3)]
+        read = [Digest(f"{number:02x}" * 32) for number in range(3)]
+        disputed: dict[int, PilotlightError] = {}
+        for node in nodes:
+            await node.latest(model)
+        for number, node in enumerate(nodes):
+            node.learned(model, part, (read[number],), partial(disputed.__setitem__, number))
+        await until(lambda disputed=disputed: len(disputed) == 2)
+        [first] = {0, 1, 2} - disputed.keys()
+        assert {type(error) for error in disputed.values()} == {CorruptChunk}
+        assert await recorded(running, model, (part,)) == {part: [read[first]]}
+        # From now on all of them are checked against the first one's.
+        for node in nodes:
+            assert (await node.latest(model)).parts[part].chunks[0].digest == read[first]
+
+
+async def test_a_part_is_bound_by_what_another_node_has_read(cluster: Cluster) -> None:
+    model = cluster.register()
+    running = await cluster.start()
+    manifests = StoredManifests(running.context.store, running.context.background)
+    await manifests.get(model)
+    assert await cluster.lease(model, (0,)) == [0]
+    await manifests.publish(model, 2, (Digest("ab" * 32),))
+    with pytest.raises(CorruptChunk, match="recorded is abab"):
+        await cluster.lease(model, (1, 2))
+    assert await cluster.lease(model, (0, 1)) == [0, 1]
+
+
+async def test_two_nodes_that_read_the_same_agree(cluster: Cluster) -> None:
+    model = cluster.register()
+    running = await cluster.start()
+    nodes = [StoredManifests(running.context.store, running.context.background) for _ in range(2)]
+    assert await cluster.lease(model) == list(ALL)
+    parts = await recorded(running, model, ALL)
+    for node in nodes:
+        await node.get(model)
+    await asyncio.gather(*(node.publish(model, part, tuple(parts[part])) for node in nodes for part in ALL))
+    assert await recorded(running, model, ALL) == parts
+    fresh = StoredManifests(running.context.store, running.context.background)
+    assert unknown_parts(await fresh.latest(model)) == ()
+
+
+async def test_what_others_record_later_is_noticed_by_the_next_fetch(cluster: Cluster) -> None:
+    model = cluster.register()
+    running = await cluster.start()
+    one, two = (StoredManifests(running.context.store, running.context.background) for _ in range(2))
+    assert unknown_parts(await one.latest(model)) == ALL
+    await two.get(model)
+    manifest = await one.get(model)
+    digests = {part: tuple(Digest(f"{part:02x}" * 32) for _ in manifest.parts[part].chunks) for part in ALL}
+    await two.publish(model, 1, digests[1])
+    assert unknown_parts(await one.get(model)) == ALL
+    assert unknown_parts(await one.latest(model)) == (0, 2, 3)
+    for part in (0, 2, 3):
+        await two.publish(model, part, digests[part])
+    assert unknown_parts(await one.latest(model)) == ()
+    assert recorded_digests(await one.get(model)) == {(p, c): one for p in ALL for c, one in enumerate(digests[p])}
+
+
+async def verified(cluster: Cluster, model: Model, deadline_s: float = 60.0) -> Verification:
+    """Ask for a verification and wait for its end."""
+    asked = Verify(model=model, deadline_s=deadline_s)
+    found = await cluster.bus.request(verify_subject(cluster.node_id), asked, Verification, deadline_s=5)
+    subject = verification_subject(cluster.node_id)
+
+    async def ended() -> bool:
+        nonlocal found
+        found = await cluster.bus.request(
+            subject, AskVerification(verification_id=found.verification_id), Verification, deadline_s=5
+        )
+        return found.status in (VerificationStatus.DONE, VerificationStatus.FAILED)
+
+    await until(ended)
+    return found
+
+
+async def test_a_verification_fills_in_what_nobody_has_recorded(cluster: Cluster) -> None:
+    model = cluster.register()
+    running = await cluster.start()
+    assert await cluster.lease(model, (1,)) == [1]
+    before = await recorded(running, model, (1,))
+    found = await verified(cluster, model)
+    assert (found.status, found.filled_parts, found.differences) == (VerificationStatus.DONE, 3, ())
+    assert found.done_bytes == found.total_bytes == sum(file.size_bytes for file in registered_files(cluster, model))
+    assert (await recorded(running, model, ALL))[1] == before[1]
+    assert await running.context.store.exists(all_digests_key(model.digest))
+    again = await verified(cluster, model)
+    assert (again.filled_parts, again.difference_count) == (0, 0)
+    assert again.verification_id != found.verification_id
+
+
+def registered_files(cluster: Cluster, model: Model):
+    return msgspec.json.decode(cluster.objects[manifest_key(model.digest)], type=Manifest).files
+
+
+async def test_a_verification_names_what_differs(cluster: Cluster) -> None:
+    model = cluster.register()
+    running = await cluster.start()
+    true = await verified(cluster, model)
+    assert true.filled_parts == len(ALL)
+    weights = cluster.folder / "models" / "tiny" / "model.safetensors"
+    times = weights.stat()
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 0x80
+    weights.write_bytes(content)
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
+    found = await verified(cluster, model)
+    assert (found.status, found.difference_count, found.filled_parts) == (VerificationStatus.DONE, 1, 0)
+    assert "model.safetensors" in found.differences[0]
+    assert found.differences[0].startswith(f"part {ALL[-1]}, bytes [0, ")
+    os.utime(weights, ns=(1, 1))
+    changed = await verified(cluster, model)
+    assert (changed.status, changed.code) == (VerificationStatus.FAILED, "source_changed")
+    assert running.context.metrics.get_sample_value("pilotlight_fetches_total", {"code": "corrupt_chunk"}) == 0
+
+
+async def test_a_verification_has_a_deadline_and_is_one_at_a_time(cluster: Cluster) -> None:
+    model, other = cluster.register(), cluster.register("other", vocab_size=64)
+    await cluster.start(link="8kbit")
+    subject = verify_subject(cluster.node_id)
+    first, same, waiting = [
+        await cluster.bus.request(subject, Verify(model=one, deadline_s=1.0), Verification, deadline_s=5)
+        for one in (model, model, other)
+    ]
+    assert first.verification_id == same.verification_id != waiting.verification_id
+    assert waiting.status is VerificationStatus.WAITING
+    found = await verified(cluster, model)
+    assert (found.status, found.code) == (VerificationStatus.FAILED, "deadline_exceeded")
+    with pytest.raises(NotFound, match="start another"):
+        await cluster.bus.request(
+            verification_subject(cluster.node_id), AskVerification(verification_id="n.gone"), Verification, deadline_s=5
+        )
 
 
 async def test_models_outside_the_roots_are_never_read(cluster: Cluster) -> None:

@@ -39,3 +39,10 @@ def test_wrong_settings_are_refused(wrong: dict) -> None:
 def test_placement_counts_with_the_slower_of_interface_and_link() -> None:
     assert LoaderSettings(link="200mbit").nic_bytes_per_s == 25e6
     assert LoaderSettings(link="", nic_bandwidth="25gbit").nic_bytes_per_s == 3.125e9
+
+
+def test_an_empty_folder_is_no_disk_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PILOTLIGHT_DISK_TIER_DIR", "")
+    assert LoaderSettings().disk_tier_dir is None
+    monkeypatch.setenv("PILOTLIGHT_DISK_TIER_DIR", "/var/lib/tier")
+    assert LoaderSettings().disk_tier_dir == Path("/var/lib/tier")

@@ -31,14 +31,14 @@ from pilotlight.common.messages.demand import (
     demand_subject,
 )
 from pilotlight.common.messages.events import EVENT_SUBJECTS, Event
-from pilotlight.common.messages.hold import LEADING_KEY, Leading, NodeHold, WorkerHold
+from pilotlight.common.messages.hold import LEADING_KEY, Leading, NodeHold, Peer, WorkerHold
 from pilotlight.common.messages.phases import PHASES_SUBJECT, FirstToken, PhaseReport, PhasesKept
 from pilotlight.common.messages.reports import LoaderReport, WorkerReport, loader_report_subject, worker_report_subject
 from pilotlight.common.messages.room import RELEASE_SUBJECT, RESERVE_SUBJECT, Release, Released, Reserve, Reserved
 from pilotlight.common.service import Application
 from pilotlight.common.settings import BusSettings, DatabaseSettings
 from pilotlight.common.testing import MakeContext, ReconnectingBus, until
-from pilotlight.policy.testing import demand, node, worker
+from pilotlight.policy.testing import copy, demand, node, worker
 from pilotlight.policy.testing import model as a_model
 from pilotlight.policy.types import (
     Epoch,
@@ -51,6 +51,7 @@ from pilotlight.policy.types import (
     InstanceState,
     Model,
     ModelName,
+    NodeFacts,
     NodeId,
     Phase,
     PhaseName,
@@ -88,6 +89,8 @@ class Rig:
     incarnation: str = "a"
     epoch: Epoch = field(default=Epoch(0))
     held: dict[InstanceId, HeldStage] = field(default_factory=dict[InstanceId, HeldStage])
+    others: tuple[NodeFacts, ...] = ()
+    """Nodes beside the worker's own."""
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     async def until(self, predicate: Callable[[], Any], at_most_s: float = 8.0) -> Any:
@@ -138,8 +141,9 @@ class Rig:
         facts = worker(0, memory_bytes=1000, held_stages=tuple(self.held.values()))
         message = WorkerReport(facts=facts, incarnation=self.incarnation, epoch_seen=self.epoch)
         await self.bus.publish(worker_report_subject(facts.worker_id), message)
-        loader = LoaderReport(facts=node(), incarnation="l", epoch_seen=self.epoch)
-        await self.bus.publish(loader_report_subject(NodeId("n0")), loader)
+        for facts in (replace(node(), dataplane_host="10.0.0.1", dataplane_port=7000), *self.others):
+            loader = LoaderReport(facts=facts, incarnation="l", epoch_seen=self.epoch)
+            await self.bus.publish(loader_report_subject(facts.node_id), loader)
 
     async def hold(self, instance_id: InstanceId, state: HeldState, **more: Any) -> None:
         """The worker takes up what it was told, and says so."""
@@ -559,6 +563,57 @@ async def test_a_standby_takes_over_and_drops_nothing(
     assert [one.instance_id for one in rig.instances(S.READY)] == [ready.instance_id]
     (row,) = await rig.rows(select(tables.instances.c.state))
     assert row.state == "ready"
+
+
+async def test_a_node_is_told_at_once_from_whom_to_fetch_and_the_next_leader_says_the_same(
+    rig: Rig, new_scheduler: Callable[[ManualClock], Awaitable[Application]]
+) -> None:
+    parts = tuple(range(6))
+    has = replace(copy(), node_id=NodeId("n1"), parts=parts)
+    rig.others = (
+        replace(node(copies=(has,)), node_id=NodeId("n1"), dataplane_host="10.0.0.2", dataplane_port=7001),
+        replace(
+            node(copies=(replace(has, parts=parts[:3]),)), node_id=NodeId("n2"), dataplane_host="10.0.0.3", dataplane_port=7002
+        ),
+        replace(node(copies=(has,)), node_id=NodeId("n3"), dataplane_host="10.0.0.4", dataplane_port=7003, draining=True),
+    )
+    await rig.report()
+    orders: list[NodeHold | WorkerHold] = []
+
+    async def heard(command: NodeHold | WorkerHold) -> None:
+        orders.append(command)
+
+    listening = [
+        await rig.bus.subscribe("v1.loader.n0.hold", NodeHold, heard),
+        await rig.bus.subscribe("v1.worker.w0.hold", WorkerHold, heard),
+    ]
+    await rig.demand()
+    instance = await rig.shown_as(S.FETCHING)
+    await rig.ordered(instance.instance_id)
+    fetched = [one for one in orders if isinstance(one, NodeHold) and one.fetches]
+    held = [one for one in orders if isinstance(one, WorkerHold) and one.holds]
+    assert fetched[0].seq + 1 == held[0].seq, "bytes move while the worker gets ready: its node is told just before it"
+    upstreams = fetched[0].fetches[0].upstreams
+    assert upstreams == (
+        Peer(node_id=NodeId("n1"), host="10.0.0.2", port=7001),
+        Peer(node_id=NodeId("n2"), host="10.0.0.3", port=7002),
+    )
+    assert instance.placements[0].upstreams == ("n1",)
+    (decision,) = await rig.rows(select(tables.decisions))
+    assert [(chain["source"], chain["members"]) for chain in decision.outcome["chains"]] == [("n1", ["n0"])]
+    assert "n0 takes the parts from n1, then n2, then file:///m" in decision.reasons
+
+    await new_scheduler(rig.clock)
+    epoch = rig.epoch
+    for component in reversed(rig.application.components):
+        await component.stop()
+    for _ in range(4):
+        await rig.later(0.5)
+    await rig.until(lambda: rig.epoch > epoch)
+    for one in listening:
+        await one.end()
+    told = {fetch.upstreams for command in orders if isinstance(command, NodeHold) for fetch in command.fetches}
+    assert told == {upstreams}
 
 
 async def test_a_leader_whose_lease_was_taken_writes_and_commands_no_more(rig: Rig) -> None:

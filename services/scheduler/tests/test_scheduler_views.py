@@ -236,7 +236,7 @@ def test_commands_are_the_whole_desired_state() -> None:
         ("a", False, "00-aa-bb-01"),
         ("b", True, ""),
     ]
-    fetch = node_hold(entries[0].instance.placements[0].node_id, entries, Epoch(3))
+    fetch = node_hold(entries[0].instance.placements[0].node_id, entries, {}, Epoch(3))
     assert [one.instance_id for one in fetch.fetches] == ["a"], "what is loaded, or leaves, is fetched no more"
     assert fetch.fetches[0].parts == (0, 1, 2, 3, 4, 5)
 

@@ -51,6 +51,7 @@ class ScriptedEngine:
         self.place_error: Exception | None = None
         self.step_error: Exception | None = None
         self.prefilled = False
+        self.due_s: float | None = None
         self.may_step = threading.Event()
         self.may_step.set()
 

@@ -39,6 +39,8 @@ from pilotlight.policy.types import (
     FinishReason,
     GatewayId,
     Generation,
+    Grammar,
+    GrammarKind,
     HeldStage,
     HeldState,
     InstanceId,
@@ -157,7 +159,9 @@ class Rig:
             instance_id=INSTANCE,
             model=ModelName("tiny"),
             prompt_ids=other.pop("prompt_ids", [1, 2, 3]),
-            sampling=Sampling(seed=5, max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+            sampling=Sampling(
+                seed=5, max_tokens=max_tokens, temperature=0.0, ignore_eos=True, grammar=other.pop("grammar", None)
+            ),
             **other,
         )
         return await self.bus.request(submit_subject(WORKER), submit, SubmitReply, deadline_s=2.0)
@@ -326,17 +330,48 @@ async def test_cancel_is_obeyed_and_nothing_more_is_sent(make_rig: MakeRig) -> N
     assert rig.of()[-1].finish is None
 
 
+@pytest.mark.parametrize("process", [False, True])
+async def test_a_deadline_ends_a_request_with_its_error_and_frees_its_room(make_rig: MakeRig, process: bool) -> None:
+    rig = await make_rig(process=process)
+    await rig.ready()
+    await rig.submit("req-other", max_tokens=200)
+    await rig.submit("req-none", max_tokens=200, deadline_in_s=0.0)
+    await rig.submit("req-late", max_tokens=200, deadline_in_s=0.05)
+    await rig.submit("req-in-time", max_tokens=5, deadline_in_s=60.0)
+    none, late, other = [await rig.finish_of(name) for name in ("req-none", "req-late", "req-other")]
+    for entry in (none, late):
+        assert (entry.finish, entry.code) == (FinishReason.ERROR, "deadline_exceeded")
+    tokens = {
+        name: [token for entry in rig.of(name) for token in entry.token_ids] for name in ("req-none", "req-late", "req-other")
+    }
+    assert tokens["req-none"] == []
+    assert late.message == f"the deadline passed after {len(tokens['req-late'])} output tokens"
+    assert len(tokens["req-late"]) < 200
+    assert len(tokens["req-other"]) == 200, "the others have their time"
+    assert other.finish is (await rig.finish_of("req-in-time")).finish is FinishReason.LENGTH
+    assert tokens["req-other"][: len(tokens["req-late"])] == tokens["req-late"]
+    assert rig.worker.core.table.running == 0
+    await rig.until(lambda: rig.facts and rig.held() and rig.facts.kv_free_tokens == rig.held().kv_capacity_tokens)
+
+
+async def test_a_simulated_worker_refuses_a_grammar_by_name(make_rig: MakeRig) -> None:
+    rig = await make_rig()
+    await rig.ready()
+    await rig.submit("req-other", max_tokens=20)
+    await rig.submit(grammar=Grammar(kind=GrammarKind.REGEX, text="a+"))
+    refused = await rig.finish_of()
+    assert (refused.finish, refused.code, refused.token_ids) == (FinishReason.ERROR, "invalid_request", [])
+    assert "simulated worker" in refused.message
+    assert (await rig.finish_of("req-other")).finish is FinishReason.LENGTH
+    assert rig.worker.core.table.running == 0
+
+
 async def test_refusals_say_why_and_when_to_retry(make_rig: MakeRig, leases: Any) -> None:
     rig = await make_rig(max_requests=1)
     refused = await rig.submit()
     assert (refused.accepted, refused.code) == (False, "not_loaded")
     assert refused.retry_after_s > 0
-    leases.gate.clear()
-    await rig.command(rig.a_hold())
-    await rig.state(HeldState.LOADING)
-    assert (await rig.submit()).code == "not_loaded"
-    leases.gate.set()
-    await rig.state(HeldState.READY)
+    await rig.ready()
     assert (await rig.submit(prompt_ids=[1] * 256)).code == "context_length_exceeded"
     assert (await rig.submit("req-1", max_tokens=200)).accepted
     full = await rig.submit("req-2")

@@ -5,7 +5,7 @@ Reads are synchronous: whoever has an event loop calls them in a thread, several
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -23,6 +23,8 @@ from pilotlight.checkpoint.errors import (
 
 MAX_FILES = 10_000
 """Most files that a source may list."""
+PIECE_BYTES = 1024 * 1024
+"""What is read of a file at once where the reader hands it on: little enough to stay in a core's cache until it is hashed."""
 MAX_BUFFERS = 1024
 """Buffers of one ``preadv``: what Linux takes."""
 
@@ -41,6 +43,10 @@ class SourceFile(msgspec.Struct, frozen=True, kw_only=True):
 
 def unobserved(_: int) -> None:
     """Progress that nobody follows."""
+
+
+def unhurried() -> None:
+    """What a read asks now and then that nobody ends: see ``Source.pieces``."""
 
 
 class Source(Protocol):
@@ -66,6 +72,18 @@ class Source(Protocol):
         """
         ...
 
+    def pieces(
+        self, file: SourceFile, offset: int, size_bytes: int, check: Callable[[], None] = unhurried
+    ) -> Generator[memoryview]:
+        """Exactly [offset, offset + size_bytes) of a listed file, as it comes. A piece is good until the next one is asked for.
+
+        ``check`` is called where the next piece is waited for; it may raise, which ends the read.
+
+        Raises:
+            SourceChanged: as ``read``; pieces that came before are of the version that was listed.
+        """
+        ...
+
     def close(self) -> None:
         """Let go of connections. Nothing is being read any more."""
         ...
@@ -81,6 +99,18 @@ class BufferedSource(ABC):
     @abstractmethod
     def read_into(self, file: SourceFile, offset: int, buffers: Sequence[memoryview], progress: Progress = unobserved) -> None:
         """As ``Source.read_into``."""
+
+    def pieces(
+        self, file: SourceFile, offset: int, size_bytes: int, check: Callable[[], None] = unhurried
+    ) -> Generator[memoryview]:
+        """As ``Source.pieces``."""
+        check_range(file, offset, size_bytes)
+        buffer = memoryview(bytearray(min(size_bytes, PIECE_BYTES)))
+        for start in range(offset, offset + size_bytes, PIECE_BYTES):
+            check()
+            piece = buffer[: min(PIECE_BYTES, offset + size_bytes - start)]
+            self.read_into(file, start, [piece])
+            yield piece
 
     def read(self, file: SourceFile, offset: int, size_bytes: int) -> bytes:
         """As ``Source.read``."""

@@ -5,24 +5,37 @@
     file     | length N | header: N bytes of JSON         | data: every byte belongs to exactly one tensor |
              0          8                                 8 + N                                    file size
 
-A header is foreign input: each number in it is checked against the file before it is used, and nothing is read or reserved on its
-word alone. What is accepted is what the safetensors library accepts: offsets tile the data without gap or overlap.
+A header is foreign input: each number in it is checked against the file before it is used, nothing is read or reserved on its
+word alone, and it is taken apart tensor by tensor, so that a hostile one takes little more memory than a true one. Nothing is accepted
+that the safetensors library refuses: offsets tile the data without gap or overlap.
+
+Refused here, although the library takes it: a name twice (which of the two counts depends on who reads), keys that the format does
+not have, a list in the place of an object, element types that no engine runs, and what is beyond the limits below.
 """
 
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any, cast
 
 from pilotlight.checkpoint.errors import BadCheckpoint, UnsupportedModel, quote, quote_some
 from pilotlight.checkpoint.reader import Source, SourceFile, read_small
-from pilotlight.checkpoint.strict_json import JsonObject, parse_object
+from pilotlight.checkpoint.strict_json import ObjectCursor
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 16 * 1024 * 1024
-"""The format allows 100 MiB; a thousand layers take 2 MiB, and the objects made from a hostile header forty times its bytes."""
+"""The format allows 100 MiB; a thousand layers take 2 MiB."""
+MAX_TENSORS = 1 << 18
+"""Tensors of a checkpoint: twice what the largest mixtures of experts have. Each takes a third of a KiB here."""
+MAX_ENTRY_BYTES = 2048
+"""What a header may say of one tensor: eight dimensions and two offsets in full take an eighth of it."""
+MAX_METADATA_BYTES = 1024 * 1024
+"""One string of the metadata."""
 MAX_INDEX_BYTES = 16 * 1024 * 1024
+MAX_INDEX_MEMBER_BYTES = 64 * 1024
+"""Anything in an index beside the map of tensors, such as their total size."""
 MAX_SHARDS = 1000
 FIRST_READ_BYTES = 64 * 1024
 """What is read of a file at first: the header of a shard with some hundred tensors fits, and a far source is asked once."""
@@ -30,6 +43,8 @@ MAX_CONCURRENT = 8
 """Headers that are read at once, which is what makes a far source with a hundred shards a matter of seconds."""
 MAX_DIMENSIONS = 8
 MAX_DIMENSION = 1 << 48
+MAX_TENSOR_BYTES = 1 << 62
+"""No product of the dimensions may go beyond, also where one of them is zero: readers that multiply in 64 bits refuse it."""
 
 _LENGTH_BYTES = 8
 _METADATA = "__metadata__"
@@ -64,8 +79,9 @@ def read_tensors(source: Source, files: dict[str, SourceFile]) -> dict[str, Stor
     """
     weights, weight_map = _find_weights(source, files)
     found: dict[str, StoredTensor] = {}
+    budget = _Budget(MAX_TENSORS)
     with ThreadPoolExecutor(MAX_CONCURRENT, thread_name_prefix="header") as executor:
-        headers = [executor.submit(read_header, source, file) for file in weights]
+        headers = [executor.submit(_read_within, budget, source, file) for file in weights]
         try:
             for file, header in zip(weights, headers, strict=True):
                 for tensor in header.result():
@@ -81,6 +97,14 @@ def read_tensors(source: Source, files: dict[str, SourceFile]) -> dict[str, Stor
     return found
 
 
+class _Budget:
+    """How many tensors the headers that are read at the same time may still add."""
+
+    def __init__(self, tensors: int) -> None:
+        self.tensors = tensors
+        self.lock = Lock()
+
+
 def read_header(source: Source, file: SourceFile) -> tuple[StoredTensor, ...]:
     """The tensors of one file, in the order of their bytes.
 
@@ -88,11 +112,24 @@ def read_header(source: Source, file: SourceFile) -> tuple[StoredTensor, ...]:
         BadCheckpoint: the file is truncated or its header lies; the message says how.
         UnsupportedModel: an element type is not known.
     """
+    return parse_header(_read_head(source, file), file)
+
+
+def _read_within(budget: _Budget, source: Source, file: SourceFile) -> tuple[StoredTensor, ...]:
+    head = _read_head(source, file)
+    # Reading is what goes on at the same time: parsing could not, and one header's objects are less than those of eight.
+    with budget.lock:
+        tensors = parse_header(head, file, budget.tensors)
+        budget.tensors -= len(tensors)
+    return tensors
+
+
+def _read_head(source: Source, file: SourceFile) -> bytes:
     first = source.read(file, 0, min(file.size_bytes, FIRST_READ_BYTES))
     size_bytes = header_bytes(first, file)
     if len(first) < size_bytes:
         first += source.read(file, len(first), size_bytes - len(first))
-    return parse_header(first[:size_bytes], file)
+    return first[:size_bytes]
 
 
 def header_bytes(first: bytes | bytearray, file: SourceFile) -> int:
@@ -111,17 +148,23 @@ def header_bytes(first: bytes | bytearray, file: SourceFile) -> int:
     return _LENGTH_BYTES + length
 
 
-def parse_header(data: bytes, file: SourceFile) -> tuple[StoredTensor, ...]:
+def parse_header(data: bytes, file: SourceFile, max_tensors: int = MAX_TENSORS) -> tuple[StoredTensor, ...]:
     """As ``read_header``, from the bytes before the file's data: as many as ``header_bytes`` says."""
-    data_start, raw = len(data), data[_LENGTH_BYTES:]
-    if not raw.startswith(b"{"):
+    if data[_LENGTH_BYTES : _LENGTH_BYTES + 1] != b"{":
         raise BadCheckpoint("the header does not begin with a brace", file=file.name)
-    header = parse_object(raw, file.name)
-    _check_metadata(header.pop(_METADATA, {}), file.name)
-    tensors = [_parse_tensor(name, entry, file.name, data_start) for name, entry in header.items()]
+    cursor = ObjectCursor(data, file.name, _LENGTH_BYTES)
+    tensors: list[StoredTensor] = []
+    for name in cursor.members():
+        if name == _METADATA:
+            _skip_metadata(cursor, file.name)
+            continue
+        if len(tensors) == max_tensors:
+            raise BadCheckpoint(f"there are more than {MAX_TENSORS} tensors", file=file.name)
+        tensors.append(_parse_tensor(name, cursor.value(MAX_ENTRY_BYTES), file.name, len(data)))
+    cursor.end()
     # By both ends: an empty tensor lies before the one that starts where it does.
     tensors.sort(key=lambda tensor: (tensor.offset, tensor.size_bytes))
-    _check_tiling(tensors, file, data_start)
+    _check_tiling(tensors, file, len(data))
     return tuple(tensors)
 
 
@@ -135,6 +178,8 @@ def _parse_tensor(name: str, entry: Any, file: str, data_start: int) -> StoredTe
     if dtype not in _ELEMENT_BYTES:
         raise UnsupportedModel(f"{quote(name)} has the unknown element type {quote(dtype)}", file=file)
     if len(shape) > MAX_DIMENSIONS or any(size > MAX_DIMENSION for size in shape):
+        raise BadCheckpoint(f"{quote(name)} has an impossible shape", file=file)
+    if math.prod(size or 1 for size in shape) * _ELEMENT_BYTES[dtype] > MAX_TENSOR_BYTES:
         raise BadCheckpoint(f"{quote(name)} has an impossible shape", file=file)
     start, stop = offsets
     size_bytes = math.prod(shape) * _ELEMENT_BYTES[dtype]
@@ -152,11 +197,16 @@ def _integers(value: Any) -> tuple[int, ...] | None:
     return tuple(items) if all(type(item) is int and 0 <= item < 1 << 63 for item in items) else None
 
 
-def _check_metadata(metadata: Any, file: str) -> None:
-    if not isinstance(metadata, dict):
-        raise BadCheckpoint(f"{_METADATA} is not an object", file=file)
-    if not all(isinstance(value, str) for value in cast("dict[str, Any]", metadata).values()):
-        raise BadCheckpoint(f"{_METADATA} holds more than strings", file=file)
+def _skip_metadata(cursor: ObjectCursor, file: str) -> None:
+    """Nobody here wants to know what it says; but it must be strings by strings, or null."""
+    if cursor.peek() != b"{":
+        if cursor.value(MAX_ENTRY_BYTES) is not None:
+            raise BadCheckpoint(f"{_METADATA} is not an object", file=file)
+        return
+    for _ in cursor.members():
+        if cursor.peek() != b'"':
+            raise BadCheckpoint(f"{_METADATA} holds more than strings", file=file)
+        cursor.text(MAX_METADATA_BYTES)
 
 
 def _check_tiling(tensors: list[StoredTensor], file: SourceFile, data_start: int) -> None:
@@ -183,11 +233,7 @@ def _find_weights(source: Source, files: dict[str, SourceFile]) -> tuple[tuple[S
         if pickled:
             raise UnsupportedModel("pickled weights are never loaded: convert them to safetensors", file=pickled[0])
         raise BadCheckpoint(f"there is neither {SINGLE_FILE} nor {INDEX_FILE}")
-    index = JsonObject.parse(read_small(source, files[INDEX_FILE], MAX_INDEX_BYTES), INDEX_FILE)
-    entries = index.child("weight_map")
-    if entries is None:
-        raise BadCheckpoint("there is no weight_map", file=INDEX_FILE)
-    weight_map = {name: entries.text(name) for name in entries.names()}
+    weight_map = _parse_index(read_small(source, files[INDEX_FILE], MAX_INDEX_BYTES))
     shards = sorted(set(weight_map.values()))
     if len(shards) > MAX_SHARDS:
         raise BadCheckpoint(f"names {len(shards)} shards; at most {MAX_SHARDS} are read", file=INDEX_FILE)
@@ -196,3 +242,27 @@ def _find_weights(source: Source, files: dict[str, SourceFile]) -> tuple[tuple[S
     if missing:
         raise BadCheckpoint(f"names shards that are missing: {quote_some(missing)}", file=INDEX_FILE)
     return tuple(files[name] for name in shards), weight_map
+
+
+def _parse_index(data: bytes) -> dict[str, str]:
+    """The shard of each tensor, as an index has it."""
+    cursor = ObjectCursor(data, INDEX_FILE)
+    weight_map: dict[str, str] | None = None
+    for key in cursor.members():
+        if key != "weight_map" or cursor.peek() == b"n":
+            cursor.value(MAX_INDEX_MEMBER_BYTES)
+            continue
+        if cursor.peek() != b"{":
+            raise BadCheckpoint("weight_map is not an object", file=INDEX_FILE)
+        weight_map, shards = {}, dict[str, str]()
+        for name in cursor.members():
+            if cursor.peek() != b'"':
+                raise BadCheckpoint(f"weight_map.{quote(name)} is not a string", file=INDEX_FILE)
+            if len(weight_map) == MAX_TENSORS:
+                raise BadCheckpoint(f"there are more than {MAX_TENSORS} tensors", file=INDEX_FILE)
+            shard = cursor.text(MAX_ENTRY_BYTES)
+            weight_map[name] = shards.setdefault(shard, shard)
+    cursor.end()
+    if weight_map is None:
+        raise BadCheckpoint("there is no weight_map", file=INDEX_FILE)
+    return weight_map

@@ -6,7 +6,8 @@ differently is a way to smuggle bytes past one of them.
 
 import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn, cast
 
 from pilotlight.checkpoint.errors import BadCheckpoint, quote
@@ -14,6 +15,12 @@ from pilotlight.checkpoint.errors import BadCheckpoint, quote
 CONFIG_FILE = "config.json"
 MAX_CONFIG_BYTES = 4 * 1024 * 1024
 """Largest configuration file that is read."""
+MAX_KEY_BYTES = 1024
+"""Longest key of an object that is walked through: tensors' names have a tenth of that."""
+
+_WINDOWS = (256, 4096, 65536)
+"""Bytes that are looked at for a value's end before as many are as it may have."""
+_NOT_SPACE = re.compile(rb"[^ \t\n\r]")
 
 
 def parse_object(data: bytes, file: str) -> dict[str, Any]:
@@ -22,24 +29,8 @@ def parse_object(data: bytes, file: str) -> dict[str, Any]:
     Raises:
         BadCheckpoint: not UTF-8, not JSON, not an object, nested too deeply, a key twice, or NaN and infinities.
     """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            seen: set[str] = set()
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-            raise BadCheckpoint(f"the key {quote(twice)!r} appears twice", file=file)
-        for text in (*found, *(value for value in found.values() if isinstance(value, str))):
-            # An escaped half of a character is JSON, but no text: it could be stored nowhere.
-            if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
-                raise BadCheckpoint(f"{quote(text)} holds half of a character", file=file)
-        return found
-
-    def refuse_constant(name: str) -> NoReturn:
-        raise BadCheckpoint(f"{name} is not a JSON number", file=file)
-
     try:
-        value = json.loads(data.decode(), object_pairs_hook=unique, parse_constant=refuse_constant)
+        value = _decoder(file).decode(data.decode())
     except RecursionError as error:
         raise BadCheckpoint("the JSON is nested too deeply", file=file) from error
     except ValueError as error:
@@ -47,6 +38,101 @@ def parse_object(data: bytes, file: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BadCheckpoint("not a JSON object", file=file)
     return cast("dict[str, Any]", value)
+
+
+class ObjectCursor:
+    """Walks through one large JSON object member by member, with the strictness of ``parse_object``.
+
+    JSON takes up to thirty times its bytes once it is made of objects, which a hostile file of many small values makes use of. Here
+    only one member is made at a time, and of each it is known beforehand how long it may be::
+
+        {"name": {...}, "name": {...}, ...}
+         text    value   text   value         each from the bytes where it stands to a limit, not further
+    """
+
+    def __init__(self, data: bytes, file: str, at: int = 0) -> None:
+        """``data`` holds the object from ``at`` on, and nothing after it but white space."""
+        self._data = data
+        self._file = file
+        self._at = at
+        self._decoder = _decoder(file)
+
+    def members(self) -> Iterator[str]:
+        """The keys of the object that begins here. Whoever asks for the next one has taken this one's value.
+
+        Raises:
+            BadCheckpoint: as ``parse_object``, and where a key is longer than ``MAX_KEY_BYTES``.
+        """
+        self._take(b"{")
+        seen: set[str] = set()
+        ended = self.peek() == b"}"
+        if ended:
+            self._take(b"}")
+        while not ended:
+            key = self.text(MAX_KEY_BYTES)
+            if key in seen:
+                raise BadCheckpoint(f"the key {quote(key)!r} appears twice", file=self._file)
+            seen.add(key)
+            self._take(b":")
+            yield key
+            ended = self._take(b",}") == b"}"
+
+    def peek(self) -> bytes:
+        """The next byte that is not white space, which is where this now is; nothing at the end."""
+        found = _NOT_SPACE.search(self._data, self._at)
+        self._at = found.start() if found is not None else len(self._data)
+        return self._data[self._at : self._at + 1]
+
+    def text(self, limit_bytes: int) -> str:
+        """The string that begins here."""
+        if self.peek() != b'"':
+            raise self._fault("a string is missing")
+        start = self._at
+        self._value(limit_bytes)
+        # The bytes have been read one by one so far; here they are put together as characters.
+        text = cast("str", json.loads(self._data[start : self._at].decode()))
+        _refuse_halves((text,), self._file)
+        return text
+
+    def value(self, limit_bytes: int) -> Any:
+        """What begins here, for looking at its structure: characters beyond ASCII are not put together in its strings."""
+        self.peek()
+        return self._value(limit_bytes)
+
+    def end(self) -> None:
+        """Nothing may follow the object."""
+        if self.peek():
+            raise self._fault("there is something behind the object")
+
+    def _value(self, limit_bytes: int) -> Any:
+        left = len(self._data) - self._at
+        for size_bytes in (*(size for size in _WINDOWS if size < limit_bytes), limit_bytes):
+            window = self._data[self._at : self._at + size_bytes]
+            try:
+                # One byte, one character: so an index into the one is an index into the other.
+                value, length = self._decoder.raw_decode(window.decode("latin-1"))
+                window[:length].decode()
+            except RecursionError as error:
+                raise BadCheckpoint("the JSON is nested too deeply", file=self._file) from error
+            except ValueError as error:
+                if len(window) == left:
+                    raise self._fault(str(error)) from error
+            else:
+                if length < len(window) or length == left:
+                    self._at += length
+                    return value
+        raise self._fault(f"no value ends within {limit_bytes} bytes")
+
+    def _take(self, expected: bytes) -> bytes:
+        """Step over the next byte, which must be one of those that are expected."""
+        found = self.peek()
+        if not found or found not in expected:
+            raise self._fault(f"expected {' or '.join(chr(byte) for byte in expected)}")
+        self._at += 1
+        return found
+
+    def _fault(self, what: str) -> BadCheckpoint:
+        return BadCheckpoint(f"not valid JSON: {what} (at byte {self._at})", file=self._file)
 
 
 class JsonObject:
@@ -137,3 +223,31 @@ class JsonObject:
         if value is None:
             raise self.fault(name, "is missing")
         return value
+
+
+def _decoder(file: str) -> json.JSONDecoder:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+            raise BadCheckpoint(f"the key {quote(twice)!r} appears twice", file=file)
+        _refuse_halves((*found, *(value for value in found.values() if isinstance(value, str))), file)
+        return found
+
+    def refuse_constant(name: str) -> NoReturn:
+        raise BadCheckpoint(f"{name} is not a JSON number", file=file)
+
+    return json.JSONDecoder(object_pairs_hook=unique, parse_constant=refuse_constant, parse_int=_integer_of)
+
+
+def _integer_of(text: str) -> int | float:
+    """As other readers have it, minus zero is no integer: there is none that it could be."""
+    return -0.0 if text == "-0" else int(text)
+
+
+def _refuse_halves(texts: Iterable[str], file: str) -> None:
+    """An escaped half of a character is JSON, but no text: it could be stored nowhere."""
+    for text in texts:
+        if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
+            raise BadCheckpoint(f"{quote(text)} holds half of a character", file=file)

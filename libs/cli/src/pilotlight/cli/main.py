@@ -286,6 +286,22 @@ def model_warm(name: Name, /, *, json: Json = False) -> int:
         return models.warm(client, name, as_json=json)
 
 
+@model_app.command(name="verify")
+def model_verify(
+    name: Name,
+    /,
+    *,
+    timeout: Annotated[float, Parameter(help="Seconds that reading it may take.")] = models.VERIFY_TIMEOUT_S,
+    json: Json = False,
+) -> int:
+    """Read all of a model from its source and compare it with the recorded digests; record those that are missing.
+
+    Ends with 1 when something differs, and says what.
+    """
+    with _client() as client:
+        return models.verify(client, name, timeout, as_json=json)
+
+
 @node_app.command(name="list")
 def node_list(*, json: Json = False) -> int:
     """List nodes, their state, and what is on them."""

@@ -1,16 +1,22 @@
 """``pilotlight model …``."""
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
 from pilotlight.cli.client import AdminClient
-from pilotlight.cli.output import console, emit_json, show_table
-from pilotlight.common.errors import BadRequest
+from pilotlight.cli.output import console, emit_json, errors, show_table
+from pilotlight.common.errors import BadRequest, error_of
 from pilotlight.common.model_uris import FORMS, parse_uri
 
 MIB = 1024 * 1024
+POLL_INTERVAL_S = 0.5
+VERIFY_TIMEOUT_S = 24 * 3600.0
 
 
 def uri_of(source: str) -> str:
@@ -81,6 +87,34 @@ def warm(client: AdminClient, name: str, *, as_json: bool) -> int:
     reply = client.post(f"/models/{quote(name)}/warm")
     emit_json(reply) if as_json else console.print(f"{name} is loading, or ready, as {reply['instance_id']}")
     return 0
+
+
+def verify(client: AdminClient, name: str, timeout_s: float, *, as_json: bool) -> int:
+    """Have all of a model read and compared, and wait for it; 1 when something differs.
+
+    Raises:
+        PilotlightError: it could not be read to its end.
+    """
+    found = client.post(f"/models/{quote(name)}/verify", {"deadline_s": timeout_s})
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    with Progress(*columns, console=errors, transient=True, disable=as_json) as progress:
+        bar = progress.add_task(f"reading {escape(name)}", total=None)
+        while found["status"] not in ("done", "failed"):
+            time.sleep(POLL_INTERVAL_S)  # noqa: TID251 - a command of its own, without an event loop
+            found = client.get(f"/verifications/{quote(found['verification_id'], safe='')}")
+            progress.update(bar, completed=found["done_bytes"], total=found["total_bytes"] or None)
+    if found["status"] == "failed":
+        raise error_of(found["code"], found["error"])
+    if as_json:
+        emit_json(found)
+    elif found["difference_count"]:
+        console.print(f"[bold red]{escape(name)} differs[/] in {found['difference_count']} places from what is recorded:")
+        for difference in found["differences"]:
+            console.print(f"  {difference}", markup=False, soft_wrap=True)
+    else:
+        filled = f"; digests of {found['filled_parts']} parts were missing and are recorded now" if found["filled_parts"] else ""
+        console.print(f"{name} is what is recorded: {found['done_bytes'] / MIB:,.1f} MiB were read{filled}", markup=False)
+    return 1 if found["difference_count"] else 0
 
 
 def _states(states: list[str]) -> str:

@@ -29,7 +29,7 @@ SECRETS_OF: dict[str, tuple[str, ...]] = {
     "scheduler": ("nats-scheduler", "postgres-scheduler"),
     "cache": ("nats-cache", "postgres-cache"),
     "materializer": ("nats-materializer", "postgres-materializer", "cluster-key"),
-    "loader": ("nats-loader", "nats-worker"),
+    "loader": ("nats-loader", "nats-worker", "cluster-key"),
 }
 """What each service is given. The loader hands its folder to the workers that it spawns."""
 

@@ -16,13 +16,13 @@
     │   ├── DeadlineExceeded, ControlPlaneUnavailable
     │   ├── BusUnavailable ── BusDenied, BusFull
     │   ├── DatabaseUnavailable ── DatabaseDenied, DatabaseCrowded, DatabaseFull
-    │   ├── SourceUnavailable ── SourceMissing, SourceDenied, StoreFull
+    │   ├── SourceUnavailable ── SourceMissing, SourceDenied, StoreFull, PeerUnavailable ── PeerRefused
     │   ├── SourceChanged, CorruptChunk
     │   ├── NotLoaded, StaleCommand, NotLeader
     │   └── WorkerLost, EngineFailed
     ├── SettingsInvalid      the operator's to mend: the process does not start
     ├── MachineUnfit         the machine's to mend, or its operator's: the process does not start
-    │   └── FileLimitTooLow, DiskFull, SharedMemoryTooSmall, HostPoolTaken, PortTaken, FolderUnusable
+    │   └── FileLimitTooLow, DiskFull, SharedMemoryTooSmall, HostPoolTaken, DiskTierTaken, PortTaken, FolderUnusable
     └── InternalError        a bug: the process says so and, where state may be wrong, ends
 
 ``code`` is stable: clients, alerts and runbooks use it. The class docstring's first line is the default message.
@@ -345,6 +345,23 @@ class StoreFull(SourceUnavailable):
     action = "Make room where PILOTLIGHT_OBJECT_STORE_URL points to, and send the request again."
 
 
+class PeerUnavailable(SourceUnavailable):
+    """Another node gives no chunks at the moment."""
+
+    code = "peer_unavailable"
+    action = "Nothing waits for it: chunks come from other nodes or the model's source. See that node's loader if it lasts."
+
+
+class PeerRefused(PeerUnavailable):
+    """Two nodes do not take each other for nodes of one cluster."""
+
+    code = "peer_refused"
+    action = (
+        "Give every node the same secret cluster-key and a release that speaks the same version of the link; the message says which "
+        "of the two it is."
+    )
+
+
 class SourceChanged(TransientError):
     """The model's source is not what was registered."""
 
@@ -430,6 +447,15 @@ class HostPoolTaken(MachineUnfit):
     code = "host_pool_taken"
     action = (
         "Stop the loader that holds it (`fuser` on the file names it), or give this one a file of its own: PILOTLIGHT_POOL_PATH."
+    )
+
+
+class DiskTierTaken(MachineUnfit):
+    """Another loader uses the folder of the disk tier."""
+
+    code = "disk_tier_taken"
+    action = (
+        "Stop the loader that uses it (`fuser` on its file `.lock` names it), or give this one its own: PILOTLIGHT_DISK_TIER_DIR."
     )
 
 

@@ -22,7 +22,7 @@ from pydantic import Field
 
 from pilotlight.common.buckets import COPIES, GATEWAYS, INSTANCES, LEADER, NODES, WORKERS, jetstream
 from pilotlight.common.errors import BusFull, BusUnavailable, PilotlightError
-from pilotlight.common.messages import artifacts, demand, events, hold, phases, reports, room, spans, tokens
+from pilotlight.common.messages import artifacts, demand, events, hold, phases, reports, room, spans, tokens, verify
 from pilotlight.common.messages.codec import MAX_PAYLOAD_BYTES
 from pilotlight.common.nats_bus import NatsBus, bucket_name
 from pilotlight.common.settings import BusSettings
@@ -76,6 +76,8 @@ RIGHTS: dict[str, Rights] = {
             demand.demand_subject(_ANY_GATEWAY),
             demand.WARM_SUBJECT,
             demand.EVICT_SUBJECT,
+            verify.verify_subject(_ANY_NODE),
+            verify.verification_subject(_ANY_NODE),
             phases.PHASES_SUBJECT,
             tokens.submit_subject(_ANY_WORKER),
             tokens.cancel_subject(_ANY_WORKER),
@@ -113,9 +115,14 @@ RIGHTS: dict[str, Rights] = {
     ),
     "loader": Rights(
         publish=(reports.loader_report_subject(_ANY_NODE), phases.PHASES_SUBJECT),
-        subscribe=(hold.node_hold_subject(_ANY_NODE), room.drop_subject(_ANY_NODE)),
+        subscribe=(
+            hold.node_hold_subject(_ANY_NODE),
+            room.drop_subject(_ANY_NODE),
+            verify.verify_subject(_ANY_NODE),
+            verify.verification_subject(_ANY_NODE),
+        ),
         write=(NODES,),
-        read=(LEADER,),
+        read=(LEADER, NODES),
     ),
     "worker": Rights(
         publish=(

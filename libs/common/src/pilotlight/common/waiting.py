@@ -54,6 +54,24 @@ async def woken(event: asyncio.Event, at_most_s: float) -> bool:
     return True
 
 
+class Signal:
+    """Wakes everybody who waits at this moment. For one event loop."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def send(self) -> None:
+        """Something changed."""
+        event, self._event = self._event, asyncio.Event()
+        event.set()
+
+    async def wait(self, at_most_s: float | None = None) -> None:
+        """Return when something changes, or after so many seconds."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(at_most_s):
+                await self._event.wait()
+
+
 async def cancel_all(tasks: Iterable[asyncio.Task[Any]], *, again_s: float = CANCEL_AGAIN_S) -> None:
     """Cancel tasks and return when they have ended; what they raise is not raised here.
 

@@ -7,17 +7,33 @@ as soon as nobody reads them.
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import structlog
 
 from pilotlight.common.clock import moment_of, wall_offset_s
 from pilotlight.common.errors import BadRequest, InternalError, PilotlightError
-from pilotlight.common.messages.pool import PartReady
+from pilotlight.common.messages.pool import RETURN_S, PartReady
+from pilotlight.dataplane.chunk_fetch import OriginObserver
+from pilotlight.dataplane.held import HeldChunk, held_chunk
 from pilotlight.dataplane.layout import tensor_places
 from pilotlight.dataplane.model_fetch import FetchTools, Holder, ModelFetch
 from pilotlight.policy.coverage import departed_s
-from pilotlight.policy.types import Copy, Digest, InstanceId, Model, Moment, NodeId, Phase, Tier, Transfer
+from pilotlight.policy.types import (
+    Copy,
+    Digest,
+    FetchPriority,
+    InstanceId,
+    LinkSpeed,
+    Model,
+    Moment,
+    NodeId,
+    OriginKind,
+    Phase,
+    Tier,
+    Transfer,
+)
 
 log = structlog.get_logger()
 
@@ -28,7 +44,7 @@ class Owner(Protocol):
     def spawn(self, name: str, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]": ...
 
 
-class Observer(Protocol):
+class Observer(OriginObserver, Protocol):
     """Hears what happens to copies. Calls come within the event loop and must not block."""
 
     def on_copies_changed(self) -> None:
@@ -56,6 +72,8 @@ class HostCopies:
         self._runs: dict[Digest, asyncio.Task[None]] = {}
         self._drivers: set[asyncio.Task[None]] = set()
         self._spoiled: dict[Digest, PilotlightError] = {}
+        self._adopted = frozenset(held.digest for held in tools.pool.copies())
+        self._adopted_until_s = tools.clock.monotonic_s() + RETURN_S
 
     def hold(
         self,
@@ -66,10 +84,12 @@ class HostCopies:
         leased: bool,
         trace_parent: str = "",
         sent: Moment | None = None,
+        priority: FetchPriority = FetchPriority.COLD_START,
     ) -> Holder:
         """Want parts of a model: what is missing is fetched, what is ready stays for as long as a lease holds it.
 
-        ``sent`` is when whoever wants it said so: the fetch counts from then.
+        ``sent`` is when whoever wants it said so: the fetch counts from then. A fetch matters as much as the first of its holders
+        does; a lease is for a cold start.
 
         Raises:
             BadRequest: the model has no such part.
@@ -87,6 +107,7 @@ class HostCopies:
             leased=leased,
             trace_parent=trace_parent,
             since_s=departed_s(sent, now),
+            priority=priority,
             ready=found if spoiled is None else {},
             error=spoiled,
         )
@@ -134,14 +155,15 @@ class HostCopies:
                 raise InternalError(f"part {number} of {holder.model.name} is held and yet not in the pool")
             places = tensor_places(manifest.parts[number], self._tools.pool.file_offset(image))
             ready = Moment(at_s=holder.ready[number], wall_offset_s=wall_offset_s(self._tools.clock))
-            yield PartReady(part=number, tensors=places, ready=ready)
+            yield PartReady(part=number, tensors=places, ready=ready, serial=image.serial)
 
     def drop(self, digests: Iterable[Digest]) -> tuple[Digest, ...]:
         """Free copies; the ones that were freed. One under a lease, or on its way, stays."""
         dropped: list[Digest] = []
         for digest in digests:
-            in_use = digest in self._fetches or any(holder.leased for holder in self._holders.get(digest, []))
-            if not in_use and self._tools.pool.drop(digest):
+            is_sent = self._tools.pool.is_pinned(digest)
+            in_use = is_sent or digest in self._fetches or any(holder.leased for holder in self._holders.get(digest, []))
+            if not in_use and not self._may_return(digest) and self._tools.pool.drop(digest):
                 dropped.append(digest)
         if dropped:
             self._observer.on_copies_changed()
@@ -167,6 +189,34 @@ class HostCopies:
         """The fetches that are under way, as facts."""
         return tuple(fetch.transfer() for fetch in self._fetches.values() if fetch.holders)
 
+    def held(self, digest: Digest, part: int, index: int) -> HeldChunk | None:
+        """A chunk that is in the pool or on its way there, and may be passed on."""
+        if digest in self._spoiled:
+            return None
+        image = self._tools.pool.find(digest, part)
+        if image is not None:
+            return held_chunk(self._tools.pool, image, index)
+        fetch = self._fetches.get(digest)
+        return fetch.held(part, index) if fetch is not None else None
+
+    def is_whole(self, digest: Digest, part: int) -> bool:
+        """Whether all of a part may be passed on."""
+        return digest not in self._spoiled and self._tools.pool.find(digest, part) is not None
+
+    def is_expected(self, digest: Digest, part: int) -> bool:
+        """Whether a part is on its way, or about to be."""
+        fetch = self._fetches.get(digest)
+        return fetch is not None and part in fetch.wanted
+
+    def priority(self, digest: Digest) -> FetchPriority:
+        """How much a model's fetch matters at this moment."""
+        fetch = self._fetches.get(digest)
+        return fetch.priority if fetch is not None else FetchPriority.PREFETCH
+
+    def links(self) -> tuple[LinkSpeed, ...]:
+        """What the links gave over which chunks came, as facts."""
+        return self._tools.lanes.measured()
+
     async def stop(self) -> None:
         """End every fetch, and wait until no thread writes to the pool any more."""
         for digest, run in self._runs.items():
@@ -180,13 +230,16 @@ class HostCopies:
         fetch = self._fetches.get(digest)
         if fetch is not None:
             fetch.holders.append(holder)
+            self._tools.moved.send()
             return
-        self._start(ModelFetch(holder.model, self._tools, lambda: self._on_ready(digest), holder.since_s), [holder])
+        self._start(holder.model, [holder], holder.since_s)
 
-    def _start(self, fetch: ModelFetch, holders: list[Holder]) -> None:
-        digest = fetch.model.digest
+    def _start(self, model: Model, holders: list[Holder], start_s: float) -> None:
+        digest = model.digest
+        fetch = ModelFetch(model, self._tools, _Listener(self, self._observer, digest), start_s)
         fetch.holders.extend(holders)
         self._fetches[digest] = fetch
+        self._tools.moved.send()
         run = self._runs[digest] = asyncio.create_task(fetch.run(), name=f"fetch {fetch.model.name}")
         driver = self._owner.spawn(f"drive fetch {fetch.model.name}", self._drive(fetch, run))
         self._drivers.add(driver)
@@ -201,7 +254,7 @@ class HostCopies:
         finally:
             run.cancel()
             del self._runs[digest]
-        error = _error_of(run)
+        error = self._spoiled.get(digest) or _error_of(run)
         if error is not None:
             log.warning("fetch failed", action="fetch_failed", model=fetch.model.name, code=error.code, error=error.message)
             for holder in fetch.holders:
@@ -213,32 +266,69 @@ class HostCopies:
                 self._spoiled[digest] = error
         self._observer.on_fetch_ended(clock.monotonic_s() - fetch.start_s, fetch.done_bytes, error.code if error else "")
         await fetch.cleaned_up()
+        self._owner.spawn(f"close the source of {fetch.model.name}", fetch.closed())
         del self._fetches[digest]
+        self._tools.moved.send()
         self._give_up_spoiled(digest)
         late = [holder for holder in fetch.holders if holder.missing]
         if late:
-            self._start(ModelFetch(fetch.model, self._tools, lambda: self._on_ready(digest), clock.monotonic_s()), late)
+            self._start(fetch.model, late, clock.monotonic_s())
         else:
             self._observer.on_copies_changed()
 
-    def _on_ready(self, digest: Digest) -> None:
+    def on_ready(self, digest: Digest) -> None:
+        """A part of a model is ready."""
         fetch = self._fetches[digest]
         for holder in [holder for holder in fetch.holders if not holder.missing]:
             self._account(fetch, holder)
             fetch.holders.remove(holder)
         self._observer.on_copies_changed()
 
+    def on_disputed(self, digest: Digest, error: PilotlightError) -> None:
+        """Another node read other bytes of a model, and was first: nobody new gets what is here."""
+        self._spoiled.setdefault(digest, error)
+        run = self._runs.get(digest)
+        if run is not None:
+            run.cancel()
+        self._give_up_spoiled(digest)
+        self._observer.on_copies_changed()
+
     def _give_up_spoiled(self, digest: Digest) -> None:
         """Free a spoiled copy, unless somebody reads it still: the next holder has it fetched anew."""
         is_read = any(holder.leased and holder.ready for holder in self._holders.get(digest, []))
-        if digest in self._spoiled and digest not in self._fetches and not is_read:
+        if digest in self._spoiled and digest not in self._fetches and not is_read and not self._may_return(digest):
             del self._spoiled[digest]
             self._tools.pool.drop(digest)
+
+    def _may_return(self, digest: Digest) -> bool:
+        """Whether workers may be reading it by a lease that they had of the loader before this one."""
+        return digest in self._adopted and self._tools.clock.monotonic_s() < self._adopted_until_s
 
     def _account(self, fetch: ModelFetch, holder: Holder) -> None:
         phases = fetch.account(holder.instance_id)
         if phases:
             self._observer.on_fetched(holder.instance_id, phases)
+
+
+@dataclass(frozen=True, slots=True)
+class _Listener:
+    """Hears how one fetch gets on."""
+
+    copies: HostCopies
+    observer: Observer
+    digest: Digest
+
+    def on_ready(self) -> None:
+        self.copies.on_ready(self.digest)
+
+    def on_disputed(self, error: PilotlightError) -> None:
+        self.copies.on_disputed(self.digest, error)
+
+    def on_chunk(self, kind: OriginKind, name: str, size_bytes: int) -> None:
+        self.observer.on_chunk(kind, name, size_bytes)
+
+    def on_origin_failed(self, kind: OriginKind, name: str, code: str) -> None:
+        self.observer.on_origin_failed(kind, name, code)
 
 
 def _error_of(run: "asyncio.Task[None]") -> PilotlightError | None:

@@ -1,10 +1,17 @@
 """A link's bandwidth as a limit on what is taken from one source."""
 
+import math
 import re
 from urllib.parse import urlsplit
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.waiting import pause
+from pilotlight.dataplane.turns import Rank, Turns, in_order_of_arrival
+
+LATE_S = 0.005
+"""By how much a timer may be late without the link losing that time."""
+QUANTUM_S = 0.02
+"""For how long one who matters less may keep the link from one who matters more."""
 
 _BANDWIDTH = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<prefix>[kKmMgGtT]?)(?P<binary>i?)(?P<unit>[bB]it/s|[bB]it|bps|B/s)?")
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -29,8 +36,17 @@ def parse_bandwidth(text: str) -> float | None:
     return bytes_per_s
 
 
+def link_of(uri: str) -> str:
+    """What a model's bytes share their link with: a bucket, the hub, or the folders of this host together."""
+    parts = urlsplit(uri)
+    # A hub is one server, whatever the organisation.
+    return f"{parts.scheme or 'file'}://{'' if parts.scheme == 'hf' else parts.netloc}"
+
+
 class Pacer:
     """Hands out a link's time, first come, first served. Pure: time is an argument.
+
+    Who comes back a moment late, as timers are, loses nothing by it.
 
     ::
 
@@ -40,11 +56,12 @@ class Pacer:
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s
-        self._free_at_s = 0.0
+        self._free_at_s = -math.inf
 
     def take(self, now_s: float, size_bytes: int) -> float:
         """Seconds from now until these bytes have come over the link."""
-        self._free_at_s = max(now_s, self._free_at_s) + size_bytes / self._bytes_per_s
+        start_s = self._free_at_s if now_s - self._free_at_s <= LATE_S else now_s
+        self._free_at_s = start_s + size_bytes / self._bytes_per_s
         return self._free_at_s - now_s
 
 
@@ -52,13 +69,30 @@ class LinkLimit:
     """What one source's link lets through."""
 
     def __init__(self, bytes_per_s: float | None, clock: Clock) -> None:
+        self._bytes_per_s = bytes_per_s
         self._pacer = Pacer(bytes_per_s) if bytes_per_s is not None else None
         self._clock = clock
+        self._turns = Turns(1)
+        self._asked = 0
 
-    async def take(self, size_bytes: int) -> None:
-        """Return when these bytes have come over the link, at once where there is no limit. First come, first served."""
-        if self._pacer is not None:
-            await pause(self._pacer.take(self._clock.monotonic_s(), size_bytes))
+    async def take(self, size_bytes: int, rank: Rank = in_order_of_arrival) -> None:
+        """Return when these bytes have come over the link, at once where there is no limit.
+
+        Who matters more comes first, also between the bytes of somebody else; among equals, who came first.
+        """
+        if self._pacer is None or self._bytes_per_s is None:
+            return
+        quantum_bytes = max(1, int(self._bytes_per_s * QUANTUM_S))
+        self._asked += 1
+        left, mine = size_bytes, self._asked
+        while left > 0:
+            turn = await self._turns.take(lambda: (*rank(), mine))
+            try:
+                now = min(left, quantum_bytes)
+                await pause(self._pacer.take(self._clock.monotonic_s(), now))
+                left -= now
+            finally:
+                self._turns.give_back(turn)
 
 
 class Links:
@@ -67,13 +101,11 @@ class Links:
     def __init__(self, bytes_per_s: float | None, clock: Clock) -> None:
         self._bytes_per_s = bytes_per_s
         self._clock = clock
-        self._limits: dict[tuple[str, str], LinkLimit] = {}
+        self._limits: dict[str, LinkLimit] = {}
 
     def of(self, uri: str) -> LinkLimit:
         """The link over which a model's bytes come."""
-        parts = urlsplit(uri)
-        # A hub is one server, whatever the organisation.
-        key = (parts.scheme or "file", "" if parts.scheme == "hf" else parts.netloc)
+        key = link_of(uri)
         if key not in self._limits:
             self._limits[key] = LinkLimit(self._bytes_per_s, self._clock)
         return self._limits[key]

@@ -5,9 +5,9 @@
     wanted parts    0 1 2 3 4 ...       the lowest that is missing comes first, whoever wants it
     chunks          [0a][0b][1a][2a]    a few are read at once; a part is announced as soon as its last chunk is verified
 
-Chunks in flight are the only parallelism: parts become ready in order. Where the source names its files by their content and
-nobody has recorded the chunks' digests yet, the last part is ready only when the files have been checked as a whole; until then
-nothing that was learned is passed on. So no copy is ever whole that was not checked.
+Chunks in flight are the only parallelism: parts become ready in order. The digests of a part that nobody has read before are
+recorded as soon as it is whole. But where the source names its files by their content, the last part is ready only when the files have
+been checked as a whole, and until then nothing that was learned is passed on. So no copy is ever whole that was not checked.
 """
 
 import asyncio
@@ -21,15 +21,20 @@ import structlog
 from pilotlight.checkpoint.manifest import Chunk, Manifest
 from pilotlight.checkpoint.safetensors import StoredTensor
 from pilotlight.common.clock import Clock, wall_offset_s
-from pilotlight.common.errors import BadRequest, CorruptChunk, PilotlightError, SourceChanged
+from pilotlight.common.errors import BadRequest, PilotlightError, SourceChanged
 from pilotlight.common.faults import Faults
 from pilotlight.common.telemetry import span, with_parent
-from pilotlight.common.waiting import cancel_all
-from pilotlight.dataplane.fetch import ChunkSource, OpenSource, Readers, Reading, ReadProgress
-from pilotlight.dataplane.links import Links
+from pilotlight.common.waiting import Signal, cancel_all
+from pilotlight.dataplane.chunk_fetch import ChunkFetch, Distrusted, OriginObserver
+from pilotlight.dataplane.held import HeldChunk, held_chunk
+from pilotlight.dataplane.lanes import Lanes
+from pilotlight.dataplane.origin import ChunkFill, Keeper, Nearby
 from pilotlight.dataplane.pool import HostPool, PartImage
+from pilotlight.dataplane.readers import Readers, Reading
+from pilotlight.dataplane.shares import Rate, Shares
+from pilotlight.dataplane.source_origin import OpenedLate, OpenSource
 from pilotlight.dataplane.whole_files import FileCheck, can_be_checked, check_layout
-from pilotlight.policy.types import Digest, InstanceId, Model, Phase, PhaseName, Transfer
+from pilotlight.policy.types import Digest, FetchPriority, InstanceId, Model, OriginKind, Phase, PhaseName, Transfer
 
 log = structlog.get_logger()
 
@@ -38,15 +43,22 @@ class Manifests(Protocol):
     """Where manifests come from and what was learned about chunks goes to."""
 
     async def get(self, model: Model) -> Manifest:
-        """The manifest with every chunk digest that is known.
+        """The manifest, with some of the chunk digests that are recorded.
 
         Raises:
             SourceUnavailable: it cannot be read.
         """
         ...
 
-    def learned(self, model: Model, digests: dict[tuple[int, int], Digest]) -> None:
-        """Remember the digests of chunks, by (part, chunk), that somebody read for the first time."""
+    async def latest(self, model: Model) -> Manifest:
+        """The manifest with every chunk digest that is recorded by now. Raises what ``get`` raises."""
+        ...
+
+    def learned(self, model: Model, part: int, digests: tuple[Digest, ...], disputed: Callable[[PilotlightError], None]) -> None:
+        """Record the digests of a part's chunks, which somebody read for the first time.
+
+        ``disputed`` is called when another node was first, and read other bytes.
+        """
         ...
 
 
@@ -58,11 +70,30 @@ class FetchTools:
     readers: Readers
     manifests: Manifests
     open_source: OpenSource
-    links: Links
+    lanes: Lanes
+    distrusted: Distrusted
     faults: Faults
     clock: Clock
     process: str
     """Names this process in phases."""
+    nearby: tuple[Nearby, ...] = ()
+    """Who knows of origins that are nearer than a model's source, the nearest first."""
+    keepers: tuple[Keeper, ...] = ()
+    """Who hears of verified chunks, to have them nearer next time."""
+    moved: Signal = field(default_factory=Signal)
+    """Sent when a chunk is begun or entered, and when a fetch begins or ends: for who passes chunks on."""
+
+
+class FetchListener(OriginObserver, Protocol):
+    """Hears how a fetch gets on. Calls come within the event loop and must not block."""
+
+    def on_ready(self) -> None:
+        """A part is ready."""
+        ...
+
+    def on_disputed(self, error: PilotlightError) -> None:
+        """Another node read other bytes of this model before: what is in the pool is worth nothing. May come after the fetch."""
+        ...
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -76,10 +107,16 @@ class Holder:
     """A lease: its parts may be read at any moment. An order only asks for the bytes to be moved."""
     trace_parent: str
     since_s: float
+    priority: FetchPriority = FetchPriority.COLD_START
     ready: dict[int, float] = field(default_factory=dict[int, float])
     """Parts that are, and since when."""
     error: PilotlightError | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether a cold start waits for it: what is leased is read as soon as it is there."""
+        return self.leased or self.priority is FetchPriority.COLD_START
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -92,13 +129,14 @@ class _InFlight:
     image: PartImage
     index: int
     chunk: Chunk
-    reading: "asyncio.Task[Digest]"
+    fill: ChunkFill
+    reading: "asyncio.Task[OriginKind]"
 
 
 class ModelFetch:
     """The fetch of one model: from the first part that is missing to the last that somebody wants."""
 
-    def __init__(self, model: Model, tools: FetchTools, on_ready: Callable[[], None], start_s: float) -> None:
+    def __init__(self, model: Model, tools: FetchTools, listener: FetchListener, start_s: float) -> None:
         """``start_s`` is when the word was sent that began it."""
         self.model = model
         self.start_s = start_s
@@ -107,31 +145,44 @@ class ModelFetch:
         self.is_spoiled = False
         """The files were checked and are not those that were registered: no part in the pool is worth anything."""
         self._tools = tools
-        self._on_ready = on_ready
-        self._reading = Reading(tools.readers)
-        self._link = tools.links.of(model.uri)
+        self._listener = listener
+        self._shares = Shares(listener)
+        self._rate = Rate(start_s)
+        self._reading = Reading(tools.readers, self._rank)
         self._filling: dict[int, PartImage] = {}
         self._in_flight: deque[_InFlight] = deque()
-        self._learned: dict[tuple[int, int], Digest] = {}
         self._to_check = False
         self._reported_until_s: dict[InstanceId, float] = {}
-        self._source: ChunkSource | None = None
+        self._source: OpenedLate | None = None
+
+    @property
+    def priority(self) -> FetchPriority:
+        """How much it matters: what a worker leases, or is about to, is for a cold start."""
+        return FetchPriority.COLD_START if any(holder.is_urgent for holder in self.holders) else FetchPriority.PREFETCH
 
     @property
     def wanted(self) -> tuple[int, ...]:
-        """Parts that somebody waits for, in execution order."""
-        return tuple(sorted({part for holder in self.holders for part in holder.missing}))
+        """Parts that somebody waits for: those for a cold start first, then in execution order."""
+        missing = {part for holder in self.holders for part in holder.missing}
+        urgent = {part for holder in self.holders if holder.is_urgent for part in holder.missing}
+        return (*sorted(urgent), *sorted(missing - urgent))
 
     def transfer(self) -> Transfer:
         """How far it is. Bytes are those of whole parts, as a checkpoint stores them."""
         part_bytes = self.model.spec.part_bytes
         to_do = sum(part_bytes[part] for part in self.wanted if part < len(part_bytes))
         filled = sum(self._filled_bytes(image) for image in self._filling.values())
+        done, now_s = self.done_bytes + filled, self._tools.clock.monotonic_s()
         return Transfer(
             digest=self.model.digest,
             source=self.model.uri,
-            done_bytes=self.done_bytes + filled,
+            done_bytes=done,
             total_bytes=self.done_bytes + to_do,
+            model=self.model.name,
+            priority=self.priority,
+            bytes_per_s=self._rate.of(done, now_s),
+            age_s=now_s - self.start_s,
+            origins=self._shares.given,
         )
 
     async def run(self) -> None:
@@ -144,79 +195,106 @@ class ModelFetch:
         with with_parent(first.trace_parent), span("fetch", model=self.model.name, source=self.model.uri) as current:
             try:
                 await self._tools.faults.delay("fetch")
-                manifest = await self._tools.manifests.get(self.model)
+                manifest = await self._tools.manifests.latest(self.model)
                 await self._fill(manifest)
             finally:
                 current.set_attribute("bytes", self.done_bytes)
+                current.set_attribute("origins", [share.name for share in self._shares.given])
+                for kind in OriginKind:
+                    current.set_attribute(f"bytes_{kind}", self._shares.of_kind(kind))
 
     async def cleaned_up(self) -> None:
-        """Return when no thread works for it and what it did not finish is free again."""
+        """Return when what it did not finish is free again. A thread that hangs writes nothing any more when it wakes."""
         await cancel_all(waiting.reading for waiting in self._in_flight)
-        await self._reading.settled()
+        for waiting in self._in_flight:
+            waiting.fill.lose()
         for image in self._filling.values():
             self._tools.pool.discard(image)
         self._filling.clear()
+        self._tools.moved.send()
+
+    def held(self, part: int, index: int) -> HeldChunk | None:
+        """A chunk of a part that is being filled: one that is entered, or is on its way."""
+        image = self._filling.get(part)
+        if image is not None and index < image.entered:
+            return held_chunk(self._tools.pool, image, index)
+        for waiting in self._in_flight:
+            if waiting.image.part == part and waiting.index == index:
+                chunk, fill = waiting.chunk, waiting.fill
+                return HeldChunk(waiting.image, index, chunk.image_offset, chunk.size_bytes, chunk.digest, fill)
+        return None
+
+    async def closed(self) -> None:
+        """Return when no thread works for it any more, and its source is closed."""
+        await self._reading.settled()
         if self._source is not None:
             self._source.close()
-        if self._learned and not self._to_check:
-            self._tools.manifests.learned(self.model, self._learned)
 
     async def _fill(self, manifest: Manifest) -> None:
         tools = self._tools
         unknown = any(chunk.digest is None for part in manifest.parts for chunk in part.chunks)
         self._to_check = unknown and can_be_checked(manifest)
-        source = await self._reading.run(f"opening {self.model.uri}", lambda _: self._open(manifest))
+        source = self._source = OpenedLate(self.model, manifest, tools.open_source)
+        chunks = ChunkFetch(
+            model=self.model,
+            manifest=manifest,
+            source=source,
+            nearby=tools.nearby,
+            lanes=tools.lanes,
+            distrusted=tools.distrusted,
+            reading=self._reading,
+            rank=self._rank_of,
+            observer=self._shares,
+            relearn=lambda: tools.manifests.latest(self.model),
+        )
         while True:
             while len(self._in_flight) < tools.readers.threads and (following := self._next_chunk(manifest)) is not None:
-                image, index = following
-                chunk = manifest.parts[image.part].chunks[index]
-                task = asyncio.create_task(self._read(source, image, chunk), name=f"fetch part {image.part} chunk {index}")
-                self._in_flight.append(_InFlight(image=image, index=index, chunk=chunk, reading=task))
+                self._in_flight.append(self._begin(chunks, *following))
             if not self._in_flight:
                 return
             oldest = self._in_flight[0]
-            digest = await asyncio.shield(oldest.reading)
+            kind = await asyncio.shield(oldest.reading)
             if self._to_check and self._is_last(manifest, oldest):
-                await self._check_files(source, manifest, oldest.image)
+                await self._check_files(source, manifest, oldest)
             self._in_flight.popleft()
-            self._enter(oldest, digest)
+            self._enter(oldest, manifest, kind)
 
     def _next_chunk(self, manifest: Manifest) -> tuple[PartImage, int] | None:
-        """The next chunk to read: of the part that is being filled, else the first of the lowest missing part."""
-        for image in self._filling.values():
+        """The next chunk to read, of the first part that has one; what was begun and nobody wants any more is the last."""
+        pool, digest = self._tools.pool, self.model.digest
+        for part in dict.fromkeys((*self.wanted, *self._filling)):
+            image = self._filling.get(part)
+            if image is None:
+                if not part < len(manifest.parts):
+                    raise BadRequest(f"{self.model.name} has no part {part}")
+                described = manifest.parts[part]
+                image = pool.reserve(digest, part, described.image_bytes, len(described.chunks))
+                if image.ready:
+                    self._announce(image)
+                    continue
+                self._filling[part] = image
             asked = image.entered + sum(waiting.image is image for waiting in self._in_flight)
             if asked < len(image.slots):
                 return image, asked
-        pool, digest = self._tools.pool, self.model.digest
-        for part in self.wanted:
-            if part in self._filling:
-                continue
-            if not part < len(manifest.parts):
-                raise BadRequest(f"{self.model.name} has no part {part}")
-            chunks = manifest.parts[part].chunks
-            image = pool.reserve(digest, part, manifest.parts[part].image_bytes, len(chunks))
-            if image.ready:
-                self._announce(image)
-                continue
-            self._filling[part] = image
-            return image, 0
         return None
 
-    def _open(self, manifest: Manifest) -> ChunkSource:
-        # Kept from within the thread: a fetch that is cancelled meanwhile must still close it.
-        self._source = self._tools.open_source(self.model, manifest)
-        return self._source
+    def _begin(self, chunks: ChunkFetch, image: PartImage, index: int) -> _InFlight:
+        pool, chunk = self._tools.pool, chunks.manifest.parts[image.part].chunks[index]
 
-    async def _read(self, source: ChunkSource, image: PartImage, chunk: Chunk) -> Digest:
-        pool = self._tools.pool
+        def place(offset: int, data: memoryview) -> None:
+            pool.write(image, chunk.image_offset + offset, data)
 
-        def read(progress: ReadProgress) -> Digest:
-            pool.back(image, chunk.image_offset, chunk.size_bytes)
-            with pool.view(image, chunk.image_offset, chunk.size_bytes) as into:
-                return source.read_chunk(chunk, into, progress)
+        fill = ChunkFill(chunk.digest, chunk.size_bytes, place)
+        reading = asyncio.create_task(chunks.fetch(image.part, index, fill), name=f"fetch part {image.part} chunk {index}")
+        self._tools.moved.send()
+        return _InFlight(image=image, index=index, chunk=chunk, fill=fill, reading=reading)
 
-        await self._link.take(chunk.size_bytes)
-        return await self._reading.run(f"part {image.part} of {self.model.name} from {self.model.uri}", read)
+    def _rank(self) -> tuple[int, ...]:
+        return (0 if self.priority is FetchPriority.COLD_START else 1,)
+
+    def _rank_of(self, part: int) -> tuple[int, ...]:
+        """The second half of a model may be on its way while a cold start waits for the first: each part has a rank of its own."""
+        return (0 if any(holder.is_urgent and part in holder.parts for holder in self.holders) else 1,)
 
     def _is_last(self, manifest: Manifest, read: _InFlight) -> bool:
         """Whether the pool holds all of the model once this is entered."""
@@ -224,7 +302,7 @@ class ModelFetch:
         entered = read.image.entered + 1 == len(read.image.slots)
         return entered and all(self._tools.pool.find(self.model.digest, part) is not None for part in others)
 
-    async def _check_files(self, source: ChunkSource, manifest: Manifest, last: PartImage) -> None:
+    async def _check_files(self, source: OpenedLate, manifest: Manifest, last: _InFlight) -> None:
         """Check the files as a whole, several at a time; then every digest in the pool is one that may be passed on.
 
         Raises:
@@ -232,7 +310,7 @@ class ModelFetch:
         """
         pool = self._tools.pool
         found = {part: pool.find(self.model.digest, part) for part in range(len(manifest.parts))}
-        images = {last.part: last} | {part: image for part, image in found.items() if image is not None}
+        images = {last.image.part: last.image} | {part: image for part, image in found.items() if image is not None}
 
         def view(part: int, offset: int, size_bytes: int) -> memoryview:
             return pool.view(images[part], offset, size_bytes)
@@ -250,25 +328,29 @@ class ModelFetch:
                 raise SourceChanged(f"{self.model.uri}: {error.message}") from error
             finally:
                 await cancel_all(checks)
-        for part, image in images.items():
-            self._learned.update({(part, index): digest for index, digest in enumerate(pool.chunk_digests(image))})
         self._to_check = False
+        for part in images.keys() - {last.image.part}:
+            self._learn(manifest, images[part])
 
-    def _enter(self, read: _InFlight, digest: Digest) -> None:
-        image, chunk = read.image, read.chunk
-        if chunk.digest is None:
-            self._learned[image.part, read.index] = digest
-        elif chunk.digest != digest:
-            raise CorruptChunk(
-                f"{self.model.uri}: part {image.part}, bytes [{chunk.image_offset}, {chunk.image_offset + chunk.size_bytes}) "
-                f"have digest {digest[:16]}…, recorded is {chunk.digest[:16]}…"
-            )
-        span_of_chunk = (chunk.image_offset, chunk.image_offset + chunk.size_bytes)
-        self._tools.pool.enter_chunk(image, span_of_chunk, digest)
+    def _enter(self, read: _InFlight, manifest: Manifest, kind: OriginKind) -> None:
+        image, chunk, digest = read.image, read.chunk, read.fill.found
+        chunk_range = (chunk.image_offset, chunk.image_offset + chunk.size_bytes)
+        self._tools.pool.enter_chunk(image, chunk_range, digest, read.fill.units)
+        self._tools.moved.send()
+        for keeper in self._tools.keepers:
+            keeper.keep(digest, self._tools.pool.file_offset(image) + chunk.image_offset, chunk.size_bytes, kind)
         if image.ready:
             del self._filling[image.part]
             self.done_bytes += image.image_bytes
+            if not self._to_check:
+                self._learn(manifest, image)
             self._announce(image)
+
+    def _learn(self, manifest: Manifest, image: PartImage) -> None:
+        """Record a part's digests, unless somebody has."""
+        if any(chunk.digest is None for chunk in manifest.parts[image.part].chunks):
+            digests = self._tools.pool.chunk_digests(image)
+            self._tools.manifests.learned(self.model, image.part, digests, self._listener.on_disputed)
 
     def _announce(self, image: PartImage) -> None:
         now_s = self._tools.clock.monotonic_s()
@@ -276,7 +358,7 @@ class ModelFetch:
             if image.part in holder.parts:
                 holder.ready.setdefault(image.part, now_s)
                 holder.changed.set()
-        self._on_ready()
+        self._listener.on_ready()
 
     def account(self, instance_id: InstanceId) -> tuple[Phase, ...]:
         """What it did for an instance since it was last asked. It works without a break, so that is one interval at most."""
@@ -292,9 +374,11 @@ class ModelFetch:
             end_s=now_s,
             wall_offset_s=wall_offset_s(tools.clock),
             process=tools.process,
-            detail=f"{self.done_bytes} bytes from {self.model.uri}",
+            detail=", ".join(f"{share.size_bytes} bytes from {share.name}" for share in self._shares.given),
         )
         return (phase,)
 
     def _filled_bytes(self, image: PartImage) -> int:
-        return image.image_bytes * image.entered // max(1, len(image.slots))
+        entered = image.image_bytes * image.entered // max(1, len(image.slots))
+        coming = sum(reading.fill.received_bytes for reading in self._in_flight if reading.image is image)
+        return min(image.image_bytes, entered + coming)

@@ -6,30 +6,31 @@ ready yet: those belong to whoever reserved it.
 """
 
 import errno
-import fcntl
 import mmap
 import os
+import secrets
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
 import structlog
-from blake3 import blake3
 
+from pilotlight.checkpoint.digests import chunk_digest
 from pilotlight.common.clock import Clock
-from pilotlight.common.errors import Conflict, HostPoolFull, HostPoolTaken, StaleCommand
+from pilotlight.common.errors import Conflict, HostPoolFull, StaleCommand
 from pilotlight.dataplane.extents import Extent, Extents
+from pilotlight.dataplane.pool_file import boot_id, lock, make_file
 from pilotlight.dataplane.table import (
     HEADER_BYTES,
+    VERSION,
     ChunkEntry,
     ChunkTable,
     Geometry,
     Header,
     read_header,
     write_epoch,
-    write_header,
 )
 from pilotlight.policy.types import Digest, Epoch
 
@@ -40,7 +41,8 @@ LARGE_UNIT_BYTES = 2 * 1024 * 1024
 LARGE_POOL_BYTES = 16 * 1024 * 1024 * 1024
 """From this size on, extents are cut in huge pages."""
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+SERIAL_BITS = 63
+"""Half of a 64-bit number: every language's integers hold it."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -53,8 +55,15 @@ class PartImage:
     extent: Extent
     slots: list[int]
     """One for each chunk, in order."""
+    serial: int
+    """Names it among all images that were ever made, also to readers that outlive this loader."""
     entered: int = 0
     """Chunks that are verified."""
+    units: dict[int, tuple[bytes, ...]] = field(default_factory=dict[int, tuple[bytes, ...]])
+    """The digests of a chunk's units, as far as they are known; whoever needs others computes and adds them."""
+    pins: int = 0
+    """Sends that read it: its bytes stay where they are, whatever becomes of it."""
+    given_up: bool = False
 
     @property
     def ready(self) -> bool:
@@ -71,11 +80,6 @@ class HeldCopy:
     size_bytes: int
     """What they take of the pool, rounded up to units."""
     last_used_s: float
-
-
-def boot_id() -> str:
-    """Names this boot of the host. What an earlier one left in a file was perhaps never written back whole."""
-    return _BOOT_ID.read_text().strip()
 
 
 def unit_bytes_of(pool_bytes: int) -> int:
@@ -120,14 +124,14 @@ class HostPool:
         except FileNotFoundError:
             pass
         else:
-            _lock(descriptor, path)
+            lock(descriptor, path)
             found = read_header(os.pread(descriptor, HEADER_BYTES, 0))
-            intact = found is not None and os.fstat(descriptor).st_size == found.geometry.file_bytes
+            intact = found is not None and os.fstat(descriptor).st_size == found.geometry.file_bytes and found.version == VERSION
             if found is not None and intact and found.geometry == geometry and found.boot_id == boot_id():
                 return cls(path, descriptor, found, clock)
             os.close(descriptor)
         header = Header(geometry=geometry, boot_id=boot_id(), highest_epoch=found.highest_epoch if found else Epoch(0))
-        return cls(path, _make_file(path, header), header, clock)
+        return cls(path, make_file(path, header), header, clock)
 
     def close(self, *, remove: bool) -> None:
         """Unmap, and let another loader have the file; ``remove`` deletes it. Nobody may write through a view after this."""
@@ -165,6 +169,11 @@ class HostPool:
         return self._extents.free_bytes
 
     @property
+    def largest_free_bytes(self) -> int:
+        """Bytes of the largest range that nothing takes."""
+        return self._extents.largest_free_bytes
+
+    @property
     def fragmentation(self) -> float:
         """See ``Extents.fragmentation``."""
         return self._extents.fragmentation
@@ -181,14 +190,20 @@ class HostPool:
         slots = self._table.take(chunks)
         if slots is None:
             raise HostPoolFull(f"a part of {chunks} chunks; the host pool has no entries left for them")
-        extent = self._extents.take(image_bytes)
+        extent = self._extents.take(image_bytes, self._behind(digest, part))
         if extent is None:
             self._free_slots(slots)
             largest, free = self._extents.largest_free_bytes, self._extents.free_bytes
             raise HostPoolFull(f"a part of {image_bytes} bytes; the host pool has {free} bytes free, {largest} of them in a row")
-        image = PartImage(digest=digest, part=part, image_bytes=image_bytes, extent=extent, slots=slots)
+        serial = secrets.randbits(SERIAL_BITS)
+        image = PartImage(digest=digest, part=part, image_bytes=image_bytes, extent=extent, slots=slots, serial=serial)
         self._images[digest][part] = image
         return image
+
+    def fits(self, digest: Digest, part_bytes: Mapping[int, int]) -> bool:
+        """Whether those of a model's parts that are not here could be reserved now, in their order; ``part_bytes``: of each image."""
+        missing = sorted(part for part in part_bytes if part not in self._images.get(digest, {}))
+        return not missing or self._extents.fits((part_bytes[part] for part in missing), self._behind(digest, missing[0]))
 
     def view(self, image: PartImage, offset: int, size_bytes: int) -> memoryview:
         """Writable bytes [offset, offset + size_bytes) of an image; release it when done."""
@@ -197,14 +212,20 @@ class HostPool:
         start = self.file_offset(image) + offset
         return self._view[start : start + size_bytes]
 
-    def back(self, image: PartImage, offset: int, size_bytes: int) -> None:
-        """Have the system set memory aside for a range, so that writing it cannot end the process. May block; any thread.
+    def write(self, image: PartImage, offset: int, data: memoryview) -> None:
+        """Put bytes at an offset of an image that is not ready yet; any thread.
+
+        Through the file rather than through the mapping: the system makes no page that is overwritten at once, nor maps one here, and
+        says so where it has no memory, which a mapping answers by ending the process.
 
         Raises:
             HostPoolFull: the host's shared memory is used up.
+            ValueError: the range does not lie within the image.
         """
+        if offset < 0 or offset + len(data) > image.image_bytes:
+            raise ValueError(f"[{offset}, {offset + len(data)}) is not within an image of {image.image_bytes} bytes")
         try:
-            os.posix_fallocate(self._descriptor, self.file_offset(image) + offset, size_bytes)
+            self._put(self.file_offset(image) + offset, data)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
@@ -214,8 +235,10 @@ class HostPool:
         """Where an image starts, from the start of the file."""
         return self.geometry.data_offset + image.extent.offset
 
-    def enter_chunk(self, image: PartImage, chunk_range: tuple[int, int], digest: Digest) -> None:
-        """Record the next chunk of an image: its bytes [start, stop) are complete and have this digest."""
+    def enter_chunk(
+        self, image: PartImage, chunk_range: tuple[int, int], digest: Digest, units: tuple[bytes, ...] | None = None
+    ) -> None:
+        """Record the next chunk of an image: its bytes [start, stop) are complete and have this digest; ``units``: theirs."""
         start, stop = chunk_range
         entry = ChunkEntry(
             digest=image.digest,
@@ -226,9 +249,12 @@ class HostPool:
             image_bytes=image.image_bytes,
             chunk_offset=start,
             chunk_bytes=stop - start,
+            serial=image.serial,
             chunk_digest=digest,
         )
         self._table.enter(image.slots[image.entered], entry)
+        if units is not None:
+            image.units[image.entered] = units
         image.entered += 1
         if image.ready:
             self.touch(image.digest)
@@ -238,14 +264,39 @@ class HostPool:
         return tuple(self._table.read(slot).chunk_digest for slot in image.slots[: image.entered])
 
     def discard(self, image: PartImage) -> None:
-        """Give an image up, ready or not. Nobody may read or write it any more."""
+        """Give an image up, ready or not. Nobody may read or write it any more, but for sends that have begun."""
         self._free_slots(image.slots)
-        self._extents.give_back(image.extent)
+        image.given_up = True
+        if not image.pins:
+            self._extents.give_back(image.extent)
         parts = self._images[image.digest]
         del parts[image.part]
         if not parts:
             del self._images[image.digest]
             self._last_used_s.pop(image.digest, None)
+
+    def chunk(self, image: PartImage, index: int) -> ChunkEntry:
+        """What is recorded of a chunk that was entered."""
+        return self._table.read(image.slots[index])
+
+    def pin(self, image: PartImage) -> None:
+        """Keep its bytes where they are until ``unpin``: the system reads them for a while after they were sent."""
+        image.pins += 1
+
+    def unpin(self, image: PartImage) -> None:
+        """A send is over."""
+        image.pins -= 1
+        if image.given_up and not image.pins:
+            self._extents.give_back(image.extent)
+
+    def is_pinned(self, digest: Digest) -> bool:
+        """Whether something of a model is being sent."""
+        return any(image.pins for image in self._images.get(digest, {}).values())
+
+    @property
+    def descriptor(self) -> int:
+        """Of the file, for who sends from it."""
+        return self._descriptor
 
     def find(self, digest: Digest, part: int) -> PartImage | None:
         """A part that is ready, or None."""
@@ -267,6 +318,24 @@ class HostPool:
         """The models that have ready parts, the least recently used first."""
         held = [self._copy_of(digest) for digest in self._images]
         return tuple(sorted((copy for copy in held if copy.parts), key=lambda copy: (copy.last_used_s, copy.digest)))
+
+    def _put(self, start: int, data: memoryview) -> None:
+        done = 0
+        try:
+            while done < len(data):
+                with data[done:] as left:
+                    done += os.pwrite(self._descriptor, left, start + done)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            # Files on hugetlbfs can be mapped, and not written to.
+            os.posix_fallocate(self._descriptor, start, len(data))
+            self._view[start : start + len(data)] = data
+
+    def _behind(self, digest: Digest, part: int) -> int | None:
+        """Where the part goes that follows what is here of its model."""
+        below = [number for number in self._images.get(digest, {}) if number < part]
+        return self._images[digest][max(below)].extent.stop if below else None
 
     def _free_slots(self, slots: Iterable[int]) -> None:
         for slot in slots:
@@ -296,7 +365,15 @@ class HostPool:
                 continue
             slots = [slot for slot, _ in sorted(entries, key=lambda found: found[1].index)]
             image_bytes = chunks[0].image_bytes
-            image = PartImage(digest=digest, part=part, image_bytes=image_bytes, extent=extent, slots=slots, entered=len(slots))
+            image = PartImage(
+                digest=digest,
+                part=part,
+                image_bytes=image_bytes,
+                extent=extent,
+                slots=slots,
+                serial=chunks[0].serial,
+                entered=len(slots),
+            )
             self._images[digest][part] = image
             self.touch(digest)
         if self._images:
@@ -310,7 +387,7 @@ class HostPool:
         if sum(entry.chunk_bytes for entry in entries) != first.image_bytes:
             return False
         return all(
-            (entry.chunks_in_part, entry.image_bytes) == (first.chunks_in_part, first.image_bytes)
+            (entry.chunks_in_part, entry.image_bytes, entry.serial) == (first.chunks_in_part, first.image_bytes, first.serial)
             and entry.chunk_offset + entry.chunk_bytes <= entry.image_bytes
             and entry.extent_offset + entry.image_bytes <= self._extents.size_bytes
             and self._digest_of(entry) == entry.chunk_digest
@@ -320,34 +397,4 @@ class HostPool:
     def _digest_of(self, entry: ChunkEntry) -> Digest:
         start = self.geometry.data_offset + entry.extent_offset + entry.chunk_offset
         with self._view[start : start + entry.chunk_bytes] as chunk:
-            return Digest(blake3(chunk, max_threads=blake3.AUTO).hexdigest())
-
-
-def _lock(descriptor: int, path: Path) -> None:
-    """One loader a pool: the kernel frees the lock with the process."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise HostPoolTaken(f"another loader holds the host pool {path}") from error
-
-
-def _make_file(path: Path, header: Header) -> int:
-    """A new pool file in the place of whatever lies there; complete before it gets its name."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    making = path.with_name(f"{path.name}.new")
-    descriptor = os.open(making, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    _lock(descriptor, path)
-    try:
-        # What a loader that was killed here left behind is not ours to keep.
-        os.ftruncate(descriptor, 0)
-        os.ftruncate(descriptor, header.geometry.file_bytes)
-        os.posix_fallocate(descriptor, 0, header.geometry.data_offset)
-        with mmap.mmap(descriptor, header.geometry.data_offset) as mapped:
-            write_header(mapped, header)
-        making.rename(path)
-    except OSError:
-        os.close(descriptor)
-        making.unlink(missing_ok=True)
-        raise
-    return descriptor
+            return chunk_digest(chunk)

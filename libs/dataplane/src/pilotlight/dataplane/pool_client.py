@@ -17,7 +17,7 @@ import structlog
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import MessageUndecodable, PilotlightError, SourceUnavailable, error_of
 from pilotlight.common.messages.codec import frame, read_frame
-from pilotlight.common.messages.pool import FromLoader, Hello, Lease, LeaseDone, LeaseFailed, LeaseGranted, PartReady
+from pilotlight.common.messages.pool import RETURN_S, FromLoader, Hello, Lease, LeaseDone, LeaseFailed, LeaseGranted, PartReady
 from pilotlight.common.waiting import Backoff, cancel_all, pause, within
 from pilotlight.policy.types import InstanceId, Model, WorkerId
 
@@ -35,7 +35,7 @@ class PoolClient:
 
     def __init__(self, path: Path, clock: Clock, *, grace_s: float = GRACE_S, rng: random.Random | None = None) -> None:
         self._path = path
-        self._clock = clock
+        self.clock = clock
         self._grace_s = grace_s
         self._rng = rng or random.Random()
         self._backoff = Backoff(first_s=0.02, limit_s=1.0)
@@ -81,8 +81,8 @@ class PoolClient:
 
     async def ask(self, request: Lease) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, LeaseGranted]:
         """A new connection on which a lease is granted. Raises what ``lease`` raises."""
-        until_s = self._clock.monotonic_s() + self._grace_s
-        while self._clock.monotonic_s() <= until_s:
+        until_s = self.clock.monotonic_s() + self._grace_s
+        while self.clock.monotonic_s() <= until_s:
             reader, writer = await self._connect()
             try:
                 writer.write(frame(request))
@@ -106,13 +106,13 @@ class PoolClient:
         Raises:
             SourceUnavailable: it is over.
         """
-        until_s = self._clock.monotonic_s() + self._grace_s
+        until_s = self.clock.monotonic_s() + self._grace_s
         attempt = 0
         while True:
             try:
                 return await within(CONNECT_S, asyncio.open_unix_connection(self._path), "connecting to the loader")
             except (OSError, PilotlightError) as error:
-                if self._clock.monotonic_s() >= until_s:
+                if self.clock.monotonic_s() >= until_s:
                     raise SourceUnavailable(f"no loader at {self._path} for {self._grace_s:g} s: {error}") from error
             await pause(self._backoff.delay_s(attempt, self._rng))
             attempt += 1
@@ -145,7 +145,12 @@ class PoolLease:
         self._reader = reader
         self._writer = writer
         self._inode = _inode_of(granted.pool_path)
-        self._delivered: set[int] = set()
+        self._clock = client.clock
+        self._delivered: dict[int, int] = {}
+        """Parts that were told, and the serial number of each one's image."""
+        self._unconfirmed: set[int] = set()
+        """Those among them of which a loader that came back has not said yet that it kept them."""
+        self._broken_s = 0.0
         # A lease has as many frames as parts, and a loader that restarts says each of them again.
         self._frames: asyncio.Queue[PartReady | LeaseDone | PilotlightError] = asyncio.Queue(len(request.parts) + 2)
         self._keeping = asyncio.create_task(self._keep(), name=f"lease for {request.instance_id}")
@@ -164,7 +169,8 @@ class PoolLease:
     @property
     def intact(self) -> bool:
         """Whether the parts have stayed in the pool since they were ready. Ask after copying the last one."""
-        return not self._keeping.done()
+        kept = not self._unconfirmed or self._clock.monotonic_s() < self._broken_s + RETURN_S
+        return kept and not self._keeping.done()
 
     async def close(self) -> None:
         """End the lease: the parts may be dropped from now on."""
@@ -196,8 +202,10 @@ class PoolLease:
                 if isinstance(received, LeaseFailed):
                     raise error_of(received.code, received.message)
                 if isinstance(received, PartReady) and received.part not in self._delivered:
-                    self._delivered.add(received.part)
+                    self._delivered[received.part] = received.serial
                     self._frames.put_nowait(received)
+                elif isinstance(received, PartReady):
+                    self._confirm(received)
                 elif isinstance(received, LeaseDone) and not complete:
                     complete = True
                     self._frames.put_nowait(received)
@@ -213,8 +221,16 @@ class PoolLease:
         except (OSError, MessageUndecodable):
             return None
 
+    def _confirm(self, again: PartReady) -> None:
+        if again.serial != self._delivered[again.part]:
+            raise SourceUnavailable(f"the loader came back without part {again.part}: it was given up and is in the pool anew")
+        self._unconfirmed.discard(again.part)
+
     async def _renew(self) -> None:
         self._writer.close()
+        if not self._unconfirmed:
+            self._broken_s = self._clock.monotonic_s()
+        self._unconfirmed = set(self._delivered)
         self._reader, self._writer, granted = await self._client.ask(self._request)
         if (granted.pool_path, _inode_of(granted.pool_path)) != (self.pool_path, self._inode):
             raise SourceUnavailable("the loader came back with another host pool: what was mapped is not kept any more")

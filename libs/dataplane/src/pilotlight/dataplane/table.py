@@ -20,7 +20,8 @@ from heapq import heapify, heappop, heappush
 from pilotlight.policy.types import Digest, Epoch
 
 MAGIC = b"PLPOOL\r\n"
-VERSION = 1
+VERSION = 2
+"""2: digests of chunks are those of ``checkpoint.digests``."""
 HEADER_BYTES = 4096
 ENTRY_BYTES = 128
 DATA_ALIGNMENT_BYTES = 2 * 1024 * 1024
@@ -29,8 +30,9 @@ DATA_ALIGNMENT_BYTES = 2 * 1024 * 1024
 _HEADER = struct.Struct("<8sIIQQ36s")
 _EPOCH = struct.Struct("<Q")
 _EPOCH_OFFSET = 128
-# Part, index of the chunk, chunks of the part, extent, bytes of the image, the chunk's range in it, model and chunk digest.
-_ENTRY = struct.Struct("<IIIQQQQ32s32s")
+# Part, index of the chunk, chunks of the part, extent, bytes of the image, the chunk's range in it, the image's serial number, model and
+# chunk digest.
+_ENTRY = struct.Struct("<IIIQQQQQ32s32s")
 _ENTRY_OFFSET = 1
 
 
@@ -83,6 +85,8 @@ class ChunkEntry:
     chunk_offset: int
     """Where the chunk starts, from the start of the image."""
     chunk_bytes: int
+    serial: int
+    """Of the image: another one that is made later has another, also in the same place."""
     chunk_digest: Digest
 
 
@@ -93,18 +97,20 @@ class Header:
     geometry: Geometry
     boot_id: str
     highest_epoch: Epoch
+    version: int = VERSION
+    """Of another one only the epoch means anything to us."""
 
 
 def read_header(page: bytes) -> Header | None:
-    """The header of a file's first page; None when it is not that of a pool of this version."""
+    """The header of a file's first page; None when it is not that of a pool of this version or an earlier one."""
     if len(page) < HEADER_BYTES:
         return None
     magic, version, unit_bytes, data_bytes, _reserved, boot_id = _HEADER.unpack_from(page)
-    if magic != MAGIC or version != VERSION or not 0 < unit_bytes <= data_bytes:
+    if magic != MAGIC or not 0 < version <= VERSION or not 0 < unit_bytes <= data_bytes:
         return None
     (epoch,) = _EPOCH.unpack_from(page, _EPOCH_OFFSET)
     geometry = Geometry(data_bytes=data_bytes, unit_bytes=unit_bytes)
-    return Header(geometry=geometry, boot_id=boot_id.decode("ascii", "replace"), highest_epoch=Epoch(epoch))
+    return Header(geometry=geometry, boot_id=boot_id.decode("ascii", "replace"), highest_epoch=Epoch(epoch), version=version)
 
 
 def write_header(mapped: mmap.mmap, header: Header) -> None:
@@ -143,7 +149,7 @@ class ChunkTable:
     def enter(self, slot: int, entry: ChunkEntry) -> None:
         """Write an entry whose bytes are complete and verified."""
         start = self._start(slot)
-        place = (entry.extent_offset, entry.image_bytes, entry.chunk_offset, entry.chunk_bytes)
+        place = (entry.extent_offset, entry.image_bytes, entry.chunk_offset, entry.chunk_bytes, entry.serial)
         digests = (bytes.fromhex(entry.digest), bytes.fromhex(entry.chunk_digest))
         numbers = (entry.part, entry.index, entry.chunks_in_part)
         body = _ENTRY.pack(*numbers, *place, *digests)
@@ -157,7 +163,7 @@ class ChunkTable:
 
     def read(self, slot: int) -> ChunkEntry:
         """The entry of a slot, which must be ready."""
-        part, index, chunks, extent, image_bytes, offset, size, digest, chunk_digest = _ENTRY.unpack_from(
+        part, index, chunks, extent, image_bytes, offset, size, serial, digest, chunk_digest = _ENTRY.unpack_from(
             self._mapped, self._start(slot) + _ENTRY_OFFSET
         )
         return ChunkEntry(
@@ -169,6 +175,7 @@ class ChunkTable:
             image_bytes=image_bytes,
             chunk_offset=offset,
             chunk_bytes=size,
+            serial=serial,
             chunk_digest=Digest(chunk_digest.hex()),
         )
 

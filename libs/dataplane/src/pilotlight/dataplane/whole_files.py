@@ -11,16 +11,17 @@ The header is looked at too: what was registered must be the layout that it tell
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 from pilotlight.checkpoint.content import ContentHash, names_content
 from pilotlight.checkpoint.errors import CheckpointError
 from pilotlight.checkpoint.layout import build_manifest
-from pilotlight.checkpoint.manifest import CHUNK_BYTES, Manifest, Segment
+from pilotlight.checkpoint.manifest import Manifest, Segment
 from pilotlight.checkpoint.reader import Progress, SourceFile
 from pilotlight.checkpoint.safetensors import MAX_HEADER_BYTES, StoredTensor, header_bytes, parse_header
 from pilotlight.common.errors import SourceChanged
-from pilotlight.dataplane.fetch import ChunkSource
+from pilotlight.dataplane.source_origin import ModelSource
 
 ImageView = Callable[[int, int, int], memoryview]
 """Of a part: the bytes from an offset in its image on, so many; whoever asks releases them."""
@@ -55,7 +56,7 @@ class FileCheck:
             of_file.sort(key=lambda found: found[1].file_offset)
         return tuple(cls(number, file, placed[number]) for number, file in enumerate(manifest.files))
 
-    def run(self, source: ChunkSource, view: ImageView, progress: Progress) -> tuple[StoredTensor, ...]:
+    def run(self, source: ModelSource, view: ImageView, progress: Progress) -> tuple[StoredTensor, ...]:
         """Hash the whole file; its tensors, as its header tells them.
 
         Raises:
@@ -75,14 +76,19 @@ class FileCheck:
         return self._tensors(bytes(head))
 
     def _read(
-        self, source: ChunkSource, missing: tuple[int, int], found: ContentHash, head: bytearray, progress: Progress
+        self, source: ModelSource, missing: tuple[int, int], found: ContentHash, head: bytearray, progress: Progress
     ) -> None:
         """Bytes [start, stop) from the source; what comes before the first tensor is kept."""
-        for start in range(*missing, CHUNK_BYTES):
-            data = source.read_range(self.number, start, min(start + CHUNK_BYTES, missing[1]), progress)
-            found.update(data)
-            if start == len(head) < _HEAD_BYTES:
-                head += data
+        start, stop = missing
+        if start == stop:
+            return
+        with closing(source.read_range(self.number, start, stop, lambda: progress(0))) as pieces:
+            for piece in pieces:
+                found.update(piece)
+                if start == len(head) < _HEAD_BYTES:
+                    head += piece
+                start += len(piece)
+                progress(len(piece))
 
     def _tensors(self, head: bytes) -> tuple[StoredTensor, ...]:
         try:

@@ -39,8 +39,8 @@ class Engine:
 
         begin_load ─> place_part (each part) ─> (connect) ─> add / abort / step ... ─> unload
 
-    Refusals are raised where they are made. What was added ends in exactly one ``Produced`` with a finish, from some later
-    ``step``.
+    A whole model takes requests as soon as its load has begun: they run as far as its parts are in place. Refusals are raised where
+    they are made. What was added ends in exactly one ``Produced`` with a finish, from some later ``step``.
     """
 
     def __init__(
@@ -67,8 +67,18 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """A step would do or report something."""
-        return bool(self._ended) or any(stage.has_work for stage in self._stages.values())
+        """A step would do or report something. Requests that wait for parts are no work before they are overdue."""
+        if self._ended or any(stage.has_work for stage in self._stages.values()):
+            return True
+        due_s = self.due_s
+        return due_s is not None and self._monotonic_s() >= due_s
+
+    @property
+    def due_s(self) -> float | None:
+        """When, on the engine's clock, there is work though nothing happens: the next deadline of those that wait for parts."""
+        loading = (stage for stage in self._stages.values() if not stage.complete)
+        deadlines_s = (request.deadline_s for stage in loading for request in stage.scheduler.requests)
+        return min((deadline_s for deadline_s in deadlines_s if deadline_s is not None), default=None)
 
     @property
     def backed_bytes(self) -> int:
@@ -98,7 +108,7 @@ class Engine:
 
         Raises:
             BadCheckpoint: the tensors are not those that the architecture has in this part. The stage can never be ready: its
-                memory is free, and it is held no longer.
+                memory is free, its requests have ended, and it is held no longer.
             UnknownInstance: no such load began, or it failed before.
             BadRequest: the stage has no such part. It stays as it is.
         """
@@ -123,9 +133,12 @@ class Engine:
         self._free(instance_id)
 
     def drop(self, instance_id: InstanceId) -> None:
-        """Ends the requests on a stage as cancelled, then frees it. The other stages of its pipeline notice."""
+        """Ends the requests on a stage, then frees it: as cancelled, or, where parts are missing, with the error
+        ``unknown_instance``, for they can run elsewhere. The other stages of its pipeline notice.
+        """
         if resident := self._stages.get(instance_id):
-            self._ended.extend(resident.cancel(request) for request in resident.scheduler.requests)
+            lost = None if resident.complete else UnknownInstance(f"{instance_id} was given up before it was loaded")
+            self._ended.extend(resident.cancel(request, lost) for request in resident.scheduler.requests)
             self._free(instance_id)
 
     def resize(self, instance_id: InstanceId, device_bytes: int) -> StageRoom:
@@ -162,7 +175,7 @@ class Engine:
             resident.pipeline = PipelineFollower(resident, before, behind)
 
     def serves(self, instance_id: InstanceId) -> bool:
-        """``add`` would take requests for it: a whole model, or the leading stage of a connected pipeline, every part in place."""
+        """``add`` would take requests for it: a whole model, loaded or not, or the leading stage of a connected pipeline."""
         resident = self._stages.get(instance_id)
         return resident is not None and resident.serves
 
@@ -192,7 +205,7 @@ class Engine:
             vocabulary: the model's; a grammar needs it.
 
         Raises:
-            UnknownInstance: no whole model of this name is ready here.
+            UnknownInstance: no whole model of this name is held here; with pieces, also: not every part is in place.
             BadRequest: the request makes no sense, has no room in the model's context, or is here already.
             NoRoom: it can never fit into the instance's KV cache; with pieces, also: not now.
             PeerLost: another stage did not take its share of the pieces.
@@ -289,6 +302,7 @@ class Engine:
             prefix_hit_tokens=plan.prefix_hit_tokens if plan else 0,
             preemptions=plan.preempted if plan else 0,
             lost=(_lost(resident.instance_id, done.lost),) if resident and done.lost else (),
+            turn_of=resident.instance_id if resident else None,
         )
 
     def _open_grammar(

@@ -1,6 +1,7 @@
 """One stage that the engine holds, from its first part to its unloading."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from pilotlight.engine.channel.channel import Channel
 from pilotlight.engine.core.admission import check_request
 from pilotlight.engine.core.batch import Batch, Plan, Segment
 from pilotlight.engine.core.blocks import BLOCK_TOKENS, BlockPool
-from pilotlight.engine.core.lifecycle import RequestEvent
+from pilotlight.engine.core.lifecycle import RequestEvent, RequestState
 from pilotlight.engine.core.request import Request, RequestKey
 from pilotlight.engine.core.scheduler import BatchLimits, BatchScheduler
 from pilotlight.engine.core.tables import BlockTables
@@ -23,6 +24,7 @@ from pilotlight.engine.drawing import Outcome, draw, ended, told, unanswered, wa
 from pilotlight.engine.errors import (
     BadRequest,
     DeadlinePassed,
+    EngineError,
     NoRoom,
     PeerLost,
     StageBusy,
@@ -36,8 +38,29 @@ from pilotlight.engine.results import FirstPrefill, PlacedPart, Produced, StageR
 from pilotlight.policy.types import Dtype, FinishReason, InstanceId, ModelSpec, Stage
 
 
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """A batch that waits for parts.
+
+    Nothing of it is booked before it has run: without it, its requests are where they were.
+    """
+
+    plan: Plan
+    inputs: Tensor
+    """Of ``next_layer``: see ``RangeRunner.run``."""
+    next_layer: int
+
+
 class ResidentStage:
-    """Owns a stage's parameters, its KV cache and the requests on it."""
+    """Owns a stage's parameters, its KV cache and the requests on it.
+
+    A whole model takes requests from the beginning. Until every part is in place, one batch is under way: it runs as far as parts
+    are in place, and goes on with the next ones::
+
+        parts   [ embedding | layer 0 | layer 1 )[ layer 2 | ... | head ]
+                  in place                         on their way
+        batch   [ has run ......................)^ next_layer
+    """
 
     def __init__(
         self,
@@ -71,6 +94,7 @@ class ResidentStage:
         tables = BlockTables(BlockPool(num_blocks), instance_id, prefix_cache=limits.prefix_cache)
         self.scheduler = BatchScheduler(tables, limits)
         self._has_sampled = False
+        self._under_way: _UnderWay | None = None
 
     def place(self, part: int, tensors: Mapping[str, Source], monotonic_s: Callable[[], float]) -> PlacedPart:
         """Copies one part's tensors to their place; see ``Parameters.place``."""
@@ -83,8 +107,13 @@ class ResidentStage:
 
     @property
     def has_work(self) -> bool:
-        """A step would do something."""
-        return self.pipeline.has_work if self.pipeline else self.scheduler.has_work
+        """A step would do something. It does nothing while all that is wanted are parts."""
+        if self.pipeline is not None:
+            return self.pipeline.has_work
+        if not self.scheduler.has_work:
+            return False
+        batch = self._going()
+        return self._reach > (batch.next_layer if batch is not None else 0)
 
     @property
     def in_flight(self) -> int:
@@ -93,8 +122,8 @@ class ResidentStage:
 
     @property
     def serves(self) -> bool:
-        """It is a whole model, or leads the stages of one, and every part is in place."""
-        return self.complete and (self.stage == self.spec.whole or (self.pipeline is not None and self.pipeline.leads))
+        """It is a whole model, or leads the connected stages of one."""
+        return self.stage == self.spec.whole or (self.pipeline is not None and self.pipeline.leads)
 
     @property
     def channels(self) -> tuple[Channel, ...]:
@@ -116,26 +145,49 @@ class ResidentStage:
         """Refuses a request that this stage cannot serve.
 
         Raises:
-            UnknownInstance: the stage is not a whole model, or not all of it is in place.
+            UnknownInstance: the stage is not a whole model.
             BadRequest, NoRoom: the request can never be served; see ``check_request``.
         """
-        if not self.complete:
-            raise UnknownInstance(f"{self.instance_id} is still loading")
         if not self.serves:
             raise UnknownInstance(f"only layers [{self.stage.start}, {self.stage.stop}) of {self.instance_id} are here")
         check_request(self.spec, self.scheduler.kv_capacity_tokens, request)
 
     def step(self, monotonic_s: Callable[[], float], *, may_wait: bool = False) -> StageStep:
-        """Runs one batch and samples; in a pipeline, see ``Pipeline.step``."""
+        """Runs one batch, as far as parts are in place, and samples at its end; in a pipeline, see ``Pipeline.step``."""
         if self.pipeline is not None:
             return self.pipeline.step(monotonic_s, may_wait=may_wait)
-        plan = self.scheduler.schedule(monotonic_s())
-        if not plan.requests:
-            wait_for_late(self.scheduler.requests)
-            return StageStep(plan=plan)
-        logits = self.run(plan.batch, torch.tensor(plan.token_ids))
+        batch, self._under_way = self._going(), None
+        if batch is None:
+            plan = self.scheduler.schedule(monotonic_s())
+            if not plan.requests:
+                wait_for_late(self.scheduler.requests)
+                return StageStep(plan=plan)
+            batch = _UnderWay(plan, torch.tensor(plan.token_ids), 0)
+        plan, reach = batch.plan, self._reach
+        outputs = self.run(plan.batch, batch.inputs, Stage(batch.next_layer, reach))
+        if reach < self.spec.num_layers:
+            self._under_way = _UnderWay(plan, outputs, reach)
+            return StageStep()
         self.scheduler.advance(plan)
-        return self.hand_out(plan, plan.sampled, draw(logits, plan.sampled), monotonic_s())
+        # Some may have ended while the batch waited for parts: their rows ran for nobody.
+        left = [row for row, request in enumerate(plan.sampled) if request.state is RequestState.RUNNING]
+        requests = tuple(plan.sampled[row] for row in left)
+        logits = outputs if len(left) == len(outputs) else outputs[torch.tensor(left, dtype=torch.int64)]
+        return self.hand_out(plan, requests, draw(logits, requests), monotonic_s())
+
+    @property
+    def _reach(self) -> int:
+        """Layers [0, here) of a whole model can run. The last one runs with the head, and so waits for it, too."""
+        if self.complete:
+            return self.spec.num_layers
+        missing = next(part for part in self._parameters.parts if part not in self._parameters)
+        return max(0, min(missing, self.spec.num_layers) - 1)
+
+    def _going(self) -> _UnderWay | None:
+        """The batch under way, unless all of its requests have ended."""
+        batch = self._under_way
+        alive = batch is not None and any(request.state is RequestState.RUNNING for request in batch.plan.requests)
+        return batch if alive else None
 
     def run(self, batch: Batch, inputs: Tensor, layers: Stage | None = None) -> Tensor:
         """Runs any range of the stage's layers; see ``RangeRunner.run``."""
@@ -178,9 +230,13 @@ class ResidentStage:
         """Takes up a request, checked before, whose keys and values were computed elsewhere; what they lack runs here.
 
         Raises:
+            UnknownInstance: not every part is in place.
             BadRequest: the pieces are of another model.
             NoRoom: there is no room for it now. Added without pieces, it would wait.
         """
+        if not self.complete:
+            raise UnknownInstance(f"{self.instance_id} is still loading")
+        self._under_way = None  # Blocks may be given out that one of its ended requests had: its rows would be written there.
         check_pieces(pieces, self.spec, self.dtype)
         stop = min(covered_tokens(pieces, self.spec.whole), len(request.token_ids) - 1)
         segment = self.scheduler.adopt(request, now_s)
@@ -209,6 +265,7 @@ class ResidentStage:
         if self.pipeline is not None:
             raise StageBusy(f"{self.instance_id} is a stage of a pipeline: its blocks are those of all stages")
         room = _divide(self._memory.decoder, self.stage, self.dtype, device_bytes)
+        self._under_way = None  # Its blocks may move.
         num_blocks = room.kv_capacity_tokens // BLOCK_TOKENS
         if num_blocks > self.num_blocks:
             self.kv.resize(num_blocks)
@@ -228,10 +285,10 @@ class ResidentStage:
         if moves := self.scheduler.resize(num_blocks):
             self.kv.move(moves)
 
-    def cancel(self, request: Request) -> Produced:
-        """Ends a request at once, wherever it stands."""
+    def cancel(self, request: Request, error: EngineError | None = None) -> Produced:
+        """Ends a request at once, wherever it stands; with ``error``, not at somebody's wish."""
         self.scheduler.end(request, RequestEvent.DROP)
-        return ended(request, FinishReason.CANCELLED)
+        return ended(request, FinishReason.ERROR if error else FinishReason.CANCELLED, error)
 
     def expire(self, now_s: float) -> tuple[Produced, ...]:
         """Ends the requests whose deadline has passed."""

@@ -106,3 +106,5 @@ class StepResult:
     preemptions: int = 0
     """Requests that gave up their blocks to older ones and will run again."""
     lost: tuple[LostPipeline, ...] = ()
+    turn_of: InstanceId | None = None
+    """Whose batch ran, or went on as far as its parts are in place."""

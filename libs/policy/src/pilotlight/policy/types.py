@@ -288,6 +288,8 @@ class HeldStage:
     """Tokens of prompt and output for which its KV has room, all requests together; 0 while that is not known."""
     loaded: Moment | None = None
     """When the last part was in its place; None before."""
+    open: bool = False
+    """It loads, and takes requests already: they run as far as its parts are in place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -345,6 +347,31 @@ class Copy:
     """Since it was last leased or asked for: an age, because a loader and its reader may be on two hosts."""
 
 
+class FetchPriority(StrEnum):
+    """Why bytes move. What a cold start waits for goes before everything else."""
+
+    COLD_START = "cold_start"
+    PREFETCH = "prefetch"
+
+
+class OriginKind(StrEnum):
+    """What a fetch takes chunks from, the nearest first."""
+
+    DISK = "disk"
+    PEER = "peer"
+    SOURCE = "source"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OriginShare:
+    """What one origin gave of a transfer."""
+
+    kind: OriginKind
+    name: str
+    """A node's id, a model's URI, ``disk``."""
+    size_bytes: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
     """A fetch that is under way."""
@@ -353,6 +380,25 @@ class Transfer:
     source: str
     done_bytes: int
     total_bytes: int
+    model: ModelName = ModelName("")
+    """Empty: of a release that does not say, as are the defaults of what follows."""
+    priority: FetchPriority = FetchPriority.COLD_START
+    bytes_per_s: float | None = None
+    """What came lately; None: too little came to say."""
+    age_s: float = 0.0
+    """Since it began."""
+    origins: tuple[OriginShare, ...] = ()
+    """Whose verified chunks it has, in the order in which they gave the first one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSpeed:
+    """What a link gave a node when it was last busy, all reads together, by the loader's measurement."""
+
+    kind: OriginKind
+    name: str
+    """What shares it: another node, a bucket, the hub, the folders of this host, the disk tier."""
+    bytes_per_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,6 +416,18 @@ class NodeFacts:
     copies: tuple[Copy, ...] = ()
     transfers: tuple[Transfer, ...] = ()
     draining: bool = False
+    pool_largest_free_bytes: int | None = None
+    """Free bytes of the host pool that lie in a row; None: of a release that does not say."""
+    disk_tier_bytes: int = 0
+    """What chunks on the node's disk may take; 0: none are kept there."""
+    disk_tier_used_bytes: int = 0
+    dataplane_host: str = ""
+    """Where other nodes' loaders reach this one. Empty: of a release that sends no chunks, or one that has no key."""
+    dataplane_port: int = 0
+    links: tuple[LinkSpeed, ...] = ()
+    """Those over which chunks came."""
+    distrusted: tuple[str, ...] = ()
+    """Who gave this node wrong bytes, and is not asked for any until some time has passed."""
 
     def pool_room_bytes(self, part_bytes: tuple[int, ...]) -> int:
         """What parts of these sizes take of the host pool."""
@@ -416,6 +474,8 @@ class Placement:
     device_bytes: int
     """Parameters plus the KV room that was granted."""
     grant_id: GrantId | None = None
+    upstreams: tuple[NodeId, ...] = ()
+    """Who was before the node in the chain of its model when it joined it, the nearest first (``policy.multicast``). Empty: nobody."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

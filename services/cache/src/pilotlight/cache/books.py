@@ -175,6 +175,11 @@ class Books:
                 promised[grant.digest] = max(promised.get(grant.digest, 0), missing)
         return node.pool_free_bytes + dropped - sum(max(0, missing) for missing in promised.values())
 
+    def is_in_a_row(self, node: NodeFacts, need_bytes: int, free_bytes: int) -> bool:
+        """Whether so many bytes lie in a row for sure, next to what is promised to others. ``free_bytes``: see ``host_free_bytes``."""
+        promised = max(0, node.pool_free_bytes - free_bytes)
+        return node.pool_largest_free_bytes is None or need_bytes + promised <= node.pool_largest_free_bytes
+
     def _is_loaded(self, grant: Grant) -> bool:
         heard = self._workers.get(grant.worker_id)
         return heard is not None and any(

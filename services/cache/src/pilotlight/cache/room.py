@@ -24,6 +24,7 @@ from pilotlight.common.messages.room import (
     Released,
     Reserve,
     Reserved,
+    Wanted,
     drop_subject,
     give_up_subject,
 )
@@ -37,6 +38,8 @@ UNPLANNED_S = 10.0
 HOLDER_DEADLINE_S = 1.0
 MAX_ROUNDS = 4
 """A holder may refuse a victim that has just become busy: plan again, without it, this often."""
+MAX_HOST_ROUNDS = 12
+"""In a host pool each round also frees a little more, where what is free does not lie in a row."""
 
 
 @dataclass(slots=True)
@@ -206,8 +209,14 @@ class RoomMaker:
         raise NoRoom(f"no room for {request.model} on {request.worker_id}: its models are in use", retry_after_s=1.0)
 
     async def _make_host_room(self, request: Reserve, evicted: _Evicted) -> int:
-        """Bytes that the stage's parts take of the pool, room for which is there now."""
-        for _ in range(MAX_ROUNDS):
+        """Bytes that the stage's parts take of the pool, room for which is there now: enough in all, and in a row for each part.
+
+        1. free what is missing
+        2. where the loader finds that the parts do not fit in between the copies that are left, free as much again as the largest
+           part takes, until they do
+        """
+        fits, apart_bytes = False, 0
+        for _ in range(MAX_HOST_ROUNDS):
             now_s = self._clock.monotonic_s()
             node = self._books.node(request.node_id, now_s)
             if node is None:
@@ -215,22 +224,36 @@ class RoomMaker:
             host_bytes = node.pool_room_bytes(request.host_part_bytes)
             if host_bytes > node.pool_bytes:
                 raise HostPoolFull(f"{host_bytes} bytes are needed; the host pool has {node.pool_bytes}")
+            need_bytes = self._books.missing_host_bytes(node, request.digest, host_bytes)
+            free_bytes = self._books.host_free_bytes(node)
             wanted = RoomRequest(
-                need_bytes=self._books.missing_host_bytes(node, request.digest, host_bytes),
-                free_bytes=self._books.host_free_bytes(node),
+                need_bytes=max(need_bytes, free_bytes + apart_bytes) if apart_bytes else need_bytes,  # 2, 1
+                free_bytes=free_bytes,
                 now_s=now_s,
                 protected=frozenset({request.digest}),
             )
             plan = self._policy.plan(wanted, self._books.in_pool(node, now_s), self._rules)
             if not plan.enough:
-                raise HostPoolFull(f"no room for {request.model} in the host pool: {plan.reason}", retry_after_s=1.0)
-            if not plan.victims:
+                where = "in the host pool, in a row" if apart_bytes else "in the host pool"
+                raise HostPoolFull(f"no room for {request.model} {where}: {plan.reason}", retry_after_s=1.0)
+            if not plan.victims and (need_bytes == 0 or fits or self._books.is_in_a_row(node, need_bytes, free_bytes)):
                 return host_bytes
-            message = Drop(digests=tuple(Digest(victim.subject) for victim in plan.victims))
-            try:
-                reply = await self._bus.request(drop_subject(request.node_id), message, Dropped, deadline_s=HOLDER_DEADLINE_S)
-            except (BusUnavailable, DeadlineExceeded) as error:
-                raise NoWorker(f"the loader of node {request.node_id} does not answer: {error.message}") from error
-            self._books.drop(request.node_id, reply.digests)
+            reply = await self._drop(request, plan.victims)
             evicted.copies += [victim for victim in plan.victims if victim.subject in reply.digests]
+            fits = reply.fits
+            apart_bytes = 0 if fits else node.pool_room_bytes((max(request.host_part_bytes, default=1),))
         raise HostPoolFull(f"no room for {request.model} in the host pool: its copies are in use", retry_after_s=1.0)
+
+    async def _drop(self, request: Reserve, victims: tuple[Victim, ...]) -> Dropped:
+        message = Drop(
+            digests=tuple(Digest(victim.subject) for victim in victims),
+            wanted=Wanted(digest=request.digest, parts=request.host_parts, part_bytes=request.host_part_bytes)
+            if request.host_parts
+            else None,
+        )
+        try:
+            reply = await self._bus.request(drop_subject(request.node_id), message, Dropped, deadline_s=HOLDER_DEADLINE_S)
+        except (BusUnavailable, DeadlineExceeded) as error:
+            raise NoWorker(f"the loader of node {request.node_id} does not answer: {error.message}") from error
+        self._books.drop(request.node_id, reply.digests)
+        return reply

@@ -29,6 +29,7 @@ from pilotlight.policy.instance import SERVING, STARTING
 from pilotlight.policy.liveness import DEAD_AFTER_S, FORGET_AFTER_S, LAST_WORDS_S, liveness_of
 from pilotlight.policy.types import (
     Digest,
+    HeldStage,
     Instance,
     InstanceId,
     InstanceState,
@@ -72,6 +73,11 @@ class Seen:
     serving_since_s: float | None
     shown_s: float = 0.0
     """When the word was sent of which it was seen serving."""
+
+    @property
+    def serving(self) -> bool:
+        """It was seen serving; otherwise it loads."""
+        return self.serving_since_s is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +177,16 @@ class Fleet:
         """Instances of a model that take requests."""
         return tuple(seen for seen in self.instances(model) if seen.instance.state in SERVING)
 
+    def open(self, model: ModelName) -> tuple[Seen, ...]:
+        """Instances of a model that are still loading and take requests already."""
+        starting = (seen for seen in self.instances(model) if seen.instance.state in STARTING)
+        return tuple(seen for seen in starting if (held := self._held(seen.instance)) is not None and held.open)
+
+    def serves(self, instance_id: InstanceId) -> bool:
+        """Whether an instance takes requests and has every part in place."""
+        seen = self._instances.get(instance_id)
+        return seen is not None and seen.serving
+
     def worker(self, worker_id: WorkerId) -> WorkerFacts | None:
         """The last report of a worker, with its liveness by this gateway's clock."""
         worker = self._workers.get(worker_id)
@@ -194,9 +210,8 @@ class Fleet:
 
     def kv_capacity_tokens(self, instance: Instance) -> int:
         """Tokens for which an instance's KV has room, as its lead reports it; 0 when that is not known."""
-        worker = self._workers.get(instance.lead)
-        held = worker.facts.held if worker is not None else ()
-        return next((stage.kv_capacity_tokens for stage in held if stage.instance_id == instance.instance_id), 0)
+        held = self._held(instance)
+        return held.kv_capacity_tokens if held is not None else 0
 
     def progress(self, model: ModelName, digest: Digest) -> StartProgress:
         """What a held request's client is told."""
@@ -329,6 +344,12 @@ class Fleet:
 
     def _liveness(self, worker: _Worker) -> Liveness:
         return liveness_of(self._clock.monotonic_s() - worker.heard_s)
+
+    def _held(self, instance: Instance) -> HeldStage | None:
+        """What an instance's lead says of it."""
+        worker = self._workers.get(instance.lead)
+        held = worker.facts.held if worker is not None else ()
+        return next((stage for stage in held if stage.instance_id == instance.instance_id), None)
 
     def _judged(self, worker: _Worker) -> WorkerFacts:
         return replace(worker.facts, liveness=self._liveness(worker))

@@ -2,6 +2,9 @@
 
 A place is taken on arrival, or when a worker refused or lost a request, and is left with an instance assigned, with an error, or
 when the client is gone. Assignment happens in one spot, ``pump``, in the order of deadlines, whenever something may have become free.
+
+Where a model is ready nowhere, requests are *handed* to an instance that is still loading. They wait for it as those do that are held
+here, and stay in the demand until it is ready: that it starts is for them.
 """
 
 import asyncio
@@ -31,6 +34,8 @@ class Ticket:
     digest: Digest
     needed_tokens: int
     """KV room that it takes at most."""
+    held_tokens: int
+    """KV room that it takes up to its next token."""
     arrived_s: float
     deadline_s: float
     trace_parent: str = ""
@@ -45,7 +50,8 @@ class Place:
         self.demanded_s: float | None = None
         """When the scheduler was first told of it."""
         self.waited = False
-        """It was not assigned at once."""
+        """It was not assigned at once, or to an instance that was still loading."""
+        self.assigned_s = 0.0
         self.order = (ticket.deadline_s, number)
         self.assigned: Seen | None = None
         self.error: PilotlightError | None = None
@@ -88,6 +94,8 @@ class Place:
 class _Line:
     places: list[Place] = field(default_factory=list[Place])
     arrivals: deque[float] = field(default_factory=deque[float])
+    handed: set[Place] = field(default_factory=set[Place])
+    """Assigned to instances that are loading, from then until those are ready, or the attempt has ended."""
 
 
 class Hold:
@@ -130,7 +138,7 @@ class Hold:
         place = Place(self, ticket, next(self._numbers))
         line = self._lines.setdefault(ticket.model, _Line())
         if not line.places:
-            seen = self._router.pick(ticket.model, ticket.needed_tokens, ticket.siblings)
+            seen = self._pick(ticket)
             if seen is not None:
                 self._assign(place, seen)
                 return place
@@ -148,18 +156,32 @@ class Hold:
         if place.assigned is None and self._remove(place):
             self.on_change()
         if unused is not None:
+            self.attempted(place)
             self._router.answered(unused.instance.instance_id, accepted=False)
+            self.pump(place.ticket.model)
+
+    def attempted(self, place: Place) -> None:
+        """The attempt on a place's instance has ended, in whatever way."""
+        line = self._lines.get(place.ticket.model)
+        if line is not None and place in line.handed:
+            self._no_longer_handed(line, place)
+            self.on_change()
             self.pump(place.ticket.model)
 
     def pump(self, model: ModelName) -> None:
         """Assign instances to waiting requests, in the order of their deadlines, as long as there is one that may take more."""
         line = self._lines.get(model)
-        if line is None or not line.places:
+        if line is None:
             return
+        ready = [place for place in line.handed if place.assigned and self._router.is_ready(place.assigned.instance.instance_id)]
+        for place in ready:
+            self._no_longer_handed(line, place)
+        if ready:
+            self.on_change()
         before = self._held
         while line.places:
             place = line.places[0]
-            seen = self._router.pick(model, place.ticket.needed_tokens, place.ticket.siblings)
+            seen = self._pick(place.ticket)
             if seen is None:
                 break
             line.places.pop(0)
@@ -173,6 +195,9 @@ class Hold:
         line = self._lines.get(model)
         if line is None:
             return
+        for place in line.handed:
+            if place.ticket.digest == digest:
+                place.error = error  # Its worker says that the load has failed, before or after this.
         refused = [place for place in line.places if place.ticket.digest == digest]
         line.places = [place for place in line.places if place.ticket.digest != digest]
         for place in refused:
@@ -188,27 +213,30 @@ class Hold:
     def ahead(self, place: Place) -> int:
         """Requests for the same model with an earlier deadline; none for one that has just got its instance."""
         line = self._lines.get(place.ticket.model)
+        if place.assigned is not None:
+            return 0
         return bisect_left(line.places, place.order, key=_order) if line is not None else 0
 
     def demand(self) -> tuple[Demand, ...]:
-        """Everything that is held, with ages as of now. Whoever asks is about to tell the scheduler."""
+        """Everything that waits, here or for an instance that loads, with ages as of now. Whoever asks is about to tell the scheduler."""
         now_s = self._clock.monotonic_s()
         demands: list[Demand] = []
         for model, line in list(self._lines.items()):
             _forget(line.arrivals, now_s)
-            if not line.places:
+            waiting = [*line.places, *line.handed]
+            if not waiting:
                 if not line.arrivals:
                     del self._lines[model]
                 continue
-            for place in line.places:
+            for place in waiting:
                 place.demanded_s = now_s if place.demanded_s is None else place.demanded_s
-            oldest = min(line.places, key=lambda each: each.ticket.arrived_s)
+            oldest = min(waiting, key=lambda each: each.ticket.arrived_s)
             demands.append(
                 Demand(
                     model=model,
-                    waiting=len(line.places),
+                    waiting=len(waiting),
                     oldest_age_s=now_s - oldest.ticket.arrived_s,
-                    deadline_in_s=line.places[0].ticket.deadline_s - now_s,
+                    deadline_in_s=min(place.ticket.deadline_s for place in waiting) - now_s,
                     arrivals=len(line.arrivals),
                     window_s=ARRIVALS_WINDOW_S,
                     trace_parent=oldest.ticket.trace_parent,
@@ -223,6 +251,7 @@ class Hold:
             for place in line.places:
                 place.settle(None, error)
             line.places.clear()
+            line.handed.clear()
         self._held = 0
         self.on_change()
 
@@ -235,10 +264,26 @@ class Hold:
         if not answer.admitted:
             raise TooManyHeld(answer.reason, retry_after_s=answer.retry_after_s)
 
+    def _pick(self, ticket: Ticket) -> Seen | None:
+        seen = self._router.pick(ticket.model, ticket.needed_tokens, ticket.siblings)
+        return seen or self._router.pick_open(ticket.model, ticket.held_tokens, ticket.siblings)
+
     def _assign(self, place: Place, seen: Seen) -> None:
-        self._router.sent(seen.instance.instance_id)
-        place.ticket.siblings.instance_id = seen.instance.instance_id
+        instance_id = seen.instance.instance_id
+        self._router.sent(instance_id)
+        place.ticket.siblings.instance_id = instance_id
+        place.assigned_s = self._clock.monotonic_s()
         place.settle(seen, None)
+        if not seen.serving:
+            place.waited = True
+            self._lines[place.ticket.model].handed.add(place)
+            self._router.handed(instance_id, place.ticket.held_tokens)
+            self.on_change()
+
+    def _no_longer_handed(self, line: _Line, place: Place) -> None:
+        line.handed.remove(place)
+        if place.assigned is not None:
+            self._router.handed(place.assigned.instance.instance_id, -place.ticket.held_tokens)
 
     def _remove(self, place: Place) -> bool:
         line = self._lines.get(place.ticket.model)

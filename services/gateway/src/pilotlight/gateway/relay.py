@@ -85,6 +85,12 @@ class Attempt:
         await woken(self._arrived, at_most_s)
         return self.log.fresh()
 
+    async def news(self, at_most_s: float) -> bool:
+        """Wait until ``next`` has something to say; False when ``at_most_s`` passed first."""
+        if self.first_heard_s is not None or self.error is not None:
+            return True
+        return await woken(self._arrived, max(0.0, at_most_s))
+
     @property
     def finish(self) -> FinishReason | None:
         """Why the engine ended it; None while it runs."""

@@ -12,35 +12,34 @@ request has (its place, its attempt) is let go on the way out.
 """
 
 import math
-from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 import structlog
 
-from pilotlight.common.clock import Clock, wall_offset_s
+from pilotlight.common.clock import Clock
 from pilotlight.common.errors import (
     CallerError,
     DeadlineExceeded,
     InternalError,
     NoRoom,
+    NotLoaded,
     PilotlightError,
     WorkerLost,
     error_of,
 )
-from pilotlight.common.messages.phases import FirstToken
 from pilotlight.common.messages.tokens import Submit, SubmitReply
 from pilotlight.common.phases import PhaseReporter
 from pilotlight.common.telemetry import span
 from pilotlight.gateway.explain import Explainer
+from pilotlight.gateway.first_token import FirstTokens, Submitted
 from pilotlight.gateway.fleet import Fleet, Seen
 from pilotlight.gateway.hold import Hold, Place, Ticket
 from pilotlight.gateway.relay import Attempt, Relay
 from pilotlight.gateway.route import Router, Siblings
 from pilotlight.gateway.token_log import Token
-from pilotlight.policy.coverage import departed_s
-from pilotlight.policy.types import FinishReason, GatewayId, InstanceId, Model, Moment, PhaseName, RequestId, Sampling
+from pilotlight.policy.types import FinishReason, GatewayId, InstanceId, Model, RequestId, Sampling
 
 log = structlog.get_logger()
 
@@ -51,7 +50,6 @@ SUBMIT_TRIES = 3
 """How often one submit is repeated while no answer comes; it is answered from memory."""
 AVOID_REFUSED_S = 0.1
 AVOID_LOST_S = 1.0
-MAX_CLAIMED = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +117,7 @@ class Requests:
 
     def __init__(self, parts: RequestParts) -> None:
         self._parts = parts
-        self._claimed: OrderedDict[InstanceId, None] = OrderedDict()
+        self._first_tokens = FirstTokens(parts.phases, parts.clock)
         self.live = 0
         """Requests that are held or run."""
 
@@ -134,27 +132,18 @@ class Requests:
         self._parts.hold.arrived(request.model.name)
         self.live += 1
         try:
-            async with aclosing(_Life(self._parts, request, self._claim).updates()) as updates:
+            async with aclosing(_Life(self._parts, request, self._first_tokens).updates()) as updates:
                 async for update in updates:
                     yield update
         finally:
             self.live -= 1
 
-    def _claim(self, instance_id: InstanceId) -> bool:
-        """True once for each instance: its cold start ends with one first token."""
-        if instance_id in self._claimed:
-            return False
-        self._claimed[instance_id] = None
-        while len(self._claimed) > MAX_CLAIMED:
-            self._claimed.popitem(last=False)
-        return True
-
 
 class _Life:
-    def __init__(self, parts: RequestParts, request: TokenRequest, claim: Callable[[InstanceId], bool]) -> None:
+    def __init__(self, parts: RequestParts, request: TokenRequest, first_tokens: FirstTokens) -> None:
         self._parts = parts
         self._request = request
-        self._claim = claim
+        self._first_tokens = first_tokens
         self._clock = parts.clock
         self._output_ids: list[int] = []
         self._attempts = 0
@@ -166,7 +155,8 @@ class _Life:
         slo_s = request.model.slo.ttft_ms / 1000
         hold_s = max(slo_s * parts.hold_slo_factor, parts.hold_timeout_s)
         self._deadline_s = min(request.arrived_s + hold_s, request.deadline_s)
-        """Until when it may be held."""
+        """Until when it may be held, or be with an instance that is loading."""
+        self._waited_out = False
 
     async def updates(self) -> AsyncGenerator[Update, None]:
         while self._finish is None:
@@ -186,6 +176,7 @@ class _Life:
             model=request.model.name,
             digest=request.model.digest,
             needed_tokens=len(request.prompt_ids) + request.sampling.max_tokens,
+            held_tokens=len(request.prompt_ids) + len(self._output_ids) + 1,
             arrived_s=request.arrived_s,
             deadline_s=self._deadline_s,
             trace_parent=request.trace_parent,
@@ -202,14 +193,37 @@ class _Life:
             self._place = place
 
     def _progress(self, place: Place) -> Held:
-        model = self._request.model
-        progress = self._parts.fleet.progress(model.name, model.digest)
+        model, fleet = self._request.model, self._parts.fleet
+        progress = fleet.progress(model.name, model.digest)
+        loaded = place.assigned is not None and fleet.serves(place.assigned.instance.instance_id)
+        phase = "prefill" if loaded else progress.phase
         elapsed_s = self._clock.monotonic_s() - self._request.arrived_s
-        return Held(ahead=self._parts.hold.ahead(place), phase=progress.phase, fetched=progress.fetched, elapsed_s=elapsed_s)
+        return Held(ahead=self._parts.hold.ahead(place), phase=phase, fetched=progress.fetched, elapsed_s=elapsed_s)
+
+    async def _while_loading(self, attempt: Attempt, place: Place, seen: Seen) -> AsyncGenerator[Held, None]:
+        """Until something comes of an attempt on an instance that was still loading when it got it.
+
+        Raises:
+            NotLoaded: another instance is ready before it.
+            PilotlightError: it has waited for as long as it may.
+        """
+        model, fleet, instance_id = self._request.model, self._parts.fleet, seen.instance.instance_id
+        yield self._progress(place)
+        while True:
+            ready = fleet.serves(instance_id)
+            limit_s = self._request.deadline_s if ready else self._deadline_s
+            if await attempt.news(min(PROGRESS_INTERVAL_S, limit_s - self._clock.monotonic_s())):
+                return
+            if self._clock.monotonic_s() >= limit_s:
+                self._waited_out = True
+                raise self._too_late() if self._left_s() <= 0 else await self._parts.explainer.why(model, self._request.arrived_s)
+            if not ready and fleet.serving(model.name):
+                raise NotLoaded(f"another instance of {model.name} is ready before {instance_id}")
+            yield self._progress(place)
 
     # Submitted and streaming.
 
-    async def _try(self) -> AsyncGenerator[Tokens, None]:
+    async def _try(self) -> AsyncGenerator[Held | Tokens, None]:
         place = self._place
         assert place is not None
         assert place.assigned is not None
@@ -221,23 +235,30 @@ class _Life:
         again = False
         try:
             await self._submit(attempt, seen)
+            if not seen.serving:
+                async with aclosing(self._while_loading(attempt, place, seen)) as waiting:
+                    async for held in waiting:
+                        yield held
             with span("stream", worker_id=instance.lead, attempt=self._attempts):
                 # What is there is taken before the end is looked at: all of it may have come before the submit was answered.
                 while (
                     tokens := await attempt.next(min(PROGRESS_INTERVAL_S, max(0.0, self._left_s())))
                 ) or attempt.finish is None:
                     if tokens:
-                        self._first_token(attempt, seen, place)
+                        self._first_token(attempt, place)
                         self._output_ids.extend(token.token_id for token in tokens)
                         yield Tokens(tokens)
                     if attempt.finish is None and self._left_s() <= 0:
                         raise self._too_late()
                 self._end(attempt)
         except PilotlightError as error:
+            if place.error is not None:
+                raise place.error from error
             self._retry_or_raise(error, seen, attempt)
             again = self._finish is None
         finally:
             relay.close(attempt, ended=not again)
+            self._parts.hold.attempted(place)
 
     async def _submit(self, attempt: Attempt, seen: Seen) -> None:
         """Hand it to the worker; returns when it is accepted."""
@@ -315,19 +336,19 @@ class _Life:
         """After a refusal or a loss: return when another attempt may help.
 
         1. The request itself is wrong, or too large for the instance's KV, or its time is over, by whichever clock: no.
-        2. Refused before it ran: the hold's deadline is the limit.
+        2. Refused before it ran, or the load came to nothing that it waited for: the hold's deadline is the limit.
         3. All of its tokens had arrived: it has ended.
         4. Lost while it ran: three times before the first token, three times after. Where it was served already, it gets a whole
            new waiting time with each loss.
         """
         instance_id = seen.instance.instance_id
         model = self._request.model.name
-        if isinstance(error, CallerError | NoRoom):  # 1
+        if isinstance(error, CallerError | NoRoom) or self._waited_out:  # 1
             raise error
         ended_late = attempt.finish is FinishReason.ERROR and isinstance(error, DeadlineExceeded)
         if ended_late or self._left_s() <= 0:
             raise self._too_late() from error
-        if not attempt.accepted and not isinstance(error, InternalError):  # 2
+        if isinstance(error, NotLoaded) or not (attempt.accepted or isinstance(error, InternalError)):  # 2
             self._avoid(instance_id, error.retry_after_s or AVOID_REFUSED_S)
             log.info("submit refused", action="submit_refused", model=model, instance_id=instance_id, code=error.code)
         elif len(self._output_ids) >= self._sampling.max_tokens:  # 3
@@ -347,27 +368,11 @@ class _Life:
 
     # The first token.
 
-    def _first_token(self, attempt: Attempt, seen: Seen, place: Place) -> None:
-        """Tell the scheduler of the end of a cold start: a request that was held saw this instance become ready."""
+    def _first_token(self, attempt: Attempt, place: Place) -> None:
+        """Tell the scheduler of the end of a cold start."""
         if self._output_ids:
             return
         self._losses = 0
-        ready_s = seen.serving_since_s
         request = self._request
-        cold = place.waited and ready_s is not None and ready_s >= request.arrived_s
-        if not cold or ready_s is None or attempt.first_heard_s is None or not self._claim(seen.instance.instance_id):
-            return
-        now_s = self._clock.monotonic_s()
-        phases = self._parts.phases
-        offset_s = wall_offset_s(self._clock)
-        demanded_s = place.demanded_s if place.demanded_s is not None else request.arrived_s
-        shown_s = max(request.arrived_s, seen.shown_s)
-        sampled_s = departed_s(attempt.first_sampled, Moment(at_s=attempt.first_heard_s, wall_offset_s=offset_s))
-        phases.record(
-            seen.instance.instance_id,
-            phases.phase(PhaseName.QUEUE, request.arrived_s, demanded_s, request.request_id),
-            phases.phase(PhaseName.SUBMIT, shown_s, self._accepted_s, request.request_id),
-            phases.phase(PhaseName.DELIVER, sampled_s, now_s, request.request_id),
-        )
-        first = FirstToken(request_id=request.request_id, at_s=now_s, wall_offset_s=offset_s, arrived_s=request.arrived_s)
-        phases.first_token(seen.instance.instance_id, first)
+        submitted = Submitted(request_id=request.request_id, arrived_s=request.arrived_s, accepted_s=self._accepted_s)
+        self._first_tokens.came(submitted, place, attempt)

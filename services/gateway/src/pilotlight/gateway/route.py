@@ -1,9 +1,10 @@
-"""Which ready instance takes a request: the one with the least expected wait.
+"""Which instance takes a request: the ready one with the least expected wait; where none is ready, one that is loading.
 
 ``Router`` adds to the view what only this gateway knows: submits that are under way or not yet reported, and instances that have just
 refused one. A read of the view is advice; the worker's answer to the submit decides.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pilotlight.common.clock import Clock
@@ -23,6 +24,8 @@ class _Load:
     unconfirmed: int = 0
     accepted_at_s: list[float] = field(default_factory=list[float])
     avoid_until_s: float = 0.0
+    handed_tokens: int = 0
+    """Of the requests that it was given while it loads."""
 
 
 @dataclass(slots=True)
@@ -63,8 +66,35 @@ class Router:
 
         None when there is none.
         """
+        return self._least(self._fleet.serving(model), needed_tokens, siblings)
+
+    def pick_open(self, model: ModelName, held_tokens: int, siblings: Siblings | None = None) -> Seen | None:
+        """The same among those that are loading, for a model that is ready nowhere.
+
+        Each takes as many requests as its KV has room for, by what they need for their first tokens; one in any case. The others
+        had better wait: another instance may be ready first.
+        """
+        if self._fleet.serving(model):
+            return None
+        return self._least([seen for seen in self._fleet.open(model) if self._has_room(seen, held_tokens)], held_tokens, siblings)
+
+    def is_ready(self, instance_id: InstanceId) -> bool:
+        """Whether an instance has finished loading."""
+        return self._fleet.serves(instance_id)
+
+    def handed(self, instance_id: InstanceId, tokens: int) -> None:
+        """A request of so many tokens was given to an instance that is loading; less than none: it is there no longer."""
+        if tokens > 0 or instance_id in self._loads:
+            self._loads.setdefault(instance_id, _Load()).handed_tokens += tokens
+
+    def _has_room(self, seen: Seen, held_tokens: int) -> bool:
+        load = self._loads.get(seen.instance.instance_id, _Load())
+        room_tokens = self._fleet.kv_capacity_tokens(seen.instance)
+        return load.handed_tokens == 0 or load.handed_tokens + held_tokens <= room_tokens
+
+    def _least(self, seen_ones: Iterable[Seen], needed_tokens: int, siblings: Siblings | None) -> Seen | None:
         best: tuple[float, InstanceId, Seen] | None = None
-        for seen in self._fleet.serving(model):
+        for seen in seen_ones:
             wait_s = self._wait_s(seen, needed_tokens)
             if wait_s is None:
                 continue

@@ -1,18 +1,20 @@
 """The node's part in control: what the scheduler wants to be fetched here, and what the cache wants to be dropped."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import structlog
 
 from pilotlight.common.errors import BadRequest, StaleCommand
-from pilotlight.common.messages.hold import Fetch, NodeHold
+from pilotlight.common.messages.hold import Fetch, NodeHold, Peer
 from pilotlight.common.messages.room import Drop, Dropped
 from pilotlight.common.newest import Newest
 from pilotlight.dataplane.copies import HostCopies
+from pilotlight.dataplane.link.peers import Peers
 from pilotlight.dataplane.model_fetch import Holder
 from pilotlight.dataplane.pool import HostPool
 from pilotlight.loader.metrics import LoaderMetrics
-from pilotlight.policy.types import Generation, InstanceId, Moment, NodeId
+from pilotlight.policy.types import Digest, FetchPriority, Generation, InstanceId, Moment, NodeId
 
 log = structlog.get_logger()
 
@@ -28,6 +30,8 @@ class Agent:
     pool: HostPool
     copies: HostCopies
     metrics: LoaderMetrics
+    peers: Peers | None = None
+    """Other nodes; None: this one has no links to any."""
     _orders: dict[OrderKey, Holder] = field(default_factory=dict[OrderKey, Holder])
     _newest: Newest = field(default_factory=Newest)
 
@@ -49,20 +53,42 @@ class Agent:
         wanted = {_key(fetch): fetch for fetch in hold.fetches}
         for key in [key for key in self._orders if key not in wanted]:
             self.copies.release(self._orders.pop(key))
+        self._follow(hold.fetches)
         for key, fetch in wanted.items():
-            if key not in self._orders:
+            if key in self._orders:
+                self._orders[key].priority = fetch.priority
+            else:
                 self._begin(key, fetch, hold.sent)
 
+    def _follow(self, fetches: Sequence[Fetch]) -> None:
+        """Ask the nodes that the orders name; those of several orders for one model one after the other, what matters more first."""
+        upstreams: dict[Digest, dict[NodeId, Peer]] = {}
+        for fetch in sorted(fetches, key=lambda fetch: fetch.priority is not FetchPriority.COLD_START):
+            for peer in (*upstreams.setdefault(fetch.model.digest, {}).values(), *fetch.upstreams):
+                upstreams[fetch.model.digest].setdefault(peer.node_id, peer)
+        if self.peers is not None:
+            for digest, peers in upstreams.items():
+                self.peers.follow(digest, tuple(peers.values()))
+
     async def on_drop(self, drop: Drop) -> Dropped:
-        """Free copies, but for those that a worker may be reading and those on their way."""
+        """Free copies, but for those that a worker may be reading and those on their way; say whether there is room now."""
         dropped = self.copies.drop(drop.digests)
-        log.info("copies dropped", action="copies_dropped", asked=len(drop.digests), dropped=len(dropped))
-        return Dropped(digests=dropped)
+        wanted = drop.wanted
+        fits = wanted is None or self.pool.fits(wanted.digest, dict(zip(wanted.parts, wanted.part_bytes, strict=False)))
+        if drop.digests:
+            log.info("copies dropped", action="copies_dropped", asked=len(drop.digests), dropped=len(dropped), fits=fits)
+        return Dropped(digests=dropped, fits=fits)
 
     def _begin(self, key: OrderKey, fetch: Fetch, sent: Moment | None) -> None:
         try:
             holder = self.copies.hold(
-                fetch.model, fetch.parts, fetch.instance_id, leased=False, trace_parent=fetch.trace_parent, sent=sent
+                fetch.model,
+                fetch.parts,
+                fetch.instance_id,
+                leased=False,
+                trace_parent=fetch.trace_parent,
+                sent=sent,
+                priority=fetch.priority,
             )
         except BadRequest as error:
             log.error("order refused", action="order_refused", instance_id=fetch.instance_id, error=error.message)

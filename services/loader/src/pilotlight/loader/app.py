@@ -22,20 +22,26 @@ from pilotlight.common.service import Application, Context
 from pilotlight.common.sources.opening import Sources
 from pilotlight.common.sources.ranged import Patience
 from pilotlight.common.waiting import Backoff, pause
+from pilotlight.dataplane.chunk_fetch import Distrusted
 from pilotlight.dataplane.copies import HostCopies
-from pilotlight.dataplane.fetch import ChunkSource, Readers, SourceChunks
+from pilotlight.dataplane.lanes import LaneLimits, Lanes
 from pilotlight.dataplane.links import Links, parse_bandwidth
 from pilotlight.dataplane.model_fetch import FetchTools
 from pilotlight.dataplane.pool import HostPool
 from pilotlight.dataplane.pool_server import PoolServer
+from pilotlight.dataplane.readers import Readers
+from pilotlight.dataplane.source_origin import ModelSource, SourceOrigin
 from pilotlight.loader.agent import Agent
+from pilotlight.loader.disk import NodeDisk, open_disk
 from pilotlight.loader.handlers import Handlers
 from pilotlight.loader.identity import default_pool_bytes, load_epoch, node_id_of, save_epoch
+from pilotlight.loader.links import NodeLinks, find_links
 from pilotlight.loader.manifests import StoredManifests
 from pilotlight.loader.metrics import LoaderMetrics
 from pilotlight.loader.reports import Changes, CopyObserver, NodeShape, Reporter
 from pilotlight.loader.settings import LoaderSettings
 from pilotlight.loader.supervise import WorkerPlan, WorkerSupervisor
+from pilotlight.loader.verifications import Verifications
 from pilotlight.policy.types import Epoch, Model, NodeId
 
 log = structlog.get_logger()
@@ -77,8 +83,9 @@ async def build(context: Context[LoaderSettings]) -> Application:
     """Build the loader.
 
     Raises:
-        HostPoolTaken: another loader holds the node's pool.
+        HostPoolTaken, DiskTierTaken: another loader holds the node's pool, or its disk tier.
         BadRequest: the pool cannot be made as the settings say.
+        SettingsInvalid: other nodes cannot be listened to as they say.
         MachineUnfit: the state folder cannot be written to, or there is not enough shared memory.
         BusUnavailable, MessageUndecodable: nobody says which epoch is the newest.
     """
@@ -91,8 +98,14 @@ async def build(context: Context[LoaderSettings]) -> Application:
     metrics.watch_pool(pool)
     phases = PhaseReporter(context.bus, context.clock, context.background, "loader")
     observer = CopyObserver(changes, phases, metrics)
-    copies = HostCopies(_tools(context, pool), context.background, observer)
-    agent = Agent(node_id=node_id, pool=pool, copies=copies, metrics=metrics)
+    disk = await open_disk(context, pool, metrics)
+    manifests = StoredManifests(context.store, context.background)
+    links = find_links(context, node_id, metrics)
+    tools = _tools(context, pool, disk, links, manifests)
+    copies = HostCopies(tools, context.background, observer)
+    if links is not None:
+        links.listen(pool, tools, copies)
+    agent = Agent(node_id=node_id, pool=pool, copies=copies, metrics=metrics, peers=links.peers if links is not None else None)
     supervisor = WorkerSupervisor(
         plans=[_plan(settings, node_id, index) for index in range(settings.workers)],
         handover=settings.handover,
@@ -107,6 +120,7 @@ async def build(context: Context[LoaderSettings]) -> Application:
         host=socket.gethostname(),
         nic_bytes_per_s=settings.nic_bytes_per_s,
         incarnation=context.incarnation,
+        dataplane=links.address if links is not None else ("", 0),
     )
     reporter = Reporter(
         shape=shape,
@@ -117,10 +131,16 @@ async def build(context: Context[LoaderSettings]) -> Application:
         leaving=not settings.handover,
         bus=context.bus,
         background=context.background,
+        distrusted=tools.distrusted,
+        disk=disk.tier if disk is not None else None,
     )
     server = PoolServer(settings.socket, pool, copies, supervisor)
-    handlers = Handlers(context.bus, agent)
-    return Application(components=[PoolKeeper(pool, copies, settings), server, reporter, handlers, supervisor])
+    verifications = Verifications(node_id, tools, manifests, context.background)
+    handlers = Handlers(context.bus, agent, verifications)
+    first = [disk] if disk is not None else []
+    second = [links] if links is not None else []
+    keeper = PoolKeeper(pool, copies, settings)
+    return Application(components=[*first, keeper, *second, server, reporter, handlers, supervisor])
 
 
 def _pool_path(settings: LoaderSettings, node_id: NodeId) -> Path:
@@ -158,22 +178,32 @@ async def _announced_epoch(context: Context[LoaderSettings]) -> Epoch:
     raise BusUnavailable(f"the bucket {LEADER} was asked {ASKS} times which epoch is the newest, without an answer")
 
 
-def _tools(context: Context[LoaderSettings], pool: HostPool) -> FetchTools:
+def _tools(
+    context: Context[LoaderSettings], pool: HostPool, disk: NodeDisk | None, links: NodeLinks | None, manifests: StoredManifests
+) -> FetchTools:
     settings = context.settings
+    nearby = (*((disk.origin,) if disk is not None else ()), *((links.peers,) if links is not None else ()))
     sources = Sources(settings, Patience(stall_timeout_s=settings.stall_timeout_s))
 
-    def open_source(model: Model, manifest: Manifest) -> ChunkSource:
-        return SourceChunks(sources.open(model.uri), manifest)
+    def open_source(model: Model, manifest: Manifest) -> ModelSource:
+        return SourceOrigin(sources.open(model.uri), manifest, model.uri)
 
     return FetchTools(
         pool=pool,
         readers=Readers(settings.fetch_threads, settings.stall_timeout_s),
-        manifests=StoredManifests(context.store, context.background),
+        manifests=manifests,
         open_source=open_source,
-        links=Links(parse_bandwidth(settings.link), context.clock),
+        lanes=Lanes(
+            LaneLimits(least=settings.fetch_reads, most=settings.fetch_threads),
+            Links(parse_bandwidth(settings.link), context.clock),
+            context.clock,
+        ),
+        distrusted=Distrusted(context.clock),
         faults=Faults.parse(settings.faults),
         clock=context.clock,
         process="loader",
+        nearby=nearby,
+        keepers=(disk.writer,) if disk is not None else (),
     )
 
 

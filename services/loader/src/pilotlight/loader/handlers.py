@@ -3,15 +3,18 @@
 from pilotlight.common.bus import Bus, Subscription
 from pilotlight.common.messages.hold import NodeHold, node_hold_subject
 from pilotlight.common.messages.room import Drop, drop_subject
+from pilotlight.common.messages.verify import AskVerification, Verify, verification_subject, verify_subject
 from pilotlight.loader.agent import Agent
+from pilotlight.loader.verifications import Verifications
 
 
 class Handlers:
     """Listens to commands for this node."""
 
-    def __init__(self, bus: Bus, agent: Agent) -> None:
+    def __init__(self, bus: Bus, agent: Agent, verifications: Verifications) -> None:
         self._bus = bus
         self._agent = agent
+        self._verifications = verifications
         self._subscriptions: list[Subscription] = []
 
     async def start(self) -> None:
@@ -22,6 +25,8 @@ class Handlers:
         self._subscriptions = [
             await self._bus.subscribe(node_hold_subject(node_id), NodeHold, self._agent.on_hold),
             await self._bus.serve(drop_subject(node_id), Drop, self._agent.on_drop),
+            await self._bus.serve(verify_subject(node_id), Verify, self._verifications.on_verify),
+            await self._bus.serve(verification_subject(node_id), AskVerification, self._verifications.on_ask),
         ]
 
     async def stop(self) -> None:

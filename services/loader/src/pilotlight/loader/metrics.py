@@ -10,7 +10,9 @@ from pilotlight.common.errors import (
     SourceMissing,
     SourceUnavailable,
 )
+from pilotlight.dataplane.disk_tier import DiskEvent, DiskTier
 from pilotlight.dataplane.pool import HostPool
+from pilotlight.policy.types import NodeId, OriginKind
 
 FETCH_CODES = (
     "",
@@ -38,6 +40,41 @@ class LoaderMetrics:
         )
         for code in FETCH_CODES:
             self.fetches.labels(code=code)
+        self.origin_bytes = Counter(
+            "pilotlight_origin_bytes", "Bytes of verified chunks, by what they came from.", ["kind"], registry=registry
+        )
+        self.origin_failures = Counter(
+            "pilotlight_origin_failures",
+            "Origins that a fetch set aside, by what they are and the error; corrupt_chunk: one that gave wrong bytes.",
+            ["kind", "code"],
+            registry=registry,
+        )
+        for kind in OriginKind:
+            self.origin_bytes.labels(kind=kind)
+            self.origin_failures.labels(kind=kind, code=CorruptChunk.code)
+        self.link_sent_bytes = Counter(
+            "pilotlight_link_sent_bytes", "Bytes of chunks that went to another node.", ["node"], registry=registry
+        )
+        self.link_received_bytes = Counter(
+            "pilotlight_link_received_bytes",
+            "Bytes of chunks that came from another node, verified or not.",
+            ["node"],
+            registry=registry,
+        )
+        self.links_refused = Counter(
+            "pilotlight_links_refused",
+            "Connections between nodes that ended because one did not take the other for a node of its cluster, or not for a sound one.",
+            registry=registry,
+        )
+        self.disk_tier_bytes = Gauge("pilotlight_disk_tier_bytes", "Limit of the disk tier; 0: there is none.", registry=registry)
+        self.disk_tier_used_bytes = Gauge(
+            "pilotlight_disk_tier_used_bytes", "Bytes that the disk tier's files take.", registry=registry
+        )
+        self.disk_tier_chunks = Counter(
+            "pilotlight_disk_tier_chunks", "Chunks of the disk tier, by what happened to them.", ["event"], registry=registry
+        )
+        for event in DiskEvent:
+            self.disk_tier_chunks.labels(event=event)
         self.fetch_seconds = Histogram(
             "pilotlight_fetch_seconds",
             "Duration of fetches.",
@@ -47,6 +84,27 @@ class LoaderMetrics:
         self.stale_commands = Counter("pilotlight_stale_commands", "Commands refused for an older epoch.", registry=registry)
         self.workers = Gauge("pilotlight_node_workers", "Workers that are connected.", registry=registry)
         self.worker_starts = Counter("pilotlight_worker_starts", "Worker processes that were spawned.", registry=registry)
+
+    def on_sent(self, node_id: NodeId, size_bytes: int) -> None:
+        """Chunks went to a node. Any thread."""
+        self.link_sent_bytes.labels(node=node_id).inc(size_bytes)
+
+    def on_received(self, node_id: NodeId, size_bytes: int) -> None:
+        """Chunks came from a node. Any thread."""
+        self.link_received_bytes.labels(node=node_id).inc(size_bytes)
+
+    def on_refused(self) -> None:
+        """A connection was refused. Any thread."""
+        self.links_refused.inc()
+
+    def disk_tier_event(self, event: DiskEvent) -> None:
+        """Something happened to a chunk of the disk tier. Any thread."""
+        self.disk_tier_chunks.labels(event=event).inc()
+
+    def watch_disk(self, tier: DiskTier) -> None:
+        """Read the disk tier's figures whenever somebody asks for metrics."""
+        self.disk_tier_bytes.set(tier.limit_bytes)
+        self.disk_tier_used_bytes.set_function(lambda: tier.used_bytes)
 
     def watch_pool(self, pool: HostPool) -> None:
         """Read the pool's figures whenever somebody asks for metrics."""

@@ -13,10 +13,12 @@ from pilotlight.common.messages.reports import REPORT_INTERVAL_S, LoaderReport, 
 from pilotlight.common.phases import PhaseReporter
 from pilotlight.common.service import Background
 from pilotlight.common.waiting import cancel_all, pause, woken
+from pilotlight.dataplane.chunk_fetch import Distrusted
 from pilotlight.dataplane.copies import HostCopies
+from pilotlight.dataplane.disk_tier import DiskTier
 from pilotlight.dataplane.pool import HostPool
 from pilotlight.loader.metrics import LoaderMetrics
-from pilotlight.policy.types import Copy, InstanceId, Liveness, NodeFacts, NodeId, Phase, WorkerId
+from pilotlight.policy.types import Copy, InstanceId, Liveness, NodeFacts, NodeId, OriginKind, Phase, WorkerId
 
 log = structlog.get_logger()
 
@@ -35,6 +37,8 @@ class NodeShape:
     host: str
     nic_bytes_per_s: float
     incarnation: str
+    dataplane: tuple[str, int] = ("", 0)
+    """Host and port at which other nodes reach it."""
 
 
 class Changes:
@@ -63,6 +67,8 @@ class Reporter:
     """The node leaves when this process stops: no other loader takes over."""
     bus: Bus
     background: Background
+    distrusted: Distrusted
+    disk: DiskTier | None = None
     _tasks: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
     _stopping: bool = False
     _seq: int = 0
@@ -100,7 +106,14 @@ class Reporter:
             pool_free_bytes=self.pool.free_bytes,
             copies=self.copies.copies(self.shape.node_id),
             transfers=self.copies.transfers(),
+            links=self.copies.links(),
             draining=self._stopping,
+            pool_largest_free_bytes=self.pool.largest_free_bytes,
+            dataplane_host=self.shape.dataplane[0],
+            dataplane_port=self.shape.dataplane[1],
+            disk_tier_bytes=self.disk.limit_bytes if self.disk is not None else 0,
+            disk_tier_used_bytes=self.disk.used_bytes if self.disk is not None else 0,
+            distrusted=self.distrusted.names,
         )
 
     async def _report_for_ever(self) -> None:
@@ -157,6 +170,12 @@ class CopyObserver:
     def on_fetched(self, instance_id: InstanceId, phases: tuple[Phase, ...]) -> None:
         self._phases.record(instance_id, *phases)
 
+    def on_chunk(self, kind: OriginKind, name: str, size_bytes: int) -> None:
+        self._metrics.origin_bytes.labels(kind=kind).inc(size_bytes)
+
+    def on_origin_failed(self, kind: OriginKind, name: str, code: str) -> None:
+        self._metrics.origin_failures.labels(kind=kind, code=code).inc()
+
     def on_fetch_ended(self, seconds: float, size_bytes: int, code: str) -> None:
         self._metrics.fetch_seconds.observe(seconds)
         self._metrics.fetched_bytes.inc(size_bytes)
@@ -166,7 +185,8 @@ class CopyObserver:
 def _slow(facts: NodeFacts) -> NodeFacts:
     """Facts without what changes all the time."""
     copies = tuple(sorted((_bare(copy) for copy in facts.copies), key=lambda copy: copy.digest))
-    return replace(facts, copies=copies, transfers=(), pool_free_bytes=0)
+    volatile = replace(facts, transfers=(), links=(), pool_free_bytes=0, pool_largest_free_bytes=None, disk_tier_used_bytes=0)
+    return replace(volatile, copies=copies)
 
 
 def _bare(copy: Copy) -> Copy:

@@ -1,10 +1,11 @@
 """Settings of the loader."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
+from pilotlight.checkpoint.manifest import CHUNK_BYTES
 from pilotlight.common.model_roots import ModelRootsSettings
 from pilotlight.common.settings import ServiceSettings
 from pilotlight.dataplane.links import parse_bandwidth
@@ -33,13 +34,35 @@ class LoaderSettings(ServiceSettings, ModelRootsSettings):
         description="Size of the host pool. By default a quarter of the host's or the container's memory, and at most nine tenths of "
         "the file system that it is in (/dev/shm).",
     )
+    disk_tier_dir: Path | None = Field(
+        None,
+        description="Folder on a local disk in which chunks of models are kept beyond what fits into the host pool. Empty: none are.",
+    )
+    disk_tier_bytes: int = Field(
+        64 * 1024**3, ge=CHUNK_BYTES, description="Bytes that the folder's files may take of the disk, at most."
+    )
     pool_socket: Path | None = Field(None, description="Unix socket for workers. By default pool.sock in the run folder.")
     link: str = Field(
         "",
         description="Bandwidth that fetches from one source may take together: `200mbit`, `25gbit`, `125MB/s`. Empty: no limit.",
     )
     nic_bandwidth: str = Field("10gbit", description="Bandwidth of the node's network interface, which placement counts with.")
-    fetch_threads: int = Field(4, ge=1, le=256, description="Chunks of one fetch that are read at once, and threads that read.")
+    fetch_threads: int = Field(
+        16, ge=1, le=256, description="Threads that read chunks, for all fetches together: most chunks that are read at once."
+    )
+    fetch_reads: int = Field(
+        4,
+        ge=1,
+        le=256,
+        description="Chunks that are read from one source at once to begin with, and at the least. More are, up to the threads, where the "
+        "link gives more then.",
+    )
+    dataplane_host: str = Field(
+        "127.0.0.1",
+        description="Address at which other nodes ask for chunks of models, and by which they know it. `0.0.0.0`: every address; they "
+        "then know it by the host's name. Needs the secret `cluster-key`.",
+    )
+    dataplane_port: int = Field(0, ge=0, le=65535, description="Port at which other nodes ask for chunks. 0: any free one.")
     stall_timeout_s: float = Field(10.0, gt=0, description="A source that gives no byte for this long has stalled.")
     workers: int = Field(1, ge=0, le=1024, description="Workers of the node, among which its memory and cores are divided.")
     worker_kind: Literal["cpu", "sim"] = Field(
@@ -49,11 +72,22 @@ class LoaderSettings(ServiceSettings, ModelRootsSettings):
         False, description="When the loader stops, leave workers and host pool to the next one: streams go on through an upgrade."
     )
 
+    @field_validator("disk_tier_dir", mode="before")
+    @classmethod
+    def _is_none_if_empty(cls, value: object) -> object:
+        return None if value == "" else value
+
     @field_validator("link", "nic_bandwidth")
     @classmethod
     def _is_bandwidth(cls, value: str) -> str:
         parse_bandwidth(value)
         return value
+
+    @model_validator(mode="after")
+    def _has_threads_to_begin_with(self) -> Self:
+        if self.fetch_reads > self.fetch_threads:
+            raise ValueError(f"fetch_reads ({self.fetch_reads}) must not be above fetch_threads ({self.fetch_threads})")
+        return self
 
     @property
     def socket(self) -> Path:

@@ -3,7 +3,7 @@
 A command is the whole desired state of its receiver. It goes out on change, every second, and when a report disagrees.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -13,8 +13,9 @@ from pilotlight.common.clock import Clock, moment_of
 from pilotlight.common.messages.hold import Fetch, Hold, NodeHold, WorkerHold, node_hold_subject, worker_hold_subject
 from pilotlight.common.telemetry import with_parent
 from pilotlight.policy.instance import STARTING
-from pilotlight.policy.types import Epoch, Generation, HeldState, InstanceState, NodeId, WorkerId
+from pilotlight.policy.types import Epoch, HeldState, InstanceState, NodeFacts, NodeId, WorkerId
 from pilotlight.scheduler.book import Entry
+from pilotlight.scheduler.chains import Upstreams, upstreams_of
 from pilotlight.scheduler.world import WorkerView
 
 REPEAT_S = 1.0
@@ -41,8 +42,8 @@ def worker_hold(worker_id: WorkerId, entries: Iterable[Entry], epoch: Epoch) -> 
     return WorkerHold(worker_id=worker_id, epoch=epoch, holds=tuple(sorted(holds, key=lambda hold: hold.instance_id)))
 
 
-def node_hold(node_id: NodeId, entries: Iterable[Entry], epoch: Epoch) -> NodeHold:
-    """Everything that one node is to fetch: the parts of instances that are on their way."""
+def node_hold(node_id: NodeId, entries: Iterable[Entry], upstreams: Upstreams, epoch: Epoch) -> NodeHold:
+    """Everything that one node is to fetch, and from whom: the parts of instances that are on their way."""
     fetches = [
         Fetch(
             instance_id=entry.instance.instance_id,
@@ -50,6 +51,7 @@ def node_hold(node_id: NodeId, entries: Iterable[Entry], epoch: Epoch) -> NodeHo
             model=entry.model,
             parts=entry.model.spec.parts_of(placement.stage),
             trace_parent=entry.trace_parent,
+            upstreams=upstreams.get((node_id, entry.model.digest), ()),
         )
         for entry in entries
         if entry.instance.state in STARTING
@@ -83,9 +85,13 @@ def disagreement(hold: WorkerHold, worker: WorkerView) -> str | None:
     return f"it does not hold {missing[0]}" if missing else None
 
 
+Essence = tuple[tuple[object, ...], ...]
+"""What makes a command another one than that before."""
+
+
 @dataclass(slots=True)
 class _Sent:
-    essence: tuple[tuple[str, Generation, bool], ...]
+    essence: Essence
     at_s: float
 
 
@@ -102,20 +108,25 @@ class Dispatcher:
     _workers: dict[WorkerId, _Sent] = field(default_factory=dict[WorkerId, _Sent])
     _nodes: dict[NodeId, _Sent] = field(default_factory=dict[NodeId, _Sent])
 
-    async def dispatch(self, entry: Entry, entries: tuple[Entry, ...], now_s: float) -> None:
+    async def dispatch(self, entry: Entry, entries: tuple[Entry, ...], nodes: Mapping[NodeId, NodeFacts], now_s: float) -> None:
         """Tell the nodes and workers of one instance at once, the nodes first: bytes take longest.
 
         Raises:
             NotLeader: the lease has run out.
         """
         placements = entry.instance.placements
+        upstreams = upstreams_of(entries, nodes)
         for node_id in dict.fromkeys(placement.node_id for placement in placements):
-            await self._tell_node(node_hold(node_id, entries, self.epoch), now_s)
+            await self._tell_node(node_hold(node_id, entries, upstreams, self.epoch), now_s)
         for worker_id in dict.fromkeys(placement.worker_id for placement in placements):
             await self._tell_worker(worker_hold(worker_id, entries, self.epoch), now_s)
 
     async def publish(
-        self, entries: tuple[Entry, ...], workers: dict[WorkerId, WorkerView], nodes: Iterable[NodeId], now_s: float
+        self,
+        entries: tuple[Entry, ...],
+        workers: dict[WorkerId, WorkerView],
+        nodes: Mapping[NodeId, NodeFacts],
+        now_s: float,
     ) -> None:
         """Tell everyone whose command changed, who was told a second ago, or whose report disagrees.
 
@@ -123,8 +134,9 @@ class Dispatcher:
             NotLeader: the lease has run out.
         """
         placed = [placement for entry in entries for placement in entry.instance.placements]
+        upstreams = upstreams_of(entries, nodes)
         for node_id in {*nodes, *(placement.node_id for placement in placed)}:
-            command = node_hold(node_id, entries, self.epoch)
+            command = node_hold(node_id, entries, upstreams, self.epoch)
             if _due(self._nodes.get(node_id), _node_essence(command), now_s):
                 await self._tell_node(command, now_s)
         for worker_id in {*workers, *(placement.worker_id for placement in placed)}:
@@ -157,15 +169,15 @@ class Dispatcher:
             await self.bus.publish(node_hold_subject(command.node_id), told)
 
 
-def _worker_essence(command: WorkerHold) -> tuple[tuple[str, Generation, bool], ...]:
+def _worker_essence(command: WorkerHold) -> Essence:
     return tuple((hold.instance_id, hold.generation, hold.draining) for hold in command.holds)
 
 
-def _node_essence(command: NodeHold) -> tuple[tuple[str, Generation, bool], ...]:
-    return tuple((fetch.instance_id, fetch.generation, False) for fetch in command.fetches)
+def _node_essence(command: NodeHold) -> Essence:
+    return tuple((fetch.instance_id, fetch.generation, fetch.upstreams) for fetch in command.fetches)
 
 
-def _due(sent: _Sent | None, essence: tuple[tuple[str, Generation, bool], ...], now_s: float) -> bool:
+def _due(sent: _Sent | None, essence: Essence, now_s: float) -> bool:
     return sent is None or sent.essence != essence or now_s - sent.at_s >= REPEAT_S
 
 

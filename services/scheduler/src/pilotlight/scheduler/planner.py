@@ -39,6 +39,7 @@ from pilotlight.policy.types import (
 )
 from pilotlight.scheduler.board import InstanceBoard
 from pilotlight.scheduler.book import Book, Entry
+from pilotlight.scheduler.chains import Joined, joined
 from pilotlight.scheduler.cold_starts import ColdStarts
 from pilotlight.scheduler.commands import Dispatcher
 from pilotlight.scheduler.metrics import SchedulerMetrics
@@ -176,10 +177,13 @@ class Planner:
                 grant = await self.room.reserve(instance, model, placement)
                 grants.append(grant)
                 granted.append(replace(placement, grant_id=grant.grant_id))
+            places = joined(model, granted, seen)
             fetching = step(instance.state, InstanceEvent.FETCH_STARTED)
-            entry.instance = replace(instance, placements=tuple(granted), state=fetching, state_since_s=self.clock.monotonic_s())
+            entry.instance = replace(
+                instance, placements=places.placements, state=fetching, state_since_s=self.clock.monotonic_s()
+            )
             record = self._record_of(entry, order)
-            await self.repository.start(entry.instance, _started(entry.instance, choice, grants, seen), record)
+            await self.repository.start(entry.instance, _started(entry.instance, choice, grants, places, seen), record)
             committed = True
         finally:
             if not committed:
@@ -196,7 +200,8 @@ class Planner:
     async def _command(self, entry: Entry, record: ColdStart) -> None:
         self.cold_starts.open(record)
         start_s = self.clock.monotonic_s()
-        await self.dispatcher.dispatch(entry, self.book.rows(), start_s)
+        nodes = {one.node_id: one for one in self.snapshot().nodes}
+        await self.dispatcher.dispatch(entry, self.book.rows(), nodes, start_s)
         self.cold_starts.dispatched(entry.instance.instance_id, record.demand_seen_s, start_s, self.clock.monotonic_s())
         log.info(
             "cold start under way",
@@ -270,7 +275,7 @@ def slice_for(model: Model, snapshot: Snapshot) -> Snapshot:
     )
 
 
-def _started(instance: Instance, choice: SchemeChoice, grants: list[Reserved], seen: Snapshot) -> Decision:
+def _started(instance: Instance, choice: SchemeChoice, grants: list[Reserved], places: Joined, seen: Snapshot) -> Decision:
     outcome: dict[str, Any] = {
         "instance_id": instance.instance_id,
         "scheme": to_row_json(choice.scheme),
@@ -278,6 +283,7 @@ def _started(instance: Instance, choice: SchemeChoice, grants: list[Reserved], s
         "needs_eviction": choice.needs_eviction,
         "evicted_instances": [instance_id for grant in grants for instance_id in grant.evicted_instances],
         "dropped_copies": [digest for grant in grants for digest in grant.dropped_copies],
+        "chains": to_row_json(places.chains),
         "considered": [
             {"worker_ids": [one.worker_id for one in scheme.placements], "predicted_ttft_s": scheme.predicted_ttft_s}
             for scheme in choice.considered
@@ -291,7 +297,12 @@ def _started(instance: Instance, choice: SchemeChoice, grants: list[Reserved], s
         epoch=instance.epoch,
         inputs=to_row_json(seen),
         outcome=outcome,
-        reasons=(instance.reason, choice.reason, *(f"{one.worker_id}: {one.reason}" for one in choice.rejected)),
+        reasons=(
+            instance.reason,
+            choice.reason,
+            *places.reasons,
+            *(f"{one.worker_id}: {one.reason}" for one in choice.rejected),
+        ),
     )
 
 

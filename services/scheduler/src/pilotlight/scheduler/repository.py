@@ -136,8 +136,11 @@ class SchedulerRepository:
         age = func.extract("epoch", func.clock_timestamp() - table.c.updated_at)
         recent = table.c.updated_at > func.clock_timestamp() - timedelta(seconds=REMEMBERED_S)
         living = table.c.state.not_in([state.value for state in ENDED])
-        planned_from = select(table, age.label("age_s"), tables.decisions.c.inputs).outerjoin(
-            tables.decisions, tables.decisions.c.decision_id == table.c.body["decision_id"].astext
+        planned_from = (
+            select(table, age.label("age_s"), tables.decisions.c.inputs)
+            .outerjoin(tables.decisions, tables.decisions.c.decision_id == table.c.body["decision_id"].astext)
+            # As they were planned: who joined a chain earlier is before who joined it later.
+            .order_by(table.c.created_at, table.c.instance_id)
         )
         starts = tables.cold_starts
         late = starts.c.finished_at > func.clock_timestamp() - timedelta(seconds=LATE_PHASES_S)

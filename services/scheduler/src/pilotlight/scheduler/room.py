@@ -48,6 +48,7 @@ class RoomClient:
             node_id=placement.node_id,
             device_bytes=placement.device_bytes,
             host_part_bytes=tuple(model.spec.part_bytes[part] for part in model.spec.parts_of(placement.stage)),
+            host_parts=tuple(model.spec.parts_of(placement.stage)),
             lease_s=GRANT_LEASE_S,
             epoch=self._epoch,
         )

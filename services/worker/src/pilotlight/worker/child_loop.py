@@ -19,12 +19,12 @@ from pilotlight.common.messages.engine import (
     FromEngine,
     LoadStage,
     PlacePart,
-    Prefilled,
     Produced,
     Promote,
     Run,
     Shutdown,
     StageFailed,
+    StageOpened,
     StageUnloaded,
     StepDone,
     ToEngine,
@@ -33,8 +33,9 @@ from pilotlight.common.messages.engine import (
 from pilotlight.engine import results
 from pilotlight.engine.errors import EngineError
 from pilotlight.policy.coverage import departed_s
-from pilotlight.policy.types import FinishReason, InstanceId, Moment, Phase, PhaseName, RequestId, Sampling, Vocabulary
-from pilotlight.worker.child_stages import PROCESS, LoadingEngine, StageLoads, pause_blocking
+from pilotlight.policy.types import FinishReason, InstanceId, Moment, RequestId, Sampling, Vocabulary
+from pilotlight.worker.child_prefills import Prefills
+from pilotlight.worker.child_stages import LoadingEngine, StageLoads, pause_blocking
 
 log = structlog.get_logger()
 
@@ -48,6 +49,8 @@ class StepEngine(LoadingEngine, Protocol):
 
     @property
     def has_work(self) -> bool: ...
+    @property
+    def due_s(self) -> float | None: ...
     def drop(self, instance_id: InstanceId) -> None: ...
     def add(
         self,
@@ -78,10 +81,7 @@ class ChildLoop:
         self._buffer = FrameBuffer(ToEngine)
         self._loads = StageLoads(engine, clock, faults)
         self._parts: deque[PlacePart] = deque()
-        self._unprefilled: dict[InstanceId, dict[RequestId, float]] = {}
-        """Stages that are yet to run their first request, and when each of their requests was sent here."""
-        self._prefill_delayed_s: dict[InstanceId, float] = {}
-        """Since when a first prefill is held up by an injected fault."""
+        self._prefills = Prefills(clock)
         self._refused: list[Produced] = []
         """Ends of requests that the engine did not take; they leave with the next step."""
         self._ended = False
@@ -95,16 +95,21 @@ class ChildLoop:
         self._send(up)
         while not self._ended:
             busy = bool(self._parts) or self._engine.has_work
-            self._receive(wait=not busy)
+            self._receive(0 if busy else self._idle_s())
             if self._parts:
                 self._place(self._parts.popleft())
             if (self._engine.has_work or self._refused) and not self._ended:
                 self._step()
 
-    def _receive(self, wait: bool) -> None:
-        """Read and obey everything that has arrived; with ``wait``, until at least something has."""
-        while select.select([self._connection], [], [], None if wait else 0)[0]:
-            wait = False
+    def _idle_s(self) -> float | None:
+        """How long there is nothing to do if nothing comes; None: for ever."""
+        due_s = self._engine.due_s
+        return None if due_s is None else max(0.0, due_s - self._clock.monotonic_s())
+
+    def _receive(self, wait_s: float | None) -> None:
+        """Read and obey everything that has arrived; wait so long for the first of it."""
+        while select.select([self._connection], [], [], wait_s)[0]:
+            wait_s = 0
             data = self._connection.recv(RECEIVE_BYTES)
             if not data:
                 self._ended = True
@@ -132,10 +137,13 @@ class ChildLoop:
 
     def _load(self, command: LoadStage) -> None:
         try:
-            self._loads.begin(command)
-            self._unprefilled[command.instance_id] = {}
+            room = self._loads.begin(command)
         except Exception as error:  # noqa: BLE001 - a stage that cannot be loaded must not take the others with it
             self._fail(command.instance_id, error)
+            return
+        self._prefills.begin(command.instance_id)
+        if command.stage == command.model.spec.whole:
+            self._send(StageOpened(instance_id=command.instance_id, kv_capacity_tokens=room.kv_capacity_tokens))
 
     def _place(self, command: PlacePart) -> None:
         if command.instance_id not in self._loads:
@@ -146,12 +154,12 @@ class ChildLoop:
             self._fail(command.instance_id, error)
             return
         if loaded is not None:
+            self._prefills.loaded(command.instance_id)
             self._send(loaded)
 
     def _unload(self, instance_id: InstanceId) -> None:
         self._loads.drop(instance_id)
-        self._unprefilled.pop(instance_id, None)
-        self._prefill_delayed_s.pop(instance_id, None)
+        self._prefills.drop(instance_id)
         self._engine.drop(instance_id)
 
     def _fail(self, instance_id: InstanceId, error: Exception) -> None:
@@ -162,12 +170,12 @@ class ChildLoop:
 
     def _add(self, command: Run) -> None:
         command_sent_s = departed_s(command.sent, moment_of(self._clock))
-        sent_s = self._unprefilled.get(command.instance_id)
-        if sent_s is not None:
-            sent_s[command.request_id] = command_sent_s
-        if sent_s is not None and command.instance_id not in self._prefill_delayed_s and self._faults.delay_s("prefill") > 0:
-            self._prefill_delayed_s[command.instance_id] = self._clock.monotonic_s()
+        is_first = self._prefills.sent(command.instance_id, command.request_id, command_sent_s)
+        if is_first and self._faults.delay_s("prefill") > 0:
+            start_s = self._clock.monotonic_s()
             pause_blocking(self._faults.delay_s("prefill"))
+            self._prefills.delayed(command.instance_id, start_s)
+            self._loads.ran(command.instance_id)
         try:
             self._engine.add(
                 command.request_id,
@@ -186,11 +194,15 @@ class ChildLoop:
     def _step(self) -> None:
         """One batch. What it raises ends the process: the engine's books cannot be trusted after it."""
         pause_blocking(self._faults.delay_s("step"))
+        start_s = self._clock.monotonic_s()
         result = self._engine.step()
+        if result.turn_of is not None:
+            self._prefills.ran(result.turn_of, start_s)
+            self._loads.ran(result.turn_of)
         # What comes after the first token of a stage is not that token's work.
         sampled_s = min((first.end_s for first in result.first_prefills), default=self._clock.monotonic_s())
         for first in result.first_prefills:
-            self._send(self._prefilled(first))
+            self._send(self._prefills.ended(first))
         refused, self._refused = self._refused, []
         self._send(
             StepDone(
@@ -208,18 +220,6 @@ class ChildLoop:
                 sampled=Moment(at_s=sampled_s, wall_offset_s=wall_offset_s(self._clock)),
             )
         )
-
-    def _prefilled(self, first: results.FirstPrefill) -> Prefilled:
-        sent_s = self._unprefilled.pop(first.instance_id, {}).get(first.request_id, first.start_s)
-        phase = Phase(
-            name=PhaseName.PREFILL,
-            start_s=min(sent_s, self._prefill_delayed_s.pop(first.instance_id, first.start_s)),
-            end_s=first.end_s,
-            wall_offset_s=wall_offset_s(self._clock),
-            process=PROCESS,
-            detail="engine",
-        )
-        return Prefilled(instance_id=first.instance_id, request_id=first.request_id, phase=phase)
 
     def _send(self, message: FromEngine) -> None:
         self._connection.sendall(frame(message))

@@ -43,11 +43,11 @@ class Intervals:
         begun_s = departed_s(sent, Moment(at_s=received_s, wall_offset_s=self.wall_offset_s))
         return max(begun_s, self.phases[-1].end_s) if self.phases else begun_s
 
-    def add(self, name: PhaseName, start_s: float, end_s: float) -> None:
-        """Add an interval; it prolongs the last one when they are of one phase and nearly touch."""
+    def add(self, name: PhaseName, start_s: float, end_s: float, *, apart: bool = False) -> None:
+        """Add an interval; it prolongs the last one when they are of one phase and nearly touch, unless it is set ``apart``."""
         if end_s <= start_s:
             return
-        last = self.phases[-1] if self.phases else None
+        last = self.phases[-1] if self.phases and not apart else None
         if last is not None and last.name is name and start_s - last.end_s < MERGE_GAP_S:
             self.phases.pop()
             start_s = last.start_s
@@ -63,6 +63,8 @@ class _Load:
     pool: mmap.mmap
     intervals: Intervals
     delayed: bool = False
+    ran_until_s: float = 0.0
+    """When a batch on the parts that are in place last ran: a part that came meanwhile is loaded from then on."""
 
 
 class StageLoads:
@@ -78,8 +80,8 @@ class StageLoads:
     def __contains__(self, instance_id: InstanceId) -> bool:
         return instance_id in self._loads
 
-    def begin(self, command: LoadStage) -> None:
-        """Set a stage up.
+    def begin(self, command: LoadStage) -> StageRoom:
+        """Set a stage up; what it has room for.
 
         Raises:
             EngineError: the engine cannot hold it.
@@ -93,6 +95,7 @@ class StageLoads:
         room = self._engine.begin_load(command.instance_id, model.spec, command.stage, model.dtype, command.device_bytes)
         intervals.add(PhaseName.INIT, start_s, self._clock.monotonic_s())
         self._loads[command.instance_id] = _Load(command=command, room=room, pool=pool, intervals=intervals)
+        return room
 
     def place(self, command: PlacePart) -> StageLoaded | None:
         """Copy a part; the answer when it was the last.
@@ -102,13 +105,14 @@ class StageLoads:
             BadCheckpoint: a tensor lies outside the pool.
         """
         load = self._loads[command.instance_id]
-        start_s = load.intervals.start_s(command.ready, self._clock.monotonic_s())
+        loaded_s = load.intervals.start_s(command.ready, self._clock.monotonic_s())
+        start_s = max(loaded_s, load.ran_until_s)
         if not load.delayed:
             load.delayed = True
             pause_blocking(self._faults.delay_s("load"))
         placed = self._engine.place_part(command.instance_id, command.part, _sources(load.pool, command))
         end_s = self._clock.monotonic_s()
-        load.intervals.add(PhaseName.LOAD, start_s, end_s - placed.convert_s)
+        load.intervals.add(PhaseName.LOAD, start_s, end_s - placed.convert_s, apart=start_s > loaded_s)
         load.intervals.add(PhaseName.CONVERT, end_s - placed.convert_s, end_s)
         if not placed.ready:
             return None
@@ -118,6 +122,11 @@ class StageLoads:
             phases=tuple(load.intervals.phases),
             kv_capacity_tokens=load.room.kv_capacity_tokens,
         )
+
+    def ran(self, instance_id: InstanceId) -> None:
+        """A batch of a stage that is being loaded has run until now."""
+        if (load := self._loads.get(instance_id)) is not None:
+            load.ran_until_s = self._clock.monotonic_s()
 
     def drop(self, instance_id: InstanceId) -> None:
         """Forget a load that failed or is not wanted any more."""

@@ -106,6 +106,11 @@ class RequestTable:
         """When the instance's last request ended; None when it had none."""
         return self._ended_s.get(instance_id)
 
+    def instance_of(self, key: RequestKey) -> InstanceId | None:
+        """Where a request runs, or ran; None when it is not known."""
+        kept = self._kept.get(key)
+        return kept.instance_id if kept is not None else None
+
     def knows(self, key: RequestKey) -> bool:
         """Whether a submit was accepted before, so that its answer is given from memory."""
         return key in self._kept or key in self._forgotten

@@ -24,11 +24,12 @@ from pilotlight.common.messages.engine import (
     Run,
     StageFailed,
     StageLoaded,
+    StageOpened,
     StageUnloaded,
     StepDone,
     UnloadStage,
 )
-from pilotlight.common.waiting import cancel_all, pause
+from pilotlight.common.waiting import cancel_all, pause, woken
 from pilotlight.policy.coverage import departed_s
 from pilotlight.policy.types import FinishReason, InstanceId, Phase, PhaseName
 from pilotlight.worker.engine_client import EngineDied, EngineEvent
@@ -146,6 +147,8 @@ class SimEngine:
             await self._say(StageFailed(instance_id=command.instance_id, code="no_room", message=message))
             return
         self._stages[command.instance_id] = stage
+        if command.stage == command.model.spec.whole:
+            await self._say(StageOpened(instance_id=command.instance_id, kv_capacity_tokens=stage.kv_capacity_tokens))
 
     async def place_part(self, command: PlacePart) -> None:
         self._check()
@@ -154,10 +157,12 @@ class SimEngine:
 
     async def unload_stage(self, command: UnloadStage) -> None:
         self._check()
-        self._stages.pop(command.instance_id, None)
+        stage = self._stages.pop(command.instance_id, None)
         for key, request in list(self._requests.items()):
-            if request.run.instance_id == command.instance_id:
+            if request.run.instance_id == command.instance_id and stage is not None and stage.ready:
                 self._end(key, FinishReason.CANCELLED)
+            elif request.run.instance_id == command.instance_id:
+                self._end(key, FinishReason.ERROR, NotLoaded.code, f"{command.instance_id} was given up before it was loaded")
         await self._say(StageUnloaded(instance_id=command.instance_id))
 
     async def run(self, command: Run) -> None:
@@ -167,7 +172,7 @@ class SimEngine:
         deadline_s = departed_s(command.sent, moment_of(self._clock)) + left_s
         self._requests[key] = _Request(run=command, position=len(command.output_ids), deadline_s=deadline_s)
         stage = self._stages.get(command.instance_id)
-        if stage is None or not stage.ready:
+        if stage is None or stage.command.stage != stage.command.model.spec.whole:
             self._end(key, FinishReason.ERROR, NotLoaded.code, f"{command.instance_id} is not held here")
         elif command.sampling.grammar is not None:
             self._end(key, FinishReason.ERROR, BadRequest.code, NO_GRAMMAR)
@@ -208,11 +213,23 @@ class SimEngine:
         while True:
             if self._parts:
                 await self._place(self._parts.popleft())
-            if self._requests or self._ended:
+            if self._runnable() or self._ended:
                 await self._step()
             elif not self._parts:
-                self._wake.clear()
-                await self._wake.wait()
+                await self._idle()
+
+    async def _idle(self) -> None:
+        """Until a command comes, or the deadline of a request that waits for parts has passed."""
+        due_s = min((request.deadline_s for request in self._requests.values()), default=math.inf)
+        self._wake.clear()
+        if due_s == math.inf:
+            await self._wake.wait()
+        elif not await woken(self._wake, max(0.0, due_s - self._clock.monotonic_s())):
+            self._expire(self._clock.monotonic_s())
+
+    def _runnable(self) -> list[tuple[RequestKey, _Request]]:
+        """Requests of stages that are loaded: nothing is computed here, so nothing of them runs before."""
+        return [(key, request) for key, request in self._requests.items() if self._stages[request.run.instance_id].ready]
 
     async def _place(self, command: PlacePart) -> None:
         stage = self._stages.get(command.instance_id)
@@ -240,7 +257,7 @@ class SimEngine:
         """One batch: the prompts of its new requests, then a token for each."""
         start_s = self._clock.monotonic_s()
         self._expire(start_s)
-        batch = list(self._requests.items())[:MAX_BATCH]
+        batch = self._runnable()[:MAX_BATCH]
         fresh = [request for _, request in batch if request.tokens is None]
         prompt_tokens = sum(len(request.run.prompt_ids) + len(request.run.output_ids) for request in fresh)
         if batch:
@@ -252,7 +269,7 @@ class SimEngine:
         # Aborted while time passed: no token any more.
         produced = [self._advance(key, request) for key, request in batch if key in self._requests]
         ended, self._ended = self._ended, []
-        waiting = max(0, len(self._requests) - MAX_BATCH)
+        waiting = len(self._requests) - len(self._runnable()[:MAX_BATCH])
         await self._say(
             StepDone(
                 produced=[*ended, *produced],

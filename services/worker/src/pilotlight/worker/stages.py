@@ -2,14 +2,14 @@
 
 import asyncio
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import structlog
 
 from pilotlight.common.clock import moment_of
 from pilotlight.common.errors import DeadlineExceeded, EngineFailed, NoRoom, NotLoaded, PilotlightError, StaleCommand, error_of
-from pilotlight.common.messages.engine import StageFailed, StageLoaded, UnloadStage
+from pilotlight.common.messages.engine import StageFailed, StageLoaded, StageOpened, UnloadStage
 from pilotlight.common.messages.hold import Hold, WorkerHold
 from pilotlight.common.newest import Newest
 from pilotlight.common.waiting import within
@@ -35,6 +35,8 @@ class _Held:
     since_s: float
     reason: str = ""
     kv_capacity_tokens: int = 0
+    open: bool = False
+    """The engine has made room: it takes requests."""
     placed: Moment | None = None
     """When its last part was in its place."""
     loading: asyncio.Task[None] | None = None
@@ -53,11 +55,18 @@ class ServingStage:
 
 
 class Stages:
-    """Owns the table of held stages of one worker."""
+    """Owns the table of held stages of one worker.
 
-    def __init__(self, core: WorkerCore, loader: StageLoader) -> None:
+    ``settled`` is called with a stage that takes requests while it loads, once its load has ended: with an error if it is not ready
+    then, and its requests have to go on elsewhere.
+    """
+
+    def __init__(
+        self, core: WorkerCore, loader: StageLoader, settled: Callable[[InstanceId, PilotlightError | None], None]
+    ) -> None:
         self._core = core
         self._loader = loader
+        self._settled = settled
         self._held: dict[InstanceId, _Held] = {}
         self._gone: OrderedDict[InstanceId, Generation] = OrderedDict()
         self._unloading: defaultdict[InstanceId, deque[asyncio.Future[None]]] = defaultdict(deque)
@@ -77,6 +86,16 @@ class Stages:
     def kv_capacity_tokens(self) -> int:
         """Tokens for which the stages that serve have room, all together."""
         return sum(held.kv_capacity_tokens for held in self._held.values() if held.state is HeldState.READY)
+
+    @property
+    def busy(self) -> bool:
+        """Some request waits for nothing but the engine."""
+        return any(self._core.table.in_flight(one) for one, held in self._held.items() if held.state is not HeldState.LOADING)
+
+    def unproven(self, instance_id: InstanceId) -> bool:
+        """Every part is in its place, and it has not been found yet that all of them were whole when they were copied."""
+        held = self._held.get(instance_id)
+        return held is not None and held.state is HeldState.LOADING and held.loaded is not None and held.loaded.done()
 
     def command(self, command: WorkerHold) -> None:
         """Take the complete desired set.
@@ -141,13 +160,13 @@ class Stages:
         return (*freed, *(held.hold.instance_id for held in leaving if held.unloaded is None or held.unloaded.done()))
 
     def serving(self, instance_id: InstanceId) -> ServingStage:
-        """The stage that takes an instance's requests.
+        """The stage that takes an instance's requests: it is ready, or loads and has room made for it.
 
         Raises:
-            NotLoaded: it is not held whole, or not ready.
+            NotLoaded: it is not held whole, or takes none.
         """
         held = self._held.get(instance_id)
-        if held is None or held.state is not HeldState.READY:
+        if held is None or not (held.state is HeldState.READY or (held.state is HeldState.LOADING and held.open)):
             state = held.state.value if held else "not held"
             raise NotLoaded(f"{instance_id} is {state} on {self._core.worker_id}", retry_after_s=RETRY_AFTER_S)
         if held.hold.stage != held.hold.model.spec.whole:
@@ -157,6 +176,13 @@ class Stages:
     def facts(self, now_s: float) -> tuple[HeldStage, ...]:
         """What is held, as it is reported."""
         return tuple(self._fact(held, now_s) for held in self._held.values())
+
+    def on_opened(self, event: StageOpened) -> None:
+        """The engine has made room for a whole model."""
+        held = self._held.get(event.instance_id)
+        if held is not None and held.state is HeldState.LOADING:
+            held.kv_capacity_tokens, held.open = event.kv_capacity_tokens, True
+            self._core.changed.set()
 
     def on_loaded(self, event: StageLoaded) -> None:
         """The engine has every part in place."""
@@ -235,12 +261,14 @@ class Stages:
         held.kv_capacity_tokens = result.kv_capacity_tokens
         held.placed = _placed(result)
         self._move(held, HeldEvent.LOADED)
+        self._settled(held.hold.instance_id, None)
         self._core.phases.record(held.hold.instance_id, *result.phases)
         self._core.metrics.loads.labels(outcome="loaded").inc()
 
     def _fail(self, held: _Held, error: PilotlightError) -> None:
         self._move(held, HeldEvent.FAIL)
         held.reason = f"{error.code}: {error.message}"
+        self._settled(held.hold.instance_id, NotLoaded(f"its load failed: {held.reason}"))
         self._core.metrics.loads.labels(outcome=error.code).inc()
         log.warning(
             "stage failed", action="stage_failed", instance_id=held.hold.instance_id, code=error.code, error=error.message
@@ -254,9 +282,11 @@ class Stages:
         if held.state not in RESIDENT:
             self._move(held, HeldEvent.LET_GO)
             return True
+        loading = held.loading
         self._move(held, HeldEvent.LET_GO)
-        if held.loading is not None:
-            held.loading.cancel()
+        if loading is not None:
+            loading.cancel()
+            self._settled(instance_id, NotLoaded("its load was called off"))
         self._unload_if_idle(held)
         return False
 
@@ -323,6 +353,7 @@ class Stages:
             reason=held.reason,
             kv_capacity_tokens=held.kv_capacity_tokens,
             loaded=held.placed,
+            open=held.open and held.state is HeldState.LOADING,
         )
 
 

@@ -5,7 +5,7 @@ import random
 import structlog
 
 from pilotlight.common.buckets import Bucket
-from pilotlight.common.errors import EngineFailed, InternalError, WorkerLost
+from pilotlight.common.errors import EngineFailed, InternalError, PilotlightError, WorkerLost
 from pilotlight.common.messages.engine import (
     EngineUp,
     Prefilled,
@@ -13,11 +13,12 @@ from pilotlight.common.messages.engine import (
     SpareReady,
     StageFailed,
     StageLoaded,
+    StageOpened,
     StageUnloaded,
     StepDone,
 )
 from pilotlight.common.waiting import Backoff, every, pause
-from pilotlight.policy.types import Device, DeviceKind, Liveness, Moment, WorkerFacts
+from pilotlight.policy.types import Device, DeviceKind, InstanceId, Liveness, Moment, WorkerFacts
 from pilotlight.worker.core import WorkerCore
 from pilotlight.worker.engine_client import EngineDied, EngineEvent
 from pilotlight.worker.handlers import Handlers
@@ -38,13 +39,16 @@ RESTARTS = 8
 SETTLED_S = 30.0
 """An engine that has lived for this long starts anew at once when it dies."""
 
+_Sampled = tuple[Produced, Moment | None]
+"""What the engine gave a request, and when."""
+
 
 class Worker:
     """A component: speaks for one device."""
 
     def __init__(self, core: WorkerCore, kind: DeviceKind, loader: StageLoader, bucket: Bucket, incarnation: str) -> None:
         self.core = core
-        self.stages = Stages(core, loader)
+        self.stages = Stages(core, loader, self._on_settled)
         self._kind = kind
         self._spans = PrefillSpans(core.background)
         self._handlers = Handlers(core, self.stages, self._spans)
@@ -53,6 +57,8 @@ class Worker:
         self._up: EngineUp | None = None
         self._step: StepDone | None = None
         """The engine's last."""
+        self._unproven: dict[InstanceId, list[_Sampled]] = {}
+        """What came of stages of which it is still to be found that their parts were whole."""
         self._heard_s = 0.0
         """When the engine last said something, or got work after having none."""
         self._started_s = 0.0
@@ -124,14 +130,19 @@ class Worker:
             try:
                 self._on(event)
             except InternalError as error:
-                # The engine's books are wrong, for this request and who knows which: none of its tokens can be trusted.
-                log.error("engine talks nonsense", action="engine_incoherent", error=error.message)
-                await self.core.engine.kill(error.message)
+                await self._distrust(error)
+
+    async def _distrust(self, error: InternalError) -> None:
+        """The engine's books are wrong, for one request and who knows which others: none of its tokens can be trusted."""
+        log.error("engine talks nonsense", action="engine_incoherent", error=error.message)
+        await self.core.engine.kill(error.message)
 
     def _on(self, event: EngineEvent) -> None:
         match event:
             case StepDone():
                 self._on_step(event)
+            case StageOpened():
+                self.stages.on_opened(event)
             case StageLoaded():
                 self.stages.on_loaded(event)
             case StageFailed():
@@ -139,7 +150,7 @@ class Worker:
             case StageUnloaded():
                 self.stages.on_unloaded(event.instance_id)
             case Prefilled():
-                self.core.phases.record(event.instance_id, event.phase)
+                self.core.phases.record(event.instance_id, *event.earlier, event.phase)
             case EngineDied():
                 self._on_death(event)
             case EngineUp() | SpareReady():
@@ -148,14 +159,33 @@ class Worker:
     def _on_step(self, step: StepDone) -> None:
         self._step = step
         self.core.metrics.stepped(step)
-        ended = False
+        now: list[_Sampled] = []
         for produced in step.produced:
-            self._on_produced(produced, step.sampled)
-            ended = ended or produced.finish is not None
+            instance_id = self.core.table.instance_of(RequestKey(produced.request_id, produced.attempt))
+            if instance_id is not None and self.stages.unproven(instance_id):
+                self._unproven.setdefault(instance_id, []).append((produced, step.sampled))
+            else:
+                now.append((produced, step.sampled))
+        self._hand_out(now)
+
+    def _hand_out(self, produced: list[_Sampled]) -> None:
+        for one, sampled in produced:
+            self._on_produced(one, sampled)
         self._publisher.flush()
-        if ended:
+        if any(one.finish is not None for one, _ in produced):
             self.core.metrics.running.set(self.core.table.running)
             self.stages.on_requests_ended()
+
+    def _on_settled(self, instance_id: InstanceId, error: PilotlightError | None) -> None:
+        """A load has ended: its tokens may leave, or its requests have to go on elsewhere."""
+        produced = self._unproven.pop(instance_id, [])
+        if error is not None:
+            self._fail_requests(error.code, error.message, instance_id)
+            return
+        try:
+            self._hand_out(produced)
+        except InternalError as nonsense:
+            self.core.background.spawn(f"distrust the engine of {self.core.worker_id}", self._distrust(nonsense))
 
     def _on_produced(self, produced: Produced, sampled: Moment | None) -> None:
         self._spans.end(RequestKey(produced.request_id, produced.attempt))
@@ -170,6 +200,7 @@ class Worker:
         self.core.metrics.engine_died()
         log.error("engine died", action="engine_lost", worker_id=self.core.worker_id, reason=died.reason)
         self._step = None
+        self._unproven.clear()
         self._fail_requests(EngineFailed.code, f"the engine ended: {died.reason}")
         self.stages.on_engine_died(died.reason)
         self.stages.on_requests_ended()
@@ -195,8 +226,9 @@ class Worker:
         self.core.changed.set()
         self.stages.reconcile()
 
-    def _fail_requests(self, code: str, message: str) -> None:
-        for outgoing in self.core.table.fail(code, message, self.core.clock.monotonic_s()):
+    def _fail_requests(self, code: str, message: str, instance_id: InstanceId | None = None) -> None:
+        """Those of one instance, or all."""
+        for outgoing in self.core.table.fail(code, message, self.core.clock.monotonic_s(), instance_id):
             self._spans.end(RequestKey(outgoing.entry.request_id, outgoing.entry.attempt))
             self._publisher.add(outgoing)
         self._publisher.flush()
@@ -205,7 +237,7 @@ class Worker:
         async for _ in every(UPKEEP_S):
             await self._handlers.expire()
             now_s = self.core.clock.monotonic_s()
-            if self.core.table.running == 0:
+            if not self.stages.busy:
                 self._heard_s = now_s
             elif self.core.engine.alive and now_s - self._heard_s > HANG_S:
                 await self.core.engine.kill(f"it said nothing for {HANG_S:g} s")

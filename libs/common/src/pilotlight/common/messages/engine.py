@@ -80,8 +80,15 @@ class EngineUp(Message, tag="up", frozen=True, kw_only=True):
     load_bytes_per_s: float
 
 
+class StageOpened(Message, tag="opened", frozen=True, kw_only=True):
+    """Room is made for a whole model: it takes requests, and runs them as far as its parts are in place."""
+
+    instance_id: InstanceId
+    kv_capacity_tokens: int
+
+
 class StageLoaded(Message, tag="loaded", frozen=True, kw_only=True):
-    """Every part is in place: the stage runs requests from now on."""
+    """Every part is in place: the stage runs requests to their ends from now on."""
 
     instance_id: InstanceId
     phases: tuple[Phase, ...]
@@ -144,11 +151,14 @@ class StepDone(Message, tag="step", frozen=True, kw_only=True):
 
 
 class Prefilled(Message, tag="prefilled", frozen=True, kw_only=True):
-    """When the first step of a stage's first request ran: the last phase of its cold start."""
+    """When a stage computed its first token: the last phase of its cold start."""
 
     instance_id: InstanceId
     request_id: RequestId
     phase: Phase
+    """From when every part was in place, or the request came, until the token was sampled."""
+    earlier: tuple[Phase, ...] = ()
+    """What ran of it before, while parts were on their way."""
 
 
-FromEngine = SpareReady | EngineUp | StageLoaded | StageFailed | StageUnloaded | StepDone | Prefilled
+FromEngine = SpareReady | EngineUp | StageOpened | StageLoaded | StageFailed | StageUnloaded | StepDone | Prefilled

@@ -5,7 +5,7 @@ repeated until reports agree, and every second after; hearing one twice, or only
 """
 
 from pilotlight.common.messages.codec import Message
-from pilotlight.policy.types import Epoch, Generation, InstanceId, Model, Moment, NodeId, Stage, WorkerId
+from pilotlight.policy.types import Epoch, FetchPriority, Generation, InstanceId, Model, Moment, NodeId, Stage, WorkerId
 
 
 def worker_hold_subject(worker_id: WorkerId) -> str:
@@ -55,14 +55,28 @@ class WorkerHold(Message, frozen=True, kw_only=True):
     """``init`` of what it starts begins then. None: of a release that does not say."""
 
 
+class Peer(Message, frozen=True, kw_only=True):
+    """Another node's loader, from which chunks can be had."""
+
+    node_id: NodeId
+    host: str
+    port: int
+
+
 class Fetch(Message, frozen=True, kw_only=True):
-    """Parts of one model that a node's workers are about to lease: move their bytes at once."""
+    """Parts of one model that a node's workers are about to lease: move their bytes at once, or, for a prefetch, when nothing that
+    a cold start waits for is on its way.
+    """
 
     instance_id: InstanceId
     generation: Generation
     model: Model
     parts: tuple[int, ...]
     trace_parent: str = ""
+    priority: FetchPriority = FetchPriority.COLD_START
+    upstreams: tuple[Peer, ...] = ()
+    """Nodes that have the parts, or get them at this moment, in the order in which they are to be asked: the predecessor in the
+    chain, then who comes before it. The model's own source is asked when none of them can give a chunk."""
 
 
 class NodeHold(Message, frozen=True, kw_only=True):

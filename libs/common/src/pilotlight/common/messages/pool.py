@@ -6,6 +6,9 @@ A lease lives as long as its connection: the kernel's close frees it, so shared 
 from pilotlight.common.messages.codec import Message
 from pilotlight.policy.types import Dtype, InstanceId, Model, Moment, WorkerId
 
+RETURN_S = 5.0
+"""A loader that took over a pool gives up nothing of it for so long: workers whose leases it does not know of yet may be reading."""
+
 
 class Hello(Message, tag="hello", frozen=True, kw_only=True):
     """A worker's first frame on its supervision connection; its death is this connection's close."""
@@ -41,6 +44,9 @@ class PartReady(Message, tag="ready", frozen=True, kw_only=True):
     tensors: tuple[TensorPlace, ...]
     ready: Moment | None = None
     """Since when it was, or, if that is longer ago, the lease's begin. None: of a release that does not say."""
+    serial: int = 0
+    """Of its image. Said again by a loader that took over the pool, another one says that the bytes are no longer the same ones.
+    0: of a release that does not say."""
 
 
 class LeaseGranted(Message, tag="granted", frozen=True, kw_only=True):

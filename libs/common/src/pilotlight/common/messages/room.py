@@ -33,6 +33,8 @@ class Reserve(Message, frozen=True, kw_only=True):
     device_bytes: int
     host_part_bytes: tuple[int, ...]
     """Of each part that the stage needs: the host pool rounds each up to its own unit."""
+    host_parts: tuple[int, ...] = ()
+    """Which parts these are; empty: of a release that does not say."""
     lease_s: float
     epoch: Epoch = Epoch(0)
     """Of the leader that asks; one that is older than another that is known is refused. 0: of a release that does not say."""
@@ -68,13 +70,25 @@ class GivenUp(Message, frozen=True, kw_only=True):
     instance_ids: tuple[InstanceId, ...]
 
 
+class Wanted(Message, frozen=True, kw_only=True):
+    """Parts of a model for which there must be room in a host pool."""
+
+    digest: Digest
+    parts: tuple[int, ...]
+    part_bytes: tuple[int, ...]
+
+
 class Drop(Message, frozen=True, kw_only=True):
     """Free these models' copies in the host pool. One under a lease is refused."""
 
     digests: tuple[Digest, ...]
+    wanted: Wanted | None = None
+    """What the room is for. Only the loader knows which free bytes lie in a row."""
 
 
 class Dropped(Message, frozen=True, kw_only=True):
     """What was freed."""
 
     digests: tuple[Digest, ...]
+    fits: bool = True
+    """Whether there is room now for what is wanted, each part in a row."""

@@ -114,7 +114,7 @@ class HubSource(RangedSource):
             raise SourceChanged("the bytes do not have the digest that the hub names", file=file.name)
         return data
 
-    def stream(self, file: SourceFile, start: int, stop: int) -> Iterator[bytes]:
+    def stream(self, file: SourceFile, start: int, stop: int) -> Generator[bytes]:
         """As ``RangedSource.stream``."""
         place = self._places.get(file.name)
         if place is not None:

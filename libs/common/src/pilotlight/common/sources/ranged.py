@@ -10,11 +10,12 @@
 
 import random
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 
 from pilotlight.checkpoint.errors import SourceUnavailable
-from pilotlight.checkpoint.reader import BufferedSource, Progress, SourceFile, check_range, rest, unobserved
+from pilotlight.checkpoint.reader import BufferedSource, Progress, SourceFile, check_range, rest, unhurried, unobserved
 from pilotlight.common.waiting import Backoff, block
 
 TRIES = 6
@@ -47,7 +48,7 @@ class RangedSource(BufferedSource):
         self._rng = random.Random()
 
     @abstractmethod
-    def stream(self, file: SourceFile, start: int, stop: int) -> Iterator[bytes]:
+    def stream(self, file: SourceFile, start: int, stop: int) -> Generator[bytes]:
         """[start, stop) of a file, which is not empty, in pieces as they arrive; only of the very version that was listed.
 
         Raises:
@@ -55,27 +56,36 @@ class RangedSource(BufferedSource):
             CheckpointError: it will not.
         """
 
-    def read_into(self, file: SourceFile, offset: int, buffers: Sequence[memoryview], progress: Progress = unobserved) -> None:
-        size_bytes = sum(map(len, buffers))
+    def pieces(
+        self, file: SourceFile, offset: int, size_bytes: int, check: Callable[[], None] = unhurried
+    ) -> Generator[memoryview]:
+        """As ``Source.pieces``."""
         check_range(file, offset, size_bytes)
         stop = offset + size_bytes
-        left = rest(buffers, 0)
         for attempt in range(self._patience.tries):
+            check()
             try:
-                for piece in self.stream(file, offset, stop) if offset < stop else ():
-                    if len(piece) > stop - offset:
-                        raise SourceUnavailable("the server sends more than it was asked for", file=file.name)
-                    left = _put(left, piece)
-                    offset += len(piece)
-                    progress(len(piece))
+                with closing(self.stream(file, offset, stop) if offset < stop else _nothing()) as stream:
+                    for piece in stream:
+                        if len(piece) > stop - offset:
+                            raise SourceUnavailable("the server sends more than it was asked for", file=file.name)
+                        offset += len(piece)
+                        with memoryview(piece) as view:
+                            yield view
                 if offset == stop:
                     return
                 broken = Broken(f"the answer ended {stop - offset} bytes early")
             except Broken as error:
                 broken = error
             self._wait(attempt, broken, file)
-            # Whoever asked may be gone by now.
-            progress(0)
+
+    def read_into(self, file: SourceFile, offset: int, buffers: Sequence[memoryview], progress: Progress = unobserved) -> None:
+        """As ``Source.read_into``."""
+        left = rest(buffers, 0)
+        with closing(self.pieces(file, offset, sum(map(len, buffers)), lambda: progress(0))) as pieces:
+            for piece in pieces:
+                left = _put(left, piece)
+                progress(len(piece))
 
     def _wait(self, attempt: int, broken: Broken, file: SourceFile | None = None) -> None:
         """Let time pass before the next try.
@@ -93,7 +103,11 @@ class RangedSource(BufferedSource):
         block(max(delay_s, asked_s))
 
 
-def _put(buffers: list[memoryview], piece: bytes) -> list[memoryview]:
+def _nothing() -> Generator[bytes]:
+    yield from ()
+
+
+def _put(buffers: list[memoryview], piece: memoryview) -> list[memoryview]:
     """Copy a piece to where it belongs; what is left to fill."""
     done, size_bytes = 0, len(piece)
     while done < size_bytes:

@@ -1,6 +1,6 @@
 """Models in a bucket: every range is asked for with the ETag that registration saw."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import obstore
 from obstore.exceptions import BaseError
@@ -59,7 +59,7 @@ class S3Source(RangedSource):
                 self._wait(attempt, error)
         raise AssertionError("the last try returns or raises")
 
-    def stream(self, file: SourceFile, start: int, stop: int) -> Iterator[bytes]:
+    def stream(self, file: SourceFile, start: int, stop: int) -> Generator[bytes]:
         """As ``RangedSource.stream``."""
         etag = file.version.removeprefix(_PINNED)
         try:

@@ -272,10 +272,11 @@ class BatchScheduler:
         return Segment(request.computed, count, blocks, wants_logits=count == request.wanted)
 
     def advance(self, plan: Plan) -> None:
-        """Books that a plan's batch has run."""
+        """Books that a plan's batch has run, for those of its requests that have not ended since it was made."""
         for request, segment in zip(plan.requests, plan.batch.segments, strict=True):
-            request.on(RequestEvent.RUN)
-            request.computed = segment.stop
+            if request.state is not RequestState.ENDED:
+                request.on(RequestEvent.RUN)
+                request.computed = segment.stop
 
     def postpone(self, request: Request) -> None:
         """Takes back that a request's last token has run: nothing could be sampled after it. It runs again later."""

@@ -26,6 +26,7 @@ from pilotlight.gateway.admin.schemas import (
     WarmAccepted,
     model_body,
 )
+from pilotlight.gateway.admin.verifications import add_verifications
 from pilotlight.gateway.admin.views import add_views
 from pilotlight.gateway.audit import AuditLog
 from pilotlight.gateway.auth import Authenticator
@@ -73,6 +74,7 @@ def build_admin(parts: AdminParts) -> FastAPI:
     )
     app.router.redirect_slashes = False
     app.add_middleware(Gate, authenticator=parts.authenticator, audit=parts.audit)
+    add_verifications(app, parts.registration, parts.fleet, parts.bus, parts.audit)
     _add_models(app, parts)
     add_nodes(app, parts.fleet, parts.drains)
     add_views(app, Display(parts.database), parts.fleet, parts.audit)

@@ -24,6 +24,7 @@ NOBODY = "nobody"
 ACTIONS = (
     ("POST", re.compile(r"/models"), "model_register"),
     ("POST", re.compile(r"/models/(.+)/warm"), "model_warm"),
+    ("POST", re.compile(r"/models/(.+)/verify"), "model_verify"),
     ("POST", re.compile(r"/models/(.+)/evict"), "model_evict"),
     ("PATCH", re.compile(r"/models/(.+)"), "model_change"),
     ("DELETE", re.compile(r"/models/(.+)"), "model_delete"),

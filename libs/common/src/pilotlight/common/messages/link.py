@@ -1,0 +1,106 @@
+"""Loader and loader, over TCP: who is there, and which bytes of which chunk are wanted.
+
+Each connection is one node's: it asks, the other one gives. Frames are told in ``pilotlight.dataplane.link.wire``; these are the
+bodies of those that hold no parameters.
+
+::
+
+    asks                             gives
+    Hello                     ->                     who I am, my nonce
+                              <-     Welcome         who I am, my nonce; I know the key
+    Proof                     ->                     so do I
+                              <-     Accepted        or Refused, at any time before
+    Ask (request 1)           ->
+    Ask (request 2)           ->
+                              <-     Units (1)       the digests of all units of the chunk
+                              <-     bytes (1) ...   each unit once it is verified here
+                              <-     Waiting         nothing to send at the moment, and all is well
+                              <-     Sent (1)
+    Enough (1)                ->                     received, or not wanted any more: let go of it
+                              <-     NotHeld (2)
+"""
+
+from pilotlight.common.messages.codec import Message
+from pilotlight.policy.types import Digest, FetchPriority, NodeId
+
+LINK_VERSION = 1
+"""Of the handshake and the frames. Another one is refused."""
+
+
+class Hello(Message, tag="hello", frozen=True, kw_only=True):
+    """The first frame of a connection, by who made it."""
+
+    version: int
+    node_id: NodeId
+    nonce: bytes
+    beat_s: float = 1.0
+    """Who waits wants to hear at least so often that what it asked for is on its way."""
+
+
+class Welcome(Message, tag="welcome", frozen=True, kw_only=True):
+    """The answer, with the proof that whoever listens knows the cluster's key."""
+
+    version: int
+    node_id: NodeId
+    nonce: bytes
+    proof: bytes
+
+
+class Proof(Message, tag="proof", frozen=True, kw_only=True):
+    """The proof that whoever connects does."""
+
+    proof: bytes
+
+
+class Accepted(Message, tag="accepted", frozen=True, kw_only=True):
+    """Requests are taken from now on."""
+
+
+class Refused(Message, tag="refused", frozen=True, kw_only=True):
+    """The connection ends: a code of the error taxonomy and a sentence."""
+
+    code: str
+    message: str
+
+
+class Ask(Message, tag="ask", frozen=True, kw_only=True):
+    """Give the bytes of one chunk, from one of them on."""
+
+    model: Digest
+    part: int
+    chunk: int
+    """Within the part."""
+    digest: Digest | None
+    """The chunk's, as recorded. None: it is not known to be recorded; nothing is sent, and ``Recorded`` says when it is."""
+    from_byte: int
+    priority: FetchPriority = FetchPriority.COLD_START
+
+
+class Enough(Message, tag="enough", frozen=True, kw_only=True):
+    """All that was asked for came, or it is not wanted any more. What still comes of it is thrown away."""
+
+
+class Units(Message, tag="units", frozen=True, kw_only=True):
+    """The chunk's list: the digests of all its units, 32 bytes each, one after the other. Its bytes follow."""
+
+    digests: bytes
+
+
+class Sent(Message, tag="sent", frozen=True, kw_only=True):
+    """The chunk's last byte was sent."""
+
+
+class NotHeld(Message, tag="not_held", frozen=True, kw_only=True):
+    """The node has not got this chunk and does not expect it, or not any more."""
+
+
+class Recorded(Message, tag="recorded", frozen=True, kw_only=True):
+    """The part is whole here, and its digests were recorded or are at this moment."""
+
+
+class Waiting(Message, tag="waiting", frozen=True, kw_only=True):
+    """A sign of life: what was asked for is on its way here."""
+
+
+FromAsker = Hello | Proof | Ask | Enough
+FromGiver = Welcome | Accepted | Refused | Units | Sent | NotHeld | Recorded | Waiting

@@ -1,0 +1,317 @@
+"""The disk tier: chunks as files of this node, named by their digest, within a byte limit.
+
+::
+
+    DIR/.lock                     held by the loader that uses the folder
+    DIR/ab/abcdef….chunk          a chunk's bytes, as they lie in a part's image
+    DIR/ab/abcdef….part           one that is being written; nobody reads it, and what a killed loader left is removed
+
+A file gets its name when all of it was written, but nothing waits for the disk: after a power failure it may be torn. So every file
+is verified whenever it is read, and one that is not what its name says is removed. What was used last stays longest, also over a
+restart: a file's time of modification is when it was last used.
+"""
+
+import fcntl
+import os
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from enum import StrEnum
+from pathlib import Path
+
+import structlog
+
+from pilotlight.checkpoint.digests import UNIT_BYTES
+from pilotlight.checkpoint.manifest import CHUNK_BYTES, Chunk, Manifest
+from pilotlight.common.clock import Clock
+from pilotlight.common.errors import DiskTierTaken
+from pilotlight.dataplane.origin import ChunkWork, MixedBytes, NotHere, Origin, WrongBytes
+from pilotlight.policy.types import Digest, Model, OriginKind
+
+log = structlog.get_logger()
+
+RETRY_S = 60.0
+"""After a failed write, for so long nothing is written."""
+BLOCK_BYTES = 4096
+"""Files take whole blocks of a disk; counted so."""
+
+_NAME = re.compile(r"([0-9a-f]{64})\.(chunk|part)")
+
+
+class DiskEvent(StrEnum):
+    """What happens to a chunk of the disk tier."""
+
+    READ = "read"
+    STORED = "stored"
+    EVICTED = "evicted"
+    DAMAGED = "damaged"
+    """Its file was not what its name says, and was removed."""
+    OVERTAKEN = "overtaken"
+    """Its bytes had left the pool before they were written."""
+    DROPPED = "dropped"
+    """There were too many before it, or the disk could not be written to."""
+
+
+Count = Callable[[DiskEvent], None]
+"""Hears of each event, in any thread."""
+
+
+class Unwritten(Exception):
+    """A chunk was not stored, which is no fault of anybody."""
+
+
+class DiskTier:
+    """The folder. Reading and asking: any thread; opening and writing: one at a time, and they block."""
+
+    def __init__(self, folder: Path, limit_bytes: int, clock: Clock, count: Count) -> None:
+        self.folder = folder
+        self.limit_bytes = limit_bytes
+        self._clock = clock
+        self._count = count
+        self._mutex = threading.Lock()
+        self._files: OrderedDict[Digest, int] = OrderedDict()
+        """Bytes that each takes, the least recently used first."""
+        self._used_bytes = 0
+        self._lock_descriptor = -1
+        self._off_until_s = float("-inf")
+
+    @property
+    def used_bytes(self) -> int:
+        """What its files take of the disk. Never above the limit."""
+        return self._used_bytes
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to be read."""
+        return not self._files
+
+    @property
+    def is_off(self) -> bool:
+        """Whether it takes nothing at this moment, because the disk could not be written to."""
+        return self._clock.monotonic_s() < self._off_until_s
+
+    def __contains__(self, digest: Digest) -> bool:
+        return digest in self._files
+
+    def open(self) -> None:
+        """Lock the folder and take over what lies in it. Where it cannot be written to, the tier is off, and this is tried again.
+
+        Raises:
+            DiskTierTaken: another loader uses it.
+        """
+        try:
+            self._open()
+        except OSError as error:
+            self._turn_off(error)
+
+    def close(self) -> None:
+        """Let another loader have the folder."""
+        with self._mutex:
+            self._files.clear()
+            self._used_bytes = 0
+            if self._lock_descriptor >= 0:
+                os.close(self._lock_descriptor)
+                self._lock_descriptor = -1
+
+    def read(self, digest: Digest, work: ChunkWork) -> None:
+        """As ``Origin.read``: a file that is gone, torn or wrong is forgotten, and nothing is wrong with the others."""
+        try:
+            descriptor = os.open(self._path(digest), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            self._lose(digest, error)
+            raise NotHere from error
+        try:
+            if os.fstat(descriptor).st_size != work.size_bytes:
+                raise WrongBytes(f"the file has {os.fstat(descriptor).st_size} bytes, the chunk {work.size_bytes}")
+            for piece in _pieces(descriptor, work):
+                work.write(piece)
+            _used_now(descriptor)
+        except MixedBytes:
+            raise
+        except WrongBytes as error:
+            log.warning("chunk on disk is damaged", action="disk_chunk_damaged", digest=digest, error=str(error))
+            with suppress(OSError):
+                self._path(digest).unlink(missing_ok=True)
+            self._forget(digest, DiskEvent.DAMAGED)
+            raise NotHere from error
+        except OSError as error:
+            self._lose(digest, error)
+            raise NotHere from error
+        finally:
+            os.close(descriptor)
+        with self._mutex:
+            if digest in self._files:
+                self._files.move_to_end(digest)
+        self._count(DiskEvent.READ)
+
+    def write(self, digest: Digest, size_bytes: int, pieces: Iterable[memoryview]) -> None:
+        """Store a chunk, and give up others for it. Its bytes are of this digest; ``pieces`` says so by ending without an error.
+
+        Raises:
+            Unwritten: it was not stored.
+        """
+        taken = _on_disk(size_bytes)
+        if digest in self._files or taken > self.limit_bytes or self.is_off:
+            raise Unwritten
+        try:
+            if not self._is_ours():
+                self._open()
+            self._make_room(taken)
+            self._write(digest, taken, pieces)
+        except (OSError, DiskTierTaken) as error:
+            self._turn_off(error)
+            raise Unwritten from error
+        self._count(DiskEvent.STORED)
+
+    def _write(self, digest: Digest, taken: int, pieces: Iterable[memoryview]) -> None:
+        path = self._path(digest)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        making = path.with_suffix(".part")
+        with self._mutex:
+            self._used_bytes += taken
+        try:
+            descriptor = os.open(making, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                for piece in pieces:
+                    _write_all(descriptor, piece)
+                # The system begins to write it out now, rather than much at once later.
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
+            making.rename(path)
+        except BaseException:
+            with self._mutex:
+                self._used_bytes -= taken
+            making.unlink(missing_ok=True)
+            raise
+        with self._mutex:
+            self._files[digest] = taken
+
+    def _make_room(self, taken: int) -> None:
+        while self._used_bytes + taken > self.limit_bytes:
+            with self._mutex:
+                oldest = next(iter(self._files))
+            self._path(oldest).unlink(missing_ok=True)
+            self._forget(oldest, DiskEvent.EVICTED)
+
+    def _open(self) -> None:
+        self.close()
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            if not isinstance(error, BlockingIOError):
+                raise
+            raise DiskTierTaken(f"another loader uses the disk tier {self.folder}") from error
+        self._lock_descriptor = descriptor
+        found = sorted(self._adopt())
+        with self._mutex:
+            for _, digest, taken in found:
+                self._files[digest] = taken
+                self._used_bytes += taken
+        self._make_room(0)
+        log.info("disk tier opened", action="disk_tier_opened", folder=str(self.folder), chunks=len(self._files))
+
+    def _adopt(self) -> Iterator[tuple[int, Digest, int]]:
+        """The chunks that lie there: when each was used, its digest, what it takes. What cannot be one is removed."""
+        for below in self.folder.iterdir():
+            if not re.fullmatch("[0-9a-f]{2}", below.name) or below.is_symlink() or not below.is_dir():
+                continue
+            with os.scandir(below) as entries:
+                for entry in entries:
+                    name = _NAME.fullmatch(entry.name)
+                    if name is None or not entry.is_file(follow_symlinks=False):
+                        continue
+                    stat = entry.stat(follow_symlinks=False)
+                    if name[2] == "chunk" and name[1].startswith(below.name) and 0 < stat.st_size <= CHUNK_BYTES:
+                        yield stat.st_mtime_ns, Digest(name[1]), _on_disk(stat.st_size)
+                    else:
+                        os.unlink(entry.path)
+
+    def _is_ours(self) -> bool:
+        """Whether the folder is still the one that is locked, and not one that was made anew in its place."""
+        if self._lock_descriptor < 0:
+            return False
+        try:
+            return os.path.samestat(os.stat(self.folder / ".lock"), os.fstat(self._lock_descriptor))
+        except FileNotFoundError:
+            return False
+
+    def _lose(self, digest: Digest, error: OSError) -> None:
+        log.warning("chunk on disk is lost", action="disk_chunk_lost", digest=digest, error=str(error))
+        self._forget(digest, DiskEvent.DAMAGED)
+
+    def _forget(self, digest: Digest, event: DiskEvent) -> None:
+        with self._mutex:
+            taken = self._files.pop(digest, None)
+            self._used_bytes -= taken or 0
+        if taken is not None:
+            self._count(event)
+
+    def _turn_off(self, error: Exception) -> None:
+        self._off_until_s = self._clock.monotonic_s() + RETRY_S
+        log.warning(
+            "disk tier takes nothing for a while",
+            action="disk_tier_off",
+            folder=str(self.folder),
+            retry_in_s=RETRY_S,
+            error=str(error),
+        )
+
+    def _path(self, digest: Digest) -> Path:
+        return self.folder / digest[:2] / f"{digest}.chunk"
+
+
+class DiskOrigin:
+    """The disk tier as an origin of every model's chunks."""
+
+    kind = OriginKind.DISK
+    name = "disk"
+    link = "disk"
+    trusted = False
+
+    def __init__(self, tier: DiskTier) -> None:
+        self._tier = tier
+
+    def origins(self, model: Model, manifest: Manifest) -> Sequence[Origin]:
+        """As ``Nearby.origins``."""
+        return () if self._tier.is_empty else (self,)
+
+    def read(self, part: int, chunk: Chunk, work: ChunkWork) -> None:
+        """As ``Origin.read``."""
+        if work.digest is None or work.digest not in self._tier:
+            raise NotHere
+        self._tier.read(work.digest, work)
+
+
+def _pieces(descriptor: int, work: ChunkWork) -> Iterator[memoryview]:
+    """What of a file the work is still without."""
+    buffer = memoryview(bytearray(min(UNIT_BYTES, work.left_bytes)))
+    while work.left_bytes:
+        count = os.preadv(descriptor, [buffer[: work.left_bytes]], work.position)
+        if count == 0:
+            raise WrongBytes("the file has become shorter")
+        yield buffer[:count]
+
+
+def _used_now(descriptor: int) -> None:
+    # A disk that can only be read from any more is good enough for this.
+    with suppress(OSError):
+        os.utime(descriptor)
+    # The bytes are in the host pool now: the system need not keep them in memory, too.
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    done = 0
+    while done < len(data):
+        with data[done:] as left:
+            done += os.write(descriptor, left)
+
+
+def _on_disk(size_bytes: int) -> int:
+    return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES

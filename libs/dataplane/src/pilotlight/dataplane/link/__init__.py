@@ -1,0 +1,1 @@
+"""Links between nodes: how parameters go from one host pool to another."""

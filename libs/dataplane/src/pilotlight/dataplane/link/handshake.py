@@ -1,0 +1,129 @@
+"""Two nodes prove to each other that they know the cluster's key. Pure: a message in, a message out.
+
+::
+
+    asker                                         giver
+    Hello(version, a, nonce_a)         ->
+                                       <-         Welcome(version, g, nonce_g, proof "gives" of both ids and nonces)
+    Proof("asks" of the same)          ->
+                                       <-         Accepted
+
+Nonces are fresh, so no proof is of use a second time; a proof names who gave it, so neither side's can be sent back as the other's.
+What follows is authenticated by the connection alone and not encrypted: bytes are verified by their recorded digests whoever sends
+them, and parameters can be read by whoever can read the network's packets.
+"""
+
+import secrets
+from dataclasses import dataclass, field
+
+from pilotlight.common.cluster_key import ClusterKey
+from pilotlight.common.errors import PeerRefused
+from pilotlight.common.messages.link import LINK_VERSION, Accepted, Hello, Proof, Refused, Welcome
+from pilotlight.policy.types import NodeId
+
+NONCE_BYTES = 32
+PURPOSE = "link"
+"""The cluster's key is used for."""
+
+
+def new_nonce() -> bytes:
+    """Bytes that nobody has seen before."""
+    return secrets.token_bytes(NONCE_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a node says of itself."""
+
+    node_id: NodeId
+    key: ClusterKey
+
+
+@dataclass(slots=True)
+class AskingSide:
+    """The node that makes the connection."""
+
+    me: Identity
+    expected: NodeId
+    """Whom it means to reach: where an address was given to another node meanwhile, nothing is asked of that one."""
+    beat_s: float = 1.0
+    """How often it wants to hear that what it asked for is on its way."""
+    nonce: bytes = field(default_factory=new_nonce)
+
+    def hello(self) -> Hello:
+        """What it says first."""
+        return Hello(version=LINK_VERSION, node_id=self.me.node_id, nonce=self.nonce, beat_s=self.beat_s)
+
+    def on_welcome(self, answer: Welcome | Refused) -> Proof:
+        """The proof that it answers with.
+
+        Raises:
+            PeerRefused: the other node refuses, or is not the one that it should be.
+        """
+        if isinstance(answer, Refused):
+            raise PeerRefused(f"{self.expected} refuses this node: {answer.message}")
+        _check_version(answer.version, self.expected)
+        _check_nonce(answer.nonce, self.expected)
+        if answer.node_id != self.expected:
+            raise PeerRefused(f"{answer.node_id} answers where {self.expected} should")
+        fields = _fields(self.me.node_id, self.nonce, answer.node_id, answer.nonce)
+        if not self.me.key.is_proved(answer.proof, b"gives", *fields):
+            raise PeerRefused(f"{self.expected} has another cluster key")
+        return Proof(proof=self.me.key.proof(b"asks", *fields))
+
+    def on_end(self, answer: Accepted | Refused) -> None:
+        """The other node has seen the proof.
+
+        Raises:
+            PeerRefused: it did not take it.
+        """
+        if isinstance(answer, Refused):
+            raise PeerRefused(f"{self.expected} refuses this node: {answer.message}")
+
+
+@dataclass(slots=True)
+class GivingSide:
+    """The node that listens."""
+
+    me: Identity
+    nonce: bytes = field(default_factory=new_nonce)
+    peer: NodeId | None = None
+    """Who says it connects; proved once ``on_proof`` has returned."""
+    _fields: tuple[bytes, ...] = ()
+
+    def on_hello(self, hello: Hello) -> Welcome:
+        """The answer to a first frame.
+
+        Raises:
+            PeerRefused: the other node speaks another version.
+        """
+        _check_version(hello.version, hello.node_id)
+        _check_nonce(hello.nonce, hello.node_id)
+        self.peer = hello.node_id
+        self._fields = _fields(hello.node_id, hello.nonce, self.me.node_id, self.nonce)
+        proof = self.me.key.proof(b"gives", *self._fields)
+        return Welcome(version=LINK_VERSION, node_id=self.me.node_id, nonce=self.nonce, proof=proof)
+
+    def on_proof(self, proof: Proof) -> Accepted:
+        """The answer to a proof.
+
+        Raises:
+            PeerRefused: it is none.
+        """
+        if self.peer is None or not self.me.key.is_proved(proof.proof, b"asks", *self._fields):
+            raise PeerRefused(f"{self.peer} has another cluster key")
+        return Accepted()
+
+
+def _fields(asker: NodeId, asker_nonce: bytes, giver: NodeId, giver_nonce: bytes) -> tuple[bytes, ...]:
+    return LINK_VERSION.to_bytes(4, "big"), asker.encode(), asker_nonce, giver.encode(), giver_nonce
+
+
+def _check_version(version: int, peer: NodeId) -> None:
+    if version != LINK_VERSION:
+        raise PeerRefused(f"{peer} speaks version {version} of the link, this node {LINK_VERSION}")
+
+
+def _check_nonce(nonce: bytes, peer: NodeId) -> None:
+    if len(nonce) != NONCE_BYTES:
+        raise PeerRefused(f"{peer} gave a nonce of {len(nonce)} bytes; it needs {NONCE_BYTES}")

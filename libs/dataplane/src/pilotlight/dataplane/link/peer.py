@@ -1,0 +1,344 @@
+"""One other node that chunks are asked of: the connection to it, kept, and the requests on it."""
+
+import asyncio
+import itertools
+import random
+import socket
+import threading
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import structlog
+
+from pilotlight.checkpoint.digests import UNIT_DIGEST_BYTES
+from pilotlight.common.clock import Clock
+from pilotlight.common.errors import DeadlineExceeded, PeerRefused, PeerUnavailable, PilotlightError
+from pilotlight.common.messages.hold import Peer
+from pilotlight.common.messages.link import Accepted, Ask, Enough, FromGiver, NotHeld, Recorded, Refused, Sent, Units, Welcome
+from pilotlight.common.waiting import Backoff, cancel_all, pause, within
+from pilotlight.dataplane.link.giving import LinkObserver
+from pilotlight.dataplane.link.handshake import AskingSide, Identity
+from pilotlight.dataplane.link.stream import FrameStream
+from pilotlight.dataplane.link.thread import LinkThread
+from pilotlight.dataplane.link.wire import FrameKind, Head
+from pilotlight.dataplane.origin import ChunkWork, NotHere, RecordedNow, WrongBytes
+
+log = structlog.get_logger()
+
+CONNECT_S = 5.0
+"""For the connection and its handshake together."""
+LOOKS = 20
+"""How often within the stall timeout a request is looked at."""
+BEATS = 5
+"""Signs of life that are asked for within the stall timeout."""
+LIVED_S = 1.0
+"""A connection that held for so long was a good one: what comes after it is a first failure."""
+BACKOFF = Backoff(first_s=0.2, limit_s=10.0)
+PATIENCE = 3
+"""So many stall timeouts without any byte are a stall, though the other node says that it is well: it may wait for this one."""
+
+RECORD_PATIENCE = 30
+"""The same for who waits until the other node has read a part that nobody has read before."""
+
+
+class LinkState(StrEnum):
+    """A connection's."""
+
+    CONNECTING = "connecting"
+    """For the first time: requests wait for it."""
+    UP = "up"
+    DOWN = "down"
+    """It broke, or could not be made; it is tried again in a while. Requests fail at once."""
+    AGAIN = "again"
+    """It is tried again. Requests fail all the same: whoever did not answer last time would keep them waiting."""
+
+
+@dataclass(slots=True, eq=False)
+class _Pull:
+    """A request, between the thread that waits for it and the one that receives."""
+
+    ask: Ask
+    work: ChunkWork
+    number: int = 0
+    ended: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+
+    def end(self, error: BaseException | None = None) -> None:
+        if not self.ended.is_set():
+            self.error = error
+            self.ended.set()
+
+
+class PeerLink:
+    """The link to one node. ``keep`` runs in the link's thread, ``pull`` in any other."""
+
+    def __init__(
+        self,
+        me: Identity,
+        peer: Peer,
+        thread: LinkThread,
+        clock: Clock,
+        observer: LinkObserver,
+        *,
+        stall_timeout_s: float,
+        backoff: Backoff = BACKOFF,
+    ) -> None:
+        """``me`` is what this node proves to the other one; the link is made once ``keep`` runs."""
+        self.peer = peer
+        self.state = LinkState.CONNECTING
+        self._me = me
+        self._clock = clock
+        self._thread = thread
+        self._observer = observer
+        self._stall_timeout_s = stall_timeout_s
+        self._backoff = backoff
+        self._rng = random.Random()
+        self._numbers = itertools.count(1)
+        self._waiting: set[_Pull] = set()
+        self._pulls: dict[int, _Pull] = {}
+        self._out: asyncio.Queue[tuple[object, int]] | None = None
+        self._sock: socket.socket | None = None
+        self._frames = 0
+        self._bytes = 0
+
+    def pull(self, ask: Ask, work: ChunkWork) -> None:
+        """Have a chunk's bytes written to ``work``, from ``ask.from_byte`` on. Blocks.
+
+        Raises:
+            NotHere: the node has not got it.
+            RecordedNow: the answer to a request without a digest.
+            PeerUnavailable: it cannot be reached, broke off, or gives nothing.
+            WrongBytes: what it gives is wrong.
+            Abandoned, HostPoolFull: as ``ChunkWork.write``.
+        """
+        pull = _Pull(ask, work)
+        self._thread.call(self._begin, pull)
+        frames, gave, quiet, dry = self._frames, self._bytes, 0, 0
+        patience = PATIENCE if ask.digest is not None else RECORD_PATIENCE
+        try:
+            while not pull.ended.wait(self._stall_timeout_s / LOOKS):
+                work.check()
+                quiet = quiet + 1 if self._frames == frames and self.state is not LinkState.CONNECTING else 0
+                dry = dry + 1 if self._bytes == gave else 0
+                frames, gave = self._frames, self._bytes
+                if quiet >= LOOKS or dry >= patience * LOOKS:
+                    raise self._stalled(quiet >= LOOKS)
+                if not quiet:
+                    work.sign()
+        finally:
+            self._thread.call(self._end, pull)
+        if pull.error is not None:
+            raise pull.error
+
+    async def keep(self) -> None:
+        """Make the connection, and make it again when it breaks, for ever."""
+        failures = 0
+        try:
+            while True:
+                since_s = self._clock.monotonic_s()
+                try:
+                    await self._live()
+                except (PilotlightError, OSError) as error:
+                    if self._clock.monotonic_s() - since_s > LIVED_S and self.state is LinkState.UP:
+                        failures = 0
+                    self._on_broken(error, told=failures > 0)
+                await pause(self._backoff.delay_s(failures, self._rng))
+                failures += 1
+                self.state = LinkState.AGAIN
+        finally:
+            self._give_up("the link was given up")
+
+    async def _live(self) -> None:
+        """From one connection's begin to its end.
+
+        Raises:
+            PilotlightError, OSError: it broke, or could not be made.
+        """
+        stream = await within(CONNECT_S, self._connect(), f"connecting to {self.peer.node_id}")
+        try:
+            await self._use(stream)
+        finally:
+            self._out = self._sock = None
+            stream.close()
+
+    async def _connect(self) -> FrameStream:
+        """A connection whose other end has proved that it is the node.
+
+        Raises:
+            PilotlightError: it is another one, or takes this one for another.
+            OSError: it cannot be made.
+        """
+        loop, node_id = asyncio.get_running_loop(), self.peer.node_id
+        found = await loop.getaddrinfo(self.peer.host, self.peer.port, type=socket.SOCK_STREAM)
+        sock = socket.socket(found[0][0], socket.SOCK_STREAM)
+        try:
+            sock.setblocking(False)
+            await loop.sock_connect(sock, found[0][4])
+            stream, side = FrameStream(sock), AskingSide(self._me, node_id, self._stall_timeout_s / BEATS)
+            await stream.write(side.hello())
+            welcome = await stream.read_message(Welcome | Refused)
+            if welcome is None:
+                raise PeerRefused(f"{node_id} closed the connection within the handshake")
+            try:
+                await stream.write(side.on_welcome(welcome))
+            except PeerRefused as error:
+                await stream.write(Refused(code=error.code, message=error.message))
+                raise
+            answer = await stream.read_message(Accepted | Refused)
+            if answer is None:
+                raise PeerRefused(f"{node_id} closed the connection within the handshake")
+            side.on_end(answer)
+        except BaseException:
+            sock.close()
+            raise
+        self._sock = sock
+        return stream
+
+    async def _use(self, stream: FrameStream) -> None:
+        """Carry requests until the connection breaks.
+
+        Raises:
+            PilotlightError, OSError: it did.
+        """
+        self._out = asyncio.Queue()
+        self.state = LinkState.UP
+        log.info("link is up", action="link_up", node=self.peer.node_id)
+        for pull in sorted(self._waiting, key=lambda pull: (pull.ask.part, pull.ask.chunk)):
+            self._send(pull)
+        self._waiting.clear()
+        writing = asyncio.create_task(self._write_for_ever(stream, self._out), name=f"requests to {self.peer.node_id}")
+        receiving = asyncio.create_task(self._receive_for_ever(stream), name=f"bytes from {self.peer.node_id}")
+        try:
+            done, _ = await asyncio.wait({writing, receiving}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"{self.peer.node_id} takes no requests") from error
+        finally:
+            await cancel_all((writing, receiving))
+
+    async def _write_for_ever(self, stream: FrameStream, out: "asyncio.Queue[tuple[object, int]]") -> None:
+        while True:
+            await stream.write(*await out.get())
+
+    async def _receive_for_ever(self, stream: FrameStream) -> None:
+        while (head := await stream.read_head()) is not None:
+            self._frames += 1
+            if head.kind is FrameKind.BYTES:
+                await self._receive(stream, head)
+            else:
+                self._on_message(await stream.read_control(head, FromGiver), self._pulls.get(head.request))
+        raise PeerUnavailable(f"{self.peer.node_id} closed the connection")
+
+    async def _receive(self, stream: FrameStream, head: Head) -> None:
+        left = head.length
+        while left:
+            piece = await stream.read_some(left)
+            left -= len(piece)
+            self._bytes += len(piece)
+            self._frames += 1
+            pull = self._pulls.get(head.request)
+            if pull is not None:
+                try:
+                    pull.work.write(piece)
+                except Exception as error:  # noqa: BLE001 - whoever waits for it raises it
+                    self._end(pull, error)
+        self._observer.on_received(self.peer.node_id, head.length)
+
+    def _on_message(self, message: object, pull: _Pull | None) -> None:
+        if isinstance(message, Refused):
+            raise PeerRefused(f"{self.peer.node_id} ended the connection: {message.message}")
+        if pull is None:
+            return
+        match message:
+            case Units():
+                self._on_units(message, pull)
+            case Sent():
+                self._end(pull)
+            case NotHeld():
+                self._end(pull, NotHere())
+            case Recorded():
+                self._end(pull, RecordedNow())
+            case _:
+                pass
+
+    def _on_units(self, message: Units, pull: _Pull) -> None:
+        digests, size = message.digests, UNIT_DIGEST_BYTES
+        try:
+            if len(digests) % size:
+                raise WrongBytes("the list of the units' digests is cut off")
+            pull.work.expect([digests[at : at + size] for at in range(0, len(digests), size)])
+        except Exception as error:  # noqa: BLE001 - whoever waits for it raises it
+            self._end(pull, error)
+            return
+        if pull.work.position != pull.ask.from_byte:
+            # What came before from elsewhere is not what the list says.
+            self._forget(pull)
+            self._send(pull)
+
+    def _begin(self, pull: _Pull) -> None:
+        if pull.ended.is_set():
+            return
+        if self.state is LinkState.CONNECTING:
+            self._waiting.add(pull)
+        elif self.state is LinkState.UP:
+            self._send(pull)
+        else:
+            pull.end(PeerUnavailable(f"{self.peer.node_id} cannot be reached"))
+
+    def _send(self, pull: _Pull) -> None:
+        if self._out is None:
+            pull.end(PeerUnavailable(f"{self.peer.node_id} cannot be reached"))
+            return
+        ask = pull.ask
+        pull.number = next(self._numbers)
+        self._pulls[pull.number] = pull
+        pull.ask = Ask(
+            model=ask.model,
+            part=ask.part,
+            chunk=ask.chunk,
+            digest=ask.digest,
+            from_byte=pull.work.position,
+            priority=ask.priority,
+        )
+        self._out.put_nowait((pull.ask, pull.number))
+
+    def _end(self, pull: _Pull, error: BaseException | None = None) -> None:
+        """A request is over, in whatever way: the other node may let go of the chunk."""
+        self._waiting.discard(pull)
+        self._forget(pull)
+        pull.end(error)
+
+    def _forget(self, pull: _Pull) -> None:
+        if self._pulls.pop(pull.number, None) is not None and self._out is not None:
+            self._out.put_nowait((Enough(), pull.number))
+
+    def _stalled(self, is_silent: bool) -> PeerUnavailable:
+        if is_silent:
+            self._thread.call(self._break)
+        said = "nothing came from it" if is_silent else "it gave no bytes, though it is well"
+        return PeerUnavailable(f"{self.peer.node_id} stalled: {said}")
+
+    def _break(self) -> None:
+        """The connection is worth nothing any more: make another."""
+        if self._sock is not None:
+            with suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+
+    def _give_up(self, why: str) -> None:
+        self.state = LinkState.DOWN
+        pulls = (*self._waiting, *self._pulls.values())
+        self._waiting.clear()
+        self._pulls.clear()
+        for pull in pulls:
+            pull.end(PeerUnavailable(f"{self.peer.node_id}: {why}"))
+
+    def _on_broken(self, error: Exception, *, told: bool) -> None:
+        message = error.message if isinstance(error, PilotlightError) else str(error)
+        self._give_up(message)
+        if isinstance(error, PeerRefused):
+            self._observer.on_refused()
+        if not told:
+            code = error.code if isinstance(error, PilotlightError) else PeerUnavailable.code
+            log.warning("link is down", action="link_down", node=self.peer.node_id, code=code, error=message)

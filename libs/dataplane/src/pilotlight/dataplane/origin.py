@@ -1,0 +1,345 @@
+"""Where a chunk can come from, and how far one is on its way into the pool.
+
+A fetch takes each chunk from one of several *origins*: the node's disk, another node, the model's own source. It makes a
+``ChunkFill`` for the chunk and gives an origin a ``ChunkWork``, into which the origin writes the chunk's bytes in order. A try
+that breaks off leaves what came: the next one goes on there.
+
+::
+
+    received    [unit 0][unit 1][uni              the next origin goes on at the byte, or at the last whole unit where the
+                                   x breaks       list of the units' digests is known
+    verified    [unit 0][unit 1]                  where it is known, units are verified one by one; else all at the end
+
+No bytes are given to anybody before they are verified, and none is written once a try was revoked, however late its thread wakes.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from blake3 import blake3
+
+from pilotlight.checkpoint.digests import UNIT_BYTES, UNIT_DIGEST_BYTES, chunk_digest_of, units_of
+from pilotlight.checkpoint.manifest import Chunk, Manifest
+from pilotlight.dataplane.readers import ReadProgress
+from pilotlight.policy.types import Digest, Model, OriginKind
+
+Place = Callable[[int, memoryview], None]
+"""Puts bytes at an offset from the chunk's start. Raises ``HostPoolFull``. Threads may call it."""
+
+
+class NotHere(Exception):
+    """An origin has not got this chunk, or not any more. Nothing is wrong with it: it is asked for others."""
+
+
+class RecordedNow(Exception):
+    """A chunk was asked for of which nobody here knew the digest; by now it is recorded, or will be in a moment."""
+
+
+class WrongBytes(Exception):
+    """What came has not the digest that is recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sound:
+    """What of a chunk may be passed on while the rest is on its way."""
+
+    units: tuple[bytes, ...] | None = None
+    """The digests of all its units; None: they are not known yet."""
+    size_bytes: int = 0
+    """From the chunk's start on: verified, and never written again."""
+    is_lost: bool = False
+    """There will be no more of it."""
+
+
+class ChunkFill:
+    """How much of one chunk has come, from whomever. Its tries are one after the other."""
+
+    def __init__(self, digest: Digest | None, size_bytes: int, place: Place) -> None:
+        """``digest`` is the recorded one; None: nobody has recorded any."""
+        self.digest = digest
+        self.size_bytes = size_bytes
+        self.lock = threading.Lock()
+        self.received_bytes = 0
+        """From the chunk's start on."""
+        self.sound = Sound()
+        """As it was when something of it changed last; any thread may look."""
+        self._watchers: list[Callable[[], None]] = []
+        self._place = place
+        self._units: list[bytes] = []
+        self._list: tuple[bytes, ...] | None = None
+        self._open_unit = blake3()
+        self._givers: set[str] = set()
+        self._shares: list[tuple[str, int]] = []
+        """Who gave the bytes up to where."""
+        self._alone = False
+        """Bytes of several origins were wrong together, so nobody knows whose: from now on each begins at the start."""
+
+    @property
+    def left_bytes(self) -> int:
+        """What has not come yet."""
+        return self.size_bytes - self.received_bytes
+
+    @property
+    def verified_bytes(self) -> int:
+        """Bytes from the chunk's start on, in whole units, that are known to be right."""
+        known = self._list is not None or self.is_whole
+        return min(len(self._units) * UNIT_BYTES, self.size_bytes) if known else 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Every byte is there and, where a digest is recorded, verified."""
+        return self.received_bytes == self.size_bytes
+
+    @property
+    def shares(self) -> dict[str, int]:
+        """Bytes that are there, by who gave them."""
+        found: dict[str, int] = {}
+        start = 0
+        for giver, stop in self._shares:
+            found[giver] = found.get(giver, 0) + stop - start
+            start = stop
+        return found
+
+    @property
+    def units(self) -> tuple[bytes, ...]:
+        """The digests of the whole units that have come."""
+        return tuple(self._units)
+
+    @property
+    def found(self) -> Digest:
+        """The digest of the whole chunk."""
+        return chunk_digest_of(self._units)
+
+    def begin(self, giver: str, progress: ReadProgress) -> "ChunkWork":
+        """The next try, by an origin of this name. The one before was revoked."""
+        if self._givers - {giver}:
+            if self._list is not None:
+                self.rewind(len(self._units))
+            elif self._alone:
+                self.restart()
+        return ChunkWork(self, giver, progress)
+
+    def watch(self, watcher: Callable[[], None]) -> None:
+        """Call it, in whatever thread, whenever ``sound`` changes. It must not block."""
+        self._watchers.append(watcher)
+
+    def unwatch(self, watcher: Callable[[], None]) -> None:
+        """Call it no more."""
+        with suppress(ValueError):
+            self._watchers.remove(watcher)
+
+    def lose(self) -> None:
+        """Nobody fills it any more: tell those who pass it on, unless it is whole."""
+        with self.lock:
+            if self.sound.size_bytes < self.size_bytes:
+                self._tell(is_lost=True)
+
+    def _tell(self, *, is_lost: bool = False) -> None:
+        units = self._list if self._list is not None else self.units if self.is_whole else None
+        sound = Sound(units, self.verified_bytes, is_lost)
+        if sound != self.sound:
+            self.sound = sound
+            for watcher in tuple(self._watchers):
+                watcher()
+
+    def restart(self) -> None:
+        """Forget everything that is not verified."""
+        self.rewind(len(self._units) if self._list is not None else 0)
+
+    def rewind(self, units: int) -> None:
+        """Forget what came after so many units."""
+        del self._units[units:]
+        self.received_bytes = min(len(self._units) * UNIT_BYTES, self.size_bytes)
+        self._open_unit = blake3()
+        while self._shares and self._shares[-1][1] > self.received_bytes:
+            giver, _ = self._shares.pop()
+            if self.received_bytes > (self._shares[-1][1] if self._shares else 0):
+                self._shares.append((giver, self.received_bytes))
+        if not self.received_bytes:
+            self._givers.clear()
+
+    def expect(self, giver: str, units: Sequence[bytes]) -> None:
+        """As ``ChunkWork.expect``."""
+        if self.digest is None:
+            raise ValueError("nobody has recorded this chunk's digest, so its list cannot be checked")
+        fits = len(units) == units_of(self.size_bytes) and all(len(unit) == UNIT_DIGEST_BYTES for unit in units)
+        if not fits or chunk_digest_of(units) != self.digest:
+            raise WrongBytes("the list of the units' digests is not this chunk's")
+        if self._list is None:
+            self._list = tuple(units)
+            agreeing = next((at for at, unit in enumerate(self._units) if unit != units[at]), len(self._units))
+            if agreeing < len(self._units) or self._givers - {giver}:
+                # Of a unit that others began nobody would know whose fault it is.
+                self.rewind(agreeing)
+            self._tell()
+
+    def append(self, giver: str, data: memoryview) -> None:
+        """The next bytes, which lie within one unit."""
+        if len(data) > self.size_bytes - self.received_bytes:
+            raise WrongBytes("more bytes came than the chunk has")
+        self._place(self.received_bytes, data)
+        self._givers.add(giver)
+        self._open_unit.update(data)
+        self.received_bytes += len(data)
+        if self._shares and self._shares[-1][0] == giver:
+            self._shares.pop()
+        self._shares.append((giver, self.received_bytes))
+        if self.received_bytes % UNIT_BYTES == 0 or self.is_whole:
+            self._close_unit()
+
+    def _close_unit(self) -> None:
+        self._units.append(self._open_unit.digest())
+        self._open_unit = blake3()
+        at = len(self._units) - 1
+        if self._list is not None and self._units[at] != self._list[at]:
+            self.rewind(at)
+            raise WrongBytes(f"unit {at} has not the digest that the chunk's list names")
+        if self.is_whole and self.digest is not None and self.found != self.digest:
+            found, mixed = self.found, len(self._givers) > 1
+            self.rewind(0)
+            self._alone = self._alone or mixed
+            if mixed:
+                raise MixedBytes(f"what several origins gave has digest {found[:16]}…, recorded is {self.digest[:16]}…")
+            raise WrongBytes(f"it has digest {found[:16]}…, recorded is {self.digest[:16]}…")
+        if self._list is not None or self.is_whole:
+            self._tell()
+
+
+class MixedBytes(WrongBytes):
+    """The same, of bytes that several origins gave: nobody knows whose are wrong."""
+
+
+class ChunkWork:
+    """One try of one origin at one chunk. For the thread that reads, but for ``revoke``."""
+
+    def __init__(self, fill: ChunkFill, giver: str, progress: ReadProgress) -> None:
+        self._fill = fill
+        self._giver = giver
+        self._progress = progress
+
+    @property
+    def digest(self) -> Digest | None:
+        """The chunk's, where it is recorded."""
+        return self._fill.digest
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the whole chunk."""
+        return self._fill.size_bytes
+
+    @property
+    def position(self) -> int:
+        """Where the next byte goes, from the chunk's start: what comes before is there already. ``expect`` may move it back."""
+        return self._fill.received_bytes
+
+    @property
+    def left_bytes(self) -> int:
+        """What is still to be written."""
+        return self._fill.left_bytes
+
+    def expect(self, units: Sequence[bytes]) -> None:
+        """Tell the digests of all of the chunk's units; from now on each unit is verified as soon as it is there.
+
+        Raises:
+            WrongBytes: they are not this chunk's.
+        """
+        with self._fill.lock:
+            self._check()
+            self._fill.expect(self._giver, units)
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """The chunk's next bytes, in pieces of any size.
+
+        Raises:
+            Abandoned: nobody waits for them any more.
+            WrongBytes: they, or those before them, are not the chunk's, which was noticed now.
+            HostPoolFull: the host has no memory for them.
+        """
+        with memoryview(data).cast("B") as view:
+            done = 0
+            while done < len(view):
+                with self._fill.lock:
+                    self._check()
+                    size_bytes = UNIT_BYTES - self.position % UNIT_BYTES
+                    with view[done : done + size_bytes] as piece:
+                        self._fill.append(self._giver, piece)
+                        count = len(piece)
+                done += count
+                self._progress(count)
+
+    def check(self) -> None:
+        """For an origin that waits for bytes, now and then.
+
+        Raises:
+            Abandoned: nobody waits for them any more.
+        """
+        with self._fill.lock:
+            self._check()
+
+    def sign(self) -> None:
+        """Tell that no bytes came, and yet they are on their way: the try has not stalled."""
+        self._progress.sign()
+
+    def revoke(self) -> None:
+        """From when this returns, the try writes nothing any more."""
+        with self._fill.lock:
+            self._progress.abandoned = True
+
+    def _check(self) -> None:
+        self._progress.check()
+
+
+class Origin(Protocol):
+    """Gives chunks of one model. ``read`` blocks and runs in threads, for several chunks at a time; the rest must not block."""
+
+    @property
+    def kind(self) -> OriginKind: ...
+
+    @property
+    def name(self) -> str:
+        """For reports, metrics and logs, and what it is known by when it lies: a node's id, a model's URI, ``disk``."""
+        ...
+
+    @property
+    def link(self) -> str:
+        """What its bytes share their way with: those of one link are counted, limited and measured together."""
+        ...
+
+    @property
+    def trusted(self) -> bool:
+        """Whether it may give chunks of which nobody has recorded the digest. Only the source that was registered may."""
+        ...
+
+    def read(self, part: int, chunk: Chunk, work: ChunkWork) -> None:
+        """Write the chunk's bytes from ``work.position`` on to ``work``, until nothing is left.
+
+        It must raise when no byte came for its stall timeout, and let pass on what ``work`` raises (having cleaned up: a file that
+        turned out to be wrong may be removed).
+
+        Raises:
+            NotHere: it has not got the chunk.
+            PilotlightError: it cannot give it. The fetch asks it for nothing more.
+        """
+        ...
+
+
+class Nearby(Protocol):
+    """Knows origins that are nearer than a model's own source."""
+
+    def origins(self, model: Model, manifest: Manifest) -> Sequence[Origin]:
+        """Those there are at this moment, the best first. Asked before each chunk; must not block."""
+        ...
+
+
+class Keeper(Protocol):
+    """Keeps chunks that came from further away, so that they are nearer next time."""
+
+    def keep(self, digest: Digest, file_offset: int, size_bytes: int, kind: OriginKind) -> None:
+        """A chunk was verified: its digest, where it lies in the pool's file, and what it came from. Must not block.
+
+        The bytes stay there as long as the copy does. Whoever reads them later has to verify them.
+        """
+        ...

@@ -1,0 +1,55 @@
+"""The file of a host pool: made whole, locked by one loader, known by the boot of the host that it was made in."""
+
+import fcntl
+import mmap
+import os
+from pathlib import Path
+
+from pilotlight.common.errors import HostPoolTaken
+from pilotlight.dataplane.table import Header, write_header
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def boot_id() -> str:
+    """Names this boot of the host. What an earlier one left in a file was perhaps never written back whole."""
+    return _BOOT_ID.read_text().strip()
+
+
+def lock(descriptor: int, path: Path) -> None:
+    """One loader a pool: the kernel frees the lock with the process.
+
+    Raises:
+        HostPoolTaken: another loader holds it; the descriptor is closed.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise HostPoolTaken(f"another loader holds the host pool {path}") from error
+
+
+def make_file(path: Path, header: Header) -> int:
+    """A new pool file in the place of whatever lies there; complete before it gets its name.
+
+    Raises:
+        HostPoolTaken: another loader makes one.
+        OSError: it cannot be made.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    making = path.with_name(f"{path.name}.new")
+    descriptor = os.open(making, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    lock(descriptor, path)
+    try:
+        # What a loader that was killed here left behind is not ours to keep.
+        os.ftruncate(descriptor, 0)
+        os.ftruncate(descriptor, header.geometry.file_bytes)
+        os.posix_fallocate(descriptor, 0, header.geometry.data_offset)
+        with mmap.mmap(descriptor, header.geometry.data_offset) as mapped:
+            write_header(mapped, header)
+        making.rename(path)
+    except OSError:
+        os.close(descriptor)
+        making.unlink(missing_ok=True)
+        raise
+    return descriptor

@@ -1,0 +1,333 @@
+"""Chains: nodes that take a model's chunks from one another, over real sockets."""
+
+import random
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from gated_link import GatedLink
+from linked_nodes import LinkedNode
+
+from pilotlight.checkpoint.checkpoint import read_chunk
+from pilotlight.checkpoint.digests import UNIT_BYTES, chunk_digest
+from pilotlight.checkpoint.manifest import Chunk, Manifest
+from pilotlight.checkpoint.reader import FolderSource
+from pilotlight.common.messages.hold import Peer
+from pilotlight.common.testing import until
+from pilotlight.dataplane.link.peer import LinkState
+from pilotlight.dataplane.origin import ChunkWork
+from pilotlight.dataplane.source_origin import SourceOrigin
+from pilotlight.policy.types import InstanceId, Model, OriginKind
+
+pytestmark = pytest.mark.anyio
+ONE = InstanceId("inst-1")
+Register = Callable[..., Any]
+
+
+class CountedSource(SourceOrigin):
+    """Counts what is read of it, and can be shut."""
+
+    def __init__(self, model: Model, manifest: Manifest) -> None:
+        super().__init__(FolderSource(Path(model.uri.removeprefix("file://"))), manifest, model.uri)
+        self.chunks: list[tuple[int, int]] = []
+        self.begun: list[int] = []
+
+    def read(self, part: int, chunk: Chunk, work: ChunkWork) -> None:
+        self.chunks.append((part, chunk.image_offset))
+        self.begun.append(work.position)
+        super().read(part, chunk, work)
+
+
+class Chain:
+    """Nodes of one test, with what each took from the model's own source."""
+
+    def __init__(self, make_node: Callable[..., Any]) -> None:
+        self._make_node = make_node
+        self.nodes: dict[str, LinkedNode] = {}
+        self.sources: dict[str, list[CountedSource]] = {}
+        self.gates: list[GatedLink] = []
+
+    async def add(self, name: str, **options: Any) -> LinkedNode:
+        linked = LinkedNode(name, **{key: options.pop(key) for key in ("key", "stall_timeout_s") if key in options})
+        opened = self.sources[name] = []
+
+        def open_source(model: Model, manifest: Manifest) -> CountedSource:
+            opened.append(CountedSource(model, manifest))
+            return opened[-1]
+
+        node = self._make_node(open_source=open_source, nearby=[linked.peers], **options)
+        await linked.start(node, node.tools, node.copies)
+        self.nodes[name] = linked
+        return linked
+
+    def taken(self, name: str) -> list[tuple[int, int]]:
+        return [chunk for source in self.sources[name] for chunk in source.chunks]
+
+    async def stop(self) -> None:
+        for gate in self.gates:
+            await gate.cut()
+        for linked in self.nodes.values():
+            await linked.stop()
+
+
+@pytest.fixture
+async def chain(make_node: Callable[..., Any]) -> AsyncIterator[Chain]:
+    made = Chain(make_node)
+    yield made
+    await made.stop()
+
+
+def large(register: Register, **changes: Any) -> Any:
+    """A model with layers of several chunks, and every digest recorded."""
+    registered = register(hidden_size=512, intermediate_size=4096, vocab_size=512, num_hidden_layers=2, **changes)
+    source = FolderSource(registered.folder)
+    registered.manifest = registered.manifest.with_digests(
+        {
+            (p, c): chunk_digest(read_chunk(source, registered.manifest, chunk))
+            for p, part in enumerate(registered.manifest.parts)
+            for c, chunk in enumerate(part.chunks)
+        }
+    )
+    return registered
+
+
+def image_of(linked: LinkedNode, registered: Any, part: int) -> bytes:
+    pool = linked.node.pool
+    image = pool.find(registered.model.digest, part)
+    with pool.view(image, 0, image.image_bytes) as view:
+        return bytes(view)
+
+
+def expected(registered: Any, part: int) -> bytes:
+    source = FolderSource(registered.folder)
+    return b"".join(read_chunk(source, registered.manifest, chunk) for chunk in registered.manifest.parts[part].chunks)
+
+
+async def whole(linked: LinkedNode, holder: Any) -> None:
+    await until(lambda: not holder.missing or holder.error is not None, deadline_s=30.0)
+    assert holder.error is None
+
+
+def strip(manifest: Manifest) -> Manifest:
+    """The manifest as it is before anybody has read the model."""
+    parts = [
+        msgspec.structs.replace(part, chunks=tuple(msgspec.structs.replace(chunk, digest=None) for chunk in part.chunks))
+        for part in manifest.parts
+    ]
+    return msgspec.structs.replace(manifest, parts=tuple(parts))
+
+
+def order(
+    linked: LinkedNode, registered: Any, upstreams: list[LinkedNode | Peer] | list[LinkedNode] | list[Peer], parts: Any = None
+) -> Any:
+    """What the loader does with an order of the scheduler."""
+    linked.node.add(registered)
+    peers = [upstream.peer if isinstance(upstream, LinkedNode) else upstream for upstream in upstreams]
+    linked.peers.follow(registered.model.digest, peers)
+    parts = range(len(registered.manifest.parts)) if parts is None else parts
+    return linked.node.copies.hold(registered.model, parts, ONE, leased=False)
+
+
+async def test_a_chain_takes_every_byte_from_its_source_once(chain: Chain, register: Register) -> None:
+    registered = large(register)
+    source, a, b, c = [await chain.add(name) for name in "sabc"]
+    await whole(source, order(source, registered, []))
+    holders = [order(a, registered, [source]), order(b, registered, [a, source]), order(c, registered, [b, a, source])]
+    for linked, holder in zip((a, b, c), holders, strict=True):
+        await whole(linked, holder)
+        for part in range(len(registered.manifest.parts)):
+            assert image_of(linked, registered, part) == expected(registered, part)
+        assert {kind for kind, _ in linked.node.seen.given} == {OriginKind.PEER}
+        assert not chain.taken(linked.me.node_id)
+    total = sum(part.image_bytes for part in registered.manifest.parts)
+    assert source.traffic.sent == {"a": total}
+    assert a.traffic.sent == {"b": total}
+    assert b.traffic.sent == {"c": total}
+    assert c.traffic.received == {"b": total}
+    assert LinkState.UP in c.peers.states.values()
+
+
+async def gated(chain: Chain, linked: LinkedNode, allowed_bytes: int | None) -> tuple[GatedLink, Peer]:
+    gate = GatedLink(allowed_bytes)
+    chain.gates.append(gate)
+    return gate, await gate.start(linked.peer)
+
+
+async def test_a_unit_is_passed_on_before_its_chunk_is_complete(chain: Chain, register: Register) -> None:
+    registered = large(register)
+    source, a, b = [await chain.add(name) for name in "sab"]
+    await whole(source, order(source, registered, []))
+    gate, behind_gate = await gated(chain, source, 3 * UNIT_BYTES)
+    first, second = order(a, registered, [behind_gate], [1, 2]), order(b, registered, [a], [1, 2])
+    await until(lambda: gate.is_held_up and b.traffic.received.get("a", 0) >= 2 * UNIT_BYTES)
+    # A has not even one chunk, and what it has B has too.
+    assert not a.node.seen.given
+    gate.open()
+    await whole(a, first)
+    await whole(b, second)
+    assert all(image_of(b, registered, part) == expected(registered, part) for part in (1, 2))
+    assert not chain.taken("a")
+    assert not chain.taken("b")
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_whatever_a_predecessor_does_the_bytes_are_right(chain: Chain, register: Register, seed: int) -> None:
+    """It dies, stalls or lies at any byte: its successor goes on with who comes before it."""
+    rng = random.Random(seed)
+    registered = large(register)
+    total = sum(part.image_bytes for part in registered.manifest.parts)
+    source, a = await chain.add("s"), await chain.add("a")
+    b, c = [await chain.add(name, stall_timeout_s=0.5) for name in "bc"]
+    await whole(source, order(source, registered, []))
+    at, does = rng.randrange(200, total), rng.choice(["die", "stall", "lie"])
+    gate, behind_gate = await gated(chain, a, at if does != "lie" else None)
+    gate.flipped_at = at if does == "lie" else None
+    holders = [order(a, registered, [source]), order(b, registered, [behind_gate, source]), order(c, registered, [b, source])]
+    if does == "die":
+        await until(lambda: gate.is_held_up, deadline_s=30)
+        await gate.cut()
+    for linked, holder in zip((a, b, c), holders, strict=True):
+        await whole(linked, holder)
+        assert all(image_of(linked, registered, part) == expected(registered, part) for part in range(4))
+        assert not chain.taken(linked.me.node_id)
+    assert {name for _, name, _ in b.node.seen.failed} == {"a"}
+    assert not c.node.seen.failed
+    # Nothing that was verified came twice: at most the units and the list that were under way when it broke.
+    assert sum(size for _, size in b.node.seen.given) <= total
+    assert b.traffic.received["s"] <= total - max(0, at - 20 * UNIT_BYTES)
+
+
+async def test_a_liar_is_named_and_asked_no_more(chain: Chain, register: Register) -> None:
+    registered = large(register)
+    source, liar, b = [await chain.add(name) for name in ("s", "liar", "b")]
+    await whole(source, order(source, registered, []))
+    await whole(liar, order(liar, registered, [source]))
+    image = liar.node.pool.find(registered.model.digest, 1)
+    with liar.node.pool.view(image, 3 * UNIT_BYTES, 10) as view:
+        view[5] ^= 0x10
+    await whole(b, order(b, registered, [liar, source]))
+    assert all(image_of(b, registered, part) == expected(registered, part) for part in range(4))
+    assert ("peer", "liar", "corrupt_chunk") in b.node.seen.failed
+    assert b.node.tools.distrusted.names == ("liar",)
+    assert not chain.taken("b")
+
+
+async def test_without_any_survivor_the_rest_comes_from_the_source_at_the_byte(chain: Chain, register: Register) -> None:
+    registered = large(register)
+    source, a, b = [await chain.add(name) for name in "sab"]
+    await whole(source, order(source, registered, []))
+    await whole(a, order(a, registered, [source]))
+    gate, behind_gate = await gated(chain, a, 5 * UNIT_BYTES + 300_000)
+    holder = order(b, registered, [behind_gate])
+    await until(lambda: gate.is_held_up)
+    await gate.cut()
+    await whole(b, holder)
+    assert all(image_of(b, registered, part) == expected(registered, part) for part in range(4))
+    begun = [at for opened in chain.sources["b"] for at in opened.begun]
+    assert max(begun) >= UNIT_BYTES
+    assert any(at % UNIT_BYTES == 0 for at in begun if at)
+
+
+async def test_a_late_joiner_takes_from_the_tail_and_who_has_finished_gives(chain: Chain, register: Register) -> None:
+    registered = large(register)
+    source, a, late = [await chain.add(name) for name in ("s", "a", "late")]
+    await whole(source, order(source, registered, []))
+    gate, behind_gate = await gated(chain, source, 9 * UNIT_BYTES)
+    first = order(a, registered, [behind_gate])
+    await until(lambda: gate.is_held_up)
+    second = order(late, registered, [a])
+    await until(lambda: late.traffic.received.get("a", 0) >= 5 * UNIT_BYTES)
+    gate.open()
+    await whole(a, first)
+    await whole(late, second)
+    assert not chain.taken("late")
+    assert image_of(late, registered, 1) == expected(registered, 1)
+    again = await chain.add("again")
+    await whole(again, order(again, registered, [late]))
+    assert again.traffic.received.keys() == {"late"}
+
+
+async def test_who_reads_a_model_first_gives_it_part_by_part(chain: Chain, register: Register) -> None:
+    """Nobody has recorded a digest: the second node waits for the first one's, rather than read the source as well."""
+    registered = large(register)
+    registered.manifest = strip(registered.manifest)
+    a, b, c = [await chain.add(name) for name in "abc"]
+    for linked in (b, c):
+        linked.node.manifests.manifests = a.node.manifests.manifests
+    holders = [order(a, registered, []), order(b, registered, [a]), order(c, registered, [b, a])]
+    for linked, holder in zip((a, b, c), holders, strict=True):
+        await whole(linked, holder)
+        assert all(image_of(linked, registered, part) == expected(registered, part) for part in range(4))
+    assert chain.taken("a")
+    assert not chain.taken("b")
+    assert not chain.taken("c")
+
+
+async def test_who_never_hears_of_a_digest_reads_the_source(chain: Chain, register: Register) -> None:
+    registered = large(register)
+    registered.manifest = strip(registered.manifest)
+    a, b = await chain.add("a"), await chain.add("b")
+    await whole(a, order(a, registered, []))
+    await whole(b, order(b, registered, [a]))
+    assert image_of(b, registered, 1) == expected(registered, 1)
+    assert len(chain.taken("b")) == len(chain.taken("a"))
+
+
+async def test_a_node_that_has_not_heard_of_its_order_yet_is_waited_for(chain: Chain, register: Register) -> None:
+    registered = large(register)
+    source, a, b = [await chain.add(name) for name in "sab"]
+    await whole(source, order(source, registered, []))
+    second = order(b, registered, [a])
+    await until(lambda: a.server is not None and a.server.connections == 1)
+    first = order(a, registered, [source])
+    await whole(a, first)
+    await whole(b, second)
+    assert not chain.taken("b")
+
+
+async def test_a_node_that_has_nothing_to_do_with_it_is_not(chain: Chain, register: Register) -> None:
+    registered = large(register)
+    a, b = await chain.add("a"), await chain.add("b")
+    await whole(b, order(b, registered, [a]))
+    assert image_of(b, registered, 1) == expected(registered, 1)
+    # Nothing is wrong with A.
+    assert not b.node.seen.failed
+
+
+async def test_what_is_being_sent_stays(chain: Chain, register: Register) -> None:
+    registered = large(register)
+    source, a = await chain.add("s"), await chain.add("a")
+    await whole(source, order(source, registered, []))
+    for holder in list(source.node.copies._holders[registered.model.digest]):
+        source.node.copies.release(holder)
+    gate, behind_gate = await gated(chain, source, 2 * UNIT_BYTES)
+    holder = order(a, registered, [behind_gate])
+    await until(lambda: gate.is_held_up)
+    assert source.node.copies.drop([registered.model.digest]) == ()
+    gate.open()
+    await whole(a, holder)
+    await until(lambda: not source.node.pool.is_pinned(registered.model.digest))
+    assert source.node.copies.drop([registered.model.digest]) == (registered.model.digest,)
+
+
+async def test_the_room_of_a_part_that_is_given_up_is_free_once_nobody_is_sent_it(chain: Chain, register: Register) -> None:
+    """A fetch fails while its units are on their way to another node: their place is nobody else's until that one has them."""
+    registered = large(register)
+    source, a, b = [await chain.add(name) for name in "sab"]
+    await whole(source, order(source, registered, []))
+    gate, behind_source = await gated(chain, source, 3 * UNIT_BYTES)
+    slow, behind_a = await gated(chain, a, UNIT_BYTES)
+    first, second = order(a, registered, [behind_source]), order(b, registered, [behind_a, source])
+    await until(lambda: gate.is_held_up and slow.is_held_up)
+    a.node.copies.release(first)
+    await until(lambda: a.node.copies.held(registered.model.digest, 1, 0) is None)
+    pool = a.node.pool
+    kept = pool.find(registered.model.digest, 0)
+    assert pool.free_bytes < pool.geometry.data_bytes - kept.extent.size_bytes
+    slow.open()
+    await whole(b, second)
+    assert all(image_of(b, registered, part) == expected(registered, part) for part in range(4))
+    await until(lambda: pool.free_bytes == pool.geometry.data_bytes - kept.extent.size_bytes)
+    assert not b.node.seen.failed

@@ -1,0 +1,254 @@
+"""How many chunks are read at once, who comes first, and who gives way."""
+
+import asyncio
+import random
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pilotlight.checkpoint.manifest import Chunk, Manifest
+from pilotlight.common.clock import ManualClock, SystemClock
+from pilotlight.common.testing import until
+from pilotlight.dataplane.concurrency import Concurrency
+from pilotlight.dataplane.lanes import Lane, LaneLimits
+from pilotlight.dataplane.links import LinkLimit
+from pilotlight.dataplane.origin import ChunkWork
+from pilotlight.dataplane.turns import Recalled, Turns, in_order_of_arrival
+from pilotlight.policy.types import FetchPriority, InstanceId, Model, OriginKind
+
+
+def settle(policy: Concurrency, link: Any, measurements: int) -> list[int]:
+    """What it comes to when a link gives ``link(reads)`` bytes per second."""
+    return [policy.measured(link(policy.limit)) for _ in range(measurements)]
+
+
+@pytest.mark.parametrize("enough", [4, 6, 9, 16, 40])
+def test_it_finds_about_what_the_link_needs(enough: int) -> None:
+    """Each connection gives 50 MB/s, all together ``enough`` times that."""
+    policy = Concurrency(least=2, most=64)
+    limits = settle(policy, lambda reads: 50e6 * min(reads, enough), 60)
+    later = limits[30:]
+    # It may stop one step early, where the last one would bring less than 5 %, and looks one step further now and then.
+    assert min(later) >= enough / 1.25 - 1
+    assert max(later) <= enough * 1.5 + 1
+    assert sum(limit * 50e6 >= 50e6 * enough * 0.75 for limit in later) >= 0.9 * len(later)
+
+
+def test_a_link_that_one_read_fills_is_asked_ever_more_rarely() -> None:
+    policy = Concurrency(least=4, most=64)
+    limits = settle(policy, lambda _: 25e6, 300)
+    assert set(limits) == {4, 5}
+    assert limits.count(5) <= 10
+
+
+def test_a_link_that_becomes_faster_is_noticed() -> None:
+    policy = Concurrency(least=4, most=32)
+    settle(policy, lambda _: 25e6, 20)
+    limits = settle(policy, lambda reads: 25e6 * reads, 80)
+    assert limits[-1] == 32
+
+
+def test_what_breaks_is_asked_for_less() -> None:
+    policy = Concurrency(least=2, most=64)
+    settle(policy, lambda reads: 1e6 * reads, 40)
+    assert policy.limit > 60
+    assert [policy.broke() for _ in range(6)] == [31, 15, 7, 3, 2, 2]
+
+
+@settings(max_examples=300, deadline=None)
+@given(least=st.integers(1, 20), more=st.integers(0, 60), seed=st.integers(0, 1000))
+def test_it_stays_within_its_bounds_whatever_is_measured(least: int, more: int, seed: int) -> None:
+    rng, policy = random.Random(seed), Concurrency(least=least, most=least + more)
+    for _ in range(200):
+        limit = policy.broke() if rng.random() < 0.05 else policy.measured(rng.expovariate(1e-6))
+        assert limit == policy.limit
+        assert least <= limit <= least + more
+
+
+@pytest.mark.parametrize(("least", "most"), [(0, 4), (5, 4), (-1, -1)])
+def test_bounds_that_hold_nothing_are_refused(least: int, most: int) -> None:
+    with pytest.raises(ValueError, match="reads at once"):
+        Concurrency(least=least, most=most)
+
+
+@pytest.mark.anyio
+async def test_who_matters_more_is_next_and_asks_one_back() -> None:
+    turns = Turns(2)
+    ranks = {"low": 1, "joined": 1}
+    low = [await turns.take(lambda: (ranks["low"],)) for _ in range(2)]
+    waiting = asyncio.create_task(turns.take(lambda: (ranks["joined"],)))
+    await asyncio.sleep(0)
+    assert not any(turn.recalled.is_set() for turn in low)
+    high = asyncio.create_task(turns.take(lambda: (0,)))
+    await asyncio.sleep(0)
+    assert [turn.recalled.is_set() for turn in low] == [False, True], "the newest of those that matter least"
+    turns.give_back(low[1])
+    first = await high
+    # Who waits may come to matter more meanwhile.
+    ranks["joined"] = 0
+    late = asyncio.create_task(turns.take(lambda: (1,)))
+    await asyncio.sleep(0)
+    turns.give_back(first)
+    assert (await waiting).rank() == (0,)
+    assert not late.done()
+    late.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await late
+    assert (turns.held, turns.wanted) == (2, 0)
+
+
+@pytest.mark.anyio
+async def test_a_turn_that_comes_as_its_waiter_leaves_is_given_on() -> None:
+    turns = Turns(1)
+    held = await turns.take(in_order_of_arrival)
+    leaving = asyncio.create_task(turns.take(in_order_of_arrival))
+    await asyncio.sleep(0)
+    turns.give_back(held)
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    assert turns.held == 0
+    async with asyncio.timeout(5):
+        await turns.take(in_order_of_arrival)
+
+
+@pytest.mark.anyio
+async def test_a_lane_measures_its_link_and_asks_for_more() -> None:
+    clock = ManualClock()
+    lane = Lane(LaneLimits(least=2, most=8), LinkLimit(None, clock), clock)
+    left = 200
+
+    async def read() -> None:
+        nonlocal left
+        while left > 0:
+            left -= 1
+            async with lane.turn(1000, in_order_of_arrival, asyncio.Event()) as progress:
+                # Each read takes a second for 1000 bytes, however many there are.
+                progress(1000)
+                clock.advance(1.0 / lane.reads)
+                await asyncio.sleep(0)
+
+    async with asyncio.timeout(10):
+        await asyncio.gather(*(read() for _ in range(16)))
+    assert lane.reads == 8
+    assert lane.bytes_per_s == pytest.approx(8000, rel=0.3)
+
+
+@pytest.mark.anyio
+async def test_who_waits_for_the_link_gives_its_turn_back_when_asked() -> None:
+    clock = SystemClock()
+    lane = Lane(LaneLimits(least=1, most=1), LinkLimit(1.0, clock), clock)
+    recalled = asyncio.Event()
+
+    async def prefetch() -> None:
+        async with lane.turn(10**9, lambda: (1,), recalled):
+            raise AssertionError("the link has no room for it for years")
+
+    reading = asyncio.create_task(prefetch())
+    await until(lambda: lane.busy == 1)
+    cold = asyncio.create_task(first_of(lane))
+    async with asyncio.timeout(5):
+        with pytest.raises(Recalled):
+            await reading
+        await cold
+
+
+async def first_of(lane: Lane) -> None:
+    async with lane.turn(0, lambda: (0,), asyncio.Event()):
+        pass
+
+
+class Slow:
+    """A source that gives a byte whenever the test says so, for every read at once."""
+
+    kind = OriginKind.SOURCE
+    trusted = True
+    link = "slow"
+    name = "slow"
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.begun: list[tuple[int, int]] = []
+        self.reading = 0
+
+    def __call__(self, model: Model, manifest: Manifest) -> "Slow":
+        return self
+
+    def read(self, part: int, chunk: Chunk, work: ChunkWork) -> None:
+        self.begun.append((part, work.position))
+        self.reading += 1
+        try:
+            while work.left_bytes > 1 and not self.open.wait(0.005):
+                work.write(b"\1")
+            work.write(b"\1" * work.left_bytes)
+        finally:
+            self.reading -= 1
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.anyio
+async def test_a_prefetch_gives_way_to_a_cold_start_and_goes_on_where_it_was(make_node, register) -> None:
+    slow = Slow()
+    node = make_node(open_source=slow, threads=2)
+    low, high = node.add(register("low")), node.add(register("high", vocab_size=64))
+    prefetch = node.copies.hold(low.model, [0, 1], InstanceId("a"), leased=False, priority=FetchPriority.PREFETCH)
+    await until(lambda: slow.reading == 2 and node.copies.transfers()[0].done_bytes > 2)
+    before = list(slow.begun)
+    cold = node.copies.hold(high.model, [0, 1], InstanceId("b"), leased=False)
+    await until(lambda: len(slow.begun) == 4)
+    assert [position for _, position in before] == [0, 0]
+    assert [position for _, position in slow.begun[2:]] == [0, 0], "both threads are the cold start's"
+    slow.open.set()
+    async with asyncio.timeout(10):
+        assert [part.part async for part in node.copies.ready_parts(cold)] == [0, 1]
+        assert [part.part async for part in node.copies.ready_parts(prefetch)] == [0, 1]
+    resumed = slow.begun[4:]
+    assert sorted(part for part, _ in resumed) == [0, 1]
+    assert all(position > 0 for _, position in resumed), "what had come was kept"
+
+
+@pytest.mark.anyio
+async def test_a_prefetch_that_a_worker_waits_for_is_one_no_more(make_node, register) -> None:
+    slow = Slow()
+    node = make_node(open_source=slow, threads=1)
+    low, other = node.add(register("low")), node.add(register("other", vocab_size=64))
+    node.copies.hold(low.model, [0], InstanceId("a"), leased=False, priority=FetchPriority.PREFETCH)
+    await until(lambda: slow.reading == 1)
+    lease = node.copies.hold(low.model, [0], InstanceId("a"), leased=True)
+    cold = node.copies.hold(other.model, [0], InstanceId("b"), leased=False)
+    await until(lambda: len(node.copies.transfers()) == 2)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert len(slow.begun) == 1, "it is not asked to give way"
+    slow.open.set()
+    async with asyncio.timeout(10):
+        assert [part.part async for part in node.copies.ready_parts(lease)] == [0]
+        assert [part.part async for part in node.copies.ready_parts(cold)] == [0]
+
+
+@pytest.mark.anyio
+async def test_the_link_is_the_cold_starts_first() -> None:
+    clock = SystemClock()
+    limit = LinkLimit(1e6, clock)
+    order: list[str] = []
+
+    async def take(name: str, size_bytes: int, rank: int) -> None:
+        await limit.take(size_bytes, lambda: (rank,))
+        order.append(name)
+
+    low = asyncio.create_task(take("prefetch", 150_000, 1))
+    await asyncio.sleep(0)
+    first_s = clock.monotonic_s()
+    async with asyncio.timeout(10):
+        await asyncio.gather(*(take(f"cold {number}", 30_000, 0) for number in range(3)))
+        cold_s = clock.monotonic_s() - first_s
+        await low
+    assert order == ["cold 0", "cold 1", "cold 2", "prefetch"]
+    # A prefetch keeps the link for 20 ms at most.
+    assert cold_s < 0.09 + 0.02 + 0.08
+    assert clock.monotonic_s() - first_s >= 0.235

@@ -1,0 +1,467 @@
+"""Chunks from several origins: whatever breaks, stalls, lies or is not there, the image is the source's or the error says why."""
+
+import asyncio
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from blake3 import blake3
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+from standin_sources import ACCESS_KEY, SECRET_KEY, Fault, StandinS3, running_s3
+
+from pilotlight.checkpoint.checkpoint import read_checkpoint, read_chunk
+from pilotlight.checkpoint.digests import UNIT_BYTES, chunk_digest, unit_digests
+from pilotlight.checkpoint.manifest import Chunk, Manifest
+from pilotlight.checkpoint.reader import MemorySource
+from pilotlight.checkpoint.testing import tiny_config, tiny_files
+from pilotlight.common.clock import SystemClock
+from pilotlight.common.errors import CorruptChunk, HostPoolFull, SourceChanged, SourceUnavailable
+from pilotlight.common.model_roots import ModelRootsSettings
+from pilotlight.common.sources.opening import Sources
+from pilotlight.common.sources.ranged import Patience
+from pilotlight.common.testing import until
+from pilotlight.common.waiting import Backoff
+from pilotlight.dataplane.chunk_fetch import ChunkFetch, Distrusted
+from pilotlight.dataplane.lanes import LaneLimits, Lanes
+from pilotlight.dataplane.links import Links
+from pilotlight.dataplane.origin import ChunkFill, ChunkWork, NotHere
+from pilotlight.dataplane.readers import Abandoned, Readers, Reading, ReadProgress
+from pilotlight.dataplane.source_origin import SourceOrigin
+from pilotlight.policy.types import Digest, InstanceId, Model, OriginKind
+
+ONE = InstanceId("inst-1")
+FILES = tiny_files(tiny_config(hidden_size=384, intermediate_size=1600, vocab_size=512))
+"""Layers of several units."""
+PLAIN = read_checkpoint(MemorySource(FILES)).manifest
+PART = 1
+IMAGE = b"".join(read_chunk(MemorySource(FILES), PLAIN, chunk) for chunk in PLAIN.parts[PART].chunks)
+CHUNK = PLAIN.parts[PART].chunks[0]
+BYTES = IMAGE[: CHUNK.size_bytes]
+KNOWN = PLAIN.with_digests(
+    {
+        (p, c): chunk_digest(read_chunk(MemorySource(FILES), PLAIN, chunk))
+        for p, part in enumerate(PLAIN.parts)
+        for c, chunk in enumerate(part.chunks)
+    }
+)
+
+
+def test_the_digest_is_the_tree_that_the_decision_says() -> None:
+    units = [blake3(BYTES[at : at + 1048576]).digest() for at in range(0, len(BYTES), 1048576)]
+    assert len(units) == 5
+    assert list(unit_digests(BYTES)) == units
+    assert chunk_digest(BYTES) == blake3(b"".join(units)).hexdigest()
+
+
+@dataclass
+class Script:
+    """What an origin does with a chunk."""
+
+    does: str
+    """``break``, ``end``, ``fail``: after so many bytes. ``lie``: in the byte there. ``none``: it has nothing. ``good``."""
+    after: int = 0
+    piece: int = 100_000
+    tells: str = ""
+    """``list``: the true digests of its units. ``false``: others."""
+    kind: OriginKind = OriginKind.PEER
+    trusted: bool = False
+    name: str = ""
+    gave: int = 0
+    begins: list[int] = field(default_factory=list)
+
+    @property
+    def link(self) -> str:
+        return self.name
+
+    def read(self, part: int, chunk: Chunk, work: ChunkWork) -> None:
+        if self.does == "none":
+            raise NotHere
+        if self.tells:
+            work.expect(unit_digests(BYTES if self.tells == "list" else BYTES[::-1]))
+        self.begins.append(work.position)
+        stop = len(BYTES) if self.does in ("good", "lie") else min(len(BYTES), work.position + self.after)
+        data = bytearray(BYTES)
+        if self.does == "lie":
+            data[min(work.position + self.after, len(BYTES) - 1)] ^= 1
+        while work.position < stop:
+            piece = bytes(data[work.position : min(work.position + self.piece, stop)])
+            self.gave += len(piece)
+            work.write(piece)
+        if self.does == "break" and work.left_bytes:
+            raise SourceUnavailable(f"{self.name} broke")
+        if self.does == "fail":
+            raise SourceChanged(f"{self.name} is another one now")
+
+
+class Near:
+    """Origins of a test."""
+
+    def __init__(self, *origins: Any) -> None:
+        self.now = list(origins)
+
+    def origins(self, model: Model, manifest: Manifest) -> Sequence[Any]:
+        return self.now
+
+
+@dataclass
+class Told:
+    """What an observer heard."""
+
+    given: list[tuple[OriginKind, int]] = field(default_factory=list)
+    failed: list[tuple[str, str]] = field(default_factory=list)
+
+    def on_chunk(self, kind: OriginKind, name: str, size_bytes: int) -> None:
+        self.given.append((kind, size_bytes))
+
+    def on_origin_failed(self, kind: OriginKind, name: str, code: str) -> None:
+        self.failed.append((name, code))
+
+
+async def fetch_one(
+    model: Model, source: Any, near: Sequence[Any], digest: Digest | None, told: Told, distrusted: Distrusted | None = None
+) -> bytes:
+    """Fetch the chunk; the bytes that were placed."""
+    clock, placed, readers = SystemClock(), bytearray(len(BYTES)), Readers(2, 5.0)
+
+    def place(offset: int, data: memoryview) -> None:
+        placed[offset : offset + len(data)] = data
+
+    async def same() -> Manifest:
+        return PLAIN
+
+    chunks = ChunkFetch(
+        model=model,
+        manifest=PLAIN,
+        source=source,
+        nearby=[Near(*near)],
+        lanes=Lanes(LaneLimits(least=2, most=2), Links(None, clock), clock),
+        distrusted=distrusted or Distrusted(clock),
+        reading=Reading(readers),
+        rank=lambda _: (0,),
+        observer=told,
+        relearn=same,
+    )
+    fill = ChunkFill(digest, len(BYTES), place)
+    try:
+        async with asyncio.timeout(20):
+            await chunks.fetch(PART, 0, fill)
+    finally:
+        readers.stop()
+    assert fill.is_whole
+    assert fill.found == chunk_digest(BYTES)
+    assert fill.verified_bytes == len(BYTES)
+    return bytes(placed)
+
+
+@pytest.fixture
+def model(register) -> Model:
+    return register("template").model
+
+
+POINTS = st.integers(0, len(BYTES))
+SCRIPTS = st.builds(
+    Script,
+    does=st.sampled_from(["break", "break", "end", "lie", "none", "fail"]),
+    after=POINTS,
+    piece=st.integers(50_000, 3_000_000),
+    tells=st.sampled_from(["", "list", "list", "false"]),
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(scripts=st.lists(SCRIPTS, max_size=5), piece=st.integers(50_000, 3_000_000), recorded=st.booleans())
+def test_whatever_origins_do_the_chunk_is_right(scripts: list[Script], piece: int, recorded: bool) -> None:
+    for number, script in enumerate(scripts):
+        script.name = f"peer-{number}"
+    source = Script("good", piece=piece, kind=OriginKind.SOURCE, trusted=True, name="source")
+    told = Told()
+    digest = chunk_digest(BYTES) if recorded else None
+    assert asyncio.run(fetch_one(MODEL, source, scripts, digest, told)) == BYTES
+    if not recorded:
+        assert not any(script.begins for script in scripts), "nothing can tell whether they are right"
+    for script in scripts:
+        lied = recorded and (script.does == "lie" or (script.tells == "false" and script.does != "none"))
+        assert (script.name, CorruptChunk.code) not in told.failed or lied, "only who lies is called a liar"
+    # Each break costs less than a unit, each lie what it spoiled; only wrong bytes whose giver nobody can tell cost all.
+    if recorded and all(script.does in ("break", "end", "none") and script.tells != "false" for script in scripts):
+        breaks = sum(bool(script.begins) for script in scripts)
+        assert source.gave + sum(script.gave for script in scripts) <= len(BYTES) + breaks * UNIT_BYTES
+
+
+MODEL: Any = None
+
+
+@pytest.fixture(autouse=True)
+def _model(model: Model) -> None:
+    global MODEL
+    MODEL = model
+
+
+@pytest.mark.anyio
+async def test_a_break_goes_on_at_the_byte_where_units_are_not_known(model: Model) -> None:
+    first, second = Script("break", after=1_500_000, name="a"), Script("good", name="b")
+    source = Script("good", kind=OriginKind.SOURCE, trusted=True, name="source")
+    told = Told()
+    assert await fetch_one(model, source, [first, second], chunk_digest(BYTES), told) == BYTES
+    assert (first.begins, second.begins, source.begins) == ([0], [1_500_000], [])
+    assert told.failed == [("a", SourceUnavailable.code)]
+
+
+@pytest.mark.anyio
+async def test_a_break_goes_on_at_a_whole_unit_where_they_are_known(model: Model) -> None:
+    first, second = Script("break", after=1_500_000, tells="list", name="a"), Script("good", name="b")
+    source = Script("good", kind=OriginKind.SOURCE, trusted=True, name="source")
+    assert await fetch_one(model, source, [first, second], chunk_digest(BYTES), Told()) == BYTES
+    assert second.begins == [UNIT_BYTES]
+
+
+@pytest.mark.anyio
+async def test_a_liar_is_noticed_at_the_unit_and_asked_nothing_for_a_while(model: Model) -> None:
+    distrusted = Distrusted(SystemClock())
+    for attempt in range(2):
+        liar = Script("lie", after=UNIT_BYTES + 5, tells="list", name="liar")
+        source = Script("good", kind=OriginKind.SOURCE, trusted=True, name="source")
+        told = Told()
+        assert await fetch_one(model, source, [liar], chunk_digest(BYTES), told, distrusted) == BYTES
+        assert source.begins == [0 if attempt else UNIT_BYTES], "what was verified before stays"
+        assert told.failed == ([] if attempt else [("liar", CorruptChunk.code)])
+        assert (not liar.begins) == bool(attempt)
+        assert distrusted.names == ("liar",)
+
+
+@pytest.mark.anyio
+async def test_wrong_bytes_of_several_are_blamed_on_nobody_until_one_gives_them_alone(model: Model) -> None:
+    """The first one lies and breaks off; who goes on after it is not to blame."""
+    liar = Script("lie", after=5, name="liar")
+    liar.read = partly(liar, UNIT_BYTES // 2)  # type: ignore[method-assign]
+    honest = Script("good", name="honest")
+    source = Script("good", kind=OriginKind.SOURCE, trusted=True, name="source")
+    told = Told()
+    assert await fetch_one(model, source, [liar, honest], chunk_digest(BYTES), told) == BYTES
+    assert told.failed == [("liar", SourceUnavailable.code)]
+    assert honest.begins == [UNIT_BYTES // 2, 0]
+    assert source.begins == []
+
+
+def partly(script: Script, stop: int) -> Any:
+    def read(part: int, chunk: Chunk, work: ChunkWork) -> None:
+        data = bytearray(BYTES[:stop])
+        data[script.after] ^= 1
+        work.write(data)
+        raise SourceUnavailable("broke")
+
+    return read
+
+
+@pytest.mark.anyio
+async def test_the_error_is_that_of_the_models_own_source(model: Model) -> None:
+    scripts = [Script("break", name="a"), Script("lie", name="b")]
+    source = Script("fail", after=9, kind=OriginKind.SOURCE, trusted=True, name="source")
+    with pytest.raises(SourceChanged, match="source is another"):
+        await fetch_one(model, source, scripts, chunk_digest(BYTES), Told())
+
+
+@pytest.mark.anyio
+async def test_a_full_pool_is_nobodys_fault(model: Model) -> None:
+    class Full(Script):
+        def read(self, part: int, chunk: Chunk, work: ChunkWork) -> None:
+            raise HostPoolFull("full")
+
+    told = Told()
+    with pytest.raises(HostPoolFull):
+        await fetch_one(model, Script("good", name="source", trusted=True), [Full("good", name="a")], chunk_digest(BYTES), told)
+    assert told.failed == []
+
+
+def test_a_try_that_was_revoked_writes_nothing_any_more() -> None:
+    placed: list[int] = []
+    fill = ChunkFill(chunk_digest(BYTES), len(BYTES), lambda offset, data: placed.append(len(data)))
+    late = fill.begin("late", ReadProgress())
+    late.write(BYTES[:10])
+    late.revoke()
+    following = fill.begin("following", ReadProgress())
+    following.write(BYTES[10:20])
+    for again in (lambda: late.write(BYTES[20:30]), late.check, lambda: late.expect(unit_digests(BYTES))):
+        with pytest.raises(Abandoned):
+            again()
+    assert (placed, following.position) == ([10, 10], 20)
+
+
+def test_a_try_revoked_in_the_middle_of_a_write_ends_within_it() -> None:
+    """A write is one unit at a time: whoever revokes it waits for one at most, and after that nothing comes."""
+    placed = 0
+    started, go_on = threading.Event(), threading.Event()
+
+    def place(offset: int, data: memoryview) -> None:
+        nonlocal placed
+        placed += len(data)
+        started.set()
+        assert go_on.wait(10)
+
+    fill = ChunkFill(None, len(BYTES), place)
+    work = fill.begin("a", ReadProgress())
+    raised: list[BaseException] = []
+
+    def write() -> None:
+        try:
+            work.write(BYTES)
+        except Abandoned as error:
+            raised.append(error)
+
+    writing, revoking = threading.Thread(target=write), threading.Thread(target=work.revoke)
+    writing.start()
+    assert started.wait(10)
+    revoking.start()
+    go_on.set()
+    revoking.join(10)
+    writing.join(10)
+    if raised:
+        assert placed < len(BYTES)
+        assert fill.received_bytes == placed
+
+
+# Real servers.
+
+PATIENCE = Patience(stall_timeout_s=5.0, tries=8, backoff=Backoff(first_s=0.001, limit_s=0.002))
+
+
+@contextmanager
+def serving() -> Iterator[tuple[StandinS3, Sources]]:
+    with running_s3("models") as server:
+        server.put("models", "m", FILES)
+        settings_of = ModelRootsSettings(model_roots="s3://models", s3_endpoint=server.url, s3_allow_http=True)
+        yield server, Sources(settings_of, PATIENCE)
+
+
+@pytest.fixture
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+
+
+def s3_model(sources: Sources, template: Model) -> tuple[Model, Manifest]:
+    """As the gateway would register it."""
+    pinned = sources.pin("s3://models/m")
+    checkpoint = read_checkpoint(pinned.source)
+    changed = {"uri": pinned.uri, "digest": checkpoint.manifest.digest(), "spec": checkpoint.spec}
+    return replace(template, **changed), checkpoint.manifest
+
+
+@pytest.mark.anyio
+async def test_a_server_that_breaks_anywhere_costs_less_than_a_unit_a_break(make_node, model: Model, credentials) -> None:
+    rng = random.Random(7)
+    with serving() as (server, sources):
+        mine, manifest = s3_model(sources, model)
+        size_bytes = sum(part.image_bytes for part in manifest.parts)
+        for _ in range(6):
+            node = make_node(open_source=lambda model, manifest: SourceOrigin(sources.open(model.uri), manifest, model.uri))
+            node.manifests.manifests[mine.digest] = manifest
+            server.faults = [Fault("", "cut", rng.randrange(3_000_000)) for _ in range(rng.randrange(1, 7))]
+            before, breaks = server.sent_bytes, len(server.faults)
+            holder = node.copies.hold(mine, range(len(manifest.parts)), ONE, leased=True)
+            async with asyncio.timeout(20):
+                assert [part.part async for part in node.copies.ready_parts(holder)] == list(range(len(manifest.parts)))
+            image = node.pool.find(mine.digest, PART)
+            with node.pool.view(image, 0, image.image_bytes) as view:
+                assert bytes(view) == IMAGE
+            assert server.sent_bytes - before <= size_bytes + breaks * UNIT_BYTES
+            node.copies.release(holder)
+
+
+class Replica(SourceOrigin):
+    """The files elsewhere, as a peer that nobody need trust."""
+
+    kind = OriginKind.PEER
+    trusted = False
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("fault", ["cut", "stall", "lie", "change", "gone"])
+async def test_another_origin_goes_on_where_a_server_fails(make_node, model: Model, credentials, fault: str) -> None:
+    with serving() as (near, near_sources), serving() as (far, far_sources):
+        mine, manifest = s3_model(far_sources, model)
+        known = manifest.with_digests(
+            {(p, c): chunk.digest for p, part in enumerate(KNOWN.parts) for c, chunk in enumerate(part.chunks) if chunk.digest}
+        )
+        if fault == "lie":
+            near.put("models", "m", {name: data[:-100_000] + bytes(100_000) for name, data in FILES.items()})
+        listed = {file.name: file for file in near_sources.open("s3://models/m").list_files()}
+        pinned = structs.replace(manifest, files=tuple(listed[file.name] for file in manifest.files))
+        replica = Replica(near_sources.open("s3://models/m"), pinned, "peer-1")
+        if fault in ("cut", "stall"):
+            near.faults = [Fault("", fault, 20_000, times=99)]
+        elif fault == "change":
+            near.put("models", "m", {name: data + b"\0" for name, data in FILES.items()})
+        elif fault == "gone":
+            near.buckets["models"].clear()
+        node = make_node(
+            open_source=lambda model, manifest: SourceOrigin(far_sources.open(model.uri), manifest, model.uri),
+            nearby=[Near(replica)],
+            stall_timeout_s=0.5,
+        )
+        node.manifests.manifests[mine.digest] = known
+        before = far.sent_bytes
+        holder = node.copies.hold(mine, range(len(manifest.parts)), ONE, leased=True)
+        async with asyncio.timeout(20):
+            assert [part.part async for part in node.copies.ready_parts(holder)] == list(range(len(manifest.parts)))
+        for number, part in enumerate(manifest.parts):
+            image = node.pool.find(mine.digest, number)
+            with node.pool.view(image, 0, image.image_bytes) as view:
+                expected = b"".join(read_chunk(MemorySource(FILES), PLAIN, chunk) for chunk in PLAIN.parts[number].chunks)
+                assert bytes(view) == expected
+            assert part.image_bytes == len(expected)
+        code = {"lie": CorruptChunk.code, "change": SourceChanged.code, "gone": SourceChanged.code}
+        assert node.seen.failed == [(OriginKind.PEER, "peer-1", code.get(fault, SourceUnavailable.code))]
+        assert node.tools.distrusted.names == (("peer-1",) if fault == "lie" else ())
+        assert far.sent_bytes > before
+        near.released.set()
+        node.copies.release(holder)
+
+
+@pytest.mark.anyio
+async def test_what_nobody_has_recorded_comes_from_the_source_alone(make_node, register) -> None:
+    peer = Script("good", name="peer")
+    node = make_node(nearby=[Near(peer)])
+    registered = node.add(register())
+    holder = node.copies.hold(registered.model, [0, 1], ONE, leased=True)
+    async with asyncio.timeout(10):
+        assert [part.part async for part in node.copies.ready_parts(holder)] == [0, 1]
+    assert peer.begins == []
+    assert {kind for kind, _ in node.seen.given} == {OriginKind.SOURCE}
+
+
+@pytest.mark.anyio
+async def test_keepers_hear_of_verified_chunks_and_of_where_they_came_from(make_node, register) -> None:
+    kept: list[tuple[Digest, int, int, OriginKind]] = []
+
+    class Keeping:
+        def keep(self, digest: Digest, file_offset: int, size_bytes: int, kind: OriginKind) -> None:
+            kept.append((digest, file_offset, size_bytes, kind))
+
+    node = make_node(keepers=[Keeping()])
+    registered = node.add(register())
+    holder = node.copies.hold(registered.model, [1], ONE, leased=True)
+    async with asyncio.timeout(10):
+        assert [part.part async for part in node.copies.ready_parts(holder)] == [1]
+    [(digest, offset, size_bytes, kind)] = kept
+    data = node.pool.path.read_bytes()[offset : offset + size_bytes]
+    assert (chunk_digest(data), kind) == (digest, OriginKind.SOURCE)
+
+
+@pytest.mark.anyio
+async def test_a_node_that_disputes_what_was_read_ends_the_fetch(make_node, register) -> None:
+    node = make_node()
+    registered = node.add(register())
+    holder = node.copies.hold(registered.model, [0, 1], ONE, leased=False)
+    async with asyncio.timeout(10):
+        assert [part.part async for part in node.copies.ready_parts(holder)] == [0, 1]
+    assert node.manifests.disputed is not None
+    node.manifests.disputed(CorruptChunk("others were first"))
+    await until(lambda: node.pool.find(registered.model.digest, 0) is None)
+    assert holder.error is None, "it was served"

@@ -1,0 +1,131 @@
+"""Chains in commands: of rows and reports alone, and the same from one publication to the next."""
+
+from dataclasses import replace
+from typing import cast
+
+import pytest
+
+from pilotlight.common.bus import Bus
+from pilotlight.common.clock import ManualClock
+from pilotlight.common.messages.hold import NodeHold
+from pilotlight.policy.instance import STARTING
+from pilotlight.policy.testing import NOW_S, instance, model, node
+from pilotlight.policy.types import Copy, Epoch, Instance, InstanceState, Liveness, NodeFacts, NodeId, Snapshot, Tier
+from pilotlight.scheduler.book import Entry
+from pilotlight.scheduler.chains import joined, upstreams_of
+from pilotlight.scheduler.commands import Dispatcher
+
+MODEL = model()
+NAMES = ("a", "b", "c", "d", "e")
+EVERY = tuple(range(6))
+
+
+def facts(name: str, *, complete: bool = False, liveness: Liveness = Liveness.ALIVE) -> NodeFacts:
+    held = Copy(digest=MODEL.digest, node_id=NodeId(name), tier=Tier.HOST, parts=EVERY, size_bytes=60)
+    made = node(copies=(held,) if complete else (), liveness=liveness)
+    return replace(made, node_id=NodeId(name), dataplane_host=f"host-{name}", dataplane_port=7000)
+
+
+class Cluster:
+    """Five nodes, and the rows of those that start the model."""
+
+    def __init__(self) -> None:
+        self.nodes = {NodeId(name): facts(name, complete=name == "a") for name in NAMES}
+        self.entries: list[Entry] = []
+
+    def change(self, name: str, *, complete: bool = False, liveness: Liveness = Liveness.ALIVE) -> None:
+        self.nodes[NodeId(name)] = facts(name, complete=complete, liveness=liveness)
+
+    def start(self, name: str) -> Instance:
+        """What the planner does: the instance joins with its places, and is written with them."""
+        seen = Snapshot(
+            now_s=NOW_S,
+            epoch=Epoch(1),
+            nodes=tuple(self.nodes.values()),
+            instances=tuple(entry.instance for entry in self.entries),
+        )
+        one = instance(instance_id=f"i-{name}", worker_id=f"w-{name}", state=InstanceState.FETCHING)
+        placed = replace(one.placements[0], node_id=NodeId(name))
+        started = replace(one, placements=joined(MODEL, [placed], seen).placements)
+        self.entries.append(Entry(instance=started, model=MODEL))
+        return started
+
+    def end(self, name: str, state: InstanceState) -> None:
+        for entry in self.entries:
+            if entry.instance.instance_id == f"i-{name}":
+                entry.instance = replace(entry.instance, state=state)
+
+    def told(self) -> dict[str, str]:
+        found = upstreams_of(self.entries, self.nodes)
+        return {str(node_id): " ".join(peer.node_id for peer in peers) for (node_id, _), peers in found.items()}
+
+
+def test_those_that_start_one_after_the_other_are_one_chain_whatever_ends_or_dies() -> None:
+    cluster = Cluster()
+    for name in "bcd":
+        before = cluster.told()
+        cluster.start(name)
+        assert before.items() <= cluster.told().items(), "who joined before stays where it is"
+    assert cluster.told() == {"b": "a", "c": "b a", "d": "c b a"}
+    cluster.change("c", liveness=Liveness.SUSPECT)
+    assert cluster.told() == {"b": "a", "c": "b a", "d": "c b a"}
+    cluster.change("c", liveness=Liveness.DEAD)
+    cluster.end("c", InstanceState.FAILED)
+    assert cluster.told() == {"b": "a", "d": "b a"}
+    cluster.start("e")
+    assert cluster.told() == {"b": "a", "d": "b a", "e": "d b a"}
+    cluster.change("b", complete=True)
+    assert cluster.told() == {"d": "b a", "e": "d b a"}, "what is there is fetched from nobody"
+    cluster.end("b", InstanceState.READY)
+    assert cluster.told() == {"d": "b a", "e": "d b a"}
+    cluster.change("c")
+    cluster.start("c")
+    assert cluster.told() == {"d": "b a", "e": "d b a", "c": "a b"}, "the first source gives nobody anything at this moment"
+
+
+def test_without_rows_that_start_there_is_nothing_to_plan() -> None:
+    cluster = Cluster()
+    cluster.start("b")
+    for state in InstanceState:
+        cluster.end("b", state)
+        assert bool(cluster.told()) is (state in STARTING)
+
+
+def test_a_row_of_a_release_without_chains_gets_whoever_has_the_parts() -> None:
+    cluster = Cluster()
+    one = cluster.start("b")
+    cluster.entries[0].instance = replace(one, placements=(replace(one.placements[0], upstreams=()),))
+    assert cluster.told() == {"b": "a"}
+
+
+class _Bus:
+    def __init__(self) -> None:
+        self.published: list[NodeHold] = []
+
+    async def publish(self, subject: str, message: object) -> None:
+        if isinstance(message, NodeHold):
+            self.published.append(message)
+
+
+@pytest.mark.anyio
+async def test_a_change_of_upstreams_is_told_at_once_and_the_rest_by_the_second() -> None:
+    cluster, bus = Cluster(), _Bus()
+    dispatcher = Dispatcher(cast(Bus, bus), Epoch(1), lambda: None, ManualClock())
+    for name in "bc":
+        cluster.start(name)
+
+    async def published(now_s: float) -> dict[str, list[str]]:
+        bus.published.clear()
+        await dispatcher.publish(tuple(cluster.entries), {}, cluster.nodes, now_s)
+        return {
+            str(command.node_id): [str(peer.node_id) for peer in command.fetches[0].upstreams]
+            for command in bus.published
+            if command.fetches
+        }
+
+    assert await published(NOW_S) == {"b": ["a"], "c": ["b", "a"]}
+    assert await published(NOW_S + 0.25) == {}
+    cluster.change("b", liveness=Liveness.DEAD)
+    cluster.end("b", InstanceState.FAILED)
+    assert await published(NOW_S + 0.5) == {"c": ["a"]}
+    assert await published(NOW_S + 1.6) == {"c": ["a"]}
