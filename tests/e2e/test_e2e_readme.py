@@ -72,6 +72,8 @@ def test_make_demo(reader: Reader) -> None:
     assert result["warm_ttft_s"] < result["cold_ttft_s"]
     assert result["output_tokens"] > 5
     assert {"fetch", "load", "prefill"} <= set(result["phases"])
+    # The prompt runs through the first layers while the last are on the wire.
+    assert all(result["while_fetching"][name] > 0.3 * result["phases"][name] for name in ("load", "prefill")), result
     assert "A pilot light is a small flame" in done.stdout
     again = reader.shell(block_with("make demo"))
     assert again.returncode == 0, again.stdout + again.stderr

@@ -42,7 +42,7 @@ def sample(hint: Any, name: str, default: Any = None) -> Any:
         return origin(sample(arguments[0], name) for _ in range(2))
     if origin is dict:
         return {"key": 1}
-    simple = {str: f"{name}-1", int: 7, float: 1.5, bool: default is not True}
+    simple = {str: f"{name}-1", bytes: f"{name}-1".encode(), int: 7, float: 1.5, bool: default is not True}
     if hint in simple:
         return simple[hint]
     if isinstance(hint, type) and issubclass(hint, enum.Enum):

@@ -22,7 +22,7 @@ from pilotlight.cli.home import Home, HomeInUse
 from pilotlight.cli.output import show_table
 from pilotlight.cli.plan import SERVICES, Endpoints, SystemOptions, child_specs
 from pilotlight.cli.system import System
-from pilotlight.cli.waterfall import bars_of, draw
+from pilotlight.cli.waterfall import bars_of, draw, seconds_within
 from pilotlight.common.errors import BadRequest, NotFound
 
 ENDPOINTS = Endpoints(nats_url="nats://n", database_url="postgresql:///d", object_store_url="file:///o")
@@ -126,6 +126,21 @@ def test_phases_are_laid_on_one_axis() -> None:
     ]
     assert bars[2].total_s == 0.75
     assert bars_of([]) == ()
+
+
+def test_phases_that_overlap_are_measured() -> None:
+    bars = bars_of(
+        [
+            phase("fetch", 10.0, 11.0, "loader"),
+            phase("fetch", 11.5, 12.0, "loader"),
+            phase("prefill", 9.5, 10.25),
+            phase("prefill", 10.75, 11.75),
+            phase("prefill", 11.7, 11.8, "another worker"),
+        ]
+    )
+    assert seconds_within(bars, "prefill", "fetch") == pytest.approx(0.25 + 0.25 + 0.3)
+    assert seconds_within(bars, "fetch", "prefill") == pytest.approx(0.8)
+    assert seconds_within(bars, "load", "fetch") == 0.0
 
 
 @pytest.mark.parametrize("width", [10, 60, 100, 200])

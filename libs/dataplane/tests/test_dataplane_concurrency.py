@@ -252,3 +252,24 @@ async def test_the_link_is_the_cold_starts_first() -> None:
     # A prefetch keeps the link for 20 ms at most.
     assert cold_s < 0.09 + 0.02 + 0.08
     assert clock.monotonic_s() - first_s >= 0.235
+
+
+@pytest.mark.anyio
+async def test_what_a_cold_start_needs_of_a_model_comes_before_the_rest_of_it(make_node, register) -> None:
+    """The second part of a model is for later, on the same node and in the same fetch: even where its parts come first in order."""
+    slow = Slow()
+    node = make_node(open_source=slow, threads=2)
+    one, other = node.add(register("one")), node.add(register("other", vocab_size=64))
+    last = len(one.manifest.parts) - 1
+    rest = node.copies.hold(one.model, range(last), InstanceId("a"), leased=False, priority=FetchPriority.PREFETCH)
+    needed = node.copies.hold(one.model, [last], InstanceId("a"), leased=False)
+    await until(lambda: slow.reading == 2)
+    assert sorted(part for part, _ in slow.begun) == [0, last]
+    cold = node.copies.hold(other.model, [1], InstanceId("b"), leased=False)
+    await until(lambda: len(slow.begun) == 3)
+    assert slow.begun[2] == (1, 0), "the rest gives way to what another model's cold start needs"
+    slow.open.set()
+    async with asyncio.timeout(10):
+        assert [part.part async for part in node.copies.ready_parts(needed)] == [last]
+        assert [part.part async for part in node.copies.ready_parts(cold)] == [1]
+        assert [part.part async for part in node.copies.ready_parts(rest)] == list(range(last))

@@ -157,6 +157,29 @@ def test_parts_that_the_predecessor_has_not_come_from_who_has_them() -> None:
     assert behind.upstreams[NodeId("t1")] == nodes_named("t0 s")
 
 
+def test_of_more_than_can_be_named_those_are_that_have_what_is_missing() -> None:
+    fast = [source(f"fast{index}", 9.0, (0,)) for index in range(6)]
+    sources = [*fast, source("slow", 1.0, (1,)), source("slowest", 0.5, (2,))]
+    plan = plan_chains((30, 10, 10), sources, [target("t", 9.0, (0, 1, 2))], unit_bytes=1)
+    assert plan.upstreams[NodeId("t")] == nodes_named("fast0 fast1 slow slowest")
+
+
+def test_two_that_lost_those_before_them_may_meet_at_one_node() -> None:
+    plan = planned([source("s")], [target("t0", upstreams="s"), target("t1", upstreams="gone s")])
+    assert [(chain.source, chain.members) for chain in plan.chains] == [("s", ("t0",)), ("s", ("t1",))]
+    assert plan.upstreams[NodeId("t1")] == ("s",)
+
+
+def test_a_node_that_has_some_parts_and_joins_for_others_is_not_before_itself() -> None:
+    some = source("n", parts=(0,))
+    known = [target("t0", parts=(0,), upstreams="n"), target("n", parts=(1,), upstreams="t0"), target("t1", parts=(0, 1))]
+    plan = plan_chains((10, 10), [some], known, unit_bytes=1)
+    for upstreams in plan.ahead.values():
+        assert len(set(upstreams)) == len(upstreams)
+    again = plan_chains((10, 10), [some], [known[0], target("n", parts=(1, 0), upstreams=None)], unit_bytes=1)
+    assert "n" not in again.ahead[NodeId("n")]
+
+
 def test_a_dead_member_is_skipped_and_a_finished_one_begins_a_chain() -> None:
     sources, targets = [source("s")], [target(f"t{index}") for index in range(4)]
     plan = planned(sources, targets)
@@ -318,7 +341,15 @@ def test_who_is_silent_or_drains_keeps_those_behind_it_and_gets_nobody_new(chang
     assert plan.upstreams[NodeId("b")] == ("a",)
     assert plan.upstreams[NodeId("c")] == nodes_named("b a")
     nodes = [facts("a", parts=EVERY), facts("b", **change), facts("c")]
+    assert chains_of(model(), nodes, [starting("b", "a"), starting("c", "b a")]).upstreams[NodeId("c")] == nodes_named("b a")
     assert members(chains_of(model(), nodes, [starting("b", "a")], [placement("c")])) == {"a": ("b",), None: ("c",)}
+
+
+def test_who_is_dead_is_before_nobody_though_its_row_says_that_it_starts() -> None:
+    nodes = [facts("a", parts=EVERY), facts("b", liveness=Liveness.DEAD), facts("c")]
+    plan = chains_of(model(), nodes, [starting("b", "a"), starting("c", "b a")])
+    assert members(plan) == {"a": ("c",)}
+    assert plan.upstreams == {NodeId("c"): ("a",)}
 
 
 def test_a_node_joins_once_for_what_its_workers_lack_together() -> None:

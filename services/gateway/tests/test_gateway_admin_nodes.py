@@ -15,9 +15,23 @@ from pilotlight.common.db.mapping import to_row_json
 from pilotlight.common.messages.reports import LoaderReport, WorkerReport, loader_report_subject, worker_report_subject
 from pilotlight.common.testing import DatabaseSettingsOf, MakeContext, until
 from pilotlight.gateway.admin.testing import AdminWorld, admin_world, database_away, emptied, settings_in
+from pilotlight.gateway.admin.transfers import shown_transfers
 from pilotlight.gateway.drains import Drain, Left, NodeState, state_of
 from pilotlight.policy.testing import copy, held, instance, node, worker
-from pilotlight.policy.types import Copy, Epoch, HeldStage, InstanceState, Liveness, NodeId
+from pilotlight.policy.types import (
+    Copy,
+    Digest,
+    Epoch,
+    HeldStage,
+    InstanceState,
+    LinkSpeed,
+    Liveness,
+    ModelName,
+    NodeId,
+    OriginKind,
+    OriginShare,
+    Transfer,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -148,3 +162,36 @@ def test_states() -> None:
     assert state_of(None, None, nothing) is state_of(away, None, some) is NodeState.AWAY
     assert state_of(node(), drain, some) is NodeState.DRAINING
     assert state_of(node(), drain, nothing) is state_of(away, drain, nothing) is NodeState.DRAINED
+
+
+async def test_transfers_of_every_node_that_reports_are_listed(world: AdminWorld) -> None:
+    assert (await world.http.get("/transfers")).json() == {"transfers": [], "links": []}
+    origin = OriginShare(kind=OriginKind.PEER, name="n1", size_bytes=20)
+    moving = Transfer(
+        digest=Digest("d-m"),
+        source="file:///m",
+        done_bytes=20,
+        total_bytes=60,
+        model=ModelName("m"),
+        bytes_per_s=10.0,
+        origins=(origin,),
+    )
+    # Counted with what pads its parts, more of it is there than it has; its speed is not known yet.
+    older = Transfer(digest=Digest("d-old"), source="file:///old", done_bytes=70, total_bytes=60)
+    link = LinkSpeed(kind=OriginKind.PEER, name="peer://n1", bytes_per_s=10.0)
+    for name, transfers in (("n1", (older,)), ("n0", (moving,))):
+        facts = replace(node(), node_id=NodeId(name), transfers=transfers, links=(link,) if name == "n0" else ())
+        message = LoaderReport(facts=facts, incarnation="a", epoch_seen=Epoch(0), dead_workers=())
+        await world.context.bus.publish(loader_report_subject(NodeId(name)), message)
+    await until(lambda: len(world.fleet.nodes()) == 2)
+    found = (await world.http.get("/transfers")).json()
+    first, second = found["transfers"]
+    assert (first["node_id"], first["model"], first["left_s"], first["priority"]) == ("n0", "m", 4.0, "cold_start")
+    assert first["origins"] == [{"kind": "peer", "name": "n1", "size_bytes": 20}]
+    assert (second["node_id"], second["done_bytes"], second["left_s"]) == ("n1", 60, None)
+    assert found["links"] == [{"node_id": "n0", "kind": "peer", "name": "peer://n1", "bytes_per_s": 10.0}]
+    listed = {one["node_id"]: one for one in (await world.http.get("/nodes")).json()["nodes"]}
+    assert listed["n0"]["links"] == [{"kind": "peer", "name": "peer://n1", "bytes_per_s": 10.0}]
+    assert listed["n0"]["transfers"][0]["origins"] == first["origins"]
+    silent = [replace(one, liveness=Liveness.DEAD) for one in world.fleet.nodes()]
+    assert shown_transfers(silent) == {"transfers": [], "links": []}, "nobody knows what a dead node does"

@@ -211,6 +211,42 @@ async def test_kv_room_counts():
     assert expected_wait_s(view.fleet.worker("w0"), 0, 5) == 0
 
 
+async def test_an_open_instance_is_taken_where_none_is_ready():
+    view = View("w0", "w1", "w2")
+    for name in ("w0", "w1"):
+        await view.up(name)
+        held = view.fleet.worker(name).held[0]
+        await view.instance(name, InstanceState.FETCHING)
+        await view.report(name, held=(replace(held, state=HeldState.LOADING, kv_capacity_tokens=100, open=name == "w0"),))
+
+    def taken(held_tokens=40):
+        seen = view.router.pick_open(MODEL.name, held_tokens)
+        return None if seen is None else seen.instance.lead
+
+    assert view.picked() is None
+    assert taken() == "w0"
+    assert taken(500) == "w0", "whether it fits at all is for the worker to say"
+    view.router.handed("inst-w0", 40)
+    assert (taken(60), taken(61)) == ("w0", None)
+    view.router.handed("inst-w0", 60)
+    assert taken(1) is None
+    view.router.handed("inst-w0", -100)
+    assert taken(100) == "w0"
+    await view.report("w0", engine_up=False)
+    assert taken() is None
+    await view.report("w0", held=(replace(held, instance_id="inst-w0", state=HeldState.LOADING, open=True),))
+    assert taken() == "w0"
+    for state in InstanceState:
+        await view.instance("w0", state)
+        assert (taken() == "w0") is (state in (InstanceState.PLANNED, InstanceState.FETCHING, InstanceState.LOADING))
+    await view.instance("w0", InstanceState.LOADING)
+    await view.up("w2")
+    assert taken() is None, "another is ready"
+    await view.fleet._on_instance("inst-w0", None)
+    view.router.handed("inst-w0", -40)
+    assert len(view.router) == 0
+
+
 async def test_nothing_is_remembered_of_instances_that_are_gone():
     view = View("w0")
     await view.up("w0")

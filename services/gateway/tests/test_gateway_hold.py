@@ -28,17 +28,33 @@ CAT = ModelName("cat")
 
 @dataclass
 class Slots:
-    """A router with so many free slots."""
+    """A router with so many free slots, and so many of instances that are loading."""
 
     free: int = 0
+    loading: int = 0
+    handed_tokens: int = 0
+    ready: bool = False
     answered_unused: int = 0
     seen: list = field(default_factory=list)
 
     def pick(self, model, needed_tokens, siblings):
-        return SimpleNamespace(instance=SimpleNamespace(instance_id="inst-0")) if self.free else None
+        return SimpleNamespace(instance=SimpleNamespace(instance_id="inst-0"), serving=True) if self.free else None
+
+    def pick_open(self, model, held_tokens, siblings):
+        found = self.loading and not self.free
+        return SimpleNamespace(instance=SimpleNamespace(instance_id="inst-1"), serving=False) if found else None
+
+    def handed(self, instance_id, tokens):
+        self.handed_tokens += tokens
+
+    def is_ready(self, instance_id):
+        return self.ready
 
     def sent(self, instance_id):
-        self.free -= 1
+        if instance_id == "inst-1":
+            self.loading -= 1
+        else:
+            self.free -= 1
 
     def answered(self, instance_id, *, accepted):
         self.free += 1
@@ -53,7 +69,13 @@ def held(slots=None, **bounds):
 def ticket(clock, deadline_in_s, model=FOX):
     now_s = clock.monotonic_s()
     return Ticket(
-        model=model, digest="d", needed_tokens=1, arrived_s=now_s, deadline_s=now_s + deadline_in_s, trace_parent="00-a-b-01"
+        model=model,
+        digest="d",
+        needed_tokens=1,
+        held_tokens=7,
+        arrived_s=now_s,
+        deadline_s=now_s + deadline_in_s,
+        trace_parent="00-a-b-01",
     )
 
 
@@ -160,6 +182,56 @@ async def test_closing_lets_everybody_go():
         place.take()
     with pytest.raises(TransientError, match="stopping"):
         hold.enter(ticket(clock, 10))
+
+
+async def test_what_an_instance_that_loads_was_given_is_waited_for_until_that_is_ready():
+    slots = Slots()
+    hold, clock = held(slots)
+    late, early = hold.enter(ticket(clock, 20)), hold.enter(ticket(clock, 10))
+    slots.loading = 1
+    changes = []
+    hold.on_change = lambda: changes.append(hold.demand())
+    hold.pump(FOX)
+    assert early.assigned is not None
+    assert late.assigned is None
+    assert early.waited
+    assert (hold.held, slots.handed_tokens) == (1, 7)
+    clock.advance(3)
+    (demand,) = hold.demand()
+    assert (demand.waiting, demand.oldest_age_s, demand.deadline_in_s) == (2, pytest.approx(3), pytest.approx(7))
+    # Ready: whoever was given to it waits no more, although its attempt goes on.
+    slots.ready = True
+    hold.pump(FOX)
+    (demand,) = hold.demand()
+    assert (demand.waiting, demand.deadline_in_s, slots.handed_tokens) == (1, pytest.approx(17), 0)
+    assert changes[-1][0].waiting == 1
+    hold.attempted(early)
+    assert slots.handed_tokens == 0, "once"
+
+
+@pytest.mark.parametrize("how", ["attempted", "left"])
+async def test_an_attempt_that_ends_while_the_instance_loads_is_no_demand(how):
+    slots = Slots(loading=1)
+    hold, clock = held(slots)
+    with hold.enter(ticket(clock, 10)) as place:
+        assert place.waited
+        assert [demand.waiting for demand in hold.demand()] == [1]
+        if how == "attempted":
+            place.take()
+    if how == "attempted":
+        assert [demand.waiting for demand in hold.demand()] == [1], "its attempt is under way"
+        hold.attempted(place)
+    assert hold.demand() == ()
+    assert slots.handed_tokens == 0
+
+
+async def test_closing_lets_those_go_that_wait_elsewhere():
+    hold, clock = held(Slots(loading=1))
+    place = hold.enter(ticket(clock, 10))
+    place.take()
+    hold.close(TransientError("stopping"))
+    assert hold.demand() == ()
+    assert isinstance(place.error, TransientError)
 
 
 # The whole gateway, cold.

@@ -50,6 +50,7 @@ from pilotlight.loader.settings import LoaderSettings
 from pilotlight.policy.types import (
     Digest,
     Epoch,
+    FetchPriority,
     Generation,
     InstanceId,
     Model,
@@ -57,6 +58,7 @@ from pilotlight.policy.types import (
     Moment,
     NodeFacts,
     NodeId,
+    OriginKind,
     PhaseName,
     ScalingBounds,
     Slo,
@@ -307,6 +309,34 @@ async def test_what_nobody_wants_any_more_is_not_fetched_on(cluster: Cluster) ->
     await cluster.heard.report(lambda report: not report.facts.transfers)
     await cluster.heard.report(lambda report: report.facts.pool_free_bytes == report.facts.pool_bytes)
     assert running.context.metrics.get_sample_value("pilotlight_fetched_bytes_total") == 0
+
+
+async def test_a_report_says_how_far_a_transfer_is_from_whom_it_has_it_and_how_much_it_matters(cluster: Cluster) -> None:
+    model = cluster.register()
+    running = await cluster.start(link="400kbit")
+    prefetch = msgspec.structs.replace(fetch_of(model), priority=FetchPriority.PREFETCH)
+    await cluster.hold(prefetch)
+    report = await cluster.heard.report(lambda report: report.facts.transfers)
+    transfer = report.facts.transfers[0]
+    assert (transfer.model, transfer.source, transfer.priority) == (model.name, model.uri, FetchPriority.PREFETCH)
+    # Said again, an order is as urgent as it is said to be now.
+    await cluster.hold(fetch_of(model))
+    report = await cluster.heard.report(
+        lambda report: [one.priority for one in report.facts.transfers] == [FetchPriority.COLD_START]
+    )
+    report = await cluster.heard.report(lambda report: any(one.origins for one in report.facts.transfers))
+    [share] = report.facts.transfers[0].origins
+    assert (share.kind, share.name) == (OriginKind.SOURCE, model.uri)
+    assert 0 < share.size_bytes <= report.facts.transfers[0].total_bytes + report.facts.pool_unit_bytes * len(ALL)
+    await cluster.heard.report(holds(model.digest))
+    report = await cluster.heard.report(lambda report: report.facts.links)
+    [link] = report.facts.links
+    assert (link.kind, link.name) == (OriginKind.SOURCE, "file://")
+    assert 0 < link.bytes_per_s < 400_000 / 8 * 1.5, "what the limit lets through"
+    bucket = await running.context.bus.bucket(NODES)
+    written = await bucket.get(cluster.node_id, NodeFacts)
+    assert written.value is not None
+    assert written.value.links == (), "what changes all the time is in the reports alone"
 
 
 async def test_older_epochs_are_refused_also_after_a_restart(cluster: Cluster) -> None:

@@ -1,19 +1,28 @@
 """Chains in commands: of rows and reports alone, and the same from one publication to the next."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from typing import cast
 
 import pytest
+from sqlalchemy import delete, insert
 
 from pilotlight.common.bus import Bus
-from pilotlight.common.clock import ManualClock
+from pilotlight.common.clock import ManualClock, SystemClock
+from pilotlight.common.db import tables
+from pilotlight.common.db.mapping import to_row_json
+from pilotlight.common.db.session import Database
 from pilotlight.common.messages.hold import NodeHold
+from pilotlight.common.settings import DatabaseSettings
 from pilotlight.policy.instance import STARTING
 from pilotlight.policy.testing import NOW_S, instance, model, node
 from pilotlight.policy.types import Copy, Epoch, Instance, InstanceState, Liveness, NodeFacts, NodeId, Snapshot, Tier
 from pilotlight.scheduler.book import Entry
 from pilotlight.scheduler.chains import joined, upstreams_of
 from pilotlight.scheduler.commands import Dispatcher
+from pilotlight.scheduler.lease import Fence
+from pilotlight.scheduler.repository import SchedulerRepository
 
 MODEL = model()
 NAMES = ("a", "b", "c", "d", "e")
@@ -129,3 +138,44 @@ async def test_a_change_of_upstreams_is_told_at_once_and_the_rest_by_the_second(
     cluster.end("b", InstanceState.FAILED)
     assert await published(NOW_S + 0.5) == {"c": ["a"]}
     assert await published(NOW_S + 1.6) == {"c": ["a"]}
+
+
+@pytest.mark.anyio
+async def test_the_next_leader_reads_rows_in_the_order_in_which_they_were_planned(
+    database_settings: Callable[[str], DatabaseSettings],
+) -> None:
+    database = Database(database_settings("scheduler"), "scheduler", SystemClock())
+    await database.start()
+    cluster, begun = Cluster(), datetime.now(UTC)
+    for name in "dbc":
+        cluster.start(name)
+    told = cluster.told()
+    rows = [
+        {
+            "instance_id": entry.instance.instance_id,
+            "model": MODEL.name,
+            "digest": MODEL.digest,
+            "state": "fetching",
+            "generation": 1,
+            "epoch": 1,
+            "body": to_row_json(replace(entry.instance, decision_id=f"dec-{index}")),
+            "created_at": begun + timedelta(seconds=index),
+            "updated_at": begun,
+        }
+        for index, entry in enumerate(cluster.entries)
+    ]
+    decided = {"kind": "cold_start", "model": MODEL.name, "epoch": 1, "at": begun, "outcome": {}, "reasons": []}
+    async with database.unit_of_work() as work:
+        # As a table is that was written to for a while: in no order.
+        for index, row in reversed(list(enumerate(rows))):
+            await work.connection.execute(insert(tables.instances).values(**row))
+            inputs = {"models": [to_row_json(MODEL)]}
+            await work.connection.execute(insert(tables.decisions).values(decision_id=f"dec-{index}", inputs=inputs, **decided))
+    stored = await SchedulerRepository(database, Fence(database, "leader", Epoch(2)), SystemClock()).load()
+    cluster.entries = [Entry(instance=one.instance, model=one.model) for one in stored.instances]
+    assert [one.instance.instance_id for one in stored.instances] == ["i-d", "i-b", "i-c"]
+    assert cluster.told() == told == {"d": "a", "b": "d a", "c": "b d a"}
+    async with database.unit_of_work() as work:
+        for table in (tables.instances, tables.decisions):
+            await work.connection.execute(delete(table))
+    await database.stop()

@@ -58,13 +58,13 @@ async def test_commands_end_with_the_lease() -> None:
     said, term, one = Said(), Term(), an_instance()
     dispatcher = Dispatcher(said, Epoch(1), term.check, ManualClock())  # type: ignore[arg-type]
     entry = Entry(instance=one, model=model(one.model))
-    await dispatcher.dispatch(entry, (entry,), 0.0)
+    await dispatcher.dispatch(entry, (entry,), {}, 0.0)
     assert len(said.words) == 2
     term.over = True
     with pytest.raises(NotLeader):
-        await dispatcher.dispatch(entry, (entry,), 10.0)
+        await dispatcher.dispatch(entry, (entry,), {}, 10.0)
     with pytest.raises(NotLeader):
-        await dispatcher.publish((entry,), {}, (), 10.0)
+        await dispatcher.publish((entry,), {}, {}, 10.0)
     assert len(said.words) == 2
 
 

@@ -64,6 +64,9 @@ class PoolLeases:
     asked: list[tuple[InstanceId, tuple[int, ...], str]] = field(default_factory=list)
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     failure: Exception | None = None
+    intact: bool = True
+    may_end: asyncio.Event = field(default_factory=asyncio.Event)
+    """Cleared, a load lasts after its last part."""
 
     async def lease(
         self, worker_id: WorkerId, instance_id: InstanceId, model: Model, parts: tuple[int, ...], trace_parent: str = ""
@@ -73,7 +76,9 @@ class PoolLeases:
 
 
 class _OpenLease:
-    intact = True
+    @property
+    def intact(self) -> bool:
+        return self._leases.intact
 
     def __init__(self, leases: PoolLeases, parts: tuple[int, ...]) -> None:
         self.pool_path = str(leases.pool.path)
@@ -93,6 +98,10 @@ class _OpenLease:
             if self._leases.failure is not None:
                 raise self._leases.failure
             yield PartReady(part=part, tensors=self._leases.pool.parts[part])
+        try:
+            await self._leases.may_end.wait()
+        finally:
+            await self._leases.may_end.wait()
 
 
 def _shapes(spec: ModelSpec) -> dict[int, dict[str, tuple[int, ...]]]:
@@ -183,6 +192,7 @@ def leases(pool: TinyPool) -> Iterator[PoolLeases]:
     """Leases that give every part at once; clear ``gate`` to hold parts back."""
     made = PoolLeases(pool)
     made.gate.set()
+    made.may_end.set()
     yield made
     assert made.open == 0, "a lease was left open"
 

@@ -1,5 +1,6 @@
 """The child's loop with an engine that is a script: what it obeys, in which order, and what it reports."""
 
+import itertools
 import select
 import socket
 import threading
@@ -22,6 +23,7 @@ from pilotlight.common.messages.engine import (
     Shutdown,
     StageFailed,
     StageLoaded,
+    StageOpened,
     StageUnloaded,
     StepDone,
     UnloadStage,
@@ -52,12 +54,19 @@ class ScriptedEngine:
         self.step_error: Exception | None = None
         self.prefilled = False
         self.due_s: float | None = None
+        self.step_s = 0.001
+        self.early = False
+        """Requests run as far as parts are in place."""
+        self.fresh = False
         self.may_step = threading.Event()
         self.may_step.set()
 
     @property
     def has_work(self) -> bool:
-        return bool(self.running or self.ended)
+        if self.due_s is not None and self.clock.monotonic_s() >= self.due_s:
+            return True
+        waits = self.early and not self.fresh and any(self.expected.values())
+        return bool(self.ended or (self.running and not waits))
 
     def begin_load(self, instance_id: InstanceId, spec: Any, stage: Any, dtype: Any, device_bytes: int) -> StageRoom:
         if self.begin_error is not None:
@@ -71,6 +80,7 @@ class ScriptedEngine:
         self.seen += [(name, bytes(view[:8])) for name, (_, _, view) in tensors.items()]
         assert all(view.readonly for _, _, view in tensors.values())
         self.expected[instance_id].discard(part)
+        self.fresh = True
         return PlacedPart(copy_s=0.0, convert_s=self.convert_s, ready=not self.expected[instance_id])
 
     def drop(self, instance_id: InstanceId) -> None:
@@ -107,11 +117,18 @@ class ScriptedEngine:
 
     def step(self) -> StepResult:
         assert self.may_step.wait(5)
-        threading.Event().wait(0.001)  # a computation's time: the parent of this thread reads along
+        threading.Event().wait(self.step_s)  # a computation's time: the parent of this thread reads along
         if self.step_error is not None:
             raise self.step_error
         start_s = self.clock.monotonic_s()
         produced, self.ended = self.ended, []
+        if self.due_s is not None and start_s >= self.due_s:
+            late = {"position": 0, "finish": FinishReason.ERROR, "code": "deadline_exceeded"}
+            produced += [Produced(request_id=run.request_id, attempt=1, **late) for run in self.running]
+            self.running, self.due_s = [], None
+        fresh, self.fresh = self.fresh, False
+        if self.early and any(self.expected.values()):
+            return idle_result(produced, self.running[0].instance_id if fresh and self.running else None)
         produced += [Produced(request_id=run.request_id, attempt=1, position=0, token_ids=(7,)) for run in self.running]
         first = ()
         if self.running and not self.prefilled:
@@ -127,6 +144,19 @@ class ScriptedEngine:
             step_time_s=0.0,
             first_prefills=first,
         )
+
+
+def idle_result(produced: list[Produced], turn_of: InstanceId | None) -> StepResult:
+    """No token in it."""
+    return StepResult(
+        produced=tuple(produced),
+        waiting=0,
+        running=1,
+        kv_free_tokens=1,
+        step_time_s=0.0,
+        first_prefills=(),
+        turn_of=turn_of,
+    )
 
 
 class Parent:
@@ -255,6 +285,44 @@ def test_a_load_that_waits_for_its_part_is_not_loading(start: Any, pool: Any) ->
     _, one, rest = parent.until(StageLoaded).phases
     assert (one.name, rest.name, rest.start_s) == (PhaseName.LOAD, PhaseName.LOAD, ready.at_s)
     assert one.end_s <= rest.start_s
+
+
+@pytest.mark.parametrize("fault", ["", "prefill=0.03", "load=0.03"])
+def test_what_runs_between_two_parts_is_prefill_and_no_load(fault: str, start: Any, engine: ScriptedEngine, pool: Any) -> None:
+    engine.early, engine.step_s = True, 0.004
+    parent = start(fault)
+    places = pool.places()
+    parent.send(pool.load())
+    opened = parent.until(StageOpened)
+    assert (opened.instance_id, opened.kv_capacity_tokens) == (INSTANCE, 512)
+    parent.send(run(), places[0], places[1])
+    for _ in range(2):
+        parent.until(StepDone)
+    threading.Event().wait(0.02)  # nothing comes
+    parent.send(*places[2:])
+    loaded = parent.until(StageLoaded)
+    prefilled = parent.until(Prefilled)
+    step = parent.until(StepDone)
+    assert len(step.produced) == 1
+    work = sorted([*loaded.phases, *prefilled.earlier, prefilled.phase], key=lambda phase: phase.start_s)
+    assert all(one.end_s <= other.start_s for one, other in itertools.pairwise(work)), "nothing is counted twice"
+    taken_s = {name: sum(one.end_s - one.start_s for one in work if one.name is name) for name in PhaseName}
+    steps = len(places)
+    assert taken_s[PhaseName.PREFILL] == pytest.approx(steps * 0.004 + 0.03 * ("prefill" in fault), abs=0.008)
+    assert taken_s[PhaseName.LOAD] == pytest.approx(0.03 * ("load" in fault), abs=0.008)
+    assert step.sampled is not None
+    assert step.sampled.at_s == prefilled.phase.end_s
+
+
+def test_a_request_that_waits_for_parts_is_looked_at_when_its_time_is_over(start: Any, engine: ScriptedEngine, pool: Any) -> None:
+    engine.early = True
+    parent = start()
+    parent.send(pool.load(), pool.places()[0], run())
+    parent.until(StepDone)
+    engine.due_s = engine.clock.monotonic_s() + 0.05
+    parent.send(Abort(request_id=RequestId("req-other"), attempt=1))  # it reads when that is
+    step = parent.until(StepDone, lambda step: any(one.code for one in step.produced))
+    assert [(one.request_id, one.code) for one in step.produced] == [("req-1", "deadline_exceeded")]
 
 
 def test_neighbouring_intervals_become_one() -> None:

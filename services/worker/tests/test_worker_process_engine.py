@@ -10,10 +10,11 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from pilotlight.common.errors import EngineFailed
-from pilotlight.common.messages.engine import Prefilled, Run, StageFailed, StageLoaded, StepDone
+from pilotlight.common.messages.engine import Abort, Prefilled, Run, StageFailed, StageLoaded, StageOpened, StepDone, UnloadStage
 from pilotlight.common.testing import until
 from pilotlight.policy.types import FinishReason, InstanceId, RequestId, Sampling
 from pilotlight.worker.child_process import ChildOptions, bury, kill_group, spawn
@@ -115,6 +116,42 @@ async def test_it_serves_dies_in_mid_stream_and_serves_the_same_tokens_again(
 
     await engine.load_stage(pool.load("inst-2", kv_tokens=1))
     assert (await listener.until(StageFailed)).code == "no_room"
+
+
+async def test_requests_run_while_parts_come(engine: ProcessEngine, pool: Any, greedy: Callable[[int], Sampling]) -> None:
+    await engine.start()
+    listener = Listener(engine)
+    await load(engine, listener, pool)
+    await engine.run(run(pool, greedy(12)))
+    await listener.until_end("req-1")
+    await engine.unload_stage(UnloadStage(instance_id=InstanceId("inst-1")))
+
+    await engine.load_stage(pool.load())
+    assert (await listener.until(StageOpened)).kv_capacity_tokens == 512
+    for name in ("req-2", "req-3", "req-4"):
+        await engine.run(run(pool, greedy(12), name))
+    late = msgspec.structs.replace(run(pool, greedy(12), "req-5"), deadline_in_s=0.1)
+    await engine.run(late)
+    for place in pool.places()[:-1]:
+        await engine.place_part(place)
+    await listener.until(StepDone, lambda step: step.running == 1 or step.running == 4)
+    await engine.abort(Abort(request_id=RequestId("req-3"), attempt=1))
+    assert (await listener.until_end("req-3")).finish is FinishReason.CANCELLED
+    assert (await listener.until_end("req-5")).code == "deadline_exceeded", "nothing came, and it ended all the same"
+    await engine.place_part(pool.places()[-1])
+    loaded = await listener.until(StageLoaded)
+    prefilled = await listener.until(Prefilled)
+    await listener.until_end("req-4")
+    assert listener.tokens["req-2"] == listener.tokens["req-4"] == listener.tokens["req-1"]
+    assert len(prefilled.earlier) >= 1
+    assert all(phase.end_s <= prefilled.phase.start_s for phase in (*prefilled.earlier, *loaded.phases))
+
+    # Called off, they can run elsewhere.
+    await engine.load_stage(pool.load("inst-2"))
+    await engine.run(msgspec.structs.replace(run(pool, greedy(12), "req-6"), instance_id=InstanceId("inst-2")))
+    await engine.place_part(pool.places("inst-2")[0])
+    await engine.unload_stage(UnloadStage(instance_id=InstanceId("inst-2")))
+    assert (await listener.until_end("req-6")).code == "not_loaded"
 
 
 async def test_the_child_never_outlives_its_parent(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from pilotlight.cli.home import Home
 from pilotlight.cli.output import console
 from pilotlight.cli.plan import SystemOptions
 from pilotlight.cli.system import System, free_port
-from pilotlight.cli.waterfall import bars_of, draw
+from pilotlight.cli.waterfall import bars_of, draw, seconds_within
 from pilotlight.common.clock import Clock, SystemClock
 from pilotlight.common.errors import NotFound, PilotlightError
 from pilotlight.common.waiting import pause
@@ -82,7 +82,8 @@ def _converse(home: Home, options: SystemOptions, clock: Clock, progress: Any, a
             raise DemoFailed(f"{DEMO_MODEL} did not answer: {error}; the logs are in {home.logs}") from error
         record = _cold_start_of(admin, home, cold.trace_id, clock)
     phases: dict[str, float] = {}
-    for bar in bars_of(record["phases"]):
+    bars = bars_of(record["phases"])
+    for bar in bars:
         phases[bar.name] = round(phases.get(bar.name, 0.0) + bar.total_s, 4)
     if not as_json:
         console.print(Panel(f"[bold]{DEMO_PROMPT}[/]\n{escape(cold.text)}", title=DEMO_MODEL, expand=False))
@@ -96,6 +97,7 @@ def _converse(home: Home, options: SystemOptions, clock: Clock, progress: Any, a
         "warm_ttft_s": round(warm.ttft_s, 4),
         "output_tokens": cold.output_tokens,
         "phases": phases,
+        "while_fetching": {name: round(seconds_within(bars, name, "fetch"), 4) for name in ("load", "prefill")},
         "phase_coverage": round(record["coverage"], 4),
         "trace_id": cold.trace_id,
     }

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from cyclopts import App, CycloptsError, Parameter, validators
 from rich.markup import escape
 
-from pilotlight.cli import audit, logs, models, nodes, traces
+from pilotlight.cli import audit, logs, models, nodes, traces, transfers
 from pilotlight.cli.backup import back_up
 from pilotlight.cli.backup import restore as restore_home
 from pilotlight.cli.client import AdminClient
@@ -326,6 +326,19 @@ def node_drain(
         if undo:
             return nodes.undrain(client, node, as_json=json)
         return nodes.drain(client, node, wait_s=timeout_s if wait else None, as_json=json)
+
+
+@app.command(name="transfers")
+def show_transfers(
+    *,
+    watch: Annotated[
+        bool, Parameter(name=["--watch", "-w"], help="Go on until Ctrl-C.", negative="", show_default=False)
+    ] = False,
+    json: Json = False,
+) -> int:
+    """Show what nodes fetch at the moment: how far it is, how fast, and from whom."""
+    with _client() as client:
+        return transfers.show(client, watch=watch, as_json=json)
 
 
 @app.command(name="audit")

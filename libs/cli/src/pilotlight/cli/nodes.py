@@ -31,10 +31,21 @@ def show(client: AdminClient, *, as_json: bool) -> int:
             str(node["left"]["requests"]),
             str(node["left"]["copies"]),
             f"{node['pool_free_bytes'] / MIB:,.0f} / {node['pool_bytes'] / MIB:,.0f}" if "pool_bytes" in node else "",
+            _disk(node),
         )
         for node in nodes
     ]
-    columns = ("node", "host", "state", "workers", "instances", "requests", "host copies", "pool free/all MiB")
+    columns = (
+        "node",
+        "host",
+        "state",
+        "workers",
+        "instances",
+        "requests",
+        "host copies",
+        "pool free/all MiB",
+        "disk used/all MiB",
+    )
     show_table(columns, rows, "no node reports; see `pilotlight logs loader`")
     return 0
 
@@ -81,6 +92,11 @@ def _wait(client: AdminClient, node: Mapping[str, Any], wait_s: float, *, as_jso
             listed = client.get("/nodes")["nodes"]
             node = next((one for one in listed if one["node_id"] == node["node_id"]), node)
     return node
+
+
+def _disk(node: Mapping[str, Any]) -> str:
+    limit_bytes = node.get("disk_tier_bytes")
+    return f"{node['disk_tier_used_bytes'] / MIB:,.0f} / {limit_bytes / MIB:,.0f}" if limit_bytes else ""
 
 
 def _left(node: Mapping[str, Any]) -> str:

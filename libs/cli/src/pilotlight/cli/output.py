@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
@@ -34,9 +34,13 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]], empty: str
         table.add_column(column)
     for row in listed:
         table.add_row(*map(escape, row))
-    needed = Measurement.get(console, console.options.update(max_width=MAX_TABLE_CHARS), table).maximum
-    # Beyond the screen's width it is the terminal that wraps.
-    Console(highlight=False, width=needed).print(table, crop=False)
+    print_whole(table)
+
+
+def print_whole(content: RenderableType) -> None:
+    """Print something as wide as it is: beyond the screen's width it is the terminal that wraps."""
+    needed = Measurement.get(console, console.options.update(max_width=MAX_TABLE_CHARS), content).maximum
+    Console(highlight=False, width=needed).print(content, crop=False)
 
 
 def show_error(error: PilotlightError, *, as_json: bool = False) -> int:

@@ -8,6 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pilotlight.policy.coverage import union
+
 LABELS_WIDTH = 30
 """Columns before the axis: phase, process, milliseconds."""
 MIN_WIDTH = 20
@@ -52,6 +54,12 @@ def bars_of(phases: Sequence[Mapping[str, Any]]) -> tuple[Bar, ...]:
         grouped.setdefault((phase["name"], phase["process"]), []).append((phase["start_s"] + shift_s, phase["end_s"] + shift_s))
     bars = [Bar(name, process, tuple(sorted(intervals))) for (name, process), intervals in grouped.items()]
     return tuple(sorted(bars, key=lambda bar: (bar.intervals[0][0], bar.name)))
+
+
+def seconds_within(bars: Sequence[Bar], name: str, outer: str) -> float:
+    """Seconds of one phase while another was going on, somewhere."""
+    inside, around = (union(interval for bar in bars if bar.name == one for interval in bar.intervals) for one in (name, outer))
+    return sum(max(0.0, min(end, stop) - max(start, begin)) for start, end in inside for begin, stop in around)
 
 
 def draw(cold_start: Mapping[str, Any], console_width: int) -> RenderableType:

@@ -22,7 +22,7 @@ from pilotlight.common.waiting import Backoff, pause
 from pilotlight.dataplane.lanes import Lanes
 from pilotlight.dataplane.origin import ChunkFill, MixedBytes, Nearby, NotHere, Origin, RecordedNow, WrongBytes
 from pilotlight.dataplane.readers import Reading
-from pilotlight.dataplane.turns import Rank, Recalled
+from pilotlight.dataplane.turns import Recalled
 from pilotlight.policy.types import Model, OriginKind
 
 log = structlog.get_logger()

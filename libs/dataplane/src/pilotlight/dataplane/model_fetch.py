@@ -199,7 +199,7 @@ class ModelFetch:
                 await self._fill(manifest)
             finally:
                 current.set_attribute("bytes", self.done_bytes)
-                current.set_attribute("origins", [share.name for share in self._shares.given])
+                current.set_attribute("origins", ", ".join(share.name for share in self._shares.given))
                 for kind in OriginKind:
                     current.set_attribute(f"bytes_{kind}", self._shares.of_kind(kind))
 

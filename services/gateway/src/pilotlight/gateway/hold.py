@@ -197,7 +197,7 @@ class Hold:
             return
         for place in line.handed:
             if place.ticket.digest == digest:
-                place.error = error  # Its worker says that the load has failed, before or after this.
+                place.error = error
         refused = [place for place in line.places if place.ticket.digest == digest]
         line.places = [place for place in line.places if place.ticket.digest != digest]
         for place in refused:
@@ -251,6 +251,8 @@ class Hold:
             for place in line.places:
                 place.settle(None, error)
             line.places.clear()
+            for place in line.handed:
+                place.error = error
             line.handed.clear()
         self._held = 0
         self.on_change()

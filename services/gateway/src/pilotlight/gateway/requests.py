@@ -205,7 +205,7 @@ class _Life:
 
         Raises:
             NotLoaded: another instance is ready before it.
-            PilotlightError: it has waited for as long as it may.
+            PilotlightError: it has waited for as long as it may, or nobody may wait any more.
         """
         model, fleet, instance_id = self._request.model, self._parts.fleet, seen.instance.instance_id
         yield self._progress(place)
@@ -217,6 +217,8 @@ class _Life:
             if self._clock.monotonic_s() >= limit_s:
                 self._waited_out = True
                 raise self._too_late() if self._left_s() <= 0 else await self._parts.explainer.why(model, self._request.arrived_s)
+            if not ready and place.error is not None:
+                raise place.error
             if not ready and fleet.serving(model.name):
                 raise NotLoaded(f"another instance of {model.name} is ready before {instance_id}")
             yield self._progress(place)

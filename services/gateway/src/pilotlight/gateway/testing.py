@@ -210,6 +210,7 @@ class ScriptedWorker:
         """Notified whenever something was heard."""
         self.answers_resend = True
         self.kv_capacity_tokens = 0
+        self.held_state = HeldState.READY
         self.shown: Moment | None = None
         """When the instance is said to have been shown as ready, and its tokens to have been sampled."""
         self.sampled: Moment | None = None
@@ -243,8 +244,16 @@ class ScriptedWorker:
 
     async def ready(self, state: InstanceState = InstanceState.READY) -> None:
         """Tell everybody that the instance is there (the scheduler's part)."""
+        if state is InstanceState.READY:
+            self.held_state = HeldState.READY
         self.instance = replace(self.instance, state=state, shown=self.shown)
         await (await self._bus.bucket(INSTANCES)).put(self.instance.instance_id, self.instance)
+
+    async def loading(self) -> None:
+        """Tell everybody that the instance loads, and that it takes requests already."""
+        self.held_state = HeldState.LOADING
+        await self.ready(InstanceState.LOADING)
+        await self.report()
 
     async def die(self) -> None:
         """Be silent for ever."""
@@ -282,9 +291,10 @@ class ScriptedWorker:
             model=self.instance.model,
             digest=self.instance.digest,
             stage=Stage(0, 2),
-            state=HeldState.READY,
+            state=self.held_state,
             device_bytes=1000,
             kv_capacity_tokens=self.kv_capacity_tokens,
+            open=self.held_state is HeldState.LOADING,
         )
         facts = WorkerFacts(
             worker_id=self.worker_id,

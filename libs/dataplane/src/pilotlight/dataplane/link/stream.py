@@ -12,6 +12,8 @@ from pilotlight.dataplane.link.wire import HEADER, FrameKind, Head, control_fram
 
 READ_BYTES = 512 * 1024
 """Taken from a socket at once, at most."""
+WAKE_BYTES = 256 * 1024
+"""Of a unit's bytes so many are waited for at once, or what is left of it."""
 UNSENT_BYTES = 256 * 1024
 """That the system keeps unsent for one connection: little, so that what matters more need not wait behind it."""
 COPY_BYTES = 256 * 1024
@@ -36,6 +38,7 @@ class FrameStream:
         self._head = memoryview(bytearray(HEADER.size))
         self._buffer = memoryview(bytearray(READ_BYTES))
         self._sendfile_works = True
+        self._wakes_at = 1
 
     def close(self) -> None:
         """Let go of it."""
@@ -78,6 +81,7 @@ class FrameStream:
         Raises:
             MessageUndecodable: the stream ended.
         """
+        self._wake_at(min(at_most, WAKE_BYTES))
         count = await self._loop.sock_recv_into(self._sock, self._buffer[: min(at_most, READ_BYTES)])
         if not count:
             raise MessageUndecodable("the stream ended within a frame")
@@ -146,7 +150,14 @@ class FrameStream:
         finally:
             self._loop.remove_writer(self._sock.fileno())
 
+    def _wake_at(self, size_bytes: int) -> None:
+        """Sleep until so many bytes are there: on a slow link they come in hundreds of small packets."""
+        if size_bytes != self._wakes_at:
+            self._wakes_at = size_bytes
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size_bytes)
+
     async def _fill(self, view: memoryview) -> bool:
+        self._wake_at(1)
         done = 0
         while done < len(view):
             count = await self._loop.sock_recv_into(self._sock, view[done:])

@@ -26,6 +26,7 @@ from pilotlight.gateway.admin.schemas import (
     WarmAccepted,
     model_body,
 )
+from pilotlight.gateway.admin.transfers import add_transfers
 from pilotlight.gateway.admin.verifications import add_verifications
 from pilotlight.gateway.admin.views import add_views
 from pilotlight.gateway.audit import AuditLog
@@ -77,6 +78,7 @@ def build_admin(parts: AdminParts) -> FastAPI:
     add_verifications(app, parts.registration, parts.fleet, parts.bus, parts.audit)
     _add_models(app, parts)
     add_nodes(app, parts.fleet, parts.drains)
+    add_transfers(app, parts.fleet)
     add_views(app, Display(parts.database), parts.fleet, parts.audit)
     return app
 
