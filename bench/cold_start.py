@@ -51,12 +51,12 @@ def machine() -> dict[str, Any]:
     }
 
 
-def ask(options: SystemOptions, home: Home, model: str, clock: Clock) -> tuple[float, str]:
+def ask(options: SystemOptions, home: Home, model: str, clock: Clock, prompt: str) -> tuple[float, str]:
     """Seconds to the first token, and the trace."""
     with OpenAI(base_url=f"{options.url}/v1", api_key=home.api_key.read_text().strip(), max_retries=0, timeout=120) as client:
         began_s = clock.monotonic_s()
         with client.chat.completions.with_streaming_response.create(
-            model=model, messages=[{"role": "user", "content": DEMO_PROMPT}], temperature=0, max_tokens=16, stream=True
+            model=model, messages=[{"role": "user", "content": prompt}], temperature=0, max_tokens=16, stream=True
         ) as response:
             first_s = None
             for chunk in response.parse():
@@ -89,7 +89,7 @@ async def until_unloaded(admin: AdminClient) -> None:
     raise NotFound("a worker does not let go of its model")
 
 
-async def measure(home: Home, repeats: int, link: str) -> dict[str, Any]:
+async def measure(home: Home, repeats: int, link: str, prompt: str) -> dict[str, Any]:
     """Run everything on a system of its own."""
     clock = SystemClock()
     figures: dict[str, list[float]] = {"remote_ttft_s": [], "host_ttft_s": [], "warm_ttft_s": []}
@@ -105,7 +105,7 @@ async def measure(home: Home, repeats: int, link: str) -> dict[str, Any]:
                 slo = {"ttft_ms": 5000, "tpot_ms": 200}
                 await asyncio.to_thread(admin.post, "/models", {"name": model, "uri": copy.as_uri(), "slo": slo})
                 for way in ("remote", "host"):
-                    seconds, trace_id = await asyncio.to_thread(ask, options, home, model, clock)
+                    seconds, trace_id = await asyncio.to_thread(ask, options, home, model, clock, prompt)
                     record = await record_of(admin, trace_id)
                     figures[f"{way}_ttft_s"].append(seconds)
                     coverage[way].append(record["coverage"])
@@ -113,7 +113,7 @@ async def measure(home: Home, repeats: int, link: str) -> dict[str, Any]:
                         for phase in record["phases"]:
                             phases.setdefault(phase["name"], [0.0] * repeats)[index] += phase["end_s"] - phase["start_s"]
                     else:
-                        seconds, _ = await asyncio.to_thread(ask, options, home, model, clock)
+                        seconds, _ = await asyncio.to_thread(ask, options, home, model, clock, prompt)
                         figures["warm_ttft_s"].append(seconds)
                     await asyncio.to_thread(admin.post, f"/models/{model}/evict")
                     await until_unloaded(admin)
@@ -134,11 +134,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Cold and warm first tokens of the demo model.")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--link", default="200mbit")
+    parser.add_argument("--prompt-words", type=int, default=0, help="ask with a prompt of so many words instead of the demo's")
     arguments = parser.parse_args()
+    prompt = " ".join(["light"] * arguments.prompt_words) or DEMO_PROMPT
     with tempfile.TemporaryDirectory(prefix="pilotlight-bench-") as folder:
         # PostgreSQL runs as another user when we are root, and passes through.
         Path(folder).chmod(0o711)
-        result = asyncio.run(measure(Home(Path(folder) / "home"), arguments.repeats, arguments.link))
+        result = asyncio.run(measure(Home(Path(folder) / "home"), arguments.repeats, arguments.link, prompt))
     print(json.dumps(result, indent=2))
 
 

@@ -13,6 +13,7 @@ import asyncio
 import json
 import os
 import resource
+import signal
 import statistics
 import subprocess
 import sys
@@ -334,6 +335,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--rate", default="200mbit", help="of every link, as tc takes it")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--receivers", default="1,3,7")
+    parser.add_argument("--each", action=argparse.BooleanOptionalAction, default=True, help="also with each asking the source")
     parser.add_argument("--log", type=Path, help="where the nodes' logs go")
     parser.add_argument("--node", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -349,6 +351,8 @@ def main() -> None:
         return
     if os.geteuid() != 0:
         raise SystemExit("network namespaces need root")
+    # Told to end, it leaves no namespaces behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     counts = [int(count) for count in options.receivers.split(",")]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -357,7 +361,8 @@ def main() -> None:
         log = stack.enter_context((options.log or Path(os.devnull)).open("wb"))
         runs: dict[str, list[dict[str, Any]]] = {}
         for number in range(options.rounds):
-            plans = [(count, chain) for count in counts for chain in (True, False) if chain or count > 1]
+            shapes = (True, False) if options.each else (True,)
+            plans = [(count, chain) for count in counts for chain in shapes if chain or count > 1]
             for count, chain in plans if number % 2 == 0 else reversed(plans):
                 name = f"{'chain' if chain else 'each from the source'} {count}"
                 found = measure(count, chain=chain, names=names, folder=folder, log=log)

@@ -262,3 +262,27 @@ def test_a_node_is_drained_and_nobody_notices(folder: Path) -> None:
         done = [one["action"] for one in system.cli("audit", "--entity", second)["audit"]]
         assert done == ["node_undrain", "node_drain"]
         assert system.cli("node", "drain", "node-none", status=1)["error"]["code"] == "node_not_found"
+
+
+def test_nodes_that_start_one_model_read_it_from_its_source_once(folder: Path) -> None:
+    """The second node asks the first, which is itself still reading: they are one chain, by the scheduler's record and by the loaders'."""
+    # Room for one instance on each device.
+    small = {"PILOTLIGHT_DEVICE_BYTES": str(24 * 2**20)}
+    arguments = ("--worker-kind", "sim", "--with-demo-model", "--link", "20mbit")
+    with running(folder / "home", *arguments, environment=small) as system, second_node(system, folder / "second"):
+        eventually(lambda: sum(node["workers"] for node in nodes_of(system).values()) == 2)
+        with system.admin() as admin:
+            assert admin.patch("/models/ember-7m", json={"min_instances": 2, "max_instances": 2}).status_code == 200
+            moving = eventually(lambda: len(found := system.cli("transfers")["transfers"]) == 2 and found)
+            assert {one["model"] for one in moving} == {"ember-7m"}
+            eventually(lambda: [one["state"] for one in admin.get("/instances").json()["instances"]].count("ready") == 2)
+            starts = [one["outcome"] for one in admin.get("/decisions").json()["decisions"] if one["kind"] == "cold_start"]
+        (chain,) = starts[0]["chains"]
+        first, second = chain["members"]
+        assert chain["source"] is None, "nobody had it: the first of them reads it from its source"
+        assert {first, second} == nodes_of(system).keys()
+        found = eventually(lambda: not (idle := system.cli("transfers"))["transfers"] and idle)
+        links = {(link["node_id"], link["kind"]): link["name"] for link in found["links"]}
+        assert links == {(first, "source"): "file://", (second, "peer"): f"peer://{first}"}
+        held = [copy["parts"] for node in nodes_of(system).values() for copy in node["copies"]]
+        assert held[0] == held[1]

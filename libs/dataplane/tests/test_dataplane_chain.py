@@ -1,5 +1,7 @@
 """Chains: nodes that take a model's chunks from one another, over real sockets."""
 
+import errno
+import os
 import random
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -14,12 +16,14 @@ from pilotlight.checkpoint.checkpoint import read_chunk
 from pilotlight.checkpoint.digests import UNIT_BYTES, chunk_digest
 from pilotlight.checkpoint.manifest import Chunk, Manifest
 from pilotlight.checkpoint.reader import FolderSource
+from pilotlight.common.clock import ManualClock
 from pilotlight.common.messages.hold import Peer
 from pilotlight.common.testing import until
 from pilotlight.dataplane.link.peer import LinkState
+from pilotlight.dataplane.link.yielding import HOLD_S
 from pilotlight.dataplane.origin import ChunkWork
 from pilotlight.dataplane.source_origin import SourceOrigin
-from pilotlight.policy.types import InstanceId, Model, OriginKind
+from pilotlight.policy.types import FetchPriority, InstanceId, Model, OriginKind
 
 pytestmark = pytest.mark.anyio
 ONE = InstanceId("inst-1")
@@ -50,7 +54,7 @@ class Chain:
         self.gates: list[GatedLink] = []
 
     async def add(self, name: str, **options: Any) -> LinkedNode:
-        linked = LinkedNode(name, **{key: options.pop(key) for key in ("key", "stall_timeout_s") if key in options})
+        linked = LinkedNode(name, **{key: options.pop(key) for key in ("key", "clock", "stall_timeout_s") if key in options})
         opened = self.sources[name] = []
 
         def open_source(model: Model, manifest: Manifest) -> CountedSource:
@@ -120,14 +124,19 @@ def strip(manifest: Manifest) -> Manifest:
 
 
 def order(
-    linked: LinkedNode, registered: Any, upstreams: list[LinkedNode | Peer] | list[LinkedNode] | list[Peer], parts: Any = None
+    linked: LinkedNode,
+    registered: Any,
+    upstreams: list[Any],
+    parts: Any = None,
+    *,
+    priority: FetchPriority = FetchPriority.COLD_START,
 ) -> Any:
     """What the loader does with an order of the scheduler."""
     linked.node.add(registered)
     peers = [upstream.peer if isinstance(upstream, LinkedNode) else upstream for upstream in upstreams]
     linked.peers.follow(registered.model.digest, peers)
     parts = range(len(registered.manifest.parts)) if parts is None else parts
-    return linked.node.copies.hold(registered.model, parts, ONE, leased=False)
+    return linked.node.copies.hold(registered.model, parts, ONE, leased=False, priority=priority)
 
 
 async def test_a_chain_takes_every_byte_from_its_source_once(chain: Chain, register: Register) -> None:
@@ -331,3 +340,61 @@ async def test_the_room_of_a_part_that_is_given_up_is_free_once_nobody_is_sent_i
     assert all(image_of(b, registered, part) == expected(registered, part) for part in range(4))
     await until(lambda: pool.free_bytes == pool.geometry.data_bytes - kept.extent.size_bytes)
     assert not b.node.seen.failed
+
+
+async def test_two_nodes_that_wait_for_each_other_do_not_for_ever(chain: Chain, register: Register) -> None:
+    registered = large(register)
+    a, b = [await chain.add(name, stall_timeout_s=0.2) for name in "ab"]
+    for linked, holder in [(a, order(a, registered, [b])), (b, order(b, registered, [a]))]:
+        await whole(linked, holder)
+        assert image_of(linked, registered, 1) == expected(registered, 1)
+    assert chain.taken("a") or chain.taken("b")
+
+
+async def test_what_is_fetched_ahead_waits_until_a_cold_start_sends_no_more(chain: Chain, register: Register) -> None:
+    registered, clock = large(register), ManualClock()
+    source = await chain.add("s", clock=clock)
+    await whole(source, order(source, registered, []))
+    cold, ahead = await chain.add("cold"), await chain.add("ahead")
+    await whole(cold, order(cold, registered, [source]))
+    # At the sender no time has passed since.
+    holder = order(ahead, registered, [source], priority=FetchPriority.PREFETCH)
+    await until(lambda: source.server is not None and source.server.connections == 2)
+    await until(lambda: source.node.pool.is_pinned(registered.model.digest))
+    assert ahead.traffic.received == {}
+    clock.advance(2 * HOLD_S)
+    await whole(ahead, holder)
+    assert not chain.taken("ahead")
+
+
+async def test_a_pool_that_cannot_be_sent_from_is_read(chain: Chain, register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on hugetlbfs."""
+
+    def refuse(*args: Any) -> int:
+        raise OSError(errno.EINVAL, "no")
+
+    monkeypatch.setattr(os, "sendfile", refuse)
+    registered = large(register)
+    source, a = await chain.add("s"), await chain.add("a")
+    await whole(source, order(source, registered, []))
+    await whole(a, order(a, registered, [source]))
+    assert image_of(a, registered, 1) == expected(registered, 1)
+    assert not chain.taken("a")
+
+
+async def test_an_adopted_copy_is_given_and_a_damaged_one_is_not(chain: Chain, register: Register) -> None:
+    """A loader that took over a pool knows its chunks' digests, and no unit's."""
+    registered = large(register)
+    source, a = await chain.add("s"), await chain.add("a")
+    await whole(source, order(source, registered, []))
+    for part in range(4):
+        source.node.pool.find(registered.model.digest, part).units.clear()
+    image = source.node.pool.find(registered.model.digest, 2)
+    with source.node.pool.view(image, 4 * UNIT_BYTES, 1) as view:
+        view[0] ^= 1
+    await whole(a, order(a, registered, [source]))
+    assert all(image_of(a, registered, part) == expected(registered, part) for part in range(4))
+    assert {part for part, _ in chain.taken("a")} == {2}
+    assert len(chain.taken("a")) == 1
+    # Who has damaged memory and says so lies to nobody.
+    assert not a.node.seen.failed

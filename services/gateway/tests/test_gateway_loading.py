@@ -220,15 +220,21 @@ async def test_it_waits_no_longer_than_it_may_be_held(make_world):
     (ran,) = worker.ran.values()
     await worker.until(lambda: ran.cancelled)
     # Once it is ready, the time of being held is over.
-    asking = asyncio.create_task(world.client.completions.create(**PROMPT))
+    asking = asyncio.create_task(world.http.post("/v1/completions", json={**PROMPT, "stream": True}))
     await worker.until(lambda: len(worker.ran) == 2)
+    ran = worker.ran[worker.submits[1].request_id, 1]
+    entries, ran.entries = ran.entries, []
     await worker.ready()
     await world.until(lambda: world.serving.hold.demand() == ())
     with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.7):
+        async with asyncio.timeout(1.5):
             await asyncio.shield(asking)
+    ran.entries = entries
     await ready(worker)
-    assert (await asking).choices[0].text == ANSWER
+    response = await asking
+    assert " dogs." in response.text
+    assert ": pilotlight queue=0 phase=prefill " in response.text
+    assert len(worker.submits) == 2
 
 
 async def test_another_instance_that_is_ready_first_takes_over(world):

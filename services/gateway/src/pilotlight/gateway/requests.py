@@ -209,17 +209,19 @@ class _Life:
         """
         model, fleet, instance_id = self._request.model, self._parts.fleet, seen.instance.instance_id
         yield self._progress(place)
-        while True:
-            ready = fleet.serves(instance_id)
-            limit_s = self._request.deadline_s if ready else self._deadline_s
-            if await attempt.news(min(PROGRESS_INTERVAL_S, limit_s - self._clock.monotonic_s())):
-                return
-            if self._clock.monotonic_s() >= limit_s:
+
+        def left_s() -> float:
+            return self._left_s() if fleet.serves(instance_id) else self._deadline_s - self._clock.monotonic_s()
+
+        while not await attempt.news(min(PROGRESS_INTERVAL_S, left_s())):
+            if self._left_s() <= 0:
+                raise self._too_late()
+            if left_s() <= 0:
                 self._waited_out = True
-                raise self._too_late() if self._left_s() <= 0 else await self._parts.explainer.why(model, self._request.arrived_s)
-            if not ready and place.error is not None:
+                raise await self._parts.explainer.why(model, self._request.arrived_s)
+            if not fleet.serves(instance_id) and place.error is not None:
                 raise place.error
-            if not ready and fleet.serving(model.name):
+            if not fleet.serves(instance_id) and fleet.serving(model.name):
                 raise NotLoaded(f"another instance of {model.name} is ready before {instance_id}")
             yield self._progress(place)
 

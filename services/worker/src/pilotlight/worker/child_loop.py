@@ -154,7 +154,8 @@ class ChildLoop:
             self._fail(command.instance_id, error)
             return
         if loaded is not None:
-            self._prefills.loaded(command.instance_id)
+            placed_s = max((phase.end_s for phase in loaded.phases), default=self._clock.monotonic_s())
+            self._prefills.loaded(command.instance_id, placed_s)
             self._send(loaded)
 
     def _unload(self, instance_id: InstanceId) -> None:
@@ -174,8 +175,7 @@ class ChildLoop:
         if is_first and self._faults.delay_s("prefill") > 0:
             start_s = self._clock.monotonic_s()
             pause_blocking(self._faults.delay_s("prefill"))
-            self._prefills.delayed(command.instance_id, start_s)
-            self._loads.ran(command.instance_id)
+            self._prefills.delayed(command.instance_id, self._loads.ran(command.instance_id, start_s))
         try:
             self._engine.add(
                 command.request_id,
@@ -197,8 +197,7 @@ class ChildLoop:
         start_s = self._clock.monotonic_s()
         result = self._engine.step()
         if result.turn_of is not None:
-            self._prefills.ran(result.turn_of, start_s)
-            self._loads.ran(result.turn_of)
+            self._prefills.ran(result.turn_of, self._loads.ran(result.turn_of, start_s))
         # What comes after the first token of a stage is not that token's work.
         sampled_s = min((first.end_s for first in result.first_prefills), default=self._clock.monotonic_s())
         for first in result.first_prefills:

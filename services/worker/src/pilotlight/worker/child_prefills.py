@@ -43,11 +43,11 @@ class Prefills:
         """The stage is held no longer."""
         self._stages.pop(instance_id, None)
 
-    def loaded(self, instance_id: InstanceId) -> None:
-        """Every part is in place: from here on nothing is waited for."""
+    def loaded(self, instance_id: InstanceId, at_s: float) -> None:
+        """Every part is in place since then: nothing is waited for any more."""
         if (stage := self._stages.get(instance_id)) is not None:
             stage.loaded, stage.delayed_s = True, None
-            stage.sent_s = dict.fromkeys(stage.sent_s, self._clock.monotonic_s())
+            stage.sent_s = dict.fromkeys(stage.sent_s, at_s)
 
     def sent(self, instance_id: InstanceId, request_id: RequestId, sent_s: float) -> bool:
         """A request has come; whether it is the first one of a stage without a token."""

@@ -123,10 +123,16 @@ class StageLoads:
             kv_capacity_tokens=load.room.kv_capacity_tokens,
         )
 
-    def ran(self, instance_id: InstanceId) -> None:
-        """A batch of a stage that is being loaded has run until now."""
-        if (load := self._loads.get(instance_id)) is not None:
-            load.ran_until_s = self._clock.monotonic_s()
+    def ran(self, instance_id: InstanceId, start_s: float) -> float:
+        """A batch of a stage that is being loaded has run until now; when it began, which was with the end of the last part if it
+        began right after that.
+        """
+        load = self._loads.get(instance_id)
+        if load is None:
+            return start_s
+        load.ran_until_s = self._clock.monotonic_s()
+        placed_s = load.intervals.phases[-1].end_s if load.intervals.phases else start_s
+        return placed_s if 0 <= start_s - placed_s < MERGE_GAP_S else start_s
 
     def drop(self, instance_id: InstanceId) -> None:
         """Forget a load that failed or is not wanted any more."""
