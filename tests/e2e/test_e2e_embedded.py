@@ -60,6 +60,7 @@ def test_cold_then_warm(system: RunningSystem) -> None:
     warm_text, _, _ = stream(system)
     assert warm_text == cold_text
     trace = system.cli("trace", trace_id)
+    # No file of tests comes before this one, so the parameters were not in the host pool yet.
     assert {span["service"] for span in trace["spans"]} >= {"gateway", "scheduler", "loader", "worker"}
 
 

@@ -34,7 +34,7 @@ BOMB_S = 20.0
 def body(**options: Any) -> dict[str, Any]:
     """A request to the demo model, sampled at 1: it is the grammar that gives an answer its form."""
     extra = {name: options.pop(name) for name in ("structured_outputs", "timeout_s") if name in options}
-    return {"model": "ember-7m", "messages": QUESTION, "max_tokens": 200, "seed": 5, **options, "extra_body": extra}
+    return {"model": "ember-7m", "messages": QUESTION, "max_tokens": 400, "seed": 5, **options, "extra_body": extra}
 
 
 def asked(system: RunningSystem, **options: Any) -> Any:
