@@ -9,6 +9,7 @@ from pilotlight.engine.core.lifecycle import RequestEvent
 from pilotlight.engine.core.request import Request, RequestKey
 from pilotlight.engine.core.scheduler import BatchLimits
 from pilotlight.engine.device.arena import CpuArena
+from pilotlight.engine.device.arena_protocol import Arena
 from pilotlight.engine.device.parameters import Source
 from pilotlight.engine.drawing import ended
 from pilotlight.engine.errors import BadCheckpoint, BadRequest, EngineError, StageBusy, UnknownInstance
@@ -48,7 +49,7 @@ class Engine:
         threads: int,
         monotonic_s: Callable[[], float],
         limits: BatchLimits | None = None,
-        arena: CpuArena | None = None,
+        arena: Arena | None = None,
     ) -> None:
         """Takes the process over for torch: the number of threads is a setting of the process, not of this object.
 
@@ -58,7 +59,7 @@ class Engine:
         torch.set_num_threads(threads)
         self._monotonic_s = monotonic_s
         self._limits = limits or BatchLimits()
-        self._arena = arena or CpuArena()
+        self._arena: Arena = arena or CpuArena()
         self._stages: dict[InstanceId, ResidentStage] = {}
         """The one whose turn is longest ago comes first."""
         self._grammars = GrammarHelper(monotonic_s)

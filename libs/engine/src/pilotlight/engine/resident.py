@@ -14,7 +14,7 @@ from pilotlight.engine.core.lifecycle import RequestEvent, RequestState
 from pilotlight.engine.core.request import Request, RequestKey
 from pilotlight.engine.core.scheduler import BatchLimits, BatchScheduler
 from pilotlight.engine.core.tables import BlockTables
-from pilotlight.engine.device.arena import CpuArena
+from pilotlight.engine.device.arena_protocol import Arena
 from pilotlight.engine.device.kv import KvCache
 from pilotlight.engine.device.memory import StageMemory, parameter_bytes
 from pilotlight.engine.device.parameters import Parameters, Source
@@ -70,7 +70,7 @@ class ResidentStage:
         dtype: Dtype,
         device_bytes: int,
         limits: BatchLimits,
-        arena: CpuArena,
+        arena: Arena,
     ) -> None:
         if stage.stop > spec.num_layers:
             raise BadRequest(f"the model has {spec.num_layers} layers, so none of [{stage.start}, {stage.stop})")

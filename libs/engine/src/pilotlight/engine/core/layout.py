@@ -2,7 +2,7 @@
 
 ::
 
-    slot   [ part 0 )[ part 1 )...[ part n + 1 )[ keys 0 )[ values 0 )[ keys 1 )...[ values n - 1 )   rest )
+    slot   [ part 0 )[ part 1 )...[ part n + 1 )[ keys 0 )[ values 0 )[ keys 1 )...[ values n - 1 )   rest [ graph pool )
              embedding  layer 0     head          each for the most blocks that the slot could hold
 
 Every offset follows from the model, the dtype and the slot's size alone. A stage backs only what is its own with memory: a range that
@@ -17,7 +17,7 @@ from pilotlight.engine.core.extents import Extent
 from pilotlight.engine.errors import NoRoom
 
 GRANULE_BYTES = 4096
-"""Memory is backed in pages: no two owners share one."""
+"""Memory is backed in pages, on a CPU: no two owners share one."""
 TENSOR_ALIGN_BYTES = 64
 """A tensor begins on a cache line, which vector instructions like best."""
 
@@ -35,6 +35,9 @@ class SlotLayout:
         item_bytes: int,
         slot_bytes: int,
         joined: Collection[str] = (),
+        *,
+        granule_bytes: int = GRANULE_BYTES,
+        pool_bytes: int = 0,
     ) -> None:
         """Lays a model out.
 
@@ -45,6 +48,8 @@ class SlotLayout:
             item_bytes: one element of a tensor.
             slot_bytes: length of the slot.
             joined: names of tensors that begin where the one before them ends.
+            granule_bytes: what memory is backed in.
+            pool_bytes: length of the graph pool, the slot's last addresses.
 
         Raises:
             NoRoom: the slot does not hold the parameters and one block.
@@ -52,6 +57,9 @@ class SlotLayout:
         self._tensors: list[dict[str, int]] = []
         self._parts: list[Extent] = []
         self._block_bytes = BLOCK_TOKENS * kv_row_bytes
+        self._granule_bytes = granule_bytes
+        self.pool = Extent(slot_bytes - pool_bytes, slot_bytes)
+        """The graph pool's addresses."""
         offset = 0
         for shapes in parts:
             start, places = offset, dict[str, int]()
@@ -60,11 +68,11 @@ class SlotLayout:
                     offset = _up(offset, TENSOR_ALIGN_BYTES)
                 places[name] = offset
                 offset += prod(shape) * item_bytes
-            offset = _up(offset, GRANULE_BYTES)
+            offset = _up(offset, granule_bytes)
             self._tensors.append(places)
             self._parts.append(Extent(start, offset))
         self._kv_start = offset
-        half_bytes = (slot_bytes - offset) // (2 * num_layers) // GRANULE_BYTES * GRANULE_BYTES
+        half_bytes = (self.pool.start - offset) // (2 * num_layers) // granule_bytes * granule_bytes
         self.max_blocks = max(0, half_bytes) // self._block_bytes
         """The most blocks for which every layer has addresses."""
         if not self.max_blocks:
@@ -89,7 +97,7 @@ class SlotLayout:
 
     def kv(self, layer: int, first_block: int, stop_block: int) -> tuple[Extent, Extent]:
         """The whole granules that blocks [first, stop) need of a layer's keys and values, beyond those of the blocks before them."""
-        first, stop = (_up(block * self._block_bytes, GRANULE_BYTES) for block in (first_block, stop_block))
+        first, stop = (_up(block * self._block_bytes, self._granule_bytes) for block in (first_block, stop_block))
         keys, values = self.keys(layer), self.values(layer)
         return Extent(keys + first, keys + stop), Extent(values + first, values + stop)
 

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from pilotlight.engine.core.extents import Extent, ExtentSet
+from pilotlight.engine.core.layout import GRANULE_BYTES
+from pilotlight.engine.device.arena_protocol import Slot
 from pilotlight.engine.errors import EngineFailed, NoRoom
 
 SLOT_BYTES = 256 << 30
@@ -41,6 +43,10 @@ _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 class CpuArena:
     """Owns the address range and knows which of its bytes are backed."""
+
+    device = torch.device("cpu")
+    granule_bytes = GRANULE_BYTES
+    pool_bytes = 0
 
     def __init__(
         self,
@@ -85,7 +91,7 @@ class CpuArena:
         """How many more models could be opened."""
         return len(self._free_slots)
 
-    def open_slot(self) -> "Slot":
+    def open_slot(self) -> Slot:
         """The lowest free slot, without any memory.
 
         Raises:
@@ -106,7 +112,7 @@ class CpuArena:
         self._free_slots.append(number)
         self._free_slots.sort()
 
-    def back(self, extent: Extent) -> None:
+    def back(self, extent: Extent, *, divisible: bool = False) -> None:
         """Puts memory behind whole pages that have none. It is zero, and the system gives each page when it is first used.
 
         Raises:
@@ -139,40 +145,6 @@ class CpuArena:
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor over bytes of the arena, whatever they hold. At least one element."""
         return torch.frombuffer(self._bytes, dtype=dtype, count=prod(shape), offset=offset).view(shape)
-
-
-class Slot:
-    """One model's addresses. Offsets are counted from its beginning."""
-
-    def __init__(self, arena: CpuArena, number: int) -> None:
-        self._arena = arena
-        self._first = number * arena.slot_bytes
-        self.number = number
-
-    def back(self, extent: Extent) -> None:
-        """See ``CpuArena.back``; the extent lies in the slot.
-
-        Raises:
-            NoRoom: it does not, or there is no such memory.
-        """
-        if extent.stop > self._arena.slot_bytes:
-            raise NoRoom(f"a slot has {self._arena.slot_bytes} bytes, so none at [{extent.start}, {extent.stop})")
-        self._arena.back(self._placed(extent))
-
-    def unback(self, extent: Extent) -> None:
-        """See ``CpuArena.unback``."""
-        self._arena.unback(self._placed(extent))
-
-    def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """See ``CpuArena.tensor``."""
-        return self._arena.tensor(self._first + offset, shape, dtype)
-
-    def close(self) -> None:
-        """See ``CpuArena.close_slot``."""
-        self._arena.close_slot(self.number)
-
-    def _placed(self, extent: Extent) -> Extent:
-        return Extent(self._first + extent.start, self._first + extent.stop)
 
 
 def _reason() -> str:

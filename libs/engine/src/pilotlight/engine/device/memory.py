@@ -8,7 +8,7 @@ from torch import Tensor
 from pilotlight.engine.core.blocks import BLOCK_TOKENS
 from pilotlight.engine.core.extents import Extent
 from pilotlight.engine.core.layout import SlotLayout
-from pilotlight.engine.device.arena import CpuArena
+from pilotlight.engine.device.arena_protocol import Arena
 from pilotlight.engine.device.dtypes import TORCH_DTYPES
 from pilotlight.engine.errors import NoRoom
 from pilotlight.engine.models.decoder import Decoder
@@ -18,7 +18,7 @@ from pilotlight.policy.types import Dtype, Stage
 class StageMemory:
     """Takes a slot for a stage, backs its parts at once, and its KV as far as it is told."""
 
-    def __init__(self, arena: CpuArena, decoder: Decoder, stage: Stage, dtype: Dtype) -> None:
+    def __init__(self, arena: Arena, decoder: Decoder, stage: Stage, dtype: Dtype) -> None:
         """Takes the slot.
 
         Raises:
@@ -32,7 +32,16 @@ class StageMemory:
         shapes = [decoder.shapes(part) for part in range(spec.num_layers + 2)]
         row_bytes = spec.num_kv_heads * spec.head_dim * dtype.size_bytes
         joined = {name for part in self.parts for pack in decoder.packs(part).values() for name in pack[1:]}
-        self._layout = SlotLayout(shapes, spec.num_layers, row_bytes, dtype.size_bytes, arena.slot_bytes, joined)
+        self._layout = SlotLayout(
+            shapes,
+            spec.num_layers,
+            row_bytes,
+            dtype.size_bytes,
+            arena.slot_bytes,
+            joined,
+            granule_bytes=arena.granule_bytes,
+            pool_bytes=arena.pool_bytes,
+        )
         self._slot = arena.open_slot()
         try:
             for part in self.parts:
@@ -90,7 +99,7 @@ class StageMemory:
     def _back_all(self, extents: list[Extent]) -> None:
         for index, extent in enumerate(extents):
             try:
-                self._slot.back(extent)
+                self._slot.back(extent, divisible=True)
             except NoRoom:
                 for backed in extents[:index]:
                     self._slot.unback(backed)

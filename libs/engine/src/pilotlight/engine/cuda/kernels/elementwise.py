@@ -1,0 +1,194 @@
+"""Kernels over rows: rotary tables, norms with the residual, heads turned and stored, gated activation.
+
+Intermediate results are rounded to the tensors' dtype where transformers rounds them, though they stay in registers.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _rotations(positions, frequencies, cosines, sines, factor, HALF: tl.constexpr, PADDED: tl.constexpr):
+    row = tl.program_id(0)
+    pair = tl.arange(0, PADDED)
+    known = pair < HALF
+    angle = tl.load(positions + row).to(tl.float32) * tl.load(frequencies + pair, mask=known, other=0.0)
+    dtype = cosines.dtype.element_ty
+    tl.store(cosines + row * HALF + pair, (tl.cos(angle) * factor).to(dtype), mask=known)
+    tl.store(sines + row * HALF + pair, (tl.sin(angle) * factor).to(dtype), mask=known)
+
+
+def rotations(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of each row's angles, [num_tokens, head_dim / 2] each.
+
+    Args:
+        positions: [num_tokens] int32.
+        frequencies: [head_dim / 2] float32.
+        factor: what both are multiplied with.
+        dtype: of the result; angles are float32 whatever it is.
+    """
+    rows, half = positions.shape[0], frequencies.shape[0]
+    cosines = torch.empty(rows, half, dtype=dtype, device=positions.device)
+    sines = torch.empty_like(cosines)
+    _rotations[(rows,)](positions, frequencies, cosines, sines, factor, half, triton.next_power_of_2(half), num_warps=1)
+    return cosines, sines
+
+
+@triton.jit
+def _add_norm(
+    residual, x, weight, normed, eps, HIDDEN: tl.constexpr, PADDED: tl.constexpr, HAS_X: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, PADDED)
+    known = column < HIDDEN
+    value = tl.load(residual + row * HIDDEN + column, mask=known, other=0.0)
+    dtype = value.dtype
+    wide = value.to(tl.float32)
+    if HAS_X:
+        wide = (wide + tl.load(x + row * HIDDEN + column, mask=known, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
+        tl.store(residual + row * HIDDEN + column, wide.to(dtype), mask=known)
+    share = tl.rsqrt(tl.sum(wide * wide, axis=0) / HIDDEN + eps)
+    factor = tl.load(weight + column, mask=known, other=0.0).to(tl.float32)
+    tl.store(normed + row * HIDDEN + column, ((wide * share).to(dtype).to(tl.float32) * factor).to(dtype), mask=known)
+
+
+def add_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """Adds ``x`` to the residual in place, if there is one, and gives the RMS norm of the sum. [num_tokens, hidden] -> the same."""
+    rows, hidden = residual.shape
+    normed = torch.empty_like(residual)
+    padded = triton.next_power_of_2(hidden)
+    warps = min(16, max(4, padded // 512))
+    _add_norm[(rows,)](
+        residual, residual if x is None else x, weight, normed, eps, hidden, padded, x is not None, num_warps=warps
+    )
+    return normed
+
+
+@triton.jit
+def _silu_mul(gates_ups, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    known = column < WIDTH
+    gate = tl.load(gates_ups + row * 2 * WIDTH + column, mask=known, other=0.0)
+    up = tl.load(gates_ups + row * 2 * WIDTH + WIDTH + column, mask=known, other=0.0).to(tl.float32)
+    dtype = gate.dtype
+    wide = gate.to(tl.float32)
+    opened = (wide / (1.0 + tl.exp(-wide))).to(dtype).to(tl.float32)
+    tl.store(out + row * WIDTH + column, (opened * up).to(dtype), mask=known)
+
+
+def silu_mul(gates_ups: Tensor) -> Tensor:
+    """silu(gates) * ups: [num_tokens, 2 * width] -> [num_tokens, width]."""
+    rows, width = gates_ups.shape[0], gates_ups.shape[1] // 2
+    out = torch.empty(rows, width, dtype=gates_ups.dtype, device=gates_ups.device)
+    block = min(1024, triton.next_power_of_2(width))
+    _silu_mul[(rows, triton.cdiv(width, block))](gates_ups, out, width, block, num_warps=4)
+    return out
+
+
+@triton.jit
+def _turn_and_store(
+    qkv, bias, query_norm, key_norm, eps, cosines, sines, slots, keys, values,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    HEADS_AT_ONCE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORMS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS_AT_ONCE + tl.arange(0, HEADS_AT_ONCE)[:, None]
+    dim = tl.arange(0, PADDED_DIM)[None, :]
+    HALF: tl.constexpr = HEAD_DIM // 2
+    WIDTH: tl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+    known = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & (dim < HEAD_DIM)
+    partner = tl.where(dim < HALF, dim + HALF, dim - HALF)
+    place = qkv + row * WIDTH + head * HEAD_DIM
+    x = tl.load(place + dim, mask=known, other=0.0)
+    other = tl.load(place + partner, mask=known, other=0.0)
+    dtype = x.dtype
+    x = x.to(tl.float32)
+    other = other.to(tl.float32)
+    if HAS_BIAS:
+        x = (x + tl.load(bias + head * HEAD_DIM + dim, mask=known, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
+        other += tl.load(bias + head * HEAD_DIM + partner, mask=known, other=0.0).to(tl.float32)
+        other = other.to(dtype).to(tl.float32)
+    plain = x
+    if HAS_NORMS:
+        share = tl.rsqrt(tl.sum(x * x, axis=1)[:, None] / HEAD_DIM + eps)
+        is_query = head < NUM_HEADS
+        fits = dim < HEAD_DIM
+        weight = tl.where(
+            is_query, tl.load(query_norm + dim, mask=fits, other=0.0), tl.load(key_norm + dim, mask=fits, other=0.0)
+        ).to(tl.float32)
+        partner_weight = tl.where(
+            is_query, tl.load(query_norm + partner, mask=fits, other=0.0), tl.load(key_norm + partner, mask=fits, other=0.0)
+        ).to(tl.float32)
+        x = ((x * share).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
+        other = ((other * share).to(dtype).to(tl.float32) * partner_weight).to(dtype).to(tl.float32)
+    pair = tl.where(dim < HALF, dim, dim - HALF)
+    cosine = tl.load(cosines + row * HALF + pair, mask=dim < HEAD_DIM, other=0.0).to(tl.float32)
+    sine = tl.load(sines + row * HALF + pair, mask=dim < HEAD_DIM, other=0.0).to(tl.float32)
+    across = (tl.where(dim < HALF, -other, other) * sine).to(dtype).to(tl.float32)
+    turned = (x * cosine).to(dtype).to(tl.float32) + across
+    turns = head < NUM_HEADS + NUM_KV_HEADS
+    result = tl.where(turns, turned, plain).to(dtype)
+    tl.store(place + dim, result, mask=known)
+    slot = tl.load(slots + row).to(tl.int64)
+    stored = slot * NUM_KV_HEADS * HEAD_DIM + dim
+    is_key = (head >= NUM_HEADS) & turns & (slot >= 0)
+    tl.store(keys + stored + (head - NUM_HEADS) * HEAD_DIM, result, mask=known & is_key)
+    is_value = (head >= NUM_HEADS + NUM_KV_HEADS) & (slot >= 0)
+    tl.store(values + stored + (head - NUM_HEADS - NUM_KV_HEADS) * HEAD_DIM, result, mask=known & is_value)
+
+
+def turn_and_store(
+    qkv: Tensor,
+    bias: Tensor | None,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    turns: tuple[Tensor, Tensor],
+    slots: Tensor,
+    stored: tuple[Tensor, Tensor],
+    num_heads: int,
+) -> None:
+    """Adds the bias, norms queries and keys, turns them, in place, and stores keys and values in the cache.
+
+    Args:
+        qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], changed in place.
+        bias: of the projection, [as wide].
+        norms: weights of the queries' and of the keys' norm, [head_dim] each.
+        eps: of the norms.
+        turns: cosines and sines, see ``rotations``.
+        slots: [num_tokens] int32, where keys and values go; negative: nowhere.
+        stored: the layer's keys and values, [slots, num_kv_heads, head_dim].
+        num_heads: of the queries.
+    """
+    keys, values = stored
+    num_kv_heads, head_dim = keys.shape[1:]
+    heads = num_heads + 2 * num_kv_heads
+    at_once = min(8, triton.next_power_of_2(heads))
+    query_norm, key_norm = norms or (qkv, qkv)
+    _turn_and_store[(qkv.shape[0], triton.cdiv(heads, at_once))](
+        qkv, qkv if bias is None else bias, query_norm, key_norm, eps, *turns, slots, keys, values,
+        num_heads, num_kv_heads, head_dim, triton.next_power_of_2(head_dim), at_once, bias is not None, norms is not None,
+        num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _store(new_keys, new_values, slots, keys, values, key_stride, value_stride, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    column = tl.arange(0, PADDED)
+    known = (column < WIDTH) & (slot >= 0)
+    tl.store(keys + slot * WIDTH + column, tl.load(new_keys + row * key_stride + column, mask=known), mask=known)
+    tl.store(values + slot * WIDTH + column, tl.load(new_values + row * value_stride + column, mask=known), mask=known)
+
+
+def store(new_keys: Tensor, new_values: Tensor, slots: Tensor, stored: tuple[Tensor, Tensor]) -> None:
+    """Stores rows [num_tokens, num_kv_heads, head_dim], each a row of its own in memory, at their slots; at negative ones, nowhere."""
+    keys, values = stored
+    width = keys.shape[1] * keys.shape[2]
+    padded = triton.next_power_of_2(width)
+    _store[(slots.shape[0],)](
+        new_keys, new_values, slots, keys, values, new_keys.stride(0), new_values.stride(0), width, padded, num_warps=4
+    )

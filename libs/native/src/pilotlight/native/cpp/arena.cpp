@@ -1,0 +1,305 @@
+#include "arena.h"
+
+#include <algorithm>
+#include <cstdlib>
+
+namespace pilotlight {
+
+namespace {
+
+std::string range_text(std::uint64_t start, std::uint64_t stop) {
+    return "[" + std::to_string(start) + ", " + std::to_string(stop) + ")";
+}
+
+}  // namespace
+
+Physical::Physical(CUmemHandle handle, std::uint64_t bytes, bool imported, std::uint64_t *total)
+    : handle(handle), bytes(bytes), imported(imported), total(total) {
+    *total += bytes;
+}
+
+Physical::~Physical() {
+    driver().mem_release(handle);
+    *total -= bytes;
+}
+
+Arena::Arena(CUcontext context, int ordinal, std::uint64_t address, std::uint64_t bytes, std::uint64_t granule, bool rdma)
+    : context(context), address(address), bytes(bytes), granule(granule), ordinal_(ordinal), rdma_(rdma) {}
+
+Arena::~Arena() {
+    driver().ctx_set_current(context);
+    driver().ctx_synchronize();
+    for (auto &[start, chunk] : chunks_) driver().mem_unmap(address + start, chunk.stop - chunk.start);
+    chunks_.clear();
+    driver().mem_address_free(address, bytes);
+}
+
+CUmemAllocationProp Arena::properties() const {
+    CUmemAllocationProp wanted{};
+    wanted.type = 1;
+    wanted.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+    wanted.location = {1, ordinal_};
+    wanted.allocFlags.gpuDirectRDMACapable = rdma_ ? 1 : 0;
+    return wanted;
+}
+
+int Arena::check_range(std::uint64_t start, std::uint64_t stop) const {
+    if (start % granule || stop % granule || start >= stop || stop > bytes)
+        return fail(MISUSED, range_text(start, stop) + " is not made of whole granules of the arena");
+    return OK;
+}
+
+bool Arena::backed_anywhere(std::uint64_t start, std::uint64_t stop) const {
+    auto next = chunks_.lower_bound(start);
+    if (next != chunks_.end() && next->second.start < stop) return true;
+    return next != chunks_.begin() && std::prev(next)->second.stop > start;
+}
+
+bool Arena::backed_everywhere(std::uint64_t start, std::uint64_t stop) const {
+    auto chunk = chunks_.upper_bound(start);
+    if (chunk == chunks_.begin()) return false;
+    for (chunk = std::prev(chunk); chunk != chunks_.end() && chunk->second.start <= start; ++chunk) {
+        start = std::max(start, chunk->second.stop);
+        if (start >= stop) return true;
+    }
+    return false;
+}
+
+int Arena::create(std::uint64_t size, Memory *memory) {
+    CUmemAllocationProp wanted = properties();
+    CUmemHandle handle = 0;
+    PILOTLIGHT_TRY(driver().mem_create(&handle, size, &wanted, 0));
+    counts.created++;
+    *memory = std::make_shared<Physical>(handle, size, false, &physical_bytes);
+    return OK;
+}
+
+int Arena::map(std::uint64_t start, const Memory &memory) {
+    PILOTLIGHT_TRY(driver().mem_map(address + start, memory->bytes, 0, memory->handle, 0));
+    counts.mapped++;
+    chunks_[start] = Chunk{start, start + memory->bytes, memory};
+    return OK;
+}
+
+int Arena::allow(std::uint64_t start, std::uint64_t stop) {
+    CUmemAccessDesc both{{1, ordinal_}, 3};
+    counts.access_set++;
+    return check(driver().mem_set_access(address + start, stop - start, &both, 1), "driver().mem_set_access");
+}
+
+int Arena::unmap(Chunks::iterator chunk) {
+    PILOTLIGHT_TRY(driver().mem_unmap(address + chunk->second.start, chunk->second.stop - chunk->second.start));
+    counts.unmapped++;
+    chunks_.erase(chunk);
+    return OK;
+}
+
+int Arena::back(std::uint64_t start, std::uint64_t stop, std::uint64_t chunk_bytes) {
+    std::lock_guard guard(lock);
+    if (int failed = check_range(start, stop)) return failed;
+    if (chunk_bytes < granule || chunk_bytes % granule) return fail(MISUSED, "a chunk is made of whole granules");
+    if (backed_anywhere(start, stop)) return fail(MISUSED, range_text(start, stop) + " is backed already, at least in part");
+    PILOTLIGHT_TRY(driver().ctx_set_current(context));
+    int failed = OK;
+    for (std::uint64_t first = start; first < stop && !failed;) {
+        // On a grid, so that growth and return by unequal steps cut few chunks.
+        std::uint64_t last = std::min(stop, (first / chunk_bytes + 1) * chunk_bytes);
+        Memory memory;
+        failed = create(last - first, &memory);
+        if (!failed) failed = map(first, memory);
+        first = last;
+    }
+    if (!failed) failed = allow(start, stop);
+    if (failed) {
+        std::string why = pilotlight_error();
+        for (auto chunk = chunks_.lower_bound(start); chunk != chunks_.end() && chunk->first < stop;) {
+            auto undone = chunk++;
+            if (unmap(undone)) break;
+        }
+        return fail(failed, why);
+    }
+    return OK;
+}
+
+int Arena::attach(std::uint64_t start, const Memory &memory) {
+    std::lock_guard guard(lock);
+    std::uint64_t stop = start + memory->bytes;
+    if (int failed = check_range(start, stop)) return failed;
+    if (backed_anywhere(start, stop)) return fail(MISUSED, range_text(start, stop) + " is backed already, at least in part");
+    PILOTLIGHT_TRY(driver().ctx_set_current(context));
+    if (int failed = map(start, memory)) return failed;
+    if (int failed = allow(start, stop)) {
+        std::string why = pilotlight_error();
+        unmap(chunks_.find(start));
+        return fail(failed, why);
+    }
+    return OK;
+}
+
+int Arena::unback(std::uint64_t start, std::uint64_t stop) {
+    std::lock_guard guard(lock);
+    if (int failed = check_range(start, stop)) return failed;
+    if (!backed_everywhere(start, stop)) return fail(MISUSED, range_text(start, stop) + " is not backed everywhere");
+    PILOTLIGHT_TRY(driver().ctx_set_current(context));
+    // A kernel that still runs may read what is to go.
+    PILOTLIGHT_TRY(driver().ctx_synchronize());
+    auto chunk = std::prev(chunks_.upper_bound(start));
+    while (chunk != chunks_.end() && chunk->second.start < stop) {
+        auto next = std::next(chunk);
+        const Chunk held = chunk->second;
+        std::vector<std::pair<std::uint64_t, std::uint64_t>> rests;
+        if (held.start < start) rests.emplace_back(held.start, start);
+        if (held.stop > stop) rests.emplace_back(stop, held.stop);
+        if (int failed = rests.empty() ? unmap(chunk) : keep(held, rests)) return failed;
+        chunk = next;
+    }
+    return OK;
+}
+
+// Puts new memory with the same contents behind the parts of a chunk that stay, and lets go of the chunk's own.
+int Arena::keep(const Chunk &chunk, const std::vector<std::pair<std::uint64_t, std::uint64_t>> &rests) {
+    // Two references are the books' own and the caller's copy of the chunk.
+    if (chunk.memory.use_count() > 2 || chunk.memory->imported)
+        return fail(MISUSED, range_text(chunk.start, chunk.stop) + " is shared, so it is taken away whole or not at all");
+    std::vector<Memory> kept(rests.size());
+    std::vector<std::vector<char>> saved(rests.size());
+    for (std::size_t index = 0; index < rests.size(); index++) {
+        auto [start, stop] = rests[index];
+        int failed = create(stop - start, &kept[index]);
+        if (!failed) failed = copy_out(start, kept[index]);
+        if (failed == CUDA_ERROR_OUT_OF_MEMORY) {
+            // The device is full to the last granule: through the host, and into what the chunk gives back.
+            kept[index].reset();
+            saved[index].resize(stop - start);
+            PILOTLIGHT_TRY(driver().memcpy_dtoh(saved[index].data(), address + start, stop - start));
+        } else if (failed) {
+            return failed;
+        }
+        counts.moved_bytes += stop - start;
+    }
+    // `chunk.memory` is the caller's copy: the memory itself goes when it returns, so a host-saved rest needs it gone first.
+    Memory &own = const_cast<Chunk &>(chunk).memory;
+    if (int failed = unmap(chunks_.find(chunk.start))) return failed;
+    own.reset();
+    for (std::size_t index = 0; index < rests.size(); index++) {
+        auto [start, stop] = rests[index];
+        if (!kept[index])
+            if (int failed = create(stop - start, &kept[index])) return failed;
+        if (int failed = map(start, kept[index])) return failed;
+        if (int failed = allow(start, stop)) return failed;
+        if (!saved[index].empty()) PILOTLIGHT_TRY(driver().memcpy_htod(address + start, saved[index].data(), stop - start));
+    }
+    return OK;
+}
+
+// Copies what lies at a place into memory that is mapped nowhere yet.
+int Arena::copy_out(std::uint64_t start, const Memory &memory) {
+    CUdeviceptr window = 0;
+    PILOTLIGHT_TRY(driver().mem_address_reserve(&window, memory->bytes, granule, 0, 0));
+    int failed = check(driver().mem_map(window, memory->bytes, 0, memory->handle, 0), "driver().mem_map");
+    if (!failed) {
+        CUmemAccessDesc both{{1, ordinal_}, 3};
+        failed = check(driver().mem_set_access(window, memory->bytes, &both, 1), "driver().mem_set_access");
+        if (!failed) failed = check(driver().memcpy_dtod(window, address + start, memory->bytes), "driver().memcpy_dtod");
+        // A copy within a device returns before it is done.
+        if (!failed) failed = check(driver().ctx_synchronize(), "driver().ctx_synchronize");
+        driver().mem_unmap(window, memory->bytes);
+    }
+    driver().mem_address_free(window, memory->bytes);
+    return failed;
+}
+
+int Arena::share(std::uint64_t start, std::uint64_t stop, std::uint64_t from) {
+    std::lock_guard guard(lock);
+    if (int failed = check_range(start, stop)) return failed;
+    if (backed_anywhere(start, stop)) return fail(MISUSED, range_text(start, stop) + " is backed already, at least in part");
+    std::vector<std::pair<std::uint64_t, Memory>> pieces;
+    for (std::uint64_t at = from; at < from + (stop - start);) {
+        auto chunk = chunks_.find(at);
+        if (chunk == chunks_.end() || chunk->second.stop > from + (stop - start))
+            return fail(MISUSED, range_text(from, from + stop - start) + " is not made of whole chunks");
+        pieces.emplace_back(start + (at - from), chunk->second.memory);
+        at = chunk->second.stop;
+    }
+    for (std::size_t index = 0; index < pieces.size(); index++) {
+        if (int failed = attach(pieces[index].first, pieces[index].second)) {
+            std::string why = pilotlight_error();
+            for (std::size_t done = 0; done < index; done++) unmap(chunks_.find(pieces[done].first));
+            return fail(failed, why);
+        }
+    }
+    return OK;
+}
+
+int Arena::import(std::uint64_t start, std::uint64_t size, int fd) {
+    std::lock_guard guard(lock);
+    PILOTLIGHT_TRY(driver().ctx_set_current(context));
+    CUmemHandle handle = 0;
+    PILOTLIGHT_TRY(driver().mem_import(&handle, reinterpret_cast<void *>(static_cast<std::intptr_t>(fd)),
+                                       CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR));
+    return attach(start, std::make_shared<Physical>(handle, size, true, &physical_bytes));
+}
+
+int Arena::export_chunk(std::uint64_t offset, int *fd, std::uint64_t *start, std::uint64_t *stop) {
+    std::lock_guard guard(lock);
+    auto chunk = chunks_.upper_bound(offset);
+    if (chunk == chunks_.begin() || std::prev(chunk)->second.stop <= offset)
+        return fail(MISUSED, "no memory is behind " + std::to_string(offset));
+    const Chunk &found = std::prev(chunk)->second;
+    PILOTLIGHT_TRY(driver().ctx_set_current(context));
+    PILOTLIGHT_TRY(driver().mem_export(fd, found.memory->handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0));
+    *start = found.start;
+    *stop = found.stop;
+    return OK;
+}
+
+}  // namespace pilotlight
+
+using namespace pilotlight;
+
+// Reserves addresses. At `address` and nowhere else, if it is not 0: TAKEN where something is there already.
+PILOTLIGHT_EXPORT int pilotlight_arena_open(CUcontext context, int ordinal, std::uint64_t address, std::uint64_t bytes, Arena **arena) {
+    Driver &api = driver();
+    PILOTLIGHT_TRY(api.ctx_set_current(context));
+    CUdevice device = 0;
+    int rdma = 0;
+    PILOTLIGHT_TRY(api.device_get(&device, ordinal));
+    PILOTLIGHT_TRY(api.device_get_attribute(&rdma, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED, device));
+    CUmemAllocationProp wanted{};
+    wanted.type = 1;
+    wanted.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+    wanted.location = {1, ordinal};
+    std::size_t granule = 0;
+    PILOTLIGHT_TRY(api.mem_get_allocation_granularity(&granule, &wanted, 0));
+    if (bytes % granule || !bytes) return fail(MISUSED, "an arena is made of whole granules of " + std::to_string(granule) + " bytes");
+    CUdeviceptr got = 0;
+    PILOTLIGHT_TRY(api.mem_address_reserve(&got, bytes, granule, address, 0));
+    if (address && got != address) {
+        api.mem_address_free(got, bytes);
+        return fail(TAKEN, "the driver gives addresses at " + std::to_string(got) + " instead of " + std::to_string(address));
+    }
+    *arena = new Arena(context, ordinal, got, bytes, granule, rdma != 0);
+    return OK;
+}
+
+PILOTLIGHT_EXPORT void pilotlight_arena_close(Arena *arena) { delete arena; }
+PILOTLIGHT_EXPORT std::uint64_t pilotlight_arena_address(Arena *arena) { return arena->address; }
+PILOTLIGHT_EXPORT std::uint64_t pilotlight_arena_granule(Arena *arena) { return arena->granule; }
+PILOTLIGHT_EXPORT std::uint64_t pilotlight_arena_physical_bytes(Arena *arena) { return arena->physical_bytes; }
+PILOTLIGHT_EXPORT void pilotlight_arena_counts(Arena *arena, Counts *counts) { *counts = arena->counts; }
+
+PILOTLIGHT_EXPORT int pilotlight_arena_back(Arena *arena, std::uint64_t start, std::uint64_t stop, std::uint64_t chunk_bytes) {
+    return arena->back(start, stop, chunk_bytes);
+}
+PILOTLIGHT_EXPORT int pilotlight_arena_unback(Arena *arena, std::uint64_t start, std::uint64_t stop) {
+    return arena->unback(start, stop);
+}
+PILOTLIGHT_EXPORT int pilotlight_arena_share(Arena *arena, std::uint64_t start, std::uint64_t stop, std::uint64_t from) {
+    return arena->share(start, stop, from);
+}
+PILOTLIGHT_EXPORT int pilotlight_arena_export(Arena *arena, std::uint64_t offset, int *fd, std::uint64_t *start, std::uint64_t *stop) {
+    return arena->export_chunk(offset, fd, start, stop);
+}
+PILOTLIGHT_EXPORT int pilotlight_arena_import(Arena *arena, std::uint64_t start, std::uint64_t bytes, int fd) {
+    return arena->import(start, bytes, fd);
+}
