@@ -111,7 +111,7 @@ int Arena::back(std::uint64_t start, std::uint64_t stop, std::uint64_t chunk_byt
     }
     if (!failed) failed = allow(start, stop);
     if (failed) {
-        std::string why = pilotlight_error();
+        const std::string why = error_text();
         for (auto chunk = chunks_.lower_bound(start); chunk != chunks_.end() && chunk->first < stop;) {
             auto undone = chunk++;
             if (unmap(undone)) break;
@@ -129,7 +129,7 @@ int Arena::attach(std::uint64_t start, const Memory &memory) {
     PILOTLIGHT_TRY(driver().ctx_set_current(context));
     if (int failed = map(start, memory)) return failed;
     if (int failed = allow(start, stop)) {
-        std::string why = pilotlight_error();
+        const std::string why = error_text();
         unmap(chunks_.find(start));
         return fail(failed, why);
     }
@@ -146,21 +146,20 @@ int Arena::unback(std::uint64_t start, std::uint64_t stop) {
     auto chunk = std::prev(chunks_.upper_bound(start));
     while (chunk != chunks_.end() && chunk->second.start < stop) {
         auto next = std::next(chunk);
-        const Chunk held = chunk->second;
-        std::vector<std::pair<std::uint64_t, std::uint64_t>> rests;
-        if (held.start < start) rests.emplace_back(held.start, start);
-        if (held.stop > stop) rests.emplace_back(stop, held.stop);
-        if (int failed = rests.empty() ? unmap(chunk) : keep(held, rests)) return failed;
+        Ranges rests;
+        if (chunk->second.start < start) rests.emplace_back(chunk->second.start, start);
+        if (chunk->second.stop > stop) rests.emplace_back(stop, chunk->second.stop);
+        if (int failed = rests.empty() ? unmap(chunk) : keep(chunk, rests)) return failed;
         chunk = next;
     }
     return OK;
 }
 
 // Puts new memory with the same contents behind the parts of a chunk that stay, and lets go of the chunk's own.
-int Arena::keep(const Chunk &chunk, const std::vector<std::pair<std::uint64_t, std::uint64_t>> &rests) {
-    // Two references are the books' own and the caller's copy of the chunk.
-    if (chunk.memory.use_count() > 2 || chunk.memory->imported)
-        return fail(MISUSED, range_text(chunk.start, chunk.stop) + " is shared, so it is taken away whole or not at all");
+int Arena::keep(Chunks::iterator chunk, const Ranges &rests) {
+    if (chunk->second.memory.use_count() > 1 || chunk->second.memory->imported)
+        return fail(MISUSED, range_text(chunk->second.start, chunk->second.stop) +
+                                 " is shared, so it is taken away whole or not at all");
     std::vector<Memory> kept(rests.size());
     std::vector<std::vector<char>> saved(rests.size());
     for (std::size_t index = 0; index < rests.size(); index++) {
@@ -177,10 +176,7 @@ int Arena::keep(const Chunk &chunk, const std::vector<std::pair<std::uint64_t, s
         }
         counts.moved_bytes += stop - start;
     }
-    // `chunk.memory` is the caller's copy: the memory itself goes when it returns, so a host-saved rest needs it gone first.
-    Memory &own = const_cast<Chunk &>(chunk).memory;
-    if (int failed = unmap(chunks_.find(chunk.start))) return failed;
-    own.reset();
+    if (int failed = unmap(chunk)) return failed;
     for (std::size_t index = 0; index < rests.size(); index++) {
         auto [start, stop] = rests[index];
         if (!kept[index])
@@ -223,7 +219,7 @@ int Arena::share(std::uint64_t start, std::uint64_t stop, std::uint64_t from) {
     }
     for (std::size_t index = 0; index < pieces.size(); index++) {
         if (int failed = attach(pieces[index].first, pieces[index].second)) {
-            std::string why = pilotlight_error();
+            const std::string why = error_text();
             for (std::size_t done = 0; done < index; done++) unmap(chunks_.find(pieces[done].first));
             return fail(failed, why);
         }

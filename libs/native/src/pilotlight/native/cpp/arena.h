@@ -64,6 +64,7 @@ class Arena {
 
   private:
     using Chunks = std::map<std::uint64_t, Chunk>;  // by start
+    using Ranges = std::vector<std::pair<std::uint64_t, std::uint64_t>>;
 
     int check_range(std::uint64_t start, std::uint64_t stop) const;
     bool backed_anywhere(std::uint64_t start, std::uint64_t stop) const;
@@ -71,7 +72,7 @@ class Arena {
     int map(std::uint64_t start, const Memory &memory);
     int allow(std::uint64_t start, std::uint64_t stop);
     int unmap(Chunks::iterator chunk);
-    int keep(const Chunk &chunk, const std::vector<std::pair<std::uint64_t, std::uint64_t>> &rests);
+    int keep(Chunks::iterator chunk, const Ranges &rests);
     int copy_out(std::uint64_t start, const Memory &memory);
     CUmemAllocationProp properties() const;
 

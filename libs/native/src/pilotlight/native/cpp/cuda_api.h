@@ -46,6 +46,7 @@ constexpr int CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED = 110;
 constexpr unsigned CU_STREAM_NON_BLOCKING = 1;
 constexpr unsigned CU_EVENT_DISABLE_TIMING = 2;
 constexpr unsigned CU_MEMHOSTREGISTER_PORTABLE = 1;
+constexpr int CU_STREAM_CAPTURE_MODE_RELAXED = 2;
 constexpr int CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1;
 
 // X(name of the member, exported symbol, parameters)
@@ -59,6 +60,7 @@ constexpr int CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1;
     X(ctx_set_current, cuCtxSetCurrent, (CUcontext))                                                                          \
     X(ctx_synchronize, cuCtxSynchronize, ())                                                                                  \
     X(ctx_get_stream_priority_range, cuCtxGetStreamPriorityRange, (int *, int *))                                             \
+    X(thread_exchange_stream_capture_mode, cuThreadExchangeStreamCaptureMode, (int *))                                        \
     X(mem_get_info, cuMemGetInfo_v2, (std::size_t *, std::size_t *))                                                          \
     X(mem_get_allocation_granularity, cuMemGetAllocationGranularity, (std::size_t *, const CUmemAllocationProp *, int))       \
     X(mem_address_reserve, cuMemAddressReserve, (CUdeviceptr *, std::size_t, std::size_t, CUdeviceptr, std::uint64_t))        \

@@ -13,6 +13,8 @@ Driver &driver() {
     return opened;
 }
 
+const std::string &error_text() { return last_error; }
+
 int fail(int code, const std::string &message) {
     last_error = message;
     return code;
@@ -34,12 +36,13 @@ int check(CUresult result, const char *call) {
 using namespace pilotlight;
 
 // What went wrong last in this thread.
-PILOTLIGHT_EXPORT const char *pilotlight_error() { return last_error.c_str(); }
+PILOTLIGHT_EXPORT const char *pilotlight_error() { return error_text().c_str(); }
 
 // Finds the driver's functions in a library and initialises it. Once in a process: a second time it does nothing.
 PILOTLIGHT_EXPORT int pilotlight_driver_open(const char *path) {
+    static std::string opened;
     Driver &api = driver();
-    if (api.library) return OK;
+    if (api.library) return opened == path ? OK : fail(MISUSED, "this process has opened another driver, " + opened);
     void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (!library) return fail(NO_DRIVER, dlerror());
     Driver found;
@@ -59,6 +62,7 @@ PILOTLIGHT_EXPORT int pilotlight_driver_open(const char *path) {
         return fail(NO_DRIVER, std::string("the driver does not start: ") + (name ? name : std::to_string(refused).c_str()));
     }
     api = found;
+    opened = path;
     return OK;
 }
 

@@ -30,6 +30,9 @@ struct Driver {
 // The driver that was opened; there is one in a process.
 Driver &driver();
 
+// What fail() was last told in this thread.
+const std::string &error_text();
+
 // Keeps the message for pilotlight_error() of this thread, and returns the code.
 int fail(int code, const std::string &message);
 

@@ -45,6 +45,16 @@ std::uint64_t lowest_place(const Pool &pool, std::uint64_t bytes) {
     return at;
 }
 
+// Memory is also asked for while a graph is captured, which forbids it unless told that it is meant.
+class CaptureAllowed {
+  public:
+    CaptureAllowed() { driver().thread_exchange_stream_capture_mode(&mode_); }
+    ~CaptureAllowed() { driver().thread_exchange_stream_capture_mode(&mode_); }
+
+  private:
+    int mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;
+};
+
 int map_chunk(Pool &pool, std::uint64_t index) {
     Memory memory = pool.group->chunks[index].lock();
     if (!memory) {
@@ -88,6 +98,7 @@ PILOTLIGHT_EXPORT int pilotlight_pool_open(Arena *arena, std::uint64_t start, st
         if (group_of >= static_cast<int>(pools.size()) || !pools[group_of])
             return fail(MISUSED, "there is no pool " + std::to_string(group_of));
         if (pools[group_of]->chunk_bytes != chunk_bytes) return fail(MISUSED, "pools of one group have chunks of one size");
+        if (pools[group_of]->arena != arena) return fail(MISUSED, "pools of one group lie in one arena");
         group = pools[group_of]->group;
     }
     auto made = std::make_unique<Pool>();
@@ -143,6 +154,7 @@ PILOTLIGHT_EXPORT void *pilotlight_pool_malloc(ssize_t size, int, CUstream) {
         fail(OUT_OF_ROOM, "a pool has no addresses for " + std::to_string(bytes) + " bytes more");
         return nullptr;
     }
+    CaptureAllowed allowed;
     std::uint64_t first = (place - pool.start) / pool.chunk_bytes, last = (place + bytes - 1 - pool.start) / pool.chunk_bytes;
     for (std::uint64_t index = first; index <= last; index++) {
         if (!pool.mapped.count(index) && map_chunk(pool, index)) {

@@ -89,55 +89,62 @@ def silu_mul(gates_ups: Tensor) -> Tensor:
 
 
 @triton.jit
+def _as(x, dtype):
+    """Rounded to ``dtype`` and wide again."""
+    return x.to(dtype).to(tl.float32)
+
+
+@triton.jit
 def _turn_and_store(
     qkv, bias, query_norm, key_norm, eps, cosines, sines, slots, keys, values,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_HALF: tl.constexpr,
     HEADS_AT_ONCE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORMS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS_AT_ONCE + tl.arange(0, HEADS_AT_ONCE)[:, None]
-    dim = tl.arange(0, PADDED_DIM)[None, :]
+    # A thread has both halves of its dimensions: what another one has to read is never overwritten.
     HALF: tl.constexpr = HEAD_DIM // 2
     WIDTH: tl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
-    known = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & (dim < HEAD_DIM)
-    partner = tl.where(dim < HALF, dim + HALF, dim - HALF)
-    place = qkv + row * WIDTH + head * HEAD_DIM
-    x = tl.load(place + dim, mask=known, other=0.0)
-    other = tl.load(place + partner, mask=known, other=0.0)
-    dtype = x.dtype
-    x = x.to(tl.float32)
-    other = other.to(tl.float32)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS_AT_ONCE + tl.arange(0, HEADS_AT_ONCE)[:, None]
+    pair = tl.arange(0, PADDED_HALF)[None, :]
+    known = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & (pair < HALF)
+    dtype = qkv.dtype.element_ty
+    place = qkv + row * WIDTH + head * HEAD_DIM + pair
+    first = tl.load(place, mask=known, other=0.0).to(tl.float32)
+    second = tl.load(place + HALF, mask=known, other=0.0).to(tl.float32)
     if HAS_BIAS:
-        x = (x + tl.load(bias + head * HEAD_DIM + dim, mask=known, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
-        other += tl.load(bias + head * HEAD_DIM + partner, mask=known, other=0.0).to(tl.float32)
-        other = other.to(dtype).to(tl.float32)
-    plain = x
-    if HAS_NORMS:
-        share = tl.rsqrt(tl.sum(x * x, axis=1)[:, None] / HEAD_DIM + eps)
-        is_query = head < NUM_HEADS
-        fits = dim < HEAD_DIM
-        weight = tl.where(
-            is_query, tl.load(query_norm + dim, mask=fits, other=0.0), tl.load(key_norm + dim, mask=fits, other=0.0)
-        ).to(tl.float32)
-        partner_weight = tl.where(
-            is_query, tl.load(query_norm + partner, mask=fits, other=0.0), tl.load(key_norm + partner, mask=fits, other=0.0)
-        ).to(tl.float32)
-        x = ((x * share).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
-        other = ((other * share).to(dtype).to(tl.float32) * partner_weight).to(dtype).to(tl.float32)
-    pair = tl.where(dim < HALF, dim, dim - HALF)
-    cosine = tl.load(cosines + row * HALF + pair, mask=dim < HEAD_DIM, other=0.0).to(tl.float32)
-    sine = tl.load(sines + row * HALF + pair, mask=dim < HEAD_DIM, other=0.0).to(tl.float32)
-    across = (tl.where(dim < HALF, -other, other) * sine).to(dtype).to(tl.float32)
-    turned = (x * cosine).to(dtype).to(tl.float32) + across
+        first = _as(first + tl.load(bias + head * HEAD_DIM + pair, mask=known, other=0.0).to(tl.float32), dtype)
+        second = _as(second + tl.load(bias + head * HEAD_DIM + HALF + pair, mask=known, other=0.0).to(tl.float32), dtype)
     turns = head < NUM_HEADS + NUM_KV_HEADS
-    result = tl.where(turns, turned, plain).to(dtype)
-    tl.store(place + dim, result, mask=known)
+    x = first
+    y = second
+    if HAS_NORMS:
+        share = tl.rsqrt((tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1))[:, None] / HEAD_DIM + eps)
+        is_query = head < NUM_HEADS
+        fits = pair < HALF
+        query_first = tl.load(query_norm + pair, mask=fits, other=0.0).to(tl.float32)
+        query_second = tl.load(query_norm + HALF + pair, mask=fits, other=0.0).to(tl.float32)
+        key_first = tl.load(key_norm + pair, mask=fits, other=0.0).to(tl.float32)
+        key_second = tl.load(key_norm + HALF + pair, mask=fits, other=0.0).to(tl.float32)
+        x = _as(_as(first * share, dtype) * tl.where(is_query, query_first, key_first), dtype)
+        y = _as(_as(second * share, dtype) * tl.where(is_query, query_second, key_second), dtype)
+    cosine = tl.load(cosines + row * HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)
+    sine = tl.load(sines + row * HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)
+    turned_first = _as(x * cosine, dtype) + _as(-y * sine, dtype)
+    turned_second = _as(y * cosine, dtype) + _as(x * sine, dtype)
+    first = tl.where(turns, turned_first, first).to(dtype)
+    second = tl.where(turns, turned_second, second).to(dtype)
+    tl.store(place, first, mask=known)
+    tl.store(place + HALF, second, mask=known)
     slot = tl.load(slots + row).to(tl.int64)
-    stored = slot * NUM_KV_HEADS * HEAD_DIM + dim
-    is_key = (head >= NUM_HEADS) & turns & (slot >= 0)
-    tl.store(keys + stored + (head - NUM_HEADS) * HEAD_DIM, result, mask=known & is_key)
-    is_value = (head >= NUM_HEADS + NUM_KV_HEADS) & (slot >= 0)
-    tl.store(values + stored + (head - NUM_HEADS - NUM_KV_HEADS) * HEAD_DIM, result, mask=known & is_value)
+    stored = slot * NUM_KV_HEADS * HEAD_DIM + pair
+    is_key = known & (head >= NUM_HEADS) & turns & (slot >= 0)
+    key_place = keys + stored + (head - NUM_HEADS) * HEAD_DIM
+    tl.store(key_place, first, mask=is_key)
+    tl.store(key_place + HALF, second, mask=is_key)
+    is_value = known & (head >= NUM_HEADS + NUM_KV_HEADS) & (slot >= 0)
+    value_place = values + stored + (head - NUM_HEADS - NUM_KV_HEADS) * HEAD_DIM
+    tl.store(value_place, first, mask=is_value)
+    tl.store(value_place + HALF, second, mask=is_value)
 
 
 def turn_and_store(
@@ -169,7 +176,7 @@ def turn_and_store(
     query_norm, key_norm = norms or (qkv, qkv)
     _turn_and_store[(qkv.shape[0], triton.cdiv(heads, at_once))](
         qkv, qkv if bias is None else bias, query_norm, key_norm, eps, *turns, slots, keys, values,
-        num_heads, num_kv_heads, head_dim, triton.next_power_of_2(head_dim), at_once, bias is not None, norms is not None,
+        num_heads, num_kv_heads, head_dim, triton.next_power_of_2(head_dim // 2), at_once, bias is not None, norms is not None,
         num_warps=4,
     )  # fmt: skip
 

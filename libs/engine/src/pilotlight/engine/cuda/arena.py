@@ -1,0 +1,226 @@
+"""Device memory at fixed addresses: the arena of a CUDA device.
+
+::
+
+    0x600000000000
+    [ slot 0 ................................... )[ slot 1 )...[ slot 15 )[ workspace )
+    [ parameters )[ KV, as far as granted )  [ graph pool )                 torch's own, for eager work
+
+The slots' canonical layout gives every tensor of a model the same address in every process. Parameters and KV are no allocations of
+torch's: tensors are made over addresses. torch takes what it needs beside them from pools, and its default allocator is left alone.
+"""
+
+import torch
+from torch import Tensor
+
+from pilotlight.engine.core.extents import Extent, ExtentSet
+from pilotlight.engine.cuda.pools import TorchPool
+from pilotlight.engine.device.arena_protocol import Slot
+from pilotlight.engine.errors import EngineFailed, NoRoom
+from pilotlight.native.device import LIBCUDA, Device, DeviceArena, DriverCalls, Pool
+from pilotlight.native.library import AddressTaken, NativeError, NativeUnavailable, OutOfMemory
+
+SLOT_BYTES = 256 << 30
+NUM_SLOTS = 16
+ADDRESSES = (0x6000_0000_0000, 0x5000_0000_0000, 0x4000_0000_0000, 0x3000_0000_0000)
+"""Where arenas are: the first is the one that artifacts are made for, the others are for processes where something else is there."""
+POOL_BYTES = 16 << 30
+"""Addresses of a slot's graph pool."""
+PIECE_BYTES, WHOLE_BYTES = 64 << 20, 1 << 30
+"""Longest chunks of memory that goes by parts, and of memory that goes as it came. A chunk costs the same whatever its length."""
+POOL_CHUNK_BYTES = 32 << 20
+_DLPACK_CPU, _DLPACK_CUDA = 1, 2
+_DLPACK_TYPES: dict[torch.dtype, tuple[int, int]] = {
+    torch.bfloat16: (4, 16),
+    torch.float16: (2, 16),
+    torch.float32: (2, 32),
+    torch.float64: (2, 64),
+    torch.uint8: (1, 8),
+    torch.int32: (0, 32),
+    torch.int64: (0, 64),
+}
+"""DLPack's type code and bits."""
+
+
+class CudaArena:
+    """Owns the address range of one device and knows which of its bytes are backed. See ``Arena``.
+
+    Taking memory away waits until the device has done what was asked of it before.
+    """
+
+    pool_bytes = POOL_BYTES
+
+    def __init__(
+        self,
+        ordinal: int = 0,
+        *,
+        num_slots: int = NUM_SLOTS,
+        slot_bytes: int = SLOT_BYTES,
+        capacity_bytes: int | None = None,
+        addresses: tuple[int, ...] = ADDRESSES,
+        driver: str = LIBCUDA,
+        device: torch.device | None = None,
+    ) -> None:
+        """Takes the addresses, at the first of the places where nothing else is.
+
+        Args:
+            ordinal: which device.
+            num_slots: how many models fit side by side.
+            slot_bytes: addresses of each; whole granules.
+            capacity_bytes: the most bytes that are backed at once; what is free on the device now, if not given.
+            addresses: places to try, in order.
+            driver: the driver's library.
+            device: where tensors say they are; the CUDA device, if not given.
+
+        Raises:
+            NoRoom: something else is at each of the places.
+            EngineFailed: there is no native library, no driver, or no such device.
+        """
+        self.device = device or torch.device("cuda", ordinal)
+        self.slot_bytes = slot_bytes
+        try:
+            self.native = Device(ordinal, driver)
+            self._arena = _reserve(self.native, (num_slots + 1) * slot_bytes, addresses)
+            self.capacity_bytes = capacity_bytes or self.native.memory()[0]
+        except (NativeUnavailable, NativeError) as error:
+            raise EngineFailed(f"no arena on device {ordinal}: {error}") from error
+        self.granule_bytes = self._arena.granule_bytes
+        self.canonical = self._arena.address == addresses[0]
+        """It lies where artifacts expect it; otherwise nothing that holds addresses can be restored here."""
+        self._free_slots = list(range(num_slots))
+        self._backed = ExtentSet()
+        first, stop = num_slots * slot_bytes, (num_slots + 1) * slot_bytes
+        self.workspace = TorchPool(Pool(self.native, self._arena, first, stop - POOL_BYTES, POOL_CHUNK_BYTES), self.native)
+        """For torch's allocations in eager work."""
+        self._graph_memory = Pool(self.native, self._arena, stop - POOL_BYTES, stop, POOL_CHUNK_BYTES)
+        # Never used itself: graph pools that come and go belong to its group.
+
+    @property
+    def address(self) -> int:
+        """Where it begins."""
+        return self._arena.address
+
+    @property
+    def backed_bytes(self) -> int:
+        """Bytes of all slots that have memory behind them, without graph pools."""
+        return self._backed.num_bytes
+
+    @property
+    def physical_bytes(self) -> int:
+        """Device memory that it holds, workspace and graph pools included."""
+        return self._arena.physical_bytes
+
+    @property
+    def driver_calls(self) -> DriverCalls:
+        """What it has asked of the driver so far."""
+        return self._arena.driver_calls
+
+    @property
+    def free_slots(self) -> int:
+        """How many more models could be opened."""
+        return len(self._free_slots)
+
+    def open_slot(self, number: int | None = None) -> Slot:
+        """The slot of that number, or else the lowest free one, without any memory.
+
+        Raises:
+            NoRoom: it is taken, or all are.
+        """
+        if not self._free_slots:
+            raise NoRoom("every slot of the arena holds a model")
+        if number is None:
+            number = self._free_slots[0]
+        if number not in self._free_slots:
+            raise NoRoom(f"slot {number} of the arena holds a model already")
+        self._free_slots.remove(number)
+        return Slot(self, number)
+
+    def close_slot(self, number: int) -> None:
+        """Makes a slot free again; its memory goes back to the device. Its graph pool is closed before."""
+        first, stop = number * self.slot_bytes, (number + 1) * self.slot_bytes
+        for extent in self._backed:
+            # Extents of neighbouring slots can touch, and are one then.
+            inside = Extent(max(first, extent.start), min(stop, extent.stop))
+            if inside.start < inside.stop:
+                self.unback(inside)
+        self._free_slots.append(number)
+        self._free_slots.sort()
+
+    def back(self, extent: Extent, *, divisible: bool = False) -> None:
+        """See ``Arena.back``."""
+        if self.backed_bytes + extent.num_bytes > self.capacity_bytes:
+            raise NoRoom(
+                f"the device refuses {extent.num_bytes} bytes: {self.backed_bytes} of {self.capacity_bytes} are in use already"
+            )
+        self._backed.add(extent)
+        if not extent.num_bytes:
+            return
+        try:
+            self._arena.back(*extent, PIECE_BYTES if divisible else WHOLE_BYTES)
+        except NativeError as error:
+            self._backed.remove(extent)
+            refused = f"the device refuses {extent.num_bytes} bytes: {error}"
+            raise (NoRoom if isinstance(error, OutOfMemory) else EngineFailed)(refused) from error
+
+    def unback(self, extent: Extent) -> None:
+        """See ``Arena.unback``."""
+        self._backed.remove(extent)
+        if not extent.num_bytes:
+            return
+        try:
+            self._arena.unback(*extent)
+        except NativeError as error:
+            raise EngineFailed(f"the device does not take {extent.num_bytes} bytes back: {error}") from error
+
+    def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """See ``Arena.tensor``."""
+        code, bits = _DLPACK_TYPES[dtype]
+        kind, ordinal = (_DLPACK_CUDA, self.device.index) if self.device.type == "cuda" else (_DLPACK_CPU, 0)
+        return torch.from_dlpack(self._arena.capsule(offset, shape, code, bits, kind, ordinal))
+
+    def export(self, offset: int) -> tuple[int, Extent]:
+        """A file descriptor of the memory behind a byte, for another process, and which bytes that is. The caller closes it.
+
+        Raises:
+            EngineFailed: there is none.
+        """
+        try:
+            fd, start, stop = self._arena.export(offset)
+        except NativeError as error:
+            raise EngineFailed(f"nothing to export at {offset}: {error}") from error
+        return fd, Extent(start, stop)
+
+    def adopt(self, extent: Extent, fd: int) -> None:
+        """Puts memory that another process exported behind as many bytes here, in place of ``back``. The descriptor stays the caller's.
+
+        Raises:
+            EngineFailed: some of them are backed already, or the descriptor is of other memory.
+        """
+        self._backed.add(extent)
+        try:
+            self._arena.adopt(extent.start, extent.num_bytes, fd)
+        except NativeError as error:
+            self._backed.remove(extent)
+            raise EngineFailed(f"the device does not map exported memory: {error}") from error
+
+    def graph_pool(self, number: int) -> TorchPool:
+        """The pool for a slot's graphs. All graph pools share their memory: models run one at a time."""
+        stop = (number + 1) * self.slot_bytes
+        return TorchPool(
+            Pool(self.native, self._arena, stop - POOL_BYTES, stop, POOL_CHUNK_BYTES, self._graph_memory), self.native
+        )
+
+    def close(self) -> None:
+        """Gives everything back. No tensor over it may be used any more."""
+        self.workspace.close()
+        self._graph_memory.close()
+        self._arena.close()
+
+
+def _reserve(device: Device, num_bytes: int, addresses: tuple[int, ...]) -> DeviceArena:
+    for address in addresses:
+        try:
+            return DeviceArena(device, num_bytes, address)
+        except AddressTaken:
+            continue
+    raise NoRoom(f"something else is at each of {', '.join(map(hex, addresses))}, where {num_bytes} bytes of addresses were wanted")

@@ -1,0 +1,238 @@
+"""Attention of single rows over the paged cache: split among programs, and put together by the last one that is done.
+
+::
+
+    row 0   [ item 0 ........ )[ item 1 ........ )[ item 2 )     a row's keys in items, each a program for each key-value head
+    row 1   [ item 3 ... )                                       one item: no partial results at all
+
+The items are made on the host (``cuda.rows``), so that one long row is shared among many programs and the number of programs does
+not depend on lengths: the same launch serves a captured graph. Partial results are added up in the order of the items, whichever
+program comes last: the result does not depend on that.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pilotlight.engine.core.blocks import BLOCK_TOKENS
+from pilotlight.engine.cuda.rows import MAX_SPLITS, Items, Rows
+
+KEYS_AT_ONCE = 64
+
+
+@triton.jit
+def _as(x, dtype):
+    return x.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _turned(
+    place, bias, norm, eps, cosines, sines, head, known,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORMS: tl.constexpr,
+):  # fmt: skip
+    """Rows of heads [n, PADDED_DIM] from ``place`` with bias, normed and turned. ``head`` [n, 1] counts from the queries' first."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    dim = tl.arange(0, PADDED_DIM)[None, :]
+    fits = dim < HEAD_DIM
+    partner = tl.where(dim < HALF, dim + HALF, dim - HALF)
+    dtype = place.dtype.element_ty
+    x = tl.load(place + head * HEAD_DIM + dim, mask=known & fits, other=0.0).to(tl.float32)
+    y = tl.load(place + head * HEAD_DIM + partner, mask=known & fits, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        x = _as(x + tl.load(bias + head * HEAD_DIM + dim, mask=known & fits, other=0.0).to(tl.float32), dtype)
+        y = _as(y + tl.load(bias + head * HEAD_DIM + partner, mask=known & fits, other=0.0).to(tl.float32), dtype)
+    if HAS_NORMS:
+        share = tl.rsqrt(tl.sum(x * x, axis=1)[:, None] / HEAD_DIM + eps)
+        x = _as(_as(x * share, dtype) * tl.load(norm + dim, mask=fits, other=0.0).to(tl.float32), dtype)
+        y = _as(_as(y * share, dtype) * tl.load(norm + partner, mask=fits, other=0.0).to(tl.float32), dtype)
+    pair = tl.where(dim < HALF, dim, dim - HALF)
+    cosine = tl.load(cosines + pair, mask=fits, other=0.0).to(tl.float32)
+    sine = tl.load(sines + pair, mask=fits, other=0.0).to(tl.float32)
+    return _as(_as(x * cosine, dtype) + _as(tl.where(dim < HALF, -y, y) * sine, dtype), dtype)
+
+
+@triton.jit
+def _decode_attention(
+    queries, row_stride, bias, query_norm, key_norm, eps, cosines, sines,
+    keys, values, out, partial, marks, arrived,
+    blocks, positions, slots, first_blocks, first_items, num_items, item_rows, item_starts, item_stops,
+    scale,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr, KEYS_AT_ONCE: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, RAW: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORMS: tl.constexpr,
+):  # fmt: skip
+    kv_head = tl.program_id(0)
+    item = tl.program_id(1)
+    row = tl.load(item_rows + item)
+    if row < 0:
+        return
+    start = tl.load(item_starts + item)
+    stop = tl.load(item_stops + item)
+    position = tl.load(positions + row)
+    first_block = tl.load(first_blocks + row)
+    splits = tl.load(num_items + row)
+    dtype = keys.dtype.element_ty
+    dim = tl.arange(0, PADDED_DIM)[None, :]
+    fits = dim < HEAD_DIM
+    member = tl.arange(0, PADDED_GROUP)[:, None]
+    known = member < GROUP
+    head = kv_head * GROUP + member
+    row_place = queries + row.to(tl.int64) * row_stride
+    top = tl.full([PADDED_GROUP], float("-inf"), tl.float32)
+    total = tl.zeros([PADDED_GROUP], tl.float32)
+    mixed = tl.zeros([PADDED_GROUP, PADDED_DIM], tl.float32)
+    HALF: tl.constexpr = HEAD_DIM // 2
+    if RAW:
+        query = _turned(
+            row_place, bias, query_norm, eps, cosines + row * HALF, sines + row * HALF, head, known,
+            HEAD_DIM, PADDED_DIM, HAS_BIAS, HAS_NORMS,
+        )  # fmt: skip
+        if stop > position:
+            # This item has the new token: its key and value come from the projection, and nobody else stores them.
+            stop = position
+            one = tl.full([1, 1], NUM_HEADS, tl.int32) + kv_head
+            key = _turned(
+                row_place, bias, key_norm, eps, cosines + row * HALF, sines + row * HALF, one, one >= 0,
+                HEAD_DIM, PADDED_DIM, HAS_BIAS, HAS_NORMS,
+            )  # fmt: skip
+            value_place = (one + NUM_KV_HEADS) * HEAD_DIM + dim
+            value = tl.load(row_place + value_place, mask=fits, other=0.0).to(tl.float32)
+            if HAS_BIAS:
+                value = _as(value + tl.load(bias + value_place, mask=fits, other=0.0).to(tl.float32), dtype)
+            slot = tl.load(slots + row).to(tl.int64)
+            stored = (slot * NUM_KV_HEADS + kv_head) * HEAD_DIM + dim
+            tl.store(keys + stored, key.to(dtype), mask=fits & (slot >= 0))
+            tl.store(values + stored, value.to(dtype), mask=fits & (slot >= 0))
+            top = tl.sum(query * key, axis=1) * scale
+            total += 1.0
+            mixed += value
+    else:
+        query = tl.load(row_place + head * HEAD_DIM + dim, mask=known & fits, other=0.0).to(tl.float32)
+    narrow = query.to(dtype)
+    offset = tl.arange(0, KEYS_AT_ONCE)
+    for at in range(start, stop, KEYS_AT_ONCE):
+        seen = at + offset
+        there = seen < stop
+        block = tl.load(blocks + first_block + seen // BLOCK_TOKENS, mask=there, other=0).to(tl.int64)
+        base = ((block * BLOCK_TOKENS + seen % BLOCK_TOKENS) * NUM_KV_HEADS + kv_head) * HEAD_DIM
+        mask = there[:, None] & fits
+        key_tile = tl.load(keys + base[:, None] + dim, mask=mask, other=0.0)
+        value_tile = tl.load(values + base[:, None] + dim, mask=mask, other=0.0)
+        if PADDED_GROUP == 1:
+            scores = tl.sum(key_tile.to(tl.float32) * query, axis=1)[None, :] * scale
+        else:
+            scores = tl.dot(narrow, tl.trans(key_tile), input_precision="ieee") * scale
+        scores = tl.where(there[None, :], scores, float("-inf"))
+        highest = tl.maximum(top, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - highest[:, None])
+        fade = tl.exp2(top - highest)
+        total = total * fade + tl.sum(weights, axis=1)
+        if PADDED_GROUP == 1:
+            mixed = mixed * fade[:, None] + tl.sum(tl.trans(weights) * value_tile.to(tl.float32), axis=0)[None, :]
+        else:
+            mixed = mixed * fade[:, None] + tl.dot(weights.to(dtype), value_tile, input_precision="ieee")
+        top = highest
+    out_place = out + row.to(tl.int64) * NUM_HEADS * HEAD_DIM + head * HEAD_DIM + dim
+    if splits == 1:
+        tl.store(out_place, (mixed / total[:, None]).to(dtype), mask=known & fits)
+    else:
+        head_row = kv_head * GROUP + tl.arange(0, PADDED_GROUP)
+        in_group = tl.arange(0, PADDED_GROUP) < GROUP
+        tl.store(partial + (item * NUM_HEADS + head) * HEAD_DIM + dim, mixed, mask=known & fits)
+        tl.store(marks + (item * NUM_HEADS + head_row) * 2, top, mask=in_group)
+        tl.store(marks + (item * NUM_HEADS + head_row) * 2 + 1, total, mask=in_group)
+        first_item = tl.load(first_items + row)
+        tl.debug_barrier()
+        before = tl.atomic_add(arrived + first_item * NUM_KV_HEADS + kv_head, 1, sem="acq_rel", scope="gpu")
+        if before == splits - 1:
+            tl.store(arrived + first_item * NUM_KV_HEADS + kv_head, 0)
+            split = tl.arange(0, MAX_SPLITS)[:, None]
+            place = ((first_item + split) * NUM_HEADS + head_row[None, :]) * 2
+            counts = (split < splits) & in_group[None, :]
+            tops = tl.load(marks + place, mask=counts, other=float("-inf"), cache_modifier=".cg")
+            totals = tl.load(marks + place + 1, mask=counts, other=0.0, cache_modifier=".cg")
+            highest = tl.max(tops, axis=0)
+            highest = tl.where(in_group, highest, 0.0)
+            total = tl.sum(tl.exp2(tops - highest[None, :]) * totals, axis=0)
+            mixed = tl.zeros([PADDED_GROUP, PADDED_DIM], tl.float32)
+            for number in range(0, splits):
+                there = (first_item + number) * NUM_HEADS
+                fade = tl.exp2(
+                    tl.load(marks + (there + head_row) * 2, mask=in_group, other=0.0, cache_modifier=".cg") - highest
+                )
+                mixed += fade[:, None] * tl.load(
+                    partial + (there + head) * HEAD_DIM + dim, mask=known & fits, other=0.0, cache_modifier=".cg"
+                )
+            tl.store(out_place, (mixed / total[:, None]).to(dtype), mask=known & fits)
+
+
+LOG2_E = 1.4426950408889634
+
+
+class DecodeScratch:
+    """Partial results of one launch at a time."""
+
+    def __init__(self, max_items: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device) -> None:
+        self.partial = torch.empty(max_items, num_heads, head_dim, dtype=torch.float32, device=device)
+        self.marks = torch.empty(max_items, num_heads, 2, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(max_items, num_kv_heads, dtype=torch.int32, device=device)
+        """Programs that are done with the row whose first item it is; 0 between launches."""
+
+
+def decode_attention(
+    queries: Tensor,
+    stored: tuple[Tensor, Tensor],
+    rows: Rows,
+    items: Items,
+    scratch: DecodeScratch,
+    scale: float,
+    out: Tensor,
+    raw: "RawHeads | None" = None,
+) -> None:
+    """Attends with rows of the batch, those that items name, to their requests' keys.
+
+    Args:
+        queries: [num_tokens, ...], each row of heads contiguous, rotated; with ``raw``, the whole projection of queries, keys and
+            values, of which nothing is turned or stored yet.
+        stored: the layer's keys and values, [slots, num_kv_heads, head_dim].
+        rows: where the batch's rows stand.
+        items: what is seen by them.
+        scratch: of the stage.
+        scale: of the scores.
+        out: [num_tokens, num_heads * head_dim], written in the rows that items name.
+        raw: what is to be done to the projection. The new keys and values are stored then, too.
+    """
+    keys, values = stored
+    num_kv_heads, head_dim = keys.shape[1:]
+    num_heads = out.shape[1] // head_dim
+    group = num_heads // num_kv_heads
+    padded_group = 1 if group == 1 else max(16, triton.next_power_of_2(group))
+    norms = raw.norms if raw and raw.norms else (queries, queries)
+    _decode_attention[(num_kv_heads, items.rows.shape[0])](
+        queries, queries.stride(0), queries if raw is None or raw.bias is None else raw.bias, *norms, raw.eps if raw else 0.0,
+        *(raw.turns if raw else (queries, queries)),
+        keys, values, out, scratch.partial, scratch.marks, scratch.arrived,
+        rows.blocks, rows.positions, rows.slots, rows.first_blocks, items.firsts, items.counts, items.rows, items.starts, items.stops,
+        scale * LOG2_E,
+        num_heads, num_kv_heads, head_dim, max(16, triton.next_power_of_2(head_dim)), group, padded_group, KEYS_AT_ONCE, BLOCK_TOKENS,
+        MAX_SPLITS, raw is not None, raw is not None and raw.bias is not None, raw is not None and raw.norms is not None,
+        num_warps=4,
+    )  # fmt: skip
+
+
+class RawHeads:
+    """What is to be done to a projection of queries, keys and values before they are used."""
+
+    __slots__ = ("bias", "eps", "norms", "turns")
+
+    def __init__(
+        self, bias: Tensor | None, norms: tuple[Tensor, Tensor] | None, eps: float, turns: tuple[Tensor, Tensor]
+    ) -> None:
+        self.bias = bias
+        """Of the projection."""
+        self.norms = norms
+        """Weights of the queries' and of the keys' norm."""
+        self.eps = eps
+        self.turns = turns
+        """Cosines and sines of each row."""

@@ -1,0 +1,142 @@
+"""Attention of chunks of prompts over the paged cache, many requests in one launch, without padding between them.
+
+A program has a tile of one request's queries and one head. Keys that all rows of the tile see need no mask; those on the diagonal, and
+all of them where a window slides, do.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pilotlight.engine.core.blocks import BLOCK_TOKENS
+from pilotlight.engine.cuda.kernels.decode_attention import LOG2_E
+from pilotlight.engine.cuda.rows import QUERIES_AT_ONCE, Chunks, Rows
+
+KEYS_AT_ONCE = 64
+
+
+@triton.jit
+def _some_keys(
+    query, top, total, mixed, at, until, seen_from, seen_to,
+    keys, values, blocks, kv_head, scale,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, KEYS_AT_ONCE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Goes on with keys [at, until). With MASKED, row i sees those in [seen_from[i], seen_to[i]); without, all are seen by all."""
+    dim = tl.arange(0, PADDED_DIM)
+    fits = dim < HEAD_DIM
+    offset = tl.arange(0, KEYS_AT_ONCE)
+    for first in range(at, until, KEYS_AT_ONCE):
+        position = first + offset
+        if MASKED:
+            there = position < until
+            block = tl.load(blocks + position // BLOCK_TOKENS, mask=there, other=0).to(tl.int64)
+        else:
+            block = tl.load(blocks + position // BLOCK_TOKENS).to(tl.int64)
+        base = ((block * BLOCK_TOKENS + position % BLOCK_TOKENS) * NUM_KV_HEADS + kv_head) * HEAD_DIM
+        if MASKED:
+            key = tl.load(keys + base[None, :] + dim[:, None], mask=there[None, :] & fits[:, None], other=0.0)
+        elif HEAD_DIM == PADDED_DIM:
+            key = tl.load(keys + base[None, :] + dim[:, None])
+        else:
+            key = tl.load(keys + base[None, :] + dim[:, None], mask=fits[:, None], other=0.0)
+        scores = tl.dot(query, key, input_precision="ieee") * scale
+        if MASKED:
+            visible = (position[None, :] >= seen_from[:, None]) & (position[None, :] < seen_to[:, None])
+            scores = tl.where(visible, scores, float("-inf"))
+        highest = tl.maximum(top, tl.max(scores, axis=1))
+        if MASKED:
+            # A row may see none of these keys.
+            ground = tl.where(highest == float("-inf"), 0.0, highest)
+        else:
+            ground = highest
+        weights = tl.exp2(scores - ground[:, None])
+        fade = tl.exp2(top - ground)
+        total = total * fade + tl.sum(weights, axis=1)
+        mixed = mixed * fade[:, None]
+        if MASKED:
+            value = tl.load(values + base[:, None] + dim[None, :], mask=there[:, None] & fits[None, :], other=0.0)
+        elif HEAD_DIM == PADDED_DIM:
+            value = tl.load(values + base[:, None] + dim[None, :])
+        else:
+            value = tl.load(values + base[:, None] + dim[None, :], mask=fits[None, :], other=0.0)
+        mixed = tl.dot(weights.to(value.dtype), value, mixed, input_precision="ieee")
+        top = highest
+    return top, total, mixed
+
+
+@triton.jit
+def _prefill_attention(
+    queries, row_stride, keys, values, out,
+    rows, starts, counts, first_blocks, tile_segments, tile_rows, blocks, scale, window,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    QUERIES_AT_ONCE: tl.constexpr, KEYS_AT_ONCE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, SLIDES: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    tile = tl.program_id(1)
+    segment = tl.load(tile_segments + tile)
+    first = tl.load(tile_rows + tile)
+    row = tl.load(rows + segment)
+    start = tl.load(starts + segment)
+    count = tl.load(counts + segment)
+    own_blocks = blocks + tl.load(first_blocks + segment)
+    kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
+    inner = first + tl.arange(0, QUERIES_AT_ONCE)
+    dim = tl.arange(0, PADDED_DIM)
+    mask = (inner < count)[:, None] & (dim < HEAD_DIM)[None, :]
+    place = (row + inner).to(tl.int64)[:, None]
+    query = tl.load(queries + place * row_stride + head * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
+    position = start + inner
+    stop = start + tl.minimum(first + QUERIES_AT_ONCE, count)
+    seen_to = position + 1
+    top = tl.full([QUERIES_AT_ONCE], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES_AT_ONCE], tl.float32)
+    mixed = tl.zeros([QUERIES_AT_ONCE, PADDED_DIM], tl.float32)
+    if SLIDES:
+        seen_from = tl.maximum(position - window + 1, 0)
+        at = tl.maximum(start + first - window + 1, 0) // KEYS_AT_ONCE * KEYS_AT_ONCE
+    else:
+        seen_from = tl.zeros([QUERIES_AT_ONCE], tl.int32)
+        at = (start + first + 1) // KEYS_AT_ONCE * KEYS_AT_ONCE
+        top, total, mixed = _some_keys(
+            query, top, total, mixed, 0, at, seen_from, seen_to, keys, values, own_blocks, kv_head, scale,
+            NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, KEYS_AT_ONCE, BLOCK_TOKENS, False,
+        )  # fmt: skip
+    top, total, mixed = _some_keys(
+        query, top, total, mixed, at, stop, seen_from, seen_to, keys, values, own_blocks, kv_head, scale,
+        NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, KEYS_AT_ONCE, BLOCK_TOKENS, True,
+    )  # fmt: skip
+    tl.store(
+        out + place * NUM_HEADS * HEAD_DIM + head * HEAD_DIM + dim[None, :],
+        (mixed / total[:, None]).to(out.dtype.element_ty),
+        mask=mask,
+    )
+
+
+def prefill_attention(
+    queries: Tensor, stored: tuple[Tensor, Tensor], rows: Rows, chunks: Chunks, scale: float, out: Tensor, window: int | None = None
+) -> None:
+    """Attends with the rows of segments to their requests' keys, the new ones among them, which are in the cache already.
+
+    Args:
+        queries: [num_tokens, ...], each row of heads contiguous, rotated.
+        stored: the layer's keys and values, [slots, num_kv_heads, head_dim].
+        rows: where the batch's rows stand.
+        chunks: the segments.
+        scale: of the scores.
+        out: [num_tokens, num_heads * head_dim], written in the segments' rows.
+        window: tokens that a row sees, its own among them; None: all before it.
+    """
+    keys, values = stored
+    num_kv_heads, head_dim = keys.shape[1:]
+    num_heads = out.shape[1] // head_dim
+    wide = queries.dtype == torch.float32
+    _prefill_attention[(num_heads, chunks.tile_rows.shape[0])](
+        queries, queries.stride(0), keys, values, out,
+        chunks.rows, chunks.starts, chunks.counts, chunks.first_blocks, chunks.tile_segments, chunks.tile_rows, rows.blocks,
+        scale * LOG2_E, window or 0,
+        num_heads, num_kv_heads, head_dim, max(16, triton.next_power_of_2(head_dim)),
+        QUERIES_AT_ONCE, 32 if wide else KEYS_AT_ONCE, BLOCK_TOKENS, window is not None,
+        num_warps=8, num_stages=1 if wide else 3,
+    )  # fmt: skip

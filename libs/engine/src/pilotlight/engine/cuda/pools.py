@@ -1,0 +1,63 @@
+"""torch's caching allocator on memory of the arena: for eager work, and for graphs."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import torch
+
+from pilotlight.native.device import Device, Pool
+
+
+class TorchPool:
+    """A region of an arena as a ``torch.cuda.MemPool``. torch's default allocator knows nothing of it."""
+
+    def __init__(self, pool: Pool, device: Device) -> None:
+        self._pool = pool
+        self._library_path = str(device.library.path)
+        self._ordinal = device.ordinal
+        self._torch: torch.cuda.MemPool | None = None
+        self._allocator: torch.cuda.memory.CUDAPluggableAllocator | None = None
+
+    @property
+    def id(self) -> tuple[int, int]:
+        """torch's name for it: ``torch.cuda.graph(..., pool=...)`` takes it, within ``selected``."""
+        return self._mem_pool().id
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of its addresses that have memory."""
+        return self._pool.mapped_bytes
+
+    @property
+    def sequence(self) -> tuple[int, int]:
+        """How many segments torch took so far, and a hash over their lengths and places."""
+        return self._pool.sequence
+
+    @contextmanager
+    def selected(self) -> Generator[None]:
+        """Within it, segments that torch takes for this pool come from its region. One pool at a time."""
+        with self._pool.selected():
+            yield
+
+    @contextmanager
+    def use(self) -> Generator[None]:
+        """Within it, what this thread allocates with torch comes from this pool."""
+        with self._pool.selected(), torch.cuda.use_mem_pool(self._mem_pool(), torch.device("cuda", self._ordinal)):
+            yield
+
+    def close(self) -> None:
+        """Gives its memory back.
+
+        Raises:
+            NativeError: tensors lie in it.
+        """
+        self._torch = None  # torch returns the segments in which nothing lies
+        self._pool.close()
+
+    def _mem_pool(self) -> torch.cuda.MemPool:
+        if self._torch is None:
+            self._allocator = torch.cuda.memory.CUDAPluggableAllocator(
+                self._library_path, "pilotlight_pool_malloc", "pilotlight_pool_free"
+            )
+            self._torch = torch.cuda.MemPool(self._allocator.allocator())
+        return self._torch

@@ -1,0 +1,261 @@
+"""What a step's kernels are told of the batch: 32-bit words, made on the host and sent in one copy.
+
+::
+
+    words   [ positions )[ slots )[ first blocks )[ ... )[ items ... )[ chunks ... )[ block tables one after the other )
+
+A plain decode step has its fields in the same places every time, padded to the same lengths, so that a captured graph finds them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from pilotlight.engine.core.batch import Batch
+from pilotlight.engine.core.blocks import BLOCK_TOKENS
+
+MAX_SPLITS = 64
+"""Items of one row at most."""
+KEYS_OF_ITEM = 64
+"""Keys of an item are a multiple of this."""
+QUERIES_AT_ONCE = 128
+"""Rows of a tile of a chunk."""
+NOWHERE = -1
+
+Words = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Where a batch's rows stand, on the device. All int32."""
+
+    positions: Tensor
+    """[rows]: position of each within its request."""
+    slots: Tensor
+    """[rows]: where in the cache its key and value go; negative: nowhere."""
+    first_blocks: Tensor
+    """[rows]: where in ``blocks`` its request's block table begins."""
+    blocks: Tensor
+    """[...]: block tables one after the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """Which keys the single rows of a batch see, in pieces; on the device, all int32."""
+
+    firsts: Tensor
+    """[rows]: a row's first item."""
+    counts: Tensor
+    """[rows]: how many it has."""
+    rows: Tensor
+    """[items]: whose it is; negative for one that is not used."""
+    starts: Tensor
+    """[items]: position of the first key."""
+    stops: Tensor
+    """[items]: the position behind the last one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Segments of more than one row, and their tiles, on the device. All int32."""
+
+    rows: Tensor
+    """[segments]: first row of each in the batch."""
+    starts: Tensor
+    """[segments]: position of that row."""
+    counts: Tensor
+    """[segments]: how many rows."""
+    first_blocks: Tensor
+    """[segments]: where in ``blocks`` the block table begins."""
+    tile_segments: Tensor
+    """[tiles]: whose it is."""
+    tile_rows: Tensor
+    """[tiles]: its first row within the segment."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """A batch as the kernels see it."""
+
+    rows: Rows
+    items: Items | None
+    """Of the single rows, in layers that see everything; None without single rows."""
+    sliding_items: Items | None
+    """The same in layers with a window."""
+    chunks: Chunks | None
+    logit_rows: Tensor | None
+    """[segments that want logits] int32, their last rows; None: every row is one."""
+
+    @property
+    def plain(self) -> bool:
+        """Single rows only."""
+        return self.chunks is None
+
+
+def cut_items(starts: Words, stops: Words, spare: int) -> tuple[Words, Words, Words, Words]:
+    """Cuts rows' keys into items of about equal length.
+
+    Args:
+        starts: position of each row's first key.
+        stops: the position behind its last one; every row has a key.
+        spare: items that there may be beyond one for each row.
+
+    Returns:
+        For each row the number of its items; then, for each item, its row, start and stop. A row's items follow each other.
+    """
+    lengths = stops - starts
+    longest, together = int(lengths.max()), int(lengths.sum())
+    size = max(-(-together // max(spare, 1)), -(-longest // MAX_SPLITS), 1)
+    size = -(-size // KEYS_OF_ITEM) * KEYS_OF_ITEM
+    counts = -(-lengths // size)
+    rows = np.repeat(np.arange(len(lengths), dtype=np.int32), counts)
+    numbers = np.arange(len(rows), dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts)
+    item_starts = starts[rows] + numbers * size
+    return counts, rows, item_starts, np.minimum(item_starts + size, stops[rows])
+
+
+def fields_of(batch: Batch, spare: int, window_tokens: int | None) -> dict[str, Words]:
+    """Every field of a batch's words, by name; those of items and chunks only where there are any."""
+    segments = batch.segments
+    tables = [segment.blocks for segment in segments]
+    counts = np.fromiter((segment.count for segment in segments), np.int32, len(segments))
+    starts = np.fromiter((segment.start for segment in segments), np.int32, len(segments))
+    lengths = np.fromiter(map(len, tables), np.int32, len(tables))
+    blocks = np.fromiter(chain.from_iterable(tables), np.int32, int(lengths.sum()))
+    segment_blocks = np.cumsum(lengths, dtype=np.int32) - lengths
+    segment_rows = np.cumsum(counts, dtype=np.int32) - counts
+    owners = np.repeat(np.arange(len(segments), dtype=np.int32), counts)
+    positions = starts[owners] + np.arange(len(owners), dtype=np.int32) - segment_rows[owners]
+    first_blocks = segment_blocks[owners]
+    wanting = np.fromiter((segment.wants_logits for segment in segments), np.bool_, len(segments))
+    fields = {
+        "positions": positions,
+        "slots": blocks[first_blocks + positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS,
+        "first_blocks": first_blocks,
+        "logit_rows": (segment_rows + counts - 1)[wanting],
+        "blocks": blocks,
+    }
+    single, many = np.flatnonzero(counts == 1), np.flatnonzero(counts > 1)
+    if len(single):
+        rows, stops = segment_rows[single], starts[single] + 1
+        fields |= _items("full", rows, np.zeros_like(stops), stops, len(owners), spare)
+        if window_tokens is not None:
+            fields |= _items("sliding", rows, np.maximum(stops - window_tokens, 0), stops, len(owners), spare)
+    if len(many):
+        tiles = -(-counts[many] // QUERIES_AT_ONCE)
+        tile_segments = np.repeat(np.arange(len(many), dtype=np.int32), tiles)
+        tile_rows = (np.arange(len(tile_segments), dtype=np.int32) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * QUERIES_AT_ONCE
+        # The tiles that see most go first: the last programs to start are then short ones.
+        order = np.argsort(-(starts[many][tile_segments] + tile_rows), kind="stable")
+        fields |= {
+            "chunk_rows": segment_rows[many],
+            "chunk_starts": starts[many],
+            "chunk_counts": counts[many],
+            "chunk_first_blocks": segment_blocks[many],
+            "tile_segments": tile_segments[order],
+            "tile_rows": tile_rows[order].astype(np.int32),
+        }
+    return fields
+
+
+def _items(kind: str, rows: Words, starts: Words, stops: Words, num_rows: int, spare: int) -> dict[str, Words]:
+    counts, numbers, item_starts, item_stops = cut_items(starts, stops, spare)
+    of_rows, firsts = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
+    of_rows[rows], firsts[rows] = counts, np.cumsum(counts) - counts
+    return {
+        f"{kind}_firsts": firsts,
+        f"{kind}_counts": of_rows,
+        f"{kind}_rows": rows[numbers],
+        f"{kind}_starts": item_starts,
+        f"{kind}_stops": item_stops,
+    }
+
+
+def send(fields: Mapping[str, Words], device: torch.device) -> StepRows:
+    """Copies a batch's fields to a device, in memory of their own, without waiting for it."""
+    sizes = [len(field) for field in fields.values()]
+    words = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+    np.concatenate(list(fields.values()), out=words.numpy())
+    there = words.to(device, non_blocking=True)
+    return step_rows(dict(zip(fields, there.split(sizes), strict=True)))
+
+
+def step_rows(views: Mapping[str, Tensor]) -> StepRows:
+    """The kernels' view of fields by their names."""
+    rows = Rows(views["positions"], views["slots"], views["first_blocks"], views["blocks"])
+    items = _items_of(views, "full")
+    chunks = None
+    if "tile_rows" in views:
+        names = ("chunk_rows", "chunk_starts", "chunk_counts", "chunk_first_blocks", "tile_segments", "tile_rows")
+        chunks = Chunks(*(views[name] for name in names))
+    return StepRows(rows, items, _items_of(views, "sliding") or items, chunks, views.get("logit_rows"))
+
+
+def _items_of(views: Mapping[str, Tensor], kind: str) -> Items | None:
+    if f"{kind}_rows" not in views:
+        return None
+    return Items(*(views[f"{kind}_{name}"] for name in ("firsts", "counts", "rows", "starts", "stops")))
+
+
+class StaticRows:
+    """The words of plain decode steps, always in the same places: what a captured graph reads."""
+
+    def __init__(self, device: torch.device, max_rows: int, spare: int, max_blocks: int, window_tokens: int | None) -> None:
+        """Takes the memory.
+
+        Args:
+            device: where it is.
+            max_rows: the most rows of a step.
+            spare: items beyond one for each row, see ``cut_items``.
+            max_blocks: the most entries of all block tables of a step together.
+            window_tokens: of sliding layers; None if there are none.
+        """
+        kinds = ("full",) if window_tokens is None else ("full", "sliding")
+        self._capacities = {"positions": max_rows, "slots": max_rows, "first_blocks": max_rows, "token_ids": max_rows}
+        for kind in kinds:
+            self._capacities |= {f"{kind}_firsts": max_rows, f"{kind}_counts": max_rows}
+            self._capacities |= {f"{kind}_{name}": max_rows + spare for name in ("rows", "starts", "stops")}
+        self._capacities["blocks"] = max_blocks
+        self._offsets = dict(zip(self._capacities, np.cumsum([0, *self._capacities.values()])[:-1].tolist(), strict=True))
+        self._device = device
+        self._spare = spare
+        self._window_tokens = window_tokens
+        self._words = torch.zeros(sum(self._capacities.values()), dtype=torch.int32, device=device)
+        self.max_blocks = max_blocks
+
+    def fill(self, batch: Batch, token_ids: Words | None) -> bool:
+        """Sends a step's words; rows beyond the batch's are nobody's. False, and nothing, if its tables are too long."""
+        fields = fields_of(batch, self._spare, self._window_tokens)
+        del fields["logit_rows"]
+        blocks = fields.pop("blocks")
+        if len(blocks) > self.max_blocks:
+            return False
+        if token_ids is not None:
+            fields["token_ids"] = token_ids
+        start = self._offsets["blocks"]
+        host = torch.empty(start + len(blocks), dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        words = host.numpy()
+        words[:start] = 0
+        for kind in ("full_rows", "sliding_rows", "slots"):
+            if kind in self._offsets:
+                words[self._offsets[kind] : self._offsets[kind] + self._capacities[kind]] = NOWHERE
+        for name, field in fields.items():
+            words[self._offsets[name] : self._offsets[name] + len(field)] = field
+        words[start:] = blocks
+        self._words[: len(words)].copy_(host, non_blocking=True)
+        return True
+
+    def view(self, num_rows: int) -> tuple[StepRows, Tensor]:
+        """A step of so many rows, padding included, and its token ids [num_rows] int32."""
+        views: dict[str, Tensor] = {}
+        for name, offset in self._offsets.items():
+            length = self._capacities[name] if name == "blocks" else num_rows
+            if name.endswith(("_rows", "_starts", "_stops")):
+                length = num_rows + self._spare
+            views[name] = self._words[offset : offset + length]
+        return step_rows(views), views["token_ids"]

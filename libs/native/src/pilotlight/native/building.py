@@ -1,0 +1,59 @@
+"""Compiles the library. Needs the standard library alone: it also runs while the package is being installed."""
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "cpp"
+FLAGS = ("-std=c++17", "-O2", "-g0", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-static-libstdc++", "-static-libgcc")
+COMPILERS = ("g++", "c++", "clang++")
+COMPILE_DEADLINE_S = 180.0
+
+
+class CannotCompile(Exception):
+    """There is no library and none can be made here; the message says why."""
+
+
+def library_name() -> str:
+    """The library's file name, another one for other sources: a stale one is never loaded."""
+    digest = hashlib.sha256("\0".join((*FLAGS, platform.machine())).encode())
+    for source in sorted(SOURCES.iterdir()):
+        if source.suffix in (".cpp", ".h"):
+            digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return f"libpilotlight_native-{digest.hexdigest()[:16]}.so"
+
+
+def compiler() -> str | None:
+    """The C++ compiler: what CXX names, or the first that is installed."""
+    wanted = os.environ.get("CXX")
+    return shutil.which(wanted) if wanted else next(filter(None, map(shutil.which, COMPILERS)), None)
+
+
+def compile_library(target: Path) -> None:
+    """Makes the library, whole or not at all; nothing, if it is there.
+
+    Raises:
+        CannotCompile: there is no compiler, it refuses, or the folder takes no file.
+    """
+    if target.exists():
+        return
+    found = compiler()
+    if found is None:
+        raise CannotCompile(f"no C++ compiler: none of {', '.join(COMPILERS)} is installed, and CXX names none (apt-get install g++)")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".compiling-") as scratch:
+            made = Path(scratch) / target.name
+            command = [found, *FLAGS, *map(str, sorted(SOURCES.glob("*.cpp"))), "-o", str(made), "-ldl"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_DEADLINE_S, check=False)
+            if done.returncode != 0:
+                raise CannotCompile(f"{found} fails: {done.stderr.strip()[-1500:]}")
+            made.rename(target)
+    except subprocess.TimeoutExpired as error:
+        raise CannotCompile(f"{found} takes longer than {COMPILE_DEADLINE_S:g} s") from error
+    except OSError as error:
+        raise CannotCompile(f"{target.parent} takes no library: {error}") from error

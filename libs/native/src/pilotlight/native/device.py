@@ -1,0 +1,205 @@
+"""A device, its memory at fixed addresses, and pools of it for torch's allocator."""
+
+import ctypes
+from collections.abc import Generator
+from contextlib import contextmanager
+from ctypes import c_int, c_uint64, c_void_p
+from dataclasses import dataclass
+
+from pilotlight.native.library import Library, NativeError, library, out
+
+LIBCUDA = "libcuda.so.1"
+
+
+@dataclass(frozen=True, slots=True)
+class DriverCalls:
+    """What an arena has asked of the driver so far."""
+
+    created: int
+    """Pieces of memory."""
+    mapped: int
+    unmapped: int
+    access_set: int
+    moved_bytes: int
+    """Copied to new memory, because other parts of their chunk were taken away."""
+
+
+class Device:
+    """A CUDA device, by the context that torch uses, too."""
+
+    def __init__(self, ordinal: int, driver: str = LIBCUDA) -> None:
+        """Opens the driver and the device, and makes its context current in this thread.
+
+        Raises:
+            NativeUnavailable: there is no library.
+            NoDriver: there is no driver, or it does not start.
+            NativeError: there is no such device.
+        """
+        self.library: Library = library()
+        self.ordinal = ordinal
+        self.library.call("driver_open", driver.encode())
+        pointer, context = out(c_void_p)
+        self.library.call("device_open", ordinal, pointer)
+        self.context = context()
+
+    def memory(self) -> tuple[int, int]:
+        """Free and all bytes of the device's memory."""
+        (free, free_bytes), (total, total_bytes) = out(c_uint64), out(c_uint64)
+        self.library.call("device_memory", self.context, free, total)
+        return free_bytes(), total_bytes()
+
+
+class DeviceArena:
+    """An address range of a device, and memory behind parts of it. All places are bytes from its beginning, whole granules."""
+
+    def __init__(self, device: Device, num_bytes: int, address: int = 0) -> None:
+        """Reserves the addresses.
+
+        Args:
+            device: whose memory lies behind them.
+            num_bytes: whole granules.
+            address: there and nowhere else; anywhere, if 0.
+
+        Raises:
+            AddressTaken: something else is there.
+            NativeError: the driver has no such addresses.
+        """
+        self._library = device.library
+        pointer, arena = out(c_void_p)
+        self._library.call("arena_open", device.context, device.ordinal, address, num_bytes, pointer)
+        self.pointer = arena()
+        self.num_bytes = num_bytes
+        self.address = self._library.get("arena_address", self.pointer)
+        self.granule_bytes = self._library.get("arena_granule", self.pointer)
+
+    @property
+    def physical_bytes(self) -> int:
+        """Device memory behind it; what lies at several places counts once."""
+        return self._library.get("arena_physical_bytes", self.pointer)
+
+    @property
+    def driver_calls(self) -> DriverCalls:
+        """What it has asked of the driver so far."""
+        counts = (c_uint64 * 5)()
+        self._library.get("arena_counts", self.pointer, counts)
+        return DriverCalls(*counts)
+
+    def back(self, start: int, stop: int, chunk_bytes: int) -> None:
+        """Puts memory behind [start, stop), all or nothing, in chunks that end at multiples of ``chunk_bytes``.
+
+        Raises:
+            OutOfMemory: the device has no such memory.
+            NativeError: it is backed already, at least in part.
+        """
+        self._library.call("arena_back", self.pointer, start, stop, chunk_bytes)
+
+    def unback(self, start: int, stop: int) -> None:
+        """Takes the memory behind [start, stop) away, when the device has done what was asked of it before.
+
+        What stays of a chunk is moved to memory of its own, and keeps its place.
+
+        Raises:
+            NativeError: it is not all backed, or cuts through a chunk that is shared.
+        """
+        self._library.call("arena_unback", self.pointer, start, stop)
+
+    def share(self, start: int, stop: int, source: int) -> None:
+        """Puts the memory that lies behind as many bytes from ``source`` on behind [start, stop), too.
+
+        Raises:
+            NativeError: those are not whole chunks, or [start, stop) is backed already.
+        """
+        self._library.call("arena_share", self.pointer, start, stop, source)
+
+    def export(self, place: int) -> tuple[int, int, int]:
+        """A file descriptor of the chunk behind a place, for another process, and the chunk's [start, stop). The caller closes it.
+
+        Raises:
+            NativeError: nothing is behind it.
+        """
+        (number, fd), (first, start), (last, stop) = out(c_int), out(c_uint64), out(c_uint64)
+        self._library.call("arena_export", self.pointer, place, number, first, last)
+        return fd(), start(), stop()
+
+    def adopt(self, start: int, num_bytes: int, fd: int) -> None:
+        """Puts a chunk that another process exported behind a place. The descriptor stays the caller's.
+
+        Raises:
+            NativeError: it is none, or of another length, or something is there already.
+        """
+        self._library.call("arena_import", self.pointer, start, num_bytes, fd)
+
+    def capsule(self, place: int, shape: tuple[int, ...], type_code: int, type_bits: int, device_type: int, ordinal: int) -> object:
+        """A tensor over what lies at a place, as ``torch.from_dlpack`` takes it."""
+        sizes = (ctypes.c_int64 * len(shape))(*shape)
+        tensor = self._library.get(
+            "dlpack", self.address + place, device_type, ordinal, type_code, type_bits, len(shape), sizes
+        )
+        if not tensor:
+            raise MemoryError("no memory for a tensor's description")
+        return _new_capsule(tensor, b"dltensor", None)
+
+    def close(self) -> None:
+        """Gives memory and addresses back. Nothing may use them any more."""
+        if self.pointer:
+            self._library.get("arena_close", self.pointer)
+            self.pointer = 0
+
+
+class Pool:
+    """A region of an arena that torch's allocator takes segments from.
+
+    The same calls give the same addresses in every process. Pools of one group share their memory: what lies in one is gone when another
+    is used.
+    """
+
+    def __init__(self, device: Device, arena: DeviceArena, start: int, stop: int, chunk_bytes: int, group_of: "Pool | None" = None) -> None:
+        """Makes a pool of [start, stop), without any memory yet.
+
+        Raises:
+            NativeError: these are not whole chunks.
+        """
+        self._library = device.library
+        pointer, number = out(c_int)
+        group = group_of.number if group_of is not None else -1
+        self._library.call("pool_open", arena.pointer, start, stop, chunk_bytes, group, pointer)
+        self.number = number()
+
+    @contextmanager
+    def selected(self) -> Generator[None]:
+        """Within it, what torch asks for comes from this pool. One at a time in a process."""
+        before = self._library.get("pool_select", self.number)
+        try:
+            yield
+        finally:
+            self._library.get("pool_select", before)
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of it that have memory."""
+        return self._state()[0]
+
+    @property
+    def sequence(self) -> tuple[int, int]:
+        """How many segments it has given, and a hash over their lengths and places: equal in two processes that did the same."""
+        return self._state()[1:]
+
+    def _state(self) -> tuple[int, int, int]:
+        (mapped, mapped_bytes), (count, allocations), (digest, sequence_hash) = out(c_uint64), out(c_uint64), out(c_uint64)
+        self._library.call("pool_state", self.number, mapped, count, digest)
+        return mapped_bytes(), allocations(), sequence_hash()
+
+    def close(self) -> None:
+        """Gives its memory back.
+
+        Raises:
+            NativeError: segments lie in it.
+        """
+        self._library.call("pool_close", self.number)
+
+
+_new_capsule = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype = ctypes.py_object
+_new_capsule.argtypes = [c_void_p, ctypes.c_char_p, c_void_p]
+
+__all__ = ["LIBCUDA", "Device", "DeviceArena", "DriverCalls", "NativeError", "Pool"]

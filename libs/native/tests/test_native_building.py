@@ -1,0 +1,67 @@
+"""Where the library comes from, and what is said where it cannot be had."""
+
+import shutil
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from pilotlight.native import building
+from pilotlight.native.building import CannotCompile, compile_library, library_name
+
+ASK = (
+    "import sys; sys.path[:0] = sys.argv[1].split(':')\n"
+    "from pilotlight.native.library import unavailable\nprint(unavailable() or 'there')"
+)
+
+
+def test_the_name_follows_the_sources(tmp_path, monkeypatch):
+    name = library_name()
+    assert name == library_name()
+    copied = tmp_path / "cpp"
+    shutil.copytree(building.SOURCES, copied)
+    monkeypatch.setattr(building, "SOURCES", copied)
+    assert library_name() == name
+    with (copied / "arena.cpp").open("a") as source:
+        source.write("\n// changed\n")
+    assert library_name() != name
+
+
+def test_without_a_compiler_it_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(CannotCompile, match=r"no C\+\+ compiler.*apt-get install"):
+        compile_library(tmp_path / "lib.so")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_compiler_that_refuses_leaves_nothing(tmp_path, monkeypatch):
+    broken = tmp_path / "broken-c++"
+    broken.write_text("#!/bin/sh\necho no such language >&2\nexit 3\n")
+    broken.chmod(stat.S_IRWXU)
+    monkeypatch.setenv("CXX", str(broken))
+    target = tmp_path / "made" / "lib.so"
+    with pytest.raises(CannotCompile, match="fails: no such language"):
+        compile_library(target)
+    assert not list(target.parent.iterdir())
+
+
+def test_a_process_without_library_and_compiler_imports_and_says_why(tmp_path):
+    source = building.SOURCES.parent
+    package = tmp_path / "site" / "pilotlight" / "native"
+    shutil.copytree(source, package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    environment = {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    command = [sys.executable, "-I", "-c", ASK, str(tmp_path / "site")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert "pilotlight-native has no library: no C++ compiler" in done.stdout
+
+
+@pytest.mark.slow
+def test_it_is_made_once_at_first_use(tmp_path):
+    target = tmp_path / library_name()
+    compile_library(target)
+    made = target.stat().st_mtime_ns
+    compile_library(target)
+    assert target.stat().st_mtime_ns == made
+    assert [path.name for path in tmp_path.iterdir()] == [target.name]

@@ -1,0 +1,125 @@
+"""Segments for torch's allocator: the same calls give the same addresses, and pools of a group share their memory."""
+
+import ctypes
+import random
+
+import pytest
+from fake_cuda import MIB, fake_cuda
+
+from pilotlight.native.device import Device, DeviceArena, Pool
+from pilotlight.native.library import NativeError, library
+
+GRANULE = 2 * MIB
+CHUNK = 4 * GRANULE
+
+
+@pytest.fixture
+def device():
+    fake_cuda().reset()
+    return Device(0, fake_cuda().path)
+
+
+@pytest.fixture
+def arena(device):
+    made = DeviceArena(device, 256 * GRANULE)
+    yield made
+    made.close()
+
+
+def malloc(num_bytes):
+    return library().get("pool_malloc", num_bytes, 0, None)
+
+
+def free(address):
+    library().get("pool_free", address, 0, 0, None)
+
+
+def test_without_a_pool_there_is_no_memory():
+    assert malloc(MIB) == 0
+
+
+def test_segments_are_mapped_while_they_live(device, arena):
+    pool = Pool(device, arena, 8 * GRANULE, 40 * GRANULE, CHUNK)
+    with pool.selected():
+        first, second, third = (malloc(size) for size in (1, 3 * GRANULE, 5 * GRANULE))
+        assert [place - arena.address - 8 * GRANULE for place in (first, second, third)] == [0, GRANULE, 4 * GRANULE]
+        assert pool.mapped_bytes == arena.physical_bytes == 3 * CHUNK
+        ctypes.memset(third, 1, 5 * GRANULE)
+        free(second)
+        assert pool.mapped_bytes == 3 * CHUNK, "another segment lies in its chunk"
+        free(first)
+        assert pool.mapped_bytes == 2 * CHUNK
+        assert malloc(2 * GRANULE) == first, "the lowest place that holds it"
+        assert malloc(100 * GRANULE) == 0
+        assert "no addresses" in ctypes.string_at(library()._functions["error"]()).decode()
+    with pytest.raises(NativeError, match="still holds 2 segments"):
+        pool.close()
+    free(first)
+    free(third)
+    assert arena.physical_bytes == 0
+    pool.close()
+    with pytest.raises(NativeError, match="there is no pool"):
+        pool.close()
+
+
+def test_the_same_calls_give_the_same_addresses(device, arena):
+    def run(pool):
+        moves, live, places = random.Random(5), [], []
+        with pool.selected():
+            for _ in range(200):
+                if live and moves.random() < 0.45:
+                    free(live.pop(moves.randrange(len(live))))
+                elif place := malloc(moves.randrange(1, 6 * GRANULE)):
+                    live.append(place)
+                    places.append(place - arena.address)
+        for place in live:
+            free(place)
+        return places, pool.sequence
+
+    pools = [Pool(device, arena, start * GRANULE, (start + 64) * GRANULE, CHUNK) for start in (0, 64)]
+    (one, one_sequence), (two, two_sequence) = map(run, pools)
+    assert [place + 64 * GRANULE for place in one] == two
+    assert one_sequence == two_sequence != (0, 0)
+    for pool in pools:
+        pool.close()
+    assert arena.physical_bytes == 0
+
+
+def test_pools_of_a_group_share_their_memory(device, arena):
+    one = Pool(device, arena, 0, 64 * GRANULE, CHUNK)
+    two = Pool(device, arena, 64 * GRANULE, 128 * GRANULE, CHUNK, group_of=one)
+    with one.selected():
+        first = malloc(8 * GRANULE)
+    with two.selected():
+        second = malloc(12 * GRANULE)
+    assert one.mapped_bytes + two.mapped_bytes == 20 * GRANULE
+    assert arena.physical_bytes == fake_cuda().used_bytes == 12 * GRANULE
+    ctypes.memset(first + 5 * GRANULE, 7, 8)
+    assert ctypes.string_at(second + 5 * GRANULE, 8) == b"\7" * 8
+    free(first)
+    assert arena.physical_bytes == 12 * GRANULE
+    assert ctypes.string_at(second + 5 * GRANULE, 8) == b"\7" * 8
+    free(second)
+    assert arena.physical_bytes == fake_cuda().used_bytes == 0
+    one.close()
+    two.close()
+
+
+def test_a_device_that_is_full_gives_no_segment_and_loses_none(device, arena):
+    pool = Pool(device, arena, 0, 64 * GRANULE, CHUNK)
+    fake_cuda().set_memory(fake_cuda().used_bytes + 3 * CHUNK)
+    with pool.selected():
+        place = malloc(CHUNK)
+        assert malloc(3 * CHUNK) == 0
+        assert pool.mapped_bytes == CHUNK
+        assert malloc(2 * CHUNK) == place + CHUNK
+        free(place)
+        free(place + CHUNK)
+    assert arena.physical_bytes == 0
+    pool.close()
+
+
+def test_pools_are_made_of_whole_chunks(device, arena):
+    for start, stop, chunk in ((0, 5 * GRANULE, CHUNK), (1, CHUNK + 1, CHUNK), (0, 256 * CHUNK, CHUNK), (0, GRANULE, 7)):
+        with pytest.raises(NativeError, match="whole chunks"):
+            Pool(device, arena, start, stop, chunk)

@@ -1,0 +1,280 @@
+"""Every kernel against the same computation in float64 on the CPU: fresh random inputs, poisoned outputs."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from pilotlight.engine.core.batch import Batch, Segment
+from pilotlight.engine.core.blocks import BLOCK_TOKENS, blocks_for
+from pilotlight.engine.core.philox import uniform
+from pilotlight.engine.cuda.kernels import elementwise, sampling
+from pilotlight.engine.cuda.kernels.decode_attention import DecodeScratch, RawHeads, decode_attention
+from pilotlight.engine.cuda.kernels.prefill_attention import prefill_attention
+from pilotlight.engine.cuda.kernels.vector import VectorProduct
+from pilotlight.engine.cuda.rows import NOWHERE, StaticRows, fields_of, send
+from pilotlight.engine.models.layers import rms_norm
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = (torch.float32, torch.bfloat16)
+SPARE = 20
+
+
+@pytest.fixture
+def fresh() -> Callable[..., Tensor]:
+    """fresh(*shape, scale=1): normal float64 numbers that no earlier run has had."""
+    generator = torch.Generator()
+    generator.seed()
+
+    def make(*shape: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64) * scale
+
+    return make
+
+
+def close(found: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
+    """Relative to the whole: float32 far below 1e-5, bfloat16 below 1e-2. NaN never passes."""
+    error = float((found.cpu().double() - exact).norm() / exact.norm())
+    assert error < {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+
+
+def poisoned(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full(shape, math.nan, dtype=dtype, device=device)
+
+
+def turned(x: Tensor, angles: Tensor) -> Tensor:
+    """[rows, heads, head_dim] by angles [rows, head_dim / 2]."""
+    first, second = x.chunk(2, dim=-1)
+    cosine, sine = angles.cos()[:, None], angles.sin()[:, None]
+    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden", [48, 2560])
+def test_a_norm_adds_the_residual(device: torch.device, fresh: Callable[..., Tensor], dtype: torch.dtype, hidden: int) -> None:
+    residual, x, weight = (fresh(*shape).to(dtype) for shape in ((7, hidden), (7, hidden), (hidden,)))
+    there = residual.to(device, copy=True)
+    normed = elementwise.add_norm(there, x.to(device, copy=True), weight.to(device, copy=True), 1e-5)
+    summed = residual + x
+    assert torch.equal(there.cpu(), summed)
+    close(normed, rms_norm(summed.double(), weight.double(), 1e-5), dtype)
+    plain = elementwise.add_norm(there, None, weight.to(device, copy=True), 1e-5)
+    assert torch.equal(plain, normed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gates_open(device: torch.device, fresh: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    both = fresh(5, 2 * 1300).to(dtype)
+    gates, ups = both.double().chunk(2, dim=-1)
+    close(elementwise.silu_mul(both.to(device, copy=True)), torch.nn.functional.silu(gates) * ups, dtype)
+
+
+def test_angles_are_those_of_the_cpu(device: torch.device) -> None:
+    positions = torch.tensor([0, 1, 77, 8191, 131071], dtype=torch.int32)
+    frequencies = 1.0 / 10_000 ** (torch.arange(0, 128, 2, dtype=torch.float32) / 128)
+    cosines, sines = elementwise.rotations(positions.to(device, copy=True), frequencies.to(device, copy=True), 1.5, torch.float32)
+    angles = (positions[:, None].to(torch.float32) * frequencies).double()
+    assert float((cosines.cpu() - 1.5 * angles.cos()).abs().max()) < 1e-6
+    assert float((sines.cpu() - 1.5 * angles.sin()).abs().max()) < 1e-6
+
+
+class Cache:
+    """A paged cache with requests in it, on the device and, in float64, on the CPU."""
+
+    def __init__(
+        self, fresh: Callable[..., Tensor], device: torch.device, dtype: torch.dtype, contexts: Sequence[int], heads: int, dim: int
+    ) -> None:
+        per_request = [blocks_for(context) for context in contexts]
+        order = torch.randperm(sum(per_request) + 3).tolist()
+        self.tables = [tuple(order.pop() for _ in range(count)) for count in per_request]
+        shape = ((sum(per_request) + 3) * BLOCK_TOKENS, heads, dim)
+        self.keys, self.values = (fresh(*shape).to(dtype) for _ in range(2))
+        written = torch.zeros(shape[0], dtype=torch.bool)
+        for table, context in zip(self.tables, contexts, strict=True):
+            written[self.slots(table, 0, context)] = True
+        # Nobody's slots are NaN: whoever reads one shows it.
+        self.keys[~written] = self.values[~written] = math.nan
+        self.there = self.keys.to(device, copy=True), self.values.to(device, copy=True)
+
+    @staticmethod
+    def slots(table: Sequence[int], start: int, stop: int) -> list[int]:
+        return [table[at // BLOCK_TOKENS] * BLOCK_TOKENS + at % BLOCK_TOKENS for at in range(start, stop)]
+
+    def attend(self, query: Tensor, table: Sequence[int], position: int, window: int | None, scale: float) -> Tensor:
+        """[heads, head_dim] of one row -> the same, in float64."""
+        start = 0 if window is None else max(0, position + 1 - window)
+        slots = self.slots(table, start, position + 1)
+        keys, values = self.keys[slots].double(), self.values[slots].double()
+        grouped = query.double().unflatten(0, (keys.shape[1], -1))
+        weights = torch.einsum("hgd,nhd->hgn", grouped, keys).mul(scale).softmax(dim=-1)
+        return torch.einsum("hgn,nhd->hgd", weights, values).flatten(0, 1)
+
+
+SHAPES = [(4, 2, 128), (4, 4, 20), (8, 1, 64)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
+@pytest.mark.parametrize("window", [None, 50])
+def test_single_rows_attend(
+    device: torch.device, fresh: Callable[..., Tensor], dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int | None
+) -> None:
+    contexts = (1, 16, 17, 333, 1500)
+    cache = Cache(fresh, device, dtype, contexts, kv_heads, dim)
+    batch = Batch(tuple(Segment(n - 1, 1, table, True) for n, table in zip(contexts, cache.tables, strict=True)))
+    step = send(fields_of(batch, SPARE, window), device)
+    items = step.items if window is None else step.sliding_items
+    scratch = DecodeScratch(len(contexts) + SPARE, heads, kv_heads, dim, device)
+    queries = fresh(len(contexts), heads, dim).to(dtype)
+    for _ in range(2):  # The second time, the counters have to be as they were.
+        out = poisoned(len(contexts), heads * dim, dtype=dtype, device=device)
+        decode_attention(queries.to(device, copy=True), cache.there, step.rows, items, scratch, 0.3, out)
+        exact = torch.stack(
+            [
+                cache.attend(query, table, n - 1, window, 0.3)
+                for query, table, n in zip(queries, cache.tables, contexts, strict=True)
+            ]
+        )
+        close(out, exact.flatten(1), dtype)
+    assert not scratch.arrived.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
+@pytest.mark.parametrize("dressed", [False, True], ids=["plain", "bias-and-norms"])
+def test_raw_heads_are_turned_stored_and_attended_to(
+    device: torch.device, fresh: Callable[..., Tensor], dtype: torch.dtype, heads: int, kv_heads: int, dim: int, dressed: bool
+) -> None:
+    """The decode kernel does at once what the one for prompts does in place; both as float64 does it. Padding touches nothing."""
+    contexts = (1, 200, 17)
+    cache = Cache(fresh, device, dtype, contexts, kv_heads, dim)
+    batch = Batch(tuple(Segment(n - 1, 1, table, True) for n, table in zip(contexts, cache.tables, strict=True)))
+    static = StaticRows(device, 8, SPARE, 64, None)
+    assert static.fill(batch, None)
+    step, _ = static.view(4)
+    width = (heads + 2 * kv_heads) * dim
+    qkv, bias = fresh(4, width).to(dtype), fresh(width).to(dtype)
+    norms = fresh(dim).to(dtype), fresh(dim).to(dtype)
+    frequencies = 1.0 / 100 ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    turns = elementwise.rotations(step.rows.positions, frequencies.to(device, copy=True), 1.0, dtype)
+    scratch = DecodeScratch(4 + SPARE, heads, kv_heads, dim, device)
+    raw = RawHeads(bias.to(device, copy=True), tuple(norm.to(device, copy=True) for norm in norms), 1e-6, turns) if dressed else RawHeads(None, None, 0.0, turns)
+    before = [half.clone() for half in cache.there]
+    out = poisoned(4, heads * dim, dtype=dtype, device=device)
+    decode_attention(qkv.to(device, copy=True), cache.there, step.rows, step.items, scratch, 0.2, out, raw)
+
+    exact = qkv.double()[:3]
+    if dressed:
+        exact = exact + bias.double()
+    parts = exact.unflatten(1, (-1, dim)).split((heads, kv_heads, kv_heads), dim=1)
+    queries, keys, values = parts
+    if dressed:
+        queries, keys = (rms_norm(x, norm.double(), 1e-6) for x, norm in zip((queries, keys), norms, strict=True))
+    angles = torch.tensor([[n - 1] for n in contexts]).double() * frequencies.double()
+    queries, keys = turned(queries, angles), turned(keys, angles)
+    slots = [cache.slots(table, n - 1, n)[0] for table, n in zip(cache.tables, contexts, strict=True)]
+    stored_keys, stored_values = cache.there
+    close(stored_keys[slots], keys, dtype)
+    close(stored_values[slots], values, dtype)
+    others = torch.ones(len(stored_keys), dtype=torch.bool)
+    others[slots] = False
+    for half, was in zip(cache.there, before, strict=True):
+        assert torch.equal(half[others.to(device, copy=True)].view(torch.uint8), was[others.to(device, copy=True)].view(torch.uint8))
+    cache.keys[slots], cache.values[slots] = keys.to(dtype), values.to(dtype)
+    attended = [cache.attend(query, table, n - 1, None, 0.2) for query, table, n in zip(queries, cache.tables, contexts, strict=True)]
+    close(out[:3], torch.stack(attended).flatten(1), dtype)
+    assert out[3].isnan().all()
+
+    first = [half[slots].clone() for half in cache.there]
+    in_place = qkv.to(device, copy=True)
+    elementwise.turn_and_store(in_place, raw.bias, raw.norms, raw.eps, turns, step.rows.slots, cache.there, heads)
+    close(in_place[:3], torch.cat((queries, keys, values), dim=1).flatten(1), dtype)
+    for half, was in zip(cache.there, first, strict=True):
+        assert torch.equal(half[slots], was)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
+@pytest.mark.parametrize("window", [None, 50])
+def test_chunks_attend(
+    device: torch.device, fresh: Callable[..., Tensor], dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int | None
+) -> None:
+    """Whole prompts, chunks behind a prefix, and single rows beside them, which are another kernel's."""
+    spans = ((0, 5), (40, 41), (0, 130), (37, 300), (199, 200))
+    cache = Cache(fresh, device, dtype, [stop for _, stop in spans], kv_heads, dim)
+    batch = Batch(
+        tuple(Segment(start, stop - start, table, True) for (start, stop), table in zip(spans, cache.tables, strict=True))
+    )
+    step = send(fields_of(batch, SPARE, window), device)
+    queries = fresh(batch.num_tokens, heads, dim).to(dtype)
+    out = poisoned(batch.num_tokens, heads * dim, dtype=dtype, device=device)
+    prefill_attention(queries.to(device, copy=True), cache.there, step.rows, step.chunks, 0.3, out, window)
+    scratch = DecodeScratch(5 + SPARE, heads, kv_heads, dim, device)
+    items = step.items if window is None else step.sliding_items
+    decode_attention(queries.to(device, copy=True), cache.there, step.rows, items, scratch, 0.3, out)
+    exact = [
+        cache.attend(queries[row], table, position, window, 0.3)
+        for row, (table, position) in enumerate(
+            (table, position) for table, (start, stop) in zip(cache.tables, spans, strict=True) for position in range(start, stop)
+        )
+    ]
+    close(out, torch.stack(exact).flatten(1), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(96, 2560), (70, 48), (33, 6912)])
+def test_one_row_times_a_matrix(
+    device: torch.device, fresh: Callable[..., Tensor], dtype: torch.dtype, rows: int, width: int
+) -> None:
+    product = VectorProduct(1e-5, {})
+    weight, both, x, norm, residual = (
+        fresh(*shape).to(dtype) for shape in ((rows, width), (2 * rows, width), (1, width), (width,), (1, rows))
+    )
+    there = {name: tensor.to(device, copy=True) for name, tensor in (("weight", weight), ("both", both), ("x", x))}
+    exact = x.double() @ weight.double().T
+    close(product(there["weight"], there["x"]), exact, dtype)
+    close(product(there["weight"], there["x"], residual=residual.to(device, copy=True)), exact + residual.double(), dtype)
+    normed = rms_norm(x.double(), norm.double(), 1e-5)
+    close(product(there["weight"], there["x"], norm=norm.to(device, copy=True)), normed @ weight.double().T, dtype)
+    gates, ups = (normed @ both.double().T).chunk(2, dim=-1)
+    found = product(there["both"], there["x"], norm=norm.to(device, copy=True), gated=True)
+    close(found, torch.nn.functional.silu(gates) * ups, dtype)
+
+
+def test_draws_are_those_of_the_cpu(device: torch.device, fresh: Callable[..., Tensor]) -> None:
+    """Greedy rows take the first of the largest; noisy ones the token in whose share, in the order of ids, the noise falls."""
+    rows, vocab_size = 9, 5003
+    logits = fresh(rows, vocab_size, scale=3).to(torch.bfloat16)
+    logits[0, 17] = logits[0, 4000] = 90.0
+    logits[7, 3] = math.inf
+    logits[8, 4999] = math.nan
+    temperatures = torch.tensor([0.0, 0.0, 0.3, 1.0, 1.0, 2.0, 1e-9, 1.0, 0.0], dtype=torch.float64)
+    seeds = [3, 2**63 - 1, 2**40 + 11, -1, 5, 0, 77, 1, 2]
+    positions = [0, 5, 1, 2, 90_000, 4, 5, 6, 7]
+    low, high = (np.array([seed >> shift & 0xFFFFFFFF for seed in seeds], np.uint32).view(np.int32) for shift in (0, 32))
+    out = torch.full((rows,), -7, dtype=torch.int32, device=device)
+    sampling.sample(
+        logits.to(device, copy=True),
+        temperatures.to(device, copy=True),
+        (torch.from_numpy(low).to(device, copy=True), torch.from_numpy(high).to(device, copy=True)),
+        torch.tensor(positions, dtype=torch.int32, device=device),
+        sampling.SamplingScratch(rows, vocab_size, device),
+        out,
+    )
+    expected: list[int] = []
+    for row in range(rows):
+        wide = logits[row].double()
+        if not wide.isfinite().all():
+            expected.append(sampling.NOT_FINITE)
+        elif temperatures[row] == 0:
+            expected.append(int(wide.argmax()))
+        else:
+            cumulated = ((wide - wide.max()) / temperatures[row]).softmax(dim=-1).cumsum(dim=0)
+            noise = uniform(seeds[row], positions[row])
+            expected.append(int(torch.searchsorted(cumulated, cumulated[-1] * noise, right=True)))
+    assert expected[0] == 17
+    assert out.tolist() == expected

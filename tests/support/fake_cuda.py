@@ -1,0 +1,73 @@
+"""Compiles the fake libcuda that lies beside this file, and talks to it: for tests on machines without a GPU."""
+
+import ctypes
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from pilotlight.native.building import compiler
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+MIB = 1 << 20
+
+
+class FakeCuda:
+    """What tests tell the fake, and what they ask it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        self._fake = ctypes.CDLL(self.path)
+        for name in ("used", "mappings", "reserved", "registered", "calls"):
+            getattr(self._fake, f"fake_{name}").restype = ctypes.c_uint64
+        self._fake.fake_calls.argtypes = [ctypes.c_char_p]
+        self._fake.fake_fail.argtypes = [ctypes.c_char_p, ctypes.c_uint64, ctypes.c_int]
+        self._fake.fake_set_memory.argtypes = [ctypes.c_uint64]
+        self._fake.fake_pending.argtypes = [ctypes.c_uint64]
+
+    def reset(self) -> None:
+        """As much memory as in the beginning, and no failures."""
+        self._fake.fake_set_memory(4096 * MIB)
+        self._fake.fake_forgive()
+        self._fake.fake_pending(0)
+
+    def set_memory(self, num_bytes: int) -> None:
+        self._fake.fake_set_memory(num_bytes)
+
+    def fail(self, function: str, code: int, in_calls: int = 1) -> None:
+        """Has the call after next (2), or the next (1), of a function of the driver answer with an error, once."""
+        self._fake.fake_fail(function.encode(), in_calls, code)
+
+    def calls(self, function: str) -> int:
+        return int(self._fake.fake_calls(function.encode()))
+
+    def pending(self, queries: int) -> None:
+        """So many queries of events will be answered with 'not yet'."""
+        self._fake.fake_pending(queries)
+
+    @property
+    def used_bytes(self) -> int:
+        return int(self._fake.fake_used())
+
+    @property
+    def mappings(self) -> int:
+        return int(self._fake.fake_mappings())
+
+    @property
+    def reserved(self) -> int:
+        return int(self._fake.fake_reserved())
+
+    @property
+    def registered(self) -> int:
+        return int(self._fake.fake_registered())
+
+
+@cache
+def fake_cuda() -> FakeCuda:
+    """The fake of this process: a process opens one driver, once."""
+    made = Path(tempfile.mkdtemp(prefix="fake-cuda-")) / "libcuda.so.1"
+    found = compiler()
+    assert found is not None, "tests need a C++ compiler (apt-get install g++)"
+    command = [found, "-std=c++17", "-O1", "-fPIC", "-shared", str(SOURCE), "-o", str(made)]
+    subprocess.run(command, check=True, timeout=120)
+    return FakeCuda(made)
