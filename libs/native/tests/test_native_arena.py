@@ -59,7 +59,10 @@ def test_addresses_are_those_that_were_asked_for(device, fake):
 
 def test_memory_of_the_process_in_the_way_is_a_conflict(device):
     libc = ctypes.CDLL(None)
-    libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.mmap.restype, libc.mmap.argtypes = (
+        ctypes.c_void_p,
+        [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long],
+    )
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     there = BASE + (1 << 40)
     assert libc.mmap(there, mmap.PAGESIZE, 0, 0x22 | 0x100000, -1, 0) == there
@@ -102,7 +105,9 @@ def test_a_part_is_taken_away_from_a_device_that_is_full(arena, fake):
     assert arena.physical_bytes == fake.used_bytes == 0
 
 
-@pytest.mark.parametrize(("function", "in_calls"), [("cuMemCreate", 3), ("cuMemMap", 2), ("cuMemSetAccess", 1), ("cuMemCreate", 1)])
+@pytest.mark.parametrize(
+    ("function", "in_calls"), [("cuMemCreate", 3), ("cuMemMap", 2), ("cuMemSetAccess", 1), ("cuMemCreate", 1)]
+)
 def test_backing_is_all_or_nothing(arena, fake, function, in_calls):
     arena.back(0, GRANULE, GRANULE)
     fake.fail(function, 2, in_calls)
@@ -206,7 +211,12 @@ def test_no_driver_is_said_so(tmp_path):
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["back", "back", "unback", "share"]), st.integers(0, 23), st.integers(1, 9), st.sampled_from([1, 3, 8])),
+        st.tuples(
+            st.sampled_from(["back", "back", "unback", "share"]),
+            st.integers(0, 23),
+            st.integers(1, 9),
+            st.sampled_from([1, 3, 8]),
+        ),
         max_size=40,
     )
 )

@@ -43,7 +43,9 @@ def compile_library(target: Path) -> None:
         return
     found = compiler()
     if found is None:
-        raise CannotCompile(f"no C++ compiler: none of {', '.join(COMPILERS)} is installed, and CXX names none (apt-get install g++)")
+        raise CannotCompile(
+            f"no C++ compiler: none of {', '.join(COMPILERS)} is installed, and CXX names none (apt-get install g++)"
+        )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".compiling-") as scratch:

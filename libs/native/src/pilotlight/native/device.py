@@ -129,12 +129,12 @@ class DeviceArena:
         """
         self._library.call("arena_import", self.pointer, start, num_bytes, fd)
 
-    def capsule(self, place: int, shape: tuple[int, ...], type_code: int, type_bits: int, device_type: int, ordinal: int) -> object:
+    def capsule(
+        self, place: int, shape: tuple[int, ...], type_code: int, type_bits: int, device_type: int, ordinal: int
+    ) -> object:
         """A tensor over what lies at a place, as ``torch.from_dlpack`` takes it."""
         sizes = (ctypes.c_int64 * len(shape))(*shape)
-        tensor = self._library.get(
-            "dlpack", self.address + place, device_type, ordinal, type_code, type_bits, len(shape), sizes
-        )
+        tensor = self._library.get("dlpack", self.address + place, device_type, ordinal, type_code, type_bits, len(shape), sizes)
         if not tensor:
             raise MemoryError("no memory for a tensor's description")
         return _new_capsule(tensor, b"dltensor", None)
@@ -153,7 +153,9 @@ class Pool:
     is used.
     """
 
-    def __init__(self, device: Device, arena: DeviceArena, start: int, stop: int, chunk_bytes: int, group_of: "Pool | None" = None) -> None:
+    def __init__(
+        self, device: Device, arena: DeviceArena, start: int, stop: int, chunk_bytes: int, group_of: "Pool | None" = None
+    ) -> None:
         """Makes a pool of [start, stop), without any memory yet.
 
         Raises:
@@ -190,12 +192,14 @@ class Pool:
         return mapped_bytes(), allocations(), sequence_hash()
 
     def close(self) -> None:
-        """Gives its memory back.
+        """Gives its memory back; a second time it does nothing.
 
         Raises:
             NativeError: segments lie in it.
         """
-        self._library.call("pool_close", self.number)
+        if self.number >= 0:
+            self._library.call("pool_close", self.number)
+            self.number = -1
 
 
 _new_capsule = ctypes.pythonapi.PyCapsule_New

@@ -223,4 +223,6 @@ def _reserve(device: Device, num_bytes: int, addresses: tuple[int, ...]) -> Devi
             return DeviceArena(device, num_bytes, address)
         except AddressTaken:
             continue
-    raise NoRoom(f"something else is at each of {', '.join(map(hex, addresses))}, where {num_bytes} bytes of addresses were wanted")
+    raise NoRoom(
+        f"something else is at each of {', '.join(map(hex, addresses))}, where {num_bytes} bytes of addresses were wanted"
+    )

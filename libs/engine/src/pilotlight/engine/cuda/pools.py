@@ -20,7 +20,7 @@ class TorchPool:
 
     @property
     def id(self) -> tuple[int, int]:
-        """torch's name for it: ``torch.cuda.graph(..., pool=...)`` takes it, within ``selected``."""
+        """What ``torch.cuda.graph(..., pool=...)`` takes, within ``selected``."""
         return self._mem_pool().id
 
     @property

@@ -55,18 +55,22 @@ class KvCache:
                 blocks = half.unflatten(0, (-1, BLOCK_TOKENS))
                 blocks[targets] = blocks[sources]
 
+    def stored(self, layer: int) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values in place: [num_blocks * BLOCK_TOKENS, num_kv_heads, head_dim] each."""
+        return self._rows[layer]
+
     def read(self, layers: Stage, blocks: Sequence[int], start: int, stop: int) -> Tensor:
-        """A copy of one request's keys and values of positions [start, stop): [num_layers, 2, stop - start, num_kv_heads, head_dim]."""
+        """A copy of one request's keys and values of positions [start, stop), in the host's memory: [num_layers, 2, stop - start, num_kv_heads, head_dim]."""
         slots = slots_of(blocks, start, stop)
         layer_rows = [torch.stack([half[slots] for half in self._rows[layer]]) for layer in range(layers.start, layers.stop)]
-        return torch.stack(layer_rows)
+        return torch.stack(layer_rows).cpu()
 
     def write(self, layers: Stage, blocks: Sequence[int], start: int, keys_and_values: Tensor) -> None:
         """Stores what ``read`` gave of the same layers, for the positions from ``start`` on."""
         slots = slots_of(blocks, start, start + keys_and_values.shape[2])
         for layer, rows in zip(range(layers.start, layers.stop), keys_and_values, strict=True):
             for half, new in zip(self._rows[layer], rows, strict=True):
-                half[slots] = new
+                half[slots] = new.to(half.device)
 
     def attend(self, layer: int, index: BatchIndex, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Stores a batch's keys and values, then attends with each request's queries to that request's keys.

@@ -1,7 +1,8 @@
 """A pre-norm decoder taken apart: embedding, one layer at a time, head. The architectures subclass it."""
 
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from copy import copy
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -31,6 +32,17 @@ class Rotations(NamedTuple):
     """Of the layers with a sliding window; the same object where they turn as the others do."""
 
 
+class RotationTables(NamedTuple):
+    """Cosines and sines of one batch, [num_tokens, head_dim / 2] each."""
+
+    full: tuple[Tensor, Tensor]
+    sliding: tuple[Tensor, Tensor]
+
+
+RotationTable = Callable[[Tensor, Tensor, float, torch.dtype], tuple[Tensor, Tensor]]
+"""Positions, frequencies, what to multiply with, dtype -> cosines and sines."""
+
+
 class Decoder:
     """RMSNorm, rotary grouped-query attention and a gated feed-forward network, by Hugging Face's tensor names.
 
@@ -41,6 +53,8 @@ class Decoder:
     architecture: ClassVar[str]
     head_norms: ClassVar[bool] = False
     """Queries and keys are normed, each head by itself, before they are turned."""
+    plain_layers: ClassVar[bool] = True
+    """A layer's steps are those of this class: kernels that do several of them at once give the same."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
@@ -50,6 +64,14 @@ class Decoder:
         self._sliding_frequencies = None if sliding_theta is None else inverse_frequencies(spec.head_dim, sliding_theta, None)
         self._sliding_layers = frozenset(spec.sliding_layers)
         self._expert_layers = frozenset(spec.experts.layers) if spec.experts else frozenset[int]()
+
+    def on(self, device: torch.device) -> Self:
+        """The same decoder, for tensors on a device."""
+        moved = copy(self)
+        moved._frequencies = self._frequencies.to(device)
+        if self._sliding_frequencies is not None:
+            moved._sliding_frequencies = self._sliding_frequencies.to(device)
+        return moved
 
     def biased_projections(self) -> tuple[str, ...]:
         """Which of ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj`` have a bias."""
@@ -120,6 +142,13 @@ class Decoder:
         if self._sliding_frequencies is None:
             return Rotations(full, full)
         return Rotations(full, Rotation(self._sliding_frequencies, 1.0, positions, dtype))
+
+    def rotation_tables(self, table: RotationTable, positions: Tensor, dtype: torch.dtype) -> RotationTables:
+        """The same as tables, for kernels that turn heads themselves. positions: [num_tokens]."""
+        full = table(positions, self._frequencies, self._rotation_factor, dtype)
+        if self._sliding_frequencies is None:
+            return RotationTables(full, full)
+        return RotationTables(full, table(positions, self._sliding_frequencies, 1.0, dtype))
 
     def norm(self, weights: Weights, name: str, x: Tensor) -> Tensor:
         """One norm over the last dimension. [..., n] -> [..., n]."""

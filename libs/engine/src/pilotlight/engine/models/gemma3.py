@@ -16,6 +16,7 @@ class Gemma3Decoder(Decoder):
 
     architecture = "Gemma3ForCausalLM"
     head_norms = True
+    plain_layers = False
 
     def layer_norms(self) -> tuple[str, ...]:
         return (*super().layer_norms(), "pre_feedforward_layernorm", "post_feedforward_layernorm")

@@ -29,10 +29,10 @@ def linear(weights: Weights, name: str, x: Tensor) -> Tensor:
 def project(x: Tensor, weight: Tensor) -> Tensor:
     """Multiplies rows by a matrix: [num_tokens, in] times [out, in] -> [num_tokens, out].
 
-    For few rows of half precision, torch's own ``linear`` reads the weights at little more than half of the speed of memory: it
+    For few rows of half precision on a CPU, torch's own ``linear`` reads the weights at little more than half of the speed of memory: it
     treats the rows as the larger matrix. The same product the other way round comes close to it.
     """
-    if x.dtype not in _HALVES or x.shape[0] > FEW_ROWS:
+    if x.dtype not in _HALVES or x.shape[0] > FEW_ROWS or x.is_cuda:
         return functional.linear(x, weight)
     if x.shape[0] == 1:
         return torch.mv(weight, x[0])[None]

@@ -16,10 +16,10 @@ from torch import Tensor
 
 @triton.jit
 def _vector(
-    weight, x, norm, eps, residual, out,
+    weight, x, norm, eps, bias, residual, out,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr,
     ROWS_AT_ONCE: tl.constexpr, COLUMNS_AT_ONCE: tl.constexpr,
-    NORMED: tl.constexpr, GATED: tl.constexpr, ADDED: tl.constexpr, STAGES: tl.constexpr,
+    NORMED: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS_AT_ONCE + tl.arange(0, ROWS_AT_ONCE)).to(tl.int64)
     known_row = row < ROWS
@@ -52,6 +52,8 @@ def _vector(
     if GATED:
         up = tl.sum(up_sums, axis=1).to(dtype).to(tl.float32)
         result = (result / (1.0 + tl.exp(-result))).to(dtype).to(tl.float32) * up
+    if BIASED:
+        result = (result + tl.load(bias + row, mask=known_row, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
     if ADDED:
         result += tl.load(residual + row, mask=known_row, other=0.0).to(tl.float32)
     tl.store(out + row, result.to(dtype), mask=known_row)
@@ -75,7 +77,14 @@ class VectorProduct:
     """Measured ones, by rows of the result, width, and whether it is gated."""
 
     def __call__(
-        self, weight: Tensor, x: Tensor, *, norm: Tensor | None = None, gated: bool = False, residual: Tensor | None = None
+        self,
+        weight: Tensor,
+        x: Tensor,
+        *,
+        norm: Tensor | None = None,
+        gated: bool = False,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
     ) -> Tensor:
         """Multiplies.
 
@@ -84,6 +93,7 @@ class VectorProduct:
             x: [1, width].
             norm: weight of an RMS norm of x before, [width].
             gated: the result is silu(gates) * ups.
+            bias: [rows], added to the product.
             residual: [1, rows], added to the result.
 
         Returns:
@@ -93,9 +103,10 @@ class VectorProduct:
         tiling = self.tilings.get((rows, width, gated)) or usual_tiling(rows, gated=gated)
         out = torch.empty(1, rows, dtype=x.dtype, device=x.device)
         _vector[(triton.cdiv(rows, tiling.rows),)](
-            weight, x, x if norm is None else norm, self.eps, x if residual is None else residual, out,
+            weight, x, x if norm is None else norm, self.eps, x if bias is None else bias,
+            x if residual is None else residual, out,
             rows, width, triton.next_power_of_2(width), tiling.rows, tiling.columns,
-            norm is not None, gated, residual is not None, tiling.stages,
+            norm is not None, gated, bias is not None, residual is not None, tiling.stages,
             num_warps=tiling.warps,
         )  # fmt: skip
         return out

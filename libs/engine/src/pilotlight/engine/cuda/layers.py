@@ -1,0 +1,155 @@
+"""A decoder's layers on CUDA: fused where the architecture is the shared one, the decoder's own steps around the same attention where not.
+
+One layer of the fused kind, for many rows and for one::
+
+    residual ─ add_norm ─ W_qkv ─ decode_attention ─ W_o ─ add_norm ─ W_gate_up ─ silu_mul ─ W_down ─> next residual
+    residual ─[norm  W_qkv]───── decode_attention ─[W_o  add]─[norm  W_gate_up  silu_mul]─[W_down  add]─> next residual
+
+Results are rounded where the decoder's own steps round them; only sums within attention and products run in another order.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from pilotlight.engine.cuda.kernels import elementwise
+from pilotlight.engine.cuda.kernels.decode_attention import DecodeScratch, RawHeads, decode_attention
+from pilotlight.engine.cuda.kernels.prefill_attention import prefill_attention
+from pilotlight.engine.cuda.kernels.vector import VectorProduct
+from pilotlight.engine.cuda.rows import StepRows
+from pilotlight.engine.cuda.tilings import TILINGS
+from pilotlight.engine.device.kv import KvCache
+from pilotlight.engine.device.parameters import Parameters
+from pilotlight.engine.models.decoder import EMBEDDING, OUTPUT, QKV, Decoder
+from pilotlight.engine.models.layers import Weights
+from pilotlight.policy.types import Stage
+
+Turns = tuple[Tensor, Tensor]
+
+
+class Layers:
+    """Runs layer ranges for rows that are described on the device already. Nothing in here waits for it."""
+
+    def __init__(self, decoder: Decoder, parameters: Parameters, kv: KvCache) -> None:
+        """``decoder`` is one for the device; see ``Decoder.on``."""
+        spec = decoder.spec
+        self._decoder = decoder
+        self._parameters = parameters
+        self._kv = kv
+        self._sliding_layers = frozenset(spec.sliding_layers)
+        self._scale = spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
+        self._vector = VectorProduct(spec.rms_norm_eps, TILINGS)
+        self.fused = decoder.plain_layers and spec.experts is None
+
+    def run(self, token_ids: Tensor | None, hidden: Tensor | None, layers: Stage, step: StepRows, scratch: DecodeScratch) -> Tensor:
+        """Runs a range.
+
+        Args:
+            token_ids: [num_tokens] for a range that begins the model.
+            hidden: [num_tokens, hidden_size] for another.
+            layers: the range.
+            step: where the rows stand.
+            scratch: for as many items as the step has.
+
+        Returns:
+            Hidden states, or logits of the rows that want them.
+        """
+        if token_ids is not None:
+            hidden = self._decoder.embed(self._parameters[0], token_ids)
+        assert hidden is not None
+        if self.fused:
+            residual, x = self._fused(hidden if token_ids is not None else hidden.clone(), layers, step, scratch)
+            if layers.stop < self._decoder.spec.num_layers:
+                return residual if x is None else residual + x
+            return self._head(residual, x, step)
+        rotations = self._decoder.rotations(step.rows.positions, hidden.dtype)
+        for layer in range(layers.start, layers.stop):
+            attend = partial(self._attend, layer, step, scratch)
+            hidden = self._decoder.layer(layer, self._parameters[layer + 1], hidden, rotations, attend)
+        return hidden if layers.stop < self._decoder.spec.num_layers else self._head(hidden, None, step)
+
+    def _fused(self, residual: Tensor, layers: Stage, step: StepRows, scratch: DecodeScratch) -> tuple[Tensor, Tensor | None]:
+        """The residual stream, and what is still to be added to it."""
+        eps = self._decoder.spec.rms_norm_eps
+        turns = self._decoder.rotation_tables(elementwise.rotations, step.rows.positions, residual.dtype)
+        single = residual.shape[0] == 1 and step.plain
+        x: Tensor | None = None
+        for layer in range(layers.start, layers.stop):
+            weights = self._parameters[layer + 1]
+            raw = RawHeads(
+                weights.get(f"{QKV}.bias"),
+                (weights["self_attn.q_norm.weight"], weights["self_attn.k_norm.weight"]) if self._decoder.head_norms else None,
+                eps,
+                turns.sliding if layer in self._sliding_layers else turns.full,
+            )
+            if single:
+                residual = self._one_row(weights, residual, layer, step, scratch, raw)
+                continue
+            normed = elementwise.add_norm(residual, x, weights["input_layernorm.weight"], eps)
+            heads = self._attend_raw(layer, step, scratch, torch.mm(normed, weights[f"{QKV}.weight"].t()), raw)
+            x = torch.mm(heads, weights["self_attn.o_proj.weight"].t())
+            if (bias := weights.get("self_attn.o_proj.bias")) is not None:
+                x += bias
+            normed = elementwise.add_norm(residual, x, weights["post_attention_layernorm.weight"], eps)
+            opened = elementwise.silu_mul(torch.mm(normed, weights["mlp.gate_up_proj.weight"].t()))
+            x = torch.mm(opened, weights["mlp.down_proj.weight"].t())
+        return residual, x
+
+    def _one_row(
+        self, weights: Weights, residual: Tensor, layer: int, step: StepRows, scratch: DecodeScratch, raw: RawHeads
+    ) -> Tensor:
+        qkv = self._vector(weights[f"{QKV}.weight"], residual, norm=weights["input_layernorm.weight"])
+        heads = self._attend_raw(layer, step, scratch, qkv, raw)
+        bias = weights.get("self_attn.o_proj.bias")
+        residual = self._vector(weights["self_attn.o_proj.weight"], heads, residual=residual, bias=bias)
+        opened = self._vector(
+            weights["mlp.gate_up_proj.weight"], residual, norm=weights["post_attention_layernorm.weight"], gated=True
+        )
+        return self._vector(weights["mlp.down_proj.weight"], opened, residual=residual)
+
+    def _attend_raw(self, layer: int, step: StepRows, scratch: DecodeScratch, qkv: Tensor, raw: RawHeads) -> Tensor:
+        """Attention from the projection of queries, keys and values. [num_tokens, ...] -> [num_tokens, heads * head_dim]."""
+        spec, stored = self._decoder.spec, self._kv.stored(layer)
+        width = spec.num_heads * spec.head_dim
+        out = qkv.new_empty(qkv.shape[0], width)
+        if step.chunks is None:
+            items = step.sliding_items if layer in self._sliding_layers else step.items
+            assert items is not None
+            decode_attention(qkv, stored, step.rows, items, scratch, self._scale, out, raw)
+            return out
+        elementwise.turn_and_store(qkv, raw.bias, raw.norms, raw.eps, raw.turns, step.rows.slots, stored, spec.num_heads)
+        self._look(layer, step, scratch, qkv, out)
+        return out
+
+    def _attend(self, layer: int, step: StepRows, scratch: DecodeScratch, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """See ``KvCache.attend``: heads come turned."""
+        elementwise.store(keys, values, step.rows.slots, self._kv.stored(layer))
+        out = queries.new_empty(queries.shape[0], queries.shape[1] * queries.shape[2])
+        self._look(layer, step, scratch, queries, out)
+        return out
+
+    def _look(self, layer: int, step: StepRows, scratch: DecodeScratch, queries: Tensor, out: Tensor) -> None:
+        """Attends to what is stored, this step's keys and values among it."""
+        sliding, stored = layer in self._sliding_layers, self._kv.stored(layer)
+        if step.chunks is not None:
+            window = self._decoder.spec.sliding_window_tokens if sliding else None
+            prefill_attention(queries, stored, step.rows, step.chunks, self._scale, out, window)
+        items = step.sliding_items if sliding else step.items
+        if items is not None:
+            decode_attention(queries, stored, step.rows, items, scratch, self._scale, out)
+
+    def _head(self, residual: Tensor, x: Tensor | None, step: StepRows) -> Tensor:
+        """Logits of the rows that want them; the rows' hidden states are ``residual + x``."""
+        spec = self._decoder.spec
+        if step.logit_rows is not None:
+            residual = residual.index_select(0, step.logit_rows)
+            x = None if x is None else x.index_select(0, step.logit_rows)
+        weights, embedding = self._parameters[spec.num_layers + 1], self._parameters[0] if spec.tied_embeddings else None
+        if not self.fused or spec.logit_softcap is not None:
+            return self._decoder.head(weights, embedding, residual if x is None else residual + x)
+        output = weights[OUTPUT] if embedding is None else embedding[EMBEDDING]
+        if residual.shape[0] == 1 and x is None:
+            return self._vector(output, residual, norm=weights["model.norm.weight"])
+        normed = elementwise.add_norm(residual, x, weights["model.norm.weight"], spec.rms_norm_eps)
+        return torch.mm(normed, output.t())
