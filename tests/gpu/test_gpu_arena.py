@@ -1,6 +1,5 @@
 """The arena on a device: the same addresses in two processes, memory behind a stage's own layers alone, and all of it given back."""
 
-import ctypes
 import json
 import os
 import random
@@ -97,26 +96,26 @@ def test_two_processes_lay_the_same_model_out_at_the_same_addresses(arena: CudaA
     record_property("tensors", len(mine))
 
 
+CONFLICT = """
+import ctypes, sys
+import torch
+sys.path[:0] = sys.argv[1].split(":")
+import test_gpu_arena as here
+libc = ctypes.CDLL(None)
+libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+there = here.ADDRESSES[0] + (1 << 40)
+assert libc.mmap(there, 4096, 0, 0x22 | 0x100000, -1, 0) == there
+arena, second = here.CudaArena(0), here.CudaArena(0)
+assert (arena.address, arena.canonical) == (here.ADDRESSES[1], False)
+assert second.address == here.ADDRESSES[2]
+arena.back(here.Extent(0, here.G))
+assert arena.tensor(0, (4,), torch.float32).fill_(2).sum() == 8
+print("fell back")
+"""
+
+
 def test_a_conflict_falls_back_to_another_base(device: torch.device) -> None:
-    libc = ctypes.CDLL(None)
-    libc.mmap.restype, libc.mmap.argtypes = (
-        ctypes.c_void_p,
-        [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long],
-    )
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    there = ADDRESSES[0] + (1 << 40)
-    assert libc.mmap(there, 4096, 0, 0x22 | 0x100000, -1, 0) == there
-    try:
-        arena = CudaArena(0)
-    finally:
-        libc.munmap(there, 4096)
-    assert (arena.address, arena.canonical) == (ADDRESSES[1], False)
-    arena.back(Extent(0, G))
-    assert arena.tensor(0, (4,), torch.float32).fill_(2).sum() == 8
-    second = CudaArena(0)
-    assert second.canonical, "two arenas do not disturb each other"
-    second.close()
-    arena.close()
+    assert in_another_process(CONFLICT).split() == ["fell", "back"]
 
 
 def test_a_stage_maps_its_own_layers_and_consolidation_the_rest_in_place(arena: CudaArena, record_property: Record) -> None:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pilotlight.engine.compute import Sampler
 from pilotlight.engine.core.request import Request
 from pilotlight.engine.device.logits import Draw
-from pilotlight.engine.device.sampler import Drawn, Undrawn, sample
+from pilotlight.engine.device.sampler import Drawn, Undrawn
 from pilotlight.engine.errors import BadRequest, EngineError, EngineFailed
 from pilotlight.engine.grammar.client import Session
 from pilotlight.engine.grammar.frames import Verdict
@@ -33,9 +34,9 @@ class Allowed:
     """False: no token can be drawn, because the verdict is not there yet, or because it is that none may follow."""
 
 
-def draw(logits: Tensor, requests: Sequence[Request]) -> list[Outcome]:
+def draw(logits: Tensor, requests: Sequence[Request], sample: Sampler) -> list[Outcome]:
     """Draws the next token of each request, from its row of logits."""
-    return settle(requests, draw_allowed(logits, requests, look_up(requests)))
+    return settle(requests, draw_allowed(logits, requests, look_up(requests), sample))
 
 
 def look_up(requests: Sequence[Request]) -> tuple[Allowed | None, ...]:
@@ -45,7 +46,9 @@ def look_up(requests: Sequence[Request]) -> tuple[Allowed | None, ...]:
     return tuple(_allowed(request.control) if isinstance(request.control, Session) else None for request in requests)
 
 
-def draw_allowed(logits: Tensor, requests: Sequence[Request], allowed: Sequence[Allowed | None]) -> list[Drawn | Undrawn]:
+def draw_allowed(
+    logits: Tensor, requests: Sequence[Request], allowed: Sequence[Allowed | None], sample: Sampler
+) -> list[Drawn | Undrawn]:
     """Draws where it is known what may be drawn. The requests may be copies that know nothing of grammars."""
     drawn: list[Drawn | Undrawn] = [Undrawn.LATE] * len(requests)
     rows = [row for row, one in enumerate(allowed) if one is None or one.known]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from pilotlight.engine.channel.channel import Channel
+from pilotlight.engine.compute import compute_on
 from pilotlight.engine.core.admission import check_request
 from pilotlight.engine.core.batch import Batch, Plan, Segment
 from pilotlight.engine.core.blocks import BLOCK_TOKENS, BlockPool
@@ -18,7 +19,6 @@ from pilotlight.engine.device.arena_protocol import Arena
 from pilotlight.engine.device.kv import KvCache
 from pilotlight.engine.device.memory import StageMemory, parameter_bytes
 from pilotlight.engine.device.parameters import Parameters, Source
-from pilotlight.engine.device.runner import RangeRunner
 from pilotlight.engine.device.sampler import Drawn, Undrawn
 from pilotlight.engine.drawing import Outcome, draw, ended, told, unanswered, wait_for_late
 from pilotlight.engine.errors import (
@@ -89,7 +89,8 @@ class ResidentStage:
             self._memory.close()
             raise
         self._parameters = Parameters(self._memory)
-        self._runner = RangeRunner(decoder, stage, self._parameters, self.kv)
+        self._compute = compute_on(arena.device, decoder, stage, self._parameters, self.kv)
+        self.sample = self._compute.sample
         # An instance is one model in one dtype: its name tells contents apart, also between the stages that share it.
         tables = BlockTables(BlockPool(num_blocks), instance_id, prefix_cache=limits.prefix_cache)
         self.scheduler = BatchScheduler(tables, limits)
@@ -173,7 +174,7 @@ class ResidentStage:
         left = [row for row, request in enumerate(plan.sampled) if request.state is RequestState.RUNNING]
         requests = tuple(plan.sampled[row] for row in left)
         logits = outputs if len(left) == len(outputs) else outputs[torch.tensor(left, dtype=torch.int64)]
-        return self.hand_out(plan, requests, draw(logits, requests), monotonic_s())
+        return self.hand_out(plan, requests, draw(logits, requests, self.sample), monotonic_s())
 
     @property
     def _reach(self) -> int:
@@ -191,7 +192,7 @@ class ResidentStage:
 
     def run(self, batch: Batch, inputs: Tensor, layers: Stage | None = None) -> Tensor:
         """Runs any range of the stage's layers; see ``RangeRunner.run``."""
-        return self._runner.run(batch, inputs, layers)
+        return self._compute.runner.run(batch, inputs, layers)
 
     def hand_out(self, plan: Plan | None, requests: Sequence[Request], drawn: Sequence[Outcome], sampled_s: float) -> StageStep:
         """Gives requests what was drawn for them."""

@@ -3,13 +3,13 @@
 import ctypes
 import os
 from collections.abc import Callable
-from ctypes import POINTER, c_char_p, c_int, c_int64, c_size_t, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_size_t, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
 from pilotlight.native.building import CannotCompile, compile_library, library_name
 
-OUT_OF_MEMORY, MISUSED, TAKEN, NO_DRIVER = 2, -1, -2, -3
+OUT_OF_MEMORY, MISUSED, TAKEN, NO_DRIVER, OUT_OF_ROOM, TIMED_OUT = 2, -1, -2, -3, -4, -5
 """What functions return: the driver's code, or one of the library's own."""
 _U64 = POINTER(c_uint64)
 _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
@@ -34,6 +34,14 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "pool_state": (c_int, (c_int, _U64, _U64, _U64)),
     "pool_malloc": (c_void_p, (ctypes.c_ssize_t, c_int, c_void_p)),
     "pool_free": (None, (c_void_p, ctypes.c_ssize_t, c_int, c_void_p)),
+    "copier_open": (c_int, (c_void_p, c_uint64, c_int, c_int, c_int, POINTER(c_void_p))),
+    "copier_close": (None, (c_void_p,)),
+    "copier_pin": (c_int, (c_void_p, c_uint64, c_uint64)),
+    "copier_unpin": (c_int, (c_void_p, c_uint64)),
+    "copier_submit": (c_uint64, (c_void_p, _U64, c_int, c_int)),
+    "copier_wait": (c_int, (c_void_p, c_uint64, c_int, c_double)),
+    "copier_order_before": (c_int, (c_void_p, c_uint64, c_void_p, c_double)),
+    "copier_counts": (None, (c_void_p, _U64, _U64, _U64, _U64)),
     "dlpack": (c_void_p, (c_uint64, c_int, c_int, c_int, c_int, c_int, POINTER(c_int64))),
 }
 
@@ -62,7 +70,11 @@ class NoDriver(NativeError):
     """There is no usable driver of NVIDIA's here."""
 
 
-_ERRORS: dict[int, type[NativeError]] = {OUT_OF_MEMORY: OutOfMemory, TAKEN: AddressTaken, NO_DRIVER: NoDriver}
+class TooSlow(NativeError):
+    """It did not come to an end in time."""
+
+
+_ERRORS: dict[int, type[NativeError]] = {OUT_OF_MEMORY: OutOfMemory, TAKEN: AddressTaken, NO_DRIVER: NoDriver, TIMED_OUT: TooSlow}
 
 
 class Library:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pilotlight.engine.core.extents import Extent, ExtentSet
 from pilotlight.engine.cuda.pools import TorchPool
+from pilotlight.engine.cuda.stream import Streamer
 from pilotlight.engine.device.arena_protocol import Slot
 from pilotlight.engine.errors import EngineFailed, NoRoom
 from pilotlight.native.device import LIBCUDA, Device, DeviceArena, DriverCalls, Pool
@@ -36,6 +37,7 @@ _DLPACK_TYPES: dict[torch.dtype, tuple[int, int]] = {
     torch.float32: (2, 32),
     torch.float64: (2, 64),
     torch.uint8: (1, 8),
+    torch.int16: (0, 16),
     torch.int32: (0, 32),
     torch.int64: (0, 64),
 }
@@ -94,6 +96,14 @@ class CudaArena:
         """For torch's allocations in eager work."""
         self._graph_memory = Pool(self.native, self._arena, stop - POOL_BYTES, stop, POOL_CHUNK_BYTES)
         # Never used itself: graph pools that come and go belong to its group.
+        self._streamer: Streamer | None = None
+
+    @property
+    def copier(self) -> Streamer:
+        """What brings parameters there; its thread starts with the first use."""
+        if self._streamer is None:
+            self._streamer = Streamer(self.native, self.device)
+        return self._streamer
 
     @property
     def address(self) -> int:
@@ -211,7 +221,9 @@ class CudaArena:
         )
 
     def close(self) -> None:
-        """Gives everything back. No tensor over it may be used any more."""
+        """Gives everything back, and the addresses. No tensor over it may be used any more."""
+        if self._streamer is not None:
+            self._streamer.close()
         self.workspace.close()
         self._graph_memory.close()
         self._arena.close()

@@ -51,7 +51,10 @@ class TorchPool:
         Raises:
             NativeError: tensors lie in it.
         """
-        self._torch = None  # torch returns the segments in which nothing lies
+        if self._torch is not None:
+            # cuBLAS keeps a workspace for each stream, which it got while the pool was in use.
+            torch._C._cuda_clearCublasWorkspaces()
+            self._torch = None  # torch returns the segments in which nothing lies
         self._pool.close()
 
     def _mem_pool(self) -> torch.cuda.MemPool:

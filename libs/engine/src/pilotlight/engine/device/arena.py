@@ -20,6 +20,7 @@ from torch import Tensor
 from pilotlight.engine.core.extents import Extent, ExtentSet
 from pilotlight.engine.core.layout import GRANULE_BYTES
 from pilotlight.engine.device.arena_protocol import Slot
+from pilotlight.engine.device.copying import HostCopier
 from pilotlight.engine.errors import EngineFailed, NoRoom
 
 SLOT_BYTES = 256 << 30
@@ -45,6 +46,7 @@ class CpuArena:
     """Owns the address range and knows which of its bytes are backed."""
 
     device = torch.device("cpu")
+    copier = HostCopier()
     granule_bytes = GRANULE_BYTES
     pool_bytes = 0
 

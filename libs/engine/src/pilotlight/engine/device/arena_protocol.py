@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pilotlight.engine.core.extents import Extent
+from pilotlight.engine.device.copying import PartCopier
 from pilotlight.engine.errors import NoRoom
 
 
@@ -15,6 +16,11 @@ class Arena(Protocol):
     @property
     def device(self) -> torch.device:
         """Where its tensors lie."""
+        ...
+
+    @property
+    def copier(self) -> PartCopier:
+        """What brings parameters there."""
         ...
 
     @property

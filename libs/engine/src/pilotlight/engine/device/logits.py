@@ -69,8 +69,9 @@ def _penalise_repetition(logits: Tensor, draws: Sequence[Draw]) -> None:
             ids += seen
             penalties += [draw.sampling.repetition_penalty] * len(seen)
     if rows:
-        where = torch.tensor(rows), torch.tensor(ids)
-        found, penalty = logits[where], torch.tensor(penalties, dtype=logits.dtype)
+        device = logits.device
+        where = torch.tensor(rows, device=device), torch.tensor(ids, device=device)
+        found, penalty = logits[where], torch.tensor(penalties, dtype=logits.dtype, device=device)
         logits[where] = torch.where(found > 0, found / penalty, found * penalty)
 
 
@@ -85,14 +86,18 @@ def _penalise_counts(logits: Tensor, draws: Sequence[Draw]) -> None:
             ids += draw.counts.output.keys()
             penalties += [presence + frequency * count for count in draw.counts.output.values()]
     if rows:
-        logits[torch.tensor(rows), torch.tensor(ids)] -= torch.tensor(penalties, dtype=logits.dtype)
+        device = logits.device
+        taken = torch.tensor(penalties, dtype=logits.dtype, device=device)
+        logits[torch.tensor(rows, device=device), torch.tensor(ids, device=device)] -= taken
 
 
 def _add_bias(logits: Tensor, draws: Sequence[Draw]) -> None:
     entries = [(row, token_id, bias) for row, draw in enumerate(draws) for token_id, bias in draw.sampling.logit_bias]
     if entries:
         rows, ids, biases = zip(*entries, strict=True)
-        logits[torch.tensor(rows), torch.tensor(ids)] += torch.tensor(biases, dtype=logits.dtype)
+        device = logits.device
+        added = torch.tensor(biases, dtype=logits.dtype, device=device)
+        logits[torch.tensor(rows, device=device), torch.tensor(ids, device=device)] += added
 
 
 def _mask_stops(logits: Tensor, draws: Sequence[Draw]) -> None:
@@ -101,7 +106,7 @@ def _mask_stops(logits: Tensor, draws: Sequence[Draw]) -> None:
     ]
     if entries:
         rows, ids = zip(*entries, strict=True)
-        logits[torch.tensor(rows), torch.tensor(ids)] = OUT
+        logits[torch.tensor(rows, device=logits.device), torch.tensor(ids, device=logits.device)] = OUT
 
 
 def _mask_by_grammar(logits: Tensor, draws: Sequence[Draw]) -> None:
@@ -112,4 +117,5 @@ def _mask_by_grammar(logits: Tensor, draws: Sequence[Draw]) -> None:
         for row, mask in zip(rows, allowed, strict=True):
             if draws[row].may_end:
                 mask[draws[row].stops_below(logits.shape[1])] = 1
-        logits[torch.tensor(rows)] = logits[torch.tensor(rows)].masked_fill(torch.from_numpy(allowed) == 0, OUT)
+        where, banned = torch.tensor(rows, device=logits.device), torch.from_numpy(allowed).to(logits.device) == 0
+        logits[where] = logits[where].masked_fill(banned, OUT)

@@ -26,6 +26,7 @@ class StageMemory:
         """
         spec = decoder.spec
         self.decoder, self.stage, self.dtype = decoder, stage, dtype
+        self.copier = arena.copier
         self.parts = spec.parts_of(stage)
         self.num_blocks = 0
         """KV blocks that every layer of the stage has memory for."""

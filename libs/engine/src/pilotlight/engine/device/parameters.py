@@ -3,19 +3,15 @@
 import math
 from collections.abc import Callable, Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from pilotlight.engine.device.dtypes import TORCH_DTYPES
+from pilotlight.engine.device.copying import Source
 from pilotlight.engine.device.memory import StageMemory
 from pilotlight.engine.errors import BadCheckpoint, BadRequest
 from pilotlight.engine.models.layers import Weights
 from pilotlight.engine.results import PlacedPart
 from pilotlight.policy.types import Dtype
-
-Source = tuple[Dtype, tuple[int, ...], memoryview]
-"""A tensor as a checkpoint stores it: row-major, in a buffer that may be read-only and need not be aligned."""
 
 
 class Parameters:
@@ -44,7 +40,7 @@ class Parameters:
         """Copies a part's tensors, named as in the checkpoint, and converts them where the stage runs in another dtype.
 
         A part that is in place stays as it is: a loader that reconnects may offer it again. The buffers are not needed
-        afterwards.
+        afterwards; a device reads pinned ones until the next part is placed or this was the last.
 
         Raises:
             BadCheckpoint: the tensors are not exactly those that the architecture has in this part.
@@ -57,22 +53,12 @@ class Parameters:
         prefix = self._decoder.prefix(part)
         expected = {prefix + name: shape for name, shape in self._decoder.shapes(part).items()}
         _check(part, expected, tensors, self._decoder.spec.dtype)
-        start_s = monotonic_s()
-        convert_s = 0.0
         placed = self._memory.tensors(part)
-        for name, (stored_dtype, shape, buffer) in tensors.items():
-            place = placed[name.removeprefix(prefix)]
-            if stored_dtype is self.dtype:
-                _copy(buffer, place)
-            else:
-                # Two passes, so that the time of either is known; only one tensor is held twice at a time.
-                stored = torch.empty(shape, dtype=TORCH_DTYPES[stored_dtype])
-                _copy(buffer, stored)
-                copied_s = monotonic_s()
-                place.copy_(stored)
-                convert_s += monotonic_s() - copied_s
+        stored = [(placed[name.removeprefix(prefix)], source) for name, source in tensors.items()]
+        last = len(self._placed) + 1 == len(self.parts)
+        copy_s, convert_s = self._memory.copier.fill(stored, monotonic_s, last=last)
         self._placed[part] = placed | self._memory.packs(part)
-        return PlacedPart(copy_s=monotonic_s() - start_s - convert_s, convert_s=convert_s, ready=self.complete)
+        return PlacedPart(copy_s=copy_s, convert_s=convert_s, ready=self.complete)
 
 
 def _check(part: int, expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Source], dtype: Dtype) -> None:
@@ -89,13 +75,3 @@ def _check(part: int, expected: Mapping[str, tuple[int, ...]], tensors: Mapping[
         size_bytes = math.prod(shape) * dtype.size_bytes
         if buffer.nbytes != size_bytes:
             raise BadCheckpoint(f"{name} comes with {buffer.nbytes} bytes instead of {size_bytes}")
-
-
-def _copy(buffer: memoryview, place: Tensor) -> None:
-    """Fills a tensor with a checkpoint's bytes.
-
-    torch copies, because it does so with all of its threads: in fresh memory most of the time goes into page faults, and numpy's
-    copy took three times as long. It gets the buffer through DLPack, because ``torch.frombuffer`` warns of every read-only one;
-    as bytes, because a place in a file may be unaligned.
-    """
-    place.view(-1).view(torch.uint8).copy_(torch.from_dlpack(np.frombuffer(buffer, dtype=np.uint8)))

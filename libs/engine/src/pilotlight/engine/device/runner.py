@@ -12,7 +12,7 @@ from pilotlight.engine.device.kv import KvCache
 from pilotlight.engine.device.parameters import Parameters
 from pilotlight.engine.errors import BadRequest
 from pilotlight.engine.models.decoder import Decoder
-from pilotlight.policy.types import Stage
+from pilotlight.policy.types import ModelSpec, Stage
 
 
 class RangeRunner:
@@ -51,7 +51,7 @@ class RangeRunner:
         """
         layers = layers or self._stage
         decoder, parameters, last_part = self._decoder, self._parameters, self._decoder.spec.num_layers + 1
-        self._check(layers, batch, inputs)
+        check_run(decoder.spec, self._stage, parameters, layers, batch, inputs)
         index = index_of(batch, decoder.spec.sliding_window_tokens, TORCH_DTYPES[parameters.dtype])
         hidden = decoder.embed(parameters[0], inputs) if layers.start == 0 else inputs
         rotations = decoder.rotations(index.positions, hidden.dtype)
@@ -62,13 +62,19 @@ class RangeRunner:
         embedding = parameters[0] if decoder.spec.tied_embeddings else None
         return decoder.head(parameters[last_part], embedding, hidden[index.logit_rows])
 
-    def _check(self, layers: Stage, batch: Batch, inputs: Tensor) -> None:
-        named = f"layers [{layers.start}, {layers.stop})"
-        if not self._stage.start <= layers.start < layers.stop <= self._stage.stop:
-            raise BadRequest(f"{named} are not within the stage [{self._stage.start}, {self._stage.stop})")
-        if missing := [part for part in self._decoder.spec.parts_of(layers) if part not in self._parameters]:
-            raise BadRequest(f"{named} need parts that are not in place yet: {missing}")
-        shape = (batch.num_tokens,) if layers.start == 0 else (batch.num_tokens, self._decoder.spec.hidden_size)
-        dtype = torch.int64 if layers.start == 0 else TORCH_DTYPES[self._parameters.dtype]
-        if inputs.shape != shape or inputs.dtype is not dtype:
-            raise BadRequest(f"{named} take {dtype} inputs of shape {shape}, not {inputs.dtype} of {tuple(inputs.shape)}")
+
+def check_run(spec: ModelSpec, stage: Stage, parameters: Parameters, layers: Stage, batch: Batch, inputs: Tensor) -> None:
+    """Refuses what ``RangeRunner.run`` cannot run.
+
+    Raises:
+        BadRequest: the range is not within the stage, some part of it is not in place yet, or the inputs do not fit the batch.
+    """
+    named = f"layers [{layers.start}, {layers.stop})"
+    if not stage.start <= layers.start < layers.stop <= stage.stop:
+        raise BadRequest(f"{named} are not within the stage [{stage.start}, {stage.stop})")
+    if missing := [part for part in spec.parts_of(layers) if part not in parameters]:
+        raise BadRequest(f"{named} need parts that are not in place yet: {missing}")
+    shape = (batch.num_tokens,) if layers.start == 0 else (batch.num_tokens, spec.hidden_size)
+    dtype = torch.int64 if layers.start == 0 else TORCH_DTYPES[parameters.dtype]
+    if inputs.shape != shape or inputs.dtype is not dtype:
+        raise BadRequest(f"{named} take {dtype} inputs of shape {shape}, not {inputs.dtype} of {tuple(inputs.shape)}")

@@ -46,7 +46,7 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn | Undrawn]:
     rest = [row for row, draw in enumerate(draws) if usable[row] and _wants_more(draw)]
     for start in range(0, len(rest), ROWS_AT_ONCE):
         rows = rest[start : start + ROWS_AT_ONCE]
-        group = _sample_group(logits[torch.tensor(rows)].double(), [draws[row] for row in rows])
+        group = sample_group(logits[torch.tensor(rows)].double(), [draws[row] for row in rows])
         for row, token in zip(rows, group, strict=True):
             drawn[row] = token
     return drawn
@@ -62,7 +62,8 @@ def _wants_more(draw: Draw) -> bool:
     return draw.sampling.temperature > 0 or draw.sampling.logprobs or draw.adjusts
 
 
-def _sample_group(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn | Undrawn]:
+def sample_group(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn | Undrawn]:
+    """Draws from rows of finite float64 logits, which are changed, wherever they lie."""
     logprobs = logits.log_softmax(dim=-1) if any(draw.sampling.logprobs for draw in draws) else None
     adjust(logits, draws)
     best, greedy = logits.max(dim=-1)
@@ -71,7 +72,7 @@ def _sample_group(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn | Undrawn
     noisy = [row for row, draw in enumerate(draws) if left[row] and draw.sampling.temperature > 0]
     if noisy:
         chosen = [draws[row] for row in noisy]
-        probabilities = _probabilities(logits[torch.tensor(noisy)], chosen)
+        probabilities = _probabilities(logits[torch.tensor(noisy, device=logits.device)], chosen)
         noise = [uniform(draw.sampling.seed, draw.position) for draw in chosen]
         for row, token_id in zip(noisy, _pick(probabilities, noise), strict=True):
             token_ids[row] = token_id
@@ -93,7 +94,7 @@ def _probabilities(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
 
     Tokens that tie with the k-th stay, so that no order among equals is made up.
     """
-    temperatures = torch.tensor([draw.sampling.temperature for draw in draws], dtype=logits.dtype)
+    temperatures = torch.tensor([draw.sampling.temperature for draw in draws], dtype=logits.dtype, device=logits.device)
     # The largest logit becomes 0 first: dividing by a tiny temperature then overflows to -inf only.
     scaled = (logits - logits.max(dim=-1, keepdim=True).values) / temperatures[:, None]
     _keep_top_k(scaled, draws)
@@ -102,7 +103,7 @@ def _probabilities(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
         if draw.sampling.top_p < 1:
             probabilities[row] = _nucleus(probabilities[row], draw.sampling.top_p)
     if any(draw.sampling.min_p for draw in draws):
-        least = torch.tensor([draw.sampling.min_p for draw in draws], dtype=logits.dtype)[:, None]
+        least = torch.tensor([draw.sampling.min_p for draw in draws], dtype=logits.dtype, device=logits.device)[:, None]
         probabilities[probabilities < least * probabilities.max(dim=-1, keepdim=True).values] = 0
     return probabilities
 
@@ -110,8 +111,8 @@ def _probabilities(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
 def _keep_top_k(scaled: Tensor, draws: Sequence[Draw]) -> None:
     rows = [row for row, draw in enumerate(draws) if 0 < draw.sampling.top_k < scaled.shape[1]]
     if rows:
-        ks = torch.tensor([draws[row].sampling.top_k for row in rows])
-        where = torch.tensor(rows)
+        ks = torch.tensor([draws[row].sampling.top_k for row in rows], device=scaled.device)
+        where = torch.tensor(rows, device=scaled.device)
         kth = scaled[where].topk(int(ks.max())).values.gather(1, ks[:, None] - 1)
         scaled[where] = scaled[where].masked_fill(scaled[where] < kth, OUT)
 
@@ -136,7 +137,7 @@ def _pick(probabilities: Tensor, noise: Sequence[float]) -> list[int]:
     The shares lie in the order of ids, not of probabilities: rounding that swaps two nearly equal ones then moves no other share.
     """
     cumulated = probabilities.cumsum(dim=-1)
-    points = cumulated[:, -1:] * torch.tensor(noise, dtype=probabilities.dtype)[:, None]
+    points = cumulated[:, -1:] * torch.tensor(noise, dtype=probabilities.dtype, device=probabilities.device)[:, None]
     # right=True passes over tokens without a share; the product can round up to the total, which belongs to the last one with a
     # share.
     found = torch.searchsorted(cumulated, points, right=True)[:, 0]

@@ -140,7 +140,7 @@ class PipelineFollower:
         requests = [self._requests[key] for key, segment in wanting if segment.wants_logits]
         if len(requests) != len(header.allowed):
             raise PeerLost("a micro-batch has more requests than it says what they allow, or fewer")
-        drawn = draw_allowed(computed, requests, header.allowed)
+        drawn = draw_allowed(computed, requests, header.allowed, self._resident.sample)
         for request, token in zip(requests, drawn, strict=True):
             if isinstance(token, Drawn):
                 request.accept(token.token_id)

@@ -119,7 +119,7 @@ def pack(header: Header, tensor: Tensor | None = None) -> Frame:
     """A frame. The tensor must not change afterwards."""
     payload = _NOTHING
     if tensor is not None and tensor.numel():
-        payload = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+        payload = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
     return Frame(_encoder.encode(header), payload)
 
 

@@ -64,12 +64,12 @@ class Copier {
             PILOTLIGHT_TRY(driver().stream_create(&stream, CU_STREAM_NON_BLOCKING, index == num_streams_ ? least : greatest));
             streams_.push_back(stream);
         }
-        for (int index = 0; index <= depth_; index++) {
+        for (std::size_t index = 0; index <= depth_; index++) {
             void *slab = nullptr;
             PILOTLIGHT_TRY(driver().mem_host_alloc(&slab, slab_bytes_, CU_MEMHOSTREGISTER_PORTABLE));
             slabs_.push_back(static_cast<char *>(slab));
         }
-        for (int index = 0; index <= depth_; index++) {
+        for (std::size_t index = 0; index <= depth_; index++) {
             CUevent event = nullptr;
             PILOTLIGHT_TRY(driver().event_create(&event, CU_EVENT_DISABLE_TIMING | CU_EVENT_BLOCKING_SYNC));
             events_.push_back(event);
@@ -179,7 +179,7 @@ class Copier {
                 std::uint64_t end = reinterpret_cast<std::uint64_t>(last.from) + last.bytes;
                 std::uint64_t gap = from - end;
                 bool joined = last.pinned == pinned && from >= end && gap < MAX_GAP_BYTES && to == last.to + last.bytes + gap &&
-                              !(pinned && pinned_.count(from));
+                              (!pinned || reinterpret_cast<std::uint64_t>(last.from) >= std::prev(range)->first);
                 if (joined) {
                     last.bytes += gap + now;
                     from += now, to += now, bytes -= now;

@@ -174,6 +174,7 @@ class DecodeScratch:
     """Partial results of one launch at a time."""
 
     def __init__(self, max_items: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device) -> None:
+        self.max_items = max_items
         self.partial = torch.empty(max_items, num_heads, head_dim, dtype=torch.float32, device=device)
         self.marks = torch.empty(max_items, num_heads, 2, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(max_items, num_kv_heads, dtype=torch.int32, device=device)

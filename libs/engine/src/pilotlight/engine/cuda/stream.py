@@ -1,0 +1,121 @@
+"""Parameters on their way from the host's memory to the device.
+
+::
+
+    part 3  [ tensor )[ tensor )[ tensor )      part 4 ...
+    units   [ 16 MiB )[ 16 MiB )[ ...           two of them on their way at once
+    place() returns      ^ when the rest of the part is on its way; what computes afterwards waits for it on the device
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pilotlight.engine.device.copying import Source
+from pilotlight.engine.device.dtypes import TORCH_DTYPES
+from pilotlight.engine.errors import EngineFailed
+from pilotlight.native.copier import Copier, CopierCounts, Copy
+from pilotlight.native.device import Device
+from pilotlight.native.library import NativeError
+
+
+class Streamer:
+    """Copies parts to a device, from where they lie if that is pinned, else through a pinned ring. See ``PartCopier``."""
+
+    def __init__(self, native: Device, device: torch.device, *, num_movers: int | None = None) -> None:
+        """Starts the copying thread.
+
+        Args:
+            native: the device by its driver.
+            device: the same, by torch.
+            num_movers: threads that fill the ring; as the library does, if not given.
+
+        Raises:
+            EngineFailed: the driver gives no streams or no pinned memory.
+        """
+        self.background = False
+        """Copies are for something that may wait: in smaller units, one at a time."""
+        self._device = device
+        try:
+            self._copier = Copier(native) if num_movers is None else Copier(native, num_movers=num_movers)
+        except NativeError as error:
+            raise EngineFailed(f"no copies to {device}: {error}") from error
+
+    @property
+    def counts(self) -> CopierCounts:
+        """What has been copied so far."""
+        return self._copier.counts
+
+    def pin(self, buffer: memoryview) -> None:
+        """Makes memory of the host one that the device reads directly; whole pages. A slab of a gigabyte takes some 0.4 s.
+
+        Raises:
+            EngineFailed: it is pinned already, or the driver refuses.
+        """
+        try:
+            self._copier.pin(_address(buffer), buffer.nbytes)
+        except NativeError as error:
+            raise EngineFailed(f"{buffer.nbytes} bytes cannot be pinned: {error}") from error
+
+    def unpin(self, buffer: memoryview) -> None:
+        """Takes back a ``pin``, after the copies that were ordered before.
+
+        Raises:
+            EngineFailed: it is not pinned.
+        """
+        try:
+            self._copier.unpin(_address(buffer))
+        except NativeError as error:
+            raise EngineFailed(f"{buffer.nbytes} bytes cannot be unpinned: {error}") from error
+
+    def fill(
+        self, stored: Sequence[tuple[Tensor, Source]], monotonic_s: Callable[[], float], *, last: bool
+    ) -> tuple[float, float]:
+        """See ``PartCopier.fill``. Afterwards only what is pinned is still read: its pages stay the device's until ``unpin``.
+
+        Raises:
+            EngineFailed: the device took no copy.
+        """
+        start_s, convert_s = monotonic_s(), 0.0
+        direct = [(place, source) for place, source in stored if TORCH_DTYPES[source[0]] is place.dtype]
+        try:
+            for place, source in stored:
+                if TORCH_DTYPES[source[0]] is not place.dtype:
+                    convert_s += self._convert(place, source, monotonic_s)
+            # In the order of the sources, so that small ones that lie side by side in both memories go as one.
+            copies = sorted(Copy(_address(buffer), place.data_ptr(), buffer.nbytes) for place, (_, _, buffer) in direct)
+            ticket = self._copier.submit(copies, background=self.background)
+            self._copier.order_before(ticket, self._stream())
+            if last:
+                self._copier.wait_done(ticket)
+        except NativeError as error:
+            raise EngineFailed(f"parameters do not come to {self._device}: {error}") from error
+        return monotonic_s() - start_s - convert_s, convert_s
+
+    def close(self) -> None:
+        """Ends the copying thread."""
+        self._copier.close()
+
+    def _convert(self, place: Tensor, source: Source, monotonic_s: Callable[[], float]) -> float:
+        """Copies a tensor as it is stored, and lets the device convert it; how long that took."""
+        dtype, shape, buffer = source
+        staged = torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=self._device)
+        self._settle()  # The memory may have been another tensor's, which the device still reads.
+        self._copier.wait_done(self._copier.submit([Copy(_address(buffer), staged.data_ptr(), buffer.nbytes)]))
+        copied_s = monotonic_s()
+        place.copy_(staged)
+        self._settle()
+        return monotonic_s() - copied_s
+
+    def _stream(self) -> int:
+        return torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else 0
+
+    def _settle(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+
+def _address(buffer: memoryview) -> int:
+    return int(np.frombuffer(buffer, dtype=np.uint8).__array_interface__["data"][0]) if buffer.nbytes else 0

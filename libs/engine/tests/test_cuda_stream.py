@@ -1,0 +1,105 @@
+"""The copying of parameters over a fake driver: places, conversion, failures. Rates are measured in tests/gpu."""
+
+import gc
+import random
+
+import pytest
+import torch
+from fake_cuda import MIB, FakeCuda, fake_cuda
+
+from pilotlight.engine.cuda.arena import CudaArena
+from pilotlight.engine.device.memory import StageMemory
+from pilotlight.engine.device.parameters import Parameters
+from pilotlight.engine.errors import BadCheckpoint, EngineFailed
+from pilotlight.engine.models.registry import decoder_of
+from pilotlight.policy.types import Dtype
+
+
+@pytest.fixture
+def fake() -> FakeCuda:
+    found = fake_cuda()
+    found.reset()
+    return found
+
+
+@pytest.fixture
+def arena(fake):
+    gc.collect()
+    made = CudaArena(0, driver=fake.path, device=torch.device("cpu"), num_slots=1, slot_bytes=32 << 30)
+    yield made
+    made.close()
+
+
+def loaded(arena, model, dtype, clock, order=None):
+    decoder = decoder_of(model.spec)
+    memory = StageMemory(arena, decoder, model.spec.whole, dtype)
+    parameters = Parameters(memory)
+    for part in order or parameters.parts:
+        parameters.place(part, model.parts[part], clock)
+    return {decoder.prefix(part) + name: tensor for part in parameters.parts for name, tensor in memory.tensors(part).items()}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3-moe", "gemma3"])
+def test_every_tensor_comes_to_its_place(arena, checkpoint, clock, kind):
+    model = checkpoint(kind)
+    placed = loaded(arena, model, Dtype.FLOAT64, clock, random.Random(4).sample(range(6), 6))
+    for tensors in model.parts.values():
+        for name, (_, shape, buffer) in tensors.items():
+            assert torch.equal(placed[name], torch.frombuffer(bytearray(buffer), dtype=torch.float64).view(shape)), name
+
+
+def test_conversion_rounds_as_torch_does(arena, checkpoint, clock):
+    model = checkpoint("llama")
+    placed = loaded(arena, model, Dtype.BFLOAT16, clock)
+    for tensors in model.parts.values():
+        for name, (_, shape, buffer) in tensors.items():
+            assert torch.equal(placed[name], torch.frombuffer(bytearray(buffer), dtype=torch.float64).view(shape).bfloat16()), (
+                name
+            )
+
+
+def test_pinned_memory_is_read_where_it_lies(arena, checkpoint, clock, fake):
+    """A host pool's slab: a part's image, tensors back to back; what is not pinned goes through the ring."""
+    model = checkpoint("llama")
+    image, parts = bytearray(4 * MIB), {}
+    place = 64
+    for part, tensors in model.parts.items():
+        parts[part] = {}
+        for name, (dtype, shape, buffer) in tensors.items():
+            image[place : place + buffer.nbytes] = buffer
+            parts[part][name] = (dtype, shape, (place, place + buffer.nbytes))
+            place += -(-buffer.nbytes // 64) * 64
+    view = memoryview(image).toreadonly()
+    arena.copier.pin(view[: place // 2])
+    with pytest.raises(EngineFailed, match="cannot be pinned"):
+        arena.copier.pin(view[100:200])
+    memory = StageMemory(arena, decoder_of(model.spec), model.spec.whole, Dtype.FLOAT64)
+    parameters = Parameters(memory)
+    for part, tensors in parts.items():
+        sources = {name: (dtype, shape, view[slice(*where)]) for name, (dtype, shape, where) in tensors.items()}
+        done = parameters.place(part, sources, clock)
+        assert (done.ready, done.convert_s) == (part == 5, 0)
+    for part, tensors in model.parts.items():
+        for name, (_, shape, buffer) in tensors.items():
+            there = memory.tensors(part)[name.removeprefix(decoder_of(model.spec).prefix(part))]
+            assert torch.equal(there, torch.frombuffer(bytearray(buffer), dtype=torch.float64).view(shape)), name
+    counts = arena.copier.counts
+    assert counts.direct_bytes > 0 < counts.ring_bytes
+    arena.copier.unpin(view[: place // 2])
+    with pytest.raises(EngineFailed, match="cannot be unpinned"):
+        arena.copier.unpin(view[: place // 2])
+
+
+def test_a_device_that_takes_no_copy_is_an_engine_that_failed(arena, checkpoint, clock, fake):
+    model = checkpoint("llama")
+    memory = StageMemory(arena, decoder_of(model.spec), model.spec.whole, Dtype.FLOAT64)
+    parameters = Parameters(memory)
+    with pytest.raises(BadCheckpoint, match="lacks"):
+        parameters.place(0, {}, clock)
+    parameters.place(0, model.parts[0], clock)
+    arena.copier.background = True
+    parameters.place(1, model.parts[1], clock)
+    fake.fail("cuMemcpyHtoDAsync", 719, 1)
+    with pytest.raises(EngineFailed, match="719"):
+        parameters.place(2, model.parts[2], clock)
+    assert 2 not in parameters

@@ -1,0 +1,138 @@
+"""Copies over a fake driver: every byte arrives, in few units, through the ring or from where it lies."""
+
+import ctypes
+import random
+
+import pytest
+from fake_cuda import MIB, fake_cuda
+
+from pilotlight.native.copier import Copier, Copy
+from pilotlight.native.device import Device, DeviceArena
+from pilotlight.native.library import NativeError
+
+GRANULE = 2 * MIB
+SLAB = 64 << 10
+
+
+@pytest.fixture
+def fake():
+    fake_cuda().reset()
+    return fake_cuda()
+
+
+@pytest.fixture
+def arena(fake):
+    made = DeviceArena(Device(0, fake.path), 16 * GRANULE)
+    made.back(0, 16 * GRANULE, GRANULE)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def copier(fake):
+    made = Copier(Device(0, fake.path), slab_bytes=SLAB, num_movers=3)
+    yield made
+    made.close()
+
+
+def source_of(num_bytes, seed=0):
+    made = ctypes.create_string_buffer(random.Random(seed).randbytes(num_bytes), num_bytes)
+    return made, ctypes.addressof(made)
+
+
+def there(arena, offset, num_bytes):
+    return ctypes.string_at(arena.address + offset, num_bytes)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("background", [False, True])
+def test_random_copies_arrive(arena, copier, fake, pinned, background):
+    pick = random.Random(3)
+    source, address = source_of(4 * MIB)
+    if pinned:
+        copier.pin(address, MIB)
+        copier.pin(address + MIB, 3 * MIB)
+    expected = bytearray(8 * MIB)
+    ctypes.memset(arena.address, 0, 8 * MIB)
+    tickets, place = [], 0
+    for _ in range(20):
+        copies = []
+        for _ in range(pick.randrange(1, 9)):
+            length = pick.choice([1, 63, 500, 5_000, 90_000])
+            begin, place = pick.randrange(4 * MIB - length), place + pick.randrange(200)
+            copies.append(Copy(address + begin, arena.address + place, length))
+            expected[place : place + length] = source.raw[begin : begin + length]
+            place += length
+        tickets.append(copier.submit(copies, background=background))
+    copier.wait_issued(tickets[3])
+    copier.wait_done(tickets[-1])
+    assert there(arena, 0, 8 * MIB) == bytes(expected)
+    counts = copier.counts
+    assert (counts.ring_bytes == 0) is pinned
+    assert counts.direct_bytes + counts.ring_bytes >= sum(map(bool, expected))
+    if pinned:
+        with pytest.raises(NativeError, match="pinned already"):
+            copier.pin(address + 2 * MIB, 5)
+        copier.unpin(address)
+        copier.unpin(address + MIB)
+        with pytest.raises(NativeError, match="nothing is pinned"):
+            copier.unpin(address)
+        assert fake.registered == 0
+
+
+def test_neighbours_are_one_copy(arena, copier):
+    source, address = source_of(40_000)
+    copies = [Copy(address + 10_000 * index, arena.address + 10_000 * index, 9_990) for index in range(4)]
+    copier.wait_done(copier.submit(copies))
+    assert (copier.counts.units, copier.counts.calls) == (1, 1)
+    assert there(arena, 0, 39_990) == source.raw[:39_990]
+    copies = [Copy(address + 10_000 * index, arena.address + 10_064 * index, 9_990) for index in range(4)]
+    copier.wait_done(copier.submit(copies))
+    assert (copier.counts.units, copier.counts.calls) == (2, 5)
+
+
+def test_a_large_copy_is_several_units(arena, copier):
+    source, address = source_of(10 * SLAB + 5)
+    copier.wait_done(copier.submit([Copy(address, arena.address, 10 * SLAB + 5)]))
+    assert copier.counts.units == 11
+    assert there(arena, 0, 10 * SLAB + 5) == source.raw
+
+
+def test_a_stream_waits_for_what_is_on_its_way(arena, copier, fake):
+    _, address = source_of(3 * SLAB)
+    before = fake.calls("cuStreamWaitEvent")
+    empty = copier.submit([])
+    copier.wait_done(empty)
+    copier.order_before(empty, 0)
+    assert fake.calls("cuStreamWaitEvent") == before
+    ticket = copier.submit([Copy(address, arena.address, 3 * SLAB)])
+    copier.order_before(ticket, 0)
+    assert fake.calls("cuStreamWaitEvent") - before <= 2
+
+
+def test_a_copy_that_fails_fails_all_that_wait(arena, copier, fake):
+    _, address = source_of(SLAB)
+    fake.fail("cuMemcpyHtoDAsync", 700, 1)
+    ticket = copier.submit([Copy(address, arena.address, SLAB)])
+    for _ in range(2):
+        with pytest.raises(NativeError, match=r"\(700\) in memcpy_htod_async"):
+            copier.wait_done(ticket)
+    with pytest.raises(NativeError, match="700"):
+        copier.order_before(copier.submit([Copy(address, arena.address, 5)]), 0)
+
+
+def test_memory_mapped_for_reading_is_pinned_so(copier, fake):
+    fake.fail("cuMemHostRegister", 1, 1)
+    _, address = source_of(SLAB)
+    copier.pin(address, SLAB)
+    assert fake.registered == 1
+
+
+@pytest.mark.parametrize("function", ["cuStreamCreate", "cuMemHostAlloc", "cuEventCreate"])
+def test_a_copier_that_does_not_come_up_leaves_nothing(fake, function):
+    before = fake.calls("cuStreamDestroy") - fake.calls("cuStreamCreate")
+    fake.fail(function, 2, 2)
+    with pytest.raises(NativeError, match="OUT_OF_MEMORY"):
+        Copier(Device(0, fake.path))
+    created = fake.calls("cuStreamCreate") - (function == "cuStreamCreate")
+    assert fake.calls("cuStreamDestroy") - created == before
