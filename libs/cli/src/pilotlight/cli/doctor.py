@@ -13,6 +13,7 @@ from pilotlight.cli.plan import SystemOptions
 from pilotlight.cli.preflight import looks
 from pilotlight.common import fitness
 from pilotlight.common.errors import PilotlightError
+from pilotlight.native.library import library, unavailable
 
 MIB = 1024 * 1024
 MIN_DISK_BYTES = 2 * 1024 * MIB
@@ -47,6 +48,7 @@ def examine(home: Home, host: str, port: int) -> tuple[Check, ...]:
         lambda: check_room("shared memory", SHARED_MEMORY, MIN_SHM_BYTES),
         lambda: check_memory(Path("/proc/meminfo")),
         check_compiler,
+        check_native_code,
         check_driver,
     )
     return tuple(check() for check in checks)
@@ -104,8 +106,20 @@ def check_compiler() -> Check:
         name="compiler",
         verdict=Verdict.WARNING,
         found="no g++",
-        what_to_do="apt-get install g++ if this node gets GPUs: graphs are then restored instead of captured",
+        what_to_do="apt-get install g++ if this node gets GPUs and the native code below is missing",
     )
+
+
+def check_native_code() -> Check:
+    """Is the library there that GPUs need, or can it be made?"""
+    if why := unavailable():
+        return Check(
+            name="native code",
+            verdict=Verdict.WARNING,
+            found=why,
+            what_to_do="nothing, for CPU workers; a GPU worker needs it: install g++, and it is compiled when it is first used",
+        )
+    return Check(name="native code", verdict=Verdict.OK, found=str(library().path))
 
 
 def check_driver() -> Check:

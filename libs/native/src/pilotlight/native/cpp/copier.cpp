@@ -71,7 +71,7 @@ class Copier {
         }
         for (std::size_t index = 0; index <= depth_; index++) {
             CUevent event = nullptr;
-            PILOTLIGHT_TRY(driver().event_create(&event, CU_EVENT_DISABLE_TIMING | CU_EVENT_BLOCKING_SYNC));
+            PILOTLIGHT_TRY(driver().event_create(&event, CU_EVENT_DISABLE_TIMING));
             events_.push_back(event);
         }
         thread_ = std::thread([this] { work(); });

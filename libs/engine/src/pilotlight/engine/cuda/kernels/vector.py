@@ -100,7 +100,7 @@ class VectorProduct:
             [1, rows].
         """
         rows, width = weight.shape[0] // (2 if gated else 1), weight.shape[1]
-        tiling = self.tilings.get((rows, width, gated)) or usual_tiling(rows, gated=gated)
+        tiling = self.tilings.get((rows, width, gated), USUAL)
         out = torch.empty(1, rows, dtype=x.dtype, device=x.device)
         _vector[(triton.cdiv(rows, tiling.rows),)](
             weight, x, x if norm is None else norm, self.eps, x if bias is None else bias,
@@ -112,8 +112,5 @@ class VectorProduct:
         return out
 
 
-def usual_tiling(rows: int, *, gated: bool) -> Tiling:
-    """A cut that does well for most shapes."""
-    if gated:
-        return Tiling(2, 1024, 4, 1)
-    return Tiling(2 if rows < 16384 else 4, 1024, 4, 1)
+USUAL = Tiling(4, 512, 4, 1)
+"""Does well for most shapes."""

@@ -1,0 +1,368 @@
+// Writes captured graphs down: see archive.h.
+#include <algorithm>
+#include <cstdlib>
+#include <map>
+#include <unordered_map>
+#include <vector>
+
+#include "archive.h"
+#include "graph_api.h"
+#include "images.h"
+
+namespace pilotlight {
+
+GraphDriver &graph_driver() {
+    static GraphDriver found;
+    return found;
+}
+
+namespace {
+
+// Attributes of kernel nodes that differ from those of a plain node: cooperative, scheduling policy, cluster size, programmatic
+// launches, priority, memory synchronisation, shared memory.
+constexpr int ATTRIBUTES[] = {1, 2, 4, 5, 8, 9, 10, 11, 14, 16};
+
+// What was found in the parameters of all nodes.
+struct Report {
+    std::uint64_t nodes, kernels, images, image_bytes, addresses_inside, addresses_outside;
+};
+
+class Bytes {
+  public:
+    std::uint64_t put(const void *data, std::size_t size) {
+        while (bytes.size() % 16) bytes += '\0';
+        std::uint64_t place = bytes.size();
+        bytes.append(static_cast<const char *>(data), size);
+        return place;
+    }
+    template <class Entry>
+    std::uint64_t put(const std::vector<Entry> &entries) {
+        return put(entries.data(), entries.size() * sizeof(Entry));
+    }
+    std::string bytes;
+};
+
+struct KnownKernel {
+    std::string name;
+    KernelEntry entry;
+    std::vector<std::uint32_t> params;  // pairs of (offset, bytes)
+    std::uint32_t param_bytes = 0;
+    std::map<int, CUattributeValue> plain;  // attributes of a node without any
+};
+
+class Dumper {
+  public:
+    Dumper(std::uint64_t arena_address, std::uint64_t arena_bytes) : arena_address_(arena_address), arena_bytes_(arena_bytes) {}
+    ~Dumper() {
+        if (scratch_) graph_driver().graph_destroy(scratch_);
+    }
+
+    int run(const std::uint64_t *graphs, const std::uint64_t *tags, int count, bool prune, std::string *made, Report *report) {
+        PILOTLIGHT_TRY(graph_driver().graph_create(&scratch_, 0));
+        Header header{};
+        out_.put(&header, sizeof header);
+        std::vector<GraphEntry> entries;
+        for (int number = 0; number < count; number++) {
+            GraphEntry entry{};
+            entry.tag = tags[number];
+            if (int failed = dump(reinterpret_cast<CUgraph>(graphs[number]), &entry)) return failed;
+            entries.push_back(entry);
+        }
+        std::vector<ImageEntry> images;
+        if (int failed = put_images(prune, &images)) return failed;
+        std::vector<KernelEntry> kernels;
+        for (KnownKernel &kernel : kernels_) {
+            kernel.entry.name = out_.put(kernel.name.c_str(), kernel.name.size() + 1);
+            kernel.entry.params = out_.put(kernel.params);
+            kernel.entry.num_params = kernel.params.size() / 2;
+            kernels.push_back(kernel.entry);
+        }
+        std::memcpy(header.magic, MAGIC, sizeof MAGIC);
+        header.num_images = images.size();
+        header.num_kernels = kernels.size();
+        header.num_graphs = entries.size();
+        header.images = out_.put(images);
+        header.kernels = out_.put(kernels);
+        header.graphs = out_.put(entries);
+        header.total_bytes = out_.bytes.size();
+        header.arena_address = arena_address_;
+        header.arena_bytes = arena_bytes_;
+        std::memcpy(&out_.bytes[0], &header, sizeof header);
+        *made = std::move(out_.bytes);
+        report_.kernels = kernels.size();
+        report_.images = images.size();
+        *report = report_;
+        return check_archive(made->data(), made->size());
+    }
+
+  private:
+    // Nodes in an order in which every edge leads forward; of those that may come next, the one that was made first.
+    int in_order(CUgraph graph, std::vector<CUgraphNode> *nodes, std::vector<EdgeEntry> *edges) {
+        std::size_t num_nodes = 0, num_edges = 0;
+        PILOTLIGHT_TRY(graph_driver().graph_get_nodes(graph, nullptr, &num_nodes));
+        std::vector<CUgraphNode> made(num_nodes);
+        if (num_nodes) PILOTLIGHT_TRY(graph_driver().graph_get_nodes(graph, made.data(), &num_nodes));
+        PILOTLIGHT_TRY(graph_driver().graph_get_edges(graph, nullptr, nullptr, nullptr, &num_edges));
+        std::vector<CUgraphNode> from(num_edges), to(num_edges);
+        std::vector<CUgraphEdgeData> data(num_edges);
+        if (num_edges) PILOTLIGHT_TRY(graph_driver().graph_get_edges(graph, from.data(), to.data(), data.data(), &num_edges));
+        std::unordered_map<CUgraphNode, std::uint32_t> number_of;
+        for (std::uint32_t number = 0; number < num_nodes; number++) number_of[made[number]] = number;
+        std::vector<std::vector<std::uint32_t>> followers(num_nodes);
+        std::vector<std::uint32_t> before(num_nodes), place(num_nodes);
+        for (std::size_t edge = 0; edge < num_edges; edge++) {
+            followers[number_of[from[edge]]].push_back(number_of[to[edge]]);
+            before[number_of[to[edge]]]++;
+        }
+        std::set<std::uint32_t> next;
+        for (std::uint32_t number = 0; number < num_nodes; number++)
+            if (!before[number]) next.insert(number);
+        while (!next.empty()) {
+            std::uint32_t number = *next.begin();
+            next.erase(next.begin());
+            place[number] = nodes->size();
+            nodes->push_back(made[number]);
+            for (std::uint32_t follower : followers[number])
+                if (--before[follower] == 0) next.insert(follower);
+        }
+        for (std::size_t edge = 0; edge < num_edges; edge++) {
+            EdgeEntry entry{place[number_of[from[edge]]], place[number_of[to[edge]]], {}};
+            std::memcpy(entry.data, &data[edge], sizeof entry.data);
+            edges->push_back(entry);
+        }
+        std::stable_sort(edges->begin(), edges->end(), [](const EdgeEntry &left, const EdgeEntry &right) {
+            return left.to < right.to || (left.to == right.to && left.from < right.from);
+        });
+        return OK;
+    }
+
+    int dump(CUgraph graph, GraphEntry *entry) {
+        std::vector<CUgraphNode> handles;
+        std::vector<EdgeEntry> edges;
+        if (int failed = in_order(graph, &handles, &edges)) return failed;
+        std::vector<NodeEntry> nodes;
+        attributes_.clear();
+        parameters_ = Bytes();
+        for (CUgraphNode handle : handles) {
+            NodeEntry node{};
+            if (int failed = dump_node(handle, &node)) return failed;
+            nodes.push_back(node);
+        }
+        for (std::uint32_t edge = 0; edge < edges.size(); edge++) {
+            NodeEntry &node = nodes[edges[edge].to];
+            if (!node.num_edges++) node.first_edge = edge;
+        }
+        entry->num_nodes = nodes.size();
+        entry->num_edges = edges.size();
+        entry->num_attributes = attributes_.size();
+        entry->nodes = out_.put(nodes);
+        entry->edges = out_.put(edges);
+        entry->attributes = out_.put(attributes_);
+        entry->parameters = out_.put(parameters_.bytes.data(), parameters_.bytes.size());
+        entry->parameter_bytes = parameters_.bytes.size();
+        report_.nodes += nodes.size();
+        return OK;
+    }
+
+    int dump_node(CUgraphNode handle, NodeEntry *node) {
+        int type = 0;
+        PILOTLIGHT_TRY(graph_driver().node_get_type(handle, &type));
+        node->type = type;
+        node->first_attribute = attributes_.size();
+        std::string params;
+        if (type == KERNEL) {
+            if (int failed = dump_kernel(handle, node, &params)) return failed;
+        } else if (type == MEMCPY) {
+            CUmemcpy3D copy{};
+            PILOTLIGHT_TRY(graph_driver().memcpy_node_get(handle, &copy));
+            params.assign(reinterpret_cast<const char *>(&copy), sizeof copy);
+        } else if (type == MEMSET) {
+            CUmemsetNodeParams set{};
+            PILOTLIGHT_TRY(graph_driver().memset_node_get(handle, &set));
+            params.assign(reinterpret_cast<const char *>(&set), sizeof set);
+        } else if (type != EMPTY) {
+            return fail(MISUSED, "a graph has a node of type " + std::to_string(type) + ", which cannot be written down");
+        }
+        audit(params);
+        node->params = parameters_.put(params.data(), params.size());
+        node->param_bytes = params.size();
+        node->num_attributes = attributes_.size() - node->first_attribute;
+        return OK;
+    }
+
+    int dump_kernel(CUgraphNode handle, NodeEntry *node, std::string *params) {
+        CUkernelNodeParams given{};
+        PILOTLIGHT_TRY(graph_driver().kernel_node_get(handle, &given));
+        CUfunction function = given.func;
+        if (!function) PILOTLIGHT_TRY(graph_driver().kernel_get_function(&function, given.kern));
+        if (int failed = find_kernel(function, given, &node->kernel)) return failed;
+        const KnownKernel &kernel = kernels_[node->kernel];
+        std::copy(given.grid, given.grid + 3, node->grid);
+        std::copy(given.block, given.block + 3, node->block);
+        node->shared_bytes = given.sharedMemBytes;
+        params->assign(kernel.param_bytes, '\0');
+        if (given.kernelParams) {
+            for (std::size_t param = 0; param < kernel.params.size(); param += 2)
+                std::memcpy(&(*params)[kernel.params[param]], given.kernelParams[param / 2], kernel.params[param + 1]);
+        } else if (given.extra) {
+            // cuBLASLt's kernels have their parameters so: one buffer, with descriptors for the tensor memory accelerator in it.
+            const char *buffer = nullptr;
+            std::size_t bytes = 0;
+            for (void **item = given.extra; *item != PARAM_END; item += 2) {
+                if (*item == PARAM_BUFFER_POINTER) buffer = static_cast<const char *>(item[1]);
+                if (*item == PARAM_BUFFER_SIZE) bytes = *static_cast<std::size_t *>(item[1]);
+            }
+            if (!buffer) return fail(MISUSED, "a node of " + kernel.name + " has no parameters");
+            params->assign(buffer, bytes);
+            node->packed = 1;
+        } else if (kernel.param_bytes) {
+            return fail(MISUSED, "a node of " + kernel.name + " has no parameters");
+        }
+        for (int id : ATTRIBUTES) {
+            AttributeEntry entry{};
+            CUattributeValue value{};
+            if (graph_driver().kernel_node_get_attribute(handle, id, &value) != CUDA_SUCCESS) continue;
+            auto plain = kernel.plain.find(id);
+            if (plain != kernel.plain.end() && !std::memcmp(&plain->second, &value, sizeof value)) continue;
+            entry.id = id;
+            std::memcpy(entry.value, &value, sizeof value);
+            attributes_.push_back(entry);
+        }
+        return OK;
+    }
+
+    int find_kernel(CUfunction function, const CUkernelNodeParams &given, std::uint32_t *number) {
+        auto known = number_of_.find(function);
+        if (known != number_of_.end()) {
+            *number = known->second;
+            return OK;
+        }
+        KnownKernel kernel{};
+        const char *name = nullptr;
+        PILOTLIGHT_TRY(graph_driver().func_get_name(&name, function));
+        kernel.name = name;
+        auto attribute = [&](int id) {
+            int value = 0;
+            return graph_driver().func_get_attribute(&value, id, function) == CUDA_SUCCESS ? value : -1;
+        };
+        kernel.entry.max_dynamic_shared = attribute(FUNC_MAX_DYNAMIC_SHARED_BYTES);
+        kernel.entry.carveout = attribute(FUNC_CARVEOUT);
+        kernel.entry.non_portable_cluster = attribute(FUNC_NON_PORTABLE_CLUSTER);
+        kernel.entry.cluster_policy = attribute(FUNC_CLUSTER_POLICY);
+        std::size_t offset = 0, bytes = 0;
+        for (std::size_t param = 0; graph_driver().func_get_param(function, param, &offset, &bytes) == CUDA_SUCCESS; param++) {
+            kernel.params.push_back(offset);
+            kernel.params.push_back(bytes);
+            kernel.param_bytes = std::max<std::uint32_t>(kernel.param_bytes, offset + bytes);
+        }
+        if (int failed = find_image(function, kernel.name, &kernel.entry.image)) return failed;
+        CUgraphNode plain = nullptr;
+        PILOTLIGHT_TRY(graph_driver().add_kernel(&plain, scratch_, nullptr, 0, &given));
+        for (int id : ATTRIBUTES) {
+            CUattributeValue value{};
+            if (graph_driver().kernel_node_get_attribute(plain, id, &value) == CUDA_SUCCESS) kernel.plain[id] = value;
+        }
+        *number = number_of_[function] = kernels_.size();
+        kernels_.push_back(kernel);
+        return OK;
+    }
+
+    // The image that the kernel's module was loaded from: the smallest one with all of the module's kernels in it.
+    int find_image(CUfunction function, const std::string &name, std::uint32_t *number) {
+        CUmodule module = nullptr;
+        PILOTLIGHT_TRY(graph_driver().func_get_module(&module, function));
+        std::set<std::string> &kernels = modules_[module];
+        if (kernels.empty()) {
+            unsigned count = 0;
+            PILOTLIGHT_TRY(graph_driver().module_count(&count, module));
+            std::vector<CUfunction> functions(count);
+            PILOTLIGHT_TRY(graph_driver().module_enumerate(functions.data(), count, module));
+            for (CUfunction other : functions) {
+                const char *other_name = nullptr;
+                if (graph_driver().func_get_name(&other_name, other) == CUDA_SUCCESS) kernels.insert(other_name);
+            }
+        }
+        const auto &images = recorded_images();
+        std::size_t best = images.size();
+        for (std::size_t image = 0; image < images.size(); image++) {
+            const auto &there = images[image].kernels;
+            if (!there.count(name) || !std::includes(there.begin(), there.end(), kernels.begin(), kernels.end())) continue;
+            if (best == images.size() || there.size() < images[best].kernels.size()) best = image;
+        }
+        if (best == images.size()) return fail(MISUSED, "no recorded image has the kernel " + name);
+        used_[best].insert(name);
+        *number = best;
+        return OK;
+    }
+
+    int put_images(bool prune, std::vector<ImageEntry> *entries) {
+        std::map<std::uint32_t, std::uint32_t> placed;
+        for (auto &[image, names] : used_) {
+            std::string data = recorded_images()[image].data;
+            std::string pruned;
+            if (prune && names.size() < recorded_images()[image].kernels.size()) {
+                if (int failed = prune_image(data, names, &pruned)) return failed;
+                data = pruned;
+            }
+            placed[image] = entries->size();
+            std::uint64_t start = out_.put(data.data(), data.size());
+            entries->push_back({start, data.size()});
+            report_.image_bytes += data.size();
+        }
+        for (KnownKernel &kernel : kernels_) kernel.entry.image = placed[kernel.entry.image];
+        return OK;
+    }
+
+    // Counts the words that are addresses of the device: outside of the arena, another process has something else there.
+    void audit(const std::string &params) {
+        for (std::size_t at = 0; at + 8 <= params.size(); at += 8) {
+            std::uint64_t word = 0;
+            std::memcpy(&word, &params[at], 8);
+            if (word < 0x10000 || word >> 49) continue;
+            if (word >= arena_address_ && word < arena_address_ + arena_bytes_) {
+                report_.addresses_inside++;
+                continue;
+            }
+            auto seen = outside_.find(word);
+            if (seen == outside_.end()) {
+                unsigned kind = 0;
+                bool known = graph_driver().pointer_get_attribute(&kind, POINTER_MEMORY_TYPE, word) == CUDA_SUCCESS && kind;
+                seen = outside_.emplace(word, known).first;
+            }
+            if (seen->second) report_.addresses_outside++;
+        }
+    }
+
+    const std::uint64_t arena_address_, arena_bytes_;
+    CUgraph scratch_ = nullptr;
+    Bytes out_, parameters_;
+    std::vector<AttributeEntry> attributes_;
+    std::vector<KnownKernel> kernels_;
+    std::unordered_map<CUfunction, std::uint32_t> number_of_;
+    std::map<CUmodule, std::set<std::string>> modules_;
+    std::map<std::uint32_t, std::set<std::string>> used_;  // kernels by image
+    std::unordered_map<std::uint64_t, bool> outside_;
+    Report report_{};
+};
+
+}  // namespace
+
+}  // namespace pilotlight
+
+using namespace pilotlight;
+
+// Writes graphs down. `*bytes` is the caller's, to be given to pilotlight_free.
+PILOTLIGHT_EXPORT int pilotlight_graphs_dump(const std::uint64_t *graphs, const std::uint64_t *tags, int count, std::uint64_t arena_address,
+                                             std::uint64_t arena_bytes, int prune, char **bytes, std::uint64_t *size, Report *report) {
+    if (int failed = open_graph_driver()) return failed;
+    std::string made;
+    Dumper dumper(arena_address, arena_bytes);
+    if (int failed = dumper.run(graphs, tags, count, prune != 0, &made, report)) return failed;
+    *bytes = static_cast<char *>(std::malloc(made.size()));
+    if (!*bytes) return fail(CUDA_ERROR_OUT_OF_MEMORY, "the host has no memory for an archive");
+    std::memcpy(*bytes, made.data(), made.size());
+    *size = made.size();
+    return OK;
+}
+
+PILOTLIGHT_EXPORT void pilotlight_free(char *bytes) { std::free(bytes); }

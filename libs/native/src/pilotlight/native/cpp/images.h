@@ -1,0 +1,24 @@
+// Kernel images: which were loaded, which kernels they hold, and smaller ones with those alone that are used.
+#pragma once
+
+#include <set>
+#include <string>
+#include <vector>
+
+namespace pilotlight {
+
+struct Image {
+    std::string data;
+    std::set<std::string> kernels;
+};
+
+// Every image that was loaded since recording began, in order.
+std::vector<Image> &recorded_images();
+
+// Names of the kernels that an image defines; empty for what is no image.
+std::set<std::string> kernels_of(const std::string &image);
+
+// The image without the code of all kernels but `keep`. MISUSED where its form is not understood.
+int prune_image(const std::string &image, const std::set<std::string> &keep, std::string *pruned);
+
+}  // namespace pilotlight

@@ -1,0 +1,201 @@
+// Makes graphs again from what was written down: without torch, without running a kernel first, and without changing an address.
+#include <dlfcn.h>
+
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "archive.h"
+#include "graph_api.h"
+
+namespace pilotlight {
+
+int open_graph_driver() {
+    GraphDriver &api = graph_driver();
+    if (api.found) return OK;
+    void *library = driver().library;
+    if (!library) return fail(NO_DRIVER, "no driver is open");
+#define X(member, symbol, parameters)                                                 \
+    api.member = reinterpret_cast<decltype(api.member)>(dlsym(library, #symbol));     \
+    if (!api.member) return fail(NO_DRIVER, "the driver has no " #symbol ": it is too old to rebuild graphs");
+    PILOTLIGHT_GRAPH_FUNCTIONS(X)
+#undef X
+    api.found = true;
+    return OK;
+}
+
+class Archive {
+  public:
+    Archive(CUcontext context, std::string bytes) : context_(context), bytes_(std::move(bytes)) {
+        std::memcpy(&header_, bytes_.data(), sizeof header_);
+        images_ = reinterpret_cast<const ImageEntry *>(at(header_.images));
+        kernels_ = reinterpret_cast<const KernelEntry *>(at(header_.kernels));
+        graphs_ = reinterpret_cast<const GraphEntry *>(at(header_.graphs));
+        modules_.resize(header_.num_images);
+        functions_.resize(header_.num_kernels);
+        execs_.resize(header_.num_graphs);
+    }
+
+    ~Archive() {
+        driver().ctx_set_current(context_);
+        for (CUgraphExec exec : execs_)
+            if (exec) graph_driver().exec_destroy(exec);
+        for (CUmodule module : modules_)
+            if (module) graph_driver().module_unload(module);
+    }
+
+    // Makes one graph ready to be launched, and loads the images that it needs.
+    int build(std::uint32_t number, CUstream stream) {
+        std::lock_guard guard(lock_);
+        if (number >= header_.num_graphs) return fail(MISUSED, "the archive has no graph " + std::to_string(number));
+        if (execs_[number]) return OK;
+        PILOTLIGHT_TRY(driver().ctx_set_current(context_));
+        CUgraph graph = nullptr;
+        PILOTLIGHT_TRY(graph_driver().graph_create(&graph, 0));
+        int failed = add_nodes(graphs_[number], graph);
+        CUgraphExec exec = nullptr;
+        if (!failed) failed = check(graph_driver().instantiate(&exec, graph, 0), "graph_driver().instantiate");
+        if (!failed) failed = check(graph_driver().upload(exec, stream), "graph_driver().upload");
+        graph_driver().graph_destroy(graph);
+        execs_[number] = exec;
+        return failed;
+    }
+
+    int launch(std::uint32_t number, CUstream stream) {
+        if (number >= header_.num_graphs || !execs_[number]) return fail(MISUSED, "graph " + std::to_string(number) + " is not built");
+        PILOTLIGHT_TRY(graph_driver().launch(execs_[number], stream));
+        return OK;
+    }
+
+    std::uint64_t tag(std::uint32_t number) const { return number < header_.num_graphs ? graphs_[number].tag : 0; }
+    const Header &header() const { return header_; }
+
+  private:
+    const char *at(std::uint64_t place) const { return bytes_.data() + place; }
+
+    int function(std::uint32_t number, CUfunction *found) {
+        if (!functions_[number]) {
+            const KernelEntry &kernel = kernels_[number];
+            CUmodule &module = modules_[kernel.image];
+            if (!module) PILOTLIGHT_TRY(graph_driver().module_load(&module, at(images_[kernel.image].start)));
+            CUfunction loaded = nullptr;
+            PILOTLIGHT_TRY(graph_driver().module_get_function(&loaded, module, at(kernel.name)));
+            const std::pair<int, std::int32_t> settings[] = {{FUNC_MAX_DYNAMIC_SHARED_BYTES, kernel.max_dynamic_shared},
+                                                             {FUNC_CARVEOUT, kernel.carveout},
+                                                             {FUNC_NON_PORTABLE_CLUSTER, kernel.non_portable_cluster},
+                                                             {FUNC_CLUSTER_POLICY, kernel.cluster_policy}};
+            for (auto [id, value] : settings)
+                if (value > 0 || (id == FUNC_CARVEOUT && value == 0)) PILOTLIGHT_TRY(graph_driver().func_set_attribute(loaded, id, value));
+            functions_[number] = loaded;
+        }
+        *found = functions_[number];
+        return OK;
+    }
+
+    int add_nodes(const GraphEntry &entry, CUgraph graph) {
+        auto *nodes = reinterpret_cast<const NodeEntry *>(at(entry.nodes));
+        auto *edges = reinterpret_cast<const EdgeEntry *>(at(entry.edges));
+        std::vector<CUgraphNode> made(entry.num_nodes), before;
+        std::vector<CUgraphEdgeData> data;
+        for (std::uint32_t number = 0; number < entry.num_nodes; number++) {
+            const NodeEntry &node = nodes[number];
+            before.clear();
+            data.clear();
+            for (std::uint32_t edge = node.first_edge; edge < node.first_edge + node.num_edges; edge++) {
+                before.push_back(made[edges[edge].from]);
+                CUgraphEdgeData kind{};
+                std::memcpy(&kind, edges[edge].data, sizeof kind);
+                data.push_back(kind);
+            }
+            const char *params = at(entry.parameters) + node.params;
+            if (node.type == KERNEL) {
+                if (int failed = add_kernel(entry, node, params, graph, before, data, &made[number])) return failed;
+            } else if (node.type == MEMCPY) {
+                CUmemcpy3D copy{};
+                std::memcpy(&copy, params, sizeof copy);
+                PILOTLIGHT_TRY(graph_driver().add_memcpy(&made[number], graph, before.data(), before.size(), &copy, context_));
+            } else if (node.type == MEMSET) {
+                CUmemsetNodeParams set{};
+                std::memcpy(&set, params, sizeof set);
+                PILOTLIGHT_TRY(graph_driver().add_memset(&made[number], graph, before.data(), before.size(), &set, context_));
+            } else {
+                PILOTLIGHT_TRY(graph_driver().add_empty(&made[number], graph, before.data(), before.size()));
+            }
+        }
+        return OK;
+    }
+
+    int add_kernel(const GraphEntry &entry, const NodeEntry &node, const char *params, CUgraph graph, const std::vector<CUgraphNode> &before,
+                   const std::vector<CUgraphEdgeData> &data, CUgraphNode *made) {
+        const KernelEntry &kernel = kernels_[node.kernel];
+        CUkernelNodeParams given{};
+        if (int failed = function(node.kernel, &given.func)) return failed;
+        std::copy(node.grid, node.grid + 3, given.grid);
+        std::copy(node.block, node.block + 3, given.block);
+        given.sharedMemBytes = node.shared_bytes;
+        std::size_t bytes = node.param_bytes;
+        void *packed[] = {PARAM_BUFFER_POINTER, const_cast<char *>(params), PARAM_BUFFER_SIZE, &bytes, PARAM_END};
+        std::vector<void *> places;
+        auto *layout = reinterpret_cast<const std::uint32_t *>(at(kernel.params));
+        for (std::uint32_t param = 0; param < kernel.num_params; param++) places.push_back(const_cast<char *>(params) + layout[2 * param]);
+        if (node.packed)
+            given.extra = packed;
+        else
+            given.kernelParams = places.data();
+        bool plain = true;
+        for (const CUgraphEdgeData &kind : data) plain = plain && !kind.from_port && !kind.to_port && !kind.type;
+        if (plain) {
+            PILOTLIGHT_TRY(graph_driver().add_kernel(made, graph, before.data(), before.size(), &given));
+        } else {
+            CUgraphNodeParams any{};
+            any.type = KERNEL;
+            any.kernel = given;
+            PILOTLIGHT_TRY(graph_driver().add_node(made, graph, before.data(), data.data(), before.size(), &any));
+        }
+        auto *attributes = reinterpret_cast<const AttributeEntry *>(at(entry.attributes)) + node.first_attribute;
+        for (std::uint32_t number = 0; number < node.num_attributes; number++) {
+            CUattributeValue value{};
+            std::memcpy(&value, attributes[number].value, sizeof value);
+            PILOTLIGHT_TRY(graph_driver().kernel_node_set_attribute(*made, attributes[number].id, &value));
+        }
+        return OK;
+    }
+
+    const CUcontext context_;
+    const std::string bytes_;
+    Header header_{};
+    const ImageEntry *images_;
+    const KernelEntry *kernels_;
+    const GraphEntry *graphs_;
+    std::vector<CUmodule> modules_;
+    std::vector<CUfunction> functions_;
+    std::vector<CUgraphExec> execs_;
+    std::mutex lock_;
+};
+
+}  // namespace pilotlight
+
+using namespace pilotlight;
+
+// Opens an archive for an arena at `arena_address`; the bytes are copied.
+PILOTLIGHT_EXPORT int pilotlight_archive_open(CUcontext context, const char *bytes, std::uint64_t size, std::uint64_t arena_address,
+                                              Archive **archive, std::uint64_t *num_graphs) {
+    if (int failed = open_graph_driver()) return failed;
+    if (int failed = check_archive(bytes, size)) return failed;
+    auto made = std::make_unique<Archive>(context, std::string(bytes, size));
+    if (made->header().arena_address != arena_address)
+        return fail(TAKEN, "these graphs are for an arena at " + std::to_string(made->header().arena_address) + ", not at " +
+                               std::to_string(arena_address));
+    *num_graphs = made->header().num_graphs;
+    *archive = made.release();
+    return OK;
+}
+
+PILOTLIGHT_EXPORT std::uint64_t pilotlight_archive_tag(Archive *archive, std::uint32_t number) { return archive->tag(number); }
+PILOTLIGHT_EXPORT int pilotlight_archive_build(Archive *archive, std::uint32_t number, CUstream stream) {
+    return archive->build(number, stream);
+}
+PILOTLIGHT_EXPORT int pilotlight_archive_launch(Archive *archive, std::uint32_t number, CUstream stream) {
+    return archive->launch(number, stream);
+}
+PILOTLIGHT_EXPORT void pilotlight_archive_close(Archive *archive) { delete archive; }
