@@ -5,7 +5,9 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 
@@ -53,11 +55,10 @@ def pool(device: torch.device) -> Generator[memoryview]:
         file.truncate(POOL_BYTES)
         with mmap.mmap(file.fileno(), POOL_BYTES) as writable:
             whole = torch.frombuffer(writable, dtype=torch.uint8)
+            generator = torch.Generator(device).manual_seed(3)
             for start in range(0, POOL_BYTES, SLAB_BYTES):
                 whole[start : start + SLAB_BYTES].copy_(
-                    torch.randint(
-                        256, (SLAB_BYTES,), dtype=torch.uint8, device=device, generator=torch.Generator(device).manual_seed(start)
-                    )
+                    torch.randint(256, (SLAB_BYTES,), dtype=torch.uint8, device=device, generator=generator)
                 )
             del whole
         with mmap.mmap(file.fileno(), POOL_BYTES, prot=mmap.PROT_READ) as readable, memoryview(readable) as view:
@@ -84,19 +85,37 @@ def pinned(arena: CudaArena, pool: memoryview, record_testsuite_property: Record
         arena.copier.unpin(pool[start : start + SLAB_BYTES])
 
 
+@dataclass(frozen=True)
+class CopyRates:
+    """Bytes per second of plain copies of 1 GiB, the best of five: from what torch pins, and from each slab of the pool."""
+
+    from_torch: float
+    from_slabs: list[float]
+
+    @property
+    def measured(self) -> float:
+        """From the memory that parameters are in."""
+        return statistics.harmonic_mean(self.from_slabs)
+
+
 @pytest.fixture(scope="module")
-def copy_rate(device: torch.device, pinned: memoryview) -> float:
-    """Bytes per second of plain copies from pinned memory, 1 GiB each, the best of five."""
-    source = torch.empty(GIB, dtype=torch.uint8, pin_memory=True).fill_(7)
+def copy_rates(device: torch.device, pinned: memoryview) -> CopyRates:
     target = torch.empty(GIB, dtype=torch.uint8, device=device)
-    rates: list[float] = []
-    for _ in range(5):
-        torch.cuda.synchronize()
-        began_s = time.perf_counter()
-        target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
-        rates.append(GIB / (time.perf_counter() - began_s))
-    return max(rates)
+
+    def rate(source: torch.Tensor) -> float:
+        assert source.is_pinned()
+        took: list[float] = []
+        for _ in range(5):
+            torch.cuda.synchronize()
+            began_s = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            torch.cuda.synchronize()
+            took.append(time.perf_counter() - began_s)
+        return GIB / min(took)
+
+    whole = torch.from_dlpack(np.frombuffer(pinned, dtype=np.uint8))
+    slabs = [rate(whole[start : start + SLAB_BYTES]) for start in range(0, POOL_BYTES, SLAB_BYTES)]
+    return CopyRates(rate(torch.empty(GIB, dtype=torch.uint8, pin_memory=True).fill_(7)), slabs)
 
 
 class Model:
@@ -111,6 +130,7 @@ class Model:
         for part in range(len(parts)):
             self.slot.back(self.layout.part(part))
         self.sources = list(self._sources(pool, item_bytes))
+        self.fills: list[float] = []
         self.num_bytes = sum(source[2].nbytes for part in self.sources for source in part.values())
 
     def _sources(self, pool: memoryview, item_bytes: int) -> Iterator[dict[str, Source]]:
@@ -137,8 +157,9 @@ class Model:
         torch.cuda.synchronize()
         events[0].record()
         began_s = time.perf_counter()
+        self.fills.clear()
         for part, pairs in enumerate(stored):
-            streamer.fill(pairs, time.perf_counter, last=part == last)
+            self.fills.append(sum(streamer.fill(pairs, time.perf_counter, last=part == last)))
             events[part + 1].record()
         torch.cuda.synchronize()
         whole_s = time.perf_counter() - began_s
@@ -162,7 +183,7 @@ class Model:
 
 @pytest.mark.parametrize("size", MODELS)
 def test_pinned_parts_come_at_the_buss_rate(
-    arena: CudaArena, pinned: memoryview, copy_rate: float, record_property: Record, size: str
+    arena: CudaArena, pinned: memoryview, copy_rates: CopyRates, record_property: Record, size: str
 ) -> None:
     model = Model(arena, pinned, MODELS[size])
     runs: list[list[float]] = []
@@ -173,9 +194,11 @@ def test_pinned_parts_come_at_the_buss_rate(
     model.check(range(len(model.parts) - 1, len(model.parts)))
     model.slot.close()
     all_s = statistics.median(run[-1] for run in runs)
-    share = model.num_bytes / all_s / copy_rate
+    share = model.num_bytes / all_s / copy_rates.measured
     record_property("gigabytes", round(model.num_bytes / 1e9, 3))
-    record_property("copy_rate_gb_per_s", round(copy_rate / 1e9, 2))
+    record_property("copy_rate_gb_per_s", round(copy_rates.measured / 1e9, 2))
+    record_property("copy_rates", str(copy_rates))
+    record_property("fill_ms", [round(1e3 * fill, 3) for fill in model.fills])
     record_property("embedding_ready_ms", round(1e3 * statistics.median(run[0] for run in runs), 2))
     record_property("first_layer_ready_ms", round(1e3 * statistics.median(run[1] for run in runs), 2))
     record_property("all_ready_ms", [round(1e3 * run[-1], 2) for run in runs])
@@ -184,9 +207,9 @@ def test_pinned_parts_come_at_the_buss_rate(
     assert share >= 0.95
 
 
-@pytest.mark.parametrize("num_movers", [1, 4, 8, 12])
+@pytest.mark.parametrize("num_movers", [8, 12])
 def test_parts_that_are_not_pinned_come_through_the_ring(
-    arena: CudaArena, pool: memoryview, copy_rate: float, record_property: Record, num_movers: int
+    arena: CudaArena, pool: memoryview, copy_rates: CopyRates, record_property: Record, num_movers: int
 ) -> None:
     streamer = Streamer(arena.native, arena.device, num_movers=num_movers)
     model = Model(arena, pool, MODELS["4B"])
@@ -196,12 +219,12 @@ def test_parts_that_are_not_pinned_come_through_the_ring(
     model.slot.close()
     assert streamer.counts.direct_bytes == 0
     record_property("all_ready_ms", [round(1e3 * run, 1) for run in runs])
-    record_property("share_of_copy_rate", round(model.num_bytes / statistics.median(runs) / copy_rate, 3))
+    record_property("share_of_copy_rate", round(model.num_bytes / statistics.median(runs) / copy_rates.measured, 3))
     streamer.close()
 
 
 def test_background_parts_leave_the_bus_to_others(
-    arena: CudaArena, pinned: memoryview, copy_rate: float, record_property: Record
+    arena: CudaArena, pinned: memoryview, copy_rates: CopyRates, record_property: Record
 ) -> None:
     """How long a small copy of somebody else takes while parameters stream, in the usual way and in the background."""
     model = Model(arena, pinned, MODELS["4B"])

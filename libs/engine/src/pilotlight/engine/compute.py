@@ -12,7 +12,7 @@ from pilotlight.engine.device.kv import KvCache
 from pilotlight.engine.device.logits import Draw
 from pilotlight.engine.device.parameters import Parameters
 from pilotlight.engine.device.runner import RangeRunner
-from pilotlight.engine.device.sampler import Drawn, Undrawn, sample
+from pilotlight.engine.device.sampler import Drawn, PendingTokens, Undrawn, sample
 from pilotlight.engine.models.decoder import Decoder
 from pilotlight.policy.types import Stage
 
@@ -28,12 +28,19 @@ class Runner(Protocol):
         ...
 
 
+Launcher = Callable[[Tensor, Sequence[Draw]], PendingTokens]
+"""The same for draws that are all simple, without waiting for the device."""
+
+
 @dataclass(frozen=True, slots=True)
 class Compute:
     """A stage's executor and its sampler."""
 
     runner: Runner
+    """Takes token ids from the device, too, if there is a ``launch``."""
     sample: Sampler
+    launch: Launcher | None = None
+    """None where the host does the work itself: there is nothing to run ahead of."""
 
 
 def compute_on(device: torch.device, decoder: Decoder, stage: Stage, parameters: Parameters, kv: KvCache) -> Compute:
@@ -50,4 +57,5 @@ def compute_on(device: torch.device, decoder: Decoder, stage: Stage, parameters:
     from pilotlight.engine.cuda.sampler import CudaSampler
 
     runner = CudaRangeRunner(decoder, stage, parameters, kv, device, graphs=Graphs(device))
-    return Compute(runner, CudaSampler(decoder.spec.vocab_size, device))
+    sampler = CudaSampler(decoder.spec.vocab_size, device)
+    return Compute(runner, sampler, sampler.launch)

@@ -30,6 +30,7 @@ from pilotlight.engine.errors import (
     StageBusy,
     UnknownInstance,
 )
+from pilotlight.engine.flight import Flight, take_off
 from pilotlight.engine.kv_pieces import KvPiece, check_pieces, covered_tokens
 from pilotlight.engine.models.decoder import Decoder
 from pilotlight.engine.models.registry import decoder_of
@@ -96,6 +97,8 @@ class ResidentStage:
         self.scheduler = BatchScheduler(tables, limits)
         self._has_sampled = False
         self._under_way: _UnderWay | None = None
+        self._flight: Flight | None = None
+        """A batch that runs ahead: its tokens are not known yet."""
 
     def place(self, part: int, tensors: Mapping[str, Source], monotonic_s: Callable[[], float]) -> PlacedPart:
         """Copies one part's tensors to their place; see ``Parameters.place``."""
@@ -157,6 +160,9 @@ class ResidentStage:
         """Runs one batch, as far as parts are in place, and samples at its end; in a pipeline, see ``Pipeline.step``."""
         if self.pipeline is not None:
             return self.pipeline.step(monotonic_s, may_wait=may_wait)
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            return self._land(flight, monotonic_s, may_wait=may_wait)
         batch, self._under_way = self._going(), None
         if batch is None:
             plan = self.scheduler.schedule(monotonic_s())
@@ -169,12 +175,27 @@ class ResidentStage:
         if reach < self.spec.num_layers:
             self._under_way = _UnderWay(plan, outputs, reach)
             return StageStep()
+        if self._compute.launch is not None and all(request.state is RequestState.RUNNING for request in plan.requests):
+            flight = take_off(plan, outputs, self._compute.launch, ahead=0)
+            if flight is not None:
+                return self._land(flight, monotonic_s, may_wait=may_wait)
         self.scheduler.advance(plan)
         # Some may have ended while the batch waited for parts: their rows ran for nobody.
         left = [row for row, request in enumerate(plan.sampled) if request.state is RequestState.RUNNING]
         requests = tuple(plan.sampled[row] for row in left)
         logits = outputs if len(left) == len(outputs) else outputs[torch.tensor(left, dtype=torch.int64)]
         return self.hand_out(plan, requests, draw(logits, requests, self.sample), monotonic_s())
+
+    def _land(self, flight: Flight, monotonic_s: Callable[[], float], *, may_wait: bool) -> StageStep:
+        """Hands out what a batch gave, after starting the next one if nothing else can want the device meanwhile."""
+        launch = self._compute.launch
+        following = self.scheduler.follow_on(flight.plan) if may_wait and launch is not None else None
+        if following is not None and launch is not None:
+            logits = self.run(following.batch, flight.inputs_of(following))
+            self._flight = take_off(following, logits, launch, ahead=1)
+        landed = flight.land()
+        self.scheduler.advance(landed.plan)
+        return self.hand_out(landed.plan, landed.requests, landed.drawn, monotonic_s())
 
     @property
     def _reach(self) -> int:

@@ -6,10 +6,12 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "cpp"
-FLAGS = ("-std=c++17", "-O2", "-g0", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-static-libstdc++", "-static-libgcc")
+FLAGS = ("-std=c++17", "-O2", "-g0", "-fPIC", "-fvisibility=hidden", "-pthread")
+LINK_FLAGS = ("-shared", "-pthread", "-static-libstdc++", "-static-libgcc", "-ldl")
 COMPILERS = ("g++", "c++", "clang++")
 COMPILE_DEADLINE_S = 180.0
 
@@ -20,7 +22,7 @@ class CannotCompile(Exception):
 
 def library_name() -> str:
     """The library's file name, another one for other sources: a stale one is never loaded."""
-    digest = hashlib.sha256("\0".join((*FLAGS, platform.machine())).encode())
+    digest = hashlib.sha256("\0".join((*FLAGS, *LINK_FLAGS, platform.machine())).encode())
     for source in sorted(SOURCES.iterdir()):
         if source.suffix in (".cpp", ".h"):
             digest.update(source.name.encode() + b"\0" + source.read_bytes())
@@ -49,13 +51,21 @@ def compile_library(target: Path) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".compiling-") as scratch:
+            sources = sorted(SOURCES.glob("*.cpp"))
+            objects = [str(Path(scratch) / f"{source.stem}.o") for source in sources]
+            commands = [[found, *FLAGS, "-c", str(source), "-o", made] for source, made in zip(sources, objects, strict=True)]
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                list(pool.map(_run, commands))
             made = Path(scratch) / target.name
-            command = [found, *FLAGS, *map(str, sorted(SOURCES.glob("*.cpp"))), "-o", str(made), "-ldl"]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_DEADLINE_S, check=False)
-            if done.returncode != 0:
-                raise CannotCompile(f"{found} fails: {done.stderr.strip()[-1500:]}")
+            _run([found, *objects, "-o", str(made), *LINK_FLAGS])
             made.rename(target)
     except subprocess.TimeoutExpired as error:
         raise CannotCompile(f"{found} takes longer than {COMPILE_DEADLINE_S:g} s") from error
     except OSError as error:
         raise CannotCompile(f"{target.parent} takes no library: {error}") from error
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_DEADLINE_S, check=False)
+    if done.returncode != 0:
+        raise CannotCompile(f"{command[0]} fails: {done.stderr.strip()[-1500:]}")

@@ -3,7 +3,7 @@
 import ctypes
 import os
 from collections.abc import Callable
-from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_size_t, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -42,6 +42,18 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "copier_wait": (c_int, (c_void_p, c_uint64, c_int, c_double)),
     "copier_order_before": (c_int, (c_void_p, c_uint64, c_void_p, c_double)),
     "copier_counts": (None, (c_void_p, _U64, _U64, _U64, _U64)),
+    "images_record": (c_int, (c_char_p,)),
+    "images_add": (c_int, (c_char_p, c_uint64)),
+    "images_count": (c_int, (_U64,)),
+    "image_prune": (c_int, (c_char_p, c_uint64, c_char_p, c_uint64, c_char_p, c_uint64, _U64)),
+    "graphs_dump": (c_int, (_U64, _U64, c_int, c_uint64, c_uint64, c_int, POINTER(c_void_p), _U64, _U64)),
+    "free": (None, (c_void_p,)),
+    "archive_check": (c_int, (c_char_p, c_uint64)),
+    "archive_open": (c_int, (c_void_p, c_char_p, c_uint64, c_uint64, POINTER(c_void_p), _U64)),
+    "archive_tag": (c_uint64, (c_void_p, c_uint32)),
+    "archive_build": (c_int, (c_void_p, c_uint32, c_void_p)),
+    "archive_launch": (c_int, (c_void_p, c_uint32, c_void_p)),
+    "archive_close": (None, (c_void_p,)),
     "dlpack": (c_void_p, (c_uint64, c_int, c_int, c_int, c_int, c_int, POINTER(c_int64))),
 }
 

@@ -1,6 +1,7 @@
 """What one forward pass runs, without tensors: the same batch goes through every stage of an instance."""
 
-from dataclasses import dataclass
+from collections.abc import Container
+from dataclasses import dataclass, replace
 
 from pilotlight.engine.core.request import Request
 
@@ -62,6 +63,12 @@ class Plan:
             for request, segment in zip(self.requests, self.batch.segments, strict=True)
             for token_id in request.token_ids[segment.start : segment.stop]
         ]
+
+    def only(self, kept: Container[int]) -> "Plan":
+        """The same for some of the requests, by their places."""
+        places = [place for place in range(len(self.requests)) if place in kept]
+        segments = tuple(self.batch.segments[place] for place in places)
+        return replace(self, requests=tuple(self.requests[place] for place in places), batch=Batch(segments))
 
     @property
     def sampled(self) -> tuple[Request, ...]:

@@ -112,6 +112,11 @@ class Request:
         """No further token may follow: ``max_tokens`` or the model's context is reached."""
         return len(self.token_ids) >= self.kv_tokens
 
+    @property
+    def about_to_end(self) -> bool:
+        """The next token is the last one, whichever it is."""
+        return len(self.token_ids) + 1 >= self.kv_tokens
+
     def on(self, event: RequestEvent) -> None:
         """Moves to the state that follows.
 

@@ -271,6 +271,31 @@ class BatchScheduler:
         blocks = self._tables.blocks(request, request.computed + count)
         return Segment(request.computed, count, blocks, wants_logits=count == request.wanted)
 
+    def follow_on(self, plan: Plan) -> Plan | None:
+        """What runs after a plan, made before the plan's tokens are known: the next token of each of its requests.
+
+        1. Nothing else has a claim: nobody waits who could be taken up, everybody who runs is in the plan and gets a token from it.
+        2. Requests that end with that token are left out. Others may end with it, too (a stop token): their rows then run for nobody.
+        3. Everybody has room for one token more.
+
+        None where that is not so: then the tokens have to be known first. The plan is still to be booked (``advance``), before this one.
+        """
+        segments = dict(zip((request.key for request in plan.requests), plan.batch.segments, strict=True))
+        going = [request for request in self._running.values() if not request.about_to_end]
+        full = len(self._running) >= self._limits.running and len(going) == len(self._running)
+        if not going or (self._queue and not full):  # 1
+            return None
+        if any(request.key not in segments or not segments[request.key].wants_logits for request in self._running.values()):
+            return None
+        if not all(self._tables.grow(request, ahead=1) for request in going):  # 3
+            return None
+        starts = [segments[request.key].stop for request in going]
+        following = (
+            Segment(start, 1, self._tables.blocks(request, start + 1), wants_logits=True)
+            for request, start in zip(going, starts, strict=True)
+        )
+        return Plan(tuple(going), Batch(tuple(following)), preempted=0, prefix_looked_up_tokens=0, prefix_hit_tokens=0)
+
     def advance(self, plan: Plan) -> None:
         """Books that a plan's batch has run, for those of its requests that have not ended since it was made."""
         for request, segment in zip(plan.requests, plan.batch.segments, strict=True):

@@ -89,10 +89,10 @@ class BlockTables:
         extend_hashes(self._root, request.block_hashes, request.token_ids)
         return self.pool.find(request.block_hashes[: (len(request.token_ids) - 1) // BLOCK_TOKENS])
 
-    def grow(self, request: Request) -> bool:
-        """Gives a request the blocks that its tokens lack; False, and nothing, if too few are free."""
+    def grow(self, request: Request, ahead: int = 0) -> bool:
+        """Gives a request the blocks that its tokens, and ``ahead`` more, lack; False, and nothing, if too few are free."""
         table = self._tables[request.key]
-        return self._extend(table, blocks_for(len(request.token_ids)) - len(table.blocks))
+        return self._extend(table, blocks_for(len(request.token_ids) + ahead) - len(table.blocks))
 
     def _extend(self, table: BlockTable, num_blocks: int) -> bool:
         if num_blocks <= 0:

@@ -82,19 +82,19 @@ class CudaArena:
         self.slot_bytes = slot_bytes
         try:
             self.native = Device(ordinal, driver)
-            self._arena = _reserve(self.native, (num_slots + 1) * slot_bytes, addresses)
+            self.native_arena = _reserve(self.native, (num_slots + 1) * slot_bytes, addresses)
             self.capacity_bytes = capacity_bytes or self.native.memory()[0]
         except (NativeUnavailable, NativeError) as error:
             raise EngineFailed(f"no arena on device {ordinal}: {error}") from error
-        self.granule_bytes = self._arena.granule_bytes
-        self.canonical = self._arena.address == addresses[0]
+        self.granule_bytes = self.native_arena.granule_bytes
+        self.canonical = self.native_arena.address == addresses[0]
         """It lies where artifacts expect it; otherwise nothing that holds addresses can be restored here."""
         self._free_slots = list(range(num_slots))
         self._backed = ExtentSet()
         first, stop = num_slots * slot_bytes, (num_slots + 1) * slot_bytes
-        self.workspace = TorchPool(Pool(self.native, self._arena, first, stop - POOL_BYTES, POOL_CHUNK_BYTES), self.native)
+        self.workspace = TorchPool(Pool(self.native, self.native_arena, first, stop - POOL_BYTES, POOL_CHUNK_BYTES), self.native)
         """For torch's allocations in eager work."""
-        self._graph_memory = Pool(self.native, self._arena, stop - POOL_BYTES, stop, POOL_CHUNK_BYTES)
+        self._graph_memory = Pool(self.native, self.native_arena, stop - POOL_BYTES, stop, POOL_CHUNK_BYTES)
         # Never used itself: graph pools that come and go belong to its group.
         self._streamer: Streamer | None = None
 
@@ -108,7 +108,7 @@ class CudaArena:
     @property
     def address(self) -> int:
         """Where it begins."""
-        return self._arena.address
+        return self.native_arena.address
 
     @property
     def backed_bytes(self) -> int:
@@ -118,12 +118,12 @@ class CudaArena:
     @property
     def physical_bytes(self) -> int:
         """Device memory that it holds, workspace and graph pools included."""
-        return self._arena.physical_bytes
+        return self.native_arena.physical_bytes
 
     @property
     def driver_calls(self) -> DriverCalls:
         """What it has asked of the driver so far."""
-        return self._arena.driver_calls
+        return self.native_arena.driver_calls
 
     @property
     def free_slots(self) -> int:
@@ -166,7 +166,7 @@ class CudaArena:
         if not extent.num_bytes:
             return
         try:
-            self._arena.back(*extent, PIECE_BYTES if divisible else WHOLE_BYTES)
+            self.native_arena.back(*extent, PIECE_BYTES if divisible else WHOLE_BYTES)
         except NativeError as error:
             self._backed.remove(extent)
             refused = f"the device refuses {extent.num_bytes} bytes: {error}"
@@ -178,7 +178,7 @@ class CudaArena:
         if not extent.num_bytes:
             return
         try:
-            self._arena.unback(*extent)
+            self.native_arena.unback(*extent)
         except NativeError as error:
             raise EngineFailed(f"the device does not take {extent.num_bytes} bytes back: {error}") from error
 
@@ -186,7 +186,7 @@ class CudaArena:
         """See ``Arena.tensor``."""
         code, bits = _DLPACK_TYPES[dtype]
         kind, ordinal = (_DLPACK_CUDA, self.device.index) if self.device.type == "cuda" else (_DLPACK_CPU, 0)
-        return torch.from_dlpack(self._arena.capsule(offset, shape, code, bits, kind, ordinal))
+        return torch.from_dlpack(self.native_arena.capsule(offset, shape, code, bits, kind, ordinal))
 
     def export(self, offset: int) -> tuple[int, Extent]:
         """A file descriptor of the memory behind a byte, for another process, and which bytes that is. The caller closes it.
@@ -195,7 +195,7 @@ class CudaArena:
             EngineFailed: there is none.
         """
         try:
-            fd, start, stop = self._arena.export(offset)
+            fd, start, stop = self.native_arena.export(offset)
         except NativeError as error:
             raise EngineFailed(f"nothing to export at {offset}: {error}") from error
         return fd, Extent(start, stop)
@@ -208,7 +208,7 @@ class CudaArena:
         """
         self._backed.add(extent)
         try:
-            self._arena.adopt(extent.start, extent.num_bytes, fd)
+            self.native_arena.adopt(extent.start, extent.num_bytes, fd)
         except NativeError as error:
             self._backed.remove(extent)
             raise EngineFailed(f"the device does not map exported memory: {error}") from error
@@ -217,7 +217,7 @@ class CudaArena:
         """The pool for a slot's graphs. All graph pools share their memory: models run one at a time."""
         stop = (number + 1) * self.slot_bytes
         return TorchPool(
-            Pool(self.native, self._arena, stop - POOL_BYTES, stop, POOL_CHUNK_BYTES, self._graph_memory), self.native
+            Pool(self.native, self.native_arena, stop - POOL_BYTES, stop, POOL_CHUNK_BYTES, self._graph_memory), self.native
         )
 
     def close(self) -> None:
@@ -226,7 +226,7 @@ class CudaArena:
             self._streamer.close()
         self.workspace.close()
         self._graph_memory.close()
-        self._arena.close()
+        self.native_arena.close()
 
 
 def _reserve(device: Device, num_bytes: int, addresses: tuple[int, ...]) -> DeviceArena:

@@ -8,10 +8,13 @@ One layer of the fused kind, for many rows and for one::
 Results are rounded where the decoder's own steps round them; only sums within attention and products run in another order.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pilotlight.engine.cuda.kernels import elementwise
 from pilotlight.engine.cuda.kernels.decode_attention import DecodeScratch, RawHeads, decode_attention
@@ -113,13 +116,16 @@ class Layers:
         spec, stored = self._decoder.spec, self._kv.stored(layer)
         width = spec.num_heads * spec.head_dim
         out = qkv.new_empty(qkv.shape[0], width)
-        if step.chunks is None:
+        if step.plain:
             items = step.sliding_items if layer in self._sliding_layers else step.items
             assert items is not None
             decode_attention(qkv, stored, step.rows, items, scratch, self._scale, out, raw)
             return out
         elementwise.turn_and_store(qkv, raw.bias, raw.norms, raw.eps, raw.turns, step.rows.slots, stored, spec.num_heads)
         self._look(layer, step, scratch, qkv, out)
+        if step.whole:
+            heads = qkv.unflatten(1, (-1, spec.head_dim)).split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
+            _look_at_whole(step.whole, heads, self._scale, out)
         return out
 
     def _attend(self, layer: int, step: StepRows, scratch: DecodeScratch, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -127,10 +133,11 @@ class Layers:
         elementwise.store(keys, values, step.rows.slots, self._kv.stored(layer))
         out = queries.new_empty(queries.shape[0], queries.shape[1] * queries.shape[2])
         self._look(layer, step, scratch, queries, out)
+        _look_at_whole(step.whole, (queries, keys, values), self._scale, out)
         return out
 
     def _look(self, layer: int, step: StepRows, scratch: DecodeScratch, queries: Tensor, out: Tensor) -> None:
-        """Attends to what is stored, this step's keys and values among it."""
+        """Attends to what is stored, this step's keys and values among it; whole prompts apart."""
         sliding, stored = layer in self._sliding_layers, self._kv.stored(layer)
         if step.chunks is not None:
             window = self._decoder.spec.sliding_window_tokens if sliding else None
@@ -153,3 +160,21 @@ class Layers:
             return self._vector(output, residual, norm=weights["model.norm.weight"])
         normed = elementwise.add_norm(residual, x, weights["model.norm.weight"], spec.rms_norm_eps)
         return torch.mm(normed, output.t())
+
+
+def _look_at_whole(whole: Sequence[slice], heads: tuple[Tensor, ...], scale: float, out: Tensor) -> None:
+    """Attention within whole prompts, which need nothing of the cache: cuDNN's is the fastest where there are many rows.
+
+    Args:
+        whole: their rows.
+        heads: queries, keys and values, [num_tokens, heads of each, head_dim].
+        scale: of the scores.
+        out: [num_tokens, num_heads * head_dim], written in those rows.
+    """
+    for rows in whole:
+        queries, keys, values = (some[rows].transpose(0, 1)[None] for some in heads)
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            attended = functional.scaled_dot_product_attention(
+                queries, keys, values, is_causal=True, scale=scale, enable_gqa=queries.shape[1] != keys.shape[1]
+            )
+        out[rows] = attended[0].transpose(0, 1).flatten(1)

@@ -26,6 +26,8 @@ KEYS_OF_ITEM = 64
 QUERIES_AT_ONCE = 128
 """Rows of a tile of a chunk."""
 NOWHERE = -1
+ALIGN_WORDS = 4
+"""A field begins at a multiple of 16 bytes, which kernels are compiled for."""
 
 Words = npt.NDArray[np.int32]
 
@@ -88,13 +90,15 @@ class StepRows:
     sliding_items: Items | None
     """The same in layers with a window."""
     chunks: Chunks | None
+    whole: tuple[slice, ...]
+    """Rows of whole prompts, from the first token on, that are long enough for a kernel that knows nothing of blocks."""
     logit_rows: Tensor | None
     """[segments that want logits] int32, their last rows; None: every row is one."""
 
     @property
     def plain(self) -> bool:
         """Single rows only."""
-        return self.chunks is None
+        return self.chunks is None and not self.whole
 
 
 def cut_items(starts: Words, stops: Words, spare: int) -> tuple[Words, Words, Words, Words]:
@@ -119,8 +123,15 @@ def cut_items(starts: Words, stops: Words, spare: int) -> tuple[Words, Words, Wo
     return counts, rows, item_starts, np.minimum(item_starts + size, stops[rows])
 
 
-def fields_of(batch: Batch, spare: int, window_tokens: int | None) -> dict[str, Words]:
-    """Every field of a batch's words, by name; those of items and chunks only where there are any."""
+def fields_of(batch: Batch, spare: int, window_tokens: int | None, whole_from: int | None = None) -> dict[str, Words]:
+    """Every field of a batch's words, by name; those of items and chunks only where there are any.
+
+    Args:
+        batch: what runs.
+        spare: see ``cut_items``.
+        window_tokens: of the model's sliding layers; None if it has none.
+        whole_from: whole prompts of so many tokens are no chunks; see ``whole_prompts``. None: all are.
+    """
     segments = batch.segments
     tables = [segment.blocks for segment in segments]
     counts = np.fromiter((segment.count for segment in segments), np.int32, len(segments))
@@ -140,7 +151,8 @@ def fields_of(batch: Batch, spare: int, window_tokens: int | None) -> dict[str, 
         "logit_rows": (segment_rows + counts - 1)[wanting],
         "blocks": blocks,
     }
-    single, many = np.flatnonzero(counts == 1), np.flatnonzero(counts > 1)
+    longest = np.iinfo(np.int32).max if whole_from is None else whole_from
+    single, many = np.flatnonzero(counts == 1), np.flatnonzero((counts > 1) & ((starts > 0) | (counts < longest)))
     if len(single):
         rows, stops = segment_rows[single], starts[single] + 1
         fields |= _items("full", rows, np.zeros_like(stops), stops, len(owners), spare)
@@ -163,6 +175,17 @@ def fields_of(batch: Batch, spare: int, window_tokens: int | None) -> dict[str, 
     return fields
 
 
+def whole_prompts(batch: Batch, whole_from: int | None) -> tuple[slice, ...]:
+    """Rows of the segments that begin their request and are at least so long."""
+    found: list[slice] = []
+    row = 0
+    for segment in batch.segments:
+        if whole_from is not None and segment.start == 0 and segment.count >= whole_from:
+            found.append(slice(row, row + segment.count))
+        row += segment.count
+    return tuple(found)
+
+
 def _items(kind: str, rows: Words, starts: Words, stops: Words, num_rows: int, spare: int) -> dict[str, Words]:
     counts, numbers, item_starts, item_stops = cut_items(starts, stops, spare)
     of_rows, firsts = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
@@ -176,16 +199,21 @@ def _items(kind: str, rows: Words, starts: Words, stops: Words, num_rows: int, s
     }
 
 
-def send(fields: Mapping[str, Words], device: torch.device) -> StepRows:
+def send(fields: Mapping[str, Words], device: torch.device, whole: tuple[slice, ...] = ()) -> StepRows:
     """Copies a batch's fields to a device, in memory of their own, without waiting for it."""
     sizes = [len(field) for field in fields.values()]
-    words = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
-    np.concatenate(list(fields.values()), out=words.numpy())
-    there = words.to(device, non_blocking=True)
-    return step_rows(dict(zip(fields, there.split(sizes), strict=True)))
+    aligned = [-(-size // ALIGN_WORDS) * ALIGN_WORDS for size in sizes]
+    words = torch.empty(sum(aligned), dtype=torch.int32, pin_memory=device.type == "cuda")
+    places = words.numpy()
+    offset = 0
+    for field, size in zip(fields.values(), aligned, strict=True):
+        places[offset : offset + len(field)] = field
+        offset += size
+    there = words.to(device, non_blocking=True).split(aligned)
+    return step_rows({name: place[:size] for name, place, size in zip(fields, there, sizes, strict=True)}, whole)
 
 
-def step_rows(views: Mapping[str, Tensor]) -> StepRows:
+def step_rows(views: Mapping[str, Tensor], whole: tuple[slice, ...] = ()) -> StepRows:
     """The kernels' view of fields by their names."""
     rows = Rows(views["positions"], views["slots"], views["first_blocks"], views["blocks"])
     items = _items_of(views, "full")
@@ -193,7 +221,7 @@ def step_rows(views: Mapping[str, Tensor]) -> StepRows:
     if "tile_rows" in views:
         names = ("chunk_rows", "chunk_starts", "chunk_counts", "chunk_first_blocks", "tile_segments", "tile_rows")
         chunks = Chunks(*(views[name] for name in names))
-    return StepRows(rows, items, _items_of(views, "sliding") or items, chunks, views.get("logit_rows"))
+    return StepRows(rows, items, _items_of(views, "sliding") or items, chunks, whole, views.get("logit_rows"))
 
 
 def _items_of(views: Mapping[str, Tensor], kind: str) -> Items | None:
@@ -221,6 +249,7 @@ class StaticRows:
             self._capacities |= {f"{kind}_firsts": max_rows, f"{kind}_counts": max_rows}
             self._capacities |= {f"{kind}_{name}": max_rows + spare for name in ("rows", "starts", "stops")}
         self._capacities["blocks"] = max_blocks
+        self._capacities = {name: -(-size // ALIGN_WORDS) * ALIGN_WORDS for name, size in self._capacities.items()}
         self._offsets = dict(zip(self._capacities, np.cumsum([0, *self._capacities.values()])[:-1].tolist(), strict=True))
         self._device = device
         self._spare = spare

@@ -10,7 +10,7 @@ from pilotlight.engine.core.batch import Batch
 from pilotlight.engine.cuda.graphs import SIZES, Graphs, size_for
 from pilotlight.engine.cuda.kernels.decode_attention import DecodeScratch
 from pilotlight.engine.cuda.layers import Layers
-from pilotlight.engine.cuda.rows import StaticRows, fields_of, send
+from pilotlight.engine.cuda.rows import StaticRows, fields_of, send, whole_prompts
 from pilotlight.engine.device.dtypes import TORCH_DTYPES
 from pilotlight.engine.device.kv import KvCache
 from pilotlight.engine.device.parameters import Parameters
@@ -23,6 +23,10 @@ PROGRAMS_PER_PROCESSOR = 4
 """As many programs of the decode attention are to be there for each multiprocessor, if rows are few."""
 MAX_BLOCKS = 1 << 17
 """Entries of all block tables of a captured step together; beyond, a step runs eagerly."""
+
+WHOLE_TOKENS = 1024
+"""Whole prompts from this length on are attended to by cuDNN, which is faster then, but costs the host more for each."""
+CUDNN_HEAD_DIM, CUDNN_HEAD_DIM_STEP = 128, 8
 
 
 class CudaRangeRunner:
@@ -60,6 +64,8 @@ class CudaRangeRunner:
         # Experts are chosen on the host: such a layer waits for the device, and cannot be captured.
         self._graphs = graphs if spec.experts is None else None
         self._window = spec.sliding_window_tokens if spec.sliding_layers else None
+        half = parameters.dtype is not Dtype.FLOAT32
+        self._whole_from = WHOLE_TOKENS if half and not spec.sliding_layers and _fits_cudnn(spec.head_dim) else None
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._spare = -(-PROGRAMS_PER_PROCESSOR * processors // spec.num_kv_heads)
         self._static = StaticRows(device, SIZES[-1], self._spare, MAX_BLOCKS, self._window)
@@ -80,7 +86,8 @@ class CudaRangeRunner:
             output = self._graphs.run(layers, size, step) if self._graphs else step()
             # Hidden states may wait for their next range while another batch runs.
             return output[:rows] if layers.stop == self._decoder.spec.num_layers else output[:rows].clone()
-        words = send(fields_of(batch, self._spare, self._window), self._device)
+        fields = fields_of(batch, self._spare, self._window, self._whole_from)
+        words = send(fields, self._device, whole_prompts(batch, self._whole_from))
         there = inputs.to(self._device, non_blocking=True)
         if words.items is not None and words.items.rows.shape[0] > self._scratch.max_items:
             self._scratch = self._scratch_for(words.items.rows.shape[0])
@@ -89,11 +96,12 @@ class CudaRangeRunner:
 
     def _fill(self, batch: Batch, inputs: Tensor, layers: Stage) -> bool:
         """Puts a plain step's inputs to where its kernels look for them."""
-        if layers.start == 0:
+        if layers.start == 0 and inputs.device.type == "cpu":
             return self._static.fill(batch, inputs.numpy().astype(np.int32))
         filled = self._static.fill(batch, None)
         if filled:
-            self._hidden[: len(inputs)].copy_(inputs, non_blocking=True)
+            place = self._static.view(len(inputs))[1] if layers.start == 0 else self._hidden[: len(inputs)]
+            place.copy_(inputs, non_blocking=True)
         return filled
 
     def _decode(self, layers: Stage, size: int) -> Tensor:
@@ -105,3 +113,7 @@ class CudaRangeRunner:
     def _scratch_for(self, rows: int) -> DecodeScratch:
         spec = self._decoder.spec
         return DecodeScratch(rows + self._spare, spec.num_heads, spec.num_kv_heads, spec.head_dim, self._device)
+
+
+def _fits_cudnn(head_dim: int) -> bool:
+    return head_dim <= CUDNN_HEAD_DIM and head_dim % CUDNN_HEAD_DIM_STEP == 0

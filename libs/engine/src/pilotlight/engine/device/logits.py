@@ -40,6 +40,13 @@ class Draw:
         return self.counts is not None or bool(self.sampling.logit_bias) or self.allowed is not None or self.without_stops
 
     @property
+    def simple(self) -> bool:
+        """Nothing but temperature stands between the logits and the token, and nothing but the token is asked for."""
+        sampling = self.sampling
+        filtered = sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
+        return not (filtered or sampling.logprobs or self.adjusts)
+
+    @property
     def without_stops(self) -> bool:
         """Stop tokens may not be drawn yet."""
         return self.position < self.sampling.min_tokens and bool(self.sampling.stop_token_ids)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +34,19 @@ class Drawn:
     """Natural logarithm of its probability before anything is done to the logits, if asked for."""
     top: tuple[tuple[int, float], ...] = ()
     """Ids and log probabilities of the most probable tokens, the same way."""
+
+
+class PendingTokens(Protocol):
+    """Tokens that a device is drawing."""
+
+    @property
+    def inputs(self) -> Tensor:
+        """What the first stage embeds after them, on the device: [rows] int64, some token for a row that has none."""
+        ...
+
+    def wait(self) -> list[Drawn | Undrawn]:
+        """The tokens, as ``sample`` gives them, as soon as they are there."""
+        ...
 
 
 @torch.inference_mode()

@@ -1,6 +1,7 @@
 // Writes captured graphs down: see archive.h.
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <map>
 #include <unordered_map>
 #include <vector>

@@ -1,6 +1,8 @@
 // Makes graphs again from what was written down: without torch, without running a kernel first, and without changing an address.
 #include <dlfcn.h>
 
+#include <algorithm>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -57,7 +59,10 @@ class Archive {
         if (!failed) failed = check(graph_driver().instantiate(&exec, graph, 0), "graph_driver().instantiate");
         if (!failed) failed = check(graph_driver().upload(exec, stream), "graph_driver().upload");
         graph_driver().graph_destroy(graph);
-        execs_[number] = exec;
+        if (!failed)
+            execs_[number] = exec;
+        else if (exec)
+            graph_driver().exec_destroy(exec);
         return failed;
     }
 

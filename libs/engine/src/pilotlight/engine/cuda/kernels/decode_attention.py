@@ -16,9 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from pilotlight.engine.core.blocks import BLOCK_TOKENS
+from pilotlight.engine.cuda.kernels.launching import Kernel
 from pilotlight.engine.cuda.rows import MAX_SPLITS, Items, Rows
 
 KEYS_AT_ONCE = 64
+PRECISION = tl.constexpr("tf32x3")
+"""How float32 is multiplied: in three parts by tensor cores, which errs about as much as float32 itself does."""
 
 
 @triton.jit
@@ -54,10 +57,11 @@ def _turned(
 
 @triton.jit
 def _decode_attention(
-    queries, row_stride, bias, query_norm, key_norm, eps, cosines, sines,
+    queries, bias, query_norm, key_norm, cosines, sines,
     keys, values, out, partial, marks, arrived,
     blocks, positions, slots, first_blocks, first_items, num_items, item_rows, item_starts, item_stops,
-    scale,
+    eps, scale,
+    ROW_STRIDE: tl.constexpr,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr, KEYS_AT_ONCE: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     MAX_SPLITS: tl.constexpr, RAW: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORMS: tl.constexpr,
@@ -78,7 +82,7 @@ def _decode_attention(
     member = tl.arange(0, PADDED_GROUP)[:, None]
     known = member < GROUP
     head = kv_head * GROUP + member
-    row_place = queries + row.to(tl.int64) * row_stride
+    row_place = queries + row.to(tl.int64) * ROW_STRIDE
     top = tl.full([PADDED_GROUP], float("-inf"), tl.float32)
     total = tl.zeros([PADDED_GROUP], tl.float32)
     mixed = tl.zeros([PADDED_GROUP, PADDED_DIM], tl.float32)
@@ -122,7 +126,7 @@ def _decode_attention(
         if PADDED_GROUP == 1:
             scores = tl.sum(key_tile.to(tl.float32) * query, axis=1)[None, :] * scale
         else:
-            scores = tl.dot(narrow, tl.trans(key_tile), input_precision="ieee") * scale
+            scores = tl.dot(narrow, tl.trans(key_tile), input_precision=PRECISION) * scale
         scores = tl.where(there[None, :], scores, float("-inf"))
         highest = tl.maximum(top, tl.max(scores, axis=1))
         weights = tl.exp2(scores - highest[:, None])
@@ -131,7 +135,7 @@ def _decode_attention(
         if PADDED_GROUP == 1:
             mixed = mixed * fade[:, None] + tl.sum(tl.trans(weights) * value_tile.to(tl.float32), axis=0)[None, :]
         else:
-            mixed = mixed * fade[:, None] + tl.dot(weights.to(dtype), value_tile, input_precision="ieee")
+            mixed = mixed * fade[:, None] + tl.dot(weights.to(dtype), value_tile, input_precision=PRECISION)
         top = highest
     out_place = out + row.to(tl.int64) * NUM_HEADS * HEAD_DIM + head * HEAD_DIM + dim
     if splits == 1:
@@ -167,6 +171,7 @@ def _decode_attention(
             tl.store(out_place, (mixed / total[:, None]).to(dtype), mask=known & fits)
 
 
+_run_decode_attention = Kernel(_decode_attention)
 LOG2_E = 1.4426950408889634
 
 
@@ -210,15 +215,21 @@ def decode_attention(
     group = num_heads // num_kv_heads
     padded_group = 1 if group == 1 else max(16, triton.next_power_of_2(group))
     norms = raw.norms if raw and raw.norms else (queries, queries)
-    _decode_attention[(num_kv_heads, items.rows.shape[0])](
-        queries, queries.stride(0), queries if raw is None or raw.bias is None else raw.bias, *norms, raw.eps if raw else 0.0,
-        *(raw.turns if raw else (queries, queries)),
-        keys, values, out, scratch.partial, scratch.marks, scratch.arrived,
-        rows.blocks, rows.positions, rows.slots, rows.first_blocks, items.firsts, items.counts, items.rows, items.starts, items.stops,
-        scale * LOG2_E,
-        num_heads, num_kv_heads, head_dim, max(16, triton.next_power_of_2(head_dim)), group, padded_group, KEYS_AT_ONCE, BLOCK_TOKENS,
-        MAX_SPLITS, raw is not None, raw is not None and raw.bias is not None, raw is not None and raw.norms is not None,
-        num_warps=4,
+    bias = queries if raw is None or raw.bias is None else raw.bias
+    _run_decode_attention(
+        (num_kv_heads, items.rows.shape[0]),
+        (
+            queries, bias, *norms, *(raw.turns if raw else (queries, queries)),
+            keys, values, out, scratch.partial, scratch.marks, scratch.arrived,
+            rows.blocks, rows.positions, rows.slots, rows.first_blocks,
+            items.firsts, items.counts, items.rows, items.starts, items.stops,
+            raw.eps if raw else 0.0, scale * LOG2_E,
+        ),
+        (
+            queries.stride(0), num_heads, num_kv_heads, head_dim, max(16, triton.next_power_of_2(head_dim)), group, padded_group,
+            KEYS_AT_ONCE, BLOCK_TOKENS, MAX_SPLITS, raw is not None, bias is not queries, norms[0] is not queries,
+        ),
+        warps=2 if padded_group == 1 else 4,
     )  # fmt: skip
 
 

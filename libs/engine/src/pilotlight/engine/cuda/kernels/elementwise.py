@@ -8,9 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pilotlight.engine.cuda.kernels.launching import Kernel
+
 
 @triton.jit
-def _rotations(positions, frequencies, cosines, sines, factor, HALF: tl.constexpr, PADDED: tl.constexpr):
+def _rotations(cosines, positions, frequencies, sines, factor, HALF: tl.constexpr, PADDED: tl.constexpr):
     row = tl.program_id(0)
     pair = tl.arange(0, PADDED)
     known = pair < HALF
@@ -18,6 +20,9 @@ def _rotations(positions, frequencies, cosines, sines, factor, HALF: tl.constexp
     dtype = cosines.dtype.element_ty
     tl.store(cosines + row * HALF + pair, (tl.cos(angle) * factor).to(dtype), mask=known)
     tl.store(sines + row * HALF + pair, (tl.sin(angle) * factor).to(dtype), mask=known)
+
+
+_run_rotations = Kernel(_rotations)
 
 
 def rotations(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -32,7 +37,7 @@ def rotations(positions: Tensor, frequencies: Tensor, factor: float, dtype: torc
     rows, half = positions.shape[0], frequencies.shape[0]
     cosines = torch.empty(rows, half, dtype=dtype, device=positions.device)
     sines = torch.empty_like(cosines)
-    _rotations[(rows,)](positions, frequencies, cosines, sines, factor, half, triton.next_power_of_2(half), num_warps=1)
+    _run_rotations((rows, 1), (cosines, positions, frequencies, sines, factor), (half, triton.next_power_of_2(half)), warps=1)
     return cosines, sines
 
 
@@ -54,14 +59,17 @@ def _add_norm(
     tl.store(normed + row * HIDDEN + column, ((wide * share).to(dtype).to(tl.float32) * factor).to(dtype), mask=known)
 
 
+_run_add_norm = Kernel(_add_norm)
+
+
 def add_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     """Adds ``x`` to the residual in place, if there is one, and gives the RMS norm of the sum. [num_tokens, hidden] -> the same."""
     rows, hidden = residual.shape
     normed = torch.empty_like(residual)
     padded = triton.next_power_of_2(hidden)
     warps = min(16, max(4, padded // 512))
-    _add_norm[(rows,)](
-        residual, residual if x is None else x, weight, normed, eps, hidden, padded, x is not None, num_warps=warps
+    _run_add_norm(
+        (rows, 1), (residual, residual if x is None else x, weight, normed, eps), (hidden, padded, x is not None), warps=warps
     )
     return normed
 
@@ -79,12 +87,15 @@ def _silu_mul(gates_ups, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + row * WIDTH + column, (opened * up).to(dtype), mask=known)
 
 
+_run_silu_mul = Kernel(_silu_mul)
+
+
 def silu_mul(gates_ups: Tensor) -> Tensor:
     """silu(gates) * ups: [num_tokens, 2 * width] -> [num_tokens, width]."""
     rows, width = gates_ups.shape[0], gates_ups.shape[1] // 2
     out = torch.empty(rows, width, dtype=gates_ups.dtype, device=gates_ups.device)
     block = min(1024, triton.next_power_of_2(width))
-    _silu_mul[(rows, triton.cdiv(width, block))](gates_ups, out, width, block, num_warps=4)
+    _run_silu_mul((rows, triton.cdiv(width, block)), (gates_ups, out), (width, block), warps=4)
     return out
 
 
@@ -96,7 +107,7 @@ def _as(x, dtype):
 
 @triton.jit
 def _turn_and_store(
-    qkv, bias, query_norm, key_norm, eps, cosines, sines, slots, keys, values,
+    qkv, bias, query_norm, key_norm, cosines, sines, slots, keys, values, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_HALF: tl.constexpr,
     HEADS_AT_ONCE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORMS: tl.constexpr,
 ):  # fmt: skip
@@ -147,6 +158,9 @@ def _turn_and_store(
     tl.store(value_place + HALF, second, mask=is_value)
 
 
+_run_turn_and_store = Kernel(_turn_and_store)
+
+
 def turn_and_store(
     qkv: Tensor,
     bias: Tensor | None,
@@ -174,21 +188,29 @@ def turn_and_store(
     heads = num_heads + 2 * num_kv_heads
     at_once = min(8, triton.next_power_of_2(heads))
     query_norm, key_norm = norms or (qkv, qkv)
-    _turn_and_store[(qkv.shape[0], triton.cdiv(heads, at_once))](
-        qkv, qkv if bias is None else bias, query_norm, key_norm, eps, *turns, slots, keys, values,
-        num_heads, num_kv_heads, head_dim, triton.next_power_of_2(head_dim // 2), at_once, bias is not None, norms is not None,
-        num_warps=4,
-    )  # fmt: skip
+    half = triton.next_power_of_2(head_dim // 2)
+    _run_turn_and_store(
+        (qkv.shape[0], triton.cdiv(heads, at_once)),
+        (qkv, qkv if bias is None else bias, query_norm, key_norm, *turns, slots, keys, values, eps),
+        (num_heads, num_kv_heads, head_dim, half, at_once, bias is not None, norms is not None),
+        warps=4,
+    )
 
 
 @triton.jit
-def _store(new_keys, new_values, slots, keys, values, key_stride, value_stride, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+def _store(
+    new_keys, new_values, slots, keys, values,
+    KEY_STRIDE: tl.constexpr, VALUE_STRIDE: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     column = tl.arange(0, PADDED)
     known = (column < WIDTH) & (slot >= 0)
-    tl.store(keys + slot * WIDTH + column, tl.load(new_keys + row * key_stride + column, mask=known), mask=known)
-    tl.store(values + slot * WIDTH + column, tl.load(new_values + row * value_stride + column, mask=known), mask=known)
+    tl.store(keys + slot * WIDTH + column, tl.load(new_keys + row * KEY_STRIDE + column, mask=known), mask=known)
+    tl.store(values + slot * WIDTH + column, tl.load(new_values + row * VALUE_STRIDE + column, mask=known), mask=known)
+
+
+_run_store = Kernel(_store)
 
 
 def store(new_keys: Tensor, new_values: Tensor, slots: Tensor, stored: tuple[Tensor, Tensor]) -> None:
@@ -196,6 +218,5 @@ def store(new_keys: Tensor, new_values: Tensor, slots: Tensor, stored: tuple[Ten
     keys, values = stored
     width = keys.shape[1] * keys.shape[2]
     padded = triton.next_power_of_2(width)
-    _store[(slots.shape[0],)](
-        new_keys, new_values, slots, keys, values, new_keys.stride(0), new_values.stride(0), width, padded, num_warps=4
-    )
+    constants = (new_keys.stride(0), new_values.stride(0), width, padded)
+    _run_store((slots.shape[0], 1), (new_keys, new_values, slots, keys, values), constants, warps=4)

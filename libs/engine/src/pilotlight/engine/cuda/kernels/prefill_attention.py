@@ -10,7 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from pilotlight.engine.core.blocks import BLOCK_TOKENS
-from pilotlight.engine.cuda.kernels.decode_attention import LOG2_E
+from pilotlight.engine.cuda.kernels.decode_attention import LOG2_E, PRECISION
+from pilotlight.engine.cuda.kernels.launching import Kernel
 from pilotlight.engine.cuda.rows import QUERIES_AT_ONCE, Chunks, Rows
 
 KEYS_AT_ONCE = 64
@@ -41,7 +42,7 @@ def _some_keys(
             key = tl.load(keys + base[None, :] + dim[:, None])
         else:
             key = tl.load(keys + base[None, :] + dim[:, None], mask=fits[:, None], other=0.0)
-        scores = tl.dot(query, key, input_precision="ieee") * scale
+        scores = tl.dot(query, key, input_precision=PRECISION) * scale
         if MASKED:
             visible = (position[None, :] >= seen_from[:, None]) & (position[None, :] < seen_to[:, None])
             scores = tl.where(visible, scores, float("-inf"))
@@ -61,17 +62,18 @@ def _some_keys(
             value = tl.load(values + base[:, None] + dim[None, :])
         else:
             value = tl.load(values + base[:, None] + dim[None, :], mask=fits[None, :], other=0.0)
-        mixed = tl.dot(weights.to(value.dtype), value, mixed, input_precision="ieee")
+        mixed = tl.dot(weights.to(value.dtype), value, mixed, input_precision=PRECISION)
         top = highest
     return top, total, mixed
 
 
 @triton.jit
 def _prefill_attention(
-    queries, row_stride, keys, values, out,
-    rows, starts, counts, first_blocks, tile_segments, tile_rows, blocks, scale, window,
+    queries, keys, values, out,
+    rows, starts, counts, first_blocks, tile_segments, tile_rows, blocks, scale,
+    ROW_STRIDE: tl.constexpr, WINDOW: tl.constexpr,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    QUERIES_AT_ONCE: tl.constexpr, KEYS_AT_ONCE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, SLIDES: tl.constexpr,
+    QUERIES_AT_ONCE: tl.constexpr, KEYS_AT_ONCE: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     tile = tl.program_id(1)
@@ -86,16 +88,16 @@ def _prefill_attention(
     dim = tl.arange(0, PADDED_DIM)
     mask = (inner < count)[:, None] & (dim < HEAD_DIM)[None, :]
     place = (row + inner).to(tl.int64)[:, None]
-    query = tl.load(queries + place * row_stride + head * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
+    query = tl.load(queries + place * ROW_STRIDE + head * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
     position = start + inner
     stop = start + tl.minimum(first + QUERIES_AT_ONCE, count)
     seen_to = position + 1
     top = tl.full([QUERIES_AT_ONCE], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES_AT_ONCE], tl.float32)
     mixed = tl.zeros([QUERIES_AT_ONCE, PADDED_DIM], tl.float32)
-    if SLIDES:
-        seen_from = tl.maximum(position - window + 1, 0)
-        at = tl.maximum(start + first - window + 1, 0) // KEYS_AT_ONCE * KEYS_AT_ONCE
+    if WINDOW > 0:
+        seen_from = tl.maximum(position - WINDOW + 1, 0)
+        at = tl.maximum(start + first - WINDOW + 1, 0) // KEYS_AT_ONCE * KEYS_AT_ONCE
     else:
         seen_from = tl.zeros([QUERIES_AT_ONCE], tl.int32)
         at = (start + first + 1) // KEYS_AT_ONCE * KEYS_AT_ONCE
@@ -112,6 +114,9 @@ def _prefill_attention(
         (mixed / total[:, None]).to(out.dtype.element_ty),
         mask=mask,
     )
+
+
+_run_prefill_attention = Kernel(_prefill_attention)
 
 
 def prefill_attention(
@@ -132,11 +137,17 @@ def prefill_attention(
     num_kv_heads, head_dim = keys.shape[1:]
     num_heads = out.shape[1] // head_dim
     wide = queries.dtype == torch.float32
-    _prefill_attention[(num_heads, chunks.tile_rows.shape[0])](
-        queries, queries.stride(0), keys, values, out,
-        chunks.rows, chunks.starts, chunks.counts, chunks.first_blocks, chunks.tile_segments, chunks.tile_rows, rows.blocks,
-        scale * LOG2_E, window or 0,
-        num_heads, num_kv_heads, head_dim, max(16, triton.next_power_of_2(head_dim)),
-        QUERIES_AT_ONCE, 32 if wide else KEYS_AT_ONCE, BLOCK_TOKENS, window is not None,
-        num_warps=8, num_stages=1 if wide else 3,
+    _run_prefill_attention(
+        (num_heads, chunks.tile_rows.shape[0]),
+        (
+            queries, keys, values, out,
+            chunks.rows, chunks.starts, chunks.counts, chunks.first_blocks, chunks.tile_segments, chunks.tile_rows, rows.blocks,
+            scale * LOG2_E,
+        ),
+        (
+            queries.stride(0), window or 0, num_heads, num_kv_heads, head_dim, max(16, triton.next_power_of_2(head_dim)),
+            QUERIES_AT_ONCE, 32 if wide else KEYS_AT_ONCE, BLOCK_TOKENS,
+        ),
+        warps=8 if wide else 4,
+        stages=1 if wide else 3,
     )  # fmt: skip

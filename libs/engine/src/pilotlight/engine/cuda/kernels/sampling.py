@@ -10,17 +10,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pilotlight.engine.cuda.kernels.launching import Kernel
+
 PIECE = 2048
 NOT_FINITE = -1
 
 
 @triton.jit
-def _survey(logits, stride, VOCABULARY: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, tops, ids, finite):
+def _survey(
+    logits, tops, ids, finite, STRIDE: tl.constexpr, VOCABULARY: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr
+):
     row = tl.program_id(0)
     piece = tl.program_id(1)
     token = piece * PIECE + tl.arange(0, PIECE)
     known = token < VOCABULARY
-    value = tl.load(logits + row.to(tl.int64) * stride + token, mask=known, other=float("-inf")).to(tl.float32)
+    value = tl.load(logits + row.to(tl.int64) * STRIDE + token, mask=known, other=float("-inf")).to(tl.float32)
     top, index = tl.max(value, axis=0, return_indices=True, return_indices_tie_break_left=True)
     usable = tl.where(known, (tl.abs(value) < float("inf")).to(tl.int32), 1)
     tl.store(tops + row * PIECES + piece, top)
@@ -30,7 +34,7 @@ def _survey(logits, stride, VOCABULARY: tl.constexpr, PIECE: tl.constexpr, PIECE
 
 @triton.jit
 def _weigh(
-    logits, stride, tops, temperatures, weights,
+    logits, tops, temperatures, weights, STRIDE: tl.constexpr,
     VOCABULARY: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, PADDED_PIECES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -40,7 +44,7 @@ def _weigh(
         number = tl.arange(0, PADDED_PIECES)
         top = tl.max(tl.load(tops + row * PIECES + number, mask=number < PIECES, other=float("-inf")), axis=0).to(tl.float64)
         token = piece * PIECE + tl.arange(0, PIECE)
-        value = tl.load(logits + row.to(tl.int64) * stride + token, mask=token < VOCABULARY, other=float("-inf")).to(tl.float64)
+        value = tl.load(logits + row.to(tl.int64) * STRIDE + token, mask=token < VOCABULARY, other=float("-inf")).to(tl.float64)
         tl.store(weights + row * PIECES + piece, tl.sum(tl.exp((value - top) / temperature), axis=0))
 
 
@@ -63,7 +67,7 @@ def _philox_word(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def _choose(
-    logits, stride, tops, ids, finite, temperatures, weights, low_seeds, high_seeds, positions, chosen,
+    logits, tops, ids, finite, temperatures, weights, low_seeds, high_seeds, positions, chosen, STRIDE: tl.constexpr,
     VOCABULARY: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, PADDED_PIECES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -89,13 +93,16 @@ def _choose(
         piece = tl.minimum(tl.sum(((cumulated <= point) & known).to(tl.int32), axis=0), last)
         before = tl.sum(tl.where(number < piece, parts, 0.0), axis=0)
         token = piece * PIECE + tl.arange(0, PIECE)
-        value = tl.load(logits + row.to(tl.int64) * stride + token, mask=token < VOCABULARY, other=float("-inf")).to(tl.float64)
+        value = tl.load(logits + row.to(tl.int64) * STRIDE + token, mask=token < VOCABULARY, other=float("-inf")).to(tl.float64)
         shares = tl.exp((value - top.to(tl.float64)) / temperature)
         within = before + tl.cumsum(shares, axis=0)
         inside = tl.sum((within <= point).to(tl.int32), axis=0)
         last_inside = tl.max(tl.where(shares > 0, tl.arange(0, PIECE), 0), axis=0)
         token_id = piece * PIECE + tl.minimum(inside, last_inside)
     tl.store(chosen + row, tl.where(usable > 0, token_id, -1))
+
+
+_run_survey, _run_weigh, _run_choose = Kernel(_survey), Kernel(_weigh), Kernel(_choose)
 
 
 class SamplingScratch:
@@ -126,11 +133,8 @@ def sample(
     pieces = scratch.pieces
     padded = triton.next_power_of_2(pieces)
     stride = logits.stride(0)
-    _survey[(rows, pieces)](logits, stride, vocab_size, PIECE, pieces, scratch.tops, scratch.ids, scratch.finite, num_warps=4)
-    _weigh[(rows, pieces)](
-        logits, stride, scratch.tops, temperatures, scratch.weights, vocab_size, PIECE, pieces, padded, num_warps=4
-    )
-    _choose[(rows,)](
-        logits, stride, scratch.tops, scratch.ids, scratch.finite, temperatures, scratch.weights, *seeds, positions, out,
-        vocab_size, PIECE, pieces, padded, num_warps=4,
-    )  # fmt: skip
+    tops, ids, finite, weights = scratch.tops, scratch.ids, scratch.finite, scratch.weights
+    _run_survey((rows, pieces), (logits, tops, ids, finite), (stride, vocab_size, PIECE, pieces), warps=4)
+    constants = (stride, vocab_size, PIECE, pieces, padded)
+    _run_weigh((rows, pieces), (logits, tops, temperatures, weights), constants, warps=4)
+    _run_choose((rows, 1), (logits, tops, ids, finite, temperatures, weights, *seeds, positions, out), constants, warps=4)

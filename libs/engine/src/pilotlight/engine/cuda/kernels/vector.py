@@ -13,13 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pilotlight.engine.cuda.kernels.launching import Kernel
+
 
 @triton.jit
 def _vector(
-    weight, x, norm, eps, bias, residual, out,
+    weight, x, norm, bias, residual, out, eps,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr,
     ROWS_AT_ONCE: tl.constexpr, COLUMNS_AT_ONCE: tl.constexpr,
-    NORMED: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, STAGES: tl.constexpr,
+    NORMED: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS_AT_ONCE + tl.arange(0, ROWS_AT_ONCE)).to(tl.int64)
     known_row = row < ROWS
@@ -32,7 +34,7 @@ def _vector(
     column = tl.arange(0, COLUMNS_AT_ONCE)
     sums = tl.zeros([ROWS_AT_ONCE, COLUMNS_AT_ONCE], tl.float32)
     up_sums = tl.zeros([ROWS_AT_ONCE, COLUMNS_AT_ONCE], tl.float32)
-    for first in tl.range(0, WIDTH, COLUMNS_AT_ONCE, num_stages=STAGES):
+    for first in range(0, WIDTH, COLUMNS_AT_ONCE):
         at = first + column
         known = at < WIDTH
         mask = known_row[:, None] & known[None, :]
@@ -59,13 +61,15 @@ def _vector(
     tl.store(out + row, result.to(dtype), mask=known_row)
 
 
+_run_vector = Kernel(_vector)
+
+
 class Tiling(NamedTuple):
-    """How a product is cut up: rows of a program, columns of a step, warps, stages."""
+    """How a product is cut up: rows of a program, columns of a step, warps."""
 
     rows: int
     columns: int
     warps: int
-    stages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +106,20 @@ class VectorProduct:
         rows, width = weight.shape[0] // (2 if gated else 1), weight.shape[1]
         tiling = self.tilings.get((rows, width, gated), USUAL)
         out = torch.empty(1, rows, dtype=x.dtype, device=x.device)
-        _vector[(triton.cdiv(rows, tiling.rows),)](
-            weight, x, x if norm is None else norm, self.eps, x if bias is None else bias,
-            x if residual is None else residual, out,
-            rows, width, triton.next_power_of_2(width), tiling.rows, tiling.columns,
-            norm is not None, gated, bias is not None, residual is not None, tiling.stages,
-            num_warps=tiling.warps,
+        _run_vector(
+            (triton.cdiv(rows, tiling.rows), 1),
+            (
+                weight, x, x if norm is None else norm, x if bias is None else bias, x if residual is None else residual, out,
+                self.eps,
+            ),
+            (
+                rows, width, triton.next_power_of_2(width), tiling.rows, tiling.columns,
+                norm is not None, gated, bias is not None, residual is not None,
+            ),
+            warps=tiling.warps,
         )  # fmt: skip
         return out
 
 
-USUAL = Tiling(4, 512, 4, 1)
+USUAL = Tiling(4, 512, 4)
 """Does well for most shapes."""

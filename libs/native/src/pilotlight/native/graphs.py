@@ -1,0 +1,142 @@
+"""Captured graphs as bytes, and graphs from such bytes: in another process whose arena lies at the same addresses."""
+
+import ctypes
+import importlib.util
+from collections.abc import Iterable, Mapping
+from ctypes import c_uint64, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+
+from pilotlight.native.device import Device, DeviceArena
+from pilotlight.native.library import NativeError, library, out
+
+
+@dataclass(frozen=True, slots=True)
+class GraphDump:
+    """Graphs, written down with the images of their kernels."""
+
+    archive: bytes
+    """Executable: whoever loads it has checked where it comes from."""
+    nodes: int
+    kernels: int
+    images: int
+    image_bytes: int
+    addresses_inside: int
+    """Words of parameters that are addresses of the arena."""
+    addresses_outside: int
+    """Those that are addresses of other device memory or of pinned memory: unless it is 0, the archive fits this process alone."""
+
+
+def cupti_path() -> str:
+    """Where CUPTI is: among NVIDIA's packages, or where the system's loader finds it."""
+    found = importlib.util.find_spec("nvidia")
+    folders = (found.submodule_search_locations or ()) if found is not None else ()
+    return next((str(path) for folder in folders for path in sorted(Path(folder).rglob("libcupti.so*"))), "libcupti.so")
+
+
+def record_images(cupti: str | None = None) -> None:
+    """From now on, the image of every kernel module that this process loads is kept; to be called before the first.
+
+    Raises:
+        NoDriver: there is no CUPTI, or it serves somebody else already.
+    """
+    library().call("images_record", (cupti or cupti_path()).encode())
+
+
+def add_image(image: bytes) -> None:
+    """Keeps an image that was had in another way.
+
+    Raises:
+        NativeError: it holds no kernel.
+    """
+    library().call("images_add", image, len(image))
+
+
+def recorded_images() -> tuple[int, int]:
+    """How many images are kept, and their bytes."""
+    pointer, num_bytes = out(c_uint64)
+    return library().get("images_count", pointer), num_bytes()
+
+
+def prune_image(image: bytes, keep: Iterable[str]) -> bytes:
+    """A kernel image without the code of all kernels but those named.
+
+    Raises:
+        NativeError: its form is not understood, or it lacks one of them.
+    """
+    names = b"".join(name.encode() + b"\0" for name in keep)
+    made = ctypes.create_string_buffer(len(image) + 4096)
+    pointer, num_bytes = out(c_uint64)
+    library().call("image_prune", image, len(image), names, len(names), made, len(made), pointer)
+    return made.raw[: num_bytes()]
+
+
+def dump_graphs(graphs: Mapping[int, int], arena: DeviceArena, *, prune: bool = True) -> GraphDump:
+    """Writes captured graphs down.
+
+    Args:
+        graphs: the driver's handles (``torch.cuda.CUDAGraph.raw_cuda_graph()``) by tags of the caller's, such as batch sizes.
+        arena: where their memory lies.
+        prune: leave out the kernels that no graph uses.
+
+    Raises:
+        NativeError: a node is of a kind that cannot be written down, or a kernel's image was not recorded.
+    """
+    native = library()
+    handles, tags = ((c_uint64 * len(graphs))(*numbers) for numbers in (graphs.values(), graphs.keys()))
+    (place, archive), (length, num_bytes) = out(c_void_p), out(c_uint64)
+    report = (c_uint64 * 6)()
+    native.call("graphs_dump", handles, tags, len(graphs), arena.address, arena.num_bytes, int(prune), place, length, report)
+    try:
+        return GraphDump(ctypes.string_at(archive(), num_bytes()), *report)
+    finally:
+        native.get("free", archive())
+
+
+class GraphArchive:
+    """Graphs that were written down, made again one by one. It needs the device's context and the arena, and no torch."""
+
+    def __init__(self, device: Device, archive: bytes, arena: DeviceArena) -> None:
+        """Reads it; builds nothing yet.
+
+        Raises:
+            AddressTaken: the arena lies elsewhere than the one that the graphs were made for.
+            NativeError: it does not hold together.
+        """
+        self._library = device.library
+        (pointer, handle), (count, num_graphs) = out(c_void_p), out(c_uint64)
+        self._library.call("archive_open", device.context, archive, len(archive), arena.address, pointer, count)
+        self._pointer = handle()
+        self._numbers = {self._library.get("archive_tag", self._pointer, number): number for number in range(num_graphs())}
+
+    @property
+    def tags(self) -> tuple[int, ...]:
+        """Of all graphs in it."""
+        return tuple(self._numbers)
+
+    def build(self, tag: int, stream: int = 0) -> None:
+        """Makes a graph ready to be launched; what its memory copies touch is backed by now.
+
+        Raises:
+            NativeError: the driver refuses a part of it. The process cannot be trusted with it any more.
+        """
+        self._library.call("archive_build", self._pointer, self._number(tag), stream)
+
+    def launch(self, tag: int, stream: int = 0) -> None:
+        """Runs a graph that is built.
+
+        Raises:
+            NativeError: it is not, or the driver refuses.
+        """
+        self._library.call("archive_launch", self._pointer, self._number(tag), stream)
+
+    def close(self) -> None:
+        """Gives graphs and kernels back."""
+        if self._pointer:
+            self._library.get("archive_close", self._pointer)
+            self._pointer = 0
+
+    def _number(self, tag: int) -> int:
+        if tag not in self._numbers:
+            raise NativeError(-1, f"the archive has no graph {tag}")
+        return self._numbers[tag]
