@@ -9,7 +9,7 @@ PYTEST := $(PY) -m pytest
 # Status 5 says that a folder has no tests of the kind: no failure when one folder is asked for.
 OR_NONE := || [ $$? -eq 5 ]
 
-.PHONY: help demo up test test-chaos test-s3 test-compose test-bundle test-gpu bundle check format docs bench-cold-start bench-failover bench-engine-death bench-engine-cpu bench-dataplane lock clean
+.PHONY: help demo up test test-chaos test-s3 test-compose test-bundle test-gpu bundle check format docs bench-cold-start bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-dataplane lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -82,6 +82,9 @@ bench-engine-death:  ## how long a stream pauses when every engine of its node i
 bench-engine-cpu:  ## tokens per second of the engine and its peers on this CPU, as JSON: VLLM=, LLAMA=interpreters that have them
 	@tools/bootstrap.sh dev
 	@$(PY) bench/engine_cpu.py $(if $(VLLM),--vllm "$(VLLM)") $(if $(LLAMA),--llama "$(LLAMA)")
+
+bench-engine-gpu:  ## the engine on this machine's GPU, with random weights of two shapes, as JSON; PYTHON= an environment that has everything
+	@$(or $(PYTHON),$(PY)) bench/engine_gpu.py --profile
 
 bench-dataplane:  ## a model along chains of nodes behind shaped links, beside each asking the source, as JSON; needs root
 	@tools/bootstrap.sh dev

@@ -15,7 +15,7 @@ from pilotlight.engine.cuda.kernels import elementwise, sampling
 from pilotlight.engine.cuda.kernels.decode_attention import DecodeScratch, RawHeads, decode_attention
 from pilotlight.engine.cuda.kernels.prefill_attention import prefill_attention
 from pilotlight.engine.cuda.kernels.vector import VectorProduct
-from pilotlight.engine.cuda.rows import NOWHERE, StaticRows, fields_of, send
+from pilotlight.engine.cuda.rows import StaticRows, fields_of, send
 from pilotlight.engine.models.layers import rms_norm
 
 pytestmark = pytest.mark.gpu
@@ -86,7 +86,13 @@ class Cache:
     """A paged cache with requests in it, on the device and, in float64, on the CPU."""
 
     def __init__(
-        self, fresh: Callable[..., Tensor], device: torch.device, dtype: torch.dtype, contexts: Sequence[int], heads: int, dim: int
+        self,
+        fresh: Callable[..., Tensor],
+        device: torch.device,
+        dtype: torch.dtype,
+        contexts: Sequence[int],
+        heads: int,
+        dim: int,
     ) -> None:
         per_request = [blocks_for(context) for context in contexts]
         order = torch.randperm(sum(per_request) + 3).tolist()
@@ -121,7 +127,13 @@ SHAPES = [(4, 2, 128), (4, 4, 20), (8, 1, 64)]
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
 @pytest.mark.parametrize("window", [None, 50])
 def test_single_rows_attend(
-    device: torch.device, fresh: Callable[..., Tensor], dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int | None
+    device: torch.device,
+    fresh: Callable[..., Tensor],
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    window: int | None,
 ) -> None:
     contexts = (1, 16, 17, 333, 1500)
     cache = Cache(fresh, device, dtype, contexts, kv_heads, dim)
@@ -162,7 +174,9 @@ def test_raw_heads_are_turned_stored_and_attended_to(
     frequencies = 1.0 / 100 ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     turns = elementwise.rotations(step.rows.positions, frequencies.to(device, copy=True), 1.0, dtype)
     scratch = DecodeScratch(4 + SPARE, heads, kv_heads, dim, device)
-    raw = RawHeads(bias.to(device, copy=True), tuple(norm.to(device, copy=True) for norm in norms), 1e-6, turns) if dressed else RawHeads(None, None, 0.0, turns)
+    raw = RawHeads(None, None, 0.0, turns)
+    if dressed:
+        raw = RawHeads(bias.to(device, copy=True), (norms[0].to(device, copy=True), norms[1].to(device, copy=True)), 1e-6, turns)
     before = [half.clone() for half in cache.there]
     out = poisoned(4, heads * dim, dtype=dtype, device=device)
     decode_attention(qkv.to(device, copy=True), cache.there, step.rows, step.items, scratch, 0.2, out, raw)
@@ -183,9 +197,13 @@ def test_raw_heads_are_turned_stored_and_attended_to(
     others = torch.ones(len(stored_keys), dtype=torch.bool)
     others[slots] = False
     for half, was in zip(cache.there, before, strict=True):
-        assert torch.equal(half[others.to(device, copy=True)].view(torch.uint8), was[others.to(device, copy=True)].view(torch.uint8))
+        assert torch.equal(
+            half[others.to(device, copy=True)].view(torch.uint8), was[others.to(device, copy=True)].view(torch.uint8)
+        )
     cache.keys[slots], cache.values[slots] = keys.to(dtype), values.to(dtype)
-    attended = [cache.attend(query, table, n - 1, None, 0.2) for query, table, n in zip(queries, cache.tables, contexts, strict=True)]
+    attended = [
+        cache.attend(query, table, n - 1, None, 0.2) for query, table, n in zip(queries, cache.tables, contexts, strict=True)
+    ]
     close(out[:3], torch.stack(attended).flatten(1), dtype)
     assert out[3].isnan().all()
 
@@ -201,7 +219,13 @@ def test_raw_heads_are_turned_stored_and_attended_to(
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
 @pytest.mark.parametrize("window", [None, 50])
 def test_chunks_attend(
-    device: torch.device, fresh: Callable[..., Tensor], dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int | None
+    device: torch.device,
+    fresh: Callable[..., Tensor],
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    window: int | None,
 ) -> None:
     """Whole prompts, chunks behind a prefix, and single rows beside them, which are another kernel's."""
     spans = ((0, 5), (40, 41), (0, 130), (37, 300), (199, 200))

@@ -58,6 +58,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }
 
+
 def spec_of(kind: str, dtype: Dtype) -> ModelSpec:
     """A small model of a family."""
     return with_sizes(replace(SMALL, dtype=dtype, **KINDS[kind]))

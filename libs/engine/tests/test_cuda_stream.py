@@ -8,6 +8,7 @@ import torch
 from fake_cuda import MIB, FakeCuda, fake_cuda
 
 from pilotlight.engine.cuda.arena import CudaArena
+from pilotlight.engine.cuda.stream import PinnedSlabs
 from pilotlight.engine.device.memory import StageMemory
 from pilotlight.engine.device.parameters import Parameters
 from pilotlight.engine.errors import BadCheckpoint, EngineFailed
@@ -103,3 +104,20 @@ def test_a_device_that_takes_no_copy_is_an_engine_that_failed(arena, checkpoint,
     with pytest.raises(EngineFailed, match="719"):
         parameters.place(2, model.parts[2], clock)
     assert 2 not in parameters
+
+
+def test_slabs_are_pinned_one_by_one_the_wanted_first(arena, fake):
+    before = fake.registered
+    pool = memoryview(bytearray(10 * 4096)).toreadonly()
+    slabs = PinnedSlabs(arena.copier, pool, 4 * 4096)
+    assert slabs.pin_next([9 * 4096, 5 * 4096])
+    assert slabs.pinned_bytes == 2 * 4096, "the last slab is shorter"
+    assert slabs.pin_next([9 * 4096, 5 * 4096])
+    assert slabs.pinned_bytes == 6 * 4096
+    with pytest.raises(EngineFailed, match="cannot be pinned"):
+        arena.copier.pin(pool[5 * 4096 :])
+    assert not slabs.pin_next()
+    assert not slabs.pin_next()
+    assert (slabs.pinned_bytes, fake.registered - before) == (10 * 4096, 3)
+    slabs.close()
+    assert fake.registered == before

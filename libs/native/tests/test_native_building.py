@@ -57,11 +57,17 @@ def test_a_process_without_library_and_compiler_imports_and_says_why(tmp_path):
     assert "pilotlight-native has no library: no C++ compiler" in done.stdout
 
 
-@pytest.mark.slow
-def test_it_is_made_once_at_first_use(tmp_path):
-    target = tmp_path / library_name()
+def test_it_is_made_once_at_first_use(tmp_path, monkeypatch):
+    """By a compiler that only notes what it was asked for."""
+    noting = tmp_path / "noting-c++"
+    noting.write_text(f'#!/bin/sh\necho "$*" >>{tmp_path}/asked\nwhile [ "$1" != -o ]; do shift; done\necho made >"$2"\n')
+    noting.chmod(stat.S_IRWXU)
+    monkeypatch.setenv("CXX", str(noting))
+    target = tmp_path / "cache" / library_name()
     compile_library(target)
-    made = target.stat().st_mtime_ns
     compile_library(target)
-    assert target.stat().st_mtime_ns == made
-    assert [path.name for path in tmp_path.iterdir()] == [target.name]
+    assert target.read_text() == "made\n"
+    assert [path.name for path in target.parent.iterdir()] == [target.name]
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert len(asked) == len(list(building.SOURCES.glob("*.cpp"))) + 1
+    assert "-shared" in asked[-1]

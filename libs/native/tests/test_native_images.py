@@ -186,7 +186,7 @@ def test_images_are_kept_once():
         add_image(b"nothing")
 
 
-HEADER, GRAPH, NODE, EDGE, KERNEL_ENTRY = "<8s4I6Q", "<6Q4I", "<2I3I3I2I4xQ6I", "<2I8s", "<2Q2I4i"
+HEADER, GRAPH, NODE, EDGE, KERNEL_ENTRY = "<8s4I6Q", "<6Q4I", "<2I3I3I2IQ6I", "<2I8s", "<2Q2I4i"
 
 
 def archive(**changes):

@@ -34,7 +34,7 @@ from pilotlight.policy.types import (
 
 
 class Engine:
-    """Any number of resident stages on one CPU device.
+    """Any number of resident stages on one device.
 
     ::
 

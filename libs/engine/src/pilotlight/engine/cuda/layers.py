@@ -8,7 +8,6 @@ One layer of the fused kind, for many rows and for one::
 Results are rounded where the decoder's own steps round them; only sums within attention and products run in another order.
 """
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -28,7 +27,8 @@ from pilotlight.engine.models.decoder import EMBEDDING, OUTPUT, QKV, Decoder
 from pilotlight.engine.models.layers import Weights
 from pilotlight.policy.types import Stage
 
-Turns = tuple[Tensor, Tensor]
+WHOLE_STEP = 1024
+"""Lengths that cuDNN sees are multiples of it."""
 
 
 class Layers:
@@ -45,7 +45,9 @@ class Layers:
         self._vector = VectorProduct(spec.rms_norm_eps, TILINGS)
         self.fused = decoder.plain_layers and spec.experts is None
 
-    def run(self, token_ids: Tensor | None, hidden: Tensor | None, layers: Stage, step: StepRows, scratch: DecodeScratch) -> Tensor:
+    def run(
+        self, token_ids: Tensor | None, hidden: Tensor | None, layers: Stage, step: StepRows, scratch: DecodeScratch
+    ) -> Tensor:
         """Runs a range.
 
         Args:
@@ -123,17 +125,20 @@ class Layers:
             return out
         elementwise.turn_and_store(qkv, raw.bias, raw.norms, raw.eps, raw.turns, step.rows.slots, stored, spec.num_heads)
         self._look(layer, step, scratch, qkv, out)
-        if step.whole:
+        if step.whole is not None:
             heads = qkv.unflatten(1, (-1, spec.head_dim)).split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
             _look_at_whole(step.whole, heads, self._scale, out)
         return out
 
-    def _attend(self, layer: int, step: StepRows, scratch: DecodeScratch, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _attend(
+        self, layer: int, step: StepRows, scratch: DecodeScratch, queries: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
         """See ``KvCache.attend``: heads come turned."""
         elementwise.store(keys, values, step.rows.slots, self._kv.stored(layer))
         out = queries.new_empty(queries.shape[0], queries.shape[1] * queries.shape[2])
         self._look(layer, step, scratch, queries, out)
-        _look_at_whole(step.whole, (queries, keys, values), self._scale, out)
+        if step.whole is not None:
+            _look_at_whole(step.whole, (queries, keys, values), self._scale, out)
         return out
 
     def _look(self, layer: int, step: StepRows, scratch: DecodeScratch, queries: Tensor, out: Tensor) -> None:
@@ -162,19 +167,25 @@ class Layers:
         return torch.mm(normed, output.t())
 
 
-def _look_at_whole(whole: Sequence[slice], heads: tuple[Tensor, ...], scale: float, out: Tensor) -> None:
-    """Attention within whole prompts, which need nothing of the cache: cuDNN's is the fastest where there are many rows.
+def _look_at_whole(rows: slice, heads: tuple[Tensor, ...], scale: float, out: Tensor) -> None:
+    """Attention within a whole prompt, which needs nothing of the cache: cuDNN's is the fastest where there are many rows.
+
+    It takes cuDNN some 40 ms to prepare for a length that it has not had yet, so lengths are rounded up: rows behind the prompt's are
+    seen by none of its own.
 
     Args:
-        whole: their rows.
+        rows: the prompt's; they are the last ones.
         heads: queries, keys and values, [num_tokens, heads of each, head_dim].
         scale: of the scores.
         out: [num_tokens, num_heads * head_dim], written in those rows.
     """
-    for rows in whole:
-        queries, keys, values = (some[rows].transpose(0, 1)[None] for some in heads)
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            attended = functional.scaled_dot_product_attention(
-                queries, keys, values, is_causal=True, scale=scale, enable_gqa=queries.shape[1] != keys.shape[1]
-            )
-        out[rows] = attended[0].transpose(0, 1).flatten(1)
+    count = rows.stop - rows.start
+    beyond = -count % WHOLE_STEP
+    # Zeros, not whatever there is: a masked value still counts zero times, and zero times NaN is NaN.
+    padded = (functional.pad(some[rows], (0, 0, 0, 0, 0, beyond)) if beyond else some[rows] for some in heads)
+    queries, keys, values = (some.transpose(0, 1)[None] for some in padded)
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        attended = functional.scaled_dot_product_attention(
+            queries, keys, values, is_causal=True, scale=scale, enable_gqa=queries.shape[1] != keys.shape[1]
+        )
+    out[rows].copy_(attended[0, :, :count].transpose(0, 1).flatten(1))

@@ -52,8 +52,8 @@ class TorchPool:
             NativeError: tensors lie in it.
         """
         if self._torch is not None:
-            # cuBLAS keeps a workspace for each stream, which it got while the pool was in use.
-            torch._C._cuda_clearCublasWorkspaces()
+            # cuBLAS keeps a workspace for each stream, which it got while the pool was in use; there is no public way to end that.
+            torch._C._cuda_clearCublasWorkspaces()  # pyright: ignore[reportPrivateUsage]
             self._torch = None  # torch returns the segments in which nothing lies
         self._pool.close()
 

@@ -90,15 +90,16 @@ class StepRows:
     sliding_items: Items | None
     """The same in layers with a window."""
     chunks: Chunks | None
-    whole: tuple[slice, ...]
-    """Rows of whole prompts, from the first token on, that are long enough for a kernel that knows nothing of blocks."""
+    whole: slice | None
+    """The batch's last rows, if they are a whole prompt, from its first token on, that is long enough for a kernel that knows nothing of
+    blocks."""
     logit_rows: Tensor | None
     """[segments that want logits] int32, their last rows; None: every row is one."""
 
     @property
     def plain(self) -> bool:
         """Single rows only."""
-        return self.chunks is None and not self.whole
+        return self.chunks is None and self.whole is None
 
 
 def cut_items(starts: Words, stops: Words, spare: int) -> tuple[Words, Words, Words, Words]:
@@ -130,7 +131,7 @@ def fields_of(batch: Batch, spare: int, window_tokens: int | None, whole_from: i
         batch: what runs.
         spare: see ``cut_items``.
         window_tokens: of the model's sliding layers; None if it has none.
-        whole_from: whole prompts of so many tokens are no chunks; see ``whole_prompts``. None: all are.
+        whole_from: a whole prompt of so many tokens is no chunk; see ``whole_prompt``.
     """
     segments = batch.segments
     tables = [segment.blocks for segment in segments]
@@ -151,8 +152,8 @@ def fields_of(batch: Batch, spare: int, window_tokens: int | None, whole_from: i
         "logit_rows": (segment_rows + counts - 1)[wanting],
         "blocks": blocks,
     }
-    longest = np.iinfo(np.int32).max if whole_from is None else whole_from
-    single, many = np.flatnonzero(counts == 1), np.flatnonzero((counts > 1) & ((starts > 0) | (counts < longest)))
+    chunked = len(segments) - (whole_prompt(batch, whole_from) is not None)
+    single, many = np.flatnonzero(counts == 1), np.flatnonzero(counts[:chunked] > 1)
     if len(single):
         rows, stops = segment_rows[single], starts[single] + 1
         fields |= _items("full", rows, np.zeros_like(stops), stops, len(owners), spare)
@@ -175,15 +176,12 @@ def fields_of(batch: Batch, spare: int, window_tokens: int | None, whole_from: i
     return fields
 
 
-def whole_prompts(batch: Batch, whole_from: int | None) -> tuple[slice, ...]:
-    """Rows of the segments that begin their request and are at least so long."""
-    found: list[slice] = []
-    row = 0
-    for segment in batch.segments:
-        if whole_from is not None and segment.start == 0 and segment.count >= whole_from:
-            found.append(slice(row, row + segment.count))
-        row += segment.count
-    return tuple(found)
+def whole_prompt(batch: Batch, whole_from: int | None) -> slice | None:
+    """Rows of the batch's last segment, if it begins its request and is at least so long."""
+    last = batch.segments[-1]
+    if whole_from is None or last.start > 0 or last.count < whole_from:
+        return None
+    return slice(batch.num_tokens - last.count, batch.num_tokens)
 
 
 def _items(kind: str, rows: Words, starts: Words, stops: Words, num_rows: int, spare: int) -> dict[str, Words]:
@@ -199,7 +197,7 @@ def _items(kind: str, rows: Words, starts: Words, stops: Words, num_rows: int, s
     }
 
 
-def send(fields: Mapping[str, Words], device: torch.device, whole: tuple[slice, ...] = ()) -> StepRows:
+def send(fields: Mapping[str, Words], device: torch.device, whole: slice | None = None) -> StepRows:
     """Copies a batch's fields to a device, in memory of their own, without waiting for it."""
     sizes = [len(field) for field in fields.values()]
     aligned = [-(-size // ALIGN_WORDS) * ALIGN_WORDS for size in sizes]
@@ -213,7 +211,7 @@ def send(fields: Mapping[str, Words], device: torch.device, whole: tuple[slice, 
     return step_rows({name: place[:size] for name, place, size in zip(fields, there, sizes, strict=True)}, whole)
 
 
-def step_rows(views: Mapping[str, Tensor], whole: tuple[slice, ...] = ()) -> StepRows:
+def step_rows(views: Mapping[str, Tensor], whole: slice | None = None) -> StepRows:
     """The kernels' view of fields by their names."""
     rows = Rows(views["positions"], views["slots"], views["first_blocks"], views["blocks"])
     items = _items_of(views, "full")

@@ -10,7 +10,7 @@ from pilotlight.engine.core.batch import Batch
 from pilotlight.engine.cuda.graphs import SIZES, Graphs, size_for
 from pilotlight.engine.cuda.kernels.decode_attention import DecodeScratch
 from pilotlight.engine.cuda.layers import Layers
-from pilotlight.engine.cuda.rows import StaticRows, fields_of, send, whole_prompts
+from pilotlight.engine.cuda.rows import StaticRows, fields_of, send, whole_prompt
 from pilotlight.engine.device.dtypes import TORCH_DTYPES
 from pilotlight.engine.device.kv import KvCache
 from pilotlight.engine.device.parameters import Parameters
@@ -25,7 +25,7 @@ MAX_BLOCKS = 1 << 17
 """Entries of all block tables of a captured step together; beyond, a step runs eagerly."""
 
 WHOLE_TOKENS = 1024
-"""Whole prompts from this length on are attended to by cuDNN, which is faster then, but costs the host more for each."""
+"""A whole prompt from this length on is attended to by cuDNN, which is faster then."""
 CUDNN_HEAD_DIM, CUDNN_HEAD_DIM_STEP = 128, 8
 
 
@@ -87,7 +87,7 @@ class CudaRangeRunner:
             # Hidden states may wait for their next range while another batch runs.
             return output[:rows] if layers.stop == self._decoder.spec.num_layers else output[:rows].clone()
         fields = fields_of(batch, self._spare, self._window, self._whole_from)
-        words = send(fields, self._device, whole_prompts(batch, self._whole_from))
+        words = send(fields, self._device, whole_prompt(batch, self._whole_from))
         there = inputs.to(self._device, non_blocking=True)
         if words.items is not None and words.items.rows.shape[0] > self._scratch.max_items:
             self._scratch = self._scratch_for(words.items.rows.shape[0])

@@ -7,7 +7,7 @@
     place() returns      ^ when the rest of the part is on its way; what computes afterwards waits for it on the device
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from pilotlight.engine.errors import EngineFailed
 from pilotlight.native.copier import Copier, CopierCounts, Copy
 from pilotlight.native.device import Device
 from pilotlight.native.library import NativeError
+
+SLAB_BYTES = 1 << 30
+"""Of a host pool, pinned at once."""
 
 
 class Streamer:
@@ -49,7 +52,7 @@ class Streamer:
         return self._copier.counts
 
     def pin(self, buffer: memoryview) -> None:
-        """Makes memory of the host one that the device reads directly; whole pages. A slab of a gigabyte takes some 0.4 s.
+        """Makes memory of the host one that the device reads directly; whole pages. Takes longer where nobody has touched it yet.
 
         Raises:
             EngineFailed: it is pinned already, or the driver refuses.
@@ -115,6 +118,50 @@ class Streamer:
     def _settle(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
+
+
+class PinnedSlabs:
+    """Pins a host pool slab by slab, what is wanted most first, while nothing else is to be done: a slab takes a while."""
+
+    def __init__(self, streamer: Streamer, pool: memoryview, slab_bytes: int = SLAB_BYTES) -> None:
+        """Pins nothing yet.
+
+        Args:
+            streamer: reads what is pinned where it lies, the rest through its ring.
+            pool: whole pages.
+            slab_bytes: whole pages.
+        """
+        self._streamer = streamer
+        self._slabs = [pool[start : start + slab_bytes] for start in range(0, pool.nbytes, slab_bytes)]
+        self._slab_bytes = slab_bytes
+        self._pinned = set[int]()
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of the slabs that are pinned."""
+        return sum(self._slabs[number].nbytes for number in self._pinned)
+
+    def pin_next(self, wanted: Iterable[int] = ()) -> bool:
+        """Pins one more slab: the first that holds one of the wanted offsets in the pool, or else the lowest.
+
+        Returns:
+            Whether there are more.
+
+        Raises:
+            EngineFailed: the driver refuses.
+        """
+        order = [*(offset // self._slab_bytes for offset in wanted), *range(len(self._slabs))]
+        number = next((number for number in order if number not in self._pinned), None)
+        if number is not None:
+            self._streamer.pin(self._slabs[number])
+            self._pinned.add(number)
+        return len(self._pinned) < len(self._slabs)
+
+    def close(self) -> None:
+        """Takes all of it back, after the copies that were ordered before."""
+        while self._pinned:
+            self._streamer.unpin(self._slabs[self._pinned.pop()])
+        self._slabs.clear()
 
 
 def _address(buffer: memoryview) -> int:

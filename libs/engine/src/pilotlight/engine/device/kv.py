@@ -60,7 +60,10 @@ class KvCache:
         return self._rows[layer]
 
     def read(self, layers: Stage, blocks: Sequence[int], start: int, stop: int) -> Tensor:
-        """A copy of one request's keys and values of positions [start, stop), in the host's memory: [num_layers, 2, stop - start, num_kv_heads, head_dim]."""
+        """A copy, in the host's memory, of one request's keys and values of positions [start, stop).
+
+        [num_layers, 2, stop - start, num_kv_heads, head_dim].
+        """
         slots = slots_of(blocks, start, stop)
         layer_rows = [torch.stack([half[slots] for half in self._rows[layer]]) for layer in range(layers.start, layers.stop)]
         return torch.stack(layer_rows).cpu()

@@ -44,6 +44,7 @@ constexpr std::uint32_t SYMBOLS = 2, RELA = 4, NO_BITS = 8, REL = 9, NV_INFO = 0
 constexpr std::uint64_t INFO_IS_SECTION = 0x40;
 constexpr unsigned char KERNEL_ENTRY = 0x10;
 constexpr std::uint16_t SPECIAL_SECTIONS = 0xff00;
+constexpr std::uint64_t MAX_ALIGN = 1 << 16, MAX_TIMES = 4;
 
 struct Elf {
     ElfHeader header;
@@ -66,9 +67,13 @@ struct Elf {
         if (!table(data, header.sections, header.num_sections, header.section_bytes, &sections) ||
             !table(data, header.segments, header.num_segments, header.segment_bytes, &segments) || header.names >= sections.size())
             return false;
+        std::uint64_t total = 0;
         for (const Section &section : sections) {
             bool empty = section.type == 0 || section.type == NO_BITS;
             if (!empty && (section.offset > data.size() || section.bytes > data.size() - section.offset)) return false;
+            // A broken file must not make us fill the memory: with padding, or with sections that are the same bytes again and again.
+            total += empty ? 0 : section.bytes;
+            if (section.align > MAX_ALIGN || total > MAX_TIMES * data.size()) return false;
             contents.push_back(empty ? std::string() : data.substr(section.offset, section.bytes));
         }
         for (const Section &section : sections) {
@@ -80,9 +85,11 @@ struct Elf {
         if (!symbol_table || sections[symbol_table].link >= sections.size()) return false;
         symbol_strings = sections[symbol_table].link;
         symbols.resize(contents[symbol_table].size() / sizeof(Symbol));
+        if (symbols.empty()) return false;
         std::memcpy(symbols.data(), contents[symbol_table].data(), symbols.size() * sizeof(Symbol));
         for (const Symbol &symbol : symbols) {
             if (symbol.name > contents[symbol_strings].size()) return false;
+            if (symbol.section >= sections.size() && symbol.section < SPECIAL_SECTIONS) return false;
             symbol_names.emplace_back(contents[symbol_strings].c_str() + symbol.name);
         }
         return true;

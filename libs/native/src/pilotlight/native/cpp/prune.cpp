@@ -46,10 +46,12 @@ struct Pruner {
             if (elf.is_kernel(number) && !keep.count(elf.symbol_names[number])) dropped.insert(elf.symbol_names[number]);
         for (std::size_t number = 0; number < elf.sections.size(); number++) {
             const std::string &name = elf.names[number];
+            bool is_table = number == elf.header.names || number == elf.symbol_table || number == elf.symbol_strings;
             for (const char *own : OF_NOBODY)
                 if (name == own) gone.insert(number);
             for (const std::string prefix : OF_A_KERNEL)
                 if (name.compare(0, prefix.size(), prefix) == 0 && dropped.count(name.substr(prefix.size()))) gone.insert(number);
+            if (is_table) gone.erase(number);
             if (!gone.count(number)) section_of.emplace(number, section_of.size());
         }
     }
@@ -63,7 +65,7 @@ struct Pruner {
             const std::string &name = elf.symbol_names[number];
             symbol.name = name.empty() ? 0 : symbol_strings.size();
             if (!name.empty()) symbol_strings += name + '\0';
-            if (placed) symbol.section = section_of[symbol.section];
+            if (placed) symbol.section = section_of.at(symbol.section);
             symbol_bytes.append(reinterpret_cast<const char *>(&symbol), sizeof symbol);
             if (symbol.info >> 4 == 0) num_local = symbol_of.size();
         }
@@ -134,7 +136,7 @@ struct Pruner {
     Section described(std::size_t number) {
         Section section = elf.sections[number];
         const std::string &name = elf.names[number];
-        auto moved = [this](std::uint32_t old) { return section_of.count(old) ? section_of[old] : old; };
+        auto moved = [this](std::uint32_t old) { return section_of.count(old) ? section_of.at(old) : old; };
         if (section.link) section.link = moved(section.link);
         if (number == elf.symbol_table)
             section.info = num_local;
@@ -176,7 +178,7 @@ struct Pruner {
         ElfHeader header = elf.header;
         header.sections = out.size();
         header.num_sections = kept.size();
-        header.names = section_of[elf.header.names];
+        header.names = section_of.at(elf.header.names);
         for (std::size_t number : kept) out.append(reinterpret_cast<const char *>(&made[number]), sizeof(Section));
         header.segments = elf.segments.empty() ? 0 : out.size();
         for (Segment segment : elf.segments) {

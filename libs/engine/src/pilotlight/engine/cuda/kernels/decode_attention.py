@@ -160,11 +160,9 @@ def _decode_attention(
             highest = tl.where(in_group, highest, 0.0)
             total = tl.sum(tl.exp2(tops - highest[None, :]) * totals, axis=0)
             mixed = tl.zeros([PADDED_GROUP, PADDED_DIM], tl.float32)
-            for number in range(0, splits):
+            for number in range(splits):
                 there = (first_item + number) * NUM_HEADS
-                fade = tl.exp2(
-                    tl.load(marks + (there + head_row) * 2, mask=in_group, other=0.0, cache_modifier=".cg") - highest
-                )
+                fade = tl.exp2(tl.load(marks + (there + head_row) * 2, mask=in_group, other=0.0, cache_modifier=".cg") - highest)
                 mixed += fade[:, None] * tl.load(
                     partial + (there + head) * HEAD_DIM + dim, mask=known & fits, other=0.0, cache_modifier=".cg"
                 )

@@ -42,9 +42,7 @@ def rotations(positions: Tensor, frequencies: Tensor, factor: float, dtype: torc
 
 
 @triton.jit
-def _add_norm(
-    residual, x, weight, normed, eps, HIDDEN: tl.constexpr, PADDED: tl.constexpr, HAS_X: tl.constexpr
-):
+def _add_norm(residual, x, weight, normed, eps, HIDDEN: tl.constexpr, PADDED: tl.constexpr, HAS_X: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, PADDED)
     known = column < HIDDEN

@@ -15,6 +15,8 @@ from pilotlight.engine.cuda.kernels.launching import Kernel
 from pilotlight.engine.cuda.rows import QUERIES_AT_ONCE, Chunks, Rows
 
 KEYS_AT_ONCE = 64
+MANY_ROWS = 1024
+"""From so many on, fewer warps for each tile do better."""
 
 
 @triton.jit
@@ -47,11 +49,8 @@ def _some_keys(
             visible = (position[None, :] >= seen_from[:, None]) & (position[None, :] < seen_to[:, None])
             scores = tl.where(visible, scores, float("-inf"))
         highest = tl.maximum(top, tl.max(scores, axis=1))
-        if MASKED:
-            # A row may see none of these keys.
-            ground = tl.where(highest == float("-inf"), 0.0, highest)
-        else:
-            ground = highest
+        # A row may see none of these keys.
+        ground = tl.where(highest == float("-inf"), 0.0, highest) if MASKED else highest
         weights = tl.exp2(scores - ground[:, None])
         fade = tl.exp2(top - ground)
         total = total * fade + tl.sum(weights, axis=1)
@@ -120,7 +119,13 @@ _run_prefill_attention = Kernel(_prefill_attention)
 
 
 def prefill_attention(
-    queries: Tensor, stored: tuple[Tensor, Tensor], rows: Rows, chunks: Chunks, scale: float, out: Tensor, window: int | None = None
+    queries: Tensor,
+    stored: tuple[Tensor, Tensor],
+    rows: Rows,
+    chunks: Chunks,
+    scale: float,
+    out: Tensor,
+    window: int | None = None,
 ) -> None:
     """Attends with the rows of segments to their requests' keys, the new ones among them, which are in the cache already.
 
@@ -148,6 +153,6 @@ def prefill_attention(
             queries.stride(0), window or 0, num_heads, num_kv_heads, head_dim, max(16, triton.next_power_of_2(head_dim)),
             QUERIES_AT_ONCE, 32 if wide else KEYS_AT_ONCE, BLOCK_TOKENS,
         ),
-        warps=8 if wide else 4,
+        warps=4 if queries.shape[0] >= MANY_ROWS and not wide else 8,
         stages=1 if wide else 3,
     )  # fmt: skip

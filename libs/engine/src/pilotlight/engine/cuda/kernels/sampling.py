@@ -17,9 +17,7 @@ NOT_FINITE = -1
 
 
 @triton.jit
-def _survey(
-    logits, tops, ids, finite, STRIDE: tl.constexpr, VOCABULARY: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr
-):
+def _survey(logits, tops, ids, finite, STRIDE: tl.constexpr, VOCABULARY: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr):
     row = tl.program_id(0)
     piece = tl.program_id(1)
     token = piece * PIECE + tl.arange(0, PIECE)

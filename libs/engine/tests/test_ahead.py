@@ -1,0 +1,145 @@
+"""One step of lookahead: a batch runs before the tokens of the one before it are known, and nobody can tell from the outputs.
+
+The device here is the host: its tokens are drawn when they are asked for, and are looked at one step later.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from pilotlight.engine import resident
+from pilotlight.engine.compute import Compute, compute_on
+from pilotlight.engine.core.batch import Batch, Plan, Segment
+from pilotlight.engine.core.blocks import BlockPool
+from pilotlight.engine.core.request import Request, RequestKey
+from pilotlight.engine.core.scheduler import BatchLimits, BatchScheduler
+from pilotlight.engine.core.tables import BlockTables
+from pilotlight.engine.device.logits import Draw
+from pilotlight.engine.device.sampler import Drawn, Undrawn, sample
+from pilotlight.policy.types import InstanceId, RequestId, Sampling
+
+
+class LateTokens:
+    """Tokens that are there, and not looked at."""
+
+    followed = 0
+
+    def __init__(self, drawn: list[Drawn | Undrawn]) -> None:
+        self._drawn = drawn
+
+    @property
+    def inputs(self) -> Tensor:
+        LateTokens.followed += 1
+        return torch.tensor([token.token_id if isinstance(token, Drawn) else 0 for token in self._drawn])
+
+    def wait(self) -> list[Drawn | Undrawn]:
+        return self._drawn
+
+
+def launch(logits: Tensor, draws: Sequence[Draw]) -> LateTokens:
+    assert all(draw.simple for draw in draws)
+    return LateTokens(sample(logits, draws))
+
+
+def compute_ahead(*arguments: object) -> Compute:
+    return replace(compute_on(*arguments), launch=launch)
+
+
+@pytest.fixture
+def ahead(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """ahead(True): stages that are loaded from now on run ahead."""
+
+    def choose(wanted: bool) -> None:
+        monkeypatch.setattr(resident, "compute_on", compute_ahead if wanted else compute_on)
+
+    return choose
+
+
+def talk(driver: Callable[..., object], checkpoint: Callable[..., object], prompts: list[list[int]]) -> dict[str, list[int]]:
+    """Requests that come, stop, are aborted, lose blocks, and need more than a simple draw, in the middle of others."""
+    run = driver(BatchLimits(step_tokens=64, running=8))
+    run.load(checkpoint("qwen2"), kv_tokens=512)
+    dice = random.Random(5)
+    for number in range(24):
+        prompt = [dice.randrange(199) for _ in range(dice.randrange(1, 50))]
+        stops = tuple(dice.sample(range(199), 12)) if number % 3 == 0 else ()
+        strange = {3: {"top_k": 5}, 17: {"repetition_penalty": 1.2}}.get(number, {})
+        max_tokens = 3 if strange else dice.randrange(1, 40)
+        run.add(f"r{number}", prompt, temperature=0.8 * (number % 2), stop_token_ids=stops, max_tokens=max_tokens, **strange)
+        for _ in range(dice.randrange(4)):
+            run.step()
+        if number == 11:
+            run.engine.abort(RequestId("r10"), 1)
+        if number == 15:
+            spec = checkpoint("qwen2").spec
+            row_bytes = spec.kv_bytes_per_token(spec.whole, spec.dtype)
+            run.engine.resize(InstanceId("i"), spec.total_bytes + 320 * row_bytes)
+            run.capacity_tokens = 320
+    outputs = run.finish()
+    del outputs["r10"]
+    return outputs
+
+
+def test_nobody_can_tell(
+    driver: Callable[..., object],
+    checkpoint: Callable[..., object],
+    prompts: list[list[int]],
+    ahead: Callable[[bool], None],
+) -> None:
+    ahead(False)
+    plain = talk(driver, checkpoint, prompts)
+    ahead(True)
+    before = LateTokens.followed
+    assert talk(driver, checkpoint, prompts) == plain
+    assert LateTokens.followed > before + 20
+
+
+def scheduler_with(num_blocks: int, running: int, *lengths: int, max_tokens: int = 10) -> BatchScheduler:
+    scheduler = BatchScheduler(BlockTables(BlockPool(num_blocks), "m"), BatchLimits(step_tokens=64, running=running))
+    for number, length in enumerate(lengths):
+        sampling = Sampling(seed=0, max_tokens=max_tokens, temperature=0.0)
+        prompt = [number + 1] * length
+        scheduler.submit(Request(RequestKey(RequestId(f"r{number}"), 1), prompt, (), sampling, 1000))
+    return scheduler
+
+
+def segments_of(plan: Plan | None) -> list[tuple[int, int]]:
+    assert plan is not None
+    return [(segment.start, segment.count) for segment in plan.batch.segments]
+
+
+def test_a_plan_is_followed_by_the_next_token_of_each() -> None:
+    scheduler = scheduler_with(8, 4, 16, 5)
+    plan = scheduler.schedule(0.0)
+    following = scheduler.follow_on(plan)
+    assert segments_of(following) == [(16, 1), (5, 1)]
+    assert following is not None
+    assert [len(segment.blocks) for segment in following.batch.segments] == [2, 1]
+    assert following.sampled == plan.requests
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "running", "lengths", "max_tokens"),
+    [(8, 1, (5, 5), 1), (8, 4, (100,), 10), (1, 4, (16,), 0), (8, 4, (5,), 1)],
+    ids=["somebody waits for the place of one that ends", "a prompt is in the middle", "no room", "all end"],
+)
+def test_a_plan_is_not_followed_blindly(num_blocks: int, running: int, lengths: tuple[int, ...], max_tokens: int) -> None:
+    scheduler = scheduler_with(num_blocks, running, *lengths, max_tokens=max_tokens or 10)
+    assert scheduler.follow_on(scheduler.schedule(0.0)) is None
+
+
+def test_a_full_house_is_followed_though_others_wait() -> None:
+    scheduler = scheduler_with(8, 1, 5, 5)
+    assert segments_of(scheduler.follow_on(scheduler.schedule(0.0))) == [(5, 1)]
+
+
+def test_a_plan_for_some_of_its_requests() -> None:
+    plan = scheduler_with(8, 4, 3, 4, 5).schedule(0.0)
+    kept = plan.only({0, 2})
+    assert kept.requests == (plan.requests[0], plan.requests[2])
+    assert kept.batch == Batch((plan.batch.segments[0], plan.batch.segments[2]))
+    assert kept.batch.segments[1] == Segment(0, 5, plan.batch.segments[2].blocks, wants_logits=True)

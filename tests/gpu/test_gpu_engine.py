@@ -1,0 +1,128 @@
+"""The whole engine on the device says what the engine on the CPU says, whatever comes and goes meanwhile."""
+
+import itertools
+
+import pytest
+import torch
+from random_models import random_parts, source_of, spec_of
+from torch_arena import TorchArena
+
+from pilotlight.engine.core.request import RequestKey
+from pilotlight.engine.core.scheduler import BatchLimits
+from pilotlight.engine.device.arena import CpuArena
+from pilotlight.engine.device.arena_protocol import Arena
+from pilotlight.engine.engine import Engine
+from pilotlight.policy.types import Dtype, FinishReason, InstanceId, RequestId, Sampling
+
+pytestmark = pytest.mark.gpu
+
+SLOT_BYTES = 256 << 20
+KINDS = ("llama-bias", "qwen2", "gemma3")
+INSTANCE = InstanceId("i")
+
+
+class Driver:
+    """An engine with one model, and what it said."""
+
+    def __init__(self, arena: Arena, kind: str, kv_tokens: int, limits: BatchLimits) -> None:
+        ticks = itertools.count()
+        spec = spec_of(kind, Dtype.FLOAT32)
+        self.engine = Engine(2, lambda: next(ticks) / 1000, limits, arena)
+        room = kv_tokens * spec.kv_bytes_per_token(spec.whole, Dtype.FLOAT32)
+        self.engine.begin_load(INSTANCE, spec, spec.whole, Dtype.FLOAT32, spec.total_bytes + room)
+        for part, tensors in enumerate(random_parts(spec, 3)):
+            self.engine.place_part(INSTANCE, part, {name: source_of(tensor) for name, tensor in tensors.items()})
+        self.tokens: dict[str, list[int]] = {}
+        self.finishes: dict[str, FinishReason] = {}
+        self.steps = 0
+
+    def add(self, name: str, prompt_tokens: int, **sampling: object) -> None:
+        generator = torch.Generator().manual_seed(len(self.tokens))
+        prompt = torch.randint(997, (prompt_tokens,), generator=generator).tolist()
+        parameters = Sampling(**{"seed": len(self.tokens), "max_tokens": 30, "temperature": 0.0, **sampling})
+        self.engine.add(RequestId(name), 1, INSTANCE, prompt, (), parameters)
+        self.tokens[name] = []
+
+    def step(self) -> None:
+        self.steps += 1
+        for produced in self.engine.step().produced:
+            assert produced.request_id not in self.finishes
+            assert produced.position == len(self.tokens[produced.request_id])
+            self.tokens[produced.request_id].extend(produced.token_ids)
+            if produced.finish is not None:
+                self.finishes[produced.request_id] = produced.finish
+
+    def finish(self) -> None:
+        while self.engine.has_work:
+            self.step()
+
+
+def talk(arena: Arena, kind: str) -> Driver:
+    """Requests of every sort, some of which come, go, stop or lose their blocks in the middle."""
+    driver = Driver(arena, kind, 2048, BatchLimits(step_tokens=200, running=12))
+    for number in range(5):
+        driver.add(f"greedy {number}", 7 + 60 * number, max_tokens=10 + 7 * number)
+    for number in range(5):
+        driver.add(f"noisy {number}", 31, temperature=0.9)
+        stops = tuple(range(number, 997, 9))
+        driver.add(f"stops {number}", 12 + number, temperature=1.2, stop_token_ids=stops, max_tokens=60)
+    for _ in range(12):
+        driver.step()
+    driver.add("late", 300)
+    driver.add("filtered", 20, temperature=0.8, top_k=40, top_p=0.9, min_p=0.001)
+    for _ in range(4):
+        driver.step()
+    driver.engine.abort(RequestId("greedy 4"), 1)
+    spec = spec_of(kind, Dtype.FLOAT32)
+    row_bytes = spec.kv_bytes_per_token(spec.whole, Dtype.FLOAT32)
+    driver.engine.resize(INSTANCE, spec.total_bytes + 640 * row_bytes)
+    for _ in range(5):
+        driver.step()
+    driver.engine.resize(INSTANCE, spec.total_bytes + 1024 * row_bytes)
+    driver.add("penalised", 20, repetition_penalty=1.3, frequency_penalty=0.2, max_tokens=20)
+    driver.add("biased", 20, logit_bias=((7, 4.0), (9, -100.0)), min_tokens=5, stop_token_ids=(7,))
+    driver.finish()
+    driver.add("alone", 40, max_tokens=100)
+    driver.finish()
+    return driver
+
+
+@pytest.fixture
+def on_device(device: torch.device) -> TorchArena:
+    return TorchArena(device, num_slots=1, slot_bytes=SLOT_BYTES)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_are_those_of_the_cpu(on_device: TorchArena, kind: str) -> None:
+    there, here = talk(on_device, kind), talk(CpuArena(num_slots=1, slot_bytes=SLOT_BYTES), kind)
+    cancelled = "greedy 4"
+    assert there.finishes == here.finishes
+    assert there.finishes[cancelled] is FinishReason.CANCELLED
+    assert {name: tokens for name, tokens in there.tokens.items() if name != cancelled} == {
+        name: tokens for name, tokens in here.tokens.items() if name != cancelled
+    }
+    there.engine.unload(INSTANCE)
+    assert on_device.backed_bytes == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_request_moves_between_engines_in_mid_generation(device: torch.device, kind: str) -> None:
+    """From the device to another engine on it, and to one on the CPU, with its keys and values: the tokens are those of one that stays."""
+    arena = TorchArena(device, num_slots=3, slot_bytes=SLOT_BYTES)
+    limits = BatchLimits(step_tokens=200, running=12)
+    stays, goes, takes = (Driver(arena, kind, 1024, limits) for _ in range(3))
+    for driver in (stays, goes):
+        driver.add("r", 75, max_tokens=40, temperature=0.7)
+    stays.finish()
+    for _ in range(13):
+        goes.step()
+    key = RequestKey(RequestId("r"), 1)
+    pieces = goes.engine.export_kv(INSTANCE, [key], spec_of(kind, Dtype.FLOAT32).whole)
+    gone = goes.engine.release(*key)
+    assert list(gone.output_ids) == goes.tokens["r"]
+    there = Driver(CpuArena(num_slots=1, slot_bytes=SLOT_BYTES), kind, 1024, limits)
+    for driver in (takes, there):
+        driver.tokens["r"] = list(gone.output_ids)
+        driver.engine.add(*key, INSTANCE, gone.prompt_ids, gone.output_ids, gone.sampling, pieces=pieces)
+        driver.finish()
+        assert driver.tokens["r"] == stays.tokens["r"]
