@@ -32,9 +32,8 @@ class _Captured:
 class Graphs:
     """Captured steps of one stage. Their memory is one pool: only the output of the last one replayed is valid."""
 
-    def __init__(self, device: torch.device, pool: tuple[int, int] | None = None) -> None:
-        """``pool``: where their memory comes from, as ``torch.cuda.graph_pool_handle`` gives it."""
-        self._pool = pool or torch.cuda.graph_pool_handle()
+    def __init__(self, device: torch.device) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
         self._captured: dict[tuple[Stage, int], _Captured] = {}
         self._seen: set[tuple[Stage, int]] = set()
