@@ -273,7 +273,7 @@ def test_nodes_that_start_one_model_read_it_from_its_source_once(folder: Path) -
         eventually(lambda: sum(node["workers"] for node in nodes_of(system).values()) == 2)
         with system.admin() as admin:
             assert admin.patch("/models/ember-7m", json={"min_instances": 2, "max_instances": 2}).status_code == 200
-            moving = eventually(lambda: len(found := system.cli("transfers")["transfers"]) == 2 and found)
+            moving = eventually(lambda: len(found := admin.get("/transfers").json()["transfers"]) == 2 and found)
             assert {one["model"] for one in moving} == {"ember-7m"}
             eventually(lambda: [one["state"] for one in admin.get("/instances").json()["instances"]].count("ready") == 2)
             starts = [one["outcome"] for one in admin.get("/decisions").json()["decisions"] if one["kind"] == "cold_start"]

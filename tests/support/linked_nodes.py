@@ -5,9 +5,9 @@ from typing import Any
 
 from pilotlight.common.clock import Clock, SystemClock
 from pilotlight.common.cluster_key import ClusterKey
+from pilotlight.common.handshake import LINK_PURPOSE, Identity
 from pilotlight.common.messages.hold import Peer
 from pilotlight.dataplane.copies import HostCopies
-from pilotlight.dataplane.link.handshake import PURPOSE, Identity
 from pilotlight.dataplane.link.offers import Offers
 from pilotlight.dataplane.link.peers import Peers
 from pilotlight.dataplane.link.server import LinkServer
@@ -15,7 +15,7 @@ from pilotlight.dataplane.link.thread import LinkThread
 from pilotlight.dataplane.model_fetch import FetchTools
 from pilotlight.policy.types import Digest, FetchPriority, NodeId
 
-KEY = ClusterKey(b"the key of this cluster", PURPOSE)
+KEY = ClusterKey(b"the key of this cluster", LINK_PURPOSE)
 HOST = "127.0.0.1"
 
 

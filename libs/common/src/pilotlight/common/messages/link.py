@@ -35,6 +35,8 @@ class Hello(Message, tag="hello", frozen=True, kw_only=True):
     nonce: bytes
     beat_s: float = 1.0
     """Who waits wants to hear at least so often that what it asked for is on its way."""
+    about: str = ""
+    """What the connection is for: which channel. A link is for everything, and says nothing."""
 
 
 class Welcome(Message, tag="welcome", frozen=True, kw_only=True):

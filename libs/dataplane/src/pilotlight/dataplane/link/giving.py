@@ -162,20 +162,21 @@ class Giving:
         self.pool_loop.call_soon_threadsafe(self.offers.let_go, request.ticket)
 
     async def _send_for_ever(self) -> None:
-        beat_s = min(max(self.beat_s, SHORTEST_BEAT_S), LONGEST_BEAT_S)
+        beat_s, spoke_s = min(max(self.beat_s, SHORTEST_BEAT_S), LONGEST_BEAT_S), self.clock.monotonic_s()
         while True:
             self._wake.clear()
             request = self._next()
-            if request is None:
+            delay_s = beat_s if request is None else self.yielding.delay_s(request.ask.priority, self.clock.monotonic_s())
+            if request is not None and delay_s <= 0:
+                await self._send(request)
+            else:
                 self._check_late()
-                if not await woken(self._wake, beat_s) and self._requests:
-                    await self.stream.write(Waiting())
-                continue
-            delay_s = self.yielding.delay_s(request.ask.priority, self.clock.monotonic_s())
-            if delay_s > 0:
-                await woken(self._wake, delay_s)
-                continue
-            await self._send(request)
+                await woken(self._wake, min(delay_s, beat_s))
+                if not self._requests or self.clock.monotonic_s() - spoke_s < beat_s:
+                    continue
+                # Also to who waits because others come first.
+                await self.stream.write(Waiting())
+            spoke_s = self.clock.monotonic_s()
 
     def _next(self) -> _Request | None:
         """The first request, in order, for which there is something to send."""

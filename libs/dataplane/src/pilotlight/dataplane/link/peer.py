@@ -5,24 +5,27 @@ import itertools
 import random
 import socket
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 import structlog
+from msgspec import structs
 
 from pilotlight.checkpoint.digests import UNIT_DIGEST_BYTES
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import DeadlineExceeded, PeerRefused, PeerUnavailable, PilotlightError
+from pilotlight.common.handshake import AskingSide, Identity
 from pilotlight.common.messages.hold import Peer
 from pilotlight.common.messages.link import Accepted, Ask, Enough, FromGiver, NotHeld, Recorded, Refused, Sent, Units, Welcome
 from pilotlight.common.waiting import Backoff, cancel_all, pause, within
 from pilotlight.dataplane.link.giving import LinkObserver
-from pilotlight.dataplane.link.handshake import AskingSide, Identity
 from pilotlight.dataplane.link.stream import FrameStream
 from pilotlight.dataplane.link.thread import LinkThread
 from pilotlight.dataplane.link.wire import FrameKind, Head
 from pilotlight.dataplane.origin import ChunkWork, NotHere, RecordedNow, WrongBytes
+from pilotlight.policy.types import FetchPriority
 
 log = structlog.get_logger()
 
@@ -35,6 +38,8 @@ BEATS = 5
 LIVED_S = 1.0
 """A connection that held for so long was a good one: what comes after it is a first failure."""
 BACKOFF = Backoff(first_s=0.2, limit_s=10.0)
+MAX_OUT = 4096
+"""Requests that wait to be sent: more than all threads that read can have under way."""
 PATIENCE = 3
 """So many stall timeouts without any byte are a stall, though the other node says that it is well: it may wait for this one."""
 
@@ -102,8 +107,10 @@ class PeerLink:
         self._frames = 0
         self._bytes = 0
 
-    def pull(self, ask: Ask, work: ChunkWork) -> None:
+    def pull(self, ask: Ask, work: ChunkWork, priority: Callable[[], FetchPriority] | None = None) -> None:
         """Have a chunk's bytes written to ``work``, from ``ask.from_byte`` on. Blocks.
+
+        ``priority`` is how much it matters at a moment: what began as a prefetch is asked for again when a cold start waits for it.
 
         Raises:
             NotHere: the node has not got it.
@@ -126,6 +133,8 @@ class PeerLink:
                     raise self._stalled(quiet >= LOOKS)
                 if not quiet:
                     work.sign()
+                if priority is not None:
+                    self._thread.call(self._matters, pull, priority())
         finally:
             self._thread.call(self._end, pull)
         if pull.error is not None:
@@ -162,6 +171,33 @@ class PeerLink:
             self._out = self._sock = None
             stream.close()
 
+    async def _reach(self) -> socket.socket:
+        """A connection to the first address of the node's host that answers.
+
+        Raises:
+            PilotlightError, OSError: none does.
+        """
+        loop, peer = asyncio.get_running_loop(), self.peer
+        try:
+            found = await loop.getaddrinfo(peer.host, peer.port, type=socket.SOCK_STREAM)
+        except (ValueError, OverflowError) as error:
+            raise PeerUnavailable(f"{peer.node_id} says that it is at {peer.host}:{peer.port}, which is no address") from error
+        failure: Exception = PeerUnavailable(f"{peer.host} has no address")
+        for family, _, _, _, address in found:
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            sock.setblocking(False)
+            try:
+                await within(CONNECT_S / (1 + len(found)), loop.sock_connect(sock, address), f"reaching {address[0]}")
+            except (OSError, PilotlightError) as error:
+                sock.close()
+                failure = error
+            except BaseException:
+                sock.close()
+                raise
+            else:
+                return sock
+        raise failure
+
     async def _connect(self) -> FrameStream:
         """A connection whose other end has proved that it is the node.
 
@@ -169,12 +205,9 @@ class PeerLink:
             PilotlightError: it is another one, or takes this one for another.
             OSError: it cannot be made.
         """
-        loop, node_id = asyncio.get_running_loop(), self.peer.node_id
-        found = await loop.getaddrinfo(self.peer.host, self.peer.port, type=socket.SOCK_STREAM)
-        sock = socket.socket(found[0][0], socket.SOCK_STREAM)
+        node_id = self.peer.node_id
+        sock = await self._reach()
         try:
-            sock.setblocking(False)
-            await loop.sock_connect(sock, found[0][4])
             stream, side = FrameStream(sock), AskingSide(self._me, node_id, self._stall_timeout_s / BEATS)
             await stream.write(side.hello())
             welcome = await stream.read_message(Welcome | Refused)
@@ -201,7 +234,7 @@ class PeerLink:
         Raises:
             PilotlightError, OSError: it did.
         """
-        self._out = asyncio.Queue()
+        self._out = asyncio.Queue(MAX_OUT)
         self.state = LinkState.UP
         log.info("link is up", action="link_up", node=self.peer.node_id)
         for pull in sorted(self._waiting, key=lambda pull: (pull.ask.part, pull.ask.chunk)):
@@ -291,18 +324,17 @@ class PeerLink:
         if self._out is None:
             pull.end(PeerUnavailable(f"{self.peer.node_id} cannot be reached"))
             return
-        ask = pull.ask
         pull.number = next(self._numbers)
         self._pulls[pull.number] = pull
-        pull.ask = Ask(
-            model=ask.model,
-            part=ask.part,
-            chunk=ask.chunk,
-            digest=ask.digest,
-            from_byte=pull.work.position,
-            priority=ask.priority,
-        )
-        self._out.put_nowait((pull.ask, pull.number))
+        pull.ask = structs.replace(pull.ask, from_byte=pull.work.position)
+        self._post(pull.ask, pull.number)
+
+    def _matters(self, pull: _Pull, priority: FetchPriority) -> None:
+        if pull.ask.priority is FetchPriority.PREFETCH and priority is FetchPriority.COLD_START:
+            pull.ask = structs.replace(pull.ask, priority=priority)
+            if pull.number in self._pulls:
+                self._forget(pull)
+                self._send(pull)
 
     def _end(self, pull: _Pull, error: BaseException | None = None) -> None:
         """A request is over, in whatever way: the other node may let go of the chunk."""
@@ -311,8 +343,15 @@ class PeerLink:
         pull.end(error)
 
     def _forget(self, pull: _Pull) -> None:
-        if self._pulls.pop(pull.number, None) is not None and self._out is not None:
-            self._out.put_nowait((Enough(), pull.number))
+        if self._pulls.pop(pull.number, None) is not None:
+            self._post(Enough(), pull.number)
+
+    def _post(self, message: object, number: int) -> None:
+        try:
+            if self._out is not None:
+                self._out.put_nowait((message, number))
+        except asyncio.QueueFull:
+            self._break()
 
     def _stalled(self, is_silent: bool) -> PeerUnavailable:
         if is_silent:

@@ -39,6 +39,8 @@ class FrameStream:
         self._buffer = memoryview(bytearray(READ_BYTES))
         self._sendfile_works = True
         self._wakes_at = 1
+        self._is_within_frame = False
+        """A frame was begun and not ended: nothing else may be sent any more, or it would be taken for the rest of it."""
 
     def close(self) -> None:
         """Let go of it."""
@@ -88,10 +90,17 @@ class FrameStream:
         return self._buffer[:count]
 
     async def write(self, message: object, request: int = 0) -> None:
-        """Send a control message; it goes between frames."""
+        """Send a control message; it goes between frames.
+
+        Raises:
+            OSError: the connection broke, or has broken off within a frame.
+            TimeoutError: the peer took nothing for ``SLOW_S``.
+        """
         data = control_frame(message, request)
         async with self._writing, asyncio.timeout(SLOW_S):
+            self._begin_frame()
             await self._loop.sock_sendall(self._sock, data)
+            self._is_within_frame = False
 
     async def write_file(self, head: bytes, descriptor: int, offset: int, size_bytes: int, moved: Callable[[int], None]) -> None:
         """Send a frame whose body lies in a file. ``moved`` is told of bytes as the system takes them.
@@ -101,6 +110,7 @@ class FrameStream:
             TimeoutError: the peer took nothing for ``SLOW_S``.
         """
         async with self._writing:
+            self._begin_frame()
             await self._send(head)
             done = 0
             while done < size_bytes:
@@ -113,6 +123,12 @@ class FrameStream:
                     raise OSError("the host pool's file is shorter than it should be")
                 done += count
                 moved(count)
+            self._is_within_frame = False
+
+    def _begin_frame(self) -> None:
+        if self._is_within_frame:
+            raise OSError("a frame was broken off")
+        self._is_within_frame = True
 
     def _send_file(self, descriptor: int, offset: int, size_bytes: int) -> int:
         if self._sendfile_works:
