@@ -10,6 +10,7 @@ node has all of its layers.
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import statistics
@@ -31,13 +32,13 @@ from bare_loader import (
     model_of,
     opener,
     record_manifest,
+    recorded_manifest,
     sources_for,
 )
 from children import Child, obey
 from netns import Host, network
 from store import MODEL_URI, ceph, upload
 
-from pilotlight.checkpoint.manifest import decode
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.telemetry import configure_logging
 from pilotlight.dataplane.copies import HostCopies
@@ -47,9 +48,9 @@ from pilotlight.policy.types import InstanceId, Stage
 
 NODES = (1, 2, 4)
 LAYER_BYTES = 32 * MIB
+REGION = "us-east-1"
 FLOOR_RATIO = 0.30
 FLOOR_STORE_MB_PER_S = 100.0
-MANIFEST = "manifest.json"
 
 
 class Node:
@@ -58,8 +59,9 @@ class Node:
     def __init__(self, folder: Path, endpoint: str, pool_path: Path) -> None:
         """``folder`` holds the manifest; the bytes are at the endpoint."""
         clock, quiet = SystemClock(), Quiet()
-        manifest = decode((folder / MANIFEST).read_bytes())
+        manifest = recorded_manifest(folder)
         self._clock = clock
+        self._manifest = manifest
         self._model = model_of(MODEL_URI, manifest)
         self._pool = HostPool.open(pool_path, bytes_of(manifest) + 64 * MIB, clock)
         tools = fetch_tools(self._pool, manifest, opener(sources_for(MODEL_URI, endpoint)))
@@ -70,8 +72,8 @@ class Node:
         began_cpu_s, size_bytes = cpu_s(), 0
         parts = self._model.spec.parts_of(Stage(*order["layers"]))
         holder = self._copies.hold(self._model, parts, InstanceId("bench"), leased=True)
-        async for part in self._copies.ready_parts(holder):
-            size_bytes += part.image.size_bytes
+        async for ready in self._copies.ready_parts(holder):
+            size_bytes += self._manifest.parts[ready.part].image_bytes
         return {"end_s": self._clock.monotonic_s(), "cpu_s": round(cpu_s() - began_cpu_s, 3), "bytes": size_bytes}
 
     async def stop(self) -> None:
@@ -94,7 +96,9 @@ def serve_store(folder: Path, address: str) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
         store_bytes = 2 * sum(file.stat().st_size for file in folder.iterdir()) + 1024 * MIB
         with ceph(Path(place), address, store_bytes) as endpoint:
+            os.environ["AWS_REGION"] = REGION
             upload(folder, endpoint)
+            record_manifest(folder, sources_for(MODEL_URI, endpoint).pin(MODEL_URI).source)
             environment = {name: os.environ[name] for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")}
 
             async def where(_: dict[str, Any]) -> dict[str, Any]:
@@ -105,13 +109,12 @@ def serve_store(folder: Path, address: str) -> None:
 
 def layer_ranges(layers: int, nodes: int) -> list[tuple[int, int]]:
     """As even as it goes."""
-    bounds = [layers * number // nodes for number in range(nodes + 1)]
-    return list(zip(bounds, bounds[1:], strict=False))
+    return list(itertools.pairwise(layers * number // nodes for number in range(nodes + 1)))
 
 
 def measure(hosts: list[Host], folder: Path, endpoint: str, log: IO[bytes]) -> dict[str, Any]:
     """One run with a fresh process in each of these namespaces."""
-    manifest = decode((folder / MANIFEST).read_bytes())
+    manifest = recorded_manifest(folder)
     with ExitStack() as stack:
         nodes: list[Child] = []
         for host in hosts:
@@ -183,7 +186,6 @@ def main() -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         make_model(folder, options.mib, LAYER_BYTES)
-        size_bytes = record_manifest(folder)
         *nodes, near, remote = stack.enter_context(network([*(options.rate for _ in range(max(NODES))), None, None]))
         log = stack.enter_context(options.log.open("wb"))
         command = (sys.executable, __file__, "--store", remote.address, "--folder", str(folder))
@@ -192,7 +194,8 @@ def main() -> None:
         store.heard()
         store.tell("where")
         where = store.heard()
-        os.environ.update(where["environment"], AWS_REGION="us-east-1")
+        os.environ.update(where["environment"], AWS_REGION=REGION)
+        size_bytes = bytes_of(recorded_manifest(folder))
         plans = {"store": [near]} | {str(count): nodes[:count] for count in NODES}
         for number in range(options.rounds):
             for name, hosts in plans.items() if number % 2 == 0 else reversed(plans.items()):

@@ -11,8 +11,8 @@ from typing import Any
 
 from pilotlight.checkpoint.checkpoint import read_checkpoint, read_chunk
 from pilotlight.checkpoint.digests import chunk_digest
-from pilotlight.checkpoint.manifest import Manifest, encode
-from pilotlight.checkpoint.reader import FolderSource
+from pilotlight.checkpoint.manifest import Manifest, decode, encode
+from pilotlight.checkpoint.reader import FolderSource, Source
 from pilotlight.checkpoint.testing import tiny_config, tiny_files
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.faults import Faults
@@ -34,6 +34,7 @@ READS = 4
 """PILOTLIGHT_FETCH_READS, as it is by default; so are the two below."""
 THREADS = 16
 STALL_TIMEOUT_S = 10.0
+MANIFEST = "manifest.json"
 HIDDEN_SIZES = {128 * MIB: 2048, 32 * MIB: 1024}
 """Of a layer of so many bytes: four square projections, and three to or from four times as much."""
 
@@ -75,17 +76,23 @@ def make_model(folder: Path, mib: int, layer_bytes: int = 128 * MIB) -> None:
         (folder / name).write_bytes(data)
 
 
-def record_manifest(folder: Path) -> int:
-    """Write a model's manifest with every digest recorded beside it. The bytes of all parts."""
-    source = FolderSource(folder)
-    manifest = read_checkpoint(source).manifest
+def record_manifest(folder: Path, source: Source | None = None) -> int:
+    """Write a model's manifest beside it, with every digest recorded, as of another source that holds the same. The bytes of all parts."""
+    files = FolderSource(folder)
+    local = read_checkpoint(files).manifest
+    manifest = read_checkpoint(source).manifest if source is not None else local
     digests = {
-        (p, c): chunk_digest(read_chunk(source, manifest, chunk))
-        for p, part in enumerate(manifest.parts)
+        (p, c): chunk_digest(read_chunk(files, local, chunk))
+        for p, part in enumerate(local.parts)
         for c, chunk in enumerate(part.chunks)
     }
-    (folder / "manifest.json").write_bytes(encode(manifest.with_digests(digests)))
+    (folder / MANIFEST).write_bytes(encode(manifest.with_digests(digests)))
     return bytes_of(manifest)
+
+
+def recorded_manifest(folder: Path) -> Manifest:
+    """What ``record_manifest`` wrote."""
+    return decode((folder / MANIFEST).read_bytes())
 
 
 def bytes_of(manifest: Manifest) -> int:

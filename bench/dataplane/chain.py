@@ -31,11 +31,12 @@ from bare_loader import (
     make_model,
     model_of,
     record_manifest,
+    recorded_manifest,
 )
 from children import Child, obey
 from netns import Host, address, network
 
-from pilotlight.checkpoint.manifest import Manifest, decode
+from pilotlight.checkpoint.manifest import Manifest
 from pilotlight.checkpoint.reader import FolderSource
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.cluster_key import ClusterKey
@@ -88,7 +89,7 @@ class Node:
     def __init__(self, index: int, folder: Path, pool_path: Path) -> None:
         clock, quiet = SystemClock(), Quiet()
         self._folder = folder
-        self._manifest = decode((folder / "manifest.json").read_bytes())
+        self._manifest = recorded_manifest(folder)
         self.model = model_of(folder.as_uri(), self._manifest)
         self.traffic = Traffic()
         self._clock = clock

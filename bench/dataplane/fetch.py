@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -168,6 +169,8 @@ def main() -> None:
         finally:
             pool_path.unlink(missing_ok=True)
         return
+    # Told to end, it leaves no server behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     scenarios = options.scenarios.split(",")
     with ExitStack() as stack:
         top = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.folder)))

@@ -1,7 +1,8 @@
 """What others need to bring one file of parameters into memory. Imports nothing of Pilotlight: the interpreter that has them runs it.
 
 ``python fetch_peers.py NAME PLACE``, where PLACE is a path or ``s3://bucket/key``; prints ``{"seconds", "cpu_s"}`` of the transfer alone.
-Endpoint and credentials are in the environment (AWS_ENDPOINT_URL and what goes with it). ``python fetch_peers.py versions`` says whom one measures.
+Endpoint and credentials are in the environment (AWS_ENDPOINT_URL and what goes with it). ``python fetch_peers.py versions`` says whom
+one measures.
 
 It is made with ``python3 -m venv peers && peers/bin/pip install boto3 awscli 'runai-model-streamer[s3]'``.
 """

@@ -29,9 +29,7 @@ def tcp_channel(window: int = WINDOW_FRAMES) -> tuple[TcpChannel, TcpChannel]:
     """The end that connected and the end that listened."""
     door = Door(THERE, (HOST, 0), monotonic, window=window)
     try:
-        one, other = accepted(
-            door, "i", lambda: connect((HOST, door.port), HERE, THERE.node_id, "i", monotonic, 10, window)
-        )
+        one, other = accepted(door, "i", lambda: connect((HOST, door.port), HERE, THERE.node_id, "i", monotonic, 10, window))
     finally:
         door.close()
     return one, other

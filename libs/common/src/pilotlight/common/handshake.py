@@ -52,10 +52,19 @@ class AskingSide:
     nonce: bytes = field(default_factory=new_nonce)
     about: str = ""
     """What the connection is for, where a node has several of one kind."""
+    one_sided: bool = False
+    """Whether it can read the other node's memory."""
 
     def hello(self) -> Hello:
         """What it says first."""
-        return Hello(version=LINK_VERSION, node_id=self.me.node_id, nonce=self.nonce, beat_s=self.beat_s, about=self.about)
+        return Hello(
+            version=LINK_VERSION,
+            node_id=self.me.node_id,
+            nonce=self.nonce,
+            beat_s=self.beat_s,
+            about=self.about,
+            one_sided=self.one_sided,
+        )
 
     def on_welcome(self, answer: Welcome | Refused) -> Proof:
         """The proof that it answers with.

@@ -13,6 +13,7 @@ from pilotlight.common.messages.hold import Peer
 from pilotlight.common.service import Context
 from pilotlight.common.waiting import cancel_all, pause
 from pilotlight.dataplane.copies import HostCopies
+from pilotlight.dataplane.link.nixl_process import NixlProcess, PoolMemory, takes_nixl
 from pilotlight.dataplane.link.offers import Offers
 from pilotlight.dataplane.link.peers import Peers
 from pilotlight.dataplane.link.server import LinkServer
@@ -41,6 +42,7 @@ class NodeLinks:
         self._heard: dict[NodeId, Peer] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._server: LinkServer | None = None
+        self._nixl: NixlProcess | None = None
         self.peers = Peers(
             me, self._threads[0], context.clock, metrics, context.settings.stall_timeout_s, priority_of=self._priority_of
         )
@@ -55,7 +57,10 @@ class NodeLinks:
         self._copies = copies
         offers = Offers(pool=pool, copies=copies, moved=tools.moved, clock=clock)
         address = (settings.dataplane_host, settings.dataplane_port)
-        self._server = LinkServer(self._me, address, offers, self._threads[1], clock, self._metrics)
+        if takes_nixl(settings.link_transport):
+            memory = PoolMemory(pool.descriptor, pool.geometry.data_offset, pool.geometry.file_bytes)
+            self._nixl = self.peers.memory = NixlProcess(memory, self._threads[0])
+        self._server = LinkServer(self._me, address, offers, self._threads[1], clock, self._metrics, memory=self._nixl)
         self._server.listen()
 
     @property
@@ -70,6 +75,8 @@ class NodeLinks:
         if self._server is not None:
             await self._server.start()
         if not self._tasks:
+            if self._nixl is not None:
+                self._threads[0].spawn("NIXL", self._nixl.keep())
             spawn = self._context.background.spawn
             watched = [spawn("links", _watch(thread)) for thread in self._threads]
             self._tasks = [spawn("meet nodes", self._meet_for_ever()), *watched]

@@ -25,11 +25,11 @@ class Agent(Protocol):
     """What the reader process needs of a library for one-sided reads. For one thread."""
 
     def register(self, memory: memoryview) -> int:
-        """Memory that takes part: where it lies. Before ``offer``."""
+        """Memory that takes part: where it lies."""
         ...
 
     def offer(self) -> bytes:
-        """What another agent has to know to read all that is registered."""
+        """What another agent has to know to read all that is registered by now."""
         ...
 
     def learn(self, agent: bytes) -> str:
@@ -76,7 +76,7 @@ class NixlAgent:
 
     def register(self, memory: memoryview) -> int:
         """As ``Agent.register``."""
-        import numpy as np  # noqa: PLC0415 - it comes with NIXL
+        import numpy as np
 
         address = int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
         self._agent.register_memory([(address, len(memory), 0, "")], HOST_MEMORY)

@@ -14,6 +14,7 @@ import select
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,16 +32,15 @@ from pilotlight.dataplane.link.nixl_wire import (
     Learned,
     Read,
     Ready,
-    Stir,
     Unusable,
     decode,
 )
 
 HOT_S = 0.05
 """For so long after something happened the process looks again at once."""
-BUSY_NAP_S = 0.001
+BUSY_NAP_MS = 1
 """Then it rests for so long between two looks, while a read is under way,"""
-IDLE_NAP_S = 0.05
+IDLE_NAP_MS = 50
 """and for so long while none is."""
 
 
@@ -63,9 +63,10 @@ class Reader:
 
     def run(self) -> None:
         """Serve until the loader is gone."""
+        waiting = select.poll()
+        waiting.register(self.sock, select.POLLIN)
         while True:
-            readable, _, _ = select.select([self.sock], [], [], self._nap_s())
-            if readable:
+            if waiting.poll(self._nap_ms()):
                 data = self.sock.recv(MAX_MESSAGE_BYTES)
                 if not data:
                     return
@@ -74,11 +75,11 @@ class Reader:
             self.agent.progress()
             self._look()
 
-    def _nap_s(self) -> float:
+    def _nap_ms(self) -> int:
         if self.clock.monotonic_s() < self._hot_until_s:
             os.sched_yield()
-            return 0.0
-        return BUSY_NAP_S if self._reads else IDLE_NAP_S
+            return 0
+        return BUSY_NAP_MS if self._reads else IDLE_NAP_MS
 
     def _on_message(self, message: object) -> None:
         match message:
@@ -146,8 +147,10 @@ def serve(sock: socket.socket, make_agent: Callable[[str], Agent]) -> int:
     try:
         agent = make_agent(begin.name)
         pool_address = agent.register(memoryview(pool)[begin.pool_start :])
+        # What is registered later is no part of what others hear.
+        offer = agent.offer()
         ours = agent.register(memoryview(landing))
-        sock.sendall(encode_msgpack(Ready(agent=agent.offer(), address=pool_address)))
+        sock.sendall(encode_msgpack(Ready(agent=offer, address=pool_address)))
     except Exception as error:  # noqa: BLE001 - whatever it is, there is no NIXL here
         reason = str(error) if isinstance(error, NotInstalled) else f"{type(error).__name__}: {error}"
         sock.sendall(encode_msgpack(Unusable(reason=reason, is_final=isinstance(error, NotInstalled))))
@@ -156,19 +159,20 @@ def serve(sock: socket.socket, make_agent: Callable[[str], Agent]) -> int:
     return 0
 
 
-def main(make_agent: Callable[[str], Agent] = NixlAgent) -> None:
+def main(descriptor: int, make_agent: Callable[[str], Agent] = NixlAgent) -> None:
     """Serve, and end without tidying up: what a library does with reads under way is nobody's concern any more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    status = 0
+    status = 1
     try:
-        status = serve(socket.socket(fileno=int(sys.argv[1])), make_agent)
+        status = serve(socket.socket(fileno=descriptor), make_agent)
     except OSError:
         # The loader has ended.
-        status = 1
-    finally:
-        sys.stderr.flush()
-        os._exit(status)
+        pass
+    except Exception:  # noqa: BLE001 - it is told, and ends the process
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

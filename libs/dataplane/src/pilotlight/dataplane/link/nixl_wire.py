@@ -19,8 +19,9 @@ from typing import Any
 
 from pilotlight.common.messages.codec import Message, decode_msgpack
 
+MAX_AGENT_BYTES = 12 * 1024
+"""What NIXL says of a host, some hundred bytes for each interface; has to fit into a control message of a link."""
 MAX_MESSAGE_BYTES = 64 * 1024
-"""The longest holds what NIXL says of an agent: some hundred bytes for each interface of a host."""
 
 
 class Begin(Message, tag="begin", frozen=True, kw_only=True):

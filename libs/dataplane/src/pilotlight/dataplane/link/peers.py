@@ -20,7 +20,9 @@ from pilotlight.common.handshake import Identity
 from pilotlight.common.messages.hold import Peer
 from pilotlight.common.messages.link import Ask
 from pilotlight.dataplane.link.giving import LinkObserver
-from pilotlight.dataplane.link.peer import LinkState, PeerLink
+from pilotlight.dataplane.link.nixl_process import ReadsMemory
+from pilotlight.dataplane.link.peer import PeerLink
+from pilotlight.dataplane.link.state import LinkState
 from pilotlight.dataplane.link.thread import LinkThread
 from pilotlight.dataplane.origin import ChunkWork, Origin
 from pilotlight.policy.types import Digest, FetchPriority, Model, NodeId, OriginKind
@@ -82,6 +84,8 @@ class Peers:
         self._observer = observer
         self._stall_timeout_s = stall_timeout_s
         self._priority_of = priority_of
+        self.memory: ReadsMemory | None = None
+        """Reads the memory of those that let it be read. For links that are made from then on."""
         self._links: dict[NodeId, PeerLink] = {}
         self._upstreams: OrderedDict[Digest, tuple[NodeId, ...]] = OrderedDict()
 
@@ -110,7 +114,15 @@ class Peers:
             log.warning("too many nodes to keep links to", action="link_peers_full", node=peer.node_id, limit=MAX_PEERS)
             return
         self.part(peer.node_id)
-        link = PeerLink(self._me, peer, self._thread, self._clock, self._observer, stall_timeout_s=self._stall_timeout_s)
+        link = PeerLink(
+            self._me,
+            peer,
+            self._thread,
+            self._clock,
+            self._observer,
+            stall_timeout_s=self._stall_timeout_s,
+            memory=self.memory,
+        )
         self._links[peer.node_id] = link
         self._thread.spawn(_task_of(peer), link.keep())
 

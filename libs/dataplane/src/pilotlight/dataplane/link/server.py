@@ -11,7 +11,7 @@ from pilotlight.common.errors import PeerRefused, PilotlightError, SettingsInval
 from pilotlight.common.handshake import GivingSide, Identity
 from pilotlight.common.messages.link import Hello, Proof, Refused
 from pilotlight.common.waiting import cancel_all, pause, within
-from pilotlight.dataplane.link.giving import Giving, LinkObserver
+from pilotlight.dataplane.link.giving import GivesMemory, Giving, LinkObserver
 from pilotlight.dataplane.link.offers import Offers
 from pilotlight.dataplane.link.stream import FrameStream
 from pilotlight.dataplane.link.thread import LinkThread
@@ -38,8 +38,9 @@ class LinkServer:
         observer: LinkObserver,
         *,
         handshake_s: float = HANDSHAKE_S,
+        memory: GivesMemory | None = None,
     ) -> None:
-        """``address`` is host and port; port 0 means any."""
+        """``address`` is host and port; port 0 means any. ``memory`` lets nodes that can read the pool themselves."""
         self._me = me
         self._address = address
         self._offers = offers
@@ -47,6 +48,7 @@ class LinkServer:
         self._clock = clock
         self._observer = observer
         self._handshake_s = handshake_s
+        self._memory = memory
         self._yielding = Yielding()
         self._listener: socket.socket | None = None
         self._pool_loop: asyncio.AbstractEventLoop | None = None
@@ -133,6 +135,7 @@ class LinkServer:
                 yielding=self._yielding,
                 clock=self._clock,
                 observer=self._observer,
+                memory=self._memory if hello.one_sided else None,
             )
             await giving.run()
         except PilotlightError as error:

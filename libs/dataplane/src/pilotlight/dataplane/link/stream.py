@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pilotlight.common.errors import MessageUndecodable
+from pilotlight.dataplane.link.steering import Steering
 from pilotlight.dataplane.link.wire import HEADER, FrameKind, Head, control_frame, decode_control, parse_head
 
 READ_BYTES = 512 * 1024
@@ -33,6 +34,7 @@ class FrameStream:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         self._sock = sock
+        self._steering = Steering(sock)
         self._loop = asyncio.get_running_loop()
         self._writing = asyncio.Lock()
         self._head = memoryview(bytearray(HEADER.size))
@@ -122,6 +124,7 @@ class FrameStream:
                 if count == 0:
                     raise OSError("the host pool's file is shorter than it should be")
                 done += count
+                self._steering.look()
                 moved(count)
             self._is_within_frame = False
 

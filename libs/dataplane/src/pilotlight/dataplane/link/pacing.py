@@ -1,0 +1,91 @@
+"""How fast a link sends, so that what serving sends over the same wire does not wait behind it. Pure: readings in, a rate out.
+
+A queue before the narrowest place of a path holds up everybody who sends through it; from here it is seen as round trips that take longer
+than the shortest one did. Parameters keep the place busy with a queue of ``TARGET_S``; more is of no use to them, and they send
+
+    shorter queue    a little faster; faster and faster while there is none for long
+    longer           slower: by a part of what waits beyond the target, and by what it has grown
+    far longer       what came through, less what waits beyond the target
+
+Who else fills the queue gets the way, but for ``LEAST_SHARE``: a transfer gives way, and does not starve.
+"""
+
+import math
+from dataclasses import dataclass
+
+INTERVAL_S = 0.1
+"""Of sending, between two decisions. A burst of the system's is a millisecond of the rate, so a shorter one would see little but bursts."""
+TARGET_S = 0.001
+"""Of the narrowest place's time, queued: little beside the time between two tokens, and enough that it is never idle."""
+FAR_S = 0.005
+NEARNESS = 0.5
+"""How much of the way to the target the queue should go in one interval."""
+MOST_CUT = 0.25
+PATIENCE = 4
+"""Intervals in a row without a queue, after which there is more room than was thought."""
+FIRST_STEP, MOST_STEP = 0.01, 0.25
+"""Of the rate, upwards, in each interval then: doubled every time."""
+EMPTY_S = TARGET_S / 4
+USED_SHARE = 0.875
+"""A transfer that sends less than that of what it may is held up by something else, and learns nothing about more."""
+LEAST_SHARE = 0.25
+"""Of the most that lately came through."""
+FORGETS = 1 / 256
+"""Of the most that came through, in every interval."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What the system tells of a connection."""
+
+    acked_bytes: int
+    """Since it was made, as the next."""
+    busy_s: float
+    """In which there was something to send, or to be acknowledged."""
+    rtt_s: float
+    """Of the last few round trips."""
+    least_rtt_s: float
+    """Of all of the last minutes."""
+
+
+class Pacer:
+    """One connection's rate."""
+
+    def __init__(self) -> None:
+        self.bytes_per_s: float | None = None
+        """What it may send; None: as fast as it goes."""
+        self._begin: Reading | None = None
+        self._queue_s = math.inf
+        """The shortest within the interval: one that comes and goes with each burst holds nobody up."""
+        self._before_s = 0.0
+        """The same, of the interval before."""
+        self._most_bytes_per_s = 0.0
+        self._empty = 0
+        """Intervals in a row without a queue."""
+
+    def read(self, reading: Reading) -> None:
+        """Take a reading; there may be many within an interval."""
+        if self._begin is None:
+            self._begin = reading
+            return
+        self._queue_s = min(self._queue_s, max(0.0, reading.rtt_s - reading.least_rtt_s))
+        busy_s = reading.busy_s - self._begin.busy_s
+        if busy_s >= INTERVAL_S:
+            self._decide((reading.acked_bytes - self._begin.acked_bytes) / busy_s, self._queue_s)
+            self._begin, self._before_s, self._queue_s = reading, self._queue_s, math.inf
+
+    def _decide(self, came_through: float, queue_s: float) -> None:
+        """A rate for the next interval, from what came through in the last one (bytes/s) and what queue it left."""
+        self._most_bytes_per_s = max(came_through, self._most_bytes_per_s * (1 - FORGETS))
+        self._empty = self._empty + 1 if queue_s < EMPTY_S else 0
+        rate, excess_s = self.bytes_per_s, queue_s - TARGET_S
+        if excess_s > FAR_S or (rate is None and excess_s > 0):
+            rate = came_through * (1 - min(MOST_CUT, excess_s / INTERVAL_S))
+        elif rate is not None:
+            change = -(NEARNESS * excess_s + queue_s - self._before_s) / INTERVAL_S
+            if self._empty > PATIENCE:
+                change = max(change, min(MOST_STEP, FIRST_STEP * 2 ** (self._empty - PATIENCE)))
+            if change < 0 or came_through > USED_SHARE * rate:
+                rate *= 1 + change
+        if rate is not None:
+            self.bytes_per_s = max(rate, LEAST_SHARE * self._most_bytes_per_s)

@@ -1,0 +1,42 @@
+"""The thin part of ``pacing``: what Linux tells of a connection, and what it is told."""
+
+import socket
+from struct import Struct
+
+from pilotlight.dataplane.link.pacing import Pacer, Reading
+
+LOWER_EFFORT_TOS = 0x04
+"""DSCP LE (RFC 8622): for networks whose switches let everything else go first."""
+BULK_PRIORITY = 2
+"""TC_PRIO_BULK: a host's own queue sends it last, where it has bands (pfifo_fast, prio, fq)."""
+
+_INFO = Struct("=68x I 48x Q 20x I 16x Q")
+"""Of ``struct tcp_info``: tcpi_rtt, tcpi_bytes_acked, tcpi_min_rtt, tcpi_busy_time. Fields are only ever added behind the last one."""
+_RATE = Struct("=Q")
+_SO_MAX_PACING_RATE = 47
+"""Python has no name for it."""
+
+
+class Steering:
+    """One connection whose bytes give way to others'."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._pacer = Pacer()
+        if sock.family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, LOWER_EFFORT_TOS)
+        else:
+            sock.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, LOWER_EFFORT_TOS)
+        # After the one above, which sets it too.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, BULK_PRIORITY)
+
+    def look(self) -> None:
+        """Read how the connection does, and have it send as fast as it should. To be called every few milliseconds of sending."""
+        info = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
+        if len(info) < _INFO.size:
+            return  # A kernel before 4.10: nothing is steered.
+        rtt_us, acked_bytes, least_rtt_us, busy_us = _INFO.unpack(info)
+        before = self._pacer.bytes_per_s
+        self._pacer.read(Reading(acked_bytes, busy_us / 1e6, rtt_us / 1e6, least_rtt_us / 1e6))
+        if self._pacer.bytes_per_s not in (None, before):
+            self._sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, _RATE.pack(round(self._pacer.bytes_per_s)))
