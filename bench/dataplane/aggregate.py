@@ -47,7 +47,6 @@ from pilotlight.dataplane.pool import HostPool
 from pilotlight.policy.types import InstanceId, Stage
 
 NODES = (1, 2, 4)
-LAYER_BYTES = 32 * MIB
 REGION = "us-east-1"
 FLOOR_RATIO = 0.30
 FLOOR_STORE_MB_PER_S = 100.0
@@ -185,7 +184,7 @@ def main() -> None:
     runs: dict[str, list[dict[str, Any]]] = {}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        make_model(folder, options.mib, LAYER_BYTES)
+        make_model(folder, options.mib)
         *nodes, near, remote = stack.enter_context(network([*(options.rate for _ in range(max(NODES))), None, None]))
         log = stack.enter_context(options.log.open("wb"))
         command = (sys.executable, __file__, "--store", remote.address, "--folder", str(folder))

@@ -35,7 +35,8 @@ READS = 4
 THREADS = 16
 STALL_TIMEOUT_S = 10.0
 MANIFEST = "manifest.json"
-HIDDEN_SIZES = {128 * MIB: 2048, 32 * MIB: 1024}
+LAYER_BYTES = 32 * MIB
+HIDDEN_SIZES = {LAYER_BYTES: 1024, 4 * LAYER_BYTES: 2048}
 """Of a layer of so many bytes: four square projections, and three to or from four times as much."""
 
 
@@ -61,7 +62,7 @@ def floor(measured: float, *, at_most: float | None = None, at_least: float | No
     return {"measured": measured, "at_least": at_least, "met": measured >= at_least}
 
 
-def make_model(folder: Path, mib: int, layer_bytes: int = 128 * MIB) -> None:
+def make_model(folder: Path, mib: int, layer_bytes: int = LAYER_BYTES) -> None:
     """A checkpoint whose layers are so large in all; embedding and head are small."""
     hidden_size = HIDDEN_SIZES[layer_bytes]
     config = tiny_config(

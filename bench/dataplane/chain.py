@@ -86,7 +86,7 @@ class Traffic:
 class Node:
     """Everything of a loader that a chain needs, and nothing else."""
 
-    def __init__(self, index: int, folder: Path, pool_path: Path) -> None:
+    def __init__(self, index: int, folder: Path, pool_path: Path, *, has_source: bool) -> None:
         clock, quiet = SystemClock(), Quiet()
         self._folder = folder
         self._manifest = recorded_manifest(folder)
@@ -96,7 +96,7 @@ class Node:
         self._pool = HostPool.open(pool_path, bytes_of(self._manifest) + 64 * MIB, clock)
         me = Identity(NodeId(f"n{index}"), KEY)
         self.peers = Peers(me, LinkThread("links-in"), clock, self.traffic, STALL_TIMEOUT_S, lambda _: FetchPriority.COLD_START)
-        open_source = self._open_source if index == 0 else refuse
+        open_source = self._open_source if has_source else refuse
         tools = fetch_tools(self._pool, self._manifest, open_source, nearby=(self.peers,))
         self._copies = HostCopies(tools, quiet, quiet)
         offers = Offers(pool=self._pool, copies=self._copies, moved=tools.moved, clock=clock)
@@ -144,9 +144,9 @@ def refuse(model: Model, manifest: Manifest) -> ModelSource:
     raise SourceUnavailable("a receiver has no source but the other nodes")
 
 
-async def serve_node(index: int, folder: Path) -> None:
+async def serve_node(index: int, folder: Path, *, has_source: bool) -> None:
     """One node."""
-    node = Node(index, folder, Path(f"/dev/shm/pilotlight-bench-{os.getpid()}.pool"))
+    node = Node(index, folder, Path(f"/dev/shm/pilotlight-bench-{os.getpid()}.pool"), has_source=has_source)
     try:
         await node.start()
         await obey({"follow": node.follow, "fetch": node.fetch, "sent": node.sent})
@@ -230,7 +230,7 @@ def main() -> None:
     options = parse_options()
     if options.node is not None:
         configure_logging("bench")
-        asyncio.run(serve_node(options.node, options.folder))
+        asyncio.run(serve_node(options.node, options.folder, has_source=options.node == 0))
         return
     counts = [int(count) for count in options.receivers.split(",")]
     runs: dict[str, list[dict[str, Any]]] = {}

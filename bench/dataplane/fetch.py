@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bare_loader import (
+    LAYER_BYTES,
     MIB,
     Quiet,
     bytes_of,
@@ -176,7 +177,7 @@ def main() -> None:
         top = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.folder)))
         folder = top / "model"
         folder.mkdir()
-        make_model(folder, options.mib)
+        make_model(folder, options.mib, 4 * LAYER_BYTES)
         if "s3" in scenarios:
             # Not on the disk, which is busy with the model's file.
             ceph = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))

@@ -5,15 +5,15 @@ import ctypes
 import os
 import shutil
 import signal
-import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
+from confined import may_mount
 from standin_sources import ACCESS_KEY, SECRET_KEY
 
 from pilotlight.checkpoint.checkpoint import read_checkpoint
@@ -49,17 +49,29 @@ MIB = 1 << 20
 START_S = 40.0
 STOP_S = 20.0
 _PR_SET_PDEATHSIG = 1
+_CLONE_NEWNS = 0x20000
+_MS_REC, _MS_PRIVATE = 0x4000, 0x40000
 
 _context = get_context("forkserver")
 _context.set_forkserver_preload(["loader_processes", "killed_writers", "pytest"])
 
-Wrap = Callable[[Sequence[str | Path]], list[str]]
-"""What puts a command somewhere else, as ``confined`` does."""
+SmallDisk = tuple[Path, str]
+"""A folder that is a disk of this size (``3m``), for one loader alone."""
 
 
-def _run_loader(environment: Mapping[str, str], log: str) -> None:
+def may_have_small_disks() -> bool:
+    """Whether this process may make them."""
+    return os.geteuid() == 0 and may_mount()
+
+
+def _run_loader(environment: Mapping[str, str], log: str, disk: SmallDisk | None) -> None:
     """As ``python -m pilotlight.loader`` with this environment, in a process that was just forked."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if disk is not None:
+        failed = libc.unshare(_CLONE_NEWNS) or libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None)
+        failed = failed or libc.mount(b"tmpfs", str(disk[0]).encode(), b"tmpfs", 0, f"size={disk[1]}".encode())
+        assert not failed, os.strerror(ctypes.get_errno())
     os.environ.clear()
     os.environ.update(environment)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -68,8 +80,8 @@ def _run_loader(environment: Mapping[str, str], log: str) -> None:
     sys.exit(run_service("loader", LoaderSettings, build))
 
 
-def _forked(environment: Mapping[str, str], log: Path) -> BaseProcess:
-    process = _context.Process(target=_run_loader, args=(dict(environment), str(log)), daemon=True)
+def _forked(environment: Mapping[str, str], log: Path, disk: SmallDisk | None) -> BaseProcess:
+    process = _context.Process(target=_run_loader, args=(dict(environment), str(log), disk), daemon=True)
     path = os.environ.get("PYTHONPATH")
     # The server, which the first process starts, finds what it imports beforehand only so.
     os.environ["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
@@ -86,8 +98,8 @@ class LoaderProcess:
 
     home: Path
     environment: dict[str, str]
-    wrap: Wrap | None = None
-    child: Any = None
+    disk: SmallDisk | None = None
+    child: BaseProcess | None = None
     killed: bool = False
     """By the test: it may be gone."""
     _read_bytes: int = 0
@@ -105,27 +117,20 @@ class LoaderProcess:
         return self.home / "run" / "pool.sock"
 
     @property
-    def pid(self) -> int:
-        return self.child.pid
-
-    @property
     def is_alive(self) -> bool:
-        return self.child is not None and self._ended() is None
+        return self.child is not None and self.child.is_alive()
 
     def spawn(self) -> None:
         """Begin; ``LoaderProcesses.ready`` tells when it is there."""
         self.killed = False
-        if self.wrap is None:
-            self.child = _forked(self.environment, self.log)
-        else:
-            command = self.wrap([sys.executable, "-m", "pilotlight.loader"])
-            with self.log.open("ab") as output:
-                self.child = subprocess.Popen(command, env=self.environment, stdout=output, stderr=output)
+        self.child = _forked(self.environment, self.log, self.disk)
 
     def signal(self, number: int) -> None:
-        if self.is_alive:
+        if self.child is not None and self.child.pid is not None and self.child.is_alive():
             self.killed = self.killed or number in (signal.SIGKILL, signal.SIGTERM)
-            os.kill(self.pid, number)
+            # It may end at this moment.
+            with suppress(ProcessLookupError):
+                os.kill(self.child.pid, number)
 
     async def ended(self) -> None:
         await until(lambda: not self.is_alive, deadline_s=STOP_S)
@@ -143,9 +148,6 @@ class LoaderProcess:
             data = file.read()
         self._read_bytes += len(data)
         return data.decode(errors="replace").splitlines()
-
-    def _ended(self) -> int | None:
-        return self.child.poll() if isinstance(self.child, subprocess.Popen) else self.child.exitcode
 
 
 @dataclass
@@ -172,7 +174,7 @@ class LoaderProcesses:
         report = self.reports.get(loader.node_id)
         return report.facts if report is not None else None
 
-    def make(self, name: str, *, key: str | None = KEY, wrap: Wrap | None = None, **changes: str) -> LoaderProcess:
+    def make(self, name: str, *, key: str | None = KEY, disk: SmallDisk | None = None, **changes: str) -> LoaderProcess:
         """A node that was never started."""
         home = self.folder / name
         (home / "secrets").mkdir(parents=True)
@@ -197,7 +199,7 @@ class LoaderProcesses:
             "PILOTLIGHT_STALL_TIMEOUT_S": "1.0",
             **changes,
         }
-        loader = LoaderProcess(home, environment, wrap)
+        loader = LoaderProcess(home, environment, disk)
         self.loaders.append(loader)
         return loader
 

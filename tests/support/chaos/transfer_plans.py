@@ -105,7 +105,10 @@ class Plan:
             allowed.add("source_unavailable")
         if not self.is_source_sound and not self._has_sound_head(node):
             allowed |= {"source_changed"} if self.of(Kind.OBJECT_REPLACED) else set()
-            allowed |= {"corrupt_chunk"} if self.of(Kind.OBJECT_CORRUPTED) else set()
+            for fault in self.of(Kind.OBJECT_CORRUPTED):
+                # For a moment a file's time of modification is another one.
+                hasty = self.store == "folder" and fault.how == "meanwhile"
+                allowed |= {"corrupt_chunk", "source_changed"} if hasty else {"corrupt_chunk"}
         return allowed
 
     def _has_sound_head(self, node: str) -> bool:

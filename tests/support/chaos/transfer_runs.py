@@ -8,12 +8,12 @@ import signal
 from collections.abc import Callable
 from contextlib import suppress
 
-from chaos.engine_reads import RIGHT, EngineRead, Expected, read_model
-from chaos.transfer_plans import FULL_DISK, STALL_S, Edge, Fault, Kind, Plan
-from chaos.transfers import Stored, Transfers
 from gated_link import GatedLink
 from loader_processes import LoaderProcess, fetch_of
 
+from chaos.engine_reads import RIGHT, EngineRead, Expected, read_model
+from chaos.transfer_plans import FULL_DISK, STALL_S, Edge, Fault, Kind, Plan
+from chaos.transfers import Stored, Transfers
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.errors import DeadlineExceeded, PilotlightError
 from pilotlight.common.messages.hold import Peer
@@ -97,7 +97,7 @@ class Run:
             for task in befalling:
                 try:
                     await within(FAULT_S, task, task.get_name())
-                except (PilotlightError, AssertionError) as error:
+                except (PilotlightError, AssertionError, OSError) as error:
                     self.problems.append(f"{task.get_name()}: {error}")
         finally:
             self._over.set()
@@ -122,13 +122,13 @@ class Run:
                 await self._change_object(fault)
         size_bytes = sum(self.model.spec.part_bytes)
         for fault in plan.faults:
-            if fault.edge is not None and not (fault.how == "before"):
+            if fault.edge is not None and fault.how != "before":
                 lies = fault.kind is Kind.PEER_LIES
                 gate = GatedLink(None if lies else int(fault.at_share * size_bytes))
                 gate.flipped_at = int(fault.at_share * size_bytes) if lies else None
                 self._gates[fault.edge] = gate
                 self._behind[fault.edge] = await gate.start(self._processes.peer(self.node(fault.edge[0])))
-        self._dirty |= {fault.node for fault in plan.of(Kind.PEER_LIES, Kind.DISK_FULL, *DEATHS, Kind.LOADER_RESTARTS)}
+        self._dirty |= {fault.node for fault in plan.of(Kind.PEER_LIES, *DEATHS)}
 
     def _alter(self, read: EngineRead, fault: Fault) -> None:
         """A bit of the pool of whoever has the model changes, as in memory that fails."""

@@ -5,20 +5,17 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
 from blake3 import blake3
-from chaos.engine_reads import Expected, expected_of
-from chaos.transfer_plans import FULL_DISK, HANDING_OVER, NODES, PATIENT, Plan
-from confined import confined, may_mount
-from loader_processes import MIB, LoaderProcess, LoaderProcesses
+from loader_processes import MIB, LoaderProcess, LoaderProcesses, SmallDisk, may_have_small_disks
 from standin_sources import ACCESS_KEY, SECRET_KEY, StandinS3
 
-from pilotlight.checkpoint.checkpoint import read_chunk
+from chaos.engine_reads import Expected, expected_of
+from chaos.transfer_plans import FULL_DISK, HANDING_OVER, NODES, PATIENT, Plan
 from pilotlight.checkpoint.digests import chunk_digest
-from pilotlight.checkpoint.manifest import decode
-from pilotlight.checkpoint.reader import FolderSource, MemorySource
+from pilotlight.checkpoint.manifest import Chunk, decode
+from pilotlight.checkpoint.reader import FolderSource
 from pilotlight.checkpoint.testing import tiny_config, tiny_files
 from pilotlight.common.model_roots import ModelRootsSettings
 from pilotlight.common.sources.opening import Sources
@@ -77,13 +74,16 @@ class Stored:
         content = bytearray(self.files[self._largest])
         # Behind its header.
         start = 8 + int.from_bytes(content[:8], "little")
-        content[start + int(share * (len(content) - start - 1))] ^= 0x20
+        at = start + int(share * (len(content) - start - 1))
+        content[at] ^= 0x20
         if self._s3 is not None:
             self._put(self._largest, bytes(content), f'"{self.name}-{self._largest}"')
             return
         path = self._folder / self._largest
         before = path.stat()
-        path.write_bytes(content)
+        with path.open("r+b") as file:
+            file.seek(at)
+            file.write(content[at : at + 1])
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
     def replace(self) -> None:
@@ -166,9 +166,18 @@ class Transfers:
 
     def _record(self, model: Model, files: Mapping[str, bytes]) -> None:
         """As a node does that has read all of the model."""
-        objects, source = self.processes.folder / "objects", MemorySource(dict(files))
+        objects = self.processes.folder / "objects"
         manifest = decode((objects / manifest_key(model.digest)).read_bytes())
-        digests = [[chunk_digest(read_chunk(source, manifest, chunk)) for chunk in part.chunks] for part in manifest.parts]
+
+        def content(chunk: Chunk) -> bytearray:
+            data = bytearray(chunk.size_bytes)
+            for segment in chunk.segments:
+                start, file_start = segment.image_offset - chunk.image_offset, segment.file_offset
+                stored = files[manifest.files[segment.file].name]
+                data[start : start + segment.size_bytes] = stored[file_start : file_start + segment.size_bytes]
+            return data
+
+        digests = [[chunk_digest(content(chunk)) for chunk in part.chunks] for part in manifest.parts]
         path = objects / all_digests_key(model.digest)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(digests))
@@ -176,25 +185,23 @@ class Transfers:
     async def _start(self, name: str) -> None:
         self._made += 1
         self.used.discard(name)
-        wrap, changes = (
-            None,
-            {
-                "PILOTLIGHT_POOL_BYTES": str(POOL_BYTES),
-                "PILOTLIGHT_LINK": LINK,
-                "PILOTLIGHT_STALL_TIMEOUT_S": "6.0" if name == PATIENT else "1.0",
-                "PILOTLIGHT_HANDOVER": str(name == HANDING_OVER).lower(),
-                "PILOTLIGHT_S3_ENDPOINT": self._s3.url,
-                "PILOTLIGHT_S3_ALLOW_HTTP": "true",
-            },
-        )
+        small: SmallDisk | None = None
+        changes = {
+            "PILOTLIGHT_POOL_BYTES": str(POOL_BYTES),
+            "PILOTLIGHT_LINK": LINK,
+            "PILOTLIGHT_STALL_TIMEOUT_S": "6.0" if name == PATIENT else "1.0",
+            "PILOTLIGHT_HANDOVER": str(name == HANDING_OVER).lower(),
+            "PILOTLIGHT_S3_ENDPOINT": self._s3.url,
+            "PILOTLIGHT_S3_ALLOW_HTTP": "true",
+        }
         if name == FULL_DISK:
             disk = self.processes.folder / f"disk{self._made}"
-            if may_mount():
+            if may_have_small_disks():
                 disk.mkdir()
-                wrap = partial(confined, places={disk: DISK})
+                small = disk, DISK
             else:
                 # A file where the folder should be: nothing can be written there either.
                 disk.touch()
             changes["PILOTLIGHT_DISK_TIER_DIR"] = str(disk / "tier")
-        loader = self.nodes[name] = self.processes.make(f"{name}{self._made}", wrap=wrap, **changes)
+        loader = self.nodes[name] = self.processes.make(f"{name}{self._made}", disk=small, **changes)
         await self.processes.begin(loader)

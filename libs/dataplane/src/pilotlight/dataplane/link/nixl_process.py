@@ -48,6 +48,7 @@ SLOTS = 64
 START_S = 120.0
 """For the process to get ready: a network card takes a while for each gigabyte that it registers."""
 LEARN_S = 10.0
+ENDED = "the process that reads has ended"
 END_S = 5.0
 BACKOFF = Backoff(first_s=1.0, limit_s=60.0)
 RDMA_DEVICES = Path("/sys/class/infiniband")
@@ -58,11 +59,11 @@ class ReadsMemory(Protocol):
 
     @property
     def generation(self) -> int:
-        """Of the process that reads: what one has learned the next one does not know. 0: there is none yet."""
+        """Of the process that reads: what one has learned the next one does not know."""
         ...
 
     async def learn(self, region: Region) -> int:
-        """Get ready to read a node's pool; its number for ``UnitRead.peer`` and ``forget``.
+        """Get ready to read a node's pool, once there is a process: its number for ``UnitRead.peer`` and ``forget``.
 
         Raises:
             NixlFailed: it cannot be read.
@@ -145,6 +146,7 @@ class NixlProcess:
         self._slots = slots
         self._backoff = backoff
         self._run: _Run | None = None
+        self._up = asyncio.Event()
         self._peers = itertools.count(1)
         self._rng = random.Random()
 
@@ -172,9 +174,10 @@ class NixlProcess:
 
     async def learn(self, region: Region) -> int:
         """As ``ReadsMemory.learn``."""
+        await self._up.wait()
         run, peer = self._run, next(self._peers)
         if run is None or not run.say(Learn(peer=peer, agent=region.agent)):
-            raise NixlFailed("the process that reads has ended")
+            raise NixlFailed(ENDED)
         learned = run.learning[peer] = asyncio.get_running_loop().create_future()
         try:
             await within(LEARN_S, learned, "getting to know another node's memory")
@@ -191,7 +194,7 @@ class NixlProcess:
     def read(self, read: UnitRead) -> None:
         """As ``ReadsMemory.read``."""
         if self._run is None:
-            read.end("the process that reads has ended")
+            read.end(ENDED)
             return
         self._run.reads.add(read)
         self._pump(self._run)
@@ -281,6 +284,7 @@ class NixlProcess:
         run = self._run = _Run(sock, Reads(memoryview(mmap.mmap(landing, landing_bytes)), self._slots))
         self.generation += 1
         self.region = Region(agent=ready.agent, address=ready.address, size_bytes=self._pool.file_bytes - self._pool.start)
+        self._up.set()
         log.info("bytes can go by NIXL", action="nixl_up")
         hearing = asyncio.create_task(self._hear_for_ever(run), name="NIXL")
         spent = asyncio.create_task(run.ended.wait(), name="NIXL's end")
@@ -291,6 +295,7 @@ class NixlProcess:
             raise _Ended(f"{run.reads.out_of_use} of {self._slots} reads came to no end")
         finally:
             self._run = self.region = None
+            self._up.clear()
             await cancel_all((hearing, spent))
             _end(run)
 
@@ -322,7 +327,7 @@ def takes_nixl(transport: str, devices: Path = RDMA_DEVICES) -> bool:
 async def _hear(sock: socket.socket, as_type: Any) -> Any:
     data = await asyncio.get_running_loop().sock_recv(sock, MAX_MESSAGE_BYTES)
     if not data:
-        raise _Ended("the process that reads has ended")
+        raise _Ended(ENDED)
     return decode(data, as_type)
 
 
@@ -340,5 +345,5 @@ def _end(run: _Run) -> None:
         timer.cancel()
     for learned in run.learning.values():
         if not learned.done():
-            learned.set_exception(NixlFailed("the process that reads has ended"))
-    run.reads.end("the process that reads has ended")
+            learned.set_exception(NixlFailed(ENDED))
+    run.reads.end(ENDED)

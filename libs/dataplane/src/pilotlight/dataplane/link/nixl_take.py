@@ -137,23 +137,21 @@ class Taking:
         self._region = self._learned = self._failed = self._learning = None
 
     def _is_usable(self) -> bool:
-        if self._memory is None or self._region is None or not self._memory.generation:
+        if self._memory is None or self._region is None:
             return False
         now = self._region, self._memory.generation
-        if self._learned != now and self._failed != now and (self._learning is None or self._learning.done()):
-            self._learning = asyncio.create_task(self._learn(*now), name=f"memory of {self._node_id}")
-        return self._learned == now and self._failed != now
+        if now not in (self._learned, self._failed) and (self._learning is None or self._learning.done()):
+            self._learning = asyncio.create_task(self._learn(self._memory, self._region), name=f"memory of {self._node_id}")
+        return now == self._learned and now != self._failed
 
-    async def _learn(self, region: Region, generation: int) -> None:
-        assert self._memory is not None
+    async def _learn(self, memory: ReadsMemory, region: Region) -> None:
         try:
-            self._peer = await self._memory.learn(region)
+            self._peer = await memory.learn(region)
         except NixlFailed as error:
-            if self._memory.generation == generation:
-                self._failed = region, generation
-                self._warn(str(error))
+            self._failed = region, memory.generation
+            self._warn(str(error))
         else:
-            self._learned = region, generation
+            self._learned = region, memory.generation
             log.info("bytes go by NIXL", action="link_by_nixl", node=self._node_id)
 
     def _pump(self) -> None:
