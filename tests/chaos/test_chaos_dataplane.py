@@ -8,17 +8,16 @@ import asyncio
 import os
 import secrets
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import structlog
 from chaos.engine_reads import RIGHT
 from chaos.transfer_plans import draw
-from chaos.transfer_runs import DEATHS, Run
+from chaos.transfer_runs import Run
+from chaos.transfer_tally import TransferTally
 from chaos.transfers import BUCKET, Transfers
 from loader_processes import LoaderProcesses
 from standin_sources import StandinS3, running_s3
@@ -42,54 +41,13 @@ SYSTEMS = 3
 """That go through schedules at the same time."""
 
 
-@dataclass(slots=True)
-class Tally:
-    """What all schedules came to."""
-
-    schedules: int = 0
-    faults: Counter[str] = field(default_factory=Counter[str])
-    outcomes: dict[str, Counter[str]] = field(default_factory=dict[str, Counter[str]])
-    """Of receivers, by each fault of their schedules."""
-    parts: int = 0
-    wrong: int = 0
-    slowest_s: float = 0.0
-    failures: dict[int, list[str]] = field(default_factory=dict[int, list[str]])
-
-    def add(self, run: Run) -> None:
-        """What one came to."""
-        self.schedules += 1
-        dead = {fault.node for fault in run.plan.of(*DEATHS)}
-        for name, read in run.reads.items():
-            self.parts += read.parts
-            self.wrong += len(read.wrong)
-            for kind in {fault.kind for fault in run.plan.faults}:
-                outcome = "died with its node" if name in dead else read.outcome
-                self.outcomes.setdefault(kind, Counter())[outcome] += 1
-            if name not in dead:
-                self.slowest_s = max(self.slowest_s, read.seconds)
-        self.faults.update(fault.kind for fault in run.plan.faults)
-        if run.problems:
-            self.failures[run.plan.seed] = [run.plan.line(), *run.problems]
-
-    def counts(self) -> dict[str, object]:
-        """For the lines that sum up a run of the chaos tests."""
-        return {
-            "schedules": self.schedules,
-            "failed": len(self.failures),
-            "parts": self.parts,
-            "wrong": self.wrong,
-            "slowest_s": self.slowest_s,
-            "faults": dict(self.faults),
-            "outcomes": {kind: dict(counts) for kind, counts in self.outcomes.items()},
-        }
-
-    def failed(self) -> str:
-        """What went wrong, and how to see it again."""
-        lines: list[str] = []
-        for seed, problems in sorted(self.failures.items()):
-            lines.append(f"PILOTLIGHT_TRANSFER_SEEDS={seed} python -m pytest {Path(__file__)} -s")
-            lines += [f"    {problem}" for problem in problems]
-        return "\n".join(lines)
+def failed(failures: dict[int, list[str]]) -> str:
+    """What went wrong, and how to see it again."""
+    lines: list[str] = []
+    for seed, problems in sorted(failures.items()):
+        lines.append(f"PILOTLIGHT_TRANSFER_SEEDS={seed} python -m pytest {Path(__file__)} -s")
+        lines += [f"    {problem}" for problem in problems]
+    return "\n".join(lines)
 
 
 def shards() -> list[object]:
@@ -114,7 +72,8 @@ def s3() -> Iterator[StandinS3]:
 async def test_transfers(
     seeds: range, nats_url: str, s3: StandinS3, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    waiting, tally = iter(seeds), Tally()
+    waiting, tally = iter(seeds), TransferTally()
+    failures: dict[int, list[str]] = {}
 
     async def work(number: int, transfers: Transfers) -> None:
         structlog.contextvars.bind_contextvars(system=number)
@@ -124,6 +83,8 @@ async def test_transfers(
             began_s = clock.monotonic_s()
             await run.go()
             tally.add(run)
+            if run.problems:
+                failures[seed] = [run.plan.line(), *run.problems]
             if SEEDS:
                 reads = {name: (read.outcome, round(read.seconds, 2)) for name, read in run.reads.items()}
                 took_s = clock.monotonic_s() - began_s
@@ -143,8 +104,7 @@ async def test_transfers(
             systems.append(Transfers(processes, s3))
         await asyncio.gather(*(work(number, system) for number, system in enumerate(systems)))
     record_property("transfers", tally.counts())
-    print(tally.counts())
-    if tally.failures:
-        pytest.fail(tally.failed(), pytrace=False)
+    if failures:
+        pytest.fail(failed(failures), pytrace=False)
     assert (tally.schedules, tally.wrong) == (len(seeds), 0)
-    assert any(counts[RIGHT] for counts in tally.outcomes.values())
+    assert any(outcomes[RIGHT] for outcomes in tally.outcomes.values())

@@ -136,15 +136,15 @@ async def test_nothing_is_sent_behind_a_frame_that_was_broken_off(tmp_path: Path
     """It would be taken for the rest of the frame, and its sender for a liar."""
     (tmp_path / "file").write_bytes(bytes(64 << 20))
     listener = socket.create_server((HOST, 0))
-        with socket.create_connection(listener.getsockname()) as asker:
-            stream = FrameStream(listener.accept()[0])
-            sending = asyncio.create_task(stream.write_file(bytes_head(1, 1), file.fileno(), 0, 64 << 20, lambda count: None))
-            asker.settimeout(10)
-            assert await asyncio.to_thread(asker.recv, HEADER.size)
-            await cancel_all([sending])
-            with pytest.raises(OSError, match="broken off"):
-                await stream.write(Waiting())
-            stream.close()
+    with listener, socket.create_connection(listener.getsockname()) as asker, (tmp_path / "file").open("rb") as file:
+        stream = FrameStream(listener.accept()[0])
+        sending = asyncio.create_task(stream.write_file(bytes_head(1, 1), file.fileno(), 0, 64 << 20, lambda count: None))
+        asker.settimeout(10)
+        assert await asyncio.to_thread(asker.recv, HEADER.size)
+        await cancel_all([sending])
+        with pytest.raises(OSError, match="broken off"):
+            await stream.write(Waiting())
+        stream.close()
 
 
 class Waiters:

@@ -267,7 +267,9 @@ class Run:
         digests = (self.model.digest, filler.digest)
 
         async def is_empty() -> bool:
-            await self._processes.bus.request(drop_subject(loader.node_id), Drop(digests=digests), Dropped, deadline_s=5)
+            # A loader that has just come back does not listen yet.
+            with suppress(PilotlightError):
+                await self._processes.bus.request(drop_subject(loader.node_id), Drop(digests=digests), Dropped, deadline_s=5)
             await pause(0.02)
             facts = self._processes.facts(loader)
             return facts is not None and facts.pool_free_bytes == facts.pool_bytes

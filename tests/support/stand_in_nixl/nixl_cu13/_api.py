@@ -1,4 +1,6 @@
-"""A stand-in for NIXL, in the place of its package: it opens the file that the other process has mapped. ``STAND_IN_NIXL`` says what it does.
+"""A stand-in for NIXL, in the place of its package: it opens the file that the other process has mapped.
+
+``STAND_IN_NIXL`` says what it does:
 
 reads            everything works, and reads end in another order than they began in
 missing          it cannot be imported

@@ -71,6 +71,8 @@ class NixlAgent:
         # Its own thread would take a whole core for itself, also while nothing is read.
         config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         self._agent = api.nixl_agent(name, config)
+        self._begun: list[Any] = []
+        """Reads that could not be begun: a handle that is dropped lets go of memory that may still be written to."""
         if "UCX" not in self._agent.backends:
             raise NotInstalled("NIXL has no UCX here")
 
@@ -101,11 +103,13 @@ class NixlAgent:
             here = self._agent.get_xfer_descs([(ours, size_bytes, 0)], HOST_MEMORY)
             there = self._agent.get_xfer_descs([(theirs, size_bytes, 0)], HOST_MEMORY)
             read = self._agent.initialize_xfer("READ", here, there, name)
+            self._begun.append(read)
             state = self._agent.transfer(read)
         except Exception as error:
             raise ReadFailed(_said(error)) from error
         if state == "ERR":
             raise ReadFailed("the read was not taken")
+        self._begun.pop()
         return read
 
     def is_done(self, read: Any) -> bool:

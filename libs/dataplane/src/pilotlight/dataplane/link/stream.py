@@ -4,7 +4,8 @@ import asyncio
 import errno
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from pilotlight.common.errors import MessageUndecodable
@@ -20,6 +21,15 @@ UNSENT_BYTES = 256 * 1024
 COPY_BYTES = 256 * 1024
 SLOW_S = 30.0
 """A peer that takes no byte for so long has hung up without a word."""
+
+
+@contextmanager
+def _broken_as_such() -> Iterator[None]:
+    """Uvloop has closed its handle of a connection that was reset, and says so to who waits for it next in words of its own."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ConnectionResetError(f"the connection was reset: {error}") from error
 
 
 class FrameStream:
@@ -86,7 +96,8 @@ class FrameStream:
             MessageUndecodable: the stream ended.
         """
         self._wake_at(min(at_most, WAKE_BYTES))
-        count = await self._loop.sock_recv_into(self._sock, self._buffer[: min(at_most, READ_BYTES)])
+        with _broken_as_such():
+            count = await self._loop.sock_recv_into(self._sock, self._buffer[: min(at_most, READ_BYTES)])
         if not count:
             raise MessageUndecodable("the stream ended within a frame")
         return self._buffer[:count]
@@ -101,7 +112,8 @@ class FrameStream:
         data = control_frame(message, request)
         async with self._writing, asyncio.timeout(SLOW_S):
             self._begin_frame()
-            await self._loop.sock_sendall(self._sock, data)
+            with _broken_as_such():
+                await self._loop.sock_sendall(self._sock, data)
             self._is_within_frame = False
 
     async def write_file(self, head: bytes, descriptor: int, offset: int, size_bytes: int, moved: Callable[[int], None]) -> None:
@@ -162,7 +174,8 @@ class FrameStream:
             if not future.done():
                 future.set_result(None)
 
-        self._loop.add_writer(self._sock.fileno(), ready)
+        with _broken_as_such():
+            self._loop.add_writer(self._sock.fileno(), ready)
         try:
             async with asyncio.timeout(SLOW_S):
                 await future
@@ -179,7 +192,8 @@ class FrameStream:
         self._wake_at(1)
         done = 0
         while done < len(view):
-            count = await self._loop.sock_recv_into(self._sock, view[done:])
+            with _broken_as_such():
+                count = await self._loop.sock_recv_into(self._sock, view[done:])
             if not count:
                 if done:
                     raise MessageUndecodable("the stream ended within a frame")
