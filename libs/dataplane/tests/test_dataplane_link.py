@@ -27,9 +27,11 @@ from pilotlight.common.messages.link import (
     FromGiver,
     Hello,
     NotHeld,
+    Placed,
     Proof,
     Recorded,
     Refused,
+    Region,
     Sent,
     Units,
     Waiting,
@@ -88,6 +90,8 @@ messages = st.one_of(
         priority=st.sampled_from(FetchPriority),
     ),
     st.builds(Units, digests=st.binary(max_size=256)),
+    st.builds(Region, agent=st.binary(max_size=512), address=st.integers(0, 2**64 - 1), size_bytes=st.integers(0, 2**50)),
+    st.builds(Placed, offset=st.integers(0, 2**50), size_bytes=st.integers(0, 2**20)),
     st.just(Enough()) | st.just(Sent()) | st.just(NotHeld()) | st.just(Recorded()) | st.just(Waiting()),
 )
 

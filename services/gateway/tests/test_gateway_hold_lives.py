@@ -20,7 +20,7 @@ from pilotlight.policy.types import Epoch, HeldState, InstanceState
 
 MODEL = model_of("fox", vocab_size=10)
 KV_TOKENS = 50
-WORKERS = 3
+WORKERS = 2
 _S = InstanceState
 NEXT = {
     _S.PLANNED: _S.FETCHING,
@@ -124,8 +124,6 @@ class Gateway:
                 for each in range(WORKERS):
                     self.report(each)
                 self.hold.pump(MODEL.name)
-            case "demand":
-                self.hold.demand()
             case _ if self.lives:
                 self.go_on(self.lives[who % len(self.lives)], what)
         self.check()
@@ -193,7 +191,6 @@ MOVES = st.tuples(
             "report",
             "fail",
             "later",
-            "demand",
             "leave",
             "goes on",
             "goes on",
@@ -218,7 +215,10 @@ def test_the_books_are_right_after_each_move(moves):
         assert life.place.assigned is not None or life.place.error is not None
         if life.taken and not life.accepted:
             gateway.router.answered(life.place.assigned.instance.instance_id, accepted=False)
-        gateway.hold.attempted(life.place) if life.taken else gateway.hold.leave(life.place, unused=life.place.assigned)
+        if life.taken:
+            gateway.hold.attempted(life.place)
+        else:
+            gateway.hold.leave(life.place, unused=life.place.assigned)
     for index in range(WORKERS):
         gateway.show(index, None)
     assert len(gateway.router) == 0, "nothing is remembered of what is gone"

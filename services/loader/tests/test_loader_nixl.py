@@ -15,6 +15,7 @@ from pilotlight.checkpoint.testing import tiny_config, tiny_files
 from pilotlight.common.bus import Bus
 from pilotlight.common.settings import BusSettings
 from pilotlight.common.testing import until
+from pilotlight.dataplane.link.nixl_process import has_rdma
 from pilotlight.policy.types import Model
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -32,7 +33,12 @@ async def cluster(tmp_path: Path, bus: Bus, bus_settings: BusSettings) -> AsyncI
 
 
 async def start(cluster: LoaderProcesses, name: str, way: Way, transport: str = "nixl") -> LoaderProcess:
-    changes = {"PILOTLIGHT_LINK_TRANSPORT": transport, "PILOTLIGHT_POOL_BYTES": POOL_BYTES, **way}
+    changes = {
+        "PILOTLIGHT_LINK_TRANSPORT": transport,
+        "PILOTLIGHT_POOL_BYTES": POOL_BYTES,
+        "PILOTLIGHT_STALL_TIMEOUT_S": "4.0",
+        **way,
+    }
     return await cluster.start(name, **changes)
 
 
@@ -149,7 +155,7 @@ async def test_where_there_is_no_nixl_the_loader_says_so_once_and_goes_on(cluste
 
 @pytest.mark.parametrize("transport", ["tcp", "auto"])
 async def test_no_process_is_started_unless_it_is_wanted(cluster: LoaderProcesses, transport: str) -> None:
-    if transport == "auto" and Path("/sys/class/infiniband").exists():
+    if transport == "auto" and has_rdma():
         pytest.skip("this host has an RDMA device")
     first, second = [await start(cluster, name, stand_in(), transport) for name in ("first", "second")]
     await until(lambda: first.said("link_up") and second.said("link_up"))

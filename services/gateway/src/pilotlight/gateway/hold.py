@@ -285,7 +285,7 @@ class Hold:
     def _no_longer_handed(self, line: _Line, place: Place) -> None:
         line.handed.remove(place)
         if place.assigned is not None:
-            pass
+            self._router.handed(place.assigned.instance.instance_id, -place.ticket.held_tokens)
 
     def _remove(self, place: Place) -> bool:
         line = self._lines.get(place.ticket.model)

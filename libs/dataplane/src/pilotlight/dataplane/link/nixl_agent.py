@@ -130,15 +130,14 @@ class NixlAgent:
 
 
 def _api() -> Any:
+    broken: list[str] = []
     for package in PACKAGES:
         try:
             return importlib.import_module(f"{package}._api")
-        except ModuleNotFoundError as error:
-            if error.name != package:
-                raise NotInstalled(f"{package} cannot be imported: {error}") from error
         except ImportError as error:
-            raise NotInstalled(f"{package} cannot be imported: {error}") from error
-    raise NotInstalled("NIXL is not installed: pip install 'pilotlight-dataplane[nixl]'")
+            if error.name != package:
+                broken.append(f"{package} cannot be imported: {error}")
+    raise NotInstalled("; ".join(broken) or "NIXL is not installed: pip install 'pilotlight-dataplane[nixl]'")
 
 
 def _said(error: Exception) -> str:

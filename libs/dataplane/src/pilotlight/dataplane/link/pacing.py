@@ -1,13 +1,14 @@
 """How fast a link sends, so that what serving sends over the same wire does not wait behind it. Pure: readings in, a rate out.
 
 A queue before the narrowest place of a path holds up everybody who sends through it; from here it is seen as round trips that take longer
-than the shortest one did. Parameters keep the place busy with a queue of ``TARGET_S``; more is of no use to them, and they send
+than the shortest one did. Parameters keep the place busy with a short queue; more is of no use to them::
 
-    shorter queue    a little faster; faster and faster while there is none for long
-    longer           slower: by a part of what waits beyond the target, and by what it has grown
-    far longer       what came through, less what waits beyond the target
+    no queue            what came through when there last was one; then a little faster, and faster and faster while there is none
+    up to TARGET_S      as before
+    longer              what comes through, less a part of what waits beyond the target
 
-Who else fills the queue gets the way, but for ``LEAST_SHARE``: a transfer gives way, and does not starve.
+While there is a queue, what comes through is all that the path gives. Who else fills it gets the path, but for ``LEAST_SHARE``: a
+transfer gives way, and does not starve.
 """
 
 import math
@@ -17,15 +18,16 @@ INTERVAL_S = 0.1
 """Of sending, between two decisions. A burst of the system's is a millisecond of the rate, so a shorter one would see little but bursts."""
 TARGET_S = 0.001
 """Of the narrowest place's time, queued: little beside the time between two tokens, and enough that it is never idle."""
-FAR_S = 0.005
-NEARNESS = 0.5
-"""How much of the way to the target the queue should go in one interval."""
-MOST_CUT = 0.25
-PATIENCE = 4
-"""Intervals in a row without a queue, after which there is more room than was thought."""
-FIRST_STEP, MOST_STEP = 0.01, 0.25
-"""Of the rate, upwards, in each interval then: doubled every time."""
 EMPTY_S = TARGET_S / 4
+NEARNESS = 0.5
+"""How much of what waits beyond the target should be gone after an interval."""
+MOST_CUT = 0.25
+FIRST_STEP, MOST_STEP = 0.01, 0.05
+"""Of the rate, upwards, in an interval without a queue."""
+PATIENCE = 4
+"""Such intervals in a row, after which the step is doubled in each."""
+KNOWN_SHARE = 0.99
+"""Of what came through while there was a queue, where there is none any more."""
 USED_SHARE = 0.875
 """A transfer that sends less than that of what it may is held up by something else, and learns nothing about more."""
 LEAST_SHARE = 0.25
@@ -57,8 +59,8 @@ class Pacer:
         self._begin: Reading | None = None
         self._queue_s = math.inf
         """The shortest within the interval: one that comes and goes with each burst holds nobody up."""
-        self._before_s = 0.0
-        """The same, of the interval before."""
+        self._known_bytes_per_s = 0.0
+        """What came through when there last was a queue."""
         self._most_bytes_per_s = 0.0
         self._empty = 0
         """Intervals in a row without a queue."""
@@ -72,20 +74,18 @@ class Pacer:
         busy_s = reading.busy_s - self._begin.busy_s
         if busy_s >= INTERVAL_S:
             self._decide((reading.acked_bytes - self._begin.acked_bytes) / busy_s, self._queue_s)
-            self._begin, self._before_s, self._queue_s = reading, self._queue_s, math.inf
+            self._begin, self._queue_s = reading, math.inf
 
     def _decide(self, came_through: float, queue_s: float) -> None:
         """A rate for the next interval, from what came through in the last one (bytes/s) and what queue it left."""
         self._most_bytes_per_s = max(came_through, self._most_bytes_per_s * (1 - FORGETS))
         self._empty = self._empty + 1 if queue_s < EMPTY_S else 0
-        rate, excess_s = self.bytes_per_s, queue_s - TARGET_S
-        if excess_s > FAR_S or (rate is None and excess_s > 0):
-            rate = came_through * (1 - min(MOST_CUT, excess_s / INTERVAL_S))
-        elif rate is not None:
-            change = -(NEARNESS * excess_s + queue_s - self._before_s) / INTERVAL_S
-            if self._empty > PATIENCE:
-                change = max(change, min(MOST_STEP, FIRST_STEP * 2 ** (self._empty - PATIENCE)))
-            if change < 0 or came_through > USED_SHARE * rate:
-                rate *= 1 + change
+        rate = self.bytes_per_s
+        if queue_s > TARGET_S:
+            self._known_bytes_per_s = came_through
+            rate = came_through * (1 - min(MOST_CUT, NEARNESS * (queue_s - TARGET_S) / INTERVAL_S))
+        elif self._empty and rate is not None and came_through > USED_SHARE * rate:
+            step = min(MOST_STEP, FIRST_STEP * 2 ** max(0, self._empty - PATIENCE))
+            rate = max(rate * (1 + step), KNOWN_SHARE * self._known_bytes_per_s)
         if rate is not None:
             self.bytes_per_s = max(rate, LEAST_SHARE * self._most_bytes_per_s)

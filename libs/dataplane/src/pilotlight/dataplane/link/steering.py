@@ -13,16 +13,25 @@ BULK_PRIORITY = 2
 _INFO = Struct("=68x I 48x Q 20x I 16x Q")
 """Of ``struct tcp_info``: tcpi_rtt, tcpi_bytes_acked, tcpi_min_rtt, tcpi_busy_time. Fields are only ever added behind the last one."""
 _RATE = Struct("=Q")
-_SO_MAX_PACING_RATE = 47
+SO_MAX_PACING_RATE = 47
 """Python has no name for it."""
+
+
+def reading_of(sock: socket.socket) -> Reading | None:
+    """How a TCP connection does; None: the system is a kernel before 4.10, which does not tell."""
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
+    if len(info) < _INFO.size:
+        return None
+    rtt_us, acked_bytes, least_rtt_us, busy_us = _INFO.unpack(info)
+    return Reading(acked_bytes=acked_bytes, busy_s=busy_us / 1e6, rtt_s=rtt_us / 1e6, least_rtt_s=least_rtt_us / 1e6)
 
 
 class Steering:
     """One connection whose bytes give way to others'."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, pacer: Pacer | None = None) -> None:
         self._sock = sock
-        self._pacer = Pacer()
+        self._pacer = pacer or Pacer()
         if sock.family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, LOWER_EFFORT_TOS)
         else:
@@ -31,12 +40,12 @@ class Steering:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, BULK_PRIORITY)
 
     def look(self) -> None:
-        """Read how the connection does, and have it send as fast as it should. To be called every few milliseconds of sending."""
-        info = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
-        if len(info) < _INFO.size:
-            return  # A kernel before 4.10: nothing is steered.
-        rtt_us, acked_bytes, least_rtt_us, busy_us = _INFO.unpack(info)
+        """Have the connection send as fast as it should. To be called every few milliseconds of sending."""
+        reading = reading_of(self._sock)
+        if reading is None:
+            return
         before = self._pacer.bytes_per_s
-        self._pacer.read(Reading(acked_bytes, busy_us / 1e6, rtt_us / 1e6, least_rtt_us / 1e6))
-        if self._pacer.bytes_per_s not in (None, before):
-            self._sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, _RATE.pack(round(self._pacer.bytes_per_s)))
+        self._pacer.read(reading)
+        rate = self._pacer.bytes_per_s
+        if rate is not None and rate != before:
+            self._sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, _RATE.pack(round(rate)))

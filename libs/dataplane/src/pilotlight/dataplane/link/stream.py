@@ -14,7 +14,7 @@ from pilotlight.dataplane.link.wire import HEADER, FrameKind, Head, control_fram
 
 READ_BYTES = 512 * 1024
 """Taken from a socket at once, at most."""
-WAKE_BYTES = 256 * 1024
+WAKE_BYTES = 32*1024
 """Of a unit's bytes so many are waited for at once, or what is left of it."""
 UNSENT_BYTES = 256 * 1024
 """That the system keeps unsent for one connection: little, so that what matters more need not wait behind it."""
@@ -100,6 +100,7 @@ class FrameStream:
             count = await self._loop.sock_recv_into(self._sock, self._buffer[: min(at_most, READ_BYTES)])
         if not count:
             raise MessageUndecodable("the stream ended within a frame")
+        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
         return self._buffer[:count]
 
     async def write(self, message: object, request: int = 0) -> None:
