@@ -22,6 +22,7 @@ from typing import IO, Any
 
 from bare_loader import (
     MIB,
+    SHARED_MEMORY,
     Quiet,
     bytes_of,
     cpu_s,
@@ -83,7 +84,7 @@ class Node:
 
 async def serve_node(folder: Path, endpoint: str) -> None:
     """One node."""
-    node = Node(folder, endpoint, Path(f"/dev/shm/pilotlight-bench-{os.getpid()}.pool"))
+    node = Node(folder, endpoint, folder / f"{os.getpid()}.pool")
     try:
         await obey({"fetch": node.fetch})
     finally:
@@ -92,7 +93,7 @@ async def serve_node(folder: Path, endpoint: str) -> None:
 
 def serve_store(folder: Path, address: str) -> None:
     """The remote store."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as place:
         store_bytes = 2 * sum(file.stat().st_size for file in folder.iterdir()) + 1024 * MIB
         with ceph(Path(place), address, store_bytes) as endpoint:
             os.environ["AWS_REGION"] = REGION
@@ -183,7 +184,7 @@ def main() -> None:
         return
     runs: dict[str, list[dict[str, Any]]] = {}
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=SHARED_MEMORY)))
         make_model(folder, options.mib)
         *nodes, near, remote = stack.enter_context(network([*(options.rate for _ in range(max(NODES))), None, None]))
         log = stack.enter_context(options.log.open("wb"))

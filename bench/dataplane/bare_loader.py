@@ -34,6 +34,7 @@ READS = 4
 """PILOTLIGHT_FETCH_READS, as it is by default; so are the two below."""
 THREADS = 16
 STALL_TIMEOUT_S = 10.0
+SHARED_MEMORY = Path("/dev/shm")
 MANIFEST = "manifest.json"
 LAYER_BYTES = 32 * MIB
 HIDDEN_SIZES = {LAYER_BYTES: 1024, 4 * LAYER_BYTES: 2048}

@@ -21,6 +21,7 @@ from typing import IO, Any
 
 from bare_loader import (
     MIB,
+    SHARED_MEMORY,
     STALL_TIMEOUT_S,
     Quiet,
     bytes_of,
@@ -145,8 +146,8 @@ def refuse(model: Model, manifest: Manifest) -> ModelSource:
 
 
 async def serve_node(index: int, folder: Path, *, has_source: bool) -> None:
-    """One node."""
-    node = Node(index, folder, Path(f"/dev/shm/pilotlight-bench-{os.getpid()}.pool"), has_source=has_source)
+    """One node; the model lies in a folder of shared memory, and so does its pool, which goes with it however the node ends."""
+    node = Node(index, folder, folder / f"{os.getpid()}.pool", has_source=has_source)
     try:
         await node.start()
         await obey({"follow": node.follow, "fetch": node.fetch, "sent": node.sent})
@@ -235,7 +236,7 @@ def main() -> None:
     counts = [int(count) for count in options.receivers.split(",")]
     runs: dict[str, list[dict[str, Any]]] = {}
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=SHARED_MEMORY)))
         make_model(folder, options.mib)
         size_bytes = record_manifest(folder)
         hosts = stack.enter_context(network([options.rate] * (max(counts) + 1)))

@@ -2,12 +2,15 @@
 
 import asyncio
 import json
+import select
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from typing import IO, Any
 
 STOP_S = 30.0
+ANSWER_S = 300.0
+"""The longest that an order may take."""
 
 Order = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
@@ -42,9 +45,12 @@ class Child:
         """Its next answer.
 
         Raises:
-            SystemExit: it has ended.
+            SystemExit: it has ended, or says nothing for ``ANSWER_S``.
         """
         assert self._process.stdout is not None
+        # One answer for each order: nothing lies in the buffer from before.
+        if not select.select([self._process.stdout], [], [], ANSWER_S)[0]:
+            raise SystemExit(f"{self.name} has not answered for {ANSWER_S:g} s: see its log (--log FILE)")
         line = self._process.stdout.readline()
         if not line:
             raise SystemExit(f"{self.name} ended with {self._process.wait(STOP_S)}: see its log (--log FILE)")

@@ -25,6 +25,7 @@ from typing import Any
 from bare_loader import (
     LAYER_BYTES,
     MIB,
+    SHARED_MEMORY,
     Quiet,
     bytes_of,
     cpu_s,
@@ -164,7 +165,7 @@ def main() -> None:
     """Measure every scenario."""
     options = parse_options()
     if options.ours:
-        pool_path = Path(f"/dev/shm/pilotlight-bench-{os.getpid()}.pool")
+        pool_path = SHARED_MEMORY / f"pilotlight-bench-{os.getpid()}.pool"
         try:
             print(json.dumps(asyncio.run(fetch(options.ours, pool_path))))
         finally:
@@ -180,7 +181,7 @@ def main() -> None:
         make_model(folder, options.mib, 4 * LAYER_BYTES)
         if "s3" in scenarios:
             # Not on the disk, which is busy with the model's file.
-            ceph = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
+            ceph = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=SHARED_MEMORY)))
             os.environ["AWS_ENDPOINT_URL"] = stack.enter_context(s3_server(options.s3, ceph, options.mib))
             os.environ.setdefault("AWS_REGION", "us-east-1")
             os.environ["RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING"] = "0"

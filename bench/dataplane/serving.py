@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from bare_loader import floor, machine, make_model, record_manifest
+from bare_loader import SHARED_MEMORY, floor, machine, make_model, record_manifest
 from chain import serve_node
 from children import Child, obey
 from netns import Host, address, network
@@ -303,7 +303,7 @@ def main() -> None:
         return
     runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in CHAINS}
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=SHARED_MEMORY)))
         make_model(folder, options.mib)
         size_bytes = record_manifest(folder)
         hosts = stack.enter_context(network([options.rate] * 4))

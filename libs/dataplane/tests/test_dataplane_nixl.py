@@ -1,20 +1,26 @@
 """Chunks that are read out of another node's memory: by NIXL where it is installed, and by a stand-in for it everywhere."""
 
+import asyncio
+import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from linked_nodes import LinkedNode
+from linked_nodes import KEY, LinkedNode
 from nixl_ways import WAYS, Way, command, stand_in
 from structlog.testing import capture_logs
 
 from pilotlight.checkpoint.checkpoint import read_chunk
 from pilotlight.checkpoint.digests import chunk_digest
 from pilotlight.checkpoint.reader import FolderSource
+from pilotlight.common.handshake import AskingSide, Identity
+from pilotlight.common.messages.link import Accepted, Ask, Enough, FromGiver, Placed, Region, Sent, Waiting
 from pilotlight.common.testing import until
+from pilotlight.dataplane.link.giving import MAX_OFFERED
 from pilotlight.dataplane.link.stream import FrameStream
-from pilotlight.policy.types import InstanceId
+from pilotlight.dataplane.link.wire import HEADER, control_frame, decode_control, parse_head
+from pilotlight.policy.types import InstanceId, NodeId
 
 pytestmark = pytest.mark.anyio
 ONE = InstanceId("inst-1")
@@ -152,6 +158,51 @@ async def test_where_it_fails_the_link_goes_on_over_tcp(add, registered, sent_by
     # It is nobody's fault but its own.
     assert not a.node.seen.failed
     assert {kind for kind, _ in a.node.seen.given} == {"peer"}
+
+
+async def test_so_much_is_offered_at_once_and_no_more(add, registered) -> None:
+    """To a node that reads nothing of it; and what is offered is where it says."""
+    source = await add("s", stand_in())
+    await whole(source, order(source, registered), registered)
+    await until(lambda: source.nixl.region is not None, deadline_s=30.0)
+    chunks = [(p, c, chunk) for p, part in enumerate(registered.manifest.parts) for c, chunk in enumerate(part.chunks)]
+    assert len(chunks) > MAX_OFFERED
+    reader, writer = await asyncio.open_connection(source.peer.host, source.peer.port)
+
+    async def hear() -> tuple[int, Any]:
+        head = parse_head(await asyncio.wait_for(reader.readexactly(HEADER.size), 20))
+        return head.request, decode_control(await reader.readexactly(head.length), FromGiver)
+
+    asking = AskingSide(Identity(NodeId("a"), KEY), NodeId("s"), 0.1, one_sided=True)
+    writer.write(control_frame(asking.hello()))
+    writer.write(control_frame(asking.on_welcome((await hear())[1])))
+    assert [type((await hear())[1]) for _ in range(2)] == [Accepted, Region]
+    pool, model = source.node.pool, registered.model.digest
+    for number, (part, index, chunk) in enumerate(chunks):
+        ask = Ask(model=model, part=part, chunk=index, digest=chunk.digest, from_byte=0, one_sided=True)
+        writer.write(control_frame(ask, number))
+    position, sent, acknowledged = dict.fromkeys(range(len(chunks)), 0), set[int](), set[int]()
+    while len(sent) < len(chunks):
+        number, message = await hear()
+        match message:
+            case Placed():
+                part, _, chunk = chunks[number]
+                image = pool.find(model, part)
+                at = pool.geometry.data_offset + message.offset
+                with pool.view(image, chunk.image_offset + position[number], message.size_bytes) as view:
+                    assert view == os.pread(pool.descriptor, message.size_bytes, at)
+                position[number] += message.size_bytes
+            case Sent():
+                assert position[number] == chunks[number][2].size_bytes
+                sent.add(number)
+                assert len(sent - acknowledged) <= MAX_OFFERED
+            case Waiting() if len(sent - acknowledged) == MAX_OFFERED:
+                # Nothing more comes before one of them is acknowledged.
+                acknowledged.add(min(sent - acknowledged))
+                writer.write(control_frame(Enough(), max(acknowledged)))
+            case _:
+                pass
+    writer.close()
 
 
 @pytest.mark.parametrize("what", ["missing", "unlearnable"])

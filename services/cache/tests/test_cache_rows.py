@@ -86,7 +86,7 @@ class Rig:
 
 
 @pytest.fixture
-def rig() -> Rig:
+async def rig() -> Rig:
     return Rig()
 
 

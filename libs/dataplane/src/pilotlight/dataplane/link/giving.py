@@ -26,6 +26,8 @@ SHORTEST_BEAT_S, LONGEST_BEAT_S = 0.02, 5.0
 """Who waits for bytes hears that they are on their way as often as it wants, within these."""
 MAX_REQUESTS = 512
 """Of one connection, at once."""
+MAX_OFFERED = 4
+"""Chunks that the other node was told to read and has not acknowledged: what is offered goes at its own speed, whatever comes next."""
 
 T = TypeVar("T")
 
@@ -180,6 +182,7 @@ class Giving:
             finding.cancel()
         if request is None:
             return
+        self._wake.set()
         if request.offer is not None and request.offer.held.fill is not None:
             request.offer.held.fill.unwatch(self._moved)
         self.pool_loop.call_soon_threadsafe(self.offers.let_go, request.ticket)
@@ -204,7 +207,12 @@ class Giving:
 
     def _next(self) -> _Request | None:
         """The first request, in order, for which there is something to send."""
-        ready = (request for request in self._requests.values() if request.over_s is None and _is_ready(request))
+        offered = sum(request.is_placed and request.over_s is not None for request in self._requests.values())
+        ready = (
+            request
+            for request in self._requests.values()
+            if request.over_s is None and (offered < MAX_OFFERED or not request.is_placed) and _is_ready(request)
+        )
         return min(ready, key=lambda request: request.order, default=None)
 
     async def _send(self, request: _Request) -> None:

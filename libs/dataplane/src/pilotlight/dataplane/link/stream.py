@@ -14,8 +14,9 @@ from pilotlight.dataplane.link.wire import HEADER, FrameKind, Head, control_fram
 
 READ_BYTES = 512 * 1024
 """Taken from a socket at once, at most."""
-WAKE_BYTES = 32*1024
-"""Of a unit's bytes so many are waited for at once, or what is left of it."""
+WAKE_BYTES = 32 * 1024
+"""Of a unit's bytes so many are waited for at once, or what is left of it. Less than a packet may hold (64 KiB within a host): a sender
+that sends one packet for each acknowledgement would wait for ours, and we for its next packet."""
 UNSENT_BYTES = 256 * 1024
 """That the system keeps unsent for one connection: little, so that what matters more need not wait behind it."""
 COPY_BYTES = 256 * 1024
@@ -100,6 +101,7 @@ class FrameStream:
             count = await self._loop.sock_recv_into(self._sock, self._buffer[: min(at_most, READ_BYTES)])
         if not count:
             raise MessageUndecodable("the stream ended within a frame")
+        # Acknowledged at once, not 40 ms later: when a receiver has hung for a while, BBR takes that delay for the link's speed.
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
         return self._buffer[:count]
 
