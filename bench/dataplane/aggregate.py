@@ -92,9 +92,9 @@ async def serve_node(folder: Path, endpoint: str) -> None:
 
 
 def serve_store(folder: Path, address: str) -> None:
-    """The remote store."""
-    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as place:
-        store_bytes = 2 * sum(file.stat().st_size for file in folder.iterdir()) + 1024 * MIB
+    """The remote store. What it keeps lies in the model's folder, and goes with it."""
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        store_bytes = 2 * sum(file.stat().st_size for file in folder.iterdir() if file.is_file()) + 1024 * MIB
         with ceph(Path(place), address, store_bytes) as endpoint:
             os.environ["AWS_REGION"] = REGION
             upload(folder, endpoint)
@@ -119,8 +119,7 @@ def measure(hosts: list[Host], folder: Path, endpoint: str, log: IO[bytes]) -> d
         nodes: list[Child] = []
         for host in hosts:
             command = (sys.executable, __file__, "--node", endpoint, "--folder", str(folder))
-            nodes.append(Child(host.name, host.inside(*command), log))
-            stack.callback(nodes[-1].stop)
+            nodes.append(stack.enter_context(Child(host.name, host.inside(*command), log)))
         for node in nodes:
             node.heard()
         began_s = SystemClock().monotonic_s()
@@ -189,8 +188,7 @@ def main() -> None:
         *nodes, near, remote = stack.enter_context(network([*(options.rate for _ in range(max(NODES))), None, None]))
         log = stack.enter_context(options.log.open("wb"))
         command = (sys.executable, __file__, "--store", remote.address, "--folder", str(folder))
-        store = Child("store", remote.inside(*command), log)
-        stack.callback(store.stop)
+        store = stack.enter_context(Child("store", remote.inside(*command), log))
         store.heard()
         store.tell("where")
         where = store.heard()

@@ -161,8 +161,7 @@ def measure(receivers: int, *, chain: bool, hosts: list[Host], folder: Path, log
         nodes: list[Child] = []
         for index, host in enumerate(hosts[: receivers + 1]):
             command = host.inside(sys.executable, __file__, "--node", str(index), "--folder", str(folder))
-            nodes.append(Child(f"node {index}", command, log))
-            stack.callback(nodes[-1].stop)
+            nodes.append(stack.enter_context(Child(f"node {index}", command, log)))
         for node in nodes:
             node.heard()
         nodes[0].tell("fetch")
@@ -181,6 +180,7 @@ def measure(receivers: int, *, chain: bool, hosts: list[Host], folder: Path, log
             "each_s": [round(end["end_s"] - began_s, 3) for end in ends],
             "cpu_s": [end["cpu_s"] for end in ends],
             "source_sent_bytes": nodes[0].heard()["sent_bytes"],
+            "load_average": round(os.getloadavg()[0], 2),
         }
 
 

@@ -31,9 +31,13 @@ class Child:
     """One of them, seen from outside."""
 
     def __init__(self, name: str, command: list[str], log: IO[bytes]) -> None:
-        """Start it; its first answer is ``{}``, once it is ready."""
+        """Start it; its first answer is ``{}``, once it is ready.
+
+        It ends with its input, and so with this process: a signal to all of a terminal's processes must not end it half-way.
+        """
         self.name = name
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True, start_new_session=True)
 
     def tell(self, do: str, **more: Any) -> None:
         """Give it an order; ``heard`` waits for the answer."""
@@ -55,6 +59,15 @@ class Child:
         if not line:
             raise SystemExit(f"{self.name} ended with {self._process.wait(STOP_S)}: see its log (--log FILE)")
         return json.loads(line)
+
+    def __enter__(self) -> "Child":
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is not None:
+            # It may be in the middle of an order, whose answer nobody waits for any more.
+            self._process.kill()
+        self.stop()
 
     def stop(self) -> None:
         """Let it end, or end it."""

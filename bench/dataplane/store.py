@@ -45,5 +45,5 @@ def upload(folder: Path, endpoint: str) -> None:
     settings = settings_for(MODEL_URI, endpoint)
     asyncio.run(ensure_bucket(f"s3://{BUCKET}", settings))
     bucket = s3_store(settings, BUCKET, read_timeout_s=120)
-    for file in sorted(folder.iterdir()):
+    for file in sorted(path for path in folder.iterdir() if path.is_file()):
         obstore.put(bucket, f"model/{file.name}", file)

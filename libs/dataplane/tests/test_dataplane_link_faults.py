@@ -3,7 +3,7 @@
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,8 @@ async def linked_to(answer: Callable[[asyncio.StreamWriter, int], Any]) -> Async
         writer.write(control_frame(giving.on_hello((await hear(reader))[0])))
         writer.write(control_frame(giving.on_proof((await hear(reader))[0])))
         answer(writer, (await hear(reader))[1])
-        await reader.read()
+        with suppress(ConnectionError):
+            await reader.read()
         writer.close()
 
     server, thread = await asyncio.start_server(serve, HOST, 0), LinkThread("in")

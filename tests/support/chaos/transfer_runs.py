@@ -25,10 +25,10 @@ from pilotlight.policy.types import InstanceId, Model, WorkerId
 
 ORDERS_S = 0.3
 """Between two repetitions of everybody's orders, as the scheduler's."""
-END_S = 30.0
+END_S = 60.0
 """For each worker to have the right bytes or a typed error, from when it asked."""
-FAULT_S = 40.0
-CLEAN_S = 15.0
+FAULT_S = 80.0
+CLEAN_S = 30.0
 """For the pools to be empty, once nobody wants anything any more."""
 GRACE_S = 10.0
 """How long a worker waits for its loader to come back."""

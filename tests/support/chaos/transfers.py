@@ -189,7 +189,7 @@ class Transfers:
         changes = {
             "PILOTLIGHT_POOL_BYTES": str(POOL_BYTES),
             "PILOTLIGHT_LINK": LINK,
-            "PILOTLIGHT_STALL_TIMEOUT_S": "6.0" if name == PATIENT else "1.0",
+            "PILOTLIGHT_STALL_TIMEOUT_S": "6.0" if name == PATIENT else "2.0",
             "PILOTLIGHT_HANDOVER": str(name == HANDING_OVER).lower(),
             "PILOTLIGHT_S3_ENDPOINT": self._s3.url,
             "PILOTLIGHT_S3_ALLOW_HTTP": "true",

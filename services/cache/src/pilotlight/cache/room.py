@@ -71,7 +71,7 @@ class RoomMaker:
         self._policy = policy
         self._rules = rules
         self._locks: dict[NodeId, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._writing: set[GrantId] = set()
+        self._writing: dict[GrantId, asyncio.Task[Exception | None]] = {}
         """Grants whose rows are under way."""
         self._over: set[GrantId] = set()
         """Grants that are in no book any more, and of which there may be rows."""
@@ -96,6 +96,7 @@ class RoomMaker:
         async with self._locks[request.node_id]:
             known = self._books.grant_of(request.instance_id, request.worker_id)
             if known is not None:
+                await self._written(known.grant_id)
                 return Reserved(grant_id=known.grant_id)
             if request.node_id in self._books.draining:
                 raise NoRoom(f"node {request.node_id} is being drained", retry_after_s=1.0)
@@ -116,11 +117,9 @@ class RoomMaker:
             )
             # In the books first: while the row is written, nobody else may count on these bytes.
             self._books.grants[grant.grant_id] = grant
-            self._writing.add(grant.grant_id)
             writing = self._background.spawn(f"write {grant.grant_id}", self._write(grant, request, evicted))
-            # Whoever asked may give up meanwhile, and then a row that is about to be there would be nobody's.
-            if (error := await asyncio.shield(writing)) is not None:
-                raise error
+            self._writing[grant.grant_id] = writing
+            await self._written(grant.grant_id)
             return Reserved(
                 grant_id=grant.grant_id,
                 evicted_instances=tuple(InstanceId(victim.subject) for victim in evicted.instances),
@@ -198,11 +197,21 @@ class RoomMaker:
             self._books.grants.pop(grant.grant_id, None)
             failure = error
         finally:
-            self._writing.discard(grant.grant_id)
+            del self._writing[grant.grant_id]
         if grant.grant_id not in self._books.grants:
             # Given back meanwhile; or the break came during the commit.
             self._over.add(grant.grant_id)
         return failure
+
+    async def _written(self, grant_id: GrantId) -> None:
+        """Return when a grant's row is there. Whoever asks may give up meanwhile: the row would be nobody's if its writing ended with that.
+
+        Raises:
+            Exception: it could not be written.
+        """
+        writing = self._writing.get(grant_id)
+        if writing is not None and (error := await asyncio.shield(writing)) is not None:
+            raise error
 
     async def _end(self, grant_ids: Iterable[GrantId] = ()) -> None:
         """Delete the rows of grants that are over. What is still being written, or cannot be deleted now, the next call takes."""
