@@ -9,7 +9,7 @@ PYTEST := $(PY) -m pytest
 # Status 5 says that a folder has no tests of the kind: no failure when one folder is asked for.
 OR_NONE := || [ $$? -eq 5 ]
 
-.PHONY: help demo up test test-chaos test-s3 test-compose test-bundle test-gpu bundle check format docs bench-cold-start bench-failover bench-engine-death bench-engine-cpu bench-dataplane bench-dataplane-pictures lock clean
+.PHONY: help demo up test test-chaos test-s3 test-compose test-bundle test-gpu bundle check format docs bench-cold-start bench-failover bench-engine-death bench-engine-cpu bench-dataplane bench-pictures lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -87,7 +87,7 @@ bench-dataplane:  ## fetch beside its peers, aggregated bandwidth, chains, servi
 	@tools/bootstrap.sh dev
 	@$(PY) bench/dataplane/run.py $(if $(PEERS),--peers-python "$(PEERS)") $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(PARTS),--parts $(PARTS))
 
-bench-dataplane-pictures:  ## the pictures in docs/pictures of a document that bench-dataplane printed: FILE=
+bench-pictures:  ## the pictures in docs/pictures of a document that bench-dataplane printed: FILE=
 	@tools/bootstrap.sh dev
 	@$(VENV)/bin/uv run --no-project --isolated --python $(PY) --with matplotlib==3.11.2 bench/dataplane/pictures.py "$(FILE)" docs/pictures
 

@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -37,6 +36,7 @@ from bare_loader import (
     opener,
     sources_for,
 )
+from netns import exit_on_sigterm
 from store import MODEL_URI, ceph, upload
 
 from pilotlight.checkpoint.checkpoint import read_checkpoint
@@ -171,8 +171,7 @@ def main() -> None:
         finally:
             pool_path.unlink(missing_ok=True)
         return
-    # Told to end, it leaves no server behind.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    exit_on_sigterm()
     scenarios = options.scenarios.split(",")
     with ExitStack() as stack:
         top = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.folder)))

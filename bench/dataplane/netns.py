@@ -17,6 +17,8 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 PREFIX = "plb"
 NETWORK = "10.231.7"
@@ -54,7 +56,7 @@ def network(rates: Sequence[str | None]) -> Generator[list[Host]]:
     prefix = f"{PREFIX}{os.getpid()}"
     bridge = f"{prefix}-br"
     hosts = [Host(f"{prefix}-{index}", address(index)) for index in range(len(rates))]
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    before = exit_on_sigterm()
     try:
         _run("ip", "netns", "add", bridge)
         _run("ip", "-n", bridge, "link", "add", "br0", "type", "bridge")
@@ -69,6 +71,15 @@ def network(rates: Sequence[str | None]) -> Generator[list[Host]]:
             _remove(name)
         signal.signal(signal.SIGINT, kept[signal.SIGINT])
         signal.signal(signal.SIGTERM, before)
+
+
+def exit_on_sigterm() -> Any:
+    """Have this process end in order when it is told to. What it did until now on the signal."""
+
+    def leave(_: int, __: FrameType | None) -> None:
+        sys.exit(1)
+
+    return signal.signal(signal.SIGTERM, leave)
 
 
 def _join(host: Host, bridge: str, port: str, rate: str | None) -> None:

@@ -1,4 +1,4 @@
-"""Pictures of a document that ``make bench-dataplane`` printed: ``make bench-dataplane-pictures FILE=document.json``.
+"""Pictures of a document that ``make bench-dataplane`` printed: ``make bench-pictures FILE=document.json``.
 
 ``pictures.py DOCUMENT FOLDER``; the interpreter needs matplotlib, and nothing of Pilotlight. Bars and points are medians, whiskers the
 least and the most of all rounds. The same document gives the same bytes.

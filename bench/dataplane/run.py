@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bare_loader import machine
+from netns import exit_on_sigterm
 
 HERE = Path(__file__).resolve().parent
 PARTS = ("fetch", "aggregate", "chain", "serving")
@@ -63,7 +64,7 @@ def main() -> None:
     options = parse_options()
     if os.geteuid() != 0 and set(options.parts) - {"fetch"}:
         raise SystemExit("network namespaces need root")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    exit_on_sigterm()
     documents = {part: measure(part, command_for(part, options)) for part in options.parts}
     found = {part: document for part, document in documents.items() if document is not None}
     floors = {f"{part}: {name}": floor for part, document in found.items() for name, floor in document["floors"].items()}

@@ -1,4 +1,4 @@
-"""Serving beside a chain on the same link: what a busy pipeline's tokens cost while a model passes through it. Part of ``make bench-dataplane``.
+"""Serving beside a chain on the same link: part of ``make bench-dataplane``.
 
 Four network namespaces behind links of ``--rate`` (``tc tbf``, both ways). A pipeline of two stages (our engine on the CPU, one thread
 each, activations over TCP) decodes ``--requests`` requests; a chain brings a model of ``--mib`` MiB from one node to another::
@@ -28,6 +28,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -43,6 +44,7 @@ from pilotlight.common.clock import SystemClock
 from pilotlight.common.cluster_key import ClusterKey
 from pilotlight.common.handshake import CHANNEL_PURPOSE, Identity
 from pilotlight.common.telemetry import configure_logging
+from pilotlight.common.waiting import pause
 from pilotlight.dataplane.links import parse_bandwidth
 from pilotlight.engine.channel.door import Door
 from pilotlight.engine.device.dtypes import TORCH_DTYPES
@@ -103,7 +105,7 @@ class StageProcess:
                 for name, shape in decoder.shapes(part).items()
             }
             sources = {
-                name: (DTYPE, tuple(tensor.shape), memoryview(tensor.view(-1).view(torch.uint8).numpy()))
+                name: (DTYPE, tuple(tensor.shape), tensor.view(-1).view(torch.uint8).numpy().data)
                 for name, tensor in tensors.items()
             }
             self._engine.place_part(INSTANCE, part, sources)
@@ -123,12 +125,12 @@ class StageProcess:
         for number, request_id in enumerate(self._times):
             self._orders.put(lambda request_id=request_id, number=number: self._add(request_id, number))
         while any(len(times) < WARM_TOKENS for times in self._times.values()):
-            await asyncio.sleep(PAUSE_S)
+            await pause(PAUSE_S)
         return {}
 
     async def wait(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """Let time pass."""
-        await asyncio.sleep(order["seconds"])
+        await pause(order["seconds"])
         return {}
 
     async def end(self, _: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,7 +232,7 @@ class Bench:
 
 def tokens_of(times: list[list[float]]) -> dict[str, Any]:
     """What the times of requests' tokens say, in milliseconds."""
-    gaps = sorted((later - at) * 1000 for of_one in times for at, later in zip(of_one, of_one[1:], strict=False))
+    gaps = sorted((later - at) * 1000 for of_one in times for at, later in pairwise(of_one))
     each = [(of_one[-1] - of_one[0]) * 1000 / (len(of_one) - 1) for of_one in times]
     return {
         "tpot_ms": round(statistics.median(each), 2),

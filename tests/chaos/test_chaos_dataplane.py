@@ -23,6 +23,7 @@ from loader_processes import LoaderProcesses
 from standin_sources import StandinS3, running_s3
 
 from pilotlight.common.clock import SystemClock
+from pilotlight.common.errors import PilotlightError
 from pilotlight.common.nats_bus import NatsBus
 from pilotlight.common.natsconf import ensure_events
 from pilotlight.common.settings import BusSettings
@@ -81,7 +82,11 @@ async def test_transfers(
         for seed in waiting:
             run, clock = Run(transfers, draw(seed)), SystemClock()
             began_s = clock.monotonic_s()
-            await run.go()
+            try:
+                await run.go()
+            except (PilotlightError, AssertionError) as error:
+                run.problems.append(f"it could not be carried out: {error!r}")
+                await transfers.renew_all()
             tally.add(run)
             if run.problems:
                 failures[seed] = [run.plan.line(), *run.problems]

@@ -1,7 +1,9 @@
 """Both ends of a channel over TCP, whose handshake they have behind them."""
 
 import threading
+from collections.abc import Callable
 from time import monotonic
+from typing import TypeVar
 
 from pilotlight.common.cluster_key import ClusterKey
 from pilotlight.common.handshake import CHANNEL_PURPOSE, Identity
@@ -15,9 +17,12 @@ KEY = ClusterKey(b"the key of this cluster", CHANNEL_PURPOSE)
 HERE, THERE = Identity(NodeId("here"), KEY), Identity(NodeId("there"), KEY)
 
 
-def accepted(door: Door, about: str, comes, timeout_s: float = 10) -> tuple[object, TcpChannel]:
+T = TypeVar("T")
+
+
+def accepted(door: Door, about: str, comes: Callable[[], T], timeout_s: float = 10) -> tuple[T, TcpChannel]:
     """What ``comes`` gave, called while the door is looked at, and the channel that it made there."""
-    came = []
+    came: list[T] = []
     thread = threading.Thread(target=lambda: came.append(comes()))
     thread.start()
     channel = door.accept(about, timeout_s)

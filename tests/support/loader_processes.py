@@ -46,8 +46,8 @@ from pilotlight.policy.types import (
 
 KEY = "the key of this cluster"
 MIB = 1 << 20
-START_S = 40.0
-STOP_S = 20.0
+START_S = 120.0
+STOP_S = 60.0
 _PR_SET_PDEATHSIG = 1
 _CLONE_NEWNS = 0x20000
 _MS_REC, _MS_PRIVATE = 0x4000, 0x40000
@@ -205,7 +205,7 @@ class LoaderProcesses:
 
     async def start(self, name: str, *, key: str | None = KEY, **changes: str) -> LoaderProcess:
         """A node whose loader has reported."""
-        loader = self.make(name, key=key, **changes)
+        loader = self.make(name, key=key, disk=None, **changes)
         await self.begin(loader)
         return loader
 

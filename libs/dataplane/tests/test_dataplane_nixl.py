@@ -22,7 +22,7 @@ from pilotlight.dataplane.link.stream import FrameStream
 from pilotlight.dataplane.link.wire import HEADER, control_frame, decode_control, parse_head
 from pilotlight.policy.types import InstanceId, NodeId
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 ONE = InstanceId("inst-1")
 PARTS = range(4)
 

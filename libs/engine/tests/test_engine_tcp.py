@@ -80,15 +80,17 @@ def tried(door, **changes):
 @pytest.mark.parametrize("me", [STRANGER, LINKED], ids=["another cluster's key", "the key for links"])
 def test_who_has_another_key_is_refused_and_refuses(me, door, refused):
     error = tried(door, me=me)
-    assert type(error) is PeerRefused and error.code == "peer_refused"
+    assert type(error) is PeerRefused
+    assert error.code == "peer_refused"
     assert "another cluster key" in error.message
-    assert len(refused) == 1 and "another cluster key" in refused[0]
+    assert ["another cluster key" in why for why in refused] == [True]
     comes_in(door, refused)
 
 
 def test_whoever_answers_in_the_place_of_another_is_refused(door, refused):
     error = tried(door, expected=NodeId("somebody else"))
-    assert isinstance(error, PeerRefused) and "there answers where somebody else should" in error.message
+    assert isinstance(error, PeerRefused)
+    assert "there answers where somebody else should" in error.message
     comes_in(door, refused)
 
 
@@ -215,6 +217,7 @@ def test_a_closed_door_stays_closed(door):
 
 def test_frames_larger_than_a_handshakes_come_right_behind_it(door):
     """The end that listens may send as soon as it has let somebody in."""
+
     def comes():
         channel = door.accept("i", 10)
         channel.send(frame(b"h" * 10_000, b"p" * 1_000_000), 10)

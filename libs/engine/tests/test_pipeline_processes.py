@@ -71,7 +71,8 @@ def connected_by_tcp(stages, start):
     me = stage_child.identity(stages[0])
     door = Door(me, (HOST, 0), monotonic)
     ports = [door.port, *(int(child.stdout.readline()) for child in children)]
-    following = [*zip(stages, ports, strict=True)][1:] + [(stages[0], door.port)]
+    ring = [*zip(stages, ports, strict=True)]
+    following = [*ring[1:], ring[0]]
     for child, (stage, port) in zip(children, following[1:], strict=True):
         print(stage.start, stage.stop, port, file=child.stdin, flush=True)
     channels = join(door, me, INSTANCE, stages[0], stage_child.follows(*following[0]), monotonic, 30)

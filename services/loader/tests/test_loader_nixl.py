@@ -36,7 +36,7 @@ async def start(cluster: LoaderProcesses, name: str, way: Way, transport: str = 
     changes = {
         "PILOTLIGHT_LINK_TRANSPORT": transport,
         "PILOTLIGHT_POOL_BYTES": POOL_BYTES,
-        "PILOTLIGHT_STALL_TIMEOUT_S": "4.0",
+        "PILOTLIGHT_STALL_TIMEOUT_S": "16.0",
         **way,
     }
     return await cluster.start(name, **changes)

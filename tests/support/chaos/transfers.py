@@ -150,6 +150,12 @@ class Transfers:
         await self.processes.end(self.nodes[name])
         await self._start(name)
 
+    async def renew_all(self) -> None:
+        """Other nodes in the place of all, also of those that are gone already."""
+        for loader in list(self.processes.loaders):
+            await self.processes.end(loader)
+        await asyncio.gather(*(self._start(name) for name in NODES))
+
     async def register(self, plan: Plan) -> tuple[Stored, Model, Expected]:
         """A model that nobody has ever seen, and what an engine has to be given of it."""
         name, template = f"s{plan.seed}", self._templates[plan.shape]

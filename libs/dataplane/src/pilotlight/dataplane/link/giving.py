@@ -45,7 +45,7 @@ class GivesMemory(Protocol):
         ...
 
     def stir(self) -> None:
-        """Bytes are about to be read."""
+        """Bytes are about to be read, or are still being read: said at least every ``LONGEST_BEAT_S``."""
         ...
 
 
@@ -198,6 +198,8 @@ class Giving:
                 await self._send(request)
             else:
                 self._check_late()
+                if self.memory is not None and any(request.is_placed for request in self._requests.values()):
+                    self.memory.stir()
                 await woken(self._wake, min(delay_s, beat_s))
                 if not self._requests or self.clock.monotonic_s() - spoke_s < beat_s:
                     continue

@@ -32,14 +32,17 @@ from pilotlight.dataplane.link.nixl_wire import (
     Learned,
     Read,
     Ready,
+    Stir,
     Unusable,
     decode,
 )
 
-HOT_S = 0.05
+HOT_S = 0.01
 """For so long after something happened the process looks again at once."""
+AWAKE_S = 10.0
+"""For so long after a ``Stir`` somebody may be reading here: it is said more often than that."""
 BUSY_NAP_MS = 1
-"""Then it rests for so long between two looks, while a read is under way,"""
+"""Then it rests for so long between two looks, while a read is under way, here or there,"""
 IDLE_NAP_MS = 50
 """and for so long while none is."""
 
@@ -60,6 +63,7 @@ class Reader:
     """Handles of those that ended with an error: NIXL would let go of memory that it may still write to."""
     _forgotten: set[int] = field(default_factory=set[int])
     _hot_until_s: float = 0.0
+    _awake_until_s: float = 0.0
 
     def run(self) -> None:
         """Serve until the loader is gone."""
@@ -76,10 +80,11 @@ class Reader:
             self._look()
 
     def _nap_ms(self) -> int:
-        if self.clock.monotonic_s() < self._hot_until_s:
+        now_s = self.clock.monotonic_s()
+        if now_s < self._hot_until_s:
             os.sched_yield()
             return 0
-        return BUSY_NAP_MS if self._reads else IDLE_NAP_MS
+        return BUSY_NAP_MS if self._reads or now_s < self._awake_until_s else IDLE_NAP_MS
 
     def _on_message(self, message: object) -> None:
         match message:
@@ -90,6 +95,8 @@ class Reader:
             case Forget():
                 self._forgotten.add(message.peer)
                 self._forget()
+            case Stir():
+                self._awake_until_s = self.clock.monotonic_s() + AWAKE_S
             case _:
                 pass
 

@@ -93,7 +93,7 @@ class Done(Message, tag="done", frozen=True, kw_only=True):
 
 
 class Stir(Message, tag="stir", frozen=True, kw_only=True):
-    """Another node was told where bytes lie: where no network card reads them, this process has to answer."""
+    """Another node reads, or was told where: where no network card does that for it, this process has to answer."""
 
 
 FromLoader = Begin | Learn | Forget | Read | Stir

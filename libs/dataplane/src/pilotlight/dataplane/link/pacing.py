@@ -8,9 +8,9 @@ than the shortest one did. Parameters keep the place busy with a queue of ``TARG
     shorter        a little faster, by the same; at least nearly what came through when there lately was a queue
     none for long  faster and faster
 
-But never less than ``LEAST_SHARE`` of what lately came through: serving needs a little of a link, and a little is given up. Round trips also
-take longer where processors are short, whatever is sent; a transfer does not crawl because of that. Where sending less has not helped for
-a while, it looks whether more comes through: so what is known does not fade away.
+But never less than ``LEAST_SHARE`` of what lately came through: serving needs a little of a link, and a little is given up. Round trips
+also take longer where processors are short, whatever is sent; a transfer does not crawl because of that. Where sending less has not
+helped for a while, it looks whether more comes through: so what is known does not fade away.
 """
 
 import math
@@ -22,6 +22,7 @@ LEAST_READINGS = 5
 """In an interval: where processors are short, a process sleeps through most of one."""
 TARGET_S = 0.0015
 """Of the narrowest place's time, queued: little beside the time between two tokens, and enough that it is never idle."""
+LONG_S = 1.1 * TARGET_S
 FAR_S = 0.005
 EMPTY_S = 0.00025
 NEARNESS = 0.5
@@ -42,7 +43,7 @@ LEAST_SHARE = 0.9
 MOST_FADES = 1 / 256
 """In an interval."""
 PROBE_AFTER = 10
-"""Intervals in a row with a queue longer than the target."""
+"""Intervals in a row with a queue that is too long."""
 PROBE_SHARE = 1.1
 """Of the most that came through, for one interval."""
 
@@ -81,7 +82,7 @@ class Pacer:
         """The most that lately came through while there was a queue."""
         self._most_bytes_per_s = 0.0
         self._long = 0
-        """Intervals in a row with a queue longer than the target."""
+        """Intervals in a row with a queue that is too long."""
 
     def read(self, reading: Reading) -> None:
         """Take a reading; there should be many in an interval."""
@@ -114,7 +115,7 @@ class Pacer:
             rate = self._near(rate, queue_s)
         if rate is None:
             return
-        self._long = self._long + 1 if queue_s > TARGET_S else 0
+        self._long = self._long + 1 if queue_s > LONG_S else 0
         self.bytes_per_s = max(rate, LEAST_SHARE * self._most_bytes_per_s)
         if self._long > PROBE_AFTER:
             self._long = 0
