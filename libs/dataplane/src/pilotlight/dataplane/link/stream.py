@@ -4,7 +4,7 @@ import asyncio
 import errno
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +25,7 @@ SLOW_S = 30.0
 
 
 @contextmanager
-def _broken_as_such() -> Iterator[None]:
+def _broken_as_such() -> Generator[None]:
     """Uvloop has closed its handle of a connection that was reset, and says so to who waits for it next in words of its own."""
     try:
         yield
