@@ -9,7 +9,7 @@ PYTEST := $(PY) -m pytest
 # Status 5 says that a folder has no tests of the kind: no failure when one folder is asked for.
 OR_NONE := || [ $$? -eq 5 ]
 
-.PHONY: help demo up test test-chaos test-s3 test-compose test-bundle test-gpu bundle check format docs bench-cold-start bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-dataplane lock clean
+.PHONY: help demo up test test-chaos test-s3 test-compose test-bundle test-gpu bundle check format docs bench-cold-start bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-dataplane bench-pictures lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -86,9 +86,13 @@ bench-engine-cpu:  ## tokens per second of the engine and its peers on this CPU,
 bench-engine-gpu:  ## the engine on this machine's GPU, with random weights of two shapes, as JSON; PYTHON= an environment that has everything
 	@$(or $(PYTHON),$(PY)) bench/engine_gpu.py --profile
 
-bench-dataplane:  ## a model along chains of nodes behind shaped links, beside each asking the source, as JSON; needs root
+bench-dataplane:  ## fetch beside its peers, aggregated bandwidth, chains, serving beside one, as JSON; needs root. PEERS=interpreter, ROUNDS=, PARTS=
 	@tools/bootstrap.sh dev
-	@$(PY) bench/dataplane/chain.py
+	@$(PY) bench/dataplane/run.py $(if $(PEERS),--peers-python "$(PEERS)") $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(PARTS),--parts $(PARTS))
+
+bench-pictures:  ## the pictures in docs/pictures of a document that bench-dataplane printed: FILE=
+	@tools/bootstrap.sh dev
+	@$(VENV)/bin/uv run --no-project --isolated --python $(PY) --with matplotlib==3.11.2 bench/dataplane/pictures.py "$(FILE)" docs/pictures
 
 lock:  ## compile constraints.txt anew from the members' requirements
 	@tools/bootstrap.sh dev

@@ -12,142 +12,60 @@ import argparse
 import asyncio
 import json
 import os
-import platform
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Coroutine, Generator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import obstore
+from bare_loader import (
+    LAYER_BYTES,
+    MIB,
+    SHARED_MEMORY,
+    Quiet,
+    bytes_of,
+    cpu_s,
+    fetch_tools,
+    floor,
+    machine,
+    make_model,
+    model_of,
+    opener,
+    sources_for,
+)
+from netns import exit_on_sigterm
+from store import MODEL_URI, ceph, upload
 
 from pilotlight.checkpoint.checkpoint import read_checkpoint
-from pilotlight.checkpoint.manifest import Manifest, decode, encode
-from pilotlight.checkpoint.testing import tiny_config, tiny_files
-from pilotlight.common.bucket import ensure_bucket
+from pilotlight.checkpoint.manifest import decode, encode
 from pilotlight.common.clock import SystemClock
-from pilotlight.common.faults import Faults
-from pilotlight.common.model_roots import ModelRootsSettings
-from pilotlight.common.s3 import s3_store
-from pilotlight.common.sources.opening import Sources
-from pilotlight.common.sources.ranged import Patience
-from pilotlight.dataplane.chunk_fetch import Distrusted
 from pilotlight.dataplane.copies import HostCopies
-from pilotlight.dataplane.lanes import LaneLimits, Lanes
-from pilotlight.dataplane.links import Links
-from pilotlight.dataplane.model_fetch import FetchTools
 from pilotlight.dataplane.pool import HostPool
-from pilotlight.dataplane.readers import Readers
-from pilotlight.dataplane.source_origin import SourceOrigin
-from pilotlight.policy.types import Digest, InstanceId, Model, ModelName, OriginKind, Phase, ScalingBounds, Slo
+from pilotlight.policy.types import InstanceId
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
-MIB = 1 << 20
 FILE = "model.safetensors"
-BUCKET = "bench"
 PEERS = {"s3": ("boto3", "aws", "runai"), "warm": ("runai", "cp"), "cold": ("runai", "cp")}
 REFERENCES = ("cp",)
 """Read no models: what the machine can do."""
+FLOOR_OF_BEST = 0.9
 TIMEOUT_S = 300.0
 
 
-def machine() -> dict[str, Any]:
-    """What the figures were taken on."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return {
-        "cpu": next((line.split(":")[1].strip() for line in lines if "model name" in line), "unknown"),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-    }
-
-
-def make_model(folder: Path, mib: int) -> None:
-    """A checkpoint of about this size."""
-    layers = max(1, mib // 128)
-    config = tiny_config(
-        hidden_size=2048, intermediate_size=8192, num_hidden_layers=layers, vocab_size=512, num_attention_heads=16
-    )
-    for name, data in tiny_files(config).items():
-        (folder / name).write_bytes(data)
-
-
-class Bare:
-    """``Manifests`` with nothing learned."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        self.manifest = manifest
-
-    async def get(self, model: Model) -> Manifest:
-        return self.manifest
-
-    async def latest(self, model: Model) -> Manifest:
-        return self.manifest
-
-    def learned(self, model: Model, part: int, digests: tuple[Digest, ...], disputed: object) -> None: ...
-
-
-class Quiet:
-    """An observer and owner that has nothing to say."""
-
-    def __init__(self) -> None:
-        self.tasks: list[asyncio.Task[Any]] = []
-
-    def spawn(self, name: str, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
-        self.tasks.append(asyncio.create_task(work, name=name))
-        return self.tasks[-1]
-
-    def on_copies_changed(self) -> None: ...
-    def on_fetched(self, instance_id: InstanceId, phases: tuple[Phase, ...]) -> None: ...
-    def on_fetch_ended(self, seconds: float, size_bytes: int, code: str) -> None: ...
-    def on_chunk(self, kind: OriginKind, name: str, size_bytes: int) -> None: ...
-    def on_origin_failed(self, kind: OriginKind, name: str, code: str) -> None: ...
-
-
-def settings_for(uri: str) -> ModelRootsSettings:
-    """What a loader would be told."""
-    endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
-    return ModelRootsSettings(model_roots=uri, s3_endpoint=endpoint, s3_allow_http=True)
-
-
-async def fetch(uri: str, pool_path: Path, reads: int, threads: int) -> dict[str, float]:
+async def fetch(uri: str, pool_path: Path) -> dict[str, float]:
     """One fetch by a node that has nothing yet, everything of a loader but its bus."""
     clock, quiet = SystemClock(), Quiet()
-    sources = Sources(settings_for(uri), Patience())
+    sources = sources_for(uri, os.environ.get("AWS_ENDPOINT_URL", ""))
     checkpoint = await asyncio.to_thread(lambda: read_checkpoint(sources.pin(uri).source))
     # As it comes from the object store.
     manifest = decode(encode(checkpoint.manifest))
-    total_bytes = sum(part.image_bytes for part in manifest.parts)
-    model = Model(
-        name=ModelName("bench"),
-        uri=uri,
-        revision=None,
-        source_version=checkpoint.source_version,
-        digest=manifest.digest(),
-        text_digest=Digest("0" * 64),
-        dtype=checkpoint.run_dtype,
-        spec=checkpoint.spec,
-        slo=Slo(ttft_ms=1000, tpot_ms=100),
-        scaling=ScalingBounds(),
-    )
+    total_bytes = bytes_of(manifest)
+    model = model_of(uri, manifest, checkpoint.source_version)
     pool = HostPool.open(pool_path, total_bytes + 256 * MIB, clock)
-    tools = FetchTools(
-        pool=pool,
-        readers=Readers(threads, 10.0),
-        manifests=Bare(manifest),
-        open_source=lambda model, manifest: SourceOrigin(sources.open(model.uri), manifest, model.uri),
-        lanes=Lanes(LaneLimits(least=reads, most=threads), Links(None, clock), clock),
-        distrusted=Distrusted(clock),
-        faults=Faults.parse(""),
-        clock=clock,
-        process="bench",
-    )
+    tools = fetch_tools(pool, manifest, opener(sources))
     copies = HostCopies(tools, quiet, quiet)
     began_s, began_cpu_s = clock.monotonic_s(), cpu_s()
     holder = copies.hold(model, range(len(manifest.parts)), InstanceId("bench"), leased=True)
@@ -159,33 +77,14 @@ async def fetch(uri: str, pool_path: Path, reads: int, threads: int) -> dict[str
     return figures
 
 
-def cpu_s() -> float:
-    """Processor time of this process."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
 @contextmanager
 def s3_server(url: str | None, folder: Path, mib: int) -> Generator[str]:
     """The one that was given, or Ceph's, started here."""
     if url is not None:
         yield url
         return
-    sys.path.insert(0, str(ROOT / "tests" / "support"))
-    import ceph_server
-
-    os.environ.update(AWS_ACCESS_KEY_ID=ceph_server.ACCESS_KEY, AWS_SECRET_ACCESS_KEY=ceph_server.SECRET_KEY)
-    with ceph_server.running_ceph(folder, store_bytes=(2 * mib + 1024) * MIB) as server:
-        yield server.url
-
-
-def upload(folder: Path) -> None:
-    """Put the model into a bucket."""
-    settings = settings_for(f"s3://{BUCKET}")
-    asyncio.run(ensure_bucket(f"s3://{BUCKET}", settings))
-    bucket = s3_store(settings, BUCKET, read_timeout_s=120)
-    for file in sorted(folder.iterdir()):
-        obstore.put(bucket, f"model/{file.name}", file)
+    with ceph(folder, "127.0.0.1", (2 * mib + 1024) * MIB) as started:
+        yield started
 
 
 def forget(path: Path) -> None:
@@ -203,12 +102,21 @@ def run_child(command: list[str]) -> dict[str, float]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def versions(python: str | None) -> dict[str, str]:
+    """Of the peers, as their interpreter says."""
+    if python is None:
+        return {}
+    done = subprocess.run(
+        [python, str(HERE / "fetch_peers.py"), "versions"], capture_output=True, text=True, timeout=60, check=True
+    )
+    return json.loads(done.stdout)
+
+
 def commands_for(scenario: str, folder: Path, options: argparse.Namespace) -> dict[str, list[str]]:
     """Each contender's command."""
-    uri = f"s3://{BUCKET}/model" if scenario == "s3" else folder.as_uri()
-    place = f"s3://{BUCKET}/model/{FILE}" if scenario == "s3" else str(folder / FILE)
-    ours = [sys.executable, __file__, "--ours", uri, "--reads", str(options.reads), "--threads", str(options.threads)]
-    commands = {"pilotlight": ours}
+    uri = MODEL_URI if scenario == "s3" else folder.as_uri()
+    place = f"{MODEL_URI}/{FILE}" if scenario == "s3" else str(folder / FILE)
+    commands = {"pilotlight": [sys.executable, __file__, "--ours", uri]}
     if options.peers_python:
         peer = [options.peers_python, str(HERE / "fetch_peers.py")]
         commands |= {name: [*peer, name, place] for name in PEERS[scenario]}
@@ -225,6 +133,7 @@ def measure(scenario: str, folder: Path, options: argparse.Namespace) -> dict[st
             if scenario == "cold":
                 forget(folder / FILE)
             found[name].append(run_child(commands[name]))
+            found[name][-1]["load_average"] = round(os.getloadavg()[0], 2)
             print(f"{scenario} {name}: {found[name][-1]['bytes'] / found[name][-1]['seconds'] / 1e6:.0f} MB/s", file=sys.stderr)
     medians = {
         name: {
@@ -246,9 +155,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--scenarios", default="s3,warm,cold")
     parser.add_argument("--s3", help="endpoint of an S3 server; credentials from the environment. By default one is started")
-    parser.add_argument("--peers-python", help="an interpreter with boto3, awscli and runai-model-streamer[s3]")
-    parser.add_argument("--reads", type=int, default=4, help="PILOTLIGHT_FETCH_READS")
-    parser.add_argument("--threads", type=int, default=16, help="PILOTLIGHT_FETCH_THREADS")
+    parser.add_argument("--peers-python", help="an interpreter with what fetch_peers.py asks for")
     parser.add_argument("--folder", type=Path, help="where the model's file is made: on the disk to be measured")
     parser.add_argument("--ours", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -258,26 +165,33 @@ def main() -> None:
     """Measure every scenario."""
     options = parse_options()
     if options.ours:
-        pool_path = Path(f"/dev/shm/pilotlight-bench-{os.getpid()}.pool")
+        pool_path = SHARED_MEMORY / f"pilotlight-bench-{os.getpid()}.pool"
         try:
-            print(json.dumps(asyncio.run(fetch(options.ours, pool_path, options.reads, options.threads))))
+            print(json.dumps(asyncio.run(fetch(options.ours, pool_path))))
         finally:
             pool_path.unlink(missing_ok=True)
         return
+    exit_on_sigterm()
     scenarios = options.scenarios.split(",")
     with ExitStack() as stack:
         top = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.folder)))
         folder = top / "model"
         folder.mkdir()
-        make_model(folder, options.mib)
+        make_model(folder, options.mib, 4 * LAYER_BYTES)
         if "s3" in scenarios:
             # Not on the disk, which is busy with the model's file.
-            ceph = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
+            ceph = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=SHARED_MEMORY)))
             os.environ["AWS_ENDPOINT_URL"] = stack.enter_context(s3_server(options.s3, ceph, options.mib))
             os.environ.setdefault("AWS_REGION", "us-east-1")
             os.environ["RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING"] = "0"
-            upload(folder)
-        document = {"machine": machine(), "scenarios": {name: measure(name, folder, options) for name in scenarios}}
+            upload(folder, os.environ["AWS_ENDPOINT_URL"])
+        measured = {name: measure(name, folder, options) for name in scenarios}
+    floors = {
+        f"{name}: MB/s of the best": floor(found["of_the_best"], at_least=FLOOR_OF_BEST)
+        for name, found in measured.items()
+        if found["of_the_best"] is not None
+    }
+    document = {"machine": machine(), "peers": versions(options.peers_python), "floors": floors, "scenarios": measured}
     print(json.dumps(document, indent=2))
 
 

@@ -1,7 +1,10 @@
 """What others need to bring one file of parameters into memory. Imports nothing of Pilotlight: the interpreter that has them runs it.
 
 ``python fetch_peers.py NAME PLACE``, where PLACE is a path or ``s3://bucket/key``; prints ``{"seconds", "cpu_s"}`` of the transfer alone.
-Endpoint and credentials are in the environment (AWS_ENDPOINT_URL and what goes with it).
+Endpoint and credentials are in the environment (AWS_ENDPOINT_URL and what goes with it). ``python fetch_peers.py versions`` says whom
+one measures.
+
+It is made with ``python3 -m venv peers && peers/bin/pip install boto3 awscli 'runai-model-streamer[s3]'``.
 """
 
 import io
@@ -12,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 
@@ -72,6 +76,7 @@ def cp(place: str) -> Callable[[], int]:
     return run
 
 
+PACKAGES = ("boto3", "awscli", "runai-model-streamer", "runai-model-streamer-s3", "torch")
 CONTENDERS = {"boto3": boto3, "runai": runai, "aws": aws, "cp": cp}
 
 
@@ -83,6 +88,9 @@ def cpu_s() -> float:
 
 def main() -> None:
     """Time one transfer."""
+    if sys.argv[1:] == ["versions"]:
+        print(json.dumps({name: metadata.version(name) for name in PACKAGES}))
+        return
     name, place = sys.argv[1:]
     run = CONTENDERS[name](place)
     began_s, began_cpu_s = time.perf_counter(), cpu_s()

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 from chaos.system import ChaosSystem, Keeper
 from chaos.tally import TALLY
+from chaos.transfer_tally import TRANSFERS
 
 
 @pytest.fixture(scope="session")
@@ -36,6 +37,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
             TALLY.tried_again += counts["tried_again"]
             TALLY.resumed += counts["resumed"]
             TALLY.resends += counts["resends"]
+        for counts in (value for name, value in report.user_properties if name == "transfers"):
+            assert isinstance(counts, dict)
+            TRANSFERS.take(counts)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -44,3 +48,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for row in TALLY.table() if TALLY.costs else ():
             terminalreporter.line(row)
         terminalreporter.line(TALLY.line())
+    if TRANSFERS.schedules:
+        terminalreporter.section("transfers")
+        for row in TRANSFERS.lines():
+            terminalreporter.line(row)

@@ -9,15 +9,14 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from embedded_system import DEADLINE_S, ROOT, RunningSystem, pilotlight, running
+from embedded_system import DEADLINE_S, ROOT, RunningSystem, eventually, pilotlight, running
 
 from pilotlight.cli.home import Home
-from pilotlight.common.clock import SystemClock
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -50,16 +49,6 @@ def command(home: Path, *arguments: str, status: int = 0) -> Any:
     )
     assert result.returncode == status, result.stdout + result.stderr
     return json.loads(result.stdout.strip().splitlines()[-1])
-
-
-def eventually(condition: Callable[[], Any], deadline_s: float = 30.0) -> Any:
-    """What a condition says once it holds."""
-    clock, pause = SystemClock(), threading.Event()
-    until_s = clock.monotonic_s() + deadline_s
-    while not (found := condition()):
-        assert clock.monotonic_s() < until_s, "it did not come to hold"
-        pause.wait(0.1)
-    return found
 
 
 def usage_of(system: RunningSystem) -> list[tuple[str, int]]:
@@ -273,7 +262,7 @@ def test_nodes_that_start_one_model_read_it_from_its_source_once(folder: Path) -
         eventually(lambda: sum(node["workers"] for node in nodes_of(system).values()) == 2)
         with system.admin() as admin:
             assert admin.patch("/models/ember-7m", json={"min_instances": 2, "max_instances": 2}).status_code == 200
-            moving = eventually(lambda: len(found := system.cli("transfers")["transfers"]) == 2 and found)
+            moving = eventually(lambda: len(found := admin.get("/transfers").json()["transfers"]) == 2 and found)
             assert {one["model"] for one in moving} == {"ember-7m"}
             eventually(lambda: [one["state"] for one in admin.get("/instances").json()["instances"]].count("ready") == 2)
             starts = [one["outcome"] for one in admin.get("/decisions").json()["decisions"] if one["kind"] == "cold_start"]

@@ -53,7 +53,7 @@ log file = {folder}/$name.log
 mon data = {folder}/mon.$id
 osd data = {folder}/osd.$id
 [client.rgw]
-rgw frontends = beast endpoint=127.0.0.1:{rgw_port}
+rgw frontends = beast endpoint={host}:{rgw_port}
 rgw data = {folder}/rgw
 """
 
@@ -76,12 +76,23 @@ def free_port() -> int:
 
 
 @contextmanager
-def running_ceph(folder: Path, store_bytes: int = 1 << 30) -> Iterator[CephServer]:
-    """Start all three, make the user, hand the server out, stop all three. ``store_bytes`` of memory are what objects may take."""
+def running_ceph(folder: Path, store_bytes: int = 1 << 30, host: str = "127.0.0.1") -> Iterator[CephServer]:
+    """Start all three, make the user, hand the server out, stop all three.
+
+    ``store_bytes`` of memory are what objects may take; ``host`` is the address that S3 is served at.
+    """
     config, rgw_port = folder / "ceph.conf", free_port()
     mon_port = free_port()
     fsid = str(uuid.uuid4())
-    config.write_text(CONFIG.format(fsid=fsid, mon_port=mon_port, rgw_port=rgw_port, folder=folder, store_bytes=store_bytes))
+    values = {
+        "fsid": fsid,
+        "mon_port": mon_port,
+        "rgw_port": rgw_port,
+        "folder": folder,
+        "store_bytes": store_bytes,
+        "host": host,
+    }
+    config.write_text(CONFIG.format(**values))
     for name in ("mon.a", "osd.0", "rgw"):
         (folder / name).mkdir()
     monmap = folder / "monmap"
@@ -94,7 +105,7 @@ def running_ceph(folder: Path, store_bytes: int = 1 << 30) -> Iterator[CephServe
         _run("ceph-osd", "-i", "0", "-c", str(config), "--mkfs", "--osd-uuid", osd)
         _start(stack, folder, "ceph-osd", "-i", "0", "-c", str(config), "-f")
         _run_again("ceph", "-c", str(config), "osd", "crush", "add", "osd.0", "1.0", "root=default", "host=h")
-        url = f"http://127.0.0.1:{rgw_port}"
+        url = f"http://{host}:{rgw_port}"
         for _ in range(TRIES):
             gateway = _start(stack, folder, "radosgw", "-n", "client.rgw", "-c", str(config), "-f")
             if _answers(url, gateway, folder):

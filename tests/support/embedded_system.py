@@ -6,7 +6,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 
 import httpx2
 from openai import OpenAI
+
+from pilotlight.common.clock import SystemClock
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO_FOLDER = ROOT / "models" / "ember-7m"
@@ -58,6 +61,16 @@ class RunningSystem:
 
 def pilotlight() -> str:
     return str(Path(sys.executable).parent / "pilotlight")
+
+
+def eventually(condition: Callable[[], Any], deadline_s: float = 30.0) -> Any:
+    """What a condition says once it holds."""
+    clock, pause = SystemClock(), threading.Event()
+    until_s = clock.monotonic_s() + deadline_s
+    while not (found := condition()):
+        assert clock.monotonic_s() < until_s, "it did not come to hold"
+        pause.wait(0.1)
+    return found
 
 
 def free_port() -> int:

@@ -54,7 +54,12 @@ class GatedLink:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         assert self._target is not None
         self.connections += 1
-        to_reader, to_writer = await asyncio.open_connection(self._target.host, self._target.port)
+        try:
+            to_reader, to_writer = await asyncio.open_connection(self._target.host, self._target.port)
+        except OSError:
+            # The node is dead: so is everything that leads to it.
+            writer.close()
+            return
         self._writers |= {writer, to_writer}
         for work in (self._pass(reader, to_writer, counted=False), self._pass(to_reader, writer, counted=True)):
             task = asyncio.create_task(work)

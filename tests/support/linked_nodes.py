@@ -1,13 +1,16 @@
 """Nodes with links between them, in one process: each with a pool, a fetch core, a server and its own threads."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pilotlight.common.clock import Clock, SystemClock
 from pilotlight.common.cluster_key import ClusterKey
+from pilotlight.common.handshake import LINK_PURPOSE, Identity
 from pilotlight.common.messages.hold import Peer
+from pilotlight.common.waiting import Backoff
 from pilotlight.dataplane.copies import HostCopies
-from pilotlight.dataplane.link.handshake import PURPOSE, Identity
+from pilotlight.dataplane.link.nixl_process import NixlProcess, PoolMemory
 from pilotlight.dataplane.link.offers import Offers
 from pilotlight.dataplane.link.peers import Peers
 from pilotlight.dataplane.link.server import LinkServer
@@ -15,7 +18,7 @@ from pilotlight.dataplane.link.thread import LinkThread
 from pilotlight.dataplane.model_fetch import FetchTools
 from pilotlight.policy.types import Digest, FetchPriority, NodeId
 
-KEY = ClusterKey(b"the key of this cluster", PURPOSE)
+KEY = ClusterKey(b"the key of this cluster", LINK_PURPOSE)
 HOST = "127.0.0.1"
 
 
@@ -41,8 +44,16 @@ class LinkedNode:
     """Links around what ``make_node`` of the data plane's tests gives, or anything like it."""
 
     def __init__(
-        self, name: str, *, key: ClusterKey = KEY, clock: Clock | None = None, stall_timeout_s: float = 10.0, host: str = HOST
+        self,
+        name: str,
+        *,
+        key: ClusterKey = KEY,
+        clock: Clock | None = None,
+        stall_timeout_s: float = 10.0,
+        host: str = HOST,
+        reader: Sequence[str] = (),
     ) -> None:
+        """``reader`` starts the process that reads other nodes' memory; without one bytes go over TCP."""
         self.me = Identity(NodeId(name), key)
         self.traffic = Traffic()
         self.node: Any = None
@@ -53,13 +64,22 @@ class LinkedNode:
         self._out = LinkThread(f"links-out-{name}")
         self.peers = Peers(self.me, self._in, self._clock, self.traffic, stall_timeout_s, self._priority)
         self.server: LinkServer | None = None
+        self.nixl: NixlProcess | None = None
+        self._reader = reader
 
     async def start(self, node: Any, tools: FetchTools, copies: HostCopies, port: int = 0) -> None:
         """Listen, and let the fetches of ``node`` use the links."""
         self.node, self.copies = node, copies
         await self.peers.start()
         offers = Offers(pool=tools.pool, copies=copies, moved=tools.moved, clock=self._clock)
-        self.server = LinkServer(self.me, (self._host, port), offers, self._out, self._clock, self.traffic)
+        if self._reader:
+            memory = PoolMemory(tools.pool.descriptor, tools.pool.geometry.data_offset, tools.pool.geometry.file_bytes)
+            self.nixl = self.peers.memory = NixlProcess(
+                memory, self._in, command=self._reader, slots=16, backoff=Backoff(first_s=0.1)
+            )
+            self._in.spawn("NIXL", self.nixl.keep())
+        address = (self._host, port)
+        self.server = LinkServer(self.me, address, offers, self._out, self._clock, self.traffic, memory=self.nixl)
         await self.server.start()
 
     async def stop(self) -> None:

@@ -1,7 +1,8 @@
 """A stage in a process of its own: reads its parts from a folder, joins a pipeline over sockets, and gives KV to whoever asks.
 
-``python stage_child.py FOLDER START STOP BEFORE_FD BEHIND_FD CONTROL_FD``: a frame on the last one names a request; the answer is a
-frame for each piece of its KV, and an empty one.
+``python stage_child.py FOLDER START STOP CONTROL_FD BEFORE_FD BEHIND_FD``: a frame on CONTROL_FD names a request; the answer is a
+frame for each piece of its KV, and an empty one. Without the last two the stage listens on TCP: it prints its port, and reads from its
+input which stage follows, and at which port.
 """
 
 import mmap
@@ -11,13 +12,17 @@ from pathlib import Path
 from time import monotonic
 
 import msgspec
+from channel_ends import HOST, KEY
 
+from pilotlight.common.handshake import Identity
 from pilotlight.engine.channel.channel import Frame, wait_for_any
+from pilotlight.engine.channel.door import Door
 from pilotlight.engine.channel.unix import UnixChannel
 from pilotlight.engine.core.request import RequestKey
 from pilotlight.engine.engine import Engine
 from pilotlight.engine.pipeline.frames import KvBlocks, header_of, pack
-from pilotlight.policy.types import Dtype, InstanceId, ModelSpec, Stage
+from pilotlight.engine.pipeline.joining import NextStage, join
+from pilotlight.policy.types import Dtype, InstanceId, ModelSpec, NodeId, Stage
 
 INSTANCE = InstanceId("i")
 
@@ -47,9 +52,32 @@ def store(checkpoint, folder: Path) -> None:
     (folder / "index").write_bytes(msgspec.msgpack.encode(StoredModel(checkpoint.spec, parts)))
 
 
+def identity(stage: Stage) -> Identity:
+    """Each stage is on a node of its own."""
+    return Identity(NodeId(f"node of {stage.start}"), KEY)
+
+
+def follows(stage: Stage, port: int) -> NextStage:
+    """A stage whose door is at this port."""
+    return NextStage(identity(stage).node_id, (HOST, port), stage)
+
+
+def connected(stage: Stage):
+    """The channels from the stage before and to the one behind."""
+    if len(sys.argv) > 5:
+        return tuple(UnixChannel(socket.socket(fileno=int(fd)), monotonic) for fd in sys.argv[5:7])
+    door = Door(identity(stage), (HOST, 0), monotonic)
+    print(door.port, flush=True)
+    start, stop, port = map(int, sys.stdin.readline().split())
+    channels = join(door, identity(stage), INSTANCE, stage, follows(Stage(start, stop), port), monotonic, 30)
+    door.close()
+    return channels
+
+
 def main() -> None:
     folder, stage = Path(sys.argv[1]), Stage(int(sys.argv[2]), int(sys.argv[3]))
-    before, behind, control = (UnixChannel(socket.socket(fileno=int(fd)), monotonic) for fd in sys.argv[4:7])
+    control = UnixChannel(socket.socket(fileno=int(sys.argv[4])), monotonic)
+    before, behind = connected(stage)
     model = msgspec.msgpack.decode((folder / "index").read_bytes(), type=StoredModel)
     with open(folder / "bytes", "rb") as file:
         stored = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))

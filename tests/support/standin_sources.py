@@ -273,6 +273,8 @@ class StandinS3(Standin):
     def __init__(self, *buckets: str) -> None:
         self.buckets: dict[str, dict[str, bytes]] = {name: {} for name in buckets}
         self.heeds_if_match = True
+        self.etags: dict[tuple[str, str], str] = {}
+        """Of objects whose ETag says nothing about their content, by bucket and key."""
         super().__init__()
 
     def put(self, bucket: str, prefix: str, files: dict[str, bytes]) -> None:
@@ -296,10 +298,10 @@ class StandinS3(Standin):
         elif key not in self.buckets[bucket]:
             _refuse(request, 404, "NoSuchKey")
         else:
-            self._get(request, self.buckets[bucket][key])
+            self._get(request, self.buckets[bucket][key], self.etags.get((bucket, key)))
 
-    def _get(self, request: _Handler, data: bytes) -> None:
-        etag = etag_of(data)
+    def _get(self, request: _Handler, data: bytes, etag: str | None) -> None:
+        etag = etag or etag_of(data)
         if self.heeds_if_match and request.headers.get("If-Match", etag) != etag:
             _refuse(request, 412, "PreconditionFailed")
             return
@@ -315,7 +317,7 @@ class StandinS3(Standin):
     def _list(self, request: _Handler, bucket: str, prefix: str) -> None:
         found = "".join(
             f"<Contents><Key>{escape(key)}</Key><LastModified>2026-11-21T00:00:00.000Z</LastModified>"
-            f"<ETag>{escape(etag_of(data))}</ETag><Size>{len(data)}</Size></Contents>"
+            f"<ETag>{escape(self.etags.get((bucket, key)) or etag_of(data))}</ETag><Size>{len(data)}</Size></Contents>"
             for key, data in sorted(self.buckets[bucket].items())
             if key.startswith(prefix)
         )

@@ -22,6 +22,8 @@ PLATFORMS = (
 )
 OF_THE_MACHINE = ("torch", "numpy")
 """What the engine needs and a machine for engines has; hundreds of megabytes of it."""
+NOT_IN_BUNDLES = ("nixl",)
+"""Extras of members that an archive does not hold: hundreds of megabytes that few machines have a use for."""
 NOT_FOR_RUNNING_TESTS = ("import-linter", "pyright", "ruff")
 COMMAND_DEADLINE_S = 1800.0
 
@@ -64,7 +66,7 @@ def direct_requirements() -> set[str]:
     for _, project in known.values():
         asked |= set(list_of(project, "dependencies"))
         extras = cast("dict[str, list[str]]", project.get("optional-dependencies", {}))
-        asked.update(*extras.values())
+        asked.update(*(needed for extra, needed in extras.items() if extra not in NOT_IN_BUNDLES))
     return {item for item in asked if split(item)[0] not in known}
 
 

@@ -352,7 +352,10 @@ def test_a_kill_at_any_instant_leaves_whole_files_and_ignored_ones(folder: Path)
     contents = [disk_content(seed, size) for seed in range(DISK_CONTENTS) for size in DISK_SIZES]
     known = {chunk_digest(content): content for content in contents}
     found = unfinished = 0
-    for seed in range(60):
+    for seed in range(600):
+        if seed >= 60 and found > 100 and unfinished:
+            # Where processors are short, a process may be killed before it has written anything.
+            break
         process = started(store_for_ever, folder, limit, seed)
         assert killed(process, rng.uniform(0.0, 0.03))
         unfinished += bool(list(folder.rglob("*.part")))

@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.cluster_key import ClusterKey, find_cluster_key
 from pilotlight.common.errors import MessageTooLarge, MessageUndecodable, PeerRefused, PeerUnavailable, SettingsInvalid
+from pilotlight.common.handshake import LINK_PURPOSE, AskingSide, GivingSide, Identity
 from pilotlight.common.messages.hold import Peer
 from pilotlight.common.messages.link import (
     LINK_VERSION,
@@ -26,16 +27,17 @@ from pilotlight.common.messages.link import (
     FromGiver,
     Hello,
     NotHeld,
+    Placed,
     Proof,
     Recorded,
     Refused,
+    Region,
     Sent,
     Units,
     Waiting,
     Welcome,
 )
 from pilotlight.common.testing import until
-from pilotlight.dataplane.link.handshake import PURPOSE, AskingSide, GivingSide, Identity
 from pilotlight.dataplane.link.peer import LinkState, PeerLink
 from pilotlight.dataplane.link.server import LinkServer
 from pilotlight.dataplane.link.thread import LinkThread
@@ -52,7 +54,7 @@ from pilotlight.dataplane.link.yielding import HOLD_S, Yielding
 from pilotlight.policy.types import Digest, FetchPriority, NodeId
 
 A, G = NodeId("asker"), NodeId("giver")
-OTHER_KEY = ClusterKey(b"the key of another cluster", PURPOSE)
+OTHER_KEY = ClusterKey(b"the key of another cluster", LINK_PURPOSE)
 
 
 # ---------------------------------------------------------------- frames
@@ -88,6 +90,8 @@ messages = st.one_of(
         priority=st.sampled_from(FetchPriority),
     ),
     st.builds(Units, digests=st.binary(max_size=256)),
+    st.builds(Region, agent=st.binary(max_size=512), address=st.integers(0, 2**64 - 1), size_bytes=st.integers(0, 2**50)),
+    st.builds(Placed, offset=st.integers(0, 2**50), size_bytes=st.integers(0, 2**20)),
     st.just(Enough()) | st.just(Sent()) | st.just(NotHeld()) | st.just(Recorded()) | st.just(Waiting()),
 )
 
@@ -176,17 +180,17 @@ def test_another_version_and_a_short_nonce_are_refused_on_both_sides() -> None:
 
 
 def test_the_key_is_found_in_its_file_and_a_short_one_is_refused(tmp_path: Any) -> None:
-    assert find_cluster_key(None, PURPOSE) is None
-    assert find_cluster_key(tmp_path, PURPOSE) is None
+    assert find_cluster_key(None, LINK_PURPOSE) is None
+    assert find_cluster_key(tmp_path, LINK_PURPOSE) is None
     (tmp_path / "cluster-key").write_text("the key of this cluster\n")
-    found = find_cluster_key(tmp_path, PURPOSE)
+    found = find_cluster_key(tmp_path, LINK_PURPOSE)
     assert found is not None
     assert found.proof(b"x") == KEY.proof(b"x")
     assert found.proof(b"x") != ClusterKey(b"the key of this cluster", "artifacts").proof(b"x")
     assert "cluster" not in repr(found)
     (tmp_path / "cluster-key").write_text("short")
     with pytest.raises(SettingsInvalid, match="16"):
-        find_cluster_key(tmp_path, PURPOSE)
+        find_cluster_key(tmp_path, LINK_PURPOSE)
 
 
 def test_what_is_in_the_background_waits_for_a_cold_start_but_not_long() -> None:

@@ -1,4 +1,4 @@
-"""Both kinds of channel keep the same promises."""
+"""All kinds of channel keep the same promises."""
 
 import os
 import random
@@ -7,6 +7,7 @@ import threading
 from time import monotonic
 
 import pytest
+from channel_ends import tcp_channel
 
 from pilotlight.engine.channel.channel import Frame, wait_for_any
 from pilotlight.engine.channel.memory import memory_channel
@@ -21,17 +22,21 @@ def unix_channel():
     return UnixChannel(one, monotonic, WINDOW), UnixChannel(other, monotonic, WINDOW)
 
 
-@pytest.fixture(params=["memory", "unix"])
+def connected_by_tcp():
+    return tcp_channel(WINDOW)
+
+
+@pytest.fixture(params=[lambda: memory_channel(monotonic, WINDOW), unix_channel, connected_by_tcp], ids=["memory", "unix", "tcp"])
 def ends(request):
-    made = memory_channel(monotonic, WINDOW) if request.param == "memory" else unix_channel()
+    made = request.param()
     yield made
     for end in made:
         end.close()
 
 
-@pytest.fixture
-def unix_ends():
-    made = unix_channel()
+@pytest.fixture(params=[unix_channel, connected_by_tcp], ids=["unix", "tcp"])
+def stream_ends(request):
+    made = request.param()
     yield made
     for end in made:
         end.close()
@@ -166,15 +171,15 @@ def test_two_threads_talk_at_random(seed, ends):
         b"PLch\x00\0\0\0" + b"\1\0\0\0" + b"\xff" * 8,
     ],
 )
-def test_nonsense_is_a_loss(nonsense, unix_ends):
-    one, other = unix_ends
+def test_nonsense_is_a_loss(nonsense, stream_ends):
+    one, other = stream_ends
     one._socket.send(nonsense)
     with pytest.raises(PeerLost):
         other.receive(1)
 
 
-def test_a_peer_that_ignores_credit_is_a_loss(unix_ends):
-    one, other = unix_ends
+def test_a_peer_that_ignores_credit_is_a_loss(stream_ends):
+    one, other = stream_ends
     one._credits = 100
     for _ in range(WINDOW + 1):
         one.send(frame(b"x"), 1)
@@ -184,9 +189,23 @@ def test_a_peer_that_ignores_credit_is_a_loss(unix_ends):
         other.receive(1)
 
 
-def test_a_frame_that_was_cut_off_is_a_loss(unix_ends):
-    one, other = unix_ends
+def test_a_frame_that_was_cut_off_is_a_loss(stream_ends):
+    one, other = stream_ends
     one._socket.send(b"PLch\x00\0\0\0" + b"\5\0\0\0" + bytes(8) + b"hal")
     one.close()
     with pytest.raises(PeerLost, match="hung up"):
         other.receive(1)
+
+
+def test_a_frame_takes_memory_only_for_what_came_of_it(stream_ends):
+    """Announced with 3 GiB: neither taken nor given back as zeros."""
+    one, other = stream_ends
+    before = resident_bytes()
+    one._socket.send(b"PLch\x00\0\0\0" + bytes(4) + (3 << 30).to_bytes(8, "little") + b"little")
+    assert not other.readable
+    assert resident_bytes() - before < 64 << 20
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

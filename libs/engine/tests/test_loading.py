@@ -181,6 +181,7 @@ def test_every_error_has_its_code_of_the_taxonomy():
         "deadline_exceeded",
         "conflict",
         "worker_lost",
+        "peer_refused",
         "queue_full",
         "engine_failed",
     }

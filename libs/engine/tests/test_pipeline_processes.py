@@ -1,4 +1,4 @@
-"""Stages in processes of their own, over Unix sockets."""
+"""Stages in processes of their own, over Unix sockets and over TCP."""
 
 import signal
 import socket
@@ -10,37 +10,38 @@ from time import monotonic
 import msgspec
 import pytest
 import stage_child
-from pipelines import INSTANCE, cuts
+from channel_ends import HOST
+from pipelines import INSTANCE
 
 from pilotlight.engine.channel.channel import Frame
+from pilotlight.engine.channel.door import Door
 from pilotlight.engine.channel.unix import UnixChannel
 from pilotlight.engine.core.request import RequestKey
 from pilotlight.engine.kv_pieces import KvPiece
 from pilotlight.engine.pipeline.frames import tensor_of, unpack
+from pilotlight.engine.pipeline.joining import join
 from pilotlight.policy.types import FinishReason, RequestId, Stage
 
 pytestmark = pytest.mark.slow
 
 
 @contextmanager
-def stage_processes(model, stages, leader, folder):
+def stage_processes(model, stages, leader, folder, over="unix"):
     """Starts all stages but the first one, and connects the leader; gives processes and control channels."""
     stage_child.store(model, folder)
-    ring = [socket.socketpair() for _ in stages]
     processes, controls = [], []
+    connects = {"unix": connected_by_unix, "tcp": connected_by_tcp}[over]
+
+    def start(stage, *fds, **pipes):
+        mine, its = socket.socketpair()
+        command = [sys.executable, stage_child.__file__, folder, stage.start, stage.stop, its.fileno(), *fds]
+        processes.append(subprocess.Popen([*map(str, command)], pass_fds=[its.fileno(), *fds], **pipes))
+        controls.append(UnixChannel(mine, monotonic))
+        its.close()
+        return processes[-1]
+
     try:
-        for index, stage in enumerate(stages[1:], start=1):
-            mine, its = socket.socketpair()
-            fds = [ring[index - 1][1].fileno(), ring[index][0].fileno(), its.fileno()]
-            arguments = [folder, stage.start, stage.stop, *fds]
-            command = [sys.executable, stage_child.__file__, *map(str, arguments)]
-            processes.append(subprocess.Popen(command, pass_fds=fds))
-            controls.append(UnixChannel(mine, monotonic))
-            its.close()
-        for index in range(1, len(stages)):
-            ring[index - 1][1].close()
-            ring[index][0].close()
-        leader.engine.connect(INSTANCE, UnixChannel(ring[-1][1], monotonic), UnixChannel(ring[0][0], monotonic))
+        leader.engine.connect(INSTANCE, *connects(stages, start))
         deadline = monotonic() + 60
         while not leader.engine.serves(INSTANCE):
             assert not leader.step().lost
@@ -50,8 +51,33 @@ def stage_processes(model, stages, leader, folder):
         for process in processes:
             process.kill()
             process.wait()
+            for pipe in filter(None, (process.stdin, process.stdout)):
+                pipe.close()
         for control in controls:
             control.close()
+
+
+def connected_by_unix(stages, start):
+    ring = [socket.socketpair() for _ in stages]
+    for index, stage in enumerate(stages[1:], start=1):
+        start(stage, ring[index - 1][1].fileno(), ring[index][0].fileno())
+        ring[index - 1][1].close()
+        ring[index][0].close()
+    return UnixChannel(ring[-1][1], monotonic), UnixChannel(ring[0][0], monotonic)
+
+
+def connected_by_tcp(stages, start):
+    children = [start(stage, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for stage in stages[1:]]
+    me = stage_child.identity(stages[0])
+    door = Door(me, (HOST, 0), monotonic)
+    ports = [door.port, *(int(child.stdout.readline()) for child in children)]
+    ring = [*zip(stages, ports, strict=True)]
+    following = [*ring[1:], ring[0]]
+    for child, (stage, port) in zip(children, following[1:], strict=True):
+        print(stage.start, stage.stop, port, file=child.stdin, flush=True)
+    channels = join(door, me, INSTANCE, stages[0], stage_child.follows(*following[0]), monotonic, 30)
+    door.close()
+    return channels
 
 
 @pytest.fixture
@@ -65,12 +91,21 @@ def finish(runs):
         runs.step()
 
 
-@pytest.mark.parametrize(("kind", "num_stages"), [("gemma3", 2), ("qwen3-moe", 4)])
-def test_tokens_are_those_of_transformers(kind, num_stages, checkpoint, driver, prompts, tmp_path, long_clock):
+@pytest.mark.parametrize(
+    ("kind", "lengths", "over"),
+    [
+        ("gemma3", (2, 2), "unix"),
+        ("qwen3-moe", (1, 1, 1, 1), "unix"),
+        ("gemma3", (2, 2), "tcp"),
+        ("llama", (1, 2, 1), "tcp"),
+        ("qwen3-moe", (1, 1, 1, 1), "tcp"),
+    ],
+)
+def test_tokens_are_those_of_transformers(kind, lengths, over, checkpoint, driver, prompts, tmp_path, long_clock):
     model, leader = checkpoint(kind, 1), driver()
-    stages = cuts(4, num_stages)
+    stages = [Stage(sum(lengths[:index]), sum(lengths[: index + 1])) for index in range(len(lengths))]
     leader.load(model, stage=stages[0])
-    with stage_processes(model, stages, leader, tmp_path):
+    with stage_processes(model, stages, leader, tmp_path, over):
         for index, prompt in enumerate(prompts):
             leader.add(str(index), prompt, max_tokens=64)
         finish(leader)
@@ -80,14 +115,15 @@ def test_tokens_are_those_of_transformers(kind, num_stages, checkpoint, driver, 
         assert output == model.would_say(prompt, output)
 
 
-def test_a_request_moves_out_of_a_pipeline_that_then_dies(checkpoint, driver, prompts, tmp_path, long_clock):
+@pytest.mark.parametrize("over", ["unix", "tcp"])
+def test_a_request_moves_out_of_a_pipeline_that_then_dies(over, checkpoint, driver, prompts, tmp_path, long_clock):
     model, leader, survivor = checkpoint("llama", 1), driver(), driver()
     stages = [Stage(0, 1), Stage(1, 3), Stage(3, 4)]
     leader.load(model, stage=stages[0])
     leader.load(model, "beside")
     survivor.load(model)
     key = RequestKey(RequestId("moves"), 1)
-    with stage_processes(model, stages, leader, tmp_path) as (processes, controls):
+    with stage_processes(model, stages, leader, tmp_path, over) as (processes, controls):
         leader.add("moves", prompts[2], max_tokens=60)
         leader.add("stays", prompts[1], max_tokens=60)
         leader.add("other", prompts[0], instance="beside", max_tokens=60)

@@ -34,7 +34,7 @@ from pilotlight.common.messages.room import (
     drop_subject,
     give_up_subject,
 )
-from pilotlight.common.service import Application
+from pilotlight.common.service import Application, Background
 from pilotlight.common.testing import DatabaseSettingsOf, MakeContext, until
 from pilotlight.dataplane.extents import Extent, Extents
 from pilotlight.policy.eviction.base import EvictionRules
@@ -496,7 +496,7 @@ async def test_a_worker_that_reports_while_rows_are_read_keeps_its_grant(bus: Bu
             assert not self.shown
 
     rows = Rows()
-    maker = room.RoomMaker(books, rows, bus, clock, Lru(), EvictionRules(min_residency_s=0.0))
+    maker = room.RoomMaker(books, rows, bus, clock, Background(), Lru(), EvictionRules(min_residency_s=0.0))
     await maker.lapse()
     assert list(books.grants) == [expired.grant_id]
     rows.shown = ()

@@ -280,6 +280,27 @@ async def test_a_changed_source_ends_it(world, told_first):
     assert len(worker.submits) == 1
 
 
+async def test_a_changed_source_is_nothing_to_those_who_are_served(world):
+    """Another start of the model failed for it; this one had its bytes by then. It is resumed as any other request."""
+    first = await loading(world, "w0")
+    first.post = lambda ran: ran.entries[:5]
+    stream = await world.client.completions.create(**PROMPT, stream=True)
+    chunks = aiter(stream)
+    text = (await anext(chunks)).choices[0].text
+    other = await loading(world, "w1")
+    other.instance = replace(other.instance, reason="source_changed: model.safetensors is gone")
+    await other.ready(InstanceState.FAILED)
+    await world.until(lambda: world.serving.fleet.instances()[1].instance.state is InstanceState.FAILED)
+    await first.ready()
+    await world.until(lambda: world.serving.hold.demand() == ())
+    await world.worker("w2")
+    await first.die()
+    await first.declare_dead()
+    async for chunk in chunks:
+        text += chunk.choices[0].text
+    assert text == ANSWER
+
+
 async def test_stopping_lets_it_go(world):
     worker = await loading(world)
     asking = asyncio.create_task(world.http.post("/v1/completions", json=PROMPT))

@@ -287,7 +287,7 @@ def test_a_load_that_waits_for_its_part_is_not_loading(start: Any, pool: Any) ->
     assert one.end_s <= rest.start_s
 
 
-@pytest.mark.parametrize("fault", ["", "prefill=0.03", "load=0.03"])
+@pytest.mark.parametrize("fault", ["", "prefill=0.2", "load=0.2"])
 def test_what_runs_between_two_parts_is_prefill_and_no_load(fault: str, start: Any, engine: ScriptedEngine, pool: Any) -> None:
     engine.early, engine.step_s = True, 0.004
     parent = start(fault)
@@ -298,7 +298,7 @@ def test_what_runs_between_two_parts_is_prefill_and_no_load(fault: str, start: A
     parent.send(run(), places[0], places[1])
     for _ in range(2):
         parent.until(StepDone)
-    threading.Event().wait(0.02)  # nothing comes
+    threading.Event().wait(0.2)  # nothing comes
     parent.send(*places[2:])
     loaded = parent.until(StageLoaded)
     prefilled = parent.until(Prefilled)
@@ -307,9 +307,10 @@ def test_what_runs_between_two_parts_is_prefill_and_no_load(fault: str, start: A
     work = sorted([*loaded.phases, *prefilled.earlier, prefilled.phase], key=lambda phase: phase.start_s)
     assert all(one.end_s <= other.start_s for one, other in itertools.pairwise(work)), "nothing is counted twice"
     taken_s = {name: sum(one.end_s - one.start_s for one in work if one.name is name) for name in PhaseName}
-    steps = len(places)
-    assert taken_s[PhaseName.PREFILL] == pytest.approx(steps * 0.004 + 0.03 * ("prefill" in fault), abs=0.008)
-    assert taken_s[PhaseName.LOAD] == pytest.approx(0.03 * ("load" in fault), abs=0.008)
+    noise_s = 0.15
+    prefill_s, load_s = len(places) * engine.step_s + 0.2 * ("prefill" in fault), 0.2 * ("load" in fault)
+    assert prefill_s <= taken_s[PhaseName.PREFILL] < prefill_s + noise_s
+    assert load_s <= taken_s[PhaseName.LOAD] < load_s + noise_s
     assert step.sampled is not None
     assert step.sampled.at_s == prefilled.phase.end_s
 

@@ -95,7 +95,7 @@ async def _again(system: ChaosSystem, cut_off: Running) -> Running:
             return repr(error)
         return None if ready.status_code == 200 else ready.text
 
-    await until(answers, HEALTHY_S, "the gateway's return")
+    await until(answers, HEALTHY_S, "the gateway's return", OwnTime(system.processes).seconds)
     again = system.begin(cut_off.ask, cut_off.model)
     late = await ended([again], END_DEADLINE_S)
     fine = not late and again.answer.complete

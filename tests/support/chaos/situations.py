@@ -101,6 +101,7 @@ async def _held(system: ChaosSystem) -> Scene:
 
 
 async def _half(system: ChaosSystem) -> Scene:
+    """Half of the bytes are there, and the requests run on the instance that loads, as far as it has come."""
     scene = await _held(system)
     scene.situation = Situation.HALF
     digest = next(one["digest"] for one in await system.view("models") if one["name"] == scene.model)
@@ -108,7 +109,11 @@ async def _half(system: ChaosSystem) -> Scene:
     async def fetched() -> str | None:
         transfers = [each for node in await system.view("nodes") for each in node["transfers"] if each["digest"] == digest]
         done, total = (sum(each[key] for each in transfers) for key in ("done_bytes", "total_bytes"))
-        return None if total and done / total >= 0.5 else f"{done} of {total} bytes are fetched"
+        if not total or done / total < 0.5:
+            return f"{done} of {total} bytes are fetched"
+        held = [stage for worker in await system.view("workers") for stage in worker["held"] if stage["digest"] == digest]
+        given = sum(stage["in_flight"] for stage in held if stage["state"] == "loading")
+        return None if given == len(scene.requests) else f"{given} requests are where it loads: {held}"
 
     await until(fetched, ARRANGE_DEADLINE_S, "a cold start at 50 %")
     scene.worker_id = await system.lead_of(scene.model)

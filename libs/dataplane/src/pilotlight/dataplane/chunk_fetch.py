@@ -158,7 +158,7 @@ class ChunkFetch:
             return (*self.rank(place[0]), *place)
 
         async with lane.turn(fill.left_bytes, rank, recalled) as progress:
-            work = fill.begin(origin.name, progress)
+            work = fill.begin(origin.name, progress, trusted=origin.trusted)
             try:
                 what = f"part {place[0]} of {self.model.name} from {origin.name}"
                 await self.reading.run(what, lambda _: origin.read(place[0], chunk, work), progress, rank, recalled)

@@ -74,6 +74,7 @@ class ChunkFill:
         self._givers: set[str] = set()
         self._shares: list[tuple[str, int]] = []
         """Who gave the bytes up to where."""
+        self._takes_unchecked = False
         self._alone = False
         """Bytes of several origins were wrong together, so nobody knows whose: from now on each begins at the start."""
 
@@ -113,8 +114,12 @@ class ChunkFill:
         """The digest of the whole chunk."""
         return chunk_digest_of(self._units)
 
-    def begin(self, giver: str, progress: ReadProgress) -> "ChunkWork":
-        """The next try, by an origin of this name. The one before was revoked."""
+    def begin(self, giver: str, progress: ReadProgress, *, trusted: bool = False) -> "ChunkWork":
+        """The next try, by an origin of this name. The one before was revoked.
+
+        From one that is not trusted no byte is taken as long as no digest is recorded that it could be checked against.
+        """
+        self._takes_unchecked = trusted
         if self._givers - {giver}:
             if self._list is not None:
                 self.rewind(len(self._units))
@@ -164,7 +169,7 @@ class ChunkFill:
     def expect(self, giver: str, units: Sequence[bytes]) -> None:
         """As ``ChunkWork.expect``."""
         if self.digest is None:
-            raise ValueError("nobody has recorded this chunk's digest, so its list cannot be checked")
+            raise WrongBytes("a list of units came of a chunk whose digest nobody has recorded")
         fits = len(units) == units_of(self.size_bytes) and all(len(unit) == UNIT_DIGEST_BYTES for unit in units)
         if not fits or chunk_digest_of(units) != self.digest:
             raise WrongBytes("the list of the units' digests is not this chunk's")
@@ -180,6 +185,8 @@ class ChunkFill:
         """The next bytes, which lie within one unit."""
         if len(data) > self.size_bytes - self.received_bytes:
             raise WrongBytes("more bytes came than the chunk has")
+        if self.digest is None and not self._takes_unchecked:
+            raise WrongBytes("bytes came of a chunk whose digest nobody has recorded, so nobody can check them")
         self._place(self.received_bytes, data)
         self._givers.add(giver)
         self._open_unit.update(data)

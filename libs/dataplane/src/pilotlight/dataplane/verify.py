@@ -18,7 +18,7 @@ from pilotlight.checkpoint.errors import CheckpointError
 from pilotlight.checkpoint.manifest import Chunk, Manifest, Segment
 from pilotlight.checkpoint.safetensors import MAX_HEADER_BYTES, StoredTensor, header_bytes, parse_header
 from pilotlight.common.errors import BadRequest, SourceChanged
-from pilotlight.dataplane.origin import ChunkFill, ChunkWork
+from pilotlight.dataplane.origin import ChunkFill
 from pilotlight.dataplane.readers import ReadProgress
 from pilotlight.dataplane.source_origin import ModelSource
 from pilotlight.dataplane.whole_files import check_layout
@@ -124,7 +124,7 @@ class ModelReading:
         if filling is None:
             fill = ChunkFill(None, chunk.size_bytes, lambda _offset, _data: None)
             filling = self._filling[place] = _Filling(fill, len(chunk.segments))
-        work = ChunkWork(filling.fill, "source", ReadProgress())
+        work = filling.fill.begin("source", ReadProgress(), trusted=True)
         if offset < work.position:
             raise BadRequest(
                 f"chunk {place[1]} of part {place[0]} does not lie in the order of its files: register the model again"
@@ -137,7 +137,7 @@ class ModelReading:
         filling.left -= 1
         if not filling.left:
             del self._filling[place]
-            work = ChunkWork(filling.fill, "source", ReadProgress())
+            work = filling.fill.begin("source", ReadProgress(), trusted=True)
             work.write(bytes(work.left_bytes))
             self.found[place] = filling.fill.found
 

@@ -13,10 +13,11 @@
     ├── StageBusy                conflict                  requests are in flight on the stage
     ├── DeadlinePassed           deadline_exceeded         the request did not end in time
     ├── PeerLost                 worker_lost               the other end of a channel is gone, or speaks nonsense
-    │   └── PeerSilent                                     it did not answer, or took nothing, in time
+    │   ├── PeerSilent                                     it did not answer, or took nothing, in time
+    │   └── PeerRefused          peer_refused              the two do not take each other for nodes of one cluster
     └── EngineFailed             engine_failed             the model computed nonsense, or a bug of ours
 
-The engine does not depend on ``pilotlight.common``; the worker maps these codes to the errors there.
+The codes are those of ``pilotlight.common.errors``, which the engine raises none of; the worker maps the one to the other.
 """
 
 from typing import ClassVar
@@ -82,6 +83,12 @@ class PeerLost(EngineError):
 
 class PeerSilent(PeerLost):
     """The other end of a channel neither answered nor took anything in time."""
+
+
+class PeerRefused(PeerLost):
+    """The other end of a channel does not know the cluster's key, is not whom it should be, or takes this end for such a one."""
+
+    code = "peer_refused"
 
 
 class Overloaded(EngineError):

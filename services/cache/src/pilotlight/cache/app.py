@@ -33,7 +33,7 @@ async def build(context: Context[CacheSettings]) -> Application:
     measure(database, outbox, context.metrics)
     repository = CacheRepository(database)
     rules = EvictionRules(min_residency_s=context.settings.min_residency_s)
-    room = RoomMaker(books, repository, context.bus, context.clock, Lru(), rules)
+    room = RoomMaker(books, repository, context.bus, context.clock, context.background, Lru(), rules)
     copies = PublishedCopies(await context.bus.bucket(COPIES))
     add_metrics(books, context.metrics)
     pruner = Pruner(

@@ -5,6 +5,7 @@ One request at a time for each node, so that two grants never count on the same 
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import structlog
@@ -28,6 +29,7 @@ from pilotlight.common.messages.room import (
     drop_subject,
     give_up_subject,
 )
+from pilotlight.common.service import Background
 from pilotlight.policy.eviction.base import EvictionPolicy, EvictionRules, RoomRequest, Victim
 from pilotlight.policy.types import Digest, GrantId, InstanceId, NodeId
 
@@ -57,6 +59,7 @@ class RoomMaker:
         repository: CacheRepository,
         bus: Bus,
         clock: Clock,
+        background: Background,
         policy: EvictionPolicy,
         rules: EvictionRules,
     ) -> None:
@@ -64,9 +67,14 @@ class RoomMaker:
         self._repository = repository
         self._bus = bus
         self._clock = clock
+        self._background = background
         self._policy = policy
         self._rules = rules
         self._locks: dict[NodeId, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._writing: dict[GrantId, asyncio.Task[Exception | None]] = {}
+        """Grants whose rows are under way."""
+        self._over: set[GrantId] = set()
+        """Grants that are in no book any more, and of which there may be rows."""
 
     async def reserve(self, request: Reserve) -> Reserved:
         """Grant room for a stage.
@@ -88,6 +96,7 @@ class RoomMaker:
         async with self._locks[request.node_id]:
             known = self._books.grant_of(request.instance_id, request.worker_id)
             if known is not None:
+                await self._written(known.grant_id)
                 return Reserved(grant_id=known.grant_id)
             if request.node_id in self._books.draining:
                 raise NoRoom(f"node {request.node_id} is being drained", retry_after_s=1.0)
@@ -108,13 +117,9 @@ class RoomMaker:
             )
             # In the books first: while the row is written, nobody else may count on these bytes.
             self._books.grants[grant.grant_id] = grant
-            victims = [("instance", request.node_id, victim) for victim in evicted.instances]
-            victims += [("copy", request.node_id, victim) for victim in evicted.copies]
-            try:
-                await self._repository.add_grant(grant, request, victims)
-            except BaseException:
-                del self._books.grants[grant.grant_id]
-                raise
+            writing = self._background.spawn(f"write {grant.grant_id}", self._write(grant, request, evicted))
+            self._writing[grant.grant_id] = writing
+            await self._written(grant.grant_id)
             return Reserved(
                 grant_id=grant.grant_id,
                 evicted_instances=tuple(InstanceId(victim.subject) for victim in evicted.instances),
@@ -124,7 +129,7 @@ class RoomMaker:
     async def release(self, request: Release) -> Released:
         """Forget a grant."""
         self._books.grants.pop(request.grant_id, None)
-        await self._repository.end_grants([request.grant_id])
+        await self._end([request.grant_id])
         return Released()
 
     async def lapse(self) -> None:
@@ -132,7 +137,12 @@ class RoomMaker:
 
         The word that gives a grant back may be lost, and a grant may be made whose requester never hears of it. What a leader has
         not written down when there is a newer one, it never will.
+
+        Raises:
+            DatabaseUnavailable: rows of such grants may be left; the next call deletes them.
         """
+        if self._over:
+            await self._end()
         now_s, epoch = self._clock.monotonic_s(), self._books.epoch
         if all(self._books.is_held(grant) for grant in self._books.grants.values()):
             return
@@ -151,7 +161,7 @@ class RoomMaker:
         for grant_id in over:
             del self._books.grants[grant_id]
         log.warning("grants lapsed", action="grants_lapsed", grants=len(over))
-        await self._repository.end_grants(over)
+        await self._end(over)
 
     async def strike(self) -> None:
         """Let nodes that drain give up the copies that nobody there needs. What a loader refuses is tried again later.
@@ -175,6 +185,40 @@ class RoomMaker:
                 if reply.digests:
                     log.info("copies struck", action="copies_struck", node_id=node_id, copies=len(reply.digests))
                     await self._repository.add_struck(node_id, reply.digests)
+
+    async def _write(self, grant: Grant, request: Reserve, evicted: _Evicted) -> Exception | None:
+        """Write a grant's row, whatever becomes of who asked; why that failed."""
+        victims = [("instance", request.node_id, victim) for victim in evicted.instances]
+        victims += [("copy", request.node_id, victim) for victim in evicted.copies]
+        failure = None
+        try:
+            await self._repository.add_grant(grant, request, victims)
+        except Exception as error:  # noqa: BLE001 - raised to whoever asked
+            self._books.grants.pop(grant.grant_id, None)
+            failure = error
+        finally:
+            del self._writing[grant.grant_id]
+        if grant.grant_id not in self._books.grants:
+            # Given back meanwhile; or the break came during the commit.
+            self._over.add(grant.grant_id)
+        return failure
+
+    async def _written(self, grant_id: GrantId) -> None:
+        """Return when a grant's row is there. Whoever asks may give up meanwhile: the row would be nobody's if its writing ended with that.
+
+        Raises:
+            Exception: it could not be written.
+        """
+        writing = self._writing.get(grant_id)
+        if writing is not None and (error := await asyncio.shield(writing)) is not None:
+            raise error
+
+    async def _end(self, grant_ids: Iterable[GrantId] = ()) -> None:
+        """Delete the rows of grants that are over. What is still being written, or cannot be deleted now, the next call takes."""
+        self._over.update(grant_ids)
+        over = [grant_id for grant_id in self._over if grant_id not in self._writing]
+        await self._repository.end_grants(over)
+        self._over.difference_update(over)
 
     async def _make_device_room(self, request: Reserve, evicted: _Evicted) -> None:
         for _ in range(MAX_ROUNDS):
@@ -204,7 +248,7 @@ class RoomMaker:
                 raise NoWorker(f"worker {request.worker_id} does not answer: {error.message}") from error
             over = self._books.give_up(request.worker_id, reply.instance_ids)
             if over:
-                await self._repository.end_grants(list(over))
+                await self._end(over)
             evicted.instances += [victim for victim in plan.victims if victim.subject in reply.instance_ids]
         raise NoRoom(f"no room for {request.model} on {request.worker_id}: its models are in use", retry_after_s=1.0)
 

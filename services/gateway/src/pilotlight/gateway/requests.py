@@ -256,7 +256,7 @@ class _Life:
                         raise self._too_late()
                 self._end(attempt)
         except PilotlightError as error:
-            if place.error is not None:
+            if place.error is not None and not self._parts.fleet.serves(instance.instance_id):
                 raise place.error from error
             self._retry_or_raise(error, seen, attempt)
             again = self._finish is None

@@ -194,7 +194,8 @@ def entries_of(submit: Submit, token_ids: list[int], finish: FinishReason | None
 class ScriptedWorker:
     """Speaks a worker's protocol on a real bus: what it says, and what of it is lost on the way, is scripted.
 
-    ``script`` makes the entries of a submit, ``post`` chooses which of them are sent and in what order; all of them can be had by resend.
+    ``script`` makes the entries of a submit, ``post`` chooses which of them are sent and in what order; all of them can be had by resend,
+    but for what an instance that loads has not made yet: what was not sent.
     """
 
     def __init__(self, bus: Bus, worker_id: str, instance_id: str, model: Model, script: Script) -> None:
@@ -327,7 +328,8 @@ class ScriptedWorker:
         ran = self.ran.get((resend.request_id, resend.attempt))
         if ran is None or not self.answers_resend:
             raise NotFound
-        entries = [entry for entry in ran.entries if entry.seq >= resend.from_seq]
+        made = self.post(ran) if self.held_state is HeldState.LOADING else ran.entries
+        entries = [entry for entry in made if entry.seq >= resend.from_seq]
         await self._tell()
         return TokenBatch(worker_id=self.worker_id, entries=entries)
 

@@ -8,11 +8,12 @@ import structlog
 from pilotlight.common.buckets import NODES
 from pilotlight.common.cluster_key import find_cluster_key
 from pilotlight.common.errors import BusUnavailable
+from pilotlight.common.handshake import LINK_PURPOSE, Identity
 from pilotlight.common.messages.hold import Peer
 from pilotlight.common.service import Context
-from pilotlight.common.waiting import pause
+from pilotlight.common.waiting import cancel_all, pause
 from pilotlight.dataplane.copies import HostCopies
-from pilotlight.dataplane.link.handshake import PURPOSE, Identity
+from pilotlight.dataplane.link.nixl_process import NixlProcess, PoolMemory, takes_nixl
 from pilotlight.dataplane.link.offers import Offers
 from pilotlight.dataplane.link.peers import Peers
 from pilotlight.dataplane.link.server import LinkServer
@@ -38,7 +39,10 @@ class NodeLinks:
         self._metrics = metrics
         self._threads = (LinkThread("links-in"), LinkThread("links-out"))
         self._copies: HostCopies | None = None
+        self._heard: dict[NodeId, Peer] = {}
+        self._tasks: list[asyncio.Task[None]] = []
         self._server: LinkServer | None = None
+        self._nixl: NixlProcess | None = None
         self.peers = Peers(
             me, self._threads[0], context.clock, metrics, context.settings.stall_timeout_s, priority_of=self._priority_of
         )
@@ -53,7 +57,10 @@ class NodeLinks:
         self._copies = copies
         offers = Offers(pool=pool, copies=copies, moved=tools.moved, clock=clock)
         address = (settings.dataplane_host, settings.dataplane_port)
-        self._server = LinkServer(self._me, address, offers, self._threads[1], clock, self._metrics)
+        if takes_nixl(settings.link_transport):
+            memory = PoolMemory(pool.descriptor, pool.geometry.data_offset, pool.geometry.file_bytes)
+            self._nixl = self.peers.memory = NixlProcess(memory, self._threads[0])
+        self._server = LinkServer(self._me, address, offers, self._threads[1], clock, self._metrics, memory=self._nixl)
         self._server.listen()
 
     @property
@@ -67,12 +74,17 @@ class NodeLinks:
         await self.peers.start()
         if self._server is not None:
             await self._server.start()
-        self._context.background.spawn("meet nodes", self._meet_for_ever())
-        for thread in self._threads:
-            self._context.background.spawn("links", _watch(thread))
+        if not self._tasks:
+            if self._nixl is not None:
+                self._threads[0].spawn("NIXL", self._nixl.keep())
+            spawn = self._context.background.spawn
+            watched = [spawn("links", _watch(thread)) for thread in self._threads]
+            self._tasks = [spawn("meet nodes", self._meet_for_ever()), *watched]
 
     async def stop(self) -> None:
         """Close every connection."""
+        tasks, self._tasks = self._tasks, []
+        await cancel_all(tasks)
         if self._server is not None:
             await self._server.stop()
         await self.peers.stop()
@@ -87,10 +99,16 @@ class NodeLinks:
                 await pause(RETRY_S)
 
     async def _on_node(self, key: str, facts: NodeFacts | None) -> None:
-        if facts is None:
-            self.peers.part(NodeId(key))
-        elif facts.dataplane_host and facts.dataplane_port:
-            self.peers.meet(Peer(node_id=facts.node_id, host=facts.dataplane_host, port=facts.dataplane_port))
+        node_id = NodeId(key)
+        if facts is None or not facts.dataplane_host or not facts.dataplane_port:
+            self._heard.pop(node_id, None)
+            self.peers.part(node_id)
+            return
+        peer = Peer(node_id=node_id, host=facts.dataplane_host, port=facts.dataplane_port)
+        if self._heard.get(node_id) != peer:
+            # What is said again is no news: an order may have told of a newer address meanwhile.
+            self._heard[node_id] = peer
+            self.peers.meet(peer)
 
     def _priority_of(self, digest: Digest) -> FetchPriority:
         return self._copies.priority(digest) if self._copies is not None else FetchPriority.PREFETCH
@@ -107,7 +125,7 @@ def find_links(context: Context[LoaderSettings], node_id: NodeId, metrics: Loade
     Raises:
         SettingsInvalid: the key is too short.
     """
-    key = find_cluster_key(context.settings.secrets_dir, PURPOSE)
+    key = find_cluster_key(context.settings.secrets_dir, LINK_PURPOSE)
     if key is None:
         log.info("no secret cluster-key: chunks come from no other node and go to none", action="links_off")
         return None

@@ -63,6 +63,12 @@ class LoaderSettings(ServiceSettings, ModelRootsSettings):
         "then know it by the host's name. Needs the secret `cluster-key`.",
     )
     dataplane_port: int = Field(0, ge=0, le=65535, description="Port at which other nodes ask for chunks. 0: any free one.")
+    link_transport: Literal["tcp", "nixl", "auto"] = Field(
+        "tcp",
+        description="How chunks come from other nodes that can do the same. `nixl`: NIXL reads them out of the other's memory, by RDMA "
+        "where there is a device; needs `pip install 'pilotlight-dataplane[nixl]'`. `auto`: so where there is an RDMA device. Where it "
+        "fails they come over TCP.",
+    )
     stall_timeout_s: float = Field(10.0, gt=0, description="A source that gives no byte for this long has stalled.")
     workers: int = Field(1, ge=0, le=1024, description="Workers of the node, among which its memory and cores are divided.")
     worker_kind: Literal["cpu", "sim"] = Field(

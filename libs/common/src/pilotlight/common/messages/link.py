@@ -18,6 +18,17 @@ bodies of those that hold no parameters.
                               <-     Sent (1)
     Enough (1)                ->                     received, or not wanted any more: let go of it
                               <-     NotHeld (2)
+
+Between two nodes that can, bytes go another way: the giver tells how its memory can be read, and, instead of sending them, where they lie.
+
+::
+
+                              <-     Region          what has to be known to read this node's host pool
+    Ask (3, one_sided)        ->
+                              <-     Units (3)
+                              <-     Placed (3) ...  each unit once it is verified here
+                              <-     Sent (3)
+    Enough (3)                ->                     all of it was read
 """
 
 from pilotlight.common.messages.codec import Message
@@ -35,6 +46,10 @@ class Hello(Message, tag="hello", frozen=True, kw_only=True):
     nonce: bytes
     beat_s: float = 1.0
     """Who waits wants to hear at least so often that what it asked for is on its way."""
+    about: str = ""
+    """What the connection is for: which channel. A link is for everything, and says nothing."""
+    one_sided: bool = False
+    """Whether it can read the other node's memory, and so wants to hear of its ``Region``."""
 
 
 class Welcome(Message, tag="welcome", frozen=True, kw_only=True):
@@ -74,10 +89,30 @@ class Ask(Message, tag="ask", frozen=True, kw_only=True):
     """The chunk's, as recorded. None: it is not known to be recorded; nothing is sent, and ``Recorded`` says when it is."""
     from_byte: int
     priority: FetchPriority = FetchPriority.COLD_START
+    one_sided: bool = False
+    """The asker reads the bytes itself: say where they lie. Bytes are sent all the same where the giver's memory cannot be read."""
 
 
 class Enough(Message, tag="enough", frozen=True, kw_only=True):
     """All that was asked for came, or it is not wanted any more. What still comes of it is thrown away."""
+
+
+class Region(Message, tag="region", frozen=True, kw_only=True):
+    """From now on the giver's host pool can be read by one-sided reads. Said only to who said that it can, and again when it changes."""
+
+    agent: bytes
+    """What NIXL has to know of the giver."""
+    address: int
+    """Where the pool's images begin, as the giver's process sees them."""
+    size_bytes: int
+
+
+class Placed(Message, tag="placed", frozen=True, kw_only=True):
+    """The next bytes of the chunk lie there, and stay until ``Enough``: up to the end of one unit, never beyond."""
+
+    offset: int
+    """From the region's address on."""
+    size_bytes: int
 
 
 class Units(Message, tag="units", frozen=True, kw_only=True):
@@ -103,4 +138,4 @@ class Waiting(Message, tag="waiting", frozen=True, kw_only=True):
 
 
 FromAsker = Hello | Proof | Ask | Enough
-FromGiver = Welcome | Accepted | Refused | Units | Sent | NotHeld | Recorded | Waiting
+FromGiver = Welcome | Accepted | Refused | Region | Units | Placed | Sent | NotHeld | Recorded | Waiting

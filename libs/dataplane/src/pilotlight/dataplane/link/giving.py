@@ -11,7 +11,7 @@ import structlog
 from pilotlight.checkpoint.digests import UNIT_BYTES
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import BadRequest, DeadlineExceeded
-from pilotlight.common.messages.link import Ask, Enough, NotHeld, Recorded, Sent, Units, Waiting
+from pilotlight.common.messages.link import Ask, Enough, NotHeld, Placed, Recorded, Region, Sent, Units, Waiting
 from pilotlight.common.waiting import cancel_all, woken
 from pilotlight.dataplane.link.offers import Offer, Offers, Ticket
 from pilotlight.dataplane.link.stream import SLOW_S, FrameStream
@@ -26,8 +26,27 @@ SHORTEST_BEAT_S, LONGEST_BEAT_S = 0.02, 5.0
 """Who waits for bytes hears that they are on their way as often as it wants, within these."""
 MAX_REQUESTS = 512
 """Of one connection, at once."""
+MAX_OFFERED = 4
+"""Chunks that the other node was told to read and has not acknowledged: what is offered goes at its own speed, whatever comes next."""
 
 T = TypeVar("T")
+
+
+class GivesMemory(Protocol):
+    """Lets other nodes read this host pool by one-sided reads. Any thread."""
+
+    @property
+    def region(self) -> Region | None:
+        """What they have to know; None while they cannot."""
+        ...
+
+    def offset_of(self, file_offset: int) -> int:
+        """Where a place of the pool's file lies in the region."""
+        ...
+
+    def stir(self) -> None:
+        """Bytes are about to be read, or are still being read: said at least every ``LONGEST_BEAT_S``."""
+        ...
 
 
 class LinkObserver(Protocol):
@@ -56,6 +75,8 @@ class _Request:
     offer: Offer | None = None
     is_recorded: bool = False
     is_missing: bool = False
+    is_placed: bool = False
+    """The asker reads its bytes itself."""
     has_units: bool = False
     """The list of the chunk's units was sent."""
     over_s: float | None = None
@@ -80,6 +101,9 @@ class Giving:
     yielding: Yielding
     clock: Clock
     observer: LinkObserver
+    memory: GivesMemory | None = None
+    """Where the other node can read it."""
+    _told: Region | None = None
     _requests: dict[int, _Request] = field(default_factory=dict[int, _Request])
     _finding: dict[int, asyncio.Task[None]] = field(default_factory=dict[int, asyncio.Task[None]])
     _arrivals: Callable[[], int] = field(default_factory=lambda: itertools.count().__next__)
@@ -117,6 +141,7 @@ class Giving:
             if head.request in self._requests or len(self._requests) >= MAX_REQUESTS:
                 raise BadRequest(f"{self.peer} has more than {MAX_REQUESTS} requests, or two of one number")
             request = _Request(head.request, message, self._arrivals(), message.from_byte)
+            request.is_placed = message.one_sided and self._told is not None
             self._requests[request.number] = request
             self._finding[request.number] = asyncio.create_task(self._find(request), name=f"find a chunk for {self.peer}")
 
@@ -157,29 +182,39 @@ class Giving:
             finding.cancel()
         if request is None:
             return
+        self._wake.set()
         if request.offer is not None and request.offer.held.fill is not None:
             request.offer.held.fill.unwatch(self._moved)
         self.pool_loop.call_soon_threadsafe(self.offers.let_go, request.ticket)
 
     async def _send_for_ever(self) -> None:
-        beat_s = min(max(self.beat_s, SHORTEST_BEAT_S), LONGEST_BEAT_S)
+        beat_s, spoke_s = min(max(self.beat_s, SHORTEST_BEAT_S), LONGEST_BEAT_S), self.clock.monotonic_s()
         while True:
             self._wake.clear()
+            await self._tell_region()
             request = self._next()
-            if request is None:
+            delay_s = beat_s if request is None else self.yielding.delay_s(request.ask.priority, self.clock.monotonic_s())
+            if request is not None and delay_s <= 0:
+                await self._send(request)
+            else:
                 self._check_late()
-                if not await woken(self._wake, beat_s) and self._requests:
-                    await self.stream.write(Waiting())
-                continue
-            delay_s = self.yielding.delay_s(request.ask.priority, self.clock.monotonic_s())
-            if delay_s > 0:
-                await woken(self._wake, delay_s)
-                continue
-            await self._send(request)
+                if self.memory is not None and any(request.is_placed for request in self._requests.values()):
+                    self.memory.stir()
+                await woken(self._wake, min(delay_s, beat_s))
+                if not self._requests or self.clock.monotonic_s() - spoke_s < beat_s:
+                    continue
+                # Also to who waits because others come first.
+                await self.stream.write(Waiting())
+            spoke_s = self.clock.monotonic_s()
 
     def _next(self) -> _Request | None:
         """The first request, in order, for which there is something to send."""
-        ready = (request for request in self._requests.values() if request.over_s is None and _is_ready(request))
+        offered = sum(request.is_placed and request.over_s is not None for request in self._requests.values())
+        ready = (
+            request
+            for request in self._requests.values()
+            if request.over_s is None and (offered < MAX_OFFERED or not request.is_placed) and _is_ready(request)
+        )
         return min(ready, key=lambda request: request.order, default=None)
 
     async def _send(self, request: _Request) -> None:
@@ -203,9 +238,22 @@ class Giving:
             self.yielding.sent(priority, self.clock.monotonic_s())
 
         request.position = stop
+        if request.is_placed and self.memory is not None:
+            placed = Placed(offset=self.memory.offset_of(offer.file_offset + start), size_bytes=stop - start)
+            self.memory.stir()
+            await self.stream.write(placed, request.number)
+            moved(stop - start)
+            self.observer.on_sent(self.peer, stop - start)
+            return
         head = bytes_head(request.number, stop - start)
         await self.stream.write_file(head, offer.descriptor, offer.file_offset + start, stop - start, moved)
         self.observer.on_sent(self.peer, stop - start)
+
+    async def _tell_region(self) -> None:
+        region = self.memory.region if self.memory is not None else None
+        if region is not None and region != self._told:
+            self._told = region
+            await self.stream.write(region)
 
     async def _end(self, request: _Request, message: object) -> None:
         request.over_s = self.clock.monotonic_s()

@@ -4,25 +4,42 @@ import asyncio
 import itertools
 import random
 import socket
-import threading
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
-from enum import StrEnum
 
 import structlog
+from msgspec import structs
 
 from pilotlight.checkpoint.digests import UNIT_DIGEST_BYTES
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import DeadlineExceeded, PeerRefused, PeerUnavailable, PilotlightError
+from pilotlight.common.handshake import AskingSide, Identity
 from pilotlight.common.messages.hold import Peer
-from pilotlight.common.messages.link import Accepted, Ask, Enough, FromGiver, NotHeld, Recorded, Refused, Sent, Units, Welcome
+from pilotlight.common.messages.link import (
+    Accepted,
+    Ask,
+    Enough,
+    FromGiver,
+    NotHeld,
+    Placed,
+    Recorded,
+    Refused,
+    Region,
+    Sent,
+    Units,
+    Welcome,
+)
 from pilotlight.common.waiting import Backoff, cancel_all, pause, within
 from pilotlight.dataplane.link.giving import LinkObserver
-from pilotlight.dataplane.link.handshake import AskingSide, Identity
+from pilotlight.dataplane.link.nixl_process import NixlFailed, ReadsMemory
+from pilotlight.dataplane.link.nixl_take import Taking
+from pilotlight.dataplane.link.pull import Pull
+from pilotlight.dataplane.link.state import LinkState
 from pilotlight.dataplane.link.stream import FrameStream
 from pilotlight.dataplane.link.thread import LinkThread
 from pilotlight.dataplane.link.wire import FrameKind, Head
 from pilotlight.dataplane.origin import ChunkWork, NotHere, RecordedNow, WrongBytes
+from pilotlight.policy.types import FetchPriority
 
 log = structlog.get_logger()
 
@@ -35,39 +52,13 @@ BEATS = 5
 LIVED_S = 1.0
 """A connection that held for so long was a good one: what comes after it is a first failure."""
 BACKOFF = Backoff(first_s=0.2, limit_s=10.0)
+MAX_OUT = 4096
+"""Requests that wait to be sent: more than all threads that read can have under way."""
 PATIENCE = 3
 """So many stall timeouts without any byte are a stall, though the other node says that it is well: it may wait for this one."""
 
 RECORD_PATIENCE = 30
 """The same for who waits until the other node has read a part that nobody has read before."""
-
-
-class LinkState(StrEnum):
-    """A connection's."""
-
-    CONNECTING = "connecting"
-    """For the first time: requests wait for it."""
-    UP = "up"
-    DOWN = "down"
-    """It broke, or could not be made; it is tried again in a while. Requests fail at once."""
-    AGAIN = "again"
-    """It is tried again. Requests fail all the same: whoever did not answer last time would keep them waiting."""
-
-
-@dataclass(slots=True, eq=False)
-class _Pull:
-    """A request, between the thread that waits for it and the one that receives."""
-
-    ask: Ask
-    work: ChunkWork
-    number: int = 0
-    ended: threading.Event = field(default_factory=threading.Event)
-    error: BaseException | None = None
-
-    def end(self, error: BaseException | None = None) -> None:
-        if not self.ended.is_set():
-            self.error = error
-            self.ended.set()
 
 
 class PeerLink:
@@ -83,8 +74,11 @@ class PeerLink:
         *,
         stall_timeout_s: float,
         backoff: Backoff = BACKOFF,
+        memory: ReadsMemory | None = None,
     ) -> None:
-        """``me`` is what this node proves to the other one; the link is made once ``keep`` runs."""
+        """``me`` is what this node proves to the other one; the link is made once ``keep`` runs. ``memory`` reads the other
+        one's, where that can be done.
+        """
         self.peer = peer
         self.state = LinkState.CONNECTING
         self._me = me
@@ -95,15 +89,19 @@ class PeerLink:
         self._backoff = backoff
         self._rng = random.Random()
         self._numbers = itertools.count(1)
-        self._waiting: set[_Pull] = set()
-        self._pulls: dict[int, _Pull] = {}
+        self._waiting: set[Pull] = set()
+        self._pulls: dict[int, Pull] = {}
         self._out: asyncio.Queue[tuple[object, int]] | None = None
         self._sock: socket.socket | None = None
         self._frames = 0
         self._bytes = 0
+        self._reads_memory = memory is not None
+        self._taking = Taking(memory, peer.node_id, stall_timeout_s / 2, self)
 
-    def pull(self, ask: Ask, work: ChunkWork) -> None:
+    def pull(self, ask: Ask, work: ChunkWork, priority: Callable[[], FetchPriority] | None = None) -> None:
         """Have a chunk's bytes written to ``work``, from ``ask.from_byte`` on. Blocks.
+
+        ``priority`` is how much it matters at a moment: what began as a prefetch is asked for again when a cold start waits for it.
 
         Raises:
             NotHere: the node has not got it.
@@ -112,7 +110,7 @@ class PeerLink:
             WrongBytes: what it gives is wrong.
             Abandoned, HostPoolFull: as ``ChunkWork.write``.
         """
-        pull = _Pull(ask, work)
+        pull = Pull(ask, work)
         self._thread.call(self._begin, pull)
         frames, gave, quiet, dry = self._frames, self._bytes, 0, 0
         patience = PATIENCE if ask.digest is not None else RECORD_PATIENCE
@@ -126,6 +124,8 @@ class PeerLink:
                     raise self._stalled(quiet >= LOOKS)
                 if not quiet:
                     work.sign()
+                if priority is not None:
+                    self._thread.call(self._matters, pull, priority())
         finally:
             self._thread.call(self._end, pull)
         if pull.error is not None:
@@ -162,6 +162,33 @@ class PeerLink:
             self._out = self._sock = None
             stream.close()
 
+    async def _reach(self) -> socket.socket:
+        """A connection to the first address of the node's host that answers.
+
+        Raises:
+            PilotlightError, OSError: none does.
+        """
+        loop, peer = asyncio.get_running_loop(), self.peer
+        try:
+            found = await loop.getaddrinfo(peer.host, peer.port, type=socket.SOCK_STREAM)
+        except (ValueError, OverflowError) as error:
+            raise PeerUnavailable(f"{peer.node_id} says that it is at {peer.host}:{peer.port}, which is no address") from error
+        failure: Exception = PeerUnavailable(f"{peer.host} has no address")
+        for family, _, _, _, address in found:
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            sock.setblocking(False)
+            try:
+                await within(CONNECT_S / (1 + len(found)), loop.sock_connect(sock, address), f"reaching {address[0]}")
+            except (OSError, PilotlightError) as error:
+                sock.close()
+                failure = error
+            except BaseException:
+                sock.close()
+                raise
+            else:
+                return sock
+        raise failure
+
     async def _connect(self) -> FrameStream:
         """A connection whose other end has proved that it is the node.
 
@@ -169,13 +196,11 @@ class PeerLink:
             PilotlightError: it is another one, or takes this one for another.
             OSError: it cannot be made.
         """
-        loop, node_id = asyncio.get_running_loop(), self.peer.node_id
-        found = await loop.getaddrinfo(self.peer.host, self.peer.port, type=socket.SOCK_STREAM)
-        sock = socket.socket(found[0][0], socket.SOCK_STREAM)
+        node_id = self.peer.node_id
+        sock = await self._reach()
         try:
-            sock.setblocking(False)
-            await loop.sock_connect(sock, found[0][4])
-            stream, side = FrameStream(sock), AskingSide(self._me, node_id, self._stall_timeout_s / BEATS)
+            stream = FrameStream(sock)
+            side = AskingSide(self._me, node_id, self._stall_timeout_s / BEATS, one_sided=self._reads_memory)
             await stream.write(side.hello())
             welcome = await stream.read_message(Welcome | Refused)
             if welcome is None:
@@ -201,7 +226,7 @@ class PeerLink:
         Raises:
             PilotlightError, OSError: it did.
         """
-        self._out = asyncio.Queue()
+        self._out = asyncio.Queue(MAX_OUT)
         self.state = LinkState.UP
         log.info("link is up", action="link_up", node=self.peer.node_id)
         for pull in sorted(self._waiting, key=lambda pull: (pull.ask.part, pull.ask.chunk)):
@@ -246,16 +271,21 @@ class PeerLink:
                     self._end(pull, error)
         self._observer.on_received(self.peer.node_id, head.length)
 
-    def _on_message(self, message: object, pull: _Pull | None) -> None:
+    def _on_message(self, message: object, pull: Pull | None) -> None:
         if isinstance(message, Refused):
             raise PeerRefused(f"{self.peer.node_id} ended the connection: {message.message}")
+        if isinstance(message, Region):
+            self._taking.offer(message)
         if pull is None:
             return
         match message:
             case Units():
                 self._on_units(message, pull)
+            case Placed():
+                self._taking.place(pull.number, message)
             case Sent():
-                self._end(pull)
+                if not self._taking.on_sent(pull.number):
+                    self._end(pull)
             case NotHeld():
                 self._end(pull, NotHere())
             case Recorded():
@@ -263,7 +293,7 @@ class PeerLink:
             case _:
                 pass
 
-    def _on_units(self, message: Units, pull: _Pull) -> None:
+    def _on_units(self, message: Units, pull: Pull) -> None:
         digests, size = message.digests, UNIT_DIGEST_BYTES
         try:
             if len(digests) % size:
@@ -277,7 +307,7 @@ class PeerLink:
             self._forget(pull)
             self._send(pull)
 
-    def _begin(self, pull: _Pull) -> None:
+    def _begin(self, pull: Pull) -> None:
         if pull.ended.is_set():
             return
         if self.state is LinkState.CONNECTING:
@@ -287,32 +317,55 @@ class PeerLink:
         else:
             pull.end(PeerUnavailable(f"{self.peer.node_id} cannot be reached"))
 
-    def _send(self, pull: _Pull) -> None:
+    def _send(self, pull: Pull) -> None:
         if self._out is None:
             pull.end(PeerUnavailable(f"{self.peer.node_id} cannot be reached"))
             return
-        ask = pull.ask
         pull.number = next(self._numbers)
         self._pulls[pull.number] = pull
-        pull.ask = Ask(
-            model=ask.model,
-            part=ask.part,
-            chunk=ask.chunk,
-            digest=ask.digest,
-            from_byte=pull.work.position,
-            priority=ask.priority,
-        )
-        self._out.put_nowait((pull.ask, pull.number))
+        is_taken = pull.ask.digest is not None and self._taking.begin(pull.number, pull.work)
+        pull.ask = structs.replace(pull.ask, from_byte=pull.work.position, one_sided=is_taken)
+        self._post(pull.ask, pull.number)
 
-    def _end(self, pull: _Pull, error: BaseException | None = None) -> None:
+    def _matters(self, pull: Pull, priority: FetchPriority) -> None:
+        if pull.ask.priority is FetchPriority.PREFETCH and priority is FetchPriority.COLD_START:
+            pull.ask = structs.replace(pull.ask, priority=priority)
+            if pull.number in self._pulls:
+                self._forget(pull)
+                self._send(pull)
+
+    def _end(self, pull: Pull, error: BaseException | None = None) -> None:
         """A request is over, in whatever way: the other node may let go of the chunk."""
         self._waiting.discard(pull)
         self._forget(pull)
         pull.end(error)
 
-    def _forget(self, pull: _Pull) -> None:
-        if self._pulls.pop(pull.number, None) is not None and self._out is not None:
-            self._out.put_nowait((Enough(), pull.number))
+    def on_taken_bytes(self, size_bytes: int) -> None:
+        """As ``Taker.on_taken_bytes``."""
+        self._frames += 1
+        self._bytes += size_bytes
+        self._observer.on_received(self.peer.node_id, size_bytes)
+
+    def on_taken(self, number: int, error: Exception | None) -> None:
+        """As ``Taker.on_taken``."""
+        pull = self._pulls.get(number)
+        if pull is not None and isinstance(error, NixlFailed):
+            self._forget(pull)
+            self._send(pull)
+        elif pull is not None:
+            self._end(pull, error)
+
+    def _forget(self, pull: Pull) -> None:
+        self._taking.give_up(pull.number)
+        if self._pulls.pop(pull.number, None) is not None:
+            self._post(Enough(), pull.number)
+
+    def _post(self, message: object, number: int) -> None:
+        try:
+            if self._out is not None:
+                self._out.put_nowait((message, number))
+        except asyncio.QueueFull:
+            self._break()
 
     def _stalled(self, is_silent: bool) -> PeerUnavailable:
         if is_silent:
@@ -328,6 +381,7 @@ class PeerLink:
 
     def _give_up(self, why: str) -> None:
         self.state = LinkState.DOWN
+        self._taking.stop()
         pulls = (*self._waiting, *self._pulls.values())
         self._waiting.clear()
         self._pulls.clear()

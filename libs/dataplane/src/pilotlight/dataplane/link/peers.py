@@ -16,11 +16,13 @@ import structlog
 
 from pilotlight.checkpoint.manifest import Chunk, Manifest
 from pilotlight.common.clock import Clock
+from pilotlight.common.handshake import Identity
 from pilotlight.common.messages.hold import Peer
 from pilotlight.common.messages.link import Ask
 from pilotlight.dataplane.link.giving import LinkObserver
-from pilotlight.dataplane.link.handshake import Identity
-from pilotlight.dataplane.link.peer import LinkState, PeerLink
+from pilotlight.dataplane.link.nixl_process import ReadsMemory
+from pilotlight.dataplane.link.peer import PeerLink
+from pilotlight.dataplane.link.state import LinkState
 from pilotlight.dataplane.link.thread import LinkThread
 from pilotlight.dataplane.origin import ChunkWork, Origin
 from pilotlight.policy.types import Digest, FetchPriority, Model, NodeId, OriginKind
@@ -39,7 +41,7 @@ class PeerOrigin:
     peer_link: PeerLink
     manifest: Manifest
     model: Digest
-    priority: FetchPriority
+    priority_of: Callable[[Digest], FetchPriority]
 
     kind = OriginKind.PEER
     trusted = False
@@ -58,8 +60,9 @@ class PeerOrigin:
         """As ``Origin.read``. Without a recorded digest it waits until there is one, and raises ``RecordedNow``."""
         chunks = self.manifest.parts[part].chunks
         index = bisect_left(chunks, chunk.image_offset, key=lambda one: one.image_offset)
-        ask = Ask(model=self.model, part=part, chunk=index, digest=work.digest, from_byte=work.position, priority=self.priority)
-        self.peer_link.pull(ask, work)
+        model, digest, priority = self.model, work.digest, self.priority_of(self.model)
+        ask = Ask(model=model, part=part, chunk=index, digest=digest, from_byte=work.position, priority=priority)
+        self.peer_link.pull(ask, work, lambda: self.priority_of(model))
 
 
 class Peers:
@@ -74,13 +77,15 @@ class Peers:
         stall_timeout_s: float,
         priority_of: Callable[[Digest], FetchPriority],
     ) -> None:
-        """``priority_of`` tells how much a model's fetch matters at this moment."""
+        """``priority_of`` tells how much a model's fetch matters at this moment; also in the threads that read."""
         self._me = me
         self._thread = thread
         self._clock = clock
         self._observer = observer
         self._stall_timeout_s = stall_timeout_s
         self._priority_of = priority_of
+        self.memory: ReadsMemory | None = None
+        """Reads the memory of those that let it be read. For links that are made from then on."""
         self._links: dict[NodeId, PeerLink] = {}
         self._upstreams: OrderedDict[Digest, tuple[NodeId, ...]] = OrderedDict()
 
@@ -109,7 +114,15 @@ class Peers:
             log.warning("too many nodes to keep links to", action="link_peers_full", node=peer.node_id, limit=MAX_PEERS)
             return
         self.part(peer.node_id)
-        link = PeerLink(self._me, peer, self._thread, self._clock, self._observer, stall_timeout_s=self._stall_timeout_s)
+        link = PeerLink(
+            self._me,
+            peer,
+            self._thread,
+            self._clock,
+            self._observer,
+            stall_timeout_s=self._stall_timeout_s,
+            memory=self.memory,
+        )
         self._links[peer.node_id] = link
         self._thread.spawn(_task_of(peer), link.keep())
 
@@ -131,8 +144,8 @@ class Peers:
     def origins(self, model: Model, manifest: Manifest) -> Sequence[Origin]:
         """As ``Nearby.origins``: the model's upstreams that can be reached, or may be, in their order."""
         links = (self._links.get(node_id) for node_id in self._upstreams.get(model.digest, ()))
-        priority = self._priority_of(model.digest)
-        return [PeerOrigin(link, manifest, model.digest, priority) for link in links if link is not None and _is_usable(link)]
+        usable = (link for link in links if link is not None and _is_usable(link))
+        return [PeerOrigin(link, manifest, model.digest, self._priority_of) for link in usable]
 
 
 def _is_usable(link: PeerLink) -> bool:

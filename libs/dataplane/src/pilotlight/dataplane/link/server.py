@@ -8,10 +8,10 @@ import structlog
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import PeerRefused, PilotlightError, SettingsInvalid
+from pilotlight.common.handshake import GivingSide, Identity
 from pilotlight.common.messages.link import Hello, Proof, Refused
-from pilotlight.common.waiting import cancel_all, within
-from pilotlight.dataplane.link.giving import Giving, LinkObserver
-from pilotlight.dataplane.link.handshake import GivingSide, Identity
+from pilotlight.common.waiting import cancel_all, pause, within
+from pilotlight.dataplane.link.giving import GivesMemory, Giving, LinkObserver
 from pilotlight.dataplane.link.offers import Offers
 from pilotlight.dataplane.link.stream import FrameStream
 from pilotlight.dataplane.link.thread import LinkThread
@@ -22,6 +22,7 @@ log = structlog.get_logger()
 MAX_CONNECTIONS = 1024
 HANDSHAKE_S = 5.0
 BACKLOG = 128
+ACCEPT_AGAIN_S = 0.1
 
 
 class LinkServer:
@@ -37,8 +38,9 @@ class LinkServer:
         observer: LinkObserver,
         *,
         handshake_s: float = HANDSHAKE_S,
+        memory: GivesMemory | None = None,
     ) -> None:
-        """``address`` is host and port; port 0 means any."""
+        """``address`` is host and port; port 0 means any. ``memory`` lets nodes that can read the pool themselves."""
         self._me = me
         self._address = address
         self._offers = offers
@@ -46,6 +48,7 @@ class LinkServer:
         self._clock = clock
         self._observer = observer
         self._handshake_s = handshake_s
+        self._memory = memory
         self._yielding = Yielding()
         self._listener: socket.socket | None = None
         self._pool_loop: asyncio.AbstractEventLoop | None = None
@@ -89,32 +92,39 @@ class LinkServer:
 
     async def stop(self) -> None:
         """End every connection, and give back what they read from."""
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
         if self._pool_loop is not None:
             self._pool_loop = None
             # The pool must not be unmapped while the system is told to read from it.
             await asyncio.to_thread(self._thread.stop)
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
 
     async def _accept_for_ever(self, listener: socket.socket, pool_loop: asyncio.AbstractEventLoop) -> None:
         loop = asyncio.get_running_loop()
         try:
             while True:
-                sock, _ = await loop.sock_accept(listener)
+                try:
+                    sock, _ = await loop.sock_accept(listener)
+                except OSError as error:
+                    # Somebody left before they were let in, or this process has no descriptor left for a while.
+                    log.warning("node not let in", action="link_accept_failed", error=str(error))
+                    await pause(ACCEPT_AGAIN_S)
+                    continue
                 if len(self._connections) >= MAX_CONNECTIONS:
                     log.warning("too many nodes", action="link_connections_full", limit=MAX_CONNECTIONS)
                     sock.close()
                     continue
-                task = asyncio.create_task(self._serve(FrameStream(sock), pool_loop), name="node connection")
+                task = asyncio.create_task(self._serve(sock, pool_loop), name="node connection")
                 self._connections.add(task)
                 task.add_done_callback(self._connections.discard)
         finally:
             await cancel_all(self._connections)
 
-    async def _serve(self, stream: FrameStream, pool_loop: asyncio.AbstractEventLoop) -> None:
-        side = GivingSide(self._me)
+    async def _serve(self, sock: socket.socket, pool_loop: asyncio.AbstractEventLoop) -> None:
+        side, stream = GivingSide(self._me), None
         try:
+            stream = FrameStream(sock)
             hello = await within(self._handshake_s, _greet(stream, side), "the handshake of a node")
             giving = Giving(
                 peer=hello.node_id,
@@ -125,17 +135,20 @@ class LinkServer:
                 yielding=self._yielding,
                 clock=self._clock,
                 observer=self._observer,
+                memory=self._memory if hello.one_sided else None,
             )
             await giving.run()
         except PilotlightError as error:
             self._observer.on_refused()
             log.warning("link ended", action="link_refused", node=side.peer, code=error.code, error=error.message)
-            with suppress(OSError, TimeoutError):
-                await stream.write(Refused(code=error.code, message=error.message))
+            if stream is not None:
+                with suppress(OSError, PilotlightError):
+                    refused = Refused(code=error.code, message=error.message)
+                    await within(self._handshake_s, stream.write(refused), "a refusal")
         except OSError as error:
             log.info("link broke", action="link_broke", node=side.peer, error=str(error))
         finally:
-            stream.close()
+            sock.close()
 
 
 async def _greet(stream: FrameStream, side: GivingSide) -> Hello:

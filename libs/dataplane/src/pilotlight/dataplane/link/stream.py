@@ -4,21 +4,33 @@ import asyncio
 import errno
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 from pilotlight.common.errors import MessageUndecodable
+from pilotlight.dataplane.link.steering import Steering
 from pilotlight.dataplane.link.wire import HEADER, FrameKind, Head, control_frame, decode_control, parse_head
 
 READ_BYTES = 512 * 1024
 """Taken from a socket at once, at most."""
-WAKE_BYTES = 256 * 1024
-"""Of a unit's bytes so many are waited for at once, or what is left of it."""
+WAKE_BYTES = 32 * 1024
+"""Of a unit's bytes so many are waited for at once, or what is left of it. Less than a packet may hold (64 KiB within a host): a sender
+that sends one packet for each acknowledgement would wait for ours, and we for its next packet."""
 UNSENT_BYTES = 256 * 1024
 """That the system keeps unsent for one connection: little, so that what matters more need not wait behind it."""
 COPY_BYTES = 256 * 1024
 SLOW_S = 30.0
 """A peer that takes no byte for so long has hung up without a word."""
+
+
+@contextmanager
+def _broken_as_such() -> Generator[None]:
+    """Uvloop has closed its handle of a connection that was reset, and says so to who waits for it next in words of its own."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ConnectionResetError(f"the connection was reset: {error}") from error
 
 
 class FrameStream:
@@ -33,12 +45,15 @@ class FrameStream:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         self._sock = sock
+        self._steering = Steering(sock)
         self._loop = asyncio.get_running_loop()
         self._writing = asyncio.Lock()
         self._head = memoryview(bytearray(HEADER.size))
         self._buffer = memoryview(bytearray(READ_BYTES))
         self._sendfile_works = True
         self._wakes_at = 1
+        self._is_within_frame = False
+        """A frame was begun and not ended: nothing else may be sent any more, or it would be taken for the rest of it."""
 
     def close(self) -> None:
         """Let go of it."""
@@ -82,16 +97,27 @@ class FrameStream:
             MessageUndecodable: the stream ended.
         """
         self._wake_at(min(at_most, WAKE_BYTES))
-        count = await self._loop.sock_recv_into(self._sock, self._buffer[: min(at_most, READ_BYTES)])
+        with _broken_as_such():
+            count = await self._loop.sock_recv_into(self._sock, self._buffer[: min(at_most, READ_BYTES)])
         if not count:
             raise MessageUndecodable("the stream ended within a frame")
+        # Acknowledged at once, not 40 ms later: when a receiver has hung for a while, BBR takes that delay for the link's speed.
+        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
         return self._buffer[:count]
 
     async def write(self, message: object, request: int = 0) -> None:
-        """Send a control message; it goes between frames."""
+        """Send a control message; it goes between frames.
+
+        Raises:
+            OSError: the connection broke, or has broken off within a frame.
+            TimeoutError: the peer took nothing for ``SLOW_S``.
+        """
         data = control_frame(message, request)
         async with self._writing, asyncio.timeout(SLOW_S):
-            await self._loop.sock_sendall(self._sock, data)
+            self._begin_frame()
+            with _broken_as_such():
+                await self._loop.sock_sendall(self._sock, data)
+            self._is_within_frame = False
 
     async def write_file(self, head: bytes, descriptor: int, offset: int, size_bytes: int, moved: Callable[[int], None]) -> None:
         """Send a frame whose body lies in a file. ``moved`` is told of bytes as the system takes them.
@@ -101,6 +127,7 @@ class FrameStream:
             TimeoutError: the peer took nothing for ``SLOW_S``.
         """
         async with self._writing:
+            self._begin_frame()
             await self._send(head)
             done = 0
             while done < size_bytes:
@@ -112,7 +139,14 @@ class FrameStream:
                 if count == 0:
                     raise OSError("the host pool's file is shorter than it should be")
                 done += count
+                self._steering.look()
                 moved(count)
+            self._is_within_frame = False
+
+    def _begin_frame(self) -> None:
+        if self._is_within_frame:
+            raise OSError("a frame was broken off")
+        self._is_within_frame = True
 
     def _send_file(self, descriptor: int, offset: int, size_bytes: int) -> int:
         if self._sendfile_works:
@@ -143,7 +177,8 @@ class FrameStream:
             if not future.done():
                 future.set_result(None)
 
-        self._loop.add_writer(self._sock.fileno(), ready)
+        with _broken_as_such():
+            self._loop.add_writer(self._sock.fileno(), ready)
         try:
             async with asyncio.timeout(SLOW_S):
                 await future
@@ -160,7 +195,8 @@ class FrameStream:
         self._wake_at(1)
         done = 0
         while done < len(view):
-            count = await self._loop.sock_recv_into(self._sock, view[done:])
+            with _broken_as_such():
+                count = await self._loop.sock_recv_into(self._sock, view[done:])
             if not count:
                 if done:
                     raise MessageUndecodable("the stream ended within a frame")

@@ -4,5 +4,8 @@
 
     channel.py   frames, the protocol, and what all channels share: credit, deadlines, waiting
     memory.py    between two engines of one process
-    unix.py      between processes, over a Unix socket
+    stream.py    over a connected stream socket: the frames' bytes, what both of these share
+    unix.py      between processes of one host, over a Unix socket
+    tcp.py       between hosts, over TCP: only with whoever knows the cluster's key
+    door.py      where a host listens for such channels
 """

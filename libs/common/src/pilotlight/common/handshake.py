@@ -1,4 +1,4 @@
-"""Two nodes prove to each other that they know the cluster's key. Pure: a message in, a message out.
+"""Two nodes prove to each other that they know the cluster's key, before a link or a channel. Pure: a message in, a message out.
 
 ::
 
@@ -8,7 +8,8 @@
     Proof("asks" of the same)          ->
                                        <-         Accepted
 
-Nonces are fresh, so no proof is of use a second time; a proof names who gave it, so neither side's can be sent back as the other's.
+Nonces are fresh, so no proof is of use a second time; a proof names who gave it, so neither side's can be sent back as the other's. Links
+and channels have keys of their own, so a proof for one is none for the other; what a channel is about is proved with the rest.
 What follows is authenticated by the connection alone and not encrypted: bytes are verified by their recorded digests whoever sends
 them, and parameters can be read by whoever can read the network's packets.
 """
@@ -22,8 +23,8 @@ from pilotlight.common.messages.link import LINK_VERSION, Accepted, Hello, Proof
 from pilotlight.policy.types import NodeId
 
 NONCE_BYTES = 32
-PURPOSE = "link"
-"""The cluster's key is used for."""
+LINK_PURPOSE, CHANNEL_PURPOSE = "link", "channel"
+"""What the cluster's key is used for: a key of its own for each."""
 
 
 def new_nonce() -> bytes:
@@ -49,10 +50,21 @@ class AskingSide:
     beat_s: float = 1.0
     """How often it wants to hear that what it asked for is on its way."""
     nonce: bytes = field(default_factory=new_nonce)
+    about: str = ""
+    """What the connection is for, where a node has several of one kind."""
+    one_sided: bool = False
+    """Whether it can read the other node's memory."""
 
     def hello(self) -> Hello:
         """What it says first."""
-        return Hello(version=LINK_VERSION, node_id=self.me.node_id, nonce=self.nonce, beat_s=self.beat_s)
+        return Hello(
+            version=LINK_VERSION,
+            node_id=self.me.node_id,
+            nonce=self.nonce,
+            beat_s=self.beat_s,
+            about=self.about,
+            one_sided=self.one_sided,
+        )
 
     def on_welcome(self, answer: Welcome | Refused) -> Proof:
         """The proof that it answers with.
@@ -66,7 +78,7 @@ class AskingSide:
         _check_nonce(answer.nonce, self.expected)
         if answer.node_id != self.expected:
             raise PeerRefused(f"{answer.node_id} answers where {self.expected} should")
-        fields = _fields(self.me.node_id, self.nonce, answer.node_id, answer.nonce)
+        fields = _fields(self.me.node_id, self.nonce, answer.node_id, answer.nonce, self.about)
         if not self.me.key.is_proved(answer.proof, b"gives", *fields):
             raise PeerRefused(f"{self.expected} has another cluster key")
         return Proof(proof=self.me.key.proof(b"asks", *fields))
@@ -89,6 +101,8 @@ class GivingSide:
     nonce: bytes = field(default_factory=new_nonce)
     peer: NodeId | None = None
     """Who says it connects; proved once ``on_proof`` has returned."""
+    about: str = ""
+    """What it says the connection is for; proved then too."""
     _fields: tuple[bytes, ...] = ()
 
     def on_hello(self, hello: Hello) -> Welcome:
@@ -99,8 +113,8 @@ class GivingSide:
         """
         _check_version(hello.version, hello.node_id)
         _check_nonce(hello.nonce, hello.node_id)
-        self.peer = hello.node_id
-        self._fields = _fields(hello.node_id, hello.nonce, self.me.node_id, self.nonce)
+        self.peer, self.about = hello.node_id, hello.about
+        self._fields = _fields(hello.node_id, hello.nonce, self.me.node_id, self.nonce, hello.about)
         proof = self.me.key.proof(b"gives", *self._fields)
         return Welcome(version=LINK_VERSION, node_id=self.me.node_id, nonce=self.nonce, proof=proof)
 
@@ -115,8 +129,9 @@ class GivingSide:
         return Accepted()
 
 
-def _fields(asker: NodeId, asker_nonce: bytes, giver: NodeId, giver_nonce: bytes) -> tuple[bytes, ...]:
-    return LINK_VERSION.to_bytes(4, "big"), asker.encode(), asker_nonce, giver.encode(), giver_nonce
+def _fields(asker: NodeId, asker_nonce: bytes, giver: NodeId, giver_nonce: bytes, about: str) -> tuple[bytes, ...]:
+    fields = LINK_VERSION.to_bytes(4, "big"), asker.encode(), asker_nonce, giver.encode(), giver_nonce
+    return (*fields, about.encode()) if about else fields
 
 
 def _check_version(version: int, peer: NodeId) -> None:

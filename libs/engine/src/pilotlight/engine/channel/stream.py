@@ -1,0 +1,170 @@
+"""A channel between processes, over a connected stream socket: what those over Unix sockets and over TCP share.
+
+::
+
+    frame    [ magic 4 | kind 1 | 3 zero | header bytes 4 | payload bytes 8 )[ header )[ payload )
+    credit   the same prefix, with the number of frames taken in place of the header's bytes
+
+Nothing waits in ``send`` for the socket's own buffer: what it does not take stays here and leaves whenever this end is looked at. So a
+ring of stages that all send at the same time does not lock up.
+"""
+
+import select
+import socket
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from struct import Struct
+
+import numpy
+
+from pilotlight.engine.channel.channel import WINDOW_FRAMES, Frame, PolledChannel
+
+MAX_GATHERED = 16
+"""Pieces that are handed to the system at once."""
+PATIENCE_MS = 5
+"""How long a sender watches a socket whose other end reads nothing, before it turns to something else."""
+
+_PREFIX = Struct("<4sB3xIQ")
+_MAGIC = b"PLch"
+_FRAME, _CREDIT = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class FrameLimits:
+    """Beyond these, the other end is not one of ours."""
+
+    header_bytes: int = 64 << 20
+    payload_bytes: int = 4 << 30
+
+
+class StreamChannel(PolledChannel):
+    """One end, over a socket that it owns from now on."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        monotonic_s: Callable[[], float],
+        window: int = WINDOW_FRAMES,
+        limits: FrameLimits | None = None,
+    ) -> None:
+        super().__init__(monotonic_s, window)
+        self._socket = connection
+        self._socket.setblocking(False)
+        self._outbox: deque[memoryview] = deque()
+        self._window = window
+        self._limits = limits or FrameLimits()
+        """Of frames whose header has not come yet."""
+        self._prefix = memoryview(bytearray(_PREFIX.size))
+        self._expect(self._prefix, self._on_prefix)
+
+    def interest(self) -> tuple[int, int]:
+        return self._socket.fileno(), select.POLLIN | (select.POLLOUT if self._outbox else 0)
+
+    def close(self) -> None:
+        self._lost = self._lost or "it was closed here"
+        self._socket.close()
+
+    def _put(self, frame: Frame) -> None:
+        prefix = _PREFIX.pack(_MAGIC, _FRAME, len(frame.header), frame.payload.nbytes)
+        self._outbox.extend(memoryview(part) for part in (prefix + frame.header, frame.payload) if len(part))
+        self._flush()
+
+    def _flush(self) -> None:
+        """Sends as long as the other end reads."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLOUT)
+        self._write()
+        while self._outbox and self._lost is None and poll.poll(PATIENCE_MS):
+            self._write()
+
+    def _grant(self) -> None:
+        if self._lost is None:
+            self._outbox.append(memoryview(_PREFIX.pack(_MAGIC, _CREDIT, 1, 0)))
+            self._write()
+
+    def _pump(self) -> None:
+        if self._lost is None:
+            self._write()
+        while self._lost is None and self._read():
+            pass
+
+    def _write(self) -> None:
+        try:
+            while self._outbox:
+                self._forget(self._socket.sendmsg(list(islice(self._outbox, MAX_GATHERED))))
+        except BlockingIOError:
+            return
+        except OSError as error:
+            # What it sent before it went is read all the same.
+            while self._lost is None and self._read():
+                pass
+            self._lose(str(error))
+
+    def _forget(self, sent: int) -> None:
+        """So many bytes of the outbox are the system's."""
+        while sent:
+            first = self._outbox[0]
+            if sent < len(first):
+                self._outbox[0] = first[sent:]
+                return
+            sent -= len(self._outbox.popleft())
+
+    def _read(self) -> bool:
+        """Reads once; False if there was nothing."""
+        try:
+            count = self._socket.recv_into(self._wanted[self._filled :])
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self._lose(str(error))
+            return False
+        if not count:
+            self._lose("it hung up")
+            return False
+        self._filled += count
+        if self._filled == len(self._wanted):
+            self._arrived()
+        return True
+
+    def _lose(self, reason: str) -> None:
+        self._lost = self._lost or reason
+        self._outbox.clear()
+
+    def _expect(self, into: memoryview, then: Callable[[], None]) -> None:
+        """Has the next bytes go into a buffer; when it is full, the rest follows."""
+        self._wanted, self._filled, self._arrived = into, 0, then
+        if not into:
+            then()
+
+    def _on_prefix(self) -> None:
+        magic, kind, header_bytes, payload_bytes = _PREFIX.unpack(self._prefix)
+        limits = self._limits
+        if magic != _MAGIC or kind not in (_FRAME, _CREDIT):
+            self._lose("it sends what is no frame")
+        elif kind == _CREDIT:
+            self._credits += header_bytes
+            self._expect(self._prefix, self._on_prefix)
+        elif header_bytes > limits.header_bytes or payload_bytes > limits.payload_bytes or len(self._inbox) >= self._window:
+            self._lose(f"it sends more than it may: a header of {header_bytes} and a payload of {payload_bytes} bytes")
+        else:
+            self._receive(header_bytes, payload_bytes)
+
+    def _receive(self, header_bytes: int, payload_bytes: int) -> None:
+        """Makes room for a frame. The system gives memory only for what comes of it, whatever was announced."""
+        try:
+            header, payload = _room(header_bytes), _room(payload_bytes)
+        except MemoryError:
+            self._lose(f"there is no memory for a header of {header_bytes} and a payload of {payload_bytes} bytes")
+            return
+        self._expect(header, lambda: self._expect(payload, lambda: self._on_frame(header, payload)))
+
+    def _on_frame(self, header: memoryview, payload: memoryview) -> None:
+        self._inbox.append(Frame(bytes(header), payload))
+        self._expect(self._prefix, self._on_prefix)
+
+
+def _room(size_bytes: int) -> memoryview:
+    """Memory that nobody has written to."""
+    return numpy.empty(size_bytes, numpy.uint8).data

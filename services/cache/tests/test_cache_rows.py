@@ -1,0 +1,142 @@
+"""Books and rows of grants agree in the end, whoever gives up in the middle: who asked, who gives back, or the database."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from pilotlight.cache.books import Books, Grant
+from pilotlight.cache.repository import Orphans
+from pilotlight.cache.room import RoomMaker
+from pilotlight.common.clock import SystemClock
+from pilotlight.common.errors import DatabaseUnavailable
+from pilotlight.common.messages.room import Release, Reserve, Reserved
+from pilotlight.common.service import Background
+from pilotlight.common.testing import until
+from pilotlight.policy.eviction.base import EvictionRules
+from pilotlight.policy.eviction.lru import Lru
+from pilotlight.policy.testing import node, worker
+from pilotlight.policy.types import Digest, GrantId, InstanceId, ModelName, NodeId, WorkerId
+
+pytestmark = pytest.mark.anyio
+
+
+class Rows:
+    """A database that is as slow as the test wants."""
+
+    def __init__(self) -> None:
+        self.rows: set[GrantId] = set()
+        self.adding = self.ending = 0
+        self.may_add, self.may_end = asyncio.Event(), asyncio.Event()
+        self.may_add.set()
+        self.may_end.set()
+        self.breaks_in_commit = False
+
+    async def add_grant(self, grant: Grant, *_: object) -> None:
+        self.adding += 1
+        await self.may_add.wait()
+        self.rows.add(grant.grant_id)
+        if self.breaks_in_commit:
+            raise DatabaseUnavailable("the connection is gone")
+
+    async def end_grants(self, grant_ids: list[GrantId]) -> None:
+        self.rows -= set(grant_ids)
+        self.ending += 1
+        await self.may_end.wait()
+
+    async def orphans(self) -> Orphans:
+        return Orphans(over=frozenset(), unwritten=frozenset())
+
+
+class Rig:
+    def __init__(self) -> None:
+        clock = SystemClock()
+        self.books = Books()
+        self.books.hear_worker(worker(), clock.monotonic_s())
+        self.books.hear_node(node(), clock.monotonic_s())
+        self.rows = Rows()
+        self.background = Background()
+        rules = EvictionRules(min_residency_s=0.0)
+        self.room = RoomMaker(self.books, self.rows, None, clock, self.background, Lru(), rules)  # type: ignore[arg-type]
+
+    def reserve(self) -> Coroutine[Any, Any, Reserved]:
+        wanted = Reserve(
+            instance_id=InstanceId("i"),
+            model=ModelName("m"),
+            digest=Digest("d"),
+            worker_id=WorkerId("w0"),
+            node_id=NodeId("n0"),
+            device_bytes=1,
+            host_part_bytes=(1,),
+            lease_s=30.0,
+        )
+        return self.room.reserve(wanted)
+
+    async def given_up(self, asking: Coroutine[Any, Any, object], begun: str) -> None:
+        """Somebody asks, and is gone when the database is at it."""
+        task, before = asyncio.create_task(asking), getattr(self.rows, begun)
+        await until(lambda: getattr(self.rows, begun) > before)
+        task.cancel()
+        await asyncio.wait({task})
+
+    @property
+    def agrees(self) -> bool:
+        return self.rows.rows == self.books.grants.keys()
+
+
+@pytest.fixture
+async def rig() -> Rig:
+    return Rig()
+
+
+async def test_a_grant_is_written_though_nobody_waits_for_it_any_more(rig: Rig) -> None:
+    rig.rows.may_add.clear()
+    await rig.given_up(rig.reserve(), "adding")
+    assert not rig.rows.rows
+    again = asyncio.create_task(rig.reserve())
+    await asyncio.wait({again}, timeout=0.05)
+    assert not again.done(), "nothing is granted that is not written"
+    rig.rows.may_add.set()
+    granted = await again
+    assert rig.agrees
+    assert rig.rows.rows == {granted.grant_id}
+    assert await rig.reserve() == granted
+    assert rig.rows.adding == 1
+
+
+async def test_what_is_given_back_while_it_is_written_leaves_no_row(rig: Rig) -> None:
+    rig.rows.may_add.clear()
+    await rig.given_up(rig.reserve(), "adding")
+    (grant_id,) = rig.books.grants
+    await rig.room.release(Release(grant_id=grant_id))
+    rig.rows.may_add.set()
+    await until(lambda: bool(rig.rows.rows))
+    await rig.room.lapse()
+    assert rig.agrees
+    assert not rig.rows.rows
+    assert (await rig.reserve()).grant_id != grant_id
+
+
+async def test_what_a_broken_commit_may_have_left_is_deleted(rig: Rig) -> None:
+    rig.rows.breaks_in_commit = True
+    with pytest.raises(DatabaseUnavailable):
+        await rig.reserve()
+    assert not rig.books.grants
+    assert len(rig.rows.rows) == 1
+    await rig.room.lapse()
+    assert not rig.rows.rows
+    ended = rig.rows.ending
+    await rig.room.lapse()
+    assert rig.rows.ending == ended, "once"
+
+
+async def test_giving_back_that_is_broken_off_is_ended_later(rig: Rig) -> None:
+    granted = await rig.reserve()
+    rig.rows.may_end.clear()
+    await rig.given_up(rig.room.release(Release(grant_id=granted.grant_id)), "ending")
+    rig.rows.rows.add(granted.grant_id)  # The transaction was rolled back.
+    rig.rows.may_end.set()
+    await rig.room.lapse()
+    assert not rig.rows.rows
+    assert rig.agrees
