@@ -83,8 +83,8 @@ bench-engine-cpu:  ## tokens per second of the engine and its peers on this CPU,
 	@tools/bootstrap.sh dev
 	@$(PY) bench/engine_cpu.py $(if $(VLLM),--vllm "$(VLLM)") $(if $(LLAMA),--llama "$(LLAMA)")
 
-bench-engine-gpu:  ## the engine on this machine's GPU, with random weights of two shapes, as JSON; PYTHON= an environment that has everything
-	@$(or $(PYTHON),$(PY)) bench/engine_gpu.py --profile
+bench-engine-gpu:  ## the engine on this machine's GPU, beside vLLM if VLLM= names an interpreter that has it, as JSON; PYTHON= an environment that has everything, SHAPES=
+	@$(or $(PYTHON),$(PY)) bench/engine_gpu.py --profile $(if $(VLLM),--vllm "$(VLLM)") $(if $(SHAPES),--shapes $(SHAPES))
 
 bench-dataplane:  ## fetch beside its peers, aggregated bandwidth, chains, serving beside one, as JSON; needs root. PEERS=interpreter, ROUNDS=, PARTS=
 	@tools/bootstrap.sh dev

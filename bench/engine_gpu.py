@@ -1,215 +1,268 @@
-"""The native engine on one GPU, with random bfloat16 weights of common shapes: ``make bench-engine-gpu``.
+"""The native engine on one GPU, beside vLLM in the same run: ``make bench-engine-gpu VLLM=python``.
 
-For each shape: decode milliseconds a step at batch 1, 8 and 64 (through ``Engine.step``, and of the device alone), output tokens per second
-for 128 requests of 161 tokens in and 128 out, time to first token of a warm engine at 161, 2,048 and 8,192 prompt tokens, peak memory.
-Prompts are random and all different, output is greedy, nothing stops early. ``--profile`` adds the device's time by kernel.
+Each engine is a process of its own (``engine_gpu_ours.py``, ``engine_gpu_vllm.py`` by the interpreter that ``--vllm`` names) and reads the
+same random bfloat16 weights from the same files. Both stay on the device, with as much KV; they take turns, and whoever goes first
+changes. For each shape: decode milliseconds a step at batch 1, 8 and 64 behind prompts of 161 tokens (the time of more tokens less that of
+few, by their number); output tokens a second for 128 requests of 161 tokens in and 128 out, and for a sample of a trace of conversations
+(``data/azure_conv_2023_sample.csv``), all offered at once; time to the first token at 161, 2,048 and 8,192 prompt tokens; the most memory
+that each had of the device's. Prompts are random and all different, prefixes are not cached, output is greedy, nothing stops early.
 
-Prints one JSON document: medians, and every single figure.
+Greedy tokens are compared, too: at the first one that differs, both engines are right where our logits of the two are no further apart
+than bfloat16 rounds (``GAP_BOUND``). More than that is an error.
+
+Every row is printed as a line of JSON as soon as it is there; the last line is the whole document. What would not end within ``--limit-s``
+seconds a shape is left out and named. The exit status is 1 when a floor was missed, tokens differ by more than rounding, or a row is
+missing.
 """
 
 import argparse
+import contextlib
 import json
-import random
+import shutil
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import replace
-from math import prod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import torch
+from engine_gpu_agreement import agreement
+from engine_gpu_job import SHAPES, weights_bytes
+from engine_gpu_process import Child, DeviceMemory
 
-from pilotlight.engine.core.scheduler import BatchLimits
-from pilotlight.engine.device.arena_protocol import Arena
-from pilotlight.engine.engine import Engine
-from pilotlight.engine.models.registry import decoder_of
-from pilotlight.policy.types import Dtype, InstanceId, ModelSpec, RequestId, Sampling
-
-VOCAB_SIZE = 151_936
-COMMON = {
-    "architecture": "Qwen2ForCausalLM",
-    "dtype": Dtype.BFLOAT16,
-    "head_dim": 128,
-    "vocab_size": VOCAB_SIZE,
-    "max_context_tokens": 16_384,
-    "rope_theta": 1e6,
-    "rope_scaling": None,
-    "rms_norm_eps": 1e-6,
-    "tied_embeddings": False,
-    "attention_bias": False,
-    "part_bytes": (),
-}
-SHAPES = {
-    "4B": {"num_layers": 40, "hidden_size": 2560, "num_heads": 20, "num_kv_heads": 20, "intermediate_size": 6912},
-    "8B": {"num_layers": 36, "hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "intermediate_size": 12_288},
-}
-KV_TOKENS = 65_536
-STEP_TOKENS = 8_192
-BATCHES = (1, 8, 64, 128)
-PROMPTS = (161, 2_048, 8_192)
-INSTANCE = InstanceId("bench")
+HERE = Path(__file__).resolve().parent
+PROMPT_TOKENS, BATCHES, PROMPTS = 161, (1, 8, 64), (161, 2_048, 8_192)
+FEW, STEPS = 8, 96
+TTFT_TIMES = 5
+COMPARED, COMPARED_TOKENS = 8, 64
+FLOOR = 0.9
+START_S, ANSWER_S = 240.0, 120.0
+"""The longest that an engine may take to start, and to answer."""
+PREDICTED_S = {"weights": {"4B": 12, "8B": 20}, "vllm": {"4B": 60, "8B": 65}, "ours": {"4B": 15, "8B": 18}}
+"""On one H200 with nothing cached; other parts are in ``rows``."""
 
 
-class Bench:
-    """One engine with one model."""
+@dataclass(frozen=True)
+class Row:
+    """One figure."""
 
-    def __init__(self, arena: Arena, shape: str, seed: int) -> None:
-        self.spec = _with_bytes(ModelSpec(**COMMON, **SHAPES[shape]))  # type: ignore[arg-type]
-        self.engine = Engine(1, time.monotonic, BatchLimits(step_tokens=STEP_TOKENS, running=256), arena)
-        self._random = random.Random(seed)
-        self._number = 0
-        room = KV_TOKENS * self.spec.kv_bytes_per_token(self.spec.whole, Dtype.BFLOAT16)
-        self.engine.begin_load(INSTANCE, self.spec, self.spec.whole, Dtype.BFLOAT16, self.spec.total_bytes + room)
-        start_s = time.monotonic()
-        self._load(seed)
-        torch.cuda.synchronize()
-        self.load_s = time.monotonic() - start_s
-
-    def _load(self, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        decoder = decoder_of(self.spec)
-        made: dict[tuple[int, ...], torch.Tensor] = {}
-        for part in range(self.spec.num_layers + 2):
-            sources: dict[str, Any] = {}
-            for name, shape in decoder.shapes(part).items():
-                if shape not in made:
-                    # The same numbers in every layer: it is all the same to the device's speed.
-                    base = torch.randn(1 << 20, generator=generator)
-                    count = prod(shape)
-                    made[shape] = base.repeat(-(-count // len(base)))[:count].mul_(0.02).to(torch.bfloat16)
-                tensor = torch.ones(shape, dtype=torch.bfloat16) if "norm" in name else made[shape]
-                sources[decoder.prefix(part) + name] = (
-                    Dtype.BFLOAT16, shape, memoryview(tensor.view(-1).view(torch.uint8).numpy())
-                )  # fmt: skip
-            self.engine.place_part(INSTANCE, part, sources)
-
-    def add(self, prompt_tokens: int, output_tokens: int, temperature: float = 0.0) -> None:
-        """One request with a prompt of its own."""
-        self._number += 1
-        prompt = [self._random.randrange(VOCAB_SIZE) for _ in range(prompt_tokens)]
-        sampling = Sampling(seed=self._number, max_tokens=output_tokens, temperature=temperature)
-        self.engine.add(RequestId(f"r{self._number}"), 1, INSTANCE, prompt, (), sampling)
-
-    def finish(self) -> int:
-        """Runs everything to its end; how many tokens came."""
-        tokens = 0
-        while self.engine.has_work:
-            tokens += sum(len(produced.token_ids) for produced in self.engine.step().produced)
-        return tokens
-
-    def ttft_ms(self, prompt_tokens: int) -> float:
-        """From the call that adds a request to its first token."""
-        self.add(prompt_tokens, 1)
-        start_s = time.monotonic()
-        self.finish()
-        return (time.monotonic() - start_s) * 1e3
-
-    def decode_ms(self, batch: int, steps: int, temperature: float = 0.0) -> list[float]:
-        """Of single steps, with prompts of 161 tokens behind them."""
-        for _ in range(batch):
-            self.add(161, steps + 8, temperature)
-        while self.engine.step().running < batch or self.engine.step().batch_tokens > batch:
-            pass
-        for _ in range(3):
-            self.engine.step()
-        times_ms: list[float] = []
-        for _ in range(steps - 16):
-            start_s = time.monotonic()
-            self.engine.step()
-            times_ms.append((time.monotonic() - start_s) * 1e3)
-        self.finish()
-        return times_ms
-
-    def output_tokens_per_s(self, requests: int, prompt_tokens: int, output_tokens: int) -> float:
-        """All requests at once, to the end of the last."""
-        for _ in range(requests):
-            self.add(prompt_tokens, output_tokens)
-        start_s = time.monotonic()
-        tokens = self.finish()
-        assert tokens == requests * output_tokens
-        return tokens / (time.monotonic() - start_s)
-
-    def profile(self, batch: int, prompt_tokens: int, steps: int) -> list[tuple[str, float, int]]:
-        """Device time by kernel, milliseconds a step, the largest first."""
-        from torch.profiler import ProfilerActivity, profile
-
-        for _ in range(batch):
-            self.add(prompt_tokens, steps + 12 if steps > 1 else 1)
-        if steps > 1:
-            for _ in range(6):
-                self.engine.step()
-        with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-            for _ in range(steps):
-                self.engine.step()
-            torch.cuda.synchronize()
-        self.finish()
-        kernels = [
-            (event.key[:90], round(event.self_device_time_total / 1e3 / steps, 4), event.count // steps)
-            for event in recorded.key_averages()
-        ]
-        return sorted(kernels, key=lambda kernel: -kernel[1])[:14]
+    name: str
+    unit: str
+    more_is_better: bool
+    predicted_s: float
+    """Of both engines once."""
+    measure: Callable[[Child, int], list[float]]
+    """By a seed that no other turn of this engine has had."""
 
 
-def _with_bytes(spec: ModelSpec) -> ModelSpec:
-    decoder = decoder_of(replace(spec, part_bytes=(0,) * (spec.num_layers + 2)))
-    sizes = (sum(map(prod, decoder.shapes(part).values())) * 2 for part in range(spec.num_layers + 2))
-    return replace(spec, part_bytes=tuple(sizes))
+class Clock:
+    """Seconds since the shape began, on stderr with everything that is said."""
+
+    def __init__(self, shape: str, limit_s: float) -> None:
+        self._shape = shape
+        self._limit_s = limit_s
+        self._began_s = time.monotonic()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Since the shape began."""
+        return time.monotonic() - self._began_s
+
+    def say(self, words: str) -> None:
+        """Progress."""
+        print(f"… {self._shape} {self.elapsed_s:6.1f} s: {words}", file=sys.stderr, flush=True)
+
+    def has(self, seconds: float) -> bool:
+        """There is so much time left."""
+        return self.elapsed_s + seconds <= self._limit_s
 
 
-def measure(arena: Arena, shape: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def conversations() -> tuple[list[int], list[int]]:
+    """Prompt and output lengths of the sample."""
+    lines = (HERE / "data" / "azure_conv_2023_sample.csv").read_text().splitlines()
+    pairs = [tuple(map(int, line.split(","))) for line in lines if line[0].isdigit()]
+    return [prompt for prompt, _ in pairs], [output for _, output in pairs]
+
+
+def decode_ms(batch: int) -> Callable[[Child, int], list[float]]:
+    """Milliseconds a step."""
+
+    def measure(engine: Child, seed: int) -> list[float]:
+        few = engine.generate(seed, [PROMPT_TOKENS] * batch, [FEW] * batch)
+        many = engine.generate(seed + 1, [PROMPT_TOKENS] * batch, [FEW + STEPS] * batch)
+        return [(many - few) / STEPS * 1e3]
+
+    return measure
+
+
+def tokens_per_s(prompts: list[int], outputs: list[int]) -> Callable[[Child, int], list[float]]:
+    """Output tokens a second, all requests at once, to the end of the last."""
+    return lambda engine, seed: [sum(outputs) / engine.generate(seed, prompts, outputs)]
+
+
+def ttft_ms(prompt_tokens: int) -> Callable[[Child, int], list[float]]:
+    """Milliseconds from the call to the first token, of one request alone."""
+    return lambda engine, seed: [engine.generate(seed + turn, [prompt_tokens], [1]) * 1e3 for turn in range(TTFT_TIMES)]
+
+
+def rows(shape: str) -> list[Row]:
+    """What is measured, the shortest first: a run that is cut off has most of it."""
+    slower = 1.3 if shape == "8B" else 1.0
+    return [
+        *(Row(f"decode, batch {batch}", "ms", False, (1.2 + batch / 40) * slower, decode_ms(batch)) for batch in BATCHES),
+        *(Row(f"first token at {length}", "ms", False, 0.4 + length / 5000 * slower, ttft_ms(length)) for length in PROMPTS),
+        Row("128 requests of 161 in, 128 out", "tokens/s", True, 3 * slower, tokens_per_s([PROMPT_TOKENS] * 128, [128] * 128)),
+        Row("AzureConv, 128 requests at once", "tokens/s", True, 12 * slower, tokens_per_s(*conversations())),
+    ]
+
+
+def ratio(ours: float, theirs: float, *, more_is_better: bool) -> float:
+    """How much better we are: 1.0 is as good."""
+    return round(ours / theirs if more_is_better else theirs / ours, 3)
+
+
+def summary(
+    name: str, unit: str, more_is_better: bool, found: dict[str, list[float]], median: Callable[..., float]
+) -> dict[str, Any]:
+    """A row's line: medians, every figure, and the ratio and its floor where there are two engines."""
+    middle = {engine: round(median(figures), 3) for engine, figures in found.items()}
+    line: dict[str, Any] = {"row": name, "unit": unit, **middle}
+    if "vllm" in middle:
+        line["ratio"] = ratio(middle["ours"], middle["vllm"], more_is_better=more_is_better)
+        line["floor"] = {"ratio": FLOOR, "met": line["ratio"] >= FLOOR}
+    return line | {"raw": {engine: [round(figure, 3) for figure in figures] for engine, figures in found.items()}}
+
+
+def folder_for(shape: str) -> str | None:
+    """Memory, if the weights fit there; None: where temporary files go."""
+    memory = Path("/dev/shm")
+    fits = memory.is_dir() and shutil.disk_usage(memory).free > 1.1 * weights_bytes(shape)
+    return str(memory) if fits else None
+
+
+@contextlib.contextmanager
+def started(shape: str, arguments: argparse.Namespace, clock: Clock, memory: DeviceMemory) -> Iterator[dict[str, Child]]:
+    """Both engines, one after the other: what the device's memory grows by is the one's that starts."""
+    place = arguments.folder or folder_for(shape)
+    with tempfile.TemporaryDirectory(prefix="pilotlight-bench-", dir=place) as folder, contextlib.ExitStack() as ends:
+        clock.say(f"writing weights to {folder}, predicted {PREDICTED_S['weights'][shape]} s")
+        command = [sys.executable, str(HERE / "engine_gpu_weights.py"), shape, folder]
+        subprocess.run(command, stdout=sys.stderr, check=True, timeout=ANSWER_S)
+        interpreters = {"vllm": arguments.vllm, "ours": sys.executable}
+        engines: dict[str, Child] = {}
+        for name, interpreter in interpreters.items():
+            if interpreter is None:
+                continue
+            clock.say(f"starting {name}, predicted {PREDICTED_S[name][shape]} s")
+            script = HERE / f"engine_gpu_{name}.py"
+            with memory.of(name):
+                engines[name] = ends.enter_context(
+                    Child(name, [interpreter, str(script), json.dumps({"folder": folder, "shape": shape})], START_S, ANSWER_S)
+                )
+            clock.say(f"{name} is up: {engines[name].about}")
+        yield engines
+
+
+def measure(shape: str, arguments: argparse.Namespace, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Everything for one shape."""
-    bench = Bench(arena, shape, 1)
-    said = {"load_s": round(bench.load_s, 3), "weights_gib": round(bench.spec.total_bytes / 2**30, 2)}
-    print(f"… {shape} loaded in {bench.load_s:.2f} s", file=sys.stderr)
-    for prompt in PROMPTS:
-        bench.ttft_ms(prompt)
-    decode: dict[int, list[float]] = {}
-    for batch in BATCHES:
-        bench.decode_ms(batch, 24)
-        decode[batch] = bench.decode_ms(batch, arguments.steps)
-        print(f"… {shape} decode {batch}: {statistics.median(decode[batch]):.3f} ms", file=sys.stderr)
-    noisy = bench.decode_ms(64, arguments.steps, temperature=0.8)
-    bench.output_tokens_per_s(128, 161, 128)
-    rates = [bench.output_tokens_per_s(128, 161, 128) for _ in range(arguments.repeats)]
-    ttfts = {prompt: [bench.ttft_ms(prompt) for _ in range(arguments.repeats + 2)] for prompt in PROMPTS}
-    said |= {
-        "decode_ms": {batch: round(statistics.median(times), 3) for batch, times in decode.items()},
-        "decode_64_at_temperature_0.8_ms": round(statistics.median(noisy), 3),
-        "output_tokens_per_s": round(statistics.median(rates), 1),
-        "ttft_ms": {prompt: round(statistics.median(times), 2) for prompt, times in ttfts.items()},
-        "peak_torch_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2),
-        "raw": {
-            "decode_ms": {batch: [round(one, 3) for one in times] for batch, times in decode.items()},
-            "output_tokens_per_s": [round(rate, 1) for rate in rates],
-            "ttft_ms": {prompt: [round(one, 2) for one in times] for prompt, times in ttfts.items()},
-        },
+    clock, memory = Clock(shape, arguments.limit_s), DeviceMemory()
+    planned = rows(shape)
+    total = sum(part[shape] for part in PREDICTED_S.values()) + sum(row.predicted_s for row in planned) * (arguments.rounds + 1)
+    clock.say(f"predicted {total:.0f} s, limit {arguments.limit_s:.0f} s")
+    seeds = iter(range(1, 1 << 30, 100))
+    found: dict[str, Any] = {"rows": [], "left_out": []}
+    with started(shape, arguments, clock, memory) as engines:
+        found["engines"] = {name: engine.about for name, engine in engines.items()}
+        figures: dict[str, dict[str, list[float]]] = {row.name: {name: [] for name in engines} for row in planned}
+        for turn in range(-1, arguments.rounds):
+            order = list(engines.items())[:: 1 if turn % 2 else -1]
+            for row in planned:
+                if not clock.has(row.predicted_s):
+                    found["left_out"].append(f"{row.name}, {'warming' if turn < 0 else f'round {turn + 1}'}")
+                    continue
+                for name, engine in order:
+                    seed = next(seeds)
+                    with memory.of(name):
+                        measured = row.measure(engine, seed)
+                    if turn >= 0:
+                        figures[row.name][name] += measured
+                    clock.say(f"round {turn + 1}, {row.name}, {name}: {statistics.median(measured):.3f} {row.unit}")
+            if turn < 0 and len(engines) == 2:
+                found["agreement"] = compared(engines, next(seeds), memory)
+                tell({"shape": shape, "agreement": found["agreement"]})
+        for row in planned:
+            if all(figures[row.name].values()):
+                line = summary(row.name, row.unit, row.more_is_better, figures[row.name], statistics.median)
+                found["rows"].append(line)
+                tell({"shape": shape, **line})
+        peaks = {name: [memory.peak_bytes[name] / 2**30] for name in engines}
+        found["rows"].append(summary("peak memory", "GiB", False, peaks, max))
+        tell({"shape": shape, **found["rows"][-1]})
+        found["our_books"] = engines["ours"].ask(do="memory")
+        if arguments.profile and clock.has(15):
+            found["profile"] = profile(engines["ours"], next(seeds))
+    found["elapsed_s"] = round(clock.elapsed_s, 1)
+    return found
+
+
+def compared(engines: dict[str, Child], seed: int, memory: DeviceMemory) -> dict[str, Any]:
+    """Greedy tokens of both for the same prompts."""
+    prompts = [PROMPT_TOKENS] * COMPARED
+    with memory.of("vllm"):
+        theirs = engines["vllm"].outputs(seed, prompts, [COMPARED_TOKENS] * COMPARED)
+    with memory.of("ours"):
+        ours = engines["ours"].ask(do="likeliest", seed=seed, prompt_tokens=prompts, output_tokens=COMPARED_TOKENS)
+    return agreement(ours["outputs"], ours["tops"], theirs)
+
+
+def profile(engine: Child, seed: int) -> dict[str, Any]:
+    """Our device time by kernel."""
+    asked = {"decode 1": (1, 161, 10), "decode 64": (64, 161, 10), "prefill 8192": (1, 8192, 1), "prefill 161": (1, 161, 1)}
+    return {
+        name: engine.ask(do="profile", seed=seed + number, prompt_tokens=[tokens] * batch, steps=steps)["kernels"]
+        for number, (name, (batch, tokens, steps)) in enumerate(asked.items())
     }
-    if arguments.profile:
-        said["profile"] = {
-            "decode 1": bench.profile(1, 161, 10),
-            "decode 64": bench.profile(64, 161, 10),
-            "prefill 8192": bench.profile(1, 8192, 1),
-            "prefill 161": bench.profile(1, 161, 1),
-        }
-    bench.engine.unload(INSTANCE)
-    bench.engine.close()
-    return said
+
+
+def complaints(shapes: dict[str, dict[str, Any]]) -> list[str]:
+    """What is not as it should be."""
+    found: list[str] = []
+    for shape, document in shapes.items():
+        below = [line for line in document["rows"] if "floor" in line and not line["floor"]["met"]]
+        found += [f"{shape}: {line['row']}: {line['ratio']} of vLLM, below {FLOOR}" for line in below]
+        found += [f"{shape}: left out: {name}" for name in document["left_out"]]
+        found += [
+            f"{shape}: tokens differ by more than rounding: {one}" for one in document.get("agreement", {}).get("errors", [])
+        ]
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description="The native engine on one GPU.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vllm", help="a Python interpreter that has vLLM; without it nothing is compared")
     parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=list(SHAPES))
-    parser.add_argument("--steps", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--limit-s", type=float, default=205.0, help="of each shape")
+    parser.add_argument(
+        "--folder", help="where the weights are written; by default memory, if they fit, else where temporary files go"
+    )
+    parser.add_argument("--profile", action="store_true", help="our device time by kernel, too")
     asked = parser.parse_args(arguments)
-    from pilotlight.engine.cuda.arena import CudaArena
 
-    arena = CudaArena()
-    found = {shape: measure(arena, shape, asked) for shape in asked.shapes}
-    print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "shapes": found}))
+    def tell(line: dict[str, Any]) -> None:
+        print(json.dumps(line), flush=True)
+
+    found = {shape: measure(shape, asked, tell) for shape in asked.shapes}
+    missed = complaints(found)
+    tell({"shapes": found, "missed": missed})
+    for words in missed:
+        print(f"MISSED  {words}", file=sys.stderr)
+    if missed:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

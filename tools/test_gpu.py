@@ -4,6 +4,10 @@ Uses an environment that is there, or installs one from the offline archive (``-
 runs what tests there are. Prints one JSON line for each check ({"check", "ok", "seconds", "detail"}), as the last line PASS or FAIL,
 and ends with that status. A check that cannot run has failed: nothing is skipped. Each step has a deadline, and so has the whole.
 Needs the standard library alone; tests are added as files in ``tests/gpu``.
+
+In this order, each step within its deadline and all within 460 seconds: the driver; an environment; torch; the tests on the device,
+side by side (each compiles kernels, which is most of their time), then those that measure its memory or speed, alone; the whole
+system with a GPU worker, twice, since the first cold chat compiles what the second finds; the engine's own tests on this torch.
 """
 
 import argparse
@@ -25,7 +29,11 @@ ROOT = Path(__file__).resolve().parents[1]
 TOTAL_S = 460.0
 """Of everything: it is to end within 8 minutes."""
 STOP_GRACE_S = 10.0
-INSTALL_S, PROBE_S, TORCH_S, DEVICE_TESTS_S, ENGINE_TESTS_S, CHAT_S = 210.0, 60.0, 90.0, 150.0, 150.0, 100.0
+INSTALL_S, PROBE_S, TORCH_S, DEVICE_TESTS_S, ALONE_S, CHAT_S, ENGINE_TESTS_S = 210.0, 60.0, 90.0, 170.0, 100.0, 110.0, 120.0
+ALONE = ("test_gpu_arena.py", "test_gpu_leaks.py", "test_gpu_stream.py")
+"""They count the device's free memory, or time the bus: nothing may run beside them."""
+SIDE_BY_SIDE = 9
+"""Processes of tests at most; a context on the device takes half a gigabyte."""
 TAIL = 1500
 NEEDED = ("pilotlight.cli.main", "pytest", "anyio", "hypothesis", "safetensors", "transformers")
 TORCH_CODE = """
@@ -91,8 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     later: dict[str, Callable[[], object]] = {
         "torch": lambda: report.step("torch", TORCH_S, lambda left_s: torch_of(python, left_s)),
         "device": lambda: device_tests(report, python),
-        "engine": lambda: report.step("engine", ENGINE_TESTS_S, lambda left_s: engine_tests(python, left_s)),
         "chat": lambda: report.step("chat", CHAT_S, lambda left_s: chat(python, left_s)),
+        "chat again": lambda: report.step("chat again", CHAT_S, lambda left_s: chat(python, left_s)),
+        "engine": lambda: report.step("engine", ENGINE_TESTS_S, lambda left_s: engine_tests(python, left_s)),
     }
     for name, check in later.items():
         if python is None:
@@ -186,18 +195,31 @@ def torch_of(python: str, left_s: float) -> tuple[Any, Any]:
 
 def device_tests(report: Report, python: str) -> None:
     """Every test of ``tests/gpu``, each a check of its own."""
-    began_s = now_s()
-    cases, done = pytest(python, ["tests/gpu", "-m", "gpu"], report.left_s(DEVICE_TESTS_S))
-    for case in cases:
-        report.line(f"device: {case.name}", ok=case.outcome == "passed", seconds=case.seconds, detail=case.detail)
-    if not cases or done is None or (done.returncode != 0 and all(case.outcome == "passed" for case in cases)):
-        why = f"not done after {DEVICE_TESTS_S:g} s, or no time was left" if done is None else tail(done)
-        report.line("device", ok=False, seconds=now_s() - began_s, detail=why)
+    files = sorted(path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py"))
+    together = [f"tests/gpu/{name}" for name in files if name not in ALONE]
+    alone = [f"tests/gpu/{name}" for name in files if name in ALONE]
+    parallel = side_by_side(python, SIDE_BY_SIDE)
+    for name, chosen, options, deadline_s in (("device", together, parallel, DEVICE_TESTS_S), ("alone", alone, (), ALONE_S)):
+        began_s = now_s()
+        cases, done = pytest(python, [*chosen, "-m", "gpu", *options], report.left_s(deadline_s))
+        for case in cases:
+            report.line(f"{name}: {case.name}", ok=case.outcome == "passed", seconds=case.seconds, detail=case.detail)
+        if not cases or done is None or (done.returncode != 0 and all(case.outcome == "passed" for case in cases)):
+            why = f"not done after {deadline_s:g} s, or no time was left" if done is None else tail(done)
+            report.line(name, ok=False, seconds=now_s() - began_s, detail=why)
+
+
+def side_by_side(python: str, count: int, dist: str = "load") -> tuple[str, ...]:
+    """What has pytest run so many tests at once, on as many processors; nothing where pytest-xdist is not there."""
+    count = min(count, os.cpu_count() or 1)
+    there = count > 1 and finish([python, "-c", "import xdist"], PROBE_S).returncode == 0
+    return ("-p", "xdist", "-n", str(count), "--dist", dist) if there else ()
 
 
 def engine_tests(python: str, left_s: float) -> tuple[Any, Any]:
     """The engine's own tests, on this machine's torch."""
-    cases, done = pytest(python, ["libs/engine/tests"], left_s)
+    options = side_by_side(python, SIDE_BY_SIDE, "loadfile")
+    cases, done = pytest(python, ["libs/engine/tests", *options], left_s)
     if done is None:
         raise CheckFailed(f"not done after {left_s:.0f} s")
     outcomes = {word: sum(1 for case in cases if case.outcome == word) for word in ("passed", "failed", "skipped")}
@@ -208,18 +230,32 @@ def engine_tests(python: str, left_s: float) -> tuple[Any, Any]:
 
 
 def chat(python: str, left_s: float) -> tuple[Any, Any]:
-    """The whole system, on CPU workers: a cold chat and a warm one."""
+    """The whole system with a worker on the GPU: a cold chat and a warm one, and where the time of the cold one went."""
     with tempfile.TemporaryDirectory(prefix="pilotlight-") as folder:
         os.chmod(folder, 0o711)  # PostgreSQL, which does not run as root, has to pass it
-        variables = {**with_sources(os.environ), "PILOTLIGHT_HOME": str(Path(folder) / "home")}
+        variables = {
+            **with_sources(os.environ),
+            "PILOTLIGHT_HOME": str(Path(folder) / "home"),
+            "PILOTLIGHT_WORKER_KIND": "cuda",
+            "COLUMNS": "120",
+        }
         code = "import sys; from pilotlight.cli.main import main; sys.exit(main())"
-        done = finish([python, "-c", code, "demo", "--json"], left_s, variables)
-    if done.returncode != 0:
-        raise CheckFailed(tail(done))
-    result = json.loads(done.stdout.strip().splitlines()[-1])
+        done = finish([python, "-c", code, "demo"], left_s, variables)
+        print(done.stdout, file=sys.stderr, flush=True)
+        if done.returncode != 0:
+            raise CheckFailed(f"{tail(done)} {logs_of(Path(folder))}")
+    result = json.loads(done.stdout.strip().splitlines()[-1].removeprefix("RESULT "))
+    if [device["kind"] for device in result["devices"]] != ["cuda"]:
+        raise CheckFailed(f"the worker ran on {result['devices']}")
     if result["output_tokens"] < 5:
         raise CheckFailed(f"an answer of {result['output_tokens']} tokens")
     return result, result
+
+
+def logs_of(folder: Path) -> str:
+    """The ends of what loader, worker and engine wrote."""
+    found = sorted(path for name in ("loader", "worker", "engine") for path in folder.glob(f"**/logs/{name}*.log"))
+    return " ".join(f"{path.name}: {path.read_text(errors='replace')[-TAIL:]}" for path in found)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ import pytest
 import pilotlight.cli
 from pilotlight.cli.main import app
 from pilotlight.common.errors import MachineUnfit, SettingsInvalid, all_errors
+from pilotlight.policy.device_health import XIDS, DeviceReading, Judgement, Recovery, XidClass, judge
+from pilotlight.policy.types import HealthState
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/operations.md").read_text()
@@ -95,3 +97,29 @@ def test_commands_that_are_named_exist() -> None:
     for word in words:
         _, _, rest = app.parse_commands(word.split())
         assert not rest, f"there is no command `pilotlight {word}`"
+
+
+def test_the_table_of_xids_is_that_of_the_policy() -> None:
+    table = PAGE[PAGE.index("\n| Xid | whose |") :].split("\n\n", 1)[0]
+    rows = [row.split("|")[1:3] for row in table.strip().splitlines()[2:]]
+    told = {int(number): whose.strip() for numbers, whose in rows for number in re.findall(r"\d+", numbers)}
+    words = {XidClass.APPLICATION: "the program's", XidClass.WEAR: "wear", XidClass.DEVICE: "the device's"}
+    assert told == {number: words[xid.kind] for number, xid in XIDS.items()} | {154: "an announcement"}
+
+
+def test_the_reasons_of_a_devices_health_have_their_rows() -> None:
+    section = PAGE[PAGE.index("\n## GPU nodes") :].split("\n## ", 2)[1]
+    told = set(re.findall(r"^\| `(\w+)` \| ", section, re.MULTILINE))
+    readings = [
+        *(DeviceReading(recovery=recovery) for recovery in Recovery),
+        DeviceReading(late_s=9.0),
+        DeviceReading(lost="gone"),
+        DeviceReading(remap_failed=True),
+        DeviceReading(remap_pending=True),
+        DeviceReading(uncorrected_errors=1),
+        DeviceReading(memory_bytes=100, used_bytes=100, own_bytes=0),
+        *(DeviceReading(xids=(number,)) for number in XIDS),
+    ]
+    reasons = {judge(Judgement(), reading, promised_bytes=100).health.reason.partition(":")[0] for reading in readings}
+    states = {state.value for state in HealthState}
+    assert told == (reasons - {""}) | states

@@ -1,14 +1,16 @@
 """The whole engine on the device says what the engine on the CPU says, whatever comes and goes meanwhile."""
 
+import gc
 import itertools
+from collections.abc import Generator
 
 import pytest
 import torch
 from random_models import random_parts, source_of, spec_of
-from torch_arena import TorchArena
 
 from pilotlight.engine.core.request import RequestKey
 from pilotlight.engine.core.scheduler import BatchLimits
+from pilotlight.engine.cuda.arena import CudaArena
 from pilotlight.engine.device.arena import CpuArena
 from pilotlight.engine.device.arena_protocol import Arena
 from pilotlight.engine.engine import Engine
@@ -36,10 +38,10 @@ class Driver:
         self.finishes: dict[str, FinishReason] = {}
         self.steps = 0
 
-    def add(self, name: str, prompt_tokens: int, **sampling: object) -> None:
-        generator = torch.Generator().manual_seed(len(self.tokens))
-        prompt = torch.randint(997, (prompt_tokens,), generator=generator).tolist()
-        parameters = Sampling(**{"seed": len(self.tokens), "max_tokens": 30, "temperature": 0.0, **sampling})
+    def add(self, name: str, prompt_tokens: int, number: int | None = None, **sampling: object) -> None:
+        number = len(self.tokens) if number is None else number
+        prompt = torch.randint(997, (prompt_tokens,), generator=torch.Generator().manual_seed(number)).tolist()
+        parameters = Sampling(**{"seed": number, "max_tokens": 30, "temperature": 0.0, **sampling})
         self.engine.add(RequestId(name), 1, INSTANCE, prompt, (), parameters)
         self.tokens[name] = []
 
@@ -88,12 +90,18 @@ def talk(arena: Arena, kind: str) -> Driver:
 
 
 @pytest.fixture
-def on_device(device: torch.device) -> TorchArena:
-    return TorchArena(device, num_slots=1, slot_bytes=SLOT_BYTES)
+def on_device(device: torch.device) -> Generator[CudaArena]:
+    arena = CudaArena(device.index)
+    # A granule has room for thousands of these models' tokens, and the tests are about few.
+    arena.whole_granules = False
+    yield arena
+    gc.collect()
+    torch.cuda.synchronize()
+    arena.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_outputs_are_those_of_the_cpu(on_device: TorchArena, kind: str) -> None:
+def test_outputs_are_those_of_the_cpu(on_device: CudaArena, kind: str) -> None:
     there, here = talk(on_device, kind), talk(CpuArena(num_slots=1, slot_bytes=SLOT_BYTES), kind)
     cancelled = "greedy 4"
     assert there.finishes == here.finishes
@@ -106,23 +114,64 @@ def test_outputs_are_those_of_the_cpu(on_device: TorchArena, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_request_moves_between_engines_in_mid_generation(device: torch.device, kind: str) -> None:
-    """From the device to another engine on it, and to one on the CPU, with its keys and values: the tokens are those of one that stays."""
-    arena = TorchArena(device, num_slots=3, slot_bytes=SLOT_BYTES)
+def test_a_request_moves_between_engines_in_mid_generation(on_device: CudaArena, kind: str) -> None:
+    """From the device to another engine on it, and to one on the CPU, and from there to the device, with its keys and values: the tokens
+    are those of one that stays."""
     limits = BatchLimits(step_tokens=200, running=12)
-    stays, goes, takes = (Driver(arena, kind, 1024, limits) for _ in range(3))
-    for driver in (stays, goes):
+
+    def host() -> Driver:
+        return Driver(CpuArena(num_slots=1, slot_bytes=SLOT_BYTES), kind, 1024, limits)
+
+    stays, goes, takes, follows = (Driver(on_device, kind, 1024, limits) for _ in range(4))
+    at_home, there = host(), host()
+    for driver in (stays, goes, at_home):
         driver.add("r", 75, max_tokens=40, temperature=0.7)
     stays.finish()
-    for _ in range(13):
-        goes.step()
     key = RequestKey(RequestId("r"), 1)
-    pieces = goes.engine.export_kv(INSTANCE, [key], spec_of(kind, Dtype.FLOAT32).whole)
-    gone = goes.engine.release(*key)
-    assert list(gone.output_ids) == goes.tokens["r"]
-    there = Driver(CpuArena(num_slots=1, slot_bytes=SLOT_BYTES), kind, 1024, limits)
-    for driver in (takes, there):
-        driver.tokens["r"] = list(gone.output_ids)
-        driver.engine.add(*key, INSTANCE, gone.prompt_ids, gone.output_ids, gone.sampling, pieces=pieces)
+    for source, targets in ((goes, (takes, there)), (at_home, (follows,))):
+        for _ in range(13):
+            source.step()
+        pieces = source.engine.export_kv(INSTANCE, [key], spec_of(kind, Dtype.FLOAT32).whole)
+        gone = source.engine.release(*key)
+        assert list(gone.output_ids) == source.tokens["r"]
+        for target in targets:
+            target.tokens["r"] = list(gone.output_ids)
+            target.engine.add(*key, INSTANCE, gone.prompt_ids, gone.output_ids, gone.sampling, pieces=pieces)
+            # Nothing but the last token has to be run before the next one is drawn.
+            target.finish()
+            assert target.tokens["r"] == stays.tokens["r"]
+    for driver in (stays, goes, takes, follows):
         driver.finish()
-        assert driver.tokens["r"] == stays.tokens["r"]
+        driver.engine.unload(INSTANCE)
+    assert on_device.backed_bytes == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_requests_move_while_others_go_on(on_device: CudaArena, kind: str) -> None:
+    """Two engines on one device, six requests; every few steps one that runs changes sides. All end as if nobody had moved."""
+    limits = BatchLimits(step_tokens=200, running=12)
+    stays, *sides = (Driver(on_device, kind, 2048, limits) for _ in range(3))
+    for number in range(6):
+        for driver in (stays, sides[number % 2]):
+            driver.add(f"r{number}", 20 + 31 * number, number, max_tokens=50, temperature=0.5 * (number % 2))
+    stays.finish()
+    where = {f"r{number}": number % 2 for number in range(6)}
+    for turn in range(18):
+        for _ in range(3):
+            for side in sides:
+                if side.engine.has_work:
+                    side.step()
+        key = RequestKey(RequestId(f"r{turn % 6}"), 1)
+        source, target = sides[where[key.request_id]], sides[1 - where[key.request_id]]
+        if key.request_id in source.finishes:
+            continue
+        pieces = source.engine.export_kv(INSTANCE, [key], spec_of(kind, Dtype.FLOAT32).whole)
+        gone = source.engine.release(*key)
+        target.tokens[key.request_id] = list(gone.output_ids)
+        target.engine.add(*key, INSTANCE, gone.prompt_ids, gone.output_ids, gone.sampling, pieces=pieces)
+        where[key.request_id] = 1 - where[key.request_id]
+    for side in sides:
+        side.finish()
+    assert {name: sides[side].tokens[name] for name, side in where.items()} == stays.tokens
+    for driver in (stays, *sides):
+        driver.engine.unload(INSTANCE)

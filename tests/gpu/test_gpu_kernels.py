@@ -15,7 +15,8 @@ from pilotlight.engine.cuda.kernels import elementwise, sampling
 from pilotlight.engine.cuda.kernels.decode_attention import DecodeScratch, RawHeads, decode_attention
 from pilotlight.engine.cuda.kernels.prefill_attention import prefill_attention
 from pilotlight.engine.cuda.kernels.vector import VectorProduct
-from pilotlight.engine.cuda.rows import StaticRows, fields_of, send
+from pilotlight.engine.cuda.prompts import StaticPrompt
+from pilotlight.engine.cuda.rows import StaticRows, fields_of, send, zeros_on
 from pilotlight.engine.models.layers import rms_norm
 
 pytestmark = pytest.mark.gpu
@@ -140,7 +141,7 @@ def test_single_rows_attend(
     batch = Batch(tuple(Segment(n - 1, 1, table, True) for n, table in zip(contexts, cache.tables, strict=True)))
     step = send(fields_of(batch, SPARE, window), device)
     items = step.items if window is None else step.sliding_items
-    scratch = DecodeScratch(len(contexts) + SPARE, heads, kv_heads, dim, device)
+    scratch = DecodeScratch(len(contexts) + SPARE, heads, kv_heads, dim, zeros_on(device))
     queries = fresh(len(contexts), heads, dim).to(dtype)
     for _ in range(2):  # The second time, the counters have to be as they were.
         out = poisoned(len(contexts), heads * dim, dtype=dtype, device=device)
@@ -165,7 +166,7 @@ def test_raw_heads_are_turned_stored_and_attended_to(
     contexts = (1, 200, 17)
     cache = Cache(fresh, device, dtype, contexts, kv_heads, dim)
     batch = Batch(tuple(Segment(n - 1, 1, table, True) for n, table in zip(contexts, cache.tables, strict=True)))
-    static = StaticRows(device, 8, SPARE, 64, None)
+    static = StaticRows(zeros_on(device), 8, SPARE, 64, None, pinned=device.type == "cuda")
     assert static.fill(batch, None)
     step, _ = static.view(4)
     width = (heads + 2 * kv_heads) * dim
@@ -173,7 +174,7 @@ def test_raw_heads_are_turned_stored_and_attended_to(
     norms = fresh(dim).to(dtype), fresh(dim).to(dtype)
     frequencies = 1.0 / 100 ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     turns = elementwise.rotations(step.rows.positions, frequencies.to(device, copy=True), 1.0, dtype)
-    scratch = DecodeScratch(4 + SPARE, heads, kv_heads, dim, device)
+    scratch = DecodeScratch(4 + SPARE, heads, kv_heads, dim, zeros_on(device))
     raw = RawHeads(None, None, 0.0, turns)
     if dressed:
         raw = RawHeads(bias.to(device, copy=True), (norms[0].to(device, copy=True), norms[1].to(device, copy=True)), 1e-6, turns)
@@ -237,7 +238,7 @@ def test_chunks_attend(
     queries = fresh(batch.num_tokens, heads, dim).to(dtype)
     out = poisoned(batch.num_tokens, heads * dim, dtype=dtype, device=device)
     prefill_attention(queries.to(device, copy=True), cache.there, step.rows, step.chunks, 0.3, out, window)
-    scratch = DecodeScratch(5 + SPARE, heads, kv_heads, dim, device)
+    scratch = DecodeScratch(5 + SPARE, heads, kv_heads, dim, zeros_on(device))
     items = step.items if window is None else step.sliding_items
     decode_attention(queries.to(device, copy=True), cache.there, step.rows, items, scratch, 0.3, out)
     exact = [
@@ -247,6 +248,37 @@ def test_chunks_attend(
         )
     ]
     close(out, torch.stack(exact).flatten(1), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 50])
+def test_a_padded_prompt_attends_and_its_padding_does_nothing(
+    device: torch.device, fresh: Callable[..., Tensor], dtype: torch.dtype, window: int | None
+) -> None:
+    """Behind a prefix, in words that held a longer prompt before: padding rows, and a whole tile of them, write nothing."""
+    heads, kv_heads, dim, start, count = 4, 2, 128, 40, 70
+    cache = Cache(fresh, device, dtype, (500, start + count), kv_heads, dim)
+    longer, mine = cache.tables
+    static = StaticPrompt(zeros_on(device), pinned=device.type == "cuda")
+    batch = Batch((Segment(start, count, mine, True),))
+    assert static.fill(Batch((Segment(0, 500, longer, True),)), None)
+    assert static.fill(batch, None)
+    step, _ = static.view(256)
+    queries = fresh(256, heads, dim).to(dtype)
+    queries[count:] = math.nan
+    out = poisoned(256, heads * dim, dtype=dtype, device=device)
+    prefill_attention(queries.to(device, copy=True), cache.there, step.rows, step.chunks, 0.3, out, window)
+    exact = [cache.attend(queries[row], mine, start + row, window, 0.3) for row in range(count)]
+    close(out[:count], torch.stack(exact).flatten(1), dtype)
+    assert out[count:].isnan().all()
+    before = [half.clone() for half in cache.there]
+    elementwise.store(queries[:, :kv_heads].to(device), queries[:, kv_heads:].to(device), step.rows.slots, cache.there)
+    slots = cache.slots(mine, start, start + count)
+    for half, was, new in zip(cache.there, before, queries.split(kv_heads, dim=1), strict=True):
+        assert torch.equal(half[slots].cpu(), new[:count])
+        others = torch.ones(half.shape[0], dtype=torch.bool, device=half.device)
+        others[slots] = False
+        assert torch.equal(half[others].nan_to_num(), was[others].nan_to_num())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -13,7 +13,6 @@ from pilotlight.engine.device.dtypes import TORCH_DTYPES
 from pilotlight.engine.device.kv import KvCache
 from pilotlight.engine.device.memory import StageMemory
 from pilotlight.engine.device.parameters import Parameters, Source
-from pilotlight.engine.models.decoder import Decoder
 from pilotlight.engine.models.registry import decoder_of
 from pilotlight.policy.types import Dtype, Experts, ModelSpec, Stage
 
@@ -93,12 +92,11 @@ def source_of(tensor: Tensor) -> Source:
 
 def placed(
     arena: Arena, spec: ModelSpec, seed: int, num_blocks: int, dtype: Dtype | None = None, stage: Stage | None = None
-) -> tuple[Decoder, Parameters, KvCache]:
-    """A stage in place: its decoder, its parameters, and an empty KV cache."""
-    decoder = decoder_of(spec)
-    memory = StageMemory(arena, decoder, stage or spec.whole, dtype or spec.dtype)
+) -> tuple[StageMemory, Parameters, KvCache]:
+    """A stage in place: its memory, its parameters, and an empty KV cache."""
+    memory = StageMemory(arena, decoder_of(spec), stage or spec.whole, dtype or spec.dtype)
     parameters = Parameters(memory)
     for part, tensors in enumerate(random_parts(spec, seed)):
         if part in parameters.parts:
             parameters.place(part, {name: source_of(tensor) for name, tensor in tensors.items()}, lambda: 0.0)
-    return decoder, parameters, KvCache(memory, num_blocks)
+    return memory, parameters, KvCache(memory, num_blocks)

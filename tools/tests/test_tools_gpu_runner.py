@@ -28,7 +28,7 @@ def test_says_what_is_missing_and_fails(tmp_path: Path) -> None:
     assert last == "FAIL"
     checks = [json.loads(line) for line in lines]
     assert all(set(check) == {"check", "ok", "seconds", "detail"} for check in checks)
-    assert [check["check"] for check in checks] == ["driver", "environment", "torch", "device", "engine", "chat"]
+    assert [check["check"] for check in checks] == ["driver", "environment", "torch", "device", "chat", "chat again", "engine"]
     assert not any(check["ok"] for check in checks)
     assert "there is no nvidia-smi" in checks[0]["detail"]
     assert "no folder that `make bundle` made" in checks[1]["detail"]
@@ -58,3 +58,32 @@ def test_past_the_whole_nothing_is_begun(capsys: pytest.CaptureFixture[str]) -> 
     assert report.step("late", 10.0, lambda left_s: (left_s, left_s)) is None
     assert "not run" in json.loads(capsys.readouterr().out)["detail"]
     assert not report.all_ok
+
+
+def test_files_that_measure_run_with_nothing_beside_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[list[str]] = []
+
+    def run(python: str, arguments: list[str], left_s: float) -> tuple[list[runner.Case], subprocess.CompletedProcess[str]]:
+        asked.append(arguments)
+        return [runner.Case("test_one", "passed", 0.1, {})], subprocess.CompletedProcess([], 0, "", "")
+
+    monkeypatch.setattr(runner, "pytest", run)
+    monkeypatch.setattr(runner, "side_by_side", lambda python, count: ("-n", str(count)))
+    runner.device_tests(runner.Report(), "python")
+    together, alone = asked
+    assert [json.loads(line)["check"] for line in capsys.readouterr().out.splitlines()] == ["device: test_one", "alone: test_one"]
+    files = {f"tests/gpu/{path.name}" for path in (runner.ROOT / "tests" / "gpu").glob("test_*.py")}
+    assert set(together) | set(alone) >= files
+    assert not set(together) & set(alone) & files
+    assert "tests/gpu/test_gpu_arena.py" in alone
+    assert together[-2] == "-n"
+    assert "-n" not in alone
+
+
+def test_tests_run_side_by_side_where_there_is_xdist() -> None:
+    there = runner.side_by_side(sys.executable, 2)
+    assert there in ((), ("-p", "xdist", "-n", "2", "--dist", "load"))
+    assert runner.side_by_side(sys.executable, 1) == ()
+    assert runner.side_by_side("/bin/false", 8) == ()

@@ -58,6 +58,7 @@ def test_every_check_says_what_to_do(home: Home) -> None:
         "disk to work with",
         "memory",
         "engine",
+        "GPUs",
         "compiler",
         "native code",
         "driver",

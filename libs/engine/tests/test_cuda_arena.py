@@ -145,7 +145,7 @@ def test_a_whole_model_runs_on_the_arenas_books(make, checkpoint, clock, driver,
     model = checkpoint("llama")
     runs = driver()
     runs.engine = Engine(1, clock, arena=make())
-    runs.load(model, kv_tokens=256)
+    runs.load(model, kv_tokens=64_000)  # whole granules are counted
     runs.add("one", prompts[1], max_tokens=5)
     assert runs.finish()["one"] == model.greedy(prompts[1], 5)
 

@@ -18,6 +18,7 @@ from pilotlight.engine.cuda.rows import (
     fields_of,
     send,
     whole_prompt,
+    zeros_on,
 )
 
 CPU = torch.device("cpu")
@@ -114,7 +115,7 @@ def test_fields_begin_where_kernels_expect_it() -> None:
 
 
 def test_a_static_step_pads_with_rows_that_are_nobodys() -> None:
-    static = StaticRows(CPU, 8, 5, 40, None)
+    static = StaticRows(zeros_on(CPU), 8, 5, 40, None, pinned=False)
     batch = batch_of([(20, 21), (0, 1), (40, 41)])
     for _ in range(2):
         assert static.fill(batch, np.array([5, 6, 7], np.int32))

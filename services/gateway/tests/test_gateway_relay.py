@@ -166,7 +166,8 @@ async def test_worker_dies_and_another_goes_on(world, delivered):
     assert resumed.sampling == first.submits[0].sampling
 
 
-async def test_engine_fails_in_mid_stream(world):
+@pytest.mark.parametrize("code", ["engine_failed", "device_failed"])
+async def test_engine_fails_in_mid_stream(world, code):
     worker = await world.worker()
     ids = world.ids(ANSWER)
 
@@ -174,7 +175,7 @@ async def test_engine_fails_in_mid_stream(world):
         if submit.output_ids:
             return entries_of(submit, ids)
         key = {"request_id": submit.request_id, "attempt": submit.attempt}
-        failed = TokenEntry(seq=4, token_ids=[], finish=FinishReason.ERROR, code="engine_failed", message="gone", **key)
+        failed = TokenEntry(seq=4, token_ids=[], finish=FinishReason.ERROR, code=code, message="gone", **key)
         return [*entries_of(submit, ids)[:4], failed]
 
     worker.script = script

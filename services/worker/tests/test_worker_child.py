@@ -32,6 +32,7 @@ from pilotlight.engine.errors import EngineError, NoRoom, UnknownInstance
 from pilotlight.engine.results import FirstPrefill, PlacedPart, Produced, StageRoom, StepResult
 from pilotlight.policy.types import FinishReason, InstanceId, Moment, PhaseName, RequestId, Sampling
 from pilotlight.worker.child_loop import ChildLoop, _code_of
+from pilotlight.worker.child_pins import Pins
 from pilotlight.worker.child_stages import Intervals
 
 UP = EngineUp(pid=1, device_name="script", load_bytes_per_s=1.0)
@@ -162,13 +163,13 @@ def idle_result(produced: list[Produced], turn_of: InstanceId | None) -> StepRes
 class Parent:
     """The other end: sends commands, reads answers until one of a kind comes."""
 
-    def __init__(self, engine: ScriptedEngine, faults: str = "") -> None:
+    def __init__(self, engine: ScriptedEngine, faults: str = "", pins: Pins | None = None) -> None:
         self.ours, theirs = socket.socketpair()
         self.theirs = theirs
         self._buffer = FrameBuffer(FromEngine)
         self.events: list[Any] = []
         self.failure: Exception | None = None
-        loop = ChildLoop(theirs, engine, SystemClock(), Faults.parse(faults))
+        loop = ChildLoop(theirs, engine, SystemClock(), Faults.parse(faults), pins)
 
         def serve() -> None:
             try:
@@ -208,8 +209,8 @@ def engine() -> ScriptedEngine:
 def start(engine: ScriptedEngine) -> Iterator[Callable[..., Parent]]:
     parents: list[Parent] = []
 
-    def make(faults: str = "") -> Parent:
-        parents.append(Parent(engine, faults))
+    def make(faults: str = "", pins: Pins | None = None) -> Parent:
+        parents.append(Parent(engine, faults, pins))
         assert parents[-1].until(EngineUp) == UP
         return parents[-1]
 
@@ -474,3 +475,54 @@ def test_a_step_that_raises_ends_the_process(start: Any, engine: ScriptedEngine,
     parent.send(run())
     parent.thread.join(5)
     assert isinstance(parent.failure, RuntimeError)
+
+
+class Slabs:
+    """Slabs of the pool that were pinned, one of them at a time when it is let."""
+
+    def __init__(self) -> None:
+        self.pinned: list[int] = []
+        self.pinning = threading.Event()
+
+    def pin_next(self, wanted: Any = ()) -> bool:
+        self.pinned += wanted
+        self.pinning.set()
+        return True
+
+    def close(self) -> None:
+        self.pinned.clear()
+
+
+def test_what_was_loaded_from_is_pinned_when_nothing_is_to_be_done(start: Any, engine: ScriptedEngine, pool: Any) -> None:
+    slabs = Slabs()
+    parent = start(pins=Pins(lambda view, slab_bytes: slabs, slab_bytes=4096))
+    parent.send(pool.load(), *pool.places()[:-1])
+    parent.send(UnloadStage(instance_id=InstanceId("nothing")))
+    parent.until(StageUnloaded)
+    assert slabs.pinned == [], "while anything loads the bus is its"
+    parent.send(pool.places()[-1])
+    parent.until(StageLoaded)
+    last = pool.places()[-1].tensors[-1]
+    assert slabs.pinning.wait(5)
+    parent.send(UnloadStage(instance_id=INSTANCE))
+    parent.until(StageUnloaded)
+    assert slabs.pinned[0] <= last.offset + last.size_bytes
+    assert slabs.pinned[0] >= last.offset - 2 * 4096, "what was wanted last goes first"
+
+
+@pytest.mark.parametrize("moment", ["begin", "place", "step"])
+def test_a_lost_context_ends_the_loop_whatever_it_was_doing(start: Any, engine: ScriptedEngine, pool: Any, moment: str) -> None:
+    error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    parent = start()
+    if moment != "begin":
+        parent.send(pool.load())
+        parent.until(StageOpened)
+    setattr(engine, f"{moment}_error", error)
+    if moment == "step":
+        for place in pool.places():
+            parent.send(place)
+        parent.send(run())
+    else:
+        parent.send(pool.load() if moment == "begin" else pool.places()[0])
+    parent.thread.join(5)
+    assert parent.failure is error

@@ -81,6 +81,7 @@ def _converse(home: Home, options: SystemOptions, clock: Clock, progress: Any, a
         except OpenAIError as error:
             raise DemoFailed(f"{DEMO_MODEL} did not answer: {error}; the logs are in {home.logs}") from error
         record = _cold_start_of(admin, home, cold.trace_id, clock)
+        devices = [worker["device"] for worker in admin.get("/workers")["workers"]]
     phases: dict[str, float] = {}
     bars = bars_of(record["phases"])
     for bar in bars:
@@ -100,6 +101,7 @@ def _converse(home: Home, options: SystemOptions, clock: Clock, progress: Any, a
         "while_fetching": {name: round(seconds_within(bars, name, "fetch"), 4) for name in ("load", "prefill")},
         "phase_coverage": round(record["coverage"], 4),
         "trace_id": cold.trace_id,
+        "devices": [{"kind": device["kind"], "name": device["name"]} for device in devices],
     }
 
 

@@ -1,7 +1,9 @@
 """Checks of the machine: each says what it found and, when that will not do, what to do about it."""
 
 import os
+import queue
 import shutil
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -13,12 +15,16 @@ from pilotlight.cli.plan import SystemOptions
 from pilotlight.cli.preflight import looks
 from pilotlight.common import fitness
 from pilotlight.common.errors import PilotlightError
+from pilotlight.common.nvml import DeviceState, NvmlUnavailable, device_states
+from pilotlight.loader.devices import unusable
 from pilotlight.native.library import library, unavailable
+from pilotlight.policy.types import HealthState
 
 MIB = 1024 * 1024
 MIN_DISK_BYTES = 2 * 1024 * MIB
 MIN_MEMORY_BYTES = 2 * 1024 * MIB
 MIN_SHM_BYTES = 1024 * MIB
+GPU_DEADLINE_S = 10.0
 
 
 class Verdict(StrEnum):
@@ -50,6 +56,7 @@ def examine(home: Home, host: str, port: int) -> tuple[Check, ...]:
         check_compiler,
         check_native_code,
         check_driver,
+        check_gpus,
     )
     return tuple(check() for check in checks)
 
@@ -128,3 +135,34 @@ def check_driver() -> Check:
     if version.exists():
         return Check(name="driver", verdict=Verdict.OK, found=version.read_text().splitlines()[0])
     return Check(name="driver", verdict=Verdict.WARNING, found="no NVIDIA driver", what_to_do="nothing, for CPU workers")
+
+
+def check_gpus(read: Callable[[], tuple[DeviceState, ...]] = device_states, deadline_s: float = GPU_DEADLINE_S) -> Check:
+    """Which GPUs there are, how they are by their driver, and whether workers can use them. The driver may hang."""
+    answers: queue.SimpleQueue[tuple[DeviceState, ...] | NvmlUnavailable] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answers.put(read())
+        except NvmlUnavailable as error:
+            answers.put(error)
+
+    threading.Thread(target=ask, name="gpus", daemon=True).start()
+    try:
+        found = answers.get(timeout=deadline_s)
+    except queue.Empty:
+        wedged = f"the driver has not answered for {deadline_s:g} s"
+        return Check(name="GPUs", verdict=Verdict.WARNING, found=wedged, what_to_do="a device hangs: `dmesg | grep Xid`, reboot")
+    if isinstance(found, NvmlUnavailable) or not found:
+        told = str(found) if found else "the driver has none"
+        return Check(name="GPUs", verdict=Verdict.WARNING, found=f"none: {told}", what_to_do="nothing, for CPU workers")
+    lines = "; ".join(
+        f"{one.gpu.index}: {one.gpu.name}, {one.gpu.memory_bytes // MIB:,} MiB, {one.health.state.value}"
+        + (f" ({one.health.reason})" if one.health.reason else "")
+        for one in found
+    )
+    if why := unusable():
+        return Check(name="GPUs", verdict=Verdict.WARNING, found=lines, what_to_do=f"workers run on CPU cores: {why}")
+    bad = any(one.health.state in (HealthState.FAILED, HealthState.DEGRADED) for one in found)
+    advice = "docs/operations.md, GPU nodes, says what each reason asks for" if bad else ""
+    return Check(name="GPUs", verdict=Verdict.WARNING if bad else Verdict.OK, found=lines, what_to_do=advice)

@@ -77,12 +77,20 @@ def _running_port(home: Home) -> int | None:
 def up(
     *,
     workers: Annotated[
-        int,
-        Parameter(help="Workers on this machine, which share its cores and memory.", validator=validators.Number(gte=1)),
-    ] = 1,
+        int | None,
+        Parameter(
+            help="Workers on this machine, which share its cores and memory. By default one for each GPU, or one.",
+            validator=validators.Number(gte=1),
+            show_default=False,
+        ),
+    ] = None,
     worker_kind: Annotated[
-        Literal["cpu", "sim"], Parameter(help="cpu runs the models; sim takes the time that a model would and computes nothing.")
-    ] = "cpu",
+        Literal["auto", "cpu", "cuda", "sim"],
+        Parameter(
+            help="cpu and cuda run models, on cores or on a GPU each; auto takes GPUs where there are some that can be used; sim takes "
+            "the time that a model would and computes nothing."
+        ),
+    ] = "auto",
     schedulers: Annotated[
         int, Parameter(help="Schedulers: one leads, the others stand by.", validator=validators.Number(gte=1, lte=MAX_REPLICAS))
     ] = 1,

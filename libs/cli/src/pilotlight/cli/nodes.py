@@ -1,6 +1,7 @@
 """``pilotlight node …``: what nodes there are, and emptying them."""
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
@@ -27,6 +28,7 @@ def show(client: AdminClient, *, as_json: bool) -> int:
             node.get("host", ""),
             node["state"],
             str(node["workers"]),
+            _devices(node),
             str(node["left"]["instances"]),
             str(node["left"]["requests"]),
             str(node["left"]["copies"]),
@@ -40,6 +42,7 @@ def show(client: AdminClient, *, as_json: bool) -> int:
         "host",
         "state",
         "workers",
+        "devices",
         "instances",
         "requests",
         "host copies",
@@ -92,6 +95,15 @@ def _wait(client: AdminClient, node: Mapping[str, Any], wait_s: float, *, as_jso
             listed = client.get("/nodes")["nodes"]
             node = next((one for one in listed if one["node_id"] == node["node_id"]), node)
     return node
+
+
+def _devices(node: Mapping[str, Any]) -> str:
+    """How many devices there are of each sort; of those that are not well, why."""
+    devices = node.get("devices", ())
+    well = Counter(one["name"] or one["kind"] for one in devices if one["health"] in ("healthy", "unwatched"))
+    told = [name if count == 1 else f"{count} x {name}" for name, count in sorted(well.items())]
+    ill = [f"{one['worker_id']} {one['health']}: {one['reason']}" for one in devices if one["health"] in ("degraded", "failed")]
+    return "; ".join((*told, *ill))
 
 
 def _disk(node: Mapping[str, Any]) -> str:

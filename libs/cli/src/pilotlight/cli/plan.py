@@ -20,14 +20,15 @@ class SystemOptions:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    workers: int = 1
+    workers: int | None = 1
+    """None: one for each GPU, or one."""
     schedulers: int = 1
     """One leads, the others stand by."""
     caches: int = 1
     """One answers, the others stand by."""
     gateways: int = 1
     """All behind one address."""
-    worker_kind: str = "cpu"
+    worker_kind: str = "auto"
     link: str = ""
     pool_bytes: int | None = None
     model_roots: tuple[Path, ...] = ()
@@ -95,8 +96,10 @@ def _own(service: str, home: Home, options: SystemOptions, endpoints: Endpoints)
         own["PILOTLIGHT_ADMIN_KEY_FILE"] = str(home.admin_key)
         own["PILOTLIGHT_API_KEY_FILE"] = str(home.api_key)
     if service == "loader":
-        own["PILOTLIGHT_WORKERS"] = str(options.workers)
-        own["PILOTLIGHT_WORKER_KIND"] = options.worker_kind
+        if options.workers is not None:
+            own["PILOTLIGHT_WORKERS"] = str(options.workers)
+        if options.worker_kind != "auto":
+            own["PILOTLIGHT_WORKER_KIND"] = options.worker_kind
         if options.link:
             own["PILOTLIGHT_LINK"] = options.link
         if options.pool_bytes is not None:

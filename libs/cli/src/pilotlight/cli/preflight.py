@@ -45,7 +45,7 @@ Look = Callable[[], str]
 
 
 class EngineMissing(MachineUnfit):
-    """There is no torch, which workers of kind cpu run models on."""
+    """There is no torch, which workers run models on."""
 
     action = (
         "Install torch: in a checkout `make up` does it; of an archive, run install.sh again with --torch-from PYTHON, or one that was "
@@ -101,7 +101,7 @@ def look_at_settings(home: Home, options: SystemOptions, environment: Mapping[st
         service = spec.name.partition("-")[0]
         SETTINGS[service](**given)
         if service == "loader":
-            given["device"] = options.worker_kind
+            given["device"] = "cpu" if options.worker_kind == "auto" else options.worker_kind
             WorkerSettings(**given)
     MigrateSettings()
     StreamSettings()
@@ -112,12 +112,12 @@ def look_at_engine(worker_kind: str) -> str:
     """Whether there is what the workers' engines need.
 
     Raises:
-        EngineMissing: there is no torch for workers of kind cpu.
+        EngineMissing: there is no torch for workers that compute.
     """
-    if worker_kind != "cpu":
+    if worker_kind == "sim":
         return f"workers of kind {worker_kind} need none"
     if importlib.util.find_spec("torch") is None:
-        raise EngineMissing(f"torch is not installed for {sys.executable}, and workers of kind cpu run models on it")
+        raise EngineMissing(f"torch is not installed for {sys.executable}, and workers run models on it")
     return "torch is installed"
 
 

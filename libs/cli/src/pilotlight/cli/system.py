@@ -182,17 +182,16 @@ class System:
         key = self._home.admin_key.read_text().strip()
         deadline_s = self._clock.monotonic_s() + READY_DEADLINE_S
         headers = {"Authorization": f"Bearer {key}"}
+        wanted = self._options.workers or 1
         async with httpx2.AsyncClient(base_url=self._options.url, headers=headers, timeout=5.0) as http:
             while self._clock.monotonic_s() < deadline_s:
                 # A gateway that has just been started again may not answer yet.
                 with contextlib.suppress(httpx2.TransportError):
                     workers = (await http.get("/admin/v1/workers")).json().get("workers", [])
-                    if sum(1 for worker in workers if worker["engine_up"]) >= self._options.workers:
+                    if sum(1 for worker in workers if worker["engine_up"]) >= wanted:
                         return
                 await pause(0.1)
-        raise ChildFailed(
-            f"{self._options.workers} workers were not up within {READY_DEADLINE_S:g} s; their logs are in {self._home.logs}"
-        )
+        raise ChildFailed(f"{wanted} workers were not up within {READY_DEADLINE_S:g} s; their logs are in {self._home.logs}")
 
     def _on_change(self, name: str, state: str) -> None:
         self._progress(f"{name}: {state}")

@@ -4,8 +4,11 @@ import os
 import shlex
 import shutil
 import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.markup import escape
 
@@ -35,13 +38,14 @@ async def run_up(home: Home, options: SystemOptions, *, with_demo_model: bool, a
             console.print(f"[dim]… {escape(what)}[/]")
 
     async with System(home, options, progress):
-        if with_demo_model:
-            with AdminClient(options.url, home.admin_key.read_text().strip()) as client:
+        with AdminClient(options.url, home.admin_key.read_text().strip()) as client:
+            if with_demo_model:
                 ensure_demo_model(client)
+            workers = client.get("/workers")["workers"]
         if as_json:
             emit_json({"ready": True, "url": options.url, "home": str(home.root)})
         else:
-            _say_what_to_try(home, options, with_demo_model=with_demo_model)
+            _say_what_to_try(home, options, workers, with_demo_model=with_demo_model)
         await until_signalled()
         progress("stopping")
     if not as_json:
@@ -49,11 +53,17 @@ async def run_up(home: Home, options: SystemOptions, *, with_demo_model: bool, a
     return 0
 
 
-def _say_what_to_try(home: Home, options: SystemOptions, *, with_demo_model: bool) -> None:
+def told_workers(workers: Sequence[Mapping[str, Any]]) -> str:
+    """So many of each kind of device."""
+    kinds = Counter(worker["device"]["kind"] for worker in workers)
+    names = {"cpu": "CPU", "cuda": "GPU"}
+    told = [f"{count} {names.get(kind, kind)} worker" + ("" if count == 1 else "s") for kind, count in sorted(kinds.items())]
+    return " and ".join(told) or "no worker"
+
+
+def _say_what_to_try(home: Home, options: SystemOptions, workers: Sequence[Mapping[str, Any]], *, with_demo_model: bool) -> None:
     command = _this_command()
-    kind = "CPU" if options.worker_kind == "cpu" else options.worker_kind
-    workers = f"{options.workers} {kind} worker" + ("" if options.workers == 1 else "s")
-    console.print(f"\n[bold green]Pilotlight is up[/] at {options.url}, with {workers}.")
+    console.print(f"\n[bold green]Pilotlight is up[/] at {options.url}, with {escape(told_workers(workers))}.")
     lines = ["Ctrl-C stops it.", "", "In another terminal, in this folder:"]
     if os.environ.get("PILOTLIGHT_HOME"):
         lines.append(f"  export PILOTLIGHT_HOME={shlex.quote(str(home.root))}")

@@ -19,7 +19,7 @@
     │   ├── SourceUnavailable ── SourceMissing, SourceDenied, StoreFull, PeerUnavailable ── PeerRefused
     │   ├── SourceChanged, CorruptChunk
     │   ├── NotLoaded, StaleCommand, NotLeader
-    │   └── WorkerLost, EngineFailed
+    │   └── WorkerLost, EngineFailed ── DeviceFailed
     ├── SettingsInvalid      the operator's to mend: the process does not start
     ├── MachineUnfit         the machine's to mend, or its operator's: the process does not start
     │   └── FileLimitTooLow, DiskFull, SharedMemoryTooSmall, HostPoolTaken, DiskTierTaken, PortTaken, FolderUnusable
@@ -404,6 +404,13 @@ class EngineFailed(TransientError):
     """The engine ended or refused while it ran the request."""
 
     code = "engine_failed"
+
+
+class DeviceFailed(EngineFailed):
+    """The device that ran the request has failed, by its driver."""
+
+    code = "device_failed"
+    action = "See `pilotlight node list` for the reason; docs/operations.md says what each one asks for."
 
 
 class SettingsInvalid(PilotlightError):

@@ -4,16 +4,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from pilotlight.engine.core.batch import Batch
 from pilotlight.engine.device.kv import KvCache
 from pilotlight.engine.device.logits import Draw
+from pilotlight.engine.device.memory import StageMemory
 from pilotlight.engine.device.parameters import Parameters
 from pilotlight.engine.device.runner import RangeRunner
 from pilotlight.engine.device.sampler import Drawn, PendingTokens, Undrawn, sample
-from pilotlight.engine.models.decoder import Decoder
+from pilotlight.engine.errors import EngineError
 from pilotlight.policy.types import Stage
 
 Sampler = Callable[[Tensor, Sequence[Draw]], "list[Drawn | Undrawn]"]
@@ -32,6 +32,10 @@ Launcher = Callable[[Tensor, Sequence[Draw]], PendingTokens]
 """The same for draws that are all simple, without waiting for the device."""
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True)
 class Compute:
     """A stage's executor and its sampler."""
@@ -41,21 +45,32 @@ class Compute:
     sample: Sampler
     launch: Launcher | None = None
     """None where the host does the work itself: there is nothing to run ahead of."""
+    close: Callable[[], None] = _nothing
+    """Gives back what it holds beside the stage's memory, before that goes."""
 
 
-def compute_on(device: torch.device, decoder: Decoder, stage: Stage, parameters: Parameters, kv: KvCache) -> Compute:
-    """What a stage on this device needs.
+def compute_on(memory: StageMemory, parameters: Parameters, kv: KvCache) -> Compute:
+    """What a stage needs on the device that its memory is on.
 
     Raises:
         UnsupportedModel: the device does not run the stage's dtype.
+        NoRoom: it has no memory for what captured steps read and write.
     """
+    device = memory.arena.device
     if device.type == "cpu":
-        return Compute(RangeRunner(decoder, stage, parameters, kv), sample)
+        return Compute(RangeRunner(memory.decoder, memory.stage, parameters, kv), sample)
     # Only here: on a machine without a GPU there may be no triton.
     from pilotlight.engine.cuda.graphs import Graphs
     from pilotlight.engine.cuda.runner import CudaRangeRunner
     from pilotlight.engine.cuda.sampler import CudaSampler
 
-    runner = CudaRangeRunner(decoder, stage, parameters, kv, device, graphs=Graphs(device))
-    sampler = CudaSampler(decoder.spec.vocab_size, device)
-    return Compute(runner, sampler, sampler.launch)
+    scratch = memory.scratch()
+    assert scratch is not None, "an arena on a CUDA device has scratch memory"
+    graphs = Graphs(device, scratch)
+    try:
+        runner = CudaRangeRunner(memory, parameters, kv, scratch.eager, graphs=graphs)
+    except EngineError:
+        graphs.close()
+        raise
+    sampler = CudaSampler(memory.decoder.spec.vocab_size, device)
+    return Compute(runner, sampler, sampler.launch, graphs.close)

@@ -13,6 +13,7 @@ from pilotlight.engine.device.arena_protocol import Arena
 from pilotlight.engine.device.parameters import Source
 from pilotlight.engine.drawing import ended
 from pilotlight.engine.errors import BadCheckpoint, BadRequest, EngineError, StageBusy, UnknownInstance
+from pilotlight.engine.faults import out_of_memory
 from pilotlight.engine.grammar.client import GrammarHelper, Session
 from pilotlight.engine.kv_pieces import KvPiece
 from pilotlight.engine.pipeline.follow import PipelineFollower
@@ -285,7 +286,7 @@ class Engine:
             produced.extend(stage.expire(start_s))
         resident = self._take_turn()
         alone = sum(stage.has_work for stage in self._stages.values()) == 1
-        done = resident.step(self._monotonic_s, may_wait=alone) if resident is not None else StageStep()
+        done = self._run_batch(resident, may_wait=alone) if resident is not None else StageStep()
         produced.extend(done.produced)
         plan = done.plan
         schedulers = [stage.scheduler for stage in self._stages.values()]
@@ -305,6 +306,22 @@ class Engine:
             lost=(_lost(resident.instance_id, done.lost),) if resident and done.lost else (),
             turn_of=resident.instance_id if resident else None,
         )
+
+    def _run_batch(self, resident: ResidentStage, *, may_wait: bool) -> StageStep:
+        """One batch. Where the device has no memory for it, one of its requests ends in its place.
+
+        Raises:
+            Exception: whatever else the device says; its context may be lost (``faults.context_lost``).
+        """
+        try:
+            return resident.step(self._monotonic_s, may_wait=may_wait)
+        except RuntimeError as error:
+            relieved = resident.relieve() if out_of_memory(error) else StageStep()
+            if not relieved.produced:
+                raise
+            if self._arena.device.type == "cuda":
+                torch.cuda.empty_cache()
+            return relieved
 
     def _open_grammar(
         self, grammar: Grammar, vocabulary: Vocabulary | None, resident: ResidentStage, output_ids: Sequence[int]

@@ -16,6 +16,7 @@
     │   ├── PeerSilent                                     it did not answer, or took nothing, in time
     │   └── PeerRefused          peer_refused              the two do not take each other for nodes of one cluster
     └── EngineFailed             engine_failed             the model computed nonsense, or a bug of ours
+        └── OutOfDeviceMemory                              a batch needs more than the device has beside its models
 
 The codes are those of ``pilotlight.common.errors``, which the engine raises none of; the worker maps the one to the other.
 """
@@ -107,3 +108,7 @@ class EngineFailed(EngineError):
     """The model computed no usable logits, or the engine found its own books wrong."""
 
     code = "engine_failed"
+
+
+class OutOfDeviceMemory(EngineFailed):
+    """The device has no memory for what a batch needs beside parameters and KV."""

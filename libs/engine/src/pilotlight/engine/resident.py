@@ -17,7 +17,7 @@ from pilotlight.engine.core.scheduler import BatchLimits, BatchScheduler
 from pilotlight.engine.core.tables import BlockTables
 from pilotlight.engine.device.arena_protocol import Arena
 from pilotlight.engine.device.kv import KvCache
-from pilotlight.engine.device.memory import StageMemory, parameter_bytes
+from pilotlight.engine.device.memory import StageMemory
 from pilotlight.engine.device.parameters import Parameters, Source
 from pilotlight.engine.device.sampler import Drawn, Undrawn
 from pilotlight.engine.drawing import Outcome, draw, ended, told, unanswered, wait_for_late
@@ -26,16 +26,17 @@ from pilotlight.engine.errors import (
     DeadlinePassed,
     EngineError,
     NoRoom,
+    OutOfDeviceMemory,
     PeerLost,
     StageBusy,
     UnknownInstance,
 )
 from pilotlight.engine.flight import Flight, take_off
 from pilotlight.engine.kv_pieces import KvPiece, check_pieces, covered_tokens
-from pilotlight.engine.models.decoder import Decoder
 from pilotlight.engine.models.registry import decoder_of
 from pilotlight.engine.pipeline.pipeline import Pipeline, StageStep
 from pilotlight.engine.results import FirstPrefill, PlacedPart, Produced, StageRoom
+from pilotlight.engine.room import divide
 from pilotlight.policy.types import Dtype, FinishReason, InstanceId, ModelSpec, Stage
 
 
@@ -81,16 +82,16 @@ class ResidentStage:
         self.stage = stage
         self.dtype = dtype
         self.pipeline: Pipeline | None = None
-        self.room = _divide(decoder, stage, dtype, device_bytes)
+        self.room = divide(arena, decoder, stage, dtype, device_bytes)
         num_blocks = self.room.kv_capacity_tokens // BLOCK_TOKENS
         self._memory = StageMemory(arena, decoder, stage, dtype)
+        self._parameters = Parameters(self._memory)
         try:
             self.kv = KvCache(self._memory, num_blocks)
-        except NoRoom:
+            self._compute = compute_on(self._memory, self._parameters, self.kv)
+        except (EngineError, torch.OutOfMemoryError):
             self._memory.close()
             raise
-        self._parameters = Parameters(self._memory)
-        self._compute = compute_on(arena.device, decoder, stage, self._parameters, self.kv)
         self.sample = self._compute.sample
         # An instance is one model in one dtype: its name tells contents apart, also between the stages that share it.
         tables = BlockTables(BlockPool(num_blocks), instance_id, prefix_cache=limits.prefix_cache)
@@ -143,6 +144,7 @@ class ResidentStage:
         """Gives the memory back; the stage is of no use any more."""
         if self.pipeline is not None:
             self.pipeline.close()
+        self._compute.close()
         self._memory.close()
 
     def check(self, request: Request) -> None:
@@ -185,6 +187,19 @@ class ResidentStage:
         requests = tuple(plan.sampled[row] for row in left)
         logits = outputs if len(left) == len(outputs) else outputs[torch.tensor(left, dtype=torch.int64)]
         return self.hand_out(plan, requests, draw(logits, requests, self.sample), monotonic_s())
+
+    def relieve(self) -> StageStep:
+        """After a batch that the device had no memory for: ends the request with most to run, since it may run elsewhere.
+
+        Of the batch nothing is booked, so the others are where they were. Nothing, where none ran.
+        """
+        self._under_way = self._flight = None
+        running = [request for request in self.scheduler.requests if request.state is RequestState.RUNNING]
+        if self.pipeline is not None or not running:
+            return StageStep()
+        largest = max(reversed(running), key=lambda request: len(request.token_ids) - request.computed)
+        error = OutOfDeviceMemory(f"the device has no memory for a batch of {len(running)} requests")
+        return StageStep(produced=(self.cancel(largest, error),))
 
     def _land(self, flight: Flight, monotonic_s: Callable[[], float], *, may_wait: bool) -> StageStep:
         """Hands out what a batch gave, after starting the next one if nothing else can want the device meanwhile."""
@@ -286,7 +301,7 @@ class ResidentStage:
         """
         if self.pipeline is not None:
             raise StageBusy(f"{self.instance_id} is a stage of a pipeline: its blocks are those of all stages")
-        room = _divide(self._memory.decoder, self.stage, self.dtype, device_bytes)
+        room = divide(self._memory.arena, self._memory.decoder, self.stage, self.dtype, device_bytes)
         self._under_way = None  # Its blocks may move.
         num_blocks = room.kv_capacity_tokens // BLOCK_TOKENS
         if num_blocks > self.num_blocks:
@@ -343,22 +358,3 @@ class ResidentStage:
             return None
         self._has_sampled = True
         return FirstPrefill(instance_id=self.instance_id, request_id=first.key.request_id, start_s=first.taken_s, end_s=sampled_s)
-
-
-def _divide(decoder: Decoder, stage: Stage, dtype: Dtype, device_bytes: int) -> StageRoom:
-    """Gives the KV cache what the parameters leave.
-
-    Raises:
-        NoRoom: that is less than one block.
-    """
-    held_bytes, kv_bytes_per_token = parameter_bytes(decoder, stage, dtype), decoder.spec.kv_bytes_per_token(stage, dtype)
-    room_tokens = (device_bytes - held_bytes) // kv_bytes_per_token
-    if room_tokens < BLOCK_TOKENS:
-        needed_bytes = held_bytes + BLOCK_TOKENS * kv_bytes_per_token
-        raise NoRoom(f"the stage needs at least {needed_bytes} bytes for parameters and one KV block; {device_bytes} are given")
-    return StageRoom(
-        parts=decoder.spec.parts_of(stage),
-        parameter_bytes=held_bytes,
-        kv_bytes_per_token=kv_bytes_per_token,
-        kv_capacity_tokens=room_tokens // BLOCK_TOKENS * BLOCK_TOKENS,
-    )

@@ -11,7 +11,7 @@ class StageRoom:
 
     ::
 
-        device_bytes  [ parameter_bytes | kv_capacity_tokens * kv_bytes_per_token | less than one block ]
+        device_bytes  [ parameter_bytes | kv_capacity_tokens * kv_bytes_per_token | less than one block, and what granules waste ]
     """
 
     parts: tuple[int, ...]

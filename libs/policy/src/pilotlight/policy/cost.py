@@ -119,11 +119,13 @@ class StageRoom:
         return min(max(self.least_bytes, self.usual_bytes), self.least_bytes + beyond)
 
 
-def stage_room(model: Model, stage: Stage) -> StageRoom:
-    """Room that a stage needs at least, and takes where it can."""
-    parameters = model.device_bytes(stage)
+def stage_room(model: Model, stage: Stage, granule_bytes: int = 1) -> StageRoom:
+    """Room that a stage needs at least, and takes where it can, on a device whose memory comes in granules."""
     per_token = model.spec.kv_bytes_per_token(stage, model.dtype)
     context = model.spec.max_context_tokens
+    # What whole granules waste at most: less than one for each part, and for each layer's keys and values.
+    wasted = (granule_bytes - 1) * (len(model.spec.parts_of(stage)) + 2 * stage.num_layers)
+    parameters = model.device_bytes(stage) + wasted
     return StageRoom(
         least_bytes=parameters + per_token * min(context, LEAST_KV_TOKENS),
         usual_bytes=parameters + per_token * max(context, USUAL_KV_TOKENS),

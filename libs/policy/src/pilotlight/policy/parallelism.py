@@ -39,7 +39,7 @@ def choose_scheme(
 
     1. no worker has room and none can be made: no scheme
     2. predict the time to first token on every candidate
-    3. prefer a worker on which the model has not just failed
+    3. prefer a worker on which the model has not just failed, then one whose device is not degraded
     4. then one that meets the SLO, then one with free room over one where something must be evicted
     5. then the least predicted time to first token; ties by worker id
     """
@@ -47,17 +47,19 @@ def choose_scheme(
     found = candidates(model, whole, snapshot, rules.placement, excluding)
     if not found.fitting and not found.makeable:  # 1
         return _none(model, snapshot, found.rejected)
-    ranked: list[tuple[tuple[bool, bool, bool, float, str], Scheme]] = []
+    ranked: list[tuple[tuple[bool, bool, bool, bool, float, str], Scheme]] = []
     for candidate in (*found.fitting, *found.makeable):
         scheme = _whole_on(model, candidate, snapshot)  # 2
         misses_slo = not _meets_slo(model, scheme)
         evicts = candidate in found.makeable
-        key = (candidate.failed_here, misses_slo, evicts, scheme.predicted_ttft_s, candidate.worker.worker_id)  # 3 - 5
+        worker, ttft_s = candidate.worker, scheme.predicted_ttft_s
+        key = (candidate.failed_here, candidate.degraded, misses_slo, evicts, ttft_s, worker.worker_id)  # 3 - 5
         ranked.append((key, scheme))
     ranked.sort(key=lambda one: one[0])
-    (failed_here, misses_slo, evicts, _, worker_id), scheme = ranked[0]
+    (failed_here, degraded, misses_slo, evicts, _, worker_id), scheme = ranked[0]
     notes = [f"{worker_id} gives the first token in {scheme.predicted_ttft_s:.2f} s, the SLO is {model.slo.ttft_ms / 1000:.2f} s"]
     notes += ["the model has just failed there, and there is no other"] if failed_here else []
+    notes += ["its device is degraded, and there is no other"] if degraded else []
     notes += ["room must be made first"] if evicts else []
     return SchemeChoice(
         scheme=scheme,
@@ -77,7 +79,7 @@ def _whole_on(model: Model, candidate: Candidate, snapshot: Snapshot) -> Scheme:
         worker_id=candidate.worker.worker_id,
         node_id=candidate.node.node_id,
         stage=whole,
-        device_bytes=stage_room(model, whole).granted_bytes(candidate.free_bytes),
+        device_bytes=stage_room(model, whole, candidate.worker.device.granule_bytes).granted_bytes(candidate.free_bytes),
     )
     return Scheme(
         pipeline_size=1,
@@ -93,8 +95,10 @@ def _meets_slo(model: Model, scheme: Scheme) -> bool:
 
 
 def _none(model: Model, snapshot: Snapshot, rejected: tuple[Rejection, ...]) -> SchemeChoice:
-    least_bytes = stage_room(model, model.spec.whole).least_bytes
-    hopeless = all(worker.device.memory_bytes < least_bytes for worker in snapshot.workers)
+    whole = model.spec.whole
+    least = [stage_room(model, whole, worker.device.granule_bytes).least_bytes for worker in snapshot.workers]
+    least_bytes = min(least, default=stage_room(model, whole).least_bytes)
+    hopeless = all(worker.device.memory_bytes < needed for worker, needed in zip(snapshot.workers, least, strict=True))
     if not snapshot.workers:
         reason = "no worker has reported"
     elif hopeless:

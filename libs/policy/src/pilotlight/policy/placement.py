@@ -11,6 +11,7 @@ from pilotlight.policy.cost import stage_room
 from pilotlight.policy.eviction.base import EvictionCandidate, EvictionRules, RoomRequest, why_kept
 from pilotlight.policy.instance import ENDED, SERVING, STARTING
 from pilotlight.policy.types import (
+    HealthState,
     HeldStage,
     HeldState,
     InstanceState,
@@ -49,6 +50,11 @@ class Candidate:
     """What the cache could free at most."""
     failed_here: bool = False
 
+    @property
+    def degraded(self) -> bool:
+        """Its device is not as it should be."""
+        return self.worker.health.state is HealthState.DEGRADED
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejection:
@@ -75,7 +81,7 @@ def candidates(
     """Sort every worker into fitting, makeable or rejected.
 
     1. the caller excludes it: it has just refused
-    2. it is not alive, or its engine is down
+    2. it is not alive, its device has failed, or its engine is down
     3. its node is not known, not alive, or draining
     4. it holds, or is about to hold, an instance of the model that serves or starts: a second one there adds nothing
     5. the least room is free: fitting
@@ -83,12 +89,12 @@ def candidates(
     7. otherwise there is no room
     """
     nodes = {node.node_id: node for node in snapshot.nodes}
-    least_bytes = stage_room(model, stage).least_bytes
     fitting: list[Candidate] = []
     makeable: list[Candidate] = []
     rejected: list[Rejection] = []
     for worker in snapshot.workers:
         node = nodes.get(worker.node_id)
+        least_bytes = stage_room(model, stage, worker.device.granule_bytes).least_bytes
         refusal = _refusal(model, worker, node, snapshot, excluding)  # 1 - 4
         if refusal is not None or node is None:
             rejected.append(Rejection(worker_id=worker.worker_id, reason=refusal or "its node is not known"))
@@ -136,6 +142,8 @@ def _refusal(
         return "it has just refused"
     if worker.liveness is not Liveness.ALIVE:  # 2
         return f"it is {worker.liveness.value}"
+    if worker.health.state is HealthState.FAILED:
+        return f"its device has failed: {worker.health.reason}"
     if not worker.engine_up:
         return "its engine is down"
     if node is None:  # 3

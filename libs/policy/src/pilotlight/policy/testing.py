@@ -5,6 +5,7 @@ from pilotlight.policy.types import (
     DecisionId,
     Demand,
     Device,
+    DeviceHealth,
     DeviceKind,
     Digest,
     Dtype,
@@ -96,6 +97,7 @@ def worker(
     held_stages: tuple[HeldStage, ...] = (),
     liveness: Liveness = Liveness.ALIVE,
     engine_up: bool = True,
+    health: DeviceHealth | None = None,
 ) -> WorkerFacts:
     """Worker ``w<index>`` on node ``n0``."""
     return WorkerFacts(
@@ -105,6 +107,7 @@ def worker(
         liveness=liveness,
         held=held_stages,
         engine_up=engine_up,
+        health=health or DeviceHealth(),
     )
 
 

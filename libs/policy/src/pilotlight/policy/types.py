@@ -243,6 +243,29 @@ class Device:
     memory_bytes: int
     load_bytes_per_s: float
     """Bandwidth from the host pool into device memory."""
+    granule_bytes: int = 1
+    """Memory comes in whole granules of this: each part of a model, and each layer's keys and values, take so many."""
+
+
+class HealthState(StrEnum):
+    """How a worker's device is; ``policy.device_health`` judges."""
+
+    UNWATCHED = "unwatched"
+    """Nobody looks: cores, a simulation, a device whose driver cannot be asked, or of a release that does not say."""
+    HEALTHY = "healthy"
+    DEGRADED = "degraded"
+    """It works, with less than it should have, or not for long: taken where there is no other."""
+    FAILED = "failed"
+    """It computes nothing that can be trusted, or nothing at all: no engine runs on it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceHealth:
+    """What its driver says of a device."""
+
+    state: HealthState = HealthState.UNWATCHED
+    reason: str = ""
+    """Which reading says so, and what it says: `xid: 79, the device has fallen off the bus`."""
 
 
 class Liveness(StrEnum):
@@ -306,6 +329,7 @@ class WorkerFacts:
     kv_free_tokens: int = 0
     step_time_s: float = 0.0
     engine_up: bool = True
+    health: DeviceHealth = DeviceHealth()
 
     @property
     def used_bytes(self) -> int:

@@ -165,6 +165,17 @@ def shown(
         "node_id": node_id,
         "state": (NodeState.UNKNOWN if intent is None else state_of(node, drain, left)).value,
         "workers": sum(1 for worker in workers if worker.node_id == node_id and worker.liveness is not Liveness.DEAD),
+        "devices": [
+            {
+                "worker_id": worker.worker_id,
+                "kind": worker.device.kind.value,
+                "name": worker.device.name,
+                "health": worker.health.state.value,
+                "reason": worker.health.reason,
+            }
+            for worker in workers
+            if worker.node_id == node_id and worker.liveness is not Liveness.DEAD
+        ],
         "left": {"instances": left.instances, "requests": left.requests, "copies": left.copies},
         "drain": None if drain is None else {"requested_at": drain.requested_at.isoformat(), "key_id": drain.key_id},
     }

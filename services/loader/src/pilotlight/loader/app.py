@@ -32,6 +32,7 @@ from pilotlight.dataplane.pool_server import PoolServer
 from pilotlight.dataplane.readers import Readers
 from pilotlight.dataplane.source_origin import ModelSource, SourceOrigin
 from pilotlight.loader.agent import Agent
+from pilotlight.loader.devices import WorkerDevices, find_gpus, plan_workers
 from pilotlight.loader.disk import NodeDisk, open_disk
 from pilotlight.loader.handlers import Handlers
 from pilotlight.loader.identity import default_pool_bytes, load_epoch, node_id_of, save_epoch
@@ -84,7 +85,7 @@ async def build(context: Context[LoaderSettings]) -> Application:
 
     Raises:
         HostPoolTaken, DiskTierTaken: another loader holds the node's pool, or its disk tier.
-        BadRequest: the pool cannot be made as the settings say.
+        BadRequest: the pool cannot be made as the settings say, or there are not the GPUs that they ask for.
         SettingsInvalid: other nodes cannot be listened to as they say.
         MachineUnfit: the state folder cannot be written to, or there is not enough shared memory.
         BusUnavailable, MessageUndecodable: nobody says which epoch is the newest.
@@ -106,8 +107,11 @@ async def build(context: Context[LoaderSettings]) -> Application:
     if links is not None:
         links.listen(pool, tools, copies)
     agent = Agent(node_id=node_id, pool=pool, copies=copies, metrics=metrics, peers=links.peers if links is not None else None)
+    found = await find_gpus(settings.worker_kind)
+    workers = plan_workers(settings.worker_kind, settings.workers, found)
+    log.info("workers planned", action="workers_planned", kind=workers.kind, workers=len(workers.devices), no_gpus=found.why_none)
     supervisor = WorkerSupervisor(
-        plans=[_plan(settings, node_id, index) for index in range(settings.workers)],
+        plans=[_plan(settings, node_id, index, workers) for index in range(len(workers.devices))],
         handover=settings.handover,
         changes=changes,
         metrics=metrics,
@@ -207,7 +211,7 @@ def _tools(
     )
 
 
-def _plan(settings: LoaderSettings, node_id: NodeId, index: int) -> WorkerPlan:
+def _plan(settings: LoaderSettings, node_id: NodeId, index: int, workers: WorkerDevices) -> WorkerPlan:
     worker_id = worker_id_of(node_id, index)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(NOT_FOR_WORKERS)}
     environment.update(
@@ -215,9 +219,11 @@ def _plan(settings: LoaderSettings, node_id: NodeId, index: int) -> WorkerPlan:
         PILOTLIGHT_NODE_ID=node_id,
         PILOTLIGHT_POOL_SOCKET=str(settings.socket.absolute()),
         PILOTLIGHT_POOL_PATH=str(_pool_path(settings, node_id)),
-        PILOTLIGHT_DEVICE=settings.worker_kind,
-        PILOTLIGHT_WORKERS=str(settings.workers),
+        PILOTLIGHT_DEVICE=workers.kind,
+        PILOTLIGHT_WORKERS=str(len(workers.devices)),
     )
+    if workers.devices[index]:
+        environment["PILOTLIGHT_CUDA_DEVICE"] = workers.devices[index]
     return WorkerPlan(
         worker_id=worker_id,
         command=(sys.executable, "-m", "pilotlight.worker"),

@@ -70,15 +70,22 @@ class LoaderSettings(ServiceSettings, ModelRootsSettings):
         "fails they come over TCP.",
     )
     stall_timeout_s: float = Field(10.0, gt=0, description="A source that gives no byte for this long has stalled.")
-    workers: int = Field(1, ge=0, le=1024, description="Workers of the node, among which its memory and cores are divided.")
-    worker_kind: Literal["cpu", "sim"] = Field(
-        "cpu", description="What the workers run models on: CPU cores, or a simulation of them."
+    workers: int | None = Field(
+        None,
+        ge=0,
+        le=1024,
+        description="Workers of the node, among which its memory and cores are divided. By default one for each GPU, or one.",
+    )
+    worker_kind: Literal["auto", "cpu", "cuda", "sim"] = Field(
+        "auto",
+        description="What the workers run models on: CPU cores, a GPU each, or a simulation. `auto`: GPUs where there is one for each "
+        "worker and they can be used, else CPU cores.",
     )
     handover: bool = Field(
         False, description="When the loader stops, leave workers and host pool to the next one: streams go on through an upgrade."
     )
 
-    @field_validator("disk_tier_dir", mode="before")
+    @field_validator("disk_tier_dir", "workers", mode="before")
     @classmethod
     def _is_none_if_empty(cls, value: object) -> object:
         return None if value == "" else value

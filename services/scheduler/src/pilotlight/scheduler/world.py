@@ -238,7 +238,7 @@ def _essence(facts: WorkerFacts) -> tuple[object, ...]:
     stages = tuple(
         (held.instance_id, held.generation, held.state, held.device_bytes, held.in_flight > 0, held.reason) for held in facts.held
     )
-    return (facts.engine_up, facts.device, stages)
+    return (facts.engine_up, facts.device, facts.health, stages)
 
 
 def _aged(demand: Demand, by_s: float) -> Demand:

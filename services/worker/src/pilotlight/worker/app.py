@@ -7,12 +7,14 @@ from pilotlight.common.errors import BadRequest
 from pilotlight.common.faults import Faults
 from pilotlight.common.ids import worker_id_of
 from pilotlight.common.machine import log_file, memory_bytes
+from pilotlight.common.nvml import NvmlReader
 from pilotlight.common.phases import PhaseReporter
 from pilotlight.common.service import Application, Component, Context
 from pilotlight.dataplane.pool_client import PoolClient
 from pilotlight.policy.types import DeviceKind, NodeId, WorkerId
 from pilotlight.worker.child_process import ChildOptions
 from pilotlight.worker.core import WorkerCore
+from pilotlight.worker.device_watch import DeviceWatch, WatchTimes
 from pilotlight.worker.engine_client import EngineClient
 from pilotlight.worker.loader_link import LoaderLink
 from pilotlight.worker.loading import EveryPart, PartSource, StageLoader
@@ -62,7 +64,8 @@ class _Builder:
         self._context = context
         self._kind = kind
         self._node_id = node_id
-        self._device_bytes = settings.device_bytes or memory_bytes() // 2 // sharing
+        # What a GPU has for models its engine finds out.
+        self._device_bytes = settings.device_bytes or (0 if kind is DeviceKind.CUDA else memory_bytes() // 2 // sharing)
         self._threads = settings.threads or max(1, len(os.sched_getaffinity(0)) // sharing)
         self._faults = Faults.parse(settings.faults)
         self._metrics = WorkerMetrics(context.metrics)
@@ -74,11 +77,12 @@ class _Builder:
 
     def worker(self, worker_id: WorkerId, source: PartSource) -> Worker:
         context = self._context
+        engine, watch = self._engine(worker_id)
         core = WorkerCore(
             worker_id=worker_id,
             node_id=self._node_id,
             device_bytes=self._device_bytes,
-            engine=self._engine(worker_id),
+            engine=engine,
             table=RequestTable(context.settings.max_requests),
             bus=context.bus,
             clock=context.clock,
@@ -88,9 +92,10 @@ class _Builder:
             vocabularies=self._vocabularies,
         )
         loader = StageLoader(core, source, context.settings.pool_path)
-        return Worker(core, self._kind, loader, self._bucket, context.incarnation)
+        return Worker(core, self._kind, loader, self._bucket, context.incarnation, watch)
 
-    def _engine(self, worker_id: WorkerId) -> EngineClient:
+    def _engine(self, worker_id: WorkerId) -> tuple[EngineClient, DeviceWatch | None]:
+        """An engine, and who watches its device."""
         settings = self._context.settings
         if self._kind is DeviceKind.SIM:
             profile = SimProfile(
@@ -98,11 +103,22 @@ class _Builder:
                 prefill_tokens_per_s=settings.sim_prefill_tokens_per_s,
                 decode_step_s=settings.sim_decode_step_s,
             )
-            return SimEngine(profile, self._context.clock, self._faults)
+            return SimEngine(profile, self._context.clock, self._faults), None
+        # The engine and the driver's library are to mean the same device: the one counts what is shown, the other everything.
+        cuda_device = settings.cuda_device or os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip()
         options = ChildOptions(
             threads=self._threads,
             log_path=log_file(settings.log_dir, f"engine-{worker_id}.log"),
             faults=settings.faults,
             log_level=settings.log_level,
+            device=self._kind,
+            cuda_device=cuda_device,
+            device_bytes=settings.device_bytes,
+            step_tokens=settings.step_tokens,
         )
-        return ProcessEngine(options, Spare(options) if settings.spare_engine else None)
+        engine = ProcessEngine(options, Spare(options) if settings.spare_engine else None)
+        if self._kind is not DeviceKind.CUDA:
+            return engine, None
+        context = self._context
+        reader = NvmlReader(cuda_device)
+        return engine, DeviceWatch(reader, context.clock, context.background, lambda: engine.pids, WatchTimes())

@@ -1,7 +1,7 @@
 """The engine child's process: ``python -m pilotlight.worker.child --fd N``. Torch is imported here, and nowhere in the parent.
 
 One Python thread, no asyncio. It never outlives its parent: the kernel kills it when the parent dies, and it ends by itself when the
-socket closes.
+socket closes. A GPU's child is shown that one device alone (``CUDA_VISIBLE_DEVICES``), and opens it when it becomes the engine.
 """
 
 import argparse
@@ -13,6 +13,8 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import NoReturn
 
 import structlog
 
@@ -21,13 +23,17 @@ from pilotlight.common.faults import Faults
 from pilotlight.common.messages.codec import FrameBuffer, frame
 from pilotlight.common.messages.engine import EngineUp, Promote, SpareReady, ToEngine
 from pilotlight.common.telemetry import configure_logging
+from pilotlight.policy.types import DeviceKind
 from pilotlight.worker.child_loop import RECEIVE_BYTES, ChildLoop
 
 log = structlog.get_logger()
 
-PROBE_BYTES = 32 * 1024 * 1024
-"""Bytes that are copied to learn how fast parts can be placed: more than the caches hold."""
 LOWEST_PRIORITY = 19
+FAULT_STATUS = 70
+"""Exit status of a child that could not go on: its last frame says why."""
+ENGINE_MODULES = ("pilotlight.engine.engine", "pilotlight.worker.child_device")
+CUDA_MODULES = tuple(f"pilotlight.engine.cuda.{name}" for name in ("arena", "graphs", "runner", "sampler"))
+"""What an engine on a GPU needs besides; none of them opens a device when it is imported."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -40,43 +46,59 @@ def main(arguments: Sequence[str]) -> int:
     os.set_inheritable(options.fd, False)
     clock = SystemClock()
     faults = Faults.parse(os.environ.get("PILOTLIGHT_FAULTS", ""))
-    if options.spare and not _wait_to_be_promoted(connection):
+    kind = DeviceKind(options.device)
+    if options.spare and not _wait_to_be_promoted(connection, kind):
         return 0
     # Imported here: it takes a second or more, and a death meanwhile must not leave an orphan.
-    from pilotlight.engine.device.arena import ARENA_ADDRESS, CpuArena
     from pilotlight.engine.engine import Engine
+    from pilotlight.worker.child_device import open_device
     from pilotlight.worker.child_warmup import warm_up
 
-    engine = Engine(threads=options.threads, monotonic_s=clock.monotonic_s, arena=CpuArena(address=ARENA_ADDRESS))
-    warm_up(engine)
-    loop = ChildLoop(connection, engine, clock, faults)
+    device = open_device(kind, options.threads, options.step_tokens, options.device_bytes, clock)
+    engine = Engine(threads=options.threads, monotonic_s=clock.monotonic_s, limits=device.limits, arena=device.arena)
+    warm_up(engine, device.probe)
+    loop = ChildLoop(connection, engine, clock, faults, device.pins)
     up = EngineUp(
         pid=os.getpid(),
-        device_name=f"cpu ({options.threads} threads)",
-        load_bytes_per_s=_copy_bytes_per_s(clock),
+        device_name=device.name,
+        load_bytes_per_s=device.load_bytes_per_s,
+        device_bytes=device.device_bytes,
+        granule_bytes=device.arena.granule_bytes if device.arena.whole_granules else 1,
     )
     try:
         loop.run(up)
     except (BrokenPipeError, ConnectionResetError):
         log.info("the parent is gone", action="engine_orphaned")
+    except Exception as error:  # noqa: BLE001 - whatever it is, the parent is told before this process ends
+        _end_at_once(loop, error)
     finally:
         engine.close()
     return 0
 
 
-def _wait_to_be_promoted(connection: socket.socket) -> bool:
+def _end_at_once(loop: ChildLoop, error: Exception) -> NoReturn:
+    """Say why, and be gone: with a device whose context is lost an orderly end may wait for ever."""
+    log.error("the engine cannot go on", action="engine_fault", exc_info=error)
+    with suppress(OSError):
+        loop.last_words(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(FAULT_STATUS)
+
+
+def _wait_to_be_promoted(connection: socket.socket, kind: DeviceKind = DeviceKind.CPU) -> bool:
     """Import at low priority, say so, wait; False when the parent wants no engine of this child. Raises what the import does.
 
     A thread of its own imports: Linux gives each thread its priority, and none that is not privileged can raise its own again.
     """
     faults: list[BaseException] = []
-    importing = threading.Thread(target=_import_engine, args=(faults,), name="import")
+    importing = threading.Thread(target=_import_engine, args=(faults, kind), name="import")
     importing.start()
     importing.join()
     if faults:
         raise faults[0]
     try:
-        connection.sendall(frame(SpareReady()))
+        connection.sendall(frame(SpareReady(device_open=_device_open())))
         buffer = FrameBuffer(ToEngine)
         # Nothing follows ``Promote`` until the child has said that it is up.
         while data := connection.recv(RECEIVE_BYTES):
@@ -87,13 +109,20 @@ def _wait_to_be_promoted(connection: socket.socket) -> bool:
     return False
 
 
-def _import_engine(faults: list[BaseException]) -> None:
+def _import_engine(faults: list[BaseException], kind: DeviceKind) -> None:
     try:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
-        importlib.import_module("pilotlight.engine.engine")
-        importlib.import_module("pilotlight.worker.child_warmup")
+        for name in (*ENGINE_MODULES, *(CUDA_MODULES if kind is DeviceKind.CUDA else ())):
+            importlib.import_module(name)
     except BaseException as fault:  # noqa: BLE001 - whatever it is, the thread that waits raises it
         faults.append(fault)
+
+
+def _device_open() -> bool:
+    """Whether torch has a context on a device; importing it must make none."""
+    import torch
+
+    return torch.cuda.is_initialized()
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -101,6 +130,11 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--fd", type=int, required=True, help="socket to the parent")
     parser.add_argument("--parent", type=int, required=True, help="the parent's process id")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--device-bytes", type=int, default=None, help="memory for models; what a GPU has, by default")
+    parser.add_argument(
+        "--step-tokens", type=int, default=None, help="most tokens of a forward pass; as the device likes, by default"
+    )
     parser.add_argument("--spare", action="store_true", help="import, then wait to be promoted")
     parser.add_argument("--log-level", default="info")
     return parser.parse_args(arguments)
@@ -115,14 +149,6 @@ def _die_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         raise SystemExit(1)
-
-
-def _copy_bytes_per_s(clock: SystemClock) -> float:
-    source = bytearray(PROBE_BYTES)
-    target = bytearray(PROBE_BYTES)
-    start_s = clock.monotonic_s()
-    target[:] = source
-    return PROBE_BYTES / max(1e-6, clock.monotonic_s() - start_s)
 
 
 if __name__ == "__main__":

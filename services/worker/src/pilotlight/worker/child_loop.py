@@ -15,6 +15,7 @@ from pilotlight.common.faults import Faults
 from pilotlight.common.messages.codec import FrameBuffer, frame
 from pilotlight.common.messages.engine import (
     Abort,
+    EngineFault,
     EngineUp,
     FromEngine,
     LoadStage,
@@ -32,14 +33,17 @@ from pilotlight.common.messages.engine import (
 )
 from pilotlight.engine import results
 from pilotlight.engine.errors import EngineError
+from pilotlight.engine.faults import context_lost
 from pilotlight.policy.coverage import departed_s
 from pilotlight.policy.types import FinishReason, InstanceId, Moment, RequestId, Sampling, Vocabulary
+from pilotlight.worker.child_pins import Pins
 from pilotlight.worker.child_prefills import Prefills
 from pilotlight.worker.child_stages import LoadingEngine, StageLoads, pause_blocking
 
 log = structlog.get_logger()
 
 RECEIVE_BYTES = 1024 * 1024
+LAST_WORDS_S = 1.0
 _CODES = {"bad_request": "invalid_request", "unknown_instance": "not_loaded"}
 """The engine's own codes that the taxonomy calls something else."""
 
@@ -73,33 +77,53 @@ class ChildLoop:
     no stream of another for longer than a part takes, and an abort is obeyed within one step.
     """
 
-    def __init__(self, connection: socket.socket, engine: StepEngine, clock: Clock, faults: Faults) -> None:
+    def __init__(
+        self, connection: socket.socket, engine: StepEngine, clock: Clock, faults: Faults, pins: Pins | None = None
+    ) -> None:
         self._connection = connection
         self._engine = engine
         self._clock = clock
         self._faults = faults
         self._buffer = FrameBuffer(ToEngine)
-        self._loads = StageLoads(engine, clock, faults)
+        self._loads = StageLoads(engine, clock, faults, pins)
+        self._pins = pins
         self._parts: deque[PlacePart] = deque()
         self._prefills = Prefills(clock)
         self._refused: list[Produced] = []
         """Ends of requests that the engine did not take; they leave with the next step."""
         self._ended = False
+        self._received = False
+        """Something came when it was last looked."""
 
     def run(self, up: EngineUp) -> None:
         """Serve until told to shut down, or until the parent is gone.
 
         Raises:
             OSError: the parent went away in the middle of an answer.
+            Exception: a step failed, or the device's context is lost: nothing that the engine holds can be trusted.
         """
         self._send(up)
         while not self._ended:
             busy = bool(self._parts) or self._engine.has_work
-            self._receive(0 if busy else self._idle_s())
+            pins = self._pins is not None and self._pins.waiting and not busy and not self._loads.any
+            self._receive(0 if busy or pins else self._idle_s())
+            if pins and not self._received and self._pins is not None:
+                self._pins.pin_one()
             if self._parts:
                 self._place(self._parts.popleft())
             if (self._engine.has_work or self._refused) and not self._ended:
                 self._step()
+
+    def last_words(self, error: Exception) -> None:
+        """Tell the parent why nothing more comes.
+
+        Raises:
+            OSError: the parent is gone, too.
+        """
+        code, message = _told(error)
+        # A parent that reads nothing must not keep it.
+        self._connection.settimeout(LAST_WORDS_S)
+        self._send(EngineFault(code=code, message=message))
 
     def _idle_s(self) -> float | None:
         """How long there is nothing to do if nothing comes; None: for ever."""
@@ -108,8 +132,9 @@ class ChildLoop:
 
     def _receive(self, wait_s: float | None) -> None:
         """Read and obey everything that has arrived; wait so long for the first of it."""
+        self._received = False
         while select.select([self._connection], [], [], wait_s)[0]:
-            wait_s = 0
+            wait_s, self._received = 0, True
             data = self._connection.recv(RECEIVE_BYTES)
             if not data:
                 self._ended = True
@@ -139,6 +164,7 @@ class ChildLoop:
         try:
             room = self._loads.begin(command)
         except Exception as error:  # noqa: BLE001 - a stage that cannot be loaded must not take the others with it
+            _raise_if_lost(error)
             self._fail(command.instance_id, error)
             return
         self._prefills.begin(command.instance_id)
@@ -151,6 +177,7 @@ class ChildLoop:
         try:
             loaded = self._loads.place(command)
         except Exception as error:  # noqa: BLE001 - as above
+            _raise_if_lost(error)
             self._fail(command.instance_id, error)
             return
         if loaded is not None:
@@ -188,6 +215,7 @@ class ChildLoop:
                 vocabulary=command.vocabulary,
             )
         except Exception as error:  # noqa: BLE001 - what one request does to the engine's door must not end the others
+            _raise_if_lost(error)
             code, message = _told(error)
             self._refused.append(_refusal_of(command, code, message))
 
@@ -222,6 +250,12 @@ class ChildLoop:
 
     def _send(self, message: FromEngine) -> None:
         self._connection.sendall(frame(message))
+
+
+def _raise_if_lost(error: Exception) -> None:
+    """Raise an error after which the process can do nothing more on its device."""
+    if context_lost(error):
+        raise error
 
 
 def _told(error: Exception) -> tuple[str, str]:

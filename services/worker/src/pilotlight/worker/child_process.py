@@ -16,6 +16,7 @@ import structlog
 from pilotlight.common.errors import DeadlineExceeded
 from pilotlight.common.machine import STANDARD_ERROR, STANDARD_ERROR_DESCRIPTOR
 from pilotlight.common.waiting import within
+from pilotlight.policy.types import DeviceKind
 
 log = structlog.get_logger()
 
@@ -37,6 +38,14 @@ class ChildOptions:
     """Its standard output and error: never an inherited pipe, which a grandchild would hold open."""
     faults: str = ""
     log_level: str = "info"
+    device: DeviceKind = DeviceKind.CPU
+    cuda_device: str = ""
+    """The GPU's UUID or index: the only one that the child is shown."""
+    device_bytes: int | None = None
+    """Memory for models, where a GPU shall not give what it has."""
+    step_tokens: int | None = None
+    module: str = "pilotlight.worker.child"
+    """The child's program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +70,9 @@ async def spawn(options: ChildOptions, *, spare: bool = False) -> Child:
             "--parent": os.getpid(),
             "--threads": options.threads,
             "--log-level": options.log_level,
+            "--device": options.device.value,
+            **({"--device-bytes": options.device_bytes} if options.device_bytes is not None else {}),
+            **({"--step-tokens": options.step_tokens} if options.step_tokens is not None else {}),
         }
         flat = [str(word) for pair in arguments.items() for word in pair]
         options.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +80,7 @@ async def spawn(options: ChildOptions, *, spare: bool = False) -> Child:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "pilotlight.worker.child",
+                options.module,
                 *flat,
                 *(("--spare",) if spare else ()),
                 pass_fds=(theirs.fileno(),),
@@ -95,6 +107,9 @@ def _open_log(path: Path) -> BinaryIO:
 def _child_environment(options: ChildOptions) -> dict[str, str]:
     """The parent's, but for what is ``PRIVATE``: the child has no use for credentials."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(PRIVATE)}
+    if options.device is DeviceKind.CUDA and options.cuda_device:
+        # Indexes count as nvidia-smi does, and not the fastest first.
+        inherited |= {"CUDA_VISIBLE_DEVICES": options.cuda_device, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     return {
         **inherited,
         "PILOTLIGHT_FAULTS": options.faults,

@@ -14,6 +14,7 @@ from pilotlight.common.messages.engine import LoadStage, PlacePart, StageLoaded
 from pilotlight.engine.results import PlacedPart, StageRoom
 from pilotlight.policy.coverage import departed_s
 from pilotlight.policy.types import Dtype, InstanceId, ModelSpec, Moment, Phase, PhaseName, Stage
+from pilotlight.worker.child_pins import Pins
 
 MERGE_GAP_S = 0.001
 """Intervals of one phase that are closer than this are one: the gap is our own loop."""
@@ -70,7 +71,8 @@ class _Load:
 class StageLoads:
     """The stages that are being loaded."""
 
-    def __init__(self, engine: LoadingEngine, clock: Clock, faults: Faults) -> None:
+    def __init__(self, engine: LoadingEngine, clock: Clock, faults: Faults, pins: Pins | None = None) -> None:
+        self._pins = pins
         self._engine = engine
         self._clock = clock
         self._faults = faults
@@ -79,6 +81,11 @@ class StageLoads:
 
     def __contains__(self, instance_id: InstanceId) -> bool:
         return instance_id in self._loads
+
+    @property
+    def any(self) -> bool:
+        """Some stage is being loaded."""
+        return bool(self._loads)
 
     def begin(self, command: LoadStage) -> StageRoom:
         """Set a stage up; what it has room for.
@@ -111,6 +118,9 @@ class StageLoads:
             load.delayed = True
             pause_blocking(self._faults.delay_s("load"))
         placed = self._engine.place_part(command.instance_id, command.part, _sources(load.pool, command))
+        if self._pins is not None and command.tensors:
+            ends = [place.offset + place.size_bytes for place in command.tensors]
+            self._pins.want(min(place.offset for place in command.tensors), max(ends))
         end_s = self._clock.monotonic_s()
         load.intervals.add(PhaseName.LOAD, start_s, end_s - placed.convert_s, apart=start_s > loaded_s)
         load.intervals.add(PhaseName.CONVERT, end_s - placed.convert_s, end_s)
@@ -146,6 +156,8 @@ class StageLoads:
             identity = (status.st_dev, status.st_ino, status.st_size)
             if self._pool is None or self._pool[0] != identity:
                 self._pool = (identity, mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
+                if self._pins is not None:
+                    self._pins.moved(memoryview(self._pool[1]))
         finally:
             os.close(descriptor)
         return self._pool[1]

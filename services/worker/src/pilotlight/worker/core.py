@@ -14,13 +14,14 @@ from pilotlight.worker.requests import RequestTable
 from pilotlight.worker.vocabularies import Vocabularies
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class WorkerCore:
     """One worker's identity, its engine, its requests, and what it needs of its process."""
 
     worker_id: WorkerId
     node_id: NodeId
     device_bytes: int
+    """Memory for models. Of a GPU for which none is set it is known when the engine has opened it: 0 before."""
     engine: EngineClient
     table: RequestTable
     bus: Bus

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from pilotlight.common.errors import EngineFailed
 from pilotlight.common.messages.engine import Abort, EngineUp, FromEngine, LoadStage, PlacePart, Run, UnloadStage
 
 
@@ -15,6 +16,8 @@ class EngineDied:
     """The engine ended: everything that it held is gone, and nothing more comes from it until it is started again."""
 
     reason: str
+    code: str = EngineFailed.code
+    """Of the error taxonomy."""
 
 
 EngineEvent = FromEngine | EngineDied
@@ -64,8 +67,8 @@ class EngineClient(Protocol):
         """Everything that it says, over all its lives, until ``stop``. For one reader."""
         ...
 
-    async def kill(self, reason: str) -> None:
-        """End it now: it hangs. ``EngineDied`` follows."""
+    async def kill(self, reason: str, code: str = "") -> None:
+        """End it now: it hangs, or its device has failed. ``EngineDied`` follows, with the code of that, if there is one."""
         ...
 
     async def stop(self) -> None:

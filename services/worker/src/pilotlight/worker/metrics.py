@@ -3,6 +3,7 @@
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pilotlight.common.messages.engine import StepDone
+from pilotlight.policy.types import HealthState
 
 
 class WorkerMetrics:
@@ -18,6 +19,12 @@ class WorkerMetrics:
         self.stale = Counter("pilotlight_worker_stale_commands", "Commands refused for their epoch.", registry=registry)
         self.given_up = Counter("pilotlight_worker_stages_given_up", "Stages unloaded for the cache.", registry=registry)
         self.engine_deaths = Counter("pilotlight_worker_engine_deaths", "Engines that ended unexpectedly.", registry=registry)
+        self.device = Gauge(
+            "pilotlight_worker_device_health",
+            "1 for the state that the worker's device is in, else 0.",
+            ["state"],
+            registry=registry,
+        )
         self.running = Gauge("pilotlight_worker_requests_running", "Requests that engines have not ended.", registry=registry)
         self.queued = Gauge("pilotlight_worker_requests_queued", "Of these, requests that own no KV blocks.", registry=registry)
         self.kv_used = Gauge("pilotlight_worker_kv_used_tokens", "KV room in blocks that requests own.", registry=registry)
@@ -55,6 +62,11 @@ class WorkerMetrics:
         self.prefix_looked_up.inc(step.prefix_looked_up_tokens)
         self.prefix_hits.inc(step.prefix_hit_tokens)
         self.preemptions.inc(step.preemptions)
+
+    def device_health(self, state: HealthState) -> None:
+        """The state that a device is in; it has no series before it is watched."""
+        for one in HealthState:
+            self.device.labels(state=one.value).set(float(one is state))
 
     def engine_died(self) -> None:
         """Count an engine's death; nothing is held any more."""

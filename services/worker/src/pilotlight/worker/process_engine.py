@@ -13,6 +13,7 @@ from pilotlight.common.errors import DeadlineExceeded, EngineFailed, PilotlightE
 from pilotlight.common.messages.codec import frame, read_frame
 from pilotlight.common.messages.engine import (
     Abort,
+    EngineFault,
     EngineUp,
     FromEngine,
     LoadStage,
@@ -23,6 +24,7 @@ from pilotlight.common.messages.engine import (
     UnloadStage,
 )
 from pilotlight.common.waiting import within
+from pilotlight.policy.types import DeviceKind
 from pilotlight.worker.child_process import Child, ChildOptions, bury, kill_group, spawn
 from pilotlight.worker.engine_client import EngineDied, EngineEvent
 from pilotlight.worker.spare import Spare
@@ -31,9 +33,13 @@ log = structlog.get_logger()
 
 START_DEADLINE_S = 60.0
 """Importing torch from a cold disk takes most of it."""
+CUDA_START_DEADLINE_S = 240.0
+"""On a new machine native code and kernels are compiled, too."""
 COMMAND_DEADLINE_S = 5.0
 """For handing a command over; a child that reads nothing for this long hangs."""
 STOP_DEADLINE_S = 3.0
+LET_GO_S = 1.0
+"""A child that is killed and still has its socket then is stuck in the driver: it is left to itself."""
 MAX_EVENTS = 1024
 """Events that wait to be worked on; past it the child waits."""
 
@@ -49,7 +55,9 @@ class ProcessEngine:
         self._up: EngineUp | None = None
         self._reading: asyncio.Task[None] | None = None
         self._kill_reason = ""
+        self._kill_code = ""
         self._stopping = False
+        self._start_deadline_s = CUDA_START_DEADLINE_S if options.device is DeviceKind.CUDA else START_DEADLINE_S
 
     @property
     def alive(self) -> bool:
@@ -60,6 +68,12 @@ class ProcessEngine:
         """The child's process id, while there is one."""
         return self._child.process.pid if self._child else None
 
+    @property
+    def pids(self) -> frozenset[int]:
+        """Those of the child and of its spare."""
+        spare_pid = self._spare.pid if self._spare is not None else None
+        return frozenset(pid for pid in (self.pid, spare_pid) if pid is not None)
+
     async def start(self) -> EngineUp:
         if self._up is not None:
             return self._up
@@ -67,7 +81,7 @@ class ProcessEngine:
             raise EngineFailed("the engine was stopped for good")
         if self._reading is not None:
             await self._reading
-        self._kill_reason = ""
+        self._kill_reason = self._kill_code = ""
         spare = await self._spare.take() if self._spare is not None else None
         if spare is not None:
             try:
@@ -80,7 +94,8 @@ class ProcessEngine:
         """The child says that it is up, or is buried."""
         self._child = child
         try:
-            first: FromEngine | None = await within(START_DEADLINE_S, read_frame(child.reader, FromEngine), "the engine's start")
+            starting = read_frame(child.reader, FromEngine)
+            first: FromEngine | None = await within(self._start_deadline_s, starting, "the engine's start")
         except PilotlightError as error:
             await self._bury(child)
             raise EngineFailed(f"the engine did not start: {error.message} See {self._options.log_path}.") from error
@@ -115,10 +130,12 @@ class ProcessEngine:
         while (event := await self._events.get()) is not None:
             yield event
 
-    async def kill(self, reason: str) -> None:
-        if self._child is not None:
-            self._kill_reason = reason
-            kill_group(self._child.process)
+    async def kill(self, reason: str, code: str = "") -> None:
+        child = self._child
+        if child is not None:
+            self._kill_reason, self._kill_code = reason, code
+            kill_group(child.process)
+            asyncio.get_running_loop().call_later(LET_GO_S, child.writer.close)
 
     async def stop(self) -> None:
         self._stopping = True
@@ -159,10 +176,13 @@ class ProcessEngine:
 
     async def _read(self, child: Child) -> None:
         """Pass frames on until the child ends, whichever way, and say so."""
-        reason = ""
+        reason, code = "", EngineFailed.code
         try:
             while (event := await read_frame(child.reader, FromEngine)) is not None:
-                await self._events.put(event)
+                if isinstance(event, EngineFault):
+                    reason, code = event.message, event.code
+                else:
+                    await self._events.put(event)
         except PilotlightError as error:
             reason = error.message
         except OSError as error:
@@ -170,9 +190,9 @@ class ProcessEngine:
         status = await self._bury(child)
         if self._stopping:
             return
-        reason = self._kill_reason or reason or f"it ended with status {status}"
-        log.error("engine ended", action="engine_died", pid=child.process.pid, reason=reason)
-        await self._events.put(EngineDied(reason=reason))
+        reason, code = self._kill_reason or reason or f"it ended with status {status}", self._kill_code or code
+        log.error("engine ended", action="engine_died", pid=child.process.pid, reason=reason, code=code)
+        await self._events.put(EngineDied(reason=reason, code=code))
 
     async def _bury(self, child: Child) -> int | None:
         self._up = None

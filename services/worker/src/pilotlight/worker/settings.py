@@ -16,12 +16,26 @@ class WorkerSettings(ServiceSettings):
     log_dir: Path = Field(
         Path(".pilotlight/logs"), description="Folder for the log of the worker's engine. `-`: it writes where the worker does."
     )
-    device: Literal["cpu", "sim"] = Field("cpu", description="What runs models: CPU cores, or a simulation of them.")
+    device: Literal["cpu", "cuda", "sim"] = Field(
+        "cpu", description="What runs models: CPU cores, an NVIDIA GPU, or a simulation."
+    )
+    cuda_device: str = Field(
+        "",
+        pattern=r"^([0-9]+|(GPU|MIG)-[0-9A-Za-z./-]+)?$",
+        description="The worker's GPU: its UUID, or its index as nvidia-smi counts. Empty: the first one.",
+    )
+    step_tokens: int | None = Field(
+        None,
+        ge=1,
+        le=1 << 20,
+        description="Tokens of prompts and outputs that the engine runs at once, at most. By default 512 on CPU cores, 8,192 on a GPU.",
+    )
     workers: int = Field(1, ge=1, le=1024, description="Workers of the node, among which its memory and cores are divided.")
     device_bytes: int | None = Field(
         None,
         ge=1,
-        description="Memory for models on the worker's device. By default half of the host's or the container's, divided by its workers.",
+        description="Memory for models on the worker's device. By default half of the host's or the container's, divided by its workers; "
+        "of a GPU, what is free when the engine starts, but for what it keeps for itself.",
     )
     threads: int | None = Field(
         None,

@@ -188,9 +188,9 @@ class SimEngine:
         while (event := await self._events.get()) is not None:
             yield event
 
-    async def kill(self, reason: str) -> None:
+    async def kill(self, reason: str, code: str = EngineFailed.code) -> None:
         if await self._still():
-            await self._say(EngineDied(reason=reason))
+            await self._say(EngineDied(reason=reason, code=code or EngineFailed.code))
 
     async def stop(self) -> None:
         await self._still()

@@ -101,6 +101,8 @@ class Spare:
             first: FromEngine | None = await within(IMPORT_DEADLINE_S, read_frame(child.reader, FromEngine), "its imports")
             if not isinstance(first, SpareReady):
                 raise EngineFailed(f"the spare ended at its start. See {self._options.log_path}.")
+            if first.device_open:
+                raise EngineFailed("the spare has opened its device, which is the engine's alone")
             self._ready, is_ready = child, True
             log.info("spare engine ready", action="spare_ready", pid=child.process.pid)
             await child.process.wait()

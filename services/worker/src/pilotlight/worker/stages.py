@@ -204,10 +204,10 @@ class Stages:
         if not waiting:
             del self._unloading[instance_id]
 
-    def on_engine_died(self, reason: str) -> None:
+    def on_engine_died(self, reason: str, code: str = EngineFailed.code) -> None:
         """The engine and everything in it is gone."""
         self._engine_deaths += 1
-        error = EngineFailed(f"the engine ended: {reason}")
+        error = error_of(code, f"the engine ended: {reason}")
         for held in list(self._held.values()):
             if held.loaded is not None and not held.loaded.done():
                 held.loaded.set_exception(error)

@@ -5,8 +5,9 @@ import random
 import structlog
 
 from pilotlight.common.buckets import Bucket
-from pilotlight.common.errors import EngineFailed, InternalError, PilotlightError, WorkerLost
+from pilotlight.common.errors import DeviceFailed, EngineFailed, InternalError, PilotlightError, WorkerLost
 from pilotlight.common.messages.engine import (
+    EngineFault,
     EngineUp,
     Prefilled,
     Produced,
@@ -18,8 +19,9 @@ from pilotlight.common.messages.engine import (
     StepDone,
 )
 from pilotlight.common.waiting import Backoff, every, pause
-from pilotlight.policy.types import Device, DeviceKind, InstanceId, Liveness, Moment, WorkerFacts
+from pilotlight.policy.types import Device, DeviceHealth, DeviceKind, HealthState, InstanceId, Liveness, Moment, WorkerFacts
 from pilotlight.worker.core import WorkerCore
+from pilotlight.worker.device_watch import DeviceWatch
 from pilotlight.worker.engine_client import EngineDied, EngineEvent
 from pilotlight.worker.handlers import Handlers
 from pilotlight.worker.loading import StageLoader
@@ -46,8 +48,17 @@ _Sampled = tuple[Produced, Moment | None]
 class Worker:
     """A component: speaks for one device."""
 
-    def __init__(self, core: WorkerCore, kind: DeviceKind, loader: StageLoader, bucket: Bucket, incarnation: str) -> None:
+    def __init__(
+        self,
+        core: WorkerCore,
+        kind: DeviceKind,
+        loader: StageLoader,
+        bucket: Bucket,
+        incarnation: str,
+        watch: DeviceWatch | None = None,
+    ) -> None:
         self.core = core
+        self._watch = watch
         self.stages = Stages(core, loader, self._on_settled)
         self._kind = kind
         self._spans = PrefillSpans(core.background)
@@ -64,19 +75,29 @@ class Worker:
         self._started_s = 0.0
         self._failures = 0
         self._running = False
+        self._restarting = False
+        """An engine is being started, or it is found out whether one may be."""
         self._rng = random.Random()
 
     async def start(self) -> None:
-        """Start the engine, listen, report.
+        """Start the engine, listen, report. On a device that has failed no engine is started, until it is well again.
 
         Raises:
             EngineFailed: the engine does not start.
         """
         if self._running:
             return
-        self._running = True
-        await self._start_engine()
+        self._running = self._restarting = True
         background = self.core.background
+        if self._watch is not None:
+            await self._watch.start(self._on_health)
+        try:
+            if self._usable:
+                await self._start_engine()
+        except EngineFailed:
+            if self._usable:
+                raise
+        self._restarting = False
         background.spawn(f"engine of {self.core.worker_id}", self._follow_engine())
         background.spawn(f"upkeep of {self.core.worker_id}", self._keep_up())
         await self._handlers.start()
@@ -92,9 +113,13 @@ class Worker:
         self._fail_requests(WorkerLost.code, "the worker ends")
         await self._publisher.drain()
         await self.core.engine.stop()
+        if self._watch is not None:
+            await self._watch.stop()
 
     def not_ready(self) -> str | None:
         """Why it can load nothing at the moment."""
+        if not self._usable:
+            return f"the device of {self.core.worker_id} has failed: {self._health.reason}"
         return None if self.core.engine.alive else f"the engine of {self.core.worker_id} is not running"
 
     def facts(self) -> WorkerFacts:
@@ -106,9 +131,10 @@ class Worker:
             node_id=core.node_id,
             device=Device(
                 kind=self._kind,
-                name=up.device_name if up else "",
+                name=up.device_name if up else self._name_by_driver,
                 memory_bytes=core.device_bytes,
                 load_bytes_per_s=up.load_bytes_per_s if up else 0.0,
+                granule_bytes=up.granule_bytes if up else 1,
             ),
             liveness=Liveness.ALIVE,
             held=self.stages.facts(core.clock.monotonic_s()),
@@ -116,11 +142,42 @@ class Worker:
             running_requests=core.table.running - waiting,
             kv_free_tokens=last.kv_free_tokens if last is not None and last.running else self.stages.kv_capacity_tokens,
             step_time_s=last.step_time_s if last is not None else 0.0,
-            engine_up=core.engine.alive,
+            engine_up=core.engine.alive and self._usable,
+            health=self._health,
         )
 
+    @property
+    def _name_by_driver(self) -> str:
+        """What the driver calls the device; empty where nobody is asked."""
+        gpu = self._watch.gpu if self._watch is not None else None
+        return gpu.name if gpu is not None else ""
+
+    @property
+    def _health(self) -> DeviceHealth:
+        return self._watch.health if self._watch is not None else DeviceHealth()
+
+    @property
+    def _usable(self) -> bool:
+        return self._watch is None or self._watch.usable
+
+    def _on_health(self, health: DeviceHealth) -> None:
+        """The device is another than it was. What runs on one that has failed ends; nothing is started there before it is well."""
+        core = self.core
+        core.metrics.device_health(health.state)
+        core.changed.set()
+        if not self._running:
+            return
+        if health.state is HealthState.FAILED:
+            core.background.spawn(f"end engine of {core.worker_id}", core.engine.kill(health.reason, DeviceFailed.code))
+        elif not core.engine.alive and not self._restarting:
+            self._failures = 0
+            core.background.spawn(f"restart engine of {core.worker_id}", self._restart_engine())
+
     async def _start_engine(self) -> None:
-        self._up = await self.core.engine.start()
+        self._up = up = await self.core.engine.start()
+        self.core.device_bytes = up.device_bytes or self.core.device_bytes
+        if self._watch is not None:
+            self._watch.promise(self.core.device_bytes)
         self._step = None
         self._started_s = self._heard_s = self.core.clock.monotonic_s()
 
@@ -153,7 +210,7 @@ class Worker:
                 self.core.phases.record(event.instance_id, *event.earlier, event.phase)
             case EngineDied():
                 self._on_death(event)
-            case EngineUp() | SpareReady():
+            case EngineUp() | SpareReady() | EngineFault():
                 pass
 
     def _on_step(self, step: StepDone) -> None:
@@ -198,23 +255,37 @@ class Worker:
 
     def _on_death(self, died: EngineDied) -> None:
         self.core.metrics.engine_died()
-        log.error("engine died", action="engine_lost", worker_id=self.core.worker_id, reason=died.reason)
+        log.error("engine died", action="engine_lost", worker_id=self.core.worker_id, reason=died.reason, code=died.code)
         self._step = None
         self._unproven.clear()
-        self._fail_requests(EngineFailed.code, f"the engine ended: {died.reason}")
-        self.stages.on_engine_died(died.reason)
+        self._fail_requests(died.code, f"the engine ended: {died.reason}")
+        self.stages.on_engine_died(died.reason, died.code)
         self.stages.on_requests_ended()
-        if self._running:
+        if self._running and not self._restarting:
             self.core.background.spawn(f"restart engine of {self.core.worker_id}", self._restart_engine())
 
     async def _restart_engine(self) -> None:
-        """Start the next one; raises, which ends the worker, when that fails time and again."""
+        """Start the next one, unless the device has failed; raises, which ends the worker, when that fails time and again."""
+        self._restarting = True
+        try:
+            await self._start_again()
+        finally:
+            self._restarting = False
+        self.core.changed.set()
+        self.stages.reconcile()
+
+    async def _start_again(self) -> None:
         if self.core.clock.monotonic_s() - self._started_s >= SETTLED_S:
             self._failures = 0
         backoff = Backoff(first_s=0.2, limit_s=10.0)
         while self._running:
             if self._failures > 0:
                 await pause(backoff.delay_s(self._failures - 1, self._rng))
+            if self._watch is not None:
+                await self._watch.fresh()
+            if not self._usable:
+                log.error("no engine on a device that has failed", action="device_left_alone", reason=self._health.reason)
+                return
             self._failures += 1
             try:
                 await self._start_engine()
@@ -223,8 +294,6 @@ class Worker:
                 if self._failures >= RESTARTS:
                     raise
                 log.error("engine does not start", action="engine_start_failed", attempt=self._failures, error=error.message)
-        self.core.changed.set()
-        self.stages.reconcile()
 
     def _fail_requests(self, code: str, message: str, instance_id: InstanceId | None = None) -> None:
         """Those of one instance, or all."""

@@ -71,6 +71,9 @@ ToEngine = LoadStage | PlacePart | UnloadStage | Run | Abort | Promote | Shutdow
 class SpareReady(Message, tag="spare", frozen=True, kw_only=True):
     """First frame of a spare child: it has imported what an engine needs, and waits."""
 
+    device_open: bool = False
+    """It has a context on a device, which it must not have before it is promoted."""
+
 
 class EngineUp(Message, tag="up", frozen=True, kw_only=True):
     """First frame of a child that is ready to load."""
@@ -78,6 +81,17 @@ class EngineUp(Message, tag="up", frozen=True, kw_only=True):
     pid: int
     device_name: str
     load_bytes_per_s: float
+    device_bytes: int = 0
+    """Memory for models, where the engine found out itself what its device has for them; else 0."""
+    granule_bytes: int = 1
+    """As in ``Device``."""
+
+
+class EngineFault(Message, tag="fault", frozen=True, kw_only=True):
+    """Last frame of a child that cannot go on: its device's context is lost, or its books are wrong. It ends now."""
+
+    code: str
+    message: str
 
 
 class StageOpened(Message, tag="opened", frozen=True, kw_only=True):
@@ -161,4 +175,4 @@ class Prefilled(Message, tag="prefilled", frozen=True, kw_only=True):
     """What ran of it before, while parts were on their way."""
 
 
-FromEngine = SpareReady | EngineUp | StageOpened | StageLoaded | StageFailed | StageUnloaded | StepDone | Prefilled
+FromEngine = SpareReady | EngineUp | EngineFault | StageOpened | StageLoaded | StageFailed | StageUnloaded | StepDone | Prefilled

@@ -2,7 +2,7 @@
 
 ::
 
-    slot   [ part 0 )[ part 1 )...[ part n + 1 )[ keys 0 )[ values 0 )[ keys 1 )...[ values n - 1 )   rest [ graph pool )
+    slot   [ part 0 )[ part 1 )...[ part n + 1 )[ keys 0 )[ values 0 )[ keys 1 )...[ values n - 1 )   rest [ steps )[ graph pool )
              embedding  layer 0     head          each for the most blocks that the slot could hold
 
 Every offset follows from the model, the dtype and the slot's size alone. A stage backs only what is its own with memory: a range that
@@ -38,6 +38,7 @@ class SlotLayout:
         *,
         granule_bytes: int = GRANULE_BYTES,
         pool_bytes: int = 0,
+        steps_bytes: int = 0,
     ) -> None:
         """Lays a model out.
 
@@ -50,6 +51,7 @@ class SlotLayout:
             joined: names of tensors that begin where the one before them ends.
             granule_bytes: what memory is backed in.
             pool_bytes: length of the graph pool, the slot's last addresses.
+            steps_bytes: length of what captured steps read and write, before the graph pool.
 
         Raises:
             NoRoom: the slot does not hold the parameters and one block.
@@ -58,8 +60,8 @@ class SlotLayout:
         self._parts: list[Extent] = []
         self._block_bytes = BLOCK_TOKENS * kv_row_bytes
         self._granule_bytes = granule_bytes
-        self.pool = Extent(slot_bytes - pool_bytes, slot_bytes)
-        """The graph pool's addresses."""
+        self.steps = Extent(slot_bytes - pool_bytes - steps_bytes, slot_bytes - pool_bytes)
+        """Addresses of what captured steps read and write."""
         offset = 0
         for shapes in parts:
             start, places = offset, dict[str, int]()
@@ -72,7 +74,7 @@ class SlotLayout:
             self._tensors.append(places)
             self._parts.append(Extent(start, offset))
         self._kv_start = offset
-        half_bytes = (self.pool.start - offset) // (2 * num_layers) // granule_bytes * granule_bytes
+        half_bytes = (self.steps.start - offset) // (2 * num_layers) // granule_bytes * granule_bytes
         self.max_blocks = max(0, half_bytes) // self._block_bytes
         """The most blocks for which every layer has addresses."""
         if not self.max_blocks:
@@ -94,6 +96,21 @@ class SlotLayout:
     def values(self, layer: int) -> int:
         """Where a layer's values begin, block by block."""
         return self.keys(layer) + self._half_bytes
+
+    def blocks_in(self, num_bytes: int, num_layers: int, counted_bytes: int) -> int:
+        """The most blocks whose keys and values, in so many layers, take no more than so many bytes.
+
+        Args:
+            num_bytes: what there is; none, if negative.
+            num_layers: of the stage.
+            counted_bytes: each layer's keys, and its values, are counted in multiples of it.
+        """
+        half_bytes = max(0, num_bytes) // (2 * num_layers) // counted_bytes * counted_bytes
+        return half_bytes // self._block_bytes
+
+    def kv_bytes(self, num_blocks: int, num_layers: int, counted_bytes: int) -> int:
+        """What the keys and values of so many blocks take; see ``blocks_in``."""
+        return 2 * num_layers * _up(num_blocks * self._block_bytes, counted_bytes)
 
     def kv(self, layer: int, first_block: int, stop_block: int) -> tuple[Extent, Extent]:
         """The whole granules that blocks [first, stop) need of a layer's keys and values, beyond those of the blocks before them."""

@@ -4,7 +4,7 @@
 
     0x600000000000
     [ slot 0 ................................... )[ slot 1 )...[ slot 15 )[ workspace )
-    [ parameters )[ KV, as far as granted )  [ graph pool )                 torch's own, for eager work
+    [ parameters )[ KV, as far as granted )[ steps )[ graph pool )          torch's own, for eager work
 
 The slots' canonical layout gives every tensor of a model the same address in every process. Parameters and KV are no allocations of
 torch's: tensors are made over addresses. torch takes what it needs beside them from pools, and its default allocator is left alone.
@@ -16,7 +16,7 @@ from torch import Tensor
 from pilotlight.engine.core.extents import Extent, ExtentSet
 from pilotlight.engine.cuda.pools import TorchPool
 from pilotlight.engine.cuda.stream import Streamer
-from pilotlight.engine.device.arena_protocol import Slot
+from pilotlight.engine.device.arena_protocol import Scratch, Slot
 from pilotlight.engine.errors import EngineFailed, NoRoom
 from pilotlight.native.device import LIBCUDA, Device, DeviceArena, DriverCalls, Pool
 from pilotlight.native.library import AddressTaken, NativeError, NativeUnavailable, OutOfMemory
@@ -27,6 +27,8 @@ ADDRESSES = (0x6000_0000_0000, 0x5000_0000_0000, 0x4000_0000_0000, 0x3000_0000_0
 """Where arenas are: the first is the one that artifacts are made for, the others are for processes where something else is there."""
 POOL_BYTES = 16 << 30
 """Addresses of a slot's graph pool."""
+STEPS_BYTES = 1 << 30
+"""Addresses for what captured steps of a slot's model read and write."""
 PIECE_BYTES, WHOLE_BYTES = 64 << 20, 1 << 30
 """Longest chunks of memory that goes by parts, and of memory that goes as it came. A chunk costs the same whatever its length."""
 POOL_CHUNK_BYTES = 32 << 20
@@ -51,6 +53,8 @@ class CudaArena:
     """
 
     pool_bytes = POOL_BYTES
+    steps_bytes = STEPS_BYTES
+    whole_granules = True
 
     def __init__(
         self,
@@ -93,7 +97,7 @@ class CudaArena:
         self._backed = ExtentSet()
         first, stop = num_slots * slot_bytes, (num_slots + 1) * slot_bytes
         self.workspace = TorchPool(Pool(self.native, self.native_arena, first, stop - POOL_BYTES, POOL_CHUNK_BYTES), self.native)
-        """For torch's allocations in eager work."""
+        """For torch's allocations in eager work of all models."""
         self._graph_memory = Pool(self.native, self.native_arena, stop - POOL_BYTES, stop, POOL_CHUNK_BYTES)
         # Never used itself: graph pools that come and go belong to its group.
         self._streamer: Streamer | None = None
@@ -212,6 +216,10 @@ class CudaArena:
         except NativeError as error:
             self._backed.remove(extent)
             raise EngineFailed(f"the device does not map exported memory: {error}") from error
+
+    def scratch(self, number: int) -> Scratch:
+        """See ``Arena.scratch``."""
+        return Scratch(self.workspace, self.graph_pool(number))
 
     def graph_pool(self, number: int) -> TorchPool:
         """The pool for a slot's graphs. All graph pools share their memory: models run one at a time."""

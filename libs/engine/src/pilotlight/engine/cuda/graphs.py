@@ -1,20 +1,29 @@
-"""Plain decode steps, captured once for each number of rows and layer range, and replayed.
+"""Steps, captured once for each number of rows and layer range, and replayed.
 
-A step of n rows runs as the next size of ``SIZES``; the rows beyond are nobody's: they read nothing of the cache and store nothing.
-The first step of a size runs eagerly, which loads its kernels; the second is captured.
+A plain decode step of n rows runs as the next size of ``SIZES``; the rows beyond are nobody's: they read nothing of the cache and store
+nothing. One short prompt alone runs padded the same way, see ``cuda.prompts``. The first step of a kind runs eagerly, which loads its
+kernels; the second is captured.
+
+A captured step reads and writes memory at addresses that follow from the model alone: parameters, KV, inputs and scratch in their places
+of the slot, what it takes for itself (intermediate results, logits, cuBLAS's workspace) in the slot's graph pool, in the order of the
+captures. So KV that grows or shrinks in place leaves every graph valid, and so does a range that is joined by others: nothing moves. The
+longer range has graphs of its own, captured as it is used.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from pilotlight.engine.device.arena_protocol import Scratch
 from pilotlight.policy.types import Stage
 
 SIZES = (1, 2, 4, *range(8, 257, 8))
-"""Rows of captured steps."""
+"""Rows of captured decode steps."""
 
 
 def size_for(rows: int) -> int | None:
@@ -23,50 +32,109 @@ def size_for(rows: int) -> int | None:
     return SIZES[index] if index < len(SIZES) else None
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Steps that one graph runs."""
+
+    layers: Stage
+    rows: int
+    """Padding included."""
+    prompt: bool = False
+    """The rows are one prompt's; otherwise each is somebody's next token."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
     output: Tensor
 
 
 class Graphs:
-    """Captured steps of one stage. Their memory is one pool: only the output of the last one replayed is valid."""
+    """Captured steps of one stage. All write their logits to the same place: only those of the last step are valid."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+    def __init__(self, device: torch.device, scratch: Scratch, *, keep: bool = False) -> None:
+        """Captures nothing yet.
+
+        Args:
+            device: where the steps run.
+            scratch: the slot's. Its memory for graphs is this object's from now on.
+            keep: graphs can be written down; takes memory of the host.
+        """
+        self._scratch = scratch
+        self._keep = keep
         self._stream = torch.cuda.Stream(device)
-        self._captured: dict[tuple[Stage, int], _Captured] = {}
-        self._seen: set[tuple[Stage, int]] = set()
+        self._captured: dict[Kind, _Captured] = {}
+        self._seen: set[Kind] = set()
+        self._logits: Tensor | None = None
 
-    def run(self, layers: Stage, size: int, step: Callable[[], Tensor]) -> Tensor:
+    @property
+    def captured(self) -> dict[Kind, torch.cuda.CUDAGraph]:
+        """What there is, in the order in which it was captured."""
+        return {kind: captured.graph for kind, captured in self._captured.items()}
+
+    @property
+    def sequence(self) -> tuple[int, int]:
+        """Of the graph pool; see ``TorchMemory.sequence``."""
+        return self._scratch.graphs.sequence
+
+    def logits(self, rows: int, vocab_size: int, dtype: torch.dtype) -> Tensor:
+        """Where captured steps leave their logits: [rows, vocab_size], of the most rows of any step."""
+        if self._logits is None:
+            with self._scratch.graphs.use():
+                self._logits = torch.empty(rows, vocab_size, dtype=dtype, device=self._stream.device)
+        return self._logits
+
+    def run(self, kind: Kind, step: Callable[[], Tensor], output: Callable[[], Tensor]) -> Tensor:
         """Runs a step whose inputs are in place.
 
         Args:
-            layers: the range.
-            size: rows, one of ``SIZES``.
+            kind: of the step.
             step: launches it, on inputs that always lie in the same places.
+            output: where a captured one leaves what it gives, always the same place.
 
         Returns:
             What it gave, valid until the next run.
         """
-        key = layers, size
-        captured = self._captured.get(key)
+        captured = self._captured.get(kind)
         if captured is None:
-            if key not in self._seen:
-                self._seen.add(key)
-                return step()
-            captured = self._captured[key] = self._capture(step)
+            if kind not in self._seen:
+                self._seen.add(kind)
+                with self._scratch.eager.use():
+                    return step()
+            captured = self._captured[kind] = self._capture(step, output())
         captured.graph.replay()
         return captured.output
 
-    def _capture(self, step: Callable[[], Tensor]) -> _Captured:
-        graph = torch.cuda.CUDAGraph()
+    def _capture(self, step: Callable[[], Tensor], output: Tensor) -> _Captured:
+        graph = torch.cuda.CUDAGraph(keep_graph=self._keep)
         # Not ``torch.cuda.graph``: that collects garbage and empties torch's cache each time.
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+        _forget_workspaces()
+        with self._scratch.graphs.selected(), torch.cuda.stream(self._stream):
+            graph.capture_begin(cast("Any", self._scratch.graphs.id), capture_error_mode="thread_local")
             try:
-                output = step()
-            finally:
-                graph.capture_end()
+                output.copy_(step())
+            except BaseException:
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                graph.reset()
+                raise
+            graph.capture_end()
+            _forget_workspaces()
         return _Captured(graph, output)
+
+    def close(self) -> None:
+        """Gives the graphs' memory back; none of them may run any more."""
+        for captured in self._captured.values():
+            captured.graph.reset()
+        self._captured.clear()
+        self._logits = None
+        self._scratch.graphs.close()
+
+
+def _forget_workspaces() -> None:
+    """Has cuBLAS ask for its workspace anew: within a capture it comes from the graph pool then, and is free for the next capture.
+
+    There is no public way; torch's own compiler does the same around its captures.
+    """
+    torch._C._cuda_clearCublasWorkspaces()  # pyright: ignore[reportPrivateUsage]

@@ -7,7 +7,7 @@
 A plain decode step has its fields in the same places every time, padded to the same lengths, so that a captured graph finds them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
@@ -30,6 +30,14 @@ ALIGN_WORDS = 4
 """A field begins at a multiple of 16 bytes, which kernels are compiled for."""
 
 Words = npt.NDArray[np.int32]
+
+Place = Callable[[tuple[int, ...], torch.dtype], Tensor]
+"""Gives memory for a tensor of a shape, zeros."""
+
+
+def zeros_on(device: torch.device) -> Place:
+    """Gives memory of torch's own."""
+    return lambda shape, dtype: torch.zeros(shape, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,61 +236,85 @@ def _items_of(views: Mapping[str, Tensor], kind: str) -> Items | None:
     return Items(*(views[f"{kind}_{name}"] for name in ("firsts", "counts", "rows", "starts", "stops")))
 
 
-class StaticRows:
-    """The words of plain decode steps, always in the same places: what a captured graph reads."""
+class StaticWords:
+    """Fields that always lie in the same places: what a captured step reads."""
 
-    def __init__(self, device: torch.device, max_rows: int, spare: int, max_blocks: int, window_tokens: int | None) -> None:
+    def __init__(self, capacities: Mapping[str, int], place: Place, *, pinned: bool) -> None:
         """Takes the memory.
 
         Args:
-            device: where it is.
+            capacities: the most words of each field. The last one may be longer than all others together, and goes only as far as it is
+                filled.
+            place: gives memory.
+            pinned: words wait in pinned memory for their way to a device.
+        """
+        self.capacities = {name: -(-size // ALIGN_WORDS) * ALIGN_WORDS for name, size in capacities.items()}
+        offsets = np.cumsum([0, *self.capacities.values()])[:-1].tolist()
+        self._offsets: dict[str, int] = dict(zip(self.capacities, offsets, strict=True))
+        self.words = place((sum(self.capacities.values()),), torch.int32)
+        self._pinned = pinned
+        self._last = list(self.capacities)[-1]
+
+    def send(self, fields: Mapping[str, Words], nowhere: Collection[str]) -> bool:
+        """Sends fields; what they do not fill is 0, or ``NOWHERE`` in the named ones. False, and nothing, if the last is too long."""
+        last = fields[self._last]
+        if len(last) > self.capacities[self._last]:
+            return False
+        host = torch.empty(self._offsets[self._last] + len(last), dtype=torch.int32, pin_memory=self._pinned)
+        words = host.numpy()
+        words[: self._offsets[self._last]] = 0
+        for name in nowhere:
+            words[self._offsets[name] : self._offsets[name] + self.capacities[name]] = NOWHERE
+        for name, field in fields.items():
+            words[self._offsets[name] : self._offsets[name] + len(field)] = field
+        self.words[: len(words)].copy_(host, non_blocking=True)
+        return True
+
+    def views(self, lengths: Mapping[str, int]) -> dict[str, Tensor]:
+        """The first words of fields."""
+        return {name: self.words[self._offsets[name] : self._offsets[name] + length] for name, length in lengths.items()}
+
+
+class StaticRows:
+    """The words of plain decode steps, always in the same places."""
+
+    def __init__(
+        self, place: Place, max_rows: int, spare: int, max_blocks: int, window_tokens: int | None, *, pinned: bool
+    ) -> None:
+        """Takes the memory.
+
+        Args:
+            place: gives it.
             max_rows: the most rows of a step.
             spare: items beyond one for each row, see ``cut_items``.
             max_blocks: the most entries of all block tables of a step together.
             window_tokens: of sliding layers; None if there are none.
+            pinned: see ``StaticWords``.
         """
         kinds = ("full",) if window_tokens is None else ("full", "sliding")
-        self._capacities = {"positions": max_rows, "slots": max_rows, "first_blocks": max_rows, "token_ids": max_rows}
+        capacities: dict[str, int] = dict.fromkeys(("positions", "slots", "first_blocks", "token_ids"), max_rows)
         for kind in kinds:
-            self._capacities |= {f"{kind}_firsts": max_rows, f"{kind}_counts": max_rows}
-            self._capacities |= {f"{kind}_{name}": max_rows + spare for name in ("rows", "starts", "stops")}
-        self._capacities["blocks"] = max_blocks
-        self._capacities = {name: -(-size // ALIGN_WORDS) * ALIGN_WORDS for name, size in self._capacities.items()}
-        self._offsets = dict(zip(self._capacities, np.cumsum([0, *self._capacities.values()])[:-1].tolist(), strict=True))
-        self._device = device
+            capacities |= {f"{kind}_firsts": max_rows, f"{kind}_counts": max_rows}
+            capacities |= {f"{kind}_{name}": max_rows + spare for name in ("rows", "starts", "stops")}
+        capacities["blocks"] = max_blocks
+        self.static = StaticWords(capacities, place, pinned=pinned)
+        self._nowhere = ("slots", *(f"{kind}_rows" for kind in kinds))
         self._spare = spare
         self._window_tokens = window_tokens
-        self._words = torch.zeros(sum(self._capacities.values()), dtype=torch.int32, device=device)
-        self.max_blocks = max_blocks
 
     def fill(self, batch: Batch, token_ids: Words | None) -> bool:
         """Sends a step's words; rows beyond the batch's are nobody's. False, and nothing, if its tables are too long."""
         fields = fields_of(batch, self._spare, self._window_tokens)
         del fields["logit_rows"]
-        blocks = fields.pop("blocks")
-        if len(blocks) > self.max_blocks:
-            return False
         if token_ids is not None:
             fields["token_ids"] = token_ids
-        start = self._offsets["blocks"]
-        host = torch.empty(start + len(blocks), dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        words = host.numpy()
-        words[:start] = 0
-        for kind in ("full_rows", "sliding_rows", "slots"):
-            if kind in self._offsets:
-                words[self._offsets[kind] : self._offsets[kind] + self._capacities[kind]] = NOWHERE
-        for name, field in fields.items():
-            words[self._offsets[name] : self._offsets[name] + len(field)] = field
-        words[start:] = blocks
-        self._words[: len(words)].copy_(host, non_blocking=True)
-        return True
+        return self.static.send(fields, self._nowhere)
 
     def view(self, num_rows: int) -> tuple[StepRows, Tensor]:
         """A step of so many rows, padding included, and its token ids [num_rows] int32."""
-        views: dict[str, Tensor] = {}
-        for name, offset in self._offsets.items():
-            length = self._capacities[name] if name == "blocks" else num_rows
-            if name.endswith(("_rows", "_starts", "_stops")):
-                length = num_rows + self._spare
-            views[name] = self._words[offset : offset + length]
+        lengths: dict[str, int] = {}
+        for name, capacity in self.static.capacities.items():
+            of_items = name.endswith(("_rows", "_starts", "_stops"))
+            lengths[name] = capacity if name == "blocks" else num_rows + self._spare if of_items else num_rows
+        views = self.static.views(lengths)
         return step_rows(views), views["token_ids"]

@@ -7,16 +7,18 @@ import torch
 from torch import Tensor
 
 from pilotlight.engine.core.batch import Batch
-from pilotlight.engine.cuda.graphs import SIZES, Graphs, size_for
+from pilotlight.engine.cuda.graphs import SIZES, Graphs, Kind, size_for
 from pilotlight.engine.cuda.kernels.decode_attention import DecodeScratch
 from pilotlight.engine.cuda.layers import Layers
-from pilotlight.engine.cuda.rows import StaticRows, fields_of, send, whole_prompt
+from pilotlight.engine.cuda.prompts import LENGTHS, StaticPrompt, prompt_length
+from pilotlight.engine.cuda.rows import Place, StaticRows, fields_of, send, whole_prompt, zeros_on
+from pilotlight.engine.device.arena_protocol import TorchMemory
 from pilotlight.engine.device.dtypes import TORCH_DTYPES
 from pilotlight.engine.device.kv import KvCache
+from pilotlight.engine.device.memory import StageMemory
 from pilotlight.engine.device.parameters import Parameters
 from pilotlight.engine.device.runner import check_run
 from pilotlight.engine.errors import UnsupportedModel
-from pilotlight.engine.models.decoder import Decoder
 from pilotlight.policy.types import Dtype, Stage
 
 PROGRAMS_PER_PROCESSOR = 4
@@ -34,44 +36,55 @@ class CudaRangeRunner:
 
     ::
 
-        every segment one row   ─> static words, one copy ─> graph of the next size ─> output
-        anything else           ─> words of its own       ─> kernels, one by one    ─> output
+        every segment one row   ─> static words, one copy ─> graph of the next size   ─> output
+        one short prompt alone  ─> static words, one copy ─> graph of the next length ─> output
+        anything else           ─> words of its own       ─> kernels, one by one      ─> output
     """
 
     def __init__(
-        self,
-        decoder: Decoder,
-        stage: Stage,
-        parameters: Parameters,
-        kv: KvCache,
-        device: torch.device,
-        *,
-        graphs: Graphs | None = None,
+        self, memory: StageMemory, parameters: Parameters, kv: KvCache, eager: TorchMemory, *, graphs: Graphs | None = None
     ) -> None:
-        """Without ``graphs`` every step runs eagerly.
+        """Without ``graphs`` every step runs eagerly; ``eager`` is what torch takes then.
 
         Raises:
             UnsupportedModel: the dtype is one that only CPUs run.
+            NoRoom: there is no memory for what captured steps read and write.
         """
         if parameters.dtype is Dtype.FLOAT64:
             raise UnsupportedModel("float64 runs on CPUs alone")
-        spec = decoder.spec
-        self._decoder = decoder.on(device)
-        self._stage = stage
+        spec, device = memory.decoder.spec, memory.arena.device
+
+        def place(constant: Tensor) -> Tensor:
+            return memory.for_steps(tuple(constant.shape), constant.dtype).copy_(constant)
+
+        self._decoder = memory.decoder.with_constants(place)
+        self._stage = memory.stage
         self._parameters = parameters
         self._device = device
+        self._eager = eager
         self._layers = Layers(self._decoder, parameters, kv)
         # Experts are chosen on the host: such a layer waits for the device, and cannot be captured.
         self._graphs = graphs if spec.experts is None else None
         self._window = spec.sliding_window_tokens if spec.sliding_layers else None
+        self._dtype = TORCH_DTYPES[parameters.dtype]
         half = parameters.dtype is not Dtype.FLOAT32
         self._whole_from = WHOLE_TOKENS if half and not spec.sliding_layers and _fits_cudnn(spec.head_dim) else None
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._spare = -(-PROGRAMS_PER_PROCESSOR * processors // spec.num_kv_heads)
-        self._static = StaticRows(device, SIZES[-1], self._spare, MAX_BLOCKS, self._window)
-        self._static_scratch = self._scratch_for(SIZES[-1])
+        pinned = device.type == "cuda"
+        self._static = StaticRows(memory.for_steps, SIZES[-1], self._spare, MAX_BLOCKS, self._window, pinned=pinned)
+        self._prompt = StaticPrompt(memory.for_steps, pinned=pinned) if spec.experts is None else None
+        self._static_scratch = self._scratch_for(SIZES[-1], memory.for_steps)
         self._scratch = self._static_scratch
-        self._hidden = torch.zeros(SIZES[-1], spec.hidden_size, dtype=TORCH_DTYPES[parameters.dtype], device=device)
+        self._hidden = memory.for_steps((max(SIZES[-1], LENGTHS[-1]), spec.hidden_size), self._dtype)
+
+    @property
+    def places(self) -> dict[str, int]:
+        """Addresses of what captured steps read and write beside parameters, KV and the graph pool."""
+        static = {"rows": self._static.static.words, "hidden": self._hidden, "partial": self._static_scratch.partial}
+        if self._prompt is not None:
+            static["prompt"] = self._prompt.static.words
+        return {name: tensor.data_ptr() for name, tensor in static.items()}
 
     @torch.inference_mode()
     def run(self, batch: Batch, inputs: Tensor, layers: Stage | None = None) -> Tensor:
@@ -81,38 +94,61 @@ class CudaRangeRunner:
         rows = len(batch.segments)
         size = size_for(rows)
         plain = batch.num_tokens == rows and all(segment.wants_logits for segment in batch.segments)
-        if size is not None and plain and self._fill(batch, inputs, layers):
-            step = partial(self._decode, layers, size)
-            output = self._graphs.run(layers, size, step) if self._graphs else step()
-            # Hidden states may wait for their next range while another batch runs.
-            return output[:rows] if layers.stop == self._decoder.spec.num_layers else output[:rows].clone()
+        if size is not None and plain and self._fill(self._static, size, batch, inputs, layers):
+            return self._padded(Kind(layers, size), rows, rows)
+        length = prompt_length(batch)
+        if self._prompt is not None and length is not None and self._fill(self._prompt, length, batch, inputs, layers):
+            return self._padded(Kind(layers, length, prompt=True), batch.num_tokens, 1)
         fields = fields_of(batch, self._spare, self._window, self._whole_from)
-        words = send(fields, self._device, whole_prompt(batch, self._whole_from))
-        there = inputs.to(self._device, non_blocking=True)
-        if words.items is not None and words.items.rows.shape[0] > self._scratch.max_items:
-            self._scratch = self._scratch_for(words.items.rows.shape[0])
-        first = layers.start == 0
-        return self._layers.run(there if first else None, None if first else there, layers, words, self._scratch)
+        items = len(fields.get("full_rows", ()))
+        if items > self._scratch.max_items:
+            self._scratch = self._scratch_for(items, zeros_on(self._device))
+        with self._eager.use():
+            words = send(fields, self._device, whole_prompt(batch, self._whole_from))
+            there = inputs.to(self._device, non_blocking=True)
+            first = layers.start == 0
+            return self._layers.run(there if first else None, None if first else there, layers, words, self._scratch)
 
-    def _fill(self, batch: Batch, inputs: Tensor, layers: Stage) -> bool:
-        """Puts a plain step's inputs to where its kernels look for them."""
+    def _fill(self, static: StaticRows | StaticPrompt, size: int, batch: Batch, inputs: Tensor, layers: Stage) -> bool:
+        """Puts a step's inputs to where its kernels look for them."""
         if layers.start == 0 and inputs.device.type == "cpu":
-            return self._static.fill(batch, inputs.numpy().astype(np.int32))
-        filled = self._static.fill(batch, None)
+            return static.fill(batch, inputs.numpy().astype(np.int32))
+        filled = static.fill(batch, None)
         if filled:
-            place = self._static.view(len(inputs))[1] if layers.start == 0 else self._hidden[: len(inputs)]
-            place.copy_(inputs, non_blocking=True)
+            place = static.view(size)[1] if layers.start == 0 else self._hidden
+            place[: len(inputs)].copy_(inputs, non_blocking=True)
         return filled
 
-    def _decode(self, layers: Stage, size: int) -> Tensor:
-        step, token_ids = self._static.view(size)
-        if layers.start == 0:
-            return self._layers.run(token_ids, None, layers, step, self._static_scratch)
-        return self._layers.run(None, self._hidden[:size], layers, step, self._static_scratch)
+    def _padded(self, kind: Kind, num_tokens: int, num_logits: int) -> Tensor:
+        """Runs a step that is filled in."""
+        step, last = partial(self._launch, kind), kind.layers.stop == self._decoder.spec.num_layers
+        if self._graphs is None:
+            with self._eager.use():
+                output = step()
+        else:
+            output = self._graphs.run(kind, step, partial(self._output, kind))
+        # Hidden states may wait for their next range while another batch runs.
+        return output[:num_logits] if last else output[:num_tokens].clone()
 
-    def _scratch_for(self, rows: int) -> DecodeScratch:
+    def _launch(self, kind: Kind) -> Tensor:
+        static = self._prompt if kind.prompt else self._static
+        assert static is not None
+        step, token_ids = static.view(kind.rows)
+        if kind.layers.start == 0:
+            return self._layers.run(token_ids, None, kind.layers, step, self._static_scratch)
+        return self._layers.run(None, self._hidden[: kind.rows], kind.layers, step, self._static_scratch)
+
+    def _output(self, kind: Kind) -> Tensor:
+        """Where a captured step leaves what it gives."""
+        assert self._graphs is not None
+        if kind.layers.stop < self._decoder.spec.num_layers:
+            return self._hidden[: kind.rows]
+        logits = self._graphs.logits(SIZES[-1], self._decoder.spec.vocab_size, self._dtype)
+        return logits[: 1 if kind.prompt else kind.rows]
+
+    def _scratch_for(self, rows: int, place: Place) -> DecodeScratch:
         spec = self._decoder.spec
-        return DecodeScratch(rows + self._spare, spec.num_heads, spec.num_kv_heads, spec.head_dim, self._device)
+        return DecodeScratch(rows + self._spare, spec.num_heads, spec.num_kv_heads, spec.head_dim, place)
 
 
 def _fits_cudnn(head_dim: int) -> bool:

@@ -49,6 +49,8 @@ class CpuArena:
     copier = HostCopier()
     granule_bytes = GRANULE_BYTES
     pool_bytes = 0
+    steps_bytes = 0
+    whole_granules = False
 
     def __init__(
         self,
@@ -147,6 +149,9 @@ class CpuArena:
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor over bytes of the arena, whatever they hold. At least one element."""
         return torch.frombuffer(self._bytes, dtype=dtype, count=prod(shape), offset=offset).view(shape)
+
+    def scratch(self, number: int) -> None:
+        """None: torch's own memory will do."""
 
 
 def _reason() -> str:

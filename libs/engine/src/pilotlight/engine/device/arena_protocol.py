@@ -1,5 +1,7 @@
 """What every device's arena does, and one model's share of it."""
 
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -8,6 +10,43 @@ from torch import Tensor
 from pilotlight.engine.core.extents import Extent
 from pilotlight.engine.device.copying import PartCopier
 from pilotlight.engine.errors import NoRoom
+
+
+class TorchMemory(Protocol):
+    """Memory of a device that torch's allocator takes for itself. The same calls give the same addresses in every process."""
+
+    @property
+    def id(self) -> tuple[int, int]:
+        """What a capture takes as its pool, within ``selected``."""
+        ...
+
+    @property
+    def sequence(self) -> tuple[int, int]:
+        """How many segments torch took so far, and a hash over their lengths and places."""
+        ...
+
+    def selected(self) -> AbstractContextManager[None]:
+        """Within it, segments that torch takes for this pool come from here. One pool at a time."""
+        ...
+
+    def use(self) -> AbstractContextManager[None]:
+        """Within it, what this thread allocates with torch comes from here."""
+        ...
+
+    def close(self) -> None:
+        """Gives it back; nothing lies in it any more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """What torch takes while a model runs."""
+
+    eager: TorchMemory
+    """For steps that are not captured. All models use the same."""
+    graphs: TorchMemory
+    """For captured steps, at the end of the model's slot. Its memory is shared with other models': nothing in it outlasts a step.
+    Whoever asked for it closes it."""
 
 
 class Arena(Protocol):
@@ -36,6 +75,16 @@ class Arena(Protocol):
     @property
     def pool_bytes(self) -> int:
         """As many of them, the last ones, are for the graph pool of the slot's model; 0 where there are no graphs."""
+        ...
+
+    @property
+    def steps_bytes(self) -> int:
+        """As many, before those, are for what the model's captured steps read and write; 0 where there are no graphs."""
+        ...
+
+    @property
+    def whole_granules(self) -> bool:
+        """A stage's bytes are counted in whole granules. Where they are small, what is left of each is nobody's concern."""
         ...
 
     @property
@@ -91,6 +140,10 @@ class Arena(Protocol):
         """A tensor over bytes of the arena, whatever they hold. At least one element."""
         ...
 
+    def scratch(self, number: int) -> Scratch | None:
+        """What torch takes while the model of a slot runs; None where torch's own memory does."""
+        ...
+
 
 class Slot:
     """One model's addresses. Offsets are counted from its beginning."""
@@ -117,6 +170,10 @@ class Slot:
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """See ``Arena.tensor``."""
         return self._arena.tensor(self._first + offset, shape, dtype)
+
+    def scratch(self) -> Scratch | None:
+        """See ``Arena.scratch``."""
+        return self._arena.scratch(self.number)
 
     def close(self) -> None:
         """See ``Arena.close_slot``."""

@@ -3,16 +3,20 @@
 from functools import cached_property
 from math import prod
 
+import torch
 from torch import Tensor
 
 from pilotlight.engine.core.blocks import BLOCK_TOKENS
 from pilotlight.engine.core.extents import Extent
 from pilotlight.engine.core.layout import SlotLayout
-from pilotlight.engine.device.arena_protocol import Arena
+from pilotlight.engine.device.arena_protocol import Arena, Scratch
 from pilotlight.engine.device.dtypes import TORCH_DTYPES
 from pilotlight.engine.errors import NoRoom
 from pilotlight.engine.models.decoder import Decoder
 from pilotlight.policy.types import Dtype, Stage
+
+STEP_ALIGN_BYTES = 256
+"""As torch's allocator on a device: kernels are compiled for 16 at least."""
 
 
 class StageMemory:
@@ -24,25 +28,13 @@ class StageMemory:
         Raises:
             NoRoom: no slot is free, the model is larger than one, or the device has no such memory.
         """
-        spec = decoder.spec
-        self.decoder, self.stage, self.dtype = decoder, stage, dtype
+        self.arena, self.decoder, self.stage, self.dtype = arena, decoder, stage, dtype
         self.copier = arena.copier
-        self.parts = spec.parts_of(stage)
+        self.parts = decoder.spec.parts_of(stage)
         self.num_blocks = 0
         """KV blocks that every layer of the stage has memory for."""
-        shapes = [decoder.shapes(part) for part in range(spec.num_layers + 2)]
-        row_bytes = spec.num_kv_heads * spec.head_dim * dtype.size_bytes
-        joined = {name for part in self.parts for pack in decoder.packs(part).values() for name in pack[1:]}
-        self._layout = SlotLayout(
-            shapes,
-            spec.num_layers,
-            row_bytes,
-            dtype.size_bytes,
-            arena.slot_bytes,
-            joined,
-            granule_bytes=arena.granule_bytes,
-            pool_bytes=arena.pool_bytes,
-        )
+        self._layout = layout_of(arena, decoder, stage, dtype)
+        self._steps_stop = self._steps_backed = self._layout.steps.start
         self._slot = arena.open_slot()
         try:
             for part in self.parts:
@@ -106,9 +98,49 @@ class StageMemory:
                     self._slot.unback(backed)
                 raise
 
+    def for_steps(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory for what captured steps read and write, zeros. The same calls give the same places in every process.
+
+        Raises:
+            NoRoom: the slot has no more addresses for it, or the device no such memory.
+        """
+        offset = -(-self._steps_stop // STEP_ALIGN_BYTES) * STEP_ALIGN_BYTES
+        stop = offset + prod(shape) * dtype.itemsize
+        if stop > self._layout.steps.stop:
+            raise NoRoom(f"a slot has {self._layout.steps.num_bytes} bytes for what captured steps read and write")
+        granule_bytes = self.arena.granule_bytes
+        backed = max(self._steps_backed, -(-stop // granule_bytes) * granule_bytes)
+        self._slot.back(Extent(self._steps_backed, backed))
+        self._steps_stop, self._steps_backed = stop, backed
+        return self._slot.tensor(offset, shape, dtype).zero_()
+
+    def scratch(self) -> Scratch | None:
+        """See ``Arena.scratch``."""
+        return self._slot.scratch()
+
     def close(self) -> None:
         """Gives everything back."""
         self._slot.close()
+
+
+def layout_of(arena: Arena, decoder: Decoder, stage: Stage, dtype: Dtype) -> SlotLayout:
+    """Where everything of a stage's model lies in a slot of an arena.
+
+    Raises:
+        NoRoom: the model is larger than a slot.
+    """
+    spec = decoder.spec
+    return SlotLayout(
+        [decoder.shapes(part) for part in range(spec.num_layers + 2)],
+        spec.num_layers,
+        spec.num_kv_heads * spec.head_dim * dtype.size_bytes,
+        dtype.size_bytes,
+        arena.slot_bytes,
+        {name for part in spec.parts_of(stage) for pack in decoder.packs(part).values() for name in pack[1:]},
+        granule_bytes=arena.granule_bytes,
+        pool_bytes=arena.pool_bytes,
+        steps_bytes=arena.steps_bytes,
+    )
 
 
 def parameter_bytes(decoder: Decoder, stage: Stage, dtype: Dtype) -> int:

@@ -65,12 +65,12 @@ class Decoder:
         self._sliding_layers = frozenset(spec.sliding_layers)
         self._expert_layers = frozenset(spec.experts.layers) if spec.experts else frozenset[int]()
 
-    def on(self, device: torch.device) -> Self:
-        """The same decoder, for tensors on a device."""
+    def with_constants(self, place: Callable[[Tensor], Tensor]) -> Self:
+        """The same decoder, with its constants where ``place`` copies them."""
         moved = copy(self)
-        moved._frequencies = self._frequencies.to(device)
+        moved._frequencies = place(self._frequencies)
         if self._sliding_frequencies is not None:
-            moved._sliding_frequencies = self._sliding_frequencies.to(device)
+            moved._sliding_frequencies = place(self._sliding_frequencies)
         return moved
 
     def biased_projections(self) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pilotlight.engine.core.blocks import BLOCK_TOKENS
 from pilotlight.engine.cuda.kernels.launching import Kernel
-from pilotlight.engine.cuda.rows import MAX_SPLITS, Items, Rows
+from pilotlight.engine.cuda.rows import MAX_SPLITS, Items, Place, Rows
 
 KEYS_AT_ONCE = 64
 PRECISION = tl.constexpr("tf32x3")
@@ -176,11 +176,12 @@ LOG2_E = 1.4426950408889634
 class DecodeScratch:
     """Partial results of one launch at a time."""
 
-    def __init__(self, max_items: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device) -> None:
+    def __init__(self, max_items: int, num_heads: int, num_kv_heads: int, head_dim: int, place: Place) -> None:
+        """``place`` gives the memory."""
         self.max_items = max_items
-        self.partial = torch.empty(max_items, num_heads, head_dim, dtype=torch.float32, device=device)
-        self.marks = torch.empty(max_items, num_heads, 2, dtype=torch.float32, device=device)
-        self.arrived = torch.zeros(max_items, num_kv_heads, dtype=torch.int32, device=device)
+        self.partial = place((max_items, num_heads, head_dim), torch.float32)
+        self.marks = place((max_items, num_heads, 2), torch.float32)
+        self.arrived = place((max_items, num_kv_heads), torch.int32)
         """Programs that are done with the row whose first item it is; 0 between launches."""
 
 

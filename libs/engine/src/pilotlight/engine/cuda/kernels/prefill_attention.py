@@ -81,6 +81,8 @@ def _prefill_attention(
     row = tl.load(rows + segment)
     start = tl.load(starts + segment)
     count = tl.load(counts + segment)
+    if first >= count:
+        return  # a tile of a padded step
     own_blocks = blocks + tl.load(first_blocks + segment)
     kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
     inner = first + tl.arange(0, QUERIES_AT_ONCE)

@@ -1,0 +1,93 @@
+"""What ``bench/engine_gpu.py`` asks of an engine, line by line. The standard library alone: an engine may bring its own interpreter."""
+
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+VOCAB_SIZE = 151_936
+MAX_CONTEXT_TOKENS = 16_384
+SHAPES = {
+    "4B": {"num_layers": 40, "hidden_size": 2560, "num_heads": 20, "num_kv_heads": 20, "intermediate_size": 6912},
+    "8B": {"num_layers": 36, "hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "intermediate_size": 12_288},
+}
+HEAD_DIM = 128
+KV_TOKENS = 98_304
+"""Of either engine."""
+
+
+def weights_bytes(shape: str) -> int:
+    """Of a shape in bfloat16, without norms and biases."""
+    sizes = SHAPES[shape]
+    hidden, heads = sizes["hidden_size"], HEAD_DIM * (2 * sizes["num_heads"] + 2 * sizes["num_kv_heads"])
+    return 2 * hidden * (2 * VOCAB_SIZE + sizes["num_layers"] * (heads + 3 * sizes["intermediate_size"]))
+
+
+Generate = Callable[[list[list[int]], list[int]], list[list[int]]]
+"""Prompts and how many tokens each is to be given -> those tokens, greedy, to the end of the last."""
+Handler = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Read from the command line."""
+
+    folder: str
+    shape: str
+
+    @property
+    def kv_bytes(self) -> int:
+        """Keys and values of ``KV_TOKENS`` tokens in bfloat16."""
+        shape = SHAPES[self.shape]
+        return KV_TOKENS * 2 * shape["num_layers"] * shape["num_kv_heads"] * HEAD_DIM * 2
+
+
+def prompts_of(seed: int, lengths: list[int]) -> list[list[int]]:
+    """Random prompts: those of different seeds have nothing in common, so no prefix cache helps."""
+    dice = random.Random(seed)
+    return [dice.choices(range(VOCAB_SIZE), k=length) for length in lengths]
+
+
+def read() -> Job:
+    """The job of this process."""
+    return Job(**json.loads(sys.argv[1]))
+
+
+def take_stdout() -> Any:
+    """Answers go where stdout went; whatever the engine prints goes to stderr. To be called before the engine is imported."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return answers
+
+
+def serve(answers: Any, about: dict[str, Any], generate: Generate, others: dict[str, Handler] | None = None) -> None:
+    """Says that it is ready, then answers what it is asked until nobody asks any more.
+
+    Raises:
+        SystemExit: the engine gave another number of tokens than it was asked for.
+    """
+    _say(answers, about)
+    for line in sys.stdin:
+        ask = json.loads(line)
+        if ask["do"] == "generate":
+            _say(answers, _generate(ask, generate))
+        else:
+            _say(answers, (others or {})[ask["do"]](ask))
+
+
+def _generate(ask: dict[str, Any], generate: Generate) -> dict[str, Any]:
+    prompts, wanted = prompts_of(ask["seed"], ask["prompt_tokens"]), ask["output_tokens"]
+    began_s = time.perf_counter()
+    outputs = generate(prompts, wanted)
+    took_s = time.perf_counter() - began_s
+    if [len(each) for each in outputs] != wanted:
+        raise SystemExit(f"asked for {wanted} tokens, got {[len(each) for each in outputs]}")
+    return {"seconds": took_s, "outputs": outputs if ask["tell"] else None}
+
+
+def _say(answers: Any, answer: dict[str, Any]) -> None:
+    print(json.dumps(answer), file=answers, flush=True)

@@ -1,0 +1,123 @@
+"""The native engine on a GPU, for ``bench/engine_gpu.py``."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import engine_gpu_job as job
+import torch
+from engine_gpu_weights import spec_of
+from safetensors import safe_open
+from torch.profiler import ProfilerActivity, profile
+
+from pilotlight.engine.core.blocks import BLOCK_TOKENS
+from pilotlight.engine.core.scheduler import BatchLimits
+from pilotlight.engine.cuda.arena import CudaArena
+from pilotlight.engine.device.memory import layout_of
+from pilotlight.engine.engine import Engine
+from pilotlight.engine.models.registry import decoder_of
+from pilotlight.policy.types import Dtype, InstanceId, RequestId, Sampling
+
+STEP_TOKENS, RUNNING = 8_192, 256
+TOP = 5
+"""The most probable tokens that are told with each."""
+INSTANCE = InstanceId("bench")
+
+
+class Bench:
+    """One engine with one model."""
+
+    def __init__(self, asked: job.Job) -> None:
+        self.spec = spec_of(asked.shape)
+        self.arena = CudaArena()
+        self.device_name = torch.cuda.get_device_name()
+        limits = BatchLimits(step_tokens=STEP_TOKENS, running=RUNNING, prefix_cache=False)
+        self.engine = Engine(1, time.monotonic, limits, self.arena)
+        self._number = 0
+        decoder, whole = decoder_of(self.spec), self.spec.whole
+        layout = layout_of(self.arena, decoder, whole, Dtype.BFLOAT16)
+        parts = range(self.spec.num_layers + 2)
+        room = sum(layout.part(part).num_bytes for part in parts)
+        room += layout.kv_bytes(job.KV_TOKENS // BLOCK_TOKENS, self.spec.num_layers, self.arena.granule_bytes)
+        self.engine.begin_load(INSTANCE, self.spec, whole, Dtype.BFLOAT16, room)
+        began_s = time.monotonic()
+        for part in parts:
+            with safe_open(Path(asked.folder) / f"part-{part}.safetensors", "pt") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+            sources = {
+                name: (Dtype.BFLOAT16, tuple(tensor.shape), memoryview(tensor.view(-1).view(torch.uint8).numpy()))
+                for name, tensor in tensors.items()
+            }
+            self.engine.place_part(INSTANCE, part, sources)
+        torch.cuda.synchronize()
+        self.load_s = time.monotonic() - began_s
+
+    def add(self, prompt: list[int], output_tokens: int, **sampling: Any) -> str:
+        """One greedy request; its id."""
+        self._number += 1
+        name = f"r{self._number}"
+        parameters = Sampling(seed=self._number, max_tokens=output_tokens, temperature=0.0, **sampling)
+        self.engine.add(RequestId(name), 1, INSTANCE, prompt, (), parameters)
+        return name
+
+    def finish(self) -> list[Any]:
+        """Runs everything to its end; what was produced."""
+        produced: list[Any] = []
+        while self.engine.has_work:
+            produced += self.engine.step().produced
+        return produced
+
+    def generate(self, prompts: list[list[int]], wanted: list[int]) -> list[list[int]]:
+        """See ``engine_gpu_job.Generate``."""
+        outputs: dict[str, list[int]] = {self.add(prompt, count): [] for prompt, count in zip(prompts, wanted, strict=True)}
+        for one in self.finish():
+            outputs[one.request_id] += one.token_ids
+        return list(outputs.values())
+
+    def likeliest(self, ask: dict[str, Any]) -> dict[str, Any]:
+        """Greedy tokens, and for each the most probable ones with the logarithms of their probabilities."""
+        names = [
+            self.add(prompt, ask["output_tokens"], logprobs=True, top_logprobs=TOP)
+            for prompt in job.prompts_of(ask["seed"], ask["prompt_tokens"])
+        ]
+        found: dict[str, list[Any]] = {name: [] for name in names}
+        for one in self.finish():
+            found[one.request_id] += zip(one.token_ids, one.top_logprobs or (), strict=True)
+        return {"outputs": [[token for token, _ in each] for each in found.values()],
+                "tops": [[list(map(list, top)) for _, top in each] for each in found.values()]}  # fmt: skip
+
+    def profile(self, ask: dict[str, Any]) -> dict[str, Any]:
+        """Device time by kernel, milliseconds a step, the largest first."""
+        steps = ask["steps"]
+        for prompt in job.prompts_of(ask["seed"], ask["prompt_tokens"]):
+            self.add(prompt, steps + 12 if steps > 1 else 1)
+        if steps > 1:
+            for _ in range(6):
+                self.engine.step()
+        with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+            for _ in range(steps):
+                self.engine.step()
+            torch.cuda.synchronize()
+        self.finish()
+        kernels = [
+            (event.key[:90], round(event.self_device_time_total / 1e3 / steps, 4), event.count // steps)
+            for event in recorded.key_averages()
+        ]
+        return {"kernels": sorted(kernels, key=lambda kernel: -kernel[1])[:14]}
+
+    def memory(self, _: dict[str, Any]) -> dict[str, Any]:
+        """What it holds of the device's memory, by its own books."""
+        return {"arena_bytes": self.arena.physical_bytes, "torch_bytes": torch.cuda.max_memory_reserved()}
+
+
+def main() -> None:
+    """Answers until nobody asks any more."""
+    answers, asked = job.take_stdout(), job.read()
+    bench = Bench(asked)
+    about = {"version": f"torch {torch.__version__}", "device": bench.device_name, "load_s": round(bench.load_s, 3)}
+    others = {"likeliest": bench.likeliest, "profile": bench.profile, "memory": bench.memory}
+    job.serve(answers, about, bench.generate, others)
+
+
+if __name__ == "__main__":
+    main()

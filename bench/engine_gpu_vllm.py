@@ -1,0 +1,40 @@
+"""vLLM on a GPU, in one process, for ``bench/engine_gpu.py``. Its interpreter brings ``vllm``.
+
+Default settings, but for what makes the two comparable: no prefix caching, as much KV as the other engine has (then vLLM's share of the
+device's memory, which it would fill with KV, says nothing but what has to be free).
+"""
+
+import os
+
+os.environ |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
+
+import engine_gpu_job as job
+
+FREE_SHARE = 0.5
+"""Of the device's memory; vLLM does not start where less is free."""
+
+
+def main() -> None:
+    """Answers until nobody asks any more."""
+    answers, asked = job.take_stdout(), job.read()
+    import vllm
+
+    engine = vllm.LLM(
+        asked.folder,
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
+        kv_cache_memory_bytes=asked.kv_bytes,
+        gpu_memory_utilization=FREE_SHARE,
+    )
+
+    def generate(prompts: list[list[int]], wanted: list[int]) -> list[list[int]]:
+        sampling = [vllm.SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False) for count in wanted]
+        outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+        return [list(each.outputs[0].token_ids) for each in outputs]
+
+    job.serve(answers, {"version": f"vLLM {vllm.__version__}"}, generate)
+
+
+if __name__ == "__main__":
+    main()  # vLLM starts processes that import this file again

@@ -1,0 +1,34 @@
+"""How the bytes that a stage is given are divided."""
+
+from pilotlight.engine.core.blocks import BLOCK_TOKENS
+from pilotlight.engine.device.arena_protocol import Arena
+from pilotlight.engine.device.memory import layout_of, parameter_bytes
+from pilotlight.engine.errors import NoRoom
+from pilotlight.engine.models.decoder import Decoder
+from pilotlight.engine.results import StageRoom
+from pilotlight.policy.types import Dtype, Stage
+
+
+def divide(arena: Arena, decoder: Decoder, stage: Stage, dtype: Dtype, device_bytes: int) -> StageRoom:
+    """Gives the KV cache what the parameters leave.
+
+    Where granules are large, everything is counted in whole ones: a stage never has more memory behind it than it was given.
+
+    Raises:
+        NoRoom: that is less than one block, or the model is larger than a slot.
+    """
+    layout, layers = layout_of(arena, decoder, stage, dtype), stage.stop - stage.start
+    parts = decoder.spec.parts_of(stage)
+    parameters = parameter_bytes(decoder, stage, dtype)
+    counted_bytes = arena.granule_bytes if arena.whole_granules else 1
+    held_bytes = sum(layout.part(part).num_bytes for part in parts) if arena.whole_granules else parameters
+    num_blocks = layout.blocks_in(device_bytes - held_bytes, layers, counted_bytes)
+    if not num_blocks:
+        needed_bytes = held_bytes + layout.kv_bytes(1, layers, counted_bytes)
+        raise NoRoom(f"the stage needs at least {needed_bytes} bytes for parameters and one KV block; {device_bytes} are given")
+    return StageRoom(
+        parts=parts,
+        parameter_bytes=parameters,
+        kv_bytes_per_token=decoder.spec.kv_bytes_per_token(stage, dtype),
+        kv_capacity_tokens=num_blocks * BLOCK_TOKENS,
+    )

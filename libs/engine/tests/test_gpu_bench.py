@@ -1,0 +1,139 @@
+"""What ``make bench-engine-gpu`` does with its figures, and how it talks to engines: no device is needed for either."""
+
+import statistics
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+BENCH = ROOT / "bench"
+
+
+@pytest.fixture(autouse=True)
+def bench(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+
+
+ENGINE = """
+import sys
+sys.path.insert(0, {bench!r})
+import engine_gpu_job as job
+answers = job.take_stdout()
+print("what an engine prints on stdout")
+def generate(prompts, wanted):
+    return [[prompt[0]] * count for prompt, count in zip(prompts, wanted)]
+def crash(ask):
+    raise SystemExit(3)
+job.serve(answers, {{"version": "fake"}}, generate, {{"sum": lambda ask: {{"sum": sum(ask["numbers"])}}, "crash": crash}})
+"""
+
+
+@pytest.fixture
+def engine():
+    from engine_gpu_process import Child
+
+    command = [sys.executable, "-c", ENGINE.format(bench=str(BENCH)), '{"folder": "/tmp", "shape": "4B"}']
+    with Child("fake", command, 30.0, 30.0) as child:
+        yield child
+
+
+def test_an_engine_is_asked_by_lines_whatever_it_prints(engine):
+    from engine_gpu_job import prompts_of
+
+    assert engine.about == {"version": "fake"}
+    assert engine.generate(5, [3, 4], [2, 1]) >= 0
+    first, second = prompts_of(5, [3, 4])
+    assert engine.outputs(5, [3, 4], [2, 1]) == [[first[0]] * 2, [second[0]]]
+    assert engine.ask(do="sum", numbers=[1, 2]) == {"sum": 3}
+
+
+def test_an_engine_that_ends_ends_the_run(engine):
+    with pytest.raises(SystemExit, match="fake ended with 3"):
+        engine.ask(do="crash")
+
+
+def test_prompts_have_nothing_in_common():
+    from engine_gpu_job import prompts_of
+
+    many = [tuple(prompt[:8]) for seed in range(1, 500, 100) for prompt in prompts_of(seed, [161] * 8)]
+    assert len({*many}) == len(many)
+    assert prompts_of(7, [161]) == prompts_of(7, [161])
+
+
+def test_a_row_has_its_ratio_and_its_floor():
+    from engine_gpu import FLOOR, complaints, summary
+
+    slow = summary("decode", "ms", False, {"ours": [5.0, 4.0, 9.0], "vllm": [4.0, 4.0]}, statistics.median)
+    assert (slow["ours"], slow["vllm"], slow["ratio"], slow["floor"]["met"]) == (5.0, 4.0, 0.8, False)
+    fast = summary("rate", "tokens/s", True, {"ours": [95.0], "vllm": [100.0]}, statistics.median)
+    assert (fast["ratio"], fast["floor"]) == (0.95, {"ratio": FLOOR, "met": True})
+    alone = summary("rate", "tokens/s", True, {"ours": [95.0]}, statistics.median)
+    assert "ratio" not in alone
+    document = {"rows": [slow, fast, alone], "left_out": ["x, round 2"], "agreement": {"errors": [{"prompt": 3}]}}
+    assert complaints({"4B": document}) == [
+        "4B: decode: 0.8 of vLLM, below 0.9",
+        "4B: left out: x, round 2",
+        "4B: tokens differ by more than rounding: {'prompt': 3}",
+    ]
+
+
+def test_every_row_fits_into_the_time_of_a_shape():
+    from engine_gpu import PREDICTED_S, rows
+    from engine_gpu_job import SHAPES
+
+    for shape in SHAPES:
+        measured = sum(row.predicted_s for row in rows(shape)) * 3
+        assert sum(part[shape] for part in PREDICTED_S.values()) + measured < 205
+
+
+def test_weights_take_what_the_shapes_say():
+    from engine_gpu_job import SHAPES, weights_bytes
+    from engine_gpu_weights import config_of, spec_of
+
+    for shape in SHAPES:
+        spec = spec_of(shape)
+        assert 0.999 < weights_bytes(shape) / spec.total_bytes < 1
+        assert config_of(spec)["num_hidden_layers"] == spec.num_layers
+
+
+def test_the_sample_is_of_conversations():
+    from engine_gpu import conversations
+    from engine_gpu_job import KV_TOKENS, MAX_CONTEXT_TOKENS
+
+    prompts, outputs = conversations()
+    assert len(prompts) == len(outputs) == 128
+    assert max(map(sum, zip(prompts, outputs, strict=True))) <= min(MAX_CONTEXT_TOKENS, KV_TOKENS)
+    assert min(outputs) > 0
+
+
+def test_engines_agree_up_to_rounding():
+    from engine_gpu_agreement import GAP_BOUND, agreement
+
+    def tops(*pairs):
+        return [[token, value] for token, value in pairs]
+
+    sure = tops((1, -0.1), (2, -5.0))
+    close = tops((1, -0.70), (2, -0.71), (3, -9.0))
+    ours = [[1, 1, 1], [1, 1, 1], [1, 1, 1], [1, 1, 1]]
+    found = agreement(
+        ours,
+        [[sure] * 3, [sure, close, sure], [close, sure, sure], [sure, sure, close]],
+        [[1, 1, 1], [1, 2, 7], [1, 2, 1], [1, 1, 9]],
+    )
+    assert (found["equal_prompts"], found["prompts"]) == (1, 4)
+    assert (found["equal_tokens"], found["compared_tokens"]) == (3 + 1 + 1 + 2, 3 + 2 + 2 + 3)
+    assert [one["gap_to_theirs"] for one in found["differing"]] == [0.01, 4.9, None]
+    assert found["differing"][0]["top_2_gap"] == 0.01 < GAP_BOUND
+    assert [one["prompt"] for one in found["errors"]] == [2, 3], "far apart, and none of our best"
+
+
+def test_memory_is_whose_turn_it_is():
+    from engine_gpu_process import DeviceMemory
+
+    now = 10
+    memory = DeviceMemory(lambda: now)
+    for name, after in (("ours", 40), ("theirs", 45), ("ours", 38), ("ours", 44)):
+        with memory.of(name):
+            now = after
+    assert memory.peak_bytes == {"ours": 30, "theirs": 5}, "ours gave 7 back, then took 6"

@@ -1,0 +1,149 @@
+"""Watches a worker's GPU through its driver. In the worker's own process, which has no context on the device and no torch.
+
+::
+
+    read ──> judge ──> health ──> the worker: ends its engine, or starts it again
+     ^  │ late: the reading is that it is late, and the call is waited for on; no other is made meanwhile
+     └──┘ every ``poll_s``, and at once when somebody wants to know
+"""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import structlog
+
+from pilotlight.common.apart import Apart
+from pilotlight.common.clock import Clock
+from pilotlight.common.errors import DeadlineExceeded
+from pilotlight.common.nvml import DeviceReader, Gpu, NvmlUnavailable
+from pilotlight.common.service import Background
+from pilotlight.common.waiting import Signal, within, woken
+from pilotlight.policy.device_health import DeviceReading, Judgement, judge
+from pilotlight.policy.types import DeviceHealth, HealthState
+
+T = TypeVar("T")
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchTimes:
+    """How often, and how patiently."""
+
+    poll_s: float = 0.5
+    deadline_s: float = 5.0
+    """A driver that has not answered by then hangs: its calls take milliseconds."""
+    grace_s: float = 0.5
+    """Beyond that."""
+
+
+class DeviceWatch:
+    """What is known of one device. ``on_change`` is called with each new health, in the worker's event loop."""
+
+    def __init__(
+        self,
+        reader: DeviceReader,
+        clock: Clock,
+        background: Background,
+        own_pids: Callable[[], frozenset[int]],
+        times: WatchTimes,
+    ) -> None:
+        self.gpu: Gpu | None = None
+        """The device, once it was found."""
+        self.readings = 0
+        """So many have come, the late ones too."""
+        self._reader = reader
+        self._clock = clock
+        self._background = background
+        self._own_pids = own_pids
+        self._times = times
+        self._apart = Apart("nvml")
+        self._judgement = Judgement()
+        self._promised_bytes = 0
+        self._on_change: Callable[[DeviceHealth], None] = lambda health: None
+        self._unwatched = ""
+        self._asked = asyncio.Event()
+        self._told = Signal()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def health(self) -> DeviceHealth:
+        """By the last reading."""
+        return DeviceHealth(reason=self._unwatched) if self._unwatched else self._judgement.health
+
+    @property
+    def usable(self) -> bool:
+        """An engine may be started on it."""
+        return bool(self._unwatched) or self._judgement.usable
+
+    def promise(self, device_bytes: int) -> None:
+        """So much of the device's memory is for models."""
+        self._promised_bytes = device_bytes
+
+    async def start(self, on_change: Callable[[DeviceHealth], None]) -> None:
+        """Return when the first reading is there, or is late, or nobody is there to ask."""
+        self._on_change = on_change
+        if self._task is None:
+            self._task = self._background.spawn("device watch", self._watch())
+            await self._next()
+
+    async def stop(self) -> None:
+        """Watch no more. A call that hangs is left to itself."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+        self._apart.call(self._reader.close)
+        self._apart.close()
+
+    async def fresh(self) -> None:
+        """Return after a reading that was begun after this was asked for; at once, where nobody is asked."""
+        if self._task is None or self._unwatched:
+            return
+        for _ in range(2):  # One that is under way may have been begun before.
+            self._asked.set()
+            await self._next()
+            if not self.usable:
+                return
+
+    async def _next(self) -> None:
+        seen = self.readings
+        while self.readings == seen and not self._unwatched:
+            await self._told.wait()
+
+    async def _watch(self) -> None:
+        try:
+            self.gpu = await self._answer(self._apart.call(self._reader.open))
+        except NvmlUnavailable as error:
+            self._unwatched = f"not watched: {error}"
+            log.warning("the device is not watched", action="device_unwatched", error=str(error))
+            self._told.send()
+            self._on_change(self.health)
+            return
+        while True:
+            self._take(await self._answer(self._apart.call(partial(self._reader.read, self._own_pids()))))
+            await woken(self._asked, self._times.poll_s)
+
+    async def _answer(self, call: "asyncio.Future[T]") -> T:
+        """What the driver answers, however late; each deadline that passes meanwhile is a reading."""
+        since_s = self._clock.monotonic_s()
+        while True:
+            # Twice: when this process itself stood still the first time is over at once, and what was answered is heard in the second.
+            for wait_s in (self._times.deadline_s, self._times.grace_s):
+                with suppress(DeadlineExceeded):
+                    return await within(wait_s, asyncio.shield(call), "the driver's answer")
+            self._take(DeviceReading(late_s=self._clock.monotonic_s() - since_s))
+
+    def _take(self, reading: DeviceReading) -> None:
+        before, self._judgement = self._judgement, judge(self._judgement, reading, self._promised_bytes)
+        self.readings += 1
+        for number in reading.xids:
+            log.warning("Xid", action="device_xid", xid=number)
+        health = self._judgement.health
+        self._told.send()
+        if health != before.health:
+            level = log.error if health.state is HealthState.FAILED else log.info
+            level("device health", action="device_health", state=health.state.value, reason=health.reason)
+            self._on_change(health)
