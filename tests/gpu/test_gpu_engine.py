@@ -113,6 +113,23 @@ def test_outputs_are_those_of_the_cpu(on_device: CudaArena, kind: str) -> None:
     assert on_device.backed_bytes == 0
 
 
+@pytest.mark.parametrize("max_tokens", [1, 6])
+def test_a_prompt_in_pieces_comes_first(on_device: CudaArena, max_tokens: int) -> None:
+    """The very first batches give nobody a token."""
+    drivers = [
+        Driver(arena, "qwen2", 1024, BatchLimits(step_tokens=200, running=12))
+        for arena in (on_device, CpuArena(num_slots=1, slot_bytes=SLOT_BYTES))
+    ]
+    for driver in drivers:
+        driver.add("long", 450, max_tokens=max_tokens)
+        driver.step()
+        assert driver.tokens == {"long": []}
+        driver.finish()
+    there, here = drivers
+    assert there.tokens == here.tokens
+    there.engine.unload(INSTANCE)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_request_moves_between_engines_in_mid_generation(on_device: CudaArena, kind: str) -> None:
     """From the device to another engine on it, and to one on the CPU, and from there to the device, with its keys and values: the tokens

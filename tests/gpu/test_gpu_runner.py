@@ -17,7 +17,7 @@ from pilotlight.engine.cuda.graphs import Graphs
 from pilotlight.engine.cuda.prompts import prompt_length
 from pilotlight.engine.cuda.runner import CudaRangeRunner
 from pilotlight.engine.device.arena import CpuArena
-from pilotlight.engine.device.arena_protocol import Arena
+from pilotlight.engine.device.arena_protocol import Arena, TorchMemory
 from pilotlight.engine.device.runner import RangeRunner
 from pilotlight.policy.types import Dtype, Stage
 
@@ -105,7 +105,7 @@ def arena_on(device: torch.device) -> Generator[Arena]:
 def run_on(arena: Arena, kind: str, dtype: Dtype, steps: Steps, *, graphs: bool, cut: Sequence[int] = ()) -> list[Tensor]:
     spec = spec_of(kind, dtype)
     runners: list[CudaRangeRunner] = []
-    closes = list[Graphs]()
+    closes: list[Graphs | TorchMemory] = []
     memories = []
     for start, stop in zip((0, *cut), (*cut, spec.num_layers), strict=True):
         memory, parameters, kv = placed(arena, spec, 1, NUM_BLOCKS, stage=Stage(start, stop))
@@ -116,7 +116,7 @@ def run_on(arena: Arena, kind: str, dtype: Dtype, steps: Steps, *, graphs: bool,
             poison = torch.full((8 << 20,), torch.nan, device=arena.device)
         del poison
         captured = Graphs(arena.device, scratch) if graphs else None
-        closes += [captured] if captured else []
+        closes.append(captured or scratch.graphs)
         memories.append(memory)
         runners.append(CudaRangeRunner(memory, parameters, kv, scratch.eager, graphs=captured))
     found = logits_of(runners, steps)
@@ -144,6 +144,10 @@ def largest_error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     )
 
 
+def error_of_all(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    return largest_error([torch.cat([one.flatten() for one in found])], [torch.cat([one.flatten() for one in exact])])
+
+
 def test_the_steps_are_of_the_kinds_that_they_are_to_be() -> None:
     lengths = [prompt_length(batch) for batch, _ in one_by_one()]
     assert [length for length in lengths if length] == [192, 192, 16, 384, 16, 384, 384, 16, 16, 512]
@@ -164,8 +168,11 @@ def test_float32_logits_are_the_cpus(device: torch.device, kind: str, steps: str
 @pytest.mark.parametrize("kind", KINDS)
 def test_bfloat16_logits_are_as_near_to_float64_as_the_cpus(device: torch.device, kind: str, steps: str) -> None:
     exact = on_cpu(kind, Dtype.BFLOAT16, Dtype.FLOAT64, STEPS[steps]())
-    error = largest_error(on_device(device, kind, Dtype.BFLOAT16, STEPS[steps](), graphs=True), exact)
-    assert error < 1.3 * largest_error(on_cpu(kind, Dtype.BFLOAT16, Dtype.BFLOAT16, STEPS[steps]()), exact)
+    found = on_device(device, kind, Dtype.BFLOAT16, STEPS[steps](), graphs=True)
+    here = on_cpu(kind, Dtype.BFLOAT16, Dtype.BFLOAT16, STEPS[steps]())
+    assert error_of_all(found, exact) < 1.3 * error_of_all(here, exact)
+    # The worst of some twenty single rows is a matter of luck on both sides.
+    assert largest_error(found, exact) < 2 * largest_error(here, exact)
 
 
 @pytest.mark.parametrize("steps", STEPS)

@@ -255,7 +255,7 @@ async def test_an_illegal_address_ends_the_child_and_the_device_is_well(
     assert listener.tokens["after"] == listener.tokens["before"]
     # The driver tells of it some time later, as of a program's fault; where it tells of none, that is recorded.
     reading = await apart.call(lambda: reader.read(engine.pids))
-    record_property("xids", reading.xids)
+    record_property("xids", str(reading.xids))
     record_property("recovery", reading.recovery.value)
     assert judge(Judgement(), reading).health.state in (HealthState.HEALTHY, HealthState.DEGRADED)
     await apart.call(reader.close)
@@ -266,7 +266,7 @@ async def test_the_driver_is_read(device: torch.device, record_property: Record)
     gpu = await apart.call(reader.open)
     reading = await apart.call(lambda: reader.read((os.getpid(),)))
     for name in ("recovery", "uncorrected_errors", "remap_pending", "used_bytes", "own_bytes"):
-        record_property(name, getattr(reading, name))
+        record_property(name, str(getattr(reading, name)))
     assert reading.memory_bytes == gpu.memory_bytes > 1 << 30
     assert judge(Judgement(), reading).health.state is not HealthState.FAILED
     await apart.call(reader.close)

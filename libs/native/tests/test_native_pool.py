@@ -106,6 +106,30 @@ def test_pools_of_a_group_share_their_memory(device, arena):
     two.close()
 
 
+def test_a_pool_that_nobody_closed_takes_nothing_from_another_at_its_addresses(device, arena):
+    left, pool = (Pool(device, arena, 0, 64 * GRANULE, CHUNK) for _ in range(2))
+    with pool.selected():
+        place = malloc(CHUNK)
+    assert place == arena.address
+    free(place)
+    assert arena.physical_bytes == 0
+    pool.close()
+    left.close()
+
+
+def test_an_arena_ends_with_its_pools(device):
+    arena = DeviceArena(device, 256 * GRANULE)
+    left = Pool(device, arena, 0, 64 * GRANULE, CHUNK)
+    with left.selected():
+        place = malloc(CHUNK)
+    assert place == arena.address
+    arena.close()
+    assert fake_cuda().used_bytes == 0
+    with pytest.raises(NativeError, match="there is no pool"):
+        left.close()
+    free(place)  # as torch's allocator does it, whenever it likes
+
+
 def test_a_device_that_is_full_gives_no_segment_and_loses_none(device, arena):
     pool = Pool(device, arena, 0, 64 * GRANULE, CHUNK)
     fake_cuda().set_memory(fake_cuda().used_bytes + 3 * CHUNK)

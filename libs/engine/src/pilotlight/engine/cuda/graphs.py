@@ -125,8 +125,9 @@ class Graphs:
 
     def close(self) -> None:
         """Gives the graphs' memory back; none of them may run any more."""
-        for captured in self._captured.values():
-            captured.graph.reset()
+        # By its graph alone: a name for what was captured would keep its output, and so the pool, until this method ends.
+        for graph in self.captured.values():
+            graph.reset()
         self._captured.clear()
         self._logits = None
         self._scratch.graphs.close()

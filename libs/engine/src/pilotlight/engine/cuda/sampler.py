@@ -61,6 +61,9 @@ class CudaSampler:
     @torch.inference_mode()
     def launch(self, logits: Tensor, draws: Sequence[Draw]) -> CudaTokens:
         """Draws as if all draws were simple, without waiting for it. The logits may be overwritten on the device's stream."""
+        if not draws:
+            # Pieces of prompts alone: nobody gets a token.
+            return CudaTokens(torch.empty(0, dtype=torch.int32, device=self._device))
         rows = len(draws)
         if rows > self._max_rows:
             self._max_rows = max(2 * self._max_rows, rows, 64)

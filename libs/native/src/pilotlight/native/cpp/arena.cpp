@@ -278,7 +278,10 @@ PILOTLIGHT_EXPORT int pilotlight_arena_open(CUcontext context, int ordinal, std:
     return OK;
 }
 
-PILOTLIGHT_EXPORT void pilotlight_arena_close(Arena *arena) { delete arena; }
+PILOTLIGHT_EXPORT void pilotlight_arena_close(Arena *arena) {
+    end_pools(arena);
+    delete arena;
+}
 PILOTLIGHT_EXPORT std::uint64_t pilotlight_arena_address(Arena *arena) { return arena->address; }
 PILOTLIGHT_EXPORT std::uint64_t pilotlight_arena_granule(Arena *arena) { return arena->granule; }
 PILOTLIGHT_EXPORT std::uint64_t pilotlight_arena_physical_bytes(Arena *arena) { return arena->physical_bytes; }

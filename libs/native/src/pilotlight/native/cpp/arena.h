@@ -81,4 +81,7 @@ class Arena {
     Chunks chunks_;
 };
 
+// An arena ends, and its pools with it, whatever lies in them; see pool.cpp.
+void end_pools(const Arena *arena);
+
 }  // namespace pilotlight

@@ -82,6 +82,13 @@ int trim(Pool &pool, std::uint64_t first, std::uint64_t last) {
 
 }  // namespace
 
+// Otherwise a pool that nobody closed would take what is freed in the next arena, which may well lie where this one did.
+void end_pools(const Arena *arena) {
+    std::lock_guard guard(pools_lock);
+    for (auto &pool : pools)
+        if (pool && pool->arena == arena) pool.reset();
+}
+
 }  // namespace pilotlight
 
 using namespace pilotlight;
@@ -175,7 +182,7 @@ PILOTLIGHT_EXPORT void pilotlight_pool_free(void *pointer, ssize_t, int, CUstrea
         std::uint64_t address = reinterpret_cast<std::uint64_t>(pointer);
         if (address < pool->arena->address + pool->start || address >= pool->arena->address + pool->stop) continue;
         auto segment = pool->segments.find(address - pool->arena->address);
-        if (segment == pool->segments.end()) return;
+        if (segment == pool->segments.end()) continue;  // another pool has the same addresses
         std::uint64_t start = segment->first, stop = segment->second;
         pool->segments.erase(segment);
         trim(*pool, (start - pool->start) / pool->chunk_bytes, (stop - 1 - pool->start) / pool->chunk_bytes);
