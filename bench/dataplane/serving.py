@@ -1,7 +1,7 @@
 """Serving beside a chain on the same link: part of ``make bench-dataplane``.
 
-Four network namespaces behind links of ``--rate`` (``tc tbf``, both ways). A pipeline of two stages (our engine on the CPU, one thread
-each, activations over TCP) decodes ``--requests`` requests; a chain brings a model of ``--mib`` MiB from one node to another::
+Four network namespaces behind links of ``--rate`` (``tc tbf``, both ways). A pipeline of two stages, whose activations go over TCP, decodes
+``--requests`` requests without a pause; a chain brings a model of ``--mib`` MiB from one node to another::
 
     beside     node 0: stage 0, the chain's source     activations and parameters leave node 0 by the same link, in the same direction,
                node 1: stage 1, the chain's receiver   and come to node 1 by the same link; sampled tokens go the other way
@@ -12,6 +12,9 @@ each, activations over TCP) decodes ``--requests`` requests; a chain brings a mo
 The kinds take turns, back and forth; each is measured in every round while the chain is under way. Time per output token (TPOT): a
 request's last token of that time minus its first, by the tokens between; of all requests the median.
 
+A stage stands in for a device: for each batch it waits as long as one would compute (``--device-ms``), and what a chain takes of the host's
+processors is not taken from it. With ``--engine`` it is our engine on the CPU, one thread each, and it is: the control tells how much.
+
 Prints one JSON document: medians over the rounds, the floor, and every single figure. Whatever else runs on the machine disturbs it:
 each run says how busy the processors were.
 """
@@ -20,162 +23,29 @@ import argparse
 import asyncio
 import json
 import os
-import queue
 import statistics
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
-import torch
 from bare_loader import SHARED_MEMORY, floor, machine, make_model, record_manifest
 from chain import serve_node
-from children import Child, obey
-from netns import Host, address, network
+from children import Child
+from netns import Host, network
+from stages import STAGES, serve_stage
 
-from pilotlight.checkpoint.config import parse_config
-from pilotlight.checkpoint.testing import tiny_config
 from pilotlight.common.clock import SystemClock
-from pilotlight.common.cluster_key import ClusterKey
-from pilotlight.common.handshake import CHANNEL_PURPOSE, Identity
 from pilotlight.common.telemetry import configure_logging
-from pilotlight.common.waiting import pause
 from pilotlight.dataplane.links import parse_bandwidth
-from pilotlight.engine.channel.door import Door
-from pilotlight.engine.device.dtypes import TORCH_DTYPES
-from pilotlight.engine.device.memory import parameter_bytes
-from pilotlight.engine.engine import Engine
-from pilotlight.engine.models.registry import decoder_of
-from pilotlight.engine.pipeline.joining import NextStage, join
-from pilotlight.policy.types import Dtype, InstanceId, NodeId, RequestId, Sampling, Stage
 
-KEY = ClusterKey(b"the key of the benchmark", CHANNEL_PURPOSE)
-PORT = 9778
-INSTANCE = InstanceId("bench")
-DTYPE = Dtype.BFLOAT16
-CONFIG = tiny_config(
-    hidden_size=1024,
-    intermediate_size=4096,
-    num_hidden_layers=8,
-    vocab_size=8192,
-    num_attention_heads=16,
-    num_key_value_heads=16,
-    max_position_embeddings=4096,
-)
-STAGES = (Stage(0, 4), Stage(4, 8))
-KV_TOKENS = 16384
-PROMPT_TOKENS = 32
-WARM_TOKENS = 16
-"""That every request has before anything is measured."""
-JOIN_S = 30.0
-PAUSE_S = 0.02
 FLOOR_RATIO = 1.10
 CLOCK = SystemClock()
 CHAINS: dict[str, tuple[int, int] | None] = {"alone": None, "beside": (0, 1), "elsewhere": (2, 3)}
 """Source and receiver of each kind."""
-
-
-class StageProcess:
-    """One stage, with an engine in a thread of its own."""
-
-    def __init__(self, index: int) -> None:
-        self._stage = STAGES[index]
-        self._me = identity(index)
-        self._following = NextStage(identity(1 - index).node_id, (address(1 - index), PORT), STAGES[1 - index])
-        self._engine = Engine(1, CLOCK.monotonic_s)
-        self._door = Door(self._me, (address(index), PORT), CLOCK.monotonic_s)
-        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._times: dict[str, list[float]] = {}
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-
-    def load(self) -> None:
-        """Random parameters."""
-        spec = parse_config(json.dumps(CONFIG).encode(), DTYPE)
-        decoder, stage = decoder_of(spec), self._stage
-        device_bytes = parameter_bytes(decoder, stage, DTYPE) + KV_TOKENS * spec.kv_bytes_per_token(stage, DTYPE)
-        self._engine.begin_load(INSTANCE, spec, stage, DTYPE, device_bytes)
-        for part in spec.parts_of(stage):
-            tensors = {
-                decoder.prefix(part) + name: (torch.randn(tuple(shape)) * 0.02).to(TORCH_DTYPES[DTYPE])
-                for name, shape in decoder.shapes(part).items()
-            }
-            sources = {
-                name: (DTYPE, tuple(tensor.shape), tensor.view(-1).view(torch.uint8).numpy().data)
-                for name, tensor in tensors.items()
-            }
-            self._engine.place_part(INSTANCE, part, sources)
-
-    async def join(self, _: Mapping[str, Any]) -> dict[str, Any]:
-        """Connect to the other stage."""
-        channels = await asyncio.to_thread(
-            join, self._door, self._me, INSTANCE, self._stage, self._following, CLOCK.monotonic_s, JOIN_S
-        )
-        self._engine.connect(INSTANCE, *channels)
-        self._thread.start()
-        return {}
-
-    async def begin(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Have requests decoded, and come back once all are under way."""
-        self._times = {f"{order['run']}.{number}": [] for number in range(order["requests"])}
-        for number, request_id in enumerate(self._times):
-            self._orders.put(lambda request_id=request_id, number=number: self._add(request_id, number))
-        while any(len(times) < WARM_TOKENS for times in self._times.values()):
-            await pause(PAUSE_S)
-        return {}
-
-    async def wait(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Let time pass."""
-        await pause(order["seconds"])
-        return {}
-
-    async def end(self, _: Mapping[str, Any]) -> dict[str, Any]:
-        """End them; when each of their tokens came."""
-        ended = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for request_id in self._times:
-            self._orders.put(lambda request_id=request_id: self._engine.abort(RequestId(request_id), 1))
-        self._orders.put(lambda: loop.call_soon_threadsafe(ended.set) and None)
-        await ended.wait()
-        return {"times": list(self._times.values())}
-
-    def _add(self, request_id: str, number: int) -> None:
-        prompt = [(number * 37 + at) % CONFIG["vocab_size"] for at in range(PROMPT_TOKENS)]
-        sampling = Sampling(seed=0, max_tokens=CONFIG["max_position_embeddings"] // 2, temperature=0.0, ignore_eos=True)
-        self._engine.add(RequestId(request_id), 1, INSTANCE, prompt, (), sampling)
-
-    def _run(self) -> None:
-        engine = self._engine
-        while True:
-            while not self._orders.empty():
-                self._orders.get()()
-            if not engine.has_work:
-                engine.wait(PAUSE_S)
-                continue
-            result = engine.step()
-            now_s = CLOCK.monotonic_s()
-            if result.lost:
-                os._exit(1)
-            for produced in result.produced:
-                if produced.request_id in self._times:
-                    self._times[produced.request_id].extend([now_s] * len(produced.token_ids))
-
-
-def identity(index: int) -> Identity:
-    """Of a node."""
-    return Identity(NodeId(f"n{index}"), KEY)
-
-
-async def serve_stage(index: int) -> None:
-    """One stage."""
-    stage = StageProcess(index)
-    stage.load()
-    await obey({"join": stage.join, "begin": stage.begin, "wait": stage.wait, "end": stage.end})
-    os._exit(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +130,7 @@ def report(runs: dict[str, list[dict[str, Any]]], size_bytes: int, options: argp
         "bytes": size_bytes,
         "rate": options.rate,
         "requests": options.requests,
+        "stages": "our engine on the CPU" if options.engine else f"stand-ins for devices, {options.device_ms:g} ms a batch",
         "direction": "activations and parameters from node 0 to node 1; sampled tokens from node 1 to node 0",
         "medians": medians,
         "share_of_the_link": {kind: round(ideal_s / medians[kind]["seconds"], 3) for kind in ("beside", "elsewhere")},
@@ -284,6 +155,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--rate", default="200mbit", help="of every link, as tc takes it")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=4, help="that are decoded at once")
+    parser.add_argument("--device-ms", type=float, default=10.0, help="that a stage takes for a batch")
+    parser.add_argument("--engine", action="store_true", help="compute with our engine on the CPU instead")
     parser.add_argument("--seconds", type=float, default=6.0, help="for which the pipeline is measured alone")
     parser.add_argument("--log", type=Path, default=Path(os.devnull), help="where the processes' logs go")
     parser.add_argument("--stage", type=int, help=argparse.SUPPRESS)
@@ -297,7 +170,7 @@ def main() -> None:
     """Measure all kinds in turns."""
     options = parse_options()
     if options.stage is not None:
-        asyncio.run(serve_stage(options.stage))
+        asyncio.run(serve_stage(options.stage, None if options.engine else options.device_ms / 1000))
         return
     if options.node is not None:
         configure_logging("bench")
@@ -312,7 +185,9 @@ def main() -> None:
         log = stack.enter_context(options.log.open("wb"))
         stages: list[Child] = []
         for index in range(len(STAGES)):
-            stages.append(Child(f"stage {index}", hosts[index].inside(sys.executable, __file__, "--stage", str(index)), log))
+            device = ("--engine",) if options.engine else ("--device-ms", str(options.device_ms))
+            command = hosts[index].inside(sys.executable, __file__, "--stage", str(index), *device)
+            stages.append(Child(f"stage {index}", command, log))
             stack.callback(stages[-1].stop)
         for stage in stages:
             stage.heard()

@@ -6,12 +6,14 @@ Reads are synchronous: whoever has an event loop calls them in a thread, several
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 from blake3 import blake3
 
+from pilotlight.checkpoint.bulk import PIECE_BYTES, pieces_of
 from pilotlight.checkpoint.errors import (
     BadCheckpoint,
     SourceChanged,
@@ -23,8 +25,6 @@ from pilotlight.checkpoint.errors import (
 
 MAX_FILES = 10_000
 """Most files that a source may list."""
-PIECE_BYTES = 1024 * 1024
-"""What is read of a file at once where the reader hands it on: little enough to stay in a core's cache until it is hashed."""
 MAX_BUFFERS = 1024
 """Buffers of one ``preadv``: what Linux takes."""
 
@@ -150,10 +150,32 @@ class FolderSource(BufferedSource):
 
     def read_into(self, file: SourceFile, offset: int, buffers: Sequence[memoryview], progress: Progress = unobserved) -> None:
         check_range(file, offset, sum(map(len, buffers)))
-        path = self._root / file.name
+        with self._opened(file) as descriptor:
+            _fill(descriptor, file, offset, buffers, progress)
+            self._check_still(file)
+
+    def pieces(
+        self, file: SourceFile, offset: int, size_bytes: int, check: Callable[[], None] = unhurried
+    ) -> Generator[memoryview]:
+        """As ``Source.pieces``."""
+        check_range(file, offset, size_bytes)
+        left_bytes = size_bytes
+        check()
+        with self._opened(file) as descriptor, closing(pieces_of(descriptor, offset, offset + size_bytes)) as pieces:
+            for piece in pieces:
+                self._check_still(file)
+                left_bytes -= len(piece)
+                yield piece
+                check()
+        if left_bytes:
+            raise SourceChanged("the file has become shorter while it was read", file=file.name)
+
+    @contextmanager
+    def _opened(self, file: SourceFile) -> Generator[int]:
+        """A descriptor of the version that was listed. What goes wrong with it is raised as ``Source`` says."""
         try:
             # Where a file was there may be a pipe now, whose opening would wait for a writer.
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            descriptor = os.open(self._root / file.name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError as error:
             raise SourceChanged("the file is gone", file=file.name) from error
         except OSError as error:
@@ -161,15 +183,17 @@ class FolderSource(BufferedSource):
         try:
             self._check_place(descriptor, file)
             _check_version(os.fstat(descriptor), file)
-            _fill(descriptor, file, offset, buffers, progress)
-            # After reading: a file that was written to meanwhile has another time of modification now, and one that was replaced is gone.
-            _check_version(os.stat(path), file)
+            yield descriptor
         except FileNotFoundError as error:
             raise SourceChanged("the file is gone", file=file.name) from error
         except OSError as error:
             raise _unreadable(error, "cannot be read", file.name) from error
         finally:
             os.close(descriptor)
+
+    def _check_still(self, file: SourceFile) -> None:
+        """After reading: a file that was written to meanwhile has another time of modification now, and one that was replaced is gone."""
+        _check_version(os.stat(self._root / file.name), file)
 
     def _check_place(self, descriptor: int, file: SourceFile) -> None:
         """Of the open file, not of its name: a link may lead elsewhere a moment later."""

@@ -17,13 +17,13 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from enum import StrEnum
 from pathlib import Path
 
 import structlog
 
-from pilotlight.checkpoint.digests import UNIT_BYTES
+from pilotlight.checkpoint.bulk import pieces_of
 from pilotlight.checkpoint.manifest import CHUNK_BYTES, Chunk, Manifest
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import DiskTierTaken
@@ -125,8 +125,11 @@ class DiskTier:
         try:
             if os.fstat(descriptor).st_size != work.size_bytes:
                 raise WrongBytes(f"the file has {os.fstat(descriptor).st_size} bytes, the chunk {work.size_bytes}")
-            for piece in _pieces(descriptor, work):
-                work.write(piece)
+            with closing(pieces_of(descriptor, work.position, work.size_bytes)) as pieces:
+                for piece in pieces:
+                    work.write(piece)
+            if work.left_bytes:
+                raise WrongBytes("the file has become shorter")
             _used_now(descriptor)
         except MixedBytes:
             raise
@@ -286,16 +289,6 @@ class DiskOrigin:
         if work.digest is None or work.digest not in self._tier:
             raise NotHere
         self._tier.read(work.digest, work)
-
-
-def _pieces(descriptor: int, work: ChunkWork) -> Iterator[memoryview]:
-    """What of a file the work is still without."""
-    buffer = memoryview(bytearray(min(UNIT_BYTES, work.left_bytes)))
-    while work.left_bytes:
-        count = os.preadv(descriptor, [buffer[: work.left_bytes]], work.position)
-        if count == 0:
-            raise WrongBytes("the file has become shorter")
-        yield buffer[:count]
 
 
 def _used_now(descriptor: int) -> None:
