@@ -10,7 +10,7 @@ from pilotlight.engine.core.request import Request, RequestKey
 from pilotlight.engine.core.scheduler import BatchLimits
 from pilotlight.engine.device.arena import CpuArena
 from pilotlight.engine.device.arena_protocol import Arena
-from pilotlight.engine.device.parameters import Source
+from pilotlight.engine.device.copying import Source
 from pilotlight.engine.drawing import ended
 from pilotlight.engine.errors import BadCheckpoint, BadRequest, EngineError, StageBusy, UnknownInstance
 from pilotlight.engine.faults import out_of_memory

@@ -16,9 +16,10 @@ from pilotlight.engine.core.request import Request, RequestKey
 from pilotlight.engine.core.scheduler import BatchLimits, BatchScheduler
 from pilotlight.engine.core.tables import BlockTables
 from pilotlight.engine.device.arena_protocol import Arena
+from pilotlight.engine.device.copying import Source
 from pilotlight.engine.device.kv import KvCache
 from pilotlight.engine.device.memory import StageMemory
-from pilotlight.engine.device.parameters import Parameters, Source
+from pilotlight.engine.device.parameters import Parameters
 from pilotlight.engine.device.sampler import Drawn, Undrawn
 from pilotlight.engine.drawing import Outcome, draw, ended, told, unanswered, wait_for_late
 from pilotlight.engine.errors import (
