@@ -1,7 +1,6 @@
 """Large ranges of files, piece by piece: from the system's memory where they lie there already, else past it, straight from the disk.
 
-What goes into a host pool is read once. Through the system's memory for files it would push out what others need, and take as much
-processor time for that copy as for hashing it.
+What goes into a host pool is read once. Through the system's memory for files it would push out what others need.
 """
 
 import ctypes
