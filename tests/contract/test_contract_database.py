@@ -1,5 +1,7 @@
 """Schemas, roles, units of work and outboxes on a real PostgreSQL."""
 
+import asyncio
+import gc
 from collections.abc import AsyncGenerator, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,6 +33,7 @@ from pilotlight.common.nats_bus import NatsBus
 from pilotlight.common.natsconf import events_stream
 from pilotlight.common.settings import BusSettings, DatabaseSettings, ServiceSettings
 from pilotlight.common.testing import DatabaseSettingsOf, MakeContext, until
+from pilotlight.common.waiting import cancel_all, within
 from pilotlight.policy.types import DeviceKind, Estimate, ModelName
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -244,6 +247,43 @@ async def test_a_broken_connection_is_replaced(gateway_database: Database, modul
     with pytest.raises(DatabaseUnavailable):
         await add_through_the_break()
     assert await rows(gateway_database, tables.models) == []
+
+
+@pytest.mark.anyio
+async def test_a_connection_that_is_given_up_is_hung_up_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though somebody keeps the error, and no collector runs: the server waits for the rest of the handshake, and others for it."""
+    came, left = asyncio.Event(), asyncio.Event()
+
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        came.set()
+        while await reader.read(1024):
+            pass
+        left.set()
+        writer.close()
+
+    async def use() -> None:
+        async with database.unit_of_work():
+            pass
+
+    settings = DatabaseSettings(database_url=f"postgresql://role:secret@/name?port=5432&host={tmp_path}")
+    database = Database(settings, "gateway", ManualClock())
+    async with await asyncio.start_unix_server(say_nothing, tmp_path / ".s.PGSQL.5432"):
+        gc.disable()
+        try:
+            cancelled = asyncio.create_task(use())
+            await within(5, came.wait(), "a connection")
+            await cancel_all((cancelled,))
+            await within(5, left.wait(), "the end of one that was cancelled")
+            left.clear()
+            monkeypatch.setattr("pilotlight.common.db.session.UNIT_DEADLINE_S", 0.05)
+            with pytest.raises(DatabaseUnavailable, match="did not answer") as late:
+                await use()
+            await within(5, left.wait(), "the end of one that took too long")
+        finally:
+            gc.enable()
+        assert cancelled.cancelled()
+        assert late.value.__cause__ is not None
+    await database.stop()
 
 
 @pytest.mark.anyio

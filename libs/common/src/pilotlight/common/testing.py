@@ -31,6 +31,7 @@ from pilotlight.common.waiting import pause, within
 S = TypeVar("S", bound=ServiceSettings)
 
 EVENTS_BYTES = 4 * 1024 * 1024
+DROP_DEADLINE_S = 30
 ConnectBus = Callable[[str], Awaitable[NatsBus]]
 DatabaseSettingsOf = Callable[[str], DatabaseSettings]
 
@@ -155,6 +156,8 @@ def module_database(postgres_url: str) -> Generator[URL]:
         yield owner.set(database=name)
     finally:
         with engine.connect() as connection:
+            # A connection that was left in the middle of its handshake holds it up for as long as the server waits for the rest of it.
+            connection.execute(text(f"SET statement_timeout = '{DROP_DEADLINE_S}s'"))
             connection.execute(text(f"DROP DATABASE {name} WITH (FORCE)"))
         engine.dispose()
 

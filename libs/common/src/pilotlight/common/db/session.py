@@ -5,12 +5,14 @@ a commit (a command, a bucket's new value) is done when the unit of work has end
 """
 
 import asyncio
+import traceback
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from enum import StrEnum
 from typing import Any
 
 import msgspec
+import psycopg
 import structlog
 from sqlalchemy import insert, text
 from sqlalchemy.engine import URL, make_url
@@ -74,6 +76,7 @@ class Database:
             json_serializer=_to_json,
             json_deserializer=msgspec.json.decode,
             connect_args={
+                "async_creator_fn": _connect,
                 "connect_timeout": CONNECT_TIMEOUT_S,
                 "application_name": f"pilotlight-{schema}",
                 "options": f"-c statement_timeout={STATEMENT_TIMEOUT_S}s -c idle_in_transaction_session_timeout=60s",
@@ -169,6 +172,19 @@ class Database:
             return
         common = {"at": self._clock.wall(), "trace_parent": current_traceparent()}
         await work.connection.execute(insert(tables.outboxes[self.schema]), [{**event, **common} for event in work.events])
+
+
+async def _connect(*arguments: Any, **options: Any) -> psycopg.AsyncConnection[Any]:
+    """Connects; when that fails or is given up, hangs up at once.
+
+    psycopg leaves the socket to whoever last holds the error's frames, often the collector. Until it runs the server waits for the rest
+    of the handshake, up to its ``authentication_timeout``, and a DROP DATABASE, even of another one, waits for that.
+    """
+    try:
+        return await psycopg.AsyncConnection.connect(*arguments, **options)
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)
+        raise
 
 
 def service_url(settings: DatabaseSettings, schema: str) -> URL:
