@@ -6,6 +6,8 @@ PY := $(VENV)/bin/python
 TESTS ?= libs services tests tools
 JOBS ?= 2
 PYTEST := $(PY) -m pytest
+# A test that hangs ends the run, with its name and where its threads are.
+LIMITED := --max-worker-restart 0 -o faulthandler_timeout=240 -o faulthandler_exit_on_timeout=true
 # Status 5 says that a folder has no tests of the kind: no failure when one folder is asked for.
 OR_NONE := || [ $$? -eq 5 ]
 
@@ -24,7 +26,7 @@ up:  ## start the system with the demo model and keep it running until Ctrl-C
 
 test:  ## unit, contract and end-to-end tests
 	@tools/bootstrap.sh dev
-	@$(PYTEST) $(TESTS) -m "not compose and not ceph and not gpu and not bundle and not e2e and not chaos" --numprocesses $(JOBS) --dist loadfile $(OR_NONE)
+	@$(PYTEST) $(TESTS) -m "not compose and not ceph and not gpu and not bundle and not e2e and not chaos" --numprocesses $(JOBS) --dist loadfile $(LIMITED) $(OR_NONE)
 	@$(PYTEST) $(TESTS) -m e2e $(OR_NONE)
 
 test-chaos:  ## kill, stop and cut off everything in every situation; count what was lost

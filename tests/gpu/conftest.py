@@ -1,7 +1,15 @@
 """What tests on a device share. Without one they fail and say so: `make test` leaves them out, `make test-gpu` asks for them."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """References are computed on cores. Tests run side by side, and as many threads as cores in each take turns at waiting."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
@@ -12,3 +20,9 @@ def device() -> torch.device:
     if not torch.cuda.is_available():
         pytest.fail(f"torch {torch.__version__} for CUDA {torch.version.cuda} finds no device: look at nvidia-smi")
     return torch.device("cuda", 0)
+
+
+@pytest.fixture
+def record_property(record_property: Callable[[str, object], None]) -> Callable[[str, object], None]:
+    """pytest's own, in words: tests run side by side, and nothing but plain values passes between their processes."""
+    return lambda name, value: record_property(name, str(value))

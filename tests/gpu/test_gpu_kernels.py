@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+pytest.importorskip("triton", reason="it comes with torch's builds for CUDA alone")
+
 from pilotlight.engine.core.batch import Batch, Segment
 from pilotlight.engine.core.blocks import BLOCK_TOKENS, blocks_for
 from pilotlight.engine.core.philox import uniform

@@ -9,6 +9,8 @@ import torch
 from random_models import KINDS, placed, spec_of
 from torch import Tensor
 
+pytest.importorskip("triton", reason="it comes with torch's builds for CUDA alone")
+
 from pilotlight.engine.compute import Runner
 from pilotlight.engine.core.batch import Batch, Segment
 from pilotlight.engine.core.blocks import blocks_for

@@ -26,6 +26,7 @@ from pilotlight.policy.types import Digest, Epoch
 _context = get_context("forkserver")
 _context.set_forkserver_preload(["killed_writers", "pytest"])
 START_S = 60.0
+END_S = 60.0
 
 DISK_SIZES = (64, 5000, 20_000)
 DISK_CONTENTS = 200
@@ -43,7 +44,7 @@ def started(target: Callable[..., None], *arguments: Any) -> BaseProcess:
     finally:
         os.environ.pop("PYTHONPATH") if path is None else os.environ.update(PYTHONPATH=path)
     says.close()
-    assert ready.poll(START_S)
+    assert ready.poll(START_S), "it has not begun in time"
     ready.close()
     return process
 
@@ -59,8 +60,8 @@ def killed(process: BaseProcess, after_s: float) -> bool:
     process.join(after_s)
     running = process.is_alive()
     process.kill()
-    process.join()
-    process.close()
+    process.join(END_S)
+    process.close()  # It says so, if the process is still there.
     return running
 
 

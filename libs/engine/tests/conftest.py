@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cache
+from time import monotonic
 
 import pytest
 import torch
@@ -53,6 +54,7 @@ SIZES = {
     "rms_norm_eps": 1e-5,
     "attn_implementation": "sdpa",
 }
+FINISH_S = 100
 WINDOW_TOKENS = 20
 """Fewer than the longest prompt has, and no whole number of blocks."""
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
@@ -310,7 +312,9 @@ class Driver:
 
     def finish(self) -> dict[str, list[int]]:
         """Steps to the end of all requests; their tokens."""
+        deadline = monotonic() + FINISH_S
         while self.engine.has_work:
+            assert monotonic() < deadline, f"no end after {FINISH_S} s: {self.outputs}"
             result = self.step()
             if not self.engine.has_work:
                 assert (result.waiting, result.running) == (0, 0)

@@ -4,6 +4,8 @@ import os
 import random
 import socket
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import monotonic
 
 import pytest
@@ -40,6 +42,18 @@ def stream_ends(request):
     yield made
     for end in made:
         end.close()
+
+
+@contextmanager
+def meanwhile(act: Callable[[], None]) -> Iterator[None]:
+    """Another thread does something in a moment, and is done with it at the end: an end is used by one thread at a time."""
+    timer = threading.Timer(0.02, act)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join(10)
+    assert not timer.is_alive()
 
 
 def frame(header: bytes, payload: bytes = b"") -> Frame:
@@ -100,8 +114,7 @@ def test_a_sender_that_waits_learns_of_the_loss(ends):
     one, other = ends
     for _ in range(WINDOW):
         one.send(frame(b"x"), 1)
-    threading.Timer(0.02, other.close).start()
-    with pytest.raises(PeerLost) as lost:
+    with meanwhile(other.close), pytest.raises(PeerLost) as lost:
         one.send(frame(b"x"), 10)
     assert lost.type is PeerLost
 
@@ -111,8 +124,8 @@ def test_waiting_for_any_ends_with_a_frame_or_with_the_time(ends):
     quiet, _keep = memory_channel(monotonic)
     wait_for_any((quiet, other), 0.01)
     assert not other.readable
-    threading.Timer(0.02, one.send, (frame(b"x"), 1)).start()
-    wait_for_any((quiet, other), 10)
+    with meanwhile(lambda: one.send(frame(b"x"), 1)):
+        wait_for_any((quiet, other), 10)
     assert other.receive(1).header == b"x"
 
 
@@ -137,9 +150,11 @@ def test_both_ends_send_more_than_the_socket_holds_at_the_same_time(ends):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_two_threads_talk_at_random(seed, ends):
+    deadline = monotonic() + 20
+
     def talk(end, chance, got):
         sent = 0
-        while sent < 200 or len(got) < 200:
+        while (sent < 200 or len(got) < 200) and monotonic() < deadline:
             if sent < 200 and (chance.random() < 0.5 or not end.readable):
                 try:
                     end.send(frame(b"%d" % sent, b"p" * chance.choice((0, 1, 300, 70_000))), 0.01)

@@ -239,10 +239,14 @@ def test_what_is_refused_at_the_door(runs, vocabulary, prompts, tmp_path, monkey
             one.add("x", prompts[0], vocabulary=vocabulary, grammar=GRAMMARS["json"])
     (tmp_path / "broken.json").write_text("{}")
     one.finish()
+    helper = one.engine._grammars._process.pid
+    os.kill(helper, signal.SIGSTOP)
+    os.waitid(os.P_PID, helper, os.WSTOPPED | os.WNOWAIT)
     one.add("y", prompts[0], vocabulary=Vocabulary(path=str(tmp_path / "broken.json")), grammar=GRAMMARS["json"], **SAMPLED)
     one.add("z", prompts[0], vocabulary=Vocabulary(path=str(tmp_path / "none.json")), grammar=GRAMMARS["json"], **SAMPLED)
     one.step()
     one.engine.abort("z", 1)
+    os.kill(helper, signal.SIGCONT)
     one.finish()
     assert one.outputs["y"].code == "bad_request"
     assert one.outputs["z"].finish is FinishReason.CANCELLED

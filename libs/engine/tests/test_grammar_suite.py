@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from time import monotonic
 
 import jsonschema
 import pytest
@@ -31,6 +32,8 @@ VOCAB_SIZE = 410
 END = 1
 MAX_TOKENS = 400
 FEWEST = 200
+VERDICT_S = 60
+"""The helper's own limits are by a clock that nearly stands still here."""
 
 
 @pytest.fixture
@@ -46,7 +49,9 @@ def sampled(session, tokenizer: TextTokenizer, lean: Callable[[int], torch.Tenso
     generator = torch.Generator().manual_seed(seed)
     sampling = Sampling(seed=seed, max_tokens=MAX_TOKENS, stop_token_ids=(END,))
     for position in range(MAX_TOKENS):
+        deadline = monotonic() + VERDICT_S
         while session.verdict is None:
+            assert monotonic() < deadline, f"no verdict on {session.request.grammar}"
             session.helper.wait([session], 1.0)
         verdict = session.verdict
         if verdict.code or verdict.complete:

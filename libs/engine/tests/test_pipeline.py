@@ -297,5 +297,6 @@ def test_stages_in_threads_of_their_own(checkpoint, driver, prompts):
     finally:
         done.set()
         for thread in threads:
-            thread.join()
+            thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)
     assert [outputs[str(index)] for index in range(4)] == [model.greedy(prompt, 24) for prompt in prompts]

@@ -24,6 +24,8 @@ from pilotlight.policy.types import FinishReason, RequestId, Stage
 
 pytestmark = pytest.mark.slow
 
+STEPS_S = 100
+
 
 @contextmanager
 def stage_processes(model, stages, leader, folder, over="unix"):
@@ -86,9 +88,16 @@ def long_clock(monkeypatch):
     monkeypatch.setattr("pilotlight.engine.pipeline.lead.ANSWER_TIMEOUT_S", 1e9)
 
 
-def finish(runs):
-    while any(output.finish is None for output in runs.outputs.values()):
+def until(runs, condition):
+    """Steps until it holds; what stages in other processes fail to say would never end a leader that waits by a clock of its own."""
+    deadline = monotonic() + STEPS_S
+    while not condition():
+        assert monotonic() < deadline, runs.outputs
         runs.step()
+
+
+def finish(runs):
+    until(runs, lambda: all(output.finish is not None for output in runs.outputs.values()))
 
 
 @pytest.mark.parametrize(
@@ -127,8 +136,7 @@ def test_a_request_moves_out_of_a_pipeline_that_then_dies(over, checkpoint, driv
         leader.add("moves", prompts[2], max_tokens=60)
         leader.add("stays", prompts[1], max_tokens=60)
         leader.add("other", prompts[0], instance="beside", max_tokens=60)
-        while len(leader.outputs["moves"].token_ids) < 20:
-            leader.step()
+        until(leader, lambda: len(leader.outputs["moves"].token_ids) >= 20)
         pieces = list(leader.engine.export_kv(INSTANCE, [key], stages[0]))
         for control in controls:
             control.send(Frame(msgspec.msgpack.encode(key), memoryview(b"")), 1)
@@ -143,8 +151,7 @@ def test_a_request_moves_out_of_a_pipeline_that_then_dies(over, checkpoint, driv
             key.request_id, 1, INSTANCE, released.prompt_ids, released.output_ids, released.sampling, None, pieces
         )
         assert survivor.step().batch_tokens <= 3, "what was under way in the pipeline at most"
-        while len(leader.outputs["stays"].token_ids) < 30:
-            leader.step()
+        until(leader, lambda: len(leader.outputs["stays"].token_ids) >= 30)
         processes[0].send_signal(signal.SIGKILL)
         finish(leader)
         assert processes[1].wait(20) == 0, "it noticed, and ended by itself"
