@@ -18,6 +18,8 @@ SHAPES = {
 HEAD_DIM = 128
 KV_TOKENS = 98_304
 """Of either engine."""
+TOP = 5
+"""The most probable tokens that are told with each, where they are asked for."""
 
 
 def weights_bytes(shape: str) -> int:
@@ -86,7 +88,7 @@ def _generate(ask: dict[str, Any], generate: Generate) -> dict[str, Any]:
     took_s = time.perf_counter() - began_s
     if [len(each) for each in outputs] != wanted:
         raise SystemExit(f"asked for {wanted} tokens, got {[len(each) for each in outputs]}")
-    return {"seconds": took_s, "outputs": outputs if ask["tell"] else None}
+    return {"seconds": took_s}
 
 
 def _say(answers: Any, answer: dict[str, Any]) -> None:

@@ -19,9 +19,9 @@ from pilotlight.engine.models.registry import decoder_of
 from pilotlight.policy.types import Dtype, InstanceId, RequestId, Sampling
 
 STEP_TOKENS, RUNNING = 8_192, 256
-TOP = 5
-"""The most probable tokens that are told with each."""
-INSTANCE = InstanceId("bench")
+EXACT_TOP = 20
+INSTANCE, EXACT = InstanceId("bench"), InstanceId("float32")
+EXACT_KV_TOKENS = 8_192
 
 
 class Bench:
@@ -33,31 +33,36 @@ class Bench:
         self.device_name = torch.cuda.get_device_name()
         limits = BatchLimits(step_tokens=STEP_TOKENS, running=RUNNING, prefix_cache=False)
         self.engine = Engine(1, time.monotonic, limits, self.arena)
+        self._folder = Path(asked.folder)
         self._number = 0
+        self.load_s = self._load(INSTANCE, Dtype.BFLOAT16, job.KV_TOKENS)
+
+    def _load(self, instance: InstanceId, dtype: Dtype, kv_tokens: int) -> float:
+        """The model, computed in some dtype; the seconds."""
         decoder, whole = decoder_of(self.spec), self.spec.whole
-        layout = layout_of(self.arena, decoder, whole, Dtype.BFLOAT16)
+        layout = layout_of(self.arena, decoder, whole, dtype)
         parts = range(self.spec.num_layers + 2)
         room = sum(layout.part(part).num_bytes for part in parts)
-        room += layout.kv_bytes(job.KV_TOKENS // BLOCK_TOKENS, self.spec.num_layers, self.arena.granule_bytes)
-        self.engine.begin_load(INSTANCE, self.spec, whole, Dtype.BFLOAT16, room)
+        room += layout.kv_bytes(kv_tokens // BLOCK_TOKENS, self.spec.num_layers, self.arena.granule_bytes)
+        self.engine.begin_load(instance, self.spec, whole, dtype, room)
         began_s = time.monotonic()
         for part in parts:
-            with safe_open(Path(asked.folder) / f"part-{part}.safetensors", "pt") as file:
+            with safe_open(self._folder / f"part-{part}.safetensors", "pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
             sources = {
                 name: (Dtype.BFLOAT16, tuple(tensor.shape), memoryview(tensor.view(-1).view(torch.uint8).numpy()))
                 for name, tensor in tensors.items()
             }
-            self.engine.place_part(INSTANCE, part, sources)
+            self.engine.place_part(instance, part, sources)
         torch.cuda.synchronize()
-        self.load_s = time.monotonic() - began_s
+        return time.monotonic() - began_s
 
-    def add(self, prompt: list[int], output_tokens: int, **sampling: Any) -> str:
+    def add(self, prompt: list[int], output_tokens: int, instance: InstanceId = INSTANCE, **sampling: Any) -> str:
         """One greedy request; its id."""
         self._number += 1
         name = f"r{self._number}"
         parameters = Sampling(seed=self._number, max_tokens=output_tokens, temperature=0.0, **sampling)
-        self.engine.add(RequestId(name), 1, INSTANCE, prompt, (), parameters)
+        self.engine.add(RequestId(name), 1, instance, prompt, (), parameters)
         return name
 
     def finish(self) -> list[Any]:
@@ -77,7 +82,7 @@ class Bench:
     def likeliest(self, ask: dict[str, Any]) -> dict[str, Any]:
         """Greedy tokens, and for each the most probable ones with the logarithms of their probabilities."""
         names = [
-            self.add(prompt, ask["output_tokens"], logprobs=True, top_logprobs=TOP)
+            self.add(prompt, ask["output_tokens"], logprobs=True, top_logprobs=job.TOP)
             for prompt in job.prompts_of(ask["seed"], ask["prompt_tokens"])
         ]
         found: dict[str, list[Any]] = {name: [] for name in names}
@@ -85,6 +90,20 @@ class Bench:
             found[one.request_id] += zip(one.token_ids, one.top_logprobs or (), strict=True)
         return {"outputs": [[token for token, _ in each] for each in found.values()],
                 "tops": [[list(map(list, top)) for _, top in each] for each in found.values()]}  # fmt: skip
+
+    def exact(self, ask: dict[str, Any]) -> dict[str, Any]:
+        """The most probable tokens at places of outputs that are given, computed in float32."""
+        self._load(EXACT, Dtype.FLOAT32, EXACT_KV_TOKENS)
+        found: dict[str, Any] = {}
+        names: list[list[str]] = []
+        prompts = job.prompts_of(ask["seed"], ask["prompt_tokens"])
+        for prompt, output, places in zip(prompts, ask["outputs"], ask["places"], strict=True):
+            behind = [prompt + output[:place] for place in places]
+            names.append([self.add(tokens, 1, EXACT, logprobs=True, top_logprobs=EXACT_TOP) for tokens in behind])
+        for one in self.finish():
+            found[one.request_id] = next(list(map(list, top)) for top in one.top_logprobs or ())
+        self.engine.unload(EXACT)
+        return {"tops": [[found[name] for name in each] for each in names]}
 
     def profile(self, ask: dict[str, Any]) -> dict[str, Any]:
         """Device time by kernel, milliseconds a step, the largest first."""
@@ -115,7 +134,7 @@ def main() -> None:
     answers, asked = job.take_stdout(), job.read()
     bench = Bench(asked)
     about = {"version": f"torch {torch.__version__}", "device": bench.device_name, "load_s": round(bench.load_s, 3)}
-    others = {"likeliest": bench.likeliest, "profile": bench.profile, "memory": bench.memory}
+    others = {"likeliest": bench.likeliest, "exact": bench.exact, "profile": bench.profile, "memory": bench.memory}
     job.serve(answers, about, bench.generate, others)
 
 

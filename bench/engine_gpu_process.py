@@ -67,12 +67,7 @@ class Child:
     def generate(self, seed: int, prompt_tokens: list[int], output_tokens: list[int]) -> float:
         """Seconds from the first request's start to the last one's end."""
         asked = {"seed": seed, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
-        return float(self.ask(do="generate", tell=False, **asked)["seconds"])
-
-    def outputs(self, seed: int, prompt_tokens: list[int], output_tokens: list[int]) -> list[list[int]]:
-        """The tokens."""
-        asked = {"seed": seed, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
-        return self.ask(do="generate", tell=True, **asked)["outputs"]
+        return float(self.ask(do="generate", **asked)["seconds"])
 
     def __enter__(self) -> "Child":
         return self

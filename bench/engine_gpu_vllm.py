@@ -5,6 +5,7 @@ device's memory, which it would fill with KV, says nothing but what has to be fr
 """
 
 import os
+from typing import Any
 
 os.environ |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
 
@@ -33,7 +34,17 @@ def main() -> None:
         outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
         return [list(each.outputs[0].token_ids) for each in outputs]
 
-    job.serve(answers, {"version": f"vLLM {vllm.__version__}"}, generate)
+    def likeliest(ask: dict[str, Any]) -> dict[str, Any]:
+        sampling = vllm.SamplingParams(
+            temperature=0.0, max_tokens=ask["output_tokens"], ignore_eos=True, detokenize=False, logprobs=job.TOP
+        )
+        prompts = [{"prompt_token_ids": prompt} for prompt in job.prompts_of(ask["seed"], ask["prompt_tokens"])]
+        outputs = [each.outputs[0] for each in engine.generate(prompts, sampling, use_tqdm=False)]
+        tops = [[[[token, at.logprob] for token, at in place.items()] for place in each.logprobs] for each in outputs]
+        best_first = [[sorted(place, key=lambda top: -top[1])[: job.TOP] for place in each] for each in tops]
+        return {"outputs": [list(each.token_ids) for each in outputs], "tops": best_first}
+
+    job.serve(answers, {"version": f"vLLM {vllm.__version__}"}, generate, {"likeliest": likeliest})
 
 
 if __name__ == "__main__":
