@@ -137,6 +137,19 @@ def test_a_full_house_is_followed_though_others_wait() -> None:
     assert segments_of(scheduler.follow_on(scheduler.schedule(0.0))) == [(5, 1)]
 
 
+@pytest.mark.parametrize(("num_blocks", "followed"), [(7, False), (6, True)], ids=["room for both", "none"])
+def test_a_house_without_room_is_followed_though_others_wait(num_blocks: int, followed: bool) -> None:
+    """Three blocks for the first, one that stays free for it, and three that the second would need."""
+    scheduler = scheduler_with(num_blocks, 4, 40)
+    plan = scheduler.schedule(0.0)
+    sampling = Sampling(seed=0, max_tokens=10, temperature=0.0)
+    scheduler.submit(Request(RequestKey(RequestId("second"), 1), [9] * 40, (), sampling, 1000))
+    following = scheduler.follow_on(plan)
+    assert (following is not None) == followed
+    if followed:
+        assert segments_of(following) == [(40, 1)]
+
+
 def test_a_plan_for_some_of_its_requests() -> None:
     plan = scheduler_with(8, 4, 3, 4, 5).schedule(0.0)
     kept = plan.only({0, 2})

@@ -274,7 +274,8 @@ class BatchScheduler:
     def follow_on(self, plan: Plan) -> Plan | None:
         """What runs after a plan, made before the plan's tokens are known: the next token of each of its requests.
 
-        1. Nothing else has a claim: nobody waits who could be taken up, everybody who runs is in the plan and gets a token from it.
+        1. Nothing else has a claim: nobody waits who could be taken up, now or when this plan's requests have their tokens; everybody
+           who runs is in the plan and gets a token from it.
         2. Requests that end with that token are left out. Others may end with it, too (a stop token): their rows then run for nobody.
         3. Everybody has room for one token more.
 
@@ -282,8 +283,7 @@ class BatchScheduler:
         """
         segments = dict(zip((request.key for request in plan.requests), plan.batch.segments, strict=True))
         going = [request for request in self._running.values() if not request.about_to_end]
-        full = len(self._running) >= self._limits.running and len(going) == len(self._running)
-        if not going or (self._queue and not full):  # 1
+        if not going or (self._queue and (len(going) < len(self._running) or not self._full)):  # 1
             return None
         if any(request.key not in segments or not segments[request.key].wants_logits for request in self._running.values()):
             return None
@@ -295,6 +295,12 @@ class BatchScheduler:
             for request, start in zip(going, starts, strict=True)
         )
         return Plan(tuple(going), Batch(tuple(following)), preempted=0, prefix_looked_up_tokens=0, prefix_hit_tokens=0)
+
+    @property
+    def _full(self) -> bool:
+        """The next one in the queue has no place or no room."""
+        running = len(self._running)
+        return running >= self._limits.running or not self._tables.could_open(next(iter(self._queue.values())), running)
 
     def advance(self, plan: Plan) -> None:
         """Books that a plan's batch has run, for those of its requests that have not ended since it was made."""

@@ -9,7 +9,7 @@ the request::
     KV          [ in place ..................................)[ to come
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from pilotlight.engine.core.blocks import BLOCK_TOKENS, BlockPool, blocks_for
 from pilotlight.engine.core.prefix import extend_hashes, root_hash
@@ -54,13 +54,22 @@ class BlockTables:
         if request.key in self._tables:
             raise EngineFailed(f"request {request.key} has a block table already")
         shared = self._shared(request)
-        wanted = blocks_for(len(request.token_ids)) - len(shared)
-        if wanted + spare_blocks > self.pool.free_beside(shared):
+        wanted = self._wanted(request, shared, spare_blocks)
+        if wanted is None:
             return None
         self.pool.share(shared)
         self._tables[request.key] = BlockTable(shared, len(shared))
         self._extend(self._tables[request.key], wanted)
         return len(shared) * BLOCK_TOKENS
+
+    def could_open(self, request: Request, spare_blocks: int) -> bool:
+        """``open`` would find room now."""
+        return self._wanted(request, self._shared(request), spare_blocks) is not None
+
+    def _wanted(self, request: Request, shared: Sequence[int], spare_blocks: int) -> int | None:
+        """Blocks that a request lacks besides those that it shares; None if they are not there."""
+        wanted = blocks_for(len(request.token_ids)) - len(shared)
+        return None if wanted + spare_blocks > self.pool.free_beside(shared) else wanted
 
     def worth_waiting(self, request: Request, running: Iterable[Request]) -> bool:
         """Whether one of those that run is about to seal at least half of what the request would run otherwise.
