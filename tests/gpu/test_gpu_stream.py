@@ -232,12 +232,11 @@ def test_background_parts_leave_the_bus_to_others(
     target = torch.empty_like(small, device=arena.device)
     stream = torch.cuda.Stream(priority=-1)
     for background in (False, True):
-        arena.copier.background = background
         began_s = time.perf_counter()
         waits: list[float] = []
         for part in range(1, 41):
             pairs = [(model.place(name, part), source) for name, source in model.sources[part].items()]
-            arena.copier.fill(pairs, time.perf_counter, last=False)
+            arena.copier.fill(pairs, time.perf_counter, last=False, background=background)
             asked_s = time.perf_counter()
             with torch.cuda.stream(stream):
                 target.copy_(small, non_blocking=True)
@@ -249,7 +248,6 @@ def test_background_parts_leave_the_bus_to_others(
         record_property(
             f"{name}_gb_per_s", round((model.num_bytes - 2 * VOCABULARY * 5120) / (time.perf_counter() - began_s) / 1e9, 1)
         )
-    arena.copier.background = False
     model.check(range(38, 40))
     model.slot.close()
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pilotlight.engine.core.request import RequestKey
 from pilotlight.engine.core.scheduler import BatchLimits
+from pilotlight.engine.device.copying import HostCopier
 from pilotlight.engine.device.memory import parameter_bytes
 from pilotlight.engine.engine import Engine
 from pilotlight.engine.errors import BadCheckpoint, StageBusy, UnknownInstance
@@ -364,3 +365,23 @@ def test_tokens_do_not_depend_on_when_parts_come(driver, checkpoint, moves, step
         whole = output.finish is FinishReason.LENGTH
         assert output.token_ids == (expected if whole else expected[: len(output.token_ids)])
         assert whole or output.finish is FinishReason.CANCELLED
+
+
+def test_parts_that_nobody_waits_for_give_way_to_batches(driver, checkpoint, monkeypatch):
+    gave_way: list[bool] = []
+    fill = HostCopier.fill
+
+    def watched(self, stored, monotonic_s, *, last, background=False):
+        gave_way.append(background)
+        return fill(self, stored, monotonic_s, last=last, background=background)
+
+    runs, model = driver(), checkpoint("llama")
+    runs.load(model, instance="other")
+    monkeypatch.setattr(HostCopier, "fill", watched)
+    begin(runs, model)
+    place(runs, model, 0)
+    runs.add("theirs", PROMPTS[0], instance="other")
+    place(runs, model, 1)
+    runs.add("ours", PROMPTS[0])
+    place(runs, model, 2)
+    assert gave_way == [False, True, False], "nothing else runs; something does; somebody waits"

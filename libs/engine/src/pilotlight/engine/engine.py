@@ -108,6 +108,8 @@ class Engine:
     def place_part(self, instance_id: InstanceId, part: int, tensors: Mapping[str, Source]) -> PlacedPart:
         """Copies one part out of the given buffers, which are not needed after the call. The last part makes the stage ready.
 
+        While no request waits for the stage, its parts give way to the batches of the others.
+
         Raises:
             BadCheckpoint: the tensors are not those that the architecture has in this part. The stage can never be ready: its
                 memory is free, its requests have ended, and it is held no longer.
@@ -116,7 +118,8 @@ class Engine:
         """
         resident = self._resident(instance_id)
         try:
-            return resident.place(part, tensors, self._monotonic_s)
+            others_run = any(stage.has_work for stage in self._stages.values() if stage is not resident)
+            return resident.place(part, tensors, self._monotonic_s, background=others_run and not resident.in_flight)
         except BadCheckpoint:
             self.drop(instance_id)
             raise

@@ -102,9 +102,11 @@ class ResidentStage:
         self._flight: Flight | None = None
         """A batch that runs ahead: its tokens are not known yet."""
 
-    def place(self, part: int, tensors: Mapping[str, Source], monotonic_s: Callable[[], float]) -> PlacedPart:
+    def place(
+        self, part: int, tensors: Mapping[str, Source], monotonic_s: Callable[[], float], *, background: bool = False
+    ) -> PlacedPart:
         """Copies one part's tensors to their place; see ``Parameters.place``."""
-        return self._parameters.place(part, tensors, monotonic_s)
+        return self._parameters.place(part, tensors, monotonic_s, background=background)
 
     @property
     def complete(self) -> bool:

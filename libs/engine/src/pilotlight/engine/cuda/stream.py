@@ -38,8 +38,6 @@ class Streamer:
         Raises:
             EngineFailed: the driver gives no streams or no pinned memory.
         """
-        self.background = False
-        """Copies are for something that may wait: in smaller units, one at a time."""
         self._device = device
         try:
             self._copier = Copier(native) if num_movers is None else Copier(native, num_movers=num_movers)
@@ -74,7 +72,7 @@ class Streamer:
             raise EngineFailed(f"{buffer.nbytes} bytes cannot be unpinned: {error}") from error
 
     def fill(
-        self, stored: Sequence[tuple[Tensor, Source]], monotonic_s: Callable[[], float], *, last: bool
+        self, stored: Sequence[tuple[Tensor, Source]], monotonic_s: Callable[[], float], *, last: bool, background: bool = False
     ) -> tuple[float, float]:
         """See ``PartCopier.fill``. Afterwards only what is pinned is still read: its pages stay the device's until ``unpin``.
 
@@ -89,7 +87,7 @@ class Streamer:
                     convert_s += self._convert(place, source, monotonic_s)
             # In the order of the sources, so that small ones that lie side by side in both memories go as one.
             copies = sorted(Copy(_address(buffer), place.data_ptr(), buffer.nbytes) for place, (_, _, buffer) in direct)
-            ticket = self._copier.submit(copies, background=self.background)
+            ticket = self._copier.submit(copies, background=background)
             self._copier.order_before(ticket, self._stream())
             if last:
                 self._copier.wait_done(ticket)

@@ -18,12 +18,12 @@ class PartCopier(Protocol):
     """Fills places with stored tensors."""
 
     def fill(
-        self, stored: Sequence[tuple[Tensor, Source]], monotonic_s: Callable[[], float], *, last: bool
+        self, stored: Sequence[tuple[Tensor, Source]], monotonic_s: Callable[[], float], *, last: bool, background: bool = False
     ) -> tuple[float, float]:
         """Copies each source into its place, and converts where the dtypes differ.
 
         What comes to the device afterwards finds the places filled. Buffers that the device reads itself may still be read then, until
-        a call with ``last`` has returned.
+        a call with ``last`` has returned. What is copied in the ``background`` gives way to everything else that a device does.
 
         Returns:
             How long copying took, and how long converting.
@@ -35,7 +35,7 @@ class HostCopier:
     """Copies within the host's memory."""
 
     def fill(
-        self, stored: Sequence[tuple[Tensor, Source]], monotonic_s: Callable[[], float], *, last: bool
+        self, stored: Sequence[tuple[Tensor, Source]], monotonic_s: Callable[[], float], *, last: bool, background: bool = False
     ) -> tuple[float, float]:
         """See ``PartCopier.fill``; nothing is read afterwards."""
         start_s, convert_s = monotonic_s(), 0.0

@@ -36,11 +36,13 @@ class Parameters:
         return self._placed[part]
 
     @torch.inference_mode()
-    def place(self, part: int, tensors: Mapping[str, Source], monotonic_s: Callable[[], float]) -> PlacedPart:
+    def place(
+        self, part: int, tensors: Mapping[str, Source], monotonic_s: Callable[[], float], *, background: bool = False
+    ) -> PlacedPart:
         """Copies a part's tensors, named as in the checkpoint, and converts them where the stage runs in another dtype.
 
         A part that is in place stays as it is: a loader that reconnects may offer it again. The buffers are not needed
-        afterwards; a device reads pinned ones until the next part is placed or this was the last.
+        afterwards; a device reads pinned ones until the next part is placed or this was the last. In the ``background`` it gives way.
 
         Raises:
             BadCheckpoint: the tensors are not exactly those that the architecture has in this part.
@@ -56,7 +58,7 @@ class Parameters:
         placed = self._memory.tensors(part)
         stored = [(placed[name.removeprefix(prefix)], source) for name, source in tensors.items()]
         last = len(self._placed) + 1 == len(self.parts)
-        copy_s, convert_s = self._memory.copier.fill(stored, monotonic_s, last=last)
+        copy_s, convert_s = self._memory.copier.fill(stored, monotonic_s, last=last, background=background)
         self._placed[part] = placed | self._memory.packs(part)
         return PlacedPart(copy_s=copy_s, convert_s=convert_s, ready=self.complete)
 
