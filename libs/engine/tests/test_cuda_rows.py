@@ -16,6 +16,7 @@ from pilotlight.engine.cuda.rows import (
     StaticRows,
     cut_items,
     fields_of,
+    max_items,
     send,
     whole_prompt,
     zeros_on,
@@ -81,13 +82,25 @@ def test_every_row_of_a_chunk_is_in_one_tile(given_spans: list[tuple[int, int]])
 def test_items_cover_each_row_once(rows: list[tuple[int, int]], spare: int) -> None:
     starts = np.array([start for start, _ in rows], np.int32)
     stops = np.array([start + length for start, length in rows], np.int32)
-    counts, owners, item_starts, item_stops = cut_items(starts, stops, spare)
-    assert len(owners) <= len(rows) + spare
+    counts, firsts, owners, item_starts, item_stops = cut_items(starts, stops, spare)
+    assert len(owners) <= max_items(len(rows), spare)
     assert counts.sum() == len(owners)
     assert counts.max() <= MAX_SPLITS
     for row, (start, length) in enumerate(rows):
-        mine = owners == row
+        mine = slice(firsts[row], firsts[row] + counts[row])
+        assert set(owners[mine].tolist()) == {row}
         assert [start, *item_stops[mine].tolist()] == [*item_starts[mine].tolist(), start + length]
+
+
+def test_a_long_row_among_short_ones_is_cut_and_comes_first() -> None:
+    stops = np.array([100] * 40 + [6000] + [700] * 40, np.int32)
+    counts, _, owners, item_starts, item_stops = cut_items(np.zeros_like(stops), stops, 10)
+    assert counts.tolist() == [1] * 40 + [12] + [2] * 40
+    assert owners[:12].tolist() == [40] * 12
+    assert (item_stops - item_starts).max() == 512
+    # As long as others: rows are whole, however long they are, where they keep the device busy.
+    alike = np.full(64, 3000, np.int32)
+    assert cut_items(np.zeros_like(alike), alike, 10)[0].max() == 1
 
 
 def test_a_window_cuts_what_items_see() -> None:

@@ -127,7 +127,7 @@ class Layers:
         self._look(layer, step, scratch, qkv, out)
         if step.whole is not None:
             heads = qkv.unflatten(1, (-1, spec.head_dim)).split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
-            _look_at_whole(step.whole, heads, self._scale, out)
+            return _look_at_whole(step.whole, heads, self._scale, out)
         return out
 
     def _attend(
@@ -138,7 +138,7 @@ class Layers:
         out = queries.new_empty(queries.shape[0], queries.shape[1] * queries.shape[2])
         self._look(layer, step, scratch, queries, out)
         if step.whole is not None:
-            _look_at_whole(step.whole, (queries, keys, values), self._scale, out)
+            return _look_at_whole(step.whole, (queries, keys, values), self._scale, out)
         return out
 
     def _look(self, layer: int, step: StepRows, scratch: DecodeScratch, queries: Tensor, out: Tensor) -> None:
@@ -167,7 +167,7 @@ class Layers:
         return torch.mm(normed, output.t())
 
 
-def _look_at_whole(rows: slice, heads: tuple[Tensor, ...], scale: float, out: Tensor) -> None:
+def _look_at_whole(rows: slice, heads: tuple[Tensor, ...], scale: float, out: Tensor) -> Tensor:
     """Attention within a whole prompt, which needs nothing of the cache: cuDNN's is the fastest where there are many rows.
 
     It takes cuDNN some 40 ms to prepare for a length that it has not had yet, so lengths are rounded up: rows behind the prompt's are
@@ -177,7 +177,10 @@ def _look_at_whole(rows: slice, heads: tuple[Tensor, ...], scale: float, out: Te
         rows: the prompt's; they are the last ones.
         heads: queries, keys and values, [num_tokens, heads of each, head_dim].
         scale: of the scores.
-        out: [num_tokens, num_heads * head_dim], written in those rows.
+        out: [num_tokens, num_heads * head_dim], what other rows see already.
+
+    Returns:
+        The same, those rows included.
     """
     count = rows.stop - rows.start
     beyond = -count % WHOLE_STEP
@@ -188,4 +191,8 @@ def _look_at_whole(rows: slice, heads: tuple[Tensor, ...], scale: float, out: Te
         attended = functional.scaled_dot_product_attention(
             queries, keys, values, is_causal=True, scale=scale, enable_gqa=queries.shape[1] != keys.shape[1]
         )
-    out[rows].copy_(attended[0, :, :count].transpose(0, 1).flatten(1))
+    seen = attended[0, :, :count].transpose(0, 1).flatten(1)
+    if rows.start == 0:
+        return seen
+    out[rows].copy_(seen)
+    return out

@@ -23,6 +23,8 @@ MAX_SPLITS = 64
 """Items of one row at most."""
 KEYS_OF_ITEM = 64
 """Keys of an item are a multiple of this."""
+EVEN_KEYS = 512
+"""Rows are not cut into less than this only to be as long as others."""
 QUERIES_AT_ONCE = 128
 """Rows of a tile of a chunk."""
 NOWHERE = -1
@@ -110,26 +112,39 @@ class StepRows:
         return self.chunks is None and self.whole is None
 
 
-def cut_items(starts: Words, stops: Words, spare: int) -> tuple[Words, Words, Words, Words]:
-    """Cuts rows' keys into items of about equal length.
+def max_items(num_rows: int, spare: int) -> int:
+    """The most items that rows are cut into, see ``cut_items``."""
+    return num_rows + max(spare, num_rows)
+
+
+def cut_items(starts: Words, stops: Words, spare: int) -> tuple[Words, Words, Words, Words, Words]:
+    """Cuts rows' keys into items: enough of them to keep a device busy, and none much longer than the rows are on average.
+
+    A program runs for as long as its item is. The longest rows' items come first, so that the last programs to start are short ones.
 
     Args:
         starts: position of each row's first key.
         stops: the position behind its last one; every row has a key.
-        spare: items that there may be beyond one for each row.
+        spare: items that there may be beyond one for each row, only to keep the device busy.
 
     Returns:
-        For each row the number of its items; then, for each item, its row, start and stop. A row's items follow each other.
+        For each row the number of its items, and its first; then, for each item, its row, start and stop. A row's items follow each other.
     """
     lengths = stops - starts
     longest, together = int(lengths.max()), int(lengths.sum())
-    size = max(-(-together // max(spare, 1)), -(-longest // MAX_SPLITS), 1)
+    busy, even = -(-together // max(spare, 1)), max(-(-together // len(lengths)), EVEN_KEYS)
+    size = max(min(busy, even), -(-longest // MAX_SPLITS))
     size = -(-size // KEYS_OF_ITEM) * KEYS_OF_ITEM
+    order = np.argsort(-lengths, kind="stable").astype(np.int32)
     counts = -(-lengths // size)
-    rows = np.repeat(np.arange(len(lengths), dtype=np.int32), counts)
-    numbers = np.arange(len(rows), dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts)
+    ordered = counts[order]
+    ends = np.cumsum(ordered, dtype=np.int32)
+    firsts = np.empty_like(counts)
+    firsts[order] = ends - ordered
+    rows = np.repeat(order, ordered)
+    numbers = np.arange(len(rows), dtype=np.int32) - firsts[rows]
     item_starts = starts[rows] + numbers * size
-    return counts, rows, item_starts, np.minimum(item_starts + size, stops[rows])
+    return counts, firsts, rows, item_starts, np.minimum(item_starts + size, stops[rows])
 
 
 def fields_of(batch: Batch, spare: int, window_tokens: int | None, whole_from: int | None = None) -> dict[str, Words]:
@@ -193,12 +208,12 @@ def whole_prompt(batch: Batch, whole_from: int | None) -> slice | None:
 
 
 def _items(kind: str, rows: Words, starts: Words, stops: Words, num_rows: int, spare: int) -> dict[str, Words]:
-    counts, numbers, item_starts, item_stops = cut_items(starts, stops, spare)
-    of_rows, firsts = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
-    of_rows[rows], firsts[rows] = counts, np.cumsum(counts) - counts
+    counts, firsts, numbers, item_starts, item_stops = cut_items(starts, stops, spare)
+    firsts_of_rows, counts_of_rows = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
+    firsts_of_rows[rows], counts_of_rows[rows] = firsts, counts
     return {
-        f"{kind}_firsts": firsts,
-        f"{kind}_counts": of_rows,
+        f"{kind}_firsts": firsts_of_rows,
+        f"{kind}_counts": counts_of_rows,
         f"{kind}_rows": rows[numbers],
         f"{kind}_starts": item_starts,
         f"{kind}_stops": item_stops,
@@ -295,7 +310,7 @@ class StaticRows:
         capacities: dict[str, int] = dict.fromkeys(("positions", "slots", "first_blocks", "token_ids"), max_rows)
         for kind in kinds:
             capacities |= {f"{kind}_firsts": max_rows, f"{kind}_counts": max_rows}
-            capacities |= {f"{kind}_{name}": max_rows + spare for name in ("rows", "starts", "stops")}
+            capacities |= {f"{kind}_{name}": max_items(max_rows, spare) for name in ("rows", "starts", "stops")}
         capacities["blocks"] = max_blocks
         self.static = StaticWords(capacities, place, pinned=pinned)
         self._nowhere = ("slots", *(f"{kind}_rows" for kind in kinds))
@@ -315,6 +330,6 @@ class StaticRows:
         lengths: dict[str, int] = {}
         for name, capacity in self.static.capacities.items():
             of_items = name.endswith(("_rows", "_starts", "_stops"))
-            lengths[name] = capacity if name == "blocks" else num_rows + self._spare if of_items else num_rows
+            lengths[name] = capacity if name == "blocks" else max_items(num_rows, self._spare) if of_items else num_rows
         views = self.static.views(lengths)
         return step_rows(views), views["token_ids"]

@@ -11,7 +11,7 @@ from pilotlight.engine.cuda.graphs import SIZES, Graphs, Kind, size_for
 from pilotlight.engine.cuda.kernels.decode_attention import DecodeScratch
 from pilotlight.engine.cuda.layers import Layers
 from pilotlight.engine.cuda.prompts import LENGTHS, StaticPrompt, prompt_length
-from pilotlight.engine.cuda.rows import Place, StaticRows, fields_of, send, whole_prompt, zeros_on
+from pilotlight.engine.cuda.rows import Place, StaticRows, fields_of, max_items, send, whole_prompt, zeros_on
 from pilotlight.engine.device.arena_protocol import TorchMemory
 from pilotlight.engine.device.dtypes import TORCH_DTYPES
 from pilotlight.engine.device.kv import KvCache
@@ -74,7 +74,7 @@ class CudaRangeRunner:
         pinned = device.type == "cuda"
         self._static = StaticRows(memory.for_steps, SIZES[-1], self._spare, MAX_BLOCKS, self._window, pinned=pinned)
         self._prompt = StaticPrompt(memory.for_steps, pinned=pinned) if spec.experts is None else None
-        self._static_scratch = self._scratch_for(SIZES[-1], memory.for_steps)
+        self._static_scratch = self._scratch_for(max_items(SIZES[-1], self._spare), memory.for_steps)
         self._scratch = self._static_scratch
         self._hidden = memory.for_steps((max(SIZES[-1], LENGTHS[-1]), spec.hidden_size), self._dtype)
 
@@ -146,9 +146,9 @@ class CudaRangeRunner:
         logits = self._graphs.logits(SIZES[-1], self._decoder.spec.vocab_size, self._dtype)
         return logits[: 1 if kind.prompt else kind.rows]
 
-    def _scratch_for(self, rows: int, place: Place) -> DecodeScratch:
+    def _scratch_for(self, items: int, place: Place) -> DecodeScratch:
         spec = self._decoder.spec
-        return DecodeScratch(rows + self._spare, spec.num_heads, spec.num_kv_heads, spec.head_dim, place)
+        return DecodeScratch(items, spec.num_heads, spec.num_kv_heads, spec.head_dim, place)
 
 
 def _fits_cudnn(head_dim: int) -> bool:

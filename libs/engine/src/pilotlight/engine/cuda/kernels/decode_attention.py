@@ -10,6 +10,8 @@ not depend on lengths: the same launch serves a captured graph. Partial results 
 program comes last: the result does not depend on that.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +21,10 @@ from pilotlight.engine.core.blocks import BLOCK_TOKENS
 from pilotlight.engine.cuda.kernels.launching import Kernel
 from pilotlight.engine.cuda.rows import MAX_SPLITS, Items, Place, Rows
 
-KEYS_AT_ONCE = 64
+MANY_ROWS = 16
+"""From so many on, programs are many, and each does best with large tiles."""
+NARROW_DIM = 128
+"""Heads up to this width fit into the registers of a single warp."""
 PRECISION = tl.constexpr("tf32x3")
 """How float32 is multiplied: in three parts by tensor cores, which errs about as much as float32 itself does."""
 
@@ -212,7 +217,8 @@ def decode_attention(
     num_kv_heads, head_dim = keys.shape[1:]
     num_heads = out.shape[1] // head_dim
     group = num_heads // num_kv_heads
-    padded_group = 1 if group == 1 else max(16, triton.next_power_of_2(group))
+    padded_dim = max(16, triton.next_power_of_2(head_dim))
+    tile = _tile(group, items.firsts.shape[0], padded_dim)
     norms = raw.norms if raw and raw.norms else (queries, queries)
     bias = queries if raw is None or raw.bias is None else raw.bias
     _run_decode_attention(
@@ -225,11 +231,33 @@ def decode_attention(
             raw.eps if raw else 0.0, scale * LOG2_E,
         ),
         (
-            queries.stride(0), num_heads, num_kv_heads, head_dim, max(16, triton.next_power_of_2(head_dim)), group, padded_group,
-            KEYS_AT_ONCE, BLOCK_TOKENS, MAX_SPLITS, raw is not None, bias is not queries, norms[0] is not queries,
+            queries.stride(0), num_heads, num_kv_heads, head_dim, padded_dim, group, tile.padded_group,
+            tile.keys, BLOCK_TOKENS, MAX_SPLITS, raw is not None, bias is not queries, norms[0] is not queries,
         ),
-        warps=2 if padded_group == 1 else 4,
+        warps=tile.warps,
+        stages=tile.stages,
     )  # fmt: skip
+
+
+class _Tile(NamedTuple):
+    """How a program goes through its item."""
+
+    padded_group: int
+    """1: without tensor cores."""
+    keys: int
+    """At once."""
+    warps: int
+    stages: int
+
+
+def _tile(group: int, num_rows: int, padded_dim: int) -> _Tile:
+    """Measured on an H200, with rows of 161 to 8,192 keys: docs/benchmarks.md."""
+    padded_group = max(16, triton.next_power_of_2(group))
+    if num_rows < MANY_ROWS and group == 1:
+        return _Tile(1, 64, 2, 3)
+    if num_rows < MANY_ROWS and padded_dim <= NARROW_DIM:
+        return _Tile(padded_group, 32, 1, 2)
+    return _Tile(padded_group, 64, 4, 2)
 
 
 class RawHeads:
