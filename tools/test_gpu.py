@@ -7,7 +7,8 @@ Needs the standard library alone; tests are added as files in ``tests/gpu``.
 
 In this order, each step within its deadline and all within 460 seconds: the driver; an environment; torch; the tests on the device,
 side by side (each compiles kernels, which is most of their time), then those that measure its memory or speed, alone; the whole
-system with a GPU worker, twice, since the first cold chat compiles what the second finds; the engine's own tests on this torch.
+system with a GPU worker, twice, since the first cold chat compiles what the second finds; the engine's own tests on this torch; the
+benchmark of the engine, one round without another engine beside it (``make bench-engine-gpu`` has more).
 """
 
 import argparse
@@ -30,6 +31,7 @@ TOTAL_S = 460.0
 """Of everything: it is to end within 8 minutes."""
 STOP_GRACE_S = 10.0
 INSTALL_S, PROBE_S, TORCH_S, DEVICE_TESTS_S, ALONE_S, CHAT_S, ENGINE_TESTS_S = 210.0, 60.0, 90.0, 170.0, 100.0, 110.0, 120.0
+BENCH_S = 200.0
 ALONE = ("test_gpu_arena.py", "test_gpu_leaks.py", "test_gpu_stream.py")
 """They count the device's free memory, or time the bus: nothing may run beside them."""
 SIDE_BY_SIDE = 9
@@ -42,6 +44,8 @@ cuda = torch.cuda.is_available()
 print(json.dumps({"torch": torch.__version__, "numpy": numpy.__version__, "cuda_build": torch.version.cuda, "cuda_available": cuda,
     "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else []}))
 """
+SHAPES = ("4B", "8B")
+"""Of ``bench/engine_gpu_job.py``."""
 PLUGINS = ("-p", "anyio.pytest_plugin", "-p", "_hypothesis_pytestplugin")
 """Named, because a machine's own packages bring plugins of their own."""
 
@@ -102,6 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "chat": lambda: report.step("chat", CHAT_S, lambda left_s: chat(python, left_s)),
         "chat again": lambda: report.step("chat again", CHAT_S, lambda left_s: chat(python, left_s)),
         "engine": lambda: report.step("engine", ENGINE_TESTS_S, lambda left_s: engine_tests(python, left_s)),
+        "bench": lambda: report.step("bench", BENCH_S, lambda left_s: bench(python, left_s)),
     }
     for name, check in later.items():
         if python is None:
@@ -227,6 +232,22 @@ def engine_tests(python: str, left_s: float) -> tuple[Any, Any]:
         bad = [f"{case.name}: {case.detail}" for case in cases if case.outcome == "failed"][:3]
         raise CheckFailed(f"{outcomes} {' | '.join(bad) or tail(done)}")
     return outcomes, outcomes
+
+
+def bench(python: str, left_s: float) -> tuple[Any, Any]:
+    """Our engine's figures on this device, by shape and row."""
+    limit_s = left_s / len(SHAPES)
+    command = [python, str(ROOT / "bench" / "engine_gpu.py"), "--rounds", "1", "--limit-s", f"{limit_s:.0f}", "--shapes", *SHAPES]
+    done = finish(command, left_s, with_sources(os.environ))
+    if done.returncode != 0:
+        raise CheckFailed(tail(done))
+    rows = [line for line in map(json.loads, done.stdout.splitlines()) if "row" in line]
+    found = {
+        shape: {line["row"]: f"{line['ours']} {line['unit']}" for line in rows if line["shape"] == shape} for shape in SHAPES
+    }
+    if empty := [shape for shape, figures in found.items() if not figures]:
+        raise CheckFailed(f"no figure of {', '.join(empty)}")
+    return found, found
 
 
 def chat(python: str, left_s: float) -> tuple[Any, Any]:

@@ -28,7 +28,16 @@ def test_says_what_is_missing_and_fails(tmp_path: Path) -> None:
     assert last == "FAIL"
     checks = [json.loads(line) for line in lines]
     assert all(set(check) == {"check", "ok", "seconds", "detail"} for check in checks)
-    assert [check["check"] for check in checks] == ["driver", "environment", "torch", "device", "chat", "chat again", "engine"]
+    assert [check["check"] for check in checks] == [
+        "driver",
+        "environment",
+        "torch",
+        "device",
+        "chat",
+        "chat again",
+        "engine",
+        "bench",
+    ]
     assert not any(check["ok"] for check in checks)
     assert "there is no nvidia-smi" in checks[0]["detail"]
     assert "no folder that `make bundle` made" in checks[1]["detail"]
@@ -80,6 +89,24 @@ def test_files_that_measure_run_with_nothing_beside_them(
     assert "tests/gpu/test_gpu_arena.py" in alone
     assert together[-2] == "-n"
     assert "-n" not in alone
+
+
+def test_the_benchmarks_figures_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [{"shape": shape, "row": "decode, batch 1", "unit": "ms", "ours": ours} for shape, ours in (("4B", 2.4), ("8B", 4.2))]
+    said: list[object] = [*lines, {"shapes": {}, "missed": []}]
+    status = 0
+
+    def run(command: list[str], left_s: float, variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, status, "\n".join(map(json.dumps, said)), "MISSED  8B: left out")
+
+    monkeypatch.setattr(runner, "finish", run)
+    assert runner.bench("python", 100.0)[0] == {"4B": {"decode, batch 1": "2.4 ms"}, "8B": {"decode, batch 1": "4.2 ms"}}
+    del said[1]
+    with pytest.raises(runner.CheckFailed, match="no figure of 8B"):
+        runner.bench("python", 100.0)
+    status = 1
+    with pytest.raises(runner.CheckFailed, match="left out"):
+        runner.bench("python", 100.0)
 
 
 def test_tests_run_side_by_side_where_there_is_xdist() -> None:
