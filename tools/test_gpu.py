@@ -85,6 +85,9 @@ class Report:
         except (CheckFailed, OSError) as error:
             self.line(check, ok=False, seconds=now_s() - began_s, detail=str(error))
             return None
+        except (ValueError, LookupError) as error:
+            self.line(check, ok=False, seconds=now_s() - began_s, detail=f"what it printed was not understood: {error!r}")
+            return None
         self.line(check, ok=True, seconds=now_s() - began_s, detail=detail)
         return result
 

@@ -62,6 +62,13 @@ def test_a_step_past_its_deadline_is_killed_with_what_it_started(tmp_path: Path,
         assert Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/cmdline").read_bytes() == b""
 
 
+def test_what_is_not_understood_is_a_check_that_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    report = runner.Report()
+    assert report.step("chat", 10.0, lambda left_s: json.loads("RESULT none")) is None
+    assert "not understood" in json.loads(capsys.readouterr().out)["detail"]
+    assert not report.all_ok
+
+
 def test_past_the_whole_nothing_is_begun(capsys: pytest.CaptureFixture[str]) -> None:
     report = runner.Report(began_s=runner.now_s() - runner.TOTAL_S)
     assert report.step("late", 10.0, lambda left_s: (left_s, left_s)) is None
