@@ -15,6 +15,7 @@ from pilotlight.engine import resident
 from pilotlight.engine.compute import Compute, compute_on
 from pilotlight.engine.core.batch import Batch, Plan, Segment
 from pilotlight.engine.core.blocks import BlockPool
+from pilotlight.engine.core.lifecycle import RequestEvent
 from pilotlight.engine.core.request import Request, RequestKey
 from pilotlight.engine.core.scheduler import BatchLimits, BatchScheduler
 from pilotlight.engine.core.tables import BlockTables
@@ -156,3 +157,15 @@ def test_a_plan_for_some_of_its_requests() -> None:
     assert kept.requests == (plan.requests[0], plan.requests[2])
     assert kept.batch == Batch((plan.batch.segments[0], plan.batch.segments[2]))
     assert kept.batch.segments[1] == Segment(0, 5, plan.batch.segments[2].blocks, wants_logits=True)
+
+
+def test_one_that_came_back_under_the_same_key_is_another_one() -> None:
+    """It was released in mid-generation and came back with less of its output."""
+    scheduler = scheduler_with(8, 4, 16)
+    plan = scheduler.schedule(0.0)
+    (request,) = plan.requests
+    scheduler.advance(plan)
+    scheduler.end(request, RequestEvent.DROP)
+    scheduler.submit(Request(request.key, [1] * 4, (), request.sampling, 1000))
+    assert segments_of(scheduler.schedule(0.0)) == [(0, 4)]
+    assert scheduler.follow_on(plan) is None

@@ -20,6 +20,7 @@ from pilotlight.engine.models.registry import decoder_of
 from pilotlight.policy.types import Dtype, Stage
 
 G = 2 * MIB
+CUDA_OUT_OF_MEMORY, CUDA_LAUNCH_FAILED = 2, 719
 
 
 @pytest.fixture
@@ -138,6 +139,27 @@ def test_memory_that_the_device_does_not_have_is_refused_and_nothing_is_kept(mak
     assert (engine.backed_bytes, arena.physical_bytes) == (0, 0)
     with pytest.raises(NoRoom, match="are in use already"):
         make(capacity_bytes=G).back(Extent(0, 2 * G))
+
+
+def test_what_torch_keeps_for_itself_is_asked_for_before_memory_is_refused(make, fake, monkeypatch):
+    asked: list[None] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: asked.append(None))
+    arena = make()
+    fake.fail("cuMemCreate", CUDA_OUT_OF_MEMORY)
+    slot = arena.open_slot()
+    slot.back(Extent(0, 2 * G))
+    assert (len(asked), arena.physical_bytes) == (1, 2 * G)
+
+
+def test_a_refusal_for_another_reason_keeps_nothing_either(make, fake, checkpoint, clock):
+    model = checkpoint("llama")
+    arena = make()
+    engine = Engine(1, clock, arena=arena)
+    free = arena.free_slots
+    fake.fail("cuMemCreate", CUDA_LAUNCH_FAILED, in_calls=3)
+    with pytest.raises(EngineFailed):
+        engine.begin_load("i", model.spec, model.spec.whole, Dtype.FLOAT64, 64 * MIB)
+    assert (engine.backed_bytes, arena.physical_bytes, arena.free_slots) == (0, 0, free)
 
 
 def test_a_whole_model_runs_on_the_arenas_books(make, checkpoint, clock, driver, prompts):

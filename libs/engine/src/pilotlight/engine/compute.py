@@ -13,7 +13,6 @@ from pilotlight.engine.device.memory import StageMemory
 from pilotlight.engine.device.parameters import Parameters
 from pilotlight.engine.device.runner import RangeRunner
 from pilotlight.engine.device.sampler import Drawn, PendingTokens, Undrawn, sample
-from pilotlight.engine.errors import EngineError
 from pilotlight.policy.types import Stage
 
 Sampler = Callable[[Tensor, Sequence[Draw]], "list[Drawn | Undrawn]"]
@@ -69,7 +68,7 @@ def compute_on(memory: StageMemory, parameters: Parameters, kv: KvCache) -> Comp
     graphs = Graphs(device, scratch)
     try:
         runner = CudaRangeRunner(memory, parameters, kv, scratch.eager, graphs=graphs)
-    except EngineError:
+    except BaseException:
         graphs.close()
         raise
     sampler = CudaSampler(memory.decoder.spec.vocab_size, device)

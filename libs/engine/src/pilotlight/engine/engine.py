@@ -106,7 +106,7 @@ class Engine:
         return resident.room
 
     def place_part(self, instance_id: InstanceId, part: int, tensors: Mapping[str, Source]) -> PlacedPart:
-        """Copies one part out of the given buffers, which are not needed after the call. The last part makes the stage ready.
+        """Copies one part out of the given buffers. The last part makes the stage ready; until then a device may read pinned buffers.
 
         While no request waits for the stage, its parts give way to the batches of the others.
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 OUT_OF_MEMORY = 2
-DEVICE_CODES = frozenset({46, 100, 214, 220, 802, 999})
+DEVICE_CODES = frozenset({46, 100, 214, 220, 226, 802, 999})
 """Of the CUDA driver: the device is not there, has an error of its memory or links, or something that nobody knows."""
-CONTEXT_CODES = frozenset({700, 702, 709, 710, 714, 715, 716, 717, 718, 719})
+CONTEXT_CODES = frozenset({700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721})
 """Of the CUDA driver: a kernel went wrong (an illegal address, instruction or stack, an assertion, a launch that timed out or failed).
 The context is lost; whatever is asked in it afterwards gives the same error."""
 _WORDS = (

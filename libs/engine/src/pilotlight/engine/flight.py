@@ -65,9 +65,9 @@ class Flight:
         sampled = self.plan.sampled
         if len(sampled) == len(following.requests):
             return self.tokens.inputs
-        rows = {request.key: row for row, request in enumerate(sampled)}
+        rows = {request: row for row, request in enumerate(sampled)}
         inputs = self.tokens.inputs
-        chosen = torch.tensor([rows[request.key] for request in following.requests])
+        chosen = torch.tensor([rows[request] for request in following.requests])
         return inputs.index_select(0, chosen.to(inputs.device, non_blocking=True))
 
 

@@ -147,8 +147,10 @@ class ResidentStage:
         """Gives the memory back; the stage is of no use any more."""
         if self.pipeline is not None:
             self.pipeline.close()
-        self._compute.close()
-        self._memory.close()
+        try:
+            self._compute.close()
+        finally:
+            self._memory.close()
 
     def check(self, request: Request) -> None:
         """Refuses a request that this stage cannot serve.

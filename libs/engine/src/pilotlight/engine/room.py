@@ -12,7 +12,8 @@ from pilotlight.policy.types import Dtype, Stage
 def divide(arena: Arena, decoder: Decoder, stage: Stage, dtype: Dtype, device_bytes: int) -> StageRoom:
     """Gives the KV cache what the parameters leave.
 
-    Where granules are large, everything is counted in whole ones: a stage never has more memory behind it than it was given.
+    Where granules are large, everything is counted in whole ones: parameters and KV never have more memory behind them than was given.
+    What captured steps read and write, some 10 MiB, comes beside it.
 
     Raises:
         NoRoom: that is less than one block, or the model is larger than a slot.

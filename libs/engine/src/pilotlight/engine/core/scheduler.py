@@ -281,15 +281,16 @@ class BatchScheduler:
 
         None where that is not so: then the tokens have to be known first. The plan is still to be booked (``advance``), before this one.
         """
-        segments = dict(zip((request.key for request in plan.requests), plan.batch.segments, strict=True))
+        # By the request itself: one that has gone and come back under the same key stands elsewhere.
+        segments = dict(zip(plan.requests, plan.batch.segments, strict=True))
         going = [request for request in self._running.values() if not request.about_to_end]
         if not going or (self._queue and (len(going) < len(self._running) or not self._full)):  # 1
             return None
-        if any(request.key not in segments or not segments[request.key].wants_logits for request in self._running.values()):
+        if any(request not in segments or not segments[request].wants_logits for request in self._running.values()):
             return None
         if not all(self._tables.grow(request, ahead=1) for request in going):  # 3
             return None
-        starts = [segments[request.key].stop for request in going]
+        starts = [segments[request].stop for request in going]
         following = (
             Segment(start, 1, self._tables.blocks(request, start + 1), wants_logits=True)
             for request, start in zip(going, starts, strict=True)

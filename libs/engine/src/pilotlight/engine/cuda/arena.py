@@ -169,8 +169,14 @@ class CudaArena:
         self._backed.add(extent)
         if not extent.num_bytes:
             return
+        piece_bytes = PIECE_BYTES if divisible else WHOLE_BYTES
         try:
-            self.native_arena.back(*extent, PIECE_BYTES if divisible else WHOLE_BYTES)
+            try:
+                self.native_arena.back(*extent, piece_bytes)
+            except OutOfMemory:
+                # torch may keep for itself what is missing, from tensors that were converted on the device.
+                torch.cuda.empty_cache()
+                self.native_arena.back(*extent, piece_bytes)
         except NativeError as error:
             self._backed.remove(extent)
             refused = f"the device refuses {extent.num_bytes} bytes: {error}"

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from pilotlight.engine.device.arena_protocol import Scratch
+from pilotlight.engine.faults import out_of_memory
 from pilotlight.policy.types import Stage
 
 SIZES = (1, 2, 4, *range(8, 257, 8))
@@ -65,6 +66,8 @@ class Graphs:
         self._stream = torch.cuda.Stream(device)
         self._captured: dict[Kind, _Captured] = {}
         self._seen: set[Kind] = set()
+        self._eager_only: set[Kind] = set()
+        """There was no memory to capture them."""
         self._logits: Tensor | None = None
 
     @property
@@ -97,13 +100,28 @@ class Graphs:
         """
         captured = self._captured.get(kind)
         if captured is None:
-            if kind not in self._seen:
-                self._seen.add(kind)
-                with self._scratch.eager.use():
-                    return step()
-            captured = self._captured[kind] = self._capture(step, output())
+            captured = self._capture_if_seen(kind, step, output)
+        if captured is None:
+            with self._scratch.eager.use():
+                return step()
         captured.graph.replay()
         return captured.output
+
+    def _capture_if_seen(self, kind: Kind, step: Callable[[], Tensor], output: Callable[[], Tensor]) -> _Captured | None:
+        """Captures a kind that comes for the second time; None where it is to run eagerly."""
+        if kind in self._eager_only:
+            return None
+        if kind not in self._seen:
+            self._seen.add(kind)
+            return None
+        try:
+            captured = self._captured[kind] = self._capture(step, output())
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            self._eager_only.add(kind)
+            return None
+        return captured
 
     def _capture(self, step: Callable[[], Tensor], output: Tensor) -> _Captured:
         graph = torch.cuda.CUDAGraph(keep_graph=self._keep)

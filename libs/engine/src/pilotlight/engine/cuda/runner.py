@@ -26,6 +26,8 @@ PROGRAMS_PER_PROCESSOR = 4
 MAX_BLOCKS = 1 << 17
 """Entries of all block tables of a captured step together; beyond, a step runs eagerly."""
 
+MAX_HEAD_DIM = 256
+"""Tiles of wider heads do not fit into a multiprocessor's shared memory."""
 WHOLE_TOKENS = 1024
 """A whole prompt from this length on is attended to by cuDNN, which is faster then."""
 CUDNN_HEAD_DIM, CUDNN_HEAD_DIM_STEP = 128, 8
@@ -47,11 +49,15 @@ class CudaRangeRunner:
         """Without ``graphs`` every step runs eagerly; ``eager`` is what torch takes then.
 
         Raises:
-            UnsupportedModel: the dtype is one that only CPUs run.
+            UnsupportedModel: the dtype is one that only CPUs run, or heads are wider than the kernels take.
             NoRoom: there is no memory for what captured steps read and write.
         """
         if parameters.dtype is Dtype.FLOAT64:
             raise UnsupportedModel("float64 runs on CPUs alone")
+        if memory.decoder.spec.head_dim > MAX_HEAD_DIM:
+            raise UnsupportedModel(
+                f"heads of {memory.decoder.spec.head_dim} are wider than {MAX_HEAD_DIM}, which is the most on a GPU"
+            )
         spec, device = memory.decoder.spec, memory.arena.device
 
         def place(constant: Tensor) -> Tensor:
@@ -100,7 +106,7 @@ class CudaRangeRunner:
         if self._prompt is not None and length is not None and self._fill(self._prompt, length, batch, inputs, layers):
             return self._padded(Kind(layers, length, prompt=True), batch.num_tokens, 1)
         fields = fields_of(batch, self._spare, self._window, self._whole_from)
-        items = len(fields.get("full_rows", ()))
+        items = max(len(fields.get(name, ())) for name in ("full_rows", "sliding_rows"))
         if items > self._scratch.max_items:
             self._scratch = self._scratch_for(items, zeros_on(self._device))
         with self._eager.use():

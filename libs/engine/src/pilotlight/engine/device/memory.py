@@ -11,7 +11,7 @@ from pilotlight.engine.core.extents import Extent
 from pilotlight.engine.core.layout import SlotLayout
 from pilotlight.engine.device.arena_protocol import Arena, Scratch
 from pilotlight.engine.device.dtypes import TORCH_DTYPES
-from pilotlight.engine.errors import NoRoom
+from pilotlight.engine.errors import EngineError, NoRoom
 from pilotlight.engine.models.decoder import Decoder
 from pilotlight.policy.types import Dtype, Stage
 
@@ -39,7 +39,7 @@ class StageMemory:
         try:
             for part in self.parts:
                 self._slot.back(self._layout.part(part))
-        except NoRoom:
+        except EngineError:
             self.close()
             raise
 
@@ -93,7 +93,7 @@ class StageMemory:
         for index, extent in enumerate(extents):
             try:
                 self._slot.back(extent, divisible=True)
-            except NoRoom:
+            except EngineError:
                 for backed in extents[:index]:
                     self._slot.unback(backed)
                 raise

@@ -42,7 +42,7 @@ class Parameters:
         """Copies a part's tensors, named as in the checkpoint, and converts them where the stage runs in another dtype.
 
         A part that is in place stays as it is: a loader that reconnects may offer it again. The buffers are not needed
-        afterwards; a device reads pinned ones until the next part is placed or this was the last. In the ``background`` it gives way.
+        afterwards; a device reads pinned ones until the last part is placed. In the ``background`` it gives way.
 
         Raises:
             BadCheckpoint: the tensors are not exactly those that the architecture has in this part.
