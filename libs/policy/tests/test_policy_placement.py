@@ -7,7 +7,19 @@ from pilotlight.policy.cost import stage_room
 from pilotlight.policy.parallelism import SchemeRules, choose_scheme
 from pilotlight.policy.placement import PlacementRules, candidates, committed_bytes
 from pilotlight.policy.testing import NOW_S, held, instance, model, node, worker
-from pilotlight.policy.types import Copy, Epoch, HeldState, InstanceState, Liveness, Snapshot, Tier, WorkerFacts, WorkerId
+from pilotlight.policy.types import (
+    Copy,
+    DeviceHealth,
+    Epoch,
+    HealthState,
+    HeldState,
+    InstanceState,
+    Liveness,
+    Snapshot,
+    Tier,
+    WorkerFacts,
+    WorkerId,
+)
 
 RULES = SchemeRules()
 
@@ -141,3 +153,25 @@ def test_a_model_larger_than_every_device_is_said_to_be_so() -> None:
     assert choice.scheme is None
     assert choice.no_worker_ever
     assert "more than any worker has" in choice.reason
+
+
+def test_a_worker_that_does_not_serve_says_nothing_of_what_fits() -> None:
+    """A device that has failed since its worker's start has reported no memory."""
+    failed = worker(memory_bytes=0, engine_up=False, health=DeviceHealth(state=HealthState.FAILED, reason="lost: gone"))
+    starting, down = worker(1, memory_bytes=0, engine_up=False), worker(2, memory_bytes=10_000, engine_up=False)
+    small = worker(3, memory_bytes=10)
+
+    def reason(*workers: WorkerFacts) -> tuple[bool, str]:
+        snapshot = Snapshot(now_s=NOW_S, epoch=Epoch(1), nodes=(node(),), workers=workers)
+        choice = choose_scheme(model(), snapshot, RULES)
+        assert choice.scheme is None
+        return choice.no_worker_ever, choice.reason
+
+    none_serves = "none of {} workers serves: their devices have failed, or their engines are down"
+    assert reason(failed) == (True, none_serves.format(1))
+    assert reason(failed, starting) == (True, none_serves.format(2))
+    assert reason(failed, down) == (False, "none of 2 workers has room or can make it"), "its engine comes back"
+    assert reason(failed, small)[1].endswith("more than any worker has that serves")
+    # What it had is of no use to anybody now.
+    lost = replace(failed, device=down.device)
+    assert reason(lost) == (True, none_serves.format(1))

@@ -141,6 +141,43 @@ async def test_a_child_that_is_killed_and_keeps_its_socket_is_left_to_itself(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stuck", [False, True])
+async def test_a_stop_does_not_wait_for_a_socket_that_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stuck: bool) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    holder = tmp_path / "holder"
+    monkeypatch.setenv("HOLDING_PID_FILE", str(holder))
+    engine = ProcessEngine(ChildOptions(threads=1, log_path=tmp_path / "engine.log", module="holding_child"))
+    up = await engine.start()
+    try:
+        if stuck:
+            # It reads no more, and more is to be sent than the socket holds: what is closed in order waits for that.
+            os.kill(up.pid, signal.SIGSTOP)
+            with pytest.raises(Refused, match="handing a command"):
+                await engine.run(run(Sampling(seed=1, max_tokens=1), "large", 1 << 21))
+        async with asyncio.timeout(DEADLINE_S):
+            await engine.stop()
+        assert not engine.alive
+        with pytest.raises(ProcessLookupError):
+            os.kill(up.pid, 0)
+    finally:
+        os.kill(int(await asyncio.to_thread(holder.read_text)), signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["open_device", "warm_up"])
+async def test_a_device_that_fails_at_the_start_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setenv("UNREADY_DIR", str(tmp_path))
+    monkeypatch.setenv("UNREADY_AT", step)
+    log_path = tmp_path / "engine.log"
+    engine = ProcessEngine(ChildOptions(threads=1, log_path=log_path, module="unready_child"))
+    with pytest.raises(Refused, match="did not start: RuntimeError: CUDA error: uncorrectable ECC error encountered"):
+        await engine.start()
+    assert "engine_fault" in log_path.read_text()
+    await engine.stop()
+
+
+@pytest.mark.slow
 async def test_a_spare_that_has_opened_its_device_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     spare = Spare(ChildOptions(threads=1, log_path=tmp_path / "engine.log", module="opening_child"))
@@ -188,4 +225,9 @@ def test_what_was_loaded_last_is_pinned_first_and_nothing_else() -> None:
     slabs.refuses = True
     pins.pin_one()
     pins.want(500, 510)
-    assert not pins.waiting, "after a refusal everything goes through the ring"
+    assert not pins.waiting, "after a refusal the rest goes through the ring"
+    pins.pin_one()
+    pins.moved(memoryview(b""))
+    assert slabs.closed == 2, "what was pinned is taken back before its pages go"
+    pins.want(500, 510)
+    assert not pins.waiting

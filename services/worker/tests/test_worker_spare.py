@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from pilotlight.common.errors import EngineFailed
 from pilotlight.common.testing import until
 from pilotlight.common.waiting import Backoff
 from pilotlight.worker import child
-from pilotlight.worker.child_process import ChildOptions
+from pilotlight.worker.child_process import Child, ChildOptions
 from pilotlight.worker.engine_client import EngineDied
 from pilotlight.worker.process_engine import ProcessEngine
 from pilotlight.worker.spare import Spare
@@ -111,6 +112,58 @@ async def test_nothing_is_left_after_the_stop(options: ChildOptions) -> None:
     await engine.stop()
     assert not lives(spare)
     assert engine._spare.pid is None
+
+
+async def test_a_stop_while_the_spare_is_promoted_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    opened = tmp_path / "opened"
+    opened.mkdir()
+    monkeypatch.setenv("UNREADY_DIR", str(opened))
+    options = ChildOptions(threads=1, log_path=tmp_path / "engine.log", module="unready_child")
+    engine = ProcessEngine(options, Spare(options, AT_ONCE))
+    events = engine.events()
+    up = await engine.start()
+    spare = await spare_of(engine)
+    (opened / "hang").touch()
+    os.kill(up.pid, signal.SIGKILL)
+    assert isinstance(await anext(events), EngineDied)
+    starting = asyncio.create_task(engine.start())
+    await until((opened / str(spare)).exists)
+    async with asyncio.timeout(5):
+        await engine.stop()
+    assert starting.done()
+    with pytest.raises(EngineFailed, match="stopped for good"):
+        await starting
+    assert not lives(spare)
+    assert {path.name for path in opened.iterdir()} == {"hang", str(up.pid), str(spare)}, "none in its place"
+
+
+class Hesitating(Spare):
+    """None is ready, and the engine is killed when one is asked for: before another child is spawned, or while it is."""
+
+    engine: ProcessEngine
+
+    def __init__(self, options: ChildOptions, *, in_time: bool) -> None:
+        super().__init__(options)
+        self._in_time = in_time
+
+    async def take(self) -> Child | None:
+        kill = asyncio.create_task(self.engine.kill("lost: GPU is lost", "device_failed"))
+        if self._in_time:
+            await kill
+        return None
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+async def test_a_kill_before_there_is_a_child_is_not_forgotten(options: ChildOptions, in_time: bool) -> None:
+    spare = Hesitating(options, in_time=in_time)
+    spare.engine = engine = ProcessEngine(options, spare)
+    with pytest.raises(EngineFailed, match="lost: GPU is lost"):
+        await engine.start()
+    assert not engine.alive
+    assert engine.pids == frozenset()
+    assert options.log_path.exists() is not in_time, "a child that is not spawned has no log"
+    await engine.stop()
 
 
 async def test_a_spare_never_outlives_its_parent(options: ChildOptions) -> None:

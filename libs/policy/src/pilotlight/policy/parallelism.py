@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from pilotlight.policy.cost import estimate_for, group_tpot_s, group_ttft_s, stage_cost, stage_room
 from pilotlight.policy.placement import Candidate, PlacementRules, Rejection, candidates
-from pilotlight.policy.types import Model, Placement, Scheme, Snapshot, WorkerId
+from pilotlight.policy.types import HealthState, Model, Placement, Scheme, Snapshot, WorkerFacts, WorkerId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class SchemeChoice:
     meets_slo: bool = False
     needs_eviction: bool = False
     no_worker_ever: bool = False
-    """No live worker could hold the model even if it were empty: waiting does not help."""
+    """No worker that serves could hold the model even if it were empty: waiting for room does not help."""
     considered: tuple[Scheme, ...] = ()
     rejected: tuple[Rejection, ...] = ()
     reason: str = ""
@@ -96,13 +96,23 @@ def _meets_slo(model: Model, scheme: Scheme) -> bool:
 
 def _none(model: Model, snapshot: Snapshot, rejected: tuple[Rejection, ...]) -> SchemeChoice:
     whole = model.spec.whole
-    least = [stage_room(model, whole, worker.device.granule_bytes).least_bytes for worker in snapshot.workers]
-    least_bytes = min(least, default=stage_room(model, whole).least_bytes)
-    hopeless = all(worker.device.memory_bytes < needed for worker, needed in zip(snapshot.workers, least, strict=True))
+    serving = [worker for worker in snapshot.workers if _has_known_room(worker)]
+    least = [stage_room(model, whole, worker.device.granule_bytes).least_bytes for worker in serving]
+    hopeless = all(worker.device.memory_bytes < needed for worker, needed in zip(serving, least, strict=True))
     if not snapshot.workers:
         reason = "no worker has reported"
+    elif not serving:
+        reason = f"none of {len(snapshot.workers)} workers serves: their devices have failed, or their engines are down"
     elif hopeless:
-        reason = f"the model needs {least_bytes} bytes of device memory, more than any worker has"
+        others = " that serves" if len(serving) < len(snapshot.workers) else ""
+        reason = f"the model needs {min(least)} bytes of device memory, more than any worker has{others}"
     else:
         reason = f"none of {len(snapshot.workers)} workers has room or can make it"
     return SchemeChoice(scheme=None, no_worker_ever=hopeless, rejected=rejected, reason=reason)
+
+
+def _has_known_room(worker: WorkerFacts) -> bool:
+    """Its device's memory says something of what it can hold: one that has failed holds nothing, and an engine that has not been up
+    has not said how much there is.
+    """
+    return worker.health.state is not HealthState.FAILED and (worker.engine_up or worker.device.memory_bytes > 0)

@@ -18,13 +18,13 @@ from typing import NoReturn
 
 import structlog
 
-from pilotlight.common.clock import SystemClock
+from pilotlight.common.clock import Clock, SystemClock
 from pilotlight.common.faults import Faults
 from pilotlight.common.messages.codec import FrameBuffer, frame
 from pilotlight.common.messages.engine import EngineUp, Promote, SpareReady, ToEngine
 from pilotlight.common.telemetry import configure_logging
 from pilotlight.policy.types import DeviceKind
-from pilotlight.worker.child_loop import RECEIVE_BYTES, ChildLoop
+from pilotlight.worker.child_loop import RECEIVE_BYTES, ChildLoop, last_words
 
 log = structlog.get_logger()
 
@@ -49,6 +49,15 @@ def main(arguments: Sequence[str]) -> int:
     kind = DeviceKind(options.device)
     if options.spare and not _wait_to_be_promoted(connection, kind):
         return 0
+    try:
+        _serve(connection, options, kind, clock, faults)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the parent is told before this process ends
+        _end_at_once(connection, error)
+    return 0
+
+
+def _serve(connection: socket.socket, options: argparse.Namespace, kind: DeviceKind, clock: Clock, faults: Faults) -> None:
+    """Open the device, and be the engine until the parent ends it or is gone. Raises whatever makes it impossible to go on."""
     # Imported here: it takes a second or more, and a death meanwhile must not leave an orphan.
     from pilotlight.engine.engine import Engine
     from pilotlight.worker.child_device import open_device
@@ -69,18 +78,15 @@ def main(arguments: Sequence[str]) -> int:
         loop.run(up)
     except (BrokenPipeError, ConnectionResetError):
         log.info("the parent is gone", action="engine_orphaned")
-    except Exception as error:  # noqa: BLE001 - whatever it is, the parent is told before this process ends
-        _end_at_once(loop, error)
-    finally:
-        engine.close()
-    return 0
+    # Not after an error: see ``_end_at_once``.
+    engine.close()
 
 
-def _end_at_once(loop: ChildLoop, error: Exception) -> NoReturn:
+def _end_at_once(connection: socket.socket, error: Exception) -> NoReturn:
     """Say why, and be gone: with a device whose context is lost an orderly end may wait for ever."""
     log.error("the engine cannot go on", action="engine_fault", exc_info=error)
     with suppress(OSError):
-        loop.last_words(error)
+        last_words(connection, error)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(FAULT_STATUS)

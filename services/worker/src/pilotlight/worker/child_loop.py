@@ -114,17 +114,6 @@ class ChildLoop:
             if (self._engine.has_work or self._refused) and not self._ended:
                 self._step()
 
-    def last_words(self, error: Exception) -> None:
-        """Tell the parent why nothing more comes.
-
-        Raises:
-            OSError: the parent is gone, too.
-        """
-        code, message = _told(error)
-        # A parent that reads nothing must not keep it.
-        self._connection.settimeout(LAST_WORDS_S)
-        self._send(EngineFault(code=code, message=message))
-
     def _idle_s(self) -> float | None:
         """How long there is nothing to do if nothing comes; None: for ever."""
         due_s = self._engine.due_s
@@ -250,6 +239,18 @@ class ChildLoop:
 
     def _send(self, message: FromEngine) -> None:
         self._connection.sendall(frame(message))
+
+
+def last_words(connection: socket.socket, error: Exception) -> None:
+    """Tell the parent why nothing more comes.
+
+    Raises:
+        OSError: the parent is gone, too.
+    """
+    code, message = _told(error)
+    # A parent that reads nothing must not keep it.
+    connection.settimeout(LAST_WORDS_S)
+    connection.sendall(frame(EngineFault(code=code, message=message)))
 
 
 def _raise_if_lost(error: Exception) -> None:

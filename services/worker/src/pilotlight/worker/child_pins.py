@@ -55,16 +55,17 @@ class Pins:
     @property
     def waiting(self) -> bool:
         """Something is still to be pinned."""
-        return bool(self._wanted) and self._slabs is not None
+        return bool(self._wanted) and self._slabs is not None and not self._refused
 
     def pin_one(self) -> None:
         """Pin the next slab. Where the driver refuses none is pinned any more: parts then go through the ring, which is slower."""
-        if self._slabs is None or not self._wanted:
+        if self._slabs is None or self._refused or not self._wanted:
             return
         slab, _ = self._wanted.popitem(last=False)
         try:
             self._slabs.pin_next((slab * self._slab_bytes,))
             self._pinned.add(slab)
         except EngineError as error:
-            self._refused, self._slabs = True, None
+            # What is pinned stays so until the pool moves: it serves, and its pages may not go before they are taken back.
+            self._refused = True
             log.warning("the host pool is not pinned any further", action="pin_refused", error=error.message)

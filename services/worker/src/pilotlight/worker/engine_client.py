@@ -68,7 +68,9 @@ class EngineClient(Protocol):
         ...
 
     async def kill(self, reason: str, code: str = "") -> None:
-        """End it now: it hangs, or its device has failed. ``EngineDied`` follows, with the code of that, if there is one."""
+        """End it now: it hangs, or its device has failed. ``EngineDied`` follows, with the code of that, if there is one. A start that is
+        under way raises.
+        """
         ...
 
     async def stop(self) -> None:

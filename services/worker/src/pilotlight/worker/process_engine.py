@@ -55,8 +55,10 @@ class ProcessEngine:
         self._up: EngineUp | None = None
         self._reading: asyncio.Task[None] | None = None
         self._kill_reason = ""
+        """Why the child was killed, or the one that is being started is to be; until the next start."""
         self._kill_code = ""
         self._stopping = False
+        self._starting = asyncio.Lock()
         self._start_deadline_s = CUDA_START_DEADLINE_S if options.device is DeviceKind.CUDA else START_DEADLINE_S
 
     @property
@@ -75,35 +77,54 @@ class ProcessEngine:
         return frozenset(pid for pid in (self.pid, spare_pid) if pid is not None)
 
     async def start(self) -> EngineUp:
-        if self._up is not None:
-            return self._up
+        async with self._starting:
+            if self._up is not None:
+                return self._up
+            # Before anything is waited for: from here on a kill means the child that is being started.
+            self._kill_reason = self._kill_code = ""
+            if self._reading is not None:
+                await self._reading
+            self._check_wanted()
+            spare = await self._spare.take() if self._spare is not None else None
+            if spare is not None:
+                try:
+                    return await self._begin(spare)
+                except EngineFailed as error:
+                    log.warning("the spare engine does not start", action="spare_start_failed", error=error.message)
+            self._check_wanted()
+            return await self._begin(await spawn(self._options))
+
+    def _check_wanted(self) -> None:
+        """Nobody has changed their mind since the start began.
+
+        Raises:
+            EngineFailed: the engine was stopped for good, or killed: no child may be started in the place of this one.
+        """
         if self._stopping:
             raise EngineFailed("the engine was stopped for good")
-        if self._reading is not None:
-            await self._reading
-        self._kill_reason = self._kill_code = ""
-        spare = await self._spare.take() if self._spare is not None else None
-        if spare is not None:
-            try:
-                return await self._begin(spare)
-            except EngineFailed as error:
-                log.warning("the spare engine does not start", action="spare_start_failed", error=error.message)
-        return await self._begin(await spawn(self._options))
+        if self._kill_reason:
+            raise EngineFailed(f"it was killed: {self._kill_reason}")
 
     async def _begin(self, child: Child) -> EngineUp:
         """The child says that it is up, or is buried."""
         self._child = child
         try:
+            # There was no child to be killed while it was taken or spawned.
+            self._check_wanted()
             starting = read_frame(child.reader, FromEngine)
             first: FromEngine | None = await within(self._start_deadline_s, starting, "the engine's start")
+            self._check_wanted()
         except PilotlightError as error:
+            kill_group(child.process)
             await self._bury(child)
-            raise EngineFailed(f"the engine did not start: {error.message} See {self._options.log_path}.") from error
+            raise EngineFailed(f"the engine did not start: {error.message}. See {self._options.log_path}.") from error
         except OSError:
             first = None
         if not isinstance(first, EngineUp):
+            # Not killed: what it has to say of its end is still to be written to its log.
             status = await self._bury(child)
-            raise EngineFailed(f"the engine ended at its start with status {status}. See {self._options.log_path}.")
+            reason = first.message if isinstance(first, EngineFault) else f"it ended with status {status}"
+            raise EngineFailed(f"the engine did not start: {reason}. See {self._options.log_path}.")
         self._up = first
         self._reading = asyncio.create_task(self._read(child), name="engine events")
         log.info("engine started", action="engine_started", pid=first.pid, device=first.device_name)
@@ -131,11 +152,9 @@ class ProcessEngine:
             yield event
 
     async def kill(self, reason: str, code: str = "") -> None:
-        child = self._child
-        if child is not None:
-            self._kill_reason, self._kill_code = reason, code
-            kill_group(child.process)
-            asyncio.get_running_loop().call_later(LET_GO_S, child.writer.close)
+        self._kill_reason, self._kill_code = reason, code
+        if self._child is not None:
+            _kill(self._child)
 
     async def stop(self) -> None:
         self._stopping = True
@@ -143,19 +162,26 @@ class ProcessEngine:
         if self._spare is not None:
             await self._spare.stop()
         if child is not None:
-            try:
-                child.writer.write(frame(Shutdown()))
-                await within(STOP_DEADLINE_S, child.process.wait(), "the engine's end")
-            except (DeadlineExceeded, OSError):
-                log.warning("engine killed: it did not end in time", action="engine_stop_killed", pid=child.process.pid)
-                kill_group(child.process)
+            if self._up is not None:
+                await self._ask_to_end(child)
+            # Also one that has ended: what it started may have its socket still.
+            _kill(child)
         if reading is not None:
             self._reading = None
             # Its reader of events may have left already: what waits is of no use to anybody then.
             self._drain_events()
             await reading
+        async with self._starting:
+            pass  # Who starts a child buries it.
         self._drain_events()
         self._events.put_nowait(None)
+
+    async def _ask_to_end(self, child: Child) -> None:
+        try:
+            child.writer.write(frame(Shutdown()))
+            await within(STOP_DEADLINE_S, child.process.wait(), "the engine's end")
+        except (DeadlineExceeded, OSError):
+            log.warning("engine killed: it did not end in time", action="engine_stop_killed", pid=child.process.pid)
 
     def _drain_events(self) -> None:
         while not self._events.empty():
@@ -187,10 +213,12 @@ class ProcessEngine:
             reason = error.message
         except OSError as error:
             reason = str(error)
+        # Taken now: while it is buried the next start may begin, whose kill is another.
+        reason, code = self._kill_reason or reason, self._kill_code or code
         status = await self._bury(child)
         if self._stopping:
             return
-        reason, code = self._kill_reason or reason or f"it ended with status {status}", self._kill_code or code
+        reason = reason or f"it ended with status {status}"
         log.error("engine ended", action="engine_died", pid=child.process.pid, reason=reason, code=code)
         await self._events.put(EngineDied(reason=reason, code=code))
 
@@ -198,3 +226,9 @@ class ProcessEngine:
         self._up = None
         self._child = None
         return await bury(child)
+
+
+def _kill(child: Child) -> None:
+    """Kill a child. One that is stuck in the driver keeps its socket, and what was not sent: it is left to itself, and so is that."""
+    kill_group(child.process)
+    asyncio.get_running_loop().call_later(LET_GO_S, child.writer.transport.abort)

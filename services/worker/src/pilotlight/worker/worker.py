@@ -171,7 +171,7 @@ class Worker:
             core.background.spawn(f"end engine of {core.worker_id}", core.engine.kill(health.reason, DeviceFailed.code))
         elif not core.engine.alive and not self._restarting:
             self._failures = 0
-            core.background.spawn(f"restart engine of {core.worker_id}", self._restart_engine())
+            self._restart()
 
     async def _start_engine(self) -> None:
         self._up = up = await self.core.engine.start()
@@ -180,6 +180,9 @@ class Worker:
             self._watch.promise(self.core.device_bytes)
         self._step = None
         self._started_s = self._heard_s = self.core.clock.monotonic_s()
+        if not self._usable:
+            # It has failed since it was looked at, and what was killed then may have been none.
+            await self.core.engine.kill(self._health.reason, DeviceFailed.code)
 
     async def _follow_engine(self) -> None:
         async for event in self.core.engine.events():
@@ -262,11 +265,15 @@ class Worker:
         self.stages.on_engine_died(died.reason, died.code)
         self.stages.on_requests_ended()
         if self._running and not self._restarting:
-            self.core.background.spawn(f"restart engine of {self.core.worker_id}", self._restart_engine())
+            self._restart()
+
+    def _restart(self) -> None:
+        # Not in the task: in the turn of the loop before it begins somebody else may want the same.
+        self._restarting = True
+        self.core.background.spawn(f"restart engine of {self.core.worker_id}", self._restart_engine())
 
     async def _restart_engine(self) -> None:
         """Start the next one, unless the device has failed; raises, which ends the worker, when that fails time and again."""
-        self._restarting = True
         try:
             await self._start_again()
         finally:
@@ -291,7 +298,7 @@ class Worker:
                 await self._start_engine()
                 break
             except EngineFailed as error:
-                if self._failures >= RESTARTS:
+                if self._failures >= RESTARTS and self._usable:
                     raise
                 log.error("engine does not start", action="engine_start_failed", attempt=self._failures, error=error.message)
 
