@@ -114,6 +114,7 @@ def test_the_reasons_of_a_devices_health_have_their_rows() -> None:
         *(DeviceReading(recovery=recovery) for recovery in Recovery),
         DeviceReading(late_s=9.0),
         DeviceReading(lost="gone"),
+        DeviceReading(untold="an error"),
         DeviceReading(remap_failed=True),
         DeviceReading(remap_pending=True),
         DeviceReading(uncorrected_errors=1),

@@ -10,7 +10,7 @@ from pilotlight.cli.doctor import Verdict, check_gpus
 from pilotlight.cli.home import Home
 from pilotlight.cli.plan import Endpoints, SystemOptions, child_specs
 from pilotlight.cli.up import told_workers
-from pilotlight.common.nvml import DeviceState, Gpu, NvmlUnavailable
+from pilotlight.common.nvml import DeviceState, Gpu, NvmlFailed, NvmlUnavailable
 from pilotlight.policy.types import DeviceHealth, HealthState
 
 WELL = DeviceHealth(state=HealthState.HEALTHY)
@@ -26,17 +26,30 @@ def states(*healths: DeviceHealth) -> tuple[DeviceState, ...]:
 
 def test_doctor_says_which_gpus_there_are_and_how_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "unusable", lambda: "")
+    monkeypatch.setattr(doctor, "unopened", lambda gpus: "")
     check = check_gpus(lambda: states(WELL, WELL))
     assert (check.verdict, check.found) == (Verdict.OK, "0: H200, 131,072 MiB, healthy; 1: H200, 131,072 MiB, healthy")
     check = check_gpus(lambda: states(WELL, ILL))
     assert check.verdict is Verdict.WARNING
     assert "1: H200, 131,072 MiB, failed (lost: GPU is lost)" in check.found
     assert "GPU nodes" in check.what_to_do
+    check = check_gpus(lambda: (*states(WELL), DeviceState(gpu=Gpu(index=1, lost="GPU is lost"), health=ILL)))
+    assert check.found == "0: H200, 131,072 MiB, healthy; 1: failed (lost: GPU is lost)"
 
 
 def test_doctor_says_why_gpus_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "unusable", lambda: "triton is not installed")
     assert check_gpus(lambda: states(WELL)).what_to_do == "workers run on CPU cores: triton is not installed"
+    monkeypatch.setattr(doctor, "unusable", lambda: "")
+    monkeypatch.setattr(doctor, "unopened", lambda gpus: f"torch does not open {gpus[0].uuid}")
+    assert check_gpus(lambda: states(WELL)).what_to_do == "workers run on CPU cores: torch does not open GPU-0"
+
+    def failed() -> tuple[DeviceState, ...]:
+        raise NvmlFailed("NVML: Unknown Error")
+
+    check = check_gpus(failed)
+    assert (check.verdict, check.found) == (Verdict.WARNING, "NVML: Unknown Error")
+    assert "no worker starts" in check.what_to_do
 
     def absent() -> tuple[DeviceState, ...]:
         raise NvmlUnavailable("NVML: NVML Shared Library Not Found")

@@ -4,100 +4,15 @@ import asyncio
 import importlib
 import sys
 import threading
-from types import SimpleNamespace
-from typing import Any
 
 import pynvml
 import pytest
+from fake_nvml import GIB, ScriptedNvml
 
 from pilotlight.common.apart import Apart
-from pilotlight.common.nvml import NvmlReader, NvmlUnavailable, device_states, list_gpus
-from pilotlight.policy.device_health import Recovery
+from pilotlight.common.nvml import RECOVERIES, NvmlFailed, NvmlReader, NvmlUnavailable, device_states, list_gpus
+from pilotlight.policy.device_health import Judgement, Recovery, judge
 from pilotlight.policy.types import HealthState
-
-GIB = 1 << 30
-
-
-class ScriptedNvml:
-    """The functions of ``pynvml`` that are used; all else (constants, errors) is its own."""
-
-    def __init__(self) -> None:
-        self.xids: list[int] = []
-        self.recovery: int | None = pynvml.NVML_GPU_RECOVERY_ACTION_NONE
-        self.ecc: int | None = 0
-        self.remapped = (0, 0, 0, 0)
-        self.processes = [SimpleNamespace(pid=7, usedGpuMemory=2 * GIB), SimpleNamespace(pid=8, usedGpuMemory=3 * GIB)]
-        self.lost = False
-        self.events = True
-        self.inits = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(pynvml, name)
-
-    def nvmlInit(self) -> None:  # noqa: N802 - NVML's names
-        self.inits += 1
-
-    def nvmlShutdown(self) -> None:  # noqa: N802
-        self.inits -= 1
-
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
-        return 2
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
-        if index > 1:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-        return index
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:  # noqa: N802
-        if self.lost:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
-        return int(uuid.removeprefix("GPU-"))
-
-    def nvmlDeviceGetIndex(self, handle: int) -> int:  # noqa: N802
-        return handle
-
-    def nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
-        return f"GPU-{handle}"
-
-    def nvmlDeviceGetName(self, handle: int) -> str:  # noqa: N802
-        return "H200"
-
-    def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802
-        return "580.0"
-
-    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:  # noqa: N802
-        if self.lost:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
-        return SimpleNamespace(total=80 * GIB, used=6 * GIB)
-
-    def nvmlEventSetCreate(self) -> object:  # noqa: N802
-        return object()
-
-    def nvmlDeviceRegisterEvents(self, handle: int, kinds: int, events: object) -> None:  # noqa: N802
-        if not self.events:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-
-    def nvmlEventSetWait_v2(self, events: object, timeout_ms: int) -> Any:  # noqa: N802
-        assert timeout_ms == 0
-        if not self.xids:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_TIMEOUT)
-        return SimpleNamespace(eventType=pynvml.nvmlEventTypeXidCriticalError, eventData=self.xids.pop(0))
-
-    def nvmlDeviceGetTotalEccErrors(self, handle: int, kind: int, counter: int) -> int:  # noqa: N802
-        if self.ecc is None:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        return self.ecc
-
-    def nvmlDeviceGetRemappedRows(self, handle: int) -> tuple[int, int, int, int]:  # noqa: N802
-        return self.remapped
-
-    def nvmlDeviceGetFieldValues(self, handle: int, fields: list[int]) -> list[Any]:  # noqa: N802
-        assert fields == [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION]
-        code = pynvml.NVML_ERROR_NOT_SUPPORTED if self.recovery is None else pynvml.NVML_SUCCESS
-        return [SimpleNamespace(nvmlReturn=code, value=SimpleNamespace(uiVal=self.recovery or 0))]
-
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[Any]:  # noqa: N802
-        return self.processes
 
 
 @pytest.fixture
@@ -136,13 +51,38 @@ def test_a_device_is_read(nvml: ScriptedNvml) -> None:
 
 
 @pytest.mark.parametrize(
-    ("action", "expected"), [(0, "none"), (1, "reset"), (2, "reboot"), (3, "drain"), (4, "drain"), (77, "reset")]
+    ("action", "expected"),
+    [
+        (0, "none"),
+        (1, "reset"),
+        (2, "reboot"),
+        (3, "drain"),
+        (4, "drain"),
+        (5, "imex"),
+        (6, "reset"),
+        (7, "reboot"),
+        (77, "reset"),
+    ],
 )
 def test_what_the_driver_says_is_to_be_done(nvml: ScriptedNvml, action: int, expected: str) -> None:
     nvml.recovery = action
     reader = NvmlReader("")
     reader.open()
     assert reader.read(()).recovery is Recovery(expected)
+
+
+def test_every_recovery_that_the_library_names_has_a_row() -> None:
+    named = {name: value for name, value in vars(pynvml).items() if name.startswith("NVML_GPU_RECOVERY_ACTION_")}
+    assert set(named.values()) == set(RECOVERIES)
+    assert RECOVERIES[named["NVML_GPU_RECOVERY_ACTION_SYSTEM_REBOOT"]] is Recovery.REBOOT
+
+
+def test_a_library_that_is_older_than_the_recovery_says_nothing_of_it(nvml: ScriptedNvml) -> None:
+    nvml.absent.add("NVML_FI_DEV_GET_GPU_RECOVERY_ACTION")
+    reader = NvmlReader("0")
+    reader.open()
+    reading = reader.read(())
+    assert (reading.recovery, reading.memory_bytes) == (Recovery.UNKNOWN, 80 * GIB)
 
 
 def test_what_a_device_does_not_tell_is_not_known(nvml: ScriptedNvml) -> None:
@@ -159,14 +99,85 @@ def test_what_a_device_does_not_tell_is_not_known(nvml: ScriptedNvml) -> None:
 def test_a_lost_device_is_looked_for_again(nvml: ScriptedNvml) -> None:
     reader = NvmlReader("0")
     reader.open()
-    nvml.lost = True
+    nvml.lose(0)
     for _ in range(3):
         assert reader.read(()).lost in ("GPU is lost", "Not Found")
-    nvml.lost = False
+    nvml.lost.clear()
     assert reader.read(()).lost == ""
     assert nvml.inits == 1
     reader.close()
     assert nvml.inits == 0
+
+
+@pytest.mark.parametrize("named", ["1", "GPU-1"])
+@pytest.mark.parametrize("code", [pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_NOT_FOUND, pynvml.NVML_ERROR_UNKNOWN])
+def test_a_device_that_is_lost_from_the_beginning_is_looked_for_again(nvml: ScriptedNvml, named: str, code: int) -> None:
+    nvml.lose(1, code)
+    reader = NvmlReader(named)
+    assert reader.open().lost == str(pynvml.NVMLError(code))
+    reading = reader.read(())
+    assert reading.lost == str(pynvml.NVMLError(code))
+    assert not judge(Judgement(), reading).usable
+    nvml.lost.clear()
+    assert reader.read(()).lost == ""
+    # From then on it is known by its UUID, whatever its index was.
+    nvml.lose(1)
+    assert reader.read(()).lost == "GPU is lost"
+    assert reader.read(()).lost == "GPU is lost"
+    assert nvml.asked[-1] == "GPU-1"
+
+
+def test_a_library_that_does_not_begin_is_asked_again(nvml: ScriptedNvml) -> None:
+    nvml.refuses = pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH
+    reader = NvmlReader("0")
+    assert "mismatch" in reader.open().lost.lower()
+    assert "mismatch" in reader.read(()).lost.lower()
+    nvml.refuses = pynvml.NVML_SUCCESS
+    assert reader.read(()).lost == ""
+
+
+def test_xids_that_come_with_the_loss_are_told(nvml: ScriptedNvml) -> None:
+    reader = NvmlReader("0")
+    reader.open()
+    nvml.xids = [31, 79]
+    nvml.lose(0)
+    reading = reader.read(())
+    assert (reading.xids, reading.lost) == ((31, 79), "GPU is lost")
+    judgement = judge(Judgement(), reading)
+    assert (judgement.health.reason, judgement.xid) == ("lost: GPU is lost", 79)
+
+
+def test_an_error_that_says_nothing_of_the_device_does_not_lose_it(nvml: ScriptedNvml) -> None:
+    reader = NvmlReader("0")
+    reader.open()
+    asked = len(nvml.asked)
+    for code in (pynvml.NVML_ERROR_UNKNOWN, pynvml.NVML_ERROR_IN_USE, pynvml.NVML_ERROR_MEMORY, pynvml.NVML_ERROR_TIMEOUT):
+        nvml.xids = [31]
+        nvml.lose(0, code)
+        reading = reader.read(())
+        assert (reading.untold, reading.lost, reading.xids) == (str(pynvml.NVMLError(code)), "", (31,))
+    nvml.lost.clear()
+    assert reader.read(()).untold == ""
+    assert len(nvml.asked) == asked, "the handle is the same"
+    nvml.lose(0, pynvml.NVML_ERROR_RESET_REQUIRED)
+    assert reader.read(()).lost == str(pynvml.NVMLError(pynvml.NVML_ERROR_RESET_REQUIRED))
+
+
+@pytest.mark.parametrize("code", [pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_UNKNOWN])
+def test_a_lost_device_leaves_the_others(nvml: ScriptedNvml, code: int) -> None:
+    nvml.lose(0, code)
+    lost, well = list_gpus()
+    assert (lost.index, lost.uuid, lost.lost) == (0, "", str(pynvml.NVMLError(code)))
+    assert (well.index, well.uuid, well.lost) == (1, "GPU-1", "")
+    first, second = device_states()
+    assert (first.health.state, first.health.reason) == (HealthState.FAILED, f"lost: {lost.lost}")
+    assert second.health.state is HealthState.HEALTHY
+    assert nvml.inits == 0
+
+
+def test_a_device_that_is_somebody_elses_is_not_listed(nvml: ScriptedNvml) -> None:
+    nvml.lose(0, pynvml.NVML_ERROR_NO_PERMISSION)
+    assert [gpu.index for gpu in list_gpus()] == [1]
 
 
 def test_doctor_sees_each_device_as_it_is(nvml: ScriptedNvml) -> None:
@@ -182,16 +193,16 @@ def test_without_library_or_driver_it_is_said_so(monkeypatch: pytest.MonkeyPatch
         list_gpus()
     monkeypatch.undo()
     scripted = ScriptedNvml()
-
-    def refused() -> None:
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
-
-    monkeypatch.setattr(scripted, "nvmlInit", refused)
     monkeypatch.setitem(sys.modules, "pynvml", scripted)  # type: ignore[arg-type]
-    with pytest.raises(NvmlUnavailable, match="NVML Shared Library Not Found"):
+    for code in (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED):
+        scripted.refuses = code
+        for ask in (list_gpus, NvmlReader("").open):
+            with pytest.raises(NvmlUnavailable, match=str(pynvml.NVMLError(code))):
+                ask()
+    # A library and a driver that do not fit each other are not nothing.
+    scripted.refuses = pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH
+    with pytest.raises(NvmlFailed, match=r"(?i)mismatch"):
         list_gpus()
-    with pytest.raises(NvmlUnavailable, match="device 0"):
-        NvmlReader("").open()
     assert importlib.import_module("pynvml") is scripted
 
 

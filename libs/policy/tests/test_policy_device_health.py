@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from pilotlight.policy.device_health import (
     GOOD_READINGS,
+    UNTOLD_READINGS,
     XIDS,
     DeviceReading,
     Judgement,
@@ -23,11 +24,13 @@ GIB = 1 << 30
 GOOD = DeviceReading(recovery=Recovery.NONE, uncorrected_errors=0, memory_bytes=80 * GIB, used_bytes=40 * GIB, own_bytes=39 * GIB)
 SILENT = DeviceReading(memory_bytes=80 * GIB, used_bytes=40 * GIB)
 """Of a driver that says neither what is to be done nor who uses what."""
+UNTOLD = DeviceReading(untold="Unknown Error")
 
 readings = st.builds(
     DeviceReading,
     late_s=st.none() | st.floats(0.1, 100),
     lost=st.sampled_from(["", "", "", "GPU is lost"]),
+    untold=st.sampled_from(["", "", "", "Unknown Error"]),
     xids=st.lists(st.sampled_from([*XIDS, 7, 999]), max_size=3).map(tuple),
     recovery=st.sampled_from(Recovery),
     uncorrected_errors=st.none() | st.integers(0, 3),
@@ -55,13 +58,16 @@ def judged(*row: DeviceReading, promised_bytes: int = 0) -> Judgement:
         (DeviceReading(lost="GPU is lost"), HealthState.FAILED, "lost"),
         (DeviceReading(recovery=Recovery.RESET), HealthState.FAILED, "recovery"),
         (DeviceReading(recovery=Recovery.REBOOT), HealthState.FAILED, "recovery"),
+        (DeviceReading(recovery=Recovery.IMEX), HealthState.FAILED, "recovery"),
         (DeviceReading(recovery=Recovery.DRAIN), HealthState.DEGRADED, "recovery"),
+        (UNTOLD, HealthState.UNWATCHED, "untold"),
         (DeviceReading(remap_failed=True), HealthState.FAILED, "remap"),
         (DeviceReading(remap_pending=True), HealthState.DEGRADED, "remap"),
         (DeviceReading(uncorrected_errors=2), HealthState.DEGRADED, "ecc"),
         *((DeviceReading(xids=(number,)), HealthState.HEALTHY, "") for number in (13, 31, 43, 45)),
         *((DeviceReading(xids=(number,)), HealthState.DEGRADED, "xid") for number in (63, 92, 94, 999)),
         *((DeviceReading(xids=(31, number, 45)), HealthState.FAILED, "xid") for number in (48, 64, 74, 79, 95, 119, 120)),
+        (DeviceReading(untold="Unknown Error", xids=(79,)), HealthState.FAILED, "xid"),
     ],
 )
 def test_each_reading_by_itself(reading: DeviceReading, state: HealthState, field: str) -> None:
@@ -101,17 +107,44 @@ def test_wear_stays_until_the_worker_is_started_anew() -> None:
     assert "94" in worn.health.reason
 
 
+@pytest.mark.parametrize("before", [(GOOD,), (DeviceReading(uncorrected_errors=2),), (DeviceReading(lost="GPU is lost"), SILENT)])
+def test_an_error_of_the_driver_is_a_finding_only_when_it_stays(before: tuple[DeviceReading, ...]) -> None:
+    for count in range(1, UNTOLD_READINGS):
+        assert judged(*before, *[UNTOLD] * count).health == judged(*before).health
+    health = judged(*before, *[UNTOLD] * UNTOLD_READINGS).health
+    assert (health.state, health.reason) == (HealthState.FAILED, "untold: the driver answers with errors alone: Unknown Error")
+    assert judged(*before, *[UNTOLD] * (UNTOLD_READINGS - 1), SILENT, UNTOLD).health.reason != health.reason, "not in a row"
+    assert judged(*before, *[UNTOLD] * UNTOLD_READINGS, *[SILENT] * GOOD_READINGS).health.state is HealthState.HEALTHY
+
+
+def test_an_error_of_the_driver_is_no_good_reading() -> None:
+    lost = DeviceReading(lost="GPU is lost")
+    assert not judged(lost, SILENT, SILENT, UNTOLD, SILENT).usable
+    assert judged(lost, SILENT, SILENT, UNTOLD, SILENT, SILENT, SILENT).usable
+
+
+@pytest.mark.parametrize("worn", [DeviceReading(xids=(94,)), DeviceReading(lost="GPU is lost", xids=(94,))])
+def test_an_xid_that_comes_while_the_device_has_failed_is_remembered(worn: DeviceReading) -> None:
+    after = judged(DeviceReading(lost="GPU is lost"), worn, *[SILENT] * GOOD_READINGS)
+    assert (after.health.state, after.xid) == (HealthState.DEGRADED, 94)
+    fatal = judged(DeviceReading(lost="GPU is lost", xids=(79,)), worn, *[SILENT] * 100)
+    assert (fatal.usable, fatal.xid) == (False, 79), "the gravest"
+
+
 @given(row=st.lists(readings, max_size=12), last=readings)
 def test_the_last_reading_alone_can_fail_a_device_and_one_alone_cannot_restore_it(
     row: list[DeviceReading], last: DeviceReading
 ) -> None:
     before, after = judged(*row), judged(*row, last)
-    if last.late_s is not None or last.lost or last.remap_failed or last.recovery in (Recovery.RESET, Recovery.REBOOT):
+    if last.late_s is not None or last.lost or last.remap_failed:
+        assert not after.usable
+    if last.recovery in (Recovery.RESET, Recovery.REBOOT, Recovery.IMEX):
         assert not after.usable
     if any(xid_of(number).kind is XidClass.DEVICE for number in last.xids):
         assert not after.usable
     if after.usable and not before.usable:
         assert before.good_readings == GOOD_READINGS - 1
+        assert not last.untold
     assert bool(after.health.reason) == (after.health.state is not HealthState.HEALTHY)
     # Errors of programs alone never change what is thought of a device.
     calm = DeviceReading(xids=(13, 31, 43, 45), recovery=Recovery.NONE)

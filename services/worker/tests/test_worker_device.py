@@ -3,22 +3,25 @@
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_nvml import GIB, GOOD, FakeNvml
+from fake_nvml import GIB, GOOD, FakeNvml, ScriptedNvml
 
 from pilotlight.common.buckets import WORKERS
 from pilotlight.common.messages.hold import Hold, WorkerHold, worker_hold_subject
 from pilotlight.common.messages.reports import WORKER_REPORTS, WorkerReport
 from pilotlight.common.messages.tokens import Submit, SubmitReply, TokenBatch, TokenEntry, submit_subject, tokens_subject
+from pilotlight.common.nvml import NvmlReader
 from pilotlight.common.phases import PhaseReporter
 from pilotlight.common.testing import until
 from pilotlight.common.waiting import Backoff
-from pilotlight.policy.device_health import GOOD_READINGS, DeviceReading, Recovery
+from pilotlight.policy.device_health import GOOD_READINGS, UNTOLD_READINGS, DeviceReading, Recovery
 from pilotlight.policy.types import (
+    DeviceHealth,
     DeviceKind,
     Epoch,
     GatewayId,
@@ -37,6 +40,7 @@ from pilotlight.worker.app import build
 from pilotlight.worker.child_process import ChildOptions, bury, kill_group, spawn
 from pilotlight.worker.core import WorkerCore
 from pilotlight.worker.device_watch import DeviceWatch, WatchTimes
+from pilotlight.worker.engine_client import EngineDied
 from pilotlight.worker.loading import StageLoader
 from pilotlight.worker.metrics import WorkerMetrics
 from pilotlight.worker.process_engine import ProcessEngine
@@ -130,9 +134,9 @@ MakeRig = Callable[..., Awaitable[Rig]]
 async def make_rig(make_context: Any, connect_bus: Any, leases: Any, model: Any, tmp_path: Path) -> AsyncIterator[MakeRig]:
     rigs: list[Rig] = []
 
-    async def make(nvml: FakeNvml, *, spare: bool = False) -> Rig:
+    async def make(nvml: FakeNvml, *, spare: bool = False, module: str = "pilotlight.worker.child") -> Rig:
         context = make_context("worker", WorkerSettings())
-        options = ChildOptions(threads=1, log_path=tmp_path / "engine.log")
+        options = ChildOptions(threads=1, log_path=tmp_path / "engine.log", module=module)
         engine = ProcessEngine(options, Spare(options, Backoff(first_s=0.01, limit_s=0.05)) if spare else None)
         core = WorkerCore(
             worker_id=WORKER,
@@ -260,6 +264,76 @@ async def test_an_engine_that_dies_of_its_device_is_not_started_though_nobody_kn
     assert rig.starts == 1
 
 
+async def test_a_device_that_fails_while_the_spare_starts_gets_no_other_engine(
+    make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    opened = tmp_path / "opened"
+    opened.mkdir()
+    monkeypatch.setenv("UNREADY_DIR", str(opened))
+    rig = await make_rig(FakeNvml(), spare=True, module="unready_child")
+    await rig.health(HealthState.HEALTHY)
+    spare = rig.engine._spare
+    await until(lambda: spare.pid is not None, deadline_s=DEADLINE_S)
+    first, promoted = rig.engine.pid, spare.pid
+    (opened / "hang").touch()
+    os.kill(first or 0, signal.SIGKILL)
+    await until((opened / str(promoted)).exists, deadline_s=DEADLINE_S)
+    rig.nvml.reading = XID_79
+    assert not (await rig.health(HealthState.FAILED)).engine_up
+    await until(lambda: not rig.worker._restarting, deadline_s=DEADLINE_S)
+    assert {path.name for path in opened.iterdir()} == {"hang", str(first), str(promoted)}
+    assert rig.engine.pids == frozenset()
+    assert rig.starts == 2
+
+    (opened / "hang").unlink()
+    rig.nvml.reading = GOOD
+    await until(lambda: rig.facts is not None and rig.facts.engine_up, deadline_s=DEADLINE_S)
+    assert rig.starts == 3
+
+
+async def test_an_engine_that_comes_up_on_a_failed_device_all_the_same_is_ended(make_rig: MakeRig) -> None:
+    """As with an engine that cannot be killed before it is up."""
+    rig = await make_rig(FakeNvml())
+    await rig.health(HealthState.HEALTHY)
+    start, kill = rig.engine.start, rig.engine.kill
+
+    async def unheard(reason: str, code: str = "") -> None:
+        pass
+
+    async def unawares() -> Any:
+        up = await start()
+        rig.nvml.reading, rig.engine.kill = XID_79, unheard
+        rig.worker._watch._take(XID_79)
+        rig.engine.kill = kill
+        return up
+
+    rig.engine.start = unawares
+    os.kill(rig.engine.pid or 0, signal.SIGKILL)
+    await rig.health(HealthState.FAILED)
+    await until(lambda: not rig.engine.alive and not rig.worker._restarting, deadline_s=DEADLINE_S)
+    await readings(rig, 3)
+    assert rig.engine.pid is None
+    assert rig.starts == 2
+
+
+async def test_two_who_want_the_engine_back_in_one_turn_get_one_start(make_rig: MakeRig) -> None:
+    rig = await make_rig(FakeNvml())
+    await rig.health(HealthState.HEALTHY)
+    rig.nvml.reading = XID_79
+    await rig.health(HealthState.FAILED)
+    await until(lambda: not rig.engine.alive and not rig.worker._restarting, deadline_s=DEADLINE_S)
+
+    def well(health: DeviceHealth) -> None:
+        rig.worker._on_health(health)
+        rig.worker._on_death(EngineDied(reason="told late"))
+
+    rig.worker._watch._on_change = well
+    rig.nvml.reading = GOOD
+    await until(lambda: rig.engine.alive and not rig.worker._restarting, deadline_s=DEADLINE_S)
+    assert rig.starts == 2
+
+
 async def test_a_worker_on_a_device_that_hangs_from_the_beginning_reports_it_and_starts_nothing(make_rig: MakeRig) -> None:
     nvml = FakeNvml()
     nvml.hang()
@@ -269,6 +343,34 @@ async def test_a_worker_on_a_device_that_hangs_from_the_beginning_reports_it_and
     nvml.answer()
     await until(lambda: rig.facts is not None and rig.facts.engine_up, deadline_s=DEADLINE_S)
     assert rig.starts == 1
+
+
+@pytest.mark.parametrize("named", ["0", "GPU-0"])
+async def test_a_device_that_is_lost_when_the_worker_starts_is_watched_until_it_is_back(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    nvml = ScriptedNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)  # type: ignore[arg-type]
+    nvml.lose(0)
+    rig = await make_rig(FakeNvml(reads_as=NvmlReader(named)))
+    facts = await rig.health(HealthState.FAILED)
+    assert (facts.health.reason, facts.engine_up, rig.starts) == ("lost: GPU is lost", False, 0)
+    nvml.lost.clear()
+    await until(lambda: rig.facts is not None and rig.facts.engine_up, deadline_s=DEADLINE_S)
+    assert rig.starts == 1
+
+
+async def test_an_error_of_the_driver_ends_the_engine_only_when_it_stays(make_rig: MakeRig) -> None:
+    rig = await make_rig(FakeNvml())
+    await serving(rig)
+    pid = rig.engine.pid
+    for _ in range(UNTOLD_READINGS - 1):
+        rig.nvml.once(DeviceReading(untold="Unknown Error"))
+    await readings(rig, UNTOLD_READINGS)
+    assert rig.engine.pid == pid
+    rig.nvml.reading = DeviceReading(untold="Unknown Error")
+    facts = await rig.health(HealthState.FAILED)
+    assert facts.health.reason.startswith("untold: the driver answers with errors alone")
 
 
 async def test_a_degraded_device_goes_on_and_says_so(make_rig: MakeRig) -> None:

@@ -15,8 +15,8 @@ from pilotlight.cli.plan import SystemOptions
 from pilotlight.cli.preflight import looks
 from pilotlight.common import fitness
 from pilotlight.common.errors import PilotlightError
-from pilotlight.common.nvml import DeviceState, NvmlUnavailable, device_states
-from pilotlight.loader.devices import unusable
+from pilotlight.common.nvml import DeviceState, NvmlFailed, NvmlUnavailable, device_states
+from pilotlight.loader.devices import unopened, unusable
 from pilotlight.native.library import library, unavailable
 from pilotlight.policy.types import HealthState
 
@@ -139,12 +139,12 @@ def check_driver() -> Check:
 
 def check_gpus(read: Callable[[], tuple[DeviceState, ...]] = device_states, deadline_s: float = GPU_DEADLINE_S) -> Check:
     """Which GPUs there are, how they are by their driver, and whether workers can use them. The driver may hang."""
-    answers: queue.SimpleQueue[tuple[DeviceState, ...] | NvmlUnavailable] = queue.SimpleQueue()
+    answers: queue.SimpleQueue[tuple[DeviceState, ...] | NvmlUnavailable | NvmlFailed] = queue.SimpleQueue()
 
     def ask() -> None:
         try:
             answers.put(read())
-        except NvmlUnavailable as error:
+        except (NvmlUnavailable, NvmlFailed) as error:
             answers.put(error)
 
     threading.Thread(target=ask, name="gpus", daemon=True).start()
@@ -153,16 +153,21 @@ def check_gpus(read: Callable[[], tuple[DeviceState, ...]] = device_states, dead
     except queue.Empty:
         wedged = f"the driver has not answered for {deadline_s:g} s"
         return Check(name="GPUs", verdict=Verdict.WARNING, found=wedged, what_to_do="a device hangs: `dmesg | grep Xid`, reboot")
+    if isinstance(found, NvmlFailed):
+        advice = "no worker starts: `dmesg | grep -e NVRM -e Xid`, reload the driver or reboot; or set PILOTLIGHT_WORKER_KIND=cpu"
+        return Check(name="GPUs", verdict=Verdict.WARNING, found=str(found), what_to_do=advice)
     if isinstance(found, NvmlUnavailable) or not found:
         told = str(found) if found else "the driver has none"
         return Check(name="GPUs", verdict=Verdict.WARNING, found=f"none: {told}", what_to_do="nothing, for CPU workers")
-    lines = "; ".join(
-        f"{one.gpu.index}: {one.gpu.name}, {one.gpu.memory_bytes // MIB:,} MiB, {one.health.state.value}"
-        + (f" ({one.health.reason})" if one.health.reason else "")
-        for one in found
-    )
-    if why := unusable():
+    lines = "; ".join(_state(one) for one in found)
+    if why := unusable() or unopened([one.gpu for one in found]):
         return Check(name="GPUs", verdict=Verdict.WARNING, found=lines, what_to_do=f"workers run on CPU cores: {why}")
     bad = any(one.health.state in (HealthState.FAILED, HealthState.DEGRADED) for one in found)
     advice = "docs/operations.md, GPU nodes, says what each reason asks for" if bad else ""
     return Check(name="GPUs", verdict=Verdict.WARNING if bad else Verdict.OK, found=lines, what_to_do=advice)
+
+
+def _state(one: DeviceState) -> str:
+    known = f"{one.gpu.name}, {one.gpu.memory_bytes // MIB:,} MiB, " if one.gpu.name else ""
+    reason = f" ({one.health.reason})" if one.health.reason else ""
+    return f"{one.gpu.index}: {known}{one.health.state.value}{reason}"

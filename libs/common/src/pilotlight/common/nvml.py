@@ -18,8 +18,25 @@ MAX_EVENTS = 64
 """Read at once; what is beyond comes with the next reading."""
 
 
+RECOVERIES: Mapping[int, Recovery] = {
+    0: Recovery.NONE,
+    1: Recovery.RESET,
+    2: Recovery.REBOOT,
+    3: Recovery.DRAIN,
+    4: Recovery.DRAIN,
+    5: Recovery.IMEX,
+    6: Recovery.RESET,
+    7: Recovery.REBOOT,
+}
+"""``NVML_GPU_RECOVERY_ACTION_*``, by number: which of the names there are depends on the release of nvidia-ml-py."""
+
+
 class NvmlUnavailable(Exception):
-    """There is no NVML here, or no such device; the message says why."""
+    """There is no NVML here, or no driver or device for it; the message says why."""
+
+
+class NvmlFailed(Exception):
+    """NVML is here, and does not say which devices there are; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,20 +45,23 @@ class Gpu:
 
     index: int
     """In the order of the bus, as nvidia-smi counts."""
-    uuid: str
-    name: str
-    memory_bytes: int
-    driver: str
+    uuid: str = ""
+    """What is not told of a lost one is empty, this too."""
+    name: str = ""
+    memory_bytes: int = 0
+    driver: str = ""
+    lost: str = ""
+    """The driver's words, if it cannot be asked."""
 
 
 class DeviceReader(Protocol):
     """Reads one device, in one thread. ``NvmlReader`` is the real one."""
 
     def open(self) -> Gpu:
-        """Finds the device.
+        """Finds the device. One that cannot be asked is ``lost``; each reading looks for it again.
 
         Raises:
-            NvmlUnavailable: there is none, or nobody to ask.
+            NvmlUnavailable: there is nobody to ask.
         """
         ...
 
@@ -55,20 +75,21 @@ class DeviceReader(Protocol):
 
 
 def list_gpus() -> tuple[Gpu, ...]:
-    """Every GPU that the driver shows this process.
+    """Every GPU that the driver shows this process, the lost ones too; not those that it may not ask.
 
     Raises:
-        NvmlUnavailable: there is no library or no driver, or it does not answer as it should.
+        NvmlUnavailable: there is no library or no driver.
+        NvmlFailed: there is, and it answers with an error.
     """
     nvml = _library()
     try:
-        nvml.nvmlInit()
+        _begin(nvml)
         try:
-            return tuple(_gpu(nvml, nvml.nvmlDeviceGetHandleByIndex(index)) for index in range(nvml.nvmlDeviceGetCount()))
+            return tuple(filter(None, (_gpu_at(nvml, index) for index in range(nvml.nvmlDeviceGetCount()))))
         finally:
             nvml.nvmlShutdown()
     except nvml.NVMLError as error:
-        raise NvmlUnavailable(f"NVML: {error}") from error
+        raise NvmlFailed(f"NVML: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,15 +104,20 @@ def device_states() -> tuple[DeviceState, ...]:
     """How every GPU is now; what happened to it before is not known.
 
     Raises:
-        NvmlUnavailable: as ``list_gpus``.
+        NvmlUnavailable, NvmlFailed: as ``list_gpus``.
     """
-    states: list[DeviceState] = []
-    for gpu in list_gpus():
-        reader = NvmlReader(gpu.uuid)
-        reader.open()
-        states.append(DeviceState(gpu=gpu, health=judge(Judgement(), reader.read(())).health))
+    return tuple(DeviceState(gpu=gpu, health=judge(Judgement(), _read_once(gpu)).health) for gpu in list_gpus())
+
+
+def _read_once(gpu: Gpu) -> DeviceReading:
+    if gpu.lost:
+        return DeviceReading(lost=gpu.lost)
+    reader = NvmlReader(gpu.uuid)
+    reader.open()
+    try:
+        return reader.read(())
+    finally:
         reader.close()
-    return tuple(states)
 
 
 class NvmlReader:
@@ -107,41 +133,26 @@ class NvmlReader:
     def open(self) -> Gpu:
         self._nvml = nvml = _library()
         try:
-            nvml.nvmlInit()
-            by_index = self._device.isdecimal()
-            find = nvml.nvmlDeviceGetHandleByIndex if by_index else nvml.nvmlDeviceGetHandleByUUID
-            self._handle = find(int(self._device) if by_index else self._device)
-            found = _gpu(nvml, self._handle)
-            self._device = found.uuid
-            self._events = self._watched()
+            _begin(nvml)
+            return self._find()
         except nvml.NVMLError as error:
-            raise NvmlUnavailable(f"NVML, device {self._device}: {error}") from error
-        return found
+            by_index = self._device.isdecimal()
+            return Gpu(index=int(self._device) if by_index else -1, uuid="" if by_index else self._device, lost=str(error))
 
     def read(self, own_pids: Collection[int]) -> DeviceReading:
-        nvml = self._nvml
+        nvml, xids = self._nvml, list[int]()
         try:
             if self._handle is None:
                 self._find_again()
-            xids = self._new_xids()
-            memory = nvml.nvmlDeviceGetMemoryInfo(self._handle)
-            _, _, pending, failed = self._told(nvml.nvmlDeviceGetRemappedRows) or (0, 0, 0, 0)
-            return DeviceReading(
-                xids=xids,
-                recovery=self._recovery(),
-                uncorrected_errors=self._told(
-                    nvml.nvmlDeviceGetTotalEccErrors, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-                ),
-                remap_pending=bool(pending),
-                remap_failed=bool(failed),
-                memory_bytes=int(memory.total),
-                used_bytes=int(memory.used),
-                own_bytes=self._own_bytes(own_pids),
-            )
+            self._take_xids(xids)
+            return self._reading(tuple(xids), own_pids)
         except nvml.NVMLError as error:
+            # What its Xids said before the error is told with it: after a fall from the bus nobody tells it again.
+            if self._handle is not None and error.value not in _losses(nvml):
+                return DeviceReading(untold=str(error), xids=tuple(xids))
             # Found anew with the next reading: a device that was reset has another handle.
             self._handle = self._events = None
-            return DeviceReading(lost=str(error))
+            return DeviceReading(lost=str(error), xids=tuple(xids))
 
     def close(self) -> None:
         if self._nvml is not None:
@@ -153,41 +164,71 @@ class NvmlReader:
         with suppress(nvml.NVMLError):
             nvml.nvmlShutdown()
         nvml.nvmlInit()
-        self._handle = nvml.nvmlDeviceGetHandleByUUID(self._device)
-        self._events = self._watched()
+        self._find()
 
-    def _watched(self) -> Any:
+    def _find(self) -> Gpu:
+        """Finds it by its index the first time, from then on by its UUID: another device may get the index."""
+        nvml = self._nvml
+        by_index = self._device.isdecimal()
+        find = nvml.nvmlDeviceGetHandleByIndex if by_index else nvml.nvmlDeviceGetHandleByUUID
+        handle = find(int(self._device) if by_index else self._device)
+        found = _gpu(nvml, handle)
+        self._events = self._watched(handle)
+        self._device, self._handle = found.uuid, handle
+        return found
+
+    def _watched(self, handle: Any) -> Any:
         """A set of the device's events; None where it tells of none."""
         nvml = self._nvml
         events = nvml.nvmlEventSetCreate()
         try:
-            nvml.nvmlDeviceRegisterEvents(self._handle, nvml.nvmlEventTypeXidCriticalError, events)
+            nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)
         except nvml.NVMLError as error:
             if error.value not in _untold(nvml):
                 raise
             return None
         return events
 
-    def _new_xids(self) -> tuple[int, ...]:
-        nvml, xids = self._nvml, list[int]()
+    def _take_xids(self, xids: list[int]) -> None:
+        nvml = self._nvml
         while self._events is not None and len(xids) < MAX_EVENTS:
             try:
                 event = nvml.nvmlEventSetWait_v2(self._events, 0)
             except nvml.NVMLError as error:
                 if error.value != nvml.NVML_ERROR_TIMEOUT:
                     raise
-                break
+                return
             if event.eventType == nvml.nvmlEventTypeXidCriticalError:
                 xids.append(int(event.eventData))
-        return tuple(xids)
+
+    def _reading(self, xids: tuple[int, ...], own_pids: Collection[int]) -> DeviceReading:
+        nvml = self._nvml
+        memory = self._told(nvml.nvmlDeviceGetMemoryInfo)
+        _, _, pending, failed = self._told(nvml.nvmlDeviceGetRemappedRows) or (0, 0, 0, 0)
+        return DeviceReading(
+            xids=xids,
+            recovery=self._recovery(),
+            uncorrected_errors=self._told(
+                nvml.nvmlDeviceGetTotalEccErrors, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+            ),
+            remap_pending=bool(pending),
+            remap_failed=bool(failed),
+            memory_bytes=int(memory.total) if memory is not None else None,
+            used_bytes=int(memory.used) if memory is not None else None,
+            own_bytes=self._own_bytes(own_pids),
+        )
 
     def _recovery(self) -> Recovery:
         nvml = self._nvml
-        (value,) = self._told(nvml.nvmlDeviceGetFieldValues, [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION]) or (None,)
+        # An installation of its own may have a release from before 12.570, which has no such field.
+        field = getattr(nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
+        if field is None:
+            return Recovery.UNKNOWN
+        (value,) = self._told(nvml.nvmlDeviceGetFieldValues, [field]) or (None,)
         if value is None or value.nvmlReturn != nvml.NVML_SUCCESS:
             return Recovery.UNKNOWN
         # One that is not known here is worse than none.
-        return _recoveries(nvml).get(int(value.value.uiVal), Recovery.RESET)
+        return RECOVERIES.get(int(value.value.uiVal), Recovery.RESET)
 
     def _own_bytes(self, own_pids: Collection[int]) -> int | None:
         """None where the driver shows no process of ours: in a container it may know them by other numbers."""
@@ -196,13 +237,7 @@ class NvmlReader:
         return sum(own) if own and None not in own else None
 
     def _told(self, ask: Callable[..., T], *arguments: object) -> T | None:
-        """None for what this device or its driver does not tell."""
-        try:
-            return ask(self._handle, *arguments)
-        except self._nvml.NVMLError as error:
-            if error.value not in _untold(self._nvml):
-                raise
-            return None
+        return _told(self._nvml, ask, self._handle, *arguments)
 
 
 def _library() -> Any:
@@ -212,13 +247,70 @@ def _library() -> Any:
         raise NvmlUnavailable(f"the package nvidia-ml-py is not installed: {error}") from error
 
 
+def _begin(nvml: Any) -> None:
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        if error.value in _absences(nvml):
+            raise NvmlUnavailable(f"NVML: {error}") from error
+        raise
+
+
+def _gpu_at(nvml: Any, index: int) -> Gpu | None:
+    """The GPU of an index; where it cannot be asked, what is known of it all the same. None for one that is somebody else's."""
+    uuid = ""
+    try:
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        uuid = str(nvml.nvmlDeviceGetUUID(handle))
+        return _gpu(nvml, handle)
+    except nvml.NVMLError as error:
+        return None if error.value == nvml.NVML_ERROR_NO_PERMISSION else Gpu(index=index, uuid=uuid, lost=str(error))
+
+
 def _gpu(nvml: Any, handle: Any) -> Gpu:
+    memory = _told(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
+    index = _told(nvml, nvml.nvmlDeviceGetIndex, handle)
     return Gpu(
-        index=int(nvml.nvmlDeviceGetIndex(handle)),
+        index=-1 if index is None else int(index),
         uuid=str(nvml.nvmlDeviceGetUUID(handle)),
-        name=str(nvml.nvmlDeviceGetName(handle)),
-        memory_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
-        driver=str(nvml.nvmlSystemGetDriverVersion()),
+        name=str(_told(nvml, nvml.nvmlDeviceGetName, handle) or ""),
+        memory_bytes=int(memory.total) if memory is not None else 0,
+        driver=str(_told(nvml, nvml.nvmlSystemGetDriverVersion) or ""),
+    )
+
+
+def _told(nvml: Any, ask: Callable[..., T], *arguments: object) -> T | None:
+    """None for what this device or its driver does not tell."""
+    try:
+        return ask(*arguments)
+    except nvml.NVMLError as error:
+        if error.value not in _untold(nvml):
+            raise
+        return None
+
+
+def _absences(nvml: Any) -> frozenset[int]:
+    """What says at the beginning that there is no library, no driver or no device."""
+    return frozenset(
+        {
+            nvml.NVML_ERROR_LIBRARY_NOT_FOUND,
+            nvml.NVML_ERROR_FUNCTION_NOT_FOUND,
+            nvml.NVML_ERROR_DRIVER_NOT_LOADED,
+            nvml.NVML_ERROR_GPU_NOT_FOUND,
+        }
+    )
+
+
+def _losses(nvml: Any) -> frozenset[int]:
+    """What says of a device that was found that it is there no more, or cannot be used as it is."""
+    return frozenset(
+        {
+            nvml.NVML_ERROR_GPU_IS_LOST,
+            nvml.NVML_ERROR_NOT_FOUND,
+            nvml.NVML_ERROR_RESET_REQUIRED,
+            nvml.NVML_ERROR_UNINITIALIZED,
+            nvml.NVML_ERROR_DRIVER_NOT_LOADED,
+        }
     )
 
 
@@ -235,13 +327,3 @@ def _untold(nvml: Any) -> frozenset[int]:
             nvml.NVML_ERROR_INVALID_ARGUMENT,
         }
     )
-
-
-def _recoveries(nvml: Any) -> Mapping[int, Recovery]:
-    return {
-        nvml.NVML_GPU_RECOVERY_ACTION_NONE: Recovery.NONE,
-        nvml.NVML_GPU_RECOVERY_ACTION_GPU_RESET: Recovery.RESET,
-        nvml.NVML_GPU_RECOVERY_ACTION_NODE_REBOOT: Recovery.REBOOT,
-        nvml.NVML_GPU_RECOVERY_ACTION_DRAIN_P2P: Recovery.DRAIN,
-        nvml.NVML_GPU_RECOVERY_ACTION_DRAIN_AND_RESET: Recovery.DRAIN,
-    }

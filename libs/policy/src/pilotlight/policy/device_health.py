@@ -17,6 +17,8 @@ from pilotlight.policy.types import DeviceHealth, HealthState
 
 GOOD_READINGS = 3
 """So many in a row end a failure that the readings themselves had shown."""
+UNTOLD_READINGS = 6
+"""So many in a row in which the driver answered with an error fail a device: one may be a hiccup of the driver's."""
 GIB = 1 << 30
 CROWDED_SHARE = 0.02
 """Of the device's memory: as much of what was promised to models may be others' before that is said."""
@@ -90,6 +92,11 @@ class Recovery(StrEnum):
     REBOOT = "reboot"
     DRAIN = "drain"
     """It goes on with less; a reset, when nothing runs, gives the rest back."""
+    IMEX = "imex"
+    """The domain of machines that share their devices' memory is to be recovered, and the device with it."""
+
+
+_ASKS = {Recovery.RESET: "a reset", Recovery.REBOOT: "a reboot", Recovery.IMEX: "a recovery of its IMEX domain"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +107,8 @@ class DeviceReading:
     """The driver has not answered for so long; then nothing else is known."""
     lost: str = ""
     """The driver's words, if it has no such device any more, or none that works."""
+    untold: str = ""
+    """The driver's words, if it answered with an error that says nothing of the device. Then only the Xids are known."""
     xids: tuple[int, ...] = ()
     """Since the reading before."""
     recovery: Recovery = Recovery.UNKNOWN
@@ -131,6 +140,8 @@ class Judgement:
     """The gravest that stays."""
     good_readings: int = 0
     """In a row, since it failed."""
+    untold_readings: int = 0
+    """In a row, up to now."""
 
     @property
     def usable(self) -> bool:
@@ -143,14 +154,18 @@ def judge(before: Judgement, reading: DeviceReading, promised_bytes: int = 0) ->
 
     1. The driver does not answer: failed, ``wedged``.
     2. The driver has lost it: failed, ``lost``.
-    3. The driver wants a reset or a reboot: failed, ``recovery``.
+    3. The driver wants a reset, a reboot, or its domain recovered: failed, ``recovery``.
     4. A row of memory cannot be replaced: failed, ``remap``.
-    5. An Xid of the device came: failed, ``xid``.
-    6. It had failed, and not enough good readings came since: failed still, as before. After an Xid of the device only those are good
+    5. The driver answered with errors in ``UNTOLD_READINGS`` in a row: failed, ``untold``.
+    6. An Xid of the device came: failed, ``xid``.
+    7. The driver answered with an error: as before; this is no good reading.
+    8. It had failed, and not enough good readings came since: failed still, as before. After an Xid of the device only those are good
        that say that nothing is to be done; a driver that does not say so leaves it failed.
-    7. The driver wants it drained, a row is to be replaced, ECC errors were not corrected, an Xid of wear came, now or earlier, or
+    9. The driver wants it drained, a row is to be replaced, ECC errors were not corrected, an Xid of wear came, now or earlier, or
        others use memory that was promised to models: degraded, by the first of these.
-    8. Healthy.
+    10. Healthy.
+
+    An Xid is remembered whatever else the reading says, and while the device has failed, too.
 
     Args:
         before: the judgement on the reading before; ``Judgement()`` at first.
@@ -158,22 +173,26 @@ def judge(before: Judgement, reading: DeviceReading, promised_bytes: int = 0) ->
         promised_bytes: device memory that the worker gives to models.
     """
     came = _gravest(reading.xids)
-    finding = _failure(reading)  # 1 - 4
-    if not finding and came is not None and xid_of(came).kind is XidClass.DEVICE:  # 5
+    xid = _gravest(one for one in (came, before.xid) if one is not None)
+    untold_readings = before.untold_readings + 1 if reading.untold else 0
+    finding = _failure(reading, untold_readings)  # 1 - 5
+    if not finding and came is not None and xid_of(came).kind is XidClass.DEVICE:  # 6
         finding = _of_xid(came)
     if finding:
         health = DeviceHealth(state=HealthState.FAILED, reason=finding)
-        return Judgement(health=health, xid=_gravest(one for one in (came, before.xid) if one is not None))
-    stays = before.xid
-    if not before.usable:  # 6
-        by_xid = stays is not None and xid_of(stays).kind is XidClass.DEVICE
+        return Judgement(health=health, xid=xid, untold_readings=untold_readings)
+    if reading.untold:  # 7
+        known = before.health.state is not HealthState.UNWATCHED
+        health = before.health if known else DeviceHealth(reason=f"untold: {reading.untold}")
+        return Judgement(health=health, xid=xid, untold_readings=untold_readings)
+    if not before.usable:  # 8
+        by_xid = before.xid is not None and xid_of(before.xid).kind is XidClass.DEVICE
         good_readings = 0 if by_xid and reading.recovery is not Recovery.NONE else before.good_readings + 1
         if good_readings < GOOD_READINGS:
-            return replace(before, good_readings=good_readings)
-        stays = None if by_xid else stays
-    xid = _gravest(one for one in (came, stays) if one is not None)
-    finding = _wear(reading, xid, promised_bytes)  # 7
-    state = HealthState.DEGRADED if finding else HealthState.HEALTHY  # 8
+            return replace(before, good_readings=good_readings, xid=xid, untold_readings=0)
+        xid = came if by_xid else xid
+    finding = _wear(reading, xid, promised_bytes)  # 9
+    state = HealthState.DEGRADED if finding else HealthState.HEALTHY  # 10
     return Judgement(health=DeviceHealth(state=state, reason=finding), xid=xid)
 
 
@@ -192,15 +211,17 @@ def _of_xid(number: int) -> str:
     return f"xid: {number}, {xid_of(number).meaning}"
 
 
-def _failure(reading: DeviceReading) -> str:
+def _failure(reading: DeviceReading, untold_readings: int) -> str:
     if reading.late_s is not None:
         return "wedged: the driver does not answer"
     if reading.lost:
         return f"lost: {reading.lost}"
-    if reading.recovery in (Recovery.RESET, Recovery.REBOOT):
-        return f"recovery: the driver asks for a {reading.recovery.value}"
+    if asked := _ASKS.get(reading.recovery):
+        return f"recovery: the driver asks for {asked}"
     if reading.remap_failed:
         return "remap: a damaged row of memory cannot be replaced"
+    if untold_readings >= UNTOLD_READINGS:
+        return f"untold: the driver answers with errors alone: {reading.untold}"
     return ""
 
 

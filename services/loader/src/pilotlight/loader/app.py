@@ -87,7 +87,8 @@ async def build(context: Context[LoaderSettings]) -> Application:
         HostPoolTaken, DiskTierTaken: another loader holds the node's pool, or its disk tier.
         BadRequest: the pool cannot be made as the settings say, or there are not the GPUs that they ask for.
         SettingsInvalid: other nodes cannot be listened to as they say.
-        MachineUnfit: the state folder cannot be written to, or there is not enough shared memory.
+        MachineUnfit: the state folder cannot be written to, there is not enough shared memory, or the driver does not say which GPUs
+            there are.
         BusUnavailable, MessageUndecodable: nobody says which epoch is the newest.
     """
     settings = context.settings
@@ -107,7 +108,7 @@ async def build(context: Context[LoaderSettings]) -> Application:
     if links is not None:
         links.listen(pool, tools, copies)
     agent = Agent(node_id=node_id, pool=pool, copies=copies, metrics=metrics, peers=links.peers if links is not None else None)
-    found = await find_gpus(settings.worker_kind)
+    found = await find_gpus(settings.worker_kind, kept=settings.state_dir / "gpus.json")
     workers = plan_workers(settings.worker_kind, settings.workers, found)
     log.info("workers planned", action="workers_planned", kind=workers.kind, workers=len(workers.devices), no_gpus=found.why_none)
     supervisor = WorkerSupervisor(

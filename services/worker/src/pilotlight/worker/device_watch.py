@@ -52,7 +52,7 @@ class DeviceWatch:
         times: WatchTimes,
     ) -> None:
         self.gpu: Gpu | None = None
-        """The device, once it was found."""
+        """The device, once the driver answered."""
         self.readings = 0
         """So many have come, the late ones too."""
         self._reader = reader
@@ -139,6 +139,8 @@ class DeviceWatch:
     def _take(self, reading: DeviceReading) -> None:
         before, self._judgement = self._judgement, judge(self._judgement, reading, self._promised_bytes)
         self.readings += 1
+        if reading.untold and not before.untold_readings:
+            log.warning("the driver answers with an error", action="device_untold", error=reading.untold)
         for number in reading.xids:
             log.warning("Xid", action="device_xid", xid=number)
         health = self._judgement.health
