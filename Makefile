@@ -11,7 +11,7 @@ LIMITED := --max-worker-restart 0 -o faulthandler_timeout=240 -o faulthandler_ex
 # Status 5 says that a folder has no tests of the kind: no failure when one folder is asked for.
 OR_NONE := || [ $$? -eq 5 ]
 
-.PHONY: help demo up test test-chaos test-s3 test-compose test-bundle test-gpu bundle check format docs bench-cold-start bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-dataplane bench-pictures lock clean
+.PHONY: help demo up test test-chaos test-hostile test-compose test-s3 test-bundle test-gpu bundle check format docs bench-cold-start bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-starvation bench-floods bench-attention-gpu bench-dataplane bench-pictures soak lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -26,12 +26,16 @@ up:  ## start the system with the demo model and keep it running until Ctrl-C
 
 test:  ## unit, contract and end-to-end tests
 	@tools/bootstrap.sh dev
-	@$(PYTEST) $(TESTS) -m "not compose and not ceph and not gpu and not bundle and not e2e and not chaos" --numprocesses $(JOBS) --dist loadfile $(LIMITED) $(OR_NONE)
+	@$(PYTEST) $(TESTS) -m "not compose and not ceph and not gpu and not bundle and not e2e and not chaos and not hostile" --numprocesses $(JOBS) --dist loadfile $(LIMITED) $(OR_NONE)
 	@$(PYTEST) $(TESTS) -m e2e $(OR_NONE)
 
 test-chaos:  ## kill, stop and cut off everything in every situation; count what was lost
 	@tools/bootstrap.sh dev
 	@$(PYTEST) tests/chaos tests/upgrade libs/dataplane/tests -m chaos --durations=10
+
+test-hostile:  ## floods and other attacks on a whole system, with their figures as JSON
+	@tools/bootstrap.sh dev
+	@$(PYTEST) tests/hostile -m hostile -s
 
 test-compose:  ## build the containers, run the system with docker compose, break it, take it down
 	@tools/bootstrap.sh dev
@@ -88,13 +92,28 @@ bench-engine-cpu:  ## tokens per second of the engine and its peers on this CPU,
 bench-engine-gpu:  ## the engine on this machine's GPU, beside vLLM if VLLM= names an interpreter that has it, as JSON; PYTHON= an environment that has everything, SHAPES=
 	@$(or $(PYTHON),$(PY)) bench/engine_gpu.py --profile $(if $(VLLM),--vllm "$(VLLM)") $(if $(SHAPES),--shapes $(SHAPES))
 
+bench-starvation:  ## more models than places, all wanted all the time, as JSON: DURATION_S=, MODELS=, PLACES=, MAX_TOKENS=
+	@tools/bootstrap.sh runtime
+	@$(PY) bench/starvation.py $(if $(DURATION_S),--duration-s $(DURATION_S)) $(if $(MODELS),--models $(MODELS)) $(if $(PLACES),--places $(PLACES)) $(if $(MAX_TOKENS),--max-tokens $(MAX_TOKENS))
+
+bench-floods:  ## what floods of bodies do to the gateway's memory and to other clients, as JSON
+	@tools/bootstrap.sh dev
+	@$(PYTEST) tests/hostile/test_hostile_floods.py -m hostile -s -q
+
+bench-attention-gpu:  ## prefill attention on this machine's GPU by head width and tile: time, registers, spills, as JSON; PYTHON= an environment that has everything
+	@$(or $(PYTHON),$(PY)) bench/attention_gpu.py
+
 bench-dataplane:  ## fetch beside its peers, aggregated bandwidth, chains, serving beside one, as JSON; needs root. PEERS=interpreter, ROUNDS=, PARTS=
 	@tools/bootstrap.sh dev
 	@$(PY) bench/dataplane/run.py $(if $(PEERS),--peers-python "$(PEERS)") $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(PARTS),--parts $(PARTS))
 
-bench-pictures:  ## the pictures in docs/pictures of a document that bench-dataplane printed: FILE=
+bench-pictures:  ## the pictures in docs/pictures, from the results in bench/results
 	@tools/bootstrap.sh dev
-	@$(VENV)/bin/uv run --no-project --isolated --python $(PY) --with matplotlib==3.11.2 bench/dataplane/pictures.py "$(FILE)" docs/pictures
+	@$(VENV)/bin/uv run --no-project --isolated --python $(PY) --with matplotlib==3.11.2 bench/pictures.py bench/results docs/pictures
+
+soak:  ## the whole system under 20,000 requests, 64 at once; no process may grow. JSON. SOAK_REQUESTS=, SOAK_AT_ONCE=
+	@tools/bootstrap.sh runtime
+	@$(PY) bench/soak.py $(if $(SOAK_REQUESTS),--requests $(SOAK_REQUESTS)) $(if $(SOAK_AT_ONCE),--at-once $(SOAK_AT_ONCE))
 
 lock:  ## compile constraints.txt anew from the members' requirements
 	@tools/bootstrap.sh dev

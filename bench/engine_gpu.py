@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import json
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -280,6 +281,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--profile", action="store_true", help="our device time by kernel, too")
     asked = parser.parse_args(arguments)
+    # Told to end, it ends its engines and takes the weights away: tens of GiB, in memory mostly.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))
 
     def tell(line: dict[str, Any]) -> None:
         print(json.dumps(line), flush=True)

@@ -49,6 +49,7 @@ HEALTHY = {
     'pilotlight_requests_total{model="rare",status="ok",service="gateway",process="1"}': "5",
     'pilotlight_requests_total{model="rare",status="worker_lost",service="gateway",process="1"}': "0",
     'pilotlight_requests_total{model="rare",status="no_capacity",service="gateway",process="1"}': "0",
+    'pilotlight_http_answers_total{route="none",method="POST",status="429",code="bodies_full",service="gateway",process="1"}': "0",
     'pilotlight_first_tokens_total{model="m",met="true",service="gateway",process="1"}': "0+10",
     'pilotlight_first_tokens_total{model="m",met="false",service="gateway",process="1"}': "0",
     'pilotlight_held_requests{service="gateway",process="1"}': "0",
@@ -74,6 +75,7 @@ CASES: list[tuple[str, Broken, int, set[str]]] = [
     ("one request of a rare model failed", {'pilotlight_requests_total{model="rare",status="worker_lost"': "1"}, 150, set()),
     ("one request of a rare model was refused", {'pilotlight_requests_total{model="rare",status="no_capacity"': "1"}, 600, set()),
     ("no room", {'pilotlight_requests_total{model="m",status="too_many_held"': "0+4"}, 600, {"PilotlightRequestsRefused"}),
+    ("bodies fill their memory", {"pilotlight_http_answers": "0+1"}, 600, {"PilotlightBodiesRefused"}),
     (
         "requests wait",
         {
@@ -209,7 +211,8 @@ def test_failures_and_refusals_are_those_of_the_taxonomy() -> None:
     refusals = {kind.code for kind in served if issubclass(kind, CapacityError)}
     codes = {kind.code for kind in served}
     assert matched_by("PilotlightRequestsFail", codes) == failures
-    assert matched_by("PilotlightRequestsRefused", codes) == refusals
+    assert 'code="bodies_full"' in RULES["PilotlightBodiesRefused"]["expr"]
+    assert matched_by("PilotlightRequestsRefused", codes) == refusals - {"bodies_full"}
 
 
 def matched_by(alert: str, codes: set[str]) -> set[str]:

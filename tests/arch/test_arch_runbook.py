@@ -62,7 +62,9 @@ def slug(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
 
 
-@pytest.mark.parametrize("name", ["docs/operations.md", "docs/api.md", "docs/concepts.md", "README.md"])
+@pytest.mark.parametrize(
+    "name", ["docs/operations.md", "docs/api.md", "docs/concepts.md", "docs/status.md", "docs/benchmarks.md", "README.md"]
+)
 def test_links_lead_somewhere(name: str) -> None:
     file = ROOT / name
     links = re.findall(r"\]\((?!https?://)([^)\s]*)\)", file.read_text())

@@ -1,4 +1,7 @@
-"""The kill matrix: each service, killed, stopped or restarted, in each situation. Nothing is lost, nothing is repeated."""
+"""The kill matrix: each service, killed, stopped (for a while or for good) or restarted, in each situation.
+
+Nothing is lost, nothing is repeated.
+"""
 
 import asyncio
 from dataclasses import dataclass
@@ -27,6 +30,11 @@ SITUATIONS = (Situation.IDLE, Situation.HELD, Situation.HALF, Situation.STREAMIN
 CELLS = (
     *(Cell(Fault.KILL, target, situation) for target in Target for situation in SITUATIONS),
     *(Cell(Fault.STOP, target, situation) for target in Target for situation in (Situation.HALF, Situation.STREAMING)),
+    *(
+        Cell(Fault.HANG, target, situation)
+        for target in (Target.ENGINE, Target.WORKER)
+        for situation in (Situation.HALF, Situation.STREAMING)
+    ),
     *(Cell(fault, target, Situation.LOAD) for target in (Target.NATS, Target.POSTGRES) for fault in (Fault.KILL, Fault.RESTART)),
 )
 FAST = {

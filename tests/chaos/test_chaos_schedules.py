@@ -31,9 +31,10 @@ from pilotlight.common.faulty_bus import FaultRates
 from pilotlight.common.settings import BusSettings, DatabaseSettings
 from pilotlight.common.testing import until
 from pilotlight.common.waiting import pause
-from pilotlight.gateway.catalog import ModelText
+from pilotlight.gateway.model_text import ModelText, facts_of
 from pilotlight.text.bundle import TextBundle
 from pilotlight.text.testing import byte_level_json
+from pilotlight.text.tokenizer import TextTokenizer
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.chaos]
 
@@ -325,7 +326,7 @@ async def test_schedules(
     record_property: Callable[[str, object], None],
 ) -> None:
     bundle = TextBundle(tokenizer_json=byte_level_json(), chat_template="", special_tokens={})
-    model_text = ModelText.of(bundle, SystemClock())
+    model_text = ModelText.of(facts_of(bundle, TextTokenizer(bundle), SystemClock()))
     waiting = iter(seeds)
     tally = Tally()
     with ExitStack() as databases:

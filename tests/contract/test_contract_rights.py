@@ -171,7 +171,10 @@ def test_each_edge_has_the_writers_that_its_messages_name() -> None:
         "nodes": ["loader"],
         "workers": ["worker"],
         "leader": ["scheduler"],
+        "health": [],
     }
+    for user in RIGHTS:
+        assert writers(f"$KV.health.{user}") == {user}
 
 
 async def test_services_can_do_their_work(guarded: BusSettings) -> None:

@@ -6,13 +6,14 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import openai
 import pytest
-from embedded_system import DEADLINE_S, DEMO_FOLDER, RunningSystem, eventually, pilotlight, running
+from embedded_system import DEADLINE_S, DEMO_FOLDER, RunningSystem, eventually, free_port, pilotlight, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -148,18 +149,37 @@ def processes_of(home: Path) -> list[str]:
     return found
 
 
+def found_when_ready(home: Path, port: int) -> int:
+    """The status of a command for the system on a folder, given the moment its gateway says that it is ready."""
+
+    def ready() -> bool:
+        try:
+            return httpx2.get(f"http://127.0.0.1:{port}/readyz", timeout=5.0).status_code == 200
+        except httpx2.TransportError:
+            return False
+
+    eventually(ready, DEADLINE_S)
+    variables = {**os.environ, "PILOTLIGHT_HOME": str(home)}
+    command = [pilotlight(), "model", "list", "--json"]
+    return subprocess.run(command, env=variables, capture_output=True, timeout=DEADLINE_S, check=False).returncode
+
+
 def test_stops_in_order_and_starts_again_on_its_state(home: Path) -> None:
     with running(home, "--with-demo-model") as first:
         stream(first)
         assert processes_of(home)
     assert first.process.returncode == 0
     assert not processes_of(home)
-    with running(home) as second:
-        assert "ember-7m" in {model["name"] for model in second.cli("model", "list")["models"]}
-        text, _, _ = stream(second)
-        assert "light" in text
-        assert second.cli("down")["stopped"]
-        assert second.process.wait(DEADLINE_S) == 0
+    port = free_port()
+    with ThreadPoolExecutor(1) as beside:
+        found = beside.submit(found_when_ready, home, port)
+        with running(home, port=port) as second:
+            assert found.result() == 0
+            assert "ember-7m" in {model["name"] for model in second.cli("model", "list")["models"]}
+            text, _, _ = stream(second)
+            assert "light" in text
+            assert second.cli("down")["stopped"]
+            assert second.process.wait(DEADLINE_S) == 0
     assert not processes_of(home)
 
 

@@ -1,22 +1,14 @@
 """A whole system whose disk and whose shared memory fill up while it runs, in a home with an awkward name."""
 
-import json
 import os
-import resource
-import signal
-import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx2
 import pytest
-from confined import confined, fill, inside
-from embedded_system import DEADLINE_S, RunningSystem, free_port, pilotlight
-
-from pilotlight.common.clock import SystemClock
-from pilotlight.common.waiting import block
+from confined import fill, inside
+from embedded_system import DEADLINE_S
+from small_disk import SHARED_MEMORY, remove, system_on, until
 
 pytestmark = [
     pytest.mark.e2e,
@@ -24,57 +16,7 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="mounts small disks: root alone may"),
 ]
 
-SHARED_MEMORY = Path("/dev/shm")
 MODEL = Path(__file__).resolve().parents[2] / "models" / "ember-7m"
-
-
-@contextmanager
-def system_on(disk: Path) -> Iterator[RunningSystem]:
-    """A system with 300 MiB of disk, 96 MiB of shared memory, and a soft limit of 256 files, as its user's shell might set it."""
-    home = disk / "a home öäü %20 'n 火" / ("deep" * 30)
-    command = confined(
-        [pilotlight(), "up", "--json", "--worker-kind", "sim", "--port", str(free_port())],
-        {disk: "300m", SHARED_MEMORY: "96m"},
-    )
-    variables = {
-        **os.environ,
-        "PILOTLIGHT_HOME": str(home),
-        "PILOTLIGHT_EVENTS_BYTES": str(8 << 20),
-        "PILOTLIGHT_HOLD_TIMEOUT_S": "8",
-        "PILOTLIGHT_POOL_BYTES": str(64 << 20),
-    }
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with (disk.parent / "stderr").open("w") as errors:
-        process = subprocess.Popen(
-            command,
-            env=variables,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            start_new_session=True,
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard)),
-        )
-    assert process.stdout is not None
-    try:
-        line = process.stdout.readline()
-        assert line, (disk.parent / "stderr").read_text()
-        ready = json.loads(line)
-        assert ready.get("ready"), ready
-        yield RunningSystem(home=inside(process.pid, home), url=ready["url"], process=process)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(DEADLINE_S) == 0
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-
-
-def until(what: Callable[[], bool]) -> None:
-    clock = SystemClock()
-    end_s = clock.monotonic_s() + DEADLINE_S
-    while not what():
-        assert clock.monotonic_s() < end_s
-        block(0.2)
 
 
 def test_a_full_disk_and_full_shared_memory_refuse_and_pass() -> None:
@@ -121,8 +63,3 @@ def test_a_full_disk_and_full_shared_memory_refuse_and_pass() -> None:
             until(lambda: register("another").status_code in (201, 409))
             until(evicted)
             until(lambda: ask().status_code == 200)
-
-
-def remove(paths: list[Path]) -> None:
-    for path in paths:
-        path.unlink()

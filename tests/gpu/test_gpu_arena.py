@@ -1,5 +1,6 @@
 """The arena on a device: the same addresses in two processes, memory behind a stage's own layers alone, and all of it given back."""
 
+import contextlib
 import json
 import os
 import random
@@ -13,7 +14,8 @@ import torch
 
 from pilotlight.engine.core.extents import Extent
 from pilotlight.engine.core.layout import SlotLayout
-from pilotlight.engine.cuda.arena import ADDRESSES, POOL_CHUNK_BYTES, CudaArena
+from pilotlight.engine.cuda.arena import ADDRESSES, POOL_BYTES, POOL_CHUNK_BYTES, CudaArena
+from pilotlight.engine.cuda.pools import run_in
 from pilotlight.engine.errors import NoRoom
 
 pytestmark = pytest.mark.gpu
@@ -265,6 +267,73 @@ def test_torch_works_in_the_workspace_and_its_own_allocator_is_left_alone(arena:
     assert mapped >= left.nbytes + product.nbytes
     del left, product, tensor
     arena.workspace.close()
+    assert arena.physical_bytes == 0
+
+
+def test_a_large_batch_finds_the_memory_that_smaller_ones_left(device: torch.device, record_property: Record) -> None:
+    """Nothing lies in what torch keeps, and yet the batch does not fit beside it. What lies in the pool stays as it is."""
+    arena = CudaArena(0, num_slots=1, slot_bytes=POOL_BYTES + (1 << 30))
+
+    def take(mib: int) -> torch.Tensor:
+        return torch.full((mib << 20,), 3, dtype=torch.uint8, device=device)
+
+    with arena.workspace.use():
+        kept = torch.arange(1000, device=device)
+        for mib in (100, 200, 300):
+            take(mib)
+        try:
+            take(700)
+        except torch.OutOfMemoryError as error:
+            record_property("alone", str(error).split(".")[0])
+    assert arena.workspace.mapped_bytes >= 300 << 20
+    large = run_in(arena.workspace, lambda: take(700))
+    assert int(large.min()) == int(large.max()) == 3
+    assert kept.tolist() == list(range(1000))
+    del large
+    arena.trim()
+    assert arena.workspace.mapped_bytes < 100 << 20
+    with pytest.raises(torch.OutOfMemoryError):
+        run_in(arena.workspace, lambda: take(1100))
+    del kept
+    arena.workspace.close()
+    assert arena.physical_bytes == 0
+    arena.close()
+
+
+def test_a_capture_goes_on_after_memory_that_it_did_not_get(arena: CudaArena) -> None:
+    """The device has memory for the first chunk of what is asked for, and not for the second."""
+    pool, slot = arena.graph_pool(1), arena.open_slot(0)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    outside = torch.zeros(1000, device=arena.device)
+    with torch.cuda.stream(stream):
+        outside.add_(1)  # its kernel is loaded
+    torch.cuda.synchronize()
+    granule, backed = arena.granule_bytes, 0
+    arena.capacity_bytes = 1 << 40
+    for step in (1 << 30, granule):
+        with contextlib.suppress(NoRoom):
+            while True:
+                slot.back(Extent(backed, backed + step))
+                backed += step
+    spare = POOL_CHUNK_BYTES + POOL_CHUNK_BYTES // 2
+    slot.unback(Extent(backed - spare, backed))
+    failed = False
+    with pool.selected(), torch.cuda.stream(stream):
+        graph.capture_begin(pool.id, capture_error_mode="thread_local")
+        try:
+            torch.empty(2 * POOL_CHUNK_BYTES, dtype=torch.uint8, device=arena.device)
+        except torch.OutOfMemoryError:
+            failed = True
+        outside.add_(1)
+        graph.capture_end()
+    assert failed
+    graph.replay()
+    torch.cuda.synchronize()
+    assert outside.unique().tolist() == [2.0]
+    graph.reset()
+    del graph
+    pool.close()
+    slot.close()
     assert arena.physical_bytes == 0
 
 

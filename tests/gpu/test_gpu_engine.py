@@ -6,7 +6,7 @@ from collections.abc import Generator
 
 import pytest
 import torch
-from random_models import random_parts, source_of, spec_of
+from random_models import WIDE, random_parts, source_of, spec_of
 
 from pilotlight.engine.core.request import RequestKey
 from pilotlight.engine.core.scheduler import BatchLimits
@@ -100,7 +100,7 @@ def on_device(device: torch.device) -> Generator[CudaArena]:
     arena.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *WIDE])
 def test_outputs_are_those_of_the_cpu(on_device: CudaArena, kind: str) -> None:
     there, here = talk(on_device, kind), talk(CpuArena(num_slots=1, slot_bytes=SLOT_BYTES), kind)
     cancelled = "greedy 4"

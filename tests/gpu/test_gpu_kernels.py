@@ -15,7 +15,7 @@ from pilotlight.engine.core.blocks import BLOCK_TOKENS, blocks_for
 from pilotlight.engine.core.philox import uniform
 from pilotlight.engine.cuda.kernels import elementwise, sampling
 from pilotlight.engine.cuda.kernels.decode_attention import DecodeScratch, RawHeads, decode_attention
-from pilotlight.engine.cuda.kernels.prefill_attention import prefill_attention
+from pilotlight.engine.cuda.kernels.prefill_attention import MANY_ROWS, PrefillTile, prefill_attention
 from pilotlight.engine.cuda.kernels.vector import VectorProduct
 from pilotlight.engine.cuda.prompts import StaticPrompt
 from pilotlight.engine.cuda.rows import StaticRows, fields_of, send, zeros_on
@@ -123,7 +123,7 @@ class Cache:
         return torch.einsum("hgn,nhd->hgd", weights, values).flatten(0, 1)
 
 
-SHAPES = [(4, 2, 128), (4, 4, 20), (8, 1, 64)]
+SHAPES = [(4, 2, 128), (4, 4, 20), (8, 1, 64), (4, 1, 256), (2, 2, 256)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -250,6 +250,44 @@ def test_chunks_attend(
         )
     ]
     close(out, torch.stack(exact).flatten(1), dtype)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 128), (4, 1, 256)])
+@pytest.mark.parametrize("window", [None, 300])
+def test_many_rows_attend(
+    device: torch.device, fresh: Callable[..., Tensor], heads: int, kv_heads: int, dim: int, window: int | None
+) -> None:
+    """So many that tiles are others; behind a prefix."""
+    start, count, dtype = 77, MANY_ROWS + 41, torch.bfloat16
+    stop = start + count
+    cache = Cache(fresh, device, dtype, (stop,), kv_heads, dim)
+    (table,) = cache.tables
+    step = send(fields_of(Batch((Segment(start, count, table, True),)), SPARE, window), device)
+    queries = fresh(count, heads, dim).to(dtype)
+    out = poisoned(count, heads * dim, dtype=dtype, device=device)
+    prefill_attention(queries.to(device, copy=True), cache.there, step.rows, step.chunks, 0.05, out, window)
+    slots, rows = cache.slots(table, 0, stop), torch.arange(start, stop)[:, None]
+    keys, values = (half[slots].double().repeat_interleave(heads // kv_heads, dim=1) for half in (cache.keys, cache.values))
+    seen = torch.arange(stop)[None]
+    hidden = (seen > rows) if window is None else (seen > rows) | (seen <= rows - window)
+    scores = torch.einsum("rhd,nhd->hrn", queries.double(), keys).mul(0.05).masked_fill(hidden, -math.inf)
+    close(out, torch.einsum("hrn,nhd->rhd", scores.softmax(dim=-1), values).flatten(1), dtype)
+
+
+@pytest.mark.parametrize("tile", [PrefillTile(128, 32, 8, 3), PrefillTile(64, 64, 4, 2), PrefillTile(64, 32, 4, 3)])
+def test_other_tiles_attend_alike(device: torch.device, fresh: Callable[..., Tensor], tile: PrefillTile) -> None:
+    """Parts of the host's tiles, too: the last one of a segment may begin behind its rows."""
+    spans, heads, kv_heads, dim = ((0, 5), (37, 300), (0, 130)), 4, 2, 256
+    cache = Cache(fresh, device, torch.bfloat16, [stop for _, stop in spans], kv_heads, dim)
+    batch = Batch(
+        tuple(Segment(start, stop - start, table, True) for (start, stop), table in zip(spans, cache.tables, strict=True))
+    )
+    step = send(fields_of(batch, SPARE, None), device)
+    queries = fresh(batch.num_tokens, heads, dim).to(device, torch.bfloat16)
+    usual, other = (poisoned(batch.num_tokens, heads * dim, dtype=torch.bfloat16, device=device) for _ in range(2))
+    prefill_attention(queries, cache.there, step.rows, step.chunks, 0.05, usual)
+    prefill_attention(queries, cache.there, step.rows, step.chunks, 0.05, other, tile=tile)
+    close(other, usual.cpu().double(), torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

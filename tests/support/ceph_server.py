@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,9 @@ SECRET_KEY = "conformance-secret"
 START_DEADLINE_S = 60.0
 COMMAND_DEADLINE_S = 30.0
 TRIES = 4
-"""A monitor that has just started now and then refuses a command, or never answers it; and so does what asks it for its maps."""
+"""A monitor that has just started now and then refuses a command, or never answers it; and so does what asks it for its maps: a client
+that has not had the monitors' map yet sends its first command without the cluster's id, and is refused for it ("wrong fsid"). An OSD ends
+then, and a gateway without an OSD waits for ever."""
 
 CONFIG = """
 [global]
@@ -103,16 +105,10 @@ def running_ceph(folder: Path, store_bytes: int = 1 << 30, host: str = "127.0.0.
         osd = str(uuid.uuid4())
         _run_again("ceph", "-c", str(config), "osd", "new", osd, "0")
         _run("ceph-osd", "-i", "0", "-c", str(config), "--mkfs", "--osd-uuid", osd)
-        _start(stack, folder, "ceph-osd", "-i", "0", "-c", str(config), "-f")
         _run_again("ceph", "-c", str(config), "osd", "crush", "add", "osd.0", "1.0", "root=default", "host=h")
+        _start_until(stack, folder, lambda: _osd_is_up(config), "ceph-osd", "-i", "0", "-c", str(config), "-f")
         url = f"http://{host}:{rgw_port}"
-        for _ in range(TRIES):
-            gateway = _start(stack, folder, "radosgw", "-n", "client.rgw", "-c", str(config), "-f")
-            if _answers(url, gateway, folder):
-                break
-            _stop(gateway)
-        else:
-            raise AssertionError(f"radosgw did not answer in time: {(folder / 'radosgw.out').read_text()[-2000:]}")
+        _start_until(stack, folder, lambda: _answers(url), "radosgw", "-n", "client.rgw", "-c", str(config), "-f")
         user = ("--uid=t", "--display-name=t", f"--access-key={ACCESS_KEY}", f"--secret-key={SECRET_KEY}")
         made = _run("radosgw-admin", "-n", "client.rgw", "-c", str(config), "user", "create", *user)
         assert json.loads(made)["user_id"] == "t"
@@ -140,21 +136,37 @@ def _start(stack: ExitStack, folder: Path, *command: str) -> subprocess.Popen[by
     return process
 
 
+def _start_until(stack: ExitStack, folder: Path, is_ready: Callable[[], bool], *command: str) -> None:
+    """Starts a server, and again where it ends or is not ready in time."""
+    for _ in range(TRIES):
+        process = _start(stack, folder, *command)
+        until_s = time.monotonic() + START_DEADLINE_S
+        while process.poll() is None and time.monotonic() < until_s:
+            if is_ready():
+                return
+            time.sleep(0.1)
+        _stop(process)
+    said = (folder / f"{command[0]}.out").read_text(errors="replace")[-2000:]
+    raise AssertionError(f"{command[0]} was not ready after {TRIES} starts: {said}")
+
+
 def _stop(process: subprocess.Popen[bytes]) -> None:
     """Nothing of it outlives the test: there is nothing to end in order."""
     process.kill()
     process.wait(COMMAND_DEADLINE_S)
 
 
-def _answers(url: str, process: subprocess.Popen[bytes], folder: Path) -> bool:
-    until_s = time.monotonic() + START_DEADLINE_S
-    while time.monotonic() < until_s:
-        assert process.poll() is None, (folder / "radosgw.out").read_text()[-2000:]
-        try:
-            with urllib.request.urlopen(url, timeout=2):
-                return True
-        except urllib.error.HTTPError:
+def _osd_is_up(config: Path) -> bool:
+    """Whether the monitor says that the only OSD is up."""
+    told = _run_again("ceph", "-c", str(config), "osd", "stat", "--format", "json")
+    return json.loads(told)["num_up_osds"] == 1
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2):
             return True
-        except OSError:
-            time.sleep(0.1)
-    return False
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False

@@ -80,9 +80,11 @@ def free_port() -> int:
 
 
 @contextmanager
-def running(home: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[RunningSystem]:
+def running(
+    home: Path, *arguments: str, environment: Mapping[str, str] | None = None, port: int | None = None
+) -> Iterator[RunningSystem]:
     """Start a system, hand it out, stop it with SIGINT as Ctrl-C does."""
-    command = [pilotlight(), "up", "--json", "--port", str(free_port()), *arguments]
+    command = [pilotlight(), "up", "--json", "--port", str(port or free_port()), *arguments]
     variables = {**os.environ, "PILOTLIGHT_HOME": str(home), "PILOTLIGHT_POOL_BYTES": str(256 * 2**20), **(environment or {})}
     errors = home.parent / f"{home.name}.stderr"
     with errors.open("w") as sink:

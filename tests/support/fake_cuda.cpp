@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <condition_variable>
 #include <cstdint>
 #include <cstring>
 #include <map>
@@ -16,7 +17,7 @@
 
 namespace {
 
-constexpr int INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_READY = 600;
+constexpr int INVALID_VALUE = 1, OUT_OF_MEMORY = 2, CAPTURE_UNSUPPORTED = 900;
 constexpr std::size_t GRANULE = 2 << 20;
 
 struct Memory {
@@ -48,7 +49,10 @@ std::map<std::uint64_t, Mapping> mappings;
 std::map<std::uint64_t, std::size_t> registered;
 std::map<std::string, std::uint64_t> calls;
 std::map<std::string, Failure> failures;
-std::uint64_t pending_queries = 0;
+bool capturing = false, capture_spoilt = false;
+std::mutex events_lock;
+std::condition_variable events_changed;
+bool events_held = false;
 
 Memory::~Memory() {
     close(fd);
@@ -103,7 +107,13 @@ std::uint64_t fake_registered() { return registered.size(); }
 std::uint64_t fake_calls(const char *name) { return calls[name]; }
 void fake_fail(const char *name, std::uint64_t in_calls, int code) { failures[name] = {calls[name] + in_calls, code}; }
 void fake_forgive() { failures.clear(); }
-void fake_pending(std::uint64_t queries) { pending_queries = queries; }
+void fake_capture(int on) { capturing = on, capture_spoilt = false; }
+int fake_capture_spoilt() { return capture_spoilt; }
+void fake_hold_events(int on) {
+    std::lock_guard guard(events_lock);
+    events_held = on;
+    events_changed.notify_all();
+}
 
 int cuInit(unsigned) {
     ENTER("cuInit");
@@ -135,7 +145,8 @@ int cuDevicePrimaryCtxRetain(void **context, int) {
 int cuCtxSetCurrent(void *) { return 0; }
 int cuCtxSynchronize() {
     ENTER("cuCtxSynchronize");
-    return 0;
+    capture_spoilt |= capturing;
+    return capturing ? CAPTURE_UNSUPPORTED : 0;
 }
 int cuCtxGetStreamPriorityRange(int *least, int *greatest) {
     *least = 0;
@@ -275,7 +286,6 @@ int cuStreamDestroy_v2(void *stream) {
     delete static_cast<int *>(stream);
     return 0;
 }
-int cuStreamSynchronize(void *) { return 0; }
 int cuStreamWaitEvent(void *, void *, unsigned) {
     ENTER("cuStreamWaitEvent");
     return 0;
@@ -289,11 +299,11 @@ int cuEventRecord(void *, void *) {
     ENTER("cuEventRecord");
     return 0;
 }
-int cuEventQuery(void *) {
-    ENTER("cuEventQuery");
-    return pending_queries && pending_queries-- ? NOT_READY : 0;
-}
 int cuEventSynchronize(void *) {
+    {
+        std::unique_lock held(events_lock);
+        events_changed.wait(held, [] { return !events_held; });
+    }
     ENTER("cuEventSynchronize");
     return 0;
 }

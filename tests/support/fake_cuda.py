@@ -23,13 +23,13 @@ class FakeCuda:
         self._fake.fake_calls.argtypes = [ctypes.c_char_p]
         self._fake.fake_fail.argtypes = [ctypes.c_char_p, ctypes.c_uint64, ctypes.c_int]
         self._fake.fake_set_memory.argtypes = [ctypes.c_uint64]
-        self._fake.fake_pending.argtypes = [ctypes.c_uint64]
 
     def reset(self) -> None:
         """As much memory as in the beginning, and no failures."""
         self._fake.fake_set_memory(4096 * MIB)
         self._fake.fake_forgive()
-        self._fake.fake_pending(0)
+        self.capture(on=False)
+        self.hold_events(on=False)
 
     def set_memory(self, num_bytes: int) -> None:
         self._fake.fake_set_memory(num_bytes)
@@ -41,9 +41,18 @@ class FakeCuda:
     def calls(self, function: str) -> int:
         return int(self._fake.fake_calls(function.encode()))
 
-    def pending(self, queries: int) -> None:
-        """So many queries of events will be answered with 'not yet'."""
-        self._fake.fake_pending(queries)
+    def capture(self, *, on: bool) -> None:
+        """From now on a stream is captured: whoever waits for the device spoils it."""
+        self._fake.fake_capture(int(on))
+
+    @property
+    def capture_spoilt(self) -> bool:
+        """Somebody waited for the device since the capture began."""
+        return bool(self._fake.fake_capture_spoilt())
+
+    def hold_events(self, *, on: bool) -> None:
+        """Whoever waits for an event goes on waiting until this is taken back: the device is busy."""
+        self._fake.fake_hold_events(int(on))
 
     @property
     def used_bytes(self) -> int:

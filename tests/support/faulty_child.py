@@ -1,10 +1,12 @@
 """An engine child whose device fails on demand: ``python -m faulty_child`` in the place of ``pilotlight.worker.child``.
 
 A prompt of ``NO_ROOM_TOKENS`` wants more memory than there is; one of ``ILLEGAL_TOKENS`` makes a kernel write where nothing is mapped.
-On a GPU both really happen; on cores what CUDA would say is raised.
+On a GPU both really happen; on cores what CUDA would say is raised. A prompt of ``ENDLESS_TOKENS`` waits for ever for what never comes;
+one of ``SLOW_TOKENS`` waits ``SLOW_S``.
 """
 
 import sys
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +19,8 @@ from pilotlight.engine.device.arena_protocol import Arena
 from pilotlight.policy.types import InstanceId, Stage
 from pilotlight.worker import child
 
-NO_ROOM_TOKENS, ILLEGAL_TOKENS = 41, 43
+NO_ROOM_TOKENS, ILLEGAL_TOKENS, ENDLESS_TOKENS, SLOW_TOKENS = 41, 43, 47, 53
+SLOW_S = 2.0
 FAR_TOO_MANY_BYTES = 1 << 46
 
 
@@ -34,6 +37,8 @@ class FaultyRunner:
             self._want_too_much()
         if longest == ILLEGAL_TOKENS:
             self._write_nowhere()
+        if longest in (ENDLESS_TOKENS, SLOW_TOKENS):
+            threading.Event().wait(SLOW_S if longest == SLOW_TOKENS else None)
         return self._runner.run(batch, inputs, layers)
 
     def _want_too_much(self) -> None:

@@ -12,8 +12,9 @@ from faulty_system import FaultySystem
 from pilotlight.common.errors import PilotlightError
 from pilotlight.common.ids import new_request_id
 from pilotlight.common.waiting import pause
-from pilotlight.gateway.catalog import ModelText
+from pilotlight.gateway.bodies import BodyBudget, BodyRoom
 from pilotlight.gateway.http import ClientGone
+from pilotlight.gateway.model_text import ModelText
 from pilotlight.gateway.openai.answer import Answer
 from pilotlight.gateway.openai.completions import CompletionShapes
 from pilotlight.gateway.openai.exchange import Choice, Exchange
@@ -147,8 +148,10 @@ async def run(system: FaultySystem, text: ModelText, ask: Ask) -> Result:
     choice = Choice(0, parts, request, Answer(text, ask.stops, logprobs=ask.sampling.logprobs))
     shapes = CompletionShapes(ask.request_id, ask.model, 0, options)
     client = _Client(ask.leaves_after if ask.kind is Kind.LEAVES else None)
+    scope: dict[str, Any] = {"type": "http"}
+    BodyRoom(BodyBudget(total_bytes=0, pause_s=0.0)).put_into(scope)
     try:
-        await Exchange(parts, [choice], options, KEY).response(shapes)({"type": "http"}, client.receive, client.send)
+        await Exchange(parts, [choice], options, KEY).response(shapes)(scope, client.receive, client.send)
     except ClientGone:
         return _judged(system, text, ask, client, left=True)
     except PilotlightError as error:

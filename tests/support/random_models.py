@@ -56,11 +56,16 @@ KINDS: dict[str, dict[str, Any]] = {
         **WINDOW,
     },
 }
+WIDE: dict[str, dict[str, Any]] = {
+    "gemma3-wide": {**KINDS["gemma3"], "num_heads": 4, "num_kv_heads": 1, "head_dim": 256, "attention_scale": 256**-0.5},
+    "qwen3-wide": {**KINDS["qwen3"], "num_heads": 4, "num_kv_heads": 2, "head_dim": 256},
+}
+"""With heads of 256, as Gemma 3 has them."""
 
 
 def spec_of(kind: str, dtype: Dtype) -> ModelSpec:
     """A small model of a family."""
-    return with_sizes(replace(SMALL, dtype=dtype, **KINDS[kind]))
+    return with_sizes(replace(SMALL, dtype=dtype, **(KINDS | WIDE)[kind]))
 
 
 def with_sizes(spec: ModelSpec) -> ModelSpec:

@@ -202,7 +202,7 @@ def test_no_system_runs(tmp_path: Path) -> None:
 
 COMMANDS = [
     ["model", "list"],
-    ["model", "add", "tiny", "/models/tiny"],
+    ["model", "add", "tiny", "file:///models/tiny"],
     ["model", "rm", "tiny"],
     ["model", "warm", "tiny"],
     ["trace", "0" * 32],

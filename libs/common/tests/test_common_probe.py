@@ -19,6 +19,7 @@ class Parts:
     """A bus and an application, as far as health asks them."""
 
     connected: bool = True
+    unwritable: str | None = None
     reason: str | None = None
 
     def ready(self) -> str | None:

@@ -151,6 +151,51 @@ def test_what_torch_keeps_for_itself_is_asked_for_before_memory_is_refused(make,
     assert (len(asked), arena.physical_bytes) == (1, 2 * G)
 
 
+def test_memory_that_the_device_does_not_take_back_stays_in_the_books(make, fake):
+    """All of it: what was unmapped before is mapped again, with what it held."""
+    arena = make()
+    slot = arena.open_slot()
+    slot.back(Extent(0, 3 << 30))
+    slot.tensor(0, (4,), torch.uint8).fill_(7)
+    fake.fail("cuMemUnmap", CUDA_LAUNCH_FAILED, in_calls=2)
+    with pytest.raises(EngineFailed, match="does not take"):
+        slot.unback(Extent(0, 3 << 30))
+    assert arena.backed_bytes == arena.physical_bytes == 3 << 30
+    assert slot.tensor(0, (4,), torch.uint8).tolist() == [7] * 4
+    slot.close()
+    assert arena.backed_bytes == arena.physical_bytes == 0
+
+
+def test_what_is_lost_with_memory_that_was_taken_away_is_in_no_book(make, fake):
+    """The device is full, so what stays needs what goes; and then it is refused."""
+    arena = make()
+    slot = arena.open_slot()
+    fake.set_memory(fake.used_bytes + 32 * G)
+    slot.back(Extent(0, 32 * G), divisible=True)
+    fake.fail("cuMemCreate", CUDA_OUT_OF_MEMORY, in_calls=2)
+    with pytest.raises(EngineFailed):
+        slot.unback(Extent(0, 3 * G))
+    assert arena.backed_bytes == arena.physical_bytes
+    slot.close()
+    assert arena.backed_bytes == arena.physical_bytes == 0
+
+
+def test_every_layer_has_the_blocks_or_none_has(make, fake, checkpoint):
+    """The device takes one layer's memory back, and then no more: both have what they had."""
+    arena = make()
+    decoder = decoder_of(checkpoint("llama").spec)
+    memory = StageMemory(arena, decoder, decoder.spec.whole, Dtype.FLOAT64)
+    kv = KvCache(memory, 20_000)
+    backed = arena.backed_bytes
+    fake.fail("cuMemUnmap", CUDA_LAUNCH_FAILED, in_calls=2)
+    with pytest.raises(EngineFailed):
+        kv.resize(1)
+    assert (memory.num_blocks, arena.backed_bytes, arena.physical_bytes) == (20_000, backed, backed)
+    kv.resize(1)
+    assert arena.backed_bytes < backed
+    memory.close()
+
+
 def test_a_refusal_for_another_reason_keeps_nothing_either(make, fake, checkpoint, clock):
     model = checkpoint("llama")
     arena = make()

@@ -1,6 +1,7 @@
 """When steps are captured, without a device: the capture itself is a stand-in."""
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -17,15 +18,32 @@ ONE, TWO = (Kind(Stage(0, 4), rows) for rows in (1, 2))
 class Pool:
     """Of no memory."""
 
+    def __init__(self) -> None:
+        self.in_use = False
+        self.trimmed = 0
+
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
-        yield
+        self.in_use = True
+        try:
+            yield
+        finally:
+            self.in_use = False
+
+    def trim(self) -> None:
+        assert not self.in_use
+        self.trimmed += 1
 
 
 @pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
+def eager() -> Pool:
+    return Pool()
+
+
+@pytest.fixture
+def graphs(eager: Pool, monkeypatch: pytest.MonkeyPatch) -> Graphs:
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device=device))
-    return Graphs(torch.device("cuda", 0), SimpleNamespace(eager=Pool(), graphs=Pool()))  # type: ignore[arg-type]
+    return Graphs(torch.device("cuda", 0), SimpleNamespace(eager=eager, graphs=Pool()))  # type: ignore[arg-type]
 
 
 def run(graphs: Graphs, kind: Kind) -> str:
@@ -50,7 +68,9 @@ def test_a_kind_is_captured_when_it_comes_again(graphs: Graphs, monkeypatch: pyt
     assert [run(graphs, kind) for kind in (ONE, ONE, ONE, TWO)] == ["eager", "captured", "replayed", "eager"]
 
 
-def test_what_there_is_no_memory_to_capture_runs_eagerly_from_then_on(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_there_is_no_memory_to_capture_runs_eagerly_from_then_on(
+    graphs: Graphs, eager: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tried: list[None] = []
 
     def capture(self: Graphs, step: object, output: Tensor) -> None:
@@ -59,7 +79,53 @@ def test_what_there_is_no_memory_to_capture_runs_eagerly_from_then_on(graphs: Gr
 
     monkeypatch.setattr(Graphs, "_capture", capture)
     assert [run(graphs, ONE) for _ in range(4)] == ["eager"] * 4
-    assert len(tried) == 1
+    assert (len(tried), eager.trimmed) == (2, 1), "once more, without what eager steps left over"
+
+
+def test_a_capture_succeeds_in_the_memory_that_eager_steps_left_over(
+    graphs: Graphs, eager: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def capture(self: Graphs, step: object, output: Tensor) -> SimpleNamespace:
+        if not eager.trimmed:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return SimpleNamespace(graph=SimpleNamespace(replay=lambda: None), output=output)
+
+    monkeypatch.setattr(Graphs, "_capture", capture)
+    assert [run(graphs, ONE) for _ in range(3)] == ["eager", "captured", "replayed"]
+
+
+@pytest.mark.parametrize("refusals", [1, 2])
+def test_an_eager_step_without_memory_runs_once_more_after_what_is_left_over_was_given_back(
+    graphs: Graphs, eager: Pool, refusals: int
+) -> None:
+    """Nothing of the step that failed is held then: its tensors would be in the way."""
+    left: list[weakref.ref[Tensor]] = []
+
+    def step() -> Tensor:
+        assert eager.in_use
+        assert len(left) == eager.trimmed
+        assert all(tensor() is None for tensor in left)
+        result = torch.zeros(1)
+        left.append(weakref.ref(result))
+        if len(left) <= refusals:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return result
+
+    if refusals == 1:
+        assert graphs.run(ONE, step, step).shape == (1,)
+    else:
+        with pytest.raises(torch.OutOfMemoryError):
+            graphs.run(ONE, step, step)
+    assert (len(left), eager.trimmed) == (2, 1)
+
+
+def test_another_error_of_a_step_is_told_at_once(graphs: Graphs, eager: Pool) -> None:
+    def step() -> Tensor:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="illegal"):
+        graphs.run(ONE, step, step)
+    assert not eager.trimmed
 
 
 def test_a_capture_that_fails_otherwise_is_told(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,7 @@ BOMBS = {
     "no lark": (GrammarKind.LARK, "start: nothing", "nothing"),
     "no schema": (GrammarKind.JSON_SCHEMA, '{"not": {}}', "not"),
     "no json": (GrammarKind.JSON_SCHEMA, "{", "not valid"),
+    "no guidance": (GrammarKind.JSON_SCHEMA, '{"x-guidance": 3}', "x-guidance"),
     "no choice": (GrammarKind.CHOICE, "[]", "at least one"),
 }
 
@@ -107,6 +108,31 @@ def test_outputs_have_the_form_and_end_when_they_must(name, runs, vocabulary, pr
     output = whole(runs, vocabulary, prompts, name)
     assert output.finish is FinishReason.STOP
     assert FORMS[name](TOKENIZER.decode(output.token_ids))
+
+
+BLANKS = {
+    "unasked": (None, r"\{\"name\":\"[^\"]*\",\"age\":\d+\}"),
+    "inflexible": ({"whitespace_flexible": False}, r"\{\"name\":\"[^\"]*\",\"age\":\d+\}"),
+    "separated": ({"item_separator": ", "}, r"\{\"name\":\"[^\"]*\", \"age\":\d+\}"),
+    "a pattern": ({"whitespace_pattern": "~"}, r"~?\{~?\"name\"~?:~?\"[^\"]*\"~?,~?\"age\"~?:~?\d+~?\}~?"),
+    "flexible": (
+        {"whitespace_flexible": True},
+        r"\{\s{0,20}\"name\"\s{0,20}:\s{0,20}\"[^\"]*\"\s{0,20},\s{0,20}\"age\"\s{0,20}:\s{0,20}\d+\s{0,20}\}",
+    ),
+}
+
+
+@pytest.mark.parametrize("asked", BLANKS)
+def test_json_is_compact_unless_blanks_are_asked_for(asked, runs, vocabulary, prompts):
+    guidance, form = BLANKS[asked]
+    schema = SCHEMA if guidance is None else {**SCHEMA, "x-guidance": guidance}
+    one = runs()
+    for seed in range(8):
+        grammar = Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(schema))
+        one.add(f"x{seed}", prompts[1], vocabulary=vocabulary, grammar=grammar, **{**SAMPLED, "seed": seed, "max_tokens": 200})
+    one.finish()
+    for output in one.outputs.values():
+        assert re.fullmatch(form, TOKENIZER.decode(output.token_ids)), TOKENIZER.decode(output.token_ids)
 
 
 def test_a_batch_of_grammars_and_plain_requests(runs, vocabulary, prompts):

@@ -106,6 +106,49 @@ def test_a_part_is_taken_away_from_a_device_that_is_full(arena, fake):
 
 
 @pytest.mark.parametrize(
+    ("function", "in_calls"),
+    [
+        ("cuCtxSynchronize", 1),
+        ("cuMemCreate", 1),
+        ("cuMemcpyDtoD", 2),
+        *(("cuMemUnmap", number) for number in (3, 4, 5)),
+        *(("cuMemMap", number) for number in (3, 4)),
+        *(("cuMemSetAccess", number) for number in (3, 4)),
+    ],
+)
+def test_taking_away_is_all_or_nothing(arena, fake, function, in_calls):
+    """From the middle of one chunk to the middle of the next but one. Windows for what stays are mapped and unmapped first."""
+    arena.back(0, 24 * GRANULE, 8 * GRANULE)
+    for granule in range(24):
+        write(arena, granule * GRANULE, granule + 1)
+    fake.fail(function, 719, in_calls)
+    with pytest.raises(NativeError, match="719"):
+        arena.unback(4 * GRANULE, 20 * GRANULE)
+    fake.reset()
+    assert arena.backed(0, 64 * GRANULE) == [(0, 24 * GRANULE)]
+    assert arena.physical_bytes == fake.used_bytes == 24 * GRANULE
+    for granule in range(24):
+        assert read(arena, granule * GRANULE) == bytes([granule + 1]) * 64
+    arena.unback(4 * GRANULE, 20 * GRANULE)
+    assert arena.backed(0, 64 * GRANULE) == [(0, 4 * GRANULE), (20 * GRANULE, 24 * GRANULE)]
+    assert arena.backed(2 * GRANULE, 21 * GRANULE) == [(2 * GRANULE, 4 * GRANULE), (20 * GRANULE, 21 * GRANULE)]
+    assert [read(arena, granule * GRANULE)[0] - 1 for granule in (0, 3, 20, 23)] == [0, 3, 20, 23]
+
+
+def test_what_a_full_device_refuses_to_give_again_is_gone_and_the_books_say_so(arena, fake):
+    fake.set_memory(fake.used_bytes + 24 * GRANULE)
+    arena.back(0, 24 * GRANULE, 8 * GRANULE)
+    write(arena, 23 * GRANULE, 7)
+    # Both times that it is asked before, and once more when the chunks are given back.
+    fake.fail("cuMemCreate", 2, 3)
+    with pytest.raises(OutOfMemory):
+        arena.unback(4 * GRANULE, 20 * GRANULE)
+    assert arena.backed(0, 24 * GRANULE) == [(20 * GRANULE, 24 * GRANULE)]
+    assert arena.physical_bytes == fake.used_bytes == 4 * GRANULE
+    assert read(arena, 23 * GRANULE) == bytes([7]) * 64
+
+
+@pytest.mark.parametrize(
     ("function", "in_calls"), [("cuMemCreate", 3), ("cuMemMap", 2), ("cuMemSetAccess", 1), ("cuMemCreate", 1)]
 )
 def test_backing_is_all_or_nothing(arena, fake, function, in_calls):

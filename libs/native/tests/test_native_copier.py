@@ -8,7 +8,7 @@ from fake_cuda import MIB, fake_cuda
 
 from pilotlight.native.copier import Copier, Copy
 from pilotlight.native.device import Device, DeviceArena
-from pilotlight.native.library import NativeError
+from pilotlight.native.library import NativeError, TooSlow
 
 GRANULE = 2 * MIB
 SLAB = 64 << 10
@@ -108,6 +108,29 @@ def test_a_stream_waits_for_what_is_on_its_way(arena, copier, fake):
     ticket = copier.submit([Copy(address, arena.address, 3 * SLAB)])
     copier.order_before(ticket, 0)
     assert fake.calls("cuStreamWaitEvent") - before <= 2
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_an_order_that_is_too_late_is_withdrawn(arena, copier, fake, pinned):
+    """What is not on its way by then never arrives: its place may be another's. What is ordered afterwards does."""
+    _, address = source_of(6 * SLAB, seed=1)
+    if pinned:
+        copier.pin(address, 6 * SLAB)
+    ctypes.memset(arena.address, 0, 20 * SLAB)
+    fake.hold_events(on=True)
+    begun = copier.submit([Copy(address, arena.address, 6 * SLAB)])
+    queued = copier.submit([Copy(address, arena.address + 8 * SLAB, SLAB)])
+    with pytest.raises(TooSlow, match="is withdrawn"):
+        copier.wait_done(begun, 0.2)
+    with pytest.raises(TooSlow):
+        copier.wait_issued(queued, 0.2)
+    fake.hold_events(on=False)
+    other, address = source_of(SLAB, seed=2)
+    copier.wait_done(copier.submit([Copy(address, arena.address + 10 * SLAB, SLAB)]))
+    assert there(arena, 10 * SLAB, SLAB) == other.raw
+    assert not any(there(arena, 2 * SLAB, 8 * SLAB)), "two units were on their way"
+    with pytest.raises(TooSlow):
+        copier.wait_done(begun)
 
 
 def test_a_copy_that_fails_fails_all_that_wait(arena, copier, fake):

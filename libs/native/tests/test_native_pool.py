@@ -144,6 +144,42 @@ def test_a_device_that_is_full_gives_no_segment_and_loses_none(device, arena):
     pool.close()
 
 
+def test_a_segment_that_does_not_fit_within_a_capture_does_not_spoil_it(device, arena):
+    """The second chunk is refused: the first one goes back without a wait for the device."""
+    fake = fake_cuda()
+    pool = Pool(device, arena, 0, 64 * GRANULE, CHUNK)
+    fake.set_memory(fake.used_bytes + 2 * CHUNK)
+    with pool.selected():
+        first = malloc(CHUNK)
+        fake.capture(on=True)
+        assert malloc(2 * CHUNK) == 0
+        assert not fake.capture_spoilt
+        assert pool.mapped_bytes == arena.physical_bytes == CHUNK
+        assert malloc(CHUNK) == first + CHUNK
+    fake.capture(on=False)
+    free(first)
+    free(first + CHUNK)
+    assert arena.physical_bytes == 0
+    pool.close()
+
+
+def test_a_freed_segment_is_waited_for_as_cuda_does_it(device, arena):
+    """Also where its chunk stays, because another segment lies there: the next owner of the place may be another stream's."""
+    fake = fake_cuda()
+    pool = Pool(device, arena, 0, 64 * GRANULE, CHUNK)
+    with pool.selected():
+        first, second = malloc(GRANULE), malloc(GRANULE)
+    before = fake.calls("cuCtxSynchronize")
+    free(first)
+    assert fake.calls("cuCtxSynchronize") == before + 1
+    assert pool.mapped_bytes == CHUNK
+    fake.fail("cuCtxSynchronize", 719)
+    free(second)
+    assert pool.mapped_bytes == CHUNK, "nobody knows whether it is still in use"
+    pool.close()
+    assert arena.physical_bytes == 0
+
+
 def test_pools_are_made_of_whole_chunks(device, arena):
     for start, stop, chunk in ((0, 5 * GRANULE, CHUNK), (1, CHUNK + 1, CHUNK), (0, 256 * CHUNK, CHUNK), (0, GRANULE, 7)):
         with pytest.raises(NativeError, match="whole chunks"):

@@ -1,6 +1,7 @@
 """Chat templates: as transformers renders them, and within bounds when they are hostile."""
 
 import datetime
+import tracemalloc
 
 import pytest
 
@@ -95,6 +96,32 @@ def test_parity_with_transformers(reference, name, chat, tools, add_generation_p
     options = {"tools": tools, "add_generation_prompt": add_generation_prompt}
     (expected,), _ = reference.render_jinja_template([CHATS[chat]], chat_template=TEMPLATES[name], **options, **SPECIALS)
     assert render(TEMPLATES[name], CHATS[chat], **options) == expected
+
+
+ENDS = ("Hello", "Hello! ", "\n 你好", "", "  ", "CONTINUE_FINAL_MESSAGE_TAG")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["chatml", "llama3"])
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("tools", [None, [TOOL]])
+def test_a_message_is_continued_as_transformers_would(reference, name, end, tools):
+    chat = [SYSTEM, USER, ASSISTANT, USER, {"role": "assistant", "content": end}]
+    (expected,), _ = reference.render_jinja_template(
+        [chat], chat_template=TEMPLATES[name], tools=tools, continue_final_message=True, add_generation_prompt=False, **SPECIALS
+    )
+    options = {"tools": tools, "continue_final_message": True, "add_generation_prompt": False}
+    assert render(TEMPLATES[name], chat, **options) == expected
+    assert chat[-1]["content"] == end
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ messages[0].content }}", "{{ messages[-1].content | upper }}", "{{ messages[-1].content[:3] }}"]
+)
+def test_a_template_that_does_not_write_the_last_message_cannot_continue_it(source):
+    with pytest.raises(BadRequest, match="cannot be continued") as caught:
+        render(source, [USER, ASSISTANT], continue_final_message=True, add_generation_prompt=False)
+    assert caught.value.param == "continue_final_message"
 
 
 def test_chatml():
@@ -227,3 +254,14 @@ def test_each_rendering_has_a_meter_of_its_own(monkeypatch):
     assert [template.render([USER] * 3) for _ in range(5)] == ["xxx"] * 5
     with pytest.raises(BadRequest, match="too long"):
         template.render([USER] * 4)
+
+
+def test_compiling_computes_nothing():
+    """A constant call of a filter would be folded while compiling, when no meter runs."""
+    tracemalloc.start()
+    try:
+        check_template("{{ 'x'|center(400000000) }}{{ ('x' * 9) ~ 'y'|center(400000000) }}")
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 10_000_000

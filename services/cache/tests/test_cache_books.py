@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pilotlight.cache.books import Books, Grant
+from pilotlight.cache.testing import hear
 from pilotlight.policy.testing import copy, held, node, worker
 from pilotlight.policy.types import Copy, Digest, GrantId, HeldStage, HeldState, InstanceId, NodeFacts, NodeId, WorkerId
 
@@ -45,16 +46,16 @@ def test_a_cache_that_has_just_begun_to_listen_takes_no_silence_for_an_answer() 
     books, promised = Books(listening_since_s=100.0), grant("g", "a", 300)
     assert not books.would_show(promised, 100.1)
     assert books.would_show(promised, 103.0), "its worker is gone"
-    books.hear_worker(worker(), 100.2)
+    hear(books, worker(), 100.2)
     assert books.would_show(promised, 100.2), "it has reported, and does not hold the stage"
 
 
 def test_what_was_given_up_is_free_before_the_next_report() -> None:
     books = Books()
     facts = worker(held_stages=(stage("a", 400),))
-    books.hear_worker(facts, 0.0)
+    hear(books, facts, 0.0)
     books.give_up(WORKER, (InstanceId("a"),))
-    books.hear_worker(facts, 0.1)
+    hear(books, facts, 0.1)
     assert books.device_free_bytes(facts) == MEMORY, "that report was under way"
     assert not books.on_device(facts, 0.1)
 
@@ -62,7 +63,7 @@ def test_what_was_given_up_is_free_before_the_next_report() -> None:
 def test_the_grant_of_what_was_given_up_is_over() -> None:
     books = Books(grants={GrantId("g"): grant("g", "a", 400), GrantId("h"): grant("h", "b", 300)})
     facts = worker(held_stages=(stage("a", 400), stage("b", 300)))
-    books.hear_worker(facts, 0.0)
+    hear(books, facts, 0.0)
     assert books.give_up(WORKER, (InstanceId("a"),)) == (GrantId("g"),)
     assert books.device_free_bytes(facts) == MEMORY - 300
 
@@ -70,10 +71,10 @@ def test_the_grant_of_what_was_given_up_is_over() -> None:
 def test_what_was_given_up_and_is_held_again_takes_room() -> None:
     books = Books()
     facts = worker(held_stages=(stage("a", 400),))
-    books.hear_worker(facts, 0.0)
+    hear(books, facts, 0.0)
     books.give_up(WORKER, (InstanceId("a"),))
-    books.hear_worker(worker(), 0.1)
-    books.hear_worker(facts, 0.2)
+    hear(books, worker(), 0.1)
+    hear(books, facts, 0.2)
     assert books.device_free_bytes(facts) == MEMORY - 400
 
 
@@ -95,9 +96,9 @@ def test_a_fetch_under_way_counts_what_is_still_missing() -> None:
 
 def test_a_loaded_stage_needs_no_room_in_the_pool() -> None:
     books = Books(grants={GrantId("g"): grant("g", "a", 300, host=500)})
-    books.hear_worker(worker(held_stages=(stage("a", 300, HeldState.LOADING),)), 0.0)
+    hear(books, worker(held_stages=(stage("a", 300, HeldState.LOADING),)), 0.0)
     assert books.host_free_bytes(pool(1000)) == 500
-    books.hear_worker(worker(held_stages=(stage("a", 300),)), 0.1)
+    hear(books, worker(held_stages=(stage("a", 300),)), 0.1)
     assert books.host_free_bytes(pool(1000)) == 1000
 
 
@@ -108,9 +109,11 @@ def test_two_instances_of_one_model_share_its_host_copy() -> None:
 
 def test_a_silent_worker_is_not_known() -> None:
     books = Books()
-    books.hear_worker(worker(), 0.0)
-    assert books.worker(WORKER, 2.9) is not None
-    assert books.worker(WORKER, 3.1) is None
+    hear(books, worker(), 0.0)
+    books.follow(books.roster.check(2.9), 2.9)
+    assert books.worker(WORKER) is not None
+    books.follow(books.roster.check(3.1), 3.1)
+    assert books.worker(WORKER) is None
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 200)), max_size=8), st.lists(st.integers(1, 200), max_size=6))

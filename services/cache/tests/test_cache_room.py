@@ -14,6 +14,7 @@ from pilotlight.cache.books import Books, Grant
 from pilotlight.cache.repository import CacheRepository, Orphans
 from pilotlight.cache.settings import CacheSettings
 from pilotlight.cache.sole import NotSole
+from pilotlight.cache.testing import hear
 from pilotlight.common.bus import Bus
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.db import tables
@@ -489,7 +490,7 @@ async def test_a_worker_that_reports_while_rows_are_read_keeps_its_grant(bus: Bu
         shown = (stage("serves", 100),)
 
         async def orphans(self) -> Orphans:
-            books.hear_worker(replace(worker(), held=self.shown), clock.monotonic_s())
+            hear(books, replace(worker(), held=self.shown), clock.monotonic_s())
             return Orphans(over=frozenset(), unwritten=frozenset())
 
         async def end_grants(self, grant_ids: list[GrantId]) -> None:
@@ -500,7 +501,7 @@ async def test_a_worker_that_reports_while_rows_are_read_keeps_its_grant(bus: Bu
     await maker.lapse()
     assert list(books.grants) == [expired.grant_id]
     rows.shown = ()
-    books.hear_worker(replace(worker(), held=()), clock.monotonic_s())
+    hear(books, replace(worker(), held=()), clock.monotonic_s())
     await maker.lapse()
     assert not books.grants
 

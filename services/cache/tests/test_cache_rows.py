@@ -9,6 +9,7 @@ import pytest
 from pilotlight.cache.books import Books, Grant
 from pilotlight.cache.repository import Orphans
 from pilotlight.cache.room import RoomMaker
+from pilotlight.cache.testing import hear
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.errors import DatabaseUnavailable
 from pilotlight.common.messages.room import Release, Reserve, Reserved
@@ -53,8 +54,8 @@ class Rig:
     def __init__(self) -> None:
         clock = SystemClock()
         self.books = Books()
-        self.books.hear_worker(worker(), clock.monotonic_s())
-        self.books.hear_node(node(), clock.monotonic_s())
+        hear(self.books, worker(), clock.monotonic_s())
+        hear(self.books, node(), clock.monotonic_s())
         self.rows = Rows()
         self.background = Background()
         rules = EvictionRules(min_residency_s=0.0)

@@ -8,21 +8,26 @@ from pathlib import Path
 import httpx2
 import openai
 import pytest
+from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
 from pilotlight.common.bus import Bus
 from pilotlight.common.service import Component, Context
+from pilotlight.common.store import text_key
 from pilotlight.common.testing import MakeContext, until
-from pilotlight.gateway.app import TRACED_PATHS, Pages, Serving, build_http, build_serving
+from pilotlight.gateway.app import TRACED_PATHS, Pages, Serving, build_http, build_serving, build_texts
+from pilotlight.gateway.bodies import BodyBudget
 from pilotlight.gateway.catalog import CatalogEntry
 from pilotlight.gateway.http import Edge
-from pilotlight.gateway.measures import Measures
+from pilotlight.gateway.measures import HttpMeasures, Measures
 from pilotlight.gateway.openai.api import Limits, OpenAiApi
 from pilotlight.gateway.openai.exchange import ExchangeParts
+from pilotlight.gateway.openai.prompt import PromptEncoder
 from pilotlight.gateway.server import HttpServer
 from pilotlight.gateway.settings import GatewaySettings
 from pilotlight.gateway.testing import (
     API_KEY,
+    RESERVED_HELPERS,
     FixedKeys,
     KnownModels,
     NoDecisions,
@@ -31,8 +36,10 @@ from pilotlight.gateway.testing import (
     entries_of,
     entry_of,
 )
-from pilotlight.text.bundle import TextBundle
+from pilotlight.gateway.texts.texts import Texts
+from pilotlight.text.bundle import TextBundle, encode
 from pilotlight.text.testing import byte_level_json
+from pilotlight.text.tokenizer import TextTokenizer
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -50,15 +57,20 @@ class World:
     app: Starlette
     serving: Serving
     server: HttpServer
+    bodies: BodyBudget
+    metrics: CollectorRegistry
     usage: NotedUsage
     entry: CatalogEntry
+    texts: Texts
+    tokenizer: TextTokenizer
+    """The model's whole one, which the gateway itself does not have."""
     client: openai.AsyncOpenAI
     http: httpx2.AsyncClient
     workers: list[ScriptedWorker] = field(default_factory=list)
 
     def ids(self, text: str) -> list[int]:
         """Token ids of a text, as a worker would make them."""
-        return self.entry.text.tokenizer.encode(text, add_special_tokens=False)
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for what arrives over the bus to make this true."""
@@ -89,11 +101,12 @@ def bundle() -> TextBundle:
 async def make_world(make_context: MakeContext, bundle: TextBundle, tmp_path: Path) -> AsyncIterator[MakeWorld]:
     async with AsyncExitStack() as stack:
 
-        async def make(*, max_context_tokens: int = 4096, **changes: object) -> World:
+        async def make(*, max_context_tokens: int = 4096, text: TextBundle = bundle, **changes: object) -> World:
             context = make_context("gateway", GatewaySettings(port=0, run_dir=tmp_path, drain_s=1.0, **changes))
-            world = _world(context, entry_of(MODEL, bundle, context.clock, max_context_tokens=max_context_tokens))
+            await context.store.put_if_absent(text_key(text.digest()), encode(text))
+            world = _world(context, text, entry_of(MODEL, text, context.clock, max_context_tokens=max_context_tokens))
             serving = world.serving
-            components: list[Component] = [serving.fleet, serving.relay, serving.demand, world.server]
+            components: list[Component] = [world.texts, serving.fleet, serving.relay, serving.demand, world.server]
             for component in components:
                 await component.start()
                 stack.push_async_callback(component.stop)
@@ -118,16 +131,18 @@ async def _end_workers(world: World) -> None:
         await worker.die()
 
 
-def _world(context: Context[GatewaySettings], entry: CatalogEntry) -> World:
+def _world(context: Context[GatewaySettings], bundle: TextBundle, entry: CatalogEntry) -> World:
     settings = context.settings
     serving = build_serving(context, NoDecisions())
     usage = NotedUsage()
     measures = Measures(context.metrics, serving.hold, serving.relay)
     exchanges = ExchangeParts(requests=serving.requests, usage=usage, measures=measures, clock=context.clock)
+    texts = build_texts(context, RESERVED_HELPERS)
     api = OpenAiApi(
         KnownModels([entry]),
         FixedKeys(),
         exchanges,
+        PromptEncoder(texts),
         Limits(
             max_body_bytes=settings.max_body_bytes,
             max_requests=settings.max_requests,
@@ -137,7 +152,8 @@ def _world(context: Context[GatewaySettings], entry: CatalogEntry) -> World:
     )
     pages = Pages(metrics=context.metrics, run_dir=settings.run_dir, not_ready=lambda: None)
     app = build_http(api, pages, Starlette())
-    edge = Edge(app, TRACED_PATHS)
+    bodies = BodyBudget(settings.bodies_bytes, settings.body_pause_s)
+    edge = Edge(app, TRACED_PATHS, bodies, HttpMeasures(context.metrics, bodies))
     server = HttpServer(edge, serving.hold, context.background, host=settings.host, port=settings.port, drain_s=settings.drain_s)
     nowhere = openai.AsyncOpenAI(base_url="http://127.0.0.1:1/v1", api_key=API_KEY)
     return World(
@@ -145,8 +161,12 @@ def _world(context: Context[GatewaySettings], entry: CatalogEntry) -> World:
         app=app,
         serving=serving,
         server=server,
+        bodies=bodies,
+        metrics=context.metrics,
         usage=usage,
         entry=entry,
+        texts=texts,
+        tokenizer=TextTokenizer(bundle),
         client=nowhere,
         http=httpx2.AsyncClient(),
     )

@@ -84,6 +84,18 @@ def lying_header(change: Callable[[dict[str, Any]], object]) -> Callable[[Files]
     return apply
 
 
+def tokenizer(**changes: Any) -> Callable[[Files], None]:
+    def apply(files: Files) -> None:
+        files["tokenizer.json"] = json.dumps({**json.loads(files["tokenizer.json"]), **changes}).encode()
+
+    return apply
+
+
+PANICS = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+HUGE = b"{{ 'x'|center(400000000) }}"
+"""Jinja would compute this while it compiles."""
+
+
 def pickled(files: Files) -> None:
     del files[WEIGHTS]
     files["pytorch_model.bin"] = b"\x80\x02}q\x00."
@@ -107,6 +119,8 @@ def pickled(files: Files) -> None:
         (lying_header(lambda entry: entry.update(shape=[1 << 40])), "bad_checkpoint", [WEIGHTS]),
         (lying_header(lambda entry: entry.update(shape=[-32])), "bad_checkpoint", [WEIGHTS]),
         (lying_header(lambda entry: entry.update(dtype="I64")), "bad_checkpoint", [WEIGHTS]),
+        (tokenizer(normalizer=PANICS), "bad_checkpoint", ["tokenizer.json", "charsmap"]),
+        (put("chat_template.jinja", HUGE), "bad_checkpoint", ["chat template", "16777216"]),
         (pickled, "unsupported_model", ["pytorch_model.bin", "safetensors"]),
         (config(architectures=["GPT2LMHeadModel"]), "unsupported_model", ["GPT2LMHeadModel"]),
         (config(quantization_config={"quant_method": "gptq"}), "unsupported_model", ["quant"]),

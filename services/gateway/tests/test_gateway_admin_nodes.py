@@ -116,10 +116,11 @@ async def test_a_node_whose_loader_is_silent_is_away(
     clock = ManualClock()
     settings = settings_in(tmp_path, database_settings("gateway").database_url)
     async with admin_world(make_context("gateway", settings, clock=clock)) as world:
-        await world.fleet._on_loader_report(LoaderReport(facts=node(), incarnation="a", epoch_seen=Epoch(0)))
+        await world.fleet.reports.hear_loader(LoaderReport(facts=node(), incarnation="a", epoch_seen=Epoch(0)))
         shown = await listed(world)
         assert (shown["state"], shown["liveness"]) == ("ready", "alive")
         clock.advance(3.1)
+        world.fleet.reports.check()
         shown = await listed(world)
         assert (shown["state"], shown["liveness"]) == ("away", "dead")
 

@@ -29,8 +29,10 @@ from pilotlight.gateway.admin.testing import (
     settings_in,
     write_folder,
 )
+from pilotlight.gateway.app import build_texts
 from pilotlight.gateway.catalog import Catalog
 from pilotlight.gateway.spans import MAX_ATTRIBUTES_BYTES, SpanStore
+from pilotlight.gateway.testing import RESERVED_HELPERS
 from pilotlight.gateway.usage import UsageRecorder
 
 pytestmark = pytest.mark.anyio
@@ -53,12 +55,15 @@ async def world(
 @pytest.fixture
 async def other(world: AdminWorld) -> AsyncIterator[Catalog]:
     """The view of another gateway, which hears of changes but does not look by itself."""
-    catalog = Catalog(world.database, world.context, refresh_interval_s=3600)
+    texts = build_texts(world.context, RESERVED_HELPERS)
+    await texts.start()
+    catalog = Catalog(world.database, world.context, texts, refresh_interval_s=3600)
     await catalog.start()
     await catalog.start()
     yield catalog
     await catalog.stop()
     await catalog.stop()
+    await texts.stop()
 
 
 async def test_a_change_by_another_gateway_is_heard(world: AdminWorld, other: Catalog) -> None:
@@ -96,7 +101,7 @@ async def test_a_model_that_may_be_registered_elsewhere_is_not_denied(
 
 
 async def test_a_change_that_nobody_told_of_is_found(world: AdminWorld) -> None:
-    catalog = Catalog(world.database, world.context, refresh_interval_s=0.01)
+    catalog = Catalog(world.database, world.context, world.texts, refresh_interval_s=0.01)
     await catalog.start()
     await world.register(write_folder(world.models / "tiny", checkpoint_files()))
     await until(lambda: catalog.names() == ("tiny",))
@@ -105,7 +110,7 @@ async def test_a_change_that_nobody_told_of_is_found(world: AdminWorld) -> None:
 
 async def test_the_view_outlives_the_database_and_follows_again(world: AdminWorld, module_database: URL) -> None:
     await world.register(write_folder(world.models / "tiny", checkpoint_files()))
-    catalog = Catalog(world.database, world.context, refresh_interval_s=0.01)
+    catalog = Catalog(world.database, world.context, world.texts, refresh_interval_s=0.01)
     await catalog.start()
     with capture_logs() as logs, database_away(module_database):
         await until(lambda: any(line.get("action") == "catalog_deferred" for line in logs))

@@ -103,25 +103,25 @@ async def test_each_choice_of_a_chat_stream_begins_with_its_role(world):
 
 async def test_choice_0_is_what_one_answer_would_be(world):
     await seeded(world)
-    alone = await world.client.completions.create(model="fox", prompt="x", seed=3)
-    among = await world.client.completions.create(model="fox", prompt="x", seed=3, n=3)
+    alone = await world.client.completions.create(model="fox", prompt="x", max_tokens=99, seed=3)
+    among = await world.client.completions.create(model="fox", prompt="x", max_tokens=99, seed=3, n=3)
     assert among.choices[0] == alone.choices[0]
     assert len({choice.text for choice in among.choices}) == 3
 
 
 async def test_without_a_seed_the_answers_differ(world):
     worker = await seeded(world)
-    await world.client.completions.create(model="fox", prompt="x", n=16)
+    await world.client.completions.create(model="fox", prompt="x", max_tokens=99, n=16)
     assert len({submit.sampling.seed for submit in worker.submits}) == 16
 
 
 async def test_several_prompts_each_with_several_answers(world):
     worker = await seeded(world)
-    answer = await world.client.completions.create(model="fox", prompt=["one", "two, longer"], n=2, seed=5)
-    alone = await world.client.completions.create(model="fox", prompt="two, longer", n=2, seed=5)
+    answer = await world.client.completions.create(model="fox", prompt=["one", "two, longer"], max_tokens=99, n=2, seed=5)
+    alone = await world.client.completions.create(model="fox", prompt="two, longer", max_tokens=99, n=2, seed=5)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     assert [choice.text for choice in answer.choices[2:]] == [choice.text for choice in alone.choices]
-    encode = world.entry.text.tokenizer.encode
+    encode = world.tokenizer.encode
     prompts = [encode(text, add_special_tokens=True) for text in ("one", "two, longer")]
     assert sorted(submit.prompt_ids for submit in worker.submits[:4]) == sorted([*prompts, *prompts])
     assert answer.usage.prompt_tokens == sum(map(len, prompts))
@@ -143,9 +143,9 @@ async def test_all_go_to_one_instance_and_others_elsewhere(world):
     """The prompt's KV is shared there. With the least expected wait alone they would be spread."""
     workers = [await seeded(world, f"w{number}") for number in range(3)]
     await world.until(lambda: len(world.serving.fleet.serving(world.entry.model.name)) == 3)
-    await world.client.completions.create(model="fox", prompt="x", n=6)
+    await world.client.completions.create(model="fox", prompt="x", max_tokens=99, n=6)
     assert sorted(len(worker.submits) for worker in workers) == [0, 0, 6]
-    await asyncio.gather(*(world.client.completions.create(model="fox", prompt="x") for _ in range(6)))
+    await asyncio.gather(*(world.client.completions.create(model="fox", prompt="x", max_tokens=99) for _ in range(6)))
     assert sorted(len(worker.submits) for worker in workers) != [0, 0, 12]
 
 
@@ -154,7 +154,7 @@ async def test_a_refused_choice_goes_elsewhere(world):
     await world.until(lambda: len(world.serving.fleet.serving(world.entry.model.name)) == 2)
     for worker in (first, second):
         worker.refuse = [SubmitReply(accepted=False, code="queue_full", message="full", retry_after_s=30.0)]
-    asking = asyncio.create_task(world.client.completions.create(model="fox", prompt="x", n=3, seed=1))
+    asking = asyncio.create_task(world.client.completions.create(model="fox", prompt="x", max_tokens=99, n=3, seed=1))
     await first.until(lambda: not first.refuse or not second.refuse)
     third = await seeded(world, "w2")
     answer = await asking
@@ -165,7 +165,7 @@ async def test_a_refused_choice_goes_elsewhere(world):
 @pytest.mark.parametrize("stream", [False, True])
 async def test_one_choice_is_resumed_in_mid_stream(world, stream):
     worker = await seeded(world)
-    undisturbed = await world.client.completions.create(model="fox", prompt="x", n=3, seed=11)
+    undisturbed = await world.client.completions.create(model="fox", prompt="x", max_tokens=99, n=3, seed=11)
     cut = seed_of_choice(11, 1)
 
     def script(submit):
@@ -176,7 +176,7 @@ async def test_one_choice_is_resumed_in_mid_stream(world, stream):
 
     worker.script = script
     worker.submits.clear()
-    asked = {"model": "fox", "prompt": "x", "n": 3, "seed": 11}
+    asked = {"model": "fox", "prompt": "x", "max_tokens": 99, "n": 3, "seed": 11}
     if stream:
         texts, ends, _ = await streamed(await world.client.completions.create(**asked, stream=True))
         assert texts == {choice.index: choice.text for choice in undisturbed.choices}
@@ -210,7 +210,7 @@ async def test_an_error_of_one_is_the_error_of_all(world):
 async def test_an_error_in_mid_stream_ends_the_stream(world):
     worker = await seeded(world)
     worker.script = lambda submit: entries_of(submit, world.ids(answer_of(submit)), finish=None)
-    stream = await world.client.completions.create(model="fox", prompt="x", n=2, seed=5, stream=True)
+    stream = await world.client.completions.create(model="fox", prompt="x", max_tokens=99, n=2, seed=5, stream=True)
     await anext(aiter(stream))
     await worker.until(lambda: len(worker.ran) == 2)
     wrong, other = sorted(worker.ran.values(), key=lambda ran: ran.submit.sampling.seed == 5)
@@ -223,7 +223,7 @@ async def test_an_error_in_mid_stream_ends_the_stream(world):
 
 async def test_a_stop_string_ends_its_choice_alone(world):
     worker = await seeded(world)
-    answer = await world.client.completions.create(model="fox", prompt="x", n=5, seed=0, stop=["birch", "elm"])
+    answer = await world.client.completions.create(model="fox", prompt="x", max_tokens=99, n=5, seed=0, stop=["birch", "elm"])
     texts = {submit.sampling.seed: answer_of(submit) for submit in worker.submits}
     expected = [texts[seed_of_choice(0, index)].partition("birch")[0].partition("elm")[0] for index in range(5)]
     assert [choice.text for choice in answer.choices] == expected
@@ -232,7 +232,7 @@ async def test_a_stop_string_ends_its_choice_alone(world):
 async def test_a_client_that_leaves_ends_all(world):
     worker = await seeded(world)
     worker.script = lambda submit: entries_of(submit, world.ids(answer_of(submit)), finish=None)
-    stream = await world.client.completions.create(model="fox", prompt="x", n=4, stream=True)
+    stream = await world.client.completions.create(model="fox", prompt="x", max_tokens=99, n=4, stream=True)
     await anext(aiter(stream))
     await worker.until(lambda: len(worker.ran) == 4)
     await stream.close()
@@ -246,12 +246,14 @@ async def test_a_slow_reader_gets_all(world):
     worker = await seeded(world)
     long = world.ids("tree " * 300)
     worker.script = lambda submit: entries_of(submit, long)
-    texts, _, _ = await streamed(await world.client.completions.create(model="fox", prompt="x", n=3, stream=True))
+    texts, _, _ = await streamed(
+        await world.client.completions.create(model="fox", prompt="x", max_tokens=2000, n=3, stream=True)
+    )
     assert texts == dict.fromkeys(range(3), "tree " * 300)
 
 
 async def test_each_choice_counts_as_demand_and_takes_a_place(world):
-    asking = asyncio.create_task(world.client.completions.create(model="fox", prompt="x", n=3))
+    asking = asyncio.create_task(world.client.completions.create(model="fox", prompt="x", max_tokens=99, n=3))
     await world.until(lambda: world.serving.hold.held == 3)
     (demand,) = world.serving.hold.demand()
     assert (demand.waiting, demand.arrivals) == (3, 3)
@@ -263,7 +265,7 @@ async def test_each_choice_counts_as_demand_and_takes_a_place(world):
 async def test_too_many_for_the_hold_is_one_refusal(make_world, stream):
     world = await make_world(max_held_per_model=2)
     with pytest.raises(openai.RateLimitError) as caught:
-        await world.client.completions.create(model="fox", prompt="x", n=3, stream=stream)
+        await world.client.completions.create(model="fox", prompt="x", max_tokens=99, n=3, stream=stream)
     assert caught.value.code == "too_many_held"
     assert (world.serving.hold.held, world.serving.requests.live) == (0, 0)
 
@@ -271,9 +273,9 @@ async def test_too_many_for_the_hold_is_one_refusal(make_world, stream):
 async def test_too_many_for_the_gateway_is_one_refusal(make_world):
     world = await make_world(max_requests=3)
     await seeded(world)
-    assert len((await world.client.completions.create(model="fox", prompt="x", n=3)).choices) == 3
+    assert len((await world.client.completions.create(model="fox", prompt="x", max_tokens=99, n=3)).choices) == 3
     with pytest.raises(openai.RateLimitError) as caught:
-        await world.client.completions.create(model="fox", prompt="x", n=4)
+        await world.client.completions.create(model="fox", prompt="x", max_tokens=99, n=4)
     assert caught.value.code == "queue_full"
 
 
@@ -282,7 +284,7 @@ async def test_the_bound_is_a_setting(make_world):
     await seeded(world)
     assert len((await world.client.completions.create(model="fox", prompt=["x", "y"], n=2)).choices) == 4
     with pytest.raises(openai.BadRequestError, match="5 answers are more than the 4"):
-        await world.client.completions.create(model="fox", prompt="x", n=5)
+        await world.client.completions.create(model="fox", prompt="x", max_tokens=99, n=5)
 
 
 async def test_one_comment_at_a_time_while_all_are_held(world):
@@ -290,7 +292,7 @@ async def test_one_comment_at_a_time_while_all_are_held(world):
 
     async def comments():
         lines = []
-        body = {"model": "fox", "prompt": "x", "n": 4, "stream": True}
+        body = {"model": "fox", "prompt": "x", "max_tokens": 99, "n": 4, "stream": True}
         async with world.http.stream("POST", "/v1/completions", json=body) as response:
             async for line in response.aiter_lines():
                 if line.startswith(":"):

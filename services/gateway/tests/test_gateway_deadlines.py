@@ -7,12 +7,12 @@ import pytest
 
 from pilotlight.common.messages.tokens import SubmitReply, TokenEntry
 from pilotlight.gateway.testing import entries_of
-from pilotlight.policy.types import FinishReason
+from pilotlight.policy.types import FinishReason, InstanceState
 
 pytestmark = pytest.mark.anyio
 
 ANSWER = "The quick brown fox 😀 jumps over naïve 你好 dogs."
-PROMPT = {"model": "fox", "prompt": "x"}
+PROMPT = {"model": "fox", "prompt": "x", "max_tokens": 99}
 
 
 async def endless(world, name="w0"):
@@ -134,3 +134,26 @@ async def test_a_limit_that_is_none_is_refused(world, timeout_s):
     response = await world.http.post("/v1/completions", json={**PROMPT, "timeout_s": timeout_s})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "timeout_s"
+
+
+async def test_what_was_waited_for_an_instance_that_hung_is_not_the_requests_own(make_world):
+    """Nothing came of it for longer than it may be held; then its engine was ended, and another has to be waited for."""
+    world = await make_world(hold_timeout_s=1.0, hold_slo_factor=0)
+    first = await world.worker("w0")
+    first.script = lambda submit: []
+    asking = asyncio.create_task(world.client.completions.create(**PROMPT))
+    await first.until(lambda: len(first.submits) == 1)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(1.5):
+            await asyncio.shield(asking)
+    (ran,) = first.ran.values()
+    await first.ready(InstanceState.FAILED)
+    await world.until(lambda: not world.serving.fleet.serving("fox"))
+    key = {"request_id": ran.submit.request_id, "attempt": ran.submit.attempt}
+    await first.send(
+        ran, [TokenEntry(seq=0, token_ids=[], finish=FinishReason.ERROR, code="engine_failed", message="hung", **key)]
+    )
+    await world.until(lambda: world.serving.hold.held == 1)
+    second = await world.worker("w1")
+    assert (await asking).choices[0].text == ANSWER
+    assert second.submits[0].attempt == 2

@@ -32,7 +32,7 @@ class View:
     async def report(self, name, **facts):
         report = self.workers[name]._report()
         changed = replace(report.facts, **facts)
-        await self.fleet._on_worker_report(WorkerReport(facts=changed, incarnation=report.incarnation, epoch_seen=Epoch(1)))
+        await self.fleet.reports.hear_worker(WorkerReport(facts=changed, incarnation=report.incarnation, epoch_seen=Epoch(1)))
 
     async def instance(self, name, state=InstanceState.READY, shown=None):
         instance = self.workers[name].instance
@@ -53,13 +53,13 @@ async def test_silence_is_suspect_then_dead():
     await view.up("w0")
     assert view.picked() == "w0"
     view.clock.advance(1.1)
+    view.fleet.reports.check()
     assert view.fleet.liveness("w0") is Liveness.SUSPECT
     assert view.picked() is None
-    view.fleet.check()
     assert view.lost == []
     view.clock.advance(2.0)
-    view.fleet.check()
-    view.fleet.check()
+    view.fleet.reports.check()
+    view.fleet.reports.check()
     assert view.lost == ["w0"]
     await view.report("w0")
     assert view.picked() == "w0"
@@ -82,37 +82,39 @@ async def test_nobody_dies_while_the_bus_is_gone():
     view.bus.connected = False
     for _ in range(10):
         view.clock.advance(1.0)
-        view.fleet.check()
+        view.fleet.reports.check()
     view.bus.connected = True
-    view.fleet.check()
+    view.fleet.reports.check()
     assert view.lost == []
     assert view.fleet.instances(MODEL.name)
 
 
 async def test_a_loader_that_is_silent_is_dead_unless_nothing_can_be_heard():
     view = View()
-    await view.fleet._on_loader_report(loader_report())
+    await view.fleet.reports.hear_loader(loader_report())
 
     def liveness():
+        view.fleet.reports.check()
         return [one.liveness for one in view.fleet.nodes()]
 
     view.bus.connected = False
+    view.fleet.reports.check()
     for _ in range(10):
         view.clock.advance(1.0)
-        view.fleet.check()
+        view.fleet.reports.check()
     view.bus.connected = True
-    view.fleet.check()
+    view.fleet.reports.check()
     assert liveness() == [Liveness.ALIVE]
     view.clock.advance(1.1)
     assert liveness() == [Liveness.SUSPECT]
     view.clock.advance(2.0)
     assert liveness() == [Liveness.DEAD]
     view.bus.connected = False
-    view.fleet.check()
+    view.fleet.reports.check()
     assert liveness() == [Liveness.DEAD], "who was away before NATS was does not come back by that"
     view.bus.connected = True
+    view.fleet.reports.check()
     view.clock.advance(60.0)
-    view.fleet.check()
     assert liveness() == []
 
 
@@ -120,24 +122,24 @@ async def test_nobody_dies_because_this_process_stood_still():
     view = View("w0")
     await view.up("w0")
     view.clock.advance(20.0)
-    view.fleet.was_away(19.9)
-    view.fleet.check()
+    view.fleet.reports.was_away(19.9)
+    view.fleet.reports.check()
     assert view.lost == []
     assert view.fleet.liveness("w0") is Liveness.ALIVE
     view.clock.advance(3.0)
-    view.fleet.check()
+    view.fleet.reports.check()
     assert view.lost == ["w0"]
 
 
 async def test_loader_tells_of_a_death_at_once():
     view = View("w0")
     await view.up("w0")
-    await view.fleet._on_loader_report(loader_report(dead_workers=("w0",)))
+    await view.fleet.reports.hear_loader(loader_report(dead_workers=("w0",)))
     assert view.lost == ["w0"]
     # Its last report may come later than the news of its death.
     await view.report("w0")
     assert view.picked() is None
-    await view.fleet._on_loader_report(loader_report(dead_workers=("w0",)))
+    await view.fleet.reports.hear_loader(loader_report(dead_workers=("w0",)))
     assert view.lost == ["w0"]
     # A new process under the same id.
     view.workers["w0"].incarnation = "anew"

@@ -73,7 +73,7 @@ def ticket(clock, deadline_in_s, model=FOX):
         digest="d",
         needed_tokens=1,
         held_tokens=7,
-        arrived_s=now_s,
+        since_s=now_s,
         deadline_s=now_s + deadline_in_s,
         trace_parent="00-a-b-01",
     )
@@ -259,7 +259,9 @@ async def test_cold_request_end_to_end(world):
     await world.bus.serve(PHASES_SUBJECT, PhaseReport, keep)
     vectors, heard = await demand_log(world.bus)
     worker = await world.worker(ready=False)
-    asking = asyncio.create_task(world.http.post("/v1/completions", json={"model": "fox", "prompt": "x", "stream": True}))
+    asking = asyncio.create_task(
+        world.http.post("/v1/completions", json={"model": "fox", "prompt": "x", "max_tokens": 99, "stream": True})
+    )
     await heard.wait()
     (demand,) = vectors[0].demands
     assert (demand.model, demand.waiting, demand.arrivals) == (FOX, 1, 1)
@@ -291,7 +293,7 @@ async def test_cold_request_end_to_end(world):
     assert all(phase.start_s <= phase.end_s and phase.process == "gateway" for phase in phases.values())
     # Warm: no comment, no phases.
     before = len(reports)
-    warm = await world.http.post("/v1/completions", json={"model": "fox", "prompt": "x", "stream": True})
+    warm = await world.http.post("/v1/completions", json={"model": "fox", "prompt": "x", "max_tokens": 99, "stream": True})
     assert ": pilotlight" not in warm.text
     assert len(reports) == before
 
@@ -305,7 +307,7 @@ async def test_two_held_requests_end_one_cold_start(world):
 
     await world.bus.serve(PHASES_SUBJECT, PhaseReport, keep)
     worker = await world.worker(ready=False)
-    asking = [asyncio.create_task(world.client.completions.create(model="fox", prompt="x")) for _ in range(3)]
+    asking = [asyncio.create_task(world.client.completions.create(model="fox", prompt="x", max_tokens=99)) for _ in range(3)]
     await world.until(lambda: world.serving.hold.held == 3)
     await worker.ready()
     answers = await asyncio.gather(*asking)
@@ -316,14 +318,14 @@ async def test_two_held_requests_end_one_cold_start(world):
 
 async def test_full_hold_is_429(make_world):
     world = await make_world(max_held=2, max_held_per_model=2)
-    asking = [asyncio.create_task(world.client.completions.create(model="fox", prompt="x")) for _ in range(2)]
+    asking = [asyncio.create_task(world.client.completions.create(model="fox", prompt="x", max_tokens=99)) for _ in range(2)]
     await world.until(lambda: world.serving.hold.held == 2)
-    response = await world.http.post("/v1/completions", json={"model": "fox", "prompt": "x", "stream": True})
+    response = await world.http.post("/v1/completions", json={"model": "fox", "prompt": "x", "max_tokens": 99, "stream": True})
     assert response.status_code == 429
     assert int(response.headers["retry-after"]) >= 1
     assert response.json()["error"]["code"] == "too_many_held"
     with pytest.raises(openai.RateLimitError):
-        await world.client.completions.create(model="fox", prompt="x")
+        await world.client.completions.create(model="fox", prompt="x", max_tokens=99)
     await world.worker()
     await asyncio.gather(*asking)
 
@@ -331,7 +333,9 @@ async def test_full_hold_is_429(make_world):
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_frees_its_place(world, stream):
     vectors, _ = await demand_log(world.bus)
-    asking = asyncio.create_task(world.http.post("/v1/completions", json={"model": "fox", "prompt": "x", "stream": stream}))
+    asking = asyncio.create_task(
+        world.http.post("/v1/completions", json={"model": "fox", "prompt": "x", "max_tokens": 99, "stream": stream})
+    )
     await world.until(lambda: world.serving.hold.held == 1 and bool(vectors))
     asking.cancel()
     await world.until(lambda: world.serving.hold.held == 0)
@@ -344,9 +348,9 @@ async def test_a_client_that_leaves_frees_its_place(world, stream):
 async def test_nobody_leads(make_world):
     world = await make_world(hold_timeout_s=0.2, hold_slo_factor=0)
     with pytest.raises(openai.InternalServerError) as caught:
-        await world.client.completions.create(model="fox", prompt="x")
+        await world.client.completions.create(model="fox", prompt="x", max_tokens=99)
     assert (caught.value.status_code, caught.value.code) == (503, "control_plane_unavailable")
-    response = await world.http.post("/v1/completions", json={"model": "fox", "prompt": "x", "stream": True})
+    response = await world.http.post("/v1/completions", json={"model": "fox", "prompt": "x", "max_tokens": 99, "stream": True})
     assert response.status_code == 200
     assert "event: error" in response.text
     assert "control_plane_unavailable" in response.text
@@ -359,7 +363,7 @@ async def test_deadline_names_the_failed_start(make_world):
     await worker.ready(InstanceState.FAILED)
     await world.until(lambda: bool(world.serving.fleet.instances()))
     with pytest.raises(openai.InternalServerError, match="is gone") as caught:
-        await world.client.completions.create(model="fox", prompt="x")
+        await world.client.completions.create(model="fox", prompt="x", max_tokens=99)
     assert (caught.value.status_code, caught.value.code) == (503, "source_unavailable")
 
 
@@ -372,13 +376,15 @@ async def test_deadline_names_a_failure_that_is_no_longer_shown(make_world):
     await (await world.bus.bucket(INSTANCES)).delete(worker.instance.instance_id)
     await world.until(lambda: not world.serving.fleet.instances())
     with pytest.raises(openai.InternalServerError, match="chunk 3") as caught:
-        await world.client.completions.create(model="fox", prompt="x")
+        await world.client.completions.create(model="fox", prompt="x", max_tokens=99)
     assert caught.value.code == "corrupt_chunk"
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_changed_source_is_told_at_once(world, stream):
-    asking = asyncio.create_task(world.http.post("/v1/completions", json={"model": "fox", "prompt": "x", "stream": stream}))
+    asking = asyncio.create_task(
+        world.http.post("/v1/completions", json={"model": "fox", "prompt": "x", "max_tokens": 99, "stream": stream})
+    )
     await world.until(lambda: world.serving.hold.held == 1)
     worker = await world.worker(ready=False)
     other = replace(worker.instance, instance_id="inst-other", digest="another", reason="source_changed: as registered before")
@@ -400,12 +406,27 @@ async def test_deadline_names_the_phase(make_world):
     await worker.ready(InstanceState.LOADING)
     await world.until(lambda: bool(world.serving.fleet.instances()))
     with pytest.raises(openai.InternalServerError, match="phase load") as caught:
-        await world.client.completions.create(model="fox", prompt="x")
+        await world.client.completions.create(model="fox", prompt="x", max_tokens=99)
     assert caught.value.code == "deadline_exceeded"
 
 
+async def test_deadline_names_what_failed_meanwhile_and_not_the_next_try(make_world):
+    world = await make_world(hold_timeout_s=2.0, hold_slo_factor=0)
+    asking = asyncio.create_task(world.http.post("/v1/completions", json={"model": "fox", "prompt": "x", "max_tokens": 99}))
+    await world.until(lambda: world.serving.hold.held == 1)
+    worker = await world.worker(ready=False)
+    worker.instance = replace(worker.instance, reason="host_pool_full: there is no room")
+    await worker.ready(InstanceState.FAILED)
+    bucket = await world.bus.bucket(INSTANCES)
+    await bucket.put("inst-next", replace(worker.instance, instance_id="inst-next", state=InstanceState.LOADING, reason=""))
+    await world.until(lambda: len(world.serving.fleet.instances()) == 2)
+    response = await asking
+    assert response.status_code == 503
+    assert "host_pool_full: there is no room" in response.text
+
+
 async def test_stopping_lets_held_requests_go(world):
-    asking = asyncio.create_task(world.http.post("/v1/completions", json={"model": "fox", "prompt": "x"}))
+    asking = asyncio.create_task(world.http.post("/v1/completions", json={"model": "fox", "prompt": "x", "max_tokens": 99}))
     await world.until(lambda: world.serving.hold.held == 1)
     await world.server.stop()
     response = await asking

@@ -88,7 +88,7 @@ class Gateway:
             worker.held_state = HeldState.READY
         report = worker._report()
         at_once(
-            self.fleet._on_worker_report(WorkerReport(facts=report.facts, incarnation=report.incarnation, epoch_seen=Epoch(1)))
+            self.fleet.reports.hear_worker(WorkerReport(facts=report.facts, incarnation=report.incarnation, epoch_seen=Epoch(1)))
         )
 
     def enter(self, tokens, siblings, *, returning=False):
@@ -98,7 +98,7 @@ class Gateway:
             digest=MODEL.digest,
             needed_tokens=tokens + 5,
             held_tokens=tokens,
-            arrived_s=now_s,
+            since_s=now_s,
             deadline_s=now_s + tokens,
             siblings=siblings,
         )

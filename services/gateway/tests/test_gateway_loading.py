@@ -16,7 +16,7 @@ from pilotlight.policy.types import FinishReason, InstanceState
 pytestmark = pytest.mark.anyio
 
 ANSWER = "The quick brown fox 😀 jumps over naïve 你好 dogs."
-PROMPT = {"model": "fox", "prompt": "x"}
+PROMPT = {"model": "fox", "prompt": "x", "max_tokens": 99}
 
 
 class Told:

@@ -76,7 +76,7 @@ CASES = [
         "max_tokens",
     ),
     (CHAT, chat(max_tokens=5000), 400, "max_tokens"),
-    (CHAT, chat(max_completion_tokens=5000), 400, "max_tokens"),
+    (CHAT, chat(max_completion_tokens=5000), 400, "max_completion_tokens"),
     (CHAT, chat(stop=3), 400, "stop"),
     (CHAT, chat(stop=""), 400, "stop"),
     (CHAT, chat(stop=["a", None]), 400, "stop[1]"),
@@ -173,7 +173,9 @@ async def test_bad_bodies(world):
         response = await world.http.post(path, content=data, headers={"content-type": "application/json"})
         error = response.json()["error"]
         right = (
-            set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error" and error["message"]
+            set(error) == {"message", "type", "param", "code"}
+            and error["type"] == "invalid_request_error"
+            and (error["param"] or "the body" if error["code"] == "invalid_request" else "") in error["message"]
         )
         if (
             response.status_code != status
@@ -319,3 +321,8 @@ async def test_openapi_document(world):
     assert schemas["ChatRequest"]["properties"]["temperature"]
     assert set(schemas["ChatRequest"]["required"]) == {"model", "messages"}
     assert "/v1/chat/completions" in document["paths"]
+    for path in document["paths"].values():
+        ((method, operation),) = path.items()
+        answer = operation["responses"]["200"]
+        # Only what is asked for with POST can be streamed.
+        assert ("text/event-stream" in answer["content"]) == ("stream" in answer["description"]) == (method == "post")

@@ -70,13 +70,15 @@ async def test_chat_stream_wire_shape(world):
 
 async def test_completion_and_its_stream(world):
     worker = await world.worker()
-    answer = await world.client.completions.create(model="fox", prompt="once upon a time", seed=7, temperature=0, top_p=0.5)
+    answer = await world.client.completions.create(
+        model="fox", prompt="once upon a time", seed=7, temperature=0, top_p=0.5, max_tokens=99
+    )
     assert answer.choices[0].text == ANSWER
     assert answer.object == "text_completion"
     submit = worker.submits[0]
-    assert submit.prompt_ids == world.entry.text.tokenizer.encode("once upon a time", add_special_tokens=True)
+    assert submit.prompt_ids == world.tokenizer.encode("once upon a time", add_special_tokens=True)
     assert (submit.sampling.seed, submit.sampling.temperature, submit.sampling.top_p) == (7, 0.0, 0.5)
-    stream = await world.client.completions.create(model="fox", prompt="once upon a time", stream=True)
+    stream = await world.client.completions.create(model="fox", prompt="once upon a time", stream=True, max_tokens=99)
     chunks = [chunk async for chunk in stream]
     assert "".join(chunk.choices[0].text for chunk in chunks) == ANSWER
     assert chunks[-1].choices[0].finish_reason == "stop"
@@ -93,7 +95,7 @@ async def test_prompt_of_token_ids(world, prompt):
 async def test_prompt_in_a_list_of_one(world):
     worker = await world.worker()
     await world.client.completions.create(model="fox", prompt=["hello"])
-    assert worker.submits[0].prompt_ids == world.entry.text.tokenizer.encode("hello", add_special_tokens=True)
+    assert worker.submits[0].prompt_ids == world.tokenizer.encode("hello", add_special_tokens=True)
 
 
 async def test_long_prompt_is_encoded_in_a_thread(make_world):
@@ -101,7 +103,7 @@ async def test_long_prompt_is_encoded_in_a_thread(make_world):
     worker = await world.worker(answer="ok")
     text = "hello fox " * 5000
     await world.client.completions.create(model="fox", prompt=text)
-    assert worker.submits[0].prompt_ids == world.entry.text.tokenizer.encode(text, add_special_tokens=True)
+    assert worker.submits[0].prompt_ids == world.tokenizer.encode(text, add_special_tokens=True)
 
 
 async def test_max_tokens_ends_with_length(world):

@@ -7,6 +7,7 @@ import openai
 import pytest
 from msgspec.structs import replace
 
+from pilotlight.common.clock import SystemClock
 from pilotlight.common.errors import BadRequest
 from pilotlight.common.messages.tokens import SubmitReply, TokenEntry
 from pilotlight.gateway.testing import entries_of
@@ -15,7 +16,7 @@ from pilotlight.policy.types import FinishReason, InstanceState
 pytestmark = pytest.mark.anyio
 
 ANSWER = "The quick brown fox 😀 jumps over naïve 你好 dogs."
-PROMPT = {"model": "fox", "prompt": "x"}
+PROMPT = {"model": "fox", "prompt": "x", "max_tokens": 99}
 
 
 def mangle(entries, rng):
@@ -184,7 +185,7 @@ async def test_engine_fails_in_mid_stream(world, code):
     assert [len(submit.output_ids) for submit in worker.submits] == [0, 4]
 
 
-def fails_at(world, cuts):
+def fails_at(world, cuts, code="engine_failed"):
     """A script that fails at each of these positions, once."""
     ids, left = world.ids(ANSWER), sorted(cuts)
 
@@ -195,7 +196,7 @@ def fails_at(world, cuts):
             return entries_of(submit, ids)
         left.remove(cut)
         key = {"request_id": submit.request_id, "attempt": submit.attempt}
-        failed = TokenEntry(seq=cut, token_ids=[], finish=FinishReason.ERROR, code="engine_failed", message="gone", **key)
+        failed = TokenEntry(seq=cut, token_ids=[], finish=FinishReason.ERROR, code=code, message="gone", **key)
         return [*entries_of(submit, ids)[: cut - start], failed]
 
     return script
@@ -240,6 +241,26 @@ async def test_too_many_resumes_end_the_request(world, stream):
         assert response.status_code == 503
     assert "engine_failed" in response.text
     assert "given up after 4 lost attempts" in response.text
+
+
+async def test_whose_instance_makes_room_for_others_waits_anew_however_often(world):
+    """It is no loss, and the time in which it was served gives it no claim over those who waited meanwhile."""
+    worker = await world.worker("w0")
+    await world.until(lambda: world.serving.fleet.serving(world.entry.model.name))
+    undisturbed = await world.client.completions.create(**PROMPT, seed=7)
+    worker.script = fails_at(world, range(1, 8), "not_loaded")
+    clock, hold, since_s = SystemClock(), world.serving.hold, set()
+    told = hold.on_change
+
+    def on_change():
+        since_s.update(round(clock.monotonic_s() - one.oldest_age_s, 2) for one in hold.demand())
+        told()
+
+    hold.on_change = on_change
+    disturbed = await world.client.completions.create(**PROMPT, seed=7)
+    assert disturbed.choices == undisturbed.choices
+    assert len(worker.submits) == 1 + 8
+    assert len(since_s) >= 7
 
 
 async def test_refusals_after_a_loss_do_not_wait_for_ever(make_world):
@@ -368,7 +389,7 @@ async def test_all_tokens_but_not_the_end(world):
     """The worker dies between the last token and the finish: nothing is left to ask anybody for."""
     worker = await world.worker()
     worker.script = lambda submit: entries_of(submit, world.ids(ANSWER))[:4]
-    asking = asyncio.create_task(world.client.completions.create(**PROMPT, max_tokens=4))
+    asking = asyncio.create_task(world.client.completions.create(**{**PROMPT, "max_tokens": 4}))
     await worker.until(lambda: len(worker.submits) == 1)
     (ran,) = worker.ran.values()
     await worker.until(lambda: ran.acked_seq == 4)
@@ -425,8 +446,8 @@ async def test_an_open_limit_is_cut_to_the_room_of_the_instance(world):
     worker.kv_capacity_tokens = 50
     await worker.report()
     await world.until(lambda: world.serving.fleet.kv_capacity_tokens(worker.instance) == 50)
-    await world.client.completions.create(model="fox", prompt=[5] * 10)
-    assert worker.submits[0].sampling.max_tokens == 40
+    await world.client.chat.completions.create(model="fox", messages=[{"role": "user", "content": "x"}])
+    assert worker.submits[0].sampling.max_tokens == 50 - len(worker.submits[0].prompt_ids)
     await world.client.completions.create(model="fox", prompt=[5] * 10, max_tokens=100)
     assert worker.submits[1].sampling.max_tokens == 100
     worker.refuse = [SubmitReply(accepted=False, code="no_room", message="110 tokens do not fit into 50")]

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from pilotlight.gateway import server
-from pilotlight.gateway.server import MAX_HEAD_BYTES
+from pilotlight.gateway import connection
+from pilotlight.gateway.connection import MAX_HEAD_BYTES
 
 pytestmark = pytest.mark.anyio
 
@@ -35,7 +35,7 @@ async def test_a_head_that_is_too_long_is_cut_off(world):
 
 
 async def test_a_head_that_does_not_come_is_cut_off(world, monkeypatch):
-    monkeypatch.setattr(server, "HEAD_DEADLINE_S", 0.05)
+    monkeypatch.setattr(connection, "HEAD_DEADLINE_S", 0.05)
     assert await answer_to(world) == b""
     assert await answer_to(world, START) == b""
     answered_first = await answer_to(world, START + b"\r\n" + START, count=2)
@@ -43,6 +43,6 @@ async def test_a_head_that_does_not_come_is_cut_off(world, monkeypatch):
 
 
 async def test_many_requests_on_one_connection_have_a_head_each(world, monkeypatch):
-    monkeypatch.setattr(server, "HEAD_DEADLINE_S", 5.0)
+    monkeypatch.setattr(connection, "HEAD_DEADLINE_S", 5.0)
     request = START + b"x: " + b"a" * (MAX_HEAD_BYTES // 4) + b"\r\n\r\n"
     assert (await answer_to(world, *[request] * 8, count=8)).count(b"ok\n") == 8

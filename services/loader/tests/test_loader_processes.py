@@ -208,3 +208,59 @@ async def test_what_cannot_start_is_tried_again(tmp_path: Path) -> None:
     await until(says(supervised.plan.log_path, "up"))
     await supervisor.stop()
     await supervised.background.stop()
+
+
+async def test_a_worker_that_is_stopped_for_good_is_replaced(tmp_path: Path) -> None:
+    supervised = Supervised(tmp_path, FOREVER)
+    supervisor = supervised.supervisor()
+    supervisor.stopped_s = 1.0
+    await supervisor.start()
+    await until(lambda: supervised.pid)
+    first = supervised.pid
+    os.kill(first, signal.SIGSTOP)
+    await until(lambda: supervised.pid not in (0, first))
+    assert not alive(first)
+    await supervisor.stop()
+    await supervised.background.stop()
+
+
+async def test_a_worker_that_the_next_loader_could_not_find_is_not_handed_over(tmp_path: Path) -> None:
+    supervised = Supervised(tmp_path, FOREVER)
+    # No file can be made in the place of its folder, as on a full disk.
+    supervised.plan.pid_path.parent.touch()
+    supervisor = supervised.supervisor(handover=True)
+    await supervisor.start()
+    await until(says(supervised.plan.log_path, "up"))
+    (process,) = supervisor._processes.values()
+    assert alive(process.record.pid)
+    assert supervised.metrics.write_failures._value.get() >= 1
+    await supervisor.stop()
+    assert not alive(process.record.pid)
+    await supervised.background.stop()
+
+
+async def test_a_worker_that_a_killed_loader_left_without_a_record_ends(tmp_path: Path) -> None:
+    stranger = Process.spawn(command_of(FOREVER), os.environ, tmp_path / "log")
+    supervised = Supervised(tmp_path, FOREVER)
+    supervisor = supervised.supervisor()
+    await supervisor.start()
+    await until(lambda: supervised.pid)
+    supervisor.on_hello(Hello(worker_id=WORKER, pid=supervised.pid))
+    supervisor.on_hello(Hello(worker_id=WORKER, pid=stranger.record.pid))
+    async with asyncio.timeout(10):
+        await stranger.ended()
+    supervisor.on_goodbye(Hello(worker_id=WORKER, pid=stranger.record.pid))
+    assert supervisor.dead_workers == frozenset()
+    assert alive(supervised.pid)
+    await supervisor.stop()
+    await supervised.background.stop()
+
+
+async def test_a_worker_without_a_log_serves(tmp_path: Path) -> None:
+    (tmp_path / "logs").touch()
+    supervised = Supervised(tmp_path, FOREVER)
+    supervisor = supervised.supervisor()
+    await supervisor.start()
+    await until(lambda: supervised.pid and alive(supervised.pid))
+    await supervisor.stop()
+    await supervised.background.stop()

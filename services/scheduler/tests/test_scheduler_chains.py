@@ -3,24 +3,24 @@
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from typing import cast
 
 import pytest
 from sqlalchemy import delete, insert
 
-from pilotlight.common.bus import Bus
-from pilotlight.common.clock import ManualClock, SystemClock
+from pilotlight.common.clock import SystemClock
 from pilotlight.common.db import tables
 from pilotlight.common.db.mapping import to_row_json
 from pilotlight.common.db.session import Database
-from pilotlight.common.messages.hold import NodeHold
 from pilotlight.common.settings import DatabaseSettings
+from pilotlight.policy.control.books import Books, Record
+from pilotlight.policy.control.holds import upstreams_of
+from pilotlight.policy.control.plan import ControlFacts, ControlRules, Memory, Term
+from pilotlight.policy.control.reconcile import ReconcileRules
+from pilotlight.policy.control.tick import tick
 from pilotlight.policy.instance import STARTING
-from pilotlight.policy.testing import NOW_S, instance, model, node
+from pilotlight.policy.testing import NOW_S, demand, instance, model, node
 from pilotlight.policy.types import Copy, Epoch, Instance, InstanceState, Liveness, NodeFacts, NodeId, Snapshot, Tier
-from pilotlight.scheduler.book import Entry
-from pilotlight.scheduler.chains import joined, upstreams_of
-from pilotlight.scheduler.commands import Dispatcher
+from pilotlight.scheduler.chains import joined
 from pilotlight.scheduler.lease import Fence
 from pilotlight.scheduler.repository import SchedulerRepository
 
@@ -40,7 +40,7 @@ class Cluster:
 
     def __init__(self) -> None:
         self.nodes = {NodeId(name): facts(name, complete=name == "a") for name in NAMES}
-        self.entries: list[Entry] = []
+        self.entries: list[Record] = []
 
     def change(self, name: str, *, complete: bool = False, liveness: Liveness = Liveness.ALIVE) -> None:
         self.nodes[NodeId(name)] = facts(name, complete=complete, liveness=liveness)
@@ -56,17 +56,18 @@ class Cluster:
         one = instance(instance_id=f"i-{name}", worker_id=f"w-{name}", state=InstanceState.FETCHING)
         placed = replace(one.placements[0], node_id=NodeId(name))
         started = replace(one, placements=joined(MODEL, [placed], seen).placements)
-        self.entries.append(Entry(instance=started, model=MODEL))
+        self.entries.append(Record(instance=started, model=MODEL))
         return started
 
     def end(self, name: str, state: InstanceState) -> None:
-        for entry in self.entries:
-            if entry.instance.instance_id == f"i-{name}":
-                entry.instance = replace(entry.instance, state=state)
+        self.entries = [
+            replace(one, instance=replace(one.instance, state=state)) if one.instance.instance_id == f"i-{name}" else one
+            for one in self.entries
+        ]
 
     def told(self) -> dict[str, str]:
         found = upstreams_of(self.entries, self.nodes)
-        return {str(node_id): " ".join(peer.node_id for peer in peers) for (node_id, _), peers in found.items()}
+        return {str(node_id): " ".join(upstreams) for (node_id, _), upstreams in found.items()}
 
 
 def test_those_that_start_one_after_the_other_are_one_chain_whatever_ends_or_dies() -> None:
@@ -103,41 +104,43 @@ def test_without_rows_that_start_there_is_nothing_to_plan() -> None:
 def test_a_row_of_a_release_without_chains_gets_whoever_has_the_parts() -> None:
     cluster = Cluster()
     one = cluster.start("b")
-    cluster.entries[0].instance = replace(one, placements=(replace(one.placements[0], upstreams=()),))
+    cluster.entries[0] = replace(
+        cluster.entries[0], instance=replace(one, placements=(replace(one.placements[0], upstreams=()),))
+    )
     assert cluster.told() == {"b": "a"}
 
 
-class _Bus:
-    def __init__(self) -> None:
-        self.published: list[NodeHold] = []
-
-    async def publish(self, subject: str, message: object) -> None:
-        if isinstance(message, NodeHold):
-            self.published.append(message)
-
-
-@pytest.mark.anyio
-async def test_a_change_of_upstreams_is_told_at_once_and_the_rest_by_the_second() -> None:
-    cluster, bus = Cluster(), _Bus()
-    dispatcher = Dispatcher(cast(Bus, bus), Epoch(1), lambda: None, ManualClock())
+def test_a_change_of_upstreams_is_told_at_once_and_the_rest_by_the_second() -> None:
+    cluster, memory = Cluster(), Memory()
+    rules = ControlRules(reconcile=ReconcileRules(term_started_s=NOW_S, hold_deadline_s=10.0))
+    term = Term(epoch=Epoch(1), started_s=NOW_S - 10, listening_since_s=NOW_S - 20, deaf=False, announced=True)
     for name in "bc":
         cluster.start(name)
 
-    async def published(now_s: float) -> dict[str, list[str]]:
-        bus.published.clear()
-        await dispatcher.publish(tuple(cluster.entries), {}, cluster.nodes, now_s)
-        return {
-            str(command.node_id): [str(peer.node_id) for peer in command.fetches[0].upstreams]
-            for command in bus.published
-            if command.fetches
-        }
+    def told(now_s: float) -> dict[str, list[str]]:
+        nonlocal memory
+        plan = tick(
+            ControlFacts(
+                now_s=now_s,
+                term=term,
+                books=Books().put(*cluster.entries),
+                workers={},
+                nodes=cluster.nodes,
+                models={MODEL.name: replace(MODEL, scaling=replace(MODEL.scaling, max_instances=4))},
+                demand=(demand(MODEL.name, 1),),
+            ),
+            memory,
+            rules,
+        )
+        memory = plan.memory
+        return {str(one.node_id): list(one.fetches[0].upstreams) for one in plan.tell_nodes if one.fetches}
 
-    assert await published(NOW_S) == {"b": ["a"], "c": ["b", "a"]}
-    assert await published(NOW_S + 0.25) == {}
+    assert told(NOW_S) == {"b": ["a"], "c": ["b", "a"]}
+    assert told(NOW_S + 0.25) == {}
     cluster.change("b", liveness=Liveness.DEAD)
     cluster.end("b", InstanceState.FAILED)
-    assert await published(NOW_S + 0.5) == {"c": ["a"]}
-    assert await published(NOW_S + 1.6) == {"c": ["a"]}
+    assert told(NOW_S + 0.5) == {"c": ["a"]}
+    assert told(NOW_S + 1.6) == {"c": ["a"]}
 
 
 @pytest.mark.anyio
@@ -172,7 +175,7 @@ async def test_the_next_leader_reads_rows_in_the_order_in_which_they_were_planne
             inputs = {"models": [to_row_json(MODEL)]}
             await work.connection.execute(insert(tables.decisions).values(decision_id=f"dec-{index}", inputs=inputs, **decided))
     stored = await SchedulerRepository(database, Fence(database, "leader", Epoch(2)), SystemClock()).load()
-    cluster.entries = [Entry(instance=one.instance, model=one.model) for one in stored.instances]
+    cluster.entries = [Record(instance=one.instance, model=one.model) for one in stored.instances]
     assert [one.instance.instance_id for one in stored.instances] == ["i-d", "i-b", "i-c"]
     assert cluster.told() == told == {"d": "a", "b": "d a", "c": "b d a"}
     async with database.unit_of_work() as work:

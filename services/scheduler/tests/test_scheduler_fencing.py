@@ -7,12 +7,14 @@ import pytest
 
 from pilotlight.common.clock import ManualClock
 from pilotlight.common.errors import NotLeader
+from pilotlight.policy.control.books import Record
+from pilotlight.policy.control.plan import NodeTold, WorkerTold
 from pilotlight.policy.testing import instance, model
 from pilotlight.policy.types import Epoch, Instance, InstanceState
 from pilotlight.scheduler.board import InstanceBoard
-from pilotlight.scheduler.book import Entry
-from pilotlight.scheduler.commands import Dispatcher
+from pilotlight.scheduler.book import Book
 from pilotlight.scheduler.room import RoomClient
+from pilotlight.scheduler.teller import Teller
 
 pytestmark = pytest.mark.anyio
 
@@ -56,15 +58,18 @@ def an_instance() -> Instance:
 
 async def test_commands_end_with_the_lease() -> None:
     said, term, one = Said(), Term(), an_instance()
-    dispatcher = Dispatcher(said, Epoch(1), term.check, ManualClock())  # type: ignore[arg-type]
-    entry = Entry(instance=one, model=model(one.model))
-    await dispatcher.dispatch(entry, (entry,), {}, 0.0)
+    teller = Teller(said, Epoch(1), term.check, ManualClock())  # type: ignore[arg-type]
+    book, placement = Book(), one.placements[0]
+    book.put(Record(instance=one, model=model(one.model)))
+    await teller.dispatch(one, book, {})
     assert len(said.words) == 2
     term.over = True
     with pytest.raises(NotLeader):
-        await dispatcher.dispatch(entry, (entry,), {}, 10.0)
+        await teller.dispatch(one, book, {})
     with pytest.raises(NotLeader):
-        await dispatcher.publish((entry,), {}, {}, 10.0)
+        await teller.tell_worker(WorkerTold(worker_id=placement.worker_id, holds=()))
+    with pytest.raises(NotLeader):
+        await teller.tell_node(NodeTold(node_id=placement.node_id, fetches=()), {})
     assert len(said.words) == 2
 
 

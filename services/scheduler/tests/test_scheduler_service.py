@@ -162,8 +162,11 @@ class Rig:
         await self.report()
 
     async def demand(self, name: str = "m", waiting: int = 1) -> None:
-        one = replace(demand(name, waiting), trace_parent=TRACE)
-        demands = (one,) if waiting else ()
+        await self.demands(**({name: 0.1} if waiting else {}))
+
+    async def demands(self, **ages_s: float) -> None:
+        """The gateway's whole demand: one request for each model, of that age."""
+        demands = tuple(replace(demand(name), trace_parent=TRACE, oldest_age_s=age_s) for name, age_s in ages_s.items())
         await self.bus.publish(demand_subject(GATEWAY), DemandVector(gateway_id=GATEWAY, demands=demands))
 
     async def later(self, seconds: float) -> None:
@@ -413,8 +416,16 @@ async def test_a_restarted_worker_fails_its_instance_and_demand_starts_another(r
 
 
 async def test_a_dead_worker_is_noticed_by_its_silence(rig: Rig) -> None:
-    await rig.ready()
-    rig.clock.advance(3.1)
+    ready = await rig.ready()
+    await rig.hold(ready.instance_id, H.READY, in_flight=1)
+    for _ in range(20):
+        # A leap of more than half a second is a process that stood still.
+        rig.clock.advance(0.4)
+        try:
+            await rig.until(lambda: bool(rig.instances(S.FAILED)), 0.2)
+            break
+        except TimeoutError:
+            continue
     failed = await rig.shown_as(S.FAILED)
     assert "is gone" in failed.reason
 
@@ -526,6 +537,42 @@ async def test_evict_drains_every_instance(rig: Rig) -> None:
     await rig.shown_as(S.DRAINING)
     with pytest.raises(ModelNotFound):
         await rig.bus.request(EVICT_SUBJECT, Evict(model=ModelName("nobody")), Evicting, deadline_s=2.0)
+
+
+async def test_a_busy_instance_makes_room_for_who_has_waited_for_too_long(
+    rig: Rig, new_scheduler: Callable[[ManualClock], Awaitable[Application]]
+) -> None:
+    await rig.register(a_model("m"), a_model("x", part_bytes=40))
+    busy = await rig.ready()
+    await rig.later(5.0)
+    await rig.hold(busy.instance_id, H.READY, in_flight=2)
+    await rig.demands(x=100.0)
+    draining = await rig.shown_as(S.DRAINING)
+    assert draining.instance_id == busy.instance_id
+    assert "x has waited for 100" in draining.reason
+    (decision,) = await rig.rows(select(tables.decisions).where(tables.decisions.c.kind == "drain"))
+    assert decision.outcome["makes_way_for"] == "x"
+    assert decision.reasons == [draining.reason]
+
+    def told() -> Any:
+        return rig.worker_hold and [one.drain_within_s for one in rig.worker_hold.holds if one.draining]
+
+    (within_s,) = await rig.until(told)
+    assert within_s > 0
+
+    # Another leads now: it knows the limit, and for whom the room is, though others ask for it first.
+    for component in reversed(rig.application.components):
+        await component.stop()
+    await new_scheduler(rig.clock)
+    rig.worker_hold = None
+    await rig.later(1.1)
+    await rig.demands(x=101.1, m=0.1)
+    assert await rig.until(told) == [within_s]
+    rig.held.clear()
+    await rig.later(0.1)
+    await rig.demands(m=0.2, x=101.2)
+    await rig.shown_as(S.GONE)
+    assert (await rig.shown_as(S.FETCHING)).model == "x"
 
 
 async def test_a_deleted_model_is_drained_and_its_stage_still_described(rig: Rig) -> None:

@@ -136,7 +136,14 @@ class Rig:
         await self.until(reached)
         return self.held(instance_id)
 
-    def a_hold(self, instance_id: str = INSTANCE, generation: int = 1, draining: bool = False, size: int = ROOM // 2) -> Hold:
+    def a_hold(
+        self,
+        instance_id: str = INSTANCE,
+        generation: int = 1,
+        draining: bool = False,
+        size: int = ROOM // 2,
+        drain_within_s: float | None = None,
+    ) -> Hold:
         return Hold(
             instance_id=InstanceId(instance_id),
             generation=Generation(generation),
@@ -144,6 +151,7 @@ class Rig:
             stage=self.model.spec.whole,
             device_bytes=size,
             draining=draining,
+            drain_within_s=drain_within_s,
         )
 
     async def command(self, *holds: Hold, epoch: int | None = None, sent: Moment | None = None) -> None:
@@ -550,6 +558,19 @@ async def test_draining_ends_requests_first(make_rig: MakeRig) -> None:
     await rig.command(rig.a_hold(draining=True), rig.a_hold("inst-2"))
     await rig.state(HeldState.READY, "inst-2")
     assert rig.held() is None
+
+
+async def test_a_request_that_outlasts_its_drain_can_go_on_elsewhere(make_rig: MakeRig) -> None:
+    rig = await make_rig(step_s=0.01)
+    await rig.ready()
+    await rig.submit(max_tokens=100_000)
+    await rig.until(lambda: rig.of())
+    await rig.command(rig.a_hold(generation=2, draining=True, drain_within_s=0.0))
+    last = await rig.finish_of()
+    assert (last.finish, last.code) == (FinishReason.ERROR, "not_loaded")
+    await rig.state(None)
+    await rig.command(rig.a_hold("inst-2"))
+    await rig.state(HeldState.READY, "inst-2")
 
 
 async def test_a_load_that_is_not_wanted_any_more_is_called_off(make_rig: MakeRig, leases: Any) -> None:

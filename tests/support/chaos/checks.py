@@ -17,6 +17,8 @@ from chaos.tally import TALLY, Cost
 END_DEADLINE_S = 60.0
 """For interrupted requests to come to their end."""
 HEALTHY_S = 10.0
+NOTICED_S = 15.0
+"""That a process hangs, and not only pauses."""
 SETTLE_S = 15.0
 """For books, usage and events, which are written behind."""
 COLD = frozenset({Situation.HELD, Situation.HALF})
@@ -33,12 +35,13 @@ class Allowed:
     """Clients are cut off, and ask again."""
     instances: int = 0
     """More than were there before: one for a cold model, and one for each that the fault destroys."""
+    healthy_s: float = HEALTHY_S
 
 
 async def check(system: ChaosSystem, scene: Scene, allowed: Allowed, cell: str) -> None:
     """Everything, in the order in which a user would notice it."""
     own_time = OwnTime(system.processes)
-    healthy = asyncio.create_task(until(lambda: _unhealthy(system), HEALTHY_S, "health", own_time.seconds))
+    healthy = asyncio.create_task(until(lambda: _unhealthy(system), allowed.healthy_s, "health", own_time.seconds))
     try:
         retried = await _requests(system, scene, allowed)
         healthy_s = await healthy
@@ -258,11 +261,13 @@ def justified(target: Target, situation: Situation, fault: Fault) -> Allowed:
     """What a fault may cost.
 
     A cold model needs one instance. Another one is needed where the first is destroyed: its engine or worker killed, or its worker
-    silent for longer than a dead one is waited for. A stopped engine belongs to a worker that still speaks for it.
+    silent for longer than a dead one is waited for. A stopped engine belongs to a worker that still speaks for it, until it has been
+    stopped for too long.
     """
     cold = situation in COLD
-    destroys = target is Target.WORKER or (target is Target.ENGINE and fault is Fault.KILL)
+    destroys = target is Target.WORKER or (target is Target.ENGINE and fault in (Fault.KILL, Fault.HANG))
     gateway_dies = target is Target.GATEWAY and fault is not Fault.STOP
     # Nobody waits while the gateway is away, so the cold start may be cancelled; it begins anew when the clients ask again.
     cancelled = gateway_dies and cold
-    return Allowed(gateway_dies=gateway_dies, instances=int(cold) + int(destroys) + int(cancelled))
+    healthy_s = HEALTHY_S + NOTICED_S if fault is Fault.HANG else HEALTHY_S
+    return Allowed(gateway_dies=gateway_dies, instances=int(cold) + int(destroys) + int(cancelled), healthy_s=healthy_s)

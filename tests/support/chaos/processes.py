@@ -23,6 +23,8 @@ class Fault(StrEnum):
     """``kill -9``."""
     STOP = "stop"
     """Stopped for five seconds, as by a machine that swaps, or a debugger."""
+    HANG = "hang"
+    """Stopped for good: whoever notices has to end it."""
     RESTART = "restart"
     """Asked to end, and started again by its supervisor."""
 
@@ -147,6 +149,8 @@ def inflict(fault: Fault, processes: Processes, victims: list[Found]) -> None:
                 os.kill(one.pid, signal.SIGKILL)
         case Fault.STOP:
             hold_stopped(processes, victims, STOP_S)
+        case Fault.HANG:
+            stop(processes, victims)
         case Fault.RESTART:
             for one in victims:
                 # To PostgreSQL this is a fast shutdown; SIGTERM would wait for its clients to leave.

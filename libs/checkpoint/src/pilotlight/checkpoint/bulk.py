@@ -1,6 +1,7 @@
-"""Large ranges of files, piece by piece: from the system's memory where they lie there already, else past it, straight from the disk.
+"""Large ranges of files, piece by piece: through the system's memory for files, or past it, straight from the disk.
 
-What goes into a host pool is read once. Through the system's memory for files it would push out what others need.
+Through it is faster, and what is read again is there. A file that is larger than all that is free there would push out what others need,
+and its own beginning: that is read past it, but for ranges that lie there already.
 """
 
 import ctypes
@@ -9,10 +10,14 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 
+from pilotlight.checkpoint.free_memory import memory_facts, reads_past
+
 PIECE_BYTES = 1024 * 1024
 """What is read of a file at once where the reader hands it on: little enough to stay in a core's cache until it is hashed."""
 ALIGNMENT = 4096
 """Of places, sizes and memory in reads past the system's memory: what the disks of our day want, or a multiple of it."""
+LARGE_BYTES = 256 * 1024 * 1024
+"""Smaller files are not worth the question how much memory is free."""
 RESIDENT_SHARE = 0.5
 """From which on a range is taken from the system's memory, and what is missing comes there."""
 
@@ -24,16 +29,25 @@ _LIBC.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
-def pieces_of(descriptor: int, start: int, stop: int) -> Generator[memoryview]:
+def pieces_of(descriptor: int, start: int, stop: int, *, past: bool | None = None) -> Generator[memoryview]:
     """Bytes [start, stop) of an open file, ``PIECE_BYTES`` each but for the last; fewer where the file ends before. A piece is good until
     the next one is asked for.
+
+    Args:
+        descriptor: of the file.
+        start: first byte.
+        stop: the byte behind the last.
+        past: whether the file is read past the system's memory; None: as ``reads_past`` says of its size and what is free now.
 
     Raises:
         OSError: the file cannot be read.
     """
     buffer = memoryview(mmap.mmap(-1, PIECE_BYTES + 2 * ALIGNMENT))
     position = start
-    if resident_share(descriptor, start, stop) < RESIDENT_SHARE:
+    if past is None:
+        size_bytes = os.fstat(descriptor).st_size
+        past = size_bytes >= LARGE_BYTES and reads_past(size_bytes, memory_facts())
+    if past and resident_share(descriptor, start, stop) < RESIDENT_SHARE:
         with _direct(descriptor) as direct:
             while direct is not None and position < stop:
                 wanted = min(PIECE_BYTES, stop - position)
@@ -72,7 +86,7 @@ def resident_share(descriptor: int, start: int, stop: int) -> float:
             return 1.0
     finally:
         _LIBC.munmap(address, size_bytes)
-    return sum(byte & 1 for byte in pages.raw) / len(pages)
+    return pages.raw.count(1) / len(pages)
 
 
 @contextmanager

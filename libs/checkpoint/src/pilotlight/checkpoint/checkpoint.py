@@ -1,17 +1,19 @@
 """A checkpoint, read: what registration needs to know, from small files and headers alone."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from pilotlight.checkpoint.config import declared_dtype, parse_config
-from pilotlight.checkpoint.errors import BadCheckpoint
+from pilotlight.checkpoint.errors import BadCheckpoint, UnsupportedModel
 from pilotlight.checkpoint.generation import GENERATION_FILE, GenerationDefaults, parse_generation
 from pilotlight.checkpoint.layout import build_manifest, stored_dtype
 from pilotlight.checkpoint.manifest import Chunk, Manifest
 from pilotlight.checkpoint.reader import Source, SourceFile, read_small, source_version
-from pilotlight.checkpoint.safetensors import INDEX_FILE, read_tensors
+from pilotlight.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE, read_tensors
 from pilotlight.checkpoint.strict_json import CONFIG_FILE, MAX_CONFIG_BYTES, JsonObject
 from pilotlight.policy.types import Dtype, ModelSpec
 
+ADAPTER_FILE = "adapter_config.json"
 TEXT_FILES = (
     CONFIG_FILE,
     GENERATION_FILE,
@@ -47,8 +49,12 @@ def read_checkpoint(source: Source) -> Checkpoint:
         SourceUnavailable, SourceChanged: the files cannot be read, or changed meanwhile.
     """
     files = {file.name: file for file in source.list_files()}
+    if CONFIG_FILE not in files or not (SINGLE_FILE in files or INDEX_FILE in files):
+        _refuse_other_kinds(files)
     if CONFIG_FILE not in files:
-        raise BadCheckpoint(f"there is no {CONFIG_FILE}")
+        raise BadCheckpoint(
+            f"there is no {CONFIG_FILE}: a model is a folder with {CONFIG_FILE}, tokenizer.json and safetensors files"
+        )
     config = read_small(source, files[CONFIG_FILE], MAX_CONFIG_BYTES)
     tensors = read_tensors(source, files)
     stored = stored_dtype(tensors)
@@ -80,6 +86,20 @@ def read_chunk(source: Source, manifest: Manifest, chunk: Chunk) -> bytes:
         data = source.read(manifest.files[segment.file], segment.file_offset, segment.size_bytes)
         image[start : start + segment.size_bytes] = data
     return bytes(image)
+
+
+def _refuse_other_kinds(files: Collection[str]) -> None:
+    """What people have beside checkpoints, and take for one."""
+    if ADAPTER_FILE in files:
+        raise UnsupportedModel(
+            "is a LoRA adapter, which is not served: merge it into its base model (merge_and_unload in peft), and register what that saves",
+            file=ADAPTER_FILE,
+        )
+    converted = sorted(name for name in files if name.lower().endswith(".gguf"))
+    if converted:
+        raise UnsupportedModel(
+            "GGUF files are not served: register the safetensors checkpoint that it was converted from", file=converted[0]
+        )
 
 
 def _read_generation(source: Source, files: dict[str, SourceFile], config: bytes) -> GenerationDefaults:

@@ -28,6 +28,8 @@ MAX_FILES = 10_000
 MAX_BUFFERS = 1024
 """Buffers of one ``preadv``: what Linux takes."""
 
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+
 Progress = Callable[[int], None]
 """Told of bytes as they arrive. May raise, which ends the read: whoever asked for it has gone."""
 
@@ -229,12 +231,24 @@ def read_small(source: Source, file: SourceFile, limit_bytes: int) -> bytes:
     """A whole file that is meant to be small.
 
     Raises:
-        BadCheckpoint: the file is larger than ``limit_bytes``.
+        BadCheckpoint: the file is larger than ``limit_bytes``, or a git-lfs pointer.
         SourceUnavailable, SourceChanged: it cannot be read, or is another version.
     """
     if file.size_bytes > limit_bytes:
         raise BadCheckpoint(f"{file.size_bytes} bytes; at most {limit_bytes} are read", file=file.name)
-    return source.read(file, 0, file.size_bytes)
+    data = source.read(file, 0, file.size_bytes)
+    refuse_pointer(data, file)
+    return data
+
+
+def refuse_pointer(first: bytes, file: SourceFile) -> None:
+    """What git leaves in the place of a large file, where git-lfs is not installed or has not fetched it.
+
+    Raises:
+        BadCheckpoint: the file, of which these are the first bytes, is such a pointer.
+    """
+    if first.startswith(_LFS_POINTER):
+        raise BadCheckpoint("is a git-lfs pointer and not the file itself: run `git lfs pull` in the repository", file=file.name)
 
 
 def source_version(files: Iterable[SourceFile]) -> str:

@@ -20,7 +20,7 @@ from threading import Lock
 from typing import Any, cast
 
 from pilotlight.checkpoint.errors import BadCheckpoint, UnsupportedModel, quote, quote_some
-from pilotlight.checkpoint.reader import Source, SourceFile, read_small
+from pilotlight.checkpoint.reader import Source, SourceFile, read_small, refuse_pointer
 from pilotlight.checkpoint.strict_json import ObjectCursor
 
 SINGLE_FILE = "model.safetensors"
@@ -126,6 +126,7 @@ def _read_within(budget: _Budget, source: Source, file: SourceFile) -> tuple[Sto
 
 def _read_head(source: Source, file: SourceFile) -> bytes:
     first = source.read(file, 0, min(file.size_bytes, FIRST_READ_BYTES))
+    refuse_pointer(first, file)
     size_bytes = header_bytes(first, file)
     if len(first) < size_bytes:
         first += source.read(file, len(first), size_bytes - len(first))

@@ -165,7 +165,9 @@ class NatsServer(Server):
         self.folder.mkdir(parents=True, exist_ok=True)
         config = self.folder / "nats-server.conf"
         config.touch(mode=0o600)
-        config.write_text(self._config_text)
+        # On a full disk even what is written over could be lost.
+        if config.read_text() != self._config_text:
+            config.write_text(self._config_text)
         # The name tells our server from another one that has the port: it would answer in our server's place.
         name = f"pilotlight-{secrets.token_hex(6)}"
         store = self.folder / "jetstream"

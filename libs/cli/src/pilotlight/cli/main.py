@@ -1,38 +1,34 @@
-"""The ``pilotlight`` command."""
+"""The ``pilotlight`` command.
+
+Each command imports what it needs when it runs: `pilotlight --version` and `--help` would otherwise wait for all of it.
+"""
 
 import os
 import signal
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter, validators
-from rich.markup import escape
 
-from pilotlight.cli import audit, logs, models, nodes, traces, transfers
-from pilotlight.cli.backup import back_up
-from pilotlight.cli.backup import restore as restore_home
-from pilotlight.cli.client import AdminClient
-from pilotlight.cli.demo import run_demo
-from pilotlight.cli.doctor import Verdict, examine
-from pilotlight.cli.home import Home
-from pilotlight.cli.output import console, emit_json, show_error
-from pilotlight.cli.plan import SystemOptions
-from pilotlight.cli.purge import purge as purge_home
-from pilotlight.cli.running import stop_running
-from pilotlight.cli.system import run_stoppable
-from pilotlight.cli.up import run_up
 from pilotlight.common.errors import BadRequest, PilotlightError, UnprocessableInput
-from pilotlight.common.telemetry import configure_logging
-from pilotlight.dataplane.links import parse_bandwidth
+
+if TYPE_CHECKING:
+    from pilotlight.cli.client import AdminClient
+    from pilotlight.cli.home import Home
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("pilotlight-cli")
+
 
 app = App(
     name="pilotlight",
     help="Serves many language models from a fixed pool of devices; those that nobody asks for hold none.",
-    version=lambda: version("pilotlight-cli"),
+    version=_version,
 )
 model_app = App(name="model", help="Register, list, warm and delete models.")
 app.command(model_app)
@@ -41,9 +37,14 @@ app.command(node_app)
 
 MAX_REPLICAS = 16
 """Of one service on one machine: each keeps connections to the database."""
+VERIFY_TIMEOUT_S = 24 * 3600.0
+QUICK = frozenset({"--version", "--help", "-h"})
+"""With one of these nothing is done that a log would tell of."""
 
 
 def _check_link(_: type, value: Any) -> None:
+    from pilotlight.dataplane.links import parse_bandwidth
+
     parse_bandwidth(str(value))
 
 
@@ -67,8 +68,10 @@ def _port(given: int | None) -> int:
     return given if given is not None else int(text)
 
 
-def _running_port(home: Home) -> int | None:
+def _running_port(home: "Home") -> int | None:
     """The port of the system that runs, where the environment names none."""
+    from urllib.parse import urlsplit
+
     running = home.running() if not os.environ.get("PILOTLIGHT_PORT") else None
     return urlsplit(running.url).port if running is not None else None
 
@@ -116,6 +119,10 @@ def up(
     json: Json = False,
 ) -> int:
     """Start the whole system on this machine and keep it running until Ctrl-C."""
+    from pilotlight.cli.plan import SystemOptions
+    from pilotlight.cli.system import run_stoppable
+    from pilotlight.cli.up import run_up
+
     options = SystemOptions(
         host=_host(host),
         port=_port(port),
@@ -126,7 +133,7 @@ def up(
         worker_kind=worker_kind,
         link=link,
     )
-    return run_stoppable(run_up(Home.from_environment(), options, with_demo_model=with_demo_model, as_json=json))
+    return run_stoppable(run_up(_home(), options, with_demo_model=with_demo_model, as_json=json))
 
 
 @app.command
@@ -140,7 +147,10 @@ def down(
     json: Json = False,
 ) -> int:
     """Stop the system that `pilotlight up` started, and wait until it is gone."""
-    home = Home.from_environment()
+    from pilotlight.cli.purge import purge as purge_home
+    from pilotlight.cli.running import stop_running
+
+    home = _home()
     return purge_home(home, yes=yes, as_json=json) if purge else stop_running(home, as_json=json)
 
 
@@ -152,7 +162,10 @@ def backup(
     json: Json = False,
 ) -> int:
     """Write database, objects, keys and secrets into one file. The system may run meanwhile."""
-    return run_stoppable(back_up(Home.from_environment(), file, as_json=json))
+    from pilotlight.cli.backup import back_up
+    from pilotlight.cli.system import run_stoppable
+
+    return run_stoppable(back_up(_home(), file, as_json=json))
 
 
 @app.command
@@ -163,7 +176,10 @@ def restore(
     json: Json = False,
 ) -> int:
     """Make a new state folder from a backup; `pilotlight up` then runs on it."""
-    return run_stoppable(restore_home(Home.from_environment(), file, as_json=json))
+    from pilotlight.cli.backup import restore as restore_home
+    from pilotlight.cli.system import run_stoppable
+
+    return run_stoppable(restore_home(_home(), file, as_json=json))
 
 
 @app.command
@@ -181,13 +197,21 @@ def demo(
 
     It has a state folder and a port of its own, so that it disturbs nothing.
     """
-    return run_stoppable(run_demo(Home.from_environment(), link, as_json=json))
+    from pilotlight.cli.demo import run_demo
+    from pilotlight.cli.system import run_stoppable
+
+    return run_stoppable(run_demo(_home(), link, as_json=json))
 
 
 @app.command
 def doctor(*, host: Host = None, port: Port = None, json: Json = False) -> int:
     """Check this machine: settings, port, shared memory, file limit, disk, memory, torch, compiler, driver."""
-    home = Home.from_environment()
+    from rich.markup import escape
+
+    from pilotlight.cli.doctor import Verdict, examine
+    from pilotlight.cli.output import console, emit_json
+
+    home = _home()
     checks = examine(home, _host(host), port if port is not None else _running_port(home) or _port(None))
     failed = any(check.verdict is Verdict.FAILED for check in checks)
     if json:
@@ -219,7 +243,9 @@ def show_logs(
     json: Json = False,
 ) -> int:
     """Show the end of the logs."""
-    return logs.show(Home.from_environment(), service, lines, follow=follow, as_json=json)
+    from pilotlight.cli import logs
+
+    return logs.show(_home(), service, lines, follow=follow, as_json=json)
 
 
 @app.command
@@ -230,6 +256,8 @@ def trace(
     json: Json = False,
 ) -> int:
     """Show one request through every service, and the cold start that it caused as a waterfall."""
+    from pilotlight.cli import traces
+
     with _client() as client:
         return traces.show(client, trace_id, as_json=json)
 
@@ -257,9 +285,11 @@ def model_add(
     json: Json = False,
 ) -> int:
     """Register a model. It can be asked at once; its parameters are fetched when the first request comes."""
+    from pilotlight.cli import models
+
     body: dict[str, object] = {
         "name": name,
-        "uri": models.uri_of(source),
+        "uri": models.uri_of(source, elsewhere="PILOTLIGHT_URL" in os.environ),
         "dtype": dtype,
         "slo": {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms},
         "min_instances": min_instances,
@@ -276,6 +306,8 @@ def model_add(
 @model_app.command(name="list")
 def model_list(*, json: Json = False) -> int:
     """List models and how many instances of each there are."""
+    from pilotlight.cli import models
+
     with _client() as client:
         return models.show(client, as_json=json)
 
@@ -283,6 +315,8 @@ def model_list(*, json: Json = False) -> int:
 @model_app.command(name="rm")
 def model_rm(name: Name, /, *, json: Json = False) -> int:
     """Delete a model; its instances finish what they run. The checkpoint stays where it is."""
+    from pilotlight.cli import models
+
     with _client() as client:
         return models.remove(client, name, as_json=json)
 
@@ -290,6 +324,8 @@ def model_rm(name: Name, /, *, json: Json = False) -> int:
 @model_app.command(name="warm")
 def model_warm(name: Name, /, *, json: Json = False) -> int:
     """Load a model before a request asks for it."""
+    from pilotlight.cli import models
+
     with _client() as client:
         return models.warm(client, name, as_json=json)
 
@@ -299,13 +335,15 @@ def model_verify(
     name: Name,
     /,
     *,
-    timeout: Annotated[float, Parameter(help="Seconds that reading it may take.")] = models.VERIFY_TIMEOUT_S,
+    timeout: Annotated[float, Parameter(help="Seconds that reading it may take.")] = VERIFY_TIMEOUT_S,
     json: Json = False,
 ) -> int:
     """Read all of a model from its source and compare it with the recorded digests; record those that are missing.
 
     Ends with 1 when something differs, and says what.
     """
+    from pilotlight.cli import models
+
     with _client() as client:
         return models.verify(client, name, timeout, as_json=json)
 
@@ -313,6 +351,8 @@ def model_verify(
 @node_app.command(name="list")
 def node_list(*, json: Json = False) -> int:
     """List nodes, their state, and what is on them."""
+    from pilotlight.cli import nodes
+
     with _client() as client:
         return nodes.show(client, as_json=json)
 
@@ -328,6 +368,8 @@ def node_drain(
     json: Json = False,
 ) -> int:
     """Empty a node: nothing new is placed on it, requests there end, its models are started elsewhere where there is room."""
+    from pilotlight.cli import nodes
+
     if undo and wait:
         raise UnprocessableInput("--undo waits for nothing: leave --wait out")
     with _client() as client:
@@ -345,6 +387,8 @@ def show_transfers(
     json: Json = False,
 ) -> int:
     """Show what nodes fetch at the moment: how far it is, how fast, and from whom."""
+    from pilotlight.cli import transfers
+
     with _client() as client:
         return transfers.show(client, watch=watch, as_json=json)
 
@@ -364,12 +408,22 @@ def show_audit(
 ) -> int:
     """Show what administrators did and tried, the newest first."""
     filters = {"limit": limit, "before": before, "action": action, "entity": entity, "outcome": outcome, "key_id": key_id}
+    from pilotlight.cli import audit
+
     with _client() as client:
         return audit.show(client, filters, as_json=json)
 
 
-def _client() -> AdminClient:
-    return AdminClient.from_environment(os.environ, Home.from_environment())
+def _home() -> "Home":
+    from pilotlight.cli.home import Home
+
+    return Home.from_environment()
+
+
+def _client() -> "AdminClient":
+    from pilotlight.cli.client import AdminClient
+
+    return AdminClient.from_environment(os.environ, _home())
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -378,16 +432,25 @@ def run(arguments: Sequence[str]) -> int:
     try:
         status = app(arguments, result_action="return_value", exit_on_error=False, print_error=not as_json)
     except PilotlightError as error:
-        return show_error(error, as_json=as_json)
+        return _said(error, as_json=as_json)
     except CycloptsError as error:
-        return show_error(BadRequest(str(error)), as_json=True) if as_json else 1
+        return _said(BadRequest(str(error)), as_json=True) if as_json else 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return status if isinstance(status, int) else 0
 
 
+def _said(error: PilotlightError, *, as_json: bool) -> int:
+    from pilotlight.cli.output import show_error
+
+    return show_error(error, as_json=as_json)
+
+
 def main() -> None:
     """Entry point."""
-    configure_logging("cli")
+    if not QUICK.intersection(sys.argv[1:]):
+        from pilotlight.common.telemetry import configure_logging
+
+        configure_logging("cli")
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(run(sys.argv[1:]))

@@ -16,11 +16,14 @@ from pilotlight.common.model_uris import FORMS, parse_uri
 
 MIB = 1024 * 1024
 POLL_INTERVAL_S = 0.5
-VERIFY_TIMEOUT_S = 24 * 3600.0
 
 
-def uri_of(source: str) -> str:
-    """The URI of what a user names: a URI, or a folder of this machine.
+def uri_of(source: str, *, elsewhere: bool) -> str:
+    """The URI of what a user names: a URI, or a folder.
+
+    Args:
+        source: what was typed.
+        elsewhere: the gateway may run on another machine, which has other folders.
 
     Raises:
         UriNotAllowed: a URI that no gateway takes.
@@ -33,8 +36,12 @@ def uri_of(source: str) -> str:
     if ":" in source and scheme in ("s3", "hf", "file") and not Path(source).exists():
         raise BadRequest(f"{source!r}: a URI has two slashes after the colon: {FORMS}", param="source")
     folder = Path(source).expanduser()
+    if folder.is_file():
+        raise BadRequest(
+            f"{folder} is a file; a model is a folder with config.json, tokenizer.json and safetensors", param="source"
+        )
     # A folder that is not here may be there, where the gateway is; but not one that is named from here.
-    if not folder.is_absolute() and not folder.exists():
+    if not folder.exists() and not (elsewhere and folder.is_absolute()):
         raise BadRequest(f"there is no folder {folder.resolve()}; a model elsewhere is named {FORMS}", param="source")
     return folder.resolve().as_uri()
 

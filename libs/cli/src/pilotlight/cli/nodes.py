@@ -25,14 +25,16 @@ def show(client: AdminClient, *, as_json: bool) -> int:
     rows = [
         (
             node["node_id"],
-            node.get("host", ""),
+            node.get("host") or "",
             node["state"],
             str(node["workers"]),
             _devices(node),
             str(node["left"]["instances"]),
             str(node["left"]["requests"]),
             str(node["left"]["copies"]),
-            f"{node['pool_free_bytes'] / MIB:,.0f} / {node['pool_bytes'] / MIB:,.0f}" if "pool_bytes" in node else "",
+            f"{node['pool_free_bytes'] / MIB:,.0f} / {node['pool_bytes'] / MIB:,.0f}"
+            if node.get("pool_bytes") is not None
+            else "",
             _disk(node),
         )
         for node in nodes

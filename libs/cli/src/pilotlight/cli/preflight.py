@@ -27,8 +27,6 @@ FIRST_START_BYTES = 128 * MIB
 """A new database with its log, and some for logs and objects."""
 RUN_BYTES = 32 * MIB
 """To start again on what is there."""
-NATS_SHARE = 0.75
-"""Of the room on its disk that nats-server promises to streams at most."""
 
 SETTINGS: Mapping[str, type[ServiceSettings]] = {
     "cache": CacheSettings,
@@ -128,7 +126,7 @@ def needed_room(home: Home, environment: Mapping[str, str]) -> tuple[int, str]:
         needed_bytes, what_for = FIRST_START_BYTES, "for a new database and logs"
     if not environment.get("PILOTLIGHT_NATS_URL") and not os.path.exists(home.root / "nats"):
         events_bytes = _number(environment.get("PILOTLIGHT_EVENTS_BYTES")) or EVENTS_BYTES
-        needed_bytes += int(events_bytes / NATS_SHARE)
+        needed_bytes += events_bytes
         what_for += f", and for up to {events_bytes // MIB:,} MiB of events (PILOTLIGHT_EVENTS_BYTES)"
     return needed_bytes, what_for
 

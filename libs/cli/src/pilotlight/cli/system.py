@@ -30,8 +30,15 @@ from pilotlight.common.waiting import Backoff, cancel_all, every, pause
 log = structlog.get_logger()
 
 READY_DEADLINE_S = 120.0
-LOOK_AT_NATS_S = 5.0
-RESTART_BACKOFF = Backoff(first_s=0.2, limit_s=10.0)
+LOOK_AT_NATS_S = 2.0
+LOOKS = 2
+"""In a row that must find streams unwritable: one write may be slow."""
+STABLE_AFTER_S = 10.0
+"""A server that lived this long starts its next restart without a delay."""
+RESTART_BACKOFF = Backoff(first_s=0.2, limit_s=3.0)
+MENDED_AFTER_S = 120.0
+MENDING_BACKOFF = Backoff(first_s=1.0, limit_s=60.0)
+"""Between two restarts of a nats-server that does not store: should they not help, they must not be all that it does."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -88,12 +95,13 @@ class System:
         # Not before: while the servers are prepared there are children of ours that the supervisor would take for orphans.
         self._supervisor.adopt_orphans()
         specs = child_specs(self._home, self._options, endpoints, os.environ)
+        # Before the gateway answers: whoever sees by its readiness that the system is there must find it.
+        self._home.announce(self._options.url)
         self._progress("services")
         # All at once: each waits by itself for what it needs, and readiness of all is readiness of the system.
         await _together(self._supervisor.start(spec) for spec in specs)
         self._progress("workers")
         await self._until_workers_are_warm()
-        self._home.announce(self._options.url)
 
     async def stop(self) -> None:
         """Stop everything in reverse order; twice does no harm."""
@@ -113,13 +121,14 @@ class System:
 
     async def _start_servers(self) -> Endpoints:
         nats_url = os.environ.get("PILOTLIGHT_NATS_URL")
+        streams = StreamSettings()
         owner_url = os.environ.get("PILOTLIGHT_DATABASE_URL")
         self._progress("NATS and PostgreSQL")
         if nats_url is None:
             nats = NatsServer(
                 self._home.root / "nats",
                 free_port(),
-                server_config(self._home.nats_passwords()),
+                server_config(self._home.nats_passwords(), store_bytes=streams.store_bytes),
                 log_file=self._home.logs / "nats-server.log",
             )
             nats_url = nats.url
@@ -147,7 +156,10 @@ class System:
         """Start a server again when it ends by itself."""
         attempt = 0
         while True:
+            since_s = self._clock.monotonic_s()
             status = await server.wait()
+            if self._clock.monotonic_s() - since_s > STABLE_AFTER_S:
+                attempt = 0
             log.warning("server ended; starting it again", action="server_restart", server=server.name, status=status)
             self._progress(f"{server.name}: restarting")
             while True:
@@ -158,18 +170,30 @@ class System:
                 except (PilotlightError, OSError) as error:
                     log.error("server does not start", action="server_restart_failed", server=server.name, error=str(error))
                     continue
+                except Exception:  # whatever it is, without another try the server is down for good
+                    log.exception("server does not start", action="server_restart_failed", server=server.name)
+                    continue
                 break
 
     async def _keep_writable(self, nats: NatsServer) -> None:
-        """Start nats-server again when its disk was full and has room again: by itself it would refuse every write for ever."""
+        """Start nats-server again when its disk was full and has room again: by itself it would store nothing for ever."""
         password = self._home.nats_passwords()[ADMIN]
+        found, restarts, since_s = 0, 0, self._clock.monotonic_s()
         async for _ in every(LOOK_AT_NATS_S):
             reason = await write_error(nats.url, password) if nats.pid is not None else None
             if reason is None:
+                found = 0
+                continue
+            found += 1
+            if found < LOOKS:
                 continue
             if has_room(nats.folder):
                 log.warning("streams cannot be written; starting nats-server again", action="nats_write_error", error=reason)
                 await nats.stop()
+                now_s = self._clock.monotonic_s()
+                restarts = restarts + 1 if now_s - since_s < MENDED_AFTER_S else 0
+                found, since_s = 0, now_s
+                await pause(MENDING_BACKOFF.delay_s(restarts, self._rng))
             else:
                 log.error(
                     "streams cannot be written",

@@ -18,7 +18,7 @@ from nats.aio.msg import Msg
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, KeyValueConfig
 from nats.js.kv import KV_DEL, KV_OP, KV_PURGE
 
-from pilotlight.common.errors import BadRequest, BusUnavailable, Conflict, MessageUndecodable
+from pilotlight.common.errors import BadRequest, BusFull, BusUnavailable, Conflict, MessageUndecodable
 from pilotlight.common.messages.codec import decode_json, encode_json
 from pilotlight.common.waiting import Backoff, pause
 
@@ -30,6 +30,8 @@ COPIES = "copies"
 NODES = "nodes"
 WORKERS = "workers"
 LEADER = "leader"
+HEALTH = "health"
+"""Of no interest to anybody: written to see whether what is written is stored."""
 
 DEADLINE_S = 3.0
 """For one answer of the server."""
@@ -46,6 +48,8 @@ OnChange = Callable[[str, T | None], Awaitable[None]]
 _EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 _WRONG_SEQUENCE = (10071, 10164)
 _NO_STREAM = 10059
+_OUT_OF_ROOM = (10023, 10028, 10047, 10077)
+"""`insufficient resources`, and the like of memory, of storage, and of one write that failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +177,9 @@ class NatsBucket:
             except nats.js.errors.APIError as error:
                 if error.err_code in _WRONG_SEQUENCE:
                     raise Conflict(f"{key} in the bucket {self._name} was written meanwhile") from error
-                raise BusUnavailable(f"cannot write {key} to the bucket {self._name}: {error!r}") from error
+                raise write_failure(f"cannot write {key} to the bucket {self._name}", error) from error
             except (nats.errors.Error, TimeoutError, OSError) as error:
-                raise BusUnavailable(f"cannot write {key} to the bucket {self._name}: {error!r}") from error
+                raise write_failure(f"cannot write {key} to the bucket {self._name}", error) from error
 
     @asynccontextmanager
     async def _turn(self, key: str) -> AsyncGenerator[None]:
@@ -276,6 +280,16 @@ def _offer(queue: asyncio.Queue[Msg | None], msg: Msg | None) -> None:
         while not queue.empty():
             queue.get_nowait()
         queue.put_nowait(None)
+
+
+def write_failure(what: str, error: Exception) -> BusUnavailable:
+    """What to raise when the server did not take what was to be stored."""
+    if isinstance(error, nats.js.errors.APIError):
+        kind = BusFull if error.err_code in _OUT_OF_ROOM else BusUnavailable
+        return kind(f"{what}: NATS says {error.description!r} ({error.code}/{error.err_code})")
+    if isinstance(error, TimeoutError):
+        return BusUnavailable(f"{what}: NATS did not confirm it within {DEADLINE_S:g} s")
+    return BusUnavailable(f"{what}: {error!r}")
 
 
 def jetstream(client: Client) -> Any:

@@ -33,6 +33,11 @@ class Bus(Protocol):
         """False while the server cannot be reached, or does not answer: nobody's silence says anything then."""
         ...
 
+    @property
+    def unwritable(self) -> str | None:
+        """Why the server, which answers, does not store what is written to it; None while it does, or nobody has looked."""
+        ...
+
     async def publish(self, subject: str, message: object, *, binary: bool = False) -> None:
         """Send a notification. It may be lost; whoever needs it reconciles.
 

@@ -18,7 +18,8 @@ from pathlib import Path
 import structlog
 
 from pilotlight.common.db.tables import OWNERS
-from pilotlight.common.natsconf import ADMIN, RIGHTS, server_config
+from pilotlight.common.errors import SettingsInvalid
+from pilotlight.common.natsconf import ADMIN, RIGHTS, STORE_BYTES, StreamSettings, server_config
 from pilotlight.common.telemetry import configure_logging
 
 log = structlog.get_logger()
@@ -59,8 +60,8 @@ _GROUP_READS = 0o440
 _OWNER_READS = 0o400
 
 
-def hand_out(folder: Path) -> None:
-    """Make what is missing and give everybody what is theirs.
+def hand_out(folder: Path, store_bytes: int = STORE_BYTES) -> None:
+    """Make what is missing and give everybody what is theirs; ``store_bytes`` is what NATS may store.
 
     Raises:
         OSError: a file cannot be read or written.
@@ -77,7 +78,8 @@ def hand_out(folder: Path) -> None:
     s3_access, s3_secret = ((known / name).read_text().strip() for name in _S3)
     # libpq takes a password file only when nobody else can read it.
     _place(folder / "migrations" / "pgpass", f"*:*:*:{DATABASE_OWNER}:{owner}", _OWNER_READS)
-    _fill(folder / "nats", {"nats-server.conf": server_config(nats, store_dir=NATS_STORE, monitor=NATS_MONITOR)})
+    configured = server_config(nats, store_bytes=store_bytes, store_dir=NATS_STORE, monitor=NATS_MONITOR)
+    _fill(folder / "nats", {"nats-server.conf": configured})
     _fill(folder / "s3", {"s3.json": _s3_identities(s3_access, s3_secret)})
 
 
@@ -133,8 +135,8 @@ def main() -> int:
     folder = parser.parse_args().folder
     configure_logging("credentials")
     try:
-        hand_out(folder)
-    except OSError as error:
+        hand_out(folder, StreamSettings().store_bytes)
+    except (OSError, SettingsInvalid) as error:
         log.error("cannot hand out secrets", action="credentials_failed", error=str(error), folder=str(folder))
         return 1
     log.info("secrets are in place", action="credentials_ready", holders=len(HOLDERS))

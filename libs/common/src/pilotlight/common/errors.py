@@ -7,10 +7,11 @@
     │   ├── BadRequest ── ContextTooLong, MessageUndecodable
     │   ├── Unauthorized, Forbidden, NotFound ── ModelNotFound, NodeNotFound, TraceNotFound, RouteNotFound
     │   ├── MethodNotAllowed, AlreadyExists, Conflict
-    │   ├── UnprocessableInput ── BadCheckpoint, UnsupportedModel, UriNotAllowed
-    │   └── TooLarge ── MessageTooLarge
+    │   ├── UnprocessableInput ── BadCheckpoint, UnsupportedModel, UriNotAllowed, TextFailed
+    │   ├── TooLarge ── MessageTooLarge
+    │   └── BodyTimeout, UnsupportedEncoding
     ├── CapacityError        nothing is wrong; there is no room now (429, Retry-After)
-    │   ├── TooManyHeld, QueueFull
+    │   ├── TooManyHeld, QueueFull, BodiesFull
     │   └── NoRoom ── HostPoolFull, NoWorker
     ├── TransientError       something failed; trying again can help (503)
     │   ├── DeadlineExceeded, ControlPlaneUnavailable
@@ -18,7 +19,7 @@
     │   ├── DatabaseUnavailable ── DatabaseDenied, DatabaseCrowded, DatabaseFull
     │   ├── SourceUnavailable ── SourceMissing, SourceDenied, StoreFull, PeerUnavailable ── PeerRefused
     │   ├── SourceChanged, CorruptChunk
-    │   ├── NotLoaded, StaleCommand, NotLeader
+    │   ├── NotLoaded, StaleCommand, NotLeader, TextUnavailable
     │   └── WorkerLost, EngineFailed ── DeviceFailed
     ├── SettingsInvalid      the operator's to mend: the process does not start
     ├── MachineUnfit         the machine's to mend, or its operator's: the process does not start
@@ -54,7 +55,7 @@ class CallerError(PilotlightError):
 
     code = "invalid_request"
     status = 400
-    action = "Correct the request; the message names the field."
+    action = "Correct the request, and send it again."
     openai_type = "invalid_request_error"
 
 
@@ -66,7 +67,25 @@ class ContextTooLong(BadRequest):
     """The prompt is longer than the model's context."""
 
     code = "context_length_exceeded"
-    action = "Shorten the prompt, or ask for fewer tokens; the message names the limit."
+    action = "Shorten the prompt, or ask for fewer tokens."
+
+    @classmethod
+    def by_prompt(cls, limit_tokens: int, prompt_tokens: int, *, chat: bool, more: bool = False) -> "ContextTooLong":
+        """The prompt alone leaves no room for an answer. In OpenAI's words: there are clients that look for them.
+
+        Args:
+            limit_tokens: the model's context.
+            prompt_tokens: what the prompt has; with ``more`` it has at least so many.
+            chat: it is a conversation's.
+            more: the prompt was not counted to its end.
+        """
+        param = "messages" if chat else "prompt"
+        resulted = f"{'at least ' if more else ''}{prompt_tokens} tokens"
+        return cls(
+            f"This model's maximum context length is {limit_tokens} tokens. However, your {param} resulted in {resulted}, which leaves "
+            "no room for an answer",
+            param=param,
+        )
 
 
 class MessageUndecodable(BadRequest):
@@ -163,7 +182,7 @@ class BadCheckpoint(UnprocessableInput):
     """The checkpoint is incomplete or damaged."""
 
     code = "bad_checkpoint"
-    action = "Download or export the checkpoint again; the message names the file."
+    action = "Check the source, or download or export the checkpoint again; the message says what is missing or damaged."
 
 
 class UnsupportedModel(UnprocessableInput):
@@ -180,6 +199,15 @@ class UriNotAllowed(UnprocessableInput):
     action = "Move the model below a root, or add its root to PILOTLIGHT_MODEL_ROOTS."
 
 
+class TextFailed(UnprocessableInput):
+    """The model's chat template or tokenizer fails on this prompt."""
+
+    code = "text_failed"
+    action = (
+        "Change the prompt; if others fail, too, the model's chat template or tokenizer has to be mended, and registered anew."
+    )
+
+
 class TooLarge(CallerError):
     """The request is too large."""
 
@@ -192,6 +220,22 @@ class MessageTooLarge(TooLarge):
     """A message is beyond what the bus takes."""
 
     code = "message_too_large"
+
+
+class BodyTimeout(CallerError):
+    """The body did not arrive in time."""
+
+    code = "body_timeout"
+    status = 408
+    action = "Send the whole body without long pauses; the message names the limit."
+
+
+class UnsupportedEncoding(CallerError):
+    """The body is encoded in a way that is not taken."""
+
+    code = "unsupported_encoding"
+    status = 415
+    action = "Send the body as it is: no compression, no Content-Encoding."
 
 
 class CapacityError(PilotlightError):
@@ -214,6 +258,13 @@ class QueueFull(CapacityError):
     """The worker's queue is full."""
 
     code = "queue_full"
+
+
+class BodiesFull(CapacityError):
+    """Bodies of requests fill the memory that is meant for them."""
+
+    code = "bodies_full"
+    action = "Try again after the time in Retry-After; raise PILOTLIGHT_BODIES_BYTES if it lasts."
 
 
 class NoRoom(CapacityError):
@@ -280,7 +331,10 @@ class BusFull(BusUnavailable):
     """NATS has no room on its disk."""
 
     code = "bus_full"
-    action = "Make room on the disk of nats-server, or lower PILOTLIGHT_EVENTS_BYTES; then start it again."
+    action = (
+        "Make room on the disk of nats-server, or lower PILOTLIGHT_EVENTS_BYTES; then start it again. One that `pilotlight up` has "
+        "started is started again by itself."
+    )
 
 
 class DatabaseUnavailable(TransientError):
@@ -392,6 +446,13 @@ class NotLeader(TransientError):
     """This scheduler does not lead."""
 
     code = "not_leader"
+
+
+class TextUnavailable(TransientError):
+    """Prompts of this model cannot be prepared at the moment."""
+
+    code = "text_unavailable"
+    action = "Try again after the time in Retry-After; look at `pilotlight logs` for `text_helper_lost` if it lasts."
 
 
 class WorkerLost(TransientError):

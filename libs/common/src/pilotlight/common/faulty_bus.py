@@ -144,6 +144,10 @@ class FaultyBus:
         return self._up.is_set() and self._bus.connected
 
     @property
+    def unwritable(self) -> str | None:
+        return self._bus.unwritable
+
+    @property
     def breaks(self) -> int:
         """How often the connection was broken off."""
         return self._breaks

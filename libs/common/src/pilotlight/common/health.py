@@ -5,16 +5,23 @@
 """
 
 import asyncio
+import random
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Protocol
 
+import structlog
 from prometheus_client import CollectorRegistry, generate_latest
 
-from pilotlight.common.unix_socket import listen_unix
+from pilotlight.common.unix_socket import listen_unix, sweep
+from pilotlight.common.waiting import Backoff, cancel_all, pause
+
+log = structlog.get_logger()
 
 REQUEST_DEADLINE_S = 5.0
 MAX_HEAD_BYTES = 16 * 1024
+_BACKOFF = Backoff(first_s=1.0, limit_s=30.0)
 
 
 class Connection(Protocol):
@@ -22,6 +29,9 @@ class Connection(Protocol):
 
     @property
     def connected(self) -> bool: ...
+
+    @property
+    def unwritable(self) -> str | None: ...
 
 
 class Readiness(Protocol):
@@ -39,19 +49,41 @@ class HealthServer:
         self._bus = bus
         self._application = application
         self._server: asyncio.Server | None = None
+        self._again: asyncio.Task[None] | None = None
+        self._rng = random.Random()
 
     async def start(self) -> None:
-        """Listen.
+        """Listen, and remove the sockets that killed processes left beside ours. Where no socket can be made, as on a disk without an
+        inode, that is tried again: the service does not depend on it.
 
         Raises:
             BadRequest: the socket's path is longer than the system takes.
         """
-        if self._server is not None:
-            return
-        self._server = await listen_unix(self.path, self._serve, limit_bytes=MAX_HEAD_BYTES)
+        if self._server is None and self._again is None and not await self._listen():
+            self._again = asyncio.create_task(self._listen_at_last(), name="listen for health")
+
+    async def _listen(self) -> bool:
+        try:
+            self._server = await listen_unix(self.path, self._serve, limit_bytes=MAX_HEAD_BYTES)
+            swept = sweep(self.path)
+        except OSError as error:
+            log.error("nobody can ask how this process is", action="health_unheard", path=str(self.path), error=str(error))
+            return False
+        if swept:
+            log.info("sockets of killed processes removed", action="sockets_swept", sockets=swept)
+        return True
+
+    async def _listen_at_last(self) -> None:
+        for attempt in count():
+            await pause(_BACKOFF.delay_s(attempt, self._rng))
+            if await self._listen():
+                return
 
     async def stop(self) -> None:
         """Listen no more, and remove the socket."""
+        again, self._again = self._again, None
+        if again is not None:
+            await cancel_all((again,))
         if self._server is None:
             return
         self._server.close()
@@ -62,7 +94,7 @@ class HealthServer:
         """Why the service cannot work at the moment, or None when it can."""
         if not self._bus.connected:
             return "NATS cannot be reached"
-        return self._application.ready()
+        return self._bus.unwritable or self._application.ready()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

@@ -14,7 +14,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 
-from pilotlight.common.buckets import Bucket, NatsBucket, jetstream
+from pilotlight.common.buckets import Bucket, NatsBucket, jetstream, write_failure
 from pilotlight.common.bus import Handler, Listener, Subscription, subject_family
 from pilotlight.common.errors import (
     BusDenied,
@@ -28,10 +28,12 @@ from pilotlight.common.errors import (
     error_of,
 )
 from pilotlight.common.messages.codec import MAX_PAYLOAD_BYTES, decode_json, decode_msgpack, encode_json, encode_msgpack
+from pilotlight.common.nats_client import KeptClient
 from pilotlight.common.pulse import Pulse
 from pilotlight.common.settings import BusSettings
 from pilotlight.common.telemetry import client_span, inject, server_span
 from pilotlight.common.waiting import cancel_all
+from pilotlight.common.write_check import WriteCheck
 
 log = structlog.get_logger()
 
@@ -62,8 +64,8 @@ Req = TypeVar("Req")
 class NatsBus:
     """One process's connection to NATS."""
 
-    def __init__(self, prefix: str) -> None:
-        self._client = Client()
+    def __init__(self, prefix: str, user: str) -> None:
+        self._client = KeptClient()
         self._stream = jetstream(self._client)
         self._prefix = prefix
         self._reconnect_callbacks: list[Callable[[], Awaitable[None]]] = []
@@ -72,6 +74,7 @@ class NatsBus:
         self._tasks: set[asyncio.Task[None]] = set()
         self._up = asyncio.Event()
         self._pulse = Pulse(self._client)
+        self._writes = WriteCheck(self, user)
         self._refused: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
 
     @classmethod
@@ -82,7 +85,7 @@ class NatsBus:
             BusUnavailable: the server cannot be reached.
             BusDenied: it refuses the credentials.
         """
-        bus = cls(settings.prefix)
+        bus = cls(settings.prefix, user)
         connecting = asyncio.create_task(bus._connect(settings, user, name))
         await asyncio.wait({connecting, bus._refused}, timeout=CONNECT_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
         if connecting.done() and connecting.exception() is None:
@@ -90,8 +93,7 @@ class NatsBus:
             bus._pulse.start()
             return bus
         await cancel_all((connecting,))
-        await bus._client.close()
-        _abandon(bus._client)
+        await bus._client.leave()
         server = _server_of(settings, user)
         if bus._refused.done():
             whose = f"with the password of nats-{user}" if settings.password_of(user) else "without a password"
@@ -132,6 +134,14 @@ class NatsBus:
     @property
     def connected(self) -> bool:
         return self._up.is_set() and self._client.is_connected and self._pulse.beats
+
+    @property
+    def unwritable(self) -> str | None:
+        return self._writes.reason
+
+    async def check_writes(self) -> None:
+        """Look for ever whether what is written is stored, for ``unwritable``."""
+        await self._writes.run()
 
     def on_reconnect(self, callback: Callable[[], Awaitable[None]]) -> None:
         self._reconnect_callbacks.append(callback)
@@ -191,7 +201,7 @@ class NatsBus:
         try:
             await self._stream.publish(self._prefix + subject, data, headers=headers)
         except (nats.errors.Error, TimeoutError, OSError) as error:
-            raise BusUnavailable(f"the event stream did not confirm {subject}: {error!r}") from error
+            raise write_failure(f"the event {subject} is not stored", error) from error
 
     async def bucket(self, name: str) -> Bucket:
         full_name = bucket_name(self._prefix, name)
@@ -214,7 +224,7 @@ class NatsBus:
         except (nats.errors.Error, TimeoutError, OSError) as error:
             log.warning("left the bus without draining", action="bus_close", error=repr(error))
         finally:
-            await self._client.close()
+            await self._client.leave()
             # Not before: an answer that nobody waits for ends the reading, and with it the draining.
             await self._pulse.stop()
 
@@ -233,6 +243,8 @@ class NatsBus:
             # A round trip, so that whoever hears that we serve finds us serving.
             await self._pulse.round_trip(SUBSCRIBE_DEADLINE_S)
         except (nats.errors.Error, TimeoutError, OSError) as error:
+            # It would be made all the same when the server is back, for somebody who was told that it is not.
+            await subscribed.end()
             raise BusUnavailable(f"cannot subscribe to {subject}: {error!r}") from error
         return subscribed
 
@@ -302,7 +314,8 @@ class NatsBus:
         reconnecting: Any = self._client._reconnection_task  # pyright: ignore[reportPrivateUsage]
         if reconnecting is asyncio.current_task():
             # A try to reconnect has failed: nats-py opens the next connection without closing this one.
-            _abandon(self._client)
+            self._client.abandon()
+        self._writes.hear(error)
         if isinstance(error, nats.errors.AuthorizationError) or "authorization violation" in str(error).lower():
             if not self._refused.done():
                 self._refused.set_result(error)
@@ -398,13 +411,6 @@ async def _logged(callback: Callable[[], Awaitable[None]]) -> None:
 def bucket_name(prefix: str, name: str) -> str:
     """A bucket's name on the server."""
     return (prefix + name).replace(".", "_")
-
-
-def _abandon(client: Client) -> None:
-    """Close the socket of a connection that was given up while it was made: nats-py closes only one that was made."""
-    transport = client._transport  # pyright: ignore[reportPrivateUsage]
-    if transport is not None:
-        transport.close()
 
 
 @dataclass(frozen=True, slots=True)

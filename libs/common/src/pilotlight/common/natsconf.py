@@ -20,7 +20,7 @@ from nats.aio.client import Client
 from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
 from pydantic import Field
 
-from pilotlight.common.buckets import COPIES, GATEWAYS, INSTANCES, LEADER, NODES, WORKERS, jetstream
+from pilotlight.common.buckets import COPIES, GATEWAYS, HEALTH, INSTANCES, LEADER, NODES, WORKERS, jetstream
 from pilotlight.common.errors import BusFull, BusUnavailable, PilotlightError
 from pilotlight.common.messages import artifacts, demand, events, hold, phases, reports, room, spans, tokens, verify
 from pilotlight.common.messages.codec import MAX_PAYLOAD_BYTES
@@ -37,12 +37,18 @@ ADMIN = "admin"
 """May do everything; used to make streams and buckets, by no service."""
 EVENTS_KEPT_DAYS = 7.0
 EVENTS_BYTES = 1 << 30
+BUCKETS_BYTES = 256 << 20
+"""Far beyond what the last values of everybody take."""
+STORE_BYTES = 64 << 30
+"""A limit, nothing is reserved. The server refuses to change a stream while all may take more than this, also to make one smaller."""
+MEMORY_BYTES = 64 << 20
+"""For streams in memory: there are none, only what the server keeps of each watch."""
 DUPLICATES_SEEN_FOR_S = 600
 """An event that is published again within this time is stored once."""
 _NO_STORAGE = 10047
 """What the server says when streams may together take more than it has."""
 _OF_EVENTS = ("subjects", "retention", "storage", "discard", "max_age", "max_bytes", "duplicate_window")
-BUCKETS = (GATEWAYS, INSTANCES, COPIES, NODES, WORKERS, LEADER)
+BUCKETS = (GATEWAYS, INSTANCES, COPIES, NODES, WORKERS, LEADER, HEALTH)
 
 
 class StreamSettings(BusSettings):
@@ -50,6 +56,17 @@ class StreamSettings(BusSettings):
 
     events_keep_days: float = Field(default=EVENTS_KEPT_DAYS, gt=0, description="Days for which events are kept.")
     events_bytes: int = Field(default=EVENTS_BYTES, ge=1 << 20, description="Bytes of events that are kept at most, the newest.")
+    nats_store_bytes: int = Field(
+        default=STORE_BYTES,
+        ge=1 << 20,
+        description="Bytes that a NATS server which Pilotlight configures may store: a limit, whatever is free on its disk when it "
+        "starts. Never less than events and last values may take.",
+    )
+
+    @property
+    def store_bytes(self) -> int:
+        """What the server may store on its disk."""
+        return max(self.nats_store_bytes, self.events_bytes + BUCKETS_BYTES)
 
 
 _ANY_WORKER = WorkerId("*")
@@ -150,11 +167,12 @@ RIGHTS: dict[str, Rights] = {
 def allowed_publish(user: str) -> tuple[str, ...]:
     """Every subject that a user may publish on, JetStream's own among them."""
     rights = RIGHTS[user]
-    opened = dict.fromkeys((*rights.write, *rights.read))
+    opened = dict.fromkeys((*rights.write, *rights.read, HEALTH))
     return (
         *rights.publish,
         events.event_subject(user, ">"),
         spans.SPANS_SUBJECT,
+        f"$KV.{HEALTH}.{user}",
         *(f"$KV.{name}.>" for name in rights.write),
         *(f"$JS.API.STREAM.INFO.KV_{name}" for name in opened),
         *(f"$JS.API.CONSUMER.CREATE.KV_{name}" for name in rights.read),
@@ -167,15 +185,25 @@ def allowed_subscribe(user: str) -> tuple[str, ...]:
     return (*RIGHTS[user].subscribe, f"_INBOX.{user}.>")
 
 
-def server_config(passwords: Mapping[str, str], *, store_dir: Path | None = None, monitor: str = "") -> str:
+def server_config(
+    passwords: Mapping[str, str],
+    *,
+    store_bytes: int = STORE_BYTES,
+    store_dir: Path | None = None,
+    monitor: str = "",
+) -> str:
     """The configuration of a nats-server: limits, JetStream, and one user for each password; without passwords, no authentication.
 
+    The limits are fixed: without them the server takes what is free when it starts, and on a full disk that is nothing, for good.
     Address and port are given on the command line. ``monitor`` is the address of its health and metrics; without it, there are none.
     """
+    stored: dict[str, Any] = {"max_file_store": store_bytes, "max_memory_store": MEMORY_BYTES}
+    if store_dir is not None:
+        stored["store_dir"] = str(store_dir)
     config: dict[str, Any] = {
         "max_payload": MAX_PAYLOAD_BYTES,
         "max_pending": 8 * MAX_PAYLOAD_BYTES,
-        "jetstream": {"store_dir": str(store_dir)} if store_dir is not None else {},
+        "jetstream": stored,
     }
     if monitor:
         config["http"] = monitor
@@ -244,7 +272,8 @@ async def ensure_events(client: Client, prefix: str, size_bytes: int, keep_days:
     except nats.js.errors.APIError as error:
         if error.err_code == _NO_STORAGE:
             raise BusFull(
-                f"NATS has no room for the stream {config.name} of {size_bytes} bytes (PILOTLIGHT_EVENTS_BYTES)"
+                f"NATS has no room for the stream {config.name} of {size_bytes} bytes (PILOTLIGHT_EVENTS_BYTES): its streams may "
+                "together take more than it is told to store (max_file_store, PILOTLIGHT_NATS_STORE_BYTES)"
             ) from error
         raise BusUnavailable(f"the stream {config.name} cannot be made: {error}") from error
     except (nats.errors.Error, TimeoutError, OSError) as error:
@@ -268,7 +297,8 @@ def main() -> int:
             asyncio.run(ensure_streams(settings))
         else:
             found = {user: settings.password_of(user) for user in (ADMIN, *RIGHTS)}
-            sys.stdout.write(server_config({user: password for user, password in found.items() if password}))
+            passwords = {user: password for user, password in found.items() if password}
+            sys.stdout.write(server_config(passwords, store_bytes=settings.store_bytes))
     except (PilotlightError, ValueError) as error:
         log.error("cannot configure NATS", action="natsconf_failed", error=str(error))
         return 1

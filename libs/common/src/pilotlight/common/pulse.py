@@ -74,11 +74,7 @@ class Pulse:
             raise TimeoutError
         if asking.cancelled():
             raise nats.errors.ConnectionReconnectingError
-        try:
-            asking.result()
-        except (RuntimeError, AttributeError) as error:
-            # nats-py writes to what was closed a moment ago and is not known to be; what a closed transport raises is the loop's affair.
-            raise nats.errors.ConnectionReconnectingError from error
+        asking.result()
 
     def _asked(self, asking: asyncio.Task[float]) -> None:
         self._asking.discard(asking)

@@ -12,6 +12,7 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import structlog
@@ -21,7 +22,7 @@ from prometheus_client import CollectorRegistry
 from pilotlight.common.bus import Bus
 from pilotlight.common.clock import Clock, SystemClock
 from pilotlight.common.clock_watch import watch_clock
-from pilotlight.common.errors import PilotlightError, SettingsInvalid
+from pilotlight.common.errors import DiskFull, PilotlightError, SettingsInvalid
 from pilotlight.common.fitness import check_files, check_folder
 from pilotlight.common.health import HealthServer
 from pilotlight.common.ids import new_incarnation
@@ -134,11 +135,23 @@ def run_service(service: str, settings_type: type[S], build: Build[S], *, user: 
         return 2
     try:
         check_files()
-        check_folder(settings.run_dir, "folder for sockets", "PILOTLIGHT_RUN_DIR")
+        check_or_warn(settings.run_dir, "folder for sockets", "PILOTLIGHT_RUN_DIR")
         return uvloop.run(_run(service, settings, build, user or service))
     except PilotlightError as error:
         log.error("cannot start", action=START_FAILED, code=error.code, error=error.message, what_to_do=error.action)
         return 1
+
+
+def check_or_warn(folder: Path, what: str, setting: str) -> None:
+    """As ``fitness.check_folder``, but for a full disk: what died on one comes back at once, as far as it has nothing to write.
+
+    Raises:
+        FolderUnusable: it cannot be written to.
+    """
+    try:
+        check_folder(folder, what, setting)
+    except DiskFull as error:
+        log.warning("a disk is full", action="disk_full", error=error.message, what_to_do=error.action)
 
 
 async def _run(service: str, settings: S, build: Build[S], user: str) -> int:
@@ -153,6 +166,7 @@ async def _run(service: str, settings: S, build: Build[S], user: str) -> int:
     background = Background()
     if bus.task is not None:
         background.own(bus.task)
+    background.spawn("check writes to the bus", bus.check_writes())
     background.spawn("watch the clock", watch_clock(clock))
     metrics = CollectorRegistry()
     start_telemetry(service, settings, bus, metrics=metrics)

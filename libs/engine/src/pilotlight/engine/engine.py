@@ -11,6 +11,7 @@ from pilotlight.engine.core.scheduler import BatchLimits
 from pilotlight.engine.device.arena import CpuArena
 from pilotlight.engine.device.arena_protocol import Arena
 from pilotlight.engine.device.copying import Source
+from pilotlight.engine.device.heap import give_back_heap
 from pilotlight.engine.drawing import ended
 from pilotlight.engine.errors import BadCheckpoint, BadRequest, EngineError, StageBusy, UnknownInstance
 from pilotlight.engine.faults import out_of_memory
@@ -322,8 +323,7 @@ class Engine:
             relieved = resident.relieve() if out_of_memory(error) else StageStep()
             if not relieved.produced:
                 raise
-            if self._arena.device.type == "cuda":
-                torch.cuda.empty_cache()
+            self._arena.trim()
             return relieved
 
     def _open_grammar(
@@ -336,6 +336,7 @@ class Engine:
 
     def _free(self, instance_id: InstanceId) -> None:
         self._stages.pop(instance_id).close()
+        give_back_heap()
 
     def _take_turn(self) -> ResidentStage | None:
         """The stage with work whose turn is longest ago. One model a step: its tokens need not wait for another's batch."""

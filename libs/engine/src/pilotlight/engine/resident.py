@@ -38,6 +38,7 @@ from pilotlight.engine.models.registry import decoder_of
 from pilotlight.engine.pipeline.pipeline import Pipeline, StageStep
 from pilotlight.engine.results import FirstPrefill, PlacedPart, Produced, StageRoom
 from pilotlight.engine.room import divide
+from pilotlight.engine.watching import stepping
 from pilotlight.policy.types import Dtype, FinishReason, InstanceId, ModelSpec, Stage
 
 
@@ -233,6 +234,7 @@ class ResidentStage:
 
     def run(self, batch: Batch, inputs: Tensor, layers: Stage | None = None) -> Tensor:
         """Runs any range of the stage's layers; see ``RangeRunner.run``."""
+        stepping(self.instance_id, batch.num_tokens)
         return self._compute.runner.run(batch, inputs, layers)
 
     def hand_out(self, plan: Plan | None, requests: Sequence[Request], drawn: Sequence[Outcome], sampled_s: float) -> StageStep:

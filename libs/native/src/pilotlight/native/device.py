@@ -99,9 +99,22 @@ class DeviceArena:
         What stays of a chunk is moved to memory of its own, and keeps its place.
 
         Raises:
-            NativeError: it is not all backed, or cuts through a chunk that is shared.
+            NativeError: it is not all backed, or cuts through a chunk that is shared; or the driver refuses. Nothing has changed then,
+                unless a full device had to give the memory first that is refused afterwards: ``backed`` tells.
         """
         self._library.call("arena_unback", self.pointer, start, stop)
+
+    def backed(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Which bytes of [start, stop) have memory, by the driver's answers, in order."""
+        found: list[tuple[int, int]] = []
+        (first, place), (last, end) = out(c_uint64), out(c_uint64)
+        while start < stop:
+            self._library.get("arena_next", self.pointer, start, first, last)
+            if place() >= min(end(), stop):
+                break
+            found.append((place(), min(end(), stop)))
+            start = end()
+        return found
 
     def share(self, start: int, stop: int, source: int) -> None:
         """Puts the memory that lies behind as many bytes from ``source`` on behind [start, stop), too.
@@ -167,6 +180,11 @@ class Pool:
         self._library.call("pool_open", arena.pointer, start, stop, chunk_bytes, group, pointer)
         self.number = number()
 
+    @property
+    def is_open(self) -> bool:
+        """It was not closed yet."""
+        return self.number >= 0
+
     @contextmanager
     def selected(self) -> Generator[None]:
         """Within it, what torch asks for comes from this pool. One at a time in a process."""
@@ -197,7 +215,7 @@ class Pool:
         Raises:
             NativeError: segments lie in it.
         """
-        if self.number >= 0:
+        if self.is_open:
             self._library.call("pool_close", self.number)
             self.number = -1
 

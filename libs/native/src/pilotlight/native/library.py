@@ -25,6 +25,7 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "arena_counts": (None, (c_void_p, c_void_p)),
     "arena_back": (c_int, (c_void_p, c_uint64, c_uint64, c_uint64)),
     "arena_unback": (c_int, (c_void_p, c_uint64, c_uint64)),
+    "arena_next": (None, (c_void_p, c_uint64, _U64, _U64)),
     "arena_share": (c_int, (c_void_p, c_uint64, c_uint64, c_uint64)),
     "arena_export": (c_int, (c_void_p, c_uint64, POINTER(c_int), _U64, _U64)),
     "arena_import": (c_int, (c_void_p, c_uint64, c_uint64, c_int)),

@@ -14,6 +14,7 @@ from pilotlight.policy.types import (
     HealthState,
     HeldStage,
     HeldState,
+    Instance,
     InstanceState,
     Liveness,
     Model,
@@ -30,10 +31,36 @@ _BUSY = frozenset({HeldState.LOADING, HeldState.DRAINING})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceRules:
+    """What an instance is owed for its load: to serve for a multiple of what that took."""
+
+    min_loads: float = 2.0
+    """Of its life, at least ``min_loads / (1 + min_loads)`` is then service, however many others wait."""
+    limit_s: float = 60.0
+    """However long its load took: those who wait are given up in the end."""
+    recent_s: float = 0.5
+    """An instance that has been idle for longer is not between two requests of one client: it may go before its time."""
+
+    def owed_s(self, instance: Instance) -> float:
+        """How long an instance may serve before it makes room for others, in seconds since it became ready."""
+        return min(self.min_loads * instance.load_s, self.limit_s)
+
+    def has_served(self, instance: Instance, now_s: float) -> bool:
+        """Whether an instance that serves has had what it is owed."""
+        return now_s - instance.state_since_s >= self.owed_s(instance)
+
+    def is_settling_in(self, instance: Instance, now_s: float) -> bool:
+        """Whether an instance is in use, and too young to be evicted as soon as it is idle for a moment."""
+        in_use = now_s - instance.last_used_s < self.recent_s
+        return instance.state in SERVING and in_use and not self.has_served(instance, now_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementRules:
     """How workers are chosen."""
 
     eviction: EvictionRules = field(default_factory=EvictionRules)
+    service: ServiceRules = field(default_factory=ServiceRules)
     avoid_after_failure_s: float = 30.0
     """A worker on which the model just failed is taken only when there is no other."""
 
@@ -80,7 +107,7 @@ def candidates(
 ) -> Candidates:
     """Sort every worker into fitting, makeable or rejected.
 
-    1. the caller excludes it: it has just refused
+    1. the caller excludes it: it has just refused, or is left to those who have waited longer
     2. it is not alive, its device has failed, or its engine is down
     3. its node is not known, not alive, or draining
     4. it holds, or is about to hold, an instance of the model that serves or starts: a second one there adds nothing
@@ -103,7 +130,7 @@ def candidates(
             worker=worker,
             node=node,
             free_bytes=worker.device.memory_bytes - committed_bytes(worker, snapshot),
-            evictable_bytes=_evictable_bytes(worker, snapshot, rules.eviction),
+            evictable_bytes=evictable_bytes(worker, snapshot, rules),
             failed_here=_failed_here(model, worker, snapshot, rules),
         )
         if candidate.free_bytes >= least_bytes:  # 5
@@ -139,19 +166,10 @@ def _refusal(
     model: Model, worker: WorkerFacts, node: NodeFacts | None, snapshot: Snapshot, excluding: frozenset[WorkerId]
 ) -> str | None:
     if worker.worker_id in excluding:  # 1
-        return "it has just refused"
-    if worker.liveness is not Liveness.ALIVE:  # 2
-        return f"it is {worker.liveness.value}"
-    if worker.health.state is HealthState.FAILED:
-        return f"its device has failed: {worker.health.reason}"
-    if not worker.engine_up:
-        return "its engine is down"
-    if node is None:  # 3
-        return "its node is not known"
-    if node.liveness is not Liveness.ALIVE:
-        return f"its node is {node.liveness.value}"
-    if node.draining:
-        return "its node is draining"
+        return "it has just refused, or is left to those who have waited longer"
+    unusable = why_unusable(worker, node)  # 2, 3
+    if unusable is not None:
+        return unusable
     for instance in snapshot.instances:  # 4
         here = any(placement.worker_id == worker.worker_id for placement in instance.placements)
         if here and instance.model == model.name and instance.state in STARTING | SERVING:
@@ -159,16 +177,38 @@ def _refusal(
     return None
 
 
-def _evictable_bytes(worker: WorkerFacts, snapshot: Snapshot, rules: EvictionRules) -> int:
+def why_unusable(worker: WorkerFacts, node: NodeFacts | None) -> str | None:
+    """Why nothing can be placed on a worker, whatever its room; None when it can."""
+    if worker.liveness is not Liveness.ALIVE:
+        return f"it is {worker.liveness.value}"
+    if worker.health.state is HealthState.FAILED:
+        return f"its device has failed: {worker.health.reason}"
+    if not worker.engine_up:
+        return "its engine is down"
+    if node is None:
+        return "its node is not known"
+    if node.liveness is not Liveness.ALIVE:
+        return f"its node is {node.liveness.value}"
+    if node.draining:
+        return "its node is draining"
+    return None
+
+
+def evictable_bytes(worker: WorkerFacts, snapshot: Snapshot, rules: PlacementRules) -> int:
+    """What eviction could free on a worker at most, of what it holds and of what need not stay for now."""
     request = RoomRequest(need_bytes=0, free_bytes=0, now_s=snapshot.now_s)
     pinned = {model.name for model in snapshot.models if model.pinned}
-    since = {instance.instance_id: instance.state_since_s for instance in snapshot.instances if instance.state not in ENDED}
-    return sum(
-        held.device_bytes
-        for held in worker.held
-        if why_kept(_as_eviction_candidate(held, worker, held.model in pinned, since.get(held.instance_id, 0.0)), request, rules)
-        is None
-    )
+    here = {held.instance_id for held in worker.held}
+    known = {one.instance_id: one for one in snapshot.instances if one.instance_id in here and one.state not in ENDED}
+    freed_bytes = 0
+    for held in worker.held:
+        instance = known.get(held.instance_id)
+        if instance is not None and rules.service.is_settling_in(instance, snapshot.now_s):
+            continue
+        since_s = instance.state_since_s if instance is not None else 0.0
+        candidate = _as_eviction_candidate(held, worker, held.model in pinned, since_s)
+        freed_bytes += held.device_bytes if why_kept(candidate, request, rules.eviction) is None else 0
+    return freed_bytes
 
 
 def _as_eviction_candidate(held: HeldStage, worker: WorkerFacts, pinned: bool, since_s: float) -> EvictionCandidate:

@@ -38,6 +38,10 @@ class Drain:
     instance_id: InstanceId
     model: ModelName
     reason: str
+    within_s: float | None = None
+    """Its requests may run on for so long, then they go on elsewhere. None: until they end."""
+    makes_way_for: ModelName | None = None
+    """Who waits for its room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,22 +155,25 @@ def _grow(
 
 
 def failure_pause_s(model: Model, snapshot: Snapshot, rules: ScalingRules) -> float:
-    """How long the next cold start of a model must still wait because the last ones failed; 0 when it need not.
+    """How long the next cold start of a model must still wait because the last ones failed; 0 when it need not."""
+    failed_s = failed_starts_s(model, snapshot)
+    if len(failed_s) < 2:
+        return 0.0
+    pause_s = min(rules.failure_pause_limit_s, rules.failure_pause_s * 2 ** min(len(failed_s) - 2, 16))
+    return max(0.0, failed_s[0] + pause_s - snapshot.now_s)
+
+
+def failed_starts_s(model: Model, snapshot: Snapshot) -> tuple[float, ...]:
+    """When the last starts of a model failed, one after the other, the latest first.
 
     A worker that died under a serving instance says nothing against the next start: only instances that never served count, and
     those that ended before the last one that did serve are forgiven.
     """
     ours = [one for one in snapshot.instances if one.digest == model.digest and one.model == model.name]
     served_since_s = max((one.state_since_s for one in ours if one.state in SERVING), default=-math.inf)
-    failed = sorted(
-        (
-            one.state_since_s
-            for one in ours
-            if one.state is InstanceState.FAILED and not one.served and one.state_since_s > served_since_s
-        ),
-        reverse=True,
+    failed = (
+        one.state_since_s
+        for one in ours
+        if one.state is InstanceState.FAILED and not one.served and one.state_since_s > served_since_s
     )
-    if len(failed) < 2:
-        return 0.0
-    pause_s = min(rules.failure_pause_limit_s, rules.failure_pause_s * 2 ** min(len(failed) - 2, 16))
-    return max(0.0, failed[0] + pause_s - snapshot.now_s)
+    return tuple(sorted(failed, reverse=True))

@@ -265,7 +265,8 @@ class DeviceHealth:
 
     state: HealthState = HealthState.UNWATCHED
     reason: str = ""
-    """Which reading says so, and what it says: `xid: 79, the device has fallen off the bus`."""
+    """Which reading says so, and what it says: `xid: 79, the device has fallen off the bus`. Of a device that nothing is said of: why an
+    engine on it was found hanging not long ago."""
 
 
 class Liveness(StrEnum):
@@ -520,6 +521,10 @@ class Instance:
     reason: str = ""
     served: bool = False
     """It has been ready at least once: that it ends says nothing against the next start of its model."""
+    load_s: float = 0.0
+    """How long it was on its way, from its commands until it was ready; so far, while it is. 0: of a release that does not say."""
+    drain_within_s: float | None = None
+    """While it drains: how long its requests may run on before they go on elsewhere. None: until they end."""
     shown: Moment | None = None
     """When this was sent to the bucket ``instances``; None anywhere else."""
 

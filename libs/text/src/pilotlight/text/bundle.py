@@ -15,6 +15,7 @@ from pilotlight.checkpoint.generation import GENERATION_FILE, GenerationDefaults
 from pilotlight.checkpoint.strict_json import MAX_CONFIG_BYTES, JsonObject
 from pilotlight.common.errors import BadCheckpoint
 from pilotlight.policy.types import Digest
+from pilotlight.text.decoding import is_panic
 from pilotlight.text.template import MAX_TEMPLATE_CHARS, check_template
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -44,7 +45,7 @@ class TextBundle(msgspec.Struct, frozen=True, kw_only=True):
 
     def digest(self) -> Digest:
         """What ``Model.text_digest`` is: BLAKE3 over the encoding."""
-        return Digest(blake3(encode(self)).hexdigest())
+        return digest_of(encode(self))
 
 
 _encoder = msgspec.json.Encoder(order="deterministic")
@@ -54,6 +55,11 @@ _decoder = msgspec.json.Decoder(TextBundle)
 def encode(bundle: TextBundle) -> bytes:
     """Canonical JSON: the same bundle gives the same bytes."""
     return _encoder.encode(bundle)
+
+
+def digest_of(encoded: bytes) -> Digest:
+    """The digest of an encoded bundle."""
+    return Digest(blake3(encoded).hexdigest())
 
 
 def decode(data: bytes) -> TextBundle:
@@ -107,7 +113,10 @@ def parse_tokenizer(tokenizer_json: str) -> tokenizers.Tokenizer:
     """
     try:
         return tokenizers.Tokenizer.from_str(tokenizer_json)
-    except Exception as error:  # The binding raises the bare class for whatever is wrong with the text.
+    except BaseException as error:
+        # The binding raises the bare class for whatever is wrong with the text, and some of its parts panic.
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         raise BadCheckpoint(f"{TOKENIZER_FILE}: {error}") from error
 
 

@@ -12,7 +12,7 @@ the text given out so far is new.
 
 from collections.abc import Collection, Sequence
 
-from pilotlight.text.tokenizer import TextTokenizer
+from pilotlight.text.decoding import TokenDecoder
 
 WINDOW_TOKENS = 24
 """The window is cut when it is longer."""
@@ -29,7 +29,7 @@ class Detokenizer:
     because one invalid byte in it changes how all of it is decoded.
     """
 
-    def __init__(self, tokenizer: TextTokenizer, kept: Collection[int] = ()) -> None:
+    def __init__(self, tokenizer: TokenDecoder, kept: Collection[int] = ()) -> None:
         """Begin an output; ``kept``: special tokens that are shown all the same."""
         self._tokenizer = tokenizer
         self._kept = frozenset(kept)

@@ -4,9 +4,9 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
+from pilotlight.text.decoding import TokenDecoder
 from pilotlight.text.detokenize import Detokenizer
-from pilotlight.text.stops import StopMatcher
-from pilotlight.text.tokenizer import TextTokenizer
+from pilotlight.text.stops import StopMatcher, Stopped
 
 
 class OutputDelta(msgspec.Struct, frozen=True):
@@ -25,14 +25,23 @@ class OutputText:
     Tokens are looked at one by one, so text and count do not depend on how the engine batches them.
     """
 
-    def __init__(self, tokenizer: TextTokenizer, stops: Sequence[str] = (), kept: Collection[int] = ()) -> None:
-        """Begin an output; ``kept``: special tokens that are shown all the same.
+    def __init__(
+        self, tokenizer: TokenDecoder, stops: Sequence[str] = (), kept: Collection[int] = (), *, include_stop: bool = False
+    ) -> None:
+        """Begin an output.
+
+        Args:
+            tokenizer: the model's.
+            stops: what ends the output.
+            kept: special tokens that are shown all the same.
+            include_stop: the text ends with the stop string, and not before it.
 
         Raises:
             BadRequest: the stop strings are out of bounds.
         """
         self._detokenizer = Detokenizer(tokenizer, kept)
         self._stops = StopMatcher(stops)
+        self._include_stop = include_stop
         self._ended = False
 
     def feed(self, token_ids: Sequence[int]) -> OutputDelta:
@@ -42,7 +51,7 @@ class OutputText:
             return OutputDelta("", 0)
         for used, token_id in enumerate(token_ids, 1):
             found = self._stops.feed(self._detokenizer.feed([token_id]))
-            shown.append(found.text)
+            shown.append(self._shown(found))
             if found.stop is not None:
                 self._ended = True
                 return OutputDelta("".join(shown), used, found.stop)
@@ -55,6 +64,9 @@ class OutputText:
         self._ended = True
         rest = self._stops.feed(self._detokenizer.flush())
         if rest.stop is not None:
-            return OutputDelta(rest.text, 0, rest.stop)
+            return OutputDelta(self._shown(rest), 0, rest.stop)
         last = self._stops.flush()
-        return OutputDelta(rest.text + last.text, 0, last.stop)
+        return OutputDelta(rest.text + self._shown(last), 0, last.stop)
+
+    def _shown(self, found: Stopped) -> str:
+        return found.text + found.stop if found.stop is not None and self._include_stop else found.text

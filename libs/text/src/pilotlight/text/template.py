@@ -7,8 +7,9 @@ Rendered as transformers renders them: same sandbox, same extensions, same ``toj
 * its steps (a turn of a loop, a call of a macro) and its time, looked at with each step;
 * texts and numbers that it builds with ``+``, ``*`` and ``~``, and every value that it writes. ``**`` is refused.
 
-Not bounded is the work of a single filter or method call (``'x'|center(10**9)`` written out): it lasts as long and takes as much
-memory as it does. Templates come with checkpoints, which operators choose; a client's messages cannot reach that far.
+Not bounded here is the work of a single filter or method call (``'x'|center(10**9)`` written out): it lasts as long and takes as much
+memory as it does. So services compile and render templates in a process with limits of its own, which may be lost (the gateway's
+text helpers). Nothing is computed while compiling: Jinja would fold such a call, when no meter runs.
 """
 
 import json
@@ -18,6 +19,7 @@ from typing import Any, NoReturn, cast
 
 import jinja2
 from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
 from jinja2.ext import loopcontrols
 from jinja2.runtime import Context
@@ -33,6 +35,17 @@ MAX_RENDERED_CHARS = 16 * 1024 * 1024
 MAX_STEPS = 250_000
 MAX_RENDER_S = 5.0
 MAX_NUMBER_BITS = 256
+RESERVED = frozenset(
+    {
+        *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"),
+        *(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")),
+        *("raise_exception", "strftime_now", "namespace", "dict", "range", "cycler", "joiner"),
+    }
+)
+"""Names that a template's variables cannot have: they mean something already."""
+
+_CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
+"""What stands in a rendered prompt for the end of the message that is continued; transformers' word, which some templates know."""
 
 _COMPILE_FAULTS = (jinja2.TemplateError, SyntaxError, ValueError, RuntimeError, MemoryError)
 _RENDER_FAULTS = (
@@ -40,7 +53,6 @@ _RENDER_FAULTS = (
     ArithmeticError,
     AttributeError,
     LookupError,
-    MemoryError,
     NameError,
     RuntimeError,
     TypeError,
@@ -73,6 +85,7 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Write the prompt of a conversation.
@@ -81,34 +94,54 @@ class ChatTemplate:
             messages: as in the API, with plain strings as content.
             tools: descriptions of functions; the template sees None when there are none.
             add_generation_prompt: end with the beginning of the assistant's answer.
+            continue_final_message: end with the last message's content, as it is so far: the answer goes on with it. Not together with
+                ``add_generation_prompt``.
             variables: more of what the template may know (``enable_thinking``); it cannot replace the above.
 
         Raises:
             BadRequest: there is no template, it refuses these messages, or it fails or works too long on them.
-            TooLarge: the prompt is beyond ``MAX_RENDERED_CHARS``.
+            TooLarge: the prompt is beyond ``MAX_RENDERED_CHARS``, or writing it takes more memory than there is.
         """
         if self._template is None:
             raise BadRequest("this model has no chat template: send its prompt to /v1/completions", param="messages")
         visible = {
             **(variables or {}),
             **self._special_tokens,
-            "messages": messages,
+            "messages": [*messages[:-1], _marked(messages[-1])] if continue_final_message else messages,
             "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
         running = _meter.set(_Meter(self._clock))
         try:
-            return "".join(self._template.generate(visible))
+            prompt = "".join(self._template.generate(visible))
+        except MemoryError as error:
+            raise TooLarge("the model's chat template takes too much memory on these messages", param="messages") from error
         except _RENDER_FAULTS as error:
             raise BadRequest(f"the model's chat template cannot write these messages: {error}", param="messages") from error
         finally:
             _meter.reset(running)
+        return _unfinished(prompt, messages[-1]) if continue_final_message else prompt
 
 
 def check_template(source: str) -> None:
     """Raise ``BadCheckpoint`` unless this is a chat template that can be compiled."""
     _compile(source, clock=None)
+
+
+def _marked(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {**message, "content": message["content"] + _CONTINUED}
+
+
+def _unfinished(prompt: str, last: Mapping[str, Any]) -> str:
+    """A prompt up to the mark, as transformers cuts it: a template that trims contents has taken the mark's blank, too."""
+    end = prompt.rfind(_CONTINUED.rstrip())
+    if end < 0 or last["content"].strip() not in prompt:
+        raise BadRequest(
+            "continue_final_message: the model's chat template does not write the last message as it is, so it cannot be continued",
+            param="continue_final_message",
+        )
+    return prompt[:end] if prompt.startswith(_CONTINUED, end) else prompt[:end].rstrip()
 
 
 class _Meter:
@@ -149,9 +182,17 @@ class _Namespace(Namespace):
         super().__setitem__(name, value)
 
 
+class _CodeGenerator(CodeGenerator):
+    """Computes no output while compiling: the generator does so by itself, even without the optimizer."""
+
+    def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:
+        raise nodes.Impossible
+
+
 class _Environment(ImmutableSandboxedEnvironment):
     """The sandbox, metered. ``step``, ``literal`` and ``join`` are called by what ``_instrument`` puts into a template."""
 
+    code_generator_class = _CodeGenerator
     intercepted_binops = frozenset({"+", "*", "**"})
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -181,7 +222,6 @@ class _Environment(ImmutableSandboxedEnvironment):
 def _compile(source: str, clock: Clock | None) -> jinja2.Template:
     if len(source) > MAX_TEMPLATE_CHARS:
         raise BadCheckpoint(f"the chat template has {len(source)} characters; at most {MAX_TEMPLATE_CHARS} are taken")
-    # Without the optimizer nothing is computed while compiling, when no meter runs.
     environment = _Environment(
         trim_blocks=True,
         lstrip_blocks=True,

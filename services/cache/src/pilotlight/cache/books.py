@@ -4,11 +4,13 @@ Reports are the truth of what is held; a grant counts until a report shows its s
 once, before its next report says so, and so is its grant, which its scheduler releases later.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from pilotlight.common.roster import News, Roster
 from pilotlight.policy.drain import copies_to_strike
 from pilotlight.policy.eviction.base import EvictionCandidate
-from pilotlight.policy.liveness import DEAD_AFTER_S, liveness_of
+from pilotlight.policy.liveness import DEAD_AFTER_S
 from pilotlight.policy.types import (
     Copy,
     Digest,
@@ -50,21 +52,10 @@ class Grant:
 
 
 @dataclass(slots=True)
-class _Heard:
-    facts: WorkerFacts
-    at_s: float
-
-
-@dataclass(slots=True)
-class _HeardNode:
-    facts: NodeFacts
-    at_s: float
-
-
-@dataclass(slots=True)
 class Books:
     """Mutable view of the parameter pool; one writer, the cache's own loop."""
 
+    roster: Roster = field(default_factory=Roster)
     pinned: frozenset[ModelName] = frozenset()
     model_of: dict[Digest, ModelName] = field(default_factory=dict[Digest, ModelName])
     grants: dict[GrantId, Grant] = field(default_factory=dict[GrantId, Grant])
@@ -73,38 +64,37 @@ class Books:
     epoch: Epoch = field(default=Epoch(0))
     """The highest that is known, from the lease, from reports or from a leader's request."""
     listening_since_s: float = float("-inf")
-    _workers: dict[WorkerId, _Heard] = field(default_factory=dict[WorkerId, _Heard])
-    _nodes: dict[NodeId, _HeardNode] = field(default_factory=dict[NodeId, _HeardNode])
     _given_up: set[tuple[WorkerId, InstanceId]] = field(default_factory=set[tuple[WorkerId, InstanceId]])
     _dropped: set[tuple[NodeId, Digest]] = field(default_factory=set[tuple[NodeId, Digest]])
-    _first_seen_s: dict[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])
+    _first_seen_s: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
+    """By worker or node, then by instance or digest."""
 
     def hear_epoch(self, epoch: Epoch) -> None:
         """Take note of a leader."""
         self.epoch = max(self.epoch, epoch)
 
-    def hear_worker(self, facts: WorkerFacts, now_s: float) -> None:
-        """Take a worker's report."""
-        self._workers[facts.worker_id] = _Heard(facts, now_s)
-        held = {one.instance_id for one in facts.held if one.state in LIVE}
-        previously = {subject for owner, subject in self._first_seen_s if owner == facts.worker_id}
-        for subject in previously - held:
-            del self._first_seen_s[(facts.worker_id, subject)]
-        for subject in held:
-            self._first_seen_s.setdefault((facts.worker_id, subject), now_s)
-        # A report that was under way when it gave a stage up may still show it; one that does not was made after.
-        self._given_up = {(owner, one) for owner, one in self._given_up if owner != facts.worker_id or one in held}
+    def follow(self, news: News, now_s: float) -> None:
+        """Take what the roster has heard."""
+        for worker_id in news.workers:
+            view = self.roster.worker(worker_id)
+            held = {one.instance_id for one in view.facts.held if one.state in LIVE} if view is not None else set[InstanceId]()
+            self._see(worker_id, held, now_s)
+            # A report that was under way when it gave a stage up may still show it; one that does not was made after.
+            self._given_up = {(owner, one) for owner, one in self._given_up if owner != worker_id or one in held}
+        for node_id in news.nodes:
+            facts = self.roster.node(node_id)
+            present = {copy.digest for copy in facts.copies} if facts is not None else set[Digest]()
+            self._see(node_id, present, now_s)
+            self._dropped = {(node, digest) for node, digest in self._dropped if node != node_id or digest in present}
 
-    def hear_node(self, facts: NodeFacts, now_s: float) -> None:
-        """Take a loader's report."""
-        self._nodes[facts.node_id] = _HeardNode(facts, now_s)
-        present = {copy.digest for copy in facts.copies}
-        previously = {Digest(subject) for owner, subject in self._first_seen_s if owner == facts.node_id}
-        for digest in previously - present:
-            del self._first_seen_s[(facts.node_id, digest)]
-        for digest in present:
-            self._first_seen_s.setdefault((facts.node_id, digest), now_s)
-        self._dropped = {(node, digest) for node, digest in self._dropped if node != facts.node_id or digest in present}
+    def _see(self, owner: str, present: Collection[str], now_s: float) -> None:
+        """Keep since when each thing has been with its owner."""
+        seen = self._first_seen_s.pop(owner, {})
+        if present:
+            self._first_seen_s[owner] = {subject: seen.get(subject, now_s) for subject in present}
+
+    def _since_s(self, owner: str, subject: str, now_s: float) -> float:
+        return self._first_seen_s.get(owner, {}).get(subject, now_s)
 
     def give_up(self, worker_id: WorkerId, instance_ids: tuple[InstanceId, ...]) -> tuple[GrantId, ...]:
         """A worker confirmed that it unloaded these. Their grants are over with that; returns them."""
@@ -120,19 +110,15 @@ class Books:
         """A loader confirmed that it freed these."""
         self._dropped.update((node_id, digest) for digest in digests)
 
-    def worker(self, worker_id: WorkerId, now_s: float) -> WorkerFacts | None:
+    def worker(self, worker_id: WorkerId) -> WorkerFacts | None:
         """A worker that reports, or None."""
-        heard = self._workers.get(worker_id)
-        if heard is None or liveness_of(now_s - heard.at_s) is Liveness.DEAD:
-            return None
-        return heard.facts
+        view = self.roster.worker(worker_id)
+        return None if view is None or view.facts.liveness is Liveness.DEAD else view.facts
 
-    def node(self, node_id: NodeId, now_s: float) -> NodeFacts | None:
+    def node(self, node_id: NodeId) -> NodeFacts | None:
         """A node whose loader reports, or None."""
-        heard = self._nodes.get(node_id)
-        if heard is None or liveness_of(now_s - heard.at_s) is Liveness.DEAD:
-            return None
-        return heard.facts
+        facts = self.roster.node(node_id)
+        return None if facts is None or facts.liveness is Liveness.DEAD else facts
 
     def grant_of(self, instance_id: InstanceId, worker_id: WorkerId) -> Grant | None:
         """The grant of a stage, if it has one."""
@@ -143,14 +129,14 @@ class Books:
 
     def is_held(self, grant: Grant) -> bool:
         """Whether the last report shows the granted stage."""
-        heard = self._workers.get(grant.worker_id)
-        return heard is not None and any(one.instance_id == grant.instance_id and one.state in LIVE for one in heard.facts.held)
+        view = self.roster.worker(grant.worker_id)
+        return view is not None and any(one.instance_id == grant.instance_id and one.state in LIVE for one in view.facts.held)
 
     def would_show(self, grant: Grant, now_s: float) -> bool:
         """Whether a granted stage that is held would be known: its worker has reported, or had the time to. A cache that has just
         been started has heard of nothing yet.
         """
-        return grant.worker_id in self._workers or now_s - self.listening_since_s >= DEAD_AFTER_S
+        return self.roster.worker(grant.worker_id) is not None or now_s - self.listening_since_s >= DEAD_AFTER_S
 
     def device_free_bytes(self, worker: WorkerFacts) -> int:
         """Bytes of a device that are neither held nor promised."""
@@ -181,9 +167,9 @@ class Books:
         return node.pool_largest_free_bytes is None or need_bytes + promised <= node.pool_largest_free_bytes
 
     def _is_loaded(self, grant: Grant) -> bool:
-        heard = self._workers.get(grant.worker_id)
-        return heard is not None and any(
-            one.instance_id == grant.instance_id and one.state is not HeldState.LOADING for one in heard.facts.held
+        view = self.roster.worker(grant.worker_id)
+        return view is not None and any(
+            one.instance_id == grant.instance_id and one.state is not HeldState.LOADING for one in view.facts.held
         )
 
     def copies(self, node: NodeFacts) -> tuple[Copy, ...]:
@@ -200,7 +186,7 @@ class Books:
                 tier=Tier.DEVICE,
                 node_id=worker.node_id,
                 size_bytes=one.device_bytes,
-                resident_since_s=self._first_seen_s.get((worker.worker_id, one.instance_id), now_s),
+                resident_since_s=self._since_s(worker.worker_id, one.instance_id, now_s),
                 last_used_s=now_s - one.idle_s,
                 in_flight=one.in_flight,
                 pinned=one.model in self.pinned,
@@ -223,7 +209,7 @@ class Books:
                     tier=Tier.HOST,
                     node_id=node.node_id,
                     size_bytes=copy.size_bytes,
-                    resident_since_s=self._first_seen_s.get((node.node_id, copy.digest), now_s),
+                    resident_since_s=self._since_s(node.node_id, copy.digest, now_s),
                     last_used_s=now_s - copy.idle_s,
                     leases=copy.leases,
                     pinned=model in self.pinned,
@@ -231,9 +217,9 @@ class Books:
             )
         return tuple(candidates)
 
-    def strikable(self, node_id: NodeId, now_s: float) -> tuple[Digest, ...]:
+    def strikable(self, node_id: NodeId) -> tuple[Digest, ...]:
         """Host copies that a node that drains can give up now."""
-        node = self.node(node_id, now_s)
+        node = self.node(node_id)
         if node is None:
             return ()
         granted = frozenset(grant.digest for grant in self.grants.values() if grant.node_id == node_id)

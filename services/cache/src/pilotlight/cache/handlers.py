@@ -12,18 +12,12 @@ from pilotlight.cache.settings import CacheSettings
 from pilotlight.common.bus import Subscription
 from pilotlight.common.db.retention import Pruner
 from pilotlight.common.errors import DatabaseUnavailable
-from pilotlight.common.messages.reports import (
-    LOADER_REPORTS,
-    WORKER_REPORTS,
-    LoaderReport,
-    WorkerReport,
-    loader_report_subject,
-    worker_report_subject,
-)
 from pilotlight.common.messages.room import RELEASE_SUBJECT, RESERVE_SUBJECT, Release, Reserve
-from pilotlight.common.newest import Newest
+from pilotlight.common.roster import News
+from pilotlight.common.roster_feed import RosterFeed
 from pilotlight.common.service import Context
 from pilotlight.common.waiting import cancel_all, every
+from pilotlight.policy.types import NodeId
 
 log = structlog.get_logger()
 
@@ -48,24 +42,24 @@ class Handlers:
         self._room = room
         self._copies = copies
         self._pruner = pruner
-        self._listening: list[Subscription] = []
+        self._feed = RosterFeed(context.bus, context.clock, context.background, books.roster)
+        self._feed.on_news(self._on_news)
         self._answering: list[Subscription] = []
         self._periodic: list[asyncio.Task[None]] = []
-        self._newest = Newest()
+        self._reported: set[NodeId] = set()
+        """Nodes whose copies may differ from those that were published."""
+        self._reports = asyncio.Event()
 
     async def start(self) -> None:
         """Listen to reports: a standby's books are as full as those of the cache that answers."""
         bus = self._context.bus
         bus.on_reconnect(self._resync)
         self._books.listening_since_s = self._context.clock.monotonic_s()
-        self._listening = [
-            await bus.subscribe(WORKER_REPORTS, WorkerReport, self._on_worker),
-            await bus.subscribe(LOADER_REPORTS, LoaderReport, self._on_loader),
-        ]
+        await self._feed.start()
 
     async def stop(self) -> None:
         """Listen no more."""
-        await _end(self._listening)
+        await self._feed.stop()
 
     async def begin(self, holder_pid: int) -> None:
         """Take over the open grants, then answer. ``holder_pid`` is the database's backend that holds the lock."""
@@ -81,6 +75,7 @@ class Handlers:
         self._periodic = [
             self._context.background.spawn("sweep", self._sweep()),
             self._context.background.spawn("copies bucket sweep", self._copies.sweep()),
+            self._context.background.spawn("publish copies", self._publish()),
             self._context.background.spawn("prune old rows", self._pruner.prune_for_ever()),
         ]
 
@@ -90,19 +85,21 @@ class Handlers:
         await cancel_all(periodic)
         await _end(self._answering)
 
-    async def _on_worker(self, report: WorkerReport) -> None:
-        self._books.hear_epoch(report.epoch_seen)
-        if not self._newest.is_news(worker_report_subject(report.facts.worker_id), report.incarnation, report.seq):
-            return
-        self._books.hear_worker(report.facts, self._context.clock.monotonic_s())
+    def _on_news(self, news: News) -> None:
+        self._books.hear_epoch(self._books.roster.epoch_seen)
+        self._books.follow(news, self._context.clock.monotonic_s())
+        self._reported.update(news.nodes)
+        self._reports.set()
 
-    async def _on_loader(self, report: LoaderReport) -> None:
-        self._books.hear_epoch(report.epoch_seen)
-        if not self._newest.is_news(loader_report_subject(report.facts.node_id), report.incarnation, report.seq):
-            return
-        self._books.hear_node(report.facts, self._context.clock.monotonic_s())
-        if self._answering:
-            await self._copies.follow(report.facts)
+    async def _publish(self) -> None:
+        while True:
+            await self._reports.wait()
+            self._reports.clear()
+            reported, self._reported = self._reported, set()
+            for node_id in reported:
+                node = self._books.roster.node(node_id)
+                if node is not None:
+                    await self._copies.follow(node)
 
     async def _resync(self) -> None:
         self._copies.write_anew()

@@ -171,7 +171,7 @@ class RoomMaker:
         """
         for node_id in sorted(self._books.draining):
             async with self._locks[node_id]:
-                digests = self._books.strikable(node_id, self._clock.monotonic_s())
+                digests = self._books.strikable(node_id)
                 if not digests:
                     continue
                 try:
@@ -223,7 +223,7 @@ class RoomMaker:
     async def _make_device_room(self, request: Reserve, evicted: _Evicted) -> None:
         for _ in range(MAX_ROUNDS):
             now_s = self._clock.monotonic_s()
-            worker = self._books.worker(request.worker_id, now_s)
+            worker = self._books.worker(request.worker_id)
             if worker is None:
                 raise NoWorker(f"worker {request.worker_id} does not report")
             if request.device_bytes > worker.device.memory_bytes:
@@ -262,7 +262,7 @@ class RoomMaker:
         fits, apart_bytes = False, 0
         for _ in range(MAX_HOST_ROUNDS):
             now_s = self._clock.monotonic_s()
-            node = self._books.node(request.node_id, now_s)
+            node = self._books.node(request.node_id)
             if node is None:
                 raise NoWorker(f"the loader of node {request.node_id} does not report")
             host_bytes = node.pool_room_bytes(request.host_part_bytes)

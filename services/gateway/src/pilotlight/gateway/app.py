@@ -23,10 +23,12 @@ from pilotlight.common.phases import PhaseReporter
 from pilotlight.common.service import Application, Component, Context
 from pilotlight.common.sources.opening import Sources
 from pilotlight.common.sources.ranged import Patience
+from pilotlight.common.store import text_key
 from pilotlight.gateway import scrape
 from pilotlight.gateway.admin.app import AdminParts, build_admin
 from pilotlight.gateway.audit import AuditLog
 from pilotlight.gateway.auth import Authenticator
+from pilotlight.gateway.bodies import BodyBudget
 from pilotlight.gateway.catalog import Catalog
 from pilotlight.gateway.demand import DemandPublisher
 from pilotlight.gateway.drains import DrainRepository
@@ -34,9 +36,10 @@ from pilotlight.gateway.explain import Decisions, Explainer
 from pilotlight.gateway.fleet import Fleet
 from pilotlight.gateway.hold import Hold
 from pilotlight.gateway.http import Edge, on_bug, on_error, on_http_error
-from pilotlight.gateway.measures import Measures
+from pilotlight.gateway.measures import HttpMeasures, Measures
 from pilotlight.gateway.openai.api import CHAT_PATH, COMPLETIONS_PATH, Limits, OpenAiApi
 from pilotlight.gateway.openai.exchange import ExchangeParts
+from pilotlight.gateway.openai.prompt import PromptEncoder
 from pilotlight.gateway.presence import Presence
 from pilotlight.gateway.registration import Registration
 from pilotlight.gateway.relay import Relay
@@ -47,12 +50,17 @@ from pilotlight.gateway.route import Router
 from pilotlight.gateway.server import HttpServer
 from pilotlight.gateway.settings import GatewaySettings
 from pilotlight.gateway.spans import SpanStore
+from pilotlight.gateway.texts.bundles import Bundles
+from pilotlight.gateway.texts.pool import HelperPool, PoolBounds
+from pilotlight.gateway.texts.process import HelperLauncher, Launcher
+from pilotlight.gateway.texts.texts import Texts
 from pilotlight.gateway.usage import UsageRecorder
 from pilotlight.policy.admission import HoldBounds
 from pilotlight.policy.types import GatewayId
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/v1/openapi.json"})
 """Routes without a key; a test walks all others."""
+MAX_DEFAULT_HELPERS = 8
 TRACED_PATHS = frozenset({CHAT_PATH, COMPLETIONS_PATH})
 
 
@@ -87,7 +95,7 @@ def build_serving(context: Context[GatewaySettings], decisions: Decisions) -> Se
         hold=hold,
         relay=relay,
         phases=PhaseReporter(bus, clock, background, context.service),
-        explainer=Explainer(fleet, decisions, clock),
+        explainer=Explainer(fleet, decisions, clock, lambda: bus.unwritable),
         hold_timeout_s=settings.hold_timeout_s,
         hold_slo_factor=settings.hold_slo_factor,
     )
@@ -123,6 +131,19 @@ class Pages:
         return Response(page, headers={"content-type": scrape.CONTENT_TYPE})
 
 
+def build_texts(context: Context[GatewaySettings], launcher: Launcher | None = None) -> Texts:
+    """The text helpers; by default they are started, and ended, by this gateway."""
+    settings, store = context.settings, context.store
+    bounds = PoolBounds(
+        helpers=max(2, settings.text_helpers or min(os.cpu_count() or 1, MAX_DEFAULT_HELPERS)),
+        short_cpu_s=settings.text_short_timeout_s,
+        long_cpu_s=settings.text_timeout_s,
+        max_waiting_bytes=settings.text_queue_bytes,
+    )
+    pool = HelperPool(launcher or HelperLauncher(settings.text_helper_memory_bytes), context.background, bounds)
+    return Texts(pool, Bundles(lambda digest: store.get(text_key(digest))), context.clock)
+
+
 def build_http(api: OpenAiApi, pages: Pages, admin: ASGIApp) -> Starlette:
     """Every route of the gateway."""
     app = Starlette(
@@ -142,8 +163,9 @@ def build_server(context: Context[GatewaySettings], serving: Serving, api: OpenA
         return unready(server, context)
 
     pages = Pages(metrics=context.metrics, run_dir=settings.run_dir, not_ready=not_ready, metrics_dir=settings.metrics_dir)
+    bodies = BodyBudget(settings.bodies_bytes, settings.body_pause_s)
     server = HttpServer(
-        Edge(build_http(api, pages, admin), TRACED_PATHS),
+        Edge(build_http(api, pages, admin), TRACED_PATHS, bodies, HttpMeasures(context.metrics, bodies)),
         serving.hold,
         context.background,
         host=settings.host,
@@ -158,7 +180,7 @@ def unready(server: HttpServer, context: Context[GatewaySettings]) -> str | None
     """Why requests cannot be served now; None when they can."""
     if server.draining:
         return "the gateway is stopping"
-    return None if context.bus.connected else "NATS cannot be reached"
+    return context.bus.unwritable if context.bus.connected else "NATS cannot be reached"
 
 
 async def build(context: Context[GatewaySettings]) -> Application:
@@ -168,8 +190,9 @@ async def build(context: Context[GatewaySettings]) -> Application:
     outbox = Outbox(database, context)
     measure(database, outbox, context.metrics)
     authenticator = Authenticator(database, settings, settings, clock)
-    catalog = Catalog(database, context)
-    registration = Registration(database, context, Sources(settings, Patience()), catalog)
+    texts = build_texts(context)
+    catalog = Catalog(database, context, texts)
+    registration = Registration(database, context, Sources(settings, Patience()), catalog, texts)
     usage = UsageRecorder(database, clock, background)
     serving = build_serving(context, DecisionReader(database))
     measures = Measures(context.metrics, serving.hold, serving.relay)
@@ -178,6 +201,7 @@ async def build(context: Context[GatewaySettings]) -> Application:
         catalog,
         authenticator,
         exchanges,
+        PromptEncoder(texts),
         Limits(
             max_body_bytes=settings.max_body_bytes,
             max_requests=settings.max_requests,
@@ -215,6 +239,7 @@ async def build(context: Context[GatewaySettings]) -> Application:
         database,
         outbox,
         authenticator,
+        texts,
         catalog,
         usage,
         audit,

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import structlog
 
 from pilotlight.common.bus import Subscription
-from pilotlight.common.clock import Clock
 from pilotlight.common.db.session import Database
 from pilotlight.common.errors import (
+    BadCheckpoint,
     ControlPlaneUnavailable,
     DatabaseUnavailable,
     DeadlineExceeded,
@@ -22,44 +22,23 @@ from pilotlight.common.errors import (
 from pilotlight.common.messages.events import Event
 from pilotlight.common.service import Context
 from pilotlight.common.settings import ServiceSettings
-from pilotlight.common.store import ObjectStore, text_key
 from pilotlight.common.waiting import cancel_all, within, woken
 from pilotlight.gateway.admin.schemas import MAX_NAME_CHARS
-from pilotlight.gateway.repository import ModelRepository, StoredModel
+from pilotlight.gateway.model_text import ModelText
+from pilotlight.gateway.repository import ModelRepository
+from pilotlight.gateway.texts.texts import Texts
 from pilotlight.policy.types import Digest, Model
-from pilotlight.text.bundle import TextBundle, decode
-from pilotlight.text.template import ChatTemplate
-from pilotlight.text.tokenizer import TextTokenizer
-from pilotlight.text.tools.probe import TemplateTools, template_tools
 
 log = structlog.get_logger()
 
 REFRESH_INTERVAL_S = 5.0
 FIND_DEADLINE_S = 1.0
 """How long a request for a model that is not known waits for a database that does not answer."""
+MAX_LOADING = 16
+"""Bundles that are asked for at a time."""
+REFUSED_S = 300.0
+"""After so long a bundle that could not be used is tried again: the fault may have been the machine's."""
 GATEWAY_EVENTS = "v1.event.gateway.>"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelText:
-    """A model's text handling, built once from its bundle."""
-
-    tokenizer: TextTokenizer
-    template: ChatTemplate
-    tools: TemplateTools
-    """What the template does with tools."""
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an output."""
-        return self.tokenizer.eos_token_ids
-
-    @classmethod
-    def of(cls, bundle: TextBundle, clock: Clock) -> "ModelText":
-        """Build from a bundle; takes a moment for large vocabularies, so callers use a thread."""
-        template = ChatTemplate(bundle.chat_template, bundle.special_tokens, clock)
-        tokenizer = TextTokenizer(bundle)
-        return cls(tokenizer=tokenizer, template=template, tools=template_tools(template, tokenizer))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,14 +54,23 @@ class Catalog:
     """The view; a component."""
 
     def __init__(
-        self, database: Database, context: Context[ServiceSettings], *, refresh_interval_s: float = REFRESH_INTERVAL_S
+        self,
+        database: Database,
+        context: Context[ServiceSettings],
+        texts: Texts,
+        *,
+        refresh_interval_s: float = REFRESH_INTERVAL_S,
     ) -> None:
         self._context = context
+        self._texts = texts
         self._refresh_interval_s = refresh_interval_s
         self._models = ModelRepository(database, context.clock)
         self._entries: dict[str, CatalogEntry] = {}
+        self._refused_until_s: dict[Digest, float] = {}
+        """Bundles that could not be used, and when they are tried again."""
         self._stale = asyncio.Event()
         self._refreshing = asyncio.Lock()
+        self._loading = asyncio.Semaphore(MAX_LOADING)
         self._subscription: Subscription | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -143,23 +131,36 @@ class Catalog:
         async with self._refreshing:
             # By digest: fine-tuned models share their tokenizer, which may take 100 MB.
             texts = {entry.model.text_digest: entry.text for entry in self._entries.values()}
-            entries: dict[str, CatalogEntry] = {}
-            for stored in await self._models.all():
-                model = stored.model
-                text = texts.get(model.text_digest) or await self._text_of(stored)
-                if text is not None:
-                    texts[model.text_digest] = text
-                    created_unix_s = int(stored.created_at.timestamp())
-                    entries[model.name] = CatalogEntry(model=model, text=text, created_unix_s=created_unix_s)
-            self._entries = entries
+            listed = await self._models.all()
+            missing = {stored.model.text_digest: stored.model.name for stored in listed if stored.model.text_digest not in texts}
+            # At a time: one that takes long holds up no other.
+            found = await asyncio.gather(*(self._text_of(digest, name) for digest, name in missing.items()))
+            texts |= {digest: text for digest, text in zip(missing, found, strict=True) if text is not None}
+            self._entries = {
+                stored.model.name: CatalogEntry(
+                    model=stored.model,
+                    text=texts[stored.model.text_digest],
+                    created_unix_s=int(stored.created_at.timestamp()),
+                )
+                for stored in listed
+                if stored.model.text_digest in texts
+            }
 
-    async def _text_of(self, stored: StoredModel) -> ModelText | None:
+    async def _text_of(self, digest: Digest, name: str) -> ModelText | None:
+        now_s = self._context.clock.monotonic_s()
+        if self._refused_until_s.get(digest, now_s) > now_s:
+            return None
         try:
-            return await load_text(self._context.store, stored.model.text_digest, self._context.clock)
+            async with self._loading:
+                text = await self._texts.text_of(digest)
         except PilotlightError as error:
             # One model's missing bundle must not hide the others; it is tried again with the next refresh.
-            log.error("model cannot be served", action="text_bundle_failed", model=stored.model.name, error=error.message)
+            log.error("model cannot be served", action="text_bundle_failed", model=name, error=error.message)
+            if isinstance(error, BadCheckpoint):
+                self._refused_until_s[digest] = now_s + REFUSED_S
             return None
+        self._refused_until_s.pop(digest, None)
+        return text
 
     async def _on_event(self, _: Event) -> None:
         self._stale.set()
@@ -171,13 +172,3 @@ class Catalog:
                 await self.refresh()
             except PilotlightError as error:
                 log.warning("models are kept as they are", action="catalog_deferred", error=error.message)
-
-
-async def load_text(store: ObjectStore, digest: Digest, clock: Clock) -> ModelText:
-    """Read and build a text bundle.
-
-    Raises:
-        NotFound, SourceUnavailable, BadCheckpoint: it cannot be had or used.
-    """
-    data = await store.get(text_key(digest))
-    return await asyncio.to_thread(lambda: ModelText.of(decode(data), clock))

@@ -1,7 +1,7 @@
 """What this gateway knows of instances, workers and nodes: the bucket ``instances`` and the reports.
 
-Nobody is asked and nothing is decided here: it is a view, as old as the last message, by this process's monotonic clock. When NATS
-is gone the last view is kept, and nobody is taken for dead because nothing is heard.
+Nothing is asked and nothing is decided here: it is a view, as old as the last message. Workers and nodes are the roster's
+(``common.roster``): when NATS is gone the last view is kept, and silence is no death.
 """
 
 from collections.abc import Callable, Iterable
@@ -10,23 +10,14 @@ from dataclasses import dataclass, replace
 import structlog
 
 from pilotlight.common.buckets import INSTANCES
-from pilotlight.common.bus import Bus, Subscription
+from pilotlight.common.bus import Bus
 from pilotlight.common.clock import Clock, moment_of
 from pilotlight.common.errors import PilotlightError, SourceChanged, WorkerLost
-from pilotlight.common.messages.reports import (
-    LOADER_REPORTS,
-    WORKER_REPORTS,
-    LoaderReport,
-    WorkerReport,
-    loader_report_subject,
-    worker_report_subject,
-)
-from pilotlight.common.newest import Newest
+from pilotlight.common.roster import News, Roster
+from pilotlight.common.roster_feed import RosterFeed
 from pilotlight.common.service import Background
-from pilotlight.common.waiting import every
 from pilotlight.policy.coverage import departed_s
 from pilotlight.policy.instance import SERVING, STARTING
-from pilotlight.policy.liveness import DEAD_AFTER_S, FORGET_AFTER_S, LAST_WORDS_S, liveness_of
 from pilotlight.policy.types import (
     Digest,
     HeldStage,
@@ -43,26 +34,8 @@ from pilotlight.policy.types import (
 
 log = structlog.get_logger()
 
-CHECK_INTERVAL_S = 0.1
 FORGET_FAILURE_S = 600.0
 """A failed start explains nothing any more after this time: longer than requests wait."""
-STALL_S = 0.5
-"""A check that is later than this says that this process did not run: whatever was sent to it meanwhile lies unread."""
-
-
-@dataclass(slots=True)
-class _Worker:
-    facts: WorkerFacts
-    incarnation: str
-    heard_s: float
-    lost: bool = False
-    declared_dead_s: float | None = None
-
-
-@dataclass(slots=True)
-class _Node:
-    facts: NodeFacts
-    heard_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,17 +81,17 @@ class Fleet:
         self._bus = bus
         self._clock = clock
         self._background = background
+        self.reports = RosterFeed(bus, clock, background, Roster())
+        self.reports.on_news(self._on_news)
+        self._roster = self.reports.roster
         self._instances: dict[InstanceId, Seen] = {}
         self._of_model: dict[ModelName, set[InstanceId]] = {}
-        self._workers: dict[WorkerId, _Worker] = {}
-        self._nodes: dict[NodeId, _Node] = {}
         self._changed: list[Callable[[ModelName], None]] = []
         self._lost: list[Callable[[WorkerId, PilotlightError], None]] = []
         self._source_changed: list[Callable[[ModelName, Digest, PilotlightError], None]] = []
         self._failed: dict[ModelName, FailedStart] = {}
         self._gone: list[Callable[[InstanceId], None]] = []
-        self._subscriptions: list[Subscription] = []
-        self._newest = Newest()
+        self._started = False
 
     def on_change(self, callback: Callable[[ModelName], None]) -> None:
         """Call with a model whose instances, or their workers, have changed."""
@@ -142,19 +115,16 @@ class Fleet:
         Raises:
             BusUnavailable: the bucket cannot be opened.
         """
-        if self._subscriptions:
+        if self._started:
             return
         bucket = await self._bus.bucket(INSTANCES)
-        self._subscriptions.append(await self._bus.subscribe(WORKER_REPORTS, WorkerReport, self._on_worker_report))
-        self._subscriptions.append(await self._bus.subscribe(LOADER_REPORTS, LoaderReport, self._on_loader_report))
+        await self.reports.start()
         self._background.spawn("watch instances", bucket.watch(Instance, self._on_instance))
-        self._background.spawn("check liveness", self._check_for_ever())
+        self._started = True
 
     async def stop(self) -> None:
         """Listen no more."""
-        for subscription in self._subscriptions:
-            await subscription.end()
-        self._subscriptions.clear()
+        await self.reports.stop()
 
     # What others ask.
 
@@ -171,7 +141,9 @@ class Fleet:
     def failed_start(self, model: ModelName, digest: Digest) -> FailedStart | None:
         """The last start of a model, when it failed and none succeeded since."""
         failed = self._failed.get(model)
-        return failed if failed is not None and failed.digest == digest else None
+        if failed is None or failed.digest != digest or self._clock.monotonic_s() - failed.at_s > FORGET_FAILURE_S:
+            return None
+        return failed
 
     def serving(self, model: ModelName) -> tuple[Seen, ...]:
         """Instances of a model that take requests."""
@@ -188,25 +160,22 @@ class Fleet:
         return seen is not None and seen.serving
 
     def worker(self, worker_id: WorkerId) -> WorkerFacts | None:
-        """The last report of a worker, with its liveness by this gateway's clock."""
-        worker = self._workers.get(worker_id)
-        return self._judged(worker) if worker is not None else None
+        """The last report of a worker, with its liveness."""
+        view = self._roster.worker(worker_id)
+        return view.facts if view is not None else None
 
     def workers(self) -> tuple[WorkerFacts, ...]:
         """The last report of every worker."""
-        return tuple(self._judged(worker) for worker in self._workers.values())
+        return tuple(view.facts for view in self._roster.workers.values())
 
     def nodes(self) -> tuple[NodeFacts, ...]:
-        """The last report of every loader, with its liveness by this gateway's clock."""
-        now_s = self._clock.monotonic_s()
-        return tuple(replace(node.facts, liveness=liveness_of(now_s - node.heard_s)) for node in self._nodes.values())
+        """The last report of every loader, with its liveness."""
+        return tuple(self._roster.nodes.values())
 
     def liveness(self, worker_id: WorkerId) -> Liveness:
         """May it get work? A worker that was never heard is suspect."""
-        worker = self._workers.get(worker_id)
-        if worker is None:
-            return Liveness.SUSPECT
-        return self._liveness(worker)
+        view = self._roster.worker(worker_id)
+        return view.facts.liveness if view is not None else Liveness.SUSPECT
 
     def kv_capacity_tokens(self, instance: Instance) -> int:
         """Tokens for which an instance's KV has room, as its lead reports it; 0 when that is not known."""
@@ -254,111 +223,36 @@ class Fleet:
         self._tell(instance.model)
 
     def _take_failure(self, instance: Instance) -> None:
-        failed = FailedStart(digest=instance.digest, reason=instance.reason, at_s=self._clock.monotonic_s())
+        now_s = self._clock.monotonic_s()
+        self._failed = {model: one for model, one in self._failed.items() if now_s - one.at_s <= FORGET_FAILURE_S}
+        failed = FailedStart(digest=instance.digest, reason=instance.reason, at_s=now_s)
         self._failed[instance.model] = failed
         code, _, sentence = instance.reason.partition(": ")
         if code == SourceChanged.code:
             for callback in self._source_changed:
                 callback(instance.model, instance.digest, SourceChanged(f"{instance.model} cannot be loaded: {sentence}"))
 
-    async def _on_worker_report(self, report: WorkerReport) -> None:
-        now_s = self._clock.monotonic_s()
-        worker_id = report.facts.worker_id
-        if not self._newest.is_news(worker_report_subject(worker_id), report.incarnation, report.seq):
-            return
-        worker = self._workers.get(worker_id)
-        if worker is None:
-            self._workers[worker_id] = _Worker(report.facts, report.incarnation, now_s)
-        elif worker.incarnation != report.incarnation:
-            self._lose(worker, "the worker was started anew")
-            self._workers[worker_id] = _Worker(report.facts, report.incarnation, now_s)
-        elif worker.declared_dead_s is not None and now_s - worker.declared_dead_s < LAST_WORDS_S:
-            return
-        else:
-            worker.facts, worker.heard_s, worker.lost, worker.declared_dead_s = report.facts, now_s, False, None
-        for model in {held.model for held in report.facts.held}:
+    def _on_news(self, news: News) -> None:
+        for loss in news.losses:
+            for callback in self._lost:
+                callback(loss.worker_id, WorkerLost(f"worker {loss.worker_id} is gone: {loss.why}"))
+        views = (self._roster.worker(worker_id) for worker_id in news.workers)
+        for model in {held.model for view in views if view is not None for held in view.facts.held}:
             self._tell(model)
 
-    async def _on_loader_report(self, report: LoaderReport) -> None:
-        now_s = self._clock.monotonic_s()
-        if not self._newest.is_news(loader_report_subject(report.facts.node_id), report.incarnation, report.seq):
-            return
-        self._nodes[report.facts.node_id] = _Node(report.facts, now_s)
-        for worker_id in report.dead_workers:
-            worker = self._workers.get(worker_id)
-            if worker is not None and worker.declared_dead_s is None and not worker.lost:
-                worker.declared_dead_s = now_s
-                worker.heard_s = now_s - DEAD_AFTER_S
-                self._lose(worker, "its node's loader saw it end")
-
-    # Liveness.
-
-    async def _check_for_ever(self) -> None:
-        checked_s = self._clock.monotonic_s()
-        async for _ in every(CHECK_INTERVAL_S):
-            late_s = self._clock.monotonic_s() - checked_s - CHECK_INTERVAL_S
-            if late_s > STALL_S:
-                self.was_away(late_s)
-            checked_s = self._clock.monotonic_s()
-            self.check()
-
-    def was_away(self, seconds: float) -> None:
-        """This process did not run for so long: silence in that time says nothing about others."""
-        log.warning("this process did not run for a while", action="gateway_stalled", seconds=round(seconds, 3))
-        for worker in self._workers.values():
-            if not worker.lost:
-                worker.heard_s += seconds
-        for node in self._nodes.values():
-            node.heard_s += seconds
-
-    def check(self) -> None:
-        """Find out who has been silent for too long."""
-        now_s = self._clock.monotonic_s()
-        if not self._bus.connected:
-            # Silence says nothing about them while nothing can be heard.
-            for worker in self._workers.values():
-                if not worker.lost:
-                    worker.heard_s = now_s
-            for node in self._nodes.values():
-                if liveness_of(now_s - node.heard_s) is not Liveness.DEAD:
-                    node.heard_s = now_s
-            return
-        for worker_id, worker in list(self._workers.items()):
-            if not worker.lost and self._liveness(worker) is Liveness.DEAD:
-                self._lose(worker, f"it has been silent for {now_s - worker.heard_s:.1f} s")
-            if now_s - worker.heard_s > FORGET_AFTER_S:
-                del self._workers[worker_id]
-        self._failed = {model: one for model, one in self._failed.items() if now_s - one.at_s <= FORGET_FAILURE_S}
-        for node_id, node in list(self._nodes.items()):
-            if now_s - node.heard_s > FORGET_AFTER_S:
-                del self._nodes[node_id]
-
-    def _lose(self, worker: _Worker, why: str) -> None:
-        if worker.lost:
-            return
-        worker.lost = True
-        worker_id = worker.facts.worker_id
-        log.warning("worker lost", action="worker_lost", worker_id=worker_id, why=why)
-        for callback in self._lost:
-            callback(worker_id, WorkerLost(f"worker {worker_id} is gone: {why}"))
-
-    def _liveness(self, worker: _Worker) -> Liveness:
-        return liveness_of(self._clock.monotonic_s() - worker.heard_s)
+    # Within.
 
     def _held(self, instance: Instance) -> HeldStage | None:
         """What an instance's lead says of it."""
-        worker = self._workers.get(instance.lead)
-        held = worker.facts.held if worker is not None else ()
+        lead = self._roster.worker(instance.lead)
+        held = lead.facts.held if lead is not None else ()
         return next((stage for stage in held if stage.instance_id == instance.instance_id), None)
-
-    def _judged(self, worker: _Worker) -> WorkerFacts:
-        return replace(worker.facts, liveness=self._liveness(worker))
 
     def _fetched(self, nodes: Iterable[NodeId], digest: Digest) -> float | None:
         done = total = 0
         for node_id in nodes:
-            node = self._nodes.get(node_id)
-            for transfer in node.facts.transfers if node is not None else ():
+            node = self._roster.node(node_id)
+            for transfer in node.transfers if node is not None else ():
                 if transfer.digest == digest:
                     done += transfer.done_bytes
                     total += transfer.total_bytes

@@ -36,7 +36,8 @@ class Ticket:
     """KV room that it takes at most."""
     held_tokens: int
     """KV room that it takes up to its next token."""
-    arrived_s: float
+    since_s: float
+    """When it began to wait: its arrival, or when what had served it could do so no longer."""
     deadline_s: float
     trace_parent: str = ""
     siblings: Siblings = field(default_factory=Siblings)
@@ -230,12 +231,12 @@ class Hold:
                 continue
             for place in waiting:
                 place.demanded_s = now_s if place.demanded_s is None else place.demanded_s
-            oldest = min(waiting, key=lambda each: each.ticket.arrived_s)
+            oldest = min(waiting, key=lambda each: each.ticket.since_s)
             demands.append(
                 Demand(
                     model=model,
                     waiting=len(waiting),
-                    oldest_age_s=now_s - oldest.ticket.arrived_s,
+                    oldest_age_s=now_s - oldest.ticket.since_s,
                     deadline_in_s=min(place.ticket.deadline_s for place in waiting) - now_s,
                     arrivals=len(line.arrivals),
                     window_s=ARRIVALS_WINDOW_S,
@@ -258,7 +259,7 @@ class Hold:
         self.on_change()
 
     def _admit(self, line: _Line) -> None:
-        oldest_s = min((place.ticket.arrived_s for place in line.places), default=self._clock.monotonic_s())
+        oldest_s = min((place.ticket.since_s for place in line.places), default=self._clock.monotonic_s())
         facts = HoldFacts(
             total_requests=self._held, model_requests=len(line.places), oldest_age_s=self._clock.monotonic_s() - oldest_s
         )

@@ -39,14 +39,18 @@ class Presence:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Say where this gateway is.
+        """Say where this gateway is from now on.
 
         Raises:
-            BusUnavailable: the server did not confirm.
+            BusUnavailable: the bucket cannot be opened.
         """
         if self._bucket is None:
             self._bucket = await self._bus.bucket(GATEWAYS)
-            await self._say()
+            try:
+                await self._say()
+            except BusUnavailable as error:
+                # It is said again; what is warm can be served without it.
+                log.warning("could not say where this gateway is", action="presence_deferred", error=error.message)
             self._bus.on_reconnect(self._say)
             self._tasks = [
                 self._background.spawn("watch gateways", self._bucket.watch(GatewayInfo, self._on_gateway)),

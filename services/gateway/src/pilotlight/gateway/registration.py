@@ -13,7 +13,6 @@ from pilotlight.checkpoint.checkpoint import Checkpoint, read_checkpoint
 from pilotlight.checkpoint.errors import CheckpointError
 from pilotlight.checkpoint.manifest import encode as encode_manifest
 from pilotlight.checkpoint.reader import read_small
-from pilotlight.common.clock import Clock
 from pilotlight.common.db.session import Database
 from pilotlight.common.errors import (
     BadCheckpoint,
@@ -27,13 +26,14 @@ from pilotlight.common.settings import ServiceSettings
 from pilotlight.common.sources.opening import PinnedSource, Sources
 from pilotlight.common.store import manifest_key, text_key
 from pilotlight.common.waiting import within
-from pilotlight.gateway.admin.schemas import ModelChanges, NewModel, SloBody
+from pilotlight.gateway.admin.schemas import ModelChanges, NewModel, SloChanges
 from pilotlight.gateway.audit import SYSTEM, Actor
-from pilotlight.gateway.catalog import Catalog, ModelText
+from pilotlight.gateway.catalog import Catalog
+from pilotlight.gateway.model_text import ModelText
 from pilotlight.gateway.repository import ModelRepository, StoredModel
+from pilotlight.gateway.texts.texts import Texts
 from pilotlight.policy.types import Dtype, Model, ModelName, ScalingBounds, Slo
-from pilotlight.text.bundle import MAX_TOKENIZER_BYTES, TextBundle, bundle_from_files
-from pilotlight.text.bundle import encode as encode_bundle
+from pilotlight.text.bundle import MAX_TOKENIZER_BYTES, digest_of
 
 log = structlog.get_logger()
 
@@ -51,18 +51,20 @@ class _Read:
     uri: str
     revision: str | None
     checkpoint: Checkpoint
-    text: TextBundle
+    text_files: dict[str, bytes]
 
 
 class Registration:
     """Adds, changes and removes models."""
 
-    def __init__(self, database: Database, context: Context[ServiceSettings], sources: Sources, catalog: Catalog) -> None:
+    def __init__(
+        self, database: Database, context: Context[ServiceSettings], sources: Sources, catalog: Catalog, texts: Texts
+    ) -> None:
         self.models = ModelRepository(database, context.clock)
         self._store = context.store
-        self._clock = context.clock
         self._sources = sources
         self._catalog = catalog
+        self._texts = texts
         self._slots = asyncio.Semaphore(MAX_CONCURRENT)
 
     async def register(self, body: NewModel, actor: Actor = SYSTEM) -> StoredModel:
@@ -80,22 +82,23 @@ class Registration:
         _check(scaling)
         read = await within(READ_DEADLINE_S, self._read(body), f"reading {body.uri}")
         checkpoint = read.checkpoint
+        bundle = await self._bundle(read)
         model = Model(
             name=ModelName(body.name),
             uri=read.uri,
             revision=read.revision,
             source_version=checkpoint.source_version,
             digest=checkpoint.manifest.digest(),
-            text_digest=read.text.digest(),
+            text_digest=digest_of(bundle),
             dtype=checkpoint.run_dtype if body.dtype == "auto" else Dtype(body.dtype),
             spec=checkpoint.spec,
-            slo=_slo(body.slo),
+            slo=Slo(ttft_ms=body.slo.ttft_ms, tpot_ms=body.slo.tpot_ms, attainment=body.slo.attainment),
             scaling=scaling,
             pinned=body.pinned,
         )
         # Blobs first: a row must never name an object that is not there. A blob without a row does no harm.
         await self._store.put_if_absent(manifest_key(model.digest), encode_manifest(checkpoint.manifest))
-        await self._store.put_if_absent(text_key(model.text_digest), encode_bundle(read.text))
+        await self._store.put_if_absent(text_key(model.text_digest), bundle)
         stored = await self.models.add(model, actor)
         await self._show()
         log.info("model registered", action="model_registered", model=model.name, digest=model.digest, uri=model.uri)
@@ -130,10 +133,25 @@ class Registration:
         except PilotlightError as error:
             log.warning("a change is shown a little later", action="catalog_deferred", error=error.message)
 
+    async def _bundle(self, read: _Read) -> bytes:
+        """The text bundle, encoded: made, and looked at, where foreign code may run.
+
+        Raises:
+            BadCheckpoint: the model's text files cannot be used.
+        """
+        bundle, facts = await self._texts.make(read.text_files)
+        text = await asyncio.to_thread(ModelText.of, facts)
+        known, of_model = text.tokenizer.vocab_size, read.checkpoint.spec.vocab_size
+        if known > of_model:
+            raise BadCheckpoint(
+                f"tokenizer.json has {known} tokens and config.json's vocab_size is {of_model}: they belong to different models"
+            )
+        return bundle
+
     async def _read(self, body: NewModel) -> _Read:
         """Read in a thread. Its slot is free when the thread has ended, which may be long after whoever waits has given up."""
         await self._slots.acquire()
-        reading = asyncio.get_running_loop().run_in_executor(None, _open_and_read, self._sources, body, self._clock)
+        reading = asyncio.get_running_loop().run_in_executor(None, _open_and_read, self._sources, body)
         reading.add_done_callback(self._on_read)
         return await asyncio.shield(reading)
 
@@ -160,20 +178,21 @@ def _changed(model: Model, body: ModelChanges) -> Model:
         keep_alive_s=given(body.keep_alive_s, model.scaling.keep_alive_s),
     )
     _check(scaling)
-    slo = model.slo if body.slo is None else _slo(body.slo)
+    wanted = body.slo or SloChanges()  # pyright: ignore[reportCallIssue] - its defaults are in the fields
+    slo = Slo(
+        ttft_ms=given(wanted.ttft_ms, model.slo.ttft_ms),
+        tpot_ms=given(wanted.tpot_ms, model.slo.tpot_ms),
+        attainment=given(wanted.attainment, model.slo.attainment),
+    )
     return replace(model, slo=slo, scaling=scaling, pinned=given(body.pinned, model.pinned))
 
 
-def _slo(body: SloBody) -> Slo:
-    return Slo(ttft_ms=body.ttft_ms, tpot_ms=body.tpot_ms, attainment=body.attainment)
-
-
-def _open_and_read(sources: Sources, body: NewModel, clock: Clock) -> _Read:
+def _open_and_read(sources: Sources, body: NewModel) -> _Read:
     """Open, read, close; errors of the lower library become those of the taxonomy, by code."""
     try:
         pinned = sources.pin(body.uri, body.revision)
         try:
-            return _read(pinned, clock)
+            return _read(pinned)
         finally:
             pinned.source.close()
     except CheckpointError as error:
@@ -186,14 +205,7 @@ def _open_and_read(sources: Sources, body: NewModel, clock: Clock) -> _Read:
     raise found
 
 
-def _read(pinned: PinnedSource, clock: Clock) -> _Read:
+def _read(pinned: PinnedSource) -> _Read:
     checkpoint = read_checkpoint(pinned.source)
     files = {file.name: read_small(pinned.source, file, MAX_TOKENIZER_BYTES) for file in checkpoint.text_files}
-    text = bundle_from_files(files)
-    known = ModelText.of(text, clock).tokenizer.vocab_size
-    if known > checkpoint.spec.vocab_size:
-        raise BadCheckpoint(
-            f"tokenizer.json has {known} tokens and config.json's vocab_size is {checkpoint.spec.vocab_size}: they belong to "
-            "different models"
-        )
-    return _Read(pinned.uri, pinned.revision, checkpoint, text)
+    return _Read(pinned.uri, pinned.revision, checkpoint, files)

@@ -153,9 +153,13 @@ class _Life:
         self._finish: FinishReason | None = None
         self._sampling = request.sampling
         slo_s = request.model.slo.ttft_ms / 1000
-        hold_s = max(slo_s * parts.hold_slo_factor, parts.hold_timeout_s)
-        self._deadline_s = min(request.arrived_s + hold_s, request.deadline_s)
+        self._hold_s = max(slo_s * parts.hold_slo_factor, parts.hold_timeout_s)
+        self._deadline_s = min(request.arrived_s + self._hold_s, request.deadline_s)
         """Until when it may be held, or be with an instance that is loading."""
+        self._since_s = request.arrived_s
+        """Since when it waits for an instance: what was served has no claim on the time in which it was."""
+        self._tokens_before = 0
+        """Output that earlier attempts had given."""
         self._waited_out = False
 
     async def updates(self) -> AsyncGenerator[Update, None]:
@@ -177,7 +181,7 @@ class _Life:
             digest=request.model.digest,
             needed_tokens=len(request.prompt_ids) + request.sampling.max_tokens,
             held_tokens=len(request.prompt_ids) + len(self._output_ids) + 1,
-            arrived_s=request.arrived_s,
+            since_s=self._since_s,
             deadline_s=self._deadline_s,
             trace_parent=request.trace_parent,
             siblings=request.siblings,
@@ -187,7 +191,7 @@ class _Life:
                 yield self._progress(place)
             while not await place.decided(min(PROGRESS_INTERVAL_S, self._deadline_s - self._clock.monotonic_s())):
                 if self._clock.monotonic_s() >= self._deadline_s:
-                    raise await self._parts.explainer.why(request.model, request.arrived_s)
+                    raise await self._parts.explainer.why(request.model, self._since_s)
                 yield self._progress(place)
             place.take()
             self._place = place
@@ -218,7 +222,7 @@ class _Life:
                 raise self._too_late()
             if left_s() <= 0:
                 self._waited_out = True
-                raise await self._parts.explainer.why(model, self._request.arrived_s)
+                raise await self._parts.explainer.why(model, self._since_s)
             if not fleet.serves(instance_id) and place.error is not None:
                 raise place.error
             if not fleet.serves(instance_id) and fleet.serving(model.name):
@@ -233,6 +237,7 @@ class _Life:
         assert place.assigned is not None
         seen = place.assigned
         self._attempts += 1
+        self._tokens_before = len(self._output_ids)
         relay = self._parts.relay
         instance = seen.instance
         attempt = relay.open(self._request.request_id, self._attempts, instance.lead, instance.instance_id, len(self._output_ids))
@@ -340,10 +345,11 @@ class _Life:
         """After a refusal or a loss: return when another attempt may help.
 
         1. The request itself is wrong, or too large for the instance's KV, or its time is over, by whichever clock: no.
-        2. Refused before it ran, or the load came to nothing that it waited for: the hold's deadline is the limit.
+        2. Refused before it ran, or the load came to nothing that it waited for: the hold's deadline is the limit. Where its instance
+           made room for others after it had served it for a while, it waits anew, behind those that wait already.
         3. All of its tokens had arrived: it has ended.
-        4. Lost while it ran: three times before the first token, three times after. Where it was served already, it gets a whole
-           new waiting time with each loss.
+        4. Lost while it ran: three times before the first token, three times after. It gets a whole new waiting time with each loss:
+           what it waited for an instance that was lost is not its own.
         """
         instance_id = seen.instance.instance_id
         model = self._request.model.name
@@ -352,6 +358,8 @@ class _Life:
         ended_late = attempt.finish is FinishReason.ERROR and isinstance(error, DeadlineExceeded)
         if ended_late or self._left_s() <= 0:
             raise self._too_late() from error
+        if len(self._output_ids) > self._tokens_before:
+            self._wait_anew()
         if isinstance(error, NotLoaded) or not (attempt.accepted or isinstance(error, InternalError)):  # 2
             self._avoid(instance_id, error.retry_after_s or AVOID_REFUSED_S)
             log.info("submit refused", action="submit_refused", model=model, instance_id=instance_id, code=error.code)
@@ -363,8 +371,17 @@ class _Life:
                 raise error_of(error.code, f"given up after {self._losses} lost attempts: {error.message}") from error
             self._avoid(instance_id, AVOID_LOST_S)
             if self._output_ids:
-                self._deadline_s = min(self._clock.monotonic_s() + self._parts.hold_timeout_s, self._request.deadline_s)
+                self._wait_anew()
+            else:
+                self._renew_deadline()
             log.warning("attempt lost", action="attempt_lost", model=model, instance_id=instance_id, code=error.code)
+
+    def _wait_anew(self) -> None:
+        self._since_s = self._clock.monotonic_s()
+        self._renew_deadline()
+
+    def _renew_deadline(self) -> None:
+        self._deadline_s = min(self._clock.monotonic_s() + self._hold_s, self._request.deadline_s)
 
     def _avoid(self, instance_id: InstanceId, for_s: float) -> None:
         self._parts.router.avoid(instance_id, for_s)

@@ -1,67 +1,29 @@
 """The HTTP server, in this process's event loop."""
 
 import asyncio
+import functools
 import socket
 from collections.abc import Generator
 from contextlib import contextmanager
 
 import structlog
 import uvicorn
-from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pilotlight.common.errors import TransientError
 from pilotlight.common.fitness import port_error
 from pilotlight.common.service import Background
+from pilotlight.gateway.connection import Connection
 from pilotlight.gateway.hold import Hold
+from pilotlight.gateway.http import Edge
 
 log = structlog.get_logger()
 
 BACKLOG = 2048
 KEEP_ALIVE_S = 75
-MAX_HEAD_BYTES = 64 * 1024
-"""Of a request line with its headers; whoever sends more is cut off."""
-HEAD_DEADLINE_S = 30.0
-"""For them to arrive; a connection on which none do is closed."""
-
-
-class _Protocol(HttpToolsProtocol):
-    """uvicorn's, with limits on what comes before a body: it keeps any amount of headers for any time."""
-
-    _head_bytes: int | None = 0
-    """Of the head that is arriving; None while none is."""
-    _head_deadline: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._head_deadline = self.loop.call_later(HEAD_DEADLINE_S, transport.close)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._end_head()
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        if self._head_bytes is not None:
-            self._head_bytes += len(data)
-        super().data_received(data)
-        if self._head_bytes is not None and self._head_bytes > MAX_HEAD_BYTES:
-            self.transport.close()
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        if self._head_deadline is None:
-            self._head_bytes = 0
-            self._head_deadline = self.loop.call_later(HEAD_DEADLINE_S, self.transport.close)
-
-    def on_headers_complete(self) -> None:
-        self._end_head()
-        super().on_headers_complete()
-
-    def _end_head(self) -> None:
-        self._head_bytes = None
-        if self._head_deadline is not None:
-            self._head_deadline.cancel()
-            self._head_deadline = None
+PROBE_AFTER_S = 60
+PROBE_EVERY_S = 15
+PROBES = 4
+"""TCP's own, of a silent connection: they find clients that are gone without a word."""
 
 
 class _Server(uvicorn.Server):
@@ -87,7 +49,7 @@ class HttpServer:
     """
 
     def __init__(
-        self, app: ASGIApp, hold: Hold, background: Background, *, host: str, port: int, drain_s: float, share_port: bool = False
+        self, app: Edge, hold: Hold, background: Background, *, host: str, port: int, drain_s: float, share_port: bool = False
     ) -> None:
         """``share_port`` lets other processes of the same user listen on the port too: the kernel spreads connections over them."""
         self._app = app
@@ -123,10 +85,12 @@ class HttpServer:
             listener = socket.create_server((self._host, self._port), family=family, backlog=BACKLOG, reuse_port=self._share_port)
         except OSError as error:
             raise port_error(self._host, self._port, error) from error
+        _probe(listener)
         self._port = listener.getsockname()[1]
         config = uvicorn.Config(
             self._app,
-            http=_Protocol,
+            # A class, by its type; uvicorn only calls it.
+            http=functools.partial(Connection, self._app.malformed),  # pyright: ignore[reportArgumentType]
             ws="none",
             lifespan="off",
             log_config=None,
@@ -149,3 +113,14 @@ class HttpServer:
         self._hold.close(TransientError("this gateway is stopping; send the request again", retry_after_s=1.0))
         await asyncio.gather(self._serving, return_exceptions=True)
         self._server = self._serving = None
+
+
+def _probe(listener: socket.socket) -> None:
+    """Every connection that is accepted inherits this."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, PROBE_AFTER_S),
+        (socket.TCP_KEEPINTVL, PROBE_EVERY_S),
+        (socket.TCP_KEEPCNT, PROBES),
+    ):
+        listener.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -28,6 +28,13 @@ class GatewaySettings(ServiceSettings, DatabaseSettings, PruneSettings, AccessSe
     max_body_bytes: int = Field(
         MAX_PAYLOAD_BYTES, ge=1024, description="Longest body of an API request; more is refused with 413."
     )
+    bodies_bytes: int = Field(
+        256 * 1024 * 1024,
+        ge=1024 * 1024,
+        description="Memory for the bodies of all API requests that arrive or are being decoded, with what is made of them; one key gets "
+        "at most half. Beyond it 429.",
+    )
+    body_pause_s: float = Field(10.0, gt=0, description="How long no byte of a body may arrive before it ends with 408.")
     max_requests: int = Field(
         4096,
         ge=1,
@@ -42,6 +49,29 @@ class GatewaySettings(ServiceSettings, DatabaseSettings, PruneSettings, AccessSe
         3600.0,
         gt=0,
         description="How long an API request may take in all; past it it ends with 503 or an error event, and its engine drops it.",
+    )
+    text_helpers: int = Field(
+        0,
+        ge=0,
+        le=64,
+        description="Prompts that are prepared at a time, each by a process of its own that may be lost; at least 2. 0: one for each core, "
+        "at most 8. There is always one process more, as a spare.",
+    )
+    text_helper_memory_bytes: int = Field(
+        1024 * 1024 * 1024,
+        ge=64 * 1024 * 1024,
+        description="Memory that preparing one prompt, or reading one model's text files, may take; beyond it the request is refused.",
+    )
+    text_short_timeout_s: float = Field(
+        5.0, gt=0, description="Processor time that preparing a prompt of at most 32 KiB may take; three times as long in all."
+    )
+    text_timeout_s: float = Field(
+        30.0,
+        gt=0,
+        description="Processor time that preparing a longer prompt, or reading a model's text files, may take; three times as long in all.",
+    )
+    text_queue_bytes: int = Field(
+        128 * 1024 * 1024, ge=1024 * 1024, description="Bytes of prompts that wait to be prepared; beyond them requests get 429."
     )
     hold_timeout_s: float = Field(120.0, gt=0, description="How long a request waits for an instance before it gets 503.")
     hold_slo_factor: float = Field(

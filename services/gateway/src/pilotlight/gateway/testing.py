@@ -28,7 +28,9 @@ from pilotlight.common.messages.tokens import (
 )
 from pilotlight.common.waiting import every
 from pilotlight.gateway.auth import KeyInfo, Role
-from pilotlight.gateway.catalog import CatalogEntry, ModelText
+from pilotlight.gateway.catalog import CatalogEntry
+from pilotlight.gateway.model_text import ModelText, facts_of
+from pilotlight.gateway.texts.process import HelperLauncher, Launched
 from pilotlight.policy.types import (
     DecisionId,
     Device,
@@ -60,11 +62,13 @@ from pilotlight.policy.types import (
     WorkerId,
 )
 from pilotlight.text.bundle import TextBundle
+from pilotlight.text.tokenizer import TextTokenizer
 
 NODE = NodeId("node-0")
 DIGEST = Digest("d" * 64)
 API_KEY = "pl-inference-for-tests"
 ADMIN_KEY = "pl-admin-for-tests"
+TEXT_HELPER_MEMORY_BYTES = 512 * 1024 * 1024
 CREATED_UNIX_S = 1_760_000_000
 
 
@@ -104,9 +108,33 @@ def model_of(name: str, *, vocab_size: int, max_context_tokens: int = 4096, ttft
 
 def entry_of(name: str, bundle: TextBundle, clock: Clock, *, max_context_tokens: int = 4096) -> CatalogEntry:
     """A model with its text."""
-    text = ModelText.of(bundle, clock)
+    text = ModelText.of(facts_of(bundle, TextTokenizer(bundle), clock))
     model = model_of(name, vocab_size=text.tokenizer.vocab_size, max_context_tokens=max_context_tokens)
+    model = replace(model, text_digest=bundle.digest())
     return CatalogEntry(model=model, text=text, created_unix_s=CREATED_UNIX_S)
+
+
+class ReservedHelpers:
+    """Text helpers that one test leaves to the next: starting a process takes longer than most tests."""
+
+    def __init__(self) -> None:
+        self._launcher = HelperLauncher(TEXT_HELPER_MEMORY_BYTES)
+        self._idle: list[Launched] = []
+
+    def launch(self) -> Launched:
+        """One that is idle, or a new one."""
+        while self._idle:
+            launched = self._idle.pop()
+            if launched.process.poll() is None:
+                return launched
+        return self._launcher.launch()
+
+    def take_back(self, launched: Launched) -> None:
+        """Keep it."""
+        self._idle.append(launched)
+
+
+RESERVED_HELPERS = ReservedHelpers()
 
 
 class KnownModels:

@@ -13,12 +13,12 @@ from pilotlight.checkpoint.manifest import Manifest
 from pilotlight.common.buckets import LEADER
 from pilotlight.common.errors import BadRequest, BusUnavailable
 from pilotlight.common.faults import Faults
-from pilotlight.common.fitness import check_folder, check_shared_memory
+from pilotlight.common.fitness import check_shared_memory
 from pilotlight.common.ids import worker_id_of
 from pilotlight.common.machine import log_file
 from pilotlight.common.messages.hold import LEADING_KEY, Leading
 from pilotlight.common.phases import PhaseReporter
-from pilotlight.common.service import Application, Context
+from pilotlight.common.service import Application, Context, check_or_warn
 from pilotlight.common.sources.opening import Sources
 from pilotlight.common.sources.ranged import Patience
 from pilotlight.common.waiting import Backoff, pause
@@ -92,7 +92,7 @@ async def build(context: Context[LoaderSettings]) -> Application:
         BusUnavailable, MessageUndecodable: nobody says which epoch is the newest.
     """
     settings = context.settings
-    check_folder(settings.state_dir, "state folder", "PILOTLIGHT_STATE_DIR")
+    check_or_warn(settings.state_dir, "state folder", "PILOTLIGHT_STATE_DIR")
     node_id = node_id_of(settings.state_dir)
     epoch = await _announced_epoch(context)
     pool = await _open_pool(context, node_id, epoch)

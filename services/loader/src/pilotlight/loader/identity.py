@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from pilotlight.common.fitness import folder_error
 from pilotlight.common.ids import new_node_id
 from pilotlight.common.machine import memory_bytes
 from pilotlight.policy.types import Epoch, NodeId
@@ -16,12 +17,19 @@ _EPOCH_FILE = "highest-epoch"
 
 
 def node_id_of(state_dir: Path) -> NodeId:
-    """The node's id, made once and kept."""
-    state_dir.mkdir(parents=True, exist_ok=True)
+    """The node's id, made once and kept.
+
+    Raises:
+        DiskFull, FolderUnusable: there is none yet, and none can be written down; or it cannot be read.
+    """
     path = state_dir / _NODE_ID_FILE
-    if not path.exists():
-        _write(path, new_node_id())
-    return NodeId(path.read_text().strip())
+    try:
+        if not path.exists():
+            state_dir.mkdir(parents=True, exist_ok=True)
+            _write(path, new_node_id())
+        return NodeId(path.read_text().strip())
+    except OSError as error:
+        raise folder_error(state_dir, "state folder", "PILOTLIGHT_STATE_DIR", error) from error
 
 
 def load_epoch(state_dir: Path) -> Epoch:

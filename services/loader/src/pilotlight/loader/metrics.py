@@ -83,6 +83,11 @@ class LoaderMetrics:
         )
         self.stale_commands = Counter("pilotlight_stale_commands", "Commands refused for an older epoch.", registry=registry)
         self.workers = Gauge("pilotlight_node_workers", "Workers that are connected.", registry=registry)
+        self.write_failures = Counter(
+            "pilotlight_loader_write_failures",
+            "Times that the loader could not write down which process a worker is: its disk is full, or can only be read.",
+            registry=registry,
+        )
         self.worker_starts = Counter("pilotlight_worker_starts", "Worker processes that were spawned.", registry=registry)
 
     def on_sent(self, node_id: NodeId, size_bytes: int) -> None:

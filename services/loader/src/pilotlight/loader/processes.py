@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Self
 
 import msgspec
+import structlog
 
 from pilotlight.common.machine import STANDARD_ERROR, STANDARD_ERROR_DESCRIPTOR
+from pilotlight.common.procfs import look_at
 
-_STAT_START_TIME = 19
-"""Index of the start time among the fields of /proc/PID/stat that follow the name in parentheses."""
+log = structlog.get_logger()
 
 
 class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,13 +38,14 @@ class Process:
     @classmethod
     def spawn(cls, command: Sequence[str], environment: Mapping[str, str], log_path: Path) -> Self:
         """Start a process that is no part of our session: it goes on when we end. Its output goes to a file, never to a pipe of ours,
-        or to where our standard error goes.
+        or to where our standard error goes; nowhere, where the file cannot be written to, as on a full disk.
 
         Raises:
             OSError: it cannot be started.
         """
-        log_path.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        if log_path != STANDARD_ERROR:
+            log_path = _writable(log_path, flags)
         opened = [(os.POSIX_SPAWN_OPEN, 1, str(log_path), flags, 0o600), (os.POSIX_SPAWN_DUP2, 1, STANDARD_ERROR_DESCRIPTOR)]
         inherited = [(os.POSIX_SPAWN_DUP2, STANDARD_ERROR_DESCRIPTOR, 1)]
         pid = os.posix_spawn(
@@ -58,7 +60,14 @@ class Process:
             # Python ignores it; who is started must not.
             setsigdef=[signal.SIGPIPE],
         )
-        return cls(ProcessRecord(pid=pid, start_ticks=_start_ticks(pid) or 0), os.pidfd_open(pid), True)
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            # Nobody could watch it, and another one would be started beside it.
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise
+        return cls(ProcessRecord(pid=pid, start_ticks=_start_ticks(pid) or 0), pidfd, True)
 
     @classmethod
     def adopt(cls, record: ProcessRecord) -> Self | None:
@@ -96,6 +105,12 @@ class Process:
             except ProcessLookupError:
                 return
 
+    @property
+    def stopped(self) -> bool:
+        """By a signal or a debugger: it does nothing until it is woken."""
+        found = look_at(self.record.pid) if self._pidfd >= 0 else None
+        return found is not None and found.state in "Tt"
+
     def _reap(self) -> None:
         """Collect the exit status of a child that has ended: this does not block."""
         self.exit_code = os.waitstatus_to_exitcode(os.waitpid(self.record.pid, 0)[1])
@@ -124,25 +139,40 @@ class ProcessFile:
         """What an earlier run wrote; None where there is nothing of use."""
         try:
             return msgspec.json.decode(self._path.read_bytes(), type=ProcessRecord)
-        except (FileNotFoundError, msgspec.DecodeError):
+        except (OSError, msgspec.DecodeError):
             return None
 
     def write(self, record: ProcessRecord) -> None:
-        """Name the process for a later run."""
+        """Name the process for a later run.
+
+        Raises:
+            OSError: that cannot be written; what was there before is still there.
+        """
         self._path.parent.mkdir(parents=True, exist_ok=True)
         making = self._path.with_suffix(".new")
         making.write_bytes(msgspec.json.encode(record))
         making.rename(self._path)
 
     def remove(self) -> None:
-        """There is no such process any more."""
+        """There is no such process any more.
+
+        Raises:
+            OSError: the file cannot be removed, which is as good: it names a process that has ended.
+        """
         self._path.unlink(missing_ok=True)
 
 
-def _start_ticks(pid: int) -> int | None:
+def _writable(log_path: Path, flags: int) -> Path:
+    """The file, if it can be opened for writing; else the one that takes everything and keeps nothing."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    # The name in parentheses may hold anything, also parentheses.
-    return int(stat.rpartition(")")[2].split()[_STAT_START_TIME])
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(log_path, flags | os.O_CLOEXEC, 0o600))
+    except OSError as error:
+        log.error("a worker has no log", action="worker_log_failed", path=str(log_path), error=str(error))
+        return Path(os.devnull)
+    return log_path
+
+
+def _start_ticks(pid: int) -> int | None:
+    found = look_at(pid)
+    return found.start_ticks if found is not None else None

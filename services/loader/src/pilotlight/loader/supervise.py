@@ -6,9 +6,11 @@
 """
 
 import asyncio
+import os
 import random
 import signal
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +31,9 @@ STABLE_AFTER_S = 30.0
 """A worker that ran for this long is started again at once."""
 TERMINATE_S = 6.0
 """Between SIGTERM and SIGKILL, when the loader stops: within the deadline of a component's stop."""
+LOOK_S = 1.0
+STOPPED_S = 10.0
+"""A worker that a signal or a debugger has stopped for this long is ended. Everybody takes it for dead after three seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +60,15 @@ class WorkerSupervisor:
     background: Background
     rng: random.Random = field(default_factory=random.Random)
     terminate_s: float = TERMINATE_S
+    stopped_s: float = STOPPED_S
     backoff: Backoff = field(default_factory=lambda: Backoff(first_s=0.1, limit_s=30.0))
+    record_backoff: Backoff = field(default_factory=lambda: Backoff(first_s=1.0, limit_s=15.0))
+    """Until it is tried again to write down which process a worker is."""
     _connected: dict[WorkerId, int] = field(default_factory=dict[WorkerId, int])
     _dead: set[WorkerId] = field(default_factory=set[WorkerId])
     _processes: dict[WorkerId, Process] = field(default_factory=dict[WorkerId, Process])
+    _unrecorded: set[WorkerId] = field(default_factory=set[WorkerId])
+    """Workers of which no file says which process they are: the disk is full, or can only be read."""
     _tasks: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
 
     async def start(self) -> None:
@@ -72,12 +82,14 @@ class WorkerSupervisor:
             return
         tasks, self._tasks = self._tasks, []
         await cancel_all(tasks)
+        running = [plan for plan in self.plans if plan.worker_id in self._processes]
+        # One that the next loader could not find would be there twice.
+        ending = [plan for plan in running if not (self.handover and self._record(plan, self._processes[plan.worker_id]))]
+        await asyncio.gather(*(self._end(plan) for plan in ending))
+        for process in self._processes.values():
+            process.release()
         if self.handover:
-            for process in self._processes.values():
-                process.release()
             log.info("workers left to the next loader", action="workers_handed_over", workers=len(self._processes))
-        else:
-            await asyncio.gather(*(self._end(plan) for plan in self.plans if plan.worker_id in self._processes))
         self._processes.clear()
 
     @property
@@ -88,7 +100,11 @@ class WorkerSupervisor:
     def on_hello(self, hello: Hello) -> None:
         process = self._processes.get(hello.worker_id)
         if process is not None and process.record.pid != hello.pid:
+            # An earlier loader was killed before it could write down which process its worker is. One of the two has to go.
             log.error("two processes are one worker", action="worker_twice", worker_id=hello.worker_id, pid=hello.pid)
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(hello.pid, signal.SIGTERM)
+            return
         self._connected[hello.worker_id] = hello.pid
         self._dead.discard(hello.worker_id)
         self.metrics.workers.set(len(self._connected))
@@ -107,7 +123,7 @@ class WorkerSupervisor:
             process = self._adopt(plan) or self._spawn(plan)
             if process is not None:
                 self._processes[plan.worker_id] = process
-                await process.ended()
+                await self._until_ended(plan, process)
                 self._forget(plan, process)
             attempt = 0 if self.clock.monotonic_s() - started_s > STABLE_AFTER_S else attempt + 1
             delay_s = self.backoff.delay_s(attempt, self.rng) if attempt else 0.0
@@ -135,10 +151,50 @@ class WorkerSupervisor:
         except OSError as error:
             log.error("worker cannot be started", action="worker_spawn_failed", worker_id=plan.worker_id, error=str(error))
             return None
-        ProcessFile(plan.pid_path).write(process.record)
+        self._unrecorded.add(plan.worker_id)
         self.metrics.worker_starts.inc()
         log.info("worker started", action="worker_started", worker_id=plan.worker_id, pid=process.record.pid)
         return process
+
+    def _record(self, plan: WorkerPlan, process: Process) -> bool:
+        """Write down which process the worker is, where that has not been done; whether it is written down now."""
+        if plan.worker_id not in self._unrecorded:
+            return True
+        try:
+            ProcessFile(plan.pid_path).write(process.record)
+        except OSError as error:
+            # The worker serves all the same; only the next loader would not find it.
+            self.metrics.write_failures.inc()
+            log.error(
+                "which process a worker is cannot be written down",
+                action="worker_unrecorded",
+                worker_id=plan.worker_id,
+                pid=process.record.pid,
+                error=str(error),
+            )
+            return False
+        self._unrecorded.discard(plan.worker_id)
+        return True
+
+    async def _until_ended(self, plan: WorkerPlan, process: Process) -> None:
+        """Return when it has ended; meanwhile write down what was not, and end it if it does not go on after a stop."""
+        attempt, stopped_looks = 0, 0
+        record_s = self.clock.monotonic_s()
+        while True:
+            if plan.worker_id in self._unrecorded and self.clock.monotonic_s() >= record_s:
+                self._record(plan, process)
+                record_s = self.clock.monotonic_s() + self.record_backoff.delay_s(attempt, self.rng)
+                attempt += 1
+            try:
+                async with asyncio.timeout(LOOK_S):
+                    return await process.ended()
+            except TimeoutError:
+                stopped_looks = stopped_looks + 1 if process.stopped else 0
+            if stopped_looks * LOOK_S >= self.stopped_s:
+                # Its requests have long gone on elsewhere; without it, the device can be used again.
+                log.error("a worker was stopped and is ended", action="worker_stopped", worker_id=plan.worker_id)
+                process.kill_session()
+                stopped_looks = 0
 
     async def _end(self, plan: WorkerPlan) -> None:
         process = self._processes[plan.worker_id]
@@ -155,7 +211,11 @@ class WorkerSupervisor:
     def _forget(self, plan: WorkerPlan, process: Process) -> None:
         # Its engine ends by itself when the worker does; one that hangs must not keep the device from the next worker.
         process.kill_session()
-        ProcessFile(plan.pid_path).remove()
+        try:
+            ProcessFile(plan.pid_path).remove()
+        except OSError as error:
+            log.warning("a worker's file stays", action="worker_file_kept", worker_id=plan.worker_id, error=str(error))
+        self._unrecorded.discard(plan.worker_id)
         self._processes.pop(plan.worker_id, None)
         self._connected.pop(plan.worker_id, None)
         self._note_dead(plan.worker_id)

@@ -7,6 +7,7 @@ from pilotlight.common.db.measures import measure
 from pilotlight.common.db.outbox import Outbox
 from pilotlight.common.db.retention import PruneMetrics
 from pilotlight.common.db.session import Database
+from pilotlight.common.errors import BusUnavailable, NotLeader
 from pilotlight.common.service import Application, Context
 from pilotlight.policy.types import Epoch
 from pilotlight.scheduler.election import Election
@@ -43,9 +44,11 @@ async def build(context: Context[SchedulerSettings]) -> Application:
         term = Term(standing, Fence(database, lease.holder, epoch), lambda: election.check(epoch))
         await term.load()
         subjects = LeaderSubjects(context, term, listening, world)
-        await subjects.start()
         try:
+            await subjects.start()
             await term.lead()
+        except BusUnavailable as error:
+            raise NotLeader(f"NATS cannot be led over: {error.message}") from error
         finally:
             await subjects.stop()
 

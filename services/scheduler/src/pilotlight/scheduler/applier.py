@@ -7,12 +7,12 @@ import structlog
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import Conflict, NotLeader
-from pilotlight.policy.instance import ENDED, SERVING, InstanceEvent, step
-from pilotlight.policy.types import Epoch, Generation, GrantId, Instance, InstanceId, InstanceState, ModelName
+from pilotlight.policy.control.reconcile import Change, moved
+from pilotlight.policy.instance import ENDED
+from pilotlight.policy.types import Epoch, GrantId, Instance, InstanceState, ModelName
 from pilotlight.scheduler.board import InstanceBoard
 from pilotlight.scheduler.book import Book
 from pilotlight.scheduler.cold_starts import ColdStarts
-from pilotlight.scheduler.reconcile import Change
 from pilotlight.scheduler.records import Decision
 from pilotlight.scheduler.repository import SchedulerRepository
 
@@ -41,16 +41,17 @@ class Applier:
             DatabaseUnavailable: the database cannot be reached.
             IllegalTransition: the change is not one that the table allows: a bug.
         """
-        entry = self.book.get(change.instance_id)
-        if entry is None or entry.tentative or entry.instance.state in ENDED:
+        record = self.book.get(change.instance_id)
+        if record is None or not record.is_row:
             return None
-        before = entry.instance
+        before = record.instance
         after = moved(before, change, self.epoch, self.clock.monotonic_s())
         try:
             await self.repository.move(before, after, decision)
         except Conflict as error:
             raise NotLeader(f"rows differ from what this leader knows: {error.message}") from error
-        entry.instance = after
+        # Read again: reports may have said more of it while the row was written.
+        self.book.put(replace(self.book.get(change.instance_id) or record, instance=after))
         log.info(
             "instance changed",
             action=f"instance_{after.state.value}",
@@ -75,31 +76,3 @@ class Applier:
             for placement in after.placements:
                 if placement.grant_id is not None:
                     self.release(placement.grant_id)
-
-
-def moved(before: Instance, change: Change, epoch: Epoch, now_s: float) -> Instance:
-    """The instance after its events.
-
-    A drain is a new generation: workers that already obey the old one must hear of it. Time spent in a state counts from the last
-    event.
-    """
-    state = before.state
-    for event in change.events:
-        state = step(state, event)
-    drains = InstanceEvent.DRAIN in change.events and state not in ENDED
-    return replace(
-        before,
-        state=state,
-        generation=Generation(before.generation + 1) if drains else before.generation,
-        epoch=epoch,
-        state_since_s=now_s,
-        last_used_s=now_s if state in SERVING else before.last_used_s,
-        in_flight=0 if state in ENDED else before.in_flight,
-        reason=change.reason,
-        served=before.served or state in SERVING,
-    )
-
-
-def drain_of(instance_id: InstanceId, reason: str) -> Change:
-    """The change that takes an instance out of service."""
-    return Change(instance_id=instance_id, events=(InstanceEvent.DRAIN,), reason=reason)

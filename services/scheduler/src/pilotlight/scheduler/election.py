@@ -18,6 +18,8 @@ log = structlog.get_logger()
 
 STAND_BY_S = 0.25
 """Between two looks at a lease that somebody else holds, at most; the next is not before it expires, unless that is further away."""
+SHORT_TERM_S = LEASE_S
+"""A term that ended sooner could not do its work: the next is not tried at once."""
 SHORTEST_LOOK_S = 0.01
 RETRY_S = 0.2
 """Between two tries to renew while the database does not answer."""
@@ -67,8 +69,10 @@ class Election:
             return
         epoch = self.epoch
         await cancel_all((task,), again_s=TERM_ENDS_S)
-        if epoch is None:
-            return
+        if epoch is not None:
+            await self._give_back(epoch)
+
+    async def _give_back(self, epoch: Epoch) -> None:
         try:
             await self._lease.give_back(epoch)
         except (DatabaseUnavailable, DeadlineExceeded) as error:
@@ -76,7 +80,7 @@ class Election:
 
     async def _stand_for_ever(self) -> None:
         backoff = Backoff(first_s=0.1, limit_s=2.0)
-        failures = 0
+        failures, short_terms = 0, 0
         while True:
             asked_s = self._clock.monotonic_s()
             try:
@@ -93,6 +97,13 @@ class Election:
                 await pause(min(look_s, max(SHORTEST_LOOK_S, self._lease.left_s)))
                 continue
             await self._serve_term(epoch, asked_s + LEASE_S)
+            if self._clock.monotonic_s() - asked_s >= SHORT_TERM_S:
+                short_terms = 0
+                continue
+            # Whoever can do the work need not wait for the lease that this process could not use.
+            await self._give_back(epoch)
+            await pause(backoff.delay_s(short_terms, self._rng))
+            short_terms += 1
 
     async def _serve_term(self, epoch: Epoch, valid_until_s: float) -> None:
         log.info("leading", action="lease_taken", epoch=epoch)

@@ -18,17 +18,11 @@ from pilotlight.common.messages.demand import (
 )
 from pilotlight.common.messages.events import GATEWAY_EVENTS, Event
 from pilotlight.common.messages.phases import PHASES_SUBJECT, PhaseReport
-from pilotlight.common.messages.reports import (
-    LOADER_REPORTS,
-    WORKER_REPORTS,
-    LoaderReport,
-    WorkerReport,
-    loader_report_subject,
-    worker_report_subject,
-)
 from pilotlight.common.newest import Newest
+from pilotlight.common.roster import News
+from pilotlight.common.roster_feed import RosterFeed
 from pilotlight.common.service import Context
-from pilotlight.common.waiting import cancel_all, every, woken
+from pilotlight.common.waiting import cancel_all, woken
 from pilotlight.scheduler.leader import Term
 from pilotlight.scheduler.repository import ModelReader
 from pilotlight.scheduler.settings import SchedulerSettings
@@ -38,9 +32,6 @@ log = structlog.get_logger()
 
 RELIST_S = 5.0
 """Models are listed at least so often: an event may be lost, its absence must not matter."""
-
-CONNECTION_S = 0.25
-"""A lost connection is seen within this time: well before anybody who cannot be heard is taken for dead."""
 
 
 class Listening:
@@ -56,6 +47,8 @@ class Listening:
         self._subscriptions: list[Subscription] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._newest = Newest()
+        self._feed = RosterFeed(context.bus, context.clock, context.background, world.roster)
+        self._feed.on_news(self._on_news)
 
     async def start(self) -> None:
         """Listen from now on.
@@ -67,9 +60,8 @@ class Listening:
             return
         bus = self._context.bus
         self._world.listening_since_s = self._clock.monotonic_s()
+        await self._feed.start()
         self._subscriptions = [
-            await bus.subscribe(WORKER_REPORTS, WorkerReport, self._on_worker),
-            await bus.subscribe(LOADER_REPORTS, LoaderReport, self._on_loader),
             await bus.subscribe(DEMAND_SUBJECTS, DemandVector, self._on_demand),
             await bus.subscribe(GATEWAY_EVENTS, Event, self._on_event),
         ]
@@ -77,7 +69,6 @@ class Listening:
         bus.on_reconnect(self._reconnected)
         self._tasks = [
             self._context.background.spawn("list models", self._relist_for_ever()),
-            self._context.background.spawn("watch the connection", self._watch_connection()),
         ]
 
     async def stop(self) -> None:
@@ -85,6 +76,7 @@ class Listening:
         for subscription in self._subscriptions:
             await subscription.end()
         self._subscriptions = []
+        await self._feed.stop()
         tasks, self._tasks = self._tasks, []
         await cancel_all(tasks)
 
@@ -99,16 +91,8 @@ class Listening:
         if self._world.hear_drains(drains, self._clock.monotonic_s()) or changed:
             self._wake.set()
 
-    async def _on_worker(self, report: WorkerReport) -> None:
-        if not self._newest.is_news(worker_report_subject(report.facts.worker_id), report.incarnation, report.seq):
-            return
-        if self._world.hear_worker(report, self._clock.monotonic_s()):
-            self._wake.set()
-
-    async def _on_loader(self, report: LoaderReport) -> None:
-        if not self._newest.is_news(loader_report_subject(report.facts.node_id), report.incarnation, report.seq):
-            return
-        if self._world.hear_loader(report, self._clock.monotonic_s()):
+    def _on_news(self, news: News) -> None:
+        if self._world.follow(news):
             self._wake.set()
 
     async def _on_demand(self, vector: DemandVector) -> None:
@@ -125,14 +109,9 @@ class Listening:
         self._relist.set()
 
     async def _reconnected(self) -> None:
-        self._world.hear_connection(True, self._clock.monotonic_s())
         self._world.reconnects += 1
         self._relist.set()
         self._wake.set()
-
-    async def _watch_connection(self) -> None:
-        async for _ in every(CONNECTION_S):
-            self._world.hear_connection(self._context.bus.connected, self._clock.monotonic_s())
 
     async def _relist_for_ever(self) -> None:
         while True:
@@ -154,12 +133,15 @@ class LeaderSubjects:
         self._subscriptions: list[Subscription] = []
 
     async def start(self) -> None:
-        """Answer from now on."""
-        self._subscriptions = [
-            await self._bus.serve(PHASES_SUBJECT, PhaseReport, self._term.cold_starts.keep),
-            await self._bus.serve(WARM_SUBJECT, Warm, self._warm),
-            await self._bus.serve(EVICT_SUBJECT, Evict, self._term.evict),
-        ]
+        """Answer from now on.
+
+        Raises:
+            BusUnavailable: NATS cannot be reached; ``stop`` ends what had begun.
+        """
+        serve, begun = self._bus.serve, self._subscriptions
+        begun.append(await serve(PHASES_SUBJECT, PhaseReport, self._term.cold_starts.keep))
+        begun.append(await serve(WARM_SUBJECT, Warm, self._warm))
+        begun.append(await serve(EVICT_SUBJECT, Evict, self._term.evict))
 
     async def stop(self) -> None:
         """Answer no more."""

@@ -1,9 +1,8 @@
-"""One term of leadership: wakes on what changes, reconciles, decides, applies, commands."""
+"""One term of leadership: gathers what is known, has control decide, carries it out."""
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import structlog
 
@@ -12,55 +11,60 @@ from pilotlight.common.clock import Clock
 from pilotlight.common.db.mapping import to_row_json
 from pilotlight.common.db.retention import PruneMetrics, Pruner
 from pilotlight.common.db.session import Database
-from pilotlight.common.errors import DatabaseUnavailable, ModelNotFound, NotLeader
+from pilotlight.common.errors import BusUnavailable, DatabaseUnavailable, ModelNotFound, NotLeader, error_of
 from pilotlight.common.ids import new_decision_id
 from pilotlight.common.messages.demand import Evict, Evicting, Warm, Warming
 from pilotlight.common.service import Context
 from pilotlight.common.telemetry import current_traceparent
 from pilotlight.common.waiting import Group, every, woken
-from pilotlight.policy.drain import DrainRules, leaving, plan_drain, staying
+from pilotlight.policy.control.books import Record
+from pilotlight.policy.control.plan import ControlFacts, ControlRules, Memory, Plan, Refusal, StartOrder
+from pilotlight.policy.control.plan import Term as TermFacts
+from pilotlight.policy.control.reconcile import ReconcileRules, drain_of
+from pilotlight.policy.control.tick import tick
+from pilotlight.policy.drain import DrainRules
 from pilotlight.policy.eviction.base import EvictionRules
 from pilotlight.policy.instance import SERVING
 from pilotlight.policy.parallelism import SchemeRules
-from pilotlight.policy.placement import PlacementRules
-from pilotlight.policy.scaling import Drain, ScalingRules, Start, plan_scaling
-from pilotlight.policy.types import (
-    Demand,
-    Epoch,
-    GrantId,
-    Instance,
-    InstanceId,
-    InstanceState,
-    Liveness,
-    ModelName,
-    Snapshot,
-    WorkerId,
-)
+from pilotlight.policy.placement import PlacementRules, ServiceRules
+from pilotlight.policy.scaling import Drain, ScalingRules
+from pilotlight.policy.turns import TurnRules
+from pilotlight.policy.types import Epoch, GrantId, Instance, InstanceId, ModelName
 from pilotlight.scheduler.announcement import Announcer
-from pilotlight.scheduler.applier import Applier, drain_of
+from pilotlight.scheduler.applier import Applier
 from pilotlight.scheduler.asks import Asks
 from pilotlight.scheduler.board import InstanceBoard
-from pilotlight.scheduler.book import Book, Entry
+from pilotlight.scheduler.book import Book
 from pilotlight.scheduler.cold_starts import ColdStarts
-from pilotlight.scheduler.commands import Dispatcher
 from pilotlight.scheduler.lease import Fence
 from pilotlight.scheduler.metrics import SchedulerMetrics
-from pilotlight.scheduler.planner import Planner, StartOrder
-from pilotlight.scheduler.reconcile import ReconcileRules, reconcile
 from pilotlight.scheduler.records import Decision, trace_parent_of
 from pilotlight.scheduler.repository import SchedulerRepository, retention
 from pilotlight.scheduler.room import RoomClient
 from pilotlight.scheduler.settings import SchedulerSettings
-from pilotlight.scheduler.world import WorkerView, World
+from pilotlight.scheduler.starter import Starter
+from pilotlight.scheduler.teller import Teller
+from pilotlight.scheduler.world import World
 
 log = structlog.get_logger()
 
 TICK_S = 0.25
-LEARN_S = 1.0
-"""Listened for this long, every live worker has reported several times; before that nothing is commanded."""
-LEARNED_S = 0.3
-"""How long a standby that has listened for that long waits for workers that are silent: longer than their reports are apart."""
 SETTLE_S = 0.5
+
+
+def rules_of(settings: SchedulerSettings, term_started_s: float) -> ControlRules:
+    """Figures of the decisions, as they are set."""
+    placement = PlacementRules(
+        eviction=EvictionRules(min_residency_s=settings.min_residency_s),
+        service=ServiceRules(min_loads=settings.min_service_loads),
+    )
+    return ControlRules(
+        reconcile=ReconcileRules(term_started_s=term_started_s, hold_deadline_s=settings.hold_deadline_s),
+        scaling=ScalingRules(instance_requests=settings.instance_requests),
+        scheme=SchemeRules(placement=placement),
+        drain=DrainRules(replace_within_s=settings.drain_replace_s, placement=placement),
+        turns=TurnRules(patience_slo_factor=settings.patience_slo_factor, placement=placement),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,18 +97,17 @@ class Term:
         self._metrics = metrics
         self._epoch: Epoch = fence.epoch
         self._started_s = self._clock.monotonic_s()
-        self._scaling_rules = ScalingRules(instance_requests=settings.instance_requests)
-        self._reconcile_rules = ReconcileRules(term_started_s=self._started_s, hold_deadline_s=settings.hold_deadline_s)
+        self._rules = rules_of(settings, self._started_s)
+        self._memory = Memory()
+        self._refusals: list[Refusal] = []
+        self._got_room: list[ModelName] = []
         self._group = Group()
-        self._starting: set[ModelName] = set()
         self._check = check
         self._announcer = Announcer(standing.leader_bucket, self._epoch, check)
         self._announced = False
         """Nothing is commanded before: who was away must be able to learn whom to obey."""
         self._shown_after = standing.world.reconnects
         self._asks = Asks()
-        self._wanted: dict[ModelName, str] = {}
-        """Models that are to serve elsewhere before they leave a node that drains, and why."""
         self._room = RoomClient(context.bus, self._epoch, check)
         self.book = Book()
         self._repository = SchedulerRepository(standing.database, fence, self._clock)
@@ -113,7 +116,7 @@ class Term:
         self._pruner = Pruner(rules, standing.database, self._clock, counts, interval_s=every_s, unit_of_work=fenced)
         self.cold_starts = ColdStarts(self._repository, self.book, self._clock, context.service, metrics)
         self._board = InstanceBoard(standing.bucket, self._clock, self._shown, check)
-        self._dispatcher = Dispatcher(context.bus, self._epoch, check, self._clock)
+        self._teller = Teller(context.bus, self._epoch, check, self._clock)
         self._applier = Applier(
             epoch=self._epoch,
             clock=self._clock,
@@ -124,21 +127,17 @@ class Term:
             release=self._release,
             is_awaited=self._is_awaited,
         )
-        placement = PlacementRules(eviction=EvictionRules(min_residency_s=settings.min_residency_s))
-        self._drain_rules = DrainRules(replace_within_s=settings.drain_replace_s, placement=placement)
-        self._planner = Planner(
-            snapshot=self._snapshot,
+        self._starter = Starter(
             book=self.book,
             repository=self._repository,
             room=self._room,
-            dispatcher=self._dispatcher,
+            teller=self._teller,
             board=self._board,
             cold_starts=self.cold_starts,
             metrics=metrics,
             clock=self._clock,
-            rules=SchemeRules(placement=placement),
             release=self._release,
-            world_version=lambda: world.version,
+            nodes=world.nodes,
         )
 
     async def load(self) -> None:
@@ -154,7 +153,7 @@ class Term:
         parents = {record.instance_id: trace_parent_of(record) for record in stored.cold_starts}
         for one in stored.instances:
             trace_parent = parents.get(one.instance.instance_id, "")
-            self.book.add(Entry(instance=one.instance, model=one.model, trace_parent=trace_parent))
+            self.book.put(Record(instance=one.instance, model=one.model, trace_parent=trace_parent))
             self._board.show(one.instance)
         for record in stored.cold_starts:
             self.cold_starts.open(record)
@@ -165,8 +164,8 @@ class Term:
         """Lead until cancelled.
 
         Raises:
-            NotLeader: the lease is lost, or the database does not answer: whatever was being written may be there or not, and the
-                next term reads it anew.
+            NotLeader: the lease is lost, or the database or NATS do not answer: whatever was being written may be there or not, and
+                the next term reads it anew.
         """
         try:
             async with self._group as group:
@@ -177,7 +176,7 @@ class Term:
                 group.create_task(self._settle_for_ever(), name="cold starts")
                 group.create_task(self._pruner.prune_for_ever(), name="old rows")
                 await self._decide_for_ever()
-        except* (NotLeader, DatabaseUnavailable) as errors:
+        except* (NotLeader, DatabaseUnavailable, BusUnavailable) as errors:
             reasons = [str(error) for error in errors.exceptions]
             raise NotLeader(f"the term is over: {'; '.join(reasons)}") from None
         finally:
@@ -202,11 +201,12 @@ class Term:
         if model is None:
             raise ModelNotFound(f"no model is named {ask.model}")
         now_s = self._clock.monotonic_s()
-        leaving_ids = {one.instance_id for one in leaving(self._snapshot())}
+        drained = self._world.draining_since_s
         known = [
-            entry.instance
-            for entry in self.book.of_model(ask.model)
-            if entry.instance.digest == model.digest and entry.instance.instance_id not in leaving_ids
+            record.instance
+            for record in self.book.books.of_model(ask.model)
+            if record.instance.digest == model.digest
+            and not any(placement.node_id in drained for placement in record.instance.placements)
         ]
         serving = [instance for instance in known if instance.state in SERVING]
         if serving:
@@ -236,82 +236,80 @@ class Term:
     async def _decide_for_ever(self) -> None:
         while True:
             self._wake.clear()
-            await self._decide()
+            self._show_anew()
+            facts = self._facts()
+            plan = tick(facts, self._memory, self._rules)
+            self.book.books, self._memory = plan.books, plan.memory
+            await self._carry_out(plan, facts)
             await woken(self._wake, TICK_S)
-
-    async def _decide(self) -> None:
-        """One pass: reports first, for they may free what decisions need; commands last, for they say what was decided.
-
-        While NATS is lost nothing is decided: the last view is kept, and absence is not taken for deletion.
-        """
-        self._show_anew()
-        now_s = self._clock.monotonic_s()
-        workers = self._world.workers(now_s)
-        demand = self._demand(now_s)
-        waited_for = {one.model for one in demand}
-        self.book.refresh(workers.values(), waited_for, now_s)
-        for change in reconcile(self.book.tracked(), workers, now_s, self._reconcile_rules):
-            after = await self._applier.apply(change)
-            if after is not None and after.state in SERVING:
-                self._asks.warmed(after.model)
-        if self._world.deaf_since_s is not None or not self._announced or not self._has_learned(workers, now_s):
-            return
-        await self._evict_asked()
-        await self._empty_nodes()
-        plan = plan_scaling(staying(self._snapshot()), self._scaling_rules)
-        for drain in plan.drains:
-            await self._drain(drain)
-        self._begin(plan.starts, demand)
-        self._planner.forget(waited_for | {start.model for start in plan.starts})
-        now_s = self._clock.monotonic_s()
-        await self._dispatcher.publish(self.book.rows(), workers, self._world.nodes(now_s), now_s)
-        self._metrics.instances(self.book.instances())
 
     def _show_anew(self) -> None:
         """After a reconnect the buckets may be empty: a gateway that starts then would not know of what serves."""
         if self._shown_after != self._world.reconnects:
             self._shown_after = self._world.reconnects
-            for entry in self.book.rows():
-                self._board.show(entry.instance)
+            for record in self.book.rows():
+                self._board.show(record.instance)
             self._announcer.again()
 
-    def _has_learned(self, workers: dict[WorkerId, WorkerView], now_s: float) -> bool:
-        """Whether enough was heard to command: a worker must not be told to drop what its leader has merely not heard of."""
-        if now_s - self._world.listening_since_s < LEARN_S:
-            return False
-        placed = {placement.worker_id for entry in self.book.rows() for placement in entry.instance.placements}
-        # A standby has listened all along: what it knows is as new as what a leader knows.
-        stood_by = self._started_s - self._world.listening_since_s >= LEARN_S
-        if stood_by:
-            heard = all(worker_id in workers and workers[worker_id].facts.liveness is Liveness.ALIVE for worker_id in placed)
-        else:
-            heard = all(worker_id in workers and workers[worker_id].heard_s >= self._started_s for worker_id in placed)
-        return heard or now_s - self._started_s >= (LEARNED_S if stood_by else LEARN_S)
+    def _facts(self) -> ControlFacts:
+        world, now_s = self._world, self._clock.monotonic_s()
+        held = world.demand(now_s)
+        demand = self._asks.demand(held, now_s)
+        since_s = {one.model: world.waiting_since_s(one.model) or self._asks.since_s(one.model) for one in demand}
+        refusals, self._refusals = tuple(self._refusals), []
+        got_room, self._got_room = tuple(self._got_room), []
+        return ControlFacts(
+            now_s=now_s,
+            term=TermFacts(
+                epoch=self._epoch,
+                started_s=self._started_s,
+                listening_since_s=world.listening_since_s,
+                deaf=world.roster.deaf_since_s is not None,
+                announced=self._announced,
+            ),
+            books=self.book.books,
+            workers=world.workers(),
+            nodes=world.nodes(),
+            models=world.models,
+            demand=demand,
+            demand_seen_s={model: at_s for model, at_s in since_s.items() if at_s is not None},
+            awaited=frozenset(one.model for one in held if one.waiting > 0),
+            estimates=tuple(self.cold_starts.estimates.values()),
+            drains=world.drains(now_s),
+            evict=self._asks.evictions(),
+            world_version=world.version,
+            refusals=refusals,
+            started=got_room,
+        )
 
-    async def _evict_asked(self) -> None:
-        for model in self._asks.evictions():
-            drained: list[InstanceId] = []
-            for entry in self.book.rows():
-                if entry.instance.model != model:
-                    continue
-                if entry.instance.state is not InstanceState.DRAINING:
-                    drain = Drain(instance_id=entry.instance.instance_id, model=model, reason="an operator evicts the model")
-                    await self._drain(drain)
-                drained.append(entry.instance.instance_id)
-            self._asks.settle_evicted(model, tuple(drained))
-
-    async def _empty_nodes(self) -> None:
-        """What is on nodes that drain leaves; what is still needed is wanted elsewhere, as if somebody waited for it."""
-        now_s = self._clock.monotonic_s()
-        asked = self._asks.demand(self._world.demand(now_s), now_s)
-        plan = plan_drain(replace(self._snapshot(), demand=asked), self._drain_rules)
-        self._wanted = {one.model: one.reason for one in plan.wanted}
-        for drain in plan.drains:
+    async def _carry_out(self, plan: Plan, facts: ControlFacts) -> None:
+        """Rows first, commands last: they say what was decided."""
+        for change in plan.changes:
+            after = await self._applier.apply(change)
+            if after is not None and after.state in SERVING:
+                self._asks.warmed(after.model)
+        for drain in plan.drain:
             await self._drain(drain)
+        for model, instance_ids in plan.evicted.items():
+            self._asks.settle_evicted(model, instance_ids)
+        for order in plan.start:
+            # In the background: asking for room takes a while, and nothing else must wait for it.
+            record = self._starter.begin(order)
+            self._group.create_task(self._start(order, record), name=f"start {order.model.name}")
+        for refused in plan.refuse:
+            await self._starter.refuse(refused)
+            self._asks.settle_planned(refused.model, None, error_of(refused.code, refused.message))
+            self._asks.warmed(refused.model)
+        for node_told in plan.tell_nodes:
+            await self._teller.tell_node(node_told, facts.nodes)
+        for worker_told in plan.tell_workers:
+            await self._teller.tell_worker(worker_told)
+        self._metrics.waited(plan.longest_wait_s)
+        self._metrics.instances(self.book.books.instances())
 
     async def _drain(self, drain: Drain) -> None:
-        entry = self.book.get(drain.instance_id)
-        if entry is None or entry.tentative:
+        record = self.book.get(drain.instance_id)
+        if record is None or not record.is_row:
             return
         decision = Decision(
             decision_id=new_decision_id(),
@@ -319,75 +317,34 @@ class Term:
             model=drain.model,
             instance_id=drain.instance_id,
             epoch=self._epoch,
-            inputs={"instance": to_row_json(entry.instance), "now_s": self._clock.monotonic_s()},
-            outcome={"drained": drain.instance_id},
+            inputs={"instance": to_row_json(record.instance), "now_s": self._clock.monotonic_s()},
+            outcome={"drained": drain.instance_id, "within_s": drain.within_s, "makes_way_for": drain.makes_way_for},
             reasons=(drain.reason,),
         )
-        await self._applier.apply(drain_of(drain.instance_id, drain.reason), decision)
-        self._metrics.decided("drain", "drained")
+        await self._applier.apply(drain_of(drain), decision)
+        self._metrics.decided("drain", "drained" if drain.makes_way_for is None else "made_way")
 
-    def _begin(self, starts: tuple[Start, ...], demand: tuple[Demand, ...]) -> None:
-        """Start in the background: asking for room takes a while, and nothing else must wait for it."""
-        traces = {one.model: one.trace_parent for one in demand}
-        now_s = self._clock.monotonic_s()
-        counts = Counter(start.model for start in starts)
-        for start in {start.model: start for start in starts}.values():
-            model = self._world.models.get(start.model)
-            if model is None or model.name in self._starting or not self._planner.may_try(model.name, now_s):
-                continue
-            seen_s = self._world.waiting_since_s(model.name) or self._asks.since_s(model.name) or now_s
-            reason = start.reason if self._is_awaited(model.name) else self._wanted.get(model.name, start.reason)
-            order = StartOrder(model=model, reason=reason, demand_seen_s=seen_s, trace_parent=traces.get(model.name, ""))
-            self._starting.add(model.name)
-            self._group.create_task(self._start(order, counts[model.name]), name=f"start {model.name}")
-
-    async def _start(self, order: StartOrder, count: int) -> None:
-        name = order.model.name
+    async def _start(self, order: StartOrder, record: Record) -> None:
         try:
-            for _ in range(count):
-                outcome = await self._planner.start(order)
-                self._asks.settle_planned(name, outcome.instance_id, outcome.error)
-                if outcome.error is not None:
-                    self._asks.warmed(name)
-                    return
+            outcome = await self._starter.start(order, record)
+            if isinstance(outcome, Refusal):
+                self._refusals.append(outcome)
+            else:
+                self._got_room.append(order.model.name)
+                self._asks.settle_planned(order.model.name, outcome, None)
         finally:
-            self._starting.discard(name)
             self._wake.set()
 
     async def _settle_for_ever(self) -> None:
         async for _ in every(SETTLE_S):
-            kinds = {key: one.facts.device.kind for key, one in self._world.workers(self._clock.monotonic_s()).items()}
+            kinds = {key: one.facts.device.kind for key, one in self._world.workers().items()}
             await self.cold_starts.settle(kinds)
 
     # What the parts ask of one another.
 
-    def _snapshot(self) -> Snapshot:
-        now_s = self._clock.monotonic_s()
-        return Snapshot(
-            now_s=now_s,
-            epoch=self._epoch,
-            models=tuple(self._world.models.values()),
-            nodes=tuple(self._world.nodes(now_s).values()),
-            workers=tuple(worker.facts for worker in self._world.workers(now_s).values()),
-            instances=self.book.instances(),
-            demand=self._demand(now_s),
-            estimates=tuple(self.cold_starts.estimates.values()),
-            drains=self._world.drains(now_s),
-        )
-
-    def _demand(self, now_s: float) -> tuple[Demand, ...]:
-        asked = self._asks.demand(self._world.demand(now_s), now_s)
-        waited_for = {one.model for one in asked}
-        wanted = (
-            Demand(model=model, waiting=1, oldest_age_s=0.0, deadline_in_s=self._drain_rules.replace_within_s)
-            for model in self._wanted
-            if model not in waited_for
-        )
-        return (*asked, *wanted)
-
     def _shown(self, instance_id: InstanceId) -> Instance | None:
-        entry = self.book.get(instance_id)
-        return entry.instance if entry is not None else None
+        record = self.book.get(instance_id)
+        return record.instance if record is not None else None
 
     def _is_awaited(self, model: ModelName) -> bool:
         return any(one.model == model and one.waiting > 0 for one in self._world.demand(self._clock.monotonic_s()))

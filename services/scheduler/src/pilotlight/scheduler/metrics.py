@@ -18,6 +18,11 @@ class SchedulerMetrics:
         self._leader = Gauge("pilotlight_scheduler_leader", "1 while this process leads", registry=registry)
         self._epoch = Gauge("pilotlight_scheduler_epoch", "Epoch of the running term, 0 while another leads", registry=registry)
         self._instances = Gauge("pilotlight_instances", "Instances by state", ["state"], registry=registry)
+        self._longest_wait = Gauge(
+            "pilotlight_longest_wait_seconds",
+            "Age of the oldest waiting request for a model that no instance serves or loads",
+            registry=registry,
+        )
         self._decisions = Counter("pilotlight_decisions", "Recorded decisions", ["kind", "outcome"], registry=registry)
         self._cold_starts = Counter("pilotlight_cold_starts", "Finished cold starts", ["status"], registry=registry)
         self._ttft = Histogram(
@@ -31,12 +36,18 @@ class SchedulerMetrics:
         """A term began, or ended (0)."""
         self._leader.set(1 if epoch else 0)
         self._epoch.set(epoch)
+        if not epoch:
+            self._longest_wait.set(0)
 
     def instances(self, instances: Iterable[Instance]) -> None:
         """How many there are in each state."""
         tally = Tally(instance.state for instance in instances)
         for state in InstanceState:
             self._instances.labels(state=state.value).set(tally[state])
+
+    def waited(self, longest_s: float) -> None:
+        """How long somebody waits for a model that is served nowhere."""
+        self._longest_wait.set(longest_s)
 
     def decided(self, kind: str, outcome: str) -> None:
         """A decision was recorded."""

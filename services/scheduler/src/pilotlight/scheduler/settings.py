@@ -14,6 +14,17 @@ class SchedulerSettings(ServiceSettings, DatabaseSettings, PruneSettings):
         ge=1,
         description="Waiting requests that one instance is expected to carry; more start another, up to `max_instances`.",
     )
+    patience_slo_factor: float = Field(
+        2.0,
+        gt=0,
+        description="A model that no instance serves waits for so many times its TTFT SLO; then a busy instance of another model makes "
+        "room for it.",
+    )
+    min_service_loads: float = Field(
+        2.0,
+        ge=0,
+        description="An instance serves for at least so many times what its load took, at most 60 s, before it makes room for others.",
+    )
     min_residency_s: float = Field(1.0, ge=0, description="A copy younger than this is not evicted.")
     hold_deadline_s: float = Field(
         10.0, gt=0, description="A live worker that does not take up a stage within this time has failed the instance."

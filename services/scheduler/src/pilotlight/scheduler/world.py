@@ -1,24 +1,19 @@
 """What this process knows of the world by listening: reports, demand, models. Kept by leader and standbys alike.
 
-Ages are by this process's monotonic clock. Nothing is forgotten because it is not heard: a silent worker becomes suspect, then dead;
-a silent gateway's demand is dropped, for it repeats it every 250 ms as long as there is any. While NATS is lost nobody can be heard:
-ages stand still, and go on from where they were.
+Workers and nodes are the roster's (``common.roster``), which also has the clock that stands still while nothing can be heard. A silent
+gateway's demand is dropped: it repeats it every 250 ms as long as there is any.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from pilotlight.common.messages.demand import DemandVector
-from pilotlight.common.messages.reports import LoaderReport, WorkerReport
-from pilotlight.policy.liveness import FORGET_AFTER_S, LAST_WORDS_S, liveness_of
+from pilotlight.common.roster import News, Roster
+from pilotlight.policy.cluster import WorkerView
 from pilotlight.policy.types import (
     Demand,
-    Digest,
     Epoch,
     GatewayId,
-    HeldStage,
-    InstanceId,
-    Liveness,
     Model,
     ModelName,
     NodeDrain,
@@ -34,103 +29,56 @@ GATEWAY_SILENT_S = 1.0
 """Four demand vectors missed: nobody waits there any more, or the gateway is gone."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerView:
-    """A worker by its last report."""
-
-    facts: WorkerFacts
-    heard_s: float
-    incarnation: str
-    epoch_seen: Epoch
-
-    def held(self, instance_id: InstanceId) -> HeldStage | None:
-        """The stage of an instance, if the worker reports one."""
-        return next((held for held in self.facts.held if held.instance_id == instance_id), None)
-
-
-@dataclass(slots=True)
-class _Worker:
-    report: WorkerReport
-    heard_s: float
-    fresh_s: float
-    """``heard_s``, moved on by the time in which nothing could be heard."""
-    declared_dead_s: float | None = None
-
-
-@dataclass(slots=True)
-class _Node:
-    report: LoaderReport
-    fresh_s: float
-
-
 @dataclass(slots=True)
 class _Vector:
     demands: tuple[Demand, ...]
     heard_s: float
-    fresh_s: float
+    listened_s: float
+    """``heard_s`` on the roster's listening clock."""
 
 
 @dataclass(slots=True)
 class World:
-    """The view. Each ``hear_`` method says whether a decision may come out differently now."""
+    """The view. Methods that take something in say whether a decision may come out differently now."""
 
     listening_since_s: float
+    roster: Roster = field(default_factory=Roster)
     models: dict[ModelName, Model] = field(default_factory=dict[ModelName, Model])
     version: int = 0
     """Counts changes of what could take a model: workers, and what they hold."""
-    deaf_since_s: float | None = None
-    """Since when NATS is lost; None while it is not."""
     reconnects: int = 0
     """Counts them: the server may have come back without its memory."""
     draining_since_s: dict[NodeId, float] = field(default_factory=dict[NodeId, float])
     """Nodes that an operator wants to be empty, and since when."""
     _epoch_heard: Epoch = field(default=Epoch(0))
-    _workers: dict[WorkerId, _Worker] = field(default_factory=dict[WorkerId, _Worker])
-    _nodes: dict[NodeId, _Node] = field(default_factory=dict[NodeId, _Node])
     _vectors: dict[GatewayId, _Vector] = field(default_factory=dict[GatewayId, _Vector])
     _waiting_since_s: dict[ModelName, float] = field(default_factory=dict[ModelName, float])
+    _known: dict[WorkerId | NodeId, tuple[object, ...]] = field(default_factory=dict["WorkerId | NodeId", "tuple[object, ...]"])
+    """What decisions depend on, of each worker and node."""
 
-    def hear_worker(self, report: WorkerReport, now_s: float) -> bool:
-        """Take a worker's report."""
-        known = self._workers.get(report.facts.worker_id)
-        if known is not None and known.report.incarnation == report.incarnation and known.declared_dead_s is not None:
-            if now_s - known.declared_dead_s < LAST_WORDS_S:
-                return False
-            known.declared_dead_s = None
-        changed = (
-            known is None
-            or known.report.incarnation != report.incarnation
-            or _essence(known.report.facts) != _essence(report.facts)
-            or self._liveness(known.fresh_s, now_s) is not Liveness.ALIVE
-        )
-        if known is None or known.report.incarnation != report.incarnation:
-            self._workers[report.facts.worker_id] = _Worker(report, now_s, now_s)
-        else:
-            known.report, known.heard_s, known.fresh_s = report, now_s, now_s
+    def follow(self, news: News) -> bool:
+        """Take what the roster has heard."""
+        changed = False
+        for worker_id in news.workers:
+            view = self.roster.worker(worker_id)
+            changed |= self._is_another(worker_id, None if view is None else (view.incarnation, *_essence(view.facts)))
+        for node_id in news.nodes:
+            facts = self.roster.node(node_id)
+            changed |= self._is_another(node_id, None if facts is None else (facts.liveness, facts.draining))
         self.version += changed
         return changed
 
-    def hear_loader(self, report: LoaderReport, now_s: float) -> bool:
-        """Take a loader's report, and its word for workers whose process ended."""
-        known = self._nodes.get(report.facts.node_id)
-        before = frozenset(known.report.dead_workers) if known is not None else frozenset[WorkerId]()
-        self._nodes[report.facts.node_id] = _Node(report, now_s)
-        changed = known is None or known.report.facts.draining != report.facts.draining
-        for worker_id in report.dead_workers:
-            worker = self._workers.get(worker_id)
-            # A death that was listed before is known; the worker may have been started anew since.
-            if worker is None or worker_id in before or worker.declared_dead_s is not None:
-                continue
-            worker.declared_dead_s = now_s
-            changed = True
-        self.version += changed
-        return changed
+    def _is_another(self, key: WorkerId | NodeId, essence: tuple[object, ...] | None) -> bool:
+        before = self._known.pop(key, None)
+        if essence is not None:
+            self._known[key] = essence
+        return before != essence
 
     def hear_demand(self, vector: DemandVector, now_s: float) -> bool:
         """Take a gateway's whole demand."""
         before = {demand.model: demand.waiting for demand in self.demand(now_s)}
         if vector.demands:
-            self._vectors[vector.gateway_id] = _Vector(vector.demands, now_s, now_s)
+            self._vectors[vector.gateway_id] = _Vector(vector.demands, now_s, self.roster.listened_s(now_s))
         else:
             self._vectors.pop(vector.gateway_id, None)
         after = {demand.model: demand.waiting for demand in self.demand(now_s)}
@@ -158,7 +106,11 @@ class World:
 
     def demand(self, now_s: float) -> tuple[Demand, ...]:
         """Waiting requests by model, over every gateway that is heard."""
-        self._vectors = {key: one for key, one in self._vectors.items() if self._age_s(one.fresh_s, now_s) <= GATEWAY_SILENT_S}
+        listened_s = self.roster.listened_s(now_s)
+        for vector in self._vectors.values():
+            # The clock was put back when this process found that it had stood still; what was heard is not of the future.
+            vector.listened_s = min(vector.listened_s, listened_s)
+        self._vectors = {key: one for key, one in self._vectors.items() if listened_s - one.listened_s <= GATEWAY_SILENT_S}
         merged: dict[ModelName, Demand] = {}
         for vector in self._vectors.values():
             for demand in vector.demands:
@@ -173,47 +125,21 @@ class World:
         """When this process first heard that somebody waits for a model; None when nobody does."""
         return self._waiting_since_s.get(model)
 
-    def workers(self, now_s: float) -> dict[WorkerId, WorkerView]:
+    def workers(self) -> Mapping[WorkerId, WorkerView]:
         """Every worker with its liveness."""
-        self._workers = {key: one for key, one in self._workers.items() if self._age_s(one.fresh_s, now_s) < FORGET_AFTER_S}
-        return {
-            worker_id: WorkerView(
-                facts=replace(
-                    one.report.facts,
-                    liveness=Liveness.DEAD if one.declared_dead_s is not None else self._liveness(one.fresh_s, now_s),
-                ),
-                heard_s=one.heard_s,
-                incarnation=one.report.incarnation,
-                epoch_seen=one.report.epoch_seen,
-            )
-            for worker_id, one in self._workers.items()
-        }
+        return self.roster.workers
 
-    def nodes(self, now_s: float) -> dict[NodeId, NodeFacts]:
-        """Every node with its liveness."""
-        self._nodes = {key: one for key, one in self._nodes.items() if self._age_s(one.fresh_s, now_s) < FORGET_AFTER_S}
-        return {
-            node_id: replace(
-                one.report.facts,
-                liveness=self._liveness(one.fresh_s, now_s),
-                draining=one.report.facts.draining or node_id in self.draining_since_s,
-            )
-            for node_id, one in self._nodes.items()
-        }
+    def nodes(self) -> Mapping[NodeId, NodeFacts]:
+        """Every node with its liveness, and whether it is to be empty."""
+        nodes = dict(self.roster.nodes)
+        for node_id in self.draining_since_s:
+            if node_id in nodes:
+                nodes[node_id] = replace(nodes[node_id], draining=True)
+        return nodes
 
     def drains(self, now_s: float) -> tuple[NodeDrain, ...]:
         """Nodes that are to be empty, and for how long."""
         return tuple(NodeDrain(node_id=node_id, age_s=now_s - since_s) for node_id, since_s in self.draining_since_s.items())
-
-    def hear_connection(self, connected: bool, now_s: float) -> None:
-        """Take note of whether anything can be heard at all."""
-        if not connected:
-            self.deaf_since_s = now_s if self.deaf_since_s is None else self.deaf_since_s
-        elif self.deaf_since_s is not None:
-            deaf_s = now_s - self.deaf_since_s
-            self.deaf_since_s = None
-            for one in (*self._workers.values(), *self._nodes.values(), *self._vectors.values()):
-                one.fresh_s = min(now_s, one.fresh_s + deaf_s)
 
     def hear_epoch(self, epoch: Epoch) -> None:
         """Take an epoch that another leader has announced."""
@@ -223,14 +149,7 @@ class World:
         """Highest epoch that any worker or loader has obeyed, or was announced: a new leader must be above it, whatever the lease row
         says.
         """
-        seen = [one.report.epoch_seen for one in self._workers.values()] + [one.report.epoch_seen for one in self._nodes.values()]
-        return max([self._epoch_heard, *seen])
-
-    def _age_s(self, fresh_s: float, now_s: float) -> float:
-        return max(0.0, (now_s if self.deaf_since_s is None else self.deaf_since_s) - fresh_s)
-
-    def _liveness(self, fresh_s: float, now_s: float) -> Liveness:
-        return liveness_of(self._age_s(fresh_s, now_s))
+        return max(self._epoch_heard, self.roster.epoch_seen)
 
 
 def _essence(facts: WorkerFacts) -> tuple[object, ...]:
@@ -238,7 +157,7 @@ def _essence(facts: WorkerFacts) -> tuple[object, ...]:
     stages = tuple(
         (held.instance_id, held.generation, held.state, held.device_bytes, held.in_flight > 0, held.reason) for held in facts.held
     )
-    return (facts.engine_up, facts.device, facts.health, stages)
+    return (facts.liveness, facts.engine_up, facts.device, facts.health, stages)
 
 
 def _aged(demand: Demand, by_s: float) -> Demand:
@@ -253,8 +172,3 @@ def _joined(one: Demand, other: Demand) -> Demand:
         deadline_in_s=min(one.deadline_in_s, other.deadline_in_s),
         arrivals=one.arrivals + other.arrivals,
     )
-
-
-def copies_of(node: NodeFacts, digest: Digest) -> NodeFacts:
-    """The node with the copies of one model alone: what a decision over that model looks at."""
-    return replace(node, copies=tuple(copy for copy in node.copies if copy.digest == digest))

@@ -11,6 +11,7 @@ from pilotlight.common.nvml import NvmlReader
 from pilotlight.common.phases import PhaseReporter
 from pilotlight.common.service import Application, Component, Context
 from pilotlight.dataplane.pool_client import PoolClient
+from pilotlight.policy.hang import Patience
 from pilotlight.policy.types import DeviceKind, NodeId, WorkerId
 from pilotlight.worker.child_process import ChildOptions
 from pilotlight.worker.core import WorkerCore
@@ -116,7 +117,12 @@ class _Builder:
             device_bytes=settings.device_bytes,
             step_tokens=settings.step_tokens,
         )
-        engine = ProcessEngine(options, Spare(options) if settings.spare_engine else None)
+        engine = ProcessEngine(
+            options,
+            Spare(options) if settings.spare_engine else None,
+            patience=Patience(floor_s=settings.hang_after_s),
+            clock=self._context.clock,
+        )
         if self._kind is not DeviceKind.CUDA:
             return engine, None
         context = self._context

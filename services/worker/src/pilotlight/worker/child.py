@@ -25,6 +25,7 @@ from pilotlight.common.messages.engine import EngineUp, Promote, SpareReady, ToE
 from pilotlight.common.telemetry import configure_logging
 from pilotlight.policy.types import DeviceKind
 from pilotlight.worker.child_loop import RECEIVE_BYTES, ChildLoop, last_words
+from pilotlight.worker.slate import Slate
 
 log = structlog.get_logger()
 
@@ -43,7 +44,9 @@ def main(arguments: Sequence[str]) -> int:
     configure_logging("engine", options.log_level)
     _die_with(options.parent)
     connection = socket.socket(fileno=options.fd)
-    os.set_inheritable(options.fd, False)
+    for descriptor in (options.fd, options.slate_fd):
+        if descriptor is not None:
+            os.set_inheritable(descriptor, False)
     clock = SystemClock()
     faults = Faults.parse(os.environ.get("PILOTLIGHT_FAULTS", ""))
     kind = DeviceKind(options.device)
@@ -66,7 +69,7 @@ def _serve(connection: socket.socket, options: argparse.Namespace, kind: DeviceK
     device = open_device(kind, options.threads, options.step_tokens, options.device_bytes, clock)
     engine = Engine(threads=options.threads, monotonic_s=clock.monotonic_s, limits=device.limits, arena=device.arena)
     warm_up(engine, device.probe)
-    loop = ChildLoop(connection, engine, clock, faults, device.pins)
+    loop = ChildLoop(connection, engine, clock, faults, device.pins, _slate(options.slate_fd))
     up = EngineUp(
         pid=os.getpid(),
         device_name=device.name,
@@ -82,13 +85,21 @@ def _serve(connection: socket.socket, options: argparse.Namespace, kind: DeviceK
     engine.close()
 
 
+def _slate(descriptor: int | None) -> Slate:
+    slate = Slate(descriptor)
+    if descriptor is not None:
+        os.close(descriptor)
+    return slate
+
+
 def _end_at_once(connection: socket.socket, error: Exception) -> NoReturn:
     """Say why, and be gone: with a device whose context is lost an orderly end may wait for ever."""
     log.error("the engine cannot go on", action="engine_fault", exc_info=error)
     with suppress(OSError):
         last_words(connection, error)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(FAULT_STATUS)
 
 
@@ -135,6 +146,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="pilotlight.worker.child", description="A worker's engine; started by its worker.")
     parser.add_argument("--fd", type=int, required=True, help="socket to the parent")
     parser.add_argument("--parent", type=int, required=True, help="the parent's process id")
+    parser.add_argument("--slate-fd", type=int, default=None, help="memory in which the parent looks for what is being done")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--device-bytes", type=int, default=None, help="memory for models; what a GPU has, by default")

@@ -34,11 +34,14 @@ from pilotlight.common.messages.engine import (
 from pilotlight.engine import results
 from pilotlight.engine.errors import EngineError
 from pilotlight.engine.faults import context_lost
+from pilotlight.engine.watching import listen
 from pilotlight.policy.coverage import departed_s
+from pilotlight.policy.hang import Doing
 from pilotlight.policy.types import FinishReason, InstanceId, Moment, RequestId, Sampling, Vocabulary
 from pilotlight.worker.child_pins import Pins
 from pilotlight.worker.child_prefills import Prefills
 from pilotlight.worker.child_stages import LoadingEngine, StageLoads, pause_blocking
+from pilotlight.worker.slate import Slate, mark_of
 
 log = structlog.get_logger()
 
@@ -78,7 +81,13 @@ class ChildLoop:
     """
 
     def __init__(
-        self, connection: socket.socket, engine: StepEngine, clock: Clock, faults: Faults, pins: Pins | None = None
+        self,
+        connection: socket.socket,
+        engine: StepEngine,
+        clock: Clock,
+        faults: Faults,
+        pins: Pins | None = None,
+        slate: Slate | None = None,
     ) -> None:
         self._connection = connection
         self._engine = engine
@@ -89,6 +98,10 @@ class ChildLoop:
         self._pins = pins
         self._parts: deque[PlacePart] = deque()
         self._prefills = Prefills(clock)
+        self._slate = slate or Slate()
+        """Where the worker looks for what is being done."""
+        self._batch_tokens = 0
+        """Of the last batch, whose end may be waited for while the next one runs already."""
         self._refused: list[Produced] = []
         """Ends of requests that the engine did not take; they leave with the next step."""
         self._ended = False
@@ -102,14 +115,17 @@ class ChildLoop:
             OSError: the parent went away in the middle of an answer.
             Exception: a step failed, or the device's context is lost: nothing that the engine holds can be trusted.
         """
+        listen(self._turn_to)
         self._send(up)
         while not self._ended:
             busy = bool(self._parts) or self._engine.has_work
             pins = self._pins is not None and self._pins.waiting and not busy and not self._loads.any
             self._receive(0 if busy or pins else self._idle_s())
             if pins and not self._received and self._pins is not None:
+                self._slate.write(Doing.OBEYING)
                 self._pins.pin_one()
             if self._parts:
+                self._slate.write(Doing.OBEYING)
                 self._place(self._parts.popleft())
             if (self._engine.has_work or self._refused) and not self._ended:
                 self._step()
@@ -122,6 +138,7 @@ class ChildLoop:
     def _receive(self, wait_s: float | None) -> None:
         """Read and obey everything that has arrived; wait so long for the first of it."""
         self._received = False
+        self._slate.write(Doing.WAITING)
         while select.select([self._connection], [], [], wait_s)[0]:
             wait_s, self._received = 0, True
             data = self._connection.recv(RECEIVE_BYTES)
@@ -129,7 +146,9 @@ class ChildLoop:
                 self._ended = True
                 return
             for command in self._buffer.feed(data):
+                self._slate.obey()
                 self._obey(command)
+            self._slate.write(Doing.WAITING)
 
     def _obey(self, command: ToEngine) -> None:
         match command:
@@ -210,8 +229,10 @@ class ChildLoop:
 
     def _step(self) -> None:
         """One batch. What it raises ends the process: the engine's books cannot be trusted after it."""
+        self._slate.write(Doing.OBEYING)
         pause_blocking(self._faults.delay_s("step"))
         start_s = self._clock.monotonic_s()
+        self._slate.write(Doing.STEPPING)
         result = self._engine.step()
         if result.turn_of is not None:
             self._prefills.ran(result.turn_of, self._loads.ran(result.turn_of, start_s))
@@ -234,10 +255,17 @@ class ChildLoop:
                 prefix_hit_tokens=result.prefix_hit_tokens,
                 preemptions=result.preemptions,
                 sampled=Moment(at_s=sampled_s, wall_offset_s=wall_offset_s(self._clock)),
+                turn_of=result.turn_of,
             )
         )
 
+    def _turn_to(self, doing: Doing, instance_id: InstanceId, tokens: int) -> None:
+        """The engine's word, from within a step."""
+        last, self._batch_tokens = self._batch_tokens, tokens
+        self._slate.write(doing, max(last, tokens), mark_of(instance_id))
+
     def _send(self, message: FromEngine) -> None:
+        self._slate.write(Doing.TELLING)
         self._connection.sendall(frame(message))
 
 

@@ -6,7 +6,7 @@ import signal
 import socket
 import sys
 from asyncio.subprocess import DEVNULL, Process
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -17,11 +17,15 @@ from pilotlight.common.errors import DeadlineExceeded
 from pilotlight.common.machine import STANDARD_ERROR, STANDARD_ERROR_DESCRIPTOR
 from pilotlight.common.waiting import within
 from pilotlight.policy.types import DeviceKind
+from pilotlight.worker.slate import Slate, new_file
 
 log = structlog.get_logger()
 
 PRIVATE = ("PILOTLIGHT_", "AWS_", "HF_", "HUGGING_FACE_")
 """What a child does not inherit: our settings, and the credentials of object stores and hubs."""
+KEPT_KERNELS = "128"
+"""Kernels that torch compiles for shapes of matrices on a CPU and keeps, 0.5 MiB each; 1,024 if nobody says otherwise. They outlast
+the model: nothing empties the caches. One model has some 170 shapes (``engine.models.layers.padded_rows``); most traffic has fewer."""
 REAP_DEADLINE_S = 2.0
 END_GRACE_S = 1.0
 """From the close of its socket to the process's end; then it is killed."""
@@ -55,18 +59,25 @@ class Child:
     process: Process
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
+    slate: Slate
+    """What it does at this moment, in its own words."""
 
 
 async def spawn(options: ChildOptions, *, spare: bool = False) -> Child:
     """Start a child; ``spare`` has it import what an engine needs, and then wait to be promoted.
 
     Raises:
-        OSError: no process can be started, or its log cannot be written.
+        OSError: no process can be started.
     """
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    with theirs:
+    with ExitStack() as on_failure, ExitStack() as always:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        on_failure.callback(ours.close)
+        always.enter_context(theirs)
+        slate_fd = new_file()
+        always.callback(os.close, slate_fd)
         arguments = {
             "--fd": theirs.fileno(),
+            "--slate-fd": slate_fd,
             "--parent": os.getpid(),
             "--threads": options.threads,
             "--log-level": options.log_level,
@@ -75,32 +86,39 @@ async def spawn(options: ChildOptions, *, spare: bool = False) -> Child:
             **({"--step-tokens": options.step_tokens} if options.step_tokens is not None else {}),
         }
         flat = [str(word) for pair in arguments.items() for word in pair]
-        options.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with _open_log(options.log_path) as output:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                options.module,
-                *flat,
-                *(("--spare",) if spare else ()),
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-                stdin=DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=_child_environment(options),
-            )
+        output = always.enter_context(_open_log(options.log_path))
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            options.module,
+            *flat,
+            *(("--spare",) if spare else ()),
+            pass_fds=(theirs.fileno(), slate_fd),
+            start_new_session=True,
+            stdin=DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=_child_environment(options),
+        )
+        slate = Slate(slate_fd)
+        on_failure.pop_all()
     reader, writer = await asyncio.open_unix_connection(sock=ours)
-    return Child(process, reader, writer)
+    return Child(process, reader, writer, slate)
 
 
 def _open_log(path: Path) -> BinaryIO:
     if path == STANDARD_ERROR:
         # Not by its name: where it is a socket, as under systemd, it cannot be opened.
         return os.fdopen(os.dup(STANDARD_ERROR_DESCRIPTOR), "ab")
-    output = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "ab")
-    if output.seekable() and output.tell() > MAX_LOG_BYTES:
-        output.truncate(0)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        output = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "ab")
+        if output.seekable() and output.tell() > MAX_LOG_BYTES:
+            output.truncate(0)
+    except OSError as error:
+        # On a disk that is full, or can only be read. An engine without a log serves; no engine does not.
+        log.error("the engine has no log", action="engine_log_failed", path=str(path), error=str(error))
+        return Path(os.devnull).open("ab")
     return output
 
 
@@ -111,6 +129,9 @@ def _child_environment(options: ChildOptions) -> dict[str, str]:
         # Indexes count as nvidia-smi does, and not the fastest first.
         inherited |= {"CUDA_VISIBLE_DEVICES": options.cuda_device, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     return {
+        # oneDNN's cache, and that of torch in front of it.
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": KEPT_KERNELS,
+        "LRU_CACHE_CAPACITY": KEPT_KERNELS,
         **inherited,
         "PILOTLIGHT_FAULTS": options.faults,
         "OMP_NUM_THREADS": str(options.threads),
@@ -121,6 +142,7 @@ def _child_environment(options: ChildOptions) -> dict[str, str]:
 async def bury(child: Child) -> int | None:
     """Make sure that it is dead, and leave nothing of it behind; its exit status."""
     child.writer.close()
+    child.slate.close()
     with suppress(DeadlineExceeded):
         # It ends by itself, and then its status says why.
         await within(END_GRACE_S, child.process.wait(), "the engine's own end")

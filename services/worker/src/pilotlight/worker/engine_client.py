@@ -18,6 +18,8 @@ class EngineDied:
     reason: str
     code: str = EngineFailed.code
     """Of the error taxonomy."""
+    hung: bool = False
+    """It was ended because it had come to nothing for too long."""
 
 
 EngineEvent = FromEngine | EngineDied

@@ -181,6 +181,9 @@ def _check_room(submit: Submit, serving: ServingStage) -> None:
     held_tokens = len(submit.prompt_ids) + len(submit.output_ids)
     limit_tokens = serving.hold.model.spec.max_context_tokens
     if len(submit.prompt_ids) >= limit_tokens:
-        raise ContextTooLong(f"the prompt has {len(submit.prompt_ids)} tokens; the model takes {limit_tokens} with the output")
+        raise ContextTooLong(
+            f"This model's maximum context length is {limit_tokens} tokens. However, the prompt has {len(submit.prompt_ids)} tokens, "
+            "which leaves no room for an answer"
+        )
     if held_tokens > serving.kv_capacity_tokens:
         raise NoRoom(f"{held_tokens} tokens do not fit into the {serving.kv_capacity_tokens} of this instance's KV cache")

@@ -19,6 +19,9 @@ class WorkerMetrics:
         self.stale = Counter("pilotlight_worker_stale_commands", "Commands refused for their epoch.", registry=registry)
         self.given_up = Counter("pilotlight_worker_stages_given_up", "Stages unloaded for the cache.", registry=registry)
         self.engine_deaths = Counter("pilotlight_worker_engine_deaths", "Engines that ended unexpectedly.", registry=registry)
+        self.engine_hangs = Counter(
+            "pilotlight_worker_engine_hangs", "Of these, engines that hung and were ended for it.", registry=registry
+        )
         self.device = Gauge(
             "pilotlight_worker_device_health",
             "1 for the state that the worker's device is in, else 0.",
@@ -68,8 +71,9 @@ class WorkerMetrics:
         for one in HealthState:
             self.device.labels(state=one.value).set(float(one is state))
 
-    def engine_died(self) -> None:
+    def engine_died(self, *, hung: bool) -> None:
         """Count an engine's death; nothing is held any more."""
         self.engine_deaths.inc()
+        self.engine_hangs.inc(hung)
         for gauge in (self.queued, self.kv_used, self.kv_free, self.kv_cached):
             gauge.set(0)

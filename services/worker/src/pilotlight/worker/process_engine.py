@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 
 import structlog
 
+from pilotlight.common.clock import Clock, SystemClock
 from pilotlight.common.errors import DeadlineExceeded, EngineFailed, PilotlightError
 from pilotlight.common.messages.codec import frame, read_frame
 from pilotlight.common.messages.engine import (
@@ -23,10 +24,12 @@ from pilotlight.common.messages.engine import (
     ToEngine,
     UnloadStage,
 )
-from pilotlight.common.waiting import within
+from pilotlight.common.waiting import cancel_all, within
+from pilotlight.policy.hang import Patience
 from pilotlight.policy.types import DeviceKind
 from pilotlight.worker.child_process import Child, ChildOptions, bury, kill_group, spawn
 from pilotlight.worker.engine_client import EngineDied, EngineEvent
+from pilotlight.worker.hang_watch import HangWatch
 from pilotlight.worker.spare import Spare
 
 log = structlog.get_logger()
@@ -35,8 +38,8 @@ START_DEADLINE_S = 60.0
 """Importing torch from a cold disk takes most of it."""
 CUDA_START_DEADLINE_S = 240.0
 """On a new machine native code and kernels are compiled, too."""
-COMMAND_DEADLINE_S = 5.0
-"""For handing a command over; a child that reads nothing for this long hangs."""
+COMMAND_DEADLINE_S = 300.0
+"""For handing a command over. A child reads between two steps, however long those are; one that hangs is found earlier."""
 STOP_DEADLINE_S = 3.0
 LET_GO_S = 1.0
 """A child that is killed and still has its socket then is stuck in the driver: it is left to itself."""
@@ -47,9 +50,16 @@ MAX_EVENTS = 1024
 class ProcessEngine:
     """``EngineClient`` whose engine is ``python -m pilotlight.worker.child``."""
 
-    def __init__(self, options: ChildOptions, spare: Spare | None = None) -> None:
+    def __init__(
+        self, options: ChildOptions, spare: Spare | None = None, *, patience: Patience | None = None, clock: Clock | None = None
+    ) -> None:
         self._options = options
         self._spare = spare
+        self._patience = patience or Patience()
+        self._clock = clock or SystemClock()
+        self._watching: asyncio.Task[None] | None = None
+        self._sent = 0
+        """Commands to this child."""
         self._events: asyncio.Queue[EngineEvent | None] = asyncio.Queue(MAX_EVENTS)
         self._child: Child | None = None
         self._up: EngineUp | None = None
@@ -92,7 +102,11 @@ class ProcessEngine:
                 except EngineFailed as error:
                     log.warning("the spare engine does not start", action="spare_start_failed", error=error.message)
             self._check_wanted()
-            return await self._begin(await spawn(self._options))
+            try:
+                child = await spawn(self._options)
+            except OSError as error:
+                raise EngineFailed(f"the engine cannot be started: {error}") from error
+            return await self._begin(child)
 
     def _check_wanted(self) -> None:
         """Nobody has changed their mind since the start began.
@@ -108,6 +122,7 @@ class ProcessEngine:
     async def _begin(self, child: Child) -> EngineUp:
         """The child says that it is up, or is buried."""
         self._child = child
+        watch = self._begin_to_watch(child)
         try:
             # There was no child to be killed while it was taken or spawned.
             self._check_wanted()
@@ -123,14 +138,27 @@ class ProcessEngine:
         if not isinstance(first, EngineUp):
             # Not killed: what it has to say of its end is still to be written to its log.
             status = await self._bury(child)
-            reason = first.message if isinstance(first, EngineFault) else f"it ended with status {status}"
+            reason = first.message if isinstance(first, EngineFault) else watch.verdict or f"it ended with status {status}"
             raise EngineFailed(f"the engine did not start: {reason}. See {self._options.log_path}.")
         self._up = first
-        self._reading = asyncio.create_task(self._read(child), name="engine events")
+        self._reading = asyncio.create_task(self._read(child, watch), name="engine events")
         log.info("engine started", action="engine_started", pid=first.pid, device=first.device_name)
         if self._spare is not None:
             self._spare.keep()
         return first
+
+    def _begin_to_watch(self, child: Child) -> HangWatch:
+        self._sent = 0
+        watch = HangWatch(
+            child.process.pid,
+            child.slate,
+            self._clock,
+            sent=lambda: self._sent,
+            on_cores=self._options.device is DeviceKind.CPU,
+            patience=self._patience,
+        )
+        self._watching = asyncio.create_task(_end_when_hung(child, watch), name="hanging engine")
+        return watch
 
     async def load_stage(self, command: LoadStage) -> None:
         await self._send(command)
@@ -191,8 +219,11 @@ class ProcessEngine:
         child = self._child
         if child is None or self._up is None:
             raise EngineFailed("the engine is not running")
+        data = frame(command)
         try:
-            child.writer.write(frame(command))
+            # Not before there is a frame: what is too large for one is never taken, and must not be waited for.
+            self._sent += 1
+            child.writer.write(data)
             await within(COMMAND_DEADLINE_S, child.writer.drain(), "handing a command to the engine")
         except DeadlineExceeded as error:
             await self.kill(f"it took no command for {COMMAND_DEADLINE_S:g} s")
@@ -200,7 +231,7 @@ class ProcessEngine:
         except OSError as error:
             raise EngineFailed(f"the engine is gone: {error}") from error
 
-    async def _read(self, child: Child) -> None:
+    async def _read(self, child: Child, watch: HangWatch) -> None:
         """Pass frames on until the child ends, whichever way, and say so."""
         reason, code = "", EngineFailed.code
         try:
@@ -208,24 +239,34 @@ class ProcessEngine:
                 if isinstance(event, EngineFault):
                     reason, code = event.message, event.code
                 else:
+                    watch.heard(event)
                     await self._events.put(event)
         except PilotlightError as error:
             reason = error.message
         except OSError as error:
             reason = str(error)
         # Taken now: while it is buried the next start may begin, whose kill is another.
-        reason, code = self._kill_reason or reason, self._kill_code or code
+        reason, code = self._kill_reason or watch.verdict or reason, self._kill_code or code
+        hung = bool(watch.verdict) and not self._kill_reason
         status = await self._bury(child)
         if self._stopping:
             return
         reason = reason or f"it ended with status {status}"
         log.error("engine ended", action="engine_died", pid=child.process.pid, reason=reason, code=code)
-        await self._events.put(EngineDied(reason=reason, code=code))
+        await self._events.put(EngineDied(reason=reason, code=code, hung=hung))
 
     async def _bury(self, child: Child) -> int | None:
         self._up = None
         self._child = None
+        if self._watching is not None:
+            await cancel_all((self._watching,))
         return await bury(child)
+
+
+async def _end_when_hung(child: Child, watch: HangWatch) -> None:
+    verdict = await watch.until_hung()
+    log.error("the engine hangs", action="engine_hung", pid=child.process.pid, reason=verdict)
+    _kill(child)
 
 
 def _kill(child: Child) -> None:

@@ -57,6 +57,12 @@ class WorkerSettings(ServiceSettings):
         description="Keep a second engine process that has its libraries imported, so that an engine that dies is replaced at once. "
         "It takes memory, and no processor.",
     )
+    hang_after_s: float = Field(
+        8.0,
+        gt=0,
+        description="An engine that has come to nothing for this long may hang, and is ended if steps like its own usually take less than "
+        "a tenth of that, or if it is stopped. Its requests go on elsewhere.",
+    )
     loader_grace_s: float = Field(60.0, gt=0, description="A worker whose loader is gone for this long ends itself, in order.")
     sim_load_bytes_per_s: float = Field(8e9, gt=0, description="Simulated worker: bytes loaded per second.")
     sim_prefill_tokens_per_s: float = Field(20_000.0, gt=0, description="Simulated worker: prompt tokens per second.")

@@ -1,6 +1,7 @@
 """The stages that a worker holds: brings what is held to what is desired, and is the only one to write it."""
 
 import asyncio
+import math
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,9 @@ from pilotlight.worker.loading import StageLoader
 log = structlog.get_logger()
 
 UNLOAD_DEADLINE_S = 10.0
-"""An engine that frees no memory within this time hangs."""
+"""So long whoever asks for room is kept waiting for it: an engine frees memory between two steps, of which one may take long."""
+LOST_UNLOAD_S = 300.0
+"""An engine that has freed no memory by then has lost the command; one that hangs its own watch finds much earlier."""
 RETRY_AFTER_S = 0.5
 GONE_KEPT = 1024
 """Instances that were given up or drained and are remembered, so that a late command does not load them again."""
@@ -42,6 +45,8 @@ class _Held:
     loading: asyncio.Task[None] | None = None
     loaded: asyncio.Future[StageLoaded] | None = None
     """What the engine says of the load."""
+    overdue_s: float = math.inf
+    """When its requests are to go on elsewhere, if it drains."""
     unloaded: asyncio.Future[None] | None = None
     """Done when the engine has freed it; set while that is asked."""
 
@@ -219,6 +224,14 @@ class Stages:
         self._unloading.clear()
         self._core.changed.set()
 
+    def overdue(self, now_s: float) -> tuple[InstanceId, ...]:
+        """Instances that drain, and whose requests have had their time."""
+        return tuple(
+            instance_id
+            for instance_id, held in self._held.items()
+            if held.state is HeldState.DRAINING and held.overdue_s <= now_s and self._core.table.in_flight(instance_id) > 0
+        )
+
     def on_requests_ended(self) -> None:
         """Let the drained go."""
         for held in self._held.values():
@@ -277,8 +290,11 @@ class Stages:
     def _let_go(self, instance_id: InstanceId) -> bool:
         """True when it is gone at once, because it took no memory."""
         held = self._held[instance_id]
-        if any(hold.draining and hold.instance_id == instance_id for hold in self._desired or ()):
+        drained = next((hold for hold in self._desired or () if hold.draining and hold.instance_id == instance_id), None)
+        if drained is not None:
             self._remember_gone(held.hold)
+            within_s = math.inf if drained.drain_within_s is None else drained.drain_within_s
+            held.overdue_s = self._core.clock.monotonic_s() + within_s
         if held.state not in RESIDENT:
             self._move(held, HeldEvent.LET_GO)
             return True
@@ -305,7 +321,7 @@ class Stages:
         """Have the engine free a stage; an engine that is dead, or is killed because it does not answer, has freed it too."""
         try:
             await self._core.engine.unload_stage(UnloadStage(instance_id=held.hold.instance_id))
-            await within(UNLOAD_DEADLINE_S, asyncio.shield(unloaded), "unloading a stage")
+            await within(LOST_UNLOAD_S, asyncio.shield(unloaded), "unloading a stage")
         except EngineFailed:
             # Its death may have been told before this was asked: then nobody else answers it.
             waiting = self._unloading[held.hold.instance_id]

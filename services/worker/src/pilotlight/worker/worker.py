@@ -1,11 +1,12 @@
 """One worker: its engine's life, and what the engine says."""
 
 import random
+from dataclasses import replace
 
 import structlog
 
 from pilotlight.common.buckets import Bucket
-from pilotlight.common.errors import DeviceFailed, EngineFailed, InternalError, PilotlightError, WorkerLost
+from pilotlight.common.errors import DeviceFailed, EngineFailed, InternalError, NotLoaded, PilotlightError, WorkerLost
 from pilotlight.common.messages.engine import (
     EngineFault,
     EngineUp,
@@ -35,7 +36,9 @@ log = structlog.get_logger()
 
 UPKEEP_S = 1.0
 HANG_S = 300.0
-"""An engine that has requests and says nothing for this long hangs; a step of a long prompt on few cores takes many seconds."""
+"""An engine that has requests and says nothing for this long has lost them. One that hangs its own watch finds much earlier."""
+HANG_TOLD_S = 600.0
+"""So long a worker's health says that its engine has hung."""
 RESTARTS = 8
 """Attempts to start an engine that ends at its start, before the worker ends itself."""
 SETTLED_S = 30.0
@@ -73,6 +76,8 @@ class Worker:
         self._heard_s = 0.0
         """When the engine last said something, or got work after having none."""
         self._started_s = 0.0
+        self._hung: tuple[float, str] | None = None
+        """When an engine was last found hanging, and why."""
         self._failures = 0
         self._running = False
         self._restarting = False
@@ -154,7 +159,10 @@ class Worker:
 
     @property
     def _health(self) -> DeviceHealth:
-        return self._watch.health if self._watch is not None else DeviceHealth()
+        health = self._watch.health if self._watch is not None else DeviceHealth()
+        if health.reason or self._hung is None or self.core.clock.monotonic_s() - self._hung[0] >= HANG_TOLD_S:
+            return health
+        return replace(health, reason=f"hung: {self._hung[1]}")
 
     @property
     def _usable(self) -> bool:
@@ -257,7 +265,9 @@ class Worker:
             self._publisher.add(outgoing, sampled)
 
     def _on_death(self, died: EngineDied) -> None:
-        self.core.metrics.engine_died()
+        self.core.metrics.engine_died(hung=died.hung)
+        if died.hung:
+            self._hung = (self.core.clock.monotonic_s(), died.reason)
         log.error("engine died", action="engine_lost", worker_id=self.core.worker_id, reason=died.reason, code=died.code)
         self._step = None
         self._unproven.clear()
@@ -317,4 +327,7 @@ class Worker:
                 self._heard_s = now_s
             elif self.core.engine.alive and now_s - self._heard_s > HANG_S:
                 await self.core.engine.kill(f"it said nothing for {HANG_S:g} s")
+            for instance_id in self.stages.overdue(now_s):
+                # Unloading it, which is next, ends them in the engine.
+                self._fail_requests(NotLoaded.code, "its instance makes room for others: it goes on elsewhere", instance_id)
             self.stages.on_requests_ended()

@@ -162,6 +162,8 @@ class StepDone(Message, tag="step", frozen=True, kw_only=True):
     """Requests that gave up their KV blocks to older ones and will run again."""
     sampled: Moment | None = None
     """When its tokens were there: ``prefill`` ends and ``deliver`` begins then."""
+    turn_of: InstanceId | None = None
+    """Whose batch it was."""
 
 
 class Prefilled(Message, tag="prefilled", frozen=True, kw_only=True):

@@ -39,6 +39,9 @@ class Hold(Message, frozen=True, kw_only=True):
     """Granted room: parameters plus KV."""
     draining: bool = False
     """Take no new request; the stage is let go when the last one has ended."""
+    drain_within_s: float | None = None
+    """While ``draining``: requests that have not ended this long after the worker heard of it are to go on elsewhere. None: they end
+    here, however long they take; an earlier release knows nothing else."""
     trace_parent: str = ""
 
 

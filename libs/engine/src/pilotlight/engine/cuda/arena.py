@@ -174,8 +174,8 @@ class CudaArena:
             try:
                 self.native_arena.back(*extent, piece_bytes)
             except OutOfMemory:
-                # torch may keep for itself what is missing, from tensors that were converted on the device.
-                torch.cuda.empty_cache()
+                # torch may keep for itself what is missing, from large batches or tensors that were converted on the device.
+                self.trim()
                 self.native_arena.back(*extent, piece_bytes)
         except NativeError as error:
             self._backed.remove(extent)
@@ -184,13 +184,23 @@ class CudaArena:
 
     def unback(self, extent: Extent) -> None:
         """See ``Arena.unback``."""
+        before = tuple(self._backed)
         self._backed.remove(extent)
         if not extent.num_bytes:
             return
         try:
             self.native_arena.unback(*extent)
         except NativeError as error:
+            self._backed = ExtentSet()
+            for held in before:
+                for start, stop in self.native_arena.backed(*held):
+                    self._backed.add(Extent(start, stop))
             raise EngineFailed(f"the device does not take {extent.num_bytes} bytes back: {error}") from error
+
+    def trim(self) -> None:
+        """See ``Arena.trim``."""
+        self.workspace.trim()
+        torch.cuda.empty_cache()
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """See ``Arena.tensor``."""

@@ -19,12 +19,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from pilotlight.engine.cuda.pools import run_in
 from pilotlight.engine.device.arena_protocol import Scratch
 from pilotlight.engine.faults import out_of_memory
+from pilotlight.engine.watching import compiling
 from pilotlight.policy.types import Stage
 
 SIZES = (1, 2, 4, *range(8, 257, 8))
 """Rows of captured decode steps."""
+CAPTURES = 2
+"""Times that a capture is tried, if there is no memory for it."""
 
 
 def size_for(rows: int) -> int | None:
@@ -102,8 +106,7 @@ class Graphs:
         if captured is None:
             captured = self._capture_if_seen(kind, step, output)
         if captured is None:
-            with self._scratch.eager.use():
-                return step()
+            return run_in(self._scratch.eager, step)
         captured.graph.replay()
         return captured.output
 
@@ -114,14 +117,20 @@ class Graphs:
         if kind not in self._seen:
             self._seen.add(kind)
             return None
-        try:
-            captured = self._captured[kind] = self._capture(step, output())
-        except RuntimeError as error:
-            if not out_of_memory(error):
-                raise
-            self._eager_only.add(kind)
-            return None
-        return captured
+        for left in reversed(range(CAPTURES)):
+            try:
+                with compiling():
+                    captured = self._captured[kind] = self._capture(step, output())
+            except RuntimeError as error:
+                if not out_of_memory(error):
+                    raise
+            else:
+                return captured
+            if left:
+                # Eager steps may have left what is missing.
+                self._scratch.eager.trim()
+        self._eager_only.add(kind)
+        return None
 
     def _capture(self, step: Callable[[], Tensor], output: Tensor) -> _Captured:
         graph = torch.cuda.CUDAGraph(keep_graph=self._keep)

@@ -1,10 +1,13 @@
 """torch's caching allocator on memory of the arena: for eager work, and for graphs."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
+from pilotlight.engine.device.arena_protocol import TorchMemory
+from pilotlight.engine.faults import out_of_memory
 from pilotlight.native.device import Device, Pool
 
 
@@ -45,22 +48,48 @@ class TorchPool:
         with self._pool.selected(), torch.cuda.use_mem_pool(self._mem_pool(), torch.device("cuda", self._ordinal)):
             yield
 
+    def trim(self) -> None:
+        """See ``TorchMemory.trim``. What lies in it stays where it is, and its memory comes back with the next ``trim``."""
+        if self._allocator is None or not self._pool.is_open:
+            return
+        # cuBLAS keeps a workspace for each stream, which it got while the pool was in use; there is no public way to end that.
+        torch._C._cuda_clearCublasWorkspaces()  # pyright: ignore[reportPrivateUsage]
+        self._torch = None  # torch returns the segments in which nothing lies
+        if self._pool.mapped_bytes:
+            # Of those before it something lay in, too.
+            torch.cuda.empty_cache()
+
     def close(self) -> None:
-        """Gives its memory back.
+        """Gives its memory back; a second time it does nothing.
 
         Raises:
             NativeError: tensors lie in it.
         """
-        if self._torch is not None:
-            # cuBLAS keeps a workspace for each stream, which it got while the pool was in use; there is no public way to end that.
-            torch._C._cuda_clearCublasWorkspaces()  # pyright: ignore[reportPrivateUsage]
-            self._torch = None  # torch returns the segments in which nothing lies
+        self.trim()
         self._pool.close()
 
     def _mem_pool(self) -> torch.cuda.MemPool:
-        if self._torch is None:
+        if self._allocator is None:
             self._allocator = torch.cuda.memory.CUDAPluggableAllocator(
                 self._library_path, "pilotlight_pool_malloc", "pilotlight_pool_free"
             )
+        if self._torch is None:
             self._torch = torch.cuda.MemPool(self._allocator.allocator())
         return self._torch
+
+
+def run_in(memory: TorchMemory, step: Callable[[], Tensor]) -> Tensor:
+    """Runs a step that takes its memory there; once more, after ``trim``, if there is none: what fragments left over may do.
+
+    While a pool is in use, torch frees nothing of what it keeps to make room in it.
+    """
+    try:
+        with memory.use():
+            return step()
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+    # Not while the error is handled: it holds the step's tensors.
+    memory.trim()
+    with memory.use():
+        return step()

@@ -1,5 +1,6 @@
 """The executor of layer ranges on CUDA."""
 
+from collections.abc import Mapping
 from functools import partial
 
 import numpy as np
@@ -10,8 +11,9 @@ from pilotlight.engine.core.batch import Batch
 from pilotlight.engine.cuda.graphs import SIZES, Graphs, Kind, size_for
 from pilotlight.engine.cuda.kernels.decode_attention import DecodeScratch
 from pilotlight.engine.cuda.layers import Layers
+from pilotlight.engine.cuda.pools import run_in
 from pilotlight.engine.cuda.prompts import LENGTHS, StaticPrompt, prompt_length
-from pilotlight.engine.cuda.rows import Place, StaticRows, fields_of, max_items, send, whole_prompt, zeros_on
+from pilotlight.engine.cuda.rows import Place, StaticRows, Words, fields_of, max_items, send, whole_prompt, zeros_on
 from pilotlight.engine.device.arena_protocol import TorchMemory
 from pilotlight.engine.device.dtypes import TORCH_DTYPES
 from pilotlight.engine.device.kv import KvCache
@@ -109,11 +111,13 @@ class CudaRangeRunner:
         items = max(len(fields.get(name, ())) for name in ("full_rows", "sliding_rows"))
         if items > self._scratch.max_items:
             self._scratch = self._scratch_for(items, zeros_on(self._device))
-        with self._eager.use():
-            words = send(fields, self._device, whole_prompt(batch, self._whole_from))
-            there = inputs.to(self._device, non_blocking=True)
-            first = layers.start == 0
-            return self._layers.run(there if first else None, None if first else there, layers, words, self._scratch)
+        return run_in(self._eager, partial(self._eagerly, batch, fields, inputs, layers))
+
+    def _eagerly(self, batch: Batch, fields: Mapping[str, Words], inputs: Tensor, layers: Stage) -> Tensor:
+        words = send(fields, self._device, whole_prompt(batch, self._whole_from))
+        there = inputs.to(self._device, non_blocking=True)
+        first = layers.start == 0
+        return self._layers.run(there if first else None, None if first else there, layers, words, self._scratch)
 
     def _fill(self, static: StaticRows | StaticPrompt, size: int, batch: Batch, inputs: Tensor, layers: Stage) -> bool:
         """Puts a step's inputs to where its kernels look for them."""
@@ -128,11 +132,8 @@ class CudaRangeRunner:
     def _padded(self, kind: Kind, num_tokens: int, num_logits: int) -> Tensor:
         """Runs a step that is filled in."""
         step, last = partial(self._launch, kind), kind.layers.stop == self._decoder.spec.num_layers
-        if self._graphs is None:
-            with self._eager.use():
-                output = step()
-        else:
-            output = self._graphs.run(kind, step, partial(self._output, kind))
+        graphs = self._graphs
+        output = run_in(self._eager, step) if graphs is None else graphs.run(kind, step, partial(self._output, kind))
         # Hidden states may wait for their next range while another batch runs.
         return output[:num_logits] if last else output[:num_tokens].clone()
 

@@ -146,6 +146,9 @@ class CpuArena:
         if _libc.mmap(start, extent.num_bytes, _PROT_NONE, _UNBACKED | _MAP_FIXED, -1, 0) != start:
             raise EngineFailed(f"the system does not take {extent.num_bytes} bytes back: {_reason()}")
 
+    def trim(self) -> None:
+        """Nothing: torch's memory of the host is no concern of the arena."""
+
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor over bytes of the arena, whatever they hold. At least one element."""
         return torch.frombuffer(self._bytes, dtype=dtype, count=prod(shape), offset=offset).view(shape)

@@ -33,6 +33,10 @@ class TorchMemory(Protocol):
         """Within it, what this thread allocates with torch comes from here."""
         ...
 
+    def trim(self) -> None:
+        """Gives back what torch keeps of it though nothing lies there. Not within ``use``: the next one begins anew."""
+        ...
+
     def close(self) -> None:
         """Gives it back; nothing lies in it any more."""
         ...
@@ -132,8 +136,12 @@ class Arena(Protocol):
         """Takes the memory behind whole granules away. What lies beside them stays.
 
         Raises:
-            EngineFailed: some of them have none.
+            EngineFailed: some of them have none, or the device refuses. The books say what has memory then, which is mostly all that had.
         """
+        ...
+
+    def trim(self) -> None:
+        """Gives back to the device what torch keeps for itself though nothing lies there."""
         ...
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

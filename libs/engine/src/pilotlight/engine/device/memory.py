@@ -83,8 +83,7 @@ class StageMemory:
             for extent in self._layout.kv(layer, *sorted((self.num_blocks, num_blocks)))
         ]
         if num_blocks < self.num_blocks:
-            for extent in grown:
-                self._slot.unback(extent)
+            self._unback_all(grown)
         else:
             self._back_all(grown)
         self.num_blocks = num_blocks
@@ -96,6 +95,15 @@ class StageMemory:
             except EngineError:
                 for backed in extents[:index]:
                     self._slot.unback(backed)
+                raise
+
+    def _unback_all(self, extents: list[Extent]) -> None:
+        for index, extent in enumerate(extents):
+            try:
+                self._slot.unback(extent)
+            except EngineError:
+                # Every layer has the blocks or none has: with fewer, the device would be told of places without memory.
+                self._back_all(extents[:index])
                 raise
 
     def for_steps(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

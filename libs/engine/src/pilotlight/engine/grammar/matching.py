@@ -1,6 +1,7 @@
 """Grammars on llguidance: compiling, and what a matcher allows."""
 
 import json
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -8,9 +9,14 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from pilotlight.engine.errors import BadRequest
 from pilotlight.policy.types import Grammar, GrammarKind, Vocabulary
 
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
 MAX_GRAMMAR_CHARS = 256 * 1024
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"
-"""Between the parts of a JSON text. Bounded: a model that has nothing to say would write blanks for ever."""
+"""Between the parts of a JSON text that may have blanks. Bounded: a model that has nothing to say would write them for ever."""
+_GUIDANCE = "x-guidance"
+"""The member of a schema in which the library is told how its JSON is written."""
 _LIMITS = LLParserLimits(
     step_lexer_fuel=50_000,
     step_max_items=20_000,
@@ -68,7 +74,7 @@ def compile_grammar(lexicon: Lexicon, grammar: Grammar) -> LLMatcher:
 def _translated(grammar: Grammar) -> str:
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            return LLMatcher.grammar_from_json_schema(grammar.text, overrides={"whitespace_pattern": _WHITESPACE})
+            return LLMatcher.grammar_from_json_schema(grammar.text, overrides=_whitespace(grammar.text))
         case GrammarKind.REGEX:
             return LLMatcher.grammar_from_regex(grammar.text)
         case GrammarKind.LARK:
@@ -83,3 +89,18 @@ def _translated(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_lark(
                 "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
             )
+
+
+def _whitespace(schema: str) -> "JsonCompileOptions":
+    """What stands between the parts of a schema's JSON: nothing, unless the schema says otherwise.
+
+    Raises:
+        ValueError: the schema is no JSON object, or what it says of this is none.
+    """
+    try:
+        asked = msgspec.convert(msgspec.json.decode(schema, type=dict[str, Any]).get(_GUIDANCE, {}), dict[str, Any])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"a JSON schema is a JSON object, and so is its {_GUIDANCE}: {error}") from error
+    if asked.get("whitespace_pattern") is not None:
+        return {}
+    return {"whitespace_pattern": _WHITESPACE} if asked.get("whitespace_flexible") is True else {"whitespace_flexible": False}

@@ -143,47 +143,96 @@ int Arena::unback(std::uint64_t start, std::uint64_t stop) {
     PILOTLIGHT_TRY(driver().ctx_set_current(context));
     // A kernel that still runs may read what is to go.
     PILOTLIGHT_TRY(driver().ctx_synchronize());
-    auto chunk = std::prev(chunks_.upper_bound(start));
-    while (chunk != chunks_.end() && chunk->second.start < stop) {
-        auto next = std::next(chunk);
-        Ranges rests;
-        if (chunk->second.start < start) rests.emplace_back(chunk->second.start, start);
-        if (chunk->second.stop > stop) rests.emplace_back(stop, chunk->second.stop);
-        if (int failed = rests.empty() ? unmap(chunk) : keep(chunk, rests)) return failed;
-        chunk = next;
+    std::vector<Rest> rests;
+    std::vector<Chunk> gone;
+    for (auto chunk = std::prev(chunks_.upper_bound(start)); chunk != chunks_.end() && chunk->second.start < stop; ++chunk) {
+        if (chunk->second.start < start) rests.push_back({chunk->second.start, start, nullptr, {}});
+        if (chunk->second.stop > stop) rests.push_back({stop, chunk->second.stop, nullptr, {}});
+        gone.push_back(chunk->second);
+    }
+    // What stays is saved before anything is unmapped, and what was unmapped keeps its memory until all is done.
+    for (Rest &rest : rests)
+        if (int failed = save(std::prev(chunks_.upper_bound(rest.start))->second, &rest)) return failed;
+    int failed = OK;
+    std::size_t unmapped = 0, placed = 0;
+    while (!failed && unmapped < gone.size())
+        if (!(failed = unmap(chunks_.find(gone[unmapped].start)))) unmapped++;
+    bool in_memory = true;
+    for (const Rest &rest : rests) in_memory = in_memory && rest.memory;
+    if (!failed && !in_memory) {
+        // There is no way back: what stays needs the memory that goes.
+        gone.clear();
+        std::string why;
+        for (Rest &rest : rests) {
+            int refused = place(rest);
+            if (!refused || failed) continue;
+            failed = refused;
+            why = error_text();
+        }
+        return failed ? fail(failed, why) : OK;
+    }
+    while (!failed && placed < rests.size())
+        if (!(failed = place(rests[placed]))) placed++;
+    if (!failed) return OK;
+    const std::string why = error_text();
+    while (placed) unmap(chunks_.find(rests[--placed].start));
+    for (std::size_t index = 0; index < unmapped; index++) {
+        const Chunk &chunk = gone[index];
+        if (backed_anywhere(chunk.start, chunk.stop) || map(chunk.start, chunk.memory)) continue;
+        if (allow(chunk.start, chunk.stop)) unmap(chunks_.find(chunk.start));
+    }
+    return fail(failed, why);
+}
+
+int Arena::detach(std::uint64_t start, std::uint64_t stop) {
+    std::lock_guard guard(lock);
+    PILOTLIGHT_TRY(driver().ctx_set_current(context));
+    for (auto chunk = chunks_.lower_bound(start); chunk != chunks_.end() && chunk->second.stop <= stop;) {
+        auto detached = chunk++;
+        if (int failed = unmap(detached)) return failed;
     }
     return OK;
 }
 
-// Puts new memory with the same contents behind the parts of a chunk that stay, and lets go of the chunk's own.
-int Arena::keep(Chunks::iterator chunk, const Ranges &rests) {
-    if (chunk->second.memory.use_count() > 1 || chunk->second.memory->imported)
-        return fail(MISUSED, range_text(chunk->second.start, chunk->second.stop) +
-                                 " is shared, so it is taken away whole or not at all");
-    std::vector<Memory> kept(rests.size());
-    std::vector<std::vector<char>> saved(rests.size());
-    for (std::size_t index = 0; index < rests.size(); index++) {
-        auto [start, stop] = rests[index];
-        int failed = create(stop - start, &kept[index]);
-        if (!failed) failed = copy_out(start, kept[index]);
-        if (failed == CUDA_ERROR_OUT_OF_MEMORY) {
-            // The device is full to the last granule: through the host, and into what the chunk gives back.
-            kept[index].reset();
-            saved[index].resize(stop - start);
-            PILOTLIGHT_TRY(driver().memcpy_dtoh(saved[index].data(), address + start, stop - start));
-        } else if (failed) {
-            return failed;
-        }
-        counts.moved_bytes += stop - start;
+bool Arena::next_backed(std::uint64_t at, std::uint64_t *start, std::uint64_t *stop) const {
+    auto chunk = chunks_.upper_bound(at);
+    if (chunk != chunks_.begin() && std::prev(chunk)->second.stop > at) --chunk;
+    if (chunk == chunks_.end()) return false;
+    *start = std::max(at, chunk->second.start);
+    for (*stop = chunk->second.stop; ++chunk != chunks_.end() && chunk->second.start == *stop;) *stop = chunk->second.stop;
+    return true;
+}
+
+// Puts the contents of what stays of a chunk into memory of its own.
+int Arena::save(const Chunk &chunk, Rest *rest) {
+    // One more is the books' copy of the chunk, whose memory unback holds.
+    if (chunk.memory.use_count() > 2 || chunk.memory->imported)
+        return fail(MISUSED, range_text(chunk.start, chunk.stop) + " is shared, so it is taken away whole or not at all");
+    int failed = create(rest->stop - rest->start, &rest->memory);
+    if (!failed) failed = copy_out(rest->start, rest->memory);
+    if (failed && failed != CUDA_ERROR_OUT_OF_MEMORY) return failed;
+    if (failed) {
+        // The device is full to the last granule: through the host, and into what the chunk gives back.
+        rest->memory.reset();
+        rest->saved.resize(rest->stop - rest->start);
+        PILOTLIGHT_TRY(driver().memcpy_dtoh(rest->saved.data(), address + rest->start, rest->saved.size()));
     }
-    if (int failed = unmap(chunk)) return failed;
-    for (std::size_t index = 0; index < rests.size(); index++) {
-        auto [start, stop] = rests[index];
-        if (!kept[index])
-            if (int failed = create(stop - start, &kept[index])) return failed;
-        if (int failed = map(start, kept[index])) return failed;
-        if (int failed = allow(start, stop)) return failed;
-        if (!saved[index].empty()) PILOTLIGHT_TRY(driver().memcpy_htod(address + start, saved[index].data(), stop - start));
+    counts.moved_bytes += rest->stop - rest->start;
+    return OK;
+}
+
+// Puts what stays of a chunk where it was; nothing is there if that fails.
+int Arena::place(Rest &rest) {
+    if (!rest.memory)
+        if (int failed = create(rest.stop - rest.start, &rest.memory)) return failed;
+    if (int failed = map(rest.start, rest.memory)) return failed;
+    int failed = allow(rest.start, rest.stop);
+    if (!failed && !rest.saved.empty())
+        failed = check(driver().memcpy_htod(address + rest.start, rest.saved.data(), rest.saved.size()), "driver().memcpy_htod");
+    if (failed) {
+        const std::string why = error_text();
+        unmap(chunks_.find(rest.start));
+        return fail(failed, why);
     }
     return OK;
 }
@@ -292,6 +341,11 @@ PILOTLIGHT_EXPORT int pilotlight_arena_back(Arena *arena, std::uint64_t start, s
 }
 PILOTLIGHT_EXPORT int pilotlight_arena_unback(Arena *arena, std::uint64_t start, std::uint64_t stop) {
     return arena->unback(start, stop);
+}
+// The first backed bytes from `at` on: [start, stop), empty where there are none.
+PILOTLIGHT_EXPORT void pilotlight_arena_next(Arena *arena, std::uint64_t at, std::uint64_t *start, std::uint64_t *stop) {
+    std::lock_guard guard(arena->lock);
+    if (!arena->next_backed(at, start, stop)) *start = *stop = at;
 }
 PILOTLIGHT_EXPORT int pilotlight_arena_share(Arena *arena, std::uint64_t start, std::uint64_t stop, std::uint64_t from) {
     return arena->share(start, stop, from);

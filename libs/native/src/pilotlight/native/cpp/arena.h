@@ -48,7 +48,13 @@ class Arena {
     ~Arena();
 
     int back(std::uint64_t start, std::uint64_t stop, std::uint64_t chunk_bytes);
+    // All or nothing, unless what stays of a chunk had to go through the host, because the device was full to the last granule, and is
+    // refused the memory that the chunk gave back: then it is gone, too. `next_backed` tells.
     int unback(std::uint64_t start, std::uint64_t stop);
+    // Takes whole chunks away without waiting for the device: nothing that runs may use them. What could not be unmapped stays.
+    int detach(std::uint64_t start, std::uint64_t stop);
+    // The first backed bytes from `at` on, as far as they go on; false if there are none.
+    bool next_backed(std::uint64_t at, std::uint64_t *start, std::uint64_t *stop) const;
     // Maps given memory at a place; the same memory may lie at several.
     int attach(std::uint64_t start, const Memory &memory);
     int create(std::uint64_t bytes, Memory *memory);
@@ -64,7 +70,12 @@ class Arena {
 
   private:
     using Chunks = std::map<std::uint64_t, Chunk>;  // by start
-    using Ranges = std::vector<std::pair<std::uint64_t, std::uint64_t>>;
+    // What stays of a chunk of which a part is taken away: its contents, in new memory or, while the device is full, in the host's.
+    struct Rest {
+        std::uint64_t start, stop;
+        Memory memory;
+        std::vector<char> saved;
+    };
 
     int check_range(std::uint64_t start, std::uint64_t stop) const;
     bool backed_anywhere(std::uint64_t start, std::uint64_t stop) const;
@@ -72,7 +83,8 @@ class Arena {
     int map(std::uint64_t start, const Memory &memory);
     int allow(std::uint64_t start, std::uint64_t stop);
     int unmap(Chunks::iterator chunk);
-    int keep(Chunks::iterator chunk, const Ranges &rests);
+    int save(const Chunk &chunk, Rest *rest);
+    int place(Rest &rest);
     int copy_out(std::uint64_t start, const Memory &memory);
     CUmemAllocationProp properties() const;
 

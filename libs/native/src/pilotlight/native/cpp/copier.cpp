@@ -12,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <thread>
 #include <vector>
 
@@ -135,13 +136,18 @@ class Copier {
         return last_ticket_;
     }
 
-    // Until everything of an order is on its way (done: has arrived).
+    // Until everything of an order is on its way (done: has arrived). One that is too late is withdrawn: what of it is not on its way is
+    // not copied any more, and its sources are not read, but by the device where they are pinned.
     int wait(std::uint64_t ticket, bool done, double seconds) {
         std::unique_lock guard(lock_);
-        bool there = changed_.wait_for(guard, std::chrono::duration<double>(seconds),
-                                       [&] { return failed_ || (done ? completed_ticket_ : issued_ticket_) >= ticket; });
+        changed_.wait_for(guard, std::chrono::duration<double>(seconds), [&] {
+            return failed_ || withdrawn_.count(ticket) || (done ? completed_ticket_ : issued_ticket_) >= ticket;
+        });
         if (failed_) return fail(failed_, failure_);
-        return there ? OK : fail(TIMED_OUT, "an order of copies is not done in " + std::to_string(seconds) + " s");
+        if (!withdrawn_.count(ticket) && (done ? completed_ticket_ : issued_ticket_) >= ticket) return OK;
+        withdrawn_.insert(ticket);
+        changed_.wait(guard, [&] { return moving_ != ticket; });
+        return fail(TIMED_OUT, "an order of copies is not done in " + std::to_string(seconds) + " s, and is withdrawn");
     }
 
     // Work that comes to a stream from now on waits for an order that is on its way.
@@ -203,6 +209,7 @@ class Copier {
             if (stopping_) return;
             Order order = std::move(orders_.front());
             orders_.pop_front();
+            carried_out_ = order.ticket;
             busy_ = true;
             failed = carry_out(order, guard);
             busy_ = false;
@@ -227,14 +234,14 @@ class Copier {
                 done += now;
                 filled += now;
                 if (filled == unit_bytes) {
-                    if (stopping_) return OK;
+                    if (stopping_ || withdrawn_.count(order.ticket)) return OK;
                     if (int failed = issue(unit, order.background, guard)) return failed;
                     unit.clear();
                     filled = 0;
                 }
             }
         }
-        return unit.empty() ? OK : issue(unit, order.background, guard);
+        return unit.empty() || withdrawn_.count(order.ticket) ? OK : issue(unit, order.background, guard);
     }
 
     int issue(const std::vector<Piece> &unit, bool background, std::unique_lock<std::mutex> &guard) {
@@ -255,13 +262,17 @@ class Copier {
         }
         ring_bytes_ += used;
         if (!moves.empty()) {
+            moving_ = carried_out_;
             guard.unlock();
             movers_.run(moves);
             guard.lock();
+            moving_ = 0;
+            changed_.notify_all();
         }
         std::size_t limit = background ? 1 : depth_;
         while (in_flight_.size() >= limit)
             if (int failed = await_oldest(guard)) return failed;
+        if (withdrawn_.count(carried_out_)) return OK;
         CUstream stream = background ? streams_.back() : streams_[next_unit_ % num_streams_];
         for (const Piece &piece : sent) PILOTLIGHT_TRY(driver().memcpy_htod_async(piece.to, piece.from, piece.bytes, stream));
         calls_ += sent.size();
@@ -311,6 +322,8 @@ class Copier {
     std::deque<Order> orders_;
     std::deque<InFlight> in_flight_;
     std::deque<Issued> issued_;
+    std::set<std::uint64_t> withdrawn_;  // a ticket each time that the device was too slow, which ends an engine
+    std::uint64_t carried_out_ = 0, moving_ = 0;  // the order under way, and the one whose sources are read now; 0: none
     std::uint64_t last_ticket_ = 0, issued_ticket_ = 0, completed_ticket_ = 0, next_unit_ = 0;
     std::uint64_t direct_bytes_ = 0, ring_bytes_ = 0, calls_ = 0;
     int failed_ = 0;

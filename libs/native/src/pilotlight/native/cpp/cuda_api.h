@@ -15,7 +15,6 @@ using CUevent = struct CUevent_st *;
 
 constexpr CUresult CUDA_SUCCESS = 0;
 constexpr CUresult CUDA_ERROR_OUT_OF_MEMORY = 2;
-constexpr CUresult CUDA_ERROR_NOT_READY = 600;
 
 struct CUmemLocation {
     int type;  // 1: a device
@@ -82,10 +81,8 @@ constexpr int CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1;
     X(mem_free_host, cuMemFreeHost, (void *))                                                                                 \
     X(stream_create, cuStreamCreateWithPriority, (CUstream *, unsigned, int))                                                 \
     X(stream_destroy, cuStreamDestroy_v2, (CUstream))                                                                         \
-    X(stream_synchronize, cuStreamSynchronize, (CUstream))                                                                    \
     X(stream_wait_event, cuStreamWaitEvent, (CUstream, CUevent, unsigned))                                                    \
     X(event_create, cuEventCreate, (CUevent *, unsigned))                                                                     \
     X(event_record, cuEventRecord, (CUevent, CUstream))                                                                       \
-    X(event_query, cuEventQuery, (CUevent))                                                                                   \
     X(event_synchronize, cuEventSynchronize, (CUevent))                                                                       \
     X(event_destroy, cuEventDestroy_v2, (CUevent))

@@ -67,14 +67,15 @@ int map_chunk(Pool &pool, std::uint64_t index) {
     return OK;
 }
 
-// Takes the memory of chunks [first, last] away in which no segment lies.
+// Takes the memory of chunks [first, last] away in which no segment lies. Does not wait: nothing that runs may use it, and within a capture
+// nothing may wait for the device.
 int trim(Pool &pool, std::uint64_t first, std::uint64_t last) {
     for (std::uint64_t index = first; index <= last; index++) {
         if (!pool.mapped.count(index)) continue;
         std::uint64_t start = pool.start + index * pool.chunk_bytes, stop = start + pool.chunk_bytes;
         auto after = pool.segments.lower_bound(stop);
         if (after != pool.segments.begin() && std::prev(after)->second > start) continue;
-        if (int failed = pool.arena->unback(start, stop)) return failed;
+        if (int failed = pool.arena->detach(start, stop)) return failed;
         pool.mapped.erase(index);
     }
     return OK;
@@ -127,8 +128,12 @@ PILOTLIGHT_EXPORT int pilotlight_pool_close(int number) {
     Pool &pool = *pools[number];
     if (!pool.segments.empty())
         return fail(MISUSED, "pool " + std::to_string(number) + " still holds " + std::to_string(pool.segments.size()) + " segments");
-    if (!pool.mapped.empty())
+    if (!pool.mapped.empty()) {
+        // Left by a device that did not answer when its segments were freed.
+        PILOTLIGHT_TRY(driver().ctx_set_current(pool.arena->context));
+        PILOTLIGHT_TRY(driver().ctx_synchronize());
         if (int failed = trim(pool, *pool.mapped.begin(), *pool.mapped.rbegin())) return failed;
+    }
     if (selected == number) selected = -1;
     pools[number].reset();
     return OK;
@@ -175,6 +180,8 @@ PILOTLIGHT_EXPORT void *pilotlight_pool_malloc(ssize_t size, int, CUstream) {
     return reinterpret_cast<void *>(pool.arena->address + place);
 }
 
+// Waits for the device, as cudaFree does, which torch counts on: what still runs may use what is freed, on any stream. torch never frees a
+// segment within a capture. Where the device does not answer, the memory stays until the pool is closed.
 PILOTLIGHT_EXPORT void pilotlight_pool_free(void *pointer, ssize_t, int, CUstream) {
     std::lock_guard guard(pools_lock);
     for (auto &pool : pools) {
@@ -185,6 +192,8 @@ PILOTLIGHT_EXPORT void pilotlight_pool_free(void *pointer, ssize_t, int, CUstrea
         if (segment == pool->segments.end()) continue;  // another pool has the same addresses
         std::uint64_t start = segment->first, stop = segment->second;
         pool->segments.erase(segment);
+        if (check(driver().ctx_set_current(pool->arena->context), "driver().ctx_set_current")) return;
+        if (check(driver().ctx_synchronize(), "driver().ctx_synchronize")) return;
         trim(*pool, (start - pool->start) / pool->chunk_bytes, (stop - 1 - pool->start) / pool->chunk_bytes);
         return;
     }

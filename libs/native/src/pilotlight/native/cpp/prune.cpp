@@ -37,7 +37,7 @@ struct Pruner {
     Elf elf;
     std::set<std::size_t> gone;  // sections
     Numbers section_of, symbol_of;
-    std::string symbol_bytes, symbol_strings{'\0', 1};
+    std::string symbol_bytes, symbol_strings = std::string(1, '\0');
     std::uint32_t num_local = 0;
 
     void choose(const std::set<std::string> &keep) {

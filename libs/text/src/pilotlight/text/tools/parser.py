@@ -45,13 +45,14 @@ class Parsed:
 class ToolParser:
     """Reads one answer."""
 
-    def __init__(self, dialect: ToolDialect, names: Collection[str], *, single: bool = False) -> None:
+    def __init__(self, dialect: ToolDialect, names: Collection[str], *, single: bool = False, forced: bool = False) -> None:
         """Begin an answer.
 
         Args:
             dialect: how the model writes calls.
             names: of the functions that it was told of. A call without a marker must be of one of them.
             single: the answer ends with its first call.
+            forced: a grammar holds the answer to calls: what is held back at its end is a call that was cut short, and no content.
         """
         self.called = 0
         """Calls that were made."""
@@ -60,6 +61,7 @@ class ToolParser:
         self._dialect = dialect
         self._names = frozenset(names)
         self._single = single
+        self._forced = forced
         self._content = _Content()
         self._pieces: list[CallPiece] = []
         self._state: Callable[[str], None] = self._in_text
@@ -231,7 +233,7 @@ class ToolParser:
 
     def _end(self) -> None:
         if self._state == self._in_text:
-            if self._marker is not None:
+            if self._marker is not None and not self._forced:
                 self._show(self._marker.flush().text)
             return
         if self._state == self._in_broken_arguments:
@@ -241,8 +243,10 @@ class ToolParser:
         held = "".join(self._held)
         words = held.strip(WHITESPACE)
         # What was to follow a call and did not come is no content: a part of the closing marker, a comma.
-        cut_off = (self._state == self._before_closing and self._dialect.closing.startswith(words)) or (
-            self._state == self._before_object and self.called > 0 and words in (",", ";")
+        cut_off = (
+            self._forced
+            or (self._state == self._before_closing and self._dialect.closing.startswith(words))
+            or (self._state == self._before_object and self.called > 0 and words in (",", ";"))
         )
         if words and not cut_off:
             self._show(held)

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pilotlight.common.errors import BadRequest, TooLarge
+from pilotlight.common.errors import BadRequest
+from pilotlight.text.decoding import TokenDecoder
 from pilotlight.text.template import ChatTemplate
-from pilotlight.text.tokenizer import TextTokenizer
 from pilotlight.text.tools.dialects import DIALECTS, ToolDialect
 from pilotlight.text.tools.parser import ToolParser
 
@@ -49,10 +49,13 @@ class TemplateTools:
     """It takes a call's arguments as JSON text. Others take them as an object."""
 
 
-def template_tools(template: ChatTemplate, tokenizer: TextTokenizer) -> TemplateTools:
+def template_tools(template: ChatTemplate, tokenizer: TokenDecoder) -> TemplateTools:
     """What this template does with tools: a function of template and tokenizer alone.
 
     A template that fails on a conversation with tools knows none.
+
+    Raises:
+        TooLarge: it writes without end, even of a short conversation.
     """
     described = _rendered(template, [_USER], tools=[_TOOL])
     describes = _NAME in described
@@ -105,7 +108,7 @@ def _rendered(
     """What the template writes; nothing when it fails."""
     try:
         return template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
-    except (BadRequest, TooLarge):
+    except BadRequest:
         return ""
 
 
@@ -116,7 +119,7 @@ def _answer(written: str, begun: str) -> str:
     return written[written.rfind(_QUESTION) + len(_QUESTION) :]
 
 
-def _dialect(answer: str, tokenizer: TextTokenizer) -> ToolDialect | None:
+def _dialect(answer: str, tokenizer: TokenDecoder) -> ToolDialect | None:
     """The first dialect that reads the probe's call out of this answer."""
     for dialect in DIALECTS:
         parser = ToolParser(dialect, [_NAME])

@@ -14,7 +14,8 @@ from pilotlight.common.errors import (
     RouteNotFound,
     UnprocessableInput,
 )
-from pilotlight.gateway.openai.errors import error_headers
+from pilotlight.gateway.http import note_error
+from pilotlight.gateway.openai.errors import error_headers, named_message
 
 log = structlog.get_logger()
 
@@ -24,8 +25,8 @@ async def on_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, PilotlightError)
     if error.status >= 500 and not error.retryable:
         log.error("admin request failed", action="admin_failed", code=error.code, error=error.message)
-    request.state.error_code = error.code
-    body = {"code": error.code, "message": error.message, "param": error.param, "what_to_do": error.action}
+    note_error(request.scope, error)
+    body = {"code": error.code, "message": named_message(error), "param": error.param, "what_to_do": error.action}
     return JSONResponse({"error": body}, error.status, headers=error_headers(error))
 
 

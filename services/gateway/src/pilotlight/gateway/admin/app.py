@@ -15,6 +15,7 @@ from pilotlight.common.errors import BusUnavailable, ControlPlaneUnavailable, De
 from pilotlight.common.messages.demand import EVICT_SUBJECT, WARM_SUBJECT, Evict, Evicting, Warm, Warming
 from pilotlight.common.telemetry import current_traceparent
 from pilotlight.gateway.admin.answers import on_bug, on_error, on_http, on_invalid
+from pilotlight.gateway.admin.document import DocumentedApp
 from pilotlight.gateway.admin.gate import By, Gate
 from pilotlight.gateway.admin.nodes import Fleet, add_nodes
 from pilotlight.gateway.admin.schemas import (
@@ -57,7 +58,7 @@ class AdminParts:
 
 def build_admin(parts: AdminParts) -> FastAPI:
     """The application, to be mounted at ``/admin/v1``."""
-    app = FastAPI(
+    app = DocumentedApp(
         title="Pilotlight admin API",
         version="1",
         docs_url="/docs",

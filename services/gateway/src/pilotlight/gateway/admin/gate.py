@@ -1,7 +1,7 @@
 """In front of every route of the admin API: the key, a bounded body, and the record of what was refused."""
 
 import re
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from fastapi import Depends, Request
@@ -12,7 +12,7 @@ from pilotlight.common.telemetry import current_traceparent
 from pilotlight.gateway.admin.answers import on_error
 from pilotlight.gateway.audit import Actor, AuditLog
 from pilotlight.gateway.auth import Authenticator
-from pilotlight.gateway.http import ClientGone, read_body
+from pilotlight.gateway.http import ClientGone, error_code_of, read_body
 
 MAX_BODY_BYTES = 64 * 1024
 OPEN_PATHS = frozenset({"/docs", "/openapi.json"})
@@ -90,7 +90,7 @@ class Gate:
                 key = await self._authenticator.require(request.headers, "admin")
                 actor = _actor(request, key.label, key.key_id)
             request.state.actor = actor
-            body = await read_body(request, MAX_BODY_BYTES)
+            body = await read_body(request, MAX_BODY_BYTES, actor.key_id)
             read: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
             async def receive_again() -> Message:
@@ -111,10 +111,10 @@ class Gate:
 
     def _record(self, request: Request, actor: Actor, path: str, body: bytes, status: int) -> None:
         action, entity = action_of(request.method, path)
-        code: Any = getattr(request.state, "error_code", InternalError.code)
+        code = error_code_of(request.scope) or InternalError.code
         # What somebody without a key sends is not looked at.
         heard = code not in (Unauthorized.code, Forbidden.code)
-        self._audit.refused(actor, action, entity or (_name_in(body) if heard else ""), str(code), status)
+        self._audit.refused(actor, action, entity or (_name_in(body) if heard else ""), code, status)
 
 
 def _actor(request: Request, principal: str, key_id: str) -> Actor:

@@ -1,5 +1,6 @@
 """Routes of the admin API for nodes: what there is, and which of them are to be empty."""
 
+from dataclasses import fields
 from typing import Annotated, Any, Protocol
 
 import msgspec
@@ -11,6 +12,10 @@ from pilotlight.gateway.drains import DrainRepository, Intent, shown
 from pilotlight.policy.types import NodeFacts, NodeId, WorkerFacts
 
 Node = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)]
+
+
+_UNREPORTED: dict[str, Any] = {field.name: None for field in fields(NodeFacts)}
+"""Of a node whose loader does not report."""
 
 
 class Fleet(Protocol):
@@ -30,7 +35,7 @@ def add_nodes(app: FastAPI, fleet: Fleet, drains: DrainRepository) -> None:
 
     def one(node_id: NodeId, intent: Intent | None) -> dict[str, Any]:
         facts = next((node for node in fleet.nodes() if node.node_id == node_id), None)
-        return shown(node_id, facts, fleet.workers(), intent, msgspec.to_builtins(facts) if facts is not None else {})
+        return shown(node_id, facts, fleet.workers(), intent, msgspec.to_builtins(facts) if facts is not None else _UNREPORTED)
 
     @app.get("/nodes")
     async def nodes() -> dict[str, Any]:  # pyright: ignore[reportUnusedFunction]

@@ -47,10 +47,18 @@ class NewModel(Body):
     pinned: bool = Field(False, description="Never evicted for another model.")
 
 
+class SloChanges(Body):
+    """What the model must meet from now on: what is left out stays as it is."""
+
+    ttft_ms: float | None = Field(None, gt=0, le=MAX_MS, allow_inf_nan=False, description="Time to first token.")
+    tpot_ms: float | None = Field(None, gt=0, le=MAX_MS, allow_inf_nan=False, description="Time per output token.")
+    attainment: float | None = Field(None, gt=0, le=1, allow_inf_nan=False, description="Share of requests that must meet both.")
+
+
 class ModelChanges(Body):
     """``PATCH /admin/v1/models/{name}``: what is left out stays as it is."""
 
-    slo: SloBody | None = None
+    slo: SloChanges | None = None
     min_instances: int | None = Field(None, ge=0, le=1000)
     max_instances: int | None = Field(None, ge=1, le=1000)
     keep_alive_s: float | None = Field(None, ge=0, le=31_536_000, allow_inf_nan=False)

@@ -20,14 +20,19 @@ from pilotlight.common.service import Context
 from pilotlight.common.sources.opening import Sources
 from pilotlight.common.sources.ranged import Patience
 from pilotlight.gateway.admin.app import AdminParts, build_admin
+from pilotlight.gateway.app import build_texts
 from pilotlight.gateway.audit import AuditLog
 from pilotlight.gateway.auth import Authenticator
+from pilotlight.gateway.bodies import BodyBudget
 from pilotlight.gateway.catalog import Catalog
 from pilotlight.gateway.drains import DrainRepository
 from pilotlight.gateway.fleet import Fleet
 from pilotlight.gateway.http import Edge
+from pilotlight.gateway.measures import HttpMeasures
 from pilotlight.gateway.registration import Registration
 from pilotlight.gateway.settings import GatewaySettings
+from pilotlight.gateway.testing import RESERVED_HELPERS
+from pilotlight.gateway.texts.texts import Texts
 from pilotlight.text.testing import byte_level_json
 
 ADMIN_KEY = "pl-admin-key-for-these-tests"
@@ -49,6 +54,7 @@ class AdminWorld:
     database: Database
     authenticator: Authenticator
     catalog: Catalog
+    texts: Texts
     context: Context[GatewaySettings]
     models: Path
     """The only allowed root."""
@@ -86,8 +92,10 @@ async def admin_world(context: Context[GatewaySettings]) -> AsyncGenerator[Admin
     database = Database(settings, "gateway", context.clock)
     authenticator = Authenticator(database, settings, settings, context.clock)
     await authenticator.start()
-    catalog = Catalog(database, context)
-    registration = Registration(database, context, Sources(settings, Patience()), catalog)
+    texts = build_texts(context, RESERVED_HELPERS)
+    await texts.start()
+    catalog = Catalog(database, context, texts)
+    registration = Registration(database, context, Sources(settings, Patience()), catalog, texts)
     fleet = Fleet(context.bus, context.clock, context.background)
     audit = AuditLog(database, context.clock, context.background, context.metrics)
     await audit.start()
@@ -102,7 +110,9 @@ async def admin_world(context: Context[GatewaySettings]) -> AsyncGenerator[Admin
             drains=DrainRepository(database, context.clock),
         )
     )
-    edge = Edge(Starlette(routes=[Mount("/admin/v1", app=app)]), frozenset())
+    bodies = BodyBudget(settings.bodies_bytes, settings.body_pause_s)
+    routed = Starlette(routes=[Mount("/admin/v1", app=app)])
+    edge = Edge(routed, frozenset(), bodies, HttpMeasures(context.metrics, bodies))
     http = httpx2.AsyncClient(
         transport=httpx2.ASGITransport(app=edge),
         base_url="http://gateway/admin/v1",
@@ -117,6 +127,7 @@ async def admin_world(context: Context[GatewaySettings]) -> AsyncGenerator[Admin
             database=database,
             authenticator=authenticator,
             catalog=catalog,
+            texts=texts,
             context=context,
             models=Path(settings.model_roots),
         )
@@ -124,6 +135,7 @@ async def admin_world(context: Context[GatewaySettings]) -> AsyncGenerator[Admin
         await http.aclose()
         await audit.stop()
         await catalog.stop()
+        await texts.stop()
         await database.stop()
 
 

@@ -47,7 +47,7 @@ def add_verifications(app: FastAPI, registration: Registration, fleet: Fleet, bu
             message = Verify(model=model, deadline_s=deadline_s)
             found = await _ask(node_id, bus.request(verify_subject(node_id), message, Verification, deadline_s=LOADER_DEADLINE_S))
             changes["verification_id"] = found.verification_id
-        return msgspec.to_builtins(found)
+        return _shown(found)
 
     @app.get("/verifications/{verification_id}")
     async def ask(verification_id: VerificationName) -> dict[str, Any]:  # pyright: ignore[reportUnusedFunction]
@@ -57,7 +57,12 @@ def add_verifications(app: FastAPI, registration: Registration, fleet: Fleet, bu
             raise NotFound(f"no node that reports knows of a verification {verification_id!r}", param="verification_id")
         message = AskVerification(verification_id=verification_id)
         answer = bus.request(verification_subject(node_id), message, Verification, deadline_s=LOADER_DEADLINE_S)
-        return msgspec.to_builtins(await _ask(node_id, answer))
+        return _shown(await _ask(node_id, answer))
+
+
+def _shown(found: Verification) -> dict[str, Any]:
+    """All of it: as a message between services it leaves out what holds its default."""
+    return msgspec.to_builtins(msgspec.structs.asdict(found))
 
 
 def _node_for(fleet: Fleet, name: ModelName) -> NodeId:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from pilotlight.gateway.catalog import ModelText
+from pilotlight.gateway.model_text import ModelText
 from pilotlight.gateway.openai.tools import NO_TOOLS, ToolUse
 from pilotlight.gateway.token_log import Token
 from pilotlight.policy.types import FinishReason
@@ -20,8 +20,9 @@ class ShownToken:
     """One token of the answer, for those who asked for log probabilities."""
 
     text: str
-    utf8: list[int] | None
-    """None for a token that is only a part of a character."""
+    """Parts of characters are shown as replacement characters."""
+    utf8: list[int]
+    """Its own bytes: those of all tokens together are the answer's."""
     logprob: float
     offset_chars: int
     top: list["ShownToken"] = field(default_factory=list["ShownToken"])
@@ -41,12 +42,14 @@ class Delta:
 class Answer:
     """One answer. ``finish_reason`` is set when it is complete; what comes after a stop string is dropped and not billed."""
 
-    def __init__(self, text: ModelText, stops: tuple[str, ...], tools: ToolUse = NO_TOOLS, *, logprobs: bool) -> None:
+    def __init__(
+        self, text: ModelText, stops: tuple[str, ...], tools: ToolUse = NO_TOOLS, *, logprobs: bool, include_stop: bool = False
+    ) -> None:
         self.output_tokens = 0
         """What is billed so far."""
         self.finish_reason: str | None = None
         self._tokenizer = text.tokenizer
-        self._output = OutputText(text.tokenizer, stops, tools.kept_ids)
+        self._output = OutputText(text.tokenizer, stops, tools.kept_ids, include_stop=include_stop)
         self._tools = tools.parser()
         self._logprobs = logprobs
         self._chars = 0
@@ -99,12 +102,11 @@ class Answer:
         return replace(self._shown_alone(token.token_id, token.logprob), top=top)
 
     def _shown_alone(self, token_id: int, known: float | None) -> ShownToken:
-        text = self._tokenizer.decode([token_id], skip_special_tokens=False)
-        utf8 = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
+        raw = self._tokenizer.token_bytes(token_id)
         logprob = UNKNOWN_LOGPROB
         if known is not None and math.isfinite(known):
             logprob = max(known, UNKNOWN_LOGPROB)
-        return ShownToken(text, utf8, logprob, self._chars)
+        return ShownToken(raw.decode(errors="replace"), list(raw), logprob, self._chars)
 
 
 def joined(deltas: Sequence[Delta]) -> Delta:

@@ -27,7 +27,6 @@ from pilotlight.gateway.openai.models import model_card
 from pilotlight.gateway.openai.parameters import (
     Options,
     count_choices,
-    decode_body,
     limit_of,
     options_of,
     sampling_of,
@@ -106,6 +105,7 @@ class OpenAiApi:
         models: Models,
         keys: Keys,
         exchanges: ExchangeParts,
+        encoder: PromptEncoder,
         limits: Limits,
     ) -> None:
         self._models = models
@@ -113,7 +113,7 @@ class OpenAiApi:
         self._exchanges = exchanges
         self._clock: Clock = exchanges.clock
         self._limits = limits
-        self._encoder = PromptEncoder()
+        self._encoder = encoder
         self._rng = random.SystemRandom()
         self._document = msgspec.json.encode(openapi_document(API_VERSION))
 
@@ -131,27 +131,31 @@ class OpenAiApi:
         """Answer a conversation."""
         arrived_s = self._clock.monotonic_s()
         key = await self._keys.require(request.headers, "inference")
-        body = decode_body(await read_body(request, self._limits.max_body_bytes), ChatRequest)
+        body = await self._encoder.read(
+            await read_body(request, self._limits.max_body_bytes, key.key_id), ChatRequest, key.key_id
+        )
         entry = await self._entry(body.model)
         options = options_of(body)
         tools = tool_use_of(body, entry.text)
         asked = _Asked(RequestId(request.state.request_id), entry, body, options, key, arrived_s, tools)
         count_choices(body, 1, self._limits.max_choices)
-        conversation = conversation_of(body.messages, entry.text.tools, tools)
-        exchange = self._exchange(asked, [await self._encoder.chat(entry, conversation)])
+        conversation = conversation_of(body, entry.text.tools, tools)
+        exchange = self._exchange(asked, [await self._encoder.chat(entry, conversation, key.key_id)])
         return exchange.response(ChatShapes(asked.request_id, body.model, self._now_unix_s(), options, tools))
 
     async def completions(self, request: Request) -> Response:
         """Continue a prompt."""
         arrived_s = self._clock.monotonic_s()
         key = await self._keys.require(request.headers, "inference")
-        body = decode_body(await read_body(request, self._limits.max_body_bytes), CompletionRequest)
+        body = await self._encoder.read(
+            await read_body(request, self._limits.max_body_bytes, key.key_id), CompletionRequest, key.key_id
+        )
         entry = await self._entry(body.model)
         options = options_of(body)
         asked = _Asked(RequestId(request.state.request_id), entry, body, options, key, arrived_s)
         prompts = prompts_of(body.prompt)
         count_choices(body, len(prompts), self._limits.max_choices)
-        exchange = self._exchange(asked, [await self._encoder.completion(entry, prompt) for prompt in prompts])
+        exchange = self._exchange(asked, [await self._encoder.completion(entry, prompt, key.key_id) for prompt in prompts])
         return exchange.response(CompletionShapes(asked.request_id, body.model, self._now_unix_s(), options))
 
     async def models(self, request: Request) -> Response:
@@ -202,7 +206,7 @@ class OpenAiApi:
                 request_id=RequestId(f"{asked.request_id}-{index}") if index else asked.request_id,
                 sampling=replace(sampling, seed=seed_of_choice(sampling.seed, number)),
             )
-            answer = Answer(entry.text, options.stops, asked.tools, logprobs=options.logprobs)
+            answer = Answer(entry.text, options.stops, asked.tools, logprobs=options.logprobs, include_stop=options.include_stop)
             choices.append(Choice(index, self._exchanges, request, answer))
         return choices
 

@@ -71,7 +71,8 @@ class ChatShapes(Shapes):
             )
             for piece in whole.delta.calls
         ]
-        message = AssistantMessage(content=whole.delta.text if whole.delta.text or not calls else None, tool_calls=calls or UNSET)
+        no_content = None if calls or self._tools.forced else ""
+        message = AssistantMessage(content=whole.delta.text or no_content, tool_calls=calls or UNSET)
         logprobs = self._of(whole.delta.tokens)
         return ChatChoice(index=whole.index, message=message, logprobs=logprobs, finish_reason=whole.finish_reason)
 

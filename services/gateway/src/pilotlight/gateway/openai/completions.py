@@ -52,6 +52,14 @@ class CompletionShapes(Shapes):
         return CompletionLogprobs(
             tokens=[token.text for token in tokens],
             token_logprobs=[token.logprob for token in tokens],
-            top_logprobs=[{other.text: other.logprob for other in token.top} for token in tokens] if self._top_logprobs else None,
+            top_logprobs=[_by_text(token) for token in tokens] if self._top_logprobs else None,
             text_offset=[token.offset_chars for token in tokens],
         )
+
+
+def _by_text(token: ShownToken) -> dict[str, float]:
+    """The likeliest tokens. Of several that are shown alike, as parts of characters are, the first."""
+    shown: dict[str, float] = {}
+    for other in token.top:
+        shown.setdefault(other.text, other.logprob)
+    return shown

@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,30 +10,74 @@ import msgspec
 
 from pilotlight.common.errors import BadRequest
 from pilotlight.gateway.openai.tools import ToolUse
-from pilotlight.gateway.openai.types import ChatMessage, GivenCall, TextPart
+from pilotlight.gateway.openai.types import ChatMessage, ChatRequest, GivenCall, TextPart
+from pilotlight.text.template import RESERVED
 from pilotlight.text.tools.probe import TemplateTools
+
+MAX_VARIABLES_BYTES = 16 * 1024
+"""What a request may tell a chat template beside messages and tools, as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a chat template is given."""
+    """What a chat template is given. It goes to a text helper as it is."""
 
     messages: Sequence[dict[str, Any]]
     tools: Sequence[dict[str, Any]] | None
-    chars: int
-    """About how long its prompt is."""
+    variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """More of what the template may know, as the client says."""
+    add_generation_prompt: bool = True
+    """The prompt ends with the beginning of the assistant's answer."""
+    continue_final_message: bool = False
+    """The prompt ends with the last message, unfinished: the answer goes on with it."""
 
 
-def conversation_of(messages: Sequence[ChatMessage], template: TemplateTools, use: ToolUse) -> Conversation:
-    """Messages as this template expects them, and what it is told of tools.
+def conversation_of(request: ChatRequest, template: TemplateTools, use: ToolUse) -> Conversation:
+    """A request's messages as this template expects them, and what else it is told.
 
     Raises:
-        BadRequest: a message lacks something or has too much, or the template would leave a call or a result out.
+        BadRequest: a message lacks something or has too much, the template would leave a call or a result out, or what is said of the
+            prompt contradicts itself.
     """
+    messages = request.messages
     reader = _Reader(template)
     plain = [reader.read(message, index) for index, message in enumerate(messages)]
-    calls = sum(len(call.function.arguments) for message in messages for call in message.tool_calls or ())
-    return Conversation(plain, use.described, calls + use.described_chars + sum(len(message["content"]) for message in plain))
+    variables = request.chat_template_kwargs or {}
+    _check_variables(variables)
+    continued = _continues(request)
+    return Conversation(
+        messages=plain,
+        tools=use.described,
+        variables=variables,
+        add_generation_prompt=request.add_generation_prompt is not False and not continued,
+        continue_final_message=continued,
+    )
+
+
+def _continues(request: ChatRequest) -> bool:
+    """Whether the answer goes on with the last message."""
+    if not request.continue_final_message:
+        return False
+    param = "continue_final_message"
+    if request.add_generation_prompt:
+        raise BadRequest(f"{param} and add_generation_prompt contradict each other: set one of them to false", param=param)
+    last = request.messages[-1]
+    if last.role != "assistant" or last.content is None or last.tool_calls:
+        raise BadRequest(f"{param}: the last message must be a text of the assistant's, without calls of tools", param=param)
+    return True
+
+
+def _check_variables(variables: Mapping[str, Any]) -> None:
+    param = "chat_template_kwargs"
+    for name in variables:
+        if name in RESERVED or re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name) is None:
+            raise BadRequest(f"{param}: {name[:64]!r} is no variable that a request may set", param=param)
+    try:
+        chars = len(msgspec.json.encode(variables))
+    except RecursionError as error:
+        raise BadRequest(f"{param} is nested too deeply", param=param) from error
+    if chars > MAX_VARIABLES_BYTES:
+        raise BadRequest(f"{param} has {chars} bytes; at most {MAX_VARIABLES_BYTES} are taken", param=param)
 
 
 @dataclass(slots=True)

@@ -29,12 +29,15 @@ def openapi_document(version: str) -> dict[str, Any]:
         described: dict[str, Any] = {
             "summary": summary,
             "responses": {
-                "200": {"description": "The answer; with `stream: true` as server-sent events.", **body(answer)},
+                "200": {"description": "The answer.", **body(answer)},
                 "default": {"description": "An error.", **body(ErrorResponse)},
             },
         }
         if request is not None:
             described["requestBody"] = {"required": True, **body(request)}
+            answered = described["responses"]["200"]
+            answered["description"] = "The answer; with `stream: true` as server-sent events."
+            answered["content"]["text/event-stream"] = {"schema": {"type": "string"}}
         return described
 
     named = operation("One model.", ModelCard)

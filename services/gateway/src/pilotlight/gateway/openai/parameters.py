@@ -15,6 +15,9 @@ from pilotlight.gateway.openai.tools import NO_TOOLS, ToolUse
 from pilotlight.gateway.openai.types import ChatRequest, CommonRequest, CompletionRequest, NotSupported
 from pilotlight.policy.types import Model, Sampling
 
+DEFAULT_COMPLETION_TOKENS = 16
+"""What ``/v1/completions`` writes at most when it is not told otherwise: OpenAI's number."""
+
 _OFF: dict[str, tuple[object, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -24,12 +27,58 @@ _OFF: dict[str, tuple[object, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
+    "verbosity": ("medium",),
+    "bad_words": ([],),
+    "detokenize": (True,),
+    "documents": ([],),
+    "early_stopping": (False,),
+    "include_reasoning": (True,),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "priority": (0,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "use_beam_search": (False,),
+    "mirostat": (0,),
+    "no_repeat_ngram_size": (0,),
+    "no_stop_trim": (False,),
+    "repeat_penalty": (1,),
+    "tfs_z": (1,),
+    "top_a": (0,),
+    "typical_p": (1,),
 }
 """Values of fields in ``NotSupported`` that switch them off, beside null."""
+_OFF_BY_KIND: dict[type, dict[str, tuple[object, ...]]] = {
+    ChatRequest: {"add_special_tokens": (False,)},
+    CompletionRequest: {"add_special_tokens": (True,)},
+}
+_INSTEAD = {
+    "add_special_tokens": "send token ids as the prompt of /v1/completions",
+    "allowed_token_ids": "use logit_bias or a grammar",
+    "bad_words": "use logit_bias",
+    "chat_template": "the model's own is used; send a prompt of your own to /v1/completions",
+    "ebnf": "use structured_outputs.grammar",
+    "enable_thinking": "use chat_template_kwargs where the model's template knows it",
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "grammar": "use structured_outputs.grammar",
+    "json_schema": "use response_format",
+    "no_stop_trim": "use include_stop_str_in_output",
+    "reasoning": "use chat_template_kwargs where the model's template knows it",
+    "reasoning_effort": "use chat_template_kwargs where the model's template knows it",
+    "regex": "use structured_outputs.regex",
+    "repeat_penalty": "use repetition_penalty",
+    "structural_tag": "use tools or structured_outputs.grammar",
+    "thinking": "use chat_template_kwargs where the model's template knows it",
+}
+"""What to do about a field that is not supported, where there is more to it than leaving it out."""
 _SEED_MASK = 2**63 - 1
 
 _decoders: dict[type, msgspec.json.Decoder[object]] = {}
-_WHERE = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
+_WHERE = re.compile(r" - at `(?:key` in `)?\$\.?([^`]*?)(?:\[\.\.\.\])?`$")
+_PART = re.compile(r"messages\[\d+\]\.content\[\d+\]\.type")
 
 R = TypeVar("R", bound=CommonRequest)
 
@@ -43,6 +92,8 @@ class Options:
     stops: tuple[str, ...]
     logprobs: bool
     top_logprobs: int = 0
+    include_stop: bool = False
+    """The text ends with the stop string that ended it."""
 
 
 def decode_body(body: bytes, as_type: type[R]) -> R:
@@ -86,7 +137,12 @@ def options_of(request: ChatRequest | CompletionRequest) -> Options:
         logprobs, top_logprobs = request.logprobs is not None, request.logprobs or 0
     include_usage = request.stream_options is not None and request.stream_options.include_usage
     return Options(
-        stream=bool(request.stream), include_usage=include_usage, stops=stops, logprobs=logprobs, top_logprobs=top_logprobs
+        stream=bool(request.stream),
+        include_usage=include_usage,
+        stops=stops,
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
+        include_stop=bool(request.include_stop_str_in_output),
     )
 
 
@@ -137,7 +193,7 @@ def sampling_of(
         BadRequest: a token id is not the model's, or what is asked for contradicts itself.
     """
     options = options_of(request)
-    max_tokens = _room(model, prompt_tokens, limit_of(request))
+    max_tokens = _room(request, model, prompt_tokens)
     if (request.min_tokens or 0) > max_tokens:
         raise BadRequest(
             f"min_tokens {request.min_tokens} is more than the {max_tokens} tokens that may come", param="min_tokens"
@@ -171,37 +227,49 @@ def _check_ids(model: Model, param: str, token_ids: Iterable[int]) -> None:
         raise BadRequest(f"{param}: token ids of {model.name} are 0 to {vocab_size - 1}", param=param)
 
 
-def _room(model: Model, prompt_tokens: int, asked: int | None) -> int:
-    limit = model.spec.max_context_tokens
+def _room(request: ChatRequest | CompletionRequest, model: Model, prompt_tokens: int) -> int:
+    """How many tokens may come. The wording is OpenAI's: there are clients that look for it."""
+    limit, asked = model.spec.max_context_tokens, limit_of(request)
     left = limit - prompt_tokens
+    chat = isinstance(request, ChatRequest)
     if left < 1:
-        raise ContextTooLong(
-            f"the prompt has {prompt_tokens} tokens and leaves no room for an answer; the context of {model.name} is {limit} tokens"
-        )
+        raise ContextTooLong.by_prompt(limit, prompt_tokens, chat=chat)
     if asked is not None and asked > left:
+        named = chat and request.max_completion_tokens is not None
         raise ContextTooLong(
-            f"the prompt's {prompt_tokens} tokens and {asked} tokens of output are more than the {limit} tokens of {model.name}'s context",
-            param="max_tokens",
+            f"This model's maximum context length is {limit} tokens. However, you requested {prompt_tokens + asked} tokens "
+            f"({prompt_tokens} in the {'messages' if chat else 'prompt'}, {asked} in the completion)",
+            param="max_completion_tokens" if named else "max_tokens",
         )
-    return left if asked is None else asked
+    if asked is not None:
+        return asked
+    return left if chat else min(left, DEFAULT_COMPLETION_TOKENS)
 
 
 def _refuse_unsupported(request: NotSupported) -> None:
     names = NotSupported.__struct_fields__
+    off = _OFF | _OFF_BY_KIND.get(type(request), {})
     for name in (*names, "tools", "tool_choice") if isinstance(request, CompletionRequest) else names:
         value = getattr(request, name)
         if value is not None and not any(
-            value == off and isinstance(value, bool) == isinstance(off, bool) for off in _OFF.get(name, ())
+            value == one and isinstance(value, bool) == isinstance(one, bool) for one in off.get(name, ())
         ):
-            raise BadRequest(f"{name} is not supported; leave it out", param=name)
+            raise BadRequest(f"{name} is not supported: {_INSTEAD.get(name, 'leave it out')}", param=name)
 
 
 def _invalid(message: str) -> BadRequest:
     where = _WHERE.search(message)
-    if where is None:
-        missing = re.search(r"missing required field `(\w+)`", message)
-        return BadRequest(message, param=missing.group(1) if missing else None)
-    path = where.group(1)
-    missing = re.search(r"missing required field `(\w+)`", message)
-    param = f"{path}.{missing.group(1)}" if missing else path
-    return BadRequest(f"{param or 'the body'}: {message[: where.start()]}", param=param or None)
+    said = message[: where.start()] if where is not None else message
+    path = where.group(1) if where is not None else ""
+    part = _PART.fullmatch(path)
+    kind = re.fullmatch(r"Invalid value '(.*)'", said)
+    if part is not None and kind is not None:
+        return BadRequest(f"{path}: this model takes text only, and no part of type {kind.group(1)[:64]!r}", param=path)
+    missing = re.search(r"missing required field `(\w+)`", said)
+    if missing is not None:
+        path = f"{path}.{missing.group(1)}" if path else missing.group(1)
+    unknown = re.search(r"contains unknown field `(\w+)`", said)
+    if unknown is not None:
+        path = f"{path}.{unknown.group(1)}" if path else unknown.group(1)
+        said = "there is no such field here"
+    return BadRequest(f"{path or 'the body'}: {said}", param=path or None)

@@ -1,80 +1,84 @@
-"""Prompts: from messages or text to token ids. Long ones are made in a thread, so that streams go on meanwhile."""
+"""Prompts: from bodies to token ids. Text helpers do what a client or a checkpoint sizes, so that streams go on meanwhile."""
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeVar, cast
 
 from pilotlight.common.errors import BadRequest, ContextTooLong
 from pilotlight.common.messages.codec import encode_json
-from pilotlight.common.waiting import within
 from pilotlight.gateway.catalog import CatalogEntry
 from pilotlight.gateway.openai.conversation import Conversation
+from pilotlight.gateway.openai.parameters import decode_body
+from pilotlight.gateway.openai.sizes import check_sizes
+from pilotlight.gateway.openai.types import ChatRequest, CompletionRequest
+from pilotlight.gateway.texts.frames import Chat, Completion
+from pilotlight.gateway.texts.texts import Texts
 
-INLINE_CHARS = 4096
-"""A prompt of up to so many characters is encoded at once: less than handing it to a thread and back costs."""
-MAX_THREADS = 4
-DEADLINE_S = 30.0
+INLINE_BYTES = 64 * 1024
+"""A body of up to so many bytes is decoded at once: a millisecond or two, whatever it holds."""
 CHECK_SIZE_TOKENS = 500_000
 """A prompt of fewer tokens fits the bus in any case."""
 
-T = TypeVar("T")
+R = TypeVar("R", ChatRequest, CompletionRequest)
 
 
 class PromptEncoder:
-    """Encodes prompts, a bounded number at a time."""
+    """Reads bodies and encodes prompts. ``owner`` is whose request it is: owners take turns."""
 
-    def __init__(self) -> None:
-        self._threads = asyncio.Semaphore(MAX_THREADS)
+    def __init__(self, texts: Texts) -> None:
+        self._texts = texts
 
-    async def chat(self, entry: CatalogEntry, conversation: Conversation) -> list[int]:
+    async def read(self, body: bytes, as_type: type[R], owner: str = "") -> R:
+        """Decode a body strictly, and count what it holds.
+
+        Raises:
+            BadRequest: it is not what the API takes, or more of it.
+            QueueFull, TextUnavailable: not now.
+        """
+        if len(body) > INLINE_BYTES:
+            return await self._texts.read(body, as_type, owner)
+        request = decode_body(body, as_type)
+        check_sizes(request)
+        return request
+
+    async def chat(self, entry: CatalogEntry, conversation: Conversation, owner: str = "") -> list[int]:
         """Token ids of a conversation.
 
         Raises:
             BadRequest: the model's template does not take these messages.
-            ContextTooLong: the prompt is far beyond the model's context.
+            ContextTooLong: the prompt is longer than the model's context.
             TooLarge: the prompt is beyond what the template may write.
+            TextFailed: the model's template or tokenizer fails on it.
+            QueueFull, TextUnavailable: not now.
         """
-        text = entry.text
+        model = entry.model
+        context_tokens = model.spec.max_context_tokens
+        job = Chat(digest=model.text_digest, model=model.name, context_tokens=context_tokens, conversation=conversation)
+        return _not_empty(await self._texts.encode(job, owner))
 
-        def encode() -> list[int]:
-            prompt = text.template.render(conversation.messages, tools=conversation.tools)
-            _check_length(entry, prompt)
-            return text.tokenizer.encode_chat(prompt)
-
-        return _checked(await self._run(encode, conversation.chars))
-
-    async def completion(self, entry: CatalogEntry, prompt: str | list[int]) -> list[int]:
+    async def completion(self, entry: CatalogEntry, prompt: str | list[int], owner: str = "") -> list[int]:
         """Token ids of a plain prompt, which may be token ids already.
 
         Raises:
             BadRequest: it is empty, or has an id that the model does not have.
-            ContextTooLong: the prompt is far beyond the model's context.
+            ContextTooLong: the prompt is longer than the model's context.
             MessageTooLarge: the prompt is beyond what the bus takes.
+            TextFailed: the model's tokenizer fails on it.
+            QueueFull, TextUnavailable: not now.
         """
-        if isinstance(prompt, list):
-            vocab_size = entry.model.spec.vocab_size
-            if not all(0 <= token_id < vocab_size for token_id in prompt):
-                raise BadRequest(f"token ids of {entry.model.name} are 0 to {vocab_size - 1}", param="prompt")
-            return _checked(prompt)
-
-        def encode() -> list[int]:
-            _check_length(entry, prompt)
-            return entry.text.tokenizer.encode(prompt, add_special_tokens=True)
-
-        return _checked(await self._run(encode, len(prompt)))
-
-    async def _run(self, work: Callable[[], T], chars: int) -> T:
-        if chars <= INLINE_CHARS:
-            return work()
-        async with self._threads:
-            return await within(DEADLINE_S, asyncio.to_thread(work), "encoding the prompt")
-
-
-def _check_length(entry: CatalogEntry, prompt: str) -> None:
-    """Refuse at once what encoding would only refuse after seconds of work."""
-    limit = entry.model.spec.max_context_tokens
-    if len(prompt) > limit and (least := entry.text.tokenizer.least_tokens(prompt)) > limit:
-        raise ContextTooLong(f"the prompt has more than {least} tokens; the context of {entry.model.name} is {limit} tokens")
+        model = entry.model
+        context_tokens = model.spec.max_context_tokens
+        if isinstance(prompt, str):
+            job = Completion(digest=model.text_digest, model=model.name, context_tokens=context_tokens, prompt=prompt)
+            return _not_empty(await self._texts.encode(job, owner))
+        vocab_size = model.spec.vocab_size
+        if len(prompt) > context_tokens:
+            raise ContextTooLong.by_prompt(context_tokens, len(prompt), chat=False)
+        if prompt and not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            raise BadRequest(f"token ids of {model.name} are 0 to {vocab_size - 1}", param="prompt")
+        if len(prompt) > CHECK_SIZE_TOKENS:
+            # Told now, and not after a cold start.
+            encode_json(prompt)
+        return _not_empty(prompt)
 
 
 def prompts_of(prompt: str | list[str | int | list[int]]) -> Sequence[str | list[int]]:
@@ -93,10 +97,7 @@ def prompts_of(prompt: str | list[str | int | list[int]]) -> Sequence[str | list
     return whole or (cast("list[int]", prompt),)
 
 
-def _checked(token_ids: list[int]) -> list[int]:
+def _not_empty(token_ids: list[int]) -> list[int]:
     if not token_ids:
         raise BadRequest("the prompt is empty", param="prompt")
-    if len(token_ids) > CHECK_SIZE_TOKENS:
-        # Told now, and not after a cold start.
-        encode_json(token_ids)
     return token_ids

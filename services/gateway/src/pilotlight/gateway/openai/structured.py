@@ -12,6 +12,8 @@ from pilotlight.policy.types import Grammar, GrammarKind
 MAX_GRAMMAR_CHARS = 256 * 1024
 """As the engine takes them."""
 _OBJECT: dict[str, Any] = {"type": "object"}
+_GUIDANCE = "x-guidance"
+"""The member of a schema in which llguidance is told how its JSON is written."""
 
 
 def grammar_of(request: CommonRequest) -> Grammar | None:
@@ -20,14 +22,16 @@ def grammar_of(request: CommonRequest) -> Grammar | None:
     Raises:
         BadRequest: more than one is asked for, or it is too long. Whether it can be used is found out where it is compiled.
     """
+    guidance = _guidance(request)
     asked = [
-        *_of_response_format(request),
-        *_of_fields("structured_outputs", request.structured_outputs),
+        *_of_response_format(request, guidance),
+        *_of_fields("structured_outputs", request.structured_outputs, guidance),
         *_of_fields(
             "guided_",
             StructuredOutputs(
                 json=request.guided_json, regex=request.guided_regex, choice=request.guided_choice, grammar=request.guided_grammar
             ),
+            guidance,
         ),
     ]
     if len(asked) > 1:
@@ -42,25 +46,25 @@ def grammar_of(request: CommonRequest) -> Grammar | None:
     return grammar
 
 
-def _of_response_format(request: CommonRequest) -> list[tuple[str, Grammar]]:
+def _of_response_format(request: CommonRequest, guidance: dict[str, Any]) -> list[tuple[str, Grammar]]:
     match request.response_format:
         case JsonObjectFormat():
-            return [("response_format", _schema(_OBJECT))]
+            return [("response_format", _schema(_OBJECT | guidance))]
         case JsonSchemaFormat(json_schema=described):
-            return [("response_format.json_schema.schema", _schema(described.schema))]
+            return [("response_format.json_schema.schema", _schema(described.schema | guidance))]
         case _:
             return []
 
 
-def _of_fields(name: str, fields: StructuredOutputs | None) -> list[tuple[str, Grammar]]:
+def _of_fields(name: str, fields: StructuredOutputs | None, guidance: dict[str, Any]) -> list[tuple[str, Grammar]]:
     if fields is None:
         return []
     prefix = name if name.endswith("_") else f"{name}."
     asked: list[tuple[str, Grammar]] = []
     if fields.json is not None:
-        asked.append((f"{prefix}json", _given_schema(fields.json, f"{prefix}json")))
+        asked.append((f"{prefix}json", _schema(_given(fields.json, f"{prefix}json") | guidance)))
     if fields.json_object:
-        asked.append((f"{prefix}json_object", _schema(_OBJECT)))
+        asked.append((f"{prefix}json_object", _schema(_OBJECT | guidance)))
     if fields.regex is not None:
         asked.append((f"{prefix}regex", Grammar(kind=GrammarKind.REGEX, text=fields.regex)))
     if fields.choice is not None:
@@ -70,12 +74,21 @@ def _of_fields(name: str, fields: StructuredOutputs | None) -> list[tuple[str, G
     return asked
 
 
-def _given_schema(given: str | dict[str, Any], param: str) -> Grammar:
+def _guidance(request: CommonRequest) -> dict[str, Any]:
+    """What a request says of blanks between the parts of JSON, for its schema. Where nothing is said, there are none."""
+    fields = request.structured_outputs or StructuredOutputs()
+    pattern = request.guided_whitespace_pattern if fields.whitespace_pattern is None else fields.whitespace_pattern
+    if pattern is not None:
+        return {_GUIDANCE: {"whitespace_pattern": pattern}}
+    return {_GUIDANCE: {"whitespace_flexible": True}} if fields.disable_any_whitespace is False else {}
+
+
+def _given(given: str | dict[str, Any], param: str) -> dict[str, Any]:
     """A schema as it is, or as the text of one."""
     if isinstance(given, dict):
-        return _schema(given)
+        return given
     try:
-        return _schema(msgspec.json.decode(given, type=dict[str, Any]))
+        return msgspec.json.decode(given, type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError) as error:
         raise BadRequest(f"{param} is no JSON schema: {error}", param=param) from error
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import msgspec
 
 from pilotlight.common.errors import BadRequest
-from pilotlight.gateway.catalog import ModelText
+from pilotlight.gateway.model_text import ModelText
 from pilotlight.gateway.openai.structured import MAX_GRAMMAR_CHARS, grammar_of
 from pilotlight.gateway.openai.types import ChatRequest, FunctionSpec, NamedChoice
 from pilotlight.policy.types import Grammar
@@ -32,17 +32,18 @@ class ToolUse:
     """What the chat template is told of the functions."""
     dialect: ToolDialect | None = None
     """How calls are written; None when none are looked for."""
-    described_chars: int = 0
     names: frozenset[str] = frozenset()
     grammar: Grammar | None = None
     single: bool = False
     """The answer ends with its first call."""
+    forced: bool = False
+    """The answer is calls, and nothing else."""
     kept_ids: frozenset[int] = frozenset()
     """Special tokens that are the dialect's markers."""
 
     def parser(self) -> ToolParser | None:
         """Reads one answer; None when it is text and nothing else."""
-        return None if self.dialect is None else ToolParser(self.dialect, self.names, single=self.single)
+        return None if self.dialect is None else ToolParser(self.dialect, self.names, single=self.single, forced=self.forced)
 
     def call_id(self, request_id: str, choice: int, call: int) -> str:
         """A call's id: the same one whenever it is asked for."""
@@ -66,7 +67,7 @@ def tool_use_of(request: ChatRequest, text: ModelText) -> ToolUse:
         if choice not in (None, "none", "auto"):
             raise BadRequest("tool_choice needs tools", param="tool_choice")
         return NO_TOOLS
-    functions, chars = _checked([tool.function for tool in request.tools])
+    functions = _checked([tool.function for tool in request.tools])
     named = choice.function.name if isinstance(choice, NamedChoice) else None
     if named is not None and named not in functions:
         raise BadRequest(f"tool_choice names {named!r}, which is none of the tools", param="tool_choice")
@@ -96,17 +97,17 @@ def tool_use_of(request: ChatRequest, text: ModelText) -> ToolUse:
             )
     return ToolUse(
         described=tuple(_described(function) for function in functions.values()) if text.tools.describes else None,
-        described_chars=chars if text.tools.describes else 0,
         dialect=dialect,
         names=frozenset(function.name for function in allowed),
         grammar=grammar,
         single=not several,
+        forced=forced,
         kept_ids=frozenset(markers.ids.values()),
     )
 
 
-def _checked(functions: list[FunctionSpec]) -> tuple[dict[str, FunctionSpec], int]:
-    """The functions by their names, and how many characters they have."""
+def _checked(functions: list[FunctionSpec]) -> dict[str, FunctionSpec]:
+    """The functions by their names."""
     by_name: dict[str, FunctionSpec] = {}
     chars = 0
     for index, function in enumerate(functions):
@@ -122,7 +123,7 @@ def _checked(functions: list[FunctionSpec]) -> tuple[dict[str, FunctionSpec], in
         by_name[function.name] = function
     if chars > MAX_GRAMMAR_CHARS:
         raise BadRequest(f"the tools have {chars} characters; at most {MAX_GRAMMAR_CHARS} are taken", param="tools")
-    return by_name, chars
+    return by_name
 
 
 def _check_schema(schema: dict[str, Any] | None, where: str) -> None:

@@ -1,7 +1,8 @@
 """Bodies of ``/v1``: requests are decoded strictly, responses have the shapes that the official clients expect.
 
-Fields that the API knows and this server does not support are declared in ``NotSupported`` with any type, so that a value other
-than "off" can be refused by name. Unknown fields are ignored, as clients of other servers send many.
+Fields of this API or of other servers that would change the answer, and that this server does not support, are declared in
+``NotSupported`` with any type, so that a value other than "off" can be refused by name. Unknown fields are ignored, as clients send
+many that change nothing.
 """
 
 from typing import Annotated, Any, Literal
@@ -24,10 +25,13 @@ Stops = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT32)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
+WhitespacePattern = Annotated[
+    str, Meta(max_length=1024, description="A regular expression: what may stand between JSON's parts.")
+]
 
 
 class NotSupported(msgspec.Struct, kw_only=True):
-    """Fields of the API that only take the value that switches them off."""
+    """Fields that only take the value that switches them off: first OpenAI's, then vLLM's, then those of other servers."""
 
     best_of: Any = None
     echo: Any = None
@@ -38,7 +42,49 @@ class NotSupported(msgspec.Struct, kw_only=True):
     audio: Any = None
     prediction: Any = None
     reasoning_effort: Any = None
+    verbosity: Any = None
     web_search_options: Any = None
+
+    add_special_tokens: Any = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    cache_salt: Any = None
+    chat_template: Any = None
+    detokenize: Any = None
+    documents: Any = None
+    early_stopping: Any = None
+    include_reasoning: Any = None
+    kv_transfer_params: Any = None
+    length_penalty: Any = None
+    logits_processors: Any = None
+    priority: Any = None
+    prompt_embeds: Any = None
+    prompt_logprobs: Any = None
+    return_token_ids: Any = None
+    return_tokens_as_token_ids: Any = None
+    skip_special_tokens: Any = None
+    spaces_between_special_tokens: Any = None
+    structural_tag: Any = None
+    thinking_token_budget: Any = None
+    truncate_prompt_tokens: Any = None
+    use_beam_search: Any = None
+
+    ebnf: Any = None
+    enable_thinking: Any = None
+    grammar: Any = None
+    json_schema: Any = None
+    lora_path: Any = None
+    mirostat: Any = None
+    no_repeat_ngram_size: Any = None
+    no_stop_trim: Any = None
+    reasoning: Any = None
+    regex: Any = None
+    repeat_penalty: Any = None
+    stop_regex: Any = None
+    tfs_z: Any = None
+    thinking: Any = None
+    top_a: Any = None
+    typical_p: Any = None
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -70,14 +116,18 @@ class JsonSchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema", kw_o
     json_schema: NamedSchema
 
 
-class StructuredOutputs(msgspec.Struct, kw_only=True):
-    """vLLM's name for the same and more; one of these."""
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's name for the same and more; one of these, and for JSON how its parts are set apart."""
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
     choice: Annotated[list[str], Meta(min_length=1, max_length=4096)] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    whitespace_pattern: WhitespacePattern | None = None
+    disable_any_whitespace: Annotated[bool, Meta(description="False: blanks may stand between the parts of JSON.")] | None = None
+    disable_fallback: bool | None = None
+    disable_additional_properties: Literal[False] | None = None
 
 
 class CommonRequest(NotSupported, kw_only=True):
@@ -110,6 +160,10 @@ class CommonRequest(NotSupported, kw_only=True):
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Meta(min_length=1, max_length=4096)] | None = None
     guided_grammar: str | None = None
+    guided_whitespace_pattern: WhitespacePattern | None = None
+    include_stop_str_in_output: Annotated[bool, Meta(description="The text ends with the stop string that ended it.")] | None = (
+        None
+    )
     user: str | None = None
 
 
@@ -182,6 +236,11 @@ class ChatRequest(CommonRequest, kw_only=True):
     max_completion_tokens: TokenLimit | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    add_generation_prompt: Annotated[bool, Meta(description="False: the prompt ends after the last message.")] | None = None
+    continue_final_message: (
+        Annotated[bool, Meta(description="The answer goes on with the last message, the assistant's.")] | None
+    ) = None
+    chat_template_kwargs: Annotated[dict[str, Any], Meta(description="Variables of the chat template.")] | None = None
 
 
 class CompletionRequest(CommonRequest, kw_only=True):

@@ -251,11 +251,14 @@ class _Tile(NamedTuple):
 
 
 def _tile(group: int, num_rows: int, padded_dim: int) -> _Tile:
-    """Measured on an H200, with rows of 161 to 8,192 keys: docs/benchmarks.md."""
+    """Measured on an H200 up to ``NARROW_DIM``, with rows of 161 to 8,192 keys: docs/benchmarks.md."""
     padded_group = max(16, triton.next_power_of_2(group))
+    if padded_dim > NARROW_DIM:
+        # Not measured: half as many keys are as many bytes as 64 of 128, and four warps hold a tile in their registers.
+        return _Tile(1 if num_rows < MANY_ROWS and group == 1 else padded_group, 32, 4, 2)
     if num_rows < MANY_ROWS and group == 1:
         return _Tile(1, 64, 2, 3)
-    if num_rows < MANY_ROWS and padded_dim <= NARROW_DIM:
+    if num_rows < MANY_ROWS:
         return _Tile(padded_group, 32, 1, 2)
     return _Tile(padded_group, 64, 4, 2)
 

@@ -6,6 +6,8 @@ from typing import Any
 import triton
 from torch import Tensor
 
+from pilotlight.engine.watching import compiling
+
 Constant = int | bool
 
 
@@ -19,6 +21,11 @@ class Kernel:
     def __init__(self, function: Any) -> None:
         self._function = function
         self._compiled: dict[tuple[Any, ...], Any] = {}
+
+    @property
+    def compiled(self) -> list[Any]:
+        """What triton made so far, in the order of the first launches: with ``n_regs``, ``n_spills`` and ``metadata``."""
+        return list(self._compiled.values())
 
     def __call__(
         self,
@@ -43,7 +50,8 @@ class Kernel:
         compiled = self._compiled.get(key)
         if compiled is None:
             # Under triton's interpreter nothing is compiled, and every launch comes here.
-            self._compiled[key] = self._function[grid](*arguments, *constants, num_warps=warps, num_stages=stages)
+            with compiling():
+                self._compiled[key] = self._function[grid](*arguments, *constants, num_warps=warps, num_stages=stages)
             return
         if not (grid[0] and grid[1]):
             return

@@ -1,8 +1,10 @@
 """Attention of chunks of prompts over the paged cache, many requests in one launch, without padding between them.
 
 A program has a tile of one request's queries and one head. Keys that all rows of the tile see need no mask; those on the diagonal, and
-all of them where a window slides, do.
+all of them where a window slides, do. The host cuts segments into tiles of ``QUERIES_AT_ONCE`` rows; a program may have a part of one.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,9 +16,10 @@ from pilotlight.engine.cuda.kernels.decode_attention import LOG2_E, PRECISION
 from pilotlight.engine.cuda.kernels.launching import Kernel
 from pilotlight.engine.cuda.rows import QUERIES_AT_ONCE, Chunks, Rows
 
-KEYS_AT_ONCE = 64
 MANY_ROWS = 1024
 """From so many on, fewer warps for each tile do better."""
+NARROW_DIM = 128
+"""Wider heads need smaller tiles: what a program holds grows with them."""
 
 
 @triton.jit
@@ -72,17 +75,17 @@ def _prefill_attention(
     rows, starts, counts, first_blocks, tile_segments, tile_rows, blocks, scale,
     ROW_STRIDE: tl.constexpr, WINDOW: tl.constexpr,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    QUERIES_AT_ONCE: tl.constexpr, KEYS_AT_ONCE: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    PARTS: tl.constexpr, QUERIES_AT_ONCE: tl.constexpr, KEYS_AT_ONCE: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
-    tile = tl.program_id(1)
+    tile = tl.program_id(1) // PARTS
     segment = tl.load(tile_segments + tile)
-    first = tl.load(tile_rows + tile)
+    first = tl.load(tile_rows + tile) + tl.program_id(1) % PARTS * QUERIES_AT_ONCE
     row = tl.load(rows + segment)
     start = tl.load(starts + segment)
     count = tl.load(counts + segment)
     if first >= count:
-        return  # a tile of a padded step
+        return  # a tile of a padded step, or a part of the segment's last tile
     own_blocks = blocks + tl.load(first_blocks + segment)
     kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
     inner = first + tl.arange(0, QUERIES_AT_ONCE)
@@ -117,7 +120,33 @@ def _prefill_attention(
     )
 
 
-_run_prefill_attention = Kernel(_prefill_attention)
+PREFILL = Kernel(_prefill_attention)
+
+
+class PrefillTile(NamedTuple):
+    """How a program goes through its keys."""
+
+    queries: int
+    """At once; ``QUERIES_AT_ONCE`` is a multiple of it."""
+    keys: int
+    """At once; a power of two, 32 at least: with 16, 8 warps and float32, triton 3.6 makes code that reads beyond its memory."""
+    warps: int
+    stages: int
+
+
+def prefill_tile(padded_dim: int, dtype: torch.dtype, num_rows: int) -> PrefillTile:
+    """For heads of a width and a batch of so many rows.
+
+    Measured on an H200. Beyond ``NARROW_DIM``, 8 warps: a thread has 255 registers, of which a tile of 128 rows of 256 takes 128 for its
+    sums with 8 warps, and all with 4, which spills (0.30 ms for a prompt that takes 0.12 with 8). float32 is kept twice, for it is
+    multiplied in parts: a tile of 128 rows has no place in the 227 KiB of shared memory.
+    """
+    wide = dtype == torch.float32
+    if padded_dim > NARROW_DIM:
+        return PrefillTile(64, 32, 8, 1) if wide else PrefillTile(128, 64, 8, 3)
+    if wide:
+        return PrefillTile(QUERIES_AT_ONCE, 32, 8, 1)
+    return PrefillTile(QUERIES_AT_ONCE, 64, 4 if num_rows >= MANY_ROWS else 8, 3)
 
 
 def prefill_attention(
@@ -128,6 +157,7 @@ def prefill_attention(
     scale: float,
     out: Tensor,
     window: int | None = None,
+    tile: PrefillTile | None = None,
 ) -> None:
     """Attends with the rows of segments to their requests' keys, the new ones among them, which are in the cache already.
 
@@ -139,22 +169,25 @@ def prefill_attention(
         scale: of the scores.
         out: [num_tokens, num_heads * head_dim], written in the segments' rows.
         window: tokens that a row sees, its own among them; None: all before it.
+        tile: another than ``prefill_tile`` chooses.
     """
     keys, values = stored
     num_kv_heads, head_dim = keys.shape[1:]
     num_heads = out.shape[1] // head_dim
-    wide = queries.dtype == torch.float32
-    _run_prefill_attention(
-        (num_heads, chunks.tile_rows.shape[0]),
+    padded_dim = max(16, triton.next_power_of_2(head_dim))
+    tile = tile or prefill_tile(padded_dim, queries.dtype, queries.shape[0])
+    parts = QUERIES_AT_ONCE // tile.queries
+    PREFILL(
+        (num_heads, chunks.tile_rows.shape[0] * parts),
         (
             queries, keys, values, out,
             chunks.rows, chunks.starts, chunks.counts, chunks.first_blocks, chunks.tile_segments, chunks.tile_rows, rows.blocks,
             scale * LOG2_E,
         ),
         (
-            queries.stride(0), window or 0, num_heads, num_kv_heads, head_dim, max(16, triton.next_power_of_2(head_dim)),
-            QUERIES_AT_ONCE, 32 if wide else KEYS_AT_ONCE, BLOCK_TOKENS,
+            queries.stride(0), window or 0, num_heads, num_kv_heads, head_dim, padded_dim,
+            parts, tile.queries, tile.keys, BLOCK_TOKENS,
         ),
-        warps=4 if queries.shape[0] >= MANY_ROWS and not wide else 8,
-        stages=1 if wide else 3,
+        warps=tile.warps,
+        stages=tile.stages,
     )  # fmt: skip

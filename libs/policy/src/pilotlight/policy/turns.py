@@ -1,0 +1,298 @@
+"""Whose turn it is when more models are wanted than there are places.
+
+``scaling`` says which models are to have one more instance, ``parallelism`` where one fits. Here is said who goes first, what is kept for
+them, and which busy instance makes room when somebody has waited for too long::
+
+    service of one place    | load A | A serves, at least what it is owed   | drains | load B | B serves ...
+    waiting for B                          | ...... B's patience ......|                |
+                                           '- B's oldest request       '- A stops taking requests
+
+Everything follows from rows, reports and the ages of demand: a new leader decides as the old one did.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from pilotlight.policy.cost import stage_room
+from pilotlight.policy.instance import ENDED, SERVING, STARTING
+from pilotlight.policy.placement import PlacementRules, committed_bytes, evictable_bytes, why_unusable
+from pilotlight.policy.scaling import Drain, failed_starts_s
+from pilotlight.policy.types import (
+    Demand,
+    HeldStage,
+    HeldState,
+    Instance,
+    InstanceState,
+    Model,
+    ModelName,
+    NodeFacts,
+    Snapshot,
+    WorkerFacts,
+    WorkerId,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRules:
+    """Figures of the decision."""
+
+    patience_slo_factor: float = 2.0
+    """A model that is served nowhere waits for so many times its TTFT SLO before a busy instance makes room for it."""
+    overdue_s: float = 5.0
+    """A drain that has gone on for so long beyond its limit, or without one, is not counted on."""
+    line_limit: int = 64
+    """Models that are looked at one by one; those behind them take what is left."""
+    placement: PlacementRules = field(default_factory=PlacementRules)
+
+    def patience_s(self, model: Model) -> float:
+        """How long a model waits before others have to make room."""
+        return self.patience_slo_factor * model.slo.ttft_ms / 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """A model that may be started, and what it must leave to others."""
+
+    model: ModelName
+    left: frozenset[WorkerId] = frozenset()
+    """Workers whose room is for models that are before it in the line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnPlan:
+    """Who starts, in this order; who makes room."""
+
+    turns: tuple[Turn, ...] = ()
+    drains: tuple[Drain, ...] = ()
+    longest_wait_s: float = 0.0
+    """Of the models that are served nowhere."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Place:
+    """One worker's room while it is being shared out."""
+
+    worker: WorkerFacts
+    node: NodeFacts
+    room_bytes: int
+    """Free, or free as soon as it is asked for."""
+    coming_bytes: int
+    """On its way out."""
+    models: frozenset[ModelName]
+    """Those of which it has an instance that serves or starts."""
+    victims: list[tuple[Instance, int]]
+    """Who may be asked to make room, and what that frees here; the least important first."""
+    claimed: bool = False
+
+    def give(self, victim: Instance) -> None:
+        """What the victim has here, if it has anything, is on its way out."""
+        self.coming_bytes += sum(size_bytes for one, size_bytes in self.victims if one.instance_id == victim.instance_id)
+        self.victims = [one for one in self.victims if one[0].instance_id != victim.instance_id]
+
+    def claim(self, least_bytes: int) -> None:
+        """Keep room for one instance, from what is there first."""
+        self.claimed = True
+        from_room = min(max(self.room_bytes, 0), least_bytes)
+        self.room_bytes -= from_room
+        self.coming_bytes -= least_bytes - from_room
+
+
+class _Need:
+    """What one model needs of a place. Devices and pools that count alike are asked once."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._device_bytes: dict[int, int] = {}
+        self._host_bytes: dict[int, int] = {}
+
+    def device_bytes(self, place: _Place) -> int:
+        """The least with which it is worth loading there."""
+        granule_bytes = place.worker.device.granule_bytes
+        if granule_bytes not in self._device_bytes:
+            room = stage_room(self._model, self._model.spec.whole, granule_bytes)
+            self._device_bytes[granule_bytes] = room.least_bytes
+        return self._device_bytes[granule_bytes]
+
+    def is_met_by(self, place: _Place) -> bool:
+        """Whether the node's host pool could ever hold it, and it is not there yet."""
+        unit_bytes = place.node.pool_unit_bytes
+        if unit_bytes not in self._host_bytes:
+            self._host_bytes[unit_bytes] = place.node.pool_room_bytes(self._model.spec.part_bytes)
+        return self._model.name not in place.models and self._host_bytes[unit_bytes] <= place.node.pool_bytes
+
+
+def plan_turns(
+    snapshot: Snapshot, wanted: Iterable[ModelName], rules: TurnRules, blocked: frozenset[ModelName] = frozenset()
+) -> TurnPlan:
+    """Share out what room there is among the models that are to have one more instance.
+
+    The line: models that are served nowhere before those that are; of these the one first that has waited for the most times its
+    patience, so that of models with one SLO the oldest waiter is first. Models that are ``blocked``, because what they lack is not room
+    on a device, come last, and nothing is kept for them. For each in turn:
+
+    1. some worker has room, or eviction makes it at once: that is kept for it
+    2. room is on its way, because something drains: that is kept for it
+    3. it has not waited for as long as its patience, is served somewhere, or could not be loaded time and again: it waits
+    4. busy instances make room, as few as possible, the least important first: they take no new requests and end what they have
+
+    Whoever comes later leaves what is kept for others. No instance makes room before it has served for what its load is owed
+    (``ServiceRules``), when its model is pinned, or when its model would have fewer instances than its minimum. The least important
+    instance is one whose model is served elsewhere too, then the one that has served for the longest.
+
+    A request that outlasts its instance's drain goes on elsewhere: the drain lasts no longer than the patience of whoever waits, or
+    than the load that it makes undone.
+    """
+    models = {model.name: model for model in snapshot.models}
+    waiting = {one.model: one for one in snapshot.demand if one.waiting > 0}
+    served = {one.model for one in snapshot.instances if one.state in STARTING | SERVING}
+
+    def order(model: Model) -> tuple[bool, float, ModelName]:
+        demand = waiting.get(model.name)
+        age_s = demand.oldest_age_s if demand is not None else 0.0
+        return model.name in served, -age_s / max(rules.patience_s(model), 1e-9), model.name
+
+    longest_wait_s = max((one.oldest_age_s for name, one in waiting.items() if name not in served), default=0.0)
+    everyone = sorted((models[name] for name in set(wanted) if name in models), key=order)
+    if not everyone:
+        return TurnPlan(longest_wait_s=longest_wait_s)
+    line = [model for model in everyone if model.name not in blocked][: rules.line_limit]
+    places = _places(snapshot, models, rules)
+    spare = Counter(one.model for one in snapshot.instances if one.state in SERVING)
+    spare.subtract({model.name: model.scaling.min_instances for model in snapshot.models})
+    turns: list[Turn] = []
+    drains: list[Drain] = []
+    for model in line:
+        need = _Need(model)
+        usable = [place for place in places if need.is_met_by(place)]
+        left = [place for place in usable if place.claimed and place.room_bytes < need.device_bytes(place)]
+        turns.append(Turn(model=model.name, left=frozenset(place.worker.worker_id for place in left)))
+        place = _with_room(usable, need) or _with_room(usable, need, coming=True)  # 1, 2
+        demand = waiting.get(model.name)
+        asks = demand is not None and model.name not in served and _may_ask(model, demand, snapshot, rules)  # 3
+        if place is None and asks:
+            place, victims = _cheapest(usable, need, spare)  # 4
+            for victim in victims:
+                spare[victim.model] -= 1
+                for other in places:
+                    other.give(victim)
+                drains.append(_drain(victim, model, waiting[model.name], snapshot, rules))
+        if place is not None:
+            place.claim(need.device_bytes(place))
+    claimed = frozenset(place.worker.worker_id for place in places if place.claimed)
+    behind = (model for model in everyone if model not in line)
+    turns += [Turn(model=model.name, left=claimed) for model in behind]
+    return TurnPlan(turns=tuple(turns), drains=tuple(drains), longest_wait_s=longest_wait_s)
+
+
+def _may_ask(model: Model, demand: Demand, snapshot: Snapshot, rules: TurnRules) -> bool:
+    """Whether others are to make room: a second failed start in a row is no reason to disturb them a third time."""
+    return demand.oldest_age_s >= rules.patience_s(model) and len(failed_starts_s(model, snapshot)) < 2
+
+
+def _with_room(usable: list[_Place], need: _Need, *, coming: bool = False) -> _Place | None:
+    """The worker with the most room to spare; None where the model fits nowhere."""
+
+    def spare_bytes(place: _Place) -> int:
+        return place.room_bytes + (place.coming_bytes if coming else 0) - need.device_bytes(place)
+
+    fitting = [place for place in usable if spare_bytes(place) >= 0]
+    return max(fitting, key=lambda place: (spare_bytes(place), place.worker.worker_id), default=None)
+
+
+def _cheapest(usable: list[_Place], need: _Need, spare: Counter[ModelName]) -> tuple[_Place | None, list[Instance]]:
+    """The worker where the fewest instances have to go; of several, where the most important of them is the least so."""
+    best: tuple[tuple[int, tuple[bool, float, str]], _Place, list[Instance]] | None = None
+    for place in usable:
+        chosen = _victims(place, need.device_bytes(place), spare)
+        if chosen:
+            key = len(chosen), max(_importance(one, spare) for one in chosen)
+            if best is None or key < best[0]:
+                best = key, place, chosen
+    return (best[1], best[2]) if best is not None else (None, [])
+
+
+def _drain(victim: Instance, model: Model, demand: Demand, snapshot: Snapshot, rules: TurnRules) -> Drain:
+    patience_s = rules.patience_s(model)
+    served_s, owed_s = snapshot.now_s - victim.state_since_s, rules.placement.service.owed_s(victim)
+    return Drain(
+        instance_id=victim.instance_id,
+        model=victim.model,
+        reason=f"{model.name} has waited for {demand.oldest_age_s:.1f} s, its patience is {patience_s:.1f} s; "
+        f"this one has served for {served_s:.1f} s, its load is owed {owed_s:.1f} s",
+        within_s=max(patience_s, victim.load_s),
+        makes_way_for=model.name,
+    )
+
+
+def _victims(place: _Place, least_bytes: int, spare: Counter[ModelName]) -> list[Instance]:
+    """The least important instances that are enough; none where all together are not."""
+    missing_bytes = least_bytes - place.room_bytes - place.coming_bytes
+    chosen: list[Instance] = []
+    taken: Counter[ModelName] = Counter()
+    for instance, size_bytes in sorted(place.victims, key=lambda one: _importance(one[0], spare)):
+        if missing_bytes <= 0:
+            break
+        if spare[instance.model] - taken[instance.model] > 0:
+            taken[instance.model] += 1
+            chosen.append(instance)
+            missing_bytes -= size_bytes
+    return chosen if missing_bytes <= 0 else []
+
+
+def _importance(instance: Instance, spare: Counter[ModelName]) -> tuple[bool, float, str]:
+    """The least important first: others of its model serve too, then it has served for the longest."""
+    return spare[instance.model] <= 1, instance.state_since_s, instance.instance_id
+
+
+def _places(snapshot: Snapshot, models: dict[ModelName, Model], rules: TurnRules) -> list[_Place]:
+    """Every worker on which something can be placed."""
+    named = {held.model for worker in snapshot.workers for held in worker.held}
+    living = tuple(one for one in snapshot.instances if one.state not in ENDED)
+    snapshot = replace(snapshot, models=tuple(one for one in snapshot.models if one.name in named), instances=living)
+    nodes = {node.node_id: node for node in snapshot.nodes}
+    on: dict[WorkerId, list[Instance]] = defaultdict(list)
+    for instance in snapshot.instances:
+        for worker_id in {placement.worker_id for placement in instance.placements}:
+            on[worker_id].append(instance)
+    places: list[_Place] = []
+    for worker in snapshot.workers:
+        node = nodes.get(worker.node_id)
+        if node is None or why_unusable(worker, node) is not None:
+            continue
+        room_bytes = (
+            worker.device.memory_bytes - committed_bytes(worker, snapshot) + evictable_bytes(worker, snapshot, rules.placement)
+        )
+        held = {one.instance_id: one for one in worker.held}
+        here = [one for one in on[worker.worker_id] if one.instance_id in held]
+        places.append(
+            _Place(
+                worker=worker,
+                node=node,
+                room_bytes=room_bytes,
+                coming_bytes=sum(
+                    held[one.instance_id].device_bytes for one in here if _is_leaving(one, held[one.instance_id], snapshot, rules)
+                ),
+                models=frozenset(one.model for one in on[worker.worker_id] if one.state in STARTING | SERVING),
+                victims=[
+                    (one, held[one.instance_id].device_bytes)
+                    for one in here
+                    if held[one.instance_id].state is HeldState.READY
+                    and _may_go(one, models.get(one.model), snapshot.now_s, rules)
+                ],
+            )
+        )
+    return places
+
+
+def _may_go(instance: Instance, model: Model | None, now_s: float, rules: TurnRules) -> bool:
+    """Whether a busy instance may be asked to make room."""
+    busy = instance.state in SERVING and instance.in_flight > 0
+    return busy and model is not None and not model.pinned and rules.placement.service.has_served(instance, now_s)
+
+
+def _is_leaving(instance: Instance, held: HeldStage, snapshot: Snapshot, rules: TurnRules) -> bool:
+    """Whether its room can be counted on. What its worker still reports as ready and idle is evictable, and counts as that."""
+    if instance.state is not InstanceState.DRAINING or (held.state is HeldState.READY and held.in_flight == 0):
+        return False
+    return snapshot.now_s - instance.state_since_s < (instance.drain_within_s or 0.0) + rules.overdue_s

@@ -1,0 +1,329 @@
+"""Control: reports become changes, books stay indexed, holds follow from the books, and one tick says it all."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pilotlight.policy.cluster import WorkerView
+from pilotlight.policy.control.books import Books, Record, refreshed
+from pilotlight.policy.control.holds import StageHold, disagreement, fetches_of, stages_of
+from pilotlight.policy.control.plan import ControlFacts, ControlRules, Memory, Refusal, Term
+from pilotlight.policy.control.reconcile import ReconcileRules, moved, reconcile
+from pilotlight.policy.control.tick import EVICTED, retry_pause_s, tick
+from pilotlight.policy.instance import ENDED, InstanceEvent, step
+from pilotlight.policy.testing import demand, held, instance, model, node, worker
+from pilotlight.policy.types import (
+    Epoch,
+    Generation,
+    HeldStage,
+    HeldState,
+    Instance,
+    InstanceId,
+    InstanceState,
+    Liveness,
+    ModelName,
+    Moment,
+    WorkerId,
+)
+
+NOW_S = 1000.0
+S = InstanceState
+H = HeldState
+E = InstanceEvent
+RULES = ReconcileRules(term_started_s=NOW_S - 500, hold_deadline_s=10.0)
+
+
+def view(
+    index: int = 0, *, stages: tuple[HeldStage, ...] = (), liveness: Liveness = Liveness.ALIVE, heard_s: float = NOW_S
+) -> WorkerView:
+    facts = worker(index, held_stages=stages, liveness=liveness)
+    return WorkerView(facts=facts, heard_s=heard_s, incarnation="a", epoch_seen=Epoch(1))
+
+
+def judged(one: Instance, *views: WorkerView, seen: bool = False, now_s: float = NOW_S) -> tuple[InstanceEvent, ...]:
+    tracked = Record(instance=one, model=model(), seen_on=frozenset({one.lead}) if seen else frozenset())
+    changes = reconcile([tracked], {each.facts.worker_id: each for each in views}, now_s, RULES)
+    return changes[0].events if changes else ()
+
+
+# Reconciliation
+
+
+def test_a_start_follows_its_worker() -> None:
+    fetching = instance(state=S.FETCHING, since_s=NOW_S - 0.2)
+    assert judged(fetching, view()) == ()
+    assert judged(fetching, view(stages=(held(state=H.LOADING),))) == (E.LOAD_STARTED,)
+    assert judged(fetching, view(stages=(held(),))) == (E.LOAD_STARTED, E.ALL_STAGES_READY)
+    loading = replace(fetching, state=S.LOADING)
+    assert judged(loading, view(stages=(held(state=H.LOADING),))) == ()
+    assert judged(loading, view(stages=(held(),))) == (E.ALL_STAGES_READY,)
+
+
+def test_what_was_held_and_is_not_any_more_has_failed() -> None:
+    assert judged(instance(state=S.READY), view()) == (E.FAIL,)
+    assert judged(instance(state=S.LOADING), view()) == (E.FAIL,)
+    assert judged(instance(state=S.FETCHING, since_s=NOW_S - 1), view(), seen=True) == (E.FAIL,)
+    assert judged(instance(state=S.READY, since_s=NOW_S), view(heard_s=NOW_S - 0.1)) == (), (
+        "a report older than the change says nothing"
+    )
+
+
+def test_death_failure_and_refusal_to_hold() -> None:
+    assert judged(instance(), view(stages=(held(),), liveness=Liveness.DEAD)) == (E.FAIL,)
+    assert judged(instance(), view(stages=(held(),), liveness=Liveness.SUSPECT)) == ()
+    assert judged(instance(state=S.LOADING), view(stages=(held(state=H.FAILED),))) == (E.FAIL,)
+    assert judged(instance(state=S.FETCHING, since_s=NOW_S - 11), view()) == (E.FAIL,)
+    assert judged(instance(), now_s=NOW_S) == (E.FAIL,), "a worker that nobody has heard for the dead time"
+
+
+def test_an_evicted_stage_is_released_with_its_drain() -> None:
+    assert judged(instance(), view(stages=(held(state=H.EVICTED),))) == (E.DRAIN, E.RELEASED)
+    assert judged(instance(), view(stages=(held(state=H.DRAINING),))) == (E.DRAIN,)
+
+
+def test_a_draining_instance_is_gone_when_nobody_holds_it() -> None:
+    draining = instance(state=S.DRAINING, since_s=NOW_S - 1)
+    assert judged(draining, view(stages=(held(state=H.DRAINING),))) == ()
+    assert judged(draining, view()) == (E.RELEASED,)
+    assert judged(draining, view(stages=(held(state=H.DRAINING),), liveness=Liveness.DEAD)) == (E.RELEASED,)
+
+
+@given(
+    st.sampled_from([state for state in S if state not in ENDED]),
+    st.none() | st.sampled_from(list(H)),
+    st.sampled_from(list(Liveness)),
+    st.sampled_from([0.0, 0.5, 20.0]),
+    st.booleans(),
+)
+def test_reconciliation_makes_legal_moves_and_comes_to_rest(
+    state: InstanceState, stage: HeldState | None, liveness: Liveness, age_s: float, seen: bool
+) -> None:
+    one = instance(state=state, since_s=NOW_S - age_s)
+    worker_view = view(stages=(held(state=stage),) if stage is not None else (), liveness=liveness)
+    for _ in range(4):
+        events = judged(one, worker_view, seen=seen)
+        if not events:
+            return
+        following = one.state
+        for event in events:
+            following = step(following, event)
+        one = replace(one, state=following, state_since_s=NOW_S)
+    pytest.fail("the same report goes on changing the instance")
+
+
+# Holds
+
+
+def record(one: Instance, trace_parent: str = "") -> Record:
+    return Record(instance=one, model=model(), trace_parent=trace_parent)
+
+
+def test_holds_are_the_whole_desired_state() -> None:
+    books = Books().put(
+        record(instance(instance_id="a", state=S.FETCHING), "00-aa-bb-01"),
+        record(instance(instance_id="b", state=S.DRAINING)),
+        record(instance(instance_id="c", worker_id="w1")),
+        replace(record(instance(instance_id="d", state=S.PLANNED)), tentative=True),
+    )
+    holds = stages_of(WorkerId("w0"), books)
+    assert [(hold.instance_id, hold.draining, hold.trace_parent) for hold in holds] == [
+        ("a", False, "00-aa-bb-01"),
+        ("b", True, ""),
+    ]
+    (fetch,) = fetches_of(node().node_id, books, {})
+    assert fetch.instance_id == "a", "what is loaded, or leaves, is fetched no more"
+    assert fetch.parts == (0, 1, 2, 3, 4, 5)
+
+
+def test_a_report_that_disagrees_is_told_again() -> None:
+    one = instance()
+
+    def holds(*instances: Instance) -> tuple[StageHold, ...]:
+        return stages_of(WorkerId("w0"), Books().put(*(record(each) for each in instances)))
+
+    has = view(stages=(held(),))
+    assert disagreement(holds(one), has) is None
+    assert disagreement(holds(one), view())
+    assert disagreement(holds(replace(one, generation=Generation(2))), has)
+    drain = holds(replace(one, state=S.DRAINING, generation=Generation(2)))
+    assert disagreement(drain, has)
+    assert disagreement(drain, view(stages=(held(state=H.DRAINING),))) is None
+    assert disagreement(drain, view()) is None
+    assert disagreement((), has)
+    assert disagreement((), view(stages=(held(state=H.DRAINING),))) is None
+
+
+def test_a_drain_is_a_new_generation_and_readiness_is_remembered() -> None:
+    loading = instance(state=S.LOADING)
+    changes = reconcile([record(loading)], {WorkerId("w0"): view(stages=(held(),))}, NOW_S, RULES)
+    ready = moved(loading, changes[0], Epoch(4), NOW_S)
+    assert (ready.state, ready.generation, ready.epoch, ready.served, ready.last_used_s) == (S.READY, 1, 4, True, NOW_S)
+    changes = reconcile([record(ready)], {WorkerId("w0"): view(stages=(held(state=H.DRAINING),))}, NOW_S, RULES)
+    assert moved(ready, changes[0], Epoch(4), NOW_S).generation == 2
+
+
+def test_an_instance_is_activated_from_when_its_last_stage_was_loaded() -> None:
+    stages = instance(state=S.LOADING)
+    two = replace(stages, placements=(stages.placements[0], instance(worker_id="w1").placements[0]))
+    early, late = Moment(at_s=990.0, wall_offset_s=5.0), Moment(at_s=12.0, wall_offset_s=984.0)
+
+    def loaded(*moments: Moment | None) -> Moment | None:
+        views = {
+            WorkerId(f"w{index}"): view(index, stages=(replace(held(), loaded=moment),)) for index, moment in enumerate(moments)
+        }
+        (change,) = reconcile([record(two)], views, NOW_S, RULES)
+        assert change.events[-1] is E.ALL_STAGES_READY
+        return change.loaded
+
+    assert loaded(early, late) == late
+    assert loaded(late, early) == late
+    assert loaded(early, None) == early
+    assert loaded(None, None) is None
+
+
+# Books
+
+
+def test_use_is_read_from_reports_and_waiting() -> None:
+    books = Books().put(
+        record(instance(instance_id="i")),
+        record(instance(instance_id="s", state=S.FETCHING)),
+        record(instance(instance_id="old", state=S.GONE, since_s=NOW_S - 61)),
+    )
+    idle = replace(held(), idle_s=5.0)
+    used = refreshed(books, [view(stages=(idle,))], [ModelName("m")], NOW_S)
+    assert used.records[InstanceId("i")].instance.last_used_s == NOW_S - 5
+    assert used.records[InstanceId("i")].seen_on == {WorkerId("w0")}
+    assert used.records[InstanceId("s")].instance.last_used_s == NOW_S
+    assert InstanceId("old") not in used.records
+    assert InstanceId("old") in books.records, "books are never written to"
+    later = refreshed(used, [view(stages=(replace(held(), in_flight=2),))], [], NOW_S + 9)
+    assert later.records[InstanceId("i")].instance.last_used_s == NOW_S + 9
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from("abcd"), st.sampled_from(["m", "n"]), st.lists(st.integers(0, 3), max_size=3), st.booleans()),
+    max_size=30,
+)
+
+
+@given(STEPS)
+def test_indexes_are_those_of_the_records(steps: list[tuple[str, str, list[int], bool]]) -> None:
+    books = Books()
+    for name, of_model, workers, forget in steps:
+        if forget:
+            books = books.without((InstanceId(name),))
+            continue
+        one = instance(of_model, name)
+        places = tuple(instance(worker_id=f"w{index}").placements[0] for index in workers)
+        if name in books.records:
+            one = replace(one, model=books.records[InstanceId(name)].instance.model)
+        books = books.put(record(replace(one, placements=places)))
+    models: dict[str, set[str]] = {}
+    workers_of: dict[str, set[str]] = {}
+    for key, kept in books.records.items():
+        models.setdefault(kept.instance.model, set()).add(key)
+        for placement in kept.instance.placements:
+            workers_of.setdefault(placement.worker_id, set()).add(key)
+    assert {key: set(ids) for key, ids in books.by_model.items()} == models
+    assert {key: set(ids) for key, ids in books.by_worker.items()} == workers_of
+
+
+# One tick
+
+CONTROL = ControlRules(reconcile=RULES)
+TERM = Term(epoch=Epoch(4), started_s=NOW_S - 400, listening_since_s=NOW_S - 500, deaf=False, announced=True)
+
+
+def facts(*records: Record, **more: object) -> ControlFacts:
+    """One model that two workers of a node could hold, and what is said of it."""
+    made = ControlFacts(
+        now_s=NOW_S,
+        term=TERM,
+        books=Books().put(*records),
+        workers={WorkerId(f"w{index}"): view(index) for index in range(2)},
+        nodes={node().node_id: node()},
+        models={model().name: model()},
+    )
+    return replace(made, **more)  # type: ignore[arg-type]
+
+
+def test_a_waiting_request_is_a_start_and_an_idle_tick_is_only_repetition() -> None:
+    plan = tick(facts(demand=(demand("m", 1),)), Memory(), CONTROL)
+    assert [(order.model.name, order.reason) for order in plan.start] == [("m", "1 requests wait")]
+    assert {one.worker_id for one in plan.tell_workers} == {"w0", "w1"}
+    again = tick(facts(), plan.memory, CONTROL)
+    assert (again.start, again.drain, again.tell_workers, again.tell_nodes) == ((), (), (), ())
+    second = tick(replace(facts(), now_s=NOW_S + 1.0), again.memory, CONTROL)
+    assert len(second.tell_workers) == 2
+
+
+def test_a_tick_is_the_same_for_the_same_facts_and_memory() -> None:
+    known = facts(record(instance(state=S.LOADING)), demand=(demand("m", 40),))
+    plan = tick(known, Memory(), CONTROL)
+    assert plan == tick(known, Memory(), CONTROL)
+    assert tick(known, plan.memory, CONTROL) == tick(known, plan.memory, CONTROL)
+
+
+def test_nothing_is_commanded_before_it_may_be() -> None:
+    known = facts(record(instance(state=S.LOADING)), demand=(demand("m", 40),))
+    known = replace(known, workers={WorkerId("w0"): view(stages=(held(),))})
+    for term in (
+        replace(TERM, deaf=True),
+        replace(TERM, announced=False),
+        replace(TERM, listening_since_s=NOW_S - 0.5),
+        replace(TERM, started_s=NOW_S - 0.1, listening_since_s=NOW_S - 1.05),
+    ):
+        late = replace(known, term=term, workers={WorkerId("w0"): view(stages=(held(),), heard_s=NOW_S - 0.15)})
+        plan = tick(late, Memory(), CONTROL)
+        assert (plan.start, plan.drain, plan.tell_workers, plan.tell_nodes, plan.memory) == ((), (), (), (), Memory())
+    assert [change.events[-1] for change in tick(known, Memory(), CONTROL).changes] == [E.ALL_STAGES_READY], (
+        "reports count all the same"
+    )
+
+
+def test_a_refused_start_goes_elsewhere_then_waits_and_a_change_of_workers_ends_that() -> None:
+    waits = (demand("m", 1),)
+    first = tick(facts(demand=waits), Memory(), CONTROL)
+    worker_id = first.start[0].choice.scheme.placements[0].worker_id  # type: ignore[union-attr]
+    refusal = Refusal(model=ModelName("m"), worker_id=worker_id, code="no_room", message="full", transient=False)
+    second = tick(facts(demand=waits, refusals=(refusal,)), first.memory, CONTROL)
+    other = second.start[0].choice.scheme.placements[0].worker_id  # type: ignore[union-attr]
+    assert {worker_id, other} == {"w0", "w1"}
+    third = tick(facts(demand=waits, refusals=(replace(refusal, worker_id=other),)), second.memory, CONTROL)
+    assert third.start == ()
+    assert [(one.code, one.message, one.record) for one in third.refuse] == [("no_room", "full", True)]
+    waiting = tick(facts(demand=waits), third.memory, CONTROL)
+    assert (waiting.start, waiting.refuse) == ((), ())
+    assert tick(facts(demand=waits, world_version=1, now_s=NOW_S + 0.1), third.memory, CONTROL).start
+    assert tick(facts(demand=waits, now_s=NOW_S + 2.0), third.memory, CONTROL).start
+    assert tick(facts(), third.memory, CONTROL).memory.backing == {}, "nobody waits any more"
+    transient = tick(facts(demand=waits, refusals=(replace(refusal, transient=True),)), first.memory, CONTROL)
+    assert transient.start == ()
+    assert transient.refuse
+
+
+def test_a_start_that_asks_for_room_is_the_only_one_of_its_model() -> None:
+    asking = replace(record(instance(state=S.PLANNED)), tentative=True)
+    assert tick(facts(asking, demand=(demand("m", 40),)), Memory(), CONTROL).start == ()
+
+
+def test_an_operators_eviction_drains_and_is_answered_with_what_drains() -> None:
+    ready, draining = record(instance(instance_id="i")), record(instance(instance_id="j", worker_id="w1", state=S.DRAINING))
+    known = facts(ready, draining, evict=(ModelName("m"), ModelName("none")))
+    views = {WorkerId("w0"): view(stages=(held(),)), WorkerId("w1"): view(1, stages=(held(instance_id="j", state=H.DRAINING),))}
+    plan = tick(replace(known, workers=views), Memory(), CONTROL)
+    assert [(drain.instance_id, drain.reason) for drain in plan.drain] == [("i", EVICTED)]
+    assert plan.evicted == {"m": ("i", "j"), "none": ()}
+    (told,) = [one for one in plan.tell_workers if one.worker_id == "w0"]
+    assert [hold.draining for hold in told.holds] == [True], "what is told is what was decided"
+
+
+def test_pauses_grow_and_differ_by_model_and_not_from_run_to_run() -> None:
+    pauses = [retry_pause_s(ModelName("m"), attempts, CONTROL) for attempts in range(1, 9)]
+    assert pauses == [retry_pause_s(ModelName("m"), attempts, CONTROL) for attempts in range(1, 9)]
+    assert all(0.05 * 2 ** (n - 1) <= pause <= 0.1 * 2 ** (n - 1) for n, pause in enumerate(pauses[:4], start=1))
+    assert all(1.0 <= pause <= 2.0 for pause in pauses[5:])
+    assert pauses != [retry_pause_s(ModelName("n"), attempts, CONTROL) for attempts in range(1, 9)]

@@ -1,0 +1,57 @@
+"""Lanes: who goes next, and what is kept for others."""
+
+from dataclasses import replace
+
+from pilotlight.policy.lanes import LaneJob, next_job, turn_of
+
+
+def job(number: int, owner: str = "a", model: str = "m", *, long: bool = False, turn: int = 0) -> LaneJob:
+    return LaneJob(number=number, owner=owner, model=model, long=long, turn=turn or number)
+
+
+def test_short_jobs_go_first():
+    assert next_job([job(1, long=True), job(2)], [], 2) == job(2)
+
+
+def test_nothing_begins_when_every_process_works():
+    assert next_job([job(3)], [job(1, model="x"), job(2, model="y")], 2) is None
+
+
+def test_one_process_is_kept_for_short_jobs():
+    running = [job(1, "b", "x", long=True)]
+    assert next_job([job(2, model="y", long=True)], running, 2) is None
+    assert next_job([job(2, model="y", long=True), job(3, model="z")], running, 2) == job(3, model="z")
+
+
+def test_no_model_has_every_process():
+    assert next_job([job(2), job(3, model="other")], [job(1)], 2) == job(3, model="other")
+    assert next_job([job(2)], [job(1)], 3) == job(2)
+
+
+def test_no_owner_has_every_process_for_long_jobs():
+    running = [job(1, model="x", long=True), job(2, model="y", long=True)]
+    own, other = job(3, model="z", long=True), job(4, "b", "z", long=True)
+    assert next_job([own], running, 4) is None
+    assert next_job([own, other], running, 4) == other
+
+
+def test_what_runs_no_models_code_is_bounded_by_its_length_alone():
+    assert next_job([job(2, model="")], [job(1, model="")], 2) == job(2, model="")
+
+
+def test_owners_take_turns():
+    """One owner's hundred do not stand in front of another's one, and nobody who comes later overtakes for ever."""
+    waiting: list[LaneJob] = []
+    now_turn = 0
+    for number, owner in enumerate(["a"] * 100 + ["b", "b", "c"]):
+        new = job(number, owner)
+        waiting.append(replace(new, turn=turn_of(owner, waiting, now_turn)))
+    order: list[str] = []
+    while waiting:
+        chosen = next_job(waiting, [], 2)
+        assert chosen is not None
+        now_turn = max(now_turn, chosen.turn)
+        waiting.remove(chosen)
+        order.append(chosen.owner)
+    assert order[:5] == ["a", "b", "c", "a", "b"]
+    assert turn_of("c", [], now_turn) == now_turn + 1, "whoever was away has saved nothing up"

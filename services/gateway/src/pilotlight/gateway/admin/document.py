@@ -1,0 +1,138 @@
+"""What every route of the admin API answers: schemas for its OpenAPI document, made from the very types and tables that are shown.
+
+A reply has every field that its schema names: what holds its default is there, too. A contract test holds all replies of a running
+gateway against this.
+"""
+
+from datetime import datetime
+from typing import Any, get_type_hints
+
+import msgspec
+from fastapi import FastAPI
+from sqlalchemy import Table
+from sqlalchemy.dialects.postgresql import JSONB
+
+from pilotlight.common.db import tables
+from pilotlight.common.messages.verify import Verification
+from pilotlight.gateway.admin.schemas import EvictAccepted, WarmAccepted
+from pilotlight.gateway.drains import NodeState
+from pilotlight.policy.types import LinkSpeed, Model, NodeFacts, NodeId, Transfer, WorkerFacts
+
+_REFERENCE = "#/components/schemas/{name}"
+
+
+def _of(name: str, described: str, /, base: type | None = None, *, nullable: bool = False, **more: Any) -> type[msgspec.Struct]:
+    """A reply with the fields of ``base``, which may all be null together, and more."""
+    known = get_type_hints(base) if base is not None else {}
+    fields: dict[str, Any] = {field: kind | None if nullable else kind for field, kind in known.items()} | more
+    return msgspec.defstruct(name, list(fields.items()), kw_only=True, namespace={"__doc__": described})
+
+
+def _row(name: str, described: str, table: Table) -> type[msgspec.Struct]:
+    """A row of a table; JSON is shown as it is stored."""
+
+    def kind_of(column: Any) -> Any:
+        kind = Any if isinstance(column.type, JSONB) else column.type.python_type
+        return kind | None if column.nullable else kind
+
+    return _of(name, described, **{str(column.name): kind_of(column) for column in table.columns})
+
+
+def _page(name: str, described: str, /, *, before: type = str, **rows: Any) -> type[msgspec.Struct]:
+    return _of(name, described, **rows, next_before=before | None)
+
+
+ShownModel = _of("Model", "A registered model.", Model, created_at=datetime, updated_at=datetime)
+ShownVerification = _of("Verification", "How far a verification is.", Verification)
+ShownDevice = _of("NodeDevice", "A worker's device, and how it is.", worker_id=str, kind=str, name=str, health=str, reason=str)
+ShownLeft = _of("NodeLeft", "What is still on a node.", instances=int, requests=int, copies=int)
+ShownDrain = _of("NodeDrain", "Who wants a node to be empty, since when.", requested_at=datetime, key_id=str)
+ShownNode = _of(
+    "Node",
+    "A node. What its loader reports is null where none does.",
+    NodeFacts,
+    nullable=True,
+    node_id=NodeId,
+    state=NodeState,
+    workers=int,
+    devices=list[ShownDevice],
+    left=ShownLeft,
+    drain=ShownDrain | None,
+)
+ShownTransfer = _of("Transfer", "A fetch that is under way.", Transfer, node_id=NodeId, left_s=float | None)
+ShownLink = _of("Link", "What a node's link gave.", LinkSpeed, node_id=NodeId)
+ShownInstance = _row("Instance", "An instance.", tables.instances)
+ShownColdStart = _row("ColdStart", "A cold start.", tables.cold_starts)
+ShownDecision = _row("Decision", "A decision of the scheduler.", tables.decisions)
+ShownSpan = _row("Span", "A part of a trace.", tables.spans)
+ShownRecord = _row("AuditRecord", "What an administrator did or tried.", tables.audit)
+ShownFault = _of("Fault", "What went wrong.", code=str, message=str, param=str | None, what_to_do=str)
+
+Models = _of("Models", "Every registered model.", models=list[ShownModel])
+Nodes = _of("Nodes", "Every node.", nodes=list[ShownNode])
+Workers = _of("Workers", "Every worker.", workers=list[WorkerFacts])
+Transfers = _of("Transfers", "What moves.", transfers=list[ShownTransfer], links=list[ShownLink])
+Instances = _page("Instances", "Instances, the newest first.", instances=list[ShownInstance])
+ColdStarts = _page("ColdStarts", "Cold starts, the newest first.", cold_starts=list[ShownColdStart])
+Decisions = _page("Decisions", "Decisions, the newest first.", decisions=list[ShownDecision])
+Audit = _page("Audit", "The audit log, the newest first.", before=int, audit=list[ShownRecord])
+Trace = _of("Trace", "One request.", trace_id=str, spans=list[ShownSpan], cold_starts=list[ShownColdStart], truncated=bool)
+Failure = _of("Error", "Every answer that is not a success.", error=ShownFault)
+Warmed = _of("Warmed", "An instance is on its way, or ready.", WarmAccepted)
+Evicted = _of("Evicted", "These instances are being released.", EvictAccepted)
+
+REPLIES: dict[tuple[str, str], type[msgspec.Struct] | None] = {
+    ("post", "/models"): ShownModel,
+    ("get", "/models"): Models,
+    ("get", "/models/{name}"): ShownModel,
+    ("patch", "/models/{name}"): ShownModel,
+    ("delete", "/models/{name}"): None,
+    ("post", "/models/{name}/warm"): Warmed,
+    ("post", "/models/{name}/evict"): Evicted,
+    ("post", "/models/{name}/verify"): ShownVerification,
+    ("get", "/verifications/{verification_id}"): ShownVerification,
+    ("get", "/nodes"): Nodes,
+    ("post", "/nodes/{node_id}/drain"): ShownNode,
+    ("delete", "/nodes/{node_id}/drain"): ShownNode,
+    ("get", "/transfers"): Transfers,
+    ("get", "/workers"): Workers,
+    ("get", "/instances"): Instances,
+    ("get", "/cold-starts"): ColdStarts,
+    ("get", "/decisions"): Decisions,
+    ("get", "/traces/{trace_id}"): Trace,
+    ("get", "/audit"): Audit,
+}
+"""What each route answers when it succeeds; None: nothing."""
+
+
+class DocumentedApp(FastAPI):
+    """FastAPI, with the replies above in its document. They are not validated when they are sent: some are large."""
+
+    def openapi(self) -> dict[str, Any]:
+        """The document; made once."""
+        if self.openapi_schema is None:
+            self.openapi_schema = _with_replies(super().openapi())
+        return self.openapi_schema
+
+
+def _with_replies(document: dict[str, Any]) -> dict[str, Any]:
+    kinds = [kind for kind in (*REPLIES.values(), Failure) if kind is not None]
+    schemas, components = msgspec.json.schema_components(kinds, ref_template=_REFERENCE)
+    schema_of = dict(zip(kinds, schemas, strict=True))
+    for schema in components.values():
+        if "properties" in schema:
+            schema["required"] = list(schema["properties"])
+    # FastAPI's own errors are never sent.
+    taken = {name: schema for name, schema in document["components"]["schemas"].items() if "ValidationError" not in name}
+    document["components"]["schemas"] = taken | components
+
+    def body(kind: type[msgspec.Struct]) -> dict[str, Any]:
+        return {"content": {"application/json": {"schema": schema_of[kind]}}}
+
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            status = next(code for code in operation["responses"] if code.startswith("2"))
+            kind = REPLIES[method, path]
+            done = {"description": "Done."} if kind is None else {"description": (kind.__doc__ or ""), **body(kind)}
+            operation["responses"] = {status: done, "default": {"description": "An error.", **body(Failure)}}
+    return document

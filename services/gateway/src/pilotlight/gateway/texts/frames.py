@@ -1,0 +1,141 @@
+"""What the gateway and a text helper say to each other: msgpack behind a header of eight bytes, one reply to each job."""
+
+import struct
+from typing import Literal
+
+import msgspec
+
+from pilotlight.gateway.model_text import TextFacts
+from pilotlight.gateway.openai.conversation import Conversation
+from pilotlight.policy.types import Digest
+
+_HEADER = struct.Struct("<II")
+HEADER_BYTES = _HEADER.size
+
+Kind = Literal["chat", "completion"]
+
+
+class Read(msgspec.Struct, tag="read", frozen=True, kw_only=True):
+    """Decode and check a request's body. ``Request`` follows."""
+
+    kind: Kind
+    body: bytes
+
+
+class Make(msgspec.Struct, tag="make", frozen=True, kw_only=True):
+    """Make a bundle of a checkpoint's text files, by their names. ``Made`` follows."""
+
+    files: dict[str, bytes]
+
+
+class Describe(msgspec.Struct, tag="describe", frozen=True, kw_only=True):
+    """Look at a bundle. ``Described`` follows."""
+
+    digest: Digest
+
+
+class Chat(msgspec.Struct, tag="chat", frozen=True, kw_only=True):
+    """Render a conversation and encode it. ``Encoded`` follows."""
+
+    digest: Digest
+    model: str
+    context_tokens: int
+    conversation: Conversation
+
+
+class Completion(msgspec.Struct, tag="completion", frozen=True, kw_only=True):
+    """Encode a plain prompt. ``Encoded`` follows."""
+
+    digest: Digest
+    model: str
+    context_tokens: int
+    prompt: str
+
+
+class Hello(msgspec.Struct, tag="hello", frozen=True):
+    """Whether it can work. ``Ready`` follows."""
+
+
+class Give(msgspec.Struct, tag="give", frozen=True, kw_only=True):
+    """A bundle for the job after it. Nothing follows."""
+
+    digest: Digest
+    bundle: bytes
+
+
+Job = Hello | Read | Make | Describe | Chat | Completion
+ToHelper = Job | Give
+
+
+class Ready(msgspec.Struct, tag="ready", frozen=True):
+    """It can."""
+
+
+class Request(msgspec.Struct, tag="request", frozen=True):
+    """A request's body, as msgpack: large texts are copied, and little is left to be looked at."""
+
+    data: bytes
+
+
+class Made(msgspec.Struct, tag="made", frozen=True):
+    """A new bundle, encoded."""
+
+    bundle: bytes
+    facts: TextFacts
+
+
+class Described(msgspec.Struct, tag="described", frozen=True):
+    """What there is to know of a bundle."""
+
+    facts: TextFacts
+
+
+class Encoded(msgspec.Struct, tag="encoded", frozen=True):
+    """Token ids: 4 bytes each."""
+
+    token_ids: bytes
+
+
+class Missing(msgspec.Struct, tag="missing", frozen=True):
+    """The helper does not hold the job's bundle: ``Give`` it first."""
+
+
+class Failed(msgspec.Struct, tag="failed", frozen=True, kw_only=True):
+    """Why there is no answer: an error of the taxonomy."""
+
+    code: str
+    message: str
+    param: str | None = None
+
+
+Reply = Ready | Request | Made | Described | Encoded | Missing | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+_jobs: msgspec.msgpack.Decoder[ToHelper] = msgspec.msgpack.Decoder(ToHelper)
+_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+
+def encoded(message: ToHelper | Reply) -> bytes:
+    """A message, without its header."""
+    return _encoder.encode(message)
+
+
+def header(data: bytes, cpu_s: float = 0.0) -> bytes:
+    """What goes before an encoded message; with a job, the processor time that it may take."""
+    return _HEADER.pack(len(data), round(cpu_s * 1000))
+
+
+def header_of(data: bytes) -> tuple[int, float]:
+    """How many bytes follow, and the processor time in seconds."""
+    length, cpu_ms = _HEADER.unpack(data)
+    return length, cpu_ms / 1000
+
+
+def job_of(data: bytes) -> ToHelper:
+    """What the gateway asks for."""
+    return _jobs.decode(data)
+
+
+def reply_of(data: bytes) -> Reply:
+    """What a helper answers."""
+    return _replies.decode(data)

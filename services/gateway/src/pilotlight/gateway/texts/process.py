@@ -1,0 +1,223 @@
+"""One text helper, as the gateway sees it."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from pilotlight.gateway.texts.frames import HEADER_BYTES, Hello, Reply, encoded, header, header_of, reply_of
+
+START_DEADLINE_S = 30.0
+END_DEADLINE_S = 5.0
+BLAMED_SHARE = 0.1
+"""Of its time. A helper that worked less was stopped, or had no processor: that is nobody's fault."""
+_BUFFER_BYTES = 1024 * 1024
+_KEPT_ENVIRONMENT = (
+    "PATH",
+    "PYTHONPATH",
+    "PYTHONHOME",
+    "VIRTUAL_ENV",
+    "LD_LIBRARY_PATH",
+    "LANG",
+    "LC_ALL",
+    "TZ",
+    "HOME",
+    "TMPDIR",
+)
+"""A helper gets no secrets."""
+_ENVIRONMENT = {
+    # One thread: its stacks and arenas would count as the memory of a job.
+    "TOKENIZERS_PARALLELISM": "false",
+    "RAYON_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "1",
+    "RUST_BACKTRACE": "0",
+}
+_BLAMED: dict[int, str] = {
+    signal.SIGXCPU: "it took more processor time than it may",
+    signal.SIGABRT: "it took more memory than it may, or crashed",
+    signal.SIGSEGV: "it crashed",
+    signal.SIGBUS: "it crashed",
+    signal.SIGILL: "it crashed",
+    signal.SIGFPE: "it crashed",
+}
+"""Signals by which a helper ends that its job is to blame for. Others come from outside."""
+
+
+class HelperLost(Exception):
+    """A helper ended, or was ended, before it answered."""
+
+    def __init__(self, reason: str, *, blamed: bool) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.blamed = blamed
+        """It was its job's fault."""
+        self.long = False
+        """It was a long job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A process, and our end of its socket."""
+
+    process: "subprocess.Popen[bytes]"
+    connection: socket.socket
+
+
+class Launcher(Protocol):
+    """Where helpers come from, and go when they are not needed any more."""
+
+    def launch(self) -> Launched:
+        """Start one, or hand out one that is idle."""
+        ...
+
+    def take_back(self, launched: Launched) -> None:
+        """One that is idle and well."""
+        ...
+
+
+class HelperLauncher:
+    """Starts processes, and ends them."""
+
+    def __init__(self, memory_bytes: int) -> None:
+        self._memory_bytes = memory_bytes
+
+    def launch(self) -> Launched:
+        """Start one. Takes a millisecond or two; by a thread that lives as long as the helper, which ends with it.
+
+        Raises:
+            OSError: no process can be started.
+        """
+        ours, theirs = socket.socketpair()
+        environment = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ} | _ENVIRONMENT
+        command = [sys.executable, "-m", "pilotlight.gateway.texts.helper", str(theirs.fileno()), str(self._memory_bytes)]
+        with theirs:
+            try:
+                process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=environment)
+            except OSError:
+                ours.close()
+                raise
+        return Launched(process, ours)
+
+    def take_back(self, launched: Launched) -> None:
+        """End it."""
+        end(launched)
+
+
+def end(launched: Launched) -> None:
+    """Kill a helper, whatever it does."""
+    launched.connection.close()
+    launched.process.kill()
+    with suppress(subprocess.TimeoutExpired):
+        launched.process.wait(END_DEADLINE_S)
+
+
+def _worked_s(pid: int) -> float:
+    """Processor time of a process so far; 0 where there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def _connected(launched: Launched) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Streams to a helper, which is ended where there are none."""
+    try:
+        # Not the socket itself: the helper may be taken back, and serve another.
+        return await asyncio.open_unix_connection(sock=launched.connection.dup(), limit=_BUFFER_BYTES)
+    except BaseException:
+        await asyncio.to_thread(end, launched)
+        raise
+
+
+class HelperProcess:
+    """A helper that does one job at a time."""
+
+    def __init__(self, launched: Launched, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.launched = launched
+        self.held: set[str] = set()
+        """Bundles that it was given; it may have dropped some."""
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def start(cls, launcher: Launcher) -> "HelperProcess":
+        """Start one and wait until it can work.
+
+        Raises:
+            HelperLost: it did not come up.
+        """
+        try:
+            launched = launcher.launch()
+            started = cls(launched, *await _connected(launched))
+        except OSError as error:
+            raise HelperLost(f"it cannot be started: {error}", blamed=False) from error
+        hello = encoded(Hello())
+        try:
+            await started.ask([header(hello, START_DEADLINE_S), hello], START_DEADLINE_S)
+        except HelperLost as error:
+            raise HelperLost(f"it did not come up: {error.reason}", blamed=False) from error
+        return started
+
+    @property
+    def gone(self) -> bool:
+        """It has ended, though nobody asked it anything."""
+        return self._reader.at_eof()
+
+    async def ask(self, frames: list[bytes], deadline_s: float) -> Reply:
+        """Have a job done.
+
+        Raises:
+            HelperLost: it ended before it answered, or was ended at the deadline. It is of no use any more.
+        """
+        before_s = _worked_s(self.launched.process.pid)
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await self._ask(frames)
+        except TimeoutError as error:
+            worked_s = _worked_s(self.launched.process.pid) - before_s
+            await self.kill()
+            raise HelperLost(
+                f"it took more than {deadline_s:g} s, and worked for {worked_s:g} s of them",
+                blamed=worked_s > BLAMED_SHARE * deadline_s,
+            ) from error
+        except Exception as error:
+            # OSError and EOFError, RuntimeError where uvloop has closed the socket, and whatever is no reply.
+            raise await self._lost() from error
+        except BaseException:
+            # Half a reply is of no use to whoever asks next.
+            await self.kill()
+            raise
+
+    async def kill(self) -> None:
+        """End it, whatever it does."""
+        self._writer.close()
+        await asyncio.to_thread(end, self.launched)
+
+    def leave(self) -> Launched:
+        """Let go of an idle one."""
+        self._writer.close()
+        return self.launched
+
+    async def _ask(self, frames: list[bytes]) -> Reply:
+        self._writer.writelines(frames)
+        await self._writer.drain()
+        length, _ = header_of(await self._reader.readexactly(HEADER_BYTES))
+        return reply_of(await self._reader.readexactly(length))
+
+    async def _lost(self) -> HelperLost:
+        """Why it ended."""
+        process = self.launched.process
+        with suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(process.wait, END_DEADLINE_S)
+        status = process.poll()
+        await self.kill()
+        number = -status if status is not None and status < 0 else None
+        blamed = _BLAMED.get(number) if number is not None else None
+        return HelperLost(blamed or f"its process ended with status {status}", blamed=blamed is not None)

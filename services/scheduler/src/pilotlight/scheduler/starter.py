@@ -1,0 +1,218 @@
+"""One start: room, rows, commands. What is to be started, and where, is control's (``policy.control``)."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import structlog
+
+from pilotlight.common.clock import Clock, wall_offset_s
+from pilotlight.common.db.mapping import to_row_json
+from pilotlight.common.errors import CapacityError, DatabaseUnavailable, NotLeader, PilotlightError, TransientError
+from pilotlight.common.ids import new_decision_id, new_instance_id
+from pilotlight.common.messages.room import Reserved
+from pilotlight.common.telemetry import current_traceparent, span, with_parent
+from pilotlight.policy.control.books import Record
+from pilotlight.policy.control.plan import Refusal, RefusedStart, StartOrder
+from pilotlight.policy.instance import InstanceEvent, step
+from pilotlight.policy.types import (
+    Generation,
+    GrantId,
+    Instance,
+    InstanceId,
+    InstanceState,
+    NodeFacts,
+    NodeId,
+    Placement,
+    Scheme,
+)
+from pilotlight.scheduler.board import InstanceBoard
+from pilotlight.scheduler.book import Book
+from pilotlight.scheduler.chains import Joined, joined
+from pilotlight.scheduler.cold_starts import ColdStarts
+from pilotlight.scheduler.metrics import SchedulerMetrics
+from pilotlight.scheduler.records import ColdStart, Decision
+from pilotlight.scheduler.repository import SchedulerRepository
+from pilotlight.scheduler.room import RoomClient
+from pilotlight.scheduler.teller import Teller
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True, kw_only=True)
+class Starter:
+    """Carries out starts, and writes down those that nothing came of."""
+
+    book: Book
+    repository: SchedulerRepository
+    room: RoomClient
+    teller: Teller
+    board: InstanceBoard
+    cold_starts: ColdStarts
+    metrics: SchedulerMetrics
+    clock: Clock
+    release: Callable[[GrantId], None]
+    nodes: Callable[[], Mapping[NodeId, NodeFacts]]
+
+    def begin(self, order: StartOrder) -> Record:
+        """Count a start from now on, before there is a row of it."""
+        scheme = _scheme_of(order)
+        now_s = self.clock.monotonic_s()
+        instance = Instance(
+            instance_id=new_instance_id(),
+            model=order.model.name,
+            digest=order.model.digest,
+            state=InstanceState.PLANNED,
+            generation=Generation(1),
+            epoch=order.seen.epoch,
+            placements=scheme.placements,
+            decision_id=new_decision_id(),
+            state_since_s=now_s,
+            last_used_s=now_s,
+            reason=order.reason,
+        )
+        record = Record(instance=instance, model=order.model, tentative=True)
+        self.book.put(record)
+        return record
+
+    async def start(self, order: StartOrder, record: Record) -> InstanceId | Refusal:
+        """Reserve, write, command. What was reserved is given back when the rest comes to nothing.
+
+        Raises:
+            NotLeader: the term is over.
+            DatabaseUnavailable: the start may be written or not; the next term reads it anew.
+        """
+        with with_parent(order.trace_parent), span("plan cold start", model=order.model.name):
+            trace_parent = current_traceparent(keep=True)
+            try:
+                await self._start(order, replace(record, trace_parent=trace_parent))
+            except (DatabaseUnavailable, NotLeader):
+                raise
+            except (TransientError, CapacityError) as error:
+                return _refusal(order, error)
+            return record.instance.instance_id
+
+    async def refuse(self, refused: RefusedStart) -> None:
+        """Write down why nothing was started, when that is new.
+
+        Raises:
+            NotLeader, DatabaseUnavailable: as for ``start``.
+        """
+        if not refused.record:
+            return
+        decision = Decision(
+            decision_id=new_decision_id(),
+            kind="cold_start",
+            model=refused.model,
+            instance_id=None,
+            epoch=refused.seen.epoch,
+            inputs=to_row_json(refused.seen),
+            outcome={"refused": refused.code, "message": refused.message},
+            reasons=refused.reasons,
+        )
+        reasons = list(refused.reasons)
+        log.warning(
+            "no room for a cold start", action="cold_start_refused", model=refused.model, code=refused.code, reasons=reasons
+        )
+        self.metrics.decided("cold_start", refused.code)
+        await self.repository.decide(decision)
+
+    async def _start(self, order: StartOrder, record: Record) -> None:
+        instance = record.instance
+        granted: list[Placement] = []
+        grants: list[Reserved] = []
+        committed = False
+        try:
+            for placement in _scheme_of(order).placements:
+                grant = await self.room.reserve(instance, order.model, placement)
+                grants.append(grant)
+                granted.append(replace(placement, grant_id=grant.grant_id))
+            places = joined(order.model, granted, order.seen)
+            fetching = step(instance.state, InstanceEvent.FETCH_STARTED)
+            instance = replace(instance, placements=places.placements, state=fetching, state_since_s=self.clock.monotonic_s())
+            record = replace(record, instance=instance, tentative=False)
+            cold_start = self._cold_start_of(record, order)
+            await self.repository.start(instance, _started(instance, order, grants, places), cold_start)
+            committed = True
+        finally:
+            if not committed:
+                self.book.remove(instance.instance_id)
+                for placement in granted:
+                    if placement.grant_id is not None:
+                        self.release(placement.grant_id)
+        self.book.put(record)
+        self.board.show(instance)
+        self.metrics.decided("cold_start", "started")
+        await self._command(record, cold_start)
+
+    async def _command(self, record: Record, cold_start: ColdStart) -> None:
+        self.cold_starts.open(cold_start)
+        start_s = self.clock.monotonic_s()
+        instance = record.instance
+        await self.teller.dispatch(instance, self.book, self.nodes())
+        self.cold_starts.dispatched(instance.instance_id, cold_start.demand_seen_s, start_s, self.clock.monotonic_s())
+        log.info(
+            "cold start under way",
+            action="instance_planned",
+            instance_id=instance.instance_id,
+            model=instance.model,
+            worker_id=instance.lead,
+        )
+
+    def _cold_start_of(self, record: Record, order: StartOrder) -> ColdStart:
+        parts = record.trace_parent.split("-")
+        return ColdStart(
+            instance_id=record.instance.instance_id,
+            model=record.instance.model,
+            decision_id=record.instance.decision_id,
+            trace_id=parts[1] if len(parts) == 4 else "",
+            demand_seen_s=order.demand_seen_s,
+            wall_offset_s=wall_offset_s(self.clock),
+        )
+
+
+def _scheme_of(order: StartOrder) -> Scheme:
+    assert order.choice.scheme is not None, "control orders no start without a scheme"
+    return order.choice.scheme
+
+
+def _refusal(order: StartOrder, error: PilotlightError) -> Refusal:
+    return Refusal(
+        model=order.model.name,
+        worker_id=_scheme_of(order).placements[0].worker_id,
+        code=error.code,
+        message=error.message,
+        transient=isinstance(error, TransientError),
+    )
+
+
+def _started(instance: Instance, order: StartOrder, grants: list[Reserved], places: Joined) -> Decision:
+    choice, seen = order.choice, order.seen
+    outcome: dict[str, Any] = {
+        "instance_id": instance.instance_id,
+        "scheme": to_row_json(choice.scheme),
+        "meets_slo": choice.meets_slo,
+        "needs_eviction": choice.needs_eviction,
+        "evicted_instances": [instance_id for grant in grants for instance_id in grant.evicted_instances],
+        "dropped_copies": [digest for grant in grants for digest in grant.dropped_copies],
+        "chains": to_row_json(places.chains),
+        "considered": [
+            {"worker_ids": [one.worker_id for one in scheme.placements], "predicted_ttft_s": scheme.predicted_ttft_s}
+            for scheme in choice.considered
+        ],
+    }
+    return Decision(
+        decision_id=instance.decision_id,
+        kind="cold_start",
+        model=instance.model,
+        instance_id=instance.instance_id,
+        epoch=instance.epoch,
+        inputs=to_row_json(seen),
+        outcome=outcome,
+        reasons=(
+            instance.reason,
+            choice.reason,
+            *places.reasons,
+            *(f"{one.worker_id}: {one.reason}" for one in choice.rejected),
+        ),
+    )
