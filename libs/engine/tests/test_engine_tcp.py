@@ -3,7 +3,7 @@
 import select
 import socket
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from struct import pack
 from time import monotonic
 
@@ -31,9 +31,24 @@ def refused():
     return []
 
 
+class Clock:
+    """The system's, which a test can put forward."""
+
+    def __init__(self):
+        self.ahead_s = 0.0
+
+    def __call__(self):
+        return monotonic() + self.ahead_s
+
+
 @pytest.fixture
-def door(refused):
-    made = Door(THERE, (HOST, 0), monotonic, on_refused=refused.append, handshake_s=0.2)
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def door(refused, clock):
+    made = Door(THERE, (HOST, 0), clock, on_refused=refused.append)
     yield made
     made.close()
 
@@ -62,24 +77,40 @@ def comes_in(door, refused):
     other.close()
 
 
-def nobody_comes(door, about="i", timeout_s=0.5):
+def nobody_comes(door, about="i"):
+    """Nobody is there for this, after one look at all that have come."""
     with pytest.raises(PeerSilent, match="nobody came"):
-        door.accept(about, timeout_s)
+        door.accept(about, 0)
 
 
-def tried(door, **changes):
-    """What somebody gets who tries to come in and should not."""
+def looks_until(door, happened):
+    """The door is looked after until something has happened."""
+    deadline_s = monotonic() + 10
+    while not happened():
+        assert monotonic() < deadline_s
+        with suppress(PeerSilent):
+            door.accept("nothing that anybody is about", 0.01)
+
+
+def tries(door, **changes):
+    """What somebody gets who comes to a door at which nobody waits for it."""
     got = []
     thread = threading.Thread(target=lambda: got.append(goes(door, **changes)))
     thread.start()
-    nobody_comes(door)
-    thread.join(10)
+    looks_until(door, lambda: not thread.is_alive())
     return got[0]
+
+
+def refused_to(door, **changes):
+    """What somebody gets who tries to come in and should not."""
+    error = tries(door, **changes)
+    nobody_comes(door)
+    return error
 
 
 @pytest.mark.parametrize("me", [STRANGER, LINKED], ids=["another cluster's key", "the key for links"])
 def test_who_has_another_key_is_refused_and_refuses(me, door, refused):
-    error = tried(door, me=me)
+    error = refused_to(door, me=me)
     assert type(error) is PeerRefused
     assert error.code == "peer_refused"
     assert "another cluster key" in error.message
@@ -88,7 +119,7 @@ def test_who_has_another_key_is_refused_and_refuses(me, door, refused):
 
 
 def test_whoever_answers_in_the_place_of_another_is_refused(door, refused):
-    error = tried(door, expected=NodeId("somebody else"))
+    error = refused_to(door, expected=NodeId("somebody else"))
     assert isinstance(error, PeerRefused)
     assert "there answers where somebody else should" in error.message
     comes_in(door, refused)
@@ -98,10 +129,11 @@ def test_a_proof_without_the_key_is_none(door, refused):
     """Whoever listens gives its proof first; that one cannot be sent back."""
     with socket.create_connection((HOST, door.port)) as stranger:
         stranger.sendall(framed(encode_msgpack(Hello(version=LINK_VERSION, node_id=HERE.node_id, nonce=bytes(32), about="i"))))
-        nobody_comes(door, timeout_s=0.05)
+        looks_until(door, lambda: select.select([stranger], [], [], 0)[0])
         stranger.recv(1 << 16)
         stranger.sendall(framed(b"\x82\xa4type\xa5proof\xa5proof\xc4\x20" + bytes(32)))
-        nobody_comes(door, timeout_s=0.5)
+        looks_until(door, lambda: refused)
+        nobody_comes(door)
         assert refused == ["here has another cluster key"]
     comes_in(door, refused)
 
@@ -124,7 +156,8 @@ def test_nonsense_is_sent_away(said, door, refused):
     with socket.create_connection((HOST, door.port)) as stranger:
         stranger.sendall(said)
         stranger.shutdown(socket.SHUT_WR)
-        nobody_comes(door, timeout_s=0.2)
+        looks_until(door, lambda: refused)
+        nobody_comes(door)
         assert len(refused) == 1
         stranger.settimeout(5)
         while stranger.recv(1 << 16):
@@ -132,15 +165,16 @@ def test_nonsense_is_sent_away(said, door, refused):
     comes_in(door, refused)
 
 
-def test_nobody_is_held_up_by_those_who_say_nothing_or_little(door, refused):
+def test_nobody_is_held_up_by_those_who_say_nothing_or_little(door, refused, clock):
     with ExitStack() as stack:
         silent = [stack.enter_context(socket.create_connection((HOST, door.port))) for _ in range(10)]
         for each in silent[:5]:
             each.sendall(framed(b"12345")[:-1])
         comes_in(door, refused)
         assert not refused
-        nobody_comes(door, timeout_s=0.5)
-        assert refused == ["no handshake within 0.2 s"] * 10
+        clock.ahead_s = doors.HANDSHAKE_S + 1
+        nobody_comes(door)
+        assert refused == ["no handshake within 5.0 s"] * 10
     comes_in(door, refused)
 
 
@@ -155,44 +189,33 @@ def test_more_than_there_is_room_for_do_not_keep_others_out(door, refused, monke
 
 def test_each_channel_is_given_to_whoever_waits_for_it(door):
     one, at_one = accepted(door, "one", lambda: goes(door, about="one"))
-    made = []
-    thread = threading.Thread(target=lambda: made.append(goes(door, about="two")))
-    thread.start()
+    two = tries(door, about="two")
     nobody_comes(door, "three")
-    thread.join(10)
     at_two = door.accept("two", 0)
     at_two.send(frame(b"two"), 1)
     at_one.send(frame(b"one"), 1)
-    assert (one.receive(1).header, made[0].receive(1).header) == (b"one", b"two")
-    for channel in (one, at_one, made[0], at_two):
+    assert (one.receive(1).header, two.receive(1).header) == (b"one", b"two")
+    for channel in (one, at_one, two, at_two):
         channel.close()
 
 
 def test_who_comes_again_takes_its_own_place(door):
-    first, second = [], []
-    for made in (first, second):
-        thread = threading.Thread(target=lambda made=made: made.append(goes(door)))
-        thread.start()
-        nobody_comes(door, "nobody", 0.2)
-        thread.join(10)
+    first, second = tries(door), tries(door)
     channel = door.accept("i", 0)
     with pytest.raises(PeerLost):
-        first[0].receive(1)
-    second[0].send(frame(b"x"), 1)
+        first.receive(1)
+    second.send(frame(b"x"), 1)
     assert channel.receive(1).header == b"x"
-    for each in (channel, first[0], second[0]):
+    for each in (channel, first, second):
         each.close()
 
 
-def test_a_channel_that_nobody_asks_for_is_let_go(door, monkeypatch):
-    monkeypatch.setattr(doors, "HELD_S", 0.05)
-    made = []
-    thread = threading.Thread(target=lambda: made.append(goes(door)))
-    thread.start()
-    nobody_comes(door, "another", 0.5)
-    thread.join(10)
+def test_a_channel_that_nobody_asks_for_is_let_go(door, clock):
+    made = tries(door)
+    clock.ahead_s = doors.HELD_S + 1
+    nobody_comes(door, "another")
     with pytest.raises(PeerLost):
-        made[0].receive(1)
+        made.receive(1)
 
 
 def test_nobody_at_the_address_is_a_loss_and_nobody_who_answers_is_silence():
