@@ -146,16 +146,15 @@ BLANKS = json.dumps({"model": DEMO, "prompt": " " * 7_000_000}).encode()
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "count", "codes"),
+    ("path", "body", "count", "code"),
     [
-        ("chat/completions", EMPTY_MESSAGES, 20, {"too_large", "queue_full"}),
-        ("completions", BLANKS, 40, {"context_length_exceeded", "queue_full"}),
+        ("chat/completions", EMPTY_MESSAGES, 20, "too_large"),
+        ("completions", BLANKS, 40, "context_length_exceeded"),
     ],
     ids=["empty messages", "blanks"],
 )
-def test_a_flood_of_large_bodies_pauses_no_stream(
-    system: RunningSystem, path: str, body: bytes, count: int, codes: set[str]
-) -> None:
+def test_a_flood_of_large_bodies_pauses_no_stream(system: RunningSystem, path: str, body: bytes, count: int, code: str) -> None:
+    """Each body gets its own error, or is turned away while the others take the room for bodies or the helpers' queue."""
     clock, streamed_s, flooded = SystemClock(), list[float](), threading.Event()
 
     def stream() -> None:
@@ -174,7 +173,8 @@ def test_a_flood_of_large_bodies_pauses_no_stream(
         spent_s = gateway_cpu_s(system) - before_s
         flooded.set()
         streaming.result()
-    assert {answer.json()["error"]["code"] for answer in answers} <= codes, {answer.text[:500] for answer in answers}
+    codes = {answer.json()["error"]["code"] for answer in answers}
+    assert code in codes <= {code, "bodies_full", "queue_full"}, {answer.text[:500] for answer in answers}
     longest_s = max(later - earlier for earlier, later in pairwise(streamed_s))
     print(
         f"{count} bodies of {len(body)} bytes: longest pause of another stream {1000 * longest_s:.0f} ms, "
