@@ -6,10 +6,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from pilotlight.engine.core.batch import Batch, Segment
 from pilotlight.engine.core.blocks import BLOCK_TOKENS, blocks_for
 
+SPAN_STEP = 32
+"""Rows of a span, and its keys, are made up to a multiple of this where they are bfloat16: on a CPU with AMX torch compiles kernels
+for every number of rows and of keys that it meets, and keeps them for good."""
 LONG_TOKENS = 1024
 """A single row that sees more than this, in blocks side by side, is attended to in place: a copy of its keys would cost more than
 a call of its own."""
@@ -30,7 +34,12 @@ class Span:
     slots: slice | Tensor
     """Of its keys: a slice, if its blocks lie side by side; else [stop - first]."""
     mask: Tensor | None
-    """[count, stop - first], True where a row may look; None for a single row and for a whole prompt, which is plain causal."""
+    """[count + more_rows, stop - first + more_keys], True where a row may look; None for a single row and for a whole prompt, which is
+    plain causal."""
+    more_rows: int = 0
+    """What is added to the rows, and left out of what comes of them (``SPAN_STEP``)."""
+    more_keys: int = 0
+    """What is added to the keys. No row looks at it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +129,7 @@ def _view_of(batch: Batch, window_tokens: int | None, dtype: torch.dtype) -> Vie
         if segment.count == 1 and (seen <= LONG_TOKENS or not _side_by_side(segment, first)):
             peers[_width_of(seen)].append((row, segment, first))
         else:
-            spans.append(_span_of(segment, slice(row, row + segment.count), first, window_tokens or segment.stop))
+            spans.append(_span_of(segment, slice(row, row + segment.count), first, window_tokens or segment.stop, dtype))
         row += segment.count
     return View(tuple(spans), tuple(_peers_of(width, group, dtype) for width, group in peers.items()))
 
@@ -135,15 +144,20 @@ def _side_by_side(segment: Segment, first: int) -> bool:
     return used == tuple(range(used[0], used[0] + len(used)))
 
 
-def _span_of(segment: Segment, rows: slice, first: int, window_tokens: int) -> Span:
+def _span_of(segment: Segment, rows: slice, first: int, window_tokens: int, dtype: torch.dtype) -> Span:
+    keys = segment.stop - first
+    step = SPAN_STEP if dtype is torch.bfloat16 and segment.count > 1 else 1
+    more_rows, more_keys = -segment.count % step, -keys % step
     mask = None
     if segment.count > 1 and (segment.start > 0 or segment.stop > window_tokens):
-        seen = torch.ones(segment.count, segment.stop - first, dtype=torch.bool).tril(diagonal=segment.start - first)
-        mask = seen.triu(diagonal=segment.start - first + 1 - window_tokens)
+        seen = torch.ones(segment.count, keys, dtype=torch.bool).tril(diagonal=segment.start - first)
+        seen = seen.triu(diagonal=segment.start - first + 1 - window_tokens)
+        mask = functional.pad(seen, (0, more_keys, 0, more_rows))
+        mask[segment.count :, 0] = True
     first_slot = _slot(segment, first)
     in_place = _side_by_side(segment, first)
-    slots = slice(first_slot, first_slot + segment.stop - first) if in_place else slots_of(segment.blocks, first, segment.stop)
-    return Span(rows=rows, slots=slots, mask=mask)
+    slots = slice(first_slot, first_slot + keys) if in_place else slots_of(segment.blocks, first, segment.stop)
+    return Span(rows=rows, slots=slots, mask=mask, more_rows=more_rows, more_keys=more_keys)
 
 
 def _peers_of(width: int, group: list[tuple[int, Segment, int]], dtype: torch.dtype) -> Peers:

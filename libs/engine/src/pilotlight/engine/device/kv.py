@@ -123,15 +123,15 @@ def _attend_span(span: Span, queries: Tensor, stored: tuple[Tensor, Tensor], sca
         grouped = queries.unflatten(1, (keys.shape[1], -1))
         return functional.scaled_dot_product_attention(grouped, keys, values, scale=scale).flatten(1, 2)
     attended = functional.scaled_dot_product_attention(
-        queries.transpose(0, 1)[None],
-        keys,
-        values,
+        functional.pad(queries, (0, 0, 0, 0, 0, span.more_rows)).transpose(0, 1)[None],
+        functional.pad(keys, (0, 0, 0, span.more_keys)),
+        functional.pad(values, (0, 0, 0, span.more_keys)),
         attn_mask=span.mask,
         is_causal=span.mask is None,
         scale=scale,
         enable_gqa=True,
     )
-    return attended[0].transpose(0, 1)
+    return attended[0, :, : len(queries)].transpose(0, 1)
 
 
 def _gather(half: Tensor, slots: Tensor) -> Tensor:
