@@ -51,7 +51,7 @@ class Standin:
         self.on_asked: Callable[[Asked], None] = lambda _: None
         """Called with each request before it is answered, from the thread that answers it."""
         self.sent_bytes = 0
-        """Of bodies, by one request at a time."""
+        """Of bodies, and of each before it goes out: what a client has received is counted."""
         self.released = threading.Event()
         self.connections: list[_Handler] = []
         self._lock = threading.Lock()
@@ -64,6 +64,11 @@ class Standin:
         self._server.daemon_threads = False
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
         self._thread.start()
+
+    def count(self, size_bytes: int) -> None:
+        """Add to what was sent."""
+        with self._lock:
+            self.sent_bytes += size_bytes
 
     @property
     def port(self) -> int:
@@ -144,15 +149,21 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if self.fault is not None and self.fault.kind in ("cut", "stall"):
             some = body[: len(body) // 2 if self.fault.value is None else self.fault.value]
-            self.wfile.write(some)
-            self.wfile.flush()
-            self.server_of.sent_bytes += len(some)
+            self._send_body(some)
             if self.fault.kind == "stall":
                 self.server_of.released.wait(30)
             self.close_connection = True
             return
-        self.wfile.write(body)
-        self.server_of.sent_bytes += len(body)
+        self._send_body(body)
+
+    def _send_body(self, body: bytes) -> None:
+        self.server_of.count(len(body))
+        try:
+            self.wfile.write(body)
+            self.wfile.flush()
+        except ConnectionError:
+            self.server_of.count(-len(body))
+            raise
 
     def send_range(self, data: bytes, headers: dict[str, str]) -> None:
         """``data``, or the range of it that was asked for."""
