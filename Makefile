@@ -11,7 +11,7 @@ LIMITED := --max-worker-restart 0 -o faulthandler_timeout=240 -o faulthandler_ex
 # Status 5 says that a folder has no tests of the kind: no failure when one folder is asked for.
 OR_NONE := || [ $$? -eq 5 ]
 
-.PHONY: help demo up test test-chaos test-hostile test-compose test-s3 test-bundle test-gpu bundle check format docs bench-cold-start bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-starvation bench-floods bench-attention-gpu bench-dataplane bench-pictures soak lock clean
+.PHONY: help demo up test test-e2e test-chaos test-hostile test-compose test-s3 test-bundle test-gpu bundle check format docs bench-cold-start bench-control bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-starvation bench-floods bench-attention-gpu bench-dataplane bench-pictures soak lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -24,10 +24,14 @@ up:  ## start the system with the demo model and keep it running until Ctrl-C
 	@tools/bootstrap.sh runtime
 	@$(VENV)/bin/pilotlight up --with-demo-model
 
-test:  ## unit, contract and end-to-end tests
+test:  ## unit and contract tests, then one whole system from its start to its end: ten minutes; TESTS=folders
 	@tools/bootstrap.sh dev
 	@$(PYTEST) $(TESTS) -m "not compose and not ceph and not gpu and not bundle and not e2e and not chaos and not hostile" --numprocesses $(JOBS) --dist loadfile $(LIMITED) $(OR_NONE)
-	@$(PYTEST) $(TESTS) -m e2e $(OR_NONE)
+	@$(PYTEST) $(TESTS) -m smoke $(OR_NONE)
+
+test-e2e:  ## every other test on whole systems, with a part of the kill matrix, of the schedules and of the upgrades: ten minutes
+	@tools/bootstrap.sh dev
+	@$(PYTEST) $(TESTS) -m "e2e and not smoke" --durations=20 $(OR_NONE)
 
 test-chaos:  ## kill, stop and cut off everything in every situation; count what was lost
 	@tools/bootstrap.sh dev
@@ -76,6 +80,10 @@ docs:  ## render the generated pages: settings, states
 bench-cold-start:  ## cold and warm first tokens of the demo model on this machine, as JSON
 	@tools/bootstrap.sh runtime
 	@$(PY) bench/cold_start.py
+
+bench-control:  ## what a decision costs in a cluster of 8,000 workers and 10,000 models, as JSON
+	@tools/bootstrap.sh runtime
+	@$(PY) bench/control.py
 
 bench-failover:  ## how long nobody leads when the leading scheduler dies or stops, as JSON
 	@tools/bootstrap.sh runtime

@@ -7,6 +7,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from pilotlight.cli.embedded import NatsServer, PostgresServer
 from pilotlight.common.db.migrate import MigrateSettings, migrate
@@ -14,6 +15,10 @@ from pilotlight.common.db.tables import OWNERS
 from pilotlight.common.natsconf import server_config
 
 pytest_plugins = ["pilotlight.common.testing"]
+
+# How long an example takes says something about the machine, not about the code: a busy one fails no property.
+settings.register_profile("pilotlight", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+settings.load_profile("pilotlight")
 
 NOT_DURABLE = {"fsync": "off", "synchronous_commit": "off", "full_page_writes": "off", "max_connections": "200"}
 

@@ -16,7 +16,9 @@ from pilotlight.engine.cuda.arena import CudaArena
 from pilotlight.engine.device.memory import layout_of
 from pilotlight.engine.engine import Engine
 from pilotlight.engine.models.registry import decoder_of
-from pilotlight.policy.types import Dtype, InstanceId, RequestId, Sampling
+from pilotlight.policy.ids import InstanceId, RequestId
+from pilotlight.policy.model import Dtype
+from pilotlight.policy.request import Sampling
 
 STEP_TOKENS, RUNNING = 8_192, 256
 EXACT_TOP = 20

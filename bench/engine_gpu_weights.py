@@ -12,7 +12,7 @@ from engine_gpu_job import HEAD_DIM, MAX_CONTEXT_TOKENS, SHAPES, VOCAB_SIZE
 from safetensors.torch import save_file
 
 from pilotlight.engine.models.registry import decoder_of
-from pilotlight.policy.types import Dtype, ModelSpec
+from pilotlight.policy.model import Dtype, ModelSpec
 
 DEVIATION = 0.02
 

@@ -39,7 +39,7 @@ from pilotlight.common.natsconf import ADMIN
 from pilotlight.common.settings import BusSettings
 from pilotlight.common.telemetry import configure_logging
 from pilotlight.common.waiting import pause
-from pilotlight.policy.types import WorkerId
+from pilotlight.policy.ids import WorkerId
 
 POOL_BYTES = 256 << 20
 DEADLINE_S = 30.0

@@ -20,7 +20,7 @@ from pilotlight.common.settings import PilotlightSettings
 from pilotlight.engine.core import lifecycle as engine_request
 from pilotlight.policy import instance
 from pilotlight.policy.instance import ENDED, SERVING, STARTING
-from pilotlight.policy.types import InstanceState
+from pilotlight.policy.plan import InstanceState
 from pilotlight.worker import lifecycle
 
 ROOT = Path(__file__).resolve().parents[1]

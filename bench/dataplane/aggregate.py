@@ -42,10 +42,11 @@ from store import MODEL_URI, ceph, upload
 
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.telemetry import configure_logging
+from pilotlight.dataplane.bandwidth import parse_bandwidth
 from pilotlight.dataplane.copies import HostCopies
-from pilotlight.dataplane.links import parse_bandwidth
 from pilotlight.dataplane.pool import HostPool
-from pilotlight.policy.types import InstanceId, Stage
+from pilotlight.policy.ids import InstanceId
+from pilotlight.policy.model import Stage
 
 NODES = (1, 2, 4)
 REGION = "us-east-1"

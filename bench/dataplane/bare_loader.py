@@ -17,17 +17,20 @@ from pilotlight.checkpoint.testing import tiny_config, tiny_files
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.faults import Faults
 from pilotlight.common.model_roots import ModelRootsSettings
+from pilotlight.common.phases import PhaseRecorder
 from pilotlight.common.sources.opening import Sources
 from pilotlight.common.sources.ranged import Patience
+from pilotlight.dataplane.bandwidth import SourceLimits
 from pilotlight.dataplane.chunk_fetch import Distrusted
 from pilotlight.dataplane.lanes import LaneLimits, Lanes
-from pilotlight.dataplane.links import Links
 from pilotlight.dataplane.model_fetch import FetchTools
 from pilotlight.dataplane.origin import Nearby
 from pilotlight.dataplane.pool import HostPool
 from pilotlight.dataplane.readers import Readers
 from pilotlight.dataplane.source_origin import ModelSource, OpenSource, SourceOrigin
-from pilotlight.policy.types import Digest, InstanceId, Model, ModelName, OriginKind, Phase, ScalingBounds, Slo
+from pilotlight.policy.cluster import OriginKind
+from pilotlight.policy.ids import Digest, ModelName
+from pilotlight.policy.model import Model, ScalingBounds, Slo
 
 MIB = 1 << 20
 READS = 4
@@ -153,11 +156,11 @@ def fetch_tools(
         readers=Readers(threads, STALL_TIMEOUT_S),
         manifests=Bare(manifest),
         open_source=open_source,
-        lanes=Lanes(LaneLimits(least=reads, most=threads), Links(None, clock), clock),
+        lanes=Lanes(LaneLimits(least=reads, most=threads), SourceLimits(None, clock), clock),
         distrusted=Distrusted(clock),
         faults=Faults.parse(""),
         clock=clock,
-        process="bench",
+        phases=PhaseRecorder(clock, "bench"),
         nearby=nearby,
     )
 
@@ -188,7 +191,6 @@ class Quiet:
         return self.tasks[-1]
 
     def on_copies_changed(self) -> None: ...
-    def on_fetched(self, instance_id: InstanceId, phases: tuple[Phase, ...]) -> None: ...
     def on_fetch_ended(self, seconds: float, size_bytes: int, code: str) -> None: ...
     def on_chunk(self, kind: OriginKind, name: str, size_bytes: int) -> None: ...
     def on_origin_failed(self, kind: OriginKind, name: str, code: str) -> None: ...

@@ -45,15 +45,17 @@ from pilotlight.common.errors import SourceUnavailable
 from pilotlight.common.handshake import LINK_PURPOSE, Identity
 from pilotlight.common.messages.hold import Peer
 from pilotlight.common.telemetry import configure_logging
+from pilotlight.dataplane.bandwidth import parse_bandwidth
 from pilotlight.dataplane.copies import HostCopies
 from pilotlight.dataplane.link.offers import Offers
 from pilotlight.dataplane.link.peers import Peers
 from pilotlight.dataplane.link.server import LinkServer
 from pilotlight.dataplane.link.thread import LinkThread
-from pilotlight.dataplane.links import parse_bandwidth
 from pilotlight.dataplane.pool import HostPool
 from pilotlight.dataplane.source_origin import ModelSource, SourceOrigin
-from pilotlight.policy.types import FetchPriority, InstanceId, Model, NodeId
+from pilotlight.policy.cluster import FetchPriority
+from pilotlight.policy.ids import InstanceId, NodeId
+from pilotlight.policy.model import Model
 
 KEY = ClusterKey(b"the key of the benchmark", LINK_PURPOSE)
 PORT = 9777

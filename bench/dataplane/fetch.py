@@ -44,7 +44,7 @@ from pilotlight.checkpoint.manifest import decode, encode
 from pilotlight.common.clock import SystemClock
 from pilotlight.dataplane.copies import HostCopies
 from pilotlight.dataplane.pool import HostPool
-from pilotlight.policy.types import InstanceId
+from pilotlight.policy.ids import InstanceId
 
 HERE = Path(__file__).resolve().parent
 FILE = "model.safetensors"

@@ -40,7 +40,7 @@ from stages import STAGES, serve_stage
 
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.telemetry import configure_logging
-from pilotlight.dataplane.links import parse_bandwidth
+from pilotlight.dataplane.bandwidth import parse_bandwidth
 
 FLOOR_RATIO = 1.10
 CLOCK = SystemClock()

@@ -30,7 +30,9 @@ from pilotlight.engine.device.memory import parameter_bytes
 from pilotlight.engine.engine import Engine
 from pilotlight.engine.models.registry import decoder_of
 from pilotlight.engine.pipeline.joining import NextStage, join
-from pilotlight.policy.types import Dtype, InstanceId, NodeId, RequestId, Sampling, Stage
+from pilotlight.policy.ids import InstanceId, NodeId, RequestId
+from pilotlight.policy.model import Dtype, Stage
+from pilotlight.policy.request import Sampling
 
 KEY = ClusterKey(b"the key of the benchmark", CHANNEL_PURPOSE)
 PORT = 9778

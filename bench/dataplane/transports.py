@@ -48,7 +48,9 @@ from pilotlight.dataplane.link.server import LinkServer
 from pilotlight.dataplane.link.thread import LinkThread
 from pilotlight.dataplane.pool import HostPool
 from pilotlight.dataplane.source_origin import ModelSource, SourceOrigin
-from pilotlight.policy.types import FetchPriority, InstanceId, Model, NodeId
+from pilotlight.policy.cluster import FetchPriority
+from pilotlight.policy.ids import InstanceId, NodeId
+from pilotlight.policy.model import Model
 
 WAYS = {"tcp": "", "nixl over tcp": "tcp", "nixl over shared memory": "sysv,posix,cma,self,tcp"}
 """By name, what UCX may use; empty: no NIXL."""

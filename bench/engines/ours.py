@@ -12,7 +12,9 @@ from pilotlight.common.clock import SystemClock
 from pilotlight.engine.device.memory import parameter_bytes
 from pilotlight.engine.engine import Engine
 from pilotlight.engine.models.registry import decoder_of
-from pilotlight.policy.types import Dtype, InstanceId, RequestId, Sampling
+from pilotlight.policy.ids import InstanceId, RequestId
+from pilotlight.policy.model import Dtype
+from pilotlight.policy.request import Sampling
 
 KV_TOKENS = 8192
 INSTANCE = InstanceId("bench")

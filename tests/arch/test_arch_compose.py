@@ -172,7 +172,7 @@ def test_images_are_of_a_named_version_and_can_be_replaced() -> None:
 
 
 def test_what_may_be_set_is_told() -> None:
-    told = (ROOT / "docs/operations.md").read_text()
+    told = (ROOT / "docs/operations/reference.md").read_text()
     asked = set(re.findall(r"\$\{([A-Z0-9_]+)", (ROOT / "docker-compose.yml").read_text()))
     asked |= {name for service in SERVICES.values() for name, value in service.get("environment", {}).items() if value is None}
     assert "PILOTLIGHT_POOL_BYTES" in asked

@@ -1,4 +1,4 @@
-"""The operator's page: an entry for each error code, links that lead somewhere, commands and settings that exist."""
+"""The operator's pages: an entry for each error code, links that lead somewhere, commands and settings that exist."""
 
 import importlib
 import pkgutil
@@ -9,13 +9,14 @@ import pytest
 
 import pilotlight.cli
 from pilotlight.cli.main import app
+from pilotlight.common.device_health import XIDS, DeviceReading, Judgement, Recovery, XidClass, judge
 from pilotlight.common.errors import MachineUnfit, SettingsInvalid, all_errors
-from pilotlight.policy.device_health import XIDS, DeviceReading, Judgement, Recovery, XidClass, judge
-from pilotlight.policy.types import HealthState
+from pilotlight.policy.cluster import HealthState
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs/operations.md").read_text()
-RUNBOOK = PAGE[PAGE.index("\n## What an error code means") :].split("\n## ", 2)[1]
+BAD_DAY = (ROOT / "docs/operations/bad-day.md").read_text()
+PAGES = "\n".join(page.read_text() for page in sorted((ROOT / "docs/operations").glob("*.md")))
+RUNBOOK = BAD_DAY[BAD_DAY.index("\n## What an error code means") :].split("\n## ", 2)[1]
 ENTRIES = {
     code: text.strip() for code, text in re.findall(r"^#### `(\w+)`\n(.*?)(?=^#{2,4} |\Z)", RUNBOOK, re.DOTALL | re.MULTILINE)
 }
@@ -62,14 +63,26 @@ def slug(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
 
 
+def links_of(page: Path) -> list[str]:
+    """The links of a page that lead to files or headings of the repository."""
+    return re.findall(r"\]\((?!https?://)([^)\s]*)\)", page.read_text())
+
+
+def test_each_section_of_the_operators_pages_is_in_their_index() -> None:
+    folder = ROOT / "docs/operations"
+    told = set(links_of(folder / "README.md"))
+    for page in sorted(folder.glob("*.md")):
+        if page.name != "README.md":
+            headings = re.findall(r"^## (.*)$", page.read_text(), re.MULTILINE)
+            assert {f"{page.name}#{slug(heading)}" for heading in headings} <= told
+
+
 @pytest.mark.parametrize(
-    "name", ["docs/operations.md", "docs/api.md", "docs/concepts.md", "docs/status.md", "docs/benchmarks.md", "README.md"]
+    "name", [str(page.relative_to(ROOT)) for page in (*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*.md")))]
 )
 def test_links_lead_somewhere(name: str) -> None:
     file = ROOT / name
-    links = re.findall(r"\]\((?!https?://)([^)\s]*)\)", file.read_text())
-    assert links
-    for link in links:
+    for link in links_of(file):
         path, _, anchor = link.partition("#")
         target = (file.parent / path).resolve() if path else file
         assert target.exists(), link
@@ -78,22 +91,30 @@ def test_links_lead_somewhere(name: str) -> None:
             assert anchor in {slug(heading) for heading in headings}, link
 
 
+def test_pages_that_messages_name_exist() -> None:
+    """An error tells its reader where to look: the page has to be there."""
+    sources = [*ROOT.glob("*/*/src/**/*.py"), *ROOT.glob("deploy/prometheus/*.yml"), ROOT / "docker-compose.yml"]
+    named = {page for file in sources for page in re.findall(r"\bdocs/[\w./-]+\.md", file.read_text())}
+    assert "docs/operations/bad-day.md" in named
+    assert not [page for page in sorted(named) if not (ROOT / page).is_file()]
+
+
 def test_settings_that_are_named_exist() -> None:
     known = set(re.findall(r"PILOTLIGHT_[A-Z0-9_]+", (ROOT / "docs/settings.md").read_text()))
     known |= set(re.findall(r"PILOTLIGHT_[A-Z0-9_]+", (ROOT / "docker-compose.yml").read_text()))
-    assert set(re.findall(r"PILOTLIGHT_[A-Z0-9_]+", PAGE)) <= known
+    assert set(re.findall(r"PILOTLIGHT_[A-Z0-9_]+", PAGES)) <= known
 
 
 def test_settings_of_retention_are_all_told() -> None:
     settings = (ROOT / "docs/settings.md").read_text()
     named = set(re.findall(r"`(PILOTLIGHT_\w+_(?:KEEP_DAYS|MAX_ROWS))`", settings))
-    assert named <= set(re.findall(r"`(PILOTLIGHT_\w+)`", PAGE))
+    assert named <= set(re.findall(r"`(PILOTLIGHT_\w+)`", PAGES))
     assert len(named) > 10
 
 
 def test_commands_that_are_named_exist() -> None:
     groups = {"model", "node"}
-    named = set(re.findall(r"(?:^|[`$( ])pilotlight ((?:model|node) [a-z]+|[a-z]+)", PAGE, re.MULTILINE))
+    named = set(re.findall(r"(?:^|[`$( ])pilotlight ((?:model|node) [a-z]+|[a-z]+)", PAGES, re.MULTILINE))
     words = {word for word in named if word.split()[0] not in groups or " " in word}
     assert len(words) > 10
     for word in words:
@@ -102,7 +123,7 @@ def test_commands_that_are_named_exist() -> None:
 
 
 def test_the_table_of_xids_is_that_of_the_policy() -> None:
-    table = PAGE[PAGE.index("\n| Xid | whose |") :].split("\n\n", 1)[0]
+    table = BAD_DAY[BAD_DAY.index("\n| Xid | whose |") :].split("\n\n", 1)[0]
     rows = [row.split("|")[1:3] for row in table.strip().splitlines()[2:]]
     told = {int(number): whose.strip() for numbers, whose in rows for number in re.findall(r"\d+", numbers)}
     words = {XidClass.APPLICATION: "the program's", XidClass.WEAR: "wear", XidClass.DEVICE: "the device's"}
@@ -110,7 +131,7 @@ def test_the_table_of_xids_is_that_of_the_policy() -> None:
 
 
 def test_the_reasons_of_a_devices_health_have_their_rows() -> None:
-    section = PAGE[PAGE.index("\n## GPU nodes") :].split("\n## ", 2)[1]
+    section = BAD_DAY[BAD_DAY.index("\n## A GPU fails") :].split("\n## ", 2)[1]
     told = set(re.findall(r"^\| `(\w+)` \| ", section, re.MULTILINE))
     readings = [
         *(DeviceReading(recovery=recovery) for recovery in Recovery),

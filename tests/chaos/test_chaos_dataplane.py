@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.chaos]
 SEEDS = os.environ.get("PILOTLIGHT_TRANSFER_SEEDS", "")
 """One seed, or the first and the last, instead of all."""
 FAST = 8
-"""Schedules that are part of ``make test`` as well."""
+"""Schedules that are part of ``make test-e2e`` as well."""
 SCHEDULES = 300
 SHARD = 73
 """Schedules of one test: some minutes on a slow machine."""

@@ -43,7 +43,7 @@ FAST = {
     Cell(Fault.KILL, Target.NATS, Situation.STREAMING),
     Cell(Fault.KILL, Target.SCHEDULER, Situation.HALF),
 }
-"""Part of ``make test`` as well."""
+"""Part of ``make test-e2e`` as well."""
 
 
 def parameters() -> list[object]:

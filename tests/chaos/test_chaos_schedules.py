@@ -1,6 +1,6 @@
 """Seeded schedules of faults on the bus, and of parts that die, against a whole system: nothing is lost, nothing is wrong, nothing stays.
 
-``make test-chaos`` goes through 500, ``make test`` through the first 20. A failure names the command that runs its schedule again;
+``make test-chaos`` goes through 500, ``make test-e2e`` through the first 20. A failure names the command that runs its schedule again;
 ``PILOTLIGHT_CHAOS_LOG=1`` adds a line for each schedule, ``PILOTLIGHT_CHAOS_LOG=all`` every service's log.
 """
 
@@ -31,7 +31,7 @@ from pilotlight.common.faulty_bus import FaultRates
 from pilotlight.common.settings import BusSettings, DatabaseSettings
 from pilotlight.common.testing import until
 from pilotlight.common.waiting import pause
-from pilotlight.gateway.model_text import ModelText, facts_of
+from pilotlight.gateway.texts.model_text import ModelText, facts_of
 from pilotlight.text.bundle import TextBundle
 from pilotlight.text.testing import byte_level_json
 from pilotlight.text.tokenizer import TextTokenizer
@@ -41,7 +41,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.chaos]
 SEEDS = os.environ.get("PILOTLIGHT_CHAOS_SEEDS", "")
 """One seed, or the first and the last, instead of all."""
 FAST = 20
-"""Schedules that are part of ``make test`` as well."""
+"""Schedules that are part of ``make test-e2e`` as well."""
 SCHEDULES = 500
 SHARD = 120
 """Schedules of one test: some minutes on a slow machine."""

@@ -1,4 +1,4 @@
-"""What operators do with the containers, typed as docs/operations.md has it: backup and restore, and an upgrade. ``make test-compose``."""
+"""What operators do with the containers, typed as docs/operations/ has it: backup and restore, and an upgrade. ``make test-compose``."""
 
 import os
 import re
@@ -18,7 +18,8 @@ pytestmark = [pytest.mark.compose, pytest.mark.slow]
 MODEL = "ember-7m"
 FROM_S3 = "ember-7m-from-s3"
 SLO = {"ttft_ms": 5000, "tpot_ms": 200}
-BLOCKS = re.findall(r"```sh\n(.*?)```", (ROOT / "docs/operations.md").read_text(), flags=re.DOTALL)
+PAGES = sorted((ROOT / "docs/operations").glob("*.md"))
+BLOCKS = [block for page in PAGES for block in re.findall(r"```sh\n(.*?)```", page.read_text(), flags=re.DOTALL)]
 OURS = {"gateway", "scheduler", "cache", "materializer", "node"}
 COPIED = ("constraints.txt", "libs", "services", "migrations", "deploy", "tools", "Dockerfile", ".dockerignore")
 

@@ -176,7 +176,7 @@ def test_a_node_is_a_loader_and_its_workers(system: Composed, answer: str) -> No
     asked = "for each in /proc/[0-9]*; do tr '\\0' ' ' 2>/dev/null <$each/cmdline; echo; done"
     first, *others = system.inside("node", "sh", "-c", asked).splitlines()
     assert first.startswith("tini -- serve")
-    for member in ("pilotlight.loader", "pilotlight.worker ", "pilotlight.worker.child"):
+    for member in ("pilotlight.loader", "pilotlight.worker ", "pilotlight.worker.engine_child.child"):
         assert any(member in f"{line} " for line in others), member
     assert system.inspect("node")["HostConfig"]["ShmSize"] == 512 << 20
 

@@ -18,7 +18,7 @@ from pilotlight.common.db.retention import Keep, PruneMetrics, Pruner, PruneSett
 from pilotlight.common.db.session import Database
 from pilotlight.common.errors import DatabaseUnavailable
 from pilotlight.common.testing import DatabaseSettingsOf, until
-from pilotlight.gateway.retention import retention as gateway_retention
+from pilotlight.gateway.records.retention import retention as gateway_retention
 from pilotlight.gateway.settings import GatewaySettings
 from pilotlight.scheduler.repository import retention as scheduler_retention
 from pilotlight.scheduler.settings import SchedulerSettings

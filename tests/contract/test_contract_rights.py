@@ -150,6 +150,9 @@ def test_each_edge_has_the_writers_that_its_messages_name() -> None:
     def writers(subject: str) -> set[str]:
         return {user for user in RIGHTS if any(matches(pattern, subject) for pattern in allowed_publish(user))}
 
+    def readers(subject: str) -> set[str]:
+        return {user for user in RIGHTS if any(matches(pattern, subject) for pattern in allowed_subscribe(user))}
+
     assert writers("v1.worker.w.hold") == {"scheduler"}
     assert writers("v1.loader.n.hold") == {"scheduler"}
     assert writers("v1.loader.n.verify") == writers("v1.loader.n.verification") == {"gateway"}
@@ -160,6 +163,8 @@ def test_each_edge_has_the_writers_that_its_messages_name() -> None:
     assert writers("v1.report.worker.w") == {"worker"}
     assert writers("v1.report.loader.n") == {"loader"}
     assert writers("v1.demand.gw") == {"gateway"}
+    assert writers("v1.arrivals.gw") == {"gateway"}
+    assert readers("v1.arrivals.gw") == {"scheduler", "cache"}
     assert writers("v1.scheduler.phases") == {"gateway", "loader", "worker"}
     for user in RIGHTS:
         assert writers(f"v1.event.{user}.happened") == {user}

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from pilotlight.engine.errors import BadRequest
 from pilotlight.engine.grammar.matching import Lexicon, compile_grammar
-from pilotlight.policy.types import Grammar, Vocabulary
+from pilotlight.policy.request import Grammar, Vocabulary
 from pilotlight.text.bundle import TextBundle
 from pilotlight.text.stream import OutputText
 from pilotlight.text.testing import byte_level_json

@@ -15,7 +15,7 @@ import openai
 import pytest
 from embedded_system import DEADLINE_S, DEMO_FOLDER, RunningSystem, eventually, free_port, pilotlight, running
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.smoke, pytest.mark.slow]
 
 QUESTION = [{"role": "user", "content": "What is a pilot light?"}]
 

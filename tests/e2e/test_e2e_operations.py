@@ -63,11 +63,12 @@ def usage_of(system: RunningSystem) -> list[tuple[str, int]]:
         return connection.execute("SELECT request_id, output_tokens FROM gateway.usage ORDER BY request_id").fetchall()
 
 
-BLOCKS = re.findall(r"```sh\n(.*?)```", (ROOT / "docs/operations.md").read_text(), flags=re.DOTALL)
+PAGES = sorted((ROOT / "docs/operations").glob("*.md"))
+BLOCKS = [block for page in PAGES for block in re.findall(r"```sh\n(.*?)```", page.read_text(), flags=re.DOTALL)]
 
 
 class Operator:
-    """Somebody who types the commands of docs/operations.md, with folders and a port of their own in the place of the page's."""
+    """Somebody who types the commands of docs/operations/, with folders and a port of their own in the place of the pages'."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

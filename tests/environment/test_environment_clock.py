@@ -17,7 +17,7 @@ from pilotlight.common.db.session import Database
 from pilotlight.common.errors import NotLeader
 from pilotlight.common.telemetry import configure_logging
 from pilotlight.common.testing import DatabaseSettingsOf
-from pilotlight.policy.types import Epoch
+from pilotlight.policy.ids import Epoch
 from pilotlight.scheduler.lease import LEASE_S, Fence, Lease
 
 pytestmark = pytest.mark.anyio

@@ -8,13 +8,14 @@ import pytest
 import torch
 from random_models import WIDE, random_parts, source_of, spec_of
 
-from pilotlight.engine.core.request import RequestKey
 from pilotlight.engine.core.scheduler import BatchLimits
 from pilotlight.engine.cuda.arena import CudaArena
 from pilotlight.engine.device.arena import CpuArena
 from pilotlight.engine.device.arena_protocol import Arena
 from pilotlight.engine.engine import Engine
-from pilotlight.policy.types import Dtype, FinishReason, InstanceId, RequestId, Sampling
+from pilotlight.policy.ids import InstanceId, RequestId
+from pilotlight.policy.model import Dtype
+from pilotlight.policy.request import FinishReason, RequestKey, Sampling
 
 pytestmark = pytest.mark.gpu
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 from random_models import random_parts, source_of, spec_of
 
-from pilotlight.engine.core.request import RequestKey
 from pilotlight.engine.core.scheduler import BatchLimits
 from pilotlight.engine.cuda.arena import CudaArena
 from pilotlight.engine.engine import Engine
 from pilotlight.engine.errors import EngineError
-from pilotlight.policy.types import Dtype, InstanceId, ModelSpec, RequestId, Sampling
+from pilotlight.policy.ids import InstanceId, RequestId
+from pilotlight.policy.model import Dtype, ModelSpec
+from pilotlight.policy.request import RequestKey, Sampling
 
 pytestmark = pytest.mark.gpu
 

@@ -22,9 +22,10 @@ if sys.argv[2] == "written":
 import torch
 from test_gpu_runner import NUM_BLOCKS, one_by_one, placed, spec_of, together
 from pilotlight.engine.cuda.arena import CudaArena
-from pilotlight.engine.cuda.graphs import Graphs
+from pilotlight.engine.cuda.capture import CaptureOnSecondUse
+from pilotlight.engine.cuda.graphs import GraphSet
 from pilotlight.engine.cuda.runner import CudaRangeRunner
-from pilotlight.policy.types import Dtype
+from pilotlight.policy.model import Dtype
 
 kept = [torch.empty(int(size), device="cuda") for size in json.loads(sys.argv[3])]  # what else there may be in a process
 arena = CudaArena(0)
@@ -32,14 +33,15 @@ told, resident = {"canonical": arena.canonical}, []
 for kind, slot in (("llama", 0), ("gemma3", 1)):
     memory, parameters, kv = placed(arena, spec_of(kind, Dtype.BFLOAT16), 1, NUM_BLOCKS)
     scratch = memory.scratch()
-    graphs = Graphs(arena.device, scratch, keep=sys.argv[2] == "written")
+    supplier = CaptureOnSecondUse(arena.device, scratch, keep=sys.argv[2] == "written")
+    graphs = GraphSet(arena.device, scratch, supplier)
     runner = CudaRangeRunner(memory, parameters, kv, scratch.eager, graphs=graphs)
     digests = []
     for batch, inputs in [*together(), *one_by_one()] * 2:
         digests.append(float(runner.run(batch, inputs).double().sum()))
     torch.cuda.synchronize()
     found = {
-        "kinds": [str(one) for one in graphs.captured],
+        "kinds": [str(one) for one in graphs.graphs],
         "places": runner.places,
         "logits": graphs.logits(0, 0, torch.bfloat16).data_ptr(),
         "pool": graphs.sequence,
@@ -50,7 +52,7 @@ for kind, slot in (("llama", 0), ("gemma3", 1)):
     inside = range(arena.address + slot * arena.slot_bytes, arena.address + (slot + 1) * arena.slot_bytes)
     found["inside"] = all(place in inside for place in [*runner.places.values(), found["logits"]])
     if sys.argv[2] == "written":
-        handles = {number: graph.raw_cuda_graph() for number, graph in enumerate(graphs.captured.values())}
+        handles = {number: graph.raw_cuda_graph() for number, graph in enumerate(graphs.graphs.values())}
         dump = native_graphs.dump_graphs(handles, arena.native_arena)
         names = ("nodes", "kernels", "images", "image_bytes", "addresses_inside", "addresses_outside")
         found["dump"] = {name: getattr(dump, name) for name in names}

@@ -15,13 +15,14 @@ from pilotlight.engine.compute import Runner
 from pilotlight.engine.core.batch import Batch, Segment
 from pilotlight.engine.core.blocks import blocks_for
 from pilotlight.engine.cuda.arena import CudaArena
-from pilotlight.engine.cuda.graphs import Graphs
+from pilotlight.engine.cuda.capture import CaptureOnSecondUse
+from pilotlight.engine.cuda.graphs import GraphSet
 from pilotlight.engine.cuda.prompts import prompt_length
 from pilotlight.engine.cuda.runner import CudaRangeRunner
 from pilotlight.engine.device.arena import CpuArena
 from pilotlight.engine.device.arena_protocol import Arena, TorchMemory
 from pilotlight.engine.device.runner import RangeRunner
-from pilotlight.policy.types import Dtype, Stage
+from pilotlight.policy.model import Dtype, Stage
 
 pytestmark = pytest.mark.gpu
 
@@ -91,7 +92,7 @@ def logits_of(runners: Sequence[Runner], steps: Steps) -> list[Tensor]:
 def on_cpu(kind: str, dtype: Dtype, run_as: Dtype, steps: Steps) -> list[Tensor]:
     arena = CpuArena(num_slots=1, slot_bytes=SLOT_BYTES)
     memory, parameters, kv = placed(arena, spec_of(kind, dtype), 1, NUM_BLOCKS, run_as)
-    return logits_of([RangeRunner(memory.decoder, memory.stage, parameters, kv)], steps)
+    return logits_of([RangeRunner(memory, parameters, kv)], steps)
 
 
 @contextmanager
@@ -107,7 +108,7 @@ def arena_on(device: torch.device) -> Generator[Arena]:
 def run_on(arena: Arena, kind: str, dtype: Dtype, steps: Steps, *, graphs: bool, cut: Sequence[int] = ()) -> list[Tensor]:
     spec = spec_of(kind, dtype)
     runners: list[CudaRangeRunner] = []
-    closes: list[Graphs | TorchMemory] = []
+    closes: list[GraphSet | TorchMemory] = []
     memories = []
     for start, stop in zip((0, *cut), (*cut, spec.num_layers), strict=True):
         memory, parameters, kv = placed(arena, spec, 1, NUM_BLOCKS, stage=Stage(start, stop))
@@ -117,7 +118,7 @@ def run_on(arena: Arena, kind: str, dtype: Dtype, steps: Steps, *, graphs: bool,
         with scratch.eager.use():
             poison = torch.full((8 << 20,), torch.nan, device=arena.device)
         del poison
-        captured = Graphs(arena.device, scratch) if graphs else None
+        captured = GraphSet(arena.device, scratch, CaptureOnSecondUse(arena.device, scratch)) if graphs else None
         closes.append(captured or scratch.graphs)
         memories.append(memory)
         runners.append(CudaRangeRunner(memory, parameters, kv, scratch.eager, graphs=captured))

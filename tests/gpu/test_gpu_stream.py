@@ -15,7 +15,7 @@ from pilotlight.engine.core.layout import SlotLayout
 from pilotlight.engine.cuda.arena import CudaArena
 from pilotlight.engine.cuda.stream import Streamer
 from pilotlight.engine.device.copying import Source
-from pilotlight.policy.types import Dtype
+from pilotlight.policy.model import Dtype
 
 pytestmark = pytest.mark.gpu
 

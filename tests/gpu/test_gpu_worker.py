@@ -15,16 +15,19 @@ import torch
 from pool_files import PoolFile, pool_file
 
 from pilotlight.common.apart import Apart
+from pilotlight.common.device_health import Judgement, judge
 from pilotlight.common.messages.engine import Abort, Run, StageLoaded, StepDone, UnloadStage
 from pilotlight.common.nvml import NvmlReader, list_gpus
 from pilotlight.common.testing import until
 from pilotlight.common.waiting import Backoff
-from pilotlight.policy.device_health import Judgement, judge
-from pilotlight.policy.types import DeviceKind, Dtype, FinishReason, HealthState, InstanceId, RequestId, Sampling
-from pilotlight.worker.child_process import ChildOptions
-from pilotlight.worker.engine_client import EngineDied
-from pilotlight.worker.process_engine import ProcessEngine
-from pilotlight.worker.spare import Spare
+from pilotlight.policy.cluster import DeviceKind, HealthState
+from pilotlight.policy.ids import InstanceId, RequestId
+from pilotlight.policy.model import Dtype
+from pilotlight.policy.request import FinishReason, Sampling
+from pilotlight.worker.engines.child_process import ChildOptions
+from pilotlight.worker.engines.client import EngineDied
+from pilotlight.worker.engines.process import ProcessEngine
+from pilotlight.worker.engines.spare import Spare
 
 pytestmark = [pytest.mark.gpu, pytest.mark.anyio]
 
@@ -46,7 +49,8 @@ class Listener:
 
     async def until(self, kind: type, reached: Callable[[], bool] = lambda: True) -> Any:
         async with asyncio.timeout(DEADLINE_S):
-            async for event in self.events:
+            async for told in self.events:
+                event = told.message
                 for produced in event.produced if isinstance(event, StepDone) else ():
                     self.tokens.setdefault(produced.request_id, []).extend(produced.token_ids)
                     if produced.finish is not None:
@@ -96,10 +100,10 @@ async def make_engine(device: torch.device, tmp_path: Path, monkeypatch: pytest.
             threads=2,
             log_path=tmp_path / f"{kind.value}.log",
             device=kind,
-            cuda_device=uuid if kind is DeviceKind.CUDA else "",
+            cuda_devices=(uuid,) if kind is DeviceKind.CUDA else (),
             device_bytes=ROOM_BYTES if kind is DeviceKind.CUDA else None,
             step_tokens=512,
-            module=module or "pilotlight.worker.child",
+            module=module or "pilotlight.worker.engine_child.child",
         )
         engine = ProcessEngine(options, Spare(options, Backoff(first_s=0.01, limit_s=0.05)) if spare else None)
         made.append(engine)
@@ -156,7 +160,7 @@ async def test_a_child_on_the_device_gives_the_cpus_tokens(
 
 async def test_a_child_that_says_itself_what_it_has(device: torch.device, tmp_path: Path) -> None:
     gpu = list_gpus()[device.index]
-    options = ChildOptions(threads=2, log_path=tmp_path / "log", device=DeviceKind.CUDA, cuda_device=gpu.uuid)
+    options = ChildOptions(threads=2, log_path=tmp_path / "log", device=DeviceKind.CUDA, cuda_devices=(gpu.uuid,))
     engine = ProcessEngine(options)
     up = await engine.start()
     await engine.stop()

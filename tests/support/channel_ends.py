@@ -10,7 +10,7 @@ from pilotlight.common.handshake import CHANNEL_PURPOSE, Identity
 from pilotlight.engine.channel.channel import WINDOW_FRAMES
 from pilotlight.engine.channel.door import Door
 from pilotlight.engine.channel.tcp import TcpChannel, connect
-from pilotlight.policy.types import NodeId
+from pilotlight.policy.ids import NodeId
 
 HOST = "127.0.0.1"
 KEY = ClusterKey(b"the key of this cluster", CHANNEL_PURPOSE)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pynvml
 
+from pilotlight.common.device_health import DeviceReading, Recovery
 from pilotlight.common.nvml import DeviceReader, Gpu, NvmlUnavailable
-from pilotlight.policy.device_health import DeviceReading, Recovery
 
 GIB = 1 << 30
 GPU = Gpu(index=0, uuid="GPU-0", name="fake GPU", memory_bytes=80 * GIB, driver="580.0")

@@ -1,4 +1,4 @@
-"""An engine child whose device fails on demand: ``python -m faulty_child`` in the place of ``pilotlight.worker.child``.
+"""An engine child whose device fails on demand: ``python -m faulty_child`` in the place of ``pilotlight.worker.engine_child.child``.
 
 A prompt of ``NO_ROOM_TOKENS`` wants more memory than there is; one of ``ILLEGAL_TOKENS`` makes a kernel write where nothing is mapped.
 On a GPU both really happen; on cores what CUDA would say is raised. A prompt of ``ENDLESS_TOKENS`` waits for ever for what never comes;
@@ -16,8 +16,9 @@ from torch import Tensor
 from pilotlight.engine import engine as engine_module
 from pilotlight.engine.core.batch import Batch
 from pilotlight.engine.device.arena_protocol import Arena
-from pilotlight.policy.types import InstanceId, Stage
-from pilotlight.worker import child
+from pilotlight.policy.ids import InstanceId
+from pilotlight.policy.model import Stage
+from pilotlight.worker.engine_child import child
 
 NO_ROOM_TOKENS, ILLEGAL_TOKENS, ENDLESS_TOKENS, SLOW_TOKENS = 41, 43, 47, 53
 SLOW_S = 2.0

@@ -12,17 +12,18 @@ from faulty_system import FaultySystem
 from pilotlight.common.errors import PilotlightError
 from pilotlight.common.ids import new_request_id
 from pilotlight.common.waiting import pause
-from pilotlight.gateway.bodies import BodyBudget, BodyRoom
-from pilotlight.gateway.http import ClientGone
-from pilotlight.gateway.model_text import ModelText
+from pilotlight.gateway.edge.bodies import BodyBudget, BodyRoom
+from pilotlight.gateway.edge.http import ClientGone
 from pilotlight.gateway.openai.answer import Answer
 from pilotlight.gateway.openai.completions import CompletionShapes
 from pilotlight.gateway.openai.exchange import Choice, Exchange
 from pilotlight.gateway.openai.parameters import Options
-from pilotlight.gateway.requests import TokenRequest
-from pilotlight.gateway.token_log import Token
-from pilotlight.policy.types import FinishReason, ModelName, RequestId, Sampling
-from pilotlight.worker.sim_engine import SimTokens
+from pilotlight.gateway.serving.token_log import Token
+from pilotlight.gateway.serving.token_request import TokenRequest
+from pilotlight.gateway.texts.model_text import ModelText
+from pilotlight.policy.ids import ModelName, RequestId
+from pilotlight.policy.request import FinishReason, Sampling
+from pilotlight.worker.engines.sim_tokens import SimTokens
 
 KEY = "key-test"
 MAX_PROMPT_TOKENS = 12

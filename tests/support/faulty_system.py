@@ -37,17 +37,20 @@ from pilotlight.common.settings import BusSettings, DatabaseSettings
 from pilotlight.common.store import ObjectStore, manifest_key
 from pilotlight.common.testing import EVENTS_BYTES, until
 from pilotlight.gateway.app import Serving, build_serving
-from pilotlight.gateway.measures import Measures
 from pilotlight.gateway.openai.exchange import ExchangeParts
+from pilotlight.gateway.records.usage import UsageRecorder
+from pilotlight.gateway.serving.measures import Measures
 from pilotlight.gateway.settings import GatewaySettings
 from pilotlight.gateway.testing import NoDecisions
-from pilotlight.gateway.usage import UsageRecorder
 from pilotlight.loader import app as loader_app
 from pilotlight.loader.identity import node_id_of
 from pilotlight.loader.settings import LoaderSettings
+from pilotlight.policy.cluster import HeldState
 from pilotlight.policy.cost import stage_room
+from pilotlight.policy.ids import InstanceId, ModelName, WorkerId
 from pilotlight.policy.instance import ENDED, SERVING, STARTING
-from pilotlight.policy.types import HeldState, Instance, InstanceId, Model, ModelName, ScalingBounds, Slo, WorkerId
+from pilotlight.policy.model import Model, ScalingBounds, Slo
+from pilotlight.policy.plan import Instance
 from pilotlight.scheduler import app as scheduler_app
 from pilotlight.scheduler.settings import SchedulerSettings
 from pilotlight.worker import app as worker_app
@@ -222,7 +225,8 @@ class FaultySystem:
             self.exchanges = ExchangeParts(
                 requests=self.serving.requests, usage=self.usage, measures=measures, clock=context.clock
             )
-            return Application(components=[database, self.usage, self.serving.fleet, self.serving.relay, self.serving.demand])
+            serving = self.serving
+            return Application(components=[database, self.usage, serving.fleet, serving.relay, serving.demand, serving.arrivals])
 
         await self._start("gateway", GatewaySettings(**self._settings("gateway"), hold_timeout_s=HOLD_TIMEOUT_S), build)
 
@@ -364,8 +368,9 @@ class FaultySystem:
                 "stages": len(worker.stages._held),
                 "running": table.running,
                 "requests": len(table),
-                "stages in the engine": len(engine._stages),
-                "requests in the engine": len(engine._requests),
+                "routes to engines": len(engine._routes),
+                "stages in the engine": len(engine.main._stages),
+                "requests in the engine": len(engine.main._requests),
                 "tokens to send": len(worker._publisher._pending),
             }
             found += [f"{count} {what} in {worker.core.worker_id}" for what, count in counts.items() if count]

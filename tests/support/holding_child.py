@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pilotlight.worker import child
+from pilotlight.worker.engine_child import child
 
 if __name__ == "__main__":
     descriptor = int(sys.argv[sys.argv.index("--fd") + 1])

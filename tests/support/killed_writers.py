@@ -21,7 +21,7 @@ from pilotlight.common.clock import SystemClock
 from pilotlight.common.errors import Conflict, HostPoolFull
 from pilotlight.dataplane.disk_tier import DiskTier, Unwritten
 from pilotlight.dataplane.pool import HostPool, PartImage
-from pilotlight.policy.types import Digest, Epoch
+from pilotlight.policy.ids import Digest, Epoch
 
 _context = get_context("forkserver")
 _context.set_forkserver_preload(["killed_writers", "pytest"])

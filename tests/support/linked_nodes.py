@@ -16,7 +16,8 @@ from pilotlight.dataplane.link.peers import Peers
 from pilotlight.dataplane.link.server import LinkServer
 from pilotlight.dataplane.link.thread import LinkThread
 from pilotlight.dataplane.model_fetch import FetchTools
-from pilotlight.policy.types import Digest, FetchPriority, NodeId
+from pilotlight.policy.cluster import FetchPriority
+from pilotlight.policy.ids import Digest, NodeId
 
 KEY = ClusterKey(b"the key of this cluster", LINK_PURPOSE)
 HOST = "127.0.0.1"

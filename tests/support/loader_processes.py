@@ -30,19 +30,9 @@ from pilotlight.common.testing import until
 from pilotlight.loader.app import build
 from pilotlight.loader.identity import node_id_of
 from pilotlight.loader.settings import LoaderSettings
-from pilotlight.policy.types import (
-    Digest,
-    Epoch,
-    FetchPriority,
-    Generation,
-    InstanceId,
-    Model,
-    ModelName,
-    NodeFacts,
-    NodeId,
-    ScalingBounds,
-    Slo,
-)
+from pilotlight.policy.cluster import FetchPriority, NodeFacts
+from pilotlight.policy.ids import Digest, Epoch, Generation, InstanceId, ModelName, NodeId
+from pilotlight.policy.model import Model, ScalingBounds, Slo
 
 KEY = "the key of this cluster"
 MIB = 1 << 20

@@ -2,7 +2,7 @@
 
 import sys
 
-from pilotlight.worker import child
+from pilotlight.worker.engine_child import child
 
 
 def opened() -> bool:

@@ -7,7 +7,8 @@ from time import monotonic
 
 from pilotlight.engine.channel.memory import memory_channel
 from pilotlight.engine.core.scheduler import BatchLimits
-from pilotlight.policy.types import InstanceId, Stage
+from pilotlight.policy.ids import InstanceId
+from pilotlight.policy.model import Stage
 
 INSTANCE = InstanceId("i")
 

@@ -7,7 +7,8 @@ from random_models import random_parts, source_of, spec_of
 
 from pilotlight.common.messages.engine import LoadStage, PlacePart
 from pilotlight.common.messages.pool import TensorPlace
-from pilotlight.policy.types import Digest, Dtype, InstanceId, Model, ModelName, ScalingBounds, Slo
+from pilotlight.policy.ids import Digest, InstanceId, ModelName
+from pilotlight.policy.model import Dtype, Model, ScalingBounds, Slo
 
 ALIGNMENT, FIRST = 64, 4096
 

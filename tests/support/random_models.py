@@ -14,25 +14,11 @@ from pilotlight.engine.device.kv import KvCache
 from pilotlight.engine.device.memory import StageMemory
 from pilotlight.engine.device.parameters import Parameters, Source
 from pilotlight.engine.models.registry import decoder_of
-from pilotlight.policy.types import Dtype, Experts, ModelSpec, Stage
+from pilotlight.policy.model import Dtype, Experts, ModelSpec, Stage
+from pilotlight.policy.testing import tiny_spec
 
-SMALL = ModelSpec(
-    architecture="LlamaForCausalLM",
-    dtype=Dtype.FLOAT32,
-    num_layers=3,
-    hidden_size=192,
-    intermediate_size=320,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=32,
-    vocab_size=997,
-    max_context_tokens=4096,
-    rope_theta=10_000.0,
-    rope_scaling=None,
-    rms_norm_eps=1e-5,
-    tied_embeddings=False,
-    attention_bias=False,
-    part_bytes=(),
+SMALL = tiny_spec(
+    num_layers=3, hidden_size=192, intermediate_size=320, num_heads=8, head_dim=32, vocab_size=997, max_context_tokens=4096
 )
 WINDOW: dict[str, Any] = {"sliding_window_tokens": 40}
 KINDS: dict[str, dict[str, Any]] = {

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PREVIOUS_RELEASE = ROOT / "tests" / "upgrade" / "previous_release"
-"""Holds the commit of the release before this one."""
+"""Holds the commit of the release before this one; `tests/upgrade/README.md` says when it moves on."""
 GIT_DEADLINE_S = 60.0
 PACKAGES = (
     "policy",

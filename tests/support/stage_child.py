@@ -18,11 +18,12 @@ from pilotlight.common.handshake import Identity
 from pilotlight.engine.channel.channel import Frame, wait_for_any
 from pilotlight.engine.channel.door import Door
 from pilotlight.engine.channel.unix import UnixChannel
-from pilotlight.engine.core.request import RequestKey
 from pilotlight.engine.engine import Engine
 from pilotlight.engine.pipeline.frames import KvBlocks, header_of, pack
 from pilotlight.engine.pipeline.joining import NextStage, join
-from pilotlight.policy.types import Dtype, InstanceId, ModelSpec, NodeId, Stage
+from pilotlight.policy.ids import InstanceId, NodeId
+from pilotlight.policy.model import Dtype, ModelSpec, Stage
+from pilotlight.policy.request import RequestKey
 
 INSTANCE = InstanceId("i")
 

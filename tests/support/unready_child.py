@@ -1,4 +1,4 @@
-"""An engine child that hangs or fails at its start: ``python -m unready_child`` in the place of ``pilotlight.worker.child``.
+"""An engine child that hangs or fails at its start: ``python -m unready_child`` in the place of ``pilotlight.worker.engine_child.child``.
 
 ``UNREADY_DIR`` names a folder. A child that opens its device leaves a file there, called by its process id, and hangs then if there is one
 called ``hang``. ``UNREADY_AT`` names what fails instead, ``open_device`` or ``warm_up``, as on a device whose context is lost: the orderly
@@ -12,7 +12,9 @@ import threading
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pilotlight.worker import child, child_device, child_warmup
+from pilotlight.worker.engine_child import child
+from pilotlight.worker.engine_child import device as child_device
+from pilotlight.worker.engine_child import warmup as child_warmup
 
 open_device = child_device.open_device
 

@@ -13,7 +13,7 @@ from pilotlight.checkpoint.reader import MemorySource
 from pilotlight.checkpoint.safetensors import SINGLE_FILE
 from pilotlight.checkpoint.testing import encode_safetensors, tiny_config, tiny_files, tiny_tensors
 from pilotlight.common import errors as common_errors
-from pilotlight.policy.types import Dtype, Stage
+from pilotlight.policy.model import Dtype, Stage
 
 
 def read(files):

@@ -12,7 +12,7 @@ from pilotlight.checkpoint.architectures import SUPPORTED_ARCHITECTURES
 from pilotlight.checkpoint.config import declared_dtype, parse_config
 from pilotlight.checkpoint.errors import BadCheckpoint, CheckpointError, UnsupportedModel
 from pilotlight.checkpoint.testing import tiny_config
-from pilotlight.policy.types import Dtype, Experts, RopeKind, RopeScaling
+from pilotlight.policy.model import Dtype, Experts, RopeKind, RopeScaling
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -14,7 +14,7 @@ from pilotlight.checkpoint.manifest import ALIGNMENT_BYTES, CHUNK_BYTES, Manifes
 from pilotlight.checkpoint.reader import MemorySource
 from pilotlight.checkpoint.safetensors import INDEX_FILE
 from pilotlight.checkpoint.testing import encode_safetensors, tensor_bytes, tiny_config, tiny_files, tiny_tensors
-from pilotlight.policy.types import Dtype
+from pilotlight.policy.model import Dtype
 
 GOLDEN = {
     ("LlamaForCausalLM", 1): "1ac689a9fb8b3004def3446b8eb10069e238a8c8c087751e1b6a7d976930d10c",

@@ -11,7 +11,7 @@ from pilotlight.cli.home import Home
 from pilotlight.cli.plan import Endpoints, SystemOptions, child_specs
 from pilotlight.cli.up import told_workers
 from pilotlight.common.nvml import DeviceState, Gpu, NvmlFailed, NvmlUnavailable
-from pilotlight.policy.types import DeviceHealth, HealthState
+from pilotlight.policy.cluster import DeviceHealth, HealthState
 
 WELL = DeviceHealth(state=HealthState.HEALTHY)
 ILL = DeviceHealth(state=HealthState.FAILED, reason="lost: GPU is lost")

@@ -21,7 +21,9 @@ SLOW = (
     "pydantic",
     "sqlalchemy",
 )
-OWN = {"pilotlight.cli", "pilotlight.cli.main", "pilotlight.common", "pilotlight.common.errors"}
+ERRORS = {f"pilotlight.common.errors.{module}" for module in ("base", "caller", "capacity", "codes", "machine", "transient")}
+COMMANDS = {f"pilotlight.cli.{module}" for module in ("main", "model_commands", "node_commands", "options")}
+OWN = {"pilotlight.cli", "pilotlight.common", "pilotlight.common.errors", *COMMANDS, *ERRORS}
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["model", "add", "--help"]])

@@ -24,7 +24,8 @@ from pilotlight.common.messages.codec import (
 from pilotlight.common.messages.engine import FromEngine, Produced, StageFailed, StageUnloaded, StepDone
 from pilotlight.common.messages.hold import WorkerHold
 from pilotlight.common.messages.tokens import Submit, TokenBatch, TokenEntry
-from pilotlight.policy.types import FinishReason, InstanceId, RequestId, WorkerId
+from pilotlight.policy.ids import InstanceId, RequestId, WorkerId
+from pilotlight.policy.request import FinishReason
 
 KINDS = [WorkerHold, Submit, TokenBatch]
 TOKENS = st.lists(st.integers(0, 2**32), max_size=20)
@@ -49,12 +50,12 @@ FRAMES = st.one_of(
                 request_id=st.text().map(RequestId),
                 attempt=st.integers(0, 9),
                 position=st.integers(0, 9),
-                token_ids=TOKENS,
+                token_ids=TOKENS.map(tuple),
                 logprobs=st.none(),
                 finish=st.none() | st.sampled_from(FinishReason),
             ),
             max_size=3,
-        ),
+        ).map(tuple),
         waiting=st.integers(0, 9),
         running=st.integers(0, 9),
         kv_free_tokens=st.integers(0, 9),

@@ -13,8 +13,8 @@ from pilotlight.common.errors import (
     error_of,
 )
 
-ERRORS = [kind for kind in all_errors() if kind.__module__ == PilotlightError.__module__]
-"""Those of the taxonomy's own page: other members have a few of their own, which may be loaded or not."""
+ERRORS = [kind for kind in all_errors() if kind.__module__.startswith("pilotlight.common.errors.")]
+"""Those of the taxonomy's own package: other members have a few of their own, which may be loaded or not."""
 BY_NAME = pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
 
 
@@ -65,3 +65,9 @@ def test_an_unknown_code_may_be_tried_again() -> None:
     assert type(found) is TransientError
     assert not isinstance(found, InternalError)
     assert "of_a_later_release" in found.message
+
+
+def test_every_error_has_one_import_place() -> None:
+    offered = {getattr(errors, name) for name in errors.__all__}
+    assert offered == {*ERRORS, all_errors, error_of}
+    assert len(errors.__all__) == len(offered)

@@ -10,9 +10,9 @@ import pytest
 from fake_nvml import GIB, ScriptedNvml
 
 from pilotlight.common.apart import Apart
+from pilotlight.common.device_health import Judgement, Recovery, judge
 from pilotlight.common.nvml import RECOVERIES, NvmlFailed, NvmlReader, NvmlUnavailable, device_states, list_gpus
-from pilotlight.policy.device_health import Judgement, Recovery, judge
-from pilotlight.policy.types import HealthState
+from pilotlight.policy.cluster import HealthState
 
 
 @pytest.fixture

@@ -5,9 +5,10 @@ from hypothesis import strategies as st
 
 from pilotlight.common.messages.reports import LoaderReport, WorkerReport
 from pilotlight.common.roster import Loss, News, Roster
+from pilotlight.policy.cluster import Liveness
+from pilotlight.policy.ids import Epoch, WorkerId
 from pilotlight.policy.liveness import DEAD_AFTER_S, FORGET_AFTER_S, SUSPECT_AFTER_S, liveness_of
 from pilotlight.policy.testing import node, worker
-from pilotlight.policy.types import Epoch, Liveness, WorkerId
 
 NOW_S = 1000.0
 W0, N0 = worker().worker_id, node().node_id

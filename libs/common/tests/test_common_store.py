@@ -5,7 +5,7 @@ import pytest
 from pilotlight.common import store as store_module
 from pilotlight.common.errors import BadRequest, NotFound, SourceUnavailable
 from pilotlight.common.store import ObjectStore, artifact_key, manifest_key, text_key
-from pilotlight.policy.types import Digest
+from pilotlight.policy.ids import Digest
 
 pytestmark = pytest.mark.anyio
 

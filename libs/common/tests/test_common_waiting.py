@@ -11,7 +11,7 @@ from pilotlight.common.errors import DeadlineExceeded
 from pilotlight.common.ids import new_request_id, worker_id_of
 from pilotlight.common.settings import read_secret
 from pilotlight.common.waiting import Backoff, Group, cancel_all, every, pause, within, woken
-from pilotlight.policy.types import NodeId
+from pilotlight.policy.ids import NodeId
 
 
 @pytest.mark.anyio

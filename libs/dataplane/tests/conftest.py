@@ -15,16 +15,20 @@ from pilotlight.checkpoint.testing import tiny_config, tiny_files
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.errors import PilotlightError
 from pilotlight.common.faults import Faults
+from pilotlight.common.phases import PhaseRecorder
+from pilotlight.dataplane.bandwidth import SourceLimits
 from pilotlight.dataplane.chunk_fetch import Distrusted
 from pilotlight.dataplane.copies import HostCopies
 from pilotlight.dataplane.lanes import LaneLimits, Lanes
-from pilotlight.dataplane.links import Links
 from pilotlight.dataplane.model_fetch import FetchTools
 from pilotlight.dataplane.origin import Keeper, Nearby
 from pilotlight.dataplane.pool import HostPool
 from pilotlight.dataplane.readers import Readers
 from pilotlight.dataplane.source_origin import OpenSource, SourceOrigin
-from pilotlight.policy.types import Digest, InstanceId, Model, ModelName, OriginKind, Phase, ScalingBounds, Slo
+from pilotlight.policy.cluster import OriginKind
+from pilotlight.policy.ids import Digest, InstanceId, ModelName
+from pilotlight.policy.model import Model, ScalingBounds, Slo
+from pilotlight.policy.phase import Phase
 
 POOL_BYTES = 64 * 1024 * 1024
 
@@ -91,7 +95,8 @@ class KnownManifests:
 class Seen:
     """What an observer heard."""
 
-    phases: list[tuple[InstanceId, Phase]] = field(default_factory=list)
+    recorder: PhaseRecorder
+    taken: list[tuple[InstanceId, Phase]] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     given: list[tuple[OriginKind, int]] = field(default_factory=list)
     failed: list[tuple[OriginKind, str, str]] = field(default_factory=list)
@@ -100,8 +105,12 @@ class Seen:
     def on_copies_changed(self) -> None:
         self.changed.set()
 
-    def on_fetched(self, instance_id: InstanceId, phases: tuple[Phase, ...]) -> None:
-        self.phases.extend((instance_id, phase) for phase in phases)
+    @property
+    def phases(self) -> list[tuple[InstanceId, Phase]]:
+        """Everything that was recorded so far."""
+        for instance_id in self.recorder.pending:
+            self.taken += [(instance_id, phase) for phase in self.recorder.take(instance_id).phases]
+        return self.taken
 
     def on_chunk(self, kind: OriginKind, name: str, size_bytes: int) -> None:
         self.given.append((kind, size_bytes))
@@ -157,17 +166,17 @@ async def make_node(tmp_path: Path, anyio_backend: str):
     ) -> Node:
         clock = SystemClock()
         pool = HostPool.open(tmp_path / f"pool-{len(nodes)}", pool_bytes, clock)
-        manifests, seen = KnownManifests(), Seen()
+        manifests, seen = KnownManifests(), Seen(PhaseRecorder(clock, "loader"))
         tools = FetchTools(
             pool=pool,
             readers=Readers(threads, stall_timeout_s),
             manifests=manifests,
             open_source=open_source or open_folder,
-            lanes=Lanes(LaneLimits(least=threads, most=threads), Links(bytes_per_s, clock), clock),
+            lanes=Lanes(LaneLimits(least=threads, most=threads), SourceLimits(bytes_per_s, clock), clock),
             distrusted=Distrusted(clock),
             faults=Faults.parse(faults),
             clock=clock,
-            process="loader",
+            phases=seen.recorder,
             nearby=tuple(nearby),
             keepers=tuple(keepers),
         )

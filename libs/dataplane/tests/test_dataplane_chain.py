@@ -4,76 +4,20 @@ import errno
 import os
 import random
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-from gated_link import GatedLink
-from linked_nodes import LinkedNode
+from linked_chain import Chain, expected, gated, image_of, large, order, strip, whole
 
-from pilotlight.checkpoint.checkpoint import read_chunk
-from pilotlight.checkpoint.digests import UNIT_BYTES, chunk_digest
-from pilotlight.checkpoint.manifest import Chunk, Manifest
-from pilotlight.checkpoint.reader import FolderSource
+from pilotlight.checkpoint.digests import UNIT_BYTES
 from pilotlight.common.clock import ManualClock
-from pilotlight.common.messages.hold import Peer
 from pilotlight.common.testing import until
 from pilotlight.dataplane.link.peer import LinkState
 from pilotlight.dataplane.link.yielding import HOLD_S
-from pilotlight.dataplane.origin import ChunkWork
-from pilotlight.dataplane.source_origin import SourceOrigin
-from pilotlight.policy.types import FetchPriority, InstanceId, Model, OriginKind
+from pilotlight.policy.cluster import FetchPriority, OriginKind
 
 pytestmark = pytest.mark.anyio
-ONE = InstanceId("inst-1")
 Register = Callable[..., Any]
-
-
-class CountedSource(SourceOrigin):
-    """Counts what is read of it, and can be shut."""
-
-    def __init__(self, model: Model, manifest: Manifest) -> None:
-        super().__init__(FolderSource(Path(model.uri.removeprefix("file://"))), manifest, model.uri)
-        self.chunks: list[tuple[int, int]] = []
-        self.begun: list[int] = []
-
-    def read(self, part: int, chunk: Chunk, work: ChunkWork) -> None:
-        self.chunks.append((part, chunk.image_offset))
-        self.begun.append(work.position)
-        super().read(part, chunk, work)
-
-
-class Chain:
-    """Nodes of one test, with what each took from the model's own source."""
-
-    def __init__(self, make_node: Callable[..., Any]) -> None:
-        self._make_node = make_node
-        self.nodes: dict[str, LinkedNode] = {}
-        self.sources: dict[str, list[CountedSource]] = {}
-        self.gates: list[GatedLink] = []
-
-    async def add(self, name: str, **options: Any) -> LinkedNode:
-        linked = LinkedNode(name, **{key: options.pop(key) for key in ("key", "clock", "stall_timeout_s") if key in options})
-        opened = self.sources[name] = []
-
-        def open_source(model: Model, manifest: Manifest) -> CountedSource:
-            opened.append(CountedSource(model, manifest))
-            return opened[-1]
-
-        node = self._make_node(open_source=open_source, nearby=[linked.peers], **options)
-        await linked.start(node, node.tools, node.copies)
-        self.nodes[name] = linked
-        return linked
-
-    def taken(self, name: str) -> list[tuple[int, int]]:
-        return [chunk for source in self.sources[name] for chunk in source.chunks]
-
-    async def stop(self) -> None:
-        for gate in self.gates:
-            await gate.cut()
-        for linked in self.nodes.values():
-            await linked.stop()
 
 
 @pytest.fixture
@@ -81,62 +25,6 @@ async def chain(make_node: Callable[..., Any]) -> AsyncIterator[Chain]:
     made = Chain(make_node)
     yield made
     await made.stop()
-
-
-def large(register: Register, **changes: Any) -> Any:
-    """A model with layers of several chunks, and every digest recorded."""
-    registered = register(hidden_size=512, intermediate_size=4096, vocab_size=512, num_hidden_layers=2, **changes)
-    source = FolderSource(registered.folder)
-    registered.manifest = registered.manifest.with_digests(
-        {
-            (p, c): chunk_digest(read_chunk(source, registered.manifest, chunk))
-            for p, part in enumerate(registered.manifest.parts)
-            for c, chunk in enumerate(part.chunks)
-        }
-    )
-    return registered
-
-
-def image_of(linked: LinkedNode, registered: Any, part: int) -> bytes:
-    pool = linked.node.pool
-    image = pool.find(registered.model.digest, part)
-    with pool.view(image, 0, image.image_bytes) as view:
-        return bytes(view)
-
-
-def expected(registered: Any, part: int) -> bytes:
-    source = FolderSource(registered.folder)
-    return b"".join(read_chunk(source, registered.manifest, chunk) for chunk in registered.manifest.parts[part].chunks)
-
-
-async def whole(linked: LinkedNode, holder: Any) -> None:
-    await until(lambda: not holder.missing or holder.error is not None, deadline_s=30.0)
-    assert holder.error is None
-
-
-def strip(manifest: Manifest) -> Manifest:
-    """The manifest as it is before anybody has read the model."""
-    parts = [
-        msgspec.structs.replace(part, chunks=tuple(msgspec.structs.replace(chunk, digest=None) for chunk in part.chunks))
-        for part in manifest.parts
-    ]
-    return msgspec.structs.replace(manifest, parts=tuple(parts))
-
-
-def order(
-    linked: LinkedNode,
-    registered: Any,
-    upstreams: list[Any],
-    parts: Any = None,
-    *,
-    priority: FetchPriority = FetchPriority.COLD_START,
-) -> Any:
-    """What the loader does with an order of the scheduler."""
-    linked.node.add(registered)
-    peers = [upstream.peer if isinstance(upstream, LinkedNode) else upstream for upstream in upstreams]
-    linked.peers.follow(registered.model.digest, peers)
-    parts = range(len(registered.manifest.parts)) if parts is None else parts
-    return linked.node.copies.hold(registered.model, parts, ONE, leased=False, priority=priority)
 
 
 async def test_a_chain_takes_every_byte_from_its_source_once(chain: Chain, register: Register) -> None:
@@ -156,12 +44,6 @@ async def test_a_chain_takes_every_byte_from_its_source_once(chain: Chain, regis
     assert b.traffic.sent == {"c": total}
     assert c.traffic.received == {"b": total}
     assert LinkState.UP in c.peers.states.values()
-
-
-async def gated(chain: Chain, linked: LinkedNode, allowed_bytes: int | None) -> tuple[GatedLink, Peer]:
-    gate = GatedLink(allowed_bytes)
-    chain.gates.append(gate)
-    return gate, await gate.start(linked.peer)
 
 
 async def test_a_unit_is_passed_on_before_its_chunk_is_complete(chain: Chain, register: Register) -> None:
@@ -187,10 +69,10 @@ async def test_whatever_a_predecessor_does_the_bytes_are_right(chain: Chain, reg
     rng = random.Random(seed)
     registered = large(register)
     total = sum(part.image_bytes for part in registered.manifest.parts)
-    source, a = await chain.add("s"), await chain.add("a")
-    b, c = [await chain.add(name, stall_timeout_s=0.5) for name in "bc"]
-    await whole(source, order(source, registered, []))
     at, does = rng.randrange(200, total), rng.choice(["die", "stall", "lie"])
+    source, a, c = [await chain.add(name) for name in "sac"]
+    b = await chain.add("b", **({"stall_timeout_s": 0.5} if does == "stall" else {}))
+    await whole(source, order(source, registered, []))
     gate, behind_gate = await gated(chain, a, at if does != "lie" else None)
     gate.flipped_at = at if does == "lie" else None
     holders = [order(a, registered, [source]), order(b, registered, [behind_gate, source]), order(c, registered, [b, source])]

@@ -22,7 +22,10 @@ from pilotlight.common.errors import (
 from pilotlight.common.testing import until
 from pilotlight.dataplane.origin import ChunkWork
 from pilotlight.dataplane.source_origin import SourceOrigin
-from pilotlight.policy.types import Digest, InstanceId, Model, Moment, OriginKind, PhaseName
+from pilotlight.policy.cluster import OriginKind
+from pilotlight.policy.ids import Digest, InstanceId
+from pilotlight.policy.model import Model
+from pilotlight.policy.phase import Moment, PhaseName
 
 ONE = InstanceId("inst-1")
 TWO = InstanceId("inst-2")
@@ -343,7 +346,7 @@ async def test_a_fetch_begins_with_its_order_and_parts_say_since_when_they_are_r
     registered = node.add(register())
     now = moment_of(SystemClock())
     sent = Moment(at_s=now.at_s - 0.2, wall_offset_s=now.wall_offset_s)
-    order = node.copies.hold(registered.model, parts_of(registered), ONE, leased=False, sent=sent)
+    order = node.copies.hold(registered.model, parts_of(registered), ONE, leased=False, since_s=sent.at_s)
     async with asyncio.timeout(10):
         fetched = [part.ready.at_s async for part in node.copies.ready_parts(order)]
     [(_, phase)] = node.seen.phases

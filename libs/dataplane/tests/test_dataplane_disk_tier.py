@@ -6,63 +6,22 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from pathlib import Path
 
 import pytest
 from confined import run_python
+from disk_tiers import KIB, Tier, content_of, read_by
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from killed_writers import DISK_CONTENTS, DISK_SIZES, disk_content, killed, started, store_for_ever
 
 from pilotlight.checkpoint.digests import UNIT_BYTES, chunk_digest
-from pilotlight.common.clock import ManualClock, SystemClock
 from pilotlight.common.errors import DiskTierTaken
-from pilotlight.dataplane.disk_tier import BLOCK_BYTES, RETRY_S, DiskEvent, DiskOrigin, DiskTier, Unwritten
-from pilotlight.dataplane.disk_writer import DiskWriter
-from pilotlight.dataplane.origin import ChunkFill, MixedBytes, NotHere
-from pilotlight.dataplane.readers import ReadProgress
-from pilotlight.policy.types import Digest, OriginKind
-
-KIB = 1024
-
-
-def content_of(seed: int, size_bytes: int = 3 * KIB) -> bytes:
-    return random.Random(seed).randbytes(size_bytes)
-
-
-class Tier:
-    """A tier over a folder, and what it counted."""
-
-    def __init__(self, folder: Path, limit_bytes: int = 1024 * KIB) -> None:
-        self.clock = ManualClock()
-        self.events: Counter[DiskEvent] = Counter()
-        self.tier = DiskTier(folder, limit_bytes, self.clock, lambda event: self.events.update([event]))
-        self.tier.open()
-
-    def store(self, content: bytes) -> Digest:
-        digest = chunk_digest(content)
-        self.tier.write(digest, len(content), [memoryview(content)])
-        return digest
-
-    def read(self, digest: Digest, size_bytes: int) -> bytes:
-        return read_by(self.tier, digest, size_bytes)
-
-
-def read_by(tier: DiskTier, digest: Digest, size_bytes: int, known: bytes = b"") -> bytes:
-    """What a fetch that had ``known`` already has after asking the tier."""
-    found = bytearray(size_bytes)
-
-    def place(offset: int, data: memoryview) -> None:
-        found[offset : offset + len(data)] = data
-
-    fill = ChunkFill(digest, size_bytes, place)
-    if known:
-        fill.begin("peer", ReadProgress()).write(known)
-    DiskOrigin(tier).read(0, None, fill.begin("disk", ReadProgress()))  # type: ignore[arg-type]
-    assert fill.is_whole
-    return bytes(found)
+from pilotlight.dataplane.disk_tier import BLOCK_BYTES, RETRY_S, DiskEvent, DiskOrigin, Unwritten
+from pilotlight.dataplane.origin import MixedBytes, NotHere
+from pilotlight.policy.cluster import OriginKind
+from pilotlight.policy.ids import Digest
 
 
 def on_disk(folder: Path) -> int:
@@ -370,58 +329,3 @@ def test_a_kill_at_any_instant_leaves_whole_files_and_ignored_ones(folder: Path)
         one.tier.close()
     assert found > 100
     assert unfinished, "nobody was killed while it wrote"
-
-
-class TestWriter:
-    @pytest.fixture
-    def pool(self, tmp_path: Path) -> Path:
-        path = tmp_path / "pool"
-        path.write_bytes(content_of(0, 2 * UNIT_BYTES + 100))
-        return path
-
-    def test_chunks_come_from_the_pool_to_the_disk(self, folder: Path, pool: Path):
-        one = Tier(folder, 8 * UNIT_BYTES)
-        writer = DiskWriter(one.tier, pool, SystemClock(), lambda event: one.events.update([event]))
-        whole = pool.read_bytes()
-        digests = [chunk_digest(whole[start:stop]) for start, stop in ((0, 4096), (4096, len(whole)))]
-        writer.keep(digests[0], 0, 4096, OriginKind.SOURCE)
-        writer.keep(digests[1], 4096, len(whole) - 4096, OriginKind.PEER)
-        writer.keep(digests[0], 4096, 4096, OriginKind.SOURCE)
-        writer.keep(chunk_digest(b"other"), 0, 4096, OriginKind.SOURCE)
-        writer.keep(chunk_digest(b"on disk"), 0, 4096, OriginKind.DISK)
-        writer.keep(chunk_digest(b"beyond"), len(whole) - 10, 4096, OriginKind.SOURCE)
-        writer.start()
-        while writer.waiting:
-            os.sched_yield()
-        writer.stop()
-        assert one.read(digests[0], 4096) == whole[:4096]
-        assert one.read(digests[1], len(whole) - 4096) == whole[4096:]
-        assert len(list(folder.rglob("*.chunk"))) == 2
-        assert one.events[DiskEvent.OVERTAKEN] == 2
-        assert not list(folder.rglob("*.part"))
-
-    def test_more_than_can_wait_is_dropped(self, folder: Path, pool: Path):
-        one = Tier(folder)
-        writer = DiskWriter(one.tier, pool, SystemClock(), lambda event: one.events.update([event]), queue_chunks=2)
-        for number in range(5):
-            writer.keep(chunk_digest(bytes(number)), 0, 64, OriginKind.SOURCE)
-        assert one.events == {DiskEvent.DROPPED: 3}
-        writer.stop()
-
-    def test_a_thread_that_waits_for_its_turn_is_stopped_at_once(self, folder: Path, pool: Path):
-        """And it runs with the least priority there is."""
-        one = Tier(folder, 8 * UNIT_BYTES)
-        seen: list[int] = []
-
-        def count(event: DiskEvent) -> None:
-            seen.append(os.getpriority(os.PRIO_PROCESS, 0))
-
-        one.tier._count = count  # pyright: ignore[reportPrivateUsage]
-        writer = DiskWriter(one.tier, pool, SystemClock(), count)
-        writer.start()
-        writer.keep(chunk_digest(pool.read_bytes()[:UNIT_BYTES]), 0, UNIT_BYTES, OriginKind.SOURCE)
-        while not seen:
-            os.sched_yield()
-        writer.stop()
-        assert seen == [19]
-        assert os.getpriority(os.PRIO_PROCESS, 0) < 19

@@ -7,7 +7,7 @@ import pytest
 
 from pilotlight.common.clock import ManualClock
 from pilotlight.dataplane.pool import HostPool
-from pilotlight.policy.types import Digest
+from pilotlight.policy.ids import Digest
 
 GIB = 1024**3
 POOL_BYTES = 64 * GIB

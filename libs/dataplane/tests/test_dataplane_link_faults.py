@@ -18,14 +18,16 @@ from pilotlight.common.handshake import GivingSide, Identity
 from pilotlight.common.messages.hold import Peer
 from pilotlight.common.messages.link import Ask, FromAsker, Sent, Units, Waiting
 from pilotlight.common.testing import until
-from pilotlight.common.waiting import cancel_all, every
+from pilotlight.common.waiting import cancel_all
 from pilotlight.dataplane.link.peer import LinkState, PeerLink
 from pilotlight.dataplane.link.stream import FrameStream
 from pilotlight.dataplane.link.thread import LinkThread
 from pilotlight.dataplane.link.wire import HEADER, bytes_head, control_frame, decode_control, parse_head
+from pilotlight.dataplane.link.yielding import HOLD_S
 from pilotlight.dataplane.origin import ChunkFill, ChunkWork, WrongBytes
 from pilotlight.dataplane.readers import ReadProgress
-from pilotlight.policy.types import Digest, FetchPriority, InstanceId, NodeId
+from pilotlight.policy.cluster import FetchPriority
+from pilotlight.policy.ids import Digest, InstanceId, NodeId
 
 pytestmark = pytest.mark.anyio
 
@@ -164,10 +166,13 @@ class Waiters:
         await until(lambda: self.source.node.pool.is_pinned(self.registered.model.digest))
         return holder
 
-    async def keep_busy(self) -> None:
+    def take_link(self, for_s: float = 3600.0) -> None:
+        """The cold start keeps the link, however slow the machine is."""
         assert self.source.server is not None
-        async for _ in every(0.01):
-            self.source.server._yielding.sent(FetchPriority.COLD_START, SystemClock().monotonic_s())
+        self.source.server._yielding.sent(FetchPriority.COLD_START, SystemClock().monotonic_s() + for_s)
+
+    def leave_link(self) -> None:
+        self.take_link(-HOLD_S)
 
 
 @pytest.fixture
@@ -191,24 +196,23 @@ async def waiters(make_node: Callable[..., Any], register: Callable[..., Any]) -
 
 
 async def test_who_waits_behind_a_cold_start_hears_that_all_is_well(waiters: Waiters) -> None:
-    busy = asyncio.create_task(waiters.keep_busy())
+    waiters.take_link()
     holder = await waiters.fetch()
     clock = SystemClock()
     until_s = clock.monotonic_s() + 2.5
     await until(lambda: clock.monotonic_s() > until_s)
     assert holder.missing
     assert not waiters.ahead.node.seen.failed
-    await cancel_all([busy])
+    waiters.leave_link()
     await until(lambda: not holder.missing)
     assert not waiters.ahead.node.seen.failed
 
 
 async def test_what_a_cold_start_has_come_to_wait_for_is_asked_for_again(waiters: Waiters) -> None:
-    busy = asyncio.create_task(waiters.keep_busy())
+    waiters.take_link()
     holder = await waiters.fetch()
     assert holder.missing
     holder.priority = FetchPriority.COLD_START
-    await until(lambda: not holder.missing, deadline_s=4.0)
+    await until(lambda: not holder.missing)
     assert not waiters.ahead.node.seen.failed
     assert set(waiters.source.traffic.sent) == {"ahead"}
-    await cancel_all([busy])

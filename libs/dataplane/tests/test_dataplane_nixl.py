@@ -17,10 +17,10 @@ from pilotlight.checkpoint.reader import FolderSource
 from pilotlight.common.handshake import AskingSide, Identity
 from pilotlight.common.messages.link import Accepted, Ask, Enough, FromGiver, Placed, Region, Sent, Waiting
 from pilotlight.common.testing import until
-from pilotlight.dataplane.link.giving import MAX_OFFERED
+from pilotlight.dataplane.link.sender import MAX_OFFERED
 from pilotlight.dataplane.link.stream import FrameStream
 from pilotlight.dataplane.link.wire import HEADER, control_frame, decode_control, parse_head
-from pilotlight.policy.types import InstanceId, NodeId
+from pilotlight.policy.ids import InstanceId, NodeId
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 ONE = InstanceId("inst-1")

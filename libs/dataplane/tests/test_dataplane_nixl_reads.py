@@ -16,15 +16,15 @@ from pilotlight.checkpoint.digests import UNIT_BYTES, chunk_digest, unit_digests
 from pilotlight.common.clock import ManualClock
 from pilotlight.common.errors import HostPoolFull
 from pilotlight.common.messages.link import Placed, Region
-from pilotlight.dataplane.link.giving import LONGEST_BEAT_S
 from pilotlight.dataplane.link.nixl_process import NixlFailed, has_rdma, takes_nixl
 from pilotlight.dataplane.link.nixl_reader import AWAKE_S, BUSY_NAP_MS, IDLE_NAP_MS, Reader
 from pilotlight.dataplane.link.nixl_reads import Reads, UnitRead
 from pilotlight.dataplane.link.nixl_take import WINDOW, Taking
 from pilotlight.dataplane.link.nixl_wire import MAX_MESSAGE_BYTES, Done, Forget, FromReader, Learn, Learned, Read, Stir, decode
+from pilotlight.dataplane.link.sender import LONGEST_BEAT_S
 from pilotlight.dataplane.origin import ChunkFill, ChunkWork
 from pilotlight.dataplane.readers import ReadProgress
-from pilotlight.policy.types import NodeId
+from pilotlight.policy.ids import NodeId
 
 SLOTS = 4
 

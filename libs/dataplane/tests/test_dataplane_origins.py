@@ -1,55 +1,30 @@
 """Chunks from several origins: whatever breaks, stalls, lies or is not there, the image is the source's or the error says why."""
 
 import asyncio
-import random
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec import structs
-from standin_sources import ACCESS_KEY, SECRET_KEY, Fault, StandinS3, running_s3
+from sampled_chunks import BYTES, ONE, PART, PLAIN, Near
 
-from pilotlight.checkpoint.checkpoint import read_checkpoint, read_chunk
 from pilotlight.checkpoint.digests import UNIT_BYTES, chunk_digest, unit_digests
 from pilotlight.checkpoint.manifest import Chunk, Manifest
-from pilotlight.checkpoint.reader import MemorySource
-from pilotlight.checkpoint.testing import tiny_config, tiny_files
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.errors import CorruptChunk, HostPoolFull, SourceChanged, SourceUnavailable
-from pilotlight.common.model_roots import ModelRootsSettings
-from pilotlight.common.sources.opening import Sources
-from pilotlight.common.sources.ranged import Patience
 from pilotlight.common.testing import until
-from pilotlight.common.waiting import Backoff
+from pilotlight.dataplane.bandwidth import SourceLimits
 from pilotlight.dataplane.chunk_fetch import ChunkFetch, Distrusted
 from pilotlight.dataplane.lanes import LaneLimits, Lanes
-from pilotlight.dataplane.links import Links
 from pilotlight.dataplane.origin import ChunkFill, ChunkWork, NotHere
 from pilotlight.dataplane.readers import Abandoned, Readers, Reading, ReadProgress
-from pilotlight.dataplane.source_origin import SourceOrigin
-from pilotlight.policy.types import Digest, InstanceId, Model, OriginKind
-
-ONE = InstanceId("inst-1")
-FILES = tiny_files(tiny_config(hidden_size=384, intermediate_size=1600, vocab_size=512))
-"""Layers of several units."""
-PLAIN = read_checkpoint(MemorySource(FILES)).manifest
-PART = 1
-IMAGE = b"".join(read_chunk(MemorySource(FILES), PLAIN, chunk) for chunk in PLAIN.parts[PART].chunks)
-CHUNK = PLAIN.parts[PART].chunks[0]
-BYTES = IMAGE[: CHUNK.size_bytes]
-KNOWN = PLAIN.with_digests(
-    {
-        (p, c): chunk_digest(read_chunk(MemorySource(FILES), PLAIN, chunk))
-        for p, part in enumerate(PLAIN.parts)
-        for c, chunk in enumerate(part.chunks)
-    }
-)
+from pilotlight.policy.cluster import OriginKind
+from pilotlight.policy.ids import Digest
+from pilotlight.policy.model import Model
 
 
 def test_the_digest_is_the_tree_that_the_decision_says() -> None:
@@ -99,16 +74,6 @@ class Script:
             raise SourceChanged(f"{self.name} is another one now")
 
 
-class Near:
-    """Origins of a test."""
-
-    def __init__(self, *origins: Any) -> None:
-        self.now = list(origins)
-
-    def origins(self, model: Model, manifest: Manifest) -> Sequence[Any]:
-        return self.now
-
-
 @dataclass
 class Told:
     """What an observer heard."""
@@ -140,7 +105,7 @@ async def fetch_one(
         manifest=PLAIN,
         source=source,
         nearby=[Near(*near)],
-        lanes=Lanes(LaneLimits(least=2, most=2), Links(None, clock), clock),
+        lanes=Lanes(LaneLimits(least=2, most=2), SourceLimits(None, clock), clock),
         distrusted=distrusted or Distrusted(clock),
         reading=Reading(readers),
         rank=lambda _: (0,),
@@ -325,104 +290,6 @@ def test_a_try_revoked_in_the_middle_of_a_write_ends_within_it() -> None:
     if raised:
         assert placed < len(BYTES)
         assert fill.received_bytes == placed
-
-
-# Real servers.
-
-PATIENCE = Patience(stall_timeout_s=5.0, tries=8, backoff=Backoff(first_s=0.001, limit_s=0.002))
-
-
-@contextmanager
-def serving() -> Iterator[tuple[StandinS3, Sources]]:
-    with running_s3("models") as server:
-        server.put("models", "m", FILES)
-        settings_of = ModelRootsSettings(model_roots="s3://models", s3_endpoint=server.url, s3_allow_http=True)
-        yield server, Sources(settings_of, PATIENCE)
-
-
-@pytest.fixture
-def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
-
-
-def s3_model(sources: Sources, template: Model) -> tuple[Model, Manifest]:
-    """As the gateway would register it."""
-    pinned = sources.pin("s3://models/m")
-    checkpoint = read_checkpoint(pinned.source)
-    changed = {"uri": pinned.uri, "digest": checkpoint.manifest.digest(), "spec": checkpoint.spec}
-    return replace(template, **changed), checkpoint.manifest
-
-
-@pytest.mark.anyio
-async def test_a_server_that_breaks_anywhere_costs_less_than_a_unit_a_break(make_node, model: Model, credentials) -> None:
-    rng = random.Random(7)
-    with serving() as (server, sources):
-        mine, manifest = s3_model(sources, model)
-        size_bytes = sum(part.image_bytes for part in manifest.parts)
-        for _ in range(6):
-            node = make_node(open_source=lambda model, manifest: SourceOrigin(sources.open(model.uri), manifest, model.uri))
-            node.manifests.manifests[mine.digest] = manifest
-            server.faults = [Fault("", "cut", rng.randrange(3_000_000)) for _ in range(rng.randrange(1, 7))]
-            before, breaks = server.sent_bytes, len(server.faults)
-            holder = node.copies.hold(mine, range(len(manifest.parts)), ONE, leased=True)
-            async with asyncio.timeout(20):
-                assert [part.part async for part in node.copies.ready_parts(holder)] == list(range(len(manifest.parts)))
-            image = node.pool.find(mine.digest, PART)
-            with node.pool.view(image, 0, image.image_bytes) as view:
-                assert bytes(view) == IMAGE
-            assert server.sent_bytes - before <= size_bytes + breaks * UNIT_BYTES
-            node.copies.release(holder)
-
-
-class Replica(SourceOrigin):
-    """The files elsewhere, as a peer that nobody need trust."""
-
-    kind = OriginKind.PEER
-    trusted = False
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("fault", ["cut", "stall", "lie", "change", "gone"])
-async def test_another_origin_goes_on_where_a_server_fails(make_node, model: Model, credentials, fault: str) -> None:
-    with serving() as (near, near_sources), serving() as (far, far_sources):
-        mine, manifest = s3_model(far_sources, model)
-        known = manifest.with_digests(
-            {(p, c): chunk.digest for p, part in enumerate(KNOWN.parts) for c, chunk in enumerate(part.chunks) if chunk.digest}
-        )
-        if fault == "lie":
-            near.put("models", "m", {name: data[:-100_000] + bytes(100_000) for name, data in FILES.items()})
-        listed = {file.name: file for file in near_sources.open("s3://models/m").list_files()}
-        pinned = structs.replace(manifest, files=tuple(listed[file.name] for file in manifest.files))
-        replica = Replica(near_sources.open("s3://models/m"), pinned, "peer-1")
-        if fault in ("cut", "stall"):
-            near.faults = [Fault("", fault, 20_000, times=99)]
-        elif fault == "change":
-            near.put("models", "m", {name: data + b"\0" for name, data in FILES.items()})
-        elif fault == "gone":
-            near.buckets["models"].clear()
-        node = make_node(
-            open_source=lambda model, manifest: SourceOrigin(far_sources.open(model.uri), manifest, model.uri),
-            nearby=[Near(replica)],
-            stall_timeout_s=0.5,
-        )
-        node.manifests.manifests[mine.digest] = known
-        before = far.sent_bytes
-        holder = node.copies.hold(mine, range(len(manifest.parts)), ONE, leased=True)
-        async with asyncio.timeout(20):
-            assert [part.part async for part in node.copies.ready_parts(holder)] == list(range(len(manifest.parts)))
-        for number, part in enumerate(manifest.parts):
-            image = node.pool.find(mine.digest, number)
-            with node.pool.view(image, 0, image.image_bytes) as view:
-                expected = b"".join(read_chunk(MemorySource(FILES), PLAIN, chunk) for chunk in PLAIN.parts[number].chunks)
-                assert bytes(view) == expected
-            assert part.image_bytes == len(expected)
-        code = {"lie": CorruptChunk.code, "change": SourceChanged.code, "gone": SourceChanged.code}
-        assert node.seen.failed == [(OriginKind.PEER, "peer-1", code.get(fault, SourceUnavailable.code))]
-        assert node.tools.distrusted.names == (("peer-1",) if fault == "lie" else ())
-        assert far.sent_bytes > before
-        near.released.set()
-        node.copies.release(holder)
 
 
 @pytest.mark.anyio

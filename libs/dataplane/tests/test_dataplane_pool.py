@@ -10,7 +10,7 @@ from pilotlight.common.clock import ManualClock
 from pilotlight.common.errors import Conflict, HostPoolFull, HostPoolTaken, StaleCommand
 from pilotlight.dataplane.pool import HostPool, PartImage
 from pilotlight.dataplane.table import ChunkTable
-from pilotlight.policy.types import Digest, Epoch
+from pilotlight.policy.ids import Digest, Epoch
 
 POOL_BYTES = 4 * 1024 * 1024
 CHUNK_BYTES = 4096

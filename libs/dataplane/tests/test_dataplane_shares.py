@@ -19,7 +19,9 @@ from pilotlight.common.testing import until
 from pilotlight.dataplane.origin import ChunkFill, ChunkWork, WrongBytes
 from pilotlight.dataplane.readers import ReadProgress
 from pilotlight.dataplane.shares import SAMPLE_S, Rate
-from pilotlight.policy.types import FetchPriority, InstanceId, Model, OriginKind
+from pilotlight.policy.cluster import FetchPriority, OriginKind
+from pilotlight.policy.ids import InstanceId
+from pilotlight.policy.model import Model
 
 TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 SIZE_BYTES = 3 * UNIT_BYTES + 7

@@ -15,7 +15,7 @@ from pilotlight.common.messages.pool import Hello, Lease
 from pilotlight.common.testing import until
 from pilotlight.dataplane.pool_client import PoolClient
 from pilotlight.dataplane.pool_server import PoolServer
-from pilotlight.policy.types import InstanceId, WorkerId
+from pilotlight.policy.ids import InstanceId, WorkerId
 
 pytestmark = pytest.mark.anyio
 
@@ -75,7 +75,7 @@ async def test_a_killed_process_holds_no_lease(served, tmp_path) -> None:
         from pathlib import Path
         from pilotlight.common.clock import SystemClock
         from pilotlight.dataplane.pool_client import PoolClient
-        from pilotlight.policy.types import Model
+        from pilotlight.policy.model import Model
 
         async def main():
             client = PoolClient(Path(sys.argv[1]), SystemClock())

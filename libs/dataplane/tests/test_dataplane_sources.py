@@ -20,9 +20,10 @@ from pilotlight.common.sources.opening import Sources
 from pilotlight.common.sources.ranged import Patience
 from pilotlight.common.waiting import Backoff
 from pilotlight.dataplane.origin import ChunkWork
-from pilotlight.dataplane.readers import Abandoned, Readers, ReadProgress
+from pilotlight.dataplane.readers import LOOKS, Abandoned, Readers, ReadProgress
 from pilotlight.dataplane.source_origin import SourceOrigin
-from pilotlight.policy.types import Digest, InstanceId, Model
+from pilotlight.policy.ids import Digest, InstanceId
+from pilotlight.policy.model import Model
 
 pytestmark = pytest.mark.anyio
 
@@ -268,28 +269,37 @@ async def test_files_outside_of_a_source_are_not_read(make_node, register, place
 
 async def test_slow_is_not_stalled() -> None:
     """A read that takes many times the stall timeout is let go on as long as bytes come, and so is who waits for its thread."""
-    readers = Readers(1, stall_timeout_s=0.4)
-    go_on = [threading.Event() for _ in range(8)]
+    readers = Readers(1, stall_timeout_s=0.08)
+    go_on, came = [threading.Event() for _ in range(8)], [threading.Event() for _ in range(8)]
+    looks = 0
 
     def slow(progress: ReadProgress) -> str:
-        for event in go_on:
+        for event, told in zip(go_on, came, strict=True):
             assert event.wait(10)
             progress(1)
+            told.set()
         return "done"
 
     progress = ReadProgress()
     first = await readers.submit(slow, progress)
     second = asyncio.ensure_future(readers.submit(lambda _: "after", ReadProgress()))
-    watch = asyncio.ensure_future(readers.ended(first, lambda: progress.bytes))
-    for event in go_on:
-        await asyncio.wait({watch, second}, timeout=0.2)
-        assert not watch.done()
+
+    def look() -> int:
+        """A byte comes between every second look and the next one, however long that takes."""
+        nonlocal looks
         assert not second.done()
-        event.set()
-    async with asyncio.timeout(10):
-        assert await watch
+        looks += 1
+        number, odd = divmod(looks, LOOKS // 2)
+        if not odd and number <= len(go_on):
+            go_on[number - 1].set()
+            assert came[number - 1].wait(10)
+        return progress.bytes
+
+    async with asyncio.timeout(20):
+        assert await readers.ended(first, look)
         assert await first == "done"
         assert await (await second) == "after"
+    assert looks >= LOOKS // 2 * len(go_on), "it took four stall timeouts"
     readers.stop()
 
 

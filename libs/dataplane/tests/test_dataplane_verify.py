@@ -15,7 +15,7 @@ from pilotlight.common.errors import SourceChanged
 from pilotlight.dataplane.readers import Abandoned, ReadProgress
 from pilotlight.dataplane.source_origin import SourceOrigin
 from pilotlight.dataplane.verify import ModelReading
-from pilotlight.policy.types import Digest
+from pilotlight.policy.ids import Digest
 
 CONFIG = {"hidden_size": 384, "intermediate_size": 1600, "vocab_size": 512}
 STEP = 3_000_000

@@ -16,12 +16,13 @@ from pilotlight.engine.compute import Compute, compute_on
 from pilotlight.engine.core.batch import Batch, Plan, Segment
 from pilotlight.engine.core.blocks import BlockPool
 from pilotlight.engine.core.lifecycle import RequestEvent
-from pilotlight.engine.core.request import Request, RequestKey
+from pilotlight.engine.core.request import Request
 from pilotlight.engine.core.scheduler import BatchLimits, BatchScheduler
 from pilotlight.engine.core.tables import BlockTables
 from pilotlight.engine.device.logits import Draw
 from pilotlight.engine.device.sampler import Drawn, Undrawn, sample
-from pilotlight.policy.types import InstanceId, RequestId, Sampling
+from pilotlight.policy.ids import InstanceId, RequestId
+from pilotlight.policy.request import RequestKey, Sampling
 
 
 class LateTokens:

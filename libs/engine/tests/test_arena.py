@@ -18,7 +18,8 @@ from pilotlight.engine.device.memory import StageMemory
 from pilotlight.engine.engine import Engine
 from pilotlight.engine.errors import EngineFailed, NoRoom
 from pilotlight.engine.models.registry import decoder_of
-from pilotlight.policy.types import Dtype, InstanceId, Stage
+from pilotlight.policy.ids import InstanceId
+from pilotlight.policy.model import Dtype, Stage
 
 PAGE = GRANULE_BYTES
 MIB = 1 << 20
@@ -199,7 +200,7 @@ def test_fifty_loads_and_unloads_return_all_memory(checkpoint, driver, prompts):
         model, name = models[turn % 3], f"turn {turn}"
         # More KV than the measured noise of the process, all of it written.
         runs.load(model, name, kv_tokens=8_000)
-        held = [runs.engine._stages[InstanceId(name)]._memory.keys_and_values(layer) for layer in range(4)]
+        held = [runs.engine._stages[InstanceId(name)].memory.keys_and_values(layer) for layer in range(4)]
         for rows in held:
             for half in rows:
                 half.fill_(1.0)

@@ -4,7 +4,8 @@ import pytest
 from families import FAMILIES
 
 from pilotlight.engine.core.scheduler import BatchLimits
-from pilotlight.policy.types import FinishReason, InstanceId, RequestId, Sampling
+from pilotlight.policy.ids import InstanceId, RequestId
+from pilotlight.policy.request import FinishReason, Sampling
 
 PREFIX = [(7 * index) % 199 for index in range(40)]
 PROMPTS = [

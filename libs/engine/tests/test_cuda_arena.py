@@ -17,7 +17,7 @@ from pilotlight.engine.device.memory import StageMemory
 from pilotlight.engine.engine import Engine
 from pilotlight.engine.errors import EngineFailed, NoRoom
 from pilotlight.engine.models.registry import decoder_of
-from pilotlight.policy.types import Dtype, Stage
+from pilotlight.policy.model import Dtype, Stage
 
 G = 2 * MIB
 CUDA_OUT_OF_MEMORY, CUDA_LAUNCH_FAILED = 2, 719
@@ -72,17 +72,19 @@ def test_no_device_is_an_engine_that_failed(fake):
         CudaArena(3, driver=fake.path)
 
 
-def test_slots_are_chosen_or_the_lowest(make):
+def test_a_slot_is_the_home_that_is_asked_for_or_the_next_free_one(make):
     arena = make()
     second = arena.open_slot(1)
     assert second.number == 1
-    with pytest.raises(NoRoom, match="slot 1 of the arena holds a model already"):
-        arena.open_slot(1)
-    assert arena.open_slot().number == 0
-    with pytest.raises(NoRoom, match="every slot"):
-        arena.open_slot()
+    first = arena.open_slot(1)
+    assert first.number == 0, "slot 1 holds a model already"
+    for home in (None, 0, 1):
+        with pytest.raises(NoRoom, match="every slot"):
+            arena.open_slot(home)
+    first.close()
     second.close()
-    assert arena.free_slots == 1
+    assert arena.free_slots == 2
+    assert arena.open_slot().number == 0
 
 
 def test_a_stage_backs_its_own_layers_where_the_whole_model_would(make, checkpoint):

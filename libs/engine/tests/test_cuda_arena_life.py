@@ -22,7 +22,8 @@ from pilotlight.engine.errors import NoRoom
 from pilotlight.engine.models.registry import decoder_of
 from pilotlight.engine.room import divide
 from pilotlight.native.library import library
-from pilotlight.policy.types import Dtype, ModelSpec, Stage
+from pilotlight.policy.model import Dtype, Stage
+from pilotlight.policy.testing import tiny_spec
 
 G = 2 * MIB
 NUM_SLOTS, SLOT_BYTES = 3, 64 << 30
@@ -31,8 +32,7 @@ MEMORY_BYTES = 4096 * MIB
 
 def shape(layers, hidden, heads, kv_heads, head_dim, vocab):
     """A model of which nothing but its sizes matters."""
-    return ModelSpec(
-        architecture="LlamaForCausalLM",
+    return tiny_spec(
         dtype=Dtype.BFLOAT16,
         num_layers=layers,
         hidden_size=hidden,
@@ -42,12 +42,6 @@ def shape(layers, hidden, heads, kv_heads, head_dim, vocab):
         head_dim=head_dim,
         vocab_size=vocab,
         max_context_tokens=4096,
-        rope_theta=10_000.0,
-        rope_scaling=None,
-        rms_norm_eps=1e-5,
-        tied_embeddings=False,
-        attention_bias=False,
-        part_bytes=(0,) * (layers + 2),
     )
 
 

@@ -5,7 +5,9 @@ import torch
 
 from pilotlight.engine.core.scheduler import BatchLimits
 from pilotlight.engine.errors import BadRequest, ContextTooLong, EngineError, NoRoom, StageBusy, UnknownInstance
-from pilotlight.policy.types import FinishReason, InstanceId, RequestId, Sampling, Stage
+from pilotlight.policy.ids import InstanceId, RequestId
+from pilotlight.policy.model import Stage
+from pilotlight.policy.request import FinishReason, Sampling
 
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "seed": 1234}
 

@@ -10,10 +10,10 @@ import pytest
 from families import FAMILIES
 
 from pilotlight.engine.core.blocks import BLOCK_TOKENS
-from pilotlight.engine.core.request import RequestKey
 from pilotlight.engine.core.scheduler import BatchLimits
 from pilotlight.engine.errors import NoRoom
-from pilotlight.policy.types import FinishReason, InstanceId, RequestId
+from pilotlight.policy.ids import InstanceId, RequestId
+from pilotlight.policy.request import FinishReason, RequestKey
 
 MAX_TOKENS = 36
 LIVES = 4

@@ -20,7 +20,8 @@ from pilotlight.engine.channel.door import Door
 from pilotlight.engine.channel.tcp import HANDSHAKE, TcpChannel, connect
 from pilotlight.engine.errors import PeerLost, PeerRefused, PeerSilent
 from pilotlight.engine.pipeline.joining import NextStage, join
-from pilotlight.policy.types import InstanceId, NodeId, Stage
+from pilotlight.policy.ids import InstanceId, NodeId
+from pilotlight.policy.model import Stage
 
 STRANGER = Identity(HERE.node_id, ClusterKey(b"the key of another cluster", CHANNEL_PURPOSE))
 LINKED = Identity(HERE.node_id, ClusterKey(b"the key of this cluster", LINK_PURPOSE))

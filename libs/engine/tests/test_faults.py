@@ -11,7 +11,7 @@ from pilotlight.engine.core.scheduler import BatchLimits
 from pilotlight.engine.errors import BadRequest, EngineFailed, NoRoom
 from pilotlight.engine.faults import context_lost, out_of_memory
 from pilotlight.native.library import NativeError, OutOfMemory
-from pilotlight.policy.types import FinishReason
+from pilotlight.policy.request import FinishReason
 
 
 def caused(error: Exception, cause: Exception) -> Exception:

@@ -8,12 +8,12 @@ import signal
 import pytest
 from pipelines import cuts, staged
 
-from pilotlight.engine.core.request import RequestKey
 from pilotlight.engine.core.scheduler import BatchLimits
 from pilotlight.engine.errors import BadRequest, Overloaded, UnknownInstance
 from pilotlight.engine.grammar import client
 from pilotlight.engine.pipeline import lead
-from pilotlight.policy.types import FinishReason, Grammar, GrammarKind, RequestId, Vocabulary
+from pilotlight.policy.ids import RequestId
+from pilotlight.policy.request import FinishReason, Grammar, GrammarKind, RequestKey, Vocabulary
 from pilotlight.text.bundle import TextBundle
 from pilotlight.text.testing import ascii_json
 from pilotlight.text.tokenizer import TextTokenizer
@@ -161,7 +161,7 @@ def test_a_resumed_request_goes_on_as_it_would_have(name, runs, vocabulary, prom
     assert one.finish() == {f"from{start}": output for start in starts}
     one.add("strange", prompts[1], [5, 5, 5], vocabulary=vocabulary, grammar=GRAMMARS[name], **SAMPLED)
     one.finish()
-    assert (one.outputs["strange"].finish, one.outputs["strange"].code) == (FinishReason.ERROR, "bad_request")
+    assert (one.outputs["strange"].finish, one.outputs["strange"].code) == (FinishReason.ERROR, "invalid_request")
 
 
 @pytest.mark.parametrize("with_kv", [True, False], ids=["with KV", "with its tokens alone"])
@@ -231,7 +231,7 @@ def test_grammars_in_a_pipeline(num_stages, driver, checkpoint, runs, vocabulary
     pipeline.lead.add("bad", prompts[0], vocabulary=vocabulary, grammar=Grammar(kind=GrammarKind.REGEX, text="("), **SAMPLED)
     outputs = pipeline.finish()
     pipeline.lead.engine.close()
-    assert pipeline.lead.outputs["bad"].code == "bad_request"
+    assert pipeline.lead.outputs["bad"].code == "invalid_request"
     for name in GRAMMARS:
         assert outputs[name] == whole(runs, vocabulary, prompts, name).token_ids
 
@@ -246,7 +246,7 @@ def test_a_grammar_that_cannot_be_used_ends_its_own_request_alone(bomb, runs, vo
     one.add("plain", prompts[0], max_tokens=5)
     while one.engine.has_work:
         messages += [produced.message for produced in one.step().produced if produced.message]
-    assert (one.outputs["bomb"].finish, one.outputs["bomb"].code) == (FinishReason.ERROR, "bad_request")
+    assert (one.outputs["bomb"].finish, one.outputs["bomb"].code) == (FinishReason.ERROR, "invalid_request")
     assert reason in messages[0]
     assert FORMS["regex"](TOKENIZER.decode(one.outputs["other"].token_ids))
     assert len(one.outputs["plain"].token_ids) == 5
@@ -274,7 +274,7 @@ def test_what_is_refused_at_the_door(runs, vocabulary, prompts, tmp_path, monkey
     one.engine.abort("z", 1)
     os.kill(helper, signal.SIGCONT)
     one.finish()
-    assert one.outputs["y"].code == "bad_request"
+    assert one.outputs["y"].code == "invalid_request"
     assert one.outputs["z"].finish is FinishReason.CANCELLED
 
 
@@ -295,7 +295,7 @@ def test_stop_tokens_min_tokens_and_the_end_of_a_grammar(runs, vocabulary, promp
     assert len(outputs["endless"]) == 40
     assert set(outputs["stopped"]) <= {a}
     assert one.outputs["cut"].finish is FinishReason.LENGTH
-    assert one.outputs["nothing"].code == "bad_request"
+    assert one.outputs["nothing"].code == "invalid_request"
 
 
 def test_a_token_that_takes_too_long_ends_its_request(runs, vocabulary, prompts, monkeypatch):
@@ -307,7 +307,7 @@ def test_a_token_that_takes_too_long_ends_its_request(runs, vocabulary, prompts,
         hurried.setattr(client, "ADVANCE_S", 0.05)
         os.kill(one.engine._grammars._process.pid, signal.SIGSTOP)
         one.finish()
-    assert (one.outputs["x"].finish, one.outputs["x"].code) == (FinishReason.ERROR, "bad_request")
+    assert (one.outputs["x"].finish, one.outputs["x"].code) == (FinishReason.ERROR, "invalid_request")
     one.add("y", prompts[0], vocabulary=vocabulary, grammar=GRAMMARS["regex"], **SAMPLED)
     one.finish()
     assert FORMS["regex"](TOKENIZER.decode(one.outputs["y"].token_ids))

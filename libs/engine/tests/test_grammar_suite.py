@@ -15,7 +15,7 @@ from pilotlight.engine.device.sampler import Drawn, sample
 from pilotlight.engine.errors import BadRequest
 from pilotlight.engine.grammar.client import GrammarHelper
 from pilotlight.engine.grammar.frames import Verdict
-from pilotlight.policy.types import Grammar, GrammarKind, Sampling, Vocabulary
+from pilotlight.policy.request import Grammar, GrammarKind, Sampling, Vocabulary
 from pilotlight.text.bundle import TextBundle
 from pilotlight.text.testing import byte_level_json
 from pilotlight.text.tokenizer import TextTokenizer

@@ -12,7 +12,7 @@ from pilotlight.engine.core.batch import Batch, Segment
 from pilotlight.engine.core.blocks import BLOCK_TOKENS
 from pilotlight.engine.device.index import SPAN_STEP, index_of, slots_of
 from pilotlight.engine.device.kv import KvCache
-from pilotlight.policy.types import Stage
+from pilotlight.policy.model import Stage
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCKS = 4, 2, 16, 40
 

@@ -14,7 +14,8 @@ from pilotlight.engine.device.parameters import Parameters
 from pilotlight.engine.engine import Engine
 from pilotlight.engine.errors import BadCheckpoint, BadRequest, EngineError, NoRoom, UnknownInstance, UnsupportedModel
 from pilotlight.engine.models.registry import decoder_of
-from pilotlight.policy.types import Dtype, Experts, InstanceId, Stage
+from pilotlight.policy.ids import InstanceId
+from pilotlight.policy.model import Dtype, Experts, Stage
 
 I = InstanceId("i")  # noqa: E741
 ROOM = 1 << 22
@@ -70,7 +71,7 @@ def test_a_part_of_another_stage_is_refused(engine, checkpoint):
         ({"head_dim": 13}, UnsupportedModel, "unsupported_model"),
         ({"sliding_layers": (0,)}, UnsupportedModel, "unsupported_model"),
         ({"experts": TOO_FEW_EXPERTS}, UnsupportedModel, "unsupported_model"),
-        ({"num_layers": 3, "part_bytes": (0,) * 5}, BadRequest, "bad_request"),
+        ({"num_layers": 3, "part_bytes": (0,) * 5}, BadRequest, "invalid_request"),
     ],
 )
 def test_refused_models(change, error, code, engine, checkpoint):
@@ -172,12 +173,12 @@ def test_every_error_has_its_code_of_the_taxonomy():
         return {kind: kind.code, **{k: v for child in kind.__subclasses__() for k, v in tree(child).items()}}
 
     assert set(tree(EngineError).values()) == {
-        "bad_request",
+        "invalid_request",
         "context_length_exceeded",
         "unsupported_model",
         "bad_checkpoint",
         "no_room",
-        "unknown_instance",
+        "not_loaded",
         "deadline_exceeded",
         "conflict",
         "worker_lost",

@@ -8,14 +8,15 @@ from families import FAMILIES
 from pipelines import INSTANCE, MemoryPipeline, cuts, staged
 
 from pilotlight.engine.core.batch import Batch, Segment
-from pilotlight.engine.core.request import RequestKey
 from pilotlight.engine.core.scheduler import BatchLimits
 from pilotlight.engine.device.arena import CpuArena
 from pilotlight.engine.errors import BadRequest, NoRoom, StageBusy
 from pilotlight.engine.kv_pieces import KvPiece
 from pilotlight.engine.pipeline import lead
 from pilotlight.engine.resident import ResidentStage
-from pilotlight.policy.types import FinishReason, RequestId, Stage
+from pilotlight.policy.ids import RequestId
+from pilotlight.policy.model import Stage
+from pilotlight.policy.request import FinishReason, RequestKey
 
 SAMPLED = {"temperature": 0.8, "top_p": 0.9}
 CONTROLLED = {

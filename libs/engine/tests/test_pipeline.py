@@ -12,12 +12,13 @@ from pipelines import INSTANCE, connect, cuts, staged
 from pilotlight.engine.channel.channel import Frame
 from pilotlight.engine.channel.memory import memory_channel
 from pilotlight.engine.core.batch import Segment
-from pilotlight.engine.core.request import RequestKey
 from pilotlight.engine.core.scheduler import BatchLimits
 from pilotlight.engine.errors import BadRequest, NoRoom, StageBusy, UnknownInstance
 from pilotlight.engine.pipeline import lead
 from pilotlight.engine.pipeline.frames import HiddenStates, OpenedRequest, StageHello, StagesUp, header_of, pack, unpack
-from pilotlight.policy.types import Dtype, FinishReason, InstanceId, RequestId, Sampling, Stage
+from pilotlight.policy.ids import InstanceId, RequestId
+from pilotlight.policy.model import Dtype, Stage
+from pilotlight.policy.request import FinishReason, RequestKey, Sampling
 
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "top_k": 50}
 UNEVEN = [Stage(0, 1), Stage(1, 3), Stage(3, 4)]

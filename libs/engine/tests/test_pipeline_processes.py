@@ -16,11 +16,12 @@ from pipelines import INSTANCE
 from pilotlight.engine.channel.channel import Frame
 from pilotlight.engine.channel.door import Door
 from pilotlight.engine.channel.unix import UnixChannel
-from pilotlight.engine.core.request import RequestKey
 from pilotlight.engine.kv_pieces import KvPiece
 from pilotlight.engine.pipeline.frames import tensor_of, unpack
 from pilotlight.engine.pipeline.joining import join
-from pilotlight.policy.types import FinishReason, RequestId, Stage
+from pilotlight.policy.ids import RequestId
+from pilotlight.policy.model import Stage
+from pilotlight.policy.request import FinishReason, RequestKey
 
 pytestmark = pytest.mark.slow
 

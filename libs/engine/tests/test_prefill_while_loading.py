@@ -9,14 +9,14 @@ from families import FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pilotlight.engine.core.request import RequestKey
 from pilotlight.engine.core.scheduler import BatchLimits
 from pilotlight.engine.device.copying import HostCopier
 from pilotlight.engine.device.memory import parameter_bytes
 from pilotlight.engine.engine import Engine
 from pilotlight.engine.errors import BadCheckpoint, StageBusy, UnknownInstance
 from pilotlight.engine.models.registry import decoder_of
-from pilotlight.policy.types import FinishReason, InstanceId, RequestId, Sampling
+from pilotlight.policy.ids import InstanceId, RequestId
+from pilotlight.policy.request import FinishReason, RequestKey, Sampling
 
 I = InstanceId("i")  # noqa: E741
 KV_TOKENS = 1024
@@ -204,7 +204,7 @@ def test_a_load_that_fails_ends_its_requests_with_an_error_that_can_be_retried(h
             runs.engine.place_part(I, placed, model.parts[(placed + 1) % PARTS])
     runs.step()
     for output in runs.outputs.values():
-        assert (output.token_ids, output.finish, output.code) == ([], FinishReason.ERROR, "unknown_instance")
+        assert (output.token_ids, output.finish, output.code) == ([], FinishReason.ERROR, "not_loaded")
     assert not runs.engine.has_work
     assert runs.engine.backed_bytes == 0
 

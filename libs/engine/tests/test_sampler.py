@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pilotlight.engine.device.sampler import Draw, Undrawn, _pick, sample
-from pilotlight.policy.types import Sampling
+from pilotlight.policy.request import Sampling
 
 PROBABILITIES = [0.05, 0.35, 0.02, 0.25, 0.1, 0.0, 0.15, 0.08]
 LOGITS = torch.tensor([math.log(p) if p else -60.0 for p in PROBABILITIES], dtype=torch.float64)

@@ -23,7 +23,7 @@ from pilotlight.engine.core.philox import uniform
 from pilotlight.engine.core.scheduler import BatchLimits
 from pilotlight.engine.device.logits import Draw, adjust
 from pilotlight.engine.device.sampler import Undrawn, _probabilities, sample
-from pilotlight.policy.types import Sampling
+from pilotlight.policy.request import Sampling
 
 DRAWS = 20_000
 LEAST_P = 1e-6

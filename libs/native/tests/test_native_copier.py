@@ -64,7 +64,7 @@ def test_random_copies_arrive(arena, copier, fake, pinned, background):
             expected[place : place + length] = source.raw[begin : begin + length]
             place += length
         tickets.append(copier.submit(copies, background=background))
-    copier.wait_issued(tickets[3])
+    copier.order_before(tickets[3], 0)
     copier.wait_done(tickets[-1])
     assert there(arena, 0, 8 * MIB) == bytes(expected)
     counts = copier.counts
@@ -123,7 +123,7 @@ def test_an_order_that_is_too_late_is_withdrawn(arena, copier, fake, pinned):
     with pytest.raises(TooSlow, match="is withdrawn"):
         copier.wait_done(begun, 0.2)
     with pytest.raises(TooSlow):
-        copier.wait_issued(queued, 0.2)
+        copier.order_before(queued, 0, 0.2)
     fake.hold_events(on=False)
     other, address = source_of(SLAB, seed=2)
     copier.wait_done(copier.submit([Copy(address, arena.address + 10 * SLAB, SLAB)]))

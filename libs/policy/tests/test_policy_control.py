@@ -6,27 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pilotlight.policy.cluster import WorkerView
+from pilotlight.policy.cluster import HeldStage, HeldState, Liveness, WorkerView
 from pilotlight.policy.control.books import Books, Record, refreshed
-from pilotlight.policy.control.holds import StageHold, disagreement, fetches_of, stages_of
-from pilotlight.policy.control.plan import ControlFacts, ControlRules, Memory, Refusal, Term
-from pilotlight.policy.control.reconcile import ReconcileRules, moved, reconcile
-from pilotlight.policy.control.tick import EVICTED, retry_pause_s, tick
+from pilotlight.policy.control.holds import StageHold, disagreement, fetches_of, reached_at, stages_of
+from pilotlight.policy.control.plan import ControlFacts, ControlRules, Holds, Memory, Refusal, Term
+from pilotlight.policy.control.reconcile import Change, ReconcileRules, moved, reconcile
+from pilotlight.policy.control.starts import retry_pause_s
+from pilotlight.policy.control.tick import EVICTED, tick
+from pilotlight.policy.ids import Epoch, Generation, InstanceId, ModelName, NodeId, WorkerId
 from pilotlight.policy.instance import ENDED, InstanceEvent, step
+from pilotlight.policy.model import Stage
+from pilotlight.policy.phase import Moment
+from pilotlight.policy.plan import Instance, InstanceState
 from pilotlight.policy.testing import demand, held, instance, model, node, worker
-from pilotlight.policy.types import (
-    Epoch,
-    Generation,
-    HeldStage,
-    HeldState,
-    Instance,
-    InstanceId,
-    InstanceState,
-    Liveness,
-    ModelName,
-    Moment,
-    WorkerId,
-)
 
 NOW_S = 1000.0
 S = InstanceState
@@ -164,6 +156,32 @@ def test_a_drain_is_a_new_generation_and_readiness_is_remembered() -> None:
     assert moved(ready, changes[0], Epoch(4), NOW_S).generation == 2
 
 
+def test_a_group_names_its_members_and_where_they_are_reached() -> None:
+    whole = instance(state=S.LOADING)
+    assert stages_of(WorkerId("w0"), Books().put(record(whole)))[0].members == ()
+    first, second = (
+        replace(instance(worker_id=f"w{index}").placements[0], stage=Stage(2 * index, 2 * index + 2)) for index in range(2)
+    )
+    books = Books().put(record(replace(whole, placements=(second, first))))
+    for worker_id in ("w0", "w1"):
+        (hold,) = stages_of(WorkerId(worker_id), books)
+        assert [(one.worker_id, one.stage) for one in hold.members] == [("w0", Stage(0, 2)), ("w1", Stage(2, 4))]
+    known = view(0, stages=(replace(held(), port=7),))
+    nodes = {NodeId("n0"): replace(node(), dataplane_host="h")}
+    reached = [reached_at(one, nodes, {WorkerId("w0"): known}, InstanceId("i")) for one in hold.members]
+    assert [(one.host, one.port) for one in reached] == [("h", 7), ("h", 0)]
+    assert reached_at(hold.members[0], {}, {}, InstanceId("i")) == hold.members[0]
+
+
+def test_other_stages_are_a_new_generation() -> None:
+    before = instance(state=S.READY)
+    longer = (replace(before.placements[0], stage=Stage(0, 6), device_bytes=9),)
+    change = Change(instance_id=before.instance_id, events=(), reason="it grows", placements=longer)
+    after = moved(before, change, Epoch(4), NOW_S)
+    assert (after.placements, after.generation, after.state) == (longer, before.generation + 1, S.READY)
+    assert moved(after, change, Epoch(4), NOW_S).generation == after.generation, "said twice is said once"
+
+
 def test_an_instance_is_activated_from_when_its_last_stage_was_loaded() -> None:
     stages = instance(state=S.LOADING)
     two = replace(stages, placements=(stages.placements[0], instance(worker_id="w1").placements[0]))
@@ -190,17 +208,27 @@ def test_use_is_read_from_reports_and_waiting() -> None:
     books = Books().put(
         record(instance(instance_id="i")),
         record(instance(instance_id="s", state=S.FETCHING)),
-        record(instance(instance_id="old", state=S.GONE, since_s=NOW_S - 61)),
     )
     idle = replace(held(), idle_s=5.0)
     used = refreshed(books, [view(stages=(idle,))], [ModelName("m")], NOW_S)
     assert used.records[InstanceId("i")].instance.last_used_s == NOW_S - 5
     assert used.records[InstanceId("i")].seen_on == {WorkerId("w0")}
     assert used.records[InstanceId("s")].instance.last_used_s == NOW_S
-    assert InstanceId("old") not in used.records
-    assert InstanceId("old") in books.records, "books are never written to"
+    assert books.records[InstanceId("i")].instance.last_used_s == NOW_S - 100, "books are never written to"
     later = refreshed(used, [view(stages=(replace(held(), in_flight=2),))], [], NOW_S + 9)
-    assert later.records[InstanceId("i")].instance.last_used_s == NOW_S + 9
+    busy = later.records[InstanceId("i")].instance
+    assert (busy.last_used_s, busy.idle_s(NOW_S + 9)) == (NOW_S, 0.0)
+
+
+def test_what_ended_long_ago_is_forgotten() -> None:
+    old, young = (
+        instance(instance_id="old", state=S.GONE, since_s=NOW_S - 61),
+        instance(instance_id="young", state=S.GONE, since_s=NOW_S - 59),
+    )
+    known = facts(record(old), record(young))
+    plan = tick(known, Memory(), CONTROL)
+    assert set(plan.books.records) == {"young"}
+    assert set(known.books.records) == {"old", "young"}, "books are never written to"
 
 
 STEPS = st.lists(
@@ -253,11 +281,11 @@ def facts(*records: Record, **more: object) -> ControlFacts:
 def test_a_waiting_request_is_a_start_and_an_idle_tick_is_only_repetition() -> None:
     plan = tick(facts(demand=(demand("m", 1),)), Memory(), CONTROL)
     assert [(order.model.name, order.reason) for order in plan.start] == [("m", "1 requests wait")]
-    assert {one.worker_id for one in plan.tell_workers} == {"w0", "w1"}
+    assert {one.worker_id for one in plan.tell.workers} == {"w0", "w1"}
     again = tick(facts(), plan.memory, CONTROL)
-    assert (again.start, again.drain, again.tell_workers, again.tell_nodes) == ((), (), (), ())
+    assert (again.start, again.drain, again.tell, again.repeat) == ((), (), Holds(), Holds())
     second = tick(replace(facts(), now_s=NOW_S + 1.0), again.memory, CONTROL)
-    assert len(second.tell_workers) == 2
+    assert (second.tell, len(second.repeat.workers)) == (Holds(), 2)
 
 
 def test_a_tick_is_the_same_for_the_same_facts_and_memory() -> None:
@@ -278,7 +306,7 @@ def test_nothing_is_commanded_before_it_may_be() -> None:
     ):
         late = replace(known, term=term, workers={WorkerId("w0"): view(stages=(held(),), heard_s=NOW_S - 0.15)})
         plan = tick(late, Memory(), CONTROL)
-        assert (plan.start, plan.drain, plan.tell_workers, plan.tell_nodes, plan.memory) == ((), (), (), (), Memory())
+        assert (plan.start, plan.drain, plan.tell, plan.repeat, plan.memory) == ((), (), Holds(), Holds(), Memory())
     assert [change.events[-1] for change in tick(known, Memory(), CONTROL).changes] == [E.ALL_STAGES_READY], (
         "reports count all the same"
     )
@@ -317,7 +345,7 @@ def test_an_operators_eviction_drains_and_is_answered_with_what_drains() -> None
     plan = tick(replace(known, workers=views), Memory(), CONTROL)
     assert [(drain.instance_id, drain.reason) for drain in plan.drain] == [("i", EVICTED)]
     assert plan.evicted == {"m": ("i", "j"), "none": ()}
-    (told,) = [one for one in plan.tell_workers if one.worker_id == "w0"]
+    (told,) = [one for one in plan.tell.workers if one.worker_id == "w0"]
     assert [hold.draining for hold in told.holds] == [True], "what is told is what was decided"
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pilotlight.policy.device_health import (
+from pilotlight.common.device_health import (
     GOOD_READINGS,
     UNTOLD_READINGS,
     XIDS,
@@ -15,10 +15,12 @@ from pilotlight.policy.device_health import (
     judge,
     xid_of,
 )
+from pilotlight.policy.cluster import DeviceHealth, HealthState, WorkerFacts
+from pilotlight.policy.ids import Epoch
 from pilotlight.policy.parallelism import SchemeRules, choose_scheme
 from pilotlight.policy.placement import PlacementRules, candidates
+from pilotlight.policy.plan import Snapshot
 from pilotlight.policy.testing import NOW_S, model, node, worker
-from pilotlight.policy.types import DeviceHealth, Epoch, HealthState, Snapshot, WorkerFacts
 
 GIB = 1 << 30
 GOOD = DeviceReading(recovery=Recovery.NONE, uncorrected_errors=0, memory_bytes=80 * GIB, used_bytes=40 * GIB, own_bytes=39 * GIB)

@@ -6,34 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pilotlight.policy.cluster import Copy, HeldStage, Liveness, NodeFacts, Tier, Transfer, WorkerFacts
 from pilotlight.policy.drain import DrainRules, copies_to_strike, leaving, plan_drain, staying
+from pilotlight.policy.ids import DecisionId, Digest, Epoch, Generation, InstanceId, NodeId, WorkerId
+from pilotlight.policy.model import Stage
 from pilotlight.policy.parallelism import SchemeRules, choose_scheme
 from pilotlight.policy.placement import PlacementRules, candidates
+from pilotlight.policy.plan import Instance, InstanceState, NodeDrain, Placement, Snapshot
 from pilotlight.policy.scaling import ScalingRules, plan_scaling
 from pilotlight.policy.testing import NOW_S, demand, held, model, node
 from pilotlight.policy.testing import worker as a_worker
-from pilotlight.policy.types import (
-    Copy,
-    DecisionId,
-    Digest,
-    Epoch,
-    Generation,
-    HeldStage,
-    Instance,
-    InstanceId,
-    InstanceState,
-    Liveness,
-    NodeDrain,
-    NodeFacts,
-    NodeId,
-    Placement,
-    Snapshot,
-    Stage,
-    Tier,
-    Transfer,
-    WorkerFacts,
-    WorkerId,
-)
 
 S = InstanceState
 RULES = DrainRules()

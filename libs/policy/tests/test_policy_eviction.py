@@ -3,9 +3,10 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pilotlight.policy.cluster import Tier
 from pilotlight.policy.eviction.base import EvictionCandidate, EvictionRules, RoomRequest, why_kept
 from pilotlight.policy.eviction.lru import Lru
-from pilotlight.policy.types import Digest, ModelName, NodeId, Tier
+from pilotlight.policy.ids import Digest, ModelName, NodeId
 
 NOW_S = 100.0
 RULES = EvictionRules(min_residency_s=2.0)

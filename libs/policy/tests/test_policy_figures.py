@@ -7,13 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pilotlight.policy.admission import HoldBounds, HoldFacts, admit_held
+from pilotlight.policy.admission import QueueBounds, QueueFacts, admit_held
+from pilotlight.policy.cluster import DeviceKind, Liveness
 from pilotlight.policy.cost import StageCost, group_tpot_s, group_ttft_s, share_bytes_per_s, transfer_s
 from pilotlight.policy.coverage import MAX_TRANSIT_S, coverage_of, departed_s, union
 from pilotlight.policy.estimates import ColdStartSample, learn
+from pilotlight.policy.ids import ModelName
 from pilotlight.policy.instance import ENDED, TRANSITIONS, IllegalTransition, InstanceEvent, path, step
 from pilotlight.policy.liveness import liveness_of
-from pilotlight.policy.types import DeviceKind, InstanceState, Liveness, ModelName, Moment, Phase, PhaseName
+from pilotlight.policy.phase import Moment, Phase, PhaseName
+from pilotlight.policy.plan import InstanceState
 
 
 def phase(name: PhaseName, start_s: float, end_s: float, offset_s: float = 0.0) -> Phase:
@@ -123,12 +126,12 @@ def test_estimates_follow_and_ignore_what_was_not_measured() -> None:
 
 
 def test_held_requests_are_bounded_and_told_when_to_come_back() -> None:
-    bounds = HoldBounds(total_requests=10, model_requests=4)
-    assert admit_held(HoldFacts(total_requests=9, model_requests=3), bounds, None).admitted
-    full = admit_held(HoldFacts(total_requests=9, model_requests=4, oldest_age_s=2.0), bounds, None)
+    bounds = QueueBounds(total_requests=10, model_requests=4)
+    assert admit_held(QueueFacts(total_requests=9, model_requests=3), bounds, None).admitted
+    full = admit_held(QueueFacts(total_requests=9, model_requests=4, oldest_age_s=2.0), bounds, None)
     assert not full.admitted
     assert full.retry_after_s == pytest.approx(3.0)
-    assert not admit_held(HoldFacts(total_requests=10, model_requests=0), bounds, None).admitted
+    assert not admit_held(QueueFacts(total_requests=10, model_requests=0), bounds, None).admitted
 
 
 def test_liveness() -> None:

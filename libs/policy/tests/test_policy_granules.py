@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from pilotlight.policy.cost import stage_room
+from pilotlight.policy.ids import Epoch
 from pilotlight.policy.parallelism import SchemeRules, choose_scheme
+from pilotlight.policy.plan import Snapshot
 from pilotlight.policy.testing import NOW_S, model, node, worker
-from pilotlight.policy.types import Epoch, Snapshot
 
 GRANULE = 2 << 20
 

@@ -8,9 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pilotlight.policy.cluster import Copy, Liveness, NodeFacts, Tier
+from pilotlight.policy.ids import NodeId
+from pilotlight.policy.model import Stage
 from pilotlight.policy.multicast import MAX_UPSTREAMS, ChainPlan, Source, Target, chains_of, plan_chains
+from pilotlight.policy.plan import Instance, InstanceState, Placement
 from pilotlight.policy.testing import instance, model, node
-from pilotlight.policy.types import Copy, Instance, InstanceState, Liveness, NodeFacts, NodeId, Placement, Stage, Tier
 
 MODEL_BYTES = 128
 """In units, for plans whose unit is 1."""
@@ -331,7 +334,8 @@ def test_a_node_that_has_them_begins_and_those_that_start_follow() -> None:
 def test_who_cannot_give_is_asked_for_nothing(away: dict[str, object]) -> None:
     nodes = [facts("a", parts=EVERY, **away), facts("b")]
     plan = chains_of(model(), nodes, [], [placement("b")])
-    assert (plan.upstreams[NodeId("b")], plan.chain_of(NodeId("b")).source) == ((), None)  # type: ignore[union-attr]
+    (chain,) = plan.chains
+    assert (plan.upstreams[NodeId("b")], chain.members, chain.source) == ((), (NodeId("b"),), None)
 
 
 @pytest.mark.parametrize("change", [{"liveness": Liveness.SUSPECT}, {"draining": True}])

@@ -3,23 +3,13 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pilotlight.policy.cluster import Copy, DeviceHealth, HealthState, HeldState, Liveness, Tier, WorkerFacts
 from pilotlight.policy.cost import stage_room
+from pilotlight.policy.ids import Epoch, WorkerId
 from pilotlight.policy.parallelism import SchemeRules, choose_scheme
 from pilotlight.policy.placement import PlacementRules, candidates, committed_bytes
+from pilotlight.policy.plan import InstanceState, Snapshot
 from pilotlight.policy.testing import NOW_S, held, instance, model, node, worker
-from pilotlight.policy.types import (
-    Copy,
-    DeviceHealth,
-    Epoch,
-    HealthState,
-    HeldState,
-    InstanceState,
-    Liveness,
-    Snapshot,
-    Tier,
-    WorkerFacts,
-    WorkerId,
-)
 
 RULES = SchemeRules()
 

@@ -4,10 +4,13 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pilotlight.policy.ids import Epoch
 from pilotlight.policy.instance import SERVING, STARTING
+from pilotlight.policy.model import Model
+from pilotlight.policy.plan import Instance, InstanceState, Snapshot
+from pilotlight.policy.request import Demand
 from pilotlight.policy.scaling import ScalePlan, ScalingRules, plan_scaling
 from pilotlight.policy.testing import NOW_S, demand, instance, model
-from pilotlight.policy.types import Demand, Epoch, Instance, InstanceState, Model, Snapshot
 
 RULES = ScalingRules()
 S = InstanceState

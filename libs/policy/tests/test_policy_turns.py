@@ -7,26 +7,18 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from pilotlight.policy.cluster import HeldState, WorkerFacts
 from pilotlight.policy.cost import stage_room
+from pilotlight.policy.ids import Epoch, ModelName, WorkerId
 from pilotlight.policy.instance import SERVING, STARTING
+from pilotlight.policy.model import Model, Slo
 from pilotlight.policy.parallelism import SchemeRules, choose_scheme
 from pilotlight.policy.placement import PlacementRules, ServiceRules, candidates
+from pilotlight.policy.plan import Instance, InstanceState, Snapshot
+from pilotlight.policy.request import Demand
 from pilotlight.policy.scaling import ScalingRules, plan_scaling
 from pilotlight.policy.testing import NOW_S, demand, held, instance, model, node, worker
 from pilotlight.policy.turns import TurnPlan, TurnRules, plan_turns
-from pilotlight.policy.types import (
-    Demand,
-    Epoch,
-    HeldState,
-    Instance,
-    InstanceState,
-    Model,
-    ModelName,
-    Slo,
-    Snapshot,
-    WorkerFacts,
-    WorkerId,
-)
 
 S = InstanceState
 RULES = TurnRules()

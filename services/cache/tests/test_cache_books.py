@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from pilotlight.cache.books import Books, Grant
 from pilotlight.cache.testing import hear
+from pilotlight.policy.cluster import Copy, HeldStage, HeldState, NodeFacts
+from pilotlight.policy.ids import Digest, GrantId, InstanceId, NodeId, WorkerId
 from pilotlight.policy.testing import copy, held, node, worker
-from pilotlight.policy.types import Copy, Digest, GrantId, HeldStage, HeldState, InstanceId, NodeFacts, NodeId, WorkerId
 
 WORKER, NODE = WorkerId("w0"), NodeId("n0")
 MEMORY = 1000

@@ -9,6 +9,7 @@ import pytest
 from pilotlight.cache.pool import PublishedCopies
 from pilotlight.common.errors import BusUnavailable
 from pilotlight.common.waiting import cancel_all
+from pilotlight.policy.phase import Moment
 from pilotlight.policy.testing import copy, node
 
 pytestmark = pytest.mark.anyio
@@ -25,7 +26,7 @@ class Written:
         self.watched = asyncio.Event()
         self.on_change: Any = None
 
-    async def put(self, key: str, value: object) -> None:
+    async def put(self, key: str, value: object, *, sent: Moment | None = None) -> None:
         if not self.reachable:
             raise BusUnavailable
         self.writes += 1

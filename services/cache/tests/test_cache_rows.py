@@ -16,9 +16,8 @@ from pilotlight.common.messages.room import Release, Reserve, Reserved
 from pilotlight.common.service import Background
 from pilotlight.common.testing import until
 from pilotlight.policy.eviction.base import EvictionRules
-from pilotlight.policy.eviction.lru import Lru
+from pilotlight.policy.ids import Digest, GrantId, InstanceId, ModelName, NodeId, WorkerId
 from pilotlight.policy.testing import node, worker
-from pilotlight.policy.types import Digest, GrantId, InstanceId, ModelName, NodeId, WorkerId
 
 pytestmark = pytest.mark.anyio
 
@@ -59,7 +58,7 @@ class Rig:
         self.rows = Rows()
         self.background = Background()
         rules = EvictionRules(min_residency_s=0.0)
-        self.room = RoomMaker(self.books, self.rows, None, clock, self.background, Lru(), rules)  # type: ignore[arg-type]
+        self.room = RoomMaker(self.books, self.rows, None, clock, self.background, rules)  # type: ignore[arg-type]
 
     def reserve(self) -> Coroutine[Any, Any, Reserved]:
         wanted = Reserve(

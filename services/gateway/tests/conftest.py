@@ -15,15 +15,16 @@ from pilotlight.common.bus import Bus
 from pilotlight.common.service import Component, Context
 from pilotlight.common.store import text_key
 from pilotlight.common.testing import MakeContext, until
-from pilotlight.gateway.app import TRACED_PATHS, Pages, Serving, build_http, build_serving, build_texts
-from pilotlight.gateway.bodies import BodyBudget
-from pilotlight.gateway.catalog import CatalogEntry
-from pilotlight.gateway.http import Edge
-from pilotlight.gateway.measures import HttpMeasures, Measures
+from pilotlight.gateway.app import TRACED_PATHS, Pages, Serving, build_http, build_serving
+from pilotlight.gateway.edge.bodies import BodyBudget
+from pilotlight.gateway.edge.http import Edge
+from pilotlight.gateway.edge.measures import HttpMeasures
+from pilotlight.gateway.edge.server import HttpServer
+from pilotlight.gateway.models.catalog import CatalogEntry
 from pilotlight.gateway.openai.api import Limits, OpenAiApi
 from pilotlight.gateway.openai.exchange import ExchangeParts
 from pilotlight.gateway.openai.prompt import PromptEncoder
-from pilotlight.gateway.server import HttpServer
+from pilotlight.gateway.serving.measures import Measures
 from pilotlight.gateway.settings import GatewaySettings
 from pilotlight.gateway.testing import (
     API_KEY,
@@ -36,7 +37,7 @@ from pilotlight.gateway.testing import (
     entries_of,
     entry_of,
 )
-from pilotlight.gateway.texts.texts import Texts
+from pilotlight.gateway.texts.texts import Texts, build_texts
 from pilotlight.text.bundle import TextBundle, encode
 from pilotlight.text.testing import byte_level_json
 from pilotlight.text.tokenizer import TextTokenizer
@@ -102,11 +103,12 @@ async def make_world(make_context: MakeContext, bundle: TextBundle, tmp_path: Pa
     async with AsyncExitStack() as stack:
 
         async def make(*, max_context_tokens: int = 4096, text: TextBundle = bundle, **changes: object) -> World:
-            context = make_context("gateway", GatewaySettings(port=0, run_dir=tmp_path, drain_s=1.0, **changes))
+            context = make_context("gateway", GatewaySettings(port=0, run_dir=tmp_path, **{"drain_s": 1.0, **changes}))
             await context.store.put_if_absent(text_key(text.digest()), encode(text))
             world = _world(context, text, entry_of(MODEL, text, context.clock, max_context_tokens=max_context_tokens))
             serving = world.serving
-            components: list[Component] = [world.texts, serving.fleet, serving.relay, serving.demand, world.server]
+            told: list[Component] = [serving.demand, serving.arrivals]
+            components: list[Component] = [world.texts, serving.fleet, serving.relay, *told, world.server]
             for component in components:
                 await component.start()
                 stack.push_async_callback(component.stop)
@@ -135,7 +137,7 @@ def _world(context: Context[GatewaySettings], bundle: TextBundle, entry: Catalog
     settings = context.settings
     serving = build_serving(context, NoDecisions())
     usage = NotedUsage()
-    measures = Measures(context.metrics, serving.hold, serving.relay)
+    measures = Measures(context.metrics, serving.queue, serving.relay)
     exchanges = ExchangeParts(requests=serving.requests, usage=usage, measures=measures, clock=context.clock)
     texts = build_texts(context, RESERVED_HELPERS)
     api = OpenAiApi(
@@ -154,7 +156,9 @@ def _world(context: Context[GatewaySettings], bundle: TextBundle, entry: Catalog
     app = build_http(api, pages, Starlette())
     bodies = BodyBudget(settings.bodies_bytes, settings.body_pause_s)
     edge = Edge(app, TRACED_PATHS, bodies, HttpMeasures(context.metrics, bodies))
-    server = HttpServer(edge, serving.hold, context.background, host=settings.host, port=settings.port, drain_s=settings.drain_s)
+    server = HttpServer(
+        edge, serving.queue.close, context.background, host=settings.host, port=settings.port, drain_s=settings.drain_s
+    )
     nowhere = openai.AsyncOpenAI(base_url="http://127.0.0.1:1/v1", api_key=API_KEY)
     return World(
         bus=context.bus,

@@ -15,7 +15,6 @@ from pilotlight.common.db import tables
 from pilotlight.common.errors import NoRoom
 from pilotlight.common.messages.demand import EVICT_SUBJECT, WARM_SUBJECT, Evict, Evicting, Warm, Warming
 from pilotlight.common.testing import DatabaseSettingsOf, MakeContext, until
-from pilotlight.gateway import audit as audit_module
 from pilotlight.gateway.admin.gate import WRITES, action_of
 from pilotlight.gateway.admin.testing import (
     ADMIN_KEY,
@@ -28,8 +27,9 @@ from pilotlight.gateway.admin.testing import (
     settings_in,
     write_folder,
 )
-from pilotlight.gateway.audit import MAX_WAITING, RECORDED_PER_MINUTE, SYSTEM, AuditFilter, AuditLog
-from pilotlight.policy.types import InstanceId
+from pilotlight.gateway.records import audit as audit_module
+from pilotlight.gateway.records.audit import MAX_WAITING, RECORDED_PER_MINUTE, SYSTEM, AuditFilter, AuditLog
+from pilotlight.policy.ids import InstanceId
 
 pytestmark = pytest.mark.anyio
 

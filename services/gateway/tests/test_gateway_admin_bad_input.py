@@ -14,7 +14,6 @@ from sqlalchemy import URL
 
 from pilotlight.checkpoint.testing import frame_header, tiny_config, tiny_files
 from pilotlight.common.testing import DatabaseSettingsOf, MakeContext
-from pilotlight.gateway.admin.schemas import MAX_NAME_CHARS
 from pilotlight.gateway.admin.testing import (
     SLO,
     VOCAB_SIZE,
@@ -25,6 +24,7 @@ from pilotlight.gateway.admin.testing import (
     settings_in,
     write_folder,
 )
+from pilotlight.gateway.models.schemas import MAX_NAME_CHARS
 
 pytestmark = pytest.mark.anyio
 

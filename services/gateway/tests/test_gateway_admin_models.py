@@ -8,6 +8,7 @@ import pytest
 from sqlalchemy import URL, select
 
 from pilotlight.common.db import tables
+from pilotlight.common.db.mapping import from_row_json
 from pilotlight.common.errors import DeadlineExceeded, ModelNotFound
 from pilotlight.common.messages.demand import EVICT_SUBJECT, WARM_SUBJECT, Evict, Evicting, Warm, Warming
 from pilotlight.common.store import manifest_key, text_key
@@ -21,7 +22,8 @@ from pilotlight.gateway.admin.testing import (
     settings_in,
     write_folder,
 )
-from pilotlight.policy.types import InstanceId
+from pilotlight.policy.ids import InstanceId
+from pilotlight.policy.model import Model
 from pilotlight.text.bundle import TextBundle
 from pilotlight.text.tokenizer import TextTokenizer
 
@@ -61,6 +63,10 @@ async def test_a_good_folder_is_registered_and_can_be_served_at_once(world: Admi
     assert entry.text.tokenizer.decode(tokenizer.encode("hello world", add_special_tokens=False)) == "hello world"
     async with world.database.reading() as connection:
         (event,) = (await connection.execute(select(tables.outboxes["gateway"]))).all()
+        row = (await connection.execute(select(tables.models.c.body))).scalar_one()
+    assert "engine" not in body, "no client chooses it yet"
+    assert row.pop("engine") == "native"
+    assert from_row_json(row, Model) == entry.model, "a row of an earlier release"
     assert (event.kind, event.entity, event.data) == ("model_registered", "org/tiny", {"digest": body["digest"]})
 
 

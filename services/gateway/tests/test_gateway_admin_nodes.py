@@ -14,24 +14,13 @@ from pilotlight.common.db import tables
 from pilotlight.common.db.mapping import to_row_json
 from pilotlight.common.messages.reports import LoaderReport, WorkerReport, loader_report_subject, worker_report_subject
 from pilotlight.common.testing import DatabaseSettingsOf, MakeContext, until
+from pilotlight.gateway.admin.drains import Drain, Left, NodeState, state_of
 from pilotlight.gateway.admin.testing import AdminWorld, admin_world, database_away, emptied, settings_in
 from pilotlight.gateway.admin.transfers import shown_transfers
-from pilotlight.gateway.drains import Drain, Left, NodeState, state_of
+from pilotlight.policy.cluster import Copy, HeldStage, LinkSpeed, Liveness, OriginKind, OriginShare, Transfer
+from pilotlight.policy.ids import Digest, Epoch, ModelName, NodeId
+from pilotlight.policy.plan import InstanceState
 from pilotlight.policy.testing import copy, held, instance, node, worker
-from pilotlight.policy.types import (
-    Copy,
-    Digest,
-    Epoch,
-    HeldStage,
-    InstanceState,
-    LinkSpeed,
-    Liveness,
-    ModelName,
-    NodeId,
-    OriginKind,
-    OriginShare,
-    Transfer,
-)
 
 pytestmark = pytest.mark.anyio
 

@@ -19,8 +19,8 @@ from pilotlight.common.messages.verify import (
 )
 from pilotlight.common.testing import DatabaseSettingsOf, MakeContext, until
 from pilotlight.gateway.admin.testing import AdminWorld, admin_world, checkpoint_files, emptied, settings_in, write_folder
+from pilotlight.policy.ids import Epoch, NodeId
 from pilotlight.policy.testing import node
-from pilotlight.policy.types import Epoch, NodeId
 
 pytestmark = pytest.mark.anyio
 NODES = tuple(NodeId(f"node-{number}") for number in range(3))

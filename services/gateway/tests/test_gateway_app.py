@@ -11,11 +11,11 @@ from pilotlight.common.db import tables
 from pilotlight.common.db.session import Database
 from pilotlight.common.store import text_key
 from pilotlight.gateway.app import OPEN_PATHS, build
-from pilotlight.gateway.repository import ModelRepository
-from pilotlight.gateway.server import HttpServer
+from pilotlight.gateway.edge.server import HttpServer
+from pilotlight.gateway.models.repository import ModelRepository
 from pilotlight.gateway.settings import GatewaySettings
 from pilotlight.gateway.testing import ScriptedWorker, entries_of, model_of
-from pilotlight.policy.types import ModelName
+from pilotlight.policy.ids import ModelName
 from pilotlight.text.bundle import encode
 from pilotlight.text.tokenizer import TextTokenizer
 

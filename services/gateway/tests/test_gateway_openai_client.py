@@ -10,7 +10,7 @@ from pilotlight.common.messages.tokens import TokenEntry
 from pilotlight.common.settings import ServiceSettings
 from pilotlight.common.telemetry import start_telemetry, stop_telemetry
 from pilotlight.gateway.testing import entries_of
-from pilotlight.policy.types import FinishReason
+from pilotlight.policy.request import FinishReason
 
 pytestmark = pytest.mark.anyio
 

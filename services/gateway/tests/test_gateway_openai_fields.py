@@ -5,7 +5,7 @@ import json
 import openai
 import pytest
 
-from pilotlight.gateway.openai.types import NotSupported
+from pilotlight.gateway.schema.requests import NotSupported
 from pilotlight.gateway.testing import entries_of
 from pilotlight.text.bundle import TextBundle
 from pilotlight.text.testing import byte_fallback_json, byte_level_json

@@ -11,8 +11,8 @@ from pilotlight.common.clock import ManualClock, SystemClock
 from pilotlight.common.health import HealthServer
 from pilotlight.common.messages.reports import GatewayInfo
 from pilotlight.common.testing import ReconnectingBus, until
-from pilotlight.gateway import scrape
 from pilotlight.gateway.presence import GONE_AFTER_S, Presence
+from pilotlight.gateway.records import scrape
 from pilotlight.gateway.settings import GatewaySettings
 
 pytestmark = pytest.mark.anyio

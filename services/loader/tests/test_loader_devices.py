@@ -25,28 +25,35 @@ LOST = (GPUS[0], Gpu(index=1, lost="GPU is lost"), *GPUS[2:])
 UNTOLD = FoundGpus(why_none="NVML: Unknown Error", untold=True)
 
 
+def each(*devices: str) -> tuple[tuple[str, ...], ...]:
+    """A worker for each of the devices."""
+    return tuple((device,) for device in devices)
+
+
 @pytest.mark.parametrize(
     ("kind", "workers", "found", "expected"),
     [
-        ("auto", None, FOUR, ("cuda", UUIDS)),
-        ("auto", 2, FOUR, ("cuda", UUIDS[:2])),
-        ("auto", 5, FOUR, ("cpu", ("",) * 5)),
-        ("auto", None, NONE, ("cpu", ("",))),
-        ("auto", 3, NONE, ("cpu", ("",) * 3)),
+        ("auto", None, FOUR, ("cuda", each(*UUIDS))),
+        ("auto", 2, FOUR, ("cuda", each(*UUIDS[:2]))),
+        ("auto", 5, FOUR, ("cpu", ((),) * 5)),
+        ("auto", None, NONE, ("cpu", ((),))),
+        ("auto", 3, NONE, ("cpu", ((),) * 3)),
         ("auto", 0, FOUR, ("cuda", ())),
         ("auto", 0, NONE, ("cpu", ())),
-        ("auto", None, FoundGpus(gpus=LOST), ("cuda", (UUIDS[0], "1", *UUIDS[2:]))),
-        ("auto", None, replace(FOUR, untold=True), ("cuda", UUIDS)),
+        ("auto", None, FoundGpus(gpus=LOST), ("cuda", each(UUIDS[0], "1", *UUIDS[2:]))),
+        ("auto", None, replace(FOUR, untold=True), ("cuda", each(*UUIDS))),
         ("auto", 0, UNTOLD, ("cpu", ())),
-        ("cpu", None, UNTOLD, ("cpu", ("",))),
-        ("cuda", None, FOUR, ("cuda", UUIDS)),
-        ("cuda", 1, FOUR, ("cuda", UUIDS[:1])),
-        ("cpu", None, FOUR, ("cpu", ("",))),
-        ("cpu", 4, FOUR, ("cpu", ("",) * 4)),
-        ("sim", 7, FOUR, ("sim", ("",) * 7)),
+        ("cpu", None, UNTOLD, ("cpu", ((),))),
+        ("cuda", None, FOUR, ("cuda", each(*UUIDS))),
+        ("cuda", 1, FOUR, ("cuda", each(UUIDS[0]))),
+        ("cpu", None, FOUR, ("cpu", ((),))),
+        ("cpu", 4, FOUR, ("cpu", ((),) * 4)),
+        ("sim", 7, FOUR, ("sim", ((),) * 7)),
     ],
 )
-def test_each_setting(kind: str, workers: int | None, found: FoundGpus, expected: tuple[str, tuple[str, ...]]) -> None:
+def test_each_setting(
+    kind: str, workers: int | None, found: FoundGpus, expected: tuple[str, tuple[tuple[str, ...], ...]]
+) -> None:
     assert plan_workers(kind, workers, found) == WorkerDevices(kind=expected[0], devices=expected[1])
 
 
@@ -169,9 +176,9 @@ async def test_a_lost_gpu_keeps_its_place_and_is_named(machine: Machine, tmp_pat
     await find_gpus("auto", {}, kept)
     machine.gpus = LOST
     for _ in range(2):
-        assert plan_workers("auto", None, await find_gpus("auto", {}, kept)).devices == UUIDS, "it is known from before"
+        assert plan_workers("auto", None, await find_gpus("auto", {}, kept)).devices == each(*UUIDS), "it is known from before"
     found = await find_gpus("auto", {"CUDA_VISIBLE_DEVICES": "GPU-1b,GPU-3d"}, kept)
-    assert plan_workers("auto", None, found).devices == (UUIDS[1], UUIDS[3])
+    assert plan_workers("auto", None, found).devices == each(UUIDS[1], UUIDS[3])
 
 
 @pytest.mark.anyio
@@ -182,7 +189,7 @@ async def test_workers_find_themselves_in_the_plan_while_the_driver_does_not_tel
     machine.gpus = NvmlFailed("NVML: Unknown Error")
     for kind in ("auto", "cuda"):
         found = await find_gpus(kind, {"CUDA_VISIBLE_DEVICES": "2,0"}, kept)
-        assert plan_workers(kind, None, found).devices == (UUIDS[2], UUIDS[0])
+        assert plan_workers(kind, None, found).devices == each(UUIDS[2], UUIDS[0])
     kept.write_text("{")
     found = await find_gpus("auto", {}, kept)
     assert found == UNTOLD

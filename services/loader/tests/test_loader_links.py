@@ -13,7 +13,7 @@ from pilotlight.checkpoint.testing import tiny_config, tiny_files
 from pilotlight.common.bus import Bus
 from pilotlight.common.settings import BusSettings
 from pilotlight.common.testing import until
-from pilotlight.policy.types import Model
+from pilotlight.policy.model import Model
 
 pytestmark = pytest.mark.anyio
 

@@ -16,7 +16,7 @@ from pilotlight.common.bus import Bus
 from pilotlight.common.settings import BusSettings
 from pilotlight.common.testing import until
 from pilotlight.dataplane.link.nixl_process import has_rdma
-from pilotlight.policy.types import Model
+from pilotlight.policy.model import Model
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 FILES = tiny_files(tiny_config(hidden_size=512, intermediate_size=4096, vocab_size=512, num_hidden_layers=4))

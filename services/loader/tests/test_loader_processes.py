@@ -19,7 +19,7 @@ from pilotlight.loader.metrics import LoaderMetrics
 from pilotlight.loader.processes import Process, ProcessFile, ProcessRecord
 from pilotlight.loader.reports import Changes
 from pilotlight.loader.supervise import WorkerPlan, WorkerSupervisor
-from pilotlight.policy.types import WorkerId
+from pilotlight.policy.ids import WorkerId
 
 pytestmark = pytest.mark.anyio
 

@@ -6,7 +6,7 @@ from pilotlight.common.errors import SettingsInvalid
 from pilotlight.common.machine import memory_bytes
 from pilotlight.loader.identity import default_pool_bytes, load_epoch, node_id_of, save_epoch
 from pilotlight.loader.settings import LoaderSettings
-from pilotlight.policy.types import Epoch
+from pilotlight.policy.ids import Epoch
 
 
 def test_a_node_keeps_its_id(tmp_path: Path) -> None:

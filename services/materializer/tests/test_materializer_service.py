@@ -29,7 +29,7 @@ from pilotlight.common.store import ObjectStore, artifact_key
 from pilotlight.common.testing import DatabaseSettingsOf, MakeContext, until
 from pilotlight.materializer.app import Serving, build
 from pilotlight.materializer.settings import MaterializerSettings
-from pilotlight.policy.types import Digest
+from pilotlight.policy.ids import Digest
 
 pytestmark = pytest.mark.anyio
 

@@ -3,7 +3,7 @@
 import pytest
 
 from pilotlight.materializer.signing import is_signed, sign
-from pilotlight.policy.types import Digest
+from pilotlight.policy.ids import Digest
 
 FIELDS = {"fingerprint": Digest("ab" * 32), "kind": "graphs", "blob_digest": Digest("cd" * 32), "size_bytes": 10}
 

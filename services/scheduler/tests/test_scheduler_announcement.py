@@ -9,7 +9,7 @@ from pilotlight.common.buckets import LEADER, Bucket, Found
 from pilotlight.common.bus import Bus
 from pilotlight.common.errors import BusUnavailable, NotLeader
 from pilotlight.common.messages.hold import LEADING_KEY, Leading
-from pilotlight.policy.types import Epoch
+from pilotlight.policy.ids import Epoch
 from pilotlight.scheduler.announcement import Announcer, announce
 from pilotlight.scheduler.world import World
 

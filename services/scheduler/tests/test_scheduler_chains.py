@@ -12,14 +12,16 @@ from pilotlight.common.db import tables
 from pilotlight.common.db.mapping import to_row_json
 from pilotlight.common.db.session import Database
 from pilotlight.common.settings import DatabaseSettings
+from pilotlight.policy.cluster import Copy, Liveness, NodeFacts, Tier
 from pilotlight.policy.control.books import Books, Record
 from pilotlight.policy.control.holds import upstreams_of
 from pilotlight.policy.control.plan import ControlFacts, ControlRules, Memory, Term
 from pilotlight.policy.control.reconcile import ReconcileRules
 from pilotlight.policy.control.tick import tick
+from pilotlight.policy.ids import Epoch, NodeId
 from pilotlight.policy.instance import STARTING
+from pilotlight.policy.plan import Instance, InstanceState, Snapshot
 from pilotlight.policy.testing import NOW_S, demand, instance, model, node
-from pilotlight.policy.types import Copy, Epoch, Instance, InstanceState, Liveness, NodeFacts, NodeId, Snapshot, Tier
 from pilotlight.scheduler.chains import joined
 from pilotlight.scheduler.lease import Fence
 from pilotlight.scheduler.repository import SchedulerRepository
@@ -133,7 +135,7 @@ def test_a_change_of_upstreams_is_told_at_once_and_the_rest_by_the_second() -> N
             rules,
         )
         memory = plan.memory
-        return {str(one.node_id): list(one.fetches[0].upstreams) for one in plan.tell_nodes if one.fetches}
+        return {str(one.node_id): list(one.fetches[0].upstreams) for one in (*plan.tell.nodes, *plan.repeat.nodes) if one.fetches}
 
     assert told(NOW_S) == {"b": ["a"], "c": ["b", "a"]}
     assert told(NOW_S + 0.25) == {}

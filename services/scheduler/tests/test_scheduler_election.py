@@ -8,7 +8,7 @@ import pytest
 from pilotlight.common.clock import ManualClock, SystemClock
 from pilotlight.common.errors import DatabaseUnavailable, NotLeader
 from pilotlight.common.service import Background
-from pilotlight.policy.types import Epoch
+from pilotlight.policy.ids import Epoch
 from pilotlight.scheduler.election import Election
 from pilotlight.scheduler.lease import LEASE_S
 

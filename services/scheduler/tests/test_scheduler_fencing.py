@@ -9,8 +9,10 @@ from pilotlight.common.clock import ManualClock
 from pilotlight.common.errors import NotLeader
 from pilotlight.policy.control.books import Record
 from pilotlight.policy.control.plan import NodeTold, WorkerTold
+from pilotlight.policy.ids import Epoch, InstanceId
+from pilotlight.policy.phase import Moment
+from pilotlight.policy.plan import Instance, InstanceState
 from pilotlight.policy.testing import instance, model
-from pilotlight.policy.types import Epoch, Instance, InstanceState
 from pilotlight.scheduler.board import InstanceBoard
 from pilotlight.scheduler.book import Book
 from pilotlight.scheduler.room import RoomClient
@@ -25,14 +27,14 @@ class Said:
     def __init__(self) -> None:
         self.words: list[str] = []
 
-    async def publish(self, subject: str, message: object) -> None:
+    async def publish(self, subject: str, message: object, *, sent: Moment | None = None) -> None:
         self.words.append(subject)
 
     async def request(self, subject: str, message: object, reply_type: type[Any], *, deadline_s: float) -> Any:
         self.words.append(subject)
         return None
 
-    async def put(self, key: str, value: object) -> None:
+    async def put(self, key: str, value: object, *, sent: Moment | None = None) -> None:
         self.words.append(f"put {key}")
 
     async def delete(self, key: str) -> None:
@@ -51,6 +53,9 @@ class Term:
         if self.over:
             raise NotLeader
 
+    def instance(self, instance_id: InstanceId) -> None:
+        return None
+
 
 def an_instance() -> Instance:
     return instance("m", "i0", state=InstanceState.READY)
@@ -58,7 +63,7 @@ def an_instance() -> Instance:
 
 async def test_commands_end_with_the_lease() -> None:
     said, term, one = Said(), Term(), an_instance()
-    teller = Teller(said, Epoch(1), term.check, ManualClock())  # type: ignore[arg-type]
+    teller = Teller(said, Epoch(1), term, ManualClock())  # type: ignore[arg-type]
     book, placement = Book(), one.placements[0]
     book.put(Record(instance=one, model=model(one.model)))
     await teller.dispatch(one, book, {})
@@ -67,7 +72,7 @@ async def test_commands_end_with_the_lease() -> None:
     with pytest.raises(NotLeader):
         await teller.dispatch(one, book, {})
     with pytest.raises(NotLeader):
-        await teller.tell_worker(WorkerTold(worker_id=placement.worker_id, holds=()))
+        await teller.tell_worker(WorkerTold(worker_id=placement.worker_id, holds=()), {})
     with pytest.raises(NotLeader):
         await teller.tell_node(NodeTold(node_id=placement.node_id, fetches=()), {})
     assert len(said.words) == 2
@@ -75,12 +80,12 @@ async def test_commands_end_with_the_lease() -> None:
 
 async def test_the_board_ends_with_the_lease() -> None:
     said, term, one = Said(), Term(), an_instance()
-    board = InstanceBoard(said, ManualClock(), lambda _: None, term.check)  # type: ignore[arg-type]
+    board = InstanceBoard(said, ManualClock(), term)  # type: ignore[arg-type]
     board.show(one)
     term.over = True
     with pytest.raises(NotLeader):
         await board.run()
-    board = InstanceBoard(said, ManualClock(), lambda _: None, term.check)  # type: ignore[arg-type]
+    board = InstanceBoard(said, ManualClock(), term)  # type: ignore[arg-type]
     await board._on_value("left-by-another", one)
     with pytest.raises(NotLeader):
         await board.run()
@@ -89,7 +94,7 @@ async def test_the_board_ends_with_the_lease() -> None:
 
 async def test_no_room_is_asked_for_after_the_lease() -> None:
     said, term, one = Said(), Term(), an_instance()
-    room = RoomClient(said, Epoch(1), term.check)  # type: ignore[arg-type]
+    room = RoomClient(said, Epoch(1), term)  # type: ignore[arg-type]
     await room.reserve(one, model(one.model), one.placements[0])
     term.over = True
     with pytest.raises(NotLeader):

@@ -11,7 +11,7 @@ from pilotlight.common.db.session import Database
 from pilotlight.common.errors import DatabaseUnavailable, NotLeader
 from pilotlight.common.settings import DatabaseSettings
 from pilotlight.common.testing import until
-from pilotlight.policy.types import Epoch
+from pilotlight.policy.ids import Epoch
 from pilotlight.scheduler import lease
 from pilotlight.scheduler.lease import IDLE_S, LEASE_S, Fence, Lease
 

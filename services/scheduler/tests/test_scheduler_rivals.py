@@ -22,7 +22,7 @@ from pilotlight.common.service import Background
 from pilotlight.common.settings import DatabaseSettings
 from pilotlight.common.testing import until
 from pilotlight.common.waiting import pause
-from pilotlight.policy.types import Epoch
+from pilotlight.policy.ids import Epoch
 from pilotlight.scheduler import election as election_module
 from pilotlight.scheduler import lease as lease_module
 from pilotlight.scheduler.election import Election

@@ -14,7 +14,7 @@ from pilotlight.common.db.retention import PruneMetrics, Pruner
 from pilotlight.common.db.session import Database
 from pilotlight.common.errors import NotLeader
 from pilotlight.common.settings import DatabaseSettings
-from pilotlight.policy.types import Epoch
+from pilotlight.policy.ids import Epoch
 from pilotlight.scheduler.lease import Fence, Lease
 from pilotlight.scheduler.repository import retention
 from pilotlight.scheduler.settings import SchedulerSettings

@@ -5,25 +5,13 @@ import pytest
 from pilotlight.common.messages.demand import DemandVector
 from pilotlight.common.messages.phases import FirstToken, PhaseReport
 from pilotlight.common.messages.reports import LoaderReport, WorkerReport
+from pilotlight.policy.cluster import DeviceKind, HeldStage, HeldState
+from pilotlight.policy.control.focus import Focus
+from pilotlight.policy.ids import DecisionId, Epoch, GatewayId, InstanceId, ModelName, NodeId, RequestId, WorkerId
 from pilotlight.policy.instance import InstanceEvent
+from pilotlight.policy.phase import Phase, PhaseName
+from pilotlight.policy.plan import InstanceState, NodeDrain
 from pilotlight.policy.testing import demand, held, model, node, worker
-from pilotlight.policy.types import (
-    DecisionId,
-    DeviceKind,
-    Epoch,
-    GatewayId,
-    HeldStage,
-    HeldState,
-    InstanceId,
-    InstanceState,
-    ModelName,
-    NodeDrain,
-    NodeId,
-    Phase,
-    PhaseName,
-    RequestId,
-    WorkerId,
-)
 from pilotlight.scheduler.records import ColdStart, merged, readied, reported, sample_of
 from pilotlight.scheduler.world import World
 
@@ -116,6 +104,31 @@ def test_a_drain_is_as_old_as_the_database_says_when_it_was_first_heard_of() -> 
     assert world.drains(NOW_S + 3.0) == (NodeDrain(node_id=NodeId("n0"), age_s=1.5),)
     assert world.hear_drains({}, NOW_S + 3.0)
     assert not world.nodes()[NodeId("n0")].draining
+
+
+def test_what_was_heard_of_is_passed_on_once_by_name() -> None:
+    world = World(listening_since_s=0.0)
+    told(world, report(), NOW_S)
+    told(world, loader(), NOW_S)
+    world.hear_models([model("m"), model("n")])
+    assert world.take_changed() == Focus(
+        models=frozenset({ModelName("m"), ModelName("n")}),
+        workers=frozenset({WorkerId("w0")}),
+        nodes=frozenset({NodeId("n0")}),
+    )
+    assert world.take_changed() == Focus()
+    assert world.hear_models([model("m", pinned=True), model("n")])
+    assert world.hear_drains({NodeId("n0"): 5.0}, NOW_S)
+    assert world.take_changed() == Focus(models=frozenset({ModelName("m")}), nodes=frozenset({NodeId("n0")}))
+    assert not world.hear_models([model("m", pinned=True), model("n")])
+    assert not world.hear_drains({NodeId("n0"): 5.0}, NOW_S)
+    assert world.take_changed() == Focus()
+    assert world.hear_models([model("n")])
+    assert world.hear_drains({}, NOW_S)
+    assert world.follow(world.roster.check(NOW_S + 3.5))
+    assert world.take_changed() == Focus(
+        models=frozenset({ModelName("m")}), workers=frozenset({WorkerId("w0")}), nodes=frozenset({NodeId("n0")})
+    )
 
 
 def test_the_highest_epoch_that_anybody_obeyed_is_known() -> None:

@@ -1,4 +1,4 @@
-"""A tiny Llama with random weights in a file laid out as a host pool is, and leases on it."""
+"""A tiny Llama with random weights in a file laid out as a host pool is, leases on it, and workers and children on it."""
 
 import asyncio
 import random
@@ -7,23 +7,38 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
+from scripted_engine import UP, Parent, ScriptedEngine
 
-from pilotlight.common.messages.engine import LoadStage, PlacePart
+from pilotlight.common.buckets import WORKERS
+from pilotlight.common.clock import ManualClock
+from pilotlight.common.messages.engine import EngineUp, LoadStage, PlacePart
 from pilotlight.common.messages.pool import PartReady, TensorPlace
-from pilotlight.policy.types import (
-    Digest,
-    Dtype,
-    InstanceId,
-    Model,
-    ModelName,
-    ModelSpec,
-    Sampling,
-    ScalingBounds,
-    Slo,
-    WorkerId,
-)
+from pilotlight.common.phase_reports import reported_phases
+from pilotlight.policy.cluster import DeviceKind
+from pilotlight.policy.cost import EngineSpeed
+from pilotlight.policy.ids import Digest, InstanceId, ModelName, NodeId, WorkerId
+from pilotlight.policy.model import Dtype, EngineKind, Model, ModelSpec, ScalingBounds, Slo
+from pilotlight.policy.request import Sampling
+from pilotlight.policy.testing import tiny_spec
+from pilotlight.worker.core import WorkerCore
+from pilotlight.worker.engine_child import loop, stages
+from pilotlight.worker.engine_child.pins import Pins
+from pilotlight.worker.engines.child_process import ChildOptions
+from pilotlight.worker.engines.client import EngineClient
+from pilotlight.worker.engines.process import ProcessEngine
+from pilotlight.worker.engines.sim import SimEngine
+from pilotlight.worker.engines.switch import EngineSwitch
+from pilotlight.worker.groups import Groups
+from pilotlight.worker.loading import StageLoader
+from pilotlight.worker.metrics import WorkerMetrics
+from pilotlight.worker.requests import RequestTable
+from pilotlight.worker.settings import WorkerSettings
+from pilotlight.worker.testing import FAST_S, ROOM, WORKER, MakeRig, Rig
+from pilotlight.worker.vocabularies import Vocabularies
+from pilotlight.worker.worker import Worker
 
 ALIGNMENT = 64
 DATA_OFFSET = 4096
@@ -128,25 +143,8 @@ def _aligned(size_bytes: int) -> int:
     return -(-size_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def _spec() -> ModelSpec:
-    bare = ModelSpec(
-        architecture="LlamaForCausalLM",
-        dtype=Dtype.FLOAT32,
-        num_layers=2,
-        hidden_size=32,
-        intermediate_size=48,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        vocab_size=97,
-        max_context_tokens=256,
-        rope_theta=10_000.0,
-        rope_scaling=None,
-        rms_norm_eps=1e-5,
-        tied_embeddings=False,
-        attention_bias=False,
-        part_bytes=(0,) * 4,
-    )
+def _spec(num_layers: int = 2) -> ModelSpec:
+    bare = tiny_spec(num_layers=num_layers)
     sizes = tuple(sum(4 * prod(shape) for shape in shapes.values()) for shapes in _shapes(bare).values())
     return replace(bare, part_bytes=sizes)
 
@@ -169,6 +167,18 @@ def model() -> Model:
 
 @pytest.fixture(scope="session")
 def pool(model: Model, tmp_path_factory: pytest.TempPathFactory) -> TinyPool:
+    return make_pool(model, tmp_path_factory.mktemp("pool"))
+
+
+@pytest.fixture(scope="session")
+def deep_pool(model: Model, tmp_path_factory: pytest.TempPathFactory) -> TinyPool:
+    """The same model with four layers and a long context, computed in float64: no batch rounds otherwise than another."""
+    spec = replace(_spec(4), max_context_tokens=8192)
+    return make_pool(replace(model, spec=spec, dtype=Dtype.FLOAT64), tmp_path_factory.mktemp("deep"))
+
+
+def make_pool(model: Model, folder: Path) -> TinyPool:
+    """A pool with random parameters."""
     rng = random.Random(7)
     image = bytearray(DATA_OFFSET)
     parts: dict[int, tuple[TensorPlace, ...]] = {}
@@ -182,7 +192,7 @@ def pool(model: Model, tmp_path_factory: pytest.TempPathFactory) -> TinyPool:
             places.append(TensorPlace(name=name, dtype=Dtype.FLOAT32, shape=shape, offset=len(image), size_bytes=len(values)))
             image.extend(values)
         parts[part] = tuple(places)
-    path = tmp_path_factory.mktemp("pool") / "pool"
+    path = folder / "pool"
     path.write_bytes(image)
     return TinyPool(path, len(image), model, parts)
 
@@ -201,3 +211,75 @@ def leases(pool: TinyPool) -> Iterator[PoolLeases]:
 def greedy() -> Callable[[int], Sampling]:
     """Sampling of so many tokens, the most likely each."""
     return lambda max_tokens: Sampling(seed=1, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture
+async def make_rig(make_context: Any, connect_bus: Any, leases: Any, model: Any, tmp_path: Path) -> AsyncIterator[MakeRig]:
+    rigs: list[Rig] = []
+
+    async def make(step_s: float = FAST_S, process: bool = False, max_requests: int = 8, pool_path: Path | None = None) -> Rig:
+        context = make_context("worker", WorkerSettings())
+        engine: EngineClient
+        if process:
+            faults = f"step={step_s}" if step_s > FAST_S else ""
+            engine = ProcessEngine(ChildOptions(threads=1, log_path=tmp_path / "engine.log", faults=faults))
+        else:
+            speed = EngineSpeed(load_bytes_per_s=1e9, prefill_tokens_per_s=1e6, decode_step_s=step_s)
+            engine = SimEngine(speed, context.clock)
+        core = WorkerCore(
+            worker_id=WORKER,
+            node_id=NodeId("node-1"),
+            device_bytes=ROOM,
+            engine=EngineSwitch({EngineKind.NATIVE: lambda: engine}, context.background),
+            table=RequestTable(max_requests),
+            bus=context.bus,
+            clock=context.clock,
+            background=context.background,
+            metrics=WorkerMetrics(context.metrics),
+            phases=reported_phases(context.bus, context.clock, context.background, "worker"),
+            vocabularies=Vocabularies(context.store),
+        )
+        bucket = await context.bus.bucket(WORKERS)
+        kind = DeviceKind.CPU if process else DeviceKind.SIM
+        groups = Groups(core, "127.0.0.1", tmp_path)
+        worker = Worker(core, kind, StageLoader(core, leases, pool_path), bucket, context.incarnation, None, groups)
+        rig = Rig(worker, await connect_bus("gateway"), model)
+        rigs.append(rig)
+        await rig.listen()
+        await worker.start()
+        await rig.until(lambda: rig.facts)
+        return rig
+
+    yield make
+    for rig in rigs:
+        await rig.worker.stop()
+
+
+@pytest.fixture
+def scripted() -> ScriptedEngine:
+    """The engine of ``start_child``."""
+    return ScriptedEngine()
+
+
+@pytest.fixture
+def start_child(scripted: ScriptedEngine) -> Iterator[Callable[..., Parent]]:
+    """Starts a child's loop in a thread."""
+    parents: list[Parent] = []
+
+    def make(faults: str = "", pins: Pins | None = None) -> Parent:
+        parents.append(Parent(scripted, faults, pins))
+        assert parents[-1].until(EngineUp) == UP
+        return parents[-1]
+
+    yield make
+    for parent in parents:
+        parent.close()
+
+
+@pytest.fixture
+def work_alone(scripted: ScriptedEngine, monkeypatch: pytest.MonkeyPatch) -> ManualClock:
+    """Time passes by computations and injected delays alone, so that phases can be told to the microsecond."""
+    clock = scripted.clock = ManualClock()
+    for module in (loop, stages):
+        monkeypatch.setattr(module, "pause_blocking", clock.advance)
+    return clock

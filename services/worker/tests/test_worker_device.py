@@ -12,60 +12,44 @@ import pytest
 from fake_nvml import GIB, GOOD, FakeNvml, ScriptedNvml
 
 from pilotlight.common.buckets import WORKERS
-from pilotlight.common.messages.hold import Hold, WorkerHold, worker_hold_subject
-from pilotlight.common.messages.reports import WORKER_REPORTS, WorkerReport
-from pilotlight.common.messages.tokens import Submit, SubmitReply, TokenBatch, TokenEntry, submit_subject, tokens_subject
+from pilotlight.common.bus import Bus
+from pilotlight.common.device_health import GOOD_READINGS, UNTOLD_READINGS, DeviceReading, Recovery
 from pilotlight.common.nvml import NvmlReader
-from pilotlight.common.phases import PhaseReporter
+from pilotlight.common.phase_reports import reported_phases
 from pilotlight.common.testing import until
 from pilotlight.common.waiting import Backoff
-from pilotlight.policy.device_health import GOOD_READINGS, UNTOLD_READINGS, DeviceReading, Recovery
-from pilotlight.policy.types import (
-    DeviceHealth,
-    DeviceKind,
-    Epoch,
-    GatewayId,
-    Generation,
-    HealthState,
-    HeldState,
-    InstanceId,
-    ModelName,
-    NodeId,
-    RequestId,
-    Sampling,
-    WorkerFacts,
-    WorkerId,
-)
-from pilotlight.worker.app import build
-from pilotlight.worker.child_process import ChildOptions, bury, kill_group, spawn
+from pilotlight.policy.cluster import DeviceHealth, DeviceKind, HealthState, HeldState, WorkerFacts
+from pilotlight.policy.ids import NodeId
+from pilotlight.policy.model import EngineKind, Model
 from pilotlight.worker.core import WorkerCore
 from pilotlight.worker.device_watch import DeviceWatch, WatchTimes
-from pilotlight.worker.engine_client import EngineDied
+from pilotlight.worker.engines.child_process import ChildOptions
+from pilotlight.worker.engines.client import EngineDied
+from pilotlight.worker.engines.process import ProcessEngine
+from pilotlight.worker.engines.spare import Spare
+from pilotlight.worker.engines.switch import EngineSwitch
 from pilotlight.worker.loading import StageLoader
 from pilotlight.worker.metrics import WorkerMetrics
-from pilotlight.worker.process_engine import ProcessEngine
 from pilotlight.worker.requests import RequestTable
 from pilotlight.worker.settings import WorkerSettings
-from pilotlight.worker.spare import Spare
+from pilotlight.worker.testing import DEADLINE_S, ROOM, SLOW_S, WORKER, Rig
 from pilotlight.worker.vocabularies import Vocabularies
 from pilotlight.worker.worker import Worker
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
-
-WORKER, INSTANCE, GATEWAY = WorkerId("node-1-w0"), InstanceId("inst-1"), GatewayId("gw-1")
-ROOM = 1 << 20
-DEADLINE_S = 30.0
-TIMES = WatchTimes(poll_s=0.02, deadline_s=0.8, grace_s=0.2)
+PATIENT = WatchTimes(poll_s=0.02, deadline_s=DEADLINE_S / 2, grace_s=1.0)
+"""However slow the machine is, a driver that answers is never late."""
+IMPATIENT = WatchTimes(poll_s=0.02, deadline_s=0.2, grace_s=0.1)
+"""For drivers that do not answer."""
 XID_79 = DeviceReading(xids=(79,), lost="GPU is lost")
 
 
-class Rig:
-    """A worker with a real engine child on cores, whose device is a fake; and a gateway."""
+class DeviceRig(Rig):
+    """A worker with a real engine child on cores, whose device is a fake."""
 
-    def __init__(self, worker: Worker, engine: ProcessEngine, nvml: FakeNvml, bus: Any, model: Any) -> None:
-        self.worker, self.engine, self.nvml, self.bus, self.model = worker, engine, nvml, bus, model
-        self.facts: WorkerFacts | None = None
-        self.entries: list[TokenEntry] = []
+    def __init__(self, worker: Worker, engine: ProcessEngine, nvml: FakeNvml, bus: Bus, model: Model) -> None:
+        super().__init__(worker, bus, model)
+        self.engine, self.nvml = engine, nvml
         self.starts = 0
         start = engine.start
 
@@ -75,86 +59,54 @@ class Rig:
 
         engine.start = counted
 
-    async def listen(self) -> None:
-        await self.bus.subscribe(WORKER_REPORTS, WorkerReport, self._on_report)
-        await self.bus.subscribe(tokens_subject(GATEWAY), TokenBatch, self._on_tokens, binary=True)
+    def hang(self) -> None:
+        """The driver does not answer any more."""
+        self.watch.each[0]._times = IMPATIENT
+        self.nvml.hang()
 
-    async def _on_report(self, report: WorkerReport) -> None:
-        self.facts = report.facts
+    def answer(self) -> None:
+        self.watch.each[0]._times = PATIENT
+        self.nvml.answer()
 
-    async def _on_tokens(self, batch: TokenBatch) -> None:
-        self.entries += batch.entries
+    @property
+    def watch(self) -> DeviceWatch:
+        assert self.worker._watch is not None
+        return self.worker._watch
 
     async def health(self, state: HealthState) -> WorkerFacts:
-        await until(lambda: self.facts is not None and self.facts.health.state is state, deadline_s=DEADLINE_S)
-        assert self.facts is not None
-        return self.facts
-
-    async def state(self, state: HeldState) -> None:
-        def reached() -> bool:
-            return self.facts is not None and any(held.state is state for held in self.facts.held)
-
-        await until(reached, deadline_s=DEADLINE_S)
-
-    async def hold(self, generation: int = 1) -> None:
-        hold = Hold(
-            instance_id=INSTANCE,
-            generation=Generation(generation),
-            model=self.model,
-            stage=self.model.spec.whole,
-            device_bytes=ROOM // 2,
-        )
-        message = WorkerHold(worker_id=WORKER, epoch=Epoch(1), holds=(hold,))
-        await self.bus.publish(worker_hold_subject(WORKER), message)
-
-    async def submit(self, request_id: str, max_tokens: int) -> SubmitReply:
-        submit = Submit(
-            request_id=RequestId(request_id),
-            attempt=1,
-            gateway_id=GATEWAY,
-            instance_id=INSTANCE,
-            model=ModelName("tiny"),
-            prompt_ids=[1, 2, 3],
-            sampling=Sampling(seed=5, max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
-        )
-        return await self.bus.request(submit_subject(WORKER), submit, SubmitReply, deadline_s=2.0)
-
-    async def end_of(self, request_id: str) -> TokenEntry:
-        def ended() -> list[TokenEntry]:
-            return [entry for entry in self.entries if entry.request_id == request_id and entry.finish]
-
-        await until(lambda: bool(ended()), deadline_s=DEADLINE_S)
-        return ended()[0]
+        return await self.until(lambda: self.facts and self.facts.health.state is state and self.facts)
 
 
-MakeRig = Callable[..., Awaitable[Rig]]
+MakeRig = Callable[..., Awaitable[DeviceRig]]
 
 
 @pytest.fixture
 async def make_rig(make_context: Any, connect_bus: Any, leases: Any, model: Any, tmp_path: Path) -> AsyncIterator[MakeRig]:
-    rigs: list[Rig] = []
+    rigs: list[DeviceRig] = []
 
-    async def make(nvml: FakeNvml, *, spare: bool = False, module: str = "pilotlight.worker.child") -> Rig:
+    async def make(
+        nvml: FakeNvml, *, spare: bool = False, module: str = "pilotlight.worker.engine_child.child", times: WatchTimes = PATIENT
+    ) -> DeviceRig:
         context = make_context("worker", WorkerSettings())
-        options = ChildOptions(threads=1, log_path=tmp_path / "engine.log", module=module)
+        options = ChildOptions(threads=1, log_path=tmp_path / "engine.log", module=module, faults=f"step={SLOW_S}")
         engine = ProcessEngine(options, Spare(options, Backoff(first_s=0.01, limit_s=0.05)) if spare else None)
         core = WorkerCore(
             worker_id=WORKER,
             node_id=NodeId("node-1"),
             device_bytes=ROOM,
-            engine=engine,
+            engine=EngineSwitch({EngineKind.NATIVE: lambda: engine}, context.background),
             table=RequestTable(8),
             bus=context.bus,
             clock=context.clock,
             background=context.background,
             metrics=WorkerMetrics(context.metrics),
-            phases=PhaseReporter(context.bus, context.clock, context.background, "worker"),
+            phases=reported_phases(context.bus, context.clock, context.background, "worker"),
             vocabularies=Vocabularies(context.store),
         )
         bucket = await context.bus.bucket(WORKERS)
-        watch = DeviceWatch(nvml, context.clock, context.background, lambda: engine.pids, TIMES)
+        watch = DeviceWatch((nvml,), context.clock, context.background, lambda: engine.pids, times)
         worker = Worker(core, DeviceKind.CUDA, StageLoader(core, leases, None), bucket, context.incarnation, watch)
-        rig = Rig(worker, engine, nvml, await connect_bus("gateway"), model)
+        rig = DeviceRig(worker, engine, nvml, await connect_bus("gateway"), model)
         rigs.append(rig)
         await rig.listen()
         await worker.start()
@@ -162,17 +114,17 @@ async def make_rig(make_context: Any, connect_bus: Any, leases: Any, model: Any,
 
     yield make
     for rig in rigs:
-        rig.nvml.answer()
+        rig.answer()
         await rig.worker.stop()
 
 
-async def serving(rig: Rig) -> None:
+async def serving(rig: DeviceRig) -> None:
     await rig.health(HealthState.HEALTHY)
-    await rig.hold()
+    await rig.command(rig.a_hold())
     await rig.state(HeldState.READY)
 
 
-async def readings(rig: Rig, count: int) -> None:
+async def readings(rig: DeviceRig, count: int) -> None:
     seen = rig.nvml.reads
     await until(lambda: rig.nvml.reads >= seen + count, deadline_s=DEADLINE_S)
 
@@ -188,7 +140,7 @@ async def test_a_device_that_fails_ends_its_engine_and_none_is_started_before_it
     facts = await rig.health(HealthState.FAILED)
     assert facts.health.reason == "lost: GPU is lost"
     assert not facts.engine_up
-    assert (await rig.end_of("req-1")).code == "device_failed", "a gateway resumes it elsewhere"
+    assert (await rig.finish_of("req-1")).code == "device_failed", "a gateway resumes it elsewhere"
     await rig.state(HeldState.FAILED)
     assert rig.facts is not None
     assert rig.facts.held[0].reason.startswith("device_failed: the engine ended: lost: GPU is lost")
@@ -209,25 +161,25 @@ async def test_a_device_that_fails_ends_its_engine_and_none_is_started_before_it
     await until(lambda: rig.facts is not None and rig.facts.engine_up, deadline_s=DEADLINE_S)
     assert rig.engine.pid != pid
     assert rig.starts == 2
-    await rig.hold(generation=2)
+    await rig.command(rig.a_hold(generation=2))
     await rig.state(HeldState.READY)
     assert (await rig.submit("req-3", 3)).accepted
-    assert (await rig.end_of("req-3")).code == ""
+    assert (await rig.finish_of("req-3")).code == ""
 
 
 async def test_a_driver_that_does_not_answer_is_the_finding_and_is_asked_nothing_more(make_rig: MakeRig) -> None:
     rig = await make_rig(FakeNvml())
     await serving(rig)
-    rig.nvml.hang()
+    rig.hang()
     facts = await rig.health(HealthState.FAILED)
     assert facts.health.reason == "wedged: the driver does not answer"
     await rig.state(HeldState.FAILED)
     asked = rig.nvml.reads
-    late = rig.worker._watch.readings
-    await until(lambda: rig.worker._watch.readings >= late + 3, deadline_s=DEADLINE_S)
+    late = rig.worker._watch.each[0].readings
+    await until(lambda: rig.worker._watch.each[0].readings >= late + 3, deadline_s=DEADLINE_S)
     assert rig.nvml.reads == asked
     assert rig.starts == 1
-    rig.nvml.answer()
+    rig.answer()
     await until(lambda: rig.facts is not None and rig.facts.engine_up, deadline_s=DEADLINE_S)
     assert (await rig.health(HealthState.HEALTHY)).health.reason == ""
     assert rig.starts == 2
@@ -246,7 +198,7 @@ async def test_a_program_that_the_driver_ended_is_replaced_by_the_spare(make_rig
     # As after an illegal address: the driver tells of 31 and cleans up, which it calls 45.
     rig.nvml.once(DeviceReading(xids=(31, 45), recovery=Recovery.NONE))
     os.kill(rig.engine.pid or 0, signal.SIGKILL)
-    assert (await rig.end_of("req-1")).code == "engine_failed"
+    assert (await rig.finish_of("req-1")).code == "engine_failed"
     await until(lambda: rig.engine.pid == promoted, deadline_s=DEADLINE_S)
     assert (await rig.health(HealthState.HEALTHY)).device.name == "cpu (1 threads)"
 
@@ -304,7 +256,7 @@ async def test_an_engine_that_comes_up_on_a_failed_device_all_the_same_is_ended(
     async def unawares() -> Any:
         up = await start()
         rig.nvml.reading, rig.engine.kill = XID_79, unheard
-        rig.worker._watch._take(XID_79)
+        rig.worker._watch.each[0]._take(XID_79)
         rig.engine.kill = kill
         return up
 
@@ -337,10 +289,10 @@ async def test_two_who_want_the_engine_back_in_one_turn_get_one_start(make_rig: 
 async def test_a_worker_on_a_device_that_hangs_from_the_beginning_reports_it_and_starts_nothing(make_rig: MakeRig) -> None:
     nvml = FakeNvml()
     nvml.hang()
-    rig = await make_rig(nvml)
+    rig = await make_rig(nvml, times=IMPATIENT)
     facts = await rig.health(HealthState.FAILED)
     assert (facts.engine_up, rig.starts, facts.device.name) == (False, 0, "")
-    nvml.answer()
+    rig.answer()
     await until(lambda: rig.facts is not None and rig.facts.engine_up, deadline_s=DEADLINE_S)
     assert rig.starts == 1
 
@@ -381,7 +333,7 @@ async def test_a_degraded_device_goes_on_and_says_so(make_rig: MakeRig) -> None:
     assert facts.engine_up
     assert facts.health.reason.startswith("xid: 94, an ECC error that is contained")
     assert (await rig.submit("req-1", 3)).accepted
-    assert (await rig.end_of("req-1")).code == ""
+    assert (await rig.finish_of("req-1")).code == ""
     assert rig.starts == 1
 
 
@@ -404,68 +356,13 @@ async def test_without_nvml_the_worker_works_and_says_that_nobody_watches(make_r
     await until(lambda: rig.starts == 2 and rig.engine.alive, deadline_s=DEADLINE_S)
 
 
-@pytest.mark.parametrize(("named", "shown", "meant"), [("", "2,3", "2"), ("1", "2,3", "1"), ("", "", "")])
-async def test_engine_and_watch_mean_the_same_device(
-    make_context: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str, shown: str, meant: str
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
-    settings = WorkerSettings(device="cuda", cuda_device=named, pool_socket=tmp_path / "pool.sock")
-    worker = (await build(make_context("worker", settings))).components[-1]
-    assert isinstance(worker, Worker)
-    assert isinstance(worker.core.engine, ProcessEngine)
-    assert worker._watch is not None
-    assert worker.core.engine._options.cuda_device == meant
-    assert worker._watch._reader._device == (meant or "0")
-
-
-async def test_a_gpus_worker_is_built_with_a_watch_and_a_child_of_its_device(make_context: Any, tmp_path: Path) -> None:
-    settings = WorkerSettings(
-        device="cuda",
-        cuda_device="GPU-1a",
-        step_tokens=4096,
-        pool_socket=tmp_path / "pool.sock",
-        pool_path=tmp_path / "pool",
-        log_dir=tmp_path,
-    )
-    application = await build(make_context("worker", settings))
-    worker = application.components[-1]
-    assert isinstance(worker, Worker)
-    assert worker._watch is not None
-    assert worker.core.device_bytes == 0, "its engine says"
-    assert isinstance(worker.core.engine, ProcessEngine)
-    options = worker.core.engine._options
-    assert (options.device, options.cuda_device, options.step_tokens, options.device_bytes) == (
-        DeviceKind.CUDA,
-        "GPU-1a",
-        4096,
-        None,
-    )
-    child = await spawn(options, spare=True)
-    try:
-        process = f"/proc/{child.process.pid}"
-        # The kernel shows neither for a moment after it has begun to run the program.
-        await until(lambda: b"CUDA" in content(process, "environ"))
-        words = content(process, "cmdline").split(b"\0")
-        assert words[words.index(b"--device") + 1] == b"cuda"
-        assert words[words.index(b"--step-tokens") + 1] == b"4096"
-        environment = content(process, "environ").split(b"\0")
-        assert {b"CUDA_VISIBLE_DEVICES=GPU-1a", b"CUDA_DEVICE_ORDER=PCI_BUS_ID"} <= set(environment)
-    finally:
-        kill_group(child.process)
-        await bury(child)
-
-
-def content(folder: str, name: str) -> bytes:
-    return (Path(folder) / name).read_bytes()
-
-
 async def test_stopping_does_not_wait_for_a_driver_that_hangs(make_rig: MakeRig) -> None:
     rig = await make_rig(FakeNvml())
     await serving(rig)
-    rig.nvml.hang()
+    rig.hang()
     await rig.health(HealthState.FAILED)
     async with asyncio.timeout(DEADLINE_S):
         await rig.worker.stop()
     assert not rig.nvml.closed
-    rig.nvml.answer()
+    rig.answer()
     await until(lambda: rig.nvml.closed)

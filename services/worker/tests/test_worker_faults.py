@@ -14,12 +14,13 @@ import pytest
 from pilotlight.common.errors import EngineFailed as Refused
 from pilotlight.common.messages.engine import Run, StageLoaded, StepDone
 from pilotlight.engine.errors import EngineFailed
-from pilotlight.policy.types import FinishReason, InstanceId, RequestId, Sampling
-from pilotlight.worker.child_pins import Pins
-from pilotlight.worker.child_process import ChildOptions
-from pilotlight.worker.engine_client import EngineDied
-from pilotlight.worker.process_engine import ProcessEngine
-from pilotlight.worker.spare import Spare
+from pilotlight.policy.ids import InstanceId, RequestId
+from pilotlight.policy.request import FinishReason, Sampling
+from pilotlight.worker.engine_child.pins import Pins
+from pilotlight.worker.engines.child_process import ChildOptions
+from pilotlight.worker.engines.client import EngineDied
+from pilotlight.worker.engines.process import ProcessEngine
+from pilotlight.worker.engines.spare import Spare
 
 pytestmark = pytest.mark.anyio
 
@@ -34,7 +35,8 @@ class Listener:
 
     async def until(self, kind: type, reached: Callable[[], bool] = lambda: True) -> Any:
         async with asyncio.timeout(DEADLINE_S):
-            async for event in self.events:
+            async for told in self.events:
+                event = told.message
                 for produced in event.produced if isinstance(event, StepDone) else ():
                     self.tokens.setdefault(produced.request_id, []).extend(produced.token_ids)
                     if produced.finish is not None:
@@ -132,7 +134,7 @@ async def test_a_child_that_is_killed_and_keeps_its_socket_is_left_to_itself(
     try:
         await engine.kill("wedged: the driver does not answer", "device_failed")
         async with asyncio.timeout(DEADLINE_S):
-            died = await anext(events)
+            died = (await anext(events)).message
         assert died == EngineDied(reason="wedged: the driver does not answer", code="device_failed")
         assert not engine.alive
     finally:

@@ -18,12 +18,13 @@ from pilotlight.common.messages.engine import Run, StageLoaded, StepDone
 from pilotlight.common.testing import until
 from pilotlight.common.waiting import Backoff
 from pilotlight.policy.hang import Doing, Patience
-from pilotlight.policy.types import FinishReason, InstanceId, RequestId, Sampling
-from pilotlight.worker.child_process import ChildOptions
-from pilotlight.worker.engine_client import EngineDied
-from pilotlight.worker.process_engine import ProcessEngine
-from pilotlight.worker.slate import Note, Slate, mark_of, new_file
-from pilotlight.worker.spare import Spare
+from pilotlight.policy.ids import InstanceId, RequestId
+from pilotlight.policy.request import FinishReason, Sampling
+from pilotlight.worker.engine_child.slate import Note, Slate, mark_of, new_file
+from pilotlight.worker.engines.child_process import ChildOptions
+from pilotlight.worker.engines.client import EngineDied
+from pilotlight.worker.engines.process import ProcessEngine
+from pilotlight.worker.engines.spare import Spare
 
 pytestmark = pytest.mark.anyio
 
@@ -44,7 +45,8 @@ class Listener:
 
     async def until(self, kind: type, reached: Callable[[], bool] = lambda: True) -> Any:
         async with asyncio.timeout(DEADLINE_S):
-            async for event in self._events:
+            async for told in self._events:
+                event = told.message
                 for produced in event.produced if isinstance(event, StepDone) else ():
                     self.tokens.setdefault(produced.request_id, []).extend(produced.token_ids)
                     if produced.finish is not None:

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from pilotlight.common.clock import ManualClock
 from pilotlight.common.messages.hold import Hold
 from pilotlight.dataplane.pool import HostPool
-from pilotlight.policy.types import Epoch, Generation, HeldState, InstanceId, Model, Stage
+from pilotlight.policy.cluster import HeldState
+from pilotlight.policy.ids import Epoch, Generation, InstanceId
+from pilotlight.policy.model import Model, Stage
 from pilotlight.worker.lifecycle import RESIDENT, TRANSITIONS, HeldEvent, HeldView, HoldPlan, IllegalMove, plan, step
 from pilotlight.worker.loading import epoch_in_pool
 
@@ -43,13 +45,15 @@ def test_every_state_can_be_left_and_reached() -> None:
 
 
 @st.composite
-def situations(draw: st.DrawFn) -> tuple[dict[str, tuple[int, int, HeldState]], list[tuple[str, int, int, bool]]]:
+def situations(draw: st.DrawFn) -> tuple[dict[str, tuple[int, int, HeldState, int]], list[tuple[str, int, int, bool, int]]]:
+    """Generations, sizes, states or drains, and where stages end."""
+    stops = st.integers(1, 2)
     held = {
-        name: (draw(st.integers(1, 3)), draw(st.integers(1, 50)), draw(st.sampled_from(list(HeldState))))
+        name: (draw(st.integers(1, 3)), draw(st.integers(1, 50)), draw(st.sampled_from(list(HeldState))), draw(stops))
         for name in draw(st.sets(st.sampled_from(NAMES)))
     }
     desired = [
-        (name, draw(st.integers(1, 3)), draw(st.integers(1, 60)), draw(st.booleans()))
+        (name, draw(st.integers(1, 3)), draw(st.integers(1, 60)), draw(st.booleans()), draw(stops))
         for name in draw(st.sets(st.sampled_from(NAMES)))
     ]
     return held, desired
@@ -60,17 +64,21 @@ def situations(draw: st.DrawFn) -> tuple[dict[str, tuple[int, int, HeldState]], 
 def test_safety_of_every_plan(model: Model, situation: tuple[dict, list]) -> None:
     held_now, desired_now = situation
     held = {
-        name: HeldView(hold=hold(model, name, generation, size), state=state)
-        for name, (generation, size, state) in held_now.items()
+        name: HeldView(hold=hold(model, name, generation, size, stage=Stage(0, stop)), state=state)
+        for name, (generation, size, state, stop) in held_now.items()
     }
-    desired = [hold(model, name, generation, size, draining=draining) for name, generation, size, draining in desired_now]
+    desired = [
+        hold(model, name, generation, size, draining=draining, stage=Stage(0, stop))
+        for name, generation, size, draining, stop in desired_now
+    ]
     todo = plan(held, {}, desired, ROOM)
     wanted = {one.instance_id: one for one in desired}
 
     resident = sum(view.hold.device_bytes for view in held.values() if view.state in RESIDENT)
     started = sum(one.device_bytes for one in todo.start)
+    started += sum(max(0, one.device_bytes - held[one.instance_id].device_bytes) for one in todo.grow)
     assert not started or resident + started <= ROOM, "no device is over-committed, the leaving counted"
-    acted = [one.instance_id for one in (*todo.start, *todo.refuse, *todo.renew)] + list(todo.let_go)
+    acted = [one.instance_id for one in (*todo.start, *todo.refuse, *todo.renew, *todo.grow)] + list(todo.let_go)
     assert len(acted) == len(set(acted))
     assert all(one.instance_id not in held and not one.draining for one in (*todo.start, *todo.refuse))
     for name, view in held.items():
@@ -81,6 +89,9 @@ def test_safety_of_every_plan(model: Model, situation: tuple[dict, list]) -> Non
         if name in wanted and wanted[name].generation < view.hold.generation:
             assert name not in acted, "an older generation changes nothing"
     assert all(held[name].state is not HeldState.DRAINING for name in todo.let_go)
+    for one in todo.grow:
+        assert (held[one.instance_id].state, HeldEvent.GROW) in TRANSITIONS
+        assert one.stage.stop > held[one.instance_id].hold.stage.stop
     assert all((held[name].state, HeldEvent.LET_GO) in TRANSITIONS for name in todo.let_go)
 
 
@@ -89,11 +100,14 @@ def test_safety_of_every_plan(model: Model, situation: tuple[dict, list]) -> Non
 def test_doing_the_plan_leaves_nothing_to_do(model: Model, situation: tuple[dict, list]) -> None:
     held_now, desired_now = situation
     held = {
-        name: HeldView(hold=hold(model, name, generation, size), state=state)
-        for name, (generation, size, state) in held_now.items()
+        name: HeldView(hold=hold(model, name, generation, size, stage=Stage(0, stop)), state=state)
+        for name, (generation, size, state, stop) in held_now.items()
     }
     gone: dict[InstanceId, Generation] = {}
-    desired = [hold(model, name, generation, size, draining=draining) for name, generation, size, draining in desired_now]
+    desired = [
+        hold(model, name, generation, size, draining=draining, stage=Stage(0, stop))
+        for name, generation, size, draining, stop in desired_now
+    ]
     for _ in range(4):
         todo = plan(held, gone, desired, ROOM)
         for name in todo.let_go:
@@ -104,7 +118,7 @@ def test_doing_the_plan_leaves_nothing_to_do(model: Model, situation: tuple[dict
             held[one.instance_id] = HeldView(hold=one, state=HeldState.READY)
         for one in todo.refuse:
             held[one.instance_id] = HeldView(hold=one, state=HeldState.FAILED)
-        for one in todo.renew:
+        for one in (*todo.renew, *todo.grow):
             held[one.instance_id] = replace(held[one.instance_id], hold=one)
     assert plan(held, gone, desired, ROOM) == HoldPlan()
 
@@ -137,8 +151,31 @@ def test_a_newer_generation_of_the_same_stage_is_taken_over(model: Model) -> Non
     ready = {NAMES[0]: HeldView(hold=hold(model), state=HeldState.READY)}
     newer = hold(model, generation=2)
     assert plan(ready, {}, [newer], ROOM) == HoldPlan(renew=(newer,))
-    moved = hold(model, generation=2, stage=Stage(0, 1))
+    moved = hold(model, generation=2, stage=Stage(1, 2))
     assert plan(ready, {}, [moved], ROOM) == HoldPlan(let_go=(NAMES[0],), later=(moved,))
+
+
+def test_a_ready_stage_grows_in_place_where_there_is_room(model: Model) -> None:
+    short, longer = hold(model, stage=Stage(0, 1), size=30), hold(model, generation=2, size=60)
+    ready = {NAMES[0]: HeldView(hold=short, state=HeldState.READY)}
+    assert plan(ready, {}, [longer], 60) == HoldPlan(grow=(longer,))
+    assert plan(ready, {}, [longer], 59) == HoldPlan(), "the next command asks again"
+    assert plan(ready, {}, [short], ROOM) == HoldPlan()
+    both = plan(ready, {}, [longer, hold(model, "inst-1")], ROOM)
+    assert both == HoldPlan(grow=(longer,), start=(hold(model, "inst-1"),))
+    both = plan(ready, {}, [longer, hold(model, "inst-1")], ROOM - 1)
+    assert both == HoldPlan(grow=(longer,), refuse=(hold(model, "inst-1"),)), "what it is to take counts"
+
+
+def test_one_growth_at_a_time_and_none_while_a_stage_loads(model: Model) -> None:
+    short, longer = hold(model, stage=Stage(0, 1), size=30), hold(model, generation=2, size=60)
+    loading = {NAMES[0]: HeldView(hold=short, state=HeldState.LOADING)}
+    assert plan(loading, {}, [longer], ROOM) == HoldPlan()
+    growing = {NAMES[0]: HeldView(hold=short, state=HeldState.READY, growing=longer)}
+    assert plan(growing, {}, [longer], ROOM) == HoldPlan()
+    beside = plan(growing, {}, [longer, hold(model, "inst-1", size=41)], ROOM)
+    assert beside.refuse == (hold(model, "inst-1", size=41),), "it takes 60 already"
+    assert plan(growing, {}, [], ROOM) == HoldPlan(let_go=(NAMES[0],))
 
 
 def test_the_loaders_epoch_is_read_from_the_pool(tmp_path: Path) -> None:

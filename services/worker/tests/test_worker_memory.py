@@ -12,10 +12,12 @@ import msgspec
 import pytest
 
 from pilotlight.common.messages.engine import Run, StageFailed, StageLoaded, StageUnloaded, StepDone, UnloadStage
-from pilotlight.policy.types import Dtype, InstanceId, RequestId, Sampling
-from pilotlight.worker.child_process import ChildOptions
-from pilotlight.worker.engine_client import EngineDied
-from pilotlight.worker.process_engine import ProcessEngine
+from pilotlight.policy.ids import InstanceId, RequestId
+from pilotlight.policy.model import Dtype
+from pilotlight.policy.request import Sampling
+from pilotlight.worker.engines.child_process import ChildOptions
+from pilotlight.worker.engines.client import EngineDied
+from pilotlight.worker.engines.process import ProcessEngine
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -52,7 +54,8 @@ async def unload(engine: ProcessEngine, events: AsyncIterator[Any]) -> None:
 
 
 async def until(events: AsyncIterator[Any], kind: type) -> None:
-    async for event in events:
+    async for told in events:
+        event = told.message
         assert not isinstance(event, EngineDied | StageFailed), event
         if isinstance(event, kind):
             return
@@ -84,7 +87,7 @@ async def serve(engine: ProcessEngine, events: AsyncIterator[Any], lengths: Sequ
     for _ in range(at_once):
         await add()
     while missing:
-        event = await anext(events)
+        event = (await anext(events)).message
         assert not isinstance(event, EngineDied), event
         for produced in event.produced if isinstance(event, StepDone) else ():
             missing[produced.request_id] -= len(produced.token_ids)

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from pilotlight.common.errors import BadRequest, Conflict, InternalError, NotFound, QueueFull
 from pilotlight.common.messages.engine import Produced
 from pilotlight.common.messages.tokens import AckEntry, Resend, Submit, TokenEntry
-from pilotlight.policy.types import FinishReason, GatewayId, InstanceId, ModelName, RequestId, Sampling
-from pilotlight.worker.requests import FINISHED_KEPT_S, KEPT_PER_RUNNING, SILENCE_S, RequestKey, RequestTable
+from pilotlight.policy.ids import GatewayId, InstanceId, ModelName, RequestId
+from pilotlight.policy.request import FinishReason, RequestKey, Sampling
+from pilotlight.worker.requests import FINISHED_KEPT_S, KEPT_PER_RUNNING, SILENCE_S, RequestTable
 
 GATEWAY = GatewayId("gw-1")
 INSTANCE = InstanceId("inst-1")
@@ -32,8 +33,8 @@ def produced(position: int, token_ids: list[int], finish: FinishReason | None = 
         request_id=RequestId(request_id),
         attempt=1,
         position=position,
-        token_ids=token_ids,
-        logprobs=[-float(token) for token in token_ids],
+        token_ids=tuple(token_ids),
+        logprobs=tuple(-float(token) for token in token_ids),
         finish=finish,
     )
 

@@ -14,11 +14,11 @@ import pytest
 from pilotlight.common.errors import EngineFailed
 from pilotlight.common.testing import until
 from pilotlight.common.waiting import Backoff
-from pilotlight.worker import child
-from pilotlight.worker.child_process import Child, ChildOptions
-from pilotlight.worker.engine_client import EngineDied
-from pilotlight.worker.process_engine import ProcessEngine
-from pilotlight.worker.spare import Spare
+from pilotlight.worker.engine_child import child
+from pilotlight.worker.engines.child_process import Child, ChildOptions
+from pilotlight.worker.engines.client import EngineDied
+from pilotlight.worker.engines.process import ProcessEngine
+from pilotlight.worker.engines.spare import Spare
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -61,7 +61,7 @@ async def test_the_spare_becomes_the_engine_and_another_is_made(engine: ProcessE
     # Its main thread keeps its priority: what it imported with has ended.
     assert os.getpriority(os.PRIO_PROCESS, spare) == os.getpriority(os.PRIO_PROCESS, first.pid)
     os.kill(first.pid, signal.SIGKILL)
-    assert isinstance(await anext(events), EngineDied)
+    assert isinstance((await anext(events)).message, EngineDied)
     assert (await engine.start()).pid == spare == engine.pid
     assert lives(await spare_of(engine, other_than=spare))
 
@@ -71,7 +71,7 @@ async def test_an_engine_without_a_ready_spare_starts_as_ever(options: ChildOpti
     events = engine.events()
     first = await engine.start()
     os.kill(first.pid, signal.SIGKILL)
-    assert isinstance(await anext(events), EngineDied)
+    assert isinstance((await anext(events)).message, EngineDied)
     assert (await engine.start()).pid != first.pid
     await engine.stop()
 
@@ -91,7 +91,7 @@ async def test_a_spare_that_died_a_moment_ago_is_no_spare(engine: ProcessEngine)
     spare = await spare_of(engine)
     os.kill(spare, signal.SIGKILL)
     os.kill(up.pid, signal.SIGKILL)
-    assert isinstance(await anext(events), EngineDied)
+    assert isinstance((await anext(events)).message, EngineDied)
     assert (await engine.start()).pid not in (up.pid, spare)
 
 
@@ -126,7 +126,7 @@ async def test_a_stop_while_the_spare_is_promoted_leaves_nothing(tmp_path: Path,
     spare = await spare_of(engine)
     (opened / "hang").touch()
     os.kill(up.pid, signal.SIGKILL)
-    assert isinstance(await anext(events), EngineDied)
+    assert isinstance((await anext(events)).message, EngineDied)
     starting = asyncio.create_task(engine.start())
     await until((opened / str(spare)).exists)
     async with asyncio.timeout(5):
@@ -171,8 +171,8 @@ async def test_a_spare_never_outlives_its_parent(options: ChildOptions) -> None:
 import asyncio, os
 from pathlib import Path
 from pilotlight.common.waiting import Backoff, pause
-from pilotlight.worker.child_process import ChildOptions
-from pilotlight.worker.spare import Spare
+from pilotlight.worker.engines.child_process import ChildOptions
+from pilotlight.worker.engines.spare import Spare
 
 async def main():
     spare = Spare(ChildOptions(threads=1, log_path=Path({str(options.log_path)!r})), Backoff(first_s=0.01, limit_s=0.01))

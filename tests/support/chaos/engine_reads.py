@@ -15,7 +15,8 @@ from pilotlight.common.clock import SystemClock
 from pilotlight.common.errors import PilotlightError
 from pilotlight.common.messages.pool import PartReady
 from pilotlight.dataplane.pool_client import PoolClient, PoolLease
-from pilotlight.policy.types import InstanceId, Model, WorkerId
+from pilotlight.policy.ids import InstanceId, WorkerId
+from pilotlight.policy.model import Model
 
 RIGHT = "right"
 

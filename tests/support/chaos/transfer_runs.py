@@ -21,7 +21,8 @@ from pilotlight.common.messages.room import Drop, Dropped, drop_subject
 from pilotlight.common.testing import until
 from pilotlight.common.waiting import cancel_all, every, pause, within
 from pilotlight.dataplane.pool_client import PoolClient
-from pilotlight.policy.types import InstanceId, Model, WorkerId
+from pilotlight.policy.ids import InstanceId, WorkerId
+from pilotlight.policy.model import Model
 
 ORDERS_S = 0.3
 """Between two repetitions of everybody's orders, as the scheduler's."""

@@ -22,7 +22,7 @@ from pilotlight.common.sources.opening import Sources
 from pilotlight.common.sources.ranged import Patience
 from pilotlight.common.store import manifest_key
 from pilotlight.loader.manifests import all_digests_key
-from pilotlight.policy.types import Model
+from pilotlight.policy.model import Model
 
 BUCKET = "models"
 POOL_BYTES = 64 * MIB

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from types import MappingProxyType
 
-from pilotlight.policy.types import ModelSpec
+from pilotlight.policy.model import ModelSpec
 
 Shape = tuple[int, ...]
 _Dims = tuple[str, ...]

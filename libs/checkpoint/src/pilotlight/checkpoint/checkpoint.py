@@ -11,7 +11,7 @@ from pilotlight.checkpoint.manifest import Chunk, Manifest
 from pilotlight.checkpoint.reader import Source, SourceFile, read_small, source_version
 from pilotlight.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE, read_tensors
 from pilotlight.checkpoint.strict_json import CONFIG_FILE, MAX_CONFIG_BYTES, JsonObject
-from pilotlight.policy.types import Dtype, ModelSpec
+from pilotlight.policy.model import Dtype, ModelSpec
 
 ADAPTER_FILE = "adapter_config.json"
 TEXT_FILES = (

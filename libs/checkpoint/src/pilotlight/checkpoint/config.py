@@ -12,7 +12,7 @@ from pilotlight.checkpoint.layout import image_bytes
 from pilotlight.checkpoint.rope import MAX_CONTEXT_TOKENS, parse_rope
 from pilotlight.checkpoint.strict_json import CONFIG_FILE, JsonObject
 from pilotlight.checkpoint.windows import parse_windows
-from pilotlight.policy.types import Dtype, Experts, ModelSpec
+from pilotlight.policy.model import Dtype, Experts, ModelSpec
 
 MAX_LAYERS = 1024
 MAX_WIDTH = 1 << 18

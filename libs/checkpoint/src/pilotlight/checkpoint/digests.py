@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from blake3 import blake3
 
-from pilotlight.policy.types import Digest
+from pilotlight.policy.ids import Digest
 
 UNIT_BYTES = 1024 * 1024
 """What is verified, forwarded and read again as one."""

@@ -8,7 +8,7 @@ from pilotlight.checkpoint.errors import BadCheckpoint, UnsupportedModel, quote,
 from pilotlight.checkpoint.manifest import ALIGNMENT_BYTES, CHUNK_BYTES, Chunk, Manifest, Part, Segment, Tensor
 from pilotlight.checkpoint.reader import SourceFile
 from pilotlight.checkpoint.safetensors import StoredTensor
-from pilotlight.policy.types import Dtype, ModelSpec
+from pilotlight.policy.model import Dtype, ModelSpec
 
 _DTYPES = {"BF16": Dtype.BFLOAT16, "F16": Dtype.FLOAT16, "F32": Dtype.FLOAT32, "F64": Dtype.FLOAT64}
 

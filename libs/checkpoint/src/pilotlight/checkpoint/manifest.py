@@ -23,7 +23,8 @@ from blake3 import blake3
 
 from pilotlight.checkpoint.errors import BadCheckpoint
 from pilotlight.checkpoint.reader import SourceFile
-from pilotlight.policy.types import Digest, Dtype, ModelSpec
+from pilotlight.policy.ids import Digest
+from pilotlight.policy.model import Dtype, ModelSpec
 
 ALIGNMENT_BYTES = 64
 """A cache line, and what vectorised copies and kernels want of a tensor's first byte."""

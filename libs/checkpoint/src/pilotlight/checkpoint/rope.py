@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from pilotlight.checkpoint.architectures import Architecture
 from pilotlight.checkpoint.errors import BadCheckpoint, UnsupportedModel, quote
 from pilotlight.checkpoint.strict_json import CONFIG_FILE, JsonObject
-from pilotlight.policy.types import RopeKind, RopeScaling
+from pilotlight.policy.model import RopeKind, RopeScaling
 
 MAX_CONTEXT_TOKENS = 1 << 27
 _MIN_THETA, _MAX_THETA = 1.0, 1e12

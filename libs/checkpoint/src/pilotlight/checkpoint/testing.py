@@ -11,7 +11,7 @@ from pilotlight.checkpoint.architectures import Shape, expected_parts
 from pilotlight.checkpoint.config import parse_config
 from pilotlight.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE
 from pilotlight.checkpoint.strict_json import CONFIG_FILE
-from pilotlight.policy.types import Dtype
+from pilotlight.policy.model import Dtype
 
 _FORMAT_NAMES = {Dtype.BFLOAT16: "BF16", Dtype.FLOAT16: "F16", Dtype.FLOAT32: "F32", Dtype.FLOAT64: "F64"}
 

@@ -195,13 +195,13 @@ async def _place(home: Home, staged: Path, before: Collection[str]) -> None:
 def _target(home: Home, file: Path) -> Path:
     if os.environ.get("PILOTLIGHT_DATABASE_URL"):
         raise BackupFailed(
-            "PILOTLIGHT_DATABASE_URL is set: that database is yours to back up, with pg_dump, as docs/operations.md says. "
+            "PILOTLIGHT_DATABASE_URL is set: that database is yours to back up, with pg_dump, as docs/operations/run.md says. "
             f"If the system in {home.root} runs on its own database, unset it"
         )
     if not (home.root / "postgres" / "data" / "PG_VERSION").is_file():
         raise BackupFailed(
             f"{home.root} has no database of its own. Where the system runs on yours, back it up with pg_dump: "
-            "docs/operations.md says how"
+            "docs/operations/run.md says how"
         )
     if file.exists():
         raise BackupFailed(f"{file} exists already")

@@ -1,13 +1,10 @@
 """A real NATS server and a real PostgreSQL from packages, run by ourselves in folders of our own.
 
-Both obey one contract: ``start`` returns when the server takes connections, ``stop`` returns when its process is gone, both may
-be called again, and a server starts again on the folder that it left, also after a crash. Output goes to a log file. A server
-ends when the process that started it does, however that ended.
+Both obey the contract of ``server_process.Server``.
 """
 
 import asyncio
 import contextlib
-import ctypes
 import hashlib
 import json
 import os
@@ -15,10 +12,8 @@ import secrets
 import shutil
 import signal
 import stat
-import subprocess
 import tempfile
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote
 
@@ -27,7 +22,8 @@ import structlog
 from psycopg import sql
 
 from pilotlight.cli.binaries import nats_binary, postgres_binary
-from pilotlight.common.clock import Clock, SystemClock
+from pilotlight.cli.server_process import START_DEADLINE_S, STOP_DEADLINE_S, Server, ended
+from pilotlight.common.clock import Clock
 from pilotlight.common.db.failures import kind_of
 from pilotlight.common.errors import (
     BusUnavailable,
@@ -44,8 +40,6 @@ log = structlog.get_logger()
 
 MAX_SOCKET_PATH_BYTES = 107
 """What Linux takes for the path of a Unix socket."""
-START_DEADLINE_S = 60.0
-STOP_DEADLINE_S = 20.0
 TRY_DEADLINE_S = 5.0
 RETRY_S = 0.02
 DATABASE = "pilotlight"
@@ -66,73 +60,6 @@ _POSTGRES_SETTINGS = {
     "jit": "off",
     "password_encryption": "scram-sha-256",
 }
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
-
-
-class Server(ABC):
-    """A child process in its own session."""
-
-    name = "server"
-    stop_signal = signal.SIGTERM
-
-    def __init__(self, folder: Path, log_file: Path, clock: Clock | None) -> None:
-        self.folder = folder.absolute()
-        self.log_file = log_file
-        self._clock = clock or SystemClock()
-        self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def pid(self) -> int | None:
-        """Process id; None while it does not run."""
-        return self._process.pid if self._process is not None and self._process.poll() is None else None
-
-    @abstractmethod
-    async def start(self, deadline_s: float = START_DEADLINE_S) -> None:
-        """Return when the server takes connections; at once when it runs already."""
-
-    async def wait(self) -> int:
-        """Return the exit status when the process has ended; 0 when it was never started or was stopped."""
-        process = self._process
-        if process is None:
-            return 0
-        await _ended(process)
-        return process.wait()
-
-    async def stop(self, deadline_s: float = STOP_DEADLINE_S) -> None:
-        """Ask the server to end; past the deadline it is killed."""
-        process, self._process = self._process, None
-        if process is None or process.poll() is not None:
-            return
-        process.send_signal(self.stop_signal)
-        try:
-            await within(deadline_s, _ended(process), f"the stop of {self.name}")
-        except DeadlineExceeded as error:
-            log.warning("killed", action="server_killed", server=self.name, error=error.message)
-            process.kill()
-            await _ended(process)
-        process.wait()
-
-    def _spawn(self, command: Sequence[str | Path]) -> subprocess.Popen[bytes]:
-        self.log_file.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_file.open("ab") as output:
-            return subprocess.Popen(
-                [str(part) for part in command],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                cwd="/",
-                env={**os.environ, "LC_ALL": "C"},
-                start_new_session=True,
-                preexec_fn=_dies_with_parent(self.stop_signal),
-            )
-
-    def _log_end(self) -> str:
-        """The last lines of the log: what the user needs to see when a server does not start."""
-        text = self.log_file.read_text(errors="replace") if self.log_file.is_file() else ""
-        lines = text.strip().splitlines()
-        full = [line for line in lines[-20:] if "No space left on device" in line]
-        return " / ".join(full[-1:] or lines[-3:])
 
 
 class NatsServer(Server):
@@ -280,12 +207,12 @@ class PostgresServer(Server):
             ]
             process = self._spawn(command)
             try:
-                await within(deadline_s, _ended(process), "initdb")
+                await within(deadline_s, ended(process), "initdb")
             except DeadlineExceeded as error:
                 process.kill()
                 raise DatabaseUnavailable(error.message) from error
             finally:
-                await _ended(process)
+                await ended(process)
         if process.wait() != 0:
             raise self._why(f"no database could be made in {self.folder}")
         shutil.rmtree(self._data, ignore_errors=True)
@@ -384,29 +311,3 @@ def _own_folder(folder: Path, mode: int = 0o755) -> None:
 def _open_to_all(path: Path) -> bool:
     """Whether every folder above a path lets any user pass."""
     return all(folder.stat().st_mode & stat.S_IXOTH for folder in path.resolve().parents)
-
-
-def _dies_with_parent(number: signal.Signals) -> Callable[[], None]:
-    parent = os.getpid()
-
-    def before_exec() -> None:
-        _libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
-        if os.getppid() != parent:  # it died before the signal was set
-            os._exit(1)
-
-    return before_exec
-
-
-async def _ended(process: subprocess.Popen[bytes]) -> None:
-    """Return when a child has ended, without reaping it."""
-    if process.poll() is not None:
-        return
-    loop = asyncio.get_running_loop()
-    ended = asyncio.Event()
-    watched = os.pidfd_open(process.pid)
-    try:
-        loop.add_reader(watched, ended.set)
-        await ended.wait()
-    finally:
-        loop.remove_reader(watched)
-        os.close(watched)

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter, validators
 
-from pilotlight.common.errors import BadRequest, PilotlightError, UnprocessableInput
+from pilotlight.cli.model_commands import model_app
+from pilotlight.cli.node_commands import node_app
+from pilotlight.cli.options import Host, Json, Port, admin_client, home_folder, host_of, port_of
+from pilotlight.common.errors import BadRequest, PilotlightError
 
 if TYPE_CHECKING:
-    from pilotlight.cli.client import AdminClient
     from pilotlight.cli.home import Home
 
 
@@ -30,42 +32,19 @@ app = App(
     help="Serves many language models from a fixed pool of devices; those that nobody asks for hold none.",
     version=_version,
 )
-model_app = App(name="model", help="Register, list, warm and delete models.")
 app.command(model_app)
-node_app = App(name="node", help="List nodes, and empty them.")
 app.command(node_app)
 
 MAX_REPLICAS = 16
 """Of one service on one machine: each keeps connections to the database."""
-VERIFY_TIMEOUT_S = 24 * 3600.0
 QUICK = frozenset({"--version", "--help", "-h"})
 """With one of these nothing is done that a log would tell of."""
 
 
 def _check_link(_: type, value: Any) -> None:
-    from pilotlight.dataplane.links import parse_bandwidth
+    from pilotlight.dataplane.bandwidth import parse_bandwidth
 
     parse_bandwidth(str(value))
-
-
-Json = Annotated[bool, Parameter(name="--json", help="Print JSON instead of text.", negative="", show_default=False)]
-Host = Annotated[str | None, Parameter(help="Address to listen on (PILOTLIGHT_HOST, else 127.0.0.1).")]
-Name = Annotated[str, Parameter(help="A name that `pilotlight model list` shows.")]
-Port = Annotated[
-    int | None,
-    Parameter(help="Port to listen on (PILOTLIGHT_PORT, else 8000).", validator=validators.Number(gte=1, lte=65535)),
-]
-
-
-def _host(given: str | None) -> str:
-    return given or os.environ.get("PILOTLIGHT_HOST") or "127.0.0.1"
-
-
-def _port(given: int | None) -> int:
-    text = os.environ.get("PILOTLIGHT_PORT") or "8000"
-    if given is None and not (text.isascii() and text.isdigit() and 1 <= int(text) <= 65535):
-        raise UnprocessableInput(f"PILOTLIGHT_PORT is {text!r}, and a port is a number from 1 to 65535")
-    return given if given is not None else int(text)
 
 
 def _running_port(home: "Home") -> int | None:
@@ -124,8 +103,8 @@ def up(
     from pilotlight.cli.up import run_up
 
     options = SystemOptions(
-        host=_host(host),
-        port=_port(port),
+        host=host_of(host),
+        port=port_of(port),
         workers=workers,
         schedulers=schedulers,
         caches=caches,
@@ -133,7 +112,7 @@ def up(
         worker_kind=worker_kind,
         link=link,
     )
-    return run_stoppable(run_up(_home(), options, with_demo_model=with_demo_model, as_json=json))
+    return run_stoppable(run_up(home_folder(), options, with_demo_model=with_demo_model, as_json=json))
 
 
 @app.command
@@ -150,7 +129,7 @@ def down(
     from pilotlight.cli.purge import purge as purge_home
     from pilotlight.cli.running import stop_running
 
-    home = _home()
+    home = home_folder()
     return purge_home(home, yes=yes, as_json=json) if purge else stop_running(home, as_json=json)
 
 
@@ -165,7 +144,7 @@ def backup(
     from pilotlight.cli.backup import back_up
     from pilotlight.cli.system import run_stoppable
 
-    return run_stoppable(back_up(_home(), file, as_json=json))
+    return run_stoppable(back_up(home_folder(), file, as_json=json))
 
 
 @app.command
@@ -179,7 +158,7 @@ def restore(
     from pilotlight.cli.backup import restore as restore_home
     from pilotlight.cli.system import run_stoppable
 
-    return run_stoppable(restore_home(_home(), file, as_json=json))
+    return run_stoppable(restore_home(home_folder(), file, as_json=json))
 
 
 @app.command
@@ -200,7 +179,7 @@ def demo(
     from pilotlight.cli.demo import run_demo
     from pilotlight.cli.system import run_stoppable
 
-    return run_stoppable(run_demo(_home(), link, as_json=json))
+    return run_stoppable(run_demo(home_folder(), link, as_json=json))
 
 
 @app.command
@@ -211,8 +190,8 @@ def doctor(*, host: Host = None, port: Port = None, json: Json = False) -> int:
     from pilotlight.cli.doctor import Verdict, examine
     from pilotlight.cli.output import console, emit_json
 
-    home = _home()
-    checks = examine(home, _host(host), port if port is not None else _running_port(home) or _port(None))
+    home = home_folder()
+    checks = examine(home, host_of(host), port if port is not None else _running_port(home) or port_of(None))
     failed = any(check.verdict is Verdict.FAILED for check in checks)
     if json:
         listed = [
@@ -245,7 +224,7 @@ def show_logs(
     """Show the end of the logs."""
     from pilotlight.cli import logs
 
-    return logs.show(_home(), service, lines, follow=follow, as_json=json)
+    return logs.show(home_folder(), service, lines, follow=follow, as_json=json)
 
 
 @app.command
@@ -258,124 +237,8 @@ def trace(
     """Show one request through every service, and the cold start that it caused as a waterfall."""
     from pilotlight.cli import traces
 
-    with _client() as client:
+    with admin_client() as client:
         return traces.show(client, trace_id, as_json=json)
-
-
-@model_app.command(name="add")
-def model_add(
-    name: Annotated[str, Parameter(help="What requests call it, for example qwen2-0.5b or org/name.")],
-    source: Annotated[
-        str,
-        Parameter(
-            help="Where config.json, tokenizer.json and safetensors lie: a folder, s3://bucket/prefix or hf://org/name[@revision], below "
-            ".pilotlight/models or what PILOTLIGHT_MODEL_ROOTS named when the system was started."
-        ),
-    ],
-    /,
-    *,
-    revision: Annotated[str | None, Parameter(help="Of hf://: branch, tag or commit; by default main.")] = None,
-    ttft_ms: Annotated[float, Parameter(help="SLO: time to first token.")] = 10_000.0,
-    tpot_ms: Annotated[float, Parameter(help="SLO: time per output token.")] = 200.0,
-    dtype: Annotated[str, Parameter(help="auto (the checkpoint's), bfloat16, float16, float32 or float64.")] = "auto",
-    min_instances: Annotated[int, Parameter(help="Instances that are kept loaded even when nobody asks.")] = 0,
-    max_instances: Annotated[int, Parameter(help="Instances at most.")] = 1,
-    keep_alive_s: Annotated[float, Parameter(help="Seconds for which an idle instance is kept.")] = 60.0,
-    pinned: Annotated[bool, Parameter(help="Never evict it for another model.", negative="", show_default=False)] = False,
-    json: Json = False,
-) -> int:
-    """Register a model. It can be asked at once; its parameters are fetched when the first request comes."""
-    from pilotlight.cli import models
-
-    body: dict[str, object] = {
-        "name": name,
-        "uri": models.uri_of(source, elsewhere="PILOTLIGHT_URL" in os.environ),
-        "dtype": dtype,
-        "slo": {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms},
-        "min_instances": min_instances,
-        "max_instances": max_instances,
-        "keep_alive_s": keep_alive_s,
-        "pinned": pinned,
-    }
-    if revision is not None:
-        body["revision"] = revision
-    with _client() as client:
-        return models.add(client, body, as_json=json)
-
-
-@model_app.command(name="list")
-def model_list(*, json: Json = False) -> int:
-    """List models and how many instances of each there are."""
-    from pilotlight.cli import models
-
-    with _client() as client:
-        return models.show(client, as_json=json)
-
-
-@model_app.command(name="rm")
-def model_rm(name: Name, /, *, json: Json = False) -> int:
-    """Delete a model; its instances finish what they run. The checkpoint stays where it is."""
-    from pilotlight.cli import models
-
-    with _client() as client:
-        return models.remove(client, name, as_json=json)
-
-
-@model_app.command(name="warm")
-def model_warm(name: Name, /, *, json: Json = False) -> int:
-    """Load a model before a request asks for it."""
-    from pilotlight.cli import models
-
-    with _client() as client:
-        return models.warm(client, name, as_json=json)
-
-
-@model_app.command(name="verify")
-def model_verify(
-    name: Name,
-    /,
-    *,
-    timeout: Annotated[float, Parameter(help="Seconds that reading it may take.")] = VERIFY_TIMEOUT_S,
-    json: Json = False,
-) -> int:
-    """Read all of a model from its source and compare it with the recorded digests; record those that are missing.
-
-    Ends with 1 when something differs, and says what.
-    """
-    from pilotlight.cli import models
-
-    with _client() as client:
-        return models.verify(client, name, timeout, as_json=json)
-
-
-@node_app.command(name="list")
-def node_list(*, json: Json = False) -> int:
-    """List nodes, their state, and what is on them."""
-    from pilotlight.cli import nodes
-
-    with _client() as client:
-        return nodes.show(client, as_json=json)
-
-
-@node_app.command(name="drain")
-def node_drain(
-    node: Annotated[str, Parameter(help="A name that `pilotlight node list` shows.")],
-    /,
-    *,
-    undo: Annotated[bool, Parameter(help="Use the node again.", negative="", show_default=False)] = False,
-    wait: Annotated[bool, Parameter(help="Return when nothing is left on it.", negative="", show_default=False)] = False,
-    timeout_s: Annotated[float, Parameter(help="With --wait: give up waiting after so long; it goes on draining.")] = 600.0,
-    json: Json = False,
-) -> int:
-    """Empty a node: nothing new is placed on it, requests there end, its models are started elsewhere where there is room."""
-    from pilotlight.cli import nodes
-
-    if undo and wait:
-        raise UnprocessableInput("--undo waits for nothing: leave --wait out")
-    with _client() as client:
-        if undo:
-            return nodes.undrain(client, node, as_json=json)
-        return nodes.drain(client, node, wait_s=timeout_s if wait else None, as_json=json)
 
 
 @app.command(name="transfers")
@@ -389,7 +252,7 @@ def show_transfers(
     """Show what nodes fetch at the moment: how far it is, how fast, and from whom."""
     from pilotlight.cli import transfers
 
-    with _client() as client:
+    with admin_client() as client:
         return transfers.show(client, watch=watch, as_json=json)
 
 
@@ -410,20 +273,8 @@ def show_audit(
     filters = {"limit": limit, "before": before, "action": action, "entity": entity, "outcome": outcome, "key_id": key_id}
     from pilotlight.cli import audit
 
-    with _client() as client:
+    with admin_client() as client:
         return audit.show(client, filters, as_json=json)
-
-
-def _home() -> "Home":
-    from pilotlight.cli.home import Home
-
-    return Home.from_environment()
-
-
-def _client() -> "AdminClient":
-    from pilotlight.cli.client import AdminClient
-
-    return AdminClient.from_environment(os.environ, _home())
 
 
 def run(arguments: Sequence[str]) -> int:

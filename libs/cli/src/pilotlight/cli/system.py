@@ -14,11 +14,12 @@ import httpx2
 import structlog
 from sqlalchemy.engine import make_url
 
-from pilotlight.cli.embedded import NatsServer, PostgresServer, Server
+from pilotlight.cli.embedded import NatsServer, PostgresServer
 from pilotlight.cli.home import Home
 from pilotlight.cli.nats_health import has_room, write_error
 from pilotlight.cli.plan import Endpoints, SystemOptions, child_specs
 from pilotlight.cli.preflight import looks
+from pilotlight.cli.server_process import Server
 from pilotlight.cli.supervisor import ChildFailed, Supervisor
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.db.migrate import MigrateSettings, migrate

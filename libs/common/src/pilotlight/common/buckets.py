@@ -18,9 +18,11 @@ from nats.aio.msg import Msg
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, KeyValueConfig
 from nats.js.kv import KV_DEL, KV_OP, KV_PURGE
 
+from pilotlight.common.envelope import opened, stamped
 from pilotlight.common.errors import BadRequest, BusFull, BusUnavailable, Conflict, MessageUndecodable
 from pilotlight.common.messages.codec import decode_json, encode_json
 from pilotlight.common.waiting import Backoff, pause
+from pilotlight.policy.phase import Moment
 
 log = structlog.get_logger()
 
@@ -65,8 +67,10 @@ class Found(Generic[T]):
 class Bucket(Protocol):
     """One bucket. Keys are ids; values are messages or fact dataclasses as JSON."""
 
-    async def put(self, key: str, value: object) -> None:
+    async def put(self, key: str, value: object, *, sent: Moment | None = None) -> None:
         """Write the last value of a key. Writes of one key through one bus are kept in the order of the calls.
+
+        ``sent`` is for the value's envelope: a phase of its watchers begins then.
 
         Raises:
             BusUnavailable: the server did not confirm. The value may have been written, and no later one is overtaken by it.
@@ -102,6 +106,8 @@ class Bucket(Protocol):
     async def watch(self, value_type: type[T], on_change: Callable[[str, T | None], Awaitable[None]]) -> None:
         """Deliver every present value, then every change, for ever; None for a removed key.
 
+        A watcher that asks for ``Timed[X]`` hears when each value was sent, too.
+
         Resumes after a break by itself: present values are then delivered again, so that nothing is missed.
         """
         ...
@@ -133,8 +139,8 @@ class NatsBucket:
         except (nats.errors.Error, TimeoutError, OSError) as error:
             raise BusUnavailable(f"cannot open the bucket {self._name}: {error!r}") from error
 
-    async def put(self, key: str, value: object) -> None:
-        await self._write(key, encode_json(value), None)
+    async def put(self, key: str, value: object, *, sent: Moment | None = None) -> None:
+        await self._write(key, encode_json(value), stamped({}, sent) or None)
 
     async def delete(self, key: str) -> None:
         await self._write(key, b"", {KV_OP: KV_DEL})
@@ -257,7 +263,7 @@ class NatsBucket:
                 await on_change(key, None)
                 continue
             try:
-                value = decode_json(msg.data, value_type)
+                value = opened(msg.data, headers, value_type, decode_json)
             except MessageUndecodable as error:
                 log.error("value dropped", action="bucket_undecodable", bucket=self._name, key=key, error=error.message)
                 continue

@@ -1,14 +1,15 @@
 """The bus as services see it: request/reply with deadlines, notifications, events and last-value buckets.
 
-Everything that crosses it carries W3C trace context in its headers, and a request the time that its sender still waits. Subjects
-carry the major version (``v1.…``). ``nats_bus.NatsBus`` is the real one; tests wrap it in ``faulty_bus.FaultyBus``, which loses, delays
-and repeats messages.
+Everything that crosses it carries W3C trace context in its headers, a request the time that its sender still waits, and
+a message that begins a phase the moment at which it was sent (``envelope``). Subjects carry the major version (``v1.…``).
+``nats_bus.NatsBus`` is the real one; tests wrap it in ``faulty_bus.FaultyBus``, which loses, delays and repeats messages.
 """
 
 from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar, runtime_checkable
 
 from pilotlight.common.buckets import Bucket
+from pilotlight.policy.phase import Moment
 
 T = TypeVar("T")
 Req = TypeVar("Req")
@@ -38,8 +39,10 @@ class Bus(Protocol):
         """Why the server, which answers, does not store what is written to it; None while it does, or nobody has looked."""
         ...
 
-    async def publish(self, subject: str, message: object, *, binary: bool = False) -> None:
+    async def publish(self, subject: str, message: object, *, binary: bool = False, sent: Moment | None = None) -> None:
         """Send a notification. It may be lost; whoever needs it reconciles.
+
+        ``sent`` is for its envelope: a phase of its receiver begins then.
 
         Raises:
             MessageTooLarge: it is beyond the bus's limit.
@@ -67,7 +70,10 @@ class Bus(Protocol):
     async def subscribe(
         self, subject: str, message_type: type[Req], listener: Listener[Req], *, queue: str = "", binary: bool = False
     ) -> Subscription:
-        """Listen to notifications, one after the other, in order."""
+        """Listen to notifications, one after the other, in order.
+
+        A listener that asks for ``Timed[X]`` hears when each was sent, too.
+        """
         ...
 
     async def publish_event(self, subject: str, event_id: str, message: object) -> None:

@@ -4,7 +4,7 @@ import time
 from datetime import UTC, datetime, timedelta
 from typing import Protocol
 
-from pilotlight.policy.types import Moment
+from pilotlight.policy.phase import Moment
 
 
 class Clock(Protocol):

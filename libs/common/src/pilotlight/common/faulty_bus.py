@@ -28,7 +28,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import structlog
 
@@ -36,6 +36,7 @@ from pilotlight.common.buckets import Bucket, Found
 from pilotlight.common.bus import Bus, Handler, Listener, Subscription, subject_family
 from pilotlight.common.errors import BusUnavailable, DeadlineExceeded, PilotlightError
 from pilotlight.common.waiting import cancel_all, pause, within
+from pilotlight.policy.phase import Moment
 
 log = structlog.get_logger()
 
@@ -125,6 +126,15 @@ class FaultSchedule:
         return NOTHING
 
 
+class _Unsent(NamedTuple):
+    """A notification that waits for the connection."""
+
+    subject: str
+    message: object
+    binary: bool
+    sent: Moment | None
+
+
 class FaultyBus:
     """``Bus`` of one endpoint."""
 
@@ -136,7 +146,7 @@ class FaultyBus:
         self._up = asyncio.Event()
         self._up.set()
         self._breaks = 0
-        self._unsent: list[tuple[str, object, bool]] = []
+        self._unsent: list[_Unsent] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -170,8 +180,8 @@ class FaultyBus:
         finally:
             self._up.set()
             unsent, self._unsent = self._unsent, []
-            for subject, message, binary in unsent:
-                await self._bus.publish(subject, message, binary=binary)
+            for one in unsent:
+                await self._bus.publish(one.subject, one.message, binary=one.binary, sent=one.sent)
             for callback in self._callbacks:
                 self._spawn("after reconnect", callback())
 
@@ -179,12 +189,12 @@ class FaultyBus:
         self._callbacks.append(callback)
         self._bus.on_reconnect(callback)
 
-    async def publish(self, subject: str, message: object, *, binary: bool = False) -> None:
+    async def publish(self, subject: str, message: object, *, binary: bool = False, sent: Moment | None = None) -> None:
         """Send; faults of notifications are dealt out where they are delivered, for each subscriber its own."""
         if self._up.is_set():
-            await self._bus.publish(subject, message, binary=binary)
+            await self._bus.publish(subject, message, binary=binary, sent=sent)
         else:
-            self._unsent.append((subject, message, binary))
+            self._unsent.append(_Unsent(subject, message, binary, sent))
 
     async def request(self, subject: str, message: object, reply_type: type[T], *, deadline_s: float) -> T:
         drawn = self.draw("request", subject)
@@ -334,8 +344,8 @@ class _FaultyBucket:
         self._bucket = bucket
         self._name = name
 
-    async def put(self, key: str, value: object) -> None:
-        await self._bus.confirmed("put", self._name, lambda: self._bucket.put(key, value))
+    async def put(self, key: str, value: object, *, sent: Moment | None = None) -> None:
+        await self._bus.confirmed("put", self._name, lambda: self._bucket.put(key, value, sent=sent))
 
     async def delete(self, key: str) -> None:
         await self._bus.confirmed("put", self._name, lambda: self._bucket.delete(key))

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pilotlight.common.cluster_key import ClusterKey
 from pilotlight.common.errors import PeerRefused
 from pilotlight.common.messages.link import LINK_VERSION, Accepted, Hello, Proof, Refused, Welcome
-from pilotlight.policy.types import NodeId
+from pilotlight.policy.ids import NodeId
 
 NONCE_BYTES = 32
 LINK_PURPOSE, CHANNEL_PURPOSE = "link", "channel"

@@ -2,7 +2,7 @@
 
 import secrets
 
-from pilotlight.policy.types import DecisionId, GatewayId, GrantId, InstanceId, NodeId, RequestId, WorkerId
+from pilotlight.policy.ids import DecisionId, GatewayId, GrantId, InstanceId, NodeId, RequestId, WorkerId
 
 
 def _random(prefix: str) -> str:

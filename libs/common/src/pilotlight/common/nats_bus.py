@@ -2,8 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -12,10 +11,10 @@ import nats.errors
 import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription as NatsSubscription
 
 from pilotlight.common.buckets import Bucket, NatsBucket, jetstream, write_failure
 from pilotlight.common.bus import Handler, Listener, Subscription, subject_family
+from pilotlight.common.envelope import opened, stamped
 from pilotlight.common.errors import (
     BusDenied,
     BusUnavailable,
@@ -29,11 +28,13 @@ from pilotlight.common.errors import (
 )
 from pilotlight.common.messages.codec import MAX_PAYLOAD_BYTES, decode_json, decode_msgpack, encode_json, encode_msgpack
 from pilotlight.common.nats_client import KeptClient
+from pilotlight.common.nats_subscription import BusSubscription, hear
 from pilotlight.common.pulse import Pulse
 from pilotlight.common.settings import BusSettings
 from pilotlight.common.telemetry import client_span, inject, server_span
 from pilotlight.common.waiting import cancel_all
 from pilotlight.common.write_check import WriteCheck
+from pilotlight.policy.phase import Moment
 
 log = structlog.get_logger()
 
@@ -54,8 +55,6 @@ SUBSCRIBE_DEADLINE_S = 2.0
 DEFAULT_DEADLINE_S = 30.0
 """For a request that names no deadline of its own."""
 MAX_ERROR_BYTES = 64 * 1024
-END_DEADLINE_S = 5.0
-"""How long the end of a subscription waits for what is being handled."""
 
 T = TypeVar("T")
 Req = TypeVar("Req")
@@ -70,7 +69,7 @@ class NatsBus:
         self._prefix = prefix
         self._reconnect_callbacks: list[Callable[[], Awaitable[None]]] = []
         self._buckets: dict[str, NatsBucket] = {}
-        self._subscriptions: set[_Subscribed] = set()
+        self._subscriptions: set[BusSubscription] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._up = asyncio.Event()
         self._pulse = Pulse(self._client)
@@ -146,10 +145,10 @@ class NatsBus:
     def on_reconnect(self, callback: Callable[[], Awaitable[None]]) -> None:
         self._reconnect_callbacks.append(callback)
 
-    async def publish(self, subject: str, message: object, *, binary: bool = False) -> None:
+    async def publish(self, subject: str, message: object, *, binary: bool = False, sent: Moment | None = None) -> None:
         data = self._fitting(encode_msgpack(message) if binary else encode_json(message))
         try:
-            await self._client.publish(self._prefix + subject, data, headers=inject({}) or None)
+            await self._client.publish(self._prefix + subject, data, headers=stamped(inject({}), sent) or None)
         except nats.errors.Error as error:
             # A notification that cannot be sent is a lost notification: its reader reconciles.
             log.warning("notification lost", action="bus_publish_failed", subject=subject, error=str(error))
@@ -166,7 +165,7 @@ class NatsBus:
             return decode_json(reply.data, reply_type)
 
     async def serve(self, subject: str, request_type: type[Req], handler: Handler[Req], *, queue: str = "") -> Subscription:
-        subscribed = _Subscribed(self._subscriptions)
+        subscribed = BusSubscription(self._subscriptions)
 
         async def on_message(msg: Msg) -> None:
             if len(subscribed.tasks) >= MAX_CONCURRENT_REQUESTS:
@@ -181,17 +180,18 @@ class NatsBus:
     async def subscribe(
         self, subject: str, message_type: type[Req], listener: Listener[Req], *, queue: str = "", binary: bool = False
     ) -> Subscription:
-        subscribed = _Subscribed(self._subscriptions)
+        subscribed = BusSubscription(self._subscriptions)
+        decode = decode_msgpack if binary else decode_json
 
         async def on_message(msg: Msg) -> None:
             try:
-                message = decode_msgpack(msg.data, message_type) if binary else decode_json(msg.data, message_type)
+                message = opened(msg.data, msg.headers, message_type, decode)
             except MessageUndecodable as error:
                 log.error("message dropped", action="bus_undecodable", subject=msg.subject, error=error.message)
                 return
             with subscribed.listening() as wanted, server_span("", msg.headers, record=False):
                 if wanted:
-                    await _listen(listener, message, subject)
+                    await hear(listener, message, subject)
 
         return await self._subscribe(subject, queue, on_message, subscribed)
 
@@ -229,8 +229,8 @@ class NatsBus:
             await self._pulse.stop()
 
     async def _subscribe(
-        self, subject: str, queue: str, on_message: Callable[[Msg], Awaitable[None]], subscribed: "_Subscribed"
-    ) -> "_Subscribed":
+        self, subject: str, queue: str, on_message: Callable[[Msg], Awaitable[None]], subscribed: "BusSubscription"
+    ) -> "BusSubscription":
         client: Any = self._client
         try:
             subscribed.subscription = await client.subscribe(
@@ -337,68 +337,6 @@ class NatsBus:
             task = asyncio.create_task(_logged(callback), name="after reconnect")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-
-
-class _Subscribed:
-    """A subscription, and what is being handled of it."""
-
-    def __init__(self, registry: "set[_Subscribed]") -> None:
-        self.subscription: NatsSubscription | None = None
-        self.tasks: set[asyncio.Task[None]] = set()
-        self._registry = registry
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._listener: asyncio.Task[Any] | None = None
-        self._ended = False
-        registry.add(self)
-
-    @contextmanager
-    def listening(self) -> Generator[bool]:
-        """Around a listener's call; False once the subscription has ended."""
-        self._listener = asyncio.current_task()
-        self._idle.clear()
-        try:
-            yield not self._ended
-        finally:
-            self._idle.set()
-
-    async def end(self) -> None:
-        self._ended = True
-        self._registry.discard(self)
-        if asyncio.current_task() in (self._listener, *self.tasks):
-            # Whoever ends it from within is not waited for: it would wait for itself.
-            task = asyncio.create_task(self._unsubscribe(), name="end of a subscription")
-            self.tasks.add(task)
-            task.add_done_callback(self.tasks.discard)
-            return
-        await self._unsubscribe()
-        if self.tasks:
-            _, late = await asyncio.wait(self.tasks, timeout=END_DEADLINE_S)
-            await cancel_all(late)
-
-    async def _unsubscribe(self) -> None:
-        subscription, self.subscription = self.subscription, None
-        if subscription is None:
-            return
-        try:
-            # nats-py cancels a listener in the middle of its work when it is unsubscribed, so it is let come to its end first.
-            async with asyncio.timeout(END_DEADLINE_S):
-                await self._idle.wait()
-        except TimeoutError:
-            log.warning("a listener is cut off", action="bus_listener_cut_off", subject=subscription.subject)
-        try:
-            await subscription.unsubscribe()
-        except nats.errors.Error:
-            log.debug("subscription was already closed", action="bus_unsubscribe")
-
-
-async def _listen(listener: Listener[Req], message: Req, subject: str) -> None:
-    try:
-        await listener(message)
-    except PilotlightError as error:
-        log.warning("listener refused", action="bus_listener_refused", subject=subject, error=error.message)
-    except Exception:  # a listener's bug must not end the subscription
-        log.exception("listener failed", action="bus_listener_failed", subject=subject)
 
 
 async def _logged(callback: Callable[[], Awaitable[None]]) -> None:

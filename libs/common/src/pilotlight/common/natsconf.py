@@ -22,12 +22,12 @@ from pydantic import Field
 
 from pilotlight.common.buckets import COPIES, GATEWAYS, HEALTH, INSTANCES, LEADER, NODES, WORKERS, jetstream
 from pilotlight.common.errors import BusFull, BusUnavailable, PilotlightError
-from pilotlight.common.messages import artifacts, demand, events, hold, phases, reports, room, spans, tokens, verify
+from pilotlight.common.messages import arrivals, artifacts, demand, events, hold, phases, reports, room, spans, tokens, verify
 from pilotlight.common.messages.codec import MAX_PAYLOAD_BYTES
 from pilotlight.common.nats_bus import NatsBus, bucket_name
 from pilotlight.common.settings import BusSettings
 from pilotlight.common.telemetry import configure_logging
-from pilotlight.policy.types import GatewayId, NodeId, WorkerId
+from pilotlight.policy.ids import GatewayId, NodeId, WorkerId
 
 log = structlog.get_logger()
 
@@ -91,6 +91,7 @@ RIGHTS: dict[str, Rights] = {
     "gateway": Rights(
         publish=(
             demand.demand_subject(_ANY_GATEWAY),
+            arrivals.arrivals_subject(_ANY_GATEWAY),
             demand.WARM_SUBJECT,
             demand.EVICT_SUBJECT,
             verify.verify_subject(_ANY_NODE),
@@ -115,6 +116,7 @@ RIGHTS: dict[str, Rights] = {
         ),
         subscribe=(
             demand.DEMAND_SUBJECTS,
+            arrivals.ARRIVAL_SUBJECTS,
             demand.WARM_SUBJECT,
             demand.EVICT_SUBJECT,
             phases.PHASES_SUBJECT,
@@ -126,7 +128,7 @@ RIGHTS: dict[str, Rights] = {
     ),
     "cache": Rights(
         publish=(room.give_up_subject(_ANY_WORKER), room.drop_subject(_ANY_NODE)),
-        subscribe=(room.RESERVE_SUBJECT, room.RELEASE_SUBJECT, *_REPORTS),
+        subscribe=(room.RESERVE_SUBJECT, room.RELEASE_SUBJECT, arrivals.ARRIVAL_SUBJECTS, *_REPORTS),
         write=(COPIES,),
         read=(COPIES,),
     ),

@@ -9,8 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from pilotlight.policy.device_health import DeviceReading, Judgement, Recovery, judge
-from pilotlight.policy.types import DeviceHealth
+from pilotlight.common.device_health import DeviceReading, Judgement, Recovery, judge
+from pilotlight.policy.cluster import DeviceHealth
 
 T = TypeVar("T")
 

@@ -1,124 +1,152 @@
-"""Reporting the phases of cold starts: each process measures the work that it does itself and tells the leader.
+"""The phases of cold starts: each process records what it does itself.
 
-A report is repeated until the leader has answered. Nothing here is in the path of a request: measuring reads a clock, sending
-happens in the background.
+``PhaseRecorder`` is the one place where phases are made: a new phase is a name in ``PhaseName`` and
+a call of ``record``. Recorded phases stay there until they are taken: by ``phase_reports``, which
+sends them to the leader, by the leader itself, or by the engine child, whose worker has them sent.
+Recording reads a clock and no more.
 """
 
-import asyncio
-import random
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import structlog
 
-from pilotlight.common.bus import Bus
 from pilotlight.common.clock import Clock, wall_offset_s
-from pilotlight.common.errors import PilotlightError
-from pilotlight.common.messages.phases import PHASES_SUBJECT, FirstToken, PhaseReport, PhasesKept
-from pilotlight.common.service import Background
-from pilotlight.common.waiting import Backoff, pause
-from pilotlight.policy.types import InstanceId, Phase, PhaseName
+from pilotlight.common.messages.phases import FirstToken
+from pilotlight.policy.ids import InstanceId
+from pilotlight.policy.phase import Phase, PhaseName
 
 log = structlog.get_logger()
 
 MAX_PENDING = 1024
-"""Instances whose report waits to be sent; past it the oldest is dropped."""
+"""Instances whose phases wait to be taken; past it the oldest are dropped."""
 MAX_PHASES = 1024
-"""Phases of one report."""
-GATHER_S = 0.02
-"""Phases that end together travel together."""
-REQUEST_DEADLINE_S = 2.0
-KEEP_FOR_S = 60.0
-"""A report that no leader has taken by then is dropped: its cold start has long been judged without it."""
+"""Phases of one instance that wait; past it the oldest are dropped."""
+MERGE_GAP_S = 0.001
+"""Intervals that are closer than this touch: the gap is the process's own loop."""
 
 
-class PhaseReporter:
-    """Queues phases and sends them as ``PhaseReport``, one process's at a time."""
+@dataclass(slots=True, kw_only=True)
+class Recorded:
+    """What was recorded of one instance's cold start."""
 
-    def __init__(self, bus: Bus, clock: Clock, background: Background, process: str) -> None:
-        self._bus = bus
+    since_s: float
+    """When the first of it was recorded."""
+    phases: list[Phase] = field(default_factory=list[Phase])
+    first_token: FirstToken | None = None
+
+
+class PhaseRecorder:
+    """The phases that one process measures, by instance, until they are taken."""
+
+    def __init__(self, clock: Clock, process: str, detail: str = "") -> None:
+        """``process`` and ``detail`` are those of its phases; ``record`` may override the detail."""
         self._clock = clock
         self._process = process
-        self._pending: dict[InstanceId, PhaseReport] = {}
-        self._since_s: dict[InstanceId, float] = {}
-        self._wake = asyncio.Event()
-        self._rng = random.Random()
-        background.spawn("phase reports", self._send_for_ever())
+        self._detail = detail
+        self._pending: dict[InstanceId, Recorded] = {}
+        self.on_recorded: Callable[[], None] | None = None
+        """Called when there is something to take."""
 
-    @contextmanager
-    def measure(self, instance_id: InstanceId, name: PhaseName, detail: str = "") -> Generator[None]:
-        """Record what the body takes as one phase, also when it fails."""
-        start_s = self._clock.monotonic_s()
-        try:
-            yield
-        finally:
-            self.record(instance_id, self.phase(name, start_s, self._clock.monotonic_s(), detail))
+    @property
+    def pending(self) -> tuple[InstanceId, ...]:
+        """The instances of which something can be taken, the oldest first."""
+        return tuple(self._pending)
 
-    def phase(self, name: PhaseName, start_s: float, end_s: float, detail: str = "") -> Phase:
-        """A phase of this process, from two readings of the host's monotonic clock."""
-        offset_s = wall_offset_s(self._clock)
-        return Phase(name=name, start_s=start_s, end_s=end_s, wall_offset_s=offset_s, process=self._process, detail=detail)
+    def record(
+        self,
+        instance_id: InstanceId,
+        name: PhaseName,
+        start_s: float,
+        end_s: float | None = None,
+        *,
+        detail: str | None = None,
+    ) -> None:
+        """Record a phase. It prolongs the one before it where both are the same and they touch.
 
-    def record(self, instance_id: InstanceId, *phases: Phase) -> None:
-        """Queue phases that are known already."""
-        self._queue(PhaseReport(instance_id=instance_id, phases=phases))
+        Args:
+            instance_id: whose cold start it belongs to.
+            name: of the phase.
+            start_s: when it began, on the host's monotonic clock.
+            end_s: when it ended, on the same clock; None: now. If it is before ``start_s``, the phase
+                takes no time.
+            detail: what is told beside its name; None: the recorder's own.
+        """
+        phase = Phase(
+            name=name,
+            start_s=start_s,
+            end_s=max(start_s, self._clock.monotonic_s() if end_s is None else end_s),
+            wall_offset_s=wall_offset_s(self._clock),
+            process=self._process,
+            detail=self._detail if detail is None else detail,
+        )
+        phases = self._of(instance_id).phases
+        if phases and _touch(phases[-1], phase):
+            last = phases.pop()
+            phase = replace(last, end_s=max(last.end_s, phase.end_s))
+        self._add(instance_id, phase)
+
+    def add(self, instance_id: InstanceId, *phases: Phase) -> None:
+        """Add phases that another process has recorded."""
+        self._add(instance_id, *phases)
 
     def first_token(self, instance_id: InstanceId, first_token: FirstToken) -> None:
-        """Queue the end of a cold start."""
-        self._queue(PhaseReport(instance_id=instance_id, phases=(), first_token=first_token))
+        """Record the end of a cold start."""
+        self._of(instance_id).first_token = first_token
+        self._tell()
 
-    def _queue(self, report: PhaseReport) -> None:
-        known = self._pending.get(report.instance_id)
-        if known is None and len(self._pending) >= MAX_PENDING:
-            dropped = next(iter(self._pending))
-            self._forget(dropped)
-            log.warning("phases dropped: too many wait", action="phases_dropped", instance_id=dropped)
-        self._pending[report.instance_id] = report if known is None else _joined(known, report)
-        self._since_s.setdefault(report.instance_id, self._clock.monotonic_s())
-        self._wake.set()
+    def start_s(self, instance_id: InstanceId, begun_s: float) -> float:
+        """When an interval that began at ``begun_s`` starts, in a process that does one thing at a time.
 
-    def _forget(self, instance_id: InstanceId) -> None:
+        Not before the end of the last one, and with that end if they touch.
+        """
+        pending = self._pending.get(instance_id)
+        if pending is None or not pending.phases:
+            return begun_s
+        last_s = pending.phases[-1].end_s
+        return last_s if begun_s - last_s < MERGE_GAP_S else begun_s
+
+    def take(self, instance_id: InstanceId) -> Recorded:
+        """Everything that was recorded of an instance since it was last taken."""
+        return self._pending.pop(instance_id, None) or Recorded(since_s=self._clock.monotonic_s())
+
+    def put_back(self, instance_id: InstanceId, taken: Recorded) -> None:
+        """Keep what was taken, and could not be handed on."""
+        newer = self._pending.get(instance_id)
+        if newer is not None:
+            phases = [*taken.phases, *newer.phases][-MAX_PHASES:]
+            taken = Recorded(
+                since_s=taken.since_s,
+                phases=phases,
+                first_token=newer.first_token or taken.first_token,
+            )
+        self._pending[instance_id] = taken
+
+    def drop(self, instance_id: InstanceId) -> None:
+        """Forget what was recorded of an instance."""
         self._pending.pop(instance_id, None)
-        self._since_s.pop(instance_id, None)
 
-    async def _send_for_ever(self) -> None:
-        backoff = Backoff(first_s=0.1, limit_s=2.0)
-        failures = 0
-        while True:
-            await self._wake.wait()
-            await pause(GATHER_S)
-            self._wake.clear()
-            if await self._send_all():
-                failures = 0
-                continue
-            self._wake.set()
-            await pause(backoff.delay_s(failures, self._rng))
-            failures += 1
+    def _add(self, instance_id: InstanceId, *phases: Phase) -> None:
+        pending = self._of(instance_id)
+        pending.phases.extend(phases)
+        del pending.phases[:-MAX_PHASES]
+        self._tell()
 
-    async def _send_all(self) -> bool:
-        """Send everything that waits; False as soon as the leader cannot be reached."""
-        for instance_id in list(self._pending):
-            report = self._pending.get(instance_id)
-            since_s = self._since_s.get(instance_id)
-            if report is None or since_s is None:
-                continue
-            self._forget(instance_id)
-            try:
-                await self._bus.request(PHASES_SUBJECT, report, PhasesKept, deadline_s=REQUEST_DEADLINE_S)
-            except PilotlightError as error:
-                if not error.retryable or self._clock.monotonic_s() - since_s > KEEP_FOR_S:
-                    log.warning("phases given up", action="phases_given_up", instance_id=instance_id, error=error.message)
-                    continue
-                self._put_back(report, since_s)
-                return False
-        return True
+    def _of(self, instance_id: InstanceId) -> Recorded:
+        pending = self._pending.get(instance_id)
+        if pending is None:
+            if len(self._pending) >= MAX_PENDING:
+                dropped = next(iter(self._pending))
+                self.drop(dropped)
+                log.warning("phases dropped: too many wait", action="phases_dropped", instance_id=dropped)
+            pending = self._pending[instance_id] = Recorded(since_s=self._clock.monotonic_s())
+        return pending
 
-    def _put_back(self, report: PhaseReport, since_s: float) -> None:
-        newer = self._pending.get(report.instance_id)
-        self._pending[report.instance_id] = report if newer is None else _joined(report, newer)
-        self._since_s[report.instance_id] = since_s
+    def _tell(self) -> None:
+        if self.on_recorded is not None:
+            self.on_recorded()
 
 
-def _joined(older: PhaseReport, newer: PhaseReport) -> PhaseReport:
-    phases = tuple(dict.fromkeys((*older.phases, *newer.phases)))[-MAX_PHASES:]
-    return PhaseReport(instance_id=older.instance_id, phases=phases, first_token=newer.first_token or older.first_token)
+def _touch(last: Phase, phase: Phase) -> bool:
+    same = (last.name, last.process, last.detail) == (phase.name, phase.process, phase.detail)
+    return same and last.start_s <= phase.start_s < last.end_s + MERGE_GAP_S

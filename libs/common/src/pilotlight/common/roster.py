@@ -18,9 +18,9 @@ from typing import Generic, TypeVar
 
 from pilotlight.common.messages.reports import LoaderReport, WorkerReport, loader_report_subject, worker_report_subject
 from pilotlight.common.newest import Newest
-from pilotlight.policy.cluster import WorkerView
+from pilotlight.policy.cluster import Liveness, NodeFacts, WorkerView
+from pilotlight.policy.ids import Epoch, NodeId, WorkerId
 from pilotlight.policy.liveness import FORGET_AFTER_S, LAST_WORDS_S, SUSPECT_AFTER_S, liveness_of
-from pilotlight.policy.types import Epoch, Liveness, NodeFacts, NodeId, WorkerId
 
 Key = TypeVar("Key")
 

@@ -25,7 +25,7 @@ from pilotlight.common.model_uris import parse_bucket
 from pilotlight.common.s3 import S3Fault, s3_store
 from pilotlight.common.settings import S3Settings
 from pilotlight.common.waiting import within
-from pilotlight.policy.types import Digest
+from pilotlight.policy.ids import Digest
 
 DEADLINE_S = 60.0
 """For one object: manifests, bundles and artifacts are megabytes. Parameters do not come through here."""

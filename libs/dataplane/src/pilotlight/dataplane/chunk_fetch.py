@@ -21,9 +21,10 @@ from pilotlight.common.errors import CorruptChunk, HostPoolFull, PilotlightError
 from pilotlight.common.waiting import Backoff, pause
 from pilotlight.dataplane.lanes import Lanes
 from pilotlight.dataplane.origin import ChunkFill, MixedBytes, Nearby, NotHere, Origin, RecordedNow, WrongBytes
+from pilotlight.dataplane.priority_semaphore import Recalled
 from pilotlight.dataplane.readers import Reading
-from pilotlight.dataplane.turns import Recalled
-from pilotlight.policy.types import Model, OriginKind
+from pilotlight.policy.cluster import OriginKind
+from pilotlight.policy.model import Model
 
 log = structlog.get_logger()
 
@@ -157,7 +158,7 @@ class ChunkFetch:
         def rank() -> tuple[int, ...]:
             return (*self.rank(place[0]), *place)
 
-        async with lane.turn(fill.left_bytes, rank, recalled) as progress:
+        async with lane.permit(fill.left_bytes, rank, recalled) as progress:
             work = fill.begin(origin.name, progress, trusted=origin.trusted)
             try:
                 what = f"part {place[0]} of {self.model.name} from {origin.name}"

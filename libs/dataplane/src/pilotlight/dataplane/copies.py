@@ -12,28 +12,17 @@ from typing import Any, Protocol
 
 import structlog
 
-from pilotlight.common.clock import moment_of, wall_offset_s
+from pilotlight.common.clock import wall_offset_s
 from pilotlight.common.errors import BadRequest, InternalError, PilotlightError
 from pilotlight.common.messages.pool import RETURN_S, PartReady
 from pilotlight.dataplane.chunk_fetch import OriginObserver
 from pilotlight.dataplane.held import HeldChunk, held_chunk
 from pilotlight.dataplane.layout import tensor_places
 from pilotlight.dataplane.model_fetch import FetchTools, Holder, ModelFetch
-from pilotlight.policy.coverage import departed_s
-from pilotlight.policy.types import (
-    Copy,
-    Digest,
-    FetchPriority,
-    InstanceId,
-    LinkSpeed,
-    Model,
-    Moment,
-    NodeId,
-    OriginKind,
-    Phase,
-    Tier,
-    Transfer,
-)
+from pilotlight.policy.cluster import Copy, FetchPriority, LinkSpeed, OriginKind, Tier, Transfer
+from pilotlight.policy.ids import Digest, InstanceId, NodeId
+from pilotlight.policy.model import Model
+from pilotlight.policy.phase import Moment
 
 log = structlog.get_logger()
 
@@ -49,10 +38,6 @@ class Observer(OriginObserver, Protocol):
 
     def on_copies_changed(self) -> None:
         """A part became ready, a copy was dropped, a fetch began or ended."""
-        ...
-
-    def on_fetched(self, instance_id: InstanceId, phases: tuple[Phase, ...]) -> None:
-        """A fetch did this for an instance."""
         ...
 
     def on_fetch_ended(self, seconds: float, size_bytes: int, code: str) -> None:
@@ -83,12 +68,12 @@ class HostCopies:
         *,
         leased: bool,
         trace_parent: str = "",
-        sent: Moment | None = None,
+        since_s: float | None = None,
         priority: FetchPriority = FetchPriority.COLD_START,
     ) -> Holder:
         """Want parts of a model: what is missing is fetched, what is ready stays for as long as a lease holds it.
 
-        ``sent`` is when whoever wants it said so: the fetch counts from then. A fetch matters as much as the first of its holders
+        ``since_s`` is when it was asked for, None: now; the fetch counts from then. A fetch matters as much as the first of its holders
         does; a lease is for a cold start.
 
         Raises:
@@ -97,16 +82,16 @@ class HostCopies:
         wanted = tuple(sorted(set(parts)))
         if not wanted or wanted[0] < 0 or wanted[-1] >= len(model.spec.part_bytes):
             raise BadRequest(f"{model.name} has parts 0 to {len(model.spec.part_bytes) - 1}, not {wanted}")
-        now = moment_of(self._tools.clock)
+        now_s = self._tools.clock.monotonic_s()
         spoiled = self._spoiled.get(model.digest)
-        found = {part: now.at_s for part in wanted if self._tools.pool.find(model.digest, part) is not None}
+        found = {part: now_s for part in wanted if self._tools.pool.find(model.digest, part) is not None}
         holder = Holder(
             instance_id=instance_id,
             model=model,
             parts=wanted,
             leased=leased,
             trace_parent=trace_parent,
-            since_s=departed_s(sent, now),
+            since_s=now_s if since_s is None else since_s,
             priority=priority,
             ready=found if spoiled is None else {},
             error=spoiled,
@@ -129,7 +114,7 @@ class HostCopies:
         self._tools.pool.touch(digest)
         fetch = self._fetches.get(digest)
         if fetch is not None and holder in fetch.holders:
-            self._account(fetch, holder)
+            fetch.account(holder.instance_id)
             fetch.holders.remove(holder)
             run = self._runs.get(digest)
             if not fetch.holders and run is not None:
@@ -258,7 +243,7 @@ class HostCopies:
         if error is not None:
             log.warning("fetch failed", action="fetch_failed", model=fetch.model.name, code=error.code, error=error.message)
             for holder in fetch.holders:
-                self._account(fetch, holder)
+                fetch.account(holder.instance_id)
                 holder.error = error
                 holder.changed.set()
             fetch.holders.clear()
@@ -280,7 +265,7 @@ class HostCopies:
         """A part of a model is ready."""
         fetch = self._fetches[digest]
         for holder in [holder for holder in fetch.holders if not holder.missing]:
-            self._account(fetch, holder)
+            fetch.account(holder.instance_id)
             fetch.holders.remove(holder)
         self._observer.on_copies_changed()
 
@@ -303,11 +288,6 @@ class HostCopies:
     def _may_return(self, digest: Digest) -> bool:
         """Whether workers may be reading it by a lease that they had of the loader before this one."""
         return digest in self._adopted and self._tools.clock.monotonic_s() < self._adopted_until_s
-
-    def _account(self, fetch: ModelFetch, holder: Holder) -> None:
-        phases = fetch.account(holder.instance_id)
-        if phases:
-            self._observer.on_fetched(holder.instance_id, phases)
 
 
 @dataclass(frozen=True, slots=True)

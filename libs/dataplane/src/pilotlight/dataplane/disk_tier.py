@@ -28,7 +28,9 @@ from pilotlight.checkpoint.manifest import CHUNK_BYTES, Chunk, Manifest
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import DiskTierTaken
 from pilotlight.dataplane.origin import ChunkWork, MixedBytes, NotHere, Origin, WrongBytes
-from pilotlight.policy.types import Digest, Model, OriginKind
+from pilotlight.policy.cluster import OriginKind
+from pilotlight.policy.ids import Digest
+from pilotlight.policy.model import Model
 
 log = structlog.get_logger()
 

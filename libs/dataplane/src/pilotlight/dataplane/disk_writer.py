@@ -21,7 +21,8 @@ import structlog
 from pilotlight.checkpoint.digests import UNIT_BYTES, chunk_digest_of, unit_digests
 from pilotlight.common.clock import Clock
 from pilotlight.dataplane.disk_tier import Count, DiskEvent, DiskTier, Unwritten
-from pilotlight.policy.types import Digest, OriginKind
+from pilotlight.policy.cluster import OriginKind
+from pilotlight.policy.ids import Digest
 
 log = structlog.get_logger()
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from pilotlight.dataplane.origin import ChunkFill
 from pilotlight.dataplane.pool import HostPool, PartImage
-from pilotlight.policy.types import Digest
+from pilotlight.policy.ids import Digest
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from pilotlight.common.clock import Clock
+from pilotlight.dataplane.bandwidth import BandwidthLimit, SourceLimits
 from pilotlight.dataplane.concurrency import Concurrency
-from pilotlight.dataplane.links import LinkLimit, Links
 from pilotlight.dataplane.origin import Origin
+from pilotlight.dataplane.priority_semaphore import PrioritySemaphore, Rank, unless_recalled
 from pilotlight.dataplane.readers import ReadProgress
-from pilotlight.dataplane.turns import Rank, Turns, unless_recalled
-from pilotlight.policy.types import LinkSpeed, OriginKind
+from pilotlight.policy.cluster import LinkSpeed, OriginKind
 
 SMOOTHING = 0.3
 """Weight of the newest measurement in a link's bandwidth."""
@@ -29,13 +29,13 @@ class LaneLimits:
 class Lane:
     """The reads that share one link. For the event loop alone."""
 
-    def __init__(self, limits: LaneLimits, limit: LinkLimit, clock: Clock) -> None:
+    def __init__(self, limits: LaneLimits, limit: BandwidthLimit, clock: Clock) -> None:
         self.bytes_per_s: float | None = None
         """What the link gave lately, all reads together; None: nothing was measured yet."""
         self._clock = clock
         self._limit = limit
         self._concurrency = Concurrency(limits.least, limits.most)
-        self._turns = Turns(self._concurrency.limit)
+        self._permits = PrioritySemaphore(self._concurrency.limit)
         self._running: set[ReadProgress] = set()
         self._ended_bytes = 0
         self._since_s = 0.0
@@ -45,21 +45,21 @@ class Lane:
     @property
     def reads(self) -> int:
         """How many chunks may be read at once at this moment."""
-        return self._turns.limit
+        return self._permits.limit
 
     @property
     def busy(self) -> int:
         """How many are, or wait for the link to have room."""
-        return self._turns.held
+        return self._permits.held
 
     @asynccontextmanager
-    async def turn(self, size_bytes: int, rank: Rank, recalled: asyncio.Event) -> AsyncGenerator[ReadProgress]:
+    async def permit(self, size_bytes: int, rank: Rank, recalled: asyncio.Event) -> AsyncGenerator[ReadProgress]:
         """One read of so many bytes, once the link has room for it.
 
         Raises:
             Recalled: ``recalled`` was set while it was waited for.
         """
-        turn = await self._turns.take(rank, recalled)
+        permit = await self._permits.take(rank, recalled)
         progress = ReadProgress()
         if not self._running:
             self._begin_window()
@@ -71,11 +71,11 @@ class Lane:
             self._running.discard(progress)
             self._ended_bytes += progress.bytes
             self._on_end()
-            self._turns.give_back(turn)
+            self._permits.give_back(permit)
 
     def broke(self) -> None:
         """A read broke off, or stalled."""
-        self._turns.resize(self._concurrency.broke())
+        self._permits.resize(self._concurrency.broke())
         self._begin_window()
 
     def _begin_window(self) -> None:
@@ -89,31 +89,31 @@ class Lane:
         """Measure once as many reads have ended as there may be at once."""
         self._ends += 1
         seconds = self._clock.monotonic_s() - self._since_s
-        if self._ends < self._turns.limit or seconds <= 0:
+        if self._ends < self._permits.limit or seconds <= 0:
             return
         bytes_per_s = (self._bytes - self._since_bytes) / seconds
         known = self.bytes_per_s
         self.bytes_per_s = bytes_per_s if known is None else known + SMOOTHING * (bytes_per_s - known)
-        if self._turns.wanted:
+        if self._permits.wanted:
             # Else it is not the number of reads that holds it back.
-            self._turns.resize(self._concurrency.measured(bytes_per_s))
+            self._permits.resize(self._concurrency.measured(bytes_per_s))
         self._begin_window()
 
 
 class Lanes:
     """The lanes of one node, by what origins call their link."""
 
-    def __init__(self, limits: LaneLimits, links: Links, clock: Clock) -> None:
-        """``links`` says what sources may take of theirs."""
+    def __init__(self, limits: LaneLimits, source_limits: SourceLimits, clock: Clock) -> None:
+        """``source_limits`` says what sources may take of their links."""
         self._limits = limits
-        self._links = links
+        self._source_limits = source_limits
         self._clock = clock
         self._lanes: dict[str, tuple[OriginKind, Lane]] = {}
 
     def of(self, origin: Origin) -> Lane:
         """The lane of an origin's link."""
         if origin.link not in self._lanes:
-            limit = self._links.of(origin.link) if origin.kind is OriginKind.SOURCE else LinkLimit(None, self._clock)
+            limit = self._source_limits.of(origin.link) if origin.kind is OriginKind.SOURCE else BandwidthLimit(None, self._clock)
             self._lanes[origin.link] = origin.kind, Lane(self._limits, limit, self._clock)
         return self._lanes[origin.link][1]
 

@@ -1,6 +1,6 @@
 """From a manifest and the place of an image to the places of its tensors."""
 
-from pilotlight.checkpoint.manifest import Chunk, Part
+from pilotlight.checkpoint.manifest import Part
 from pilotlight.common.messages.pool import TensorPlace
 
 
@@ -16,22 +16,3 @@ def tensor_places(part: Part, file_offset: int) -> tuple[TensorPlace, ...]:
         )
         for tensor in part.tensors
     )
-
-
-def unfilled(chunk: Chunk) -> tuple[tuple[int, int], ...]:
-    """Ranges [start, stop) of a chunk, from its own start, that no segment fills: they are zero in the image.
-
-    ::
-
-        chunk     |segment ......|0|segment ...|0|
-    """
-    ranges: list[tuple[int, int]] = []
-    filled = 0
-    for segment in sorted(chunk.segments, key=lambda segment: segment.image_offset):
-        start = segment.image_offset - chunk.image_offset
-        if start > filled:
-            ranges.append((filled, start))
-        filled = max(filled, start + segment.size_bytes)
-    if filled < chunk.size_bytes:
-        ranges.append((filled, chunk.size_bytes))
-    return tuple(ranges)

@@ -20,9 +20,10 @@ import structlog
 
 from pilotlight.checkpoint.manifest import Chunk, Manifest
 from pilotlight.checkpoint.safetensors import StoredTensor
-from pilotlight.common.clock import Clock, wall_offset_s
+from pilotlight.common.clock import Clock
 from pilotlight.common.errors import BadRequest, PilotlightError, SourceChanged
 from pilotlight.common.faults import Faults
+from pilotlight.common.phases import PhaseRecorder
 from pilotlight.common.telemetry import span, with_parent
 from pilotlight.common.waiting import Signal, cancel_all
 from pilotlight.dataplane.chunk_fetch import ChunkFetch, Distrusted, OriginObserver
@@ -34,7 +35,10 @@ from pilotlight.dataplane.readers import Readers, Reading
 from pilotlight.dataplane.shares import Rate, Shares
 from pilotlight.dataplane.source_origin import OpenedLate, OpenSource
 from pilotlight.dataplane.whole_files import FileCheck, can_be_checked, check_layout
-from pilotlight.policy.types import Digest, FetchPriority, InstanceId, Model, OriginKind, Phase, PhaseName, Transfer
+from pilotlight.policy.cluster import FetchPriority, OriginKind, Transfer
+from pilotlight.policy.ids import Digest, InstanceId
+from pilotlight.policy.model import Model
+from pilotlight.policy.phase import PhaseName
 
 log = structlog.get_logger()
 
@@ -74,8 +78,7 @@ class FetchTools:
     distrusted: Distrusted
     faults: Faults
     clock: Clock
-    process: str
-    """Names this process in phases."""
+    phases: PhaseRecorder
     nearby: tuple[Nearby, ...] = ()
     """Who knows of origins that are nearer than a model's source, the nearest first."""
     keepers: tuple[Keeper, ...] = ()
@@ -360,23 +363,16 @@ class ModelFetch:
                 holder.changed.set()
         self._listener.on_ready()
 
-    def account(self, instance_id: InstanceId) -> tuple[Phase, ...]:
-        """What it did for an instance since it was last asked. It works without a break, so that is one interval at most."""
+    def account(self, instance_id: InstanceId) -> None:
+        """Record what it did for an instance since it was last asked. It works without a break: that is one interval."""
         tools, now_s = self._tools, self._tools.clock.monotonic_s()
         wanted_since_s = min(holder.since_s for holder in self.holders if holder.instance_id == instance_id)
         start_s = max(self.start_s, wanted_since_s, self._reported_until_s.get(instance_id, 0.0))
         if now_s <= start_s:
-            return ()
+            return
         self._reported_until_s[instance_id] = now_s
-        phase = Phase(
-            name=PhaseName.FETCH,
-            start_s=start_s,
-            end_s=now_s,
-            wall_offset_s=wall_offset_s(tools.clock),
-            process=tools.process,
-            detail=", ".join(f"{share.size_bytes} bytes from {share.name}" for share in self._shares.given),
-        )
-        return (phase,)
+        detail = ", ".join(f"{share.size_bytes} bytes from {share.name}" for share in self._shares.given)
+        tools.phases.record(instance_id, PhaseName.FETCH, start_s, now_s, detail=detail)
 
     def _filled_bytes(self, image: PartImage) -> int:
         entered = image.image_bytes * image.entered // max(1, len(image.slots))

@@ -24,7 +24,9 @@ from blake3 import blake3
 from pilotlight.checkpoint.digests import UNIT_BYTES, UNIT_DIGEST_BYTES, chunk_digest_of, units_of
 from pilotlight.checkpoint.manifest import Chunk, Manifest
 from pilotlight.dataplane.readers import ReadProgress
-from pilotlight.policy.types import Digest, Model, OriginKind
+from pilotlight.policy.cluster import OriginKind
+from pilotlight.policy.ids import Digest
+from pilotlight.policy.model import Model
 
 Place = Callable[[int, memoryview], None]
 """Puts bytes at an offset from the chunk's start. Raises ``HostPoolFull``. Threads may call it."""
@@ -71,7 +73,7 @@ class ChunkFill:
         self._units: list[bytes] = []
         self._list: tuple[bytes, ...] | None = None
         self._open_unit = blake3()
-        self._givers: set[str] = set()
+        self._origins: set[str] = set()
         self._shares: list[tuple[str, int]] = []
         """Who gave the bytes up to where."""
         self._takes_unchecked = False
@@ -99,8 +101,8 @@ class ChunkFill:
         """Bytes that are there, by who gave them."""
         found: dict[str, int] = {}
         start = 0
-        for giver, stop in self._shares:
-            found[giver] = found.get(giver, 0) + stop - start
+        for origin, stop in self._shares:
+            found[origin] = found.get(origin, 0) + stop - start
             start = stop
         return found
 
@@ -114,18 +116,18 @@ class ChunkFill:
         """The digest of the whole chunk."""
         return chunk_digest_of(self._units)
 
-    def begin(self, giver: str, progress: ReadProgress, *, trusted: bool = False) -> "ChunkWork":
+    def begin(self, origin: str, progress: ReadProgress, *, trusted: bool = False) -> "ChunkWork":
         """The next try, by an origin of this name. The one before was revoked.
 
         From one that is not trusted no byte is taken as long as no digest is recorded that it could be checked against.
         """
         self._takes_unchecked = trusted
-        if self._givers - {giver}:
+        if self._origins - {origin}:
             if self._list is not None:
                 self.rewind(len(self._units))
             elif self._alone:
                 self.restart()
-        return ChunkWork(self, giver, progress)
+        return ChunkWork(self, origin, progress)
 
     def watch(self, watcher: Callable[[], None]) -> None:
         """Call it, in whatever thread, whenever ``sound`` changes. It must not block."""
@@ -160,13 +162,13 @@ class ChunkFill:
         self.received_bytes = min(len(self._units) * UNIT_BYTES, self.size_bytes)
         self._open_unit = blake3()
         while self._shares and self._shares[-1][1] > self.received_bytes:
-            giver, _ = self._shares.pop()
+            origin, _ = self._shares.pop()
             if self.received_bytes > (self._shares[-1][1] if self._shares else 0):
-                self._shares.append((giver, self.received_bytes))
+                self._shares.append((origin, self.received_bytes))
         if not self.received_bytes:
-            self._givers.clear()
+            self._origins.clear()
 
-    def expect(self, giver: str, units: Sequence[bytes]) -> None:
+    def expect(self, origin: str, units: Sequence[bytes]) -> None:
         """As ``ChunkWork.expect``."""
         if self.digest is None:
             raise WrongBytes("a list of units came of a chunk whose digest nobody has recorded")
@@ -176,24 +178,24 @@ class ChunkFill:
         if self._list is None:
             self._list = tuple(units)
             agreeing = next((at for at, unit in enumerate(self._units) if unit != units[at]), len(self._units))
-            if agreeing < len(self._units) or self._givers - {giver}:
+            if agreeing < len(self._units) or self._origins - {origin}:
                 # Of a unit that others began nobody would know whose fault it is.
                 self.rewind(agreeing)
             self._tell()
 
-    def append(self, giver: str, data: memoryview) -> None:
+    def append(self, origin: str, data: memoryview) -> None:
         """The next bytes, which lie within one unit."""
         if len(data) > self.size_bytes - self.received_bytes:
             raise WrongBytes("more bytes came than the chunk has")
         if self.digest is None and not self._takes_unchecked:
             raise WrongBytes("bytes came of a chunk whose digest nobody has recorded, so nobody can check them")
         self._place(self.received_bytes, data)
-        self._givers.add(giver)
+        self._origins.add(origin)
         self._open_unit.update(data)
         self.received_bytes += len(data)
-        if self._shares and self._shares[-1][0] == giver:
+        if self._shares and self._shares[-1][0] == origin:
             self._shares.pop()
-        self._shares.append((giver, self.received_bytes))
+        self._shares.append((origin, self.received_bytes))
         if self.received_bytes % UNIT_BYTES == 0 or self.is_whole:
             self._close_unit()
 
@@ -205,7 +207,7 @@ class ChunkFill:
             self.rewind(at)
             raise WrongBytes(f"unit {at} has not the digest that the chunk's list names")
         if self.is_whole and self.digest is not None and self.found != self.digest:
-            found, mixed = self.found, len(self._givers) > 1
+            found, mixed = self.found, len(self._origins) > 1
             self.rewind(0)
             self._alone = self._alone or mixed
             if mixed:
@@ -222,9 +224,9 @@ class MixedBytes(WrongBytes):
 class ChunkWork:
     """One try of one origin at one chunk. For the thread that reads, but for ``revoke``."""
 
-    def __init__(self, fill: ChunkFill, giver: str, progress: ReadProgress) -> None:
+    def __init__(self, fill: ChunkFill, origin: str, progress: ReadProgress) -> None:
         self._fill = fill
-        self._giver = giver
+        self._origin = origin
         self._progress = progress
 
     @property
@@ -255,7 +257,7 @@ class ChunkWork:
         """
         with self._fill.lock:
             self._check()
-            self._fill.expect(self._giver, units)
+            self._fill.expect(self._origin, units)
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """The chunk's next bytes, in pieces of any size.
@@ -272,7 +274,7 @@ class ChunkWork:
                     self._check()
                     size_bytes = UNIT_BYTES - self.position % UNIT_BYTES
                     with view[done : done + size_bytes] as piece:
-                        self._fill.append(self._giver, piece)
+                        self._fill.append(self._origin, piece)
                         count = len(piece)
                 done += count
                 self._progress(count)

@@ -32,7 +32,7 @@ from pilotlight.dataplane.table import (
     read_header,
     write_epoch,
 )
-from pilotlight.policy.types import Digest, Epoch
+from pilotlight.policy.ids import Digest, Epoch
 
 log = structlog.get_logger()
 

@@ -19,7 +19,8 @@ from pilotlight.common.errors import MessageUndecodable, PilotlightError, Source
 from pilotlight.common.messages.codec import frame, read_frame
 from pilotlight.common.messages.pool import RETURN_S, FromLoader, Hello, Lease, LeaseDone, LeaseFailed, LeaseGranted, PartReady
 from pilotlight.common.waiting import Backoff, cancel_all, pause, within
-from pilotlight.policy.types import InstanceId, Model, WorkerId
+from pilotlight.policy.ids import InstanceId, WorkerId
+from pilotlight.policy.model import Model
 
 log = structlog.get_logger()
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from pilotlight.common.errors import SourceUnavailable
-from pilotlight.dataplane.turns import Rank, Recalled, Turn, Turns, in_order_of_arrival
+from pilotlight.dataplane.priority_semaphore import Permit, PrioritySemaphore, Rank, Recalled, in_order_of_arrival
 
 LOOKS = 4
 """How often within the stall timeout a read is looked at: it stalls when nothing has come between so many looks."""
@@ -61,8 +61,8 @@ class Readers:
         self.stall_timeout_s = stall_timeout_s
         # Threads are made when they are needed.
         self._executor = ThreadPoolExecutor((1 + SPARES) * threads, thread_name_prefix="fetch")
-        self._turns = Turns(threads)
-        self._running: dict[asyncio.Future[Any], tuple[ReadProgress, Turn]] = {}
+        self._permits = PrioritySemaphore(threads)
+        self._running: dict[asyncio.Future[Any], tuple[ReadProgress, Permit]] = {}
         self._given_up: set[asyncio.Future[Any]] = set()
         self._ended = 0
 
@@ -79,13 +79,13 @@ class Readers:
             SourceUnavailable: none became idle, and no byte came to any of them, for the stall timeout.
             Recalled: ``recalled`` was set before one did.
         """
-        waiting = asyncio.ensure_future(self._turns.take(rank, recalled))
+        waiting = asyncio.ensure_future(self._permits.take(rank, recalled))
         try:
             if not await self.ended(waiting, self._moved, recalled):
                 raise SourceUnavailable(f"the sources hang: no thread that reads got a byte for {self.stall_timeout_s:g} s")
         except BaseException:
             if not waiting.cancel() and not waiting.cancelled():
-                self._turns.give_back(waiting.result())
+                self._permits.give_back(waiting.result())
             raise
         future = asyncio.get_running_loop().run_in_executor(self._executor, work, progress)
         self._running[future] = progress, waiting.result()
@@ -95,7 +95,7 @@ class Readers:
     def give_up(self, future: "asyncio.Future[Any]") -> None:
         """Nobody waits for work any more: let others read, though its thread may hang on."""
         if future in self._running and len(self._given_up) < SPARES * self.threads:
-            self._turns.give_back(self._running.pop(future)[1])
+            self._permits.give_back(self._running.pop(future)[1])
             self._given_up.add(future)
 
     async def ended(
@@ -132,7 +132,7 @@ class Readers:
 
     def _on_done(self, future: "asyncio.Future[Any]") -> None:
         if future in self._running:
-            self._turns.give_back(self._running.pop(future)[1])
+            self._permits.give_back(self._running.pop(future)[1])
         self._given_up.discard(future)
         self._ended += 1
         if not future.cancelled():

@@ -1,7 +1,7 @@
 """What came of one fetch: from whom, and how fast. For the event loop alone."""
 
 from pilotlight.dataplane.chunk_fetch import OriginObserver
-from pilotlight.policy.types import OriginKind, OriginShare
+from pilotlight.policy.cluster import OriginKind, OriginShare
 
 SAMPLE_S = 0.5
 """Between two measurements: a report is due more often than a chunk is whole."""

@@ -16,10 +16,11 @@ from pilotlight.checkpoint.errors import CheckpointError
 from pilotlight.checkpoint.manifest import Chunk, Manifest
 from pilotlight.checkpoint.reader import Source
 from pilotlight.common.errors import UriNotAllowed, error_of
-from pilotlight.dataplane.links import link_of
+from pilotlight.dataplane.bandwidth import link_of
 from pilotlight.dataplane.origin import ChunkWork, Origin
 from pilotlight.dataplane.readers import Abandoned
-from pilotlight.policy.types import Model, OriginKind
+from pilotlight.policy.cluster import OriginKind
+from pilotlight.policy.model import Model
 
 
 class ModelSource(Origin, Protocol):

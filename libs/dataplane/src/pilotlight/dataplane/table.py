@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from heapq import heapify, heappop, heappush
 
-from pilotlight.policy.types import Digest, Epoch
+from pilotlight.policy.ids import Digest, Epoch
 
 MAGIC = b"PLPOOL\r\n"
 VERSION = 2

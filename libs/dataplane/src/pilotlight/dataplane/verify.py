@@ -22,7 +22,7 @@ from pilotlight.dataplane.origin import ChunkFill
 from pilotlight.dataplane.readers import ReadProgress
 from pilotlight.dataplane.source_origin import ModelSource
 from pilotlight.dataplane.whole_files import check_layout
-from pilotlight.policy.types import Digest
+from pilotlight.policy.ids import Digest
 
 _HEAD_BYTES = MAX_HEADER_BYTES + 8
 _Place = tuple[int, int]

@@ -2,18 +2,23 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor
 
 from pilotlight.engine.core.batch import Batch
+from pilotlight.engine.device.arena_protocol import Scratch
 from pilotlight.engine.device.kv import KvCache
 from pilotlight.engine.device.logits import Draw
 from pilotlight.engine.device.memory import StageMemory
 from pilotlight.engine.device.parameters import Parameters
 from pilotlight.engine.device.runner import RangeRunner
 from pilotlight.engine.device.sampler import Drawn, PendingTokens, Undrawn, sample
-from pilotlight.policy.types import Stage
+from pilotlight.policy.model import Stage
+
+if TYPE_CHECKING:
+    from pilotlight.engine.cuda.graphs import GraphSupplier
 
 Sampler = Callable[[Tensor, Sequence[Draw]], "list[Drawn | Undrawn]"]
 """Draws one token from each row of logits; see ``device.sampler.sample``."""
@@ -48,8 +53,19 @@ class Compute:
     """Gives back what it holds beside the stage's memory, before that goes."""
 
 
-def compute_on(memory: StageMemory, parameters: Parameters, kv: KvCache) -> Compute:
+def compute_on(
+    memory: StageMemory,
+    parameters: Parameters,
+    kv: KvCache,
+    supplier_of: "Callable[[torch.device, Scratch], GraphSupplier] | None" = None,
+) -> Compute:
     """What a stage needs on the device that its memory is on.
+
+    Args:
+        memory: the stage's.
+        parameters: the stage's.
+        kv: the stage's.
+        supplier_of: makes what gives the stage its graphs, where the device has any. None: they are captured as they are used.
 
     Raises:
         UnsupportedModel: the device does not run the stage's dtype.
@@ -57,15 +73,16 @@ def compute_on(memory: StageMemory, parameters: Parameters, kv: KvCache) -> Comp
     """
     device = memory.arena.device
     if device.type == "cpu":
-        return Compute(RangeRunner(memory.decoder, memory.stage, parameters, kv), sample)
+        return Compute(RangeRunner(memory, parameters, kv), sample)
     # Only here: on a machine without a GPU there may be no triton.
-    from pilotlight.engine.cuda.graphs import Graphs
+    from pilotlight.engine.cuda.capture import CaptureOnSecondUse
+    from pilotlight.engine.cuda.graphs import GraphSet
     from pilotlight.engine.cuda.runner import CudaRangeRunner
     from pilotlight.engine.cuda.sampler import CudaSampler
 
     scratch = memory.scratch()
     assert scratch is not None, "an arena on a CUDA device has scratch memory"
-    graphs = Graphs(device, scratch)
+    graphs = GraphSet(device, scratch, (supplier_of or CaptureOnSecondUse)(device, scratch))
     try:
         runner = CudaRangeRunner(memory, parameters, kv, scratch.eager, graphs=graphs)
     except BaseException:

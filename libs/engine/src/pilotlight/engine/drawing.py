@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pilotlight.common.messages.engine import Produced
 from pilotlight.engine.compute import Sampler
 from pilotlight.engine.core.request import Request
 from pilotlight.engine.device.logits import Draw
@@ -13,8 +14,8 @@ from pilotlight.engine.device.sampler import Drawn, Undrawn
 from pilotlight.engine.errors import BadRequest, EngineError, EngineFailed
 from pilotlight.engine.grammar.client import Session
 from pilotlight.engine.grammar.frames import Verdict
-from pilotlight.engine.results import Produced
-from pilotlight.policy.types import FinishReason
+from pilotlight.engine.results import Released
+from pilotlight.policy.request import FinishReason
 
 GRACE_S = 0.005
 """How long a batch that has run waits for a verdict on some of its requests. Those that get none then run their last token again."""
@@ -110,6 +111,16 @@ def ended(request: Request, finish: FinishReason, error: EngineError | None = No
         finish=finish,
         code=error.code if error else "",
         message=error.message if error else "",
+    )
+
+
+def released(request: Request) -> Released:
+    """What another engine needs to go on with a request."""
+    return Released(
+        prompt_ids=tuple(request.token_ids[: request.prompt_tokens]),
+        output_ids=tuple(request.token_ids[request.prompt_tokens :]),
+        sampling=request.sampling,
+        deadline_s=request.deadline_s,
     )
 
 

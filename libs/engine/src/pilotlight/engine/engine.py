@@ -4,35 +4,28 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from pilotlight.common.messages.engine import Produced
+from pilotlight.engine import extension
 from pilotlight.engine.channel.channel import Channel, wait_for_any
 from pilotlight.engine.core.lifecycle import RequestEvent
-from pilotlight.engine.core.request import Request, RequestKey
+from pilotlight.engine.core.request import Request
 from pilotlight.engine.core.scheduler import BatchLimits
 from pilotlight.engine.device.arena import CpuArena
 from pilotlight.engine.device.arena_protocol import Arena
 from pilotlight.engine.device.copying import Source
 from pilotlight.engine.device.heap import give_back_heap
-from pilotlight.engine.drawing import ended
+from pilotlight.engine.drawing import ended, released
 from pilotlight.engine.errors import BadCheckpoint, BadRequest, EngineError, StageBusy, UnknownInstance
 from pilotlight.engine.faults import out_of_memory
 from pilotlight.engine.grammar.client import GrammarHelper, Session
 from pilotlight.engine.kv_pieces import KvPiece
-from pilotlight.engine.pipeline.follow import PipelineFollower
-from pilotlight.engine.pipeline.lead import PipelineLead
-from pilotlight.engine.pipeline.pipeline import StageStep
+from pilotlight.engine.pipeline.entering import enter
+from pilotlight.engine.pipeline_protocol import StageStep
 from pilotlight.engine.resident import ResidentStage
-from pilotlight.engine.results import LostPipeline, PlacedPart, Produced, Released, StageRoom, StepResult
-from pilotlight.policy.types import (
-    Dtype,
-    FinishReason,
-    Grammar,
-    InstanceId,
-    ModelSpec,
-    RequestId,
-    Sampling,
-    Stage,
-    Vocabulary,
-)
+from pilotlight.engine.results import GrownStage, LostPipeline, PlacedPart, Released, StageRoom, StepResult
+from pilotlight.policy.ids import InstanceId, RequestId
+from pilotlight.policy.model import Dtype, ModelSpec, Stage
+from pilotlight.policy.request import FinishReason, Grammar, RequestKey, Sampling, Vocabulary
 
 
 class Engine:
@@ -41,6 +34,7 @@ class Engine:
     ::
 
         begin_load ─> place_part (each part) ─> (connect) ─> add / abort / step ... ─> unload
+                                                  extend ─> place_part (each further part)
 
     A whole model takes requests as soon as its load has begun: they run as far as its parts are in place. Refusals are raised where
     they are made. What was added ends in exactly one ``Produced`` with a finish, from some later ``step``.
@@ -65,13 +59,15 @@ class Engine:
         self._stages: dict[InstanceId, ResidentStage] = {}
         """The one whose turn is longest ago comes first."""
         self._grammars = GrammarHelper(monotonic_s)
+        self._grown: list[GrownStage] = []
+        """Stages that have all parts of their longer range; the next step reports them."""
         self._ended: list[Produced] = []
         """Ends that no forward pass brought about; the next step reports them."""
 
     @property
     def has_work(self) -> bool:
         """A step would do or report something. Requests that wait for parts are no work before they are overdue."""
-        if self._ended or any(stage.has_work for stage in self._stages.values()):
+        if self._ended or self._grown or any(stage.has_work for stage in self._stages.values()):
             return True
         due_s = self.due_s
         return due_s is not None and self._monotonic_s() >= due_s
@@ -84,6 +80,11 @@ class Engine:
         return min((deadline_s for deadline_s in deadlines_s if deadline_s is not None), default=None)
 
     @property
+    def channels(self) -> tuple[Channel, ...]:
+        """To and from other stages: what comes by them is work."""
+        return tuple(channel for stage in self._stages.values() for channel in stage.channels)
+
+    @property
     def backed_bytes(self) -> int:
         """Memory of all stages: their parameters and KV, in whole pages."""
         return self._arena.backed_bytes
@@ -92,8 +93,24 @@ class Engine:
         """Ends the grammar helper, if there is one; it also ends when this process does."""
         self._grammars.stop()
 
-    def begin_load(self, instance_id: InstanceId, spec: ModelSpec, stage: Stage, dtype: Dtype, device_bytes: int) -> StageRoom:
+    def begin_load(
+        self,
+        instance_id: InstanceId,
+        spec: ModelSpec,
+        stage: Stage,
+        dtype: Dtype,
+        device_bytes: int,
+        slot: int | None = None,
+    ) -> StageRoom:
         """Sets up a stage whose parts follow, and says how its bytes are divided.
+
+        Args:
+            instance_id: the stage's name from now on.
+            spec: its model.
+            stage: its layers.
+            dtype: in which it runs.
+            device_bytes: for its parameters and KV.
+            slot: the model's own (``Model.slot``), in which it lies where that is free; None: any.
 
         Raises:
             UnsupportedModel: no decoder runs it.
@@ -102,28 +119,34 @@ class Engine:
         """
         if instance_id in self._stages:
             raise BadRequest(f"{instance_id} is held already")
-        resident = ResidentStage(instance_id, spec, stage, dtype, device_bytes, self._limits, self._arena)
+        resident = ResidentStage(instance_id, spec, stage, dtype, device_bytes, self._limits, self._arena, slot)
         self._stages[instance_id] = resident
         return resident.room
 
     def place_part(self, instance_id: InstanceId, part: int, tensors: Mapping[str, Source]) -> PlacedPart:
         """Copies one part out of the given buffers. The last part makes the stage ready; until then a device may read pinned buffers.
 
-        While no request waits for the stage, its parts give way to the batches of the others.
+        While no request waits for the stage, its parts give way to the batches of the others; those of a stage that grows, to its own.
 
         Raises:
             BadCheckpoint: the tensors are not those that the architecture has in this part. The stage can never be ready: its
-                memory is free, its requests have ended, and it is held no longer.
+                memory is free, its requests have ended, and it is held no longer. One that grows stays.
             UnknownInstance: no such load began, or it failed before.
             BadRequest: the stage has no such part. It stays as it is.
         """
         resident = self._resident(instance_id)
         try:
             others_run = any(stage.has_work for stage in self._stages.values() if stage is not resident)
-            return resident.place(part, tensors, self._monotonic_s, background=others_run and not resident.in_flight)
+            background = resident.grows or (others_run and not resident.in_flight)
+            placed = resident.place(part, tensors, self._monotonic_s, background=background)
         except BadCheckpoint:
-            self.drop(instance_id)
+            if not extension.call_off(resident):
+                self.drop(instance_id)
             raise
+        if placed.ready and resident.target is not None and resident.pipeline is None:
+            resident.target = None
+            self._grown.append(resident.grown)
+        return placed
 
     def unload(self, instance_id: InstanceId) -> None:
         """Frees a stage, and all of its memory. An instance that is not held is as free as it can be.
@@ -140,7 +163,7 @@ class Engine:
 
     def drop(self, instance_id: InstanceId) -> None:
         """Ends the requests on a stage, then frees it: as cancelled, or, where parts are missing, with the error
-        ``unknown_instance``, for they can run elsewhere. The other stages of its pipeline notice.
+        ``not_loaded``, for they can run elsewhere. The other stages of its pipeline notice.
         """
         if resident := self._stages.get(instance_id):
             lost = None if resident.complete else UnknownInstance(f"{instance_id} was given up before it was loaded")
@@ -157,6 +180,24 @@ class Engine:
         """
         return self._resident(instance_id).resize(device_bytes)
 
+    def extend(self, instance_id: InstanceId, stage: Stage, device_bytes: int) -> StageRoom:
+        """Begins to give a stage more layers behind its own, while it runs; parts that it lacks follow by ``place_part``.
+
+        It serves its old range until the longer one is whole. In a pipeline it must be the one that leads; KV comes from the stages
+        behind, which drop out when it has all of their layers. A later step says that the stage has grown. ``device_bytes`` is what it has
+        from now on.
+
+        Raises:
+            UnknownInstance: it is not held.
+            BadRequest, StageBusy, NoRoom: see ``extension.begin``.
+        """
+        return extension.begin(self._resident(instance_id), stage, device_bytes)
+
+    def call_off(self, instance_id: InstanceId) -> bool:
+        """Ends an ``extend`` whose parts cannot be had; False if there is none that leaves a stage that works."""
+        resident = self._stages.get(instance_id)
+        return resident is not None and extension.call_off(resident)
+
     def connect(self, instance_id: InstanceId, before: Channel, behind: Channel) -> None:
         """Makes a stage one of a pipeline. The stage that begins the model leads, as soon as all have answered.
 
@@ -170,20 +211,17 @@ class Engine:
             BadRequest: it is a whole model, or in a pipeline already.
             PeerLost: the next stage is gone already.
         """
-        resident = self._resident(instance_id)
-        if not resident.complete:
-            raise UnknownInstance(f"{instance_id} is still loading")
-        if resident.stage == resident.spec.whole or resident.pipeline is not None:
-            raise BadRequest(f"{instance_id} is a whole model, or in a pipeline already")
-        if resident.stage.start == 0:
-            resident.pipeline = PipelineLead(resident, before, behind, self._monotonic_s())
-        else:
-            resident.pipeline = PipelineFollower(resident, before, behind)
+        enter(self._resident(instance_id), before, behind, self._monotonic_s())
 
     def serves(self, instance_id: InstanceId) -> bool:
         """``add`` would take requests for it: a whole model, loaded or not, or the leading stage of a connected pipeline."""
         resident = self._stages.get(instance_id)
         return resident is not None and resident.serves
+
+    def kv_capacity_tokens(self, instance_id: InstanceId) -> int:
+        """Room for tokens that a stage can use, in a pipeline as much as all of its stages have; 0 if it is not held."""
+        resident = self._stages.get(instance_id)
+        return resident.scheduler.kv_capacity_tokens if resident is not None else 0
 
     def add(
         self,
@@ -269,23 +307,19 @@ class Engine:
             raise BadRequest(f"request {request_id}, attempt {attempt}, is not here")
         resident, request = found
         resident.scheduler.end(request, RequestEvent.DROP)
-        return Released(
-            prompt_ids=tuple(request.token_ids[: request.prompt_tokens]),
-            output_ids=tuple(request.token_ids[request.prompt_tokens :]),
-            sampling=request.sampling,
-            deadline_s=request.deadline_s,
-        )
+        return released(request)
 
     def wait(self, timeout_s: float) -> None:
         """Returns when another stage may have sent something, or after the time; at once if there is work."""
         if not self.has_work:
-            wait_for_any([channel for stage in self._stages.values() for channel in stage.channels], timeout_s)
+            wait_for_any(self.channels, timeout_s)
 
     def step(self) -> StepResult:
         """Ends what is overdue, runs one batch of the stage whose turn it is, and reports what ended since the last step."""
         start_s = self._monotonic_s()
         self._grammars.pump()
         produced, self._ended = self._ended, []
+        grown, self._grown = self._grown, []
         for stage in self._stages.values():
             produced.extend(stage.expire(start_s))
         resident = self._take_turn()
@@ -308,6 +342,8 @@ class Engine:
             prefix_hit_tokens=plan.prefix_hit_tokens if plan else 0,
             preemptions=plan.preempted if plan else 0,
             lost=(_lost(resident.instance_id, done.lost),) if resident and done.lost else (),
+            left=(resident.instance_id,) if resident and done.left else (),
+            grown=(*grown, resident.grown) if resident and done.grown else tuple(grown),
             turn_of=resident.instance_id if resident else None,
         )
 

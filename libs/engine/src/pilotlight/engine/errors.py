@@ -3,12 +3,12 @@
 ::
 
     EngineError
-    ├── BadRequest               bad_request               the request or the call is wrong
+    ├── BadRequest               invalid_request           the request or the call is wrong
     │   └── ContextTooLong       context_length_exceeded
     ├── UnsupportedModel         unsupported_model
     ├── BadCheckpoint            bad_checkpoint
     ├── NoRoom                   no_room                   the stage's memory is too small for this
-    ├── UnknownInstance          unknown_instance
+    ├── UnknownInstance          not_loaded
     ├── Overloaded               queue_full                as much of this is done as may be; later it may be possible
     ├── StageBusy                conflict                  requests are in flight on the stage
     ├── DeadlinePassed           deadline_exceeded         the request did not end in time
@@ -18,7 +18,8 @@
     └── EngineFailed             engine_failed             the model computed nonsense, or a bug of ours
         └── OutOfDeviceMemory                              a batch needs more than the device has beside its models
 
-The codes are those of ``pilotlight.common.errors``, which the engine raises none of; the worker maps the one to the other.
+The codes are those of ``pilotlight.common.errors``; the engine raises none of those errors. A gateway
+takes an unknown code for one where trying again can help.
 """
 
 from typing import ClassVar
@@ -37,7 +38,7 @@ class EngineError(Exception):
 class BadRequest(EngineError):
     """The request is malformed, or the call does not fit what the engine holds."""
 
-    code = "bad_request"
+    code = "invalid_request"
 
 
 class ContextTooLong(BadRequest):
@@ -67,7 +68,7 @@ class NoRoom(EngineError):
 class UnknownInstance(EngineError):
     """No stage of this instance is held, or not one that can do this."""
 
-    code = "unknown_instance"
+    code = "not_loaded"
 
 
 class StageBusy(EngineError):

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from pilotlight.engine.core.request import RequestKey
 from pilotlight.engine.device.dtypes import TORCH_DTYPES
 from pilotlight.engine.errors import BadRequest
-from pilotlight.policy.types import Dtype, ModelSpec, Stage
+from pilotlight.policy.model import Dtype, ModelSpec, Stage
+from pilotlight.policy.request import RequestKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,18 +1,20 @@
 """One stage that the engine holds, from its first part to its unloading."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from pilotlight.common.messages.engine import Produced
 from pilotlight.engine.channel.channel import Channel
 from pilotlight.engine.compute import compute_on
 from pilotlight.engine.core.admission import check_request
 from pilotlight.engine.core.batch import Batch, Plan, Segment
 from pilotlight.engine.core.blocks import BLOCK_TOKENS, BlockPool
 from pilotlight.engine.core.lifecycle import RequestEvent, RequestState
-from pilotlight.engine.core.request import Request, RequestKey
+from pilotlight.engine.core.request import Request
 from pilotlight.engine.core.scheduler import BatchLimits, BatchScheduler
 from pilotlight.engine.core.tables import BlockTables
 from pilotlight.engine.device.arena_protocol import Arena
@@ -35,11 +37,13 @@ from pilotlight.engine.errors import (
 from pilotlight.engine.flight import Flight, take_off
 from pilotlight.engine.kv_pieces import KvPiece, check_pieces, covered_tokens
 from pilotlight.engine.models.registry import decoder_of
-from pilotlight.engine.pipeline.pipeline import Pipeline, StageStep
-from pilotlight.engine.results import FirstPrefill, PlacedPart, Produced, StageRoom
+from pilotlight.engine.pipeline_protocol import Pipeline, StageStep
+from pilotlight.engine.results import FirstPrefill, GrownStage, PlacedPart, StageRoom
 from pilotlight.engine.room import divide
 from pilotlight.engine.watching import stepping
-from pilotlight.policy.types import Dtype, FinishReason, InstanceId, ModelSpec, Stage
+from pilotlight.policy.ids import InstanceId
+from pilotlight.policy.model import Dtype, ModelSpec, Stage
+from pilotlight.policy.request import FinishReason, RequestKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,7 @@ class ResidentStage:
         device_bytes: int,
         limits: BatchLimits,
         arena: Arena,
+        slot: int | None = None,
     ) -> None:
         if stage.stop > spec.num_layers:
             raise BadRequest(f"the model has {spec.num_layers} layers, so none of [{stage.start}, {stage.stop})")
@@ -82,17 +87,21 @@ class ResidentStage:
         self.spec = spec
         self.instance_id = instance_id
         self.stage = stage
+        """The layers that it runs."""
+        self.target: Stage | None = None
+        """The longer range that it is to have, while parts or KV of that are missing (``extension``)."""
+        self.target_bytes = 0
         self.dtype = dtype
         self.pipeline: Pipeline | None = None
         self.room = divide(arena, decoder, stage, dtype, device_bytes)
         num_blocks = self.room.kv_capacity_tokens // BLOCK_TOKENS
-        self._memory = StageMemory(arena, decoder, stage, dtype)
-        self._parameters = Parameters(self._memory)
+        self.memory = StageMemory(arena, decoder, stage, dtype, slot)
+        self.parameters = Parameters(self.memory)
         try:
-            self.kv = KvCache(self._memory, num_blocks)
-            self._compute = compute_on(self._memory, self._parameters, self.kv)
+            self.kv = KvCache(self.memory, num_blocks)
+            self._compute = compute_on(self.memory, self.parameters, self.kv)
         except (EngineError, torch.OutOfMemoryError):
-            self._memory.close()
+            self.memory.close()
             raise
         self.sample = self._compute.sample
         # An instance is one model in one dtype: its name tells contents apart, also between the stages that share it.
@@ -107,12 +116,13 @@ class ResidentStage:
         self, part: int, tensors: Mapping[str, Source], monotonic_s: Callable[[], float], *, background: bool = False
     ) -> PlacedPart:
         """Copies one part's tensors to their place; see ``Parameters.place``."""
-        return self._parameters.place(part, tensors, monotonic_s, background=background)
+        return self.parameters.place(part, tensors, monotonic_s, background=background)
 
     @property
     def complete(self) -> bool:
-        """Every part is in place."""
-        return self._parameters.complete
+        """Every part of the layers that it runs is in place."""
+        placed = self.parameters
+        return placed.complete or (self.target is not None and all(part in placed for part in self.spec.parts_of(self.stage)))
 
     @property
     def has_work(self) -> bool:
@@ -140,6 +150,17 @@ class ResidentStage:
         return self.pipeline.channels if self.pipeline else ()
 
     @property
+    def grows(self) -> bool:
+        """It serves, and parts of a longer range come beside."""
+        return self.target is not None and self.pipeline is not None
+
+    @property
+    def grown(self) -> GrownStage:
+        """What is told of a stage that has its longer range."""
+        capacity_tokens = self.scheduler.kv_capacity_tokens
+        return GrownStage(instance_id=self.instance_id, stage=self.stage, kv_capacity_tokens=capacity_tokens)
+
+    @property
     def num_blocks(self) -> int:
         """KV blocks of the stage."""
         return self.room.kv_capacity_tokens // BLOCK_TOKENS
@@ -151,7 +172,7 @@ class ResidentStage:
         try:
             self._compute.close()
         finally:
-            self._memory.close()
+            self.memory.close()
 
     def check(self, request: Request) -> None:
         """Refuses a request that this stage cannot serve.
@@ -223,7 +244,7 @@ class ResidentStage:
         """Layers [0, here) of a whole model can run. The last one runs with the head, and so waits for it, too."""
         if self.complete:
             return self.spec.num_layers
-        missing = next(part for part in self._parameters.parts if part not in self._parameters)
+        missing = next(part for part in self.parameters.parts if part not in self.parameters)
         return max(0, min(missing, self.spec.num_layers) - 1)
 
     def _going(self) -> _UnderWay | None:
@@ -235,7 +256,7 @@ class ResidentStage:
     def run(self, batch: Batch, inputs: Tensor, layers: Stage | None = None) -> Tensor:
         """Runs any range of the stage's layers; see ``RangeRunner.run``."""
         stepping(self.instance_id, batch.num_tokens)
-        return self._compute.runner.run(batch, inputs, layers)
+        return self._compute.runner.run(batch, inputs, layers or self.stage)
 
     def hand_out(self, plan: Plan | None, requests: Sequence[Request], drawn: Sequence[Outcome], sampled_s: float) -> StageStep:
         """Gives requests what was drawn for them."""
@@ -287,7 +308,8 @@ class ResidentStage:
         if segment is None:
             raise NoRoom(f"{self.instance_id} has no room now to take a running request over")
         for piece in pieces:
-            if cut := piece.cut(self.stage, segment.start, stop):
+            # Also into layers that the stage is to take over: nothing of this request is copied there later.
+            if cut := piece.cut(self.memory.stage, segment.start, stop):
                 self.kv.write(cut.layers, segment.blocks, cut.start, cut.keys_and_values)
         if self.pipeline is not None:
             behind = Stage(self.stage.stop, self.spec.num_layers)
@@ -308,7 +330,7 @@ class ResidentStage:
         """
         if self.pipeline is not None:
             raise StageBusy(f"{self.instance_id} is a stage of a pipeline: its blocks are those of all stages")
-        room = divide(self._memory.arena, self._memory.decoder, self.stage, self.dtype, device_bytes)
+        room = divide(self.memory.arena, self.memory.decoder, self.memory.stage, self.dtype, device_bytes)
         self._under_way = None  # Its blocks may move.
         num_blocks = room.kv_capacity_tokens // BLOCK_TOKENS
         if num_blocks > self.num_blocks:
@@ -319,6 +341,12 @@ class ResidentStage:
             self.kv.resize(num_blocks)
         self.room = room
         return room
+
+    def use_all(self) -> None:
+        """Gives KV what a grown stage's bytes leave, or as much as there is: no other stage has the same blocks."""
+        with suppress(NoRoom):
+            self.resize(self.target_bytes)
+        self.scheduler.resize(self.num_blocks)
 
     def limit_blocks(self, num_blocks: int) -> None:
         """Uses the first blocks alone; fewer than there are.

@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 
-from pilotlight.policy.types import FinishReason, InstanceId, RequestId, Sampling
+from pilotlight.common.messages.engine import StepDone
+from pilotlight.policy.ids import InstanceId, RequestId
+from pilotlight.policy.model import Stage
+from pilotlight.policy.request import Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,24 +38,6 @@ class PlacedPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Produced:
-    """What one step gave one request. Every request that was added gets exactly one with a ``finish``."""
-
-    request_id: RequestId
-    attempt: int
-    position: int
-    """Output position of the first of ``token_ids``; the number of output tokens so far when there are none."""
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] | None = None
-    """As many as tokens, if the request asked for them."""
-    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
-    """Of each token, ids and log probabilities of the most probable ones, if the request asked for them."""
-    finish: FinishReason | None = None
-    code: str = ""
-    message: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FirstPrefill:
     """From when a stage took up its first request until that request's first token was sampled."""
 
@@ -72,6 +57,15 @@ class LostPipeline:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GrownStage:
+    """A stage that runs its longer range now."""
+
+    instance_id: InstanceId
+    stage: Stage
+    kv_capacity_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Released:
     """A request that left in mid-generation: what another engine needs to go on with it, beside its KV."""
 
@@ -81,30 +75,11 @@ class Released:
     deadline_s: float | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """One step's output, what it took, and what the engine holds after it (sums over all resident stages)."""
+class StepResult(StepDone, frozen=True, kw_only=True):
+    """What a step's worker is told, with sums over all resident stages, and what of it stays in the engine's process."""
 
-    produced: tuple[Produced, ...]
-    waiting: int
-    """Requests that own no KV blocks: not taken up yet, or preempted."""
-    running: int
-    kv_free_tokens: int
-    """Room that no request owns."""
-    step_time_s: float
-    first_prefills: tuple[FirstPrefill, ...]
-    kv_used_tokens: int = 0
-    """Room in blocks that requests own, filled or not."""
-    kv_cached_tokens: int = 0
-    """As much of the free room holds prefixes that can still be shared."""
-    batch_tokens: int = 0
-    """Tokens that the step ran through the model, of prompts and outputs."""
-    prefix_looked_up_tokens: int = 0
-    """Tokens of the requests that were taken up for the first time."""
-    prefix_hit_tokens: int = 0
-    """As many of those were found in the prefix cache."""
-    preemptions: int = 0
-    """Requests that gave up their blocks to older ones and will run again."""
+    first_prefills: tuple[FirstPrefill, ...] = ()
     lost: tuple[LostPipeline, ...] = ()
-    turn_of: InstanceId | None = None
-    """Whose batch ran, or went on as far as its parts are in place."""
+    left: tuple[InstanceId, ...] = ()
+    """Stages that are in no pipeline any more, since the leading one has taken all of their layers over."""
+    grown: tuple[GrownStage, ...] = ()

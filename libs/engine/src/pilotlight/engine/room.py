@@ -6,7 +6,7 @@ from pilotlight.engine.device.memory import layout_of, parameter_bytes
 from pilotlight.engine.errors import NoRoom
 from pilotlight.engine.models.decoder import Decoder
 from pilotlight.engine.results import StageRoom
-from pilotlight.policy.types import Dtype, Stage
+from pilotlight.policy.model import Dtype, Stage
 
 
 def divide(arena: Arena, decoder: Decoder, stage: Stage, dtype: Dtype, device_bytes: int) -> StageRoom:

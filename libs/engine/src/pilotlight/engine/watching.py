@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from pilotlight.policy.hang import Doing
-from pilotlight.policy.types import InstanceId
+from pilotlight.policy.ids import InstanceId
 
 
 def _nobody(doing: Doing, instance_id: InstanceId, tokens: int) -> None:

@@ -86,21 +86,13 @@ class Copier:
         flat = (c_uint64 * (3 * len(copies)))(*(number for copy in copies for number in copy))
         return self._library.get("copier_submit", self._pointer, flat, len(copies), int(background))
 
-    def wait_issued(self, ticket: int, timeout_s: float = DEADLINE_S) -> None:
-        """Returns when all of an order is on its way, no more than ``DEPTH`` units.
-
-        Raises:
-            NativeError: a copy failed, or it takes too long.
-        """
-        self._library.call("copier_wait", self._pointer, ticket, 0, timeout_s)
-
     def wait_done(self, ticket: int, timeout_s: float = DEADLINE_S) -> None:
         """Returns when all of an order has arrived.
 
         Raises:
             NativeError: a copy failed, or it takes too long.
         """
-        self._library.call("copier_wait", self._pointer, ticket, 1, timeout_s)
+        self._library.call("copier_wait", self._pointer, ticket, timeout_s)
 
     def order_before(self, ticket: int, stream: int, timeout_s: float = DEADLINE_S) -> None:
         """Has what comes to a stream from now on wait for an order; returns when that is on its way.

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
-from pilotlight.policy.types import Estimate
+from pilotlight.policy.plan import Estimate
 
 _GUESSED_COLD_TTFT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HoldBounds:
+class QueueBounds:
     """Limits of one gateway's queue of held requests."""
 
     total_requests: int = 2048
@@ -16,7 +16,7 @@ class HoldBounds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HoldFacts:
+class QueueFacts:
     """What the gateway holds at the moment."""
 
     total_requests: int
@@ -35,7 +35,7 @@ class Admission:
     reason: str = ""
 
 
-def admit_held(facts: HoldFacts, bounds: HoldBounds, estimate: Estimate | None) -> Admission:
+def admit_held(facts: QueueFacts, bounds: QueueBounds, estimate: Estimate | None) -> Admission:
     """Decide over one more held request.
 
     1. below both bounds: held

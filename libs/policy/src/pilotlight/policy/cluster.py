@@ -1,8 +1,194 @@
-"""What is known of workers, as decisions look at it."""
+"""What is known of workers and nodes: their devices, stages, copies, transfers and links.
 
+Everything here is frozen and carries its unit in its name. Messages embed these classes, and the simulator builds them: there is no
+second class with the same fields anywhere. Times are seconds on one monotonic clock.
+"""
+
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
-from pilotlight.policy.types import Epoch, HeldStage, InstanceId, WorkerFacts
+from pilotlight.policy.ids import Digest, Epoch, Generation, InstanceId, ModelName, NodeId, WorkerId
+from pilotlight.policy.model import Stage
+from pilotlight.policy.phase import Moment
+
+
+class DeviceKind(StrEnum):
+    """What a worker's device is. What runs models on it is another question: see ``EngineKind``."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+    SIM = "sim"
+    """A stand-in that exists in its size and speed alone: every model on it is simulated, whatever engine it asks for. It is a kind
+    of its own so that nothing that was learned there is believed of a device that computes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """The device, or set of devices of one host, that a worker speaks for."""
+
+    kind: DeviceKind
+    name: str
+    memory_bytes: int
+    load_bytes_per_s: float
+    """Bandwidth from the host pool into device memory."""
+    granule_bytes: int = 1
+    """Memory comes in whole granules of this: each part of a model, and each layer's keys and values, take so many."""
+
+
+def together(devices: Sequence[Device]) -> Device:
+    """Devices of one host and one kind, each of which holds an equal share of every layer, as the one that policies count with.
+
+    So the smallest bounds what all have, the slowest how soon all have it, and each share takes whole granules of its own device.
+
+    Raises:
+        ValueError: there is none, or they are of different kinds.
+    """
+    if len({device.kind for device in devices}) != 1:
+        raise ValueError("a worker's devices are at least one, and of one kind")
+    if len(devices) == 1:
+        return devices[0]
+    names = {device.name: None for device in devices}
+    return Device(
+        kind=devices[0].kind,
+        name=f"{len(devices)} x {' + '.join(names)}",
+        memory_bytes=len(devices) * min(device.memory_bytes for device in devices),
+        load_bytes_per_s=len(devices) * min(device.load_bytes_per_s for device in devices),
+        granule_bytes=len(devices) * max(device.granule_bytes for device in devices),
+    )
+
+
+class HealthState(StrEnum):
+    """How a worker's device is; ``policy.device_health`` judges."""
+
+    UNWATCHED = "unwatched"
+    """Nobody looks: cores, a simulation, a device whose driver cannot be asked, or of a release that does not say."""
+    HEALTHY = "healthy"
+    DEGRADED = "degraded"
+    """It works, with less than it should have, or not for long: taken where there is no other."""
+    FAILED = "failed"
+    """It computes nothing that can be trusted, or nothing at all: no engine runs on it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceHealth:
+    """What its driver says of a device, or of a worker's devices."""
+
+    state: HealthState = HealthState.UNWATCHED
+    reason: str = ""
+    """Which reading says so, and what it says: `xid: 79, the device has fallen off the bus`. Of a device that nothing is said of: why an
+    engine on it was found hanging not long ago."""
+
+
+_WORST_FIRST = (HealthState.FAILED, HealthState.DEGRADED, HealthState.UNWATCHED, HealthState.HEALTHY)
+
+
+def worst_of(healths: Iterable[DeviceHealth]) -> DeviceHealth:
+    """How a worker's devices are together: as the worst of them is, since a model needs all. The first of the worst is quoted.
+
+    Raises:
+        ValueError: there is none.
+    """
+    return min(healths, key=lambda health: _WORST_FIRST.index(health.state))
+
+
+class Liveness(StrEnum):
+    """How long ago the last report came, by the receiver's monotonic clock."""
+
+    ALIVE = "alive"
+    SUSPECT = "suspect"
+    """Silent for 1 s: gets no new work."""
+    DEAD = "dead"
+    """Silent for 3 s, or its socket closed."""
+
+
+class HeldState(StrEnum):
+    """What a worker says of one stage it was told to hold."""
+
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    """Takes no new request and ends the ones it has."""
+    FAILED = "failed"
+    EVICTED = "evicted"
+    """Given up for room, at the cache's request; the scheduler has yet to take it back."""
+
+
+RESIDENT = frozenset({HeldState.LOADING, HeldState.READY, HeldState.DRAINING})
+"""States in which a stage takes device memory. One that failed or was evicted takes none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldStage:
+    """One stage on one worker, as the worker reports it."""
+
+    instance_id: InstanceId
+    generation: Generation
+    model: ModelName
+    digest: Digest
+    stage: Stage
+    state: HeldState
+    device_bytes: int
+    """Parameters and granted KV."""
+    in_flight: int = 0
+    idle_s: float = 0.0
+    """Since its last request ended; 0 while one is in flight."""
+    reason: str = ""
+    """Why it failed or was evicted: a code of the error taxonomy and a sentence."""
+    kv_capacity_tokens: int = 0
+    """Tokens of prompt and output for which its KV has room, all requests together; 0 while that is not known."""
+    loaded: Moment | None = None
+    """When the last part was in its place; None before."""
+    open: bool = False
+    """It loads, and takes requests already: they run as far as its parts are in place."""
+    port: int = 0
+    """Where its engine listens for the engines of the instance's other stages; 0: nowhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One worker of a pipeline group: its stage, and where its engine listens for those of the others."""
+
+    worker_id: WorkerId
+    node_id: NodeId
+    stage: Stage
+    host: str = ""
+    port: int = 0
+    """0: that is not known yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFacts:
+    """What is known of a worker."""
+
+    worker_id: WorkerId
+    node_id: NodeId
+    device: Device
+    liveness: Liveness
+    held: tuple[HeldStage, ...] = ()
+    queue_requests: int = 0
+    running_requests: int = 0
+    kv_free_tokens: int = 0
+    step_time_s: float = 0.0
+    engine_up: bool = True
+    health: DeviceHealth = DeviceHealth()
+    devices: tuple[Device, ...] = ()
+    """Each by itself, in the order of their shares; ``device`` is all of them ``together``. Empty: of a release that does not say."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Device bytes taken by the stages that are held."""
+        return sum(held.device_bytes for held in self.held if held.state in RESIDENT)
+
+    @property
+    def free_bytes(self) -> int:
+        """Device bytes that nothing holds."""
+        return self.device.memory_bytes - self.used_bytes
+
+    @property
+    def warm(self) -> bool:
+        """Holds no model and is ready to load one."""
+        return self.engine_up and not self.held and self.liveness is Liveness.ALIVE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,3 +205,114 @@ class WorkerView:
     def held(self, instance_id: InstanceId) -> HeldStage | None:
         """The stage of an instance, if the worker reports one."""
         return next((held for held in self.facts.held if held.instance_id == instance_id), None)
+
+
+class Tier(StrEnum):
+    """Where a copy of parameters lies."""
+
+    REMOTE = "remote"
+    DISK = "disk"
+    HOST = "host"
+    DEVICE = "device"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """One model's parameters, or some parts of them, in one tier of one node."""
+
+    digest: Digest
+    node_id: NodeId
+    tier: Tier
+    parts: tuple[int, ...]
+    """Parts that are complete and verified."""
+    size_bytes: int
+    leases: int = 0
+    idle_s: float = 0.0
+    """Since it was last leased or asked for: an age, because a loader and its reader may be on two hosts."""
+
+
+class FetchPriority(StrEnum):
+    """Why bytes move. What a cold start waits for goes before everything else."""
+
+    COLD_START = "cold_start"
+    PREFETCH = "prefetch"
+
+
+class OriginKind(StrEnum):
+    """What a fetch takes chunks from, the nearest first."""
+
+    DISK = "disk"
+    PEER = "peer"
+    SOURCE = "source"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OriginShare:
+    """What one origin gave of a transfer."""
+
+    kind: OriginKind
+    name: str
+    """A node's id, a model's URI, ``disk``."""
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """A fetch that is under way."""
+
+    digest: Digest
+    source: str
+    done_bytes: int
+    total_bytes: int
+    model: ModelName = ModelName("")
+    """Empty: of a release that does not say, as are the defaults of what follows."""
+    priority: FetchPriority = FetchPriority.COLD_START
+    bytes_per_s: float | None = None
+    """What came lately; None: too little came to say."""
+    age_s: float = 0.0
+    """Since it began."""
+    origins: tuple[OriginShare, ...] = ()
+    """Whose verified chunks it has, in the order in which they gave the first one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSpeed:
+    """What a link gave a node when it was last busy, all reads together, by the loader's measurement."""
+
+    kind: OriginKind
+    name: str
+    """What shares it: another node, a bucket, the hub, the folders of this host, the disk tier."""
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFacts:
+    """What is known of a node: its links, its host pool, the copies and transfers there."""
+
+    node_id: NodeId
+    host: str
+    liveness: Liveness
+    nic_bytes_per_s: float
+    pool_bytes: int
+    pool_free_bytes: int
+    pool_unit_bytes: int = 1
+    """The pool gives room in multiples of this."""
+    copies: tuple[Copy, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
+    draining: bool = False
+    pool_largest_free_bytes: int | None = None
+    """Free bytes of the host pool that lie in a row; None: of a release that does not say."""
+    disk_tier_bytes: int = 0
+    """What chunks on the node's disk may take; 0: none are kept there."""
+    disk_tier_used_bytes: int = 0
+    dataplane_host: str = ""
+    """Where other nodes' loaders reach this one. Empty: of a release that sends no chunks, or one that has no key."""
+    dataplane_port: int = 0
+    links: tuple[LinkSpeed, ...] = ()
+    """Those over which chunks came."""
+    distrusted: tuple[str, ...] = ()
+    """Who gave this node wrong bytes, and is not asked for any until some time has passed."""
+
+    def pool_room_bytes(self, part_bytes: tuple[int, ...]) -> int:
+        """What parts of these sizes take of the host pool."""
+        return sum(-(-size // self.pool_unit_bytes) * self.pool_unit_bytes for size in part_bytes)

@@ -5,13 +5,16 @@
     ready of stage i    init_i + max(fetch_i, load_i)            bytes stream: a part is loaded while the next is fetched
     TTFT of a group     wait + max over i of (ready_i + sum over j >= i of (prefill_j + hop))
     TPOT of a group     sum over i of (decode_i + hop)           no hop at all when there is one stage
+    step of an engine   decode + prompt tokens / prefill rate    one batch: every request in it gets one token
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pilotlight.policy.types import Estimate, Model, NodeFacts, Stage, Tier, WorkerFacts
+from pilotlight.policy.cluster import DeviceKind, NodeFacts, Tier, WorkerFacts
+from pilotlight.policy.model import Model, Stage
+from pilotlight.policy.plan import Estimate, Estimates
 
 GUESSED_PREFILL_S = 0.1
 """Prefill of a usual prompt on a model of which nothing is known yet."""
@@ -30,14 +33,60 @@ def transfer_s(size_bytes: float, bytes_per_s: float) -> float:
     return size_bytes / bytes_per_s if bytes_per_s > 0 else math.inf
 
 
+def known_rate(bytes_per_s: float) -> float:
+    """A measured bandwidth, as exactly as it is known: two digits. Equal devices then count as equal."""
+    if not 0 < bytes_per_s < math.inf:
+        return bytes_per_s
+    unit = 10.0 ** (math.floor(math.log10(bytes_per_s)) - 1)
+    return round(bytes_per_s / unit) * unit
+
+
 def share_bytes_per_s(link_bytes_per_s: float, running: int, newcomers: int = 1) -> float:
     """What one newcomer gets of a link that is shared equally by ``running`` flows and ``newcomers`` that start together."""
     return link_bytes_per_s / (running + max(1, newcomers))
 
 
+def fetch_bytes_per_s(node: NodeFacts, estimate: Estimate | None, newcomers: int = 1) -> float:
+    """What a fetch of a model to a node gets.
+
+    It shares the node's link equally with the transfers that run there and with the other
+    ``newcomers``. What cold starts of the model have shown caps what the link promises: the source
+    may be slower than the node.
+    """
+    rate = share_bytes_per_s(node.nic_bytes_per_s, len(node.transfers), newcomers)
+    known = 0.0 if estimate is None else estimate.fetch_bytes_per_s
+    return min(rate, known) if known > 0 else rate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpeed:
+    """What an engine takes for its work on a device."""
+
+    load_bytes_per_s: float
+    """From the host pool to their place."""
+    prefill_tokens_per_s: float
+    decode_step_s: float
+    """A batch without prompts: the parameters are read once, whatever its size."""
+
+
+def part_load_s(model: Model, part: int, load_bytes_per_s: float) -> float:
+    """Time to bring one part of a model from the host pool to its place."""
+    return transfer_s(model.part_device_bytes(part), load_bytes_per_s)
+
+
+def step_s(speed: EngineSpeed, prompt_tokens: int) -> float:
+    """Time of one batch of an engine that runs so many tokens of new prompts beside one token of each running request."""
+    return speed.decode_step_s + prompt_tokens / speed.prefill_tokens_per_s
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
-    """Times of one stage of a cold start, in seconds."""
+    """Times of one stage of a cold start, in seconds.
+
+    ParaServe's terms of one server in equation 5. They depart in two places (``stage_cost``): the
+    share of the link takes no heed of deadlines (section 4.2, equations 3 and 4), and the decode
+    time is a bound by the load rate in place of a measured t_d.
+    """
 
     fetch_s: float
     load_s: float
@@ -52,7 +101,11 @@ class StageCost:
 
 
 def group_ttft_s(stages: Sequence[StageCost], wait_s: float = 0.0, hop_s: float = HOP_S) -> float:
-    """Predicted time to first token of a group whose stages run in order; infinite when a stage never becomes ready."""
+    """Predicted time to first token of a group whose stages run in order; infinite when a stage never becomes ready.
+
+    ParaServe, equation 5. It departs in two places: stage i delays only the prefill of the stages
+    from i on, and each stage has a prefill time of its own in place of a share of t_p.
+    """
     hop = hop_s if len(stages) > 1 else 0.0
     latest_s = 0.0
     following_s = 0.0
@@ -63,7 +116,7 @@ def group_ttft_s(stages: Sequence[StageCost], wait_s: float = 0.0, hop_s: float 
 
 
 def group_tpot_s(stages: Sequence[StageCost], hop_s: float = HOP_S) -> float:
-    """Predicted time per output token of a group."""
+    """Predicted time per output token of a group: ParaServe, equation 2, without a hop for one stage."""
     hop = hop_s if len(stages) > 1 else 0.0
     return sum(stage.decode_s + hop for stage in stages)
 
@@ -77,17 +130,12 @@ def missing_bytes(model: Model, stage: Stage, node: NodeFacts) -> int:
 def stage_cost(
     model: Model, stage: Stage, worker: WorkerFacts, node: NodeFacts, estimate: Estimate | None, newcomers: int = 1
 ) -> StageCost:
-    """Times of one stage on one worker.
-
-    The fetch shares the node's link equally with the transfers that run there and with the other ``newcomers`` of the decision.
-    What cold starts of this model have shown caps what the link promises: the source may be slower than the node.
-    """
+    """Times of one stage on one worker. ``newcomers``: as for ``fetch_bytes_per_s``."""
     share = model.spec.stage_bytes(stage) / max(1, model.spec.total_bytes)
-    fetch_rate = share_bytes_per_s(node.nic_bytes_per_s, len(node.transfers), newcomers)
-    load_rate = worker.device.load_bytes_per_s
+    fetch_rate = fetch_bytes_per_s(node, estimate, newcomers)
+    device_rate = load_rate = known_rate(worker.device.load_bytes_per_s)
     prefill_s = GUESSED_PREFILL_S
     if estimate is not None:
-        fetch_rate = min(fetch_rate, estimate.fetch_bytes_per_s) if estimate.fetch_bytes_per_s > 0 else fetch_rate
         load_rate = estimate.load_bytes_per_s if estimate.load_bytes_per_s > 0 else load_rate
         prefill_s = estimate.prefill_s if estimate.prefill_s > 0 else prefill_s
     device_bytes = model.device_bytes(stage)
@@ -96,7 +144,7 @@ def stage_cost(
         load_s=transfer_s(device_bytes, load_rate),
         prefill_s=prefill_s * share,
         # One token reads every parameter once, and a device reads its memory no slower than it is filled from outside.
-        decode_s=transfer_s(device_bytes, worker.device.load_bytes_per_s),
+        decode_s=transfer_s(device_bytes, device_rate),
     )
 
 
@@ -132,9 +180,9 @@ def stage_room(model: Model, stage: Stage, granule_bytes: int = 1) -> StageRoom:
     )
 
 
-def estimate_for(model: Model, worker: WorkerFacts, estimates: Iterable[Estimate]) -> Estimate | None:
-    """What is known of a model on a worker's kind of device."""
-    for estimate in estimates:
-        if estimate.model == model.name and estimate.device_kind is worker.device.kind:
+def estimate_for(model: Model, device_kind: DeviceKind | None, estimates: Estimates) -> Estimate | None:
+    """What is known of a model on a kind of device; on any, without one."""
+    for estimate in estimates.get(model.name, ()):
+        if device_kind is None or estimate.device_kind is device_kind:
             return estimate
     return None

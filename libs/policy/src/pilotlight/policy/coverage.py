@@ -16,7 +16,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pilotlight.policy.types import Moment, Phase, PhaseName
+from pilotlight.policy.phase import Moment, Phase, PhaseName
 
 SAME_HOST_S = 0.05
 """Offsets of one host, taken at different moments, differ by less: its intervals are compared as they are."""

@@ -8,10 +8,13 @@ Leaving is draining: requests in flight end where they run.
 from collections.abc import Set
 from dataclasses import dataclass, field, replace
 
+from pilotlight.policy.cluster import NodeFacts, Tier
+from pilotlight.policy.ids import Digest, InstanceId, ModelName, NodeId
 from pilotlight.policy.instance import SERVING, STARTING
+from pilotlight.policy.model import Model
 from pilotlight.policy.placement import PlacementRules, candidates
+from pilotlight.policy.plan import Instance, Snapshot
 from pilotlight.policy.scaling import Drain, Held
-from pilotlight.policy.types import Digest, Instance, InstanceId, Model, ModelName, NodeFacts, NodeId, Snapshot, Tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

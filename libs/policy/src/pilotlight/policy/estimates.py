@@ -1,8 +1,11 @@
 """Timings of a model, learned from its own cold starts."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from pilotlight.policy.types import DeviceKind, Estimate, ModelName
+from pilotlight.policy.cluster import DeviceKind
+from pilotlight.policy.ids import ModelName
+from pilotlight.policy.plan import Estimate, Estimates
 
 WEIGHT = 0.3
 """Of the newest sample: five cold starts forget a change of hardware, one outlier does not own the figure."""
@@ -40,6 +43,16 @@ def learn(known: Estimate | None, sample: ColdStartSample) -> Estimate:
         cold_ttft_s=_mixed(known.cold_ttft_s, sample.ttft_s),
         samples=known.samples + 1,
     )
+
+
+def with_estimates(known: Estimates, learned: Iterable[Estimate]) -> Estimates:
+    """Estimates by name, with newer ones in the place of those of the same model and device kind."""
+    by_name = dict(known)
+    for estimate in learned:
+        others = by_name.get(estimate.model, ())
+        kept = (one for one in others if one.device_kind is not estimate.device_kind)
+        by_name[estimate.model] = (*kept, estimate)
+    return by_name
 
 
 def _mixed(known: float, sample: float | None) -> float:

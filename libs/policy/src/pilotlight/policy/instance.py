@@ -6,7 +6,7 @@ an error of ours, never ignored: reports that say nothing new must be filtered b
 
 from enum import StrEnum
 
-from pilotlight.policy.types import InstanceState
+from pilotlight.policy.plan import InstanceState
 
 
 class InstanceEvent(StrEnum):

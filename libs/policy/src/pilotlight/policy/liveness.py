@@ -1,6 +1,6 @@
 """From the age of the last report to what may be assumed of its sender."""
 
-from pilotlight.policy.types import Liveness
+from pilotlight.policy.cluster import Liveness
 
 SUSPECT_AFTER_S = 1.0
 """Five missed reports: no new work."""

@@ -14,9 +14,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from pilotlight.policy.cluster import Liveness, NodeFacts, Tier
 from pilotlight.policy.cost import transfer_s
+from pilotlight.policy.ids import NodeId
 from pilotlight.policy.instance import STARTING
-from pilotlight.policy.types import Instance, Liveness, Model, NodeFacts, NodeId, Placement, Tier
+from pilotlight.policy.model import Model
+from pilotlight.policy.plan import Instance, Placement
 
 UNIT_BYTES = 1024 * 1024
 """What a member forwards at once: it is one such behind its predecessor."""
@@ -70,10 +73,6 @@ class ChainPlan:
     """Whom each target asks, in this order: its predecessor, then who comes before that one, then others that have parts. Nobody
     among them waits for bytes that only the target could give it."""
 
-    def chain_of(self, node_id: NodeId) -> Chain | None:
-        """The chain that a target is in."""
-        return next((chain for chain in self.chains if node_id in chain.members), None)
-
 
 @dataclass(slots=True)
 class _Growing:
@@ -115,13 +114,20 @@ def plan_chains(
     limit: int = MAX_UPSTREAMS,
     unit_bytes: int = UNIT_BYTES,
 ) -> ChainPlan:
-    """Plan one model's chains. ``targets`` come in the order in which they joined; a node is in them once.
+    """Plan one model's chains (BlitzScale, section 5.1).
 
     1. each source that waits for nothing begins a chain
     2. who joined before goes behind the nearest of those that were before it and are still there, else to the model's own source
     3. newcomers, the fastest link first: to the end of the chain that has most of what they want, and of those the one by which they
        are done first; to the model's own source if there is none
     4. ties are broken by node id, so that equal facts give equal plans
+
+    Args:
+        part_bytes: Of each part of the model.
+        sources: Nodes that have parts.
+        targets: Nodes that are to have parts, in the order in which they joined, each once.
+        limit: Upstreams of a target at most.
+        unit_bytes: What a node passes on at once: a chain is a unit longer with each node.
     """
     listed = list(targets)
     plan = _Plan(part_bytes, {one.node_id: one for one in sources}, listed, limit, unit_bytes)

@@ -4,11 +4,17 @@ Today every scheme has one stage (s = 1, w = 1). The signature is that of the fu
 the model's SLO, and answers with the workers, their stages and what it predicts.
 """
 
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from pilotlight.policy.cluster import HealthState, WorkerFacts
 from pilotlight.policy.cost import estimate_for, group_tpot_s, group_ttft_s, stage_cost, stage_room
-from pilotlight.policy.placement import Candidate, PlacementRules, Rejection, candidates
-from pilotlight.policy.types import HealthState, Model, Placement, Scheme, Snapshot, WorkerFacts, WorkerId
+from pilotlight.policy.eviction.base import EvictionPlan
+from pilotlight.policy.ids import WorkerId
+from pilotlight.policy.model import Model
+from pilotlight.policy.placement import Candidate, PlacementRules, Rejection, candidates, eviction_plan
+from pilotlight.policy.plan import Placement, Scheme, Snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,23 +25,60 @@ class SchemeRules:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """All workers, in numbers, for a choice that looks at some of them."""
+
+    workers: int
+    sizes: Mapping[tuple[int, int], int]
+    """How many devices there are of each granule and memory, in bytes; without those of which nothing is known."""
+
+    @classmethod
+    def of(cls, workers: Iterable[WorkerFacts]) -> "Fleet":
+        """Counted."""
+        listed = tuple(workers)
+        known = (one.device for one in listed if has_known_room(one))
+        return cls(workers=len(listed), sizes=Counter((one.granule_bytes, one.memory_bytes) for one in known))
+
+
+CONSIDERED = 8
+"""Schemes that a choice tells of, the best first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SchemeChoice:
     """The scheme, or why there is none."""
 
     scheme: Scheme | None
     meets_slo: bool = False
     needs_eviction: bool = False
+    eviction: EvictionPlan | None = None
+    """What would have to go for it, at what loss, by the rule of the cache, which decides."""
     no_worker_ever: bool = False
     """No worker that serves could hold the model even if it were empty: waiting for room does not help."""
     considered: tuple[Scheme, ...] = ()
+    """The best ones, the chosen one first."""
     rejected: tuple[Rejection, ...] = ()
     reason: str = ""
 
 
 def choose_scheme(
-    model: Model, snapshot: Snapshot, rules: SchemeRules, excluding: frozenset[WorkerId] = frozenset()
+    model: Model,
+    snapshot: Snapshot,
+    rules: SchemeRules,
+    excluding: frozenset[WorkerId] = frozenset(),
+    fleet: Fleet | None = None,
 ) -> SchemeChoice:
     """Choose how to start a model that has too few instances.
+
+    ParaServe, algorithm 1 (section 4.1), for s = 1 and w = 1: the choice among sizes is not there
+    yet. It departs in rules 3 and 4, which the paper does not have.
+
+    Args:
+        model: Which is to be started.
+        snapshot: The facts. They may be of those workers alone that can be the answer (``control.rooms``).
+        rules: Bounds of the choice.
+        excluding: Workers that have just refused, or are left to others.
+        fleet: All workers, in numbers; None: the snapshot's are all.
 
     1. no worker has room and none can be made: no scheme
     2. predict the time to first token on every candidate
@@ -46,26 +89,28 @@ def choose_scheme(
     whole = model.spec.whole
     found = candidates(model, whole, snapshot, rules.placement, excluding)
     if not found.fitting and not found.makeable:  # 1
-        return _none(model, snapshot, found.rejected)
-    ranked: list[tuple[tuple[bool, bool, bool, bool, float, str], Scheme]] = []
+        return _none(model, fleet or Fleet.of(snapshot.workers), found.rejected)
+    ranked: list[tuple[tuple[bool, bool, bool, bool, float, str], Scheme, Candidate]] = []
     for candidate in (*found.fitting, *found.makeable):
         scheme = _whole_on(model, candidate, snapshot)  # 2
         misses_slo = not _meets_slo(model, scheme)
         evicts = candidate in found.makeable
         worker, ttft_s = candidate.worker, scheme.predicted_ttft_s
         key = (candidate.failed_here, candidate.degraded, misses_slo, evicts, ttft_s, worker.worker_id)  # 3 - 5
-        ranked.append((key, scheme))
+        ranked.append((key, scheme, candidate))
     ranked.sort(key=lambda one: one[0])
-    (failed_here, degraded, misses_slo, evicts, _, worker_id), scheme = ranked[0]
+    (failed_here, degraded, misses_slo, evicts, _, worker_id), scheme, chosen = ranked[0]
+    eviction = eviction_plan(model, whole, chosen, snapshot, rules.placement) if evicts else None
     notes = [f"{worker_id} gives the first token in {scheme.predicted_ttft_s:.2f} s, the SLO is {model.slo.ttft_ms / 1000:.2f} s"]
     notes += ["the model has just failed there, and there is no other"] if failed_here else []
     notes += ["its device is degraded, and there is no other"] if degraded else []
-    notes += ["room must be made first"] if evicts else []
+    notes += [f"room must be made first: {eviction.reason}, at a loss of {eviction.loss:.3g}"] if eviction is not None else []
     return SchemeChoice(
         scheme=scheme,
         meets_slo=not misses_slo,
         needs_eviction=evicts,
-        considered=tuple(one for _, one in ranked),
+        eviction=eviction,
+        considered=tuple(one for _, one, _ in ranked[:CONSIDERED]),
         rejected=found.rejected,
         reason="; ".join(notes),
     )
@@ -73,7 +118,7 @@ def choose_scheme(
 
 def _whole_on(model: Model, candidate: Candidate, snapshot: Snapshot) -> Scheme:
     whole = model.spec.whole
-    estimate = estimate_for(model, candidate.worker, snapshot.estimates)
+    estimate = estimate_for(model, candidate.worker.device.kind, snapshot.estimates)
     cost = stage_cost(model, whole, candidate.worker, candidate.node, estimate)
     placement = Placement(
         worker_id=candidate.worker.worker_id,
@@ -94,24 +139,23 @@ def _meets_slo(model: Model, scheme: Scheme) -> bool:
     return scheme.predicted_ttft_s * 1000 <= model.slo.ttft_ms and scheme.predicted_tpot_s * 1000 <= model.slo.tpot_ms
 
 
-def _none(model: Model, snapshot: Snapshot, rejected: tuple[Rejection, ...]) -> SchemeChoice:
-    whole = model.spec.whole
-    serving = [worker for worker in snapshot.workers if _has_known_room(worker)]
-    least = [stage_room(model, whole, worker.device.granule_bytes).least_bytes for worker in serving]
-    hopeless = all(worker.device.memory_bytes < needed for worker, needed in zip(serving, least, strict=True))
-    if not snapshot.workers:
+def _none(model: Model, fleet: Fleet, rejected: tuple[Rejection, ...]) -> SchemeChoice:
+    least = {size: stage_room(model, model.spec.whole, size[0]).least_bytes for size in fleet.sizes}
+    hopeless = all(memory_bytes < least[granule_bytes, memory_bytes] for granule_bytes, memory_bytes in fleet.sizes)
+    serving = sum(fleet.sizes.values())
+    if not fleet.workers:
         reason = "no worker has reported"
     elif not serving:
-        reason = f"none of {len(snapshot.workers)} workers serves: their devices have failed, or their engines are down"
+        reason = f"none of {fleet.workers} workers serves: their devices have failed, or their engines are down"
     elif hopeless:
-        others = " that serves" if len(serving) < len(snapshot.workers) else ""
-        reason = f"the model needs {min(least)} bytes of device memory, more than any worker has{others}"
+        others = " that serves" if serving < fleet.workers else ""
+        reason = f"the model needs {min(least.values())} bytes of device memory, more than any worker has{others}"
     else:
-        reason = f"none of {len(snapshot.workers)} workers has room or can make it"
+        reason = f"none of {fleet.workers} workers has room or can make it"
     return SchemeChoice(scheme=None, no_worker_ever=hopeless, rejected=rejected, reason=reason)
 
 
-def _has_known_room(worker: WorkerFacts) -> bool:
+def has_known_room(worker: WorkerFacts) -> bool:
     """Its device's memory says something of what it can hold: one that has failed holds nothing, and an engine that has not been up
     has not said how much there is.
     """

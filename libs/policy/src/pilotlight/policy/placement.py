@@ -4,30 +4,19 @@ The contention books (pending bytes and deadline of each running fetch, at each 
 candidate is given; today a newcomer shares its node's link equally with the transfers that are reported there.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from pilotlight.policy.cluster import HealthState, Liveness, NodeFacts, WorkerFacts
 from pilotlight.policy.cost import stage_room
-from pilotlight.policy.eviction.base import EvictionCandidate, EvictionRules, RoomRequest, why_kept
+from pilotlight.policy.eviction.base import EvictionCandidate, EvictionPlan, EvictionPolicy, EvictionRules, RoomRequest, why_kept
+from pilotlight.policy.eviction.candidates import CandidateFacts, MissFacts, on_device, registered
+from pilotlight.policy.eviction.lru import Lru
+from pilotlight.policy.ids import ModelName, WorkerId
 from pilotlight.policy.instance import ENDED, SERVING, STARTING
-from pilotlight.policy.types import (
-    HealthState,
-    HeldStage,
-    HeldState,
-    Instance,
-    InstanceState,
-    Liveness,
-    Model,
-    NodeFacts,
-    Placement,
-    Snapshot,
-    Stage,
-    Tier,
-    WorkerFacts,
-    WorkerId,
-)
-
-_BUSY = frozenset({HeldState.LOADING, HeldState.DRAINING})
+from pilotlight.policy.model import Model, Stage
+from pilotlight.policy.plan import Instance, InstanceState, Placement, Snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +40,7 @@ class ServiceRules:
 
     def is_settling_in(self, instance: Instance, now_s: float) -> bool:
         """Whether an instance is in use, and too young to be evicted as soon as it is idle for a moment."""
-        in_use = now_s - instance.last_used_s < self.recent_s
+        in_use = instance.idle_s(now_s) < self.recent_s
         return instance.state in SERVING and in_use and not self.has_served(instance, now_s)
 
 
@@ -60,6 +49,8 @@ class PlacementRules:
     """How workers are chosen."""
 
     eviction: EvictionRules = field(default_factory=EvictionRules)
+    policy: EvictionPolicy = field(default_factory=Lru)
+    """The cache's, as far as it can be known here: without what it has observed."""
     service: ServiceRules = field(default_factory=ServiceRules)
     avoid_after_failure_s: float = 30.0
     """A worker on which the model just failed is taken only when there is no other."""
@@ -107,6 +98,9 @@ def candidates(
 ) -> Candidates:
     """Sort every worker into fitting, makeable or rejected.
 
+    The servers that fit, of ParaServe's algorithm 1. The check of fetch deadlines (algorithm 2,
+    section 4.2) is not there yet.
+
     1. the caller excludes it: it has just refused, or is left to those who have waited longer
     2. it is not alive, its device has failed, or its engine is down
     3. its node is not known, not alive, or draining
@@ -116,22 +110,24 @@ def candidates(
     7. otherwise there is no room
     """
     nodes = {node.node_id: node for node in snapshot.nodes}
+    on, models = by_worker(snapshot), {model.name: model for model in snapshot.models}
     fitting: list[Candidate] = []
     makeable: list[Candidate] = []
     rejected: list[Rejection] = []
     for worker in snapshot.workers:
         node = nodes.get(worker.node_id)
         least_bytes = stage_room(model, stage, worker.device.granule_bytes).least_bytes
-        refusal = _refusal(model, worker, node, snapshot, excluding)  # 1 - 4
+        here = seen_on(worker, snapshot, on, models)
+        refusal = _refusal(model, worker, node, here, excluding)  # 1 - 4
         if refusal is not None or node is None:
             rejected.append(Rejection(worker_id=worker.worker_id, reason=refusal or "its node is not known"))
             continue
         candidate = Candidate(
             worker=worker,
             node=node,
-            free_bytes=worker.device.memory_bytes - committed_bytes(worker, snapshot),
-            evictable_bytes=evictable_bytes(worker, snapshot, rules),
-            failed_here=_failed_here(model, worker, snapshot, rules),
+            free_bytes=worker.device.memory_bytes - committed_bytes(worker, here),
+            evictable_bytes=evictable_bytes(worker, here, rules),
+            failed_here=_failed_here(model, worker, here, rules),
         )
         if candidate.free_bytes >= least_bytes:  # 5
             fitting.append(candidate)
@@ -145,6 +141,31 @@ def candidates(
     return Candidates(fitting=tuple(fitting), makeable=tuple(makeable), rejected=tuple(rejected))
 
 
+def by_worker(snapshot: Snapshot) -> Mapping[WorkerId, list[Instance]]:
+    """Instances by the workers on which they have a stage."""
+    on: dict[WorkerId, list[Instance]] = defaultdict(list)
+    for instance in snapshot.instances:
+        for worker_id in dict.fromkeys(placement.worker_id for placement in instance.placements):
+            on[worker_id].append(instance)
+    return on
+
+
+def seen_on(
+    worker: WorkerFacts, snapshot: Snapshot, on: Mapping[WorkerId, Sequence[Instance]], models: Mapping[ModelName, Model]
+) -> Snapshot:
+    """The snapshot with the instances and held models of one worker alone: what is asked of it is then no matter of all others.
+
+    Args:
+        worker: The worker.
+        snapshot: Of all.
+        on: Instances by worker.
+        models: By name.
+    """
+    held = (models.get(name) for name in dict.fromkeys(one.model for one in worker.held))
+    instances = tuple(on.get(worker.worker_id, ()))
+    return replace(snapshot, instances=instances, models=tuple(one for one in held if one is not None))
+
+
 def committed_bytes(worker: WorkerFacts, snapshot: Snapshot) -> int:
     """Device bytes that are held, or promised to an instance that the worker does not report yet."""
     reported = {held.instance_id for held in worker.held}
@@ -152,6 +173,11 @@ def committed_bytes(worker: WorkerFacts, snapshot: Snapshot) -> int:
         placement.device_bytes for instance_id, placement in _promised(worker, snapshot) if instance_id not in reported
     )
     return worker.used_bytes + promised
+
+
+def room_on(worker: WorkerFacts, snapshot: Snapshot, rules: PlacementRules) -> int:
+    """Device bytes that are free, or free as soon as they are asked for."""
+    return worker.device.memory_bytes - committed_bytes(worker, snapshot) + evictable_bytes(worker, snapshot, rules)
 
 
 def _promised(worker: WorkerFacts, snapshot: Snapshot) -> Iterator[tuple[str, Placement]]:
@@ -196,36 +222,48 @@ def why_unusable(worker: WorkerFacts, node: NodeFacts | None) -> str | None:
 
 def evictable_bytes(worker: WorkerFacts, snapshot: Snapshot, rules: PlacementRules) -> int:
     """What eviction could free on a worker at most, of what it holds and of what need not stay for now."""
-    request = RoomRequest(need_bytes=0, free_bytes=0, now_s=snapshot.now_s)
-    pinned = {model.name for model in snapshot.models if model.pinned}
+    request, found = _eviction(worker, None, snapshot, rules, None)
+    return sum(one.size_bytes for one in found if why_kept(one, request, rules.eviction) is None)
+
+
+def eviction_plan(model: Model, stage: Stage, candidate: Candidate, snapshot: Snapshot, rules: PlacementRules) -> EvictionPlan:
+    """What would go for the least room of a stage, and at what loss. The cache decides, by newer facts.
+
+    Args:
+        model: Whose stage it is.
+        stage: What room is needed for.
+        candidate: Where.
+        snapshot: Its models, copies, arrivals and estimates say what a miss costs.
+        rules: The policy, and what may stay.
+    """
+    worker = candidate.worker
+    misses = MissFacts(estimates=snapshot.estimates, arrivals=snapshot.arrivals)
+    request, found = _eviction(worker, candidate.node, snapshot, rules, misses)
+    least_bytes = stage_room(model, stage, worker.device.granule_bytes).least_bytes
+    request = replace(request, need_bytes=least_bytes, free_bytes=candidate.free_bytes)
+    return rules.policy.plan(request, found, rules.eviction)
+
+
+def _eviction(
+    worker: WorkerFacts,
+    node: NodeFacts | None,
+    snapshot: Snapshot,
+    rules: PlacementRules,
+    misses: MissFacts | None,
+) -> tuple[RoomRequest, tuple[EvictionCandidate, ...]]:
+    """What the cache would ask of its policy. Instances that are owed service are protected: of them the cache knows nothing."""
     here = {held.instance_id for held in worker.held}
-    known = {one.instance_id: one for one in snapshot.instances if one.instance_id in here and one.state not in ENDED}
-    freed_bytes = 0
-    for held in worker.held:
-        instance = known.get(held.instance_id)
-        if instance is not None and rules.service.is_settling_in(instance, snapshot.now_s):
-            continue
-        since_s = instance.state_since_s if instance is not None else 0.0
-        candidate = _as_eviction_candidate(held, worker, held.model in pinned, since_s)
-        freed_bytes += held.device_bytes if why_kept(candidate, request, rules.eviction) is None else 0
-    return freed_bytes
-
-
-def _as_eviction_candidate(held: HeldStage, worker: WorkerFacts, pinned: bool, since_s: float) -> EvictionCandidate:
-    return EvictionCandidate(
-        subject=held.instance_id,
-        model=held.model,
-        digest=held.digest,
-        tier=Tier.DEVICE,
-        node_id=worker.node_id,
-        # An evicted stage is free already: it must not be counted a second time.
-        size_bytes=0 if held.state is HeldState.EVICTED else held.device_bytes,
-        resident_since_s=since_s,
-        last_used_s=0.0,
-        in_flight=held.in_flight,
-        pinned=pinned,
-        busy=held.state in _BUSY or held.state is HeldState.EVICTED,
+    known = [one for one in snapshot.instances if one.instance_id in here and one.state not in ENDED]
+    named = {held.model for held in worker.held}
+    facts = CandidateFacts(
+        now_s=snapshot.now_s,
+        models=registered(model for model in snapshot.models if model.name in named),
+        since_s={**dict.fromkeys(here, 0.0), **{one.instance_id: one.state_since_s for one in known}},
+        misses=misses,
     )
+    owed = (one.instance_id for one in known if rules.service.is_settling_in(one, snapshot.now_s))
+    request = RoomRequest(need_bytes=0, free_bytes=0, now_s=snapshot.now_s, protected=frozenset(owed))
+    return request, on_device(worker, node, facts)
 
 
 def _failed_here(model: Model, worker: WorkerFacts, snapshot: Snapshot, rules: PlacementRules) -> bool:

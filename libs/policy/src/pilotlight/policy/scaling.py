@@ -2,10 +2,14 @@
 
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from pilotlight.policy.ids import InstanceId, ModelName
 from pilotlight.policy.instance import SERVING, STARTING
-from pilotlight.policy.types import Demand, Instance, InstanceId, InstanceState, Model, ModelName, Snapshot
+from pilotlight.policy.model import Model
+from pilotlight.policy.plan import Instance, InstanceState, Snapshot
+from pilotlight.policy.request import Demand
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +121,7 @@ def _shrink(
     if demand is not None:
         return left
     for instance in left.copy():
-        idle_s = now_s - instance.last_used_s
+        idle_s = instance.idle_s(now_s)
         if len(left) <= bounds.min_instances:
             break
         if instance.state in STARTING:  # 3
@@ -152,6 +156,19 @@ def _grow(
         return
     why = f"{waiting} requests wait" if for_demand > 0 else f"at least {bounds.min_instances} instances are asked for"
     draft.starts.extend(Start(model=model.name, reason=why) for _ in range(count))
+
+
+def next_change_s(model: Model, active: Iterable[Instance], after_s: float, rules: ScalingRules) -> float:
+    """When, after a time, rule 3 or 4 could next drain one of a model's instances if nothing happens; infinite: never."""
+    instances = [one for one in active if one.state in STARTING | SERVING]
+    if len(instances) <= model.scaling.min_instances:
+        return math.inf
+    times = (
+        one.last_used_s + (rules.cancel_after_s if one.state in STARTING else model.scaling.keep_alive_s)
+        for one in instances
+        if one.state in STARTING or (one.in_flight == 0 and not model.pinned)
+    )
+    return min((at_s for at_s in times if at_s > after_s), default=math.inf)
 
 
 def failure_pause_s(model: Model, snapshot: Snapshot, rules: ScalingRules) -> float:

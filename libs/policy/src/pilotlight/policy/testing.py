@@ -1,44 +1,56 @@
 """Small worlds for tests of policies and of services that call them: builders of facts, with defaults."""
 
-from pilotlight.policy.types import (
+from dataclasses import replace
+from typing import Any
+
+from pilotlight.policy.cluster import (
     Copy,
-    DecisionId,
-    Demand,
     Device,
     DeviceHealth,
     DeviceKind,
-    Digest,
-    Dtype,
-    Epoch,
-    Generation,
     HeldStage,
     HeldState,
-    Instance,
-    InstanceId,
-    InstanceState,
     Liveness,
-    Model,
-    ModelName,
-    ModelSpec,
     NodeFacts,
-    NodeId,
-    Placement,
-    ScalingBounds,
-    Slo,
-    Stage,
     Tier,
     WorkerFacts,
-    WorkerId,
 )
+from pilotlight.policy.ids import DecisionId, Digest, Epoch, Generation, InstanceId, ModelName, NodeId, WorkerId
+from pilotlight.policy.model import Dtype, Model, ModelSpec, ScalingBounds, Slo, Stage
+from pilotlight.policy.plan import Instance, InstanceState, Placement
+from pilotlight.policy.request import Demand
 
 NOW_S = 1000.0
 CONTEXT_TOKENS = 8
 
 
+def tiny_spec(**changes: Any) -> ModelSpec:
+    """A Llama of two layers, with some fields changed. Its parts have no bytes where ``part_bytes`` is not given."""
+    made = ModelSpec(
+        architecture="LlamaForCausalLM",
+        dtype=Dtype.FLOAT32,
+        num_layers=2,
+        hidden_size=32,
+        intermediate_size=48,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        vocab_size=97,
+        max_context_tokens=256,
+        rope_theta=10_000.0,
+        rope_scaling=None,
+        rms_norm_eps=1e-5,
+        tied_embeddings=False,
+        attention_bias=False,
+        part_bytes=(),
+    )
+    made = replace(made, **changes)
+    return made if "part_bytes" in changes else replace(made, part_bytes=(0,) * (made.num_layers + 2))
+
+
 def spec(part_bytes: int = 10) -> ModelSpec:
     """Four layers, an embedding and a head of ``part_bytes`` each."""
-    return ModelSpec(
-        architecture="LlamaForCausalLM",
+    return tiny_spec(
         dtype=Dtype.BFLOAT16,
         num_layers=4,
         hidden_size=2,
@@ -48,11 +60,6 @@ def spec(part_bytes: int = 10) -> ModelSpec:
         head_dim=2,
         vocab_size=16,
         max_context_tokens=CONTEXT_TOKENS,
-        rope_theta=10000.0,
-        rope_scaling=None,
-        rms_norm_eps=1e-5,
-        tied_embeddings=False,
-        attention_bias=False,
         part_bytes=(part_bytes,) * 6,
     )
 

@@ -10,27 +10,19 @@ them, and which busy instance makes room when somebody has waited for too long::
 Everything follows from rows, reports and the ages of demand: a new leader decides as the old one did.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from pilotlight.policy.cluster import HeldStage, HeldState, NodeFacts, WorkerFacts
 from pilotlight.policy.cost import stage_room
+from pilotlight.policy.ids import ModelName, WorkerId
 from pilotlight.policy.instance import ENDED, SERVING, STARTING
-from pilotlight.policy.placement import PlacementRules, committed_bytes, evictable_bytes, why_unusable
+from pilotlight.policy.model import Model
+from pilotlight.policy.placement import PlacementRules, by_worker, room_on, seen_on, why_unusable
+from pilotlight.policy.plan import Instance, InstanceState, Snapshot
+from pilotlight.policy.request import Demand
 from pilotlight.policy.scaling import Drain, failed_starts_s
-from pilotlight.policy.types import (
-    Demand,
-    HeldStage,
-    HeldState,
-    Instance,
-    InstanceState,
-    Model,
-    ModelName,
-    NodeFacts,
-    Snapshot,
-    WorkerFacts,
-    WorkerId,
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +61,10 @@ class TurnPlan:
     """Of the models that are served nowhere."""
 
 
+_Importance = tuple[bool, float, str]
+"""Of an instance, see ``_importance``."""
+
+
 @dataclass(slots=True, kw_only=True)
 class _Place:
     """One worker's room while it is being shared out."""
@@ -82,8 +78,10 @@ class _Place:
     models: frozenset[ModelName]
     """Those of which it has an instance that serves or starts."""
     victims: list[tuple[Instance, int]]
-    """Who may be asked to make room, and what that frees here; the least important first."""
+    """Who may be asked to make room, and what that frees here."""
     claimed: bool = False
+    least_important: _Importance = (False, 0.0, "")
+    """Of the victims, before any was chosen."""
 
     def give(self, victim: Instance) -> None:
         """What the victim has here, if it has anything, is on its way out."""
@@ -160,6 +158,7 @@ def plan_turns(
     places = _places(snapshot, models, rules)
     spare = Counter(one.model for one in snapshot.instances if one.state in SERVING)
     spare.subtract({model.name: model.scaling.min_instances for model in snapshot.models})
+    ranked = _ranked(places, spare)
     turns: list[Turn] = []
     drains: list[Drain] = []
     for model in line:
@@ -171,7 +170,7 @@ def plan_turns(
         demand = waiting.get(model.name)
         asks = demand is not None and model.name not in served and _may_ask(model, demand, snapshot, rules)  # 3
         if place is None and asks:
-            place, victims = _cheapest(usable, need, spare)  # 4
+            place, victims = _cheapest(ranked, need, spare)  # 4
             for victim in victims:
                 spare[victim.model] -= 1
                 for other in places:
@@ -183,6 +182,14 @@ def plan_turns(
     behind = (model for model in everyone if model not in line)
     turns += [Turn(model=model.name, left=claimed) for model in behind]
     return TurnPlan(turns=tuple(turns), drains=tuple(drains), longest_wait_s=longest_wait_s)
+
+
+def _ranked(places: Iterable[_Place], spare: Counter[ModelName]) -> list[_Place]:
+    """Those with instances that may be asked to make room, the least important of these first."""
+    ranked = [place for place in places if place.victims]
+    for place in ranked:
+        place.least_important = min(_importance(one, spare) for one, _ in place.victims)
+    return sorted(ranked, key=lambda place: (place.least_important, place.worker.worker_id))
 
 
 def _may_ask(model: Model, demand: Demand, snapshot: Snapshot, rules: TurnRules) -> bool:
@@ -200,13 +207,21 @@ def _with_room(usable: list[_Place], need: _Need, *, coming: bool = False) -> _P
     return max(fitting, key=lambda place: (spare_bytes(place), place.worker.worker_id), default=None)
 
 
-def _cheapest(usable: list[_Place], need: _Need, spare: Counter[ModelName]) -> tuple[_Place | None, list[Instance]]:
-    """The worker where the fewest instances have to go; of several, where the most important of them is the least so."""
-    best: tuple[tuple[int, tuple[bool, float, str]], _Place, list[Instance]] | None = None
-    for place in usable:
+def _cheapest(ranked: list[_Place], need: _Need, spare: Counter[ModelName]) -> tuple[_Place | None, list[Instance]]:
+    """The worker where the fewest instances have to go; of several, where the most important of them is the least so.
+
+    ``ranked`` begins with the workers of the least important instances. One instance at least has to go, and instances become no less
+    important while others are chosen, so the search ends where no later worker can be cheaper.
+    """
+    best: tuple[tuple[int, _Importance, WorkerId], _Place, list[Instance]] | None = None
+    for place in ranked:
+        if best is not None and best[0][:2] < (1, place.least_important):
+            break
+        if not place.victims or not need.is_met_by(place):
+            continue
         chosen = _victims(place, need.device_bytes(place), spare)
         if chosen:
-            key = len(chosen), max(_importance(one, spare) for one in chosen)
+            key = len(chosen), max(_importance(one, spare) for one in chosen), place.worker.worker_id
             if best is None or key < best[0]:
                 best = key, place, chosen
     return (best[1], best[2]) if best is not None else (None, [])
@@ -240,31 +255,25 @@ def _victims(place: _Place, least_bytes: int, spare: Counter[ModelName]) -> list
     return chosen if missing_bytes <= 0 else []
 
 
-def _importance(instance: Instance, spare: Counter[ModelName]) -> tuple[bool, float, str]:
+def _importance(instance: Instance, spare: Counter[ModelName]) -> _Importance:
     """The least important first: others of its model serve too, then it has served for the longest."""
     return spare[instance.model] <= 1, instance.state_since_s, instance.instance_id
 
 
 def _places(snapshot: Snapshot, models: dict[ModelName, Model], rules: TurnRules) -> list[_Place]:
     """Every worker on which something can be placed."""
-    named = {held.model for worker in snapshot.workers for held in worker.held}
-    living = tuple(one for one in snapshot.instances if one.state not in ENDED)
-    snapshot = replace(snapshot, models=tuple(one for one in snapshot.models if one.name in named), instances=living)
+    snapshot = replace(snapshot, instances=tuple(one for one in snapshot.instances if one.state not in ENDED))
     nodes = {node.node_id: node for node in snapshot.nodes}
-    on: dict[WorkerId, list[Instance]] = defaultdict(list)
-    for instance in snapshot.instances:
-        for worker_id in {placement.worker_id for placement in instance.placements}:
-            on[worker_id].append(instance)
+    on = by_worker(snapshot)
     places: list[_Place] = []
     for worker in snapshot.workers:
         node = nodes.get(worker.node_id)
         if node is None or why_unusable(worker, node) is not None:
             continue
-        room_bytes = (
-            worker.device.memory_bytes - committed_bytes(worker, snapshot) + evictable_bytes(worker, snapshot, rules.placement)
-        )
+        present = on.get(worker.worker_id, [])
+        room_bytes = room_on(worker, seen_on(worker, snapshot, on, models), rules.placement)
         held = {one.instance_id: one for one in worker.held}
-        here = [one for one in on[worker.worker_id] if one.instance_id in held]
+        here = [one for one in present if one.instance_id in held]
         places.append(
             _Place(
                 worker=worker,
@@ -273,7 +282,7 @@ def _places(snapshot: Snapshot, models: dict[ModelName, Model], rules: TurnRules
                 coming_bytes=sum(
                     held[one.instance_id].device_bytes for one in here if _is_leaving(one, held[one.instance_id], snapshot, rules)
                 ),
-                models=frozenset(one.model for one in on[worker.worker_id] if one.state in STARTING | SERVING),
+                models=frozenset(one.model for one in present if one.state in STARTING | SERVING),
                 victims=[
                     (one, held[one.instance_id].device_bytes)
                     for one in here

@@ -14,7 +14,7 @@ from pilotlight.checkpoint.errors import CheckpointError
 from pilotlight.checkpoint.generation import GENERATION_FILE, GenerationDefaults, parse_generation
 from pilotlight.checkpoint.strict_json import MAX_CONFIG_BYTES, JsonObject
 from pilotlight.common.errors import BadCheckpoint
-from pilotlight.policy.types import Digest
+from pilotlight.policy.ids import Digest
 from pilotlight.text.decoding import is_panic
 from pilotlight.text.template import MAX_TEMPLATE_CHARS, check_template
 

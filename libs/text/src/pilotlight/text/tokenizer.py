@@ -52,7 +52,3 @@ class TextTokenizer(TokenDecoder):
         if wanted and self._add_bos_token and self._bos_token_id is not None and not adds_by_itself:
             token_ids.insert(0, self._bos_token_id)
         return token_ids
-
-    def encode_chat(self, prompt: str) -> list[int]:
-        """Token ids of what a chat template wrote: nothing is added, so no special token stands there twice."""
-        return self.encode(prompt, add_special_tokens=False)

@@ -16,13 +16,20 @@ from pilotlight.common.db.retention import PruneMetrics, Pruner
 from pilotlight.common.db.session import Database
 from pilotlight.common.service import Application, Context
 from pilotlight.policy.eviction.base import EvictionRules
-from pilotlight.policy.eviction.lru import Lru
 
 
 def add_metrics(books: Books, registry: CollectorRegistry) -> None:
     """Gauges that read the books when they are scraped."""
     grants = Gauge("pilotlight_cache_grants", "Grants of room that are open", registry=registry)
     grants.set_function(lambda: len(books.grants))
+    gateways = Gauge("pilotlight_cache_arrival_gateways", "Gateways that tell the cache of arrivals", registry=registry)
+    gateways.set_function(lambda: books.arrivals.gateways)
+    models = Gauge(
+        "pilotlight_cache_arrival_models",
+        "Models of which the cache knows when they were asked for last",
+        registry=registry,
+    )
+    models.set_function(lambda: books.arrivals.models)
 
 
 async def build(context: Context[CacheSettings]) -> Application:
@@ -33,7 +40,7 @@ async def build(context: Context[CacheSettings]) -> Application:
     measure(database, outbox, context.metrics)
     repository = CacheRepository(database)
     rules = EvictionRules(min_residency_s=context.settings.min_residency_s)
-    room = RoomMaker(books, repository, context.bus, context.clock, context.background, Lru(), rules)
+    room = RoomMaker(books, repository, context.bus, context.clock, context.background, rules)
     copies = PublishedCopies(await context.bus.bucket(COPIES))
     add_metrics(books, context.metrics)
     pruner = Pruner(

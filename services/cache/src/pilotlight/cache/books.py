@@ -4,32 +4,19 @@ Reports are the truth of what is held; a grant counts until a report shows its s
 once, before its next report says so, and so is its grant, which its scheduler releases later.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from pilotlight.common.roster import News, Roster
+from pilotlight.policy.arrivals import ArrivalCount, ArrivalWindows, CounterLife
+from pilotlight.policy.cluster import RESIDENT, Copy, HeldState, Liveness, NodeFacts, Tier, WorkerFacts
 from pilotlight.policy.drain import copies_to_strike
-from pilotlight.policy.eviction.base import EvictionCandidate
+from pilotlight.policy.eviction.base import EvictionCandidate, EvictionPolicy
+from pilotlight.policy.eviction.candidates import CandidateFacts, MissFacts, Registered, in_pool, on_device
+from pilotlight.policy.eviction.lru import Lru
+from pilotlight.policy.ids import Digest, Epoch, Generation, GrantId, InstanceId, ModelName, NodeId, WorkerId
 from pilotlight.policy.liveness import DEAD_AFTER_S
-from pilotlight.policy.types import (
-    Copy,
-    Digest,
-    Epoch,
-    GrantId,
-    HeldState,
-    InstanceId,
-    Liveness,
-    ModelName,
-    NodeFacts,
-    NodeId,
-    Tier,
-    WorkerFacts,
-    WorkerId,
-)
-
-BUSY = frozenset({HeldState.LOADING, HeldState.DRAINING})
-LIVE = frozenset({HeldState.LOADING, HeldState.READY, HeldState.DRAINING})
-"""States in which a stage takes room."""
+from pilotlight.policy.plan import Estimate, Estimates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +34,8 @@ class Grant:
     """On this process's monotonic clock."""
     epoch: Epoch = field(default=Epoch(0))
     """Of the leader that asked; 0 where that is not known any more."""
+    generation: Generation = field(default=Generation(0))
+    """Of the instance's stages that it was made for; 0 where that is not known any more."""
     since_s: float = 0.0
     """On the same clock: when it was made, or found by a cache that has just been started."""
 
@@ -56,8 +45,11 @@ class Books:
     """Mutable view of the parameter pool; one writer, the cache's own loop."""
 
     roster: Roster = field(default_factory=Roster)
-    pinned: frozenset[ModelName] = frozenset()
-    model_of: dict[Digest, ModelName] = field(default_factory=dict[Digest, ModelName])
+    models: Registered = field(default_factory=Registered)
+    estimates: Estimates = field(default_factory=dict[ModelName, "tuple[Estimate, ...]"])
+    arrivals: ArrivalWindows = field(default_factory=lambda: ArrivalWindows(0.0))
+    policy: EvictionPolicy = field(default_factory=Lru)
+    """With what it has observed."""
     grants: dict[GrantId, Grant] = field(default_factory=dict[GrantId, Grant])
     draining: frozenset[NodeId] = frozenset()
     """Nodes that an operator wants to be empty: nothing is granted there, and copies that nobody needs are struck."""
@@ -67,7 +59,19 @@ class Books:
     _given_up: set[tuple[WorkerId, InstanceId]] = field(default_factory=set[tuple[WorkerId, InstanceId]])
     _dropped: set[tuple[NodeId, Digest]] = field(default_factory=set[tuple[NodeId, Digest]])
     _first_seen_s: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
-    """By worker or node, then by instance or digest."""
+    """By worker or node, then by instance (that had been loaded) or digest."""
+
+    def listen(self, now_s: float) -> None:
+        """Nothing was heard before now."""
+        self.listening_since_s = now_s
+        self.arrivals = ArrivalWindows(now_s)
+
+    def hear_arrivals(self, life: CounterLife, counts: Iterable[ArrivalCount], now_s: float) -> int:
+        """Take what a gateway tells of arrivals; how many are new."""
+        accesses = self.arrivals.hear(life, counts, now_s, self.roster.listened_s(now_s))
+        if accesses:
+            self.policy = self.policy.observe(accesses)
+        return sum(one.count for one in accesses)
 
     def hear_epoch(self, epoch: Epoch) -> None:
         """Take note of a leader."""
@@ -77,8 +81,10 @@ class Books:
         """Take what the roster has heard."""
         for worker_id in news.workers:
             view = self.roster.worker(worker_id)
-            held = {one.instance_id for one in view.facts.held if one.state in LIVE} if view is not None else set[InstanceId]()
-            self._see(worker_id, held, now_s)
+            stages = [one for one in view.facts.held if one.state in RESIDENT] if view is not None else []
+            held = {one.instance_id for one in stages}
+            # The minimum residency is for use: it begins when a stage can be used.
+            self._see(worker_id, [one.instance_id for one in stages if one.state is not HeldState.LOADING], now_s)
             # A report that was under way when it gave a stage up may still show it; one that does not was made after.
             self._given_up = {(owner, one) for owner, one in self._given_up if owner != worker_id or one in held}
         for node_id in news.nodes:
@@ -92,9 +98,6 @@ class Books:
         seen = self._first_seen_s.pop(owner, {})
         if present:
             self._first_seen_s[owner] = {subject: seen.get(subject, now_s) for subject in present}
-
-    def _since_s(self, owner: str, subject: str, now_s: float) -> float:
-        return self._first_seen_s.get(owner, {}).get(subject, now_s)
 
     def give_up(self, worker_id: WorkerId, instance_ids: tuple[InstanceId, ...]) -> tuple[GrantId, ...]:
         """A worker confirmed that it unloaded these. Their grants are over with that; returns them."""
@@ -130,7 +133,7 @@ class Books:
     def is_held(self, grant: Grant) -> bool:
         """Whether the last report shows the granted stage."""
         view = self.roster.worker(grant.worker_id)
-        return view is not None and any(one.instance_id == grant.instance_id and one.state in LIVE for one in view.facts.held)
+        return view is not None and any(one.instance_id == grant.instance_id and one.state in RESIDENT for one in view.facts.held)
 
     def would_show(self, grant: Grant, now_s: float) -> bool:
         """Whether a granted stage that is held would be known: its worker has reported, or had the time to. A cache that has just
@@ -143,7 +146,7 @@ class Books:
         held = {
             one.instance_id: one.device_bytes
             for one in worker.held
-            if one.state in LIVE and (worker.worker_id, one.instance_id) not in self._given_up
+            if one.state in RESIDENT and (worker.worker_id, one.instance_id) not in self._given_up
         }
         for grant in self.grants.values():
             if grant.worker_id == worker.worker_id:
@@ -169,7 +172,8 @@ class Books:
     def _is_loaded(self, grant: Grant) -> bool:
         view = self.roster.worker(grant.worker_id)
         return view is not None and any(
-            one.instance_id == grant.instance_id and one.state is not HeldState.LOADING for one in view.facts.held
+            one.instance_id == grant.instance_id and one.state is not HeldState.LOADING and one.generation >= grant.generation
+            for one in view.facts.held
         )
 
     def copies(self, node: NodeFacts) -> tuple[Copy, ...]:
@@ -177,45 +181,24 @@ class Books:
         return tuple(copy for copy in node.copies if copy.tier is Tier.HOST and (node.node_id, copy.digest) not in self._dropped)
 
     def on_device(self, worker: WorkerFacts, now_s: float) -> tuple[EvictionCandidate, ...]:
-        """What could be given up on a device. A stage that is granted and still loads is busy."""
-        return tuple(
-            EvictionCandidate(
-                subject=one.instance_id,
-                model=one.model,
-                digest=one.digest,
-                tier=Tier.DEVICE,
-                node_id=worker.node_id,
-                size_bytes=one.device_bytes,
-                resident_since_s=self._since_s(worker.worker_id, one.instance_id, now_s),
-                last_used_s=now_s - one.idle_s,
-                in_flight=one.in_flight,
-                pinned=one.model in self.pinned,
-                busy=one.state in BUSY,
-            )
-            for one in worker.held
-            if one.state in LIVE and (worker.worker_id, one.instance_id) not in self._given_up
-        )
+        """What could be given up on a device."""
+        given_up = [instance_id for owner, instance_id in self._given_up if owner == worker.worker_id]
+        facts = self._facts(worker.worker_id, given_up, now_s)
+        return on_device(worker, self.node(worker.node_id), facts)
 
     def in_pool(self, node: NodeFacts, now_s: float) -> tuple[EvictionCandidate, ...]:
         """What could be dropped from a host pool."""
-        candidates: list[EvictionCandidate] = []
-        for copy in self.copies(node):
-            model = self.model_of.get(copy.digest, ModelName(""))
-            candidates.append(
-                EvictionCandidate(
-                    subject=copy.digest,
-                    model=model,
-                    digest=copy.digest,
-                    tier=Tier.HOST,
-                    node_id=node.node_id,
-                    size_bytes=copy.size_bytes,
-                    resident_since_s=self._since_s(node.node_id, copy.digest, now_s),
-                    last_used_s=now_s - copy.idle_s,
-                    leases=copy.leases,
-                    pinned=model in self.pinned,
-                )
-            )
-        return tuple(candidates)
+        dropped = [digest for owner, digest in self._dropped if owner == node.node_id]
+        return in_pool(node, self._facts(node.node_id, dropped, now_s))
+
+    def _facts(self, owner: str, given_up: Collection[str], now_s: float) -> CandidateFacts:
+        return CandidateFacts(
+            now_s=now_s,
+            models=self.models,
+            since_s=self._first_seen_s.get(owner, {}),
+            given_up=given_up,
+            misses=MissFacts(estimates=self.estimates, arrivals=self.arrivals.recent()),
+        )
 
     def strikable(self, node_id: NodeId) -> tuple[Digest, ...]:
         """Host copies that a node that drains can give up now."""

@@ -3,6 +3,7 @@
 import asyncio
 
 import structlog
+from prometheus_client import Counter
 
 from pilotlight.cache.books import Books
 from pilotlight.cache.pool import PublishedCopies
@@ -12,16 +13,20 @@ from pilotlight.cache.settings import CacheSettings
 from pilotlight.common.bus import Subscription
 from pilotlight.common.db.retention import Pruner
 from pilotlight.common.errors import DatabaseUnavailable
+from pilotlight.common.messages.arrivals import ARRIVAL_SUBJECTS, Arrivals
 from pilotlight.common.messages.room import RELEASE_SUBJECT, RESERVE_SUBJECT, Release, Reserve
 from pilotlight.common.roster import News
 from pilotlight.common.roster_feed import RosterFeed
 from pilotlight.common.service import Context
 from pilotlight.common.waiting import cancel_all, every
-from pilotlight.policy.types import NodeId
+from pilotlight.policy.eviction.candidates import registered
+from pilotlight.policy.ids import NodeId
 
 log = structlog.get_logger()
 
 SWEEP_INTERVAL_S = 1.0
+ESTIMATES_INTERVAL_S = 30.0
+"""Estimates are means over cold starts: nothing is decided worse by ones that are a little older."""
 
 
 class Handlers:
@@ -44,22 +49,28 @@ class Handlers:
         self._pruner = pruner
         self._feed = RosterFeed(context.bus, context.clock, context.background, books.roster)
         self._feed.on_news(self._on_news)
+        self._arrivals: Subscription | None = None
         self._answering: list[Subscription] = []
         self._periodic: list[asyncio.Task[None]] = []
         self._reported: set[NodeId] = set()
         """Nodes whose copies may differ from those that were published."""
         self._reports = asyncio.Event()
+        self._heard = Counter("pilotlight_cache_arrivals", "Arrivals that gateways told the cache of", registry=context.metrics)
 
     async def start(self) -> None:
-        """Listen to reports: a standby's books are as full as those of the cache that answers."""
+        """Listen to reports and arrivals: a standby's books are as full as those of the cache that answers."""
         bus = self._context.bus
         bus.on_reconnect(self._resync)
-        self._books.listening_since_s = self._context.clock.monotonic_s()
+        self._books.listen(self._context.clock.monotonic_s())
         await self._feed.start()
+        self._arrivals = await bus.subscribe(ARRIVAL_SUBJECTS, Arrivals, self._on_arrivals)
 
     async def stop(self) -> None:
         """Listen no more."""
         await self._feed.stop()
+        arrivals, self._arrivals = self._arrivals, None
+        if arrivals is not None:
+            await arrivals.end()
 
     async def begin(self, holder_pid: int) -> None:
         """Take over the open grants, then answer. ``holder_pid`` is the database's backend that holds the lock."""
@@ -67,6 +78,7 @@ class Handlers:
         now_s = self._context.clock.monotonic_s()
         self._books.grants = {grant.grant_id: grant for grant in await self._repository.open_grants(now_s)}
         await self._read_models()
+        self._books.estimates = await self._repository.estimates()
         self._books.hear_epoch(await self._repository.leading_epoch())
         bus = self._context.bus
         # One by one: what is served when this is cancelled is ended like the rest.
@@ -74,6 +86,7 @@ class Handlers:
         self._answering.append(await bus.serve(RELEASE_SUBJECT, Release, self._room.release))
         self._periodic = [
             self._context.background.spawn("sweep", self._sweep()),
+            self._context.background.spawn("read estimates", self._read_estimates()),
             self._context.background.spawn("copies bucket sweep", self._copies.sweep()),
             self._context.background.spawn("publish copies", self._publish()),
             self._context.background.spawn("prune old rows", self._pruner.prune_for_ever()),
@@ -90,6 +103,10 @@ class Handlers:
         self._books.follow(news, self._context.clock.monotonic_s())
         self._reported.update(news.nodes)
         self._reports.set()
+
+    async def _on_arrivals(self, message: Arrivals) -> None:
+        new = self._books.hear_arrivals(message.life, message.counts, self._context.clock.monotonic_s())
+        self._heard.inc(new)
 
     async def _publish(self) -> None:
         while True:
@@ -113,11 +130,17 @@ class Handlers:
             except DatabaseUnavailable as error:
                 log.warning("books are kept as they are", action="sweep_deferred", error=error.message)
 
+    async def _read_estimates(self) -> None:
+        async for _ in every(ESTIMATES_INTERVAL_S):
+            try:
+                self._books.estimates = await self._repository.estimates()
+            except DatabaseUnavailable as error:
+                log.warning("estimates are kept as they are", action="estimates_deferred", error=error.message)
+
     async def _read_models(self) -> None:
         models = await self._repository.models()
         self._books.draining = await self._repository.drains()
-        self._books.pinned = frozenset(model.name for model in models if model.pinned)
-        self._books.model_of = {model.digest: model.name for model in models}
+        self._books.models = registered(models)
 
 
 async def _end(subscriptions: list[Subscription]) -> None:

@@ -4,7 +4,7 @@ import structlog
 
 from pilotlight.common.buckets import Bucket
 from pilotlight.common.errors import BusUnavailable
-from pilotlight.policy.types import Copy, NodeFacts
+from pilotlight.policy.cluster import Copy, NodeFacts
 
 log = structlog.get_logger()
 

@@ -1,4 +1,4 @@
-"""Rows of schema ``cache``, and the pins it reads from ``gateway.models``."""
+"""Rows of schema ``cache``, and what it reads of others: models, drains, instances, the lease and estimates."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +13,12 @@ from pilotlight.common.db.mapping import from_row_json
 from pilotlight.common.db.retention import Keep, keep_outbox
 from pilotlight.common.db.session import Database
 from pilotlight.common.messages.room import Reserve
+from pilotlight.policy.estimates import with_estimates
 from pilotlight.policy.eviction.base import Victim
+from pilotlight.policy.ids import Digest, Epoch, GrantId, InstanceId, NodeId, WorkerId
 from pilotlight.policy.instance import ENDED
-from pilotlight.policy.types import Digest, Epoch, GrantId, InstanceId, Model, NodeId, WorkerId
+from pilotlight.policy.model import Model
+from pilotlight.policy.plan import Estimate, Estimates
 
 
 def retention(settings: CacheSettings) -> tuple[Keep, ...]:
@@ -47,6 +50,12 @@ class CacheRepository:
         async with self._database.reading() as connection:
             rows = await connection.execute(select(tables.models.c.body))
             return tuple(from_row_json(row.body, Model) for row in rows)
+
+    async def estimates(self) -> Estimates:
+        """What the scheduler has learned of cold starts, by model."""
+        async with self._database.reading() as connection:
+            bodies = (await connection.execute(select(tables.estimates.c.body))).scalars().all()
+        return with_estimates({}, (from_row_json(body, Estimate) for body in bodies))
 
     async def drains(self) -> frozenset[NodeId]:
         """Nodes that an operator wants to be empty."""
@@ -91,13 +100,15 @@ class CacheRepository:
             )
 
     async def add_grant(self, grant: Grant, request: Reserve, evicted: list[tuple[str, NodeId, Victim]]) -> None:
-        """Store a grant together with the evictions that made room for it.
+        """Store a grant together with the evictions that made room for it. It takes the place of an earlier one of its stage.
 
         Raises:
             NotSole: another cache answers by now.
         """
         async with self._database.unit_of_work() as work:
             await check_sole(work.connection, self.holder_pid)
+            earlier = (tables.grants.c.instance_id == grant.instance_id) & (tables.grants.c.worker_id == grant.worker_id)
+            await work.connection.execute(delete(tables.grants).where(earlier))
             await work.connection.execute(
                 insert(tables.grants).values(
                     grant_id=grant.grant_id,
@@ -112,7 +123,16 @@ class CacheRepository:
                 )
             )
             for kind, node_id, victim in evicted:
-                inputs: dict[str, Any] = {"grant_id": grant.grant_id, "for_model": request.model, "size_bytes": victim.size_bytes}
+                inputs: dict[str, Any] = {
+                    "grant_id": grant.grant_id,
+                    "for_model": request.model,
+                    "model": victim.model,
+                    "size_bytes": victim.size_bytes,
+                    "idle_s": victim.idle_s,
+                    "penalty_s": victim.penalty_s,
+                    "arrivals_per_s": victim.arrivals_per_s,
+                    "loss": victim.loss,
+                }
                 await work.connection.execute(
                     insert(tables.evictions).values(
                         at=func.now(), kind=kind, subject=victim.subject, node_id=node_id, reason=victim.reason, inputs=inputs

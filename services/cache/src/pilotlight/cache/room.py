@@ -30,8 +30,8 @@ from pilotlight.common.messages.room import (
     give_up_subject,
 )
 from pilotlight.common.service import Background
-from pilotlight.policy.eviction.base import EvictionPolicy, EvictionRules, RoomRequest, Victim
-from pilotlight.policy.types import Digest, GrantId, InstanceId, NodeId
+from pilotlight.policy.eviction.base import EvictionRules, RoomRequest, Victim
+from pilotlight.policy.ids import Digest, GrantId, InstanceId, NodeId
 
 log = structlog.get_logger()
 
@@ -60,7 +60,6 @@ class RoomMaker:
         bus: Bus,
         clock: Clock,
         background: Background,
-        policy: EvictionPolicy,
         rules: EvictionRules,
     ) -> None:
         self._books = books
@@ -68,7 +67,6 @@ class RoomMaker:
         self._bus = bus
         self._clock = clock
         self._background = background
-        self._policy = policy
         self._rules = rules
         self._locks: dict[NodeId, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._writing: dict[GrantId, asyncio.Task[Exception | None]] = {}
@@ -95,13 +93,13 @@ class RoomMaker:
                 await self.lapse()
         async with self._locks[request.node_id]:
             known = self._books.grant_of(request.instance_id, request.worker_id)
-            if known is not None:
+            if known is not None and not _grows(known, request):
                 await self._written(known.grant_id)
                 return Reserved(grant_id=known.grant_id)
             if request.node_id in self._books.draining:
                 raise NoRoom(f"node {request.node_id} is being drained", retry_after_s=1.0)
             evicted = _Evicted()
-            await self._make_device_room(request, evicted)
+            await self._make_device_room(request, evicted, known.device_bytes if known is not None else 0)
             host_bytes = await self._make_host_room(request, evicted)
             grant = Grant(
                 grant_id=new_grant_id(),
@@ -113,6 +111,7 @@ class RoomMaker:
                 host_bytes=host_bytes,
                 expires_s=self._clock.monotonic_s() + request.lease_s,
                 epoch=request.epoch,
+                generation=request.generation,
                 since_s=self._clock.monotonic_s(),
             )
             # In the books first: while the row is written, nobody else may count on these bytes.
@@ -120,6 +119,9 @@ class RoomMaker:
             writing = self._background.spawn(f"write {grant.grant_id}", self._write(grant, request, evicted))
             self._writing[grant.grant_id] = writing
             await self._written(grant.grant_id)
+            if known is not None:
+                # Not before: until the row is there, in the place of its own, the stage has what it had.
+                self._books.grants.pop(known.grant_id, None)
             return Reserved(
                 grant_id=grant.grant_id,
                 evicted_instances=tuple(InstanceId(victim.subject) for victim in evicted.instances),
@@ -220,7 +222,8 @@ class RoomMaker:
         await self._repository.end_grants(over)
         self._over.difference_update(over)
 
-    async def _make_device_room(self, request: Reserve, evicted: _Evicted) -> None:
+    async def _make_device_room(self, request: Reserve, evicted: _Evicted, held_bytes: int) -> None:
+        """Room beside what the stage has already: ``held_bytes`` of an earlier generation."""
         for _ in range(MAX_ROUNDS):
             now_s = self._clock.monotonic_s()
             worker = self._books.worker(request.worker_id)
@@ -229,12 +232,12 @@ class RoomMaker:
             if request.device_bytes > worker.device.memory_bytes:
                 raise NoWorker(f"{request.device_bytes} bytes are needed; the device has {worker.device.memory_bytes}")
             wanted = RoomRequest(
-                need_bytes=request.device_bytes,
+                need_bytes=max(0, request.device_bytes - held_bytes),
                 free_bytes=self._books.device_free_bytes(worker),
                 now_s=now_s,
                 protected=frozenset({request.instance_id}),
             )
-            plan = self._policy.plan(wanted, self._books.on_device(worker, now_s), self._rules)
+            plan = self._books.policy.plan(wanted, self._books.on_device(worker, now_s), self._rules)
             if not plan.enough:
                 raise NoRoom(f"no room for {request.model} on {request.worker_id}: {plan.reason}", retry_after_s=1.0)
             if not plan.victims:
@@ -276,7 +279,7 @@ class RoomMaker:
                 now_s=now_s,
                 protected=frozenset({request.digest}),
             )
-            plan = self._policy.plan(wanted, self._books.in_pool(node, now_s), self._rules)
+            plan = self._books.policy.plan(wanted, self._books.in_pool(node, now_s), self._rules)
             if not plan.enough:
                 where = "in the host pool, in a row" if apart_bytes else "in the host pool"
                 raise HostPoolFull(f"no room for {request.model} {where}: {plan.reason}", retry_after_s=1.0)
@@ -301,3 +304,8 @@ class RoomMaker:
             raise NoWorker(f"the loader of node {request.node_id} does not answer: {error.message}") from error
         self._books.drop(request.node_id, reply.digests)
         return reply
+
+
+def _grows(known: Grant, request: Reserve) -> bool:
+    """A later generation of the stages asks for more than was granted."""
+    return request.generation > known.generation and request.device_bytes > known.device_bytes

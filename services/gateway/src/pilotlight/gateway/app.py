@@ -19,48 +19,45 @@ from pilotlight.common.db.retention import PruneMetrics, Pruner
 from pilotlight.common.db.session import Database
 from pilotlight.common.errors import PilotlightError
 from pilotlight.common.ids import new_gateway_id
-from pilotlight.common.phases import PhaseReporter
+from pilotlight.common.phase_reports import reported_phases
 from pilotlight.common.service import Application, Component, Context
 from pilotlight.common.sources.opening import Sources
 from pilotlight.common.sources.ranged import Patience
-from pilotlight.common.store import text_key
-from pilotlight.gateway import scrape
 from pilotlight.gateway.admin.app import AdminParts, build_admin
-from pilotlight.gateway.audit import AuditLog
+from pilotlight.gateway.admin.drains import DrainRepository
 from pilotlight.gateway.auth import Authenticator
-from pilotlight.gateway.bodies import BodyBudget
-from pilotlight.gateway.catalog import Catalog
-from pilotlight.gateway.demand import DemandPublisher
-from pilotlight.gateway.drains import DrainRepository
-from pilotlight.gateway.explain import Decisions, Explainer
-from pilotlight.gateway.fleet import Fleet
-from pilotlight.gateway.hold import Hold
-from pilotlight.gateway.http import Edge, on_bug, on_error, on_http_error
-from pilotlight.gateway.measures import HttpMeasures, Measures
+from pilotlight.gateway.edge.bodies import BodyBudget
+from pilotlight.gateway.edge.http import Edge, on_bug, on_error, on_http_error
+from pilotlight.gateway.edge.measures import HttpMeasures
+from pilotlight.gateway.edge.server import HttpServer
+from pilotlight.gateway.models.catalog import Catalog
+from pilotlight.gateway.models.registration import Registration
 from pilotlight.gateway.openai.api import CHAT_PATH, COMPLETIONS_PATH, Limits, OpenAiApi
 from pilotlight.gateway.openai.exchange import ExchangeParts
 from pilotlight.gateway.openai.prompt import PromptEncoder
 from pilotlight.gateway.presence import Presence
-from pilotlight.gateway.registration import Registration
-from pilotlight.gateway.relay import Relay
-from pilotlight.gateway.repository import DecisionReader
-from pilotlight.gateway.requests import RequestParts, Requests
-from pilotlight.gateway.retention import retention
-from pilotlight.gateway.route import Router
-from pilotlight.gateway.server import HttpServer
+from pilotlight.gateway.records import scrape
+from pilotlight.gateway.records.audit import AuditLog
+from pilotlight.gateway.records.display import DecisionReader
+from pilotlight.gateway.records.retention import retention
+from pilotlight.gateway.records.spans import SpanStore
+from pilotlight.gateway.records.usage import UsageRecorder
+from pilotlight.gateway.serving.arrivals import ArrivalPublisher
+from pilotlight.gateway.serving.demand import DemandPublisher
+from pilotlight.gateway.serving.explain import Decisions, Explainer
+from pilotlight.gateway.serving.fleet import Fleet
+from pilotlight.gateway.serving.measures import Measures
+from pilotlight.gateway.serving.queue import PendingQueue
+from pilotlight.gateway.serving.relay import Relay
+from pilotlight.gateway.serving.requests import RequestParts, Requests
+from pilotlight.gateway.serving.route import Router
 from pilotlight.gateway.settings import GatewaySettings
-from pilotlight.gateway.spans import SpanStore
-from pilotlight.gateway.texts.bundles import Bundles
-from pilotlight.gateway.texts.pool import HelperPool, PoolBounds
-from pilotlight.gateway.texts.process import HelperLauncher, Launcher
-from pilotlight.gateway.texts.texts import Texts
-from pilotlight.gateway.usage import UsageRecorder
-from pilotlight.policy.admission import HoldBounds
-from pilotlight.policy.types import GatewayId
+from pilotlight.gateway.texts.texts import build_texts
+from pilotlight.policy.admission import QueueBounds
+from pilotlight.policy.ids import GatewayId
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/v1/openapi.json"})
 """Routes without a key; a test walks all others."""
-MAX_DEFAULT_HELPERS = 8
 TRACED_PATHS = frozenset({CHAT_PATH, COMPLETIONS_PATH})
 
 
@@ -70,9 +67,10 @@ class Serving:
 
     gateway_id: GatewayId
     fleet: Fleet
-    hold: Hold
+    queue: PendingQueue
     relay: Relay
     demand: DemandPublisher
+    arrivals: ArrivalPublisher
     requests: Requests
 
 
@@ -82,25 +80,35 @@ def build_serving(context: Context[GatewaySettings], decisions: Decisions) -> Se
     gateway_id = new_gateway_id()
     fleet = Fleet(bus, clock, background)
     router = Router(fleet, clock)
-    bounds = HoldBounds(total_requests=settings.max_held, model_requests=settings.max_held_per_model)
-    hold = Hold(router, clock, bounds)
-    fleet.on_change(hold.pump)
-    fleet.on_source_changed(hold.refuse)
+    bounds = QueueBounds(total_requests=settings.max_held, model_requests=settings.max_held_per_model)
+    queue = PendingQueue(router, clock, bounds)
+    fleet.on_change(queue.pump)
+    fleet.on_source_changed(queue.refuse)
     relay = Relay(bus, clock, background, fleet, gateway_id)
+    arrivals = ArrivalPublisher(bus, clock, background, gateway_id, context.incarnation, context.metrics)
     parts = RequestParts(
         gateway_id=gateway_id,
         clock=clock,
         fleet=fleet,
         router=router,
-        hold=hold,
+        queue=queue,
+        arrivals=arrivals,
         relay=relay,
-        phases=PhaseReporter(bus, clock, background, context.service),
+        phases=reported_phases(bus, clock, background, context.service),
         explainer=Explainer(fleet, decisions, clock, lambda: bus.unwritable),
         hold_timeout_s=settings.hold_timeout_s,
         hold_slo_factor=settings.hold_slo_factor,
     )
-    demand = DemandPublisher(hold, bus, background, gateway_id)
-    return Serving(gateway_id=gateway_id, fleet=fleet, hold=hold, relay=relay, demand=demand, requests=Requests(parts))
+    demand = DemandPublisher(queue, bus, background, gateway_id)
+    return Serving(
+        gateway_id=gateway_id,
+        fleet=fleet,
+        queue=queue,
+        relay=relay,
+        demand=demand,
+        arrivals=arrivals,
+        requests=Requests(parts),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,19 +139,6 @@ class Pages:
         return Response(page, headers={"content-type": scrape.CONTENT_TYPE})
 
 
-def build_texts(context: Context[GatewaySettings], launcher: Launcher | None = None) -> Texts:
-    """The text helpers; by default they are started, and ended, by this gateway."""
-    settings, store = context.settings, context.store
-    bounds = PoolBounds(
-        helpers=max(2, settings.text_helpers or min(os.cpu_count() or 1, MAX_DEFAULT_HELPERS)),
-        short_cpu_s=settings.text_short_timeout_s,
-        long_cpu_s=settings.text_timeout_s,
-        max_waiting_bytes=settings.text_queue_bytes,
-    )
-    pool = HelperPool(launcher or HelperLauncher(settings.text_helper_memory_bytes), context.background, bounds)
-    return Texts(pool, Bundles(lambda digest: store.get(text_key(digest))), context.clock)
-
-
 def build_http(api: OpenAiApi, pages: Pages, admin: ASGIApp) -> Starlette:
     """Every route of the gateway."""
     app = Starlette(
@@ -166,7 +161,7 @@ def build_server(context: Context[GatewaySettings], serving: Serving, api: OpenA
     bodies = BodyBudget(settings.bodies_bytes, settings.body_pause_s)
     server = HttpServer(
         Edge(build_http(api, pages, admin), TRACED_PATHS, bodies, HttpMeasures(context.metrics, bodies)),
-        serving.hold,
+        serving.queue.close,
         context.background,
         host=settings.host,
         port=settings.port,
@@ -195,7 +190,7 @@ async def build(context: Context[GatewaySettings]) -> Application:
     registration = Registration(database, context, Sources(settings, Patience()), catalog, texts)
     usage = UsageRecorder(database, clock, background)
     serving = build_serving(context, DecisionReader(database))
-    measures = Measures(context.metrics, serving.hold, serving.relay)
+    measures = Measures(context.metrics, serving.queue, serving.relay)
     exchanges = ExchangeParts(requests=serving.requests, usage=usage, measures=measures, clock=clock)
     api = OpenAiApi(
         catalog,
@@ -248,6 +243,7 @@ async def build(context: Context[GatewaySettings]) -> Application:
         serving.fleet,
         serving.relay,
         serving.demand,
+        serving.arrivals,
         server,
         presence,
     ]

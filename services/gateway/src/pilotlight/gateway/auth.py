@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import Literal
 
 import structlog
-from pydantic import Field
+from sqlalchemy import func, select, update
+from sqlalchemy.dialects.postgresql import insert
 
 from pilotlight.common.clock import Clock
+from pilotlight.common.db import tables
 from pilotlight.common.db.session import Database
 from pilotlight.common.errors import DatabaseUnavailable, DeadlineExceeded, Forbidden, SettingsInvalid, Unauthorized
-from pilotlight.common.settings import BusSettings, PilotlightSettings, read_secret
+from pilotlight.common.settings import BusSettings, read_secret
 from pilotlight.common.waiting import within
-from pilotlight.gateway.repository import ApiKey, KeyRepository
+from pilotlight.gateway.records.audit import SYSTEM, record
+from pilotlight.gateway.settings import AccessSettings
 
 log = structlog.get_logger()
 
@@ -36,13 +39,49 @@ MAX_CACHED_KEYS = 10_000
 BOOTSTRAP_LABEL = "bootstrap"
 
 
-class AccessSettings(PilotlightSettings):
-    """Where the first keys come from."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiKey:
+    """A key as stored: never the key itself."""
 
-    admin_key_file: Path | None = Field(
-        None, description="File with an admin key that must work. Replacing its content revokes the old key."
-    )
-    api_key_file: Path | None = Field(None, description="File with an inference key that must work, likewise.")
+    key_id: str
+    prefix: str
+    hash: str
+    role: Literal["admin", "inference"]
+    label: str
+
+
+class KeyRepository:
+    """API keys."""
+
+    def __init__(self, database: Database, clock: Clock) -> None:
+        self._database = database
+        self._clock = clock
+
+    async def by_hash(self, digest: str) -> ApiKey | None:
+        """The key with this hash, unless it is revoked."""
+        keys = tables.api_keys
+        async with self._database.reading() as connection:
+            row = (await connection.execute(select(keys).where(keys.c.hash == digest, keys.c.revoked_at.is_(None)))).one_or_none()
+        if row is None:
+            return None
+        return ApiKey(key_id=row.key_id, prefix=row.prefix, hash=row.hash, role=row.role, label=row.label)
+
+    async def ensure_bootstrap(self, key: ApiKey) -> None:
+        """Make this the only valid key with its role and label; one that was revoked before is valid again."""
+        keys = tables.api_keys
+        others = (keys.c.role == key.role, keys.c.label == key.label, keys.c.key_id != key.key_id, keys.c.revoked_at.is_(None))
+        row = insert(keys).values(
+            key_id=key.key_id, prefix=key.prefix, hash=key.hash, role=key.role, label=key.label, created_at=func.now()
+        )
+        valid = {"role": key.role, "label": key.label, "revoked_at": None}
+        async with self._database.unit_of_work() as work:
+            revoke = update(keys).where(*others).values(revoked_at=func.now()).returning(keys.c.key_id)
+            for revoked in (await work.connection.execute(revoke)).scalars().all():
+                await record(work, self._clock, SYSTEM, "key_revoke", revoked, {"role": key.role, "label": key.label})
+            differs = keys.c.revoked_at.is_not(None) | (keys.c.role != key.role) | (keys.c.label != key.label)
+            install = row.on_conflict_do_update(index_elements=["key_id"], set_=valid, where=differs)
+            for installed in (await work.connection.execute(install.returning(keys.c.key_id))).scalars().all():
+                await record(work, self._clock, SYSTEM, "key_install", installed, {"role": key.role, "label": key.label})
 
 
 @dataclass(frozen=True, slots=True)

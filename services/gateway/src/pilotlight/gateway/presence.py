@@ -16,7 +16,7 @@ from pilotlight.common.errors import BusUnavailable
 from pilotlight.common.messages.reports import GatewayInfo
 from pilotlight.common.service import Background
 from pilotlight.common.waiting import cancel_all, every
-from pilotlight.policy.types import GatewayId
+from pilotlight.policy.ids import GatewayId
 
 log = structlog.get_logger()
 

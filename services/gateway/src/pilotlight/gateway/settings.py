@@ -7,8 +7,16 @@ from pydantic import Field
 from pilotlight.common.db.retention import PruneSettings
 from pilotlight.common.messages.codec import MAX_PAYLOAD_BYTES
 from pilotlight.common.model_roots import ModelRootsSettings
-from pilotlight.common.settings import DatabaseSettings, ServiceSettings
-from pilotlight.gateway.auth import AccessSettings
+from pilotlight.common.settings import DatabaseSettings, PilotlightSettings, ServiceSettings
+
+
+class AccessSettings(PilotlightSettings):
+    """Where the first keys come from."""
+
+    admin_key_file: Path | None = Field(
+        None, description="File with an admin key that must work. Replacing its content revokes the old key."
+    )
+    api_key_file: Path | None = Field(None, description="File with an inference key that must work, likewise.")
 
 
 class GatewaySettings(ServiceSettings, DatabaseSettings, PruneSettings, AccessSettings, ModelRootsSettings):

@@ -28,39 +28,16 @@ from pilotlight.common.messages.tokens import (
 )
 from pilotlight.common.waiting import every
 from pilotlight.gateway.auth import KeyInfo, Role
-from pilotlight.gateway.catalog import CatalogEntry
-from pilotlight.gateway.model_text import ModelText, facts_of
+from pilotlight.gateway.models.catalog import CatalogEntry
+from pilotlight.gateway.texts.model_text import ModelText, facts_of
 from pilotlight.gateway.texts.process import HelperLauncher, Launched
-from pilotlight.policy.types import (
-    DecisionId,
-    Device,
-    DeviceKind,
-    Digest,
-    Dtype,
-    Epoch,
-    FinishReason,
-    Generation,
-    HeldStage,
-    HeldState,
-    Instance,
-    InstanceId,
-    InstanceState,
-    Liveness,
-    Model,
-    ModelName,
-    ModelSpec,
-    Moment,
-    NodeFacts,
-    NodeId,
-    Placement,
-    RequestId,
-    ScalingBounds,
-    Slo,
-    Stage,
-    Transfer,
-    WorkerFacts,
-    WorkerId,
-)
+from pilotlight.policy.cluster import Device, DeviceKind, HeldStage, HeldState, Liveness, NodeFacts, Transfer, WorkerFacts
+from pilotlight.policy.ids import DecisionId, Digest, Epoch, Generation, InstanceId, ModelName, NodeId, RequestId, WorkerId
+from pilotlight.policy.model import Dtype, Model, ScalingBounds, Slo, Stage
+from pilotlight.policy.phase import Moment
+from pilotlight.policy.plan import Instance, InstanceState, Placement
+from pilotlight.policy.request import FinishReason
+from pilotlight.policy.testing import tiny_spec
 from pilotlight.text.bundle import TextBundle
 from pilotlight.text.tokenizer import TextTokenizer
 
@@ -74,10 +51,7 @@ CREATED_UNIX_S = 1_760_000_000
 
 def model_of(name: str, *, vocab_size: int, max_context_tokens: int = 4096, ttft_ms: float = 1000.0) -> Model:
     """A registered model of no size."""
-    spec = ModelSpec(
-        architecture="LlamaForCausalLM",
-        dtype=Dtype.FLOAT32,
-        num_layers=2,
+    spec = tiny_spec(
         hidden_size=8,
         intermediate_size=16,
         num_heads=2,
@@ -85,11 +59,7 @@ def model_of(name: str, *, vocab_size: int, max_context_tokens: int = 4096, ttft
         head_dim=4,
         vocab_size=vocab_size,
         max_context_tokens=max_context_tokens,
-        rope_theta=10000.0,
-        rope_scaling=None,
-        rms_norm_eps=1e-5,
         tied_embeddings=True,
-        attention_bias=False,
         part_bytes=(64, 64, 64, 64),
     )
     return Model(
@@ -275,8 +245,8 @@ class ScriptedWorker:
         """Tell everybody that the instance is there (the scheduler's part)."""
         if state is InstanceState.READY:
             self.held_state = HeldState.READY
-        self.instance = replace(self.instance, state=state, shown=self.shown)
-        await (await self._bus.bucket(INSTANCES)).put(self.instance.instance_id, self.instance)
+        self.instance = replace(self.instance, state=state)
+        await (await self._bus.bucket(INSTANCES)).put(self.instance.instance_id, self.instance, sent=self.shown)
 
     async def loading(self) -> None:
         """Tell everybody that the instance loads, and that it takes requests already."""
@@ -310,8 +280,8 @@ class ScriptedWorker:
     async def send(self, ran: Ran, entries: Iterable[TokenEntry]) -> None:
         """Send entries, each as a batch of its own."""
         for entry in entries:
-            batch = TokenBatch(worker_id=self.worker_id, entries=[entry], sampled=self.sampled)
-            await self._bus.publish(tokens_subject(ran.submit.gateway_id), batch, binary=True)
+            batch = TokenBatch(worker_id=self.worker_id, entries=[entry])
+            await self._bus.publish(tokens_subject(ran.submit.gateway_id), batch, binary=True, sent=self.sampled)
 
     def _report(self) -> WorkerReport:
         held = HeldStage(

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from pilotlight.common.clock import Clock
+from pilotlight.common.envelope import Timed
 from pilotlight.common.errors import BadRequest, StaleCommand
 from pilotlight.common.messages.hold import Fetch, NodeHold, Peer
 from pilotlight.common.messages.room import Drop, Dropped
@@ -14,7 +16,8 @@ from pilotlight.dataplane.link.peers import Peers
 from pilotlight.dataplane.model_fetch import Holder
 from pilotlight.dataplane.pool import HostPool
 from pilotlight.loader.metrics import LoaderMetrics
-from pilotlight.policy.types import Digest, FetchPriority, Generation, InstanceId, Moment, NodeId
+from pilotlight.policy.cluster import FetchPriority
+from pilotlight.policy.ids import Digest, Generation, InstanceId, NodeId
 
 log = structlog.get_logger()
 
@@ -30,17 +33,19 @@ class Agent:
     pool: HostPool
     copies: HostCopies
     metrics: LoaderMetrics
+    clock: Clock
     peers: Peers | None = None
     """Other nodes; None: this one has no links to any."""
     _orders: dict[OrderKey, Holder] = field(default_factory=dict[OrderKey, Holder])
     _newest: Newest = field(default_factory=Newest)
 
-    async def on_hold(self, hold: NodeHold) -> None:
+    async def on_hold(self, told: Timed[NodeHold]) -> None:
         """Fetch what is ordered and not here; stop fetching what nobody wants any more.
 
         Raises:
             StaleCommand: a higher epoch has been seen, perhaps by an earlier run of this loader.
         """
+        hold = told.message
         if hold.node_id != self.node_id:
             raise BadRequest(f"a command for {hold.node_id} came to {self.node_id}")
         try:
@@ -58,7 +63,7 @@ class Agent:
             if key in self._orders:
                 self._orders[key].priority = fetch.priority
             else:
-                self._begin(key, fetch, hold.sent)
+                self._begin(key, fetch, told.sent_s(self.clock))
 
     def _follow(self, fetches: Sequence[Fetch]) -> None:
         """Ask the nodes that the orders name; those of several orders for one model one after the other, what matters more first."""
@@ -79,7 +84,7 @@ class Agent:
             log.info("copies dropped", action="copies_dropped", asked=len(drop.digests), dropped=len(dropped), fits=fits)
         return Dropped(digests=dropped, fits=fits)
 
-    def _begin(self, key: OrderKey, fetch: Fetch, sent: Moment | None) -> None:
+    def _begin(self, key: OrderKey, fetch: Fetch, since_s: float) -> None:
         try:
             holder = self.copies.hold(
                 fetch.model,
@@ -87,7 +92,7 @@ class Agent:
                 fetch.instance_id,
                 leased=False,
                 trace_parent=fetch.trace_parent,
-                sent=sent,
+                since_s=since_s,
                 priority=fetch.priority,
             )
         except BadRequest as error:

@@ -17,15 +17,15 @@ from pilotlight.common.fitness import check_shared_memory
 from pilotlight.common.ids import worker_id_of
 from pilotlight.common.machine import log_file
 from pilotlight.common.messages.hold import LEADING_KEY, Leading
-from pilotlight.common.phases import PhaseReporter
+from pilotlight.common.phase_reports import reported_phases
 from pilotlight.common.service import Application, Context, check_or_warn
 from pilotlight.common.sources.opening import Sources
 from pilotlight.common.sources.ranged import Patience
 from pilotlight.common.waiting import Backoff, pause
+from pilotlight.dataplane.bandwidth import SourceLimits, parse_bandwidth
 from pilotlight.dataplane.chunk_fetch import Distrusted
 from pilotlight.dataplane.copies import HostCopies
 from pilotlight.dataplane.lanes import LaneLimits, Lanes
-from pilotlight.dataplane.links import Links, parse_bandwidth
 from pilotlight.dataplane.model_fetch import FetchTools
 from pilotlight.dataplane.pool import HostPool
 from pilotlight.dataplane.pool_server import PoolServer
@@ -43,7 +43,8 @@ from pilotlight.loader.reports import Changes, CopyObserver, NodeShape, Reporter
 from pilotlight.loader.settings import LoaderSettings
 from pilotlight.loader.supervise import WorkerPlan, WorkerSupervisor
 from pilotlight.loader.verifications import Verifications
-from pilotlight.policy.types import Epoch, Model, NodeId
+from pilotlight.policy.ids import Epoch, NodeId
+from pilotlight.policy.model import Model
 
 log = structlog.get_logger()
 
@@ -98,8 +99,7 @@ async def build(context: Context[LoaderSettings]) -> Application:
     pool = await _open_pool(context, node_id, epoch)
     metrics, changes = LoaderMetrics(context.metrics), Changes()
     metrics.watch_pool(pool)
-    phases = PhaseReporter(context.bus, context.clock, context.background, "loader")
-    observer = CopyObserver(changes, phases, metrics)
+    observer = CopyObserver(changes, metrics)
     disk = await open_disk(context, pool, metrics)
     manifests = StoredManifests(context.store, context.background)
     links = find_links(context, node_id, metrics)
@@ -107,7 +107,14 @@ async def build(context: Context[LoaderSettings]) -> Application:
     copies = HostCopies(tools, context.background, observer)
     if links is not None:
         links.listen(pool, tools, copies)
-    agent = Agent(node_id=node_id, pool=pool, copies=copies, metrics=metrics, peers=links.peers if links is not None else None)
+    agent = Agent(
+        node_id=node_id,
+        pool=pool,
+        copies=copies,
+        metrics=metrics,
+        clock=context.clock,
+        peers=links.peers if links is not None else None,
+    )
     found = await find_gpus(settings.worker_kind, kept=settings.state_dir / "gpus.json")
     workers = plan_workers(settings.worker_kind, settings.workers, found)
     log.info("workers planned", action="workers_planned", kind=workers.kind, workers=len(workers.devices), no_gpus=found.why_none)
@@ -200,13 +207,13 @@ def _tools(
         open_source=open_source,
         lanes=Lanes(
             LaneLimits(least=settings.fetch_reads, most=settings.fetch_threads),
-            Links(parse_bandwidth(settings.link), context.clock),
+            SourceLimits(parse_bandwidth(settings.link), context.clock),
             context.clock,
         ),
         distrusted=Distrusted(context.clock),
         faults=Faults.parse(settings.faults),
         clock=context.clock,
-        process="loader",
+        phases=reported_phases(context.bus, context.clock, context.background, "loader"),
         nearby=nearby,
         keepers=(disk.writer,) if disk is not None else (),
     )
@@ -224,7 +231,7 @@ def _plan(settings: LoaderSettings, node_id: NodeId, index: int, workers: Worker
         PILOTLIGHT_WORKERS=str(len(workers.devices)),
     )
     if workers.devices[index]:
-        environment["PILOTLIGHT_CUDA_DEVICE"] = workers.devices[index]
+        (environment["PILOTLIGHT_CUDA_DEVICE"],) = workers.devices[index]
     return WorkerPlan(
         worker_id=worker_id,
         command=(sys.executable, "-m", "pilotlight.worker"),

@@ -41,8 +41,8 @@ class WorkerDevices:
     """The workers of a node: one for each entry."""
 
     kind: str
-    devices: tuple[str, ...]
-    """Of GPUs their UUIDs, or the index of one whose UUID is not told; of others empty words."""
+    devices: tuple[tuple[str, ...], ...]
+    """Each worker's GPUs: their UUIDs, or the index of one whose UUID is not told. One for each worker; of other kinds none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,20 +70,20 @@ def plan_workers(kind: str, workers: int | None, found: FoundGpus) -> WorkerDevi
         MachineUnfit: by 4.
     """
     if kind in ("cpu", "sim"):  # 1
-        return WorkerDevices(kind=kind, devices=("",) * (1 if workers is None else workers))
+        return WorkerDevices(kind=kind, devices=((),) * (1 if workers is None else workers))
     count = len(found.gpus) if workers is None else workers
     enough = len(found.gpus) >= max(1, count)
     if kind == "cuda" and not enough:  # 2
         have = found.why_none or f"there {'is' if len(found.gpus) == 1 else 'are'} {len(found.gpus)}"
         raise BadRequest(f"PILOTLIGHT_WORKER_KIND is cuda, and {max(1, count)} GPUs are needed: {have}")
     if enough:  # 2, 3
-        return WorkerDevices(kind="cuda", devices=tuple(gpu.uuid or str(gpu.index) for gpu in found.gpus[:count]))
+        return WorkerDevices(kind="cuda", devices=tuple((gpu.uuid or str(gpu.index),) for gpu in found.gpus[:count]))
     if found.untold and not found.gpus and workers != 0:  # 4
         raise MachineUnfit(
             f"NVIDIA's driver does not say which GPUs there are: {found.why_none}. `nvidia-smi` and `dmesg | grep -e NVRM -e Xid` "
             "say more; reload the driver or reboot, or set PILOTLIGHT_WORKER_KIND=cpu for workers on CPU cores"
         )
-    return WorkerDevices(kind="cpu", devices=("",) * (1 if workers is None else workers))  # 5
+    return WorkerDevices(kind="cpu", devices=((),) * (1 if workers is None else workers))  # 5
 
 
 async def find_gpus(kind: str, environment: Mapping[str, str] = os.environ, kept: Path | None = None) -> FoundGpus:

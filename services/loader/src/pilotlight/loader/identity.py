@@ -6,7 +6,7 @@ from pathlib import Path
 from pilotlight.common.fitness import folder_error
 from pilotlight.common.ids import new_node_id
 from pilotlight.common.machine import memory_bytes
-from pilotlight.policy.types import Epoch, NodeId
+from pilotlight.policy.ids import Epoch, NodeId
 
 POOL_SHARE = 0.25
 """Of the host's memory, where the pool's size is not set."""

@@ -22,7 +22,8 @@ from pilotlight.dataplane.model_fetch import FetchTools
 from pilotlight.dataplane.pool import HostPool
 from pilotlight.loader.metrics import LoaderMetrics
 from pilotlight.loader.settings import LoaderSettings
-from pilotlight.policy.types import Digest, FetchPriority, NodeFacts, NodeId
+from pilotlight.policy.cluster import FetchPriority, NodeFacts
+from pilotlight.policy.ids import Digest, NodeId
 
 log = structlog.get_logger()
 

@@ -23,7 +23,8 @@ from pilotlight.common.errors import CorruptChunk, InternalError, NotFound, Pilo
 from pilotlight.common.service import Background
 from pilotlight.common.store import ObjectStore, manifest_key
 from pilotlight.common.waiting import Backoff, pause
-from pilotlight.policy.types import Digest, Model
+from pilotlight.policy.ids import Digest
+from pilotlight.policy.model import Model
 
 log = structlog.get_logger()
 

@@ -12,7 +12,8 @@ from pilotlight.common.errors import (
 )
 from pilotlight.dataplane.disk_tier import DiskEvent, DiskTier
 from pilotlight.dataplane.pool import HostPool
-from pilotlight.policy.types import NodeId, OriginKind
+from pilotlight.policy.cluster import OriginKind
+from pilotlight.policy.ids import NodeId
 
 FETCH_CODES = (
     "",

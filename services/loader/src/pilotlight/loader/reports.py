@@ -10,7 +10,6 @@ from pilotlight.common.buckets import NODES
 from pilotlight.common.bus import Bus
 from pilotlight.common.errors import BusUnavailable
 from pilotlight.common.messages.reports import REPORT_INTERVAL_S, LoaderReport, loader_report_subject
-from pilotlight.common.phases import PhaseReporter
 from pilotlight.common.service import Background
 from pilotlight.common.waiting import cancel_all, pause, woken
 from pilotlight.dataplane.chunk_fetch import Distrusted
@@ -18,7 +17,8 @@ from pilotlight.dataplane.copies import HostCopies
 from pilotlight.dataplane.disk_tier import DiskTier
 from pilotlight.dataplane.pool import HostPool
 from pilotlight.loader.metrics import LoaderMetrics
-from pilotlight.policy.types import Copy, InstanceId, Liveness, NodeFacts, NodeId, OriginKind, Phase, WorkerId
+from pilotlight.policy.cluster import Copy, Liveness, NodeFacts, OriginKind
+from pilotlight.policy.ids import NodeId, WorkerId
 
 log = structlog.get_logger()
 
@@ -157,18 +157,14 @@ class Reporter:
 
 
 class CopyObserver:
-    """Hears of copies and fetches: reports, measures, and records the phases of cold starts."""
+    """Hears of copies and fetches: reports and measures."""
 
-    def __init__(self, changes: Changes, phases: PhaseReporter, metrics: LoaderMetrics) -> None:
+    def __init__(self, changes: Changes, metrics: LoaderMetrics) -> None:
         self._changes = changes
-        self._phases = phases
         self._metrics = metrics
 
     def on_copies_changed(self) -> None:
         self._changes.note()
-
-    def on_fetched(self, instance_id: InstanceId, phases: tuple[Phase, ...]) -> None:
-        self._phases.record(instance_id, *phases)
 
     def on_chunk(self, kind: OriginKind, name: str, size_bytes: int) -> None:
         self._metrics.origin_bytes.labels(kind=kind).inc(size_bytes)

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 from pilotlight.checkpoint.manifest import CHUNK_BYTES
 from pilotlight.common.model_roots import ModelRootsSettings
 from pilotlight.common.settings import ServiceSettings
-from pilotlight.dataplane.links import parse_bandwidth
+from pilotlight.dataplane.bandwidth import parse_bandwidth
 
 MIN_POOL_BYTES = 1024 * 1024
 

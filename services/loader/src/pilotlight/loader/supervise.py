@@ -23,7 +23,7 @@ from pilotlight.common.waiting import Backoff, cancel_all, pause
 from pilotlight.loader.metrics import LoaderMetrics
 from pilotlight.loader.processes import Process, ProcessFile
 from pilotlight.loader.reports import Changes
-from pilotlight.policy.types import WorkerId
+from pilotlight.policy.ids import WorkerId
 
 log = structlog.get_logger()
 

@@ -18,12 +18,12 @@ from pilotlight.common.messages.verify import (
 )
 from pilotlight.common.service import Background
 from pilotlight.dataplane.model_fetch import FetchTools
+from pilotlight.dataplane.priority_semaphore import Recalled
 from pilotlight.dataplane.readers import Reading
 from pilotlight.dataplane.source_origin import OpenedLate
-from pilotlight.dataplane.turns import Recalled
 from pilotlight.dataplane.verify import ModelReading
 from pilotlight.loader.manifests import StoredManifests
-from pilotlight.policy.types import NodeId
+from pilotlight.policy.ids import NodeId
 
 log = structlog.get_logger()
 
@@ -31,7 +31,7 @@ MAX_WAITING = 16
 MAX_KEPT = 64
 """Verifications that can be asked about, the oldest of the ended are forgotten first."""
 STEP_BYTES = 64 * 1024 * 1024
-"""What is read before others get a turn."""
+"""What is read with one permit, before others get one."""
 _RANK = (2,)
 """After cold starts and prefetches."""
 _ENDED = (VerificationStatus.DONE, VerificationStatus.FAILED)
@@ -127,7 +127,7 @@ class Verifications:
             while not reading.ended:
                 recalled = asyncio.Event()
                 try:
-                    async with lane.turn(STEP_BYTES, lambda: _RANK, recalled) as progress:
+                    async with lane.permit(STEP_BYTES, lambda: _RANK, recalled) as progress:
                         step = partial(reading.run, source, STEP_BYTES)
                         await threads.run(f"verifying {model.name}", step, progress, recalled=recalled)
                 except Recalled:

@@ -6,7 +6,7 @@ from sqlalchemy.dialects.postgresql import insert
 from pilotlight.common.db import tables
 from pilotlight.common.db.session import Database
 from pilotlight.common.messages.artifacts import ArtifactInfo
-from pilotlight.policy.types import Digest
+from pilotlight.policy.ids import Digest
 
 
 class ArtifactRepository:

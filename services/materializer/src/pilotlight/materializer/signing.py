@@ -3,7 +3,7 @@
 import hashlib
 import hmac
 
-from pilotlight.policy.types import Digest
+from pilotlight.policy.ids import Digest
 
 
 def sign(cluster_key: bytes, *, fingerprint: Digest, kind: str, blob_digest: Digest, size_bytes: int) -> str:

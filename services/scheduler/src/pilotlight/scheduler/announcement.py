@@ -14,7 +14,7 @@ from pilotlight.common.buckets import Bucket
 from pilotlight.common.errors import BusUnavailable, Conflict, MessageUndecodable, NotLeader
 from pilotlight.common.messages.hold import LEADING_KEY, Leading
 from pilotlight.common.waiting import Backoff, pause
-from pilotlight.policy.types import Epoch
+from pilotlight.policy.ids import Epoch
 
 log = structlog.get_logger()
 

@@ -9,7 +9,7 @@ from pilotlight.common.db.retention import PruneMetrics
 from pilotlight.common.db.session import Database
 from pilotlight.common.errors import BusUnavailable, NotLeader
 from pilotlight.common.service import Application, Context
-from pilotlight.policy.types import Epoch
+from pilotlight.policy.ids import Epoch
 from pilotlight.scheduler.election import Election
 from pilotlight.scheduler.handlers import LeaderSubjects, Listening
 from pilotlight.scheduler.leader import Standing, Term

@@ -1,6 +1,5 @@
 """Carries a change of an instance out: row first, then memory, then the bucket; grants go back at the end."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import structlog
@@ -8,11 +7,13 @@ import structlog
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import Conflict, NotLeader
 from pilotlight.policy.control.reconcile import Change, moved
+from pilotlight.policy.ids import Epoch
 from pilotlight.policy.instance import ENDED
-from pilotlight.policy.types import Epoch, GrantId, Instance, InstanceState, ModelName
+from pilotlight.policy.plan import Instance, InstanceState
 from pilotlight.scheduler.board import InstanceBoard
 from pilotlight.scheduler.book import Book
 from pilotlight.scheduler.cold_starts import ColdStarts
+from pilotlight.scheduler.effects import Effects
 from pilotlight.scheduler.records import Decision
 from pilotlight.scheduler.repository import SchedulerRepository
 
@@ -29,9 +30,7 @@ class Applier:
     repository: SchedulerRepository
     board: InstanceBoard
     cold_starts: ColdStarts
-    release: Callable[[GrantId], None]
-    is_awaited: Callable[[ModelName], bool]
-    """Whether some gateway holds requests for a model."""
+    effects: Effects
 
     async def apply(self, change: Change, decision: Decision | None = None) -> Instance | None:
         """The instance after the change; None when it has ended meanwhile, or is not a row yet.
@@ -65,7 +64,7 @@ class Applier:
 
     def _follow(self, after: Instance, change: Change) -> None:
         if after.state is InstanceState.READY:
-            awaited = self.is_awaited(after.model)
+            awaited = self.effects.is_awaited(after.model)
             self.board.show(
                 after,
                 lambda: self.cold_starts.activated(after.instance_id, change.heard_s, change.loaded, awaited=awaited),
@@ -75,4 +74,4 @@ class Applier:
         if after.state in ENDED:
             for placement in after.placements:
                 if placement.grant_id is not None:
-                    self.release(placement.grant_id)
+                    self.effects.release(placement.grant_id)

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from pilotlight.common.errors import PilotlightError
-from pilotlight.policy.types import Demand, InstanceId, ModelName
+from pilotlight.policy.ids import InstanceId, ModelName
+from pilotlight.policy.request import Demand
 
 WARM_FOR_S = 600.0
 """A model that could not be warmed within this time is asked for no more."""

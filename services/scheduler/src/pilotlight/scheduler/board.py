@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import structlog
 
@@ -11,8 +11,10 @@ from pilotlight.common.buckets import Bucket
 from pilotlight.common.clock import Clock, moment_of
 from pilotlight.common.errors import BusUnavailable
 from pilotlight.common.waiting import Backoff, pause, woken
+from pilotlight.policy.ids import InstanceId
 from pilotlight.policy.instance import ENDED
-from pilotlight.policy.types import Instance, InstanceId
+from pilotlight.policy.plan import Instance
+from pilotlight.scheduler.effects import Effects
 
 log = structlog.get_logger()
 
@@ -32,14 +34,10 @@ class _Pending:
 class InstanceBoard:
     """Writes instances to the bucket; the last state wins, failures are tried again."""
 
-    def __init__(
-        self, bucket: Bucket, clock: Clock, known: Callable[[InstanceId], Instance | None], check: Callable[[], None]
-    ) -> None:
-        """``known`` is an instance as its row says; ``check`` raises ``NotLeader`` once the lease may have run out."""
+    def __init__(self, bucket: Bucket, clock: Clock, effects: Effects) -> None:
         self._bucket = bucket
         self._clock = clock
-        self._known = known
-        self._check = check
+        self._effects = effects
         self._pending: dict[InstanceId, _Pending] = {}
         self._removals: dict[InstanceId, float] = {}
         self._wake = asyncio.Event()
@@ -80,7 +78,7 @@ class InstanceBoard:
 
     async def _on_value(self, key: str, value: Instance | None) -> None:
         instance_id = InstanceId(key)
-        instance = self._known(instance_id)
+        instance = self._effects.instance(instance_id)
         if instance is None:
             if value is not None:
                 self._removals.setdefault(instance_id, self._clock.monotonic_s())
@@ -91,8 +89,8 @@ class InstanceBoard:
     async def _write(self) -> None:
         while self._pending:
             instance_id, pending = next(iter(self._pending.items()))
-            self._check()
-            await self._bucket.put(instance_id, replace(pending.instance, shown=moment_of(self._clock)))
+            self._effects.check()
+            await self._bucket.put(instance_id, pending.instance, sent=moment_of(self._clock))
             if self._pending.get(instance_id) is pending:
                 del self._pending[instance_id]
             if pending.instance.state in ENDED:
@@ -101,7 +99,7 @@ class InstanceBoard:
                 callback()
         now_s = self._clock.monotonic_s()
         for instance_id in [key for key, due_s in self._removals.items() if due_s <= now_s]:
-            self._check()
+            self._effects.check()
             await self._bucket.delete(instance_id)
             self._removals.pop(instance_id, None)
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from pilotlight.policy.control.books import Books, Record
-from pilotlight.policy.types import InstanceId
+from pilotlight.policy.ids import InstanceId
 
 
 @dataclass(slots=True)
@@ -12,9 +12,9 @@ class Book:
 
     books: Books = field(default_factory=Books)
 
-    def put(self, record: Record) -> None:
-        """Take a record in, or in the place of what it was."""
-        self.books = self.books.put(record)
+    def put(self, *records: Record) -> None:
+        """Take records in, or in the place of what they were."""
+        self.books = self.books.put(*records)
 
     def remove(self, instance_id: InstanceId) -> None:
         """Forget a start that came to nothing."""

@@ -3,8 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from pilotlight.policy.model import Model
 from pilotlight.policy.multicast import Chain, chains_of
-from pilotlight.policy.types import Model, Placement, Snapshot
+from pilotlight.policy.plan import Placement, Snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,16 @@ import structlog
 
 from pilotlight.common.clock import Clock, wall_offset_s
 from pilotlight.common.messages.phases import PhaseReport, PhasesKept
+from pilotlight.common.phases import PhaseRecorder
+from pilotlight.policy.cluster import DeviceKind
+from pilotlight.policy.cost import estimate_for
 from pilotlight.policy.coverage import departed_s
-from pilotlight.policy.estimates import learn
+from pilotlight.policy.estimates import learn, with_estimates
+from pilotlight.policy.ids import InstanceId, WorkerId
 from pilotlight.policy.instance import ENDED
-from pilotlight.policy.types import DeviceKind, Estimate, InstanceId, Model, ModelName, Moment, Phase, PhaseName, WorkerId
+from pilotlight.policy.model import Model
+from pilotlight.policy.phase import Moment, PhaseName
+from pilotlight.policy.plan import Estimates
 from pilotlight.scheduler.book import Book
 from pilotlight.scheduler.metrics import SchedulerMetrics
 from pilotlight.scheduler.records import LATE_PHASES_S, ColdStart, figures_of, merged, readied, reported, sample_of
@@ -36,11 +42,11 @@ class ColdStarts:
         self._repository = repository
         self._book = book
         self._clock = clock
-        self._process = process
+        self._phases = PhaseRecorder(clock, process)
         self._metrics = metrics
         self._kept: dict[InstanceId, _Kept] = {}
         self._saving = asyncio.Lock()
-        self.estimates: dict[tuple[ModelName, DeviceKind], Estimate] = {}
+        self.estimates: Estimates = {}
 
     def open(self, record: ColdStart) -> None:
         """Take in a record that is in the database."""
@@ -51,8 +57,10 @@ class ColdStarts:
         kept = self._kept.get(instance_id)
         if kept is None:
             return
-        phases = (self._phase(PhaseName.SCHEDULE, planned_from_s, start_s), self._phase(PhaseName.DISPATCH, start_s, end_s))
-        kept.record = merged(replace(kept.record, dispatched_s=start_s), phases)
+        self._phases.record(instance_id, PhaseName.SCHEDULE, planned_from_s, start_s)
+        self._phases.record(instance_id, PhaseName.DISPATCH, start_s, end_s)
+        own = self._phases.take(instance_id).phases
+        kept.record = merged(replace(kept.record, dispatched_s=start_s), own)
 
     def activated(self, instance_id: InstanceId, heard_s: float, loaded: Moment | None, *, awaited: bool) -> None:
         """Note that the bucket shows the instance as ready, of which this process heard at ``heard_s`` and which its worker had
@@ -63,7 +71,8 @@ class ColdStarts:
             return
         now_s = self._clock.monotonic_s()
         start_s = departed_s(loaded, Moment(at_s=heard_s, wall_offset_s=wall_offset_s(self._clock)))
-        kept.record = merged(kept.record, (self._phase(PhaseName.ACTIVATE, start_s, now_s),))
+        self._phases.record(instance_id, PhaseName.ACTIVATE, start_s, now_s)
+        kept.record = merged(kept.record, self._phases.take(instance_id).phases)
         if not awaited:
             kept.record = readied(kept.record, now_s)
 
@@ -119,13 +128,10 @@ class ColdStarts:
         sample = sample_of(record, model, device_kind) if device_kind is not None else None
         if sample is None:
             return
-        key = (sample.model, sample.device_kind)
-        estimate = learn(self.estimates.get(key), sample)
+        estimate = learn(estimate_for(model, sample.device_kind, self.estimates), sample)
         await self._repository.save_estimate(estimate)
-        self.estimates[key] = estimate
-
-    def _phase(self, name: PhaseName, start_s: float, end_s: float) -> Phase:
-        return Phase(name=name, start_s=start_s, end_s=end_s, wall_offset_s=wall_offset_s(self._clock), process=self._process)
+        # Decisions may still look at the mapping as it was.
+        self.estimates = with_estimates(self.estimates, (estimate,))
 
     def _log(self, record: ColdStart) -> None:
         self._metrics.cold_start_finished(record)

@@ -11,7 +11,7 @@ from pilotlight.common.clock import Clock
 from pilotlight.common.errors import DatabaseUnavailable, DeadlineExceeded, NotLeader
 from pilotlight.common.service import Background
 from pilotlight.common.waiting import Backoff, cancel_all, pause
-from pilotlight.policy.types import Epoch
+from pilotlight.policy.ids import Epoch
 from pilotlight.scheduler.lease import LEASE_S, RENEW_S, Lease
 
 log = structlog.get_logger()

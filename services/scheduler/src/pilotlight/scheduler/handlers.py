@@ -3,9 +3,11 @@
 import asyncio
 
 import structlog
+from prometheus_client import Counter, Gauge
 
 from pilotlight.common.bus import Subscription
 from pilotlight.common.errors import DatabaseUnavailable
+from pilotlight.common.messages.arrivals import ARRIVAL_SUBJECTS, Arrivals
 from pilotlight.common.messages.demand import (
     DEMAND_SUBJECTS,
     EVICT_SUBJECT,
@@ -49,6 +51,12 @@ class Listening:
         self._newest = Newest()
         self._feed = RosterFeed(context.bus, context.clock, context.background, world.roster)
         self._feed.on_news(self._on_news)
+        registry = context.metrics
+        self._arrivals = Counter(
+            "pilotlight_scheduler_arrivals", "Arrivals that gateways told the scheduler of", registry=registry
+        )
+        heard = Gauge("pilotlight_scheduler_arrival_gateways", "Gateways that tell the scheduler of arrivals", registry=registry)
+        heard.set_function(lambda: world.arrivals.gateways)
 
     async def start(self) -> None:
         """Listen from now on.
@@ -59,10 +67,11 @@ class Listening:
         if self._subscriptions:
             return
         bus = self._context.bus
-        self._world.listening_since_s = self._clock.monotonic_s()
+        self._world.listen(self._clock.monotonic_s())
         await self._feed.start()
         self._subscriptions = [
             await bus.subscribe(DEMAND_SUBJECTS, DemandVector, self._on_demand),
+            await bus.subscribe(ARRIVAL_SUBJECTS, Arrivals, self._on_arrivals),
             await bus.subscribe(GATEWAY_EVENTS, Event, self._on_event),
         ]
         await self.relist()
@@ -105,6 +114,10 @@ class Listening:
         if changed:
             self._wake.set()
 
+    async def _on_arrivals(self, message: Arrivals) -> None:
+        new = self._world.hear_arrivals(message.life, message.counts, self._clock.monotonic_s())
+        self._arrivals.inc(new)
+
     async def _on_event(self, event: Event) -> None:
         self._relist.set()
 
@@ -141,7 +154,7 @@ class LeaderSubjects:
         serve, begun = self._bus.serve, self._subscriptions
         begun.append(await serve(PHASES_SUBJECT, PhaseReport, self._term.cold_starts.keep))
         begun.append(await serve(WARM_SUBJECT, Warm, self._warm))
-        begun.append(await serve(EVICT_SUBJECT, Evict, self._term.evict))
+        begun.append(await serve(EVICT_SUBJECT, Evict, self._term.operators.evict))
 
     async def stop(self) -> None:
         """Answer no more."""
@@ -152,4 +165,4 @@ class LeaderSubjects:
     async def _warm(self, ask: Warm) -> Warming:
         if ask.model not in self._world.models:
             await self._listening.relist()
-        return await self._term.warm(ask)
+        return await self._term.operators.warm(ask)

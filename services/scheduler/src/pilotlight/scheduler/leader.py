@@ -1,7 +1,7 @@
 """One term of leadership: gathers what is known, has control decide, carries it out."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import structlog
@@ -11,25 +11,20 @@ from pilotlight.common.clock import Clock
 from pilotlight.common.db.mapping import to_row_json
 from pilotlight.common.db.retention import PruneMetrics, Pruner
 from pilotlight.common.db.session import Database
-from pilotlight.common.errors import BusUnavailable, DatabaseUnavailable, ModelNotFound, NotLeader, error_of
+from pilotlight.common.errors import BusUnavailable, DatabaseUnavailable, NotLeader, error_of
 from pilotlight.common.ids import new_decision_id
-from pilotlight.common.messages.demand import Evict, Evicting, Warm, Warming
 from pilotlight.common.service import Context
-from pilotlight.common.telemetry import current_traceparent
 from pilotlight.common.waiting import Group, every, woken
+from pilotlight.policy.cluster import NodeFacts, WorkerView
 from pilotlight.policy.control.books import Record
-from pilotlight.policy.control.plan import ControlFacts, ControlRules, Memory, Plan, Refusal, StartOrder
+from pilotlight.policy.control.plan import ControlFacts, Memory, Plan, Refusal, StartOrder
 from pilotlight.policy.control.plan import Term as TermFacts
-from pilotlight.policy.control.reconcile import ReconcileRules, drain_of
+from pilotlight.policy.control.reconcile import drain_of
 from pilotlight.policy.control.tick import tick
-from pilotlight.policy.drain import DrainRules
-from pilotlight.policy.eviction.base import EvictionRules
+from pilotlight.policy.ids import Epoch, GrantId, InstanceId, ModelName, NodeId, WorkerId
 from pilotlight.policy.instance import SERVING
-from pilotlight.policy.parallelism import SchemeRules
-from pilotlight.policy.placement import PlacementRules, ServiceRules
-from pilotlight.policy.scaling import Drain, ScalingRules
-from pilotlight.policy.turns import TurnRules
-from pilotlight.policy.types import Epoch, GrantId, Instance, InstanceId, ModelName
+from pilotlight.policy.plan import Instance
+from pilotlight.policy.scaling import Drain
 from pilotlight.scheduler.announcement import Announcer
 from pilotlight.scheduler.applier import Applier
 from pilotlight.scheduler.asks import Asks
@@ -38,9 +33,11 @@ from pilotlight.scheduler.book import Book
 from pilotlight.scheduler.cold_starts import ColdStarts
 from pilotlight.scheduler.lease import Fence
 from pilotlight.scheduler.metrics import SchedulerMetrics
+from pilotlight.scheduler.operators import Operators
 from pilotlight.scheduler.records import Decision, trace_parent_of
 from pilotlight.scheduler.repository import SchedulerRepository, retention
 from pilotlight.scheduler.room import RoomClient
+from pilotlight.scheduler.rules import rules_of
 from pilotlight.scheduler.settings import SchedulerSettings
 from pilotlight.scheduler.starter import Starter
 from pilotlight.scheduler.teller import Teller
@@ -50,21 +47,6 @@ log = structlog.get_logger()
 
 TICK_S = 0.25
 SETTLE_S = 0.5
-
-
-def rules_of(settings: SchedulerSettings, term_started_s: float) -> ControlRules:
-    """Figures of the decisions, as they are set."""
-    placement = PlacementRules(
-        eviction=EvictionRules(min_residency_s=settings.min_residency_s),
-        service=ServiceRules(min_loads=settings.min_service_loads),
-    )
-    return ControlRules(
-        reconcile=ReconcileRules(term_started_s=term_started_s, hold_deadline_s=settings.hold_deadline_s),
-        scaling=ScalingRules(instance_requests=settings.instance_requests),
-        scheme=SchemeRules(placement=placement),
-        drain=DrainRules(replace_within_s=settings.drain_replace_s, placement=placement),
-        turns=TurnRules(patience_slo_factor=settings.patience_slo_factor, placement=placement),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,21 +84,22 @@ class Term:
         self._refusals: list[Refusal] = []
         self._got_room: list[ModelName] = []
         self._group = Group()
-        self._check = check
+        self._lease_holds = check
         self._announcer = Announcer(standing.leader_bucket, self._epoch, check)
         self._announced = False
         """Nothing is commanded before: who was away must be able to learn whom to obey."""
         self._shown_after = standing.world.reconnects
         self._asks = Asks()
-        self._room = RoomClient(context.bus, self._epoch, check)
+        self._room = RoomClient(context.bus, self._epoch, self)
         self.book = Book()
+        self.operators = Operators(asks=self._asks, book=self.book, world=world, clock=self._clock, wake=standing.wake)
         self._repository = SchedulerRepository(standing.database, fence, self._clock)
         rules, counts, every_s = retention(settings), standing.prune_metrics, settings.prune_interval_s
         fenced = fence.unit_of_work
         self._pruner = Pruner(rules, standing.database, self._clock, counts, interval_s=every_s, unit_of_work=fenced)
         self.cold_starts = ColdStarts(self._repository, self.book, self._clock, context.service, metrics)
-        self._board = InstanceBoard(standing.bucket, self._clock, self._shown, check)
-        self._teller = Teller(context.bus, self._epoch, check, self._clock)
+        self._board = InstanceBoard(standing.bucket, self._clock, self)
+        self._teller = Teller(context.bus, self._epoch, self, self._clock)
         self._applier = Applier(
             epoch=self._epoch,
             clock=self._clock,
@@ -124,8 +107,7 @@ class Term:
             repository=self._repository,
             board=self._board,
             cold_starts=self.cold_starts,
-            release=self._release,
-            is_awaited=self._is_awaited,
+            effects=self,
         )
         self._starter = Starter(
             book=self.book,
@@ -136,8 +118,7 @@ class Term:
             cold_starts=self.cold_starts,
             metrics=metrics,
             clock=self._clock,
-            release=self._release,
-            nodes=world.nodes,
+            effects=self,
         )
 
     async def load(self) -> None:
@@ -151,13 +132,17 @@ class Term:
         except DatabaseUnavailable as error:
             raise NotLeader(f"the term did not begin: {error.message}") from error
         parents = {record.instance_id: trace_parent_of(record) for record in stored.cold_starts}
+        self.book.put(
+            *(
+                Record(instance=one.instance, model=one.model, trace_parent=parents.get(one.instance.instance_id, ""))
+                for one in stored.instances
+            )
+        )
         for one in stored.instances:
-            trace_parent = parents.get(one.instance.instance_id, "")
-            self.book.put(Record(instance=one.instance, model=one.model, trace_parent=trace_parent))
             self._board.show(one.instance)
         for record in stored.cold_starts:
             self.cold_starts.open(record)
-        self.cold_starts.estimates = dict(stored.estimates)
+        self.cold_starts.estimates = stored.estimates
         log.info("rows read", action="term_loaded", epoch=self._epoch, instances=len(self.book.rows()))
 
     async def lead(self) -> None:
@@ -188,59 +173,16 @@ class Term:
         self._announced = newest == self._epoch
         self._wake.set()
 
-    # What operators ask.
-
-    async def warm(self, ask: Warm) -> Warming:
-        """Serve ``WARM_SUBJECT``.
-
-        Raises:
-            ModelNotFound: no model of that name is registered.
-            NoRoom: it cannot be started now.
-        """
-        model = self._world.models.get(ask.model)
-        if model is None:
-            raise ModelNotFound(f"no model is named {ask.model}")
-        now_s = self._clock.monotonic_s()
-        drained = self._world.draining_since_s
-        known = [
-            record.instance
-            for record in self.book.books.of_model(ask.model)
-            if record.instance.digest == model.digest
-            and not any(placement.node_id in drained for placement in record.instance.placements)
-        ]
-        serving = [instance for instance in known if instance.state in SERVING]
-        if serving:
-            return Warming(instance_id=serving[0].instance_id)
-        self._asks.warm(ask.model, ask.trace_parent or current_traceparent(), now_s)
-        if known:
-            return Warming(instance_id=known[0].instance_id)
-        planned = self._asks.planned(ask.model)
-        self._wake.set()
-        return Warming(instance_id=await planned)
-
-    async def evict(self, ask: Evict) -> Evicting:
-        """Serve ``EVICT_SUBJECT``.
-
-        Raises:
-            ModelNotFound: no model of that name is registered, and no instance of it is left.
-        """
-        left = any(entry.instance.model == ask.model for entry in self.book.rows())
-        if ask.model not in self._world.models and not left:
-            raise ModelNotFound(f"no model is named {ask.model}")
-        evicted = self._asks.evict(ask.model)
-        self._wake.set()
-        return Evicting(instance_ids=await evicted)
-
     # The loop.
 
     async def _decide_for_ever(self) -> None:
         while True:
             self._wake.clear()
             self._show_anew()
-            facts = self._facts()
+            facts = self._gather()
             plan = tick(facts, self._memory, self._rules)
-            self.book.books, self._memory = plan.books, plan.memory
-            await self._carry_out(plan, facts)
+            await self._apply(plan)
+            await self._command(plan, facts.nodes, facts.workers)
             await woken(self._wake, TICK_S)
 
     def _show_anew(self) -> None:
@@ -251,7 +193,8 @@ class Term:
                 self._board.show(record.instance)
             self._announcer.again()
 
-    def _facts(self) -> ControlFacts:
+    def _gather(self) -> ControlFacts:
+        """What is known now, and what changed since the last tick."""
         world, now_s = self._world, self._clock.monotonic_s()
         held = world.demand(now_s)
         demand = self._asks.demand(held, now_s)
@@ -274,16 +217,19 @@ class Term:
             demand=demand,
             demand_seen_s={model: at_s for model, at_s in since_s.items() if at_s is not None},
             awaited=frozenset(one.model for one in held if one.waiting > 0),
-            estimates=tuple(self.cold_starts.estimates.values()),
+            estimates=self.cold_starts.estimates,
+            arrivals=world.arrivals.recent(),
             drains=world.drains(now_s),
             evict=self._asks.evictions(),
             world_version=world.version,
             refusals=refusals,
             started=got_room,
+            changed=world.take_changed(),
         )
 
-    async def _carry_out(self, plan: Plan, facts: ControlFacts) -> None:
-        """Rows first, commands last: they say what was decided."""
+    async def _apply(self, plan: Plan) -> None:
+        """Write what was decided; starts ask for their room in the background."""
+        self.book.books, self._memory = plan.books, plan.memory
         for change in plan.changes:
             after = await self._applier.apply(change)
             if after is not None and after.state in SERVING:
@@ -300,12 +246,16 @@ class Term:
             await self._starter.refuse(refused)
             self._asks.settle_planned(refused.model, None, error_of(refused.code, refused.message))
             self._asks.warmed(refused.model)
-        for node_told in plan.tell_nodes:
-            await self._teller.tell_node(node_told, facts.nodes)
-        for worker_told in plan.tell_workers:
-            await self._teller.tell_worker(worker_told)
         self._metrics.waited(plan.longest_wait_s)
-        self._metrics.instances(self.book.books.instances())
+        self._metrics.looked_at(plan.visited)
+
+    async def _command(self, plan: Plan, nodes: Mapping[NodeId, NodeFacts], workers: Mapping[WorkerId, WorkerView]) -> None:
+        """After the rows: holds say what was decided."""
+        for holds in (plan.tell, plan.repeat):
+            for node_told in holds.nodes:
+                await self._teller.tell_node(node_told, nodes)
+            for worker_told in holds.workers:
+                await self._teller.tell_worker(worker_told, nodes, workers)
 
     async def _drain(self, drain: Drain) -> None:
         record = self.book.get(drain.instance_id)
@@ -339,16 +289,28 @@ class Term:
         async for _ in every(SETTLE_S):
             kinds = {key: one.facts.device.kind for key, one in self._world.workers().items()}
             await self.cold_starts.settle(kinds)
+            self._metrics.instances(self.book.books.instances())
 
-    # What the parts ask of one another.
+    # Effects.
 
-    def _shown(self, instance_id: InstanceId) -> Instance | None:
+    def check(self) -> None:
+        """See ``Effects``."""
+        self._lease_holds()
+
+    def instance(self, instance_id: InstanceId) -> Instance | None:
+        """See ``Effects``."""
         record = self.book.get(instance_id)
         return record.instance if record is not None else None
 
-    def _is_awaited(self, model: ModelName) -> bool:
+    def is_awaited(self, model: ModelName) -> bool:
+        """See ``Effects``."""
         return any(one.model == model and one.waiting > 0 for one in self._world.demand(self._clock.monotonic_s()))
 
-    def _release(self, grant_id: GrantId) -> None:
+    def nodes(self) -> Mapping[NodeId, NodeFacts]:
+        """See ``Effects``."""
+        return self._world.nodes()
+
+    def release(self, grant_id: GrantId) -> None:
+        """See ``Effects``."""
         # Not of the term: what its last act leaves reserved is given back all the same.
         self._background.spawn("release a grant", self._room.release(grant_id))

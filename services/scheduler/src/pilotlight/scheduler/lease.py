@@ -19,7 +19,7 @@ from pilotlight.common.db import tables
 from pilotlight.common.db.session import Database, UnitOfWork
 from pilotlight.common.errors import NotLeader
 from pilotlight.common.waiting import within
-from pilotlight.policy.types import Epoch
+from pilotlight.policy.ids import Epoch
 
 LEASE_S = 2.5
 """After this much silence of its holder anybody may take the lease."""

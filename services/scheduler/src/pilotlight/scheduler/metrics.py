@@ -2,10 +2,12 @@
 
 from collections import Counter as Tally
 from collections.abc import Iterable
+from dataclasses import asdict
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from pilotlight.policy.types import Instance, InstanceState
+from pilotlight.policy.control.focus import Visited
+from pilotlight.policy.plan import Instance, InstanceState
 from pilotlight.scheduler.records import ColdStart
 
 _BUCKETS_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
@@ -22,6 +24,9 @@ class SchedulerMetrics:
             "pilotlight_longest_wait_seconds",
             "Age of the oldest waiting request for a model that no instance serves or loads",
             registry=registry,
+        )
+        self._visited = Counter(
+            "pilotlight_control_visited", "Objects that control looked at, by kind", ["kind"], registry=registry
         )
         self._decisions = Counter("pilotlight_decisions", "Recorded decisions", ["kind", "outcome"], registry=registry)
         self._cold_starts = Counter("pilotlight_cold_starts", "Finished cold starts", ["status"], registry=registry)
@@ -48,6 +53,11 @@ class SchedulerMetrics:
     def waited(self, longest_s: float) -> None:
         """How long somebody waits for a model that is served nowhere."""
         self._longest_wait.set(longest_s)
+
+    def looked_at(self, visited: Visited) -> None:
+        """A tick has looked at objects."""
+        for kind, count in asdict(visited).items():
+            self._visited.labels(kind=kind).inc(count)
 
     def decided(self, kind: str, outcome: str) -> None:
         """A decision was recorded."""

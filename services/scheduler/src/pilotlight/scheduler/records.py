@@ -1,12 +1,16 @@
 """What the scheduler writes down beside the instances: decisions, and the record of each cold start. Values and pure functions."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pilotlight.common.messages.phases import FirstToken, PhaseReport
+from pilotlight.policy.cluster import DeviceKind
 from pilotlight.policy.coverage import Coverage, aligned_s, coverage_of
 from pilotlight.policy.estimates import ColdStartSample
-from pilotlight.policy.types import DecisionId, DeviceKind, Epoch, InstanceId, Model, ModelName, Moment, Phase, PhaseName
+from pilotlight.policy.ids import DecisionId, Epoch, InstanceId, ModelName
+from pilotlight.policy.model import Model
+from pilotlight.policy.phase import Moment, Phase, PhaseName
 
 MAX_PHASES = 4096
 """Of one cold start; past it further ones are dropped."""
@@ -61,7 +65,7 @@ def trace_parent_of(record: ColdStart) -> str:
     return f"00-{record.trace_id}-{record.trace_id[:16]}-01" if record.trace_id else ""
 
 
-def merged(record: ColdStart, phases: tuple[Phase, ...]) -> ColdStart:
+def merged(record: ColdStart, phases: Sequence[Phase]) -> ColdStart:
     """The record with more phases; repeated ones count once. A closed record's figures are made anew."""
     every = tuple(dict.fromkeys((*record.phases, *phases)))[:MAX_PHASES]
     record = replace(record, phases=every)

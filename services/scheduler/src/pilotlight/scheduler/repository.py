@@ -14,19 +14,12 @@ from pilotlight.common.db.mapping import from_row_json, to_row_json
 from pilotlight.common.db.retention import Keep, keep_outbox
 from pilotlight.common.db.session import Database, UnitOfWork
 from pilotlight.common.errors import Conflict
+from pilotlight.policy.estimates import with_estimates
+from pilotlight.policy.ids import DecisionId, InstanceId, ModelName, NodeId
 from pilotlight.policy.instance import ENDED
-from pilotlight.policy.types import (
-    DecisionId,
-    DeviceKind,
-    Estimate,
-    Instance,
-    InstanceId,
-    InstanceState,
-    Model,
-    ModelName,
-    NodeId,
-    Phase,
-)
+from pilotlight.policy.model import Model
+from pilotlight.policy.phase import Phase
+from pilotlight.policy.plan import Estimate, Estimates, Instance, InstanceState
 from pilotlight.scheduler.lease import Fence
 from pilotlight.scheduler.records import LATE_PHASES_S, ColdStart, Decision
 from pilotlight.scheduler.settings import SchedulerSettings
@@ -86,7 +79,7 @@ class Stored:
 
     instances: tuple[StoredInstance, ...]
     cold_starts: tuple[ColdStart, ...]
-    estimates: dict[tuple[ModelName, DeviceKind], Estimate]
+    estimates: Estimates
 
 
 class ModelReader:
@@ -148,11 +141,10 @@ class SchedulerRepository:
             rows = (await connection.execute(planned_from.where(living | recent))).all()
             open_starts = (await connection.execute(select(starts).where((starts.c.status == "open") | late))).all()
             estimates = (await connection.execute(select(tables.estimates.c.body))).scalars().all()
-        known = [from_row_json(body, Estimate) for body in estimates]
         return Stored(
             instances=tuple(one for one in map(self._instance_of, rows) if one is not None),
             cold_starts=tuple(self._cold_start_of(row) for row in open_starts),
-            estimates={(estimate.model, estimate.device_kind): estimate for estimate in known},
+            estimates=with_estimates({}, (from_row_json(body, Estimate) for body in estimates)),
         )
 
     async def start(self, instance: Instance, decision: Decision, cold_start: ColdStart) -> None:
@@ -193,12 +185,18 @@ class SchedulerRepository:
         """
         table = tables.instances
         as_seen = (
-            (table.c.instance_id == before.instance_id) & (table.c.state == before.state.value) & (table.c.epoch == before.epoch)
+            (table.c.instance_id == before.instance_id)
+            & (table.c.state == before.state.value)
+            & (table.c.epoch == before.epoch)
+            & (table.c.generation == before.generation)
         )
         async with self._fence.unit_of_work() as work:
             changed = await work.connection.execute(update(table).where(as_seen).values(**self._columns(after)))
             if changed.rowcount != 1:
-                raise Conflict(f"{before.instance_id} is not {before.state.value} at epoch {before.epoch} any more")
+                raise Conflict(
+                    f"{before.instance_id} is not {before.state.value} at epoch {before.epoch},"
+                    f" generation {before.generation} any more"
+                )
             if decision is not None:
                 await self._decide(work, decision)
             kind = EVENTS.get(after.state)

@@ -1,7 +1,6 @@
 """Asking the cache for room, and giving it back."""
 
 import random
-from collections.abc import Callable
 
 import structlog
 
@@ -9,7 +8,10 @@ from pilotlight.common.bus import Bus
 from pilotlight.common.errors import DeadlineExceeded, NotLeader, PilotlightError, StaleCommand
 from pilotlight.common.messages.room import RELEASE_SUBJECT, RESERVE_SUBJECT, Release, Released, Reserve, Reserved
 from pilotlight.common.waiting import Backoff, pause
-from pilotlight.policy.types import Epoch, GrantId, Instance, Model, Placement
+from pilotlight.policy.ids import Epoch, GrantId
+from pilotlight.policy.model import Model
+from pilotlight.policy.plan import Instance, Placement
+from pilotlight.scheduler.effects import Effects
 
 log = structlog.get_logger()
 
@@ -24,10 +26,10 @@ GRANT_LEASE_S = 30.0
 class RoomClient:
     """The scheduler's side of the room edge."""
 
-    def __init__(self, bus: Bus, epoch: Epoch, check: Callable[[], None]) -> None:
+    def __init__(self, bus: Bus, epoch: Epoch, effects: Effects) -> None:
         self._bus = bus
         self._epoch = epoch
-        self._check = check
+        self._effects = effects
         self._rng = random.Random()
 
     async def reserve(self, instance: Instance, model: Model, placement: Placement) -> Reserved:
@@ -39,7 +41,7 @@ class RoomClient:
             DeadlineExceeded: it did not answer in time; what it may have granted lapses by itself.
             NotLeader: the lease has run out, or the cache knows of a newer leader.
         """
-        self._check()
+        self._effects.check()
         request = Reserve(
             instance_id=instance.instance_id,
             model=model.name,
@@ -51,6 +53,7 @@ class RoomClient:
             host_parts=tuple(model.spec.parts_of(placement.stage)),
             lease_s=GRANT_LEASE_S,
             epoch=self._epoch,
+            generation=instance.generation,
         )
         for attempt in range(1, RESERVE_TRIES + 1):
             try:
@@ -61,7 +64,7 @@ class RoomClient:
                 # It may have been granted all the same: asked again, the cache gives the same grant.
                 if attempt == RESERVE_TRIES:
                     raise
-            self._check()
+            self._effects.check()
         raise AssertionError("the last try returns or raises")
 
     async def release(self, grant_id: GrantId) -> None:

@@ -1,6 +1,5 @@
 """One start: room, rows, commands. What is to be started, and where, is control's (``policy.control``)."""
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,22 +13,14 @@ from pilotlight.common.messages.room import Reserved
 from pilotlight.common.telemetry import current_traceparent, span, with_parent
 from pilotlight.policy.control.books import Record
 from pilotlight.policy.control.plan import Refusal, RefusedStart, StartOrder
+from pilotlight.policy.ids import Generation, InstanceId
 from pilotlight.policy.instance import InstanceEvent, step
-from pilotlight.policy.types import (
-    Generation,
-    GrantId,
-    Instance,
-    InstanceId,
-    InstanceState,
-    NodeFacts,
-    NodeId,
-    Placement,
-    Scheme,
-)
+from pilotlight.policy.plan import Instance, InstanceState, Placement, Scheme
 from pilotlight.scheduler.board import InstanceBoard
 from pilotlight.scheduler.book import Book
 from pilotlight.scheduler.chains import Joined, joined
 from pilotlight.scheduler.cold_starts import ColdStarts
+from pilotlight.scheduler.effects import Effects
 from pilotlight.scheduler.metrics import SchedulerMetrics
 from pilotlight.scheduler.records import ColdStart, Decision
 from pilotlight.scheduler.repository import SchedulerRepository
@@ -51,8 +42,7 @@ class Starter:
     cold_starts: ColdStarts
     metrics: SchedulerMetrics
     clock: Clock
-    release: Callable[[GrantId], None]
-    nodes: Callable[[], Mapping[NodeId, NodeFacts]]
+    effects: Effects
 
     def begin(self, order: StartOrder) -> Record:
         """Count a start from now on, before there is a row of it."""
@@ -139,7 +129,7 @@ class Starter:
                 self.book.remove(instance.instance_id)
                 for placement in granted:
                     if placement.grant_id is not None:
-                        self.release(placement.grant_id)
+                        self.effects.release(placement.grant_id)
         self.book.put(record)
         self.board.show(instance)
         self.metrics.decided("cold_start", "started")
@@ -149,7 +139,7 @@ class Starter:
         self.cold_starts.open(cold_start)
         start_s = self.clock.monotonic_s()
         instance = record.instance
-        await self.teller.dispatch(instance, self.book, self.nodes())
+        await self.teller.dispatch(instance, self.book, self.effects.nodes())
         self.cold_starts.dispatched(instance.instance_id, cold_start.demand_seen_s, start_s, self.clock.monotonic_s())
         log.info(
             "cold start under way",
@@ -193,6 +183,7 @@ def _started(instance: Instance, order: StartOrder, grants: list[Reserved], plac
         "scheme": to_row_json(choice.scheme),
         "meets_slo": choice.meets_slo,
         "needs_eviction": choice.needs_eviction,
+        "expected_eviction": to_row_json(choice.eviction),
         "evicted_instances": [instance_id for grant in grants for instance_id in grant.evicted_instances],
         "dropped_copies": [digest for grant in grants for digest in grant.dropped_copies],
         "chains": to_row_json(places.chains),

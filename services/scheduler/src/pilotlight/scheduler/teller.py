@@ -1,16 +1,19 @@
 """Tells workers and nodes what to hold."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from pilotlight.common.bus import Bus
 from pilotlight.common.clock import Clock, moment_of
 from pilotlight.common.messages.hold import Fetch, Hold, NodeHold, Peer, WorkerHold, node_hold_subject, worker_hold_subject
 from pilotlight.common.telemetry import with_parent
-from pilotlight.policy.control.holds import PartFetch, StageHold, fetches_of, stages_of, upstreams_of
+from pilotlight.policy.cluster import NodeFacts, WorkerView
+from pilotlight.policy.control.holds import PartFetch, StageHold, fetches_of, reached_at, stages_of, upstreams_at
 from pilotlight.policy.control.plan import NodeTold, WorkerTold
-from pilotlight.policy.types import Epoch, Instance, NodeFacts, NodeId
+from pilotlight.policy.ids import Epoch, NodeId, WorkerId
+from pilotlight.policy.plan import Instance
 from pilotlight.scheduler.book import Book
+from pilotlight.scheduler.effects import Effects
 
 
 @dataclass(slots=True)
@@ -19,8 +22,7 @@ class Teller:
 
     bus: Bus
     epoch: Epoch
-    check: Callable[[], None]
-    """Raises ``NotLeader`` once the lease may have run out."""
+    effects: Effects
     clock: Clock
     _seq: int = 0
 
@@ -30,29 +32,31 @@ class Teller:
         Raises:
             NotLeader: the lease has run out.
         """
-        upstreams = upstreams_of(book.rows(), nodes)
-        for node_id in dict.fromkeys(one.node_id for one in instance.placements):
+        node_ids = dict.fromkeys(one.node_id for one in instance.placements)
+        upstreams = upstreams_at(node_ids, book.books, nodes)
+        for node_id in node_ids:
             await self.tell_node(NodeTold(node_id=node_id, fetches=fetches_of(node_id, book.books, upstreams)), nodes)
         for worker_id in dict.fromkeys(one.worker_id for one in instance.placements):
-            await self.tell_worker(WorkerTold(worker_id=worker_id, holds=stages_of(worker_id, book.books)))
+            await self.tell_worker(WorkerTold(worker_id=worker_id, holds=stages_of(worker_id, book.books)), nodes)
 
-    async def tell_worker(self, told: WorkerTold) -> None:
-        """Send a worker its whole desired state.
+    async def tell_worker(
+        self, told: WorkerTold, nodes: Mapping[NodeId, NodeFacts], workers: Mapping[WorkerId, WorkerView] | None = None
+    ) -> None:
+        """Send a worker its whole desired state, with the addresses of its groups as far as they are known.
 
         Raises:
             NotLeader: the lease has run out.
         """
-        self.check()
+        self.effects.check()
         self._seq += 1
         with with_parent(_only_trace(told.holds)):
             command = WorkerHold(
                 worker_id=told.worker_id,
                 epoch=self.epoch,
-                holds=tuple(map(_hold_of, told.holds)),
+                holds=tuple(_hold_of(one, nodes, workers or {}) for one in told.holds),
                 seq=self._seq,
-                sent=moment_of(self.clock),
             )
-            await self.bus.publish(worker_hold_subject(told.worker_id), command)
+            await self.bus.publish(worker_hold_subject(told.worker_id), command, sent=moment_of(self.clock))
 
     async def tell_node(self, told: NodeTold, nodes: Mapping[NodeId, NodeFacts]) -> None:
         """Send a node its whole desired state, with the addresses of those it asks.
@@ -60,15 +64,15 @@ class Teller:
         Raises:
             NotLeader: the lease has run out.
         """
-        self.check()
+        self.effects.check()
         self._seq += 1
         with with_parent(_only_trace(told.fetches)):
             fetches = tuple(_fetch_of(one, nodes) for one in told.fetches)
-            command = NodeHold(node_id=told.node_id, epoch=self.epoch, fetches=fetches, seq=self._seq, sent=moment_of(self.clock))
-            await self.bus.publish(node_hold_subject(told.node_id), command)
+            command = NodeHold(node_id=told.node_id, epoch=self.epoch, fetches=fetches, seq=self._seq)
+            await self.bus.publish(node_hold_subject(told.node_id), command, sent=moment_of(self.clock))
 
 
-def _hold_of(hold: StageHold) -> Hold:
+def _hold_of(hold: StageHold, nodes: Mapping[NodeId, NodeFacts], workers: Mapping[WorkerId, WorkerView]) -> Hold:
     return Hold(
         instance_id=hold.instance_id,
         generation=hold.generation,
@@ -78,6 +82,7 @@ def _hold_of(hold: StageHold) -> Hold:
         draining=hold.draining,
         drain_within_s=hold.drain_within_s,
         trace_parent=hold.trace_parent,
+        members=tuple(reached_at(one, nodes, workers, hold.instance_id) for one in hold.members),
     )
 
 

@@ -9,19 +9,13 @@ from dataclasses import dataclass, field, replace
 
 from pilotlight.common.messages.demand import DemandVector
 from pilotlight.common.roster import News, Roster
-from pilotlight.policy.cluster import WorkerView
-from pilotlight.policy.types import (
-    Demand,
-    Epoch,
-    GatewayId,
-    Model,
-    ModelName,
-    NodeDrain,
-    NodeFacts,
-    NodeId,
-    WorkerFacts,
-    WorkerId,
-)
+from pilotlight.policy.arrivals import ArrivalCount, ArrivalWindows, CounterLife
+from pilotlight.policy.cluster import NodeFacts, WorkerFacts, WorkerView
+from pilotlight.policy.control.focus import Focus
+from pilotlight.policy.ids import Epoch, GatewayId, ModelName, NodeId, WorkerId
+from pilotlight.policy.model import Model
+from pilotlight.policy.plan import NodeDrain
+from pilotlight.policy.request import Demand
 
 YOUNGER_S = 1.0
 """A drain that is younger by so much than it was thought to be is another one: it was taken back, and asked for again."""
@@ -44,12 +38,16 @@ class World:
     listening_since_s: float
     roster: Roster = field(default_factory=Roster)
     models: dict[ModelName, Model] = field(default_factory=dict[ModelName, Model])
+    arrivals: ArrivalWindows = field(default_factory=lambda: ArrivalWindows(0.0))
     version: int = 0
     """Counts changes of what could take a model: workers, and what they hold."""
     reconnects: int = 0
     """Counts them: the server may have come back without its memory."""
     draining_since_s: dict[NodeId, float] = field(default_factory=dict[NodeId, float])
     """Nodes that an operator wants to be empty, and since when."""
+    _changed_models: set[ModelName] = field(default_factory=set[ModelName])
+    _changed_workers: set[WorkerId] = field(default_factory=set[WorkerId])
+    _changed_nodes: set[NodeId] = field(default_factory=set[NodeId])
     _epoch_heard: Epoch = field(default=Epoch(0))
     _vectors: dict[GatewayId, _Vector] = field(default_factory=dict[GatewayId, _Vector])
     _waiting_since_s: dict[ModelName, float] = field(default_factory=dict[ModelName, float])
@@ -59,6 +57,8 @@ class World:
     def follow(self, news: News) -> bool:
         """Take what the roster has heard."""
         changed = False
+        self._changed_workers.update(news.workers)
+        self._changed_nodes.update(news.nodes)
         for worker_id in news.workers:
             view = self.roster.worker(worker_id)
             changed |= self._is_another(worker_id, None if view is None else (view.incarnation, *_essence(view.facts)))
@@ -84,12 +84,24 @@ class World:
         after = {demand.model: demand.waiting for demand in self.demand(now_s)}
         return before != after
 
+    def listen(self, now_s: float) -> None:
+        """Nothing was heard before now."""
+        self.listening_since_s = now_s
+        self.arrivals = ArrivalWindows(now_s)
+
+    def hear_arrivals(self, life: CounterLife, counts: Iterable[ArrivalCount], now_s: float) -> int:
+        """Take what a gateway tells of arrivals; how many are new."""
+        accesses = self.arrivals.hear(life, counts, now_s, self.roster.listened_s(now_s))
+        return sum(one.count for one in accesses)
+
     def hear_models(self, models: Iterable[Model]) -> bool:
         """Take the list of registered models."""
-        listed = {model.name: model for model in models}
-        changed = listed != self.models
-        self.models = listed
-        return changed
+        listed, known = {model.name: model for model in models}, self.models
+        changed = {name for name in {*listed, *known} if listed.get(name) != known.get(name)}
+        if changed:
+            self.models = listed
+            self._changed_models |= changed
+        return bool(changed)
 
     def hear_drains(self, ages_s: Mapping[NodeId, float], now_s: float) -> bool:
         """Take the list of nodes that are to be empty."""
@@ -101,6 +113,7 @@ class World:
             for node_id, since_s in told.items()
         }
         changed = known != self.draining_since_s
+        self._changed_nodes |= known.keys() ^ told.keys()
         self.version += changed
         return changed
 
@@ -124,6 +137,16 @@ class World:
     def waiting_since_s(self, model: ModelName) -> float | None:
         """When this process first heard that somebody waits for a model; None when nobody does."""
         return self._waiting_since_s.get(model)
+
+    def take_changed(self) -> Focus:
+        """What was heard of since the last call, by name. A new leader looks at everything first, and needs none of it."""
+        changed = Focus(
+            models=frozenset(self._changed_models),
+            workers=frozenset(self._changed_workers),
+            nodes=frozenset(self._changed_nodes),
+        )
+        self._changed_models, self._changed_workers, self._changed_nodes = set(), set(), set()
+        return changed
 
     def workers(self) -> Mapping[WorkerId, WorkerView]:
         """Every worker with its liveness."""
@@ -170,5 +193,4 @@ def _joined(one: Demand, other: Demand) -> Demand:
         oldest,
         waiting=one.waiting + other.waiting,
         deadline_in_s=min(one.deadline_in_s, other.deadline_in_s),
-        arrivals=one.arrivals + other.arrivals,
     )

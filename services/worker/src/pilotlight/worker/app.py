@@ -1,6 +1,7 @@
 """Builds a worker process: one worker of a device, or any number of simulated ones."""
 
 import os
+from collections.abc import Callable
 
 from pilotlight.common.buckets import WORKERS
 from pilotlight.common.errors import BadRequest
@@ -8,23 +9,28 @@ from pilotlight.common.faults import Faults
 from pilotlight.common.ids import worker_id_of
 from pilotlight.common.machine import log_file, memory_bytes
 from pilotlight.common.nvml import NvmlReader
-from pilotlight.common.phases import PhaseReporter
+from pilotlight.common.phase_reports import reported_phases
 from pilotlight.common.service import Application, Component, Context
 from pilotlight.dataplane.pool_client import PoolClient
+from pilotlight.policy.cluster import DeviceKind
+from pilotlight.policy.cost import EngineSpeed
 from pilotlight.policy.hang import Patience
-from pilotlight.policy.types import DeviceKind, NodeId, WorkerId
-from pilotlight.worker.child_process import ChildOptions
+from pilotlight.policy.ids import NodeId, WorkerId
+from pilotlight.policy.model import EngineKind
 from pilotlight.worker.core import WorkerCore
 from pilotlight.worker.device_watch import DeviceWatch, WatchTimes
-from pilotlight.worker.engine_client import EngineClient
+from pilotlight.worker.engines.child_process import ChildOptions
+from pilotlight.worker.engines.client import EngineClient
+from pilotlight.worker.engines.process import ProcessEngine
+from pilotlight.worker.engines.sim import SimEngine
+from pilotlight.worker.engines.spare import Spare
+from pilotlight.worker.engines.switch import EngineSwitch
+from pilotlight.worker.groups import Groups
 from pilotlight.worker.loader_link import LoaderLink
 from pilotlight.worker.loading import EveryPart, PartSource, StageLoader
 from pilotlight.worker.metrics import WorkerMetrics
-from pilotlight.worker.process_engine import ProcessEngine
 from pilotlight.worker.requests import RequestTable
 from pilotlight.worker.settings import WorkerSettings
-from pilotlight.worker.sim_engine import SimEngine, SimProfile
-from pilotlight.worker.spare import Spare
 from pilotlight.worker.vocabularies import Vocabularies
 from pilotlight.worker.worker import Worker
 
@@ -71,14 +77,14 @@ class _Builder:
         self._faults = Faults.parse(settings.faults)
         self._metrics = WorkerMetrics(context.metrics)
         self._vocabularies = Vocabularies(context.store)
-        self._phases = PhaseReporter(context.bus, context.clock, context.background, "worker")
+        self._phases = reported_phases(context.bus, context.clock, context.background, "worker")
 
     async def open(self) -> None:
         self._bucket = await self._context.bus.bucket(WORKERS)
 
     def worker(self, worker_id: WorkerId, source: PartSource) -> Worker:
         context = self._context
-        engine, watch = self._engine(worker_id)
+        engine, watch = self._engines(worker_id)
         core = WorkerCore(
             worker_id=worker_id,
             node_id=self._node_id,
@@ -93,18 +99,31 @@ class _Builder:
             vocabularies=self._vocabularies,
         )
         loader = StageLoader(core, source, context.settings.pool_path)
-        return Worker(core, self._kind, loader, self._bucket, context.incarnation, watch)
+        groups = Groups(core, context.settings.dataplane_host, context.settings.secrets_dir)
+        return Worker(core, self._kind, loader, self._bucket, context.incarnation, watch, groups)
 
-    def _engine(self, worker_id: WorkerId) -> tuple[EngineClient, DeviceWatch | None]:
-        """An engine, and who watches its device."""
+    def _engines(self, worker_id: WorkerId) -> tuple[EngineSwitch, DeviceWatch | None]:
+        """The worker's engines, and who watches their device."""
+        context = self._context
+        native, watch = (self._simulated(), None) if self._kind is DeviceKind.SIM else self._native(worker_id)
+        factories: dict[EngineKind, Callable[[], EngineClient]] = {
+            EngineKind.NATIVE: lambda: native,
+            EngineKind.SIM: self._simulated,
+        }
+        return EngineSwitch(factories, context.background), watch
+
+    def _simulated(self) -> EngineClient:
         settings = self._context.settings
-        if self._kind is DeviceKind.SIM:
-            profile = SimProfile(
-                load_bytes_per_s=settings.sim_load_bytes_per_s,
-                prefill_tokens_per_s=settings.sim_prefill_tokens_per_s,
-                decode_step_s=settings.sim_decode_step_s,
-            )
-            return SimEngine(profile, self._context.clock, self._faults), None
+        speed = EngineSpeed(
+            load_bytes_per_s=settings.sim_load_bytes_per_s,
+            prefill_tokens_per_s=settings.sim_prefill_tokens_per_s,
+            decode_step_s=settings.sim_decode_step_s,
+        )
+        return SimEngine(speed, self._context.clock, self._faults)
+
+    def _native(self, worker_id: WorkerId) -> tuple[EngineClient, DeviceWatch | None]:
+        """The engine of a device that computes, and who watches that."""
+        settings = self._context.settings
         # The engine and the driver's library are to mean the same device: the one counts what is shown, the other everything.
         cuda_device = settings.cuda_device or os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip()
         options = ChildOptions(
@@ -113,7 +132,7 @@ class _Builder:
             faults=settings.faults,
             log_level=settings.log_level,
             device=self._kind,
-            cuda_device=cuda_device,
+            cuda_devices=(cuda_device,) if cuda_device else (),
             device_bytes=settings.device_bytes,
             step_tokens=settings.step_tokens,
         )
@@ -126,5 +145,5 @@ class _Builder:
         if self._kind is not DeviceKind.CUDA:
             return engine, None
         context = self._context
-        reader = NvmlReader(cuda_device)
-        return engine, DeviceWatch(reader, context.clock, context.background, lambda: engine.pids, WatchTimes())
+        readers = (NvmlReader(cuda_device),)
+        return engine, DeviceWatch(readers, context.clock, context.background, lambda: engine.pids, WatchTimes())

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 
 from pilotlight.common.bus import Bus
 from pilotlight.common.clock import Clock
-from pilotlight.common.phases import PhaseReporter
+from pilotlight.common.phases import PhaseRecorder
 from pilotlight.common.service import Background
-from pilotlight.policy.types import NodeId, WorkerId
-from pilotlight.worker.engine_client import EngineClient
+from pilotlight.policy.ids import NodeId, WorkerId
+from pilotlight.worker.engines.switch import EngineSwitch
 from pilotlight.worker.metrics import WorkerMetrics
 from pilotlight.worker.requests import RequestTable
 from pilotlight.worker.vocabularies import Vocabularies
@@ -22,13 +22,13 @@ class WorkerCore:
     node_id: NodeId
     device_bytes: int
     """Memory for models. Of a GPU for which none is set it is known when the engine has opened it: 0 before."""
-    engine: EngineClient
+    engine: EngineSwitch
     table: RequestTable
     bus: Bus
     clock: Clock
     background: Background
     metrics: WorkerMetrics
-    phases: PhaseReporter
+    phases: PhaseRecorder
     vocabularies: Vocabularies
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set on every change of what is held: it is reported at once."""

@@ -1,14 +1,15 @@
-"""Watches a worker's GPU through its driver. In the worker's own process, which has no context on the device and no torch.
+"""Watches a worker's GPUs through their driver. In the worker's own process, which has no context on a device and no torch.
 
 ::
 
-    read ──> judge ──> health ──> the worker: ends its engine, or starts it again
+    of each GPU
+    read ──> judge ──> health ──> of the worst ──> the worker: ends its engine, or starts it again
      ^  │ late: the reading is that it is late, and the call is waited for on; no other is made meanwhile
      └──┘ every ``poll_s``, and at once when somebody wants to know
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,12 +19,12 @@ import structlog
 
 from pilotlight.common.apart import Apart
 from pilotlight.common.clock import Clock
+from pilotlight.common.device_health import DeviceReading, Judgement, judge
 from pilotlight.common.errors import DeadlineExceeded
 from pilotlight.common.nvml import DeviceReader, Gpu, NvmlUnavailable
 from pilotlight.common.service import Background
 from pilotlight.common.waiting import Signal, within, woken
-from pilotlight.policy.device_health import DeviceReading, Judgement, judge
-from pilotlight.policy.types import DeviceHealth, HealthState
+from pilotlight.policy.cluster import DeviceHealth, HealthState, worst_of
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -41,7 +42,73 @@ class WatchTimes:
 
 
 class DeviceWatch:
-    """What is known of one device. ``on_change`` is called with each new health, in the worker's event loop."""
+    """What is known of a worker's devices. All of them have to be well for its engine to run."""
+
+    def __init__(
+        self,
+        readers: Sequence[DeviceReader],
+        clock: Clock,
+        background: Background,
+        own_pids: Callable[[], frozenset[int]],
+        times: WatchTimes,
+    ) -> None:
+        """Watches nothing yet.
+
+        Args:
+            readers: one for each device, at least one.
+            clock: for what is late.
+            background: owns the tasks.
+            own_pids: processes whose memory on the devices is the worker's own.
+            times: how often, and how patiently.
+        """
+        self.each = tuple(OneDevice(reader, clock, background, own_pids, times) for reader in readers)
+        self._on_change: Callable[[DeviceHealth], None] = lambda health: None
+        self._told = DeviceHealth()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the driver calls the devices of which it has answered."""
+        return tuple(one.gpu.name for one in self.each if one.gpu is not None)
+
+    @property
+    def health(self) -> DeviceHealth:
+        """By the last readings."""
+        return worst_of(one.health for one in self.each)
+
+    @property
+    def usable(self) -> bool:
+        """An engine may be started on them."""
+        return all(one.usable for one in self.each)
+
+    def promise(self, device_bytes: int) -> None:
+        """So much of their memory is for models, an equal share of each."""
+        for one in self.each:
+            one.promise(device_bytes // len(self.each))
+
+    async def start(self, on_change: Callable[[DeviceHealth], None]) -> None:
+        """Return when the first readings are there, or are late, or no driver is there to ask.
+
+        ``on_change`` is called with each new health of all devices together, in the worker's event loop.
+        """
+        self._on_change = on_change
+        await asyncio.gather(*(one.start(self._changed) for one in self.each))
+
+    async def stop(self) -> None:
+        """Watch no more. A call that hangs is left to itself."""
+        await asyncio.gather(*(one.stop() for one in self.each))
+
+    async def fresh(self) -> None:
+        """Return after readings that were begun after this was asked for; at once, where no driver is asked."""
+        await asyncio.gather(*(one.fresh() for one in self.each))
+
+    def _changed(self, one: DeviceHealth) -> None:
+        before, self._told = self._told, self.health
+        if self._told != before:
+            self._on_change(self._told)
+
+
+class OneDevice:
+    """What is known of one device. ``on_change`` is called with each new health of it."""
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 import structlog
 
 from pilotlight.common.bus import Subscription
-from pilotlight.common.clock import moment_of
+from pilotlight.common.envelope import Timed
 from pilotlight.common.errors import ContextTooLong, EngineFailed, NoRoom, NotFound, NotLoaded, PilotlightError
 from pilotlight.common.messages.engine import Abort, Produced, Run
 from pilotlight.common.messages.hold import WorkerHold, worker_hold_subject
@@ -21,10 +21,11 @@ from pilotlight.common.messages.tokens import (
     submit_subject,
 )
 from pilotlight.common.telemetry import current_traceparent
-from pilotlight.policy.types import Digest, FinishReason, Vocabulary
+from pilotlight.policy.ids import Digest
+from pilotlight.policy.request import FinishReason, RequestKey, Vocabulary
 from pilotlight.worker.core import WorkerCore
-from pilotlight.worker.requests import RequestKey
-from pilotlight.worker.stages import ServingStage, Stages
+from pilotlight.worker.held import ServingStage
+from pilotlight.worker.stages import Stages
 from pilotlight.worker.tracing import PrefillSpans
 
 log = structlog.get_logger()
@@ -48,7 +49,7 @@ class Handlers:
             await bus.serve(give_up_subject(worker_id), GiveUp, self.give_up),
             await bus.subscribe(cancel_subject(worker_id), Cancel, self.cancel),
             await bus.subscribe(ack_subject(worker_id), Ack, self.acknowledge),
-            await bus.subscribe(worker_hold_subject(worker_id), WorkerHold, self.hold),
+            await bus.subscribe(worker_hold_subject(worker_id), Timed[WorkerHold], self.hold),
         ]
 
     async def stop(self) -> None:
@@ -101,11 +102,12 @@ class Handlers:
         done = [self._core.table.acknowledge(ack.gateway_id, entry, now_s) for entry in ack.entries]
         await self._abort(tuple(key for key in done if key is not None))
 
-    async def hold(self, command: WorkerHold) -> None:
+    async def hold(self, told: Timed[WorkerHold]) -> None:
         """Hold this from now on, and nothing else."""
+        command = told.message
         if command.worker_id != self._core.worker_id:
             raise NotFound(f"this is {self._core.worker_id}, not {command.worker_id}")
-        self._stages.command(command)
+        self._stages.command(command, told.sent_s(self._core.clock))
 
     async def give_up(self, request: GiveUp) -> GivenUp:
         """Unload idle stages now."""
@@ -133,7 +135,6 @@ class Handlers:
             self._core.table.produced(_cancelled(submit), self._core.clock.monotonic_s())
 
     async def _run(self, submit: Submit, deadline_s: float | None, vocabulary: Vocabulary | None = None) -> None:
-        sent = moment_of(self._core.clock)
         command = Run(
             request_id=submit.request_id,
             attempt=submit.attempt,
@@ -142,8 +143,7 @@ class Handlers:
             output_ids=submit.output_ids,
             sampling=submit.sampling,
             vocabulary=vocabulary,
-            sent=sent,
-            deadline_in_s=None if deadline_s is None else deadline_s - sent.at_s,
+            deadline_in_s=None if deadline_s is None else deadline_s - self._core.clock.monotonic_s(),
         )
         try:
             await self._core.engine.run(command)
@@ -165,8 +165,6 @@ def _cancelled(submit: Submit) -> Produced:
         request_id=submit.request_id,
         attempt=submit.attempt,
         position=len(submit.output_ids),
-        token_ids=[],
-        logprobs=None,
         finish=FinishReason.CANCELLED,
     )
 

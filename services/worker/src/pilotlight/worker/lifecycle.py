@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from pilotlight.common.messages.hold import Hold
-from pilotlight.policy.types import Generation, HeldState, InstanceId
+from pilotlight.policy.cluster import HeldState
+from pilotlight.policy.ids import Generation, InstanceId
 
 
 class HeldEvent(StrEnum):
@@ -18,6 +19,8 @@ class HeldEvent(StrEnum):
     """The scheduler desires it and there is room: the load begins."""
     LOADED = "loaded"
     """Every part is in its place."""
+    GROW = "grow"
+    """It runs a longer range from now on; it served its old one meanwhile."""
     FAIL = "fail"
     """A part cannot be had or placed, or the engine ended."""
     LET_GO = "let_go"
@@ -38,6 +41,7 @@ _E = HeldEvent
 TRANSITIONS: dict[tuple[HeldState | None, HeldEvent], HeldState | None] = {
     (None, _E.HOLD): _S.LOADING,
     (_S.LOADING, _E.LOADED): _S.READY,
+    (_S.READY, _E.GROW): _S.READY,
     (_S.LOADING, _E.FAIL): _S.FAILED,
     (_S.READY, _E.FAIL): _S.FAILED,
     (_S.LOADING, _E.LET_GO): _S.DRAINING,
@@ -69,6 +73,14 @@ class HeldView:
 
     hold: Hold
     state: HeldState
+    growing: Hold | None = None
+    """The longer range that it is being given."""
+
+    @property
+    def device_bytes(self) -> int:
+        """What it takes, or is about to."""
+        growing_bytes = self.growing.device_bytes if self.growing is not None else 0
+        return max(self.hold.device_bytes, growing_bytes) if self.state in RESIDENT else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +95,8 @@ class HoldPlan:
     """No room, and nothing leaves: these fail."""
     renew: tuple[Hold, ...] = ()
     """Held as desired under an older generation: only the number changes."""
+    grow: tuple[Hold, ...] = ()
+    """Held and ready, and desired with more layers behind its own: it gets them while it serves."""
     let_go: tuple[InstanceId, ...] = ()
     """Not desired (as it is held), or to be drained."""
 
@@ -98,15 +112,19 @@ def plan(
     1. Held and not desired: let go.
     2. Desired at an older generation than is held: the command is older than what is known; nothing.
     3. Desired to drain: let go, if it takes or will take requests.
-    4. Held as desired at this generation, in whatever state: nothing. So one that failed or was evicted is not loaded again.
-    5. Held with the same stage at an older generation, and resident: renewed. One that failed or was evicted under the older
-       generation, or whose stage changes, is let go first and started when it is gone.
+    4. Held as desired at this generation, in whatever state: nothing, unless more is known of its group: then it is renewed. So one
+       that failed or was evicted is not loaded again.
+    5. Held with the same stage at an older generation, and resident: renewed. Ready, and desired with more layers behind its own:
+       grown in place, if what that takes more fits beside what is resident; else the next command asks again. So it does while the
+       stage still loads. One that failed or was evicted under the older generation, or whose stage changes otherwise, is let go
+       first and started when it is gone.
     6. Not held, and given up or drained at this generation or a later one (``gone``): nothing.
     7. Not held: started if it fits beside what is resident, in the order of the command; else later, if something leaves.
     """
     wanted = {hold.instance_id: hold for hold in desired}
     let_go = [instance_id for instance_id, view in held.items() if instance_id not in wanted and view.state is not _S.DRAINING]
     renew: list[Hold] = []
+    longer: list[Hold] = []
     missing: list[Hold] = []
     returning: list[Hold] = []
     for instance_id, hold in wanted.items():
@@ -125,17 +143,29 @@ def plan(
         elif hold.generation > view.hold.generation:
             if view.state in RESIDENT and _same_stage(hold, view.hold):
                 renew.append(hold)
+            elif view.state in RESIDENT and _longer(hold, view.hold):
+                if view.state is _S.READY and view.growing is None:
+                    longer.append(hold)
             else:
                 let_go.append(instance_id)
                 returning.append(hold)
-    return _with_room(held, HoldPlan(renew=tuple(renew), let_go=tuple(let_go)), missing, tuple(returning), device_bytes)
+        elif view.state in RESIDENT and _same_stage(hold, view.hold) and hold.members != view.hold.members:
+            renew.append(hold)
+    so_far = HoldPlan(renew=tuple(renew), grow=tuple(longer), let_go=tuple(let_go))
+    return _with_room(held, so_far, missing, tuple(returning), device_bytes)
 
 
 def _with_room(
     held: Mapping[InstanceId, HeldView], so_far: HoldPlan, missing: list[Hold], returning: tuple[Hold, ...], device_bytes: int
 ) -> HoldPlan:
-    """Rule 7: what fits beside everything that still takes memory, the leaving included."""
-    free_bytes = device_bytes - sum(view.hold.device_bytes for view in held.values() if view.state in RESIDENT)
+    """Rules 5 and 7: what fits beside everything that still takes memory, the leaving included. What grows comes first."""
+    free_bytes = device_bytes - sum(view.device_bytes for view in held.values())
+    grow: list[Hold] = []
+    for hold in so_far.grow:
+        more_bytes = max(0, hold.device_bytes - held[hold.instance_id].device_bytes)
+        if more_bytes <= free_bytes:
+            free_bytes -= more_bytes
+            grow.append(hold)
     leaving = any(view.state is _S.DRAINING for view in held.values()) or any(
         held[instance_id].state in RESIDENT for instance_id in so_far.let_go
     )
@@ -148,8 +178,21 @@ def _with_room(
         else:
             short.append(hold)
     later, refuse = (tuple(short), ()) if leaving else ((), tuple(short))
-    return HoldPlan(start=tuple(start), later=later + returning, refuse=refuse, renew=so_far.renew, let_go=so_far.let_go)
+    return HoldPlan(
+        start=tuple(start),
+        later=later + returning,
+        refuse=refuse,
+        renew=so_far.renew,
+        grow=tuple(grow),
+        let_go=so_far.let_go,
+    )
 
 
 def _same_stage(one: Hold, other: Hold) -> bool:
     return (one.stage, one.model.digest, one.model.dtype) == (other.stage, other.model.digest, other.model.dtype)
+
+
+def _longer(one: Hold, other: Hold) -> bool:
+    """One has the other's layers and more behind them."""
+    same = (one.model.digest, one.model.dtype) == (other.model.digest, other.model.dtype)
+    return same and one.stage.start == other.stage.start and one.stage.stop > other.stage.stop

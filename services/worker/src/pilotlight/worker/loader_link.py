@@ -9,7 +9,7 @@ import structlog
 from pilotlight.common.service import Background
 from pilotlight.common.waiting import cancel_all
 from pilotlight.dataplane.pool_client import PoolClient
-from pilotlight.policy.types import WorkerId
+from pilotlight.policy.ids import WorkerId
 
 log = structlog.get_logger()
 

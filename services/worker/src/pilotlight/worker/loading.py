@@ -2,25 +2,31 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from pilotlight.common.clock import moment_of
-from pilotlight.common.errors import SourceChanged
-from pilotlight.common.messages.engine import LoadStage, PlacePart, StageLoaded
+from pilotlight.common.errors import EngineFailed, PilotlightError, SourceChanged
+from pilotlight.common.messages.engine import CallOffExtend, ExtendStage, LoadStage, PlacePart, StageGrown, StageLoaded
 from pilotlight.common.messages.hold import Hold
 from pilotlight.common.messages.pool import PartReady
 from pilotlight.common.telemetry import current_traceparent, span, with_parent
 from pilotlight.common.waiting import cancel_all, within
 from pilotlight.dataplane.table import HEADER_BYTES, read_header
-from pilotlight.policy.types import Epoch, InstanceId, Model, PhaseName, WorkerId
+from pilotlight.policy.ids import Epoch, InstanceId, WorkerId
+from pilotlight.policy.model import Model, Stage
+from pilotlight.policy.phase import PhaseName
 from pilotlight.worker.core import WorkerCore
 
 PART_DEADLINE_S = 300.0
 """Between two parts. A loader says itself when a source stalls; this is for a loader that hangs."""
 LOADED_DEADLINE_S = 120.0
 """From the last part handed over to the stage's stand."""
+
+
+_Told = TypeVar("_Told", StageLoaded, StageGrown)
+"""What an engine says when the last part is in place."""
 
 
 class PartLease(AbstractAsyncContextManager["PartLease"], Protocol):
@@ -77,17 +83,56 @@ class StageLoader:
             self._pool_path = lease.pool_path
             async with lease:
                 await self._begin(hold, lease, asked_s)
-                feeding = asyncio.create_task(self._feed(hold, lease), name=f"parts of {hold.instance_id}")
-                try:
-                    # The engine may refuse a part while the next one is still on its way.
-                    await asyncio.wait({feeding, loaded}, return_when=asyncio.FIRST_COMPLETED)
-                    if not loaded.done():
-                        feeding.result()
-                    result = await within(LOADED_DEADLINE_S, asyncio.shield(loaded), "placing the last part")
-                finally:
-                    await cancel_all((feeding,))
-                if not lease.intact:
-                    raise SourceChanged("the host pool changed while parts were copied from it")
+                return await self._fed(hold, lease, loaded)
+
+    async def grow(self, hold: Hold, held: Stage, grown: asyncio.Future[StageGrown]) -> StageGrown:
+        """Give a stage that is held a longer range; ``grown`` is what the engine says of it, in whatever way.
+
+        Args:
+            hold: the longer range.
+            held: the range that is there, and serves.
+            grown: set by whoever hears the engine.
+
+        Raises:
+            PilotlightError: a part cannot be had or placed, the engine refused, or it ended.
+        """
+        spec = hold.model.spec
+        have = spec.parts_of(held)
+        parts = tuple(part for part in spec.parts_of(hold.stage) if part not in have)
+        with with_parent(hold.trace_parent), span("grow", instance_id=hold.instance_id, model=hold.model.name):
+            parent = current_traceparent() or hold.trace_parent
+            lease = await self._source.lease(self._core.worker_id, hold.instance_id, hold.model, parts, parent)
+            self._pool_path = lease.pool_path
+            async with lease:
+                extend = ExtendStage(
+                    instance_id=hold.instance_id,
+                    stage=hold.stage,
+                    device_bytes=hold.device_bytes,
+                    pool_path=lease.pool_path,
+                )
+                await self._core.engine.extend_stage(extend)
+                return await self._fed(hold, lease, grown)
+
+    async def call_off(self, instance_id: InstanceId, error: PilotlightError) -> None:
+        """Have the engine give up a growth that failed; one that is dead has done so."""
+        with suppress(EngineFailed):
+            await self._core.engine.call_off_extend(
+                CallOffExtend(instance_id=instance_id, code=error.code, message=error.message)
+            )
+
+    async def _fed(self, hold: Hold, lease: PartLease, told: asyncio.Future[_Told]) -> _Told:
+        """Hand the parts of a lease over, and wait for what the engine says at the end, or before."""
+        feeding = asyncio.create_task(self._feed(hold, lease), name=f"parts of {hold.instance_id}")
+        try:
+            # The engine may refuse a part while the next one is still on its way.
+            await asyncio.wait({feeding, told}, return_when=asyncio.FIRST_COMPLETED)
+            if not told.done():
+                feeding.result()
+            result = await within(LOADED_DEADLINE_S, asyncio.shield(told), "placing the last part")
+        finally:
+            await cancel_all((feeding,))
+        if not lease.intact:
+            raise SourceChanged("the host pool changed while parts were copied from it")
         return result
 
     async def _begin(self, hold: Hold, lease: PartLease, asked_s: float) -> None:
@@ -98,17 +143,15 @@ class StageLoader:
             stage=hold.stage,
             device_bytes=hold.device_bytes,
             pool_path=lease.pool_path,
-            sent=sent,
         )
-        await self._core.engine.load_stage(load)
-        phases = self._core.phases
-        phases.record(hold.instance_id, phases.phase(PhaseName.INIT, asked_s, sent.at_s, "lease"))
+        await self._core.engine.load_stage(load, sent)
+        self._core.phases.record(hold.instance_id, PhaseName.INIT, asked_s, sent.at_s, detail="lease")
 
     async def _feed(self, hold: Hold, lease: PartLease) -> None:
         frames = aiter(lease)
         while (ready := await within(PART_DEADLINE_S, anext(frames, None), "the next part")) is not None:
-            place = PlacePart(instance_id=hold.instance_id, part=ready.part, tensors=ready.tensors, ready=ready.ready)
-            await self._core.engine.place_part(place)
+            place = PlacePart(instance_id=hold.instance_id, part=ready.part, tensors=ready.tensors)
+            await self._core.engine.place_part(place, ready.ready)
 
 
 def epoch_in_pool(path: str) -> Epoch:

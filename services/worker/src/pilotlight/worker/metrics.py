@@ -3,7 +3,7 @@
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pilotlight.common.messages.engine import StepDone
-from pilotlight.policy.types import HealthState
+from pilotlight.policy.cluster import HealthState
 
 
 class WorkerMetrics:

@@ -12,8 +12,10 @@ from pilotlight.common.errors import PilotlightError
 from pilotlight.common.messages.tokens import TokenBatch, TokenEntry, tokens_subject
 from pilotlight.common.service import Background
 from pilotlight.common.waiting import pause, within
-from pilotlight.policy.types import GatewayId, Moment, WorkerId
-from pilotlight.worker.requests import Outgoing, RequestKey
+from pilotlight.policy.ids import GatewayId, WorkerId
+from pilotlight.policy.phase import Moment
+from pilotlight.policy.request import RequestKey
+from pilotlight.worker.requests import Outgoing
 
 log = structlog.get_logger()
 
@@ -38,7 +40,8 @@ class TokenPublisher:
     def add(self, outgoing: Outgoing, sampled: Moment | None = None) -> None:
         """Queue tokens, ``sampled`` then; they leave with the next ``flush``."""
         gateway_id, entry = outgoing
-        if sampled is not None:
+        if sampled is not None and entry.seq == 0:
+            # A cold start ends with the first token of a request: the other batches need no header.
             self._sampled.setdefault(gateway_id, sampled)
         waiting = self._pending.setdefault(gateway_id, {})
         key = RequestKey(entry.request_id, entry.attempt)
@@ -74,9 +77,9 @@ class TokenPublisher:
     async def _send(self, gateway_id: GatewayId, sampled: Moment | None, entries: list[TokenEntry]) -> None:
         if not entries:
             return
-        batch = TokenBatch(worker_id=self._worker_id, entries=entries, sampled=sampled)
+        batch = TokenBatch(worker_id=self._worker_id, entries=entries)
         try:
-            publishing = self._bus.publish(tokens_subject(gateway_id), batch, binary=True)
+            publishing = self._bus.publish(tokens_subject(gateway_id), batch, binary=True, sent=sampled)
             await within(PUBLISH_DEADLINE_S, publishing, "sending a token batch")
         except PilotlightError as error:
             log.warning("token batch lost", action="tokens_lost", gateway_id=gateway_id, error=error.message)

@@ -11,7 +11,8 @@ from pilotlight.common.buckets import Bucket
 from pilotlight.common.errors import PilotlightError
 from pilotlight.common.messages.reports import REPORT_INTERVAL_S, WorkerReport, worker_report_subject
 from pilotlight.common.waiting import Backoff, pause, within, woken
-from pilotlight.policy.types import Epoch, WorkerFacts
+from pilotlight.policy.cluster import WorkerFacts
+from pilotlight.policy.ids import Epoch
 from pilotlight.worker.core import WorkerCore
 
 log = structlog.get_logger()

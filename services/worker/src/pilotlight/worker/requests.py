@@ -15,7 +15,8 @@ from typing import NamedTuple
 from pilotlight.common.errors import BadRequest, Conflict, InternalError, NotFound, QueueFull
 from pilotlight.common.messages.engine import Produced
 from pilotlight.common.messages.tokens import AckEntry, Resend, Submit, TokenEntry
-from pilotlight.policy.types import FinishReason, GatewayId, InstanceId, RequestId
+from pilotlight.policy.ids import GatewayId, InstanceId, RequestId
+from pilotlight.policy.request import FinishReason, RequestKey
 
 FINISHED_KEPT_S = 60.0
 """A finished request whose end nobody acknowledges is forgotten after this time."""
@@ -26,13 +27,6 @@ KEPT_PER_RUNNING = 4
 FORGOTTEN_KEPT = 4096
 """Keys of forgotten requests that are remembered, so that a late submit, or a late repetition of one, does not run."""
 RETRY_AFTER_S = 1.0
-
-
-class RequestKey(NamedTuple):
-    """What a submit is idempotent by."""
-
-    request_id: RequestId
-    attempt: int
 
 
 class Outgoing(NamedTuple):
@@ -165,7 +159,7 @@ class RequestTable:
         if kept.logprobs is not None:
             kept.logprobs.extend(produced.logprobs or [None] * len(produced.token_ids))
         if kept.top_logprobs is not None:
-            kept.top_logprobs.extend(produced.top_logprobs or ([] for _ in produced.token_ids))
+            kept.top_logprobs.extend(map(list, produced.top_logprobs or ([] for _ in produced.token_ids)))
         if produced.finish is not None:
             kept.finish, kept.code, kept.message = produced.finish, produced.code, produced.message
             self._end(kept, now_s)
@@ -243,8 +237,6 @@ class RequestTable:
                 request_id=kept.key.request_id,
                 attempt=kept.key.attempt,
                 position=kept.next,
-                token_ids=[],
-                logprobs=None,
                 finish=FinishReason.ERROR,
                 code=code,
                 message=message,

@@ -49,6 +49,10 @@ class WorkerSettings(ServiceSettings):
     pool_path: Path | None = Field(
         None, description="File of the node's host pool: a worker that starts reads there which epoch the loader has seen."
     )
+    dataplane_host: str = Field(
+        "127.0.0.1",
+        description="Address at which engines of other stages of a model connect to the worker's engine. Needs the secret `cluster-key`.",
+    )
     max_requests: int = Field(
         256, ge=1, le=65_536, description="Requests that run or wait on one worker; more are refused with 429."
     )

@@ -4,20 +4,27 @@ import asyncio
 import math
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import structlog
 
-from pilotlight.common.clock import moment_of
 from pilotlight.common.errors import DeadlineExceeded, EngineFailed, NoRoom, NotLoaded, PilotlightError, StaleCommand, error_of
-from pilotlight.common.messages.engine import StageFailed, StageLoaded, StageOpened, UnloadStage
+from pilotlight.common.messages.engine import (
+    PipelineLeft,
+    StageFailed,
+    StageGrown,
+    StageLoaded,
+    StageOpened,
+    StageRefused,
+    UnloadStage,
+)
 from pilotlight.common.messages.hold import Hold, WorkerHold
 from pilotlight.common.newest import Newest
 from pilotlight.common.waiting import within
-from pilotlight.policy.coverage import departed_s
-from pilotlight.policy.types import Epoch, Generation, HeldStage, HeldState, InstanceId, Moment
+from pilotlight.policy.cluster import HeldStage, HeldState
+from pilotlight.policy.ids import Epoch, Generation, InstanceId
 from pilotlight.worker.core import WorkerCore
-from pilotlight.worker.lifecycle import RESIDENT, HeldEvent, HeldView, plan, step
+from pilotlight.worker.held import Held, ServingStage, placed_at
+from pilotlight.worker.lifecycle import RESIDENT, HeldEvent, plan, step
 from pilotlight.worker.loading import StageLoader
 
 log = structlog.get_logger()
@@ -29,34 +36,6 @@ LOST_UNLOAD_S = 300.0
 RETRY_AFTER_S = 0.5
 GONE_KEPT = 1024
 """Instances that were given up or drained and are remembered, so that a late command does not load them again."""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Held:
-    hold: Hold
-    state: HeldState
-    since_s: float
-    reason: str = ""
-    kv_capacity_tokens: int = 0
-    open: bool = False
-    """The engine has made room: it takes requests."""
-    placed: Moment | None = None
-    """When its last part was in its place."""
-    loading: asyncio.Task[None] | None = None
-    loaded: asyncio.Future[StageLoaded] | None = None
-    """What the engine says of the load."""
-    overdue_s: float = math.inf
-    """When its requests are to go on elsewhere, if it drains."""
-    unloaded: asyncio.Future[None] | None = None
-    """Done when the engine has freed it; set while that is asked."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServingStage:
-    """A stage that takes requests."""
-
-    hold: Hold
-    kv_capacity_tokens: int
 
 
 class Stages:
@@ -72,11 +51,10 @@ class Stages:
         self._core = core
         self._loader = loader
         self._settled = settled
-        self._held: dict[InstanceId, _Held] = {}
+        self._held: dict[InstanceId, Held] = {}
         self._gone: OrderedDict[InstanceId, Generation] = OrderedDict()
         self._unloading: defaultdict[InstanceId, deque[asyncio.Future[None]]] = defaultdict(deque)
         """Unloads that the engine was asked for and has not confirmed, in order."""
-        self._engine_deaths = 0
         self._desired: tuple[Hold, ...] | None = None
         """None until the first command: absence is never deletion."""
         self._epoch = Epoch(0)
@@ -100,10 +78,10 @@ class Stages:
     def unproven(self, instance_id: InstanceId) -> bool:
         """Every part is in its place, and it has not been found yet that all of them were whole when they were copied."""
         held = self._held.get(instance_id)
-        return held is not None and held.state is HeldState.LOADING and held.loaded is not None and held.loaded.done()
+        return held is not None and held.unproven
 
-    def command(self, command: WorkerHold) -> None:
-        """Take the complete desired set.
+    def command(self, command: WorkerHold, asked_s: float) -> None:
+        """Take the complete desired set, which was asked for at ``asked_s``.
 
         Raises:
             StaleCommand: a higher epoch has been seen, here or by the node's loader.
@@ -116,7 +94,7 @@ class Stages:
         if not self._newest.is_news(command.worker_id, str(command.epoch), command.seq):
             return
         self._desired = command.holds
-        self.reconcile(departed_s(command.sent, moment_of(self._core.clock)))
+        self.reconcile(asked_s)
 
     def reconcile(self, asked_s: float | None = None) -> None:
         """Do what is missing between held and desired; nothing, when nothing is. ``asked_s`` is when that was asked for: now,
@@ -124,7 +102,7 @@ class Stages:
         """
         if self._desired is None:
             return
-        views = {instance_id: HeldView(hold=held.hold, state=held.state) for instance_id, held in self._held.items()}
+        views = {instance_id: held.view for instance_id, held in self._held.items()}
         todo = plan(views, self._gone, self._desired, self._core.device_bytes)
         for hold in todo.renew:
             self._held[hold.instance_id].hold = hold
@@ -132,10 +110,12 @@ class Stages:
         if self._core.engine.alive:
             for hold in todo.start:
                 self._start(hold, asked_s)
+            for hold in todo.grow:
+                self._grow(self._held[hold.instance_id], hold)
         for hold in todo.refuse:
             held = self._hold(hold)
             self._fail(held, NoRoom(f"{hold.device_bytes} bytes were granted, and the device has no such room"))
-        if todo.renew or todo.let_go or todo.start or todo.refuse:
+        if todo.renew or todo.let_go or todo.start or todo.grow or todo.refuse:
             self._core.changed.set()
         if any(removed):
             # A newer generation may have waited for the place.
@@ -144,14 +124,14 @@ class Stages:
     async def give_up(self, instance_ids: Sequence[InstanceId]) -> tuple[InstanceId, ...]:
         """Unload these if they are ready and idle; returns the ones whose memory is free, also of an earlier call."""
         freed: list[InstanceId] = []
-        leaving: list[_Held] = []
+        leaving: list[Held] = []
         for instance_id in instance_ids:
             held = self._held.get(instance_id)
             if held is None and instance_id in self._gone:
                 freed.append(instance_id)
             elif held is not None and held.state is HeldState.EVICTED:
                 leaving.append(held)
-            elif held is not None and held.state is HeldState.READY and self._core.table.in_flight(instance_id) == 0:
+            elif held is not None and held.idle and self._core.table.in_flight(instance_id) == 0:
                 # From here on submits are refused: no request can slip in between.
                 self._move(held, HeldEvent.GIVE_UP)
                 held.reason = f"{NoRoom.code}: its room was asked for"
@@ -168,24 +148,28 @@ class Stages:
         """The stage that takes an instance's requests: it is ready, or loads and has room made for it.
 
         Raises:
-            NotLoaded: it is not held whole, or takes none.
+            NotLoaded: it is not held, or the engine serves it not, or not yet.
         """
         held = self._held.get(instance_id)
-        if held is None or not (held.state is HeldState.READY or (held.state is HeldState.LOADING and held.open)):
+        if held is None or not held.serves:
             state = held.state.value if held else "not held"
-            raise NotLoaded(f"{instance_id} is {state} on {self._core.worker_id}", retry_after_s=RETRY_AFTER_S)
-        if held.hold.stage != held.hold.model.spec.whole:
-            raise NotLoaded(f"{self._core.worker_id} holds only a stage of {instance_id}")
+            raise NotLoaded(f"{instance_id} is {state} on {self._core.worker_id}, and not served", retry_after_s=RETRY_AFTER_S)
         return ServingStage(hold=held.hold, kv_capacity_tokens=held.kv_capacity_tokens)
+
+    @property
+    def held(self) -> tuple[Held, ...]:
+        """What is held; to be read alone."""
+        return tuple(self._held.values())
 
     def facts(self, now_s: float) -> tuple[HeldStage, ...]:
         """What is held, as it is reported."""
-        return tuple(self._fact(held, now_s) for held in self._held.values())
+        table = self._core.table
+        return tuple(held.fact(now_s, table.in_flight(one), table.ended_s(one)) for one, held in self._held.items())
 
     def on_opened(self, event: StageOpened) -> None:
-        """The engine has made room for a whole model."""
+        """The engine takes requests for a stage."""
         held = self._held.get(event.instance_id)
-        if held is not None and held.state is HeldState.LOADING:
+        if held is not None and held.state in (HeldState.LOADING, HeldState.READY):
             held.kv_capacity_tokens, held.open = event.kv_capacity_tokens, True
             self._core.changed.set()
 
@@ -200,6 +184,25 @@ class Stages:
         held = self._held.get(event.instance_id)
         if held is not None and held.loaded is not None and not held.loaded.done():
             held.loaded.set_exception(error_of(event.code, event.message))
+        elif held is not None and held.state is HeldState.READY:
+            error = error_of(event.code, event.message)
+            held.hear_grown(error)
+            self._fail(held, error)
+
+    def on_growth(self, event: StageGrown | StageRefused) -> None:
+        """The engine runs a longer range; or it cannot do what was asked for a stage, which stays what it was."""
+        if event.instance_id is not None and (held := self._held.get(event.instance_id)) is not None:
+            held.hear_grown(event if isinstance(event, StageGrown) else error_of(event.code, event.message))
+
+    def on_pipeline_left(self, event: PipelineLeft) -> None:
+        """A stage is in no pipeline any more, and serves nothing until it is joined again (``Groups``).
+
+        One that is to have the whole model goes on alone: it serves.
+        """
+        held = self._held.get(event.instance_id)
+        if held is not None and (held.growing is None or held.growing.stage != held.growing.model.spec.whole):
+            held.open = False
+            self._core.changed.set()
 
     def on_unloaded(self, instance_id: InstanceId) -> None:
         """The engine has freed it."""
@@ -209,19 +212,21 @@ class Stages:
         if not waiting:
             del self._unloading[instance_id]
 
-    def on_engine_died(self, reason: str, code: str = EngineFailed.code) -> None:
-        """The engine and everything in it is gone."""
-        self._engine_deaths += 1
+    def on_engine_died(self, reason: str, code: str = EngineFailed.code, instances: frozenset[InstanceId] | None = None) -> None:
+        """The engine and everything in it is gone: these instances, or all."""
         error = error_of(code, f"the engine ended: {reason}")
-        for held in list(self._held.values()):
+        for instance_id, held in list(self._held.items()):
+            if instances is not None and instance_id not in instances:
+                continue
+            held.lost = True
             if held.loaded is not None and not held.loaded.done():
                 held.loaded.set_exception(error)
             elif held.state is HeldState.READY:
+                held.hear_grown(error)
                 self._fail(held, error)
-        for waiting in self._unloading.values():
-            for unloaded in waiting:
+        for instance_id in list(self._unloading if instances is None else instances & self._unloading.keys()):
+            for unloaded in self._unloading.pop(instance_id):
                 unloaded.set_result(None)
-        self._unloading.clear()
         self._core.changed.set()
 
     def overdue(self, now_s: float) -> tuple[InstanceId, ...]:
@@ -243,10 +248,43 @@ class Stages:
             if held.loading is not None:
                 held.loading.cancel()
 
-    def _hold(self, hold: Hold) -> _Held:
+    def _grow(self, held: Held, hold: Hold) -> None:
+        held.growing, held.grown = hold, asyncio.get_running_loop().create_future()
+        log.info("stage is growing", action="stage_growing", instance_id=hold.instance_id, stop=hold.stage.stop)
+        held.loading = self._core.background.spawn(f"grow {hold.instance_id}", self._extend(held, hold, held.grown))
+
+    async def _extend(self, held: Held, hold: Hold, grown: asyncio.Future[StageGrown]) -> None:
+        """What goes wrong before the engine runs the longer range leaves the stage as it was; the next command asks again."""
+        try:
+            result = await self._loader.grow(hold, held.hold.stage, grown)
+        except PilotlightError as error:
+            await self._not_grown(held, error, broken=held.unproven)
+            return
+        finally:
+            held.loading = held.growing = held.grown = None
+            if not grown.cancel():
+                grown.exception()
+            self._core.changed.set()
+        if held.state is HeldState.READY:
+            held.hold, held.kv_capacity_tokens, held.reason = hold, result.kv_capacity_tokens, ""
+            self._move(held, HeldEvent.GROW)
+            self._settled(hold.instance_id, None)
+            self._core.phases.add(hold.instance_id, *result.phases)
+
+    async def _not_grown(self, held: Held, error: PilotlightError, *, broken: bool) -> None:
+        """A growth failed. The stage is ``broken`` when the engine runs parts that may not have been whole."""
+        log.warning("stage does not grow", action="stage_not_grown", instance_id=held.hold.instance_id, error=error.message)
+        if held.state is HeldState.READY and broken:
+            self._fail(held, error)
+            self._unload(held)
+        elif held.state is HeldState.READY:
+            held.reason = f"{error.code}: {error.message}"
+            await self._loader.call_off(held.hold.instance_id, error)
+
+    def _hold(self, hold: Hold) -> Held:
         state = step(None, HeldEvent.HOLD)
         assert state is not None
-        held = _Held(hold=hold, state=state, since_s=self._core.clock.monotonic_s())
+        held = Held(hold=hold, state=state, since_s=self._core.clock.monotonic_s())
         self._held[hold.instance_id] = held
         return held
 
@@ -257,11 +295,10 @@ class Stages:
         log.info("stage is loading", action="stage_loading", instance_id=hold.instance_id, model=hold.model.name)
         held.loading = self._core.background.spawn(f"load {hold.instance_id}", self._load(held, asked_s, held.loaded))
 
-    async def _load(self, held: _Held, asked_s: float, loaded: asyncio.Future[StageLoaded]) -> None:
-        deaths = self._engine_deaths
+    async def _load(self, held: Held, asked_s: float, loaded: asyncio.Future[StageLoaded]) -> None:
         try:
             result = await self._loader.load(held.hold, asked_s, loaded)
-            if deaths != self._engine_deaths:
+            if held.lost:
                 raise EngineFailed("the engine ended as soon as the stage was loaded")
         except PilotlightError as error:
             self._fail(held, error)
@@ -272,13 +309,13 @@ class Stages:
             if not loaded.cancel():
                 loaded.exception()
         held.kv_capacity_tokens = result.kv_capacity_tokens
-        held.placed = _placed(result)
+        held.placed = placed_at(result)
         self._move(held, HeldEvent.LOADED)
         self._settled(held.hold.instance_id, None)
-        self._core.phases.record(held.hold.instance_id, *result.phases)
+        self._core.phases.add(held.hold.instance_id, *result.phases)
         self._core.metrics.loads.labels(outcome="loaded").inc()
 
-    def _fail(self, held: _Held, error: PilotlightError) -> None:
+    def _fail(self, held: Held, error: PilotlightError) -> None:
         self._move(held, HeldEvent.FAIL)
         held.reason = f"{error.code}: {error.message}"
         self._settled(held.hold.instance_id, NotLoaded(f"its load failed: {held.reason}"))
@@ -298,26 +335,27 @@ class Stages:
         if held.state not in RESIDENT:
             self._move(held, HeldEvent.LET_GO)
             return True
-        loading = held.loading
+        loading, unsure = held.loading, held.growing is None or held.unproven
         self._move(held, HeldEvent.LET_GO)
         if loading is not None:
             loading.cancel()
-            self._settled(instance_id, NotLoaded("its load was called off"))
+            if unsure:
+                self._settled(instance_id, NotLoaded("its load was called off"))
         self._unload_if_idle(held)
         return False
 
-    def _unload_if_idle(self, held: _Held) -> None:
+    def _unload_if_idle(self, held: Held) -> None:
         busy = self._core.table.in_flight(held.hold.instance_id) > 0
         if held.state is HeldState.DRAINING and held.unloaded is None and not busy:
             self._unload(held)
 
-    def _unload(self, held: _Held) -> None:
+    def _unload(self, held: Held) -> None:
         unloaded = asyncio.get_running_loop().create_future()
         held.unloaded = unloaded
         self._unloading[held.hold.instance_id].append(unloaded)
         self._core.background.spawn(f"unload {held.hold.instance_id}", self._ask_unload(held, unloaded))
 
-    async def _ask_unload(self, held: _Held, unloaded: asyncio.Future[None]) -> None:
+    async def _ask_unload(self, held: Held, unloaded: asyncio.Future[None]) -> None:
         """Have the engine free a stage; an engine that is dead, or is killed because it does not answer, has freed it too."""
         try:
             await self._core.engine.unload_stage(UnloadStage(instance_id=held.hold.instance_id))
@@ -329,13 +367,13 @@ class Stages:
                 waiting.remove(unloaded)
                 unloaded.set_result(None)
         except DeadlineExceeded as error:
-            await self._core.engine.kill(error.message)
+            await self._core.engine.kill(error.message, having=held.hold.instance_id)
             await within(UNLOAD_DEADLINE_S, unloaded, "killing an engine that does not unload")
         if held.state is HeldState.DRAINING:
             self._move(held, HeldEvent.UNLOADED)
             self.reconcile()
 
-    def _move(self, held: _Held, event: HeldEvent) -> None:
+    def _move(self, held: Held, event: HeldEvent) -> None:
         state = step(held.state, event)
         held.since_s = self._core.clock.monotonic_s()
         if state is None:
@@ -350,30 +388,3 @@ class Stages:
         self._gone[hold.instance_id] = hold.generation
         while len(self._gone) > GONE_KEPT:
             self._gone.popitem(last=False)
-
-    def _fact(self, held: _Held, now_s: float) -> HeldStage:
-        hold = held.hold
-        in_flight = self._core.table.in_flight(hold.instance_id)
-        used_s = max(held.since_s, self._core.table.ended_s(hold.instance_id) or 0.0)
-        idle = held.state is HeldState.READY and in_flight == 0
-        return HeldStage(
-            instance_id=hold.instance_id,
-            generation=hold.generation,
-            model=hold.model.name,
-            digest=hold.model.digest,
-            stage=hold.stage,
-            state=held.state,
-            device_bytes=hold.device_bytes if held.state in RESIDENT else 0,
-            in_flight=in_flight,
-            idle_s=now_s - used_s if idle else 0.0,
-            reason=held.reason,
-            kv_capacity_tokens=held.kv_capacity_tokens,
-            loaded=held.placed,
-            open=held.open and held.state is HeldState.LOADING,
-        )
-
-
-def _placed(loaded: StageLoaded) -> Moment | None:
-    """The end of the engine's last work on it."""
-    last = max(loaded.phases, key=lambda phase: phase.end_s, default=None)
-    return Moment(at_s=last.end_s, wall_offset_s=last.wall_offset_s) if last is not None else None

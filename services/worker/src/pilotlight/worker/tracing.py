@@ -5,8 +5,8 @@ import asyncio
 from pilotlight.common.service import Background
 from pilotlight.common.telemetry import span, with_parent
 from pilotlight.common.waiting import woken
-from pilotlight.policy.types import InstanceId
-from pilotlight.worker.requests import RequestKey
+from pilotlight.policy.ids import InstanceId
+from pilotlight.policy.request import RequestKey
 
 LONGEST_S = 600.0
 """A prefill that takes longer has its span ended without it."""

@@ -6,7 +6,8 @@ from collections import OrderedDict
 
 from pilotlight.common.store import ObjectStore, text_key
 from pilotlight.common.waiting import within
-from pilotlight.policy.types import Digest, Vocabulary
+from pilotlight.policy.ids import Digest
+from pilotlight.policy.request import Vocabulary
 from pilotlight.text.bundle import TextBundle, decode
 
 FETCH_S = 30.0

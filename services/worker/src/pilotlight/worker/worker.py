@@ -6,29 +6,41 @@ from dataclasses import replace
 import structlog
 
 from pilotlight.common.buckets import Bucket
+from pilotlight.common.envelope import Timed
 from pilotlight.common.errors import DeviceFailed, EngineFailed, InternalError, NotLoaded, PilotlightError, WorkerLost
 from pilotlight.common.messages.engine import (
+    DoorOpened,
     EngineFault,
     EngineUp,
+    KvExported,
+    PipelineLeft,
     Prefilled,
     Produced,
+    RequestReleased,
     SpareReady,
+    StageConnected,
     StageFailed,
+    StageGrown,
     StageLoaded,
     StageOpened,
+    StageRefused,
+    StageResized,
     StageUnloaded,
     StepDone,
 )
 from pilotlight.common.waiting import Backoff, every, pause
-from pilotlight.policy.types import Device, DeviceHealth, DeviceKind, HealthState, InstanceId, Liveness, Moment, WorkerFacts
+from pilotlight.policy.cluster import Device, DeviceHealth, DeviceKind, HealthState, Liveness, WorkerFacts, together
+from pilotlight.policy.ids import InstanceId
+from pilotlight.policy.phase import Moment
+from pilotlight.policy.request import RequestKey
 from pilotlight.worker.core import WorkerCore
 from pilotlight.worker.device_watch import DeviceWatch
-from pilotlight.worker.engine_client import EngineDied, EngineEvent
+from pilotlight.worker.engines.client import EngineDied, EngineEvent
+from pilotlight.worker.groups import Groups
 from pilotlight.worker.handlers import Handlers
 from pilotlight.worker.loading import StageLoader
 from pilotlight.worker.publisher import TokenPublisher
 from pilotlight.worker.reporting import Reporter
-from pilotlight.worker.requests import RequestKey
 from pilotlight.worker.stages import Stages
 from pilotlight.worker.tracing import PrefillSpans
 
@@ -59,8 +71,10 @@ class Worker:
         bucket: Bucket,
         incarnation: str,
         watch: DeviceWatch | None = None,
+        groups: Groups | None = None,
     ) -> None:
         self.core = core
+        self._groups = groups or Groups(core, "", None)
         self._watch = watch
         self.stages = Stages(core, loader, self._on_settled)
         self._kind = kind
@@ -103,7 +117,7 @@ class Worker:
             if self._usable:
                 raise
         self._restarting = False
-        background.spawn(f"engine of {self.core.worker_id}", self._follow_engine())
+        self.core.engine.follow(self._on_event)
         background.spawn(f"upkeep of {self.core.worker_id}", self._keep_up())
         await self._handlers.start()
         self._reporter.start()
@@ -131,18 +145,14 @@ class Worker:
         """What is reported."""
         core, up, last = self.core, self._up, self._step
         waiting = min(last.waiting, core.table.running) if last is not None else 0
+        devices = self._devices(up)
         return WorkerFacts(
             worker_id=core.worker_id,
             node_id=core.node_id,
-            device=Device(
-                kind=self._kind,
-                name=up.device_name if up else self._name_by_driver,
-                memory_bytes=core.device_bytes,
-                load_bytes_per_s=up.load_bytes_per_s if up else 0.0,
-                granule_bytes=up.granule_bytes if up else 1,
-            ),
+            device=together(devices),
+            devices=devices,
             liveness=Liveness.ALIVE,
-            held=self.stages.facts(core.clock.monotonic_s()),
+            held=tuple(replace(one, port=self._groups.port) for one in self.stages.facts(core.clock.monotonic_s())),
             queue_requests=waiting,
             running_requests=core.table.running - waiting,
             kv_free_tokens=last.kv_free_tokens if last is not None and last.running else self.stages.kv_capacity_tokens,
@@ -151,11 +161,17 @@ class Worker:
             health=self._health,
         )
 
-    @property
-    def _name_by_driver(self) -> str:
-        """What the driver calls the device; empty where nobody is asked."""
-        gpu = self._watch.gpu if self._watch is not None else None
-        return gpu.name if gpu is not None else ""
+    def _devices(self, up: EngineUp | None) -> tuple[Device, ...]:
+        """Those that the engine computes on: it has one."""
+        by_driver = self._watch.names if self._watch is not None else ()
+        only = Device(
+            kind=self._kind,
+            name=up.device_name if up else next(iter(by_driver), ""),
+            memory_bytes=self.core.device_bytes,
+            load_bytes_per_s=up.load_bytes_per_s if up else 0.0,
+            granule_bytes=up.granule_bytes if up else 1,
+        )
+        return (only,)
 
     @property
     def _health(self) -> DeviceHealth:
@@ -192,48 +208,57 @@ class Worker:
             # It has failed since it was looked at, and what was killed then may have been none.
             await self.core.engine.kill(self._health.reason, DeviceFailed.code)
 
-    async def _follow_engine(self) -> None:
-        async for event in self.core.engine.events():
-            self._heard_s = self.core.clock.monotonic_s()
-            try:
-                self._on(event)
-            except InternalError as error:
-                await self._distrust(error)
+    async def _on_event(self, told: Timed[EngineEvent]) -> None:
+        self._heard_s = self.core.clock.monotonic_s()
+        try:
+            self._on(told.message, told.sent)
+        except InternalError as error:
+            await self._distrust(error)
 
     async def _distrust(self, error: InternalError) -> None:
         """The engine's books are wrong, for one request and who knows which others: none of its tokens can be trusted."""
         log.error("engine talks nonsense", action="engine_incoherent", error=error.message)
         await self.core.engine.kill(error.message)
 
-    def _on(self, event: EngineEvent) -> None:
+    def _on(self, event: EngineEvent, sent: Moment | None) -> None:
         match event:
             case StepDone():
-                self._on_step(event)
+                self._on_step(event, sent)
             case StageOpened():
                 self.stages.on_opened(event)
             case StageLoaded():
                 self.stages.on_loaded(event)
             case StageFailed():
                 self.stages.on_load_failed(event)
+            case StageGrown():
+                self.stages.on_growth(event)
+            case StageRefused():
+                self.stages.on_growth(event)
+                self._groups.on_refused(event)
+            case PipelineLeft():
+                self._groups.on_left(event)
+                self.stages.on_pipeline_left(event)
+            case DoorOpened():
+                self._groups.on_door(event.port)
             case StageUnloaded():
                 self.stages.on_unloaded(event.instance_id)
             case Prefilled():
-                self.core.phases.record(event.instance_id, *event.earlier, event.phase)
+                self.core.phases.add(event.instance_id, *event.earlier, event.phase)
             case EngineDied():
                 self._on_death(event)
-            case EngineUp() | SpareReady() | EngineFault():
+            case EngineUp() | SpareReady() | EngineFault() | StageConnected() | StageResized() | KvExported() | RequestReleased():
                 pass
 
-    def _on_step(self, step: StepDone) -> None:
+    def _on_step(self, step: StepDone, sampled: Moment | None) -> None:
         self._step = step
         self.core.metrics.stepped(step)
         now: list[_Sampled] = []
         for produced in step.produced:
             instance_id = self.core.table.instance_of(RequestKey(produced.request_id, produced.attempt))
             if instance_id is not None and self.stages.unproven(instance_id):
-                self._unproven.setdefault(instance_id, []).append((produced, step.sampled))
+                self._unproven.setdefault(instance_id, []).append((produced, sampled))
             else:
-                now.append((produced, step.sampled))
+                now.append((produced, sampled))
         self._hand_out(now)
 
     def _hand_out(self, produced: list[_Sampled]) -> None:
@@ -246,6 +271,7 @@ class Worker:
 
     def _on_settled(self, instance_id: InstanceId, error: PilotlightError | None) -> None:
         """A load has ended: its tokens may leave, or its requests have to go on elsewhere."""
+        self._groups.follow(self.stages.held)
         produced = self._unproven.pop(instance_id, [])
         if error is not None:
             self._fail_requests(error.code, error.message, instance_id)
@@ -270,9 +296,15 @@ class Worker:
             self._hung = (self.core.clock.monotonic_s(), died.reason)
         log.error("engine died", action="engine_lost", worker_id=self.core.worker_id, reason=died.reason, code=died.code)
         self._step = None
-        self._unproven.clear()
-        self._fail_requests(died.code, f"the engine ended: {died.reason}")
-        self.stages.on_engine_died(died.reason, died.code)
+        message = f"the engine ended: {died.reason}"
+        if died.instances is None:
+            self._unproven.clear()
+            self._fail_requests(died.code, message)
+        for instance_id in died.instances or ():
+            self._unproven.pop(instance_id, None)
+            self._fail_requests(died.code, message, instance_id)
+        self._groups.on_engine_died(died.instances)
+        self.stages.on_engine_died(died.reason, died.code, died.instances)
         self.stages.on_requests_ended()
         if self._running and not self._restarting:
             self._restart()
@@ -322,6 +354,7 @@ class Worker:
     async def _keep_up(self) -> None:
         async for _ in every(UPKEEP_S):
             await self._handlers.expire()
+            self._groups.follow(self.stages.held)
             now_s = self.core.clock.monotonic_s()
             if not self.stages.busy:
                 self._heard_s = now_s

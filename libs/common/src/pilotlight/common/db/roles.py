@@ -21,7 +21,7 @@ def _tables_of(*owners: str) -> tuple[Table, ...]:
 READS: dict[str, tuple[Table, ...]] = {
     "gateway": _tables_of("scheduler", "cache", "materializer"),
     "scheduler": (tables.models, tables.drains),
-    "cache": (tables.models, tables.drains, tables.instances, tables.lease),
+    "cache": (tables.models, tables.drains, tables.instances, tables.lease, tables.estimates),
     "materializer": (tables.models,),
 }
 """What each owner may read outside its own schema."""

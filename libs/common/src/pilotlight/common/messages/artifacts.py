@@ -1,7 +1,7 @@
 """Workers and schedulers to materializer: materialized state."""
 
 from pilotlight.common.messages.codec import Message
-from pilotlight.policy.types import Digest
+from pilotlight.policy.ids import Digest
 
 FIND_ARTIFACTS_SUBJECT = "v1.materializer.find"
 """Request/reply: ``FindArtifacts`` → ``ArtifactsFound``."""

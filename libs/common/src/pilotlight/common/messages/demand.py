@@ -1,7 +1,8 @@
 """Gateway to scheduler: what is held, and what an operator asks for."""
 
 from pilotlight.common.messages.codec import Message
-from pilotlight.policy.types import Demand, GatewayId, InstanceId, ModelName
+from pilotlight.policy.ids import GatewayId, InstanceId, ModelName
+from pilotlight.policy.request import Demand
 
 DEMAND_SUBJECTS = "v1.demand.*"
 WARM_SUBJECT = "v1.scheduler.warm"

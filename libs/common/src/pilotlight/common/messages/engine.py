@@ -1,30 +1,96 @@
-"""Worker and its engine child, over a socketpair: msgpack frames."""
+"""Worker and its engine child, over a socketpair: msgpack frames, each of them ``Timed`` (``common.envelope``)."""
 
+from pilotlight.common.envelope import Timed
 from pilotlight.common.messages.codec import Message
 from pilotlight.common.messages.pool import TensorPlace
-from pilotlight.policy.types import FinishReason, InstanceId, Model, Moment, Phase, RequestId, Sampling, Stage, Vocabulary
+from pilotlight.policy.ids import InstanceId, NodeId, RequestId
+from pilotlight.policy.model import Dtype, Model, Stage
+from pilotlight.policy.phase import Phase
+from pilotlight.policy.request import FinishReason, Sampling, Vocabulary
 
 
 class LoadStage(Message, tag="load", frozen=True, kw_only=True):
-    """Make room for a stage; its parts follow as ``PlacePart``."""
+    """Make room for a stage; its parts follow as ``PlacePart``. The engine's part of ``init`` begins when it was sent."""
 
     instance_id: InstanceId
     model: Model
     stage: Stage
     device_bytes: int
     pool_path: str
-    sent: Moment | None = None
-    """The engine's part of ``init`` begins then."""
 
 
 class PlacePart(Message, tag="part", frozen=True, kw_only=True):
-    """Copy one part's tensors from the host pool to their place."""
+    """Copy one part's tensors from the host pool to their place.
+
+    The envelope says since when the part is ready: ``load`` of it begins then, or with the end of what came before.
+    """
 
     instance_id: InstanceId
     part: int
     tensors: tuple[TensorPlace, ...]
-    ready: Moment | None = None
-    """As in ``PartReady``: ``load`` of this part begins then, or with the end of what came before."""
+
+
+class OpenDoor(Message, tag="door", frozen=True, kw_only=True):
+    """Listen for the engines of other stages. ``DoorOpened`` follows, or ``StageRefused`` without an instance."""
+
+    node_id: NodeId
+    """What this node proves, with the cluster's key."""
+    host: str
+    """The address to listen at."""
+    secrets_dir: str
+    """The folder of the cluster's key, which is in no message."""
+
+
+class StageAddress(Message, frozen=True, kw_only=True):
+    """Where the engine of a stage listens."""
+
+    node_id: NodeId
+    stage: Stage
+    host: str
+    port: int
+
+
+class ConnectStage(Message, tag="connect", frozen=True, kw_only=True):
+    """Join a pipeline: each stage connects to the one behind it, the last one to the first.
+
+    ``StageConnected`` follows, and ``StageOpened`` where the stage leads; or ``StageRefused``.
+    """
+
+    instance_id: InstanceId
+    stage: Stage
+    """What this engine holds of the instance."""
+    behind: StageAddress
+    timeout_s: float
+    """For each of the two channels."""
+
+
+class ExtendStage(Message, tag="extend", frozen=True, kw_only=True):
+    """Give a stage more layers behind its own; the parts that it lacks follow as ``PlacePart``.
+
+    It serves its old range meanwhile. ``StageGrown`` follows, or ``StageRefused``: then it stays what it was.
+    """
+
+    instance_id: InstanceId
+    stage: Stage
+    """Its range afterwards."""
+    device_bytes: int
+    """What the stage has from now on."""
+    pool_path: str
+
+
+class CallOffExtend(Message, tag="call_off", frozen=True, kw_only=True):
+    """Parts of a longer range cannot be had. ``StageRefused`` follows if the stage serves its old range on, else ``StageFailed``."""
+
+    instance_id: InstanceId
+    code: str
+    message: str
+
+
+class ResizeStage(Message, tag="resize", frozen=True, kw_only=True):
+    """Give a stage more bytes or fewer: its KV grows or shrinks. ``StageResized`` follows, or ``StageRefused``."""
+
+    instance_id: InstanceId
+    device_bytes: int
 
 
 class UnloadStage(Message, tag="unload", frozen=True, kw_only=True):
@@ -33,8 +99,45 @@ class UnloadStage(Message, tag="unload", frozen=True, kw_only=True):
     instance_id: InstanceId
 
 
+class KvBytes(Message, frozen=True, kw_only=True):
+    """Keys and values of one request, positions [start, start + tokens) in some layers: row-major, in the model's dtype.
+
+    ::
+
+        shape   [num_layers, 2, tokens, num_kv_heads, head_dim]
+    """
+
+    layers: Stage
+    start: int
+    shape: tuple[int, ...]
+    dtype: Dtype
+    data: bytes
+
+
+class ExportKv(Message, tag="export_kv", frozen=True, kw_only=True):
+    """Copy the KV that a request has in some layers. It goes on. ``KvExported`` follows, or ``StageRefused``.
+
+    A frame holds 64 MiB: more is asked for in several ranges of layers.
+    """
+
+    instance_id: InstanceId
+    request_id: RequestId
+    attempt: int
+    layers: Stage
+    since: int = 0
+    """The first position."""
+
+
+class ReleaseRequest(Message, tag="release", frozen=True, kw_only=True):
+    """Let a request go that goes on elsewhere: no end of it is told. ``RequestReleased`` follows, or ``StageRefused``."""
+
+    instance_id: InstanceId
+    request_id: RequestId
+    attempt: int
+
+
 class Run(Message, tag="run", frozen=True, kw_only=True):
-    """Take a request into the batch."""
+    """Take a request into the batch. ``prefill`` of a stage's first request begins when it was sent."""
 
     request_id: RequestId
     attempt: int
@@ -44,10 +147,10 @@ class Run(Message, tag="run", frozen=True, kw_only=True):
     sampling: Sampling
     vocabulary: Vocabulary | None = None
     """The model's, if the sampling has a grammar."""
-    sent: Moment | None = None
-    """``prefill`` of a stage's first request begins then."""
     deadline_in_s: float | None = None
-    """As in ``Submit``, from ``sent`` on."""
+    """As in ``Submit``, from when it was sent."""
+    kv: tuple[KvBytes, ...] = ()
+    """Of a request that moved here: what other engines had of it, in all layers. What is missing at its end is computed."""
 
 
 class Abort(Message, tag="abort", frozen=True, kw_only=True):
@@ -65,7 +168,24 @@ class Shutdown(Message, tag="shutdown", frozen=True, kw_only=True):
     """End the child, in order."""
 
 
-ToEngine = LoadStage | PlacePart | UnloadStage | Run | Abort | Promote | Shutdown
+ToEngine = (
+    LoadStage
+    | PlacePart
+    | UnloadStage
+    | Run
+    | Abort
+    | Promote
+    | Shutdown
+    | OpenDoor
+    | ConnectStage
+    | ExtendStage
+    | CallOffExtend
+    | ResizeStage
+    | ExportKv
+    | ReleaseRequest
+)
+CommandFrame = Timed[ToEngine]
+"""What the engine child reads."""
 
 
 class SpareReady(Message, tag="spare", frozen=True, kw_only=True):
@@ -95,7 +215,9 @@ class EngineFault(Message, tag="fault", frozen=True, kw_only=True):
 
 
 class StageOpened(Message, tag="opened", frozen=True, kw_only=True):
-    """Room is made for a whole model: it takes requests, and runs them as far as its parts are in place."""
+    """The stage takes requests: room is made for a whole model, which runs them as far as its parts are in place, or the stage leads
+    a pipeline whose stages have all answered. Nothing else says that an engine serves an instance.
+    """
 
     instance_id: InstanceId
     kv_capacity_tokens: int
@@ -117,6 +239,69 @@ class StageFailed(Message, tag="load_failed", frozen=True, kw_only=True):
     message: str
 
 
+class DoorOpened(Message, tag="door_opened", frozen=True, kw_only=True):
+    """The engines of other stages can connect here."""
+
+    port: int
+
+
+class StageConnected(Message, tag="connected", frozen=True, kw_only=True):
+    """The stage is one of a pipeline."""
+
+    instance_id: InstanceId
+
+
+class StageGrown(Message, tag="grown", frozen=True, kw_only=True):
+    """The stage runs its longer range from now on."""
+
+    instance_id: InstanceId
+    stage: Stage
+    kv_capacity_tokens: int
+    phases: tuple[Phase, ...] = ()
+    """Of the parts that came."""
+
+
+class StageResized(Message, tag="resized", frozen=True, kw_only=True):
+    """The stage has the bytes that it was given."""
+
+    instance_id: InstanceId
+    kv_capacity_tokens: int
+
+
+class KvExported(Message, tag="kv_exported", frozen=True, kw_only=True):
+    """What an engine has of a request; empty when it has nothing in place."""
+
+    instance_id: InstanceId
+    request_id: RequestId
+    attempt: int
+    kv: tuple[KvBytes, ...]
+
+
+class RequestReleased(Message, tag="released", frozen=True, kw_only=True):
+    """Where a request stands that goes on elsewhere."""
+
+    instance_id: InstanceId
+    request_id: RequestId
+    attempt: int
+    output_ids: list[int]
+
+
+class StageRefused(Message, tag="refused", frozen=True, kw_only=True):
+    """The last command about pipelines, ranges, bytes or KV cannot be done: the stage stays what it was."""
+
+    code: str
+    message: str
+    instance_id: InstanceId | None = None
+
+
+class PipelineLeft(Message, tag="left", frozen=True, kw_only=True):
+    """The stage is in no pipeline any more: all of its layers were taken over, or, with a code, others of its stages are lost."""
+
+    instance_id: InstanceId
+    code: str = ""
+    message: str = ""
+
+
 class StageUnloaded(Message, tag="unloaded", frozen=True, kw_only=True):
     """The stage's memory is free."""
 
@@ -124,24 +309,29 @@ class StageUnloaded(Message, tag="unloaded", frozen=True, kw_only=True):
 
 
 class Produced(Message, array_like=True, frozen=True, kw_only=True):
-    """What one step gave one request. ``position`` is that of its first new output token."""
+    """What one step gave one request. Every request that was added gets exactly one with a ``finish``."""
 
     request_id: RequestId
     attempt: int
     position: int
-    token_ids: list[int]
-    logprobs: list[float] | None
-    finish: FinishReason | None
+    """Output position of the first of ``token_ids``; the number of output tokens so far when there are none."""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] | None = None
+    """As many as tokens, if the request asked for them."""
+    finish: FinishReason | None = None
     code: str = ""
     message: str = ""
-    top_logprobs: list[list[tuple[int, float]]] | None = None
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
     """Of each token, ids and log probabilities of the most probable ones, if the request asked for them."""
 
 
 class StepDone(Message, tag="step", frozen=True, kw_only=True):
-    """One engine step: its output, and what the batch looks like after it."""
+    """One engine step: its output, and what the batch looks like after it.
 
-    produced: list[Produced]
+    The envelope says when its tokens were there: ``prefill`` ends and ``deliver`` begins then.
+    """
+
+    produced: tuple[Produced, ...]
     waiting: int
     """Requests that own no KV blocks: not taken up yet, or preempted."""
     running: int
@@ -160,10 +350,8 @@ class StepDone(Message, tag="step", frozen=True, kw_only=True):
     """As many of those were found in the prefix cache."""
     preemptions: int = 0
     """Requests that gave up their KV blocks to older ones and will run again."""
-    sampled: Moment | None = None
-    """When its tokens were there: ``prefill`` ends and ``deliver`` begins then."""
     turn_of: InstanceId | None = None
-    """Whose batch it was."""
+    """Whose batch ran, or went on as far as its parts are in place."""
 
 
 class Prefilled(Message, tag="prefilled", frozen=True, kw_only=True):
@@ -174,7 +362,27 @@ class Prefilled(Message, tag="prefilled", frozen=True, kw_only=True):
     phase: Phase
     """From when every part was in place, or the request came, until the token was sampled."""
     earlier: tuple[Phase, ...] = ()
-    """What ran of it before, while parts were on their way."""
+    """Whatever else was recorded since the stage was loaded. What ran while parts were on their way left with ``StageLoaded``."""
 
 
-FromEngine = SpareReady | EngineUp | EngineFault | StageOpened | StageLoaded | StageFailed | StageUnloaded | StepDone | Prefilled
+FromEngine = (
+    SpareReady
+    | EngineUp
+    | EngineFault
+    | StageOpened
+    | StageLoaded
+    | StageFailed
+    | StageUnloaded
+    | StepDone
+    | Prefilled
+    | DoorOpened
+    | StageConnected
+    | StageGrown
+    | StageResized
+    | StageRefused
+    | PipelineLeft
+    | KvExported
+    | RequestReleased
+)
+EventFrame = Timed[FromEngine]
+"""What the worker reads."""

@@ -5,7 +5,9 @@ repeated until reports agree, and every second after; hearing one twice, or only
 """
 
 from pilotlight.common.messages.codec import Message
-from pilotlight.policy.types import Epoch, FetchPriority, Generation, InstanceId, Model, Moment, NodeId, Stage, WorkerId
+from pilotlight.policy.cluster import FetchPriority, Member
+from pilotlight.policy.ids import Epoch, Generation, InstanceId, NodeId, WorkerId
+from pilotlight.policy.model import Model, Stage
 
 
 def worker_hold_subject(worker_id: WorkerId) -> str:
@@ -43,10 +45,12 @@ class Hold(Message, frozen=True, kw_only=True):
     """While ``draining``: requests that have not ended this long after the worker heard of it are to go on elsewhere. None: they end
     here, however long they take; an earlier release knows nothing else."""
     trace_parent: str = ""
+    members: tuple[Member, ...] = ()
+    """The pipeline group that the stage is one of, in the order of its stages; empty where one worker holds the model."""
 
 
 class WorkerHold(Message, frozen=True, kw_only=True):
-    """Everything that a worker is to hold."""
+    """Everything that a worker is to hold. ``init`` of what it starts begins when it was sent."""
 
     worker_id: WorkerId
     epoch: Epoch
@@ -54,8 +58,6 @@ class WorkerHold(Message, frozen=True, kw_only=True):
     seq: int = 0
     """Counts the leader's commands under its epoch from 1, so that one that comes late is known to be old. 0: of a release that
     does not."""
-    sent: Moment | None = None
-    """``init`` of what it starts begins then. None: of a release that does not say."""
 
 
 class Peer(Message, frozen=True, kw_only=True):
@@ -83,12 +85,10 @@ class Fetch(Message, frozen=True, kw_only=True):
 
 
 class NodeHold(Message, frozen=True, kw_only=True):
-    """Everything that a node is to fetch for its workers."""
+    """Everything that a node is to fetch for its workers. ``fetch`` of what it starts begins when it was sent."""
 
     node_id: NodeId
     epoch: Epoch
     fetches: tuple[Fetch, ...]
     seq: int = 0
     """As in ``WorkerHold``."""
-    sent: Moment | None = None
-    """``fetch`` of what it starts begins then. None: of a release that does not say."""

@@ -32,7 +32,8 @@ Between two nodes that can, bytes go another way: the giver tells how its memory
 """
 
 from pilotlight.common.messages.codec import Message
-from pilotlight.policy.types import Digest, FetchPriority, NodeId
+from pilotlight.policy.cluster import FetchPriority
+from pilotlight.policy.ids import Digest, NodeId
 
 LINK_VERSION = 1
 """Of the handshake and the frames. Another one is refused."""

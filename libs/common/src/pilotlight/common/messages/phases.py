@@ -1,7 +1,8 @@
 """Everyone to scheduler: the leaf intervals of a cold start."""
 
 from pilotlight.common.messages.codec import Message
-from pilotlight.policy.types import InstanceId, Phase, RequestId
+from pilotlight.policy.ids import InstanceId, RequestId
+from pilotlight.policy.phase import Phase
 
 PHASES_SUBJECT = "v1.scheduler.phases"
 """Request/reply to the leader: ``PhaseReport`` → ``PhasesKept``; repeated until it is answered."""

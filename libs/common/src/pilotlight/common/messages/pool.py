@@ -4,7 +4,9 @@ A lease lives as long as its connection: the kernel's close frees it, so shared 
 """
 
 from pilotlight.common.messages.codec import Message
-from pilotlight.policy.types import Dtype, InstanceId, Model, Moment, WorkerId
+from pilotlight.policy.ids import InstanceId, WorkerId
+from pilotlight.policy.model import Dtype, Model
+from pilotlight.policy.phase import Moment
 
 RETURN_S = 5.0
 """A loader that took over a pool gives up nothing of it for so long: workers whose leases it does not know of yet may be reading."""

@@ -1,7 +1,8 @@
 """Workers and loaders to everyone: what is held, every 200 ms and at once on change."""
 
 from pilotlight.common.messages.codec import Message
-from pilotlight.policy.types import Epoch, NodeFacts, NodeId, WorkerFacts, WorkerId
+from pilotlight.policy.cluster import NodeFacts, WorkerFacts
+from pilotlight.policy.ids import Epoch, NodeId, WorkerId
 
 REPORT_INTERVAL_S = 0.2
 

@@ -10,7 +10,8 @@ its first token::
 from msgspec import field
 
 from pilotlight.common.messages.codec import Message
-from pilotlight.policy.types import FinishReason, GatewayId, InstanceId, ModelName, Moment, RequestId, Sampling, WorkerId
+from pilotlight.policy.ids import GatewayId, InstanceId, ModelName, RequestId, WorkerId
+from pilotlight.policy.request import FinishReason, Sampling
 
 
 def submit_subject(worker_id: WorkerId) -> str:
@@ -80,12 +81,13 @@ class TokenEntry(Message, frozen=True, kw_only=True):
 
 
 class TokenBatch(Message, frozen=True, kw_only=True):
-    """One engine step's tokens for one gateway."""
+    """One engine step's tokens for one gateway.
+
+    The envelope of one with the first tokens of a request says when they were sampled: ``deliver`` begins then.
+    """
 
     worker_id: WorkerId
     entries: list[TokenEntry]
-    sampled: Moment | None = None
-    """When the first of its tokens were; None where they are sent again, and of a release that does not say."""
 
 
 class AckEntry(Message, frozen=True, kw_only=True):

@@ -6,7 +6,8 @@ It takes as long as reading takes, so it is started with one request and asked a
 from enum import StrEnum
 
 from pilotlight.common.messages.codec import Message
-from pilotlight.policy.types import Model, NodeId
+from pilotlight.policy.ids import NodeId
+from pilotlight.policy.model import Model
 
 MAX_DIFFERENCES = 100
 """Differences that are named; all are counted."""

@@ -165,7 +165,7 @@ class NixlProcess:
             await pause(self._backoff.delay_s(failures, self._rng))
 
     def offset_of(self, file_offset: int) -> int:
-        """As ``GivesMemory.offset_of``."""
+        """As ``ReadableMemory.offset_of``."""
         return file_offset - self._pool.start
 
     def stir(self) -> None:

@@ -1,10 +1,10 @@
-"""The asking side of a link whose bytes it reads itself from the other node's memory; all else of a request goes its usual way.
+"""The receiver's end of a link whose bytes it reads itself from the other node's memory; all else of a request goes its usual way.
 
 ::
 
-    giver over TCP      Region           Units (1)    Placed (1)   Placed (1)   Sent (1)
-    asker                  learn                         read         read             the last read's end is the request's
-    bytes                                                  ....landed    ....landed    written to the pool in order, and verified
+    sender, over TCP    Region           Units (1)    Placed (1)   Placed (1)   Sent (1)
+    receiver            learn                         read         read             the last read's end is the request's
+    bytes                                             ....landed    ....landed    written to the pool in order, and verified
 
 Where a read fails, takes too long or gives wrong bytes, the link's requests are asked for again over TCP, and so is everything until
 the other node offers its memory anew, the process that reads is another one, or the connection is made again.
@@ -22,7 +22,7 @@ from pilotlight.common.messages.link import Placed, Region
 from pilotlight.dataplane.link.nixl_process import NixlFailed, ReadsMemory
 from pilotlight.dataplane.link.nixl_reads import UnitRead
 from pilotlight.dataplane.origin import ChunkWork, WrongBytes
-from pilotlight.policy.types import NodeId
+from pilotlight.policy.ids import NodeId
 
 log = structlog.get_logger()
 

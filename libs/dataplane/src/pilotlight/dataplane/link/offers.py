@@ -13,7 +13,7 @@ from pilotlight.dataplane.copies import HostCopies
 from pilotlight.dataplane.held import HeldChunk
 from pilotlight.dataplane.origin import NotHere, Sound
 from pilotlight.dataplane.pool import HostPool
-from pilotlight.policy.types import Digest
+from pilotlight.policy.ids import Digest
 
 log = structlog.get_logger()
 
@@ -31,7 +31,7 @@ class Offer:
     descriptor: int
     file_offset: int
     digest: Digest
-    """The chunk's, as the asker knows it."""
+    """The chunk's, as the receiver knows it."""
 
     @property
     def size_bytes(self) -> int:

@@ -30,16 +30,16 @@ from pilotlight.common.messages.link import (
     Welcome,
 )
 from pilotlight.common.waiting import Backoff, cancel_all, pause, within
-from pilotlight.dataplane.link.giving import LinkObserver
 from pilotlight.dataplane.link.nixl_process import NixlFailed, ReadsMemory
 from pilotlight.dataplane.link.nixl_take import Taking
 from pilotlight.dataplane.link.pull import Pull
+from pilotlight.dataplane.link.sender import LinkObserver
 from pilotlight.dataplane.link.state import LinkState
 from pilotlight.dataplane.link.stream import FrameStream
 from pilotlight.dataplane.link.thread import LinkThread
 from pilotlight.dataplane.link.wire import FrameKind, Head
 from pilotlight.dataplane.origin import ChunkWork, NotHere, RecordedNow, WrongBytes
-from pilotlight.policy.types import FetchPriority
+from pilotlight.policy.cluster import FetchPriority
 
 log = structlog.get_logger()
 

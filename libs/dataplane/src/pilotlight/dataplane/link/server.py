@@ -1,4 +1,4 @@
-"""The node's door for others: listens, proves the cluster's key and has it proved, then gives chunks of the host pool."""
+"""The node's server for others: listens, proves the cluster's key and has it proved, then sends chunks of the host pool."""
 
 import asyncio
 import socket
@@ -11,8 +11,8 @@ from pilotlight.common.errors import PeerRefused, PilotlightError, SettingsInval
 from pilotlight.common.handshake import GivingSide, Identity
 from pilotlight.common.messages.link import Hello, Proof, Refused
 from pilotlight.common.waiting import cancel_all, pause, within
-from pilotlight.dataplane.link.giving import GivesMemory, Giving, LinkObserver
 from pilotlight.dataplane.link.offers import Offers
+from pilotlight.dataplane.link.sender import LinkObserver, ReadableMemory, Sender
 from pilotlight.dataplane.link.stream import FrameStream
 from pilotlight.dataplane.link.thread import LinkThread
 from pilotlight.dataplane.link.yielding import Yielding
@@ -38,7 +38,7 @@ class LinkServer:
         observer: LinkObserver,
         *,
         handshake_s: float = HANDSHAKE_S,
-        memory: GivesMemory | None = None,
+        memory: ReadableMemory | None = None,
     ) -> None:
         """``address`` is host and port; port 0 means any. ``memory`` lets nodes that can read the pool themselves."""
         self._me = me
@@ -126,7 +126,7 @@ class LinkServer:
         try:
             stream = FrameStream(sock)
             hello = await within(self._handshake_s, _greet(stream, side), "the handshake of a node")
-            giving = Giving(
+            sender = Sender(
                 peer=hello.node_id,
                 beat_s=hello.beat_s,
                 stream=stream,
@@ -137,7 +137,7 @@ class LinkServer:
                 observer=self._observer,
                 memory=self._memory if hello.one_sided else None,
             )
-            await giving.run()
+            await sender.run()
         except PilotlightError as error:
             self._observer.on_refused()
             log.warning("link ended", action="link_refused", node=side.peer, code=error.code, error=error.message)

@@ -8,7 +8,7 @@
 
 import math
 
-from pilotlight.policy.types import FetchPriority
+from pilotlight.policy.cluster import FetchPriority
 
 HOLD_S = 0.05
 """The link counts as a cold start's for so long after it took bytes: it waits for the receiver's word between two of them."""

@@ -25,7 +25,7 @@ from pilotlight.common.messages.link import Accepted, Refused, Welcome
 from pilotlight.engine.channel.channel import WINDOW_FRAMES, Frame
 from pilotlight.engine.channel.stream import FrameLimits, StreamChannel
 from pilotlight.engine.errors import PeerLost, PeerRefused, PeerSilent
-from pilotlight.policy.types import NodeId
+from pilotlight.policy.ids import NodeId
 
 HANDSHAKE = FrameLimits(header_bytes=4096, payload_bytes=0)
 TRUSTED = FrameLimits()

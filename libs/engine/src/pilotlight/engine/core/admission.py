@@ -2,7 +2,8 @@
 
 from pilotlight.engine.core.request import Request
 from pilotlight.engine.errors import BadRequest, ContextTooLong, NoRoom
-from pilotlight.policy.types import ModelSpec, Sampling
+from pilotlight.policy.model import ModelSpec
+from pilotlight.policy.request import Sampling
 
 _RANGES: dict[str, tuple[float, float]] = {
     "max_tokens": (1, 2**31 - 1),

@@ -39,7 +39,7 @@ def blocks_for(num_tokens: int) -> int:
 
 
 class BlockPool:
-    """Says of every block of a stage who many own it and what it holds. Nobody else changes that."""
+    """Keeps for every block of a stage how many requests own it, and what it holds. The only writer of both."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from pilotlight.policy.types import Sampling
+from pilotlight.policy.request import Sampling
 
 
 class TokenCounts:

@@ -1,19 +1,12 @@
 """One request on one stage: its tokens, and how far its KV has come."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from pilotlight.engine.core.blocks import BlockHash
 from pilotlight.engine.core.counts import counts_of
 from pilotlight.engine.core.lifecycle import RequestEvent, RequestState, step
-from pilotlight.policy.types import FinishReason, RequestId, Sampling
-
-
-class RequestKey(NamedTuple):
-    """One attempt at a request; another attempt is another request to the engine."""
-
-    request_id: RequestId
-    attempt: int
+from pilotlight.policy.request import FinishReason, RequestKey, Sampling
 
 
 class TokenControl(Protocol):

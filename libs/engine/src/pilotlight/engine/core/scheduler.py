@@ -36,9 +36,10 @@ from pilotlight.engine.core.admission import check_kv_room
 from pilotlight.engine.core.batch import Batch, Plan, Segment
 from pilotlight.engine.core.blocks import BLOCK_TOKENS
 from pilotlight.engine.core.lifecycle import RequestEvent, RequestState
-from pilotlight.engine.core.request import Request, RequestKey
+from pilotlight.engine.core.request import Request
 from pilotlight.engine.core.tables import BlockTables
 from pilotlight.engine.errors import EngineFailed
+from pilotlight.policy.request import RequestKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,6 +263,17 @@ class BatchScheduler:
         while pool.num_blocks - pool.free_blocks > num_blocks:
             self._preempt(next(reversed(self._running.values())))
         return self._tables.resize(num_blocks)
+
+    @property
+    def filled_blocks(self) -> set[int]:
+        """The blocks that hold what is in place of the requests that run."""
+        return {block for request in self._running.values() for block in self._tables.blocks(request, request.computed)}
+
+    def preempt_all(self) -> None:
+        """Takes the blocks of all requests away, and forgets what they hold: everything runs again."""
+        for request in reversed(tuple(self._running.values())):
+            self._preempt(request)
+        self.forget_cached()
 
     def forget_cached(self) -> None:
         """Finds no prefix again that was computed until now and that nobody owns."""

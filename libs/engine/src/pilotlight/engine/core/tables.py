@@ -13,8 +13,9 @@ from collections.abc import Iterable, Sequence
 
 from pilotlight.engine.core.blocks import BLOCK_TOKENS, BlockPool, blocks_for
 from pilotlight.engine.core.prefix import extend_hashes, root_hash
-from pilotlight.engine.core.request import Request, RequestKey
+from pilotlight.engine.core.request import Request
 from pilotlight.engine.errors import EngineFailed
+from pilotlight.policy.request import RequestKey
 
 
 class BlockTable:

@@ -14,15 +14,17 @@ import torch
 from torch import Tensor
 
 from pilotlight.engine.core.extents import Extent, ExtentSet
+from pilotlight.engine.core.slots import SlotTable
 from pilotlight.engine.cuda.pools import TorchPool
 from pilotlight.engine.cuda.stream import Streamer
 from pilotlight.engine.device.arena_protocol import Scratch, Slot
 from pilotlight.engine.errors import EngineFailed, NoRoom
 from pilotlight.native.device import LIBCUDA, Device, DeviceArena, DriverCalls, Pool
 from pilotlight.native.library import AddressTaken, NativeError, NativeUnavailable, OutOfMemory
+from pilotlight.policy.model import SLOTS
 
 SLOT_BYTES = 256 << 30
-NUM_SLOTS = 16
+NUM_SLOTS = SLOTS
 ADDRESSES = (0x6000_0000_0000, 0x5000_0000_0000, 0x4000_0000_0000, 0x3000_0000_0000)
 """Where arenas are: the first is the one that artifacts are made for, the others are for processes where something else is there."""
 POOL_BYTES = 16 << 30
@@ -93,13 +95,13 @@ class CudaArena:
         self.granule_bytes = self.native_arena.granule_bytes
         self.canonical = self.native_arena.address == addresses[0]
         """It lies where artifacts expect it; otherwise nothing that holds addresses can be restored here."""
-        self._free_slots = list(range(num_slots))
+        self._slots = SlotTable(num_slots)
         self._backed = ExtentSet()
         first, stop = num_slots * slot_bytes, (num_slots + 1) * slot_bytes
         self.workspace = TorchPool(Pool(self.native, self.native_arena, first, stop - POOL_BYTES, POOL_CHUNK_BYTES), self.native)
         """For torch's allocations in eager work of all models."""
         self._graph_memory = Pool(self.native, self.native_arena, stop - POOL_BYTES, stop, POOL_CHUNK_BYTES)
-        # Never used itself: graph pools that come and go belong to its group.
+        """Gives no memory itself: the graph pools that come and go belong to its group."""
         self._streamer: Streamer | None = None
 
     @property
@@ -132,22 +134,11 @@ class CudaArena:
     @property
     def free_slots(self) -> int:
         """How many more models could be opened."""
-        return len(self._free_slots)
+        return self._slots.free
 
-    def open_slot(self, number: int | None = None) -> Slot:
-        """The slot of that number, or else the lowest free one, without any memory.
-
-        Raises:
-            NoRoom: it is taken, or all are.
-        """
-        if not self._free_slots:
-            raise NoRoom("every slot of the arena holds a model")
-        if number is None:
-            number = self._free_slots[0]
-        if number not in self._free_slots:
-            raise NoRoom(f"slot {number} of the arena holds a model already")
-        self._free_slots.remove(number)
-        return Slot(self, number)
+    def open_slot(self, home: int | None = None) -> Slot:
+        """See ``Arena.open_slot``."""
+        return Slot(self, self._slots.take(home))
 
     def close_slot(self, number: int) -> None:
         """Makes a slot free again; its memory goes back to the device. Its graph pool is closed before."""
@@ -157,8 +148,7 @@ class CudaArena:
             inside = Extent(max(first, extent.start), min(stop, extent.stop))
             if inside.start < inside.stop:
                 self.unback(inside)
-        self._free_slots.append(number)
-        self._free_slots.sort()
+        self._slots.give_back(number)
 
     def back(self, extent: Extent, *, divisible: bool = False) -> None:
         """See ``Arena.back``."""

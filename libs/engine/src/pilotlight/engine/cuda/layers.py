@@ -25,7 +25,7 @@ from pilotlight.engine.device.kv import KvCache
 from pilotlight.engine.device.parameters import Parameters
 from pilotlight.engine.models.decoder import EMBEDDING, OUTPUT, QKV, Decoder
 from pilotlight.engine.models.layers import Weights
-from pilotlight.policy.types import Stage
+from pilotlight.policy.model import Stage
 
 WHOLE_STEP = 1024
 """Lengths that cuDNN sees are multiples of it."""

@@ -10,6 +10,7 @@ A plain decode step has its fields in the same places every time, padded to the 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -117,7 +118,22 @@ def max_items(num_rows: int, spare: int) -> int:
     return num_rows + max(spare, num_rows)
 
 
-def cut_items(starts: Words, stops: Words, spare: int) -> tuple[Words, Words, Words, Words, Words]:
+class CutRows(NamedTuple):
+    """Rows' keys, cut into items. The items of a row follow each other."""
+
+    counts: Words
+    """Items of each row."""
+    firsts: Words
+    """The first item of each row."""
+    rows: Words
+    """The row of each item."""
+    starts: Words
+    """Position of each item's first key."""
+    stops: Words
+    """The position behind its last one."""
+
+
+def cut_items(starts: Words, stops: Words, spare: int) -> CutRows:
     """Cuts rows' keys into items: enough of them to keep a device busy, and none much longer than the rows are on average.
 
     A program runs for as long as its item is. The longest rows' items come first, so that the last programs to start are short ones.
@@ -126,9 +142,6 @@ def cut_items(starts: Words, stops: Words, spare: int) -> tuple[Words, Words, Wo
         starts: position of each row's first key.
         stops: the position behind its last one; every row has a key.
         spare: items that there may be beyond one for each row, only to keep the device busy.
-
-    Returns:
-        For each row the number of its items, and its first; then, for each item, its row, start and stop. A row's items follow each other.
     """
     lengths = stops - starts
     longest, together = int(lengths.max()), int(lengths.sum())
@@ -144,7 +157,7 @@ def cut_items(starts: Words, stops: Words, spare: int) -> tuple[Words, Words, Wo
     rows = np.repeat(order, ordered)
     numbers = np.arange(len(rows), dtype=np.int32) - firsts[rows]
     item_starts = starts[rows] + numbers * size
-    return counts, firsts, rows, item_starts, np.minimum(item_starts + size, stops[rows])
+    return CutRows(counts, firsts, rows, item_starts, np.minimum(item_starts + size, stops[rows]))
 
 
 def fields_of(batch: Batch, spare: int, window_tokens: int | None, whole_from: int | None = None) -> dict[str, Words]:

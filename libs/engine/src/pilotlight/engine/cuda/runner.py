@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pilotlight.engine.core.batch import Batch
-from pilotlight.engine.cuda.graphs import SIZES, Graphs, Kind, size_for
+from pilotlight.engine.cuda.graphs import SIZES, GraphSet, Kind, size_for
 from pilotlight.engine.cuda.kernels.decode_attention import DecodeScratch
 from pilotlight.engine.cuda.layers import Layers
 from pilotlight.engine.cuda.pools import run_in
@@ -21,7 +21,7 @@ from pilotlight.engine.device.memory import StageMemory
 from pilotlight.engine.device.parameters import Parameters
 from pilotlight.engine.device.runner import check_run
 from pilotlight.engine.errors import UnsupportedModel
-from pilotlight.policy.types import Dtype, Stage
+from pilotlight.policy.model import Dtype, Stage
 
 PROGRAMS_PER_PROCESSOR = 4
 """As many programs of the decode attention are to be there for each multiprocessor, if rows are few."""
@@ -46,7 +46,7 @@ class CudaRangeRunner:
     """
 
     def __init__(
-        self, memory: StageMemory, parameters: Parameters, kv: KvCache, eager: TorchMemory, *, graphs: Graphs | None = None
+        self, memory: StageMemory, parameters: Parameters, kv: KvCache, eager: TorchMemory, *, graphs: GraphSet | None = None
     ) -> None:
         """Without ``graphs`` every step runs eagerly; ``eager`` is what torch takes then.
 
@@ -66,7 +66,7 @@ class CudaRangeRunner:
             return memory.for_steps(tuple(constant.shape), constant.dtype).copy_(constant)
 
         self._decoder = memory.decoder.with_constants(place)
-        self._stage = memory.stage
+        self._memory = memory
         self._parameters = parameters
         self._device = device
         self._eager = eager
@@ -97,8 +97,8 @@ class CudaRangeRunner:
     @torch.inference_mode()
     def run(self, batch: Batch, inputs: Tensor, layers: Stage | None = None) -> Tensor:
         """See ``RangeRunner.run``. Inputs may lie on the host; nothing here waits for the device."""
-        layers = layers or self._stage
-        check_run(self._decoder.spec, self._stage, self._parameters, layers, batch, inputs)
+        layers = layers or self._memory.stage
+        check_run(self._decoder.spec, self._memory.stage, self._parameters, layers, batch, inputs)
         rows = len(batch.segments)
         size = size_for(rows)
         plain = batch.num_tokens == rows and all(segment.wants_logits for segment in batch.segments)

@@ -134,11 +134,6 @@ class PinnedSlabs:
         self._slab_bytes = slab_bytes
         self._pinned = set[int]()
 
-    @property
-    def pinned_bytes(self) -> int:
-        """Bytes of the slabs that are pinned."""
-        return sum(self._slabs[number].nbytes for number in self._pinned)
-
     def pin_next(self, wanted: Iterable[int] = ()) -> bool:
         """Pins one more slab: the first that holds one of the wanted offsets in the pool, or else the lowest.
 

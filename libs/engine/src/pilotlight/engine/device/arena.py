@@ -19,12 +19,14 @@ from torch import Tensor
 
 from pilotlight.engine.core.extents import Extent, ExtentSet
 from pilotlight.engine.core.layout import GRANULE_BYTES
+from pilotlight.engine.core.slots import SlotTable
 from pilotlight.engine.device.arena_protocol import Slot
 from pilotlight.engine.device.copying import HostCopier
 from pilotlight.engine.errors import EngineFailed, NoRoom
+from pilotlight.policy.model import SLOTS
 
 SLOT_BYTES = 256 << 30
-NUM_SLOTS = 16
+NUM_SLOTS = SLOTS
 """Models (or stages) that can be resident at once."""
 ARENA_ADDRESS = 0x2000_0000_0000
 """Where an engine's child has its arena: far from where Linux puts programs, heaps and libraries."""
@@ -79,7 +81,7 @@ class CpuArena:
         self.slot_bytes = slot_bytes
         self.capacity_bytes = capacity_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         self._start: int = start
-        self._free_slots = list(range(num_slots))
+        self._slots = SlotTable(num_slots)
         self._backed = ExtentSet()
         # Tensors refer to it, so the addresses stay as long as any of them: nothing else can come to lie under an old tensor.
         self._bytes = (ctypes.c_char * size).from_address(start)
@@ -93,17 +95,11 @@ class CpuArena:
     @property
     def free_slots(self) -> int:
         """How many more models could be opened."""
-        return len(self._free_slots)
+        return self._slots.free
 
-    def open_slot(self) -> Slot:
-        """The lowest free slot, without any memory.
-
-        Raises:
-            NoRoom: all are taken.
-        """
-        if not self._free_slots:
-            raise NoRoom("every slot of the arena holds a model")
-        return Slot(self, self._free_slots.pop(0))
+    def open_slot(self, home: int | None = None) -> Slot:
+        """See ``Arena.open_slot``."""
+        return Slot(self, self._slots.take(home))
 
     def close_slot(self, number: int) -> None:
         """Makes a slot free again; its memory goes back to the system. Whoever reads its tensors afterwards ends the process."""
@@ -113,8 +109,7 @@ class CpuArena:
             inside = Extent(max(first, extent.start), min(stop, extent.stop))
             if inside.start < inside.stop:
                 self.unback(inside)
-        self._free_slots.append(number)
-        self._free_slots.sort()
+        self._slots.give_back(number)
 
     def back(self, extent: Extent, *, divisible: bool = False) -> None:
         """Puts memory behind whole pages that have none. It is zero, and the system gives each page when it is first used.

@@ -106,8 +106,8 @@ class Arena(Protocol):
         """How many more models could be opened."""
         ...
 
-    def open_slot(self) -> "Slot":
-        """The lowest free slot, without any memory.
+    def open_slot(self, home: int | None = None) -> "Slot":
+        """A free slot, without any memory: ``home`` where that is free, see ``SlotTable.take``.
 
         Raises:
             NoRoom: all are taken.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pilotlight.engine.device.dtypes import TORCH_DTYPES
-from pilotlight.policy.types import Dtype
+from pilotlight.policy.model import Dtype
 
 Source = tuple[Dtype, tuple[int, ...], memoryview]
 """A tensor as a checkpoint stores it: row-major, in a buffer that may be read-only and need not be aligned."""

@@ -2,7 +2,7 @@
 
 import torch
 
-from pilotlight.policy.types import Dtype
+from pilotlight.policy.model import Dtype
 
 TORCH_DTYPES: dict[Dtype, torch.dtype] = {
     Dtype.BFLOAT16: torch.bfloat16,

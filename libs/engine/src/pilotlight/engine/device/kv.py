@@ -9,7 +9,7 @@ from torch.nn import functional
 from pilotlight.engine.core.blocks import BLOCK_TOKENS
 from pilotlight.engine.device.index import BatchIndex, Peers, Span, slots_of
 from pilotlight.engine.device.memory import StageMemory
-from pilotlight.policy.types import Stage
+from pilotlight.policy.model import Stage
 
 
 class KvCache:
@@ -44,6 +44,23 @@ class KvCache:
             NoRoom: the device has no such memory; nothing has changed then.
         """
         self._memory.resize(num_blocks)
+        self._find_rows()
+
+    def extend(self, stage: Stage) -> None:
+        """Has a longer range of layers, with as many blocks each. Those that are new hold nothing yet.
+
+        Raises:
+            NoRoom: the device has no such memory; nothing has changed then.
+        """
+        self._memory.extend(stage)
+        self._find_rows()
+
+    def retract(self, stage: Stage) -> None:
+        """Takes back an ``extend``."""
+        self._memory.retract(stage)
+        self._find_rows()
+
+    def _find_rows(self) -> None:
         stage = self._memory.stage
         self._rows = {layer: self._memory.keys_and_values(layer) for layer in range(stage.start, stage.stop)}
 

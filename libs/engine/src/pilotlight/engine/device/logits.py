@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pilotlight.engine.core.counts import TokenCounts
-from pilotlight.policy.types import Sampling
+from pilotlight.policy.request import Sampling
 
 OUT = float("-inf")
 

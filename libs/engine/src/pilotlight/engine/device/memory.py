@@ -1,6 +1,5 @@
 """A stage's share of its model's slot: the parameters and the KV of its layers; of all other layers, nothing but addresses."""
 
-from functools import cached_property
 from math import prod
 
 import torch
@@ -13,7 +12,7 @@ from pilotlight.engine.device.arena_protocol import Arena, Scratch
 from pilotlight.engine.device.dtypes import TORCH_DTYPES
 from pilotlight.engine.errors import EngineError, NoRoom
 from pilotlight.engine.models.decoder import Decoder
-from pilotlight.policy.types import Dtype, Stage
+from pilotlight.policy.model import Dtype, Stage
 
 STEP_ALIGN_BYTES = 256
 """As torch's allocator on a device: kernels are compiled for 16 at least."""
@@ -22,20 +21,28 @@ STEP_ALIGN_BYTES = 256
 class StageMemory:
     """Takes a slot for a stage, backs its parts at once, and its KV as far as it is told."""
 
-    def __init__(self, arena: Arena, decoder: Decoder, stage: Stage, dtype: Dtype) -> None:
-        """Takes the slot.
+    def __init__(self, arena: Arena, decoder: Decoder, stage: Stage, dtype: Dtype, slot: int | None = None) -> None:
+        """Takes a slot.
+
+        Args:
+            arena: the device's.
+            decoder: the stage's model.
+            stage: its layers.
+            dtype: in which it runs.
+            slot: the model's own (``Model.slot``), taken where it is free; None: any.
 
         Raises:
             NoRoom: no slot is free, the model is larger than one, or the device has no such memory.
         """
-        self.arena, self.decoder, self.stage, self.dtype = arena, decoder, stage, dtype
+        self.arena, self.decoder, self.dtype = arena, decoder, dtype
+        self.stage = stage
+        """The layers that have memory; a stage that is to grow runs fewer of them."""
         self.copier = arena.copier
-        self.parts = decoder.spec.parts_of(stage)
         self.num_blocks = 0
         """KV blocks that every layer of the stage has memory for."""
         self._layout = layout_of(arena, decoder, stage, dtype)
         self._steps_stop = self._steps_backed = self._layout.steps.start
-        self._slot = arena.open_slot()
+        self._slot = arena.open_slot(slot)
         try:
             for part in self.parts:
                 self._slot.back(self._layout.part(part))
@@ -43,10 +50,46 @@ class StageMemory:
             self.close()
             raise
 
-    @cached_property
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The parts that have memory, in execution order."""
+        return self.decoder.spec.parts_of(self.stage)
+
+    @property
     def parameter_bytes(self) -> int:
         """Bytes of all tensors of the stage's parts, without what lies between them."""
         return parameter_bytes(self.decoder, self.stage, self.dtype)
+
+    def extend(self, stage: Stage) -> None:
+        """Backs the parts of a longer range, and as many KV blocks in each new layer as the others have.
+
+        The parts lie in the slot of the model: no tensor moves.
+
+        Raises:
+            NoRoom: there is no such memory; nothing has changed then.
+        """
+        parts, blocks = self._beyond(stage, self.stage)
+        self._back_all(parts, divisible=False)
+        try:
+            self._back_all(blocks)
+        except EngineError:
+            self._unback_all(parts)
+            raise
+        self.stage = stage
+
+    def retract(self, stage: Stage) -> None:
+        """Takes back an ``extend``: the memory of all layers but those of the shorter range goes."""
+        parts, blocks = self._beyond(self.stage, stage)
+        self._unback_all(parts + blocks)
+        self.stage = stage
+
+    def _beyond(self, longer: Stage, shorter: Stage) -> tuple[list[Extent], list[Extent]]:
+        """What the longer of two ranges needs more than the shorter one: parts and KV blocks."""
+        spec = self.decoder.spec
+        held = spec.parts_of(shorter)
+        parts = [self._layout.part(part) for part in spec.parts_of(longer) if part not in held]
+        layers = [*range(longer.start, shorter.start), *range(shorter.stop, longer.stop)]
+        return parts, [extent for layer in layers for extent in self._layout.kv(layer, 0, self.num_blocks)]
 
     def tensors(self, part: int) -> dict[str, Tensor]:
         """A part's tensors, by their names within it, in their places."""
@@ -88,10 +131,10 @@ class StageMemory:
             self._back_all(grown)
         self.num_blocks = num_blocks
 
-    def _back_all(self, extents: list[Extent]) -> None:
+    def _back_all(self, extents: list[Extent], *, divisible: bool = True) -> None:
         for index, extent in enumerate(extents):
             try:
-                self._slot.back(extent, divisible=True)
+                self._slot.back(extent, divisible=divisible)
             except EngineError:
                 for backed in extents[:index]:
                     self._slot.unback(backed)

@@ -1,7 +1,7 @@
 """A stage's parameters in their places in the arena, filled part by part."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from pilotlight.engine.device.memory import StageMemory
 from pilotlight.engine.errors import BadCheckpoint, BadRequest
 from pilotlight.engine.models.layers import Weights
 from pilotlight.engine.results import PlacedPart
-from pilotlight.policy.types import Dtype
+from pilotlight.policy.model import Dtype
 
 
 class Parameters:
@@ -21,8 +21,12 @@ class Parameters:
         self._memory = memory
         self._decoder = memory.decoder
         self.dtype = memory.dtype
-        self.parts = memory.parts
         self._placed: dict[int, dict[str, Tensor]] = {}
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The parts that belong here, in execution order."""
+        return self._memory.parts
 
     @property
     def complete(self) -> bool:
@@ -34,6 +38,10 @@ class Parameters:
 
     def __getitem__(self, part: int) -> Weights:
         return self._placed[part]
+
+    def keep(self, parts: Collection[int]) -> None:
+        """Forgets all parts but these: their memory goes."""
+        self._placed = {part: tensors for part, tensors in self._placed.items() if part in parts}
 
     @torch.inference_mode()
     def place(

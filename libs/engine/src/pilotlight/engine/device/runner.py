@@ -9,10 +9,10 @@ from pilotlight.engine.core.batch import Batch
 from pilotlight.engine.device.dtypes import TORCH_DTYPES
 from pilotlight.engine.device.index import index_of
 from pilotlight.engine.device.kv import KvCache
+from pilotlight.engine.device.memory import StageMemory
 from pilotlight.engine.device.parameters import Parameters
 from pilotlight.engine.errors import BadRequest
-from pilotlight.engine.models.decoder import Decoder
-from pilotlight.policy.types import ModelSpec, Stage
+from pilotlight.policy.model import ModelSpec, Stage
 
 
 class RangeRunner:
@@ -26,9 +26,9 @@ class RangeRunner:
     others for another, and go on with the first one later.
     """
 
-    def __init__(self, decoder: Decoder, stage: Stage, parameters: Parameters, kv: KvCache) -> None:
-        self._decoder = decoder
-        self._stage = stage
+    def __init__(self, memory: StageMemory, parameters: Parameters, kv: KvCache) -> None:
+        self._decoder = memory.decoder
+        self._memory = memory
         self._parameters = parameters
         self._kv = kv
 
@@ -49,9 +49,9 @@ class RangeRunner:
         Raises:
             BadRequest: the range is not within the stage, some part of it is not in place yet, or the inputs do not fit the batch.
         """
-        layers = layers or self._stage
+        layers = layers or self._memory.stage
         decoder, parameters, last_part = self._decoder, self._parameters, self._decoder.spec.num_layers + 1
-        check_run(decoder.spec, self._stage, parameters, layers, batch, inputs)
+        check_run(decoder.spec, self._memory.stage, parameters, layers, batch, inputs)
         index = index_of(batch, decoder.spec.sliding_window_tokens, TORCH_DTYPES[parameters.dtype])
         hidden = decoder.embed(parameters[0], inputs) if layers.start == 0 else inputs
         rotations = decoder.rotations(index.positions, hidden.dtype)

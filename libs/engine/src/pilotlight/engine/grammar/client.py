@@ -11,7 +11,7 @@ import msgspec
 
 from pilotlight.engine.errors import BadRequest, EngineFailed, Overloaded
 from pilotlight.engine.grammar.frames import Advance, Close, Frames, Open, ToHelper, Verdict, frame
-from pilotlight.policy.types import Grammar, Vocabulary
+from pilotlight.policy.request import Grammar, Vocabulary
 
 MAX_GRAMMAR_CHARS = 256 * 1024
 MAX_OPENING = 64

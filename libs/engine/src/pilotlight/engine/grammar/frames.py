@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from pilotlight.policy.types import Grammar, Vocabulary
+from pilotlight.policy.request import Grammar, Vocabulary
 
 LENGTH_BYTES = 4
 

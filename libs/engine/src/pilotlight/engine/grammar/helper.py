@@ -18,7 +18,7 @@ from llguidance import LLMatcher
 from pilotlight.engine.errors import BadRequest
 from pilotlight.engine.grammar.frames import Advance, Close, Frames, Open, ToHelper, Verdict, frame
 from pilotlight.engine.grammar.matching import MAX_GRAMMAR_CHARS, Lexicon, compile_grammar
-from pilotlight.policy.types import Grammar, Vocabulary
+from pilotlight.policy.request import Grammar, Vocabulary
 
 TRIAL_BYTES = 512 * 1024 * 1024
 """Memory that compiling one grammar may take."""

@@ -7,7 +7,7 @@ import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from pilotlight.engine.errors import BadRequest
-from pilotlight.policy.types import Grammar, GrammarKind, Vocabulary
+from pilotlight.policy.request import Grammar, GrammarKind, Vocabulary
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from pilotlight.engine.models.layers import Weights, gated, linear, mixture, project, rms_norm
 from pilotlight.engine.models.rotary import Rotation, inverse_frequencies
-from pilotlight.policy.types import ModelSpec
+from pilotlight.policy.model import ModelSpec
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Stores new keys and values and attends with the queries to all that the layer sees of the requests:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pilotlight.policy.types import Experts
+from pilotlight.policy.model import Experts
 
 Weights = Mapping[str, Tensor]
 """Tensors of one part, named within it: ``self_attn.q_proj.weight`` in a layer."""

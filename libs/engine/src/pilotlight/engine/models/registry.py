@@ -8,7 +8,7 @@ from pilotlight.engine.models.mistral import MistralDecoder
 from pilotlight.engine.models.qwen2 import Qwen2Decoder
 from pilotlight.engine.models.qwen3 import Qwen3Decoder
 from pilotlight.engine.models.qwen3_moe import Qwen3MoeDecoder
-from pilotlight.policy.types import ModelSpec
+from pilotlight.policy.model import ModelSpec
 
 _FAMILIES: tuple[type[Decoder], ...] = (
     LlamaDecoder,

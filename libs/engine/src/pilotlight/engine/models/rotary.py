@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from pilotlight.policy.types import RopeKind, RopeScaling
+from pilotlight.policy.model import RopeKind, RopeScaling
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:

@@ -6,15 +6,18 @@ from torch import Tensor
 
 from pilotlight.engine.channel.channel import Channel, Frame
 from pilotlight.engine.core.batch import Segment
-from pilotlight.engine.core.blocks import blocks_for
-from pilotlight.engine.core.request import Request, RequestKey
+from pilotlight.engine.core.blocks import BLOCK_TOKENS, blocks_for
+from pilotlight.engine.core.request import Request
 from pilotlight.engine.device.sampler import Drawn
 from pilotlight.engine.drawing import draw_allowed
-from pilotlight.engine.errors import EngineError, PeerLost
+from pilotlight.engine.errors import EngineError, PeerLost, StageBusy
 from pilotlight.engine.kv_pieces import KvPiece, check_pieces
 from pilotlight.engine.pipeline.frames import (
     HiddenStates,
     KvBlocks,
+    KvCopied,
+    KvWanted,
+    LeaderRuns,
     OpenedRequest,
     RequestsClosed,
     SampledTokens,
@@ -26,8 +29,10 @@ from pilotlight.engine.pipeline.frames import (
     tensor_of,
     unpack,
 )
-from pilotlight.engine.pipeline.pipeline import StageStep
+from pilotlight.engine.pipeline_protocol import StageStep
 from pilotlight.engine.resident import ResidentStage
+from pilotlight.policy.model import Stage
+from pilotlight.policy.request import RequestKey
 
 SEND_TIMEOUT_S = 60.0
 """The next stage may be in the middle of a long batch."""
@@ -48,6 +53,10 @@ class PipelineFollower:
         self._before = before
         self._behind = behind
         self._is_last = resident.stage.stop == resident.spec.num_layers
+        self._layers: Stage | None = resident.stage
+        """What it runs; None: the leader has taken everything over, and it passes on what comes."""
+        self._over = False
+        """The leader has all layers, and hangs up."""
         self._segments: dict[RequestKey, Segment] = {}
         """What is in place of each request that the leader has open."""
         self._requests: dict[RequestKey, Request] = {}
@@ -76,6 +85,9 @@ class PipelineFollower:
     def forward(self, segment: Segment, pieces: Sequence[KvPiece]) -> None:
         raise PeerLost("only the stage that leads takes requests in")
 
+    def grow(self, stage: Stage | None) -> None:
+        raise StageBusy("only the stage that leads takes layers over")
+
     def close(self) -> None:
         self._before.close()
         self._behind.close()
@@ -88,7 +100,7 @@ class PipelineFollower:
             if self._before.readable:
                 self._take(self._before.receive(0))
         except PeerLost as error:
-            return self._lose(error)
+            return self._leave() if self._over else self._lose(error)
         except EngineError as error:
             # The leader sent what does not fit this stage: it is told, so that it does not wait for an answer.
             refusal = PeerLost(f"stage [{self._resident.stage.start}, {self._resident.stage.stop}): {error.message}")
@@ -104,26 +116,36 @@ class PipelineFollower:
                 hello = StageHello(stage=resident.stage, spec=resident.spec, dtype=resident.dtype, num_blocks=resident.num_blocks)
                 self._send(pack(StagesUp(stages=(*header.stages, hello))))
             case HiddenStates():
-                self._run(header, tensor_of(frame, header.tensor))
+                self._run(header, frame)
             case RequestsClosed():
                 self._close_requests(header.keys)
                 if not self._is_last:
                     self._send(frame)
             case KvBlocks():
                 self._store(header, tensor_of(frame, header.tensor), frame)
+            case KvWanted():
+                self._copy(header, frame)
+            case KvCopied():
+                self._send(frame)
+            case LeaderRuns():
+                self._give_up(header.stop)
+                self._send(frame)
             case StageRefuses():
                 raise PeerLost(header.message)
             case SampledTokens():
                 raise PeerLost("sampled tokens came to a stage that does not lead")
 
-    def _run(self, header: HiddenStates, hidden: Tensor) -> None:
+    def _run(self, header: HiddenStates, frame: Frame) -> None:
         self._check(header)
         self._close_requests(header.closed)
         for opened in header.opened:
             self._open(opened)
-        computed = self._resident.run(header.batch, hidden)
         for key, segment in zip(header.keys, header.segments, strict=True):
             self._segments[key] = Segment(0, segment.stop, segment.blocks, wants_logits=False)
+        if self._layers is None:
+            self._send(frame)
+            return
+        computed = self._resident.run(header.batch, tensor_of(frame, header.tensor), self._layers)
         if not self._is_last:
             passed = HiddenStates(
                 number=header.number,
@@ -179,16 +201,35 @@ class PipelineFollower:
 
     def _store(self, header: KvBlocks, keys_and_values: Tensor, frame: Frame) -> None:
         """Keeps what is of this stage's layers; what is of later ones goes on."""
-        stage = self._resident.stage
+        layers = self._layers
         piece = KvPiece(key=header.key, layers=header.layers, start=header.start, keys_and_values=keys_and_values)
         check_pieces([piece], self._resident.spec, self._resident.dtype)
         self._check_blocks(header.blocks)
         if len(header.blocks) < blocks_for(piece.stop):
             raise PeerLost(f"{len(header.blocks)} KV blocks come for {piece.stop} positions")
-        if mine := piece.cut(stage, piece.start, piece.stop):
+        if layers is not None and (mine := piece.cut(layers, piece.start, piece.stop)):
             self._resident.kv.write(mine.layers, header.blocks, mine.start, mine.keys_and_values)
-        if not self._is_last and header.layers.stop > stage.stop:
+        if not self._is_last:
             self._send(frame)
+
+    def _copy(self, wanted: KvWanted, frame: Frame) -> None:
+        """Gives blocks of one of this stage's layers to the leader; a question about another layer goes on."""
+        self._check_blocks(wanted.blocks)
+        if self._layers is None or not self._layers.start <= wanted.layer < self._layers.stop:
+            if self._is_last:
+                raise PeerLost(f"the leader wants layer {wanted.layer}, which no stage runs")
+            self._send(frame)
+            return
+        layer = Stage(wanted.layer, wanted.layer + 1)
+        tensor = self._resident.kv.read(layer, wanted.blocks, 0, len(wanted.blocks) * BLOCK_TOKENS)
+        self._send(pack(KvCopied(layer=wanted.layer, blocks=wanted.blocks, tensor=header_of(tensor)), tensor))
+
+    def _give_up(self, leader_stop: int) -> None:
+        """Runs what the leader does not run. The memory of the other layers stays until the stage is unloaded."""
+        self._over = leader_stop == self._resident.spec.num_layers
+        if self._layers is not None and leader_stop > self._layers.start:
+            stop = self._layers.stop
+            self._layers = Stage(leader_stop, stop) if leader_stop < stop else None
 
     def _send(self, frame: Frame) -> None:
         self._behind.send(frame, SEND_TIMEOUT_S)
@@ -198,6 +239,11 @@ class PipelineFollower:
             self._send(pack(StageRefuses(message=error.message)))
         except PeerLost:
             return  # Nobody is there to be told.
+
+    def _leave(self) -> StageStep:
+        self.close()
+        self._resident.pipeline = None
+        return StageStep(left=True)
 
     def _lose(self, error: PeerLost) -> StageStep:
         """Leaves the pipeline; both neighbours notice. The stage itself stays, and can join another one."""

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from pilotlight.engine.channel.channel import Frame
 from pilotlight.engine.core.batch import Batch, Segment
-from pilotlight.engine.core.request import RequestKey
 from pilotlight.engine.device.dtypes import TORCH_DTYPES
 from pilotlight.engine.device.sampler import Drawn, Undrawn
 from pilotlight.engine.drawing import Allowed
 from pilotlight.engine.errors import PeerLost
-from pilotlight.policy.types import Dtype, ModelSpec, Sampling, Stage
+from pilotlight.policy.model import Dtype, ModelSpec, Stage
+from pilotlight.policy.request import RequestKey, Sampling
 
 DTYPES = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
 
@@ -90,6 +90,33 @@ class KvBlocks(msgspec.Struct, tag="kv", frozen=True, kw_only=True):
     tensor: TensorHeader
 
 
+class KvWanted(msgspec.Struct, tag="kv_wanted", frozen=True, kw_only=True):
+    """The leader takes a layer over and wants KV blocks of it, as all batches before this frame left them."""
+
+    layer: int
+    blocks: tuple[int, ...]
+
+
+class KvCopied(msgspec.Struct, tag="kv_copied", frozen=True, kw_only=True):
+    """The blocks that were wanted, on their way to the leader.
+
+    The payload: [1, 2, blocks * BLOCK_TOKENS, num_kv_heads, head_dim].
+    """
+
+    layer: int
+    blocks: tuple[int, ...]
+    tensor: TensorHeader
+
+
+class LeaderRuns(msgspec.Struct, tag="leader_runs", frozen=True, kw_only=True):
+    """Goes round once: from now on the leader runs layers [0, stop), and the others what is left of theirs.
+
+    A stage that has none left passes on what comes. With all layers at the leader the pipeline ends.
+    """
+
+    stop: int
+
+
 class SampledTokens(msgspec.Struct, tag="sampled", frozen=True, kw_only=True):
     """What the last stage drew for a micro-batch."""
 
@@ -103,7 +130,7 @@ class StageRefuses(msgspec.Struct, tag="refused", frozen=True, kw_only=True):
     message: str
 
 
-Header = StagesUp | HiddenStates | RequestsClosed | KvBlocks | SampledTokens | StageRefuses
+Header = StagesUp | HiddenStates | RequestsClosed | KvBlocks | KvWanted | KvCopied | LeaderRuns | SampledTokens | StageRefuses
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Header)

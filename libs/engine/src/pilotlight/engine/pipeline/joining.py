@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pilotlight.common.handshake import Identity
 from pilotlight.engine.channel.door import Door
 from pilotlight.engine.channel.tcp import TcpChannel, connect
-from pilotlight.policy.types import InstanceId, NodeId, Stage
+from pilotlight.policy.ids import InstanceId, NodeId
+from pilotlight.policy.model import Stage
 
 
 @dataclass(frozen=True, slots=True)

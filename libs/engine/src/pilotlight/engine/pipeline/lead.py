@@ -2,20 +2,24 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from pilotlight.common.messages.engine import Produced
 from pilotlight.engine.channel.channel import Channel, wait_for_any
 from pilotlight.engine.core.batch import Plan, Segment
 from pilotlight.engine.core.lifecycle import RequestEvent, RequestState
-from pilotlight.engine.core.request import Request, RequestKey
+from pilotlight.engine.core.request import Request
 from pilotlight.engine.drawing import ended, look_up, settle, wait_for_late
 from pilotlight.engine.errors import EngineError, PeerLost, PeerSilent
+from pilotlight.engine.extension import take_over
 from pilotlight.engine.kv_pieces import KvPiece
 from pilotlight.engine.pipeline.frames import (
     HiddenStates,
     KvBlocks,
+    KvCopied,
+    LeaderRuns,
     OpenedRequest,
     RequestsClosed,
     SampledTokens,
@@ -26,10 +30,11 @@ from pilotlight.engine.pipeline.frames import (
     pack,
     unpack,
 )
-from pilotlight.engine.pipeline.pipeline import StageStep
+from pilotlight.engine.pipeline.growth import Growth
+from pilotlight.engine.pipeline_protocol import StageStep
 from pilotlight.engine.resident import ResidentStage
-from pilotlight.engine.results import Produced
-from pilotlight.policy.types import FinishReason
+from pilotlight.policy.model import Stage
+from pilotlight.policy.request import FinishReason, RequestKey
 
 LOOK_OUT_S = 0.002
 """How long a step with nothing to run watches for an answer: an abort waits no longer than that."""
@@ -73,6 +78,9 @@ class PipelineLead:
         self._open: dict[RequestKey, tuple[Request, int]] = {}
         """Requests that the other stages know, and by which of their runs. One that left and came back is another one."""
         self._heard_s = now_s
+        self._stages: tuple[Stage, ...] = ()
+        """What the other stages run; one that runs nothing any more is not among them."""
+        self._growth: Growth | None = None
         # What was computed before is not in place in the stages that come now.
         resident.scheduler.forget_cached()
         hello = StageHello(stage=resident.stage, spec=resident.spec, dtype=resident.dtype, num_blocks=resident.num_blocks)
@@ -82,7 +90,11 @@ class PipelineLead:
     def has_work(self) -> bool:
         # Both are looked at in any case: what a socket did not take leaves then.
         heard = [channel.readable for channel in self.channels]
-        return not self._depth or bool(self._open) or self._resident.scheduler.has_work or any(heard)
+        return not self._depth or bool(self._open) or self._grows or self._resident.scheduler.has_work or any(heard)
+
+    @property
+    def _grows(self) -> bool:
+        return self._growth is not None and self._growth.due
 
     @property
     def in_flight(self) -> int:
@@ -108,6 +120,10 @@ class PipelineLead:
             )
             self._forward.send(pack(header, tensor), SEND_TIMEOUT_S)
 
+    def grow(self, stage: Stage | None) -> None:
+        """See ``Pipeline.grow``; the stage has memory for it."""
+        self._growth = Growth(self._resident, stage) if stage is not None else None
+
     def close(self) -> None:
         self._answers.close()
         self._forward.close()
@@ -117,11 +133,15 @@ class PipelineLead:
         try:
             if self._forward.readable:
                 raise PeerLost(f"stage 1 sent {type(unpack(self._forward.receive(0))).__name__} backwards")
-            plan = self._dispatch(monotonic_s()) if self._depth > len(self._under_way) else None
+            paused = self._growth is not None and self._growth.paused
+            plan = self._dispatch(monotonic_s()) if self._depth > len(self._under_way) and not paused else None
+            self._ask_for_kv(monotonic_s())
             if plan is None and may_wait and not self._answers.readable:
                 wait_for_late(self._resident.scheduler.requests)
                 wait_for_any(self.channels, LOOK_OUT_S)
             done = self._collect(plan, monotonic_s)
+            if self._resident.pipeline is None:
+                return done
             if not self._under_way and (closed := self._close_gone()):
                 self._forward.send(pack(RequestsClosed(keys=closed)), SEND_TIMEOUT_S)
             return done
@@ -151,9 +171,18 @@ class PipelineLead:
             allowed=look_up(plan.sampled),
         )
         scheduler.advance(plan)
+        if self._growth is not None:
+            self._growth.wrote(plan.batch.segments)
         self._under_way.append(_UnderWay(self._number, tuple((request, request.takes) for request in plan.sampled)))
         self._forward.send(pack(header, hidden), SEND_TIMEOUT_S)
         return plan
+
+    def _ask_for_kv(self, now_s: float) -> None:
+        """Takes the next step of a growth, if there is one."""
+        if self._growth is not None and (frame := self._growth.next_frame()) is not None:
+            if not self._under_way:
+                self._heard_s = now_s
+            self._forward.send(frame, SEND_TIMEOUT_S)
 
     def _close_gone(self) -> tuple[RequestKey, ...]:
         """Forgets the requests that own no blocks any more, or own others since."""
@@ -174,22 +203,36 @@ class PipelineLead:
     def _collect(self, plan: Plan | None, monotonic_s: Callable[[], float]) -> StageStep:
         step = StageStep(plan=plan)
         while self._answers.readable:
-            given = self._take_answer(plan, monotonic_s)
+            try:
+                given = self._take_answer(plan, monotonic_s)
+            except PeerLost as error:
+                return self._lose(error, step)
             step = StageStep(
-                plan=plan, produced=step.produced + given.produced, first_prefill=step.first_prefill or given.first_prefill
+                plan=plan,
+                produced=step.produced + given.produced,
+                first_prefill=step.first_prefill or given.first_prefill,
+                grown=given.grown,
             )
-        if (self._under_way or not self._depth) and monotonic_s() - self._heard_s > ANSWER_TIMEOUT_S:
+            if given.grown:
+                return step
+        waits = self._under_way or not self._depth or (self._growth is not None and self._growth.waits)
+        if waits and monotonic_s() - self._heard_s > ANSWER_TIMEOUT_S:
             raise PeerSilent(f"the stages behind {self._resident.instance_id} have not answered for {ANSWER_TIMEOUT_S} s")
         return step
 
     def _take_answer(self, plan: Plan | None, monotonic_s: Callable[[], float]) -> StageStep:
-        answer = unpack(self._answers.receive(0))
+        frame = self._answers.receive(0)
+        answer = unpack(frame)
         self._heard_s = monotonic_s()
         match answer:
             case StagesUp() if not self._depth:
                 self._meet(answer.stages)
             case SampledTokens() if self._under_way:
                 return self._hand_out(plan, answer, self._heard_s)
+            case KvCopied() if self._growth is not None:
+                self._growth.take_in(answer, frame)
+            case LeaderRuns() if self._growth is not None and answer.stop == self._growth.target.stop:
+                return self._take_over(plan, answer.stop)
             case StageRefuses():
                 raise PeerLost(answer.message)
             case _:
@@ -222,9 +265,39 @@ class PipelineLead:
             raise PeerLost(f"the stages end at layer {stop} of {resident.spec.num_layers}")
         resident.limit_blocks(min(hello.num_blocks for hello in stages))
         self._depth = len(stages)
+        self._stages = tuple(hello.stage for hello in stages[1:])
 
-    def _lose(self, error: EngineError) -> StageStep:
-        """Ends every request of the pipeline; the stage itself stays, and can join another one."""
+    def _take_over(self, plan: Plan | None, stop: int) -> StageStep:
+        """Runs the layers up to here from now on. A leader that has all of them needs no pipeline."""
+        self._growth = None
+        take_over(self._resident)
+        self._stages = tuple(Stage(max(stage.start, stop), stage.stop) for stage in self._stages if stage.stop > stop)
+        self._depth = 1 + len(self._stages)
+        if not self._stages:
+            self.close()
+            self._resident.pipeline = None
+            self._resident.use_all()
+        return StageStep(plan=plan, grown=True)
+
+    def _go_on_alone(self, error: EngineError, so_far: StageStep) -> StageStep:
+        """Runs the whole model, though its KV is lost: all requests run again, as far as parts are in place."""
+        self.close()
+        self._resident.pipeline = None
+        take_over(self._resident)
+        self._resident.scheduler.preempt_all()
+        self._resident.use_all()
+        return replace(so_far, lost=error, grown=self._resident.target is None)
+
+    def _lose(self, error: EngineError, so_far: StageStep | None = None) -> StageStep:
+        """Ends every request of the pipeline; the stage itself stays, and can join another one.
+
+        A leader that is to have the whole model goes on alone instead. ``so_far`` is what the step gave before.
+        """
+        so_far = so_far or StageStep()
+        if self._resident.target == self._resident.spec.whole:
+            return self._go_on_alone(error, so_far)
+        if self._resident.target is not None:
+            take_over(self._resident)
         scheduler = self._resident.scheduler
         produced: list[Produced] = []
         for request in scheduler.requests:
@@ -232,4 +305,4 @@ class PipelineLead:
             produced.append(ended(request, FinishReason.ERROR, error))
         self.close()
         self._resident.pipeline = None
-        return StageStep(produced=tuple(produced), lost=error)
+        return replace(so_far, produced=(*so_far.produced, *produced), lost=error)

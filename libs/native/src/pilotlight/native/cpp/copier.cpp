@@ -352,8 +352,8 @@ PILOTLIGHT_EXPORT int pilotlight_copier_unpin(Copier *copier, std::uint64_t star
 PILOTLIGHT_EXPORT std::uint64_t pilotlight_copier_submit(Copier *copier, const std::uint64_t *copies, int count, int background) {
     return copier->submit(copies, count, background != 0);
 }
-PILOTLIGHT_EXPORT int pilotlight_copier_wait(Copier *copier, std::uint64_t ticket, int done, double seconds) {
-    return copier->wait(ticket, done != 0, seconds);
+PILOTLIGHT_EXPORT int pilotlight_copier_wait(Copier *copier, std::uint64_t ticket, double seconds) {
+    return copier->wait(ticket, true, seconds);
 }
 PILOTLIGHT_EXPORT int pilotlight_copier_order_before(Copier *copier, std::uint64_t ticket, CUstream stream, double seconds) {
     return copier->order_before(ticket, stream, seconds);

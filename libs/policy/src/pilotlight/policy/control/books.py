@@ -1,15 +1,20 @@
-"""The leader's instances: rows, what they were started from, and starts that are not yet rows. Immutable, indexed.
+"""The leader's instances: rows, what they were started from, and starts that are not yet rows.
 
-A change makes new books that share what did not change, so that a decision log can keep the books of every tick.
+Books are immutable and indexed. A change makes new books that share what did not change, so that a
+decision log can keep the books of every tick. They note what changed since the last tick, so that
+the next one looks at that alone.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from pilotlight.policy.cluster import WorkerView
+from pilotlight.policy.ids import Digest, InstanceId, ModelName, NodeId, WorkerId
 from pilotlight.policy.instance import ENDED, SERVING, STARTING
-from pilotlight.policy.types import Instance, InstanceId, Model, ModelName, NodeId, WorkerId
+from pilotlight.policy.model import Model
+from pilotlight.policy.plan import Instance
 
 REMEMBER_ENDED_S = 60.0
 """Ended instances are kept so long: failures slow the next start down, late phases still find their cold start."""
@@ -44,32 +49,48 @@ class Books:
 
     records: Mapping[InstanceId, Record] = field(default_factory=dict[InstanceId, Record])
     by_model: Mapping[ModelName, Ids] = field(default_factory=dict[ModelName, Ids])
+    by_digest: Mapping[Digest, Ids] = field(default_factory=dict[Digest, Ids])
     by_worker: Mapping[WorkerId, Ids] = field(default_factory=dict[WorkerId, Ids])
     by_node: Mapping[NodeId, Ids] = field(default_factory=dict[NodeId, Ids])
+    touched: Mapping[InstanceId, Record | None] = field(default_factory=dict[InstanceId, "Record | None"])
+    """What was put or forgotten since the last tick, and what it was then; None: it was not there."""
 
     def put(self, *records: Record) -> "Books":
-        """Books with these in the place of those of the same instances. Costs one copy, however many they are."""
+        """Books with these in the place of those of the same instances.
+
+        Costs one copy of the tables, however many they are.
+        """
         if not records:
             return self
-        kept = dict(self.records)
-        newcomers: list[Record] = []
+        kept, touched = dict(self.records), dict(self.touched)
+        moved: list[Record] = []
         for record in records:
-            known = kept.get(record.instance.instance_id)
-            kept[record.instance.instance_id] = record
+            instance_id = record.instance.instance_id
+            known = kept.get(instance_id)
+            touched.setdefault(instance_id, known)
+            kept[instance_id] = record
             if known is None or known.instance.placements != record.instance.placements:
-                newcomers.append(record)
-        if not newcomers:
-            return replace(self, records=kept)
-        replaced = [self.records[one.instance.instance_id] for one in newcomers if one.instance.instance_id in self.records]
-        return _indexed(kept, self, (*replaced, *newcomers))
+                moved.append(record)
+                if known is not None:
+                    moved.append(known)
+        if not moved:
+            return replace(self, records=kept, touched=touched)
+        return _indexed(kept, self, moved, touched)
 
     def without(self, instance_ids: Iterable[InstanceId]) -> "Books":
         """Books that have forgotten some instances."""
-        gone = [self.records[instance_id] for instance_id in instance_ids if instance_id in self.records]
+        gone = [self.records[one] for one in instance_ids if one in self.records]
         if not gone:
             return self
-        dropped = {one.instance.instance_id for one in gone}
-        return _indexed({key: one for key, one in self.records.items() if key not in dropped}, self, gone)
+        kept, touched = dict(self.records), dict(self.touched)
+        for record in gone:
+            touched.setdefault(record.instance.instance_id, record)
+            kept.pop(record.instance.instance_id, None)
+        return _indexed(kept, self, gone, touched)
+
+    def settled(self) -> "Books":
+        """The same books, with nothing noted as changed."""
+        return replace(self, touched={}) if self.touched else self
 
     def get(self, instance_id: InstanceId) -> Record | None:
         """One record."""
@@ -84,6 +105,10 @@ class Books:
         found = (self.records[instance_id] for instance_id in self.by_model.get(model, ()))
         return tuple(one for one in found if one.is_row and one.instance.state in STARTING | SERVING)
 
+    def of_digest(self, digest: Digest) -> tuple[Record, ...]:
+        """Rows of models with one digest, in the order in which they were planned."""
+        return tuple(one for key in self.by_digest.get(digest, ()) if (one := self.records[key]).is_row)
+
     def on_worker(self, worker_id: WorkerId) -> tuple[Record, ...]:
         """Rows with a stage on one worker."""
         return tuple(one for key in self.by_worker.get(worker_id, ()) if (one := self.records[key]).is_row)
@@ -97,37 +122,63 @@ class Books:
         return tuple(one.instance for one in self.records.values())
 
 
-def _indexed(records: dict[InstanceId, Record], before: Books, touched: Iterable[Record]) -> Books:
-    """Books of ``records``, with the indexes of ``before`` mended where ``touched`` records are, or were."""
-    models, workers, nodes = dict(before.by_model), dict(before.by_worker), dict(before.by_node)
-    for record in touched:
+def _indexed(
+    records: dict[InstanceId, Record],
+    before: Books,
+    moved: Iterable[Record],
+    touched: Mapping[InstanceId, Record | None],
+) -> Books:
+    """Books of ``records``: the indexes of ``before``, mended where ``moved`` records are, or were."""
+    models, digests = dict(before.by_model), dict(before.by_digest)
+    workers, nodes = dict(before.by_worker), dict(before.by_node)
+    for record in moved:
         instance_id = record.instance.instance_id
         current = records.get(instance_id)
-        placements = current.instance.placements if current is not None else ()
-        _mend(models, record.instance.model, instance_id, present=current is not None)
-        for placement in record.instance.placements:
-            _mend(
-                workers, placement.worker_id, instance_id, present=any(one.worker_id == placement.worker_id for one in placements)
-            )
-            _mend(nodes, placement.node_id, instance_id, present=any(one.node_id == placement.node_id for one in placements))
-    return Books(records=records, by_model=models, by_worker=workers, by_node=nodes)
+        places = current.instance.placements if current is not None else ()
+        there = current is not None
+        _mend(models, record.instance.model, instance_id, present=there)
+        _mend(digests, record.instance.digest, instance_id, present=there)
+        for one in record.instance.placements:
+            on_worker = any(place.worker_id == one.worker_id for place in places)
+            _mend(workers, one.worker_id, instance_id, present=on_worker)
+            on_node = any(place.node_id == one.node_id for place in places)
+            _mend(nodes, one.node_id, instance_id, present=on_node)
+    return Books(
+        records=records,
+        by_model=models,
+        by_digest=digests,
+        by_worker=workers,
+        by_node=nodes,
+        touched=touched,
+    )
 
 
 def _mend(index: dict[Key, Ids], key: Key, instance_id: InstanceId, *, present: bool) -> None:
-    others = tuple(one for one in index.get(key, ()) if one != instance_id)
+    """Instances keep the order in which they came."""
+    listed = index.get(key, ())
     if present:
-        index[key] = (*others, instance_id)
-    elif others:
+        if instance_id not in listed:
+            index[key] = (*listed, instance_id)
+        return
+    others = tuple(one for one in listed if one != instance_id)
+    if others:
         index[key] = others
     else:
         index.pop(key, None)
 
 
 def refreshed(books: Books, views: Iterable[WorkerView], waited_for: Iterable[ModelName], now_s: float) -> Books:
-    """Bring what reports say of use into the instances, and forget what ended long ago.
+    """Bring what reports say of use into the instances.
 
-    ``last_used_s`` of an instance that serves is the end of its last request, of one that starts the last moment at which somebody
+    ``last_used_s`` of an instance that serves is the end of its last request, or the last report
+    that showed requests in flight. Of one that starts it is the last moment at which requests
     waited for it.
+
+    Args:
+        books: As they are.
+        views: Workers with new reports, and those whose instances changed; others add nothing.
+        waited_for: Models for which requests wait.
+        now_s: The time, in seconds.
     """
     changed: dict[InstanceId, Record] = {}
     for view in views:
@@ -135,24 +186,26 @@ def refreshed(books: Books, views: Iterable[WorkerView], waited_for: Iterable[Mo
             record = changed.get(held.instance_id) or books.get(held.instance_id)
             if record is None or record.instance.state in ENDED:
                 continue
-            worker_id = view.facts.worker_id
+            worker_id, instance = view.facts.worker_id, record.instance
             if worker_id not in record.seen_on:
                 record = replace(record, seen_on=record.seen_on | {worker_id})
-            if record.instance.state in SERVING and worker_id == record.instance.lead:
-                used_s = max(record.instance.state_since_s, view.heard_s - held.idle_s)
-                used_s = now_s if held.in_flight > 0 else used_s
-                if (held.in_flight, used_s) != (record.instance.in_flight, record.instance.last_used_s):
-                    record = replace(record, instance=replace(record.instance, in_flight=held.in_flight, last_used_s=used_s))
+            if instance.state in SERVING and worker_id == instance.lead:
+                used_s = view.heard_s if held.in_flight > 0 else view.heard_s - held.idle_s
+                used_s = max(instance.state_since_s, used_s)
+                if (held.in_flight, used_s) != (instance.in_flight, instance.last_used_s):
+                    used = replace(instance, in_flight=held.in_flight, last_used_s=used_s)
+                    record = replace(record, instance=used)
             if record is not books.get(held.instance_id):
                 changed[held.instance_id] = record
     for model in waited_for:
         for instance_id in books.by_model.get(model, ()):
             record = changed.get(instance_id) or books.records[instance_id]
-            if record.instance.state in STARTING:
-                changed[instance_id] = replace(record, instance=replace(record.instance, last_used_s=now_s))
-    books = books.put(*changed.values())
-    return books.without(
-        key
-        for key, one in list(books.records.items())
-        if one.instance.state in ENDED and now_s - one.instance.state_since_s >= REMEMBER_ENDED_S
-    )
+            if record.instance.state in STARTING and record.instance.last_used_s != now_s:
+                used = replace(record.instance, last_used_s=now_s)
+                changed[instance_id] = replace(record, instance=used)
+    return books.put(*changed.values())
+
+
+def forget_at_s(instance: Instance) -> float:
+    """When an instance that has ended is forgotten; infinite while it lives."""
+    return instance.state_since_s + REMEMBER_ENDED_S if instance.state in ENDED else math.inf

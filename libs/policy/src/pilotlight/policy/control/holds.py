@@ -1,24 +1,15 @@
 """What every worker and node is to hold, made of the books alone. A hold is the whole desired state of its receiver."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from pilotlight.policy.cluster import WorkerView
+from pilotlight.policy.cluster import HeldState, Member, NodeFacts, WorkerView
 from pilotlight.policy.control.books import Books, Record
+from pilotlight.policy.ids import Digest, Generation, InstanceId, NodeId, WorkerId
 from pilotlight.policy.instance import STARTING
+from pilotlight.policy.model import Model, Stage
 from pilotlight.policy.multicast import chains_of
-from pilotlight.policy.types import (
-    Digest,
-    Generation,
-    HeldState,
-    InstanceId,
-    InstanceState,
-    Model,
-    NodeFacts,
-    NodeId,
-    Stage,
-    WorkerId,
-)
+from pilotlight.policy.plan import Instance, InstanceState
 
 Upstreams = Mapping[tuple[NodeId, Digest], tuple[NodeId, ...]]
 """From whom a node takes the parts of a model, the first to be asked first."""
@@ -39,6 +30,8 @@ class StageHold:
     drain_within_s: float | None
     """While ``draining``: how long requests may run on before they go on elsewhere. None: until they end."""
     trace_parent: str
+    members: tuple[Member, ...] = ()
+    """The group, in the order of its stages, without addresses; empty where one worker holds the model."""
 
     @property
     def essence(self) -> tuple[object, ...]:
@@ -75,12 +68,30 @@ def stages_of(worker_id: WorkerId, books: Books) -> tuple[StageHold, ...]:
             draining=record.instance.state is InstanceState.DRAINING,
             drain_within_s=record.instance.drain_within_s,
             trace_parent=record.trace_parent,
+            members=members_of(record.instance),
         )
         for record in books.on_worker(worker_id)
         for placement in record.instance.placements
         if placement.worker_id == worker_id
     ]
     return tuple(sorted(holds, key=lambda hold: hold.instance_id))
+
+
+def members_of(instance: Instance) -> tuple[Member, ...]:
+    """An instance's workers as a group; none where it has one alone."""
+    if len(instance.placements) < 2:
+        return ()
+    members = (Member(worker_id=one.worker_id, node_id=one.node_id, stage=one.stage) for one in instance.placements)
+    return tuple(sorted(members, key=lambda member: member.stage.start))
+
+
+def reached_at(
+    member: Member, nodes: Mapping[NodeId, NodeFacts], workers: Mapping[WorkerId, WorkerView], of: InstanceId
+) -> Member:
+    """A member with its address, as far as reports tell."""
+    node, worker = nodes.get(member.node_id), workers.get(member.worker_id)
+    held = worker.held(of) if worker is not None else None
+    return replace(member, host=node.dataplane_host if node is not None else "", port=held.port if held is not None else 0)
 
 
 def fetches_of(node_id: NodeId, books: Books, upstreams: Upstreams) -> tuple[PartFetch, ...]:
@@ -114,6 +125,13 @@ def upstreams_of(records: Iterable[Record], nodes: Mapping[NodeId, NodeFacts]) -
         for node_id, upstreams in plan.upstreams.items():
             told[node_id, digest] = tuple(upstreams)
     return told
+
+
+def upstreams_at(node_ids: Iterable[NodeId], books: Books, nodes: Mapping[NodeId, NodeFacts]) -> Upstreams:
+    """Whom some nodes ask; of models that start elsewhere nothing."""
+    here = (record for node_id in node_ids for record in books.on_node(node_id))
+    digests = dict.fromkeys(record.instance.digest for record in here if record.instance.state in STARTING)
+    return upstreams_of((record for digest in digests for record in books.of_digest(digest)), nodes)
 
 
 def disagreement(holds: Iterable[StageHold], worker: WorkerView) -> str | None:

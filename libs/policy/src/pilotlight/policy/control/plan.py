@@ -3,27 +3,22 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pilotlight.policy.cluster import WorkerView
+from pilotlight.policy.arrivals import NO_ARRIVALS, RecentArrivals
+from pilotlight.policy.cluster import NodeFacts, WorkerView
 from pilotlight.policy.control.books import Books
+from pilotlight.policy.control.focus import Focus, Visited
 from pilotlight.policy.control.holds import PartFetch, StageHold
+from pilotlight.policy.control.index import Index
 from pilotlight.policy.control.reconcile import Change, ReconcileRules
+from pilotlight.policy.control.table import Table
 from pilotlight.policy.drain import DrainRules
+from pilotlight.policy.ids import Epoch, InstanceId, ModelName, NodeId, WorkerId
+from pilotlight.policy.model import Model
 from pilotlight.policy.parallelism import SchemeChoice, SchemeRules
+from pilotlight.policy.plan import Estimate, Estimates, NodeDrain, Placement, Snapshot
+from pilotlight.policy.request import Demand
 from pilotlight.policy.scaling import Drain, ScalingRules
 from pilotlight.policy.turns import TurnRules
-from pilotlight.policy.types import (
-    Demand,
-    Epoch,
-    Estimate,
-    InstanceId,
-    Model,
-    ModelName,
-    NodeDrain,
-    NodeFacts,
-    NodeId,
-    Snapshot,
-    WorkerId,
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +38,11 @@ class ControlRules:
     retry_at_once_s: float = 0.1
     """After a refusal a change of the workers is answered no sooner than this."""
     repeat_s: float = 1.0
-    """A hold is told again after this time."""
+    """A hold is told again after this time, as far as ``repeat_limit`` allows."""
+    repeat_limit: int = 32
+    """Workers, and nodes, that are told again in one tick because of the time alone, those first that were told longest ago."""
+    explained_workers: int = 64
+    """In a cluster of no more workers than this, a decision's record has all of them. Else it has those that could be the answer."""
     disagrees_again_s: float = 0.1
     """A report may have been under way while the hold was: it is given this long to be about it."""
     learn_s: float = 1.0
@@ -93,7 +92,8 @@ class ControlFacts:
     """Since when the scheduler knows of it."""
     awaited: frozenset[ModelName] = frozenset()
     """Models for which some gateway holds requests."""
-    estimates: tuple[Estimate, ...] = ()
+    estimates: Estimates = field(default_factory=dict[ModelName, "tuple[Estimate, ...]"])
+    arrivals: RecentArrivals = NO_ARRIVALS
     drains: tuple[NodeDrain, ...] = ()
     evict: tuple[ModelName, ...] = ()
     """Models that an operator wants off every device."""
@@ -103,6 +103,11 @@ class ControlFacts:
     """Since the last tick."""
     started: tuple[ModelName, ...] = ()
     """Starts that got their room since the last tick."""
+    changed: Focus | None = None
+    """Whose facts may be others than at the last tick; None: everything's.
+
+    The books note themselves what changed in them: they are those of the last plan, with what was put in them since.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,8 +141,10 @@ class Memory:
     backing: Mapping[ModelName, Backing] = field(default_factory=dict[ModelName, Backing])
     tries: Mapping[ModelName, tuple[Refusal, ...]] = field(default_factory=dict[ModelName, tuple[Refusal, ...]])
     """Refusals of the attempt that is under way."""
-    told_workers: Mapping[WorkerId, Told] = field(default_factory=dict[WorkerId, Told])
-    told_nodes: Mapping[NodeId, Told] = field(default_factory=dict[NodeId, Told])
+    told_workers: Table[WorkerId, Told] = field(default_factory=Table["WorkerId", Told])
+    told_nodes: Table[NodeId, Told] = field(default_factory=Table["NodeId", Told])
+    index: Index | None = None
+    """What the last tick found, so that the next one looks at what changed. None: it looks at everything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +190,24 @@ class NodeTold:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Holds:
+    """Whole desired states that are to be sent now."""
+
+    nodes: tuple[NodeTold, ...] = ()
+    """Before the workers: bytes take longest."""
+    workers: tuple[WorkerTold, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrowOrder:
+    """An instance whose stages are to take on longer ranges."""
+
+    instance_id: InstanceId
+    placements: tuple[Placement, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What is to be done, in this order."""
 
@@ -196,9 +221,13 @@ class Plan:
     evicted: Mapping[ModelName, tuple[InstanceId, ...]] = field(default_factory=dict[ModelName, tuple[InstanceId, ...]])
     """For each eviction that was asked for, the instances that drain."""
     start: tuple[StartOrder, ...] = ()
+    grow: tuple[GrowOrder, ...] = ()
+    """No policy asks for any yet."""
     refuse: tuple[RefusedStart, ...] = ()
-    tell_nodes: tuple[NodeTold, ...] = ()
-    """Before the workers: bytes take longest."""
-    tell_workers: tuple[WorkerTold, ...] = ()
+    tell: Holds = field(default_factory=Holds)
+    """Holds that are new, or others than before."""
+    repeat: Holds = field(default_factory=Holds)
+    """Holds that a report contradicts, or that were told long ago: a command may have been lost."""
     longest_wait_s: float = 0.0
     """Of the models that are wanted and served nowhere."""
+    visited: Visited = field(default_factory=Visited)

@@ -1,26 +1,17 @@
 """From reports to events of instances. Pure: instances, workers and the time in; changes with reasons out."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from pilotlight.policy.cluster import WorkerView
+from pilotlight.policy.cluster import HeldStage, HeldState, Liveness, WorkerView
 from pilotlight.policy.control.books import Record
+from pilotlight.policy.ids import Epoch, Generation, InstanceId, WorkerId
 from pilotlight.policy.instance import ENDED, SERVING, STARTING, InstanceEvent, path, step
 from pilotlight.policy.liveness import DEAD_AFTER_S
+from pilotlight.policy.phase import Moment
+from pilotlight.policy.plan import Instance, InstanceState, Placement
 from pilotlight.policy.scaling import Drain
-from pilotlight.policy.types import (
-    Epoch,
-    Generation,
-    HeldStage,
-    HeldState,
-    Instance,
-    InstanceId,
-    InstanceState,
-    Liveness,
-    Moment,
-    Placement,
-    WorkerId,
-)
 
 WORKER_LOST, ENGINE_FAILED = "worker_lost", "engine_failed"
 """Codes of the taxonomy (``common.errors``): an instance's reason begins with one, and clients are told it."""
@@ -42,6 +33,8 @@ class Change:
     """When the last stage of an instance that became ready was loaded, as its worker says."""
     drain_within_s: float | None = None
     """How long its requests may run on when it drains; None: until they end."""
+    placements: tuple[Placement, ...] = ()
+    """Its stages from now on, where a stage grows or its lead moves; empty: as they were."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +157,24 @@ def _part(
     )
 
 
+def next_judgement_s(one: Record, workers: Mapping[WorkerId, WorkerView], after_s: float, rules: ReconcileRules) -> float:
+    """When, after a time, silence alone could next change an instance: rules 2, 3 and 7; infinite: never."""
+    instance = one.instance
+    if not one.is_row:
+        return math.inf
+    since_s = max(instance.state_since_s, rules.term_started_s)
+    times: list[float] = []
+    for placement in instance.placements:
+        worker = workers.get(placement.worker_id)
+        if worker is None:
+            times.append(since_s + DEAD_AFTER_S)
+        elif worker.facts.liveness is Liveness.DEAD:
+            times.append(rules.term_started_s + DEAD_AFTER_S)
+        elif instance.state in STARTING and worker.held(instance.instance_id) is None:
+            times.append(since_s + rules.hold_deadline_s)
+    return min((at_s for at_s in times if at_s > after_s), default=math.inf)
+
+
 def _dead_grace_s(worker: WorkerView, rules: ReconcileRules) -> float:
     """A worker that was last heard before the term began may have been missed by our own doing: it gets the full time anew."""
     return DEAD_AFTER_S if worker.heard_s < rules.term_started_s else 0.0
@@ -172,17 +183,20 @@ def _dead_grace_s(worker: WorkerView, rules: ReconcileRules) -> float:
 def moved(before: Instance, change: Change, epoch: Epoch, now_s: float) -> Instance:
     """The instance after its events.
 
-    A drain is a new generation: workers that already obey the old one must hear of it. Time spent in a state counts from the last
-    event; that spent on the way to the first token is added up.
+    A drain is a new generation, and so are other stages: workers that already obey the old one must hear of it. Time spent in a
+    state counts from the last event; that spent on the way to the first token is added up.
     """
     state = before.state
     for event in change.events:
         state = step(state, event)
     drains = InstanceEvent.DRAIN in change.events and state not in ENDED
+    placements = change.placements or before.placements
+    renewed = drains or placements != before.placements
     return replace(
         before,
         state=state,
-        generation=Generation(before.generation + 1) if drains else before.generation,
+        generation=Generation(before.generation + 1) if renewed else before.generation,
+        placements=placements,
         load_s=before.load_s + now_s - before.state_since_s if before.state in STARTING else before.load_s,
         drain_within_s=change.drain_within_s if drains else before.drain_within_s,
         epoch=epoch,

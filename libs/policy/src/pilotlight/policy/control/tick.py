@@ -6,51 +6,36 @@
 4. nodes that drain are emptied; what is still needed is wanted elsewhere, as if somebody waited for it (``drain``)
 5. models that have too many instances, or too few (``scaling``)
 6. whose turn it is, and who makes room (``turns``)
-7. where each start goes (``parallelism``); a refused one is tried elsewhere, then later
-8. holds: who is told what, on change, every second, and when a report disagrees (``holds``)
+7. where each start goes (``starts``); a refused one is tried elsewhere, then later
+8. holds: told on change, when a report disagrees, and from time to time (``telling``)
+
+Each step looks at what changed since the last tick, at what falls due by time alone, at models with demand, and at what the last tick
+decided. Everything else is at rest: the same policies, asked again, would say nothing new. A tick without an index in its memory, and one
+that is not told what changed, look at everything.
 """
 
-import hashlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 
-from pilotlight.policy.control.books import Books, Record, refreshed
-from pilotlight.policy.control.holds import disagreement, fetches_of, stages_of, upstreams_of
-from pilotlight.policy.control.plan import (
-    Backing,
-    ControlFacts,
-    ControlRules,
-    Memory,
-    NodeTold,
-    Plan,
-    Refusal,
-    RefusedStart,
-    StartOrder,
-    Told,
-    WorkerTold,
-)
-from pilotlight.policy.control.reconcile import Change, drain_of, moved, reconcile
-from pilotlight.policy.drain import plan_drain, staying
-from pilotlight.policy.parallelism import SchemeChoice, choose_scheme
+from pilotlight.policy.cluster import Liveness
+from pilotlight.policy.control.books import Books
+from pilotlight.policy.control.draft import Draft
+from pilotlight.policy.control.focus import Dues, Focus
+from pilotlight.policy.control.index import Index
+from pilotlight.policy.control.look import Look, instances_due, models_due
+from pilotlight.policy.control.plan import ControlFacts, ControlRules, Memory, Plan
+from pilotlight.policy.control.reconcile import reconcile
+from pilotlight.policy.control.shortlist import for_start, for_turns
+from pilotlight.policy.control.starts import NO_ROOM, Tries, choose_among
+from pilotlight.policy.control.telling import telling
+from pilotlight.policy.drain import DrainPlan, plan_drain, staying
+from pilotlight.policy.ids import InstanceId, ModelName, NodeId, WorkerId
+from pilotlight.policy.instance import SERVING, STARTING
+from pilotlight.policy.request import Demand
 from pilotlight.policy.scaling import Drain, Start, plan_scaling
-from pilotlight.policy.turns import plan_turns
-from pilotlight.policy.types import (
-    DecisionId,
-    Demand,
-    Generation,
-    Instance,
-    InstanceId,
-    InstanceState,
-    Liveness,
-    Model,
-    ModelName,
-    NodeId,
-    Snapshot,
-    WorkerId,
-)
+from pilotlight.policy.turns import TurnPlan, plan_turns
 
-NO_ROOM, NO_WORKER = "no_room", "no_worker"
-"""Codes of the taxonomy (``common.errors``)."""
 EVICTED = "an operator evicts the model"
 
 
@@ -62,49 +47,75 @@ def tick(facts: ControlFacts, memory: Memory, rules: ControlRules) -> Plan:
         memory: What the tick before handed on.
         rules: Figures of the decisions.
     """
-    asked = facts.demand
-    demand = _with_wanted(asked, memory.wanted, rules)
-    used = refreshed(facts.books, facts.workers.values(), {one.model for one in demand}, facts.now_s)
-    changes = reconcile(used.rows(), facts.workers, facts.now_s, rules.reconcile)  # 1
-    drafted = _Draft(used, facts)
-    for change in changes:
-        drafted.books = _moved(drafted.books, change, facts)
-    if facts.term.deaf or not facts.term.announced or not has_learned(facts, drafted.books, rules):  # 2
-        return Plan(books=used, memory=memory, changes=changes)
-    evicted = {model: drafted.evict(model) for model in facts.evict}  # 3
-    emptied = plan_drain(drafted.snapshot(asked), rules.drain)  # 4
+    look = Look(facts, memory)
+    used = look.read(_with_wanted(facts.demand, memory.wanted, rules))
+    records = look.records(used)
+    changes = reconcile((one for one in records if one.is_row), facts.workers, facts.now_s, rules.reconcile)  # 1
+    draft = Draft(used, facts, look.index or _anew(memory), rules)
+    draft.move(changes)
+    if facts.term.deaf or not facts.term.announced or not has_learned(facts, draft.books, rules):  # 2
+        plan = Plan(books=used.settled(), memory=replace(memory, index=None), changes=changes)
+    else:
+        draft.hear(look.workers, look.nodes)
+        plan = replace(_decided(look, draft, memory), books=used.settled(), changes=changes)
+    return replace(plan, visited=replace(plan.visited, instances=len(records)))
+
+
+def _decided(look: Look, draft: Draft, memory: Memory) -> Plan:
+    """Steps 3 to 8."""
+    facts, rules, used = draft.facts, draft.rules, draft.books
+    evicted = {model: _evict(model, draft) for model in facts.evict}  # 3
+    emptied = _emptied(draft)  # 4
     wanted = {one.model: one.reason for one in emptied.wanted}
-    drafted.drain(emptied.drains)
-    demand = _with_wanted(asked, wanted, rules)
-    scaled = plan_scaling(staying(drafted.snapshot(demand)), rules.scaling)  # 5
-    drafted.drain(scaled.drains)
-    blocked = frozenset(model for model, one in memory.backing.items() if one.code != NO_ROOM)
-    wanted_more = [start.model for start in scaled.starts]
-    turns = plan_turns(staying(drafted.snapshot(demand)), wanted_more, rules.turns, blocked)  # 6
-    drafted.drain(turns.drains)
+    draft.drain(emptied.drains)
+    demand = _with_wanted(facts.demand, wanted, rules)
+    waited_for = {one.model for one in demand}
+    models = look.models | draft.decided.models | waited_for
+    seen = staying(draft.slice(models, demand=demand))
+    scaled = plan_scaling(seen, rules.scaling)  # 5
+    draft.drain(scaled.drains)
     starts = {start.model: start for start in scaled.starts}
-    waited_for = {one.model for one in demand} | set(starts)
-    tries = _Tries(facts, memory, rules, waited_for)
+    turns = _turns(starts, draft, demand, memory)  # 6
+    draft.drain(turns.drains)
+    tries = Tries(facts, memory, rules, waited_for | set(starts), partial(choose_among, draft=draft))
     for turn in turns.turns:  # 7
-        tries.begin(starts[turn.model], turn.left, drafted, demand, wanted)
-    tell = _tell(drafted.books, facts, memory, rules)  # 8
+        tries.begin(starts[turn.model], turn.left, draft, demand, wanted)
+    told = telling(draft, memory, look)  # 8
+    restless = draft.decided | Focus(models=frozenset({*starts, *(one.model for one in scaled.held)}))
+    index = replace(
+        told.index,
+        models_due=told.index.models_due.put(models_due(models, seen, rules)),
+        instances_due=told.index.instances_due.put(instances_due(look.instances, used, facts, rules)),
+        asked=frozenset(waited_for),
+        drained=frozenset(one.node_id for one in facts.drains),
+        restless=restless,
+    )
     return Plan(
-        books=used,
+        books=draft.books,
         memory=Memory(
             wanted=wanted,
             backing=tries.backing,
             tries=tries.tries,
-            told_nodes=tell.told_nodes,
-            told_workers=tell.told_workers,
+            told_nodes=told.told_nodes,
+            told_workers=told.told_workers,
+            index=index,
         ),
-        tell_nodes=tuple(tell.nodes),
-        tell_workers=tuple(tell.workers),
-        changes=changes,
-        drain=tuple(drafted.drains),
+        drain=tuple(draft.drains),
         evicted=evicted,
         start=tuple(tries.orders),
         refuse=tuple(tries.refused),
+        tell=told.tell,
+        repeat=told.repeat,
         longest_wait_s=turns.longest_wait_s,
+        visited=replace(told.visited, models=len(models), candidates=tries.looked_at),
+    )
+
+
+def _anew(memory: Memory) -> Index:
+    """Nothing is known but what was told, and when."""
+    return Index(
+        workers_due=Dues[WorkerId]().put({one: told.at_s for one, told in memory.told_workers.items()}),
+        nodes_due=Dues[NodeId]().put({one: told.at_s for one, told in memory.told_nodes.items()}),
     )
 
 
@@ -123,148 +134,36 @@ def has_learned(facts: ControlFacts, books: Books, rules: ControlRules) -> bool:
     return all(view is not None and view.heard_s >= term.started_s for view in placed)
 
 
-class _Draft:
-    """Books while a tick changes them."""
-
-    def __init__(self, books: Books, facts: ControlFacts) -> None:
-        self.books = books
-        self.facts = facts
-        self.drains: list[Drain] = []
-
-    def drain(self, drains: Iterable[Drain]) -> None:
-        for drain in drains:
-            record = self.books.get(drain.instance_id)
-            if record is None or not record.is_row or record.instance.state is InstanceState.DRAINING:
-                continue
-            self.drains.append(drain)
-            self.books = _moved(self.books, drain_of(drain), self.facts)
-
-    def evict(self, model: ModelName) -> tuple[InstanceId, ...]:
-        rows = [self.books.records[one] for one in self.books.by_model.get(model, ()) if self.books.records[one].is_row]
-        ids = tuple(row.instance.instance_id for row in rows)
-        self.drain(Drain(instance_id=instance_id, model=model, reason=EVICTED) for instance_id in ids)
-        return ids
-
-    def snapshot(self, demand: tuple[Demand, ...]) -> Snapshot:
-        facts = self.facts
-        return Snapshot(
-            now_s=facts.now_s,
-            epoch=facts.term.epoch,
-            models=tuple(facts.models.values()),
-            nodes=tuple(facts.nodes.values()),
-            workers=tuple(view.facts for view in facts.workers.values()),
-            instances=self.books.instances(),
-            demand=demand,
-            estimates=facts.estimates,
-            drains=facts.drains,
-        )
+def _evict(model: ModelName, draft: Draft) -> tuple[InstanceId, ...]:
+    """Drain all instances of a model."""
+    rows = [record for key in draft.books.by_model.get(model, ()) if (record := draft.books.records[key]).is_row]
+    ids = tuple(row.instance.instance_id for row in rows)
+    draft.drain(Drain(instance_id=instance_id, model=model, reason=EVICTED) for instance_id in ids)
+    return ids
 
 
-class _Tries:
-    """Starts: where each goes, and what comes of refusals.
-
-    1. a start of the model is asking for room already: it is waited for
-    2. its attempt was refused everywhere, or nobody could grant: it waits, the longer the more attempts were refused
-    3. while it waits, only a change of the workers ends that early
-    4. some worker may take it: room is asked for there, leaving out those that refused in this attempt
-    5. none may: the attempt is refused
-    """
-
-    def __init__(self, facts: ControlFacts, memory: Memory, rules: ControlRules, waited_for: set[ModelName]) -> None:
-        self._facts = facts
-        self._rules = rules
-        self.orders: list[StartOrder] = []
-        self.refused: list[RefusedStart] = []
-        # Refusals of models that nobody waits for any more count no longer.
-        over = set(facts.started)
-        self.backing = {model: one for model, one in memory.backing.items() if model in waited_for and model not in over}
-        self.tries = {model: one for model, one in memory.tries.items() if model in waited_for and model not in over}
-        for refusal in facts.refusals:
-            if refusal.model in waited_for:
-                self.tries[refusal.model] = (*self.tries.get(refusal.model, ()), refusal)
-
-    def begin(
-        self, start: Start, left: frozenset[WorkerId], draft: _Draft, demand: tuple[Demand, ...], wanted: Mapping[ModelName, str]
-    ) -> None:
-        """Take up one model's turn. ``left``: workers whose room is kept for others."""
-        model = self._facts.models.get(start.model)
-        if model is None or any(draft.books.records[one].tentative for one in draft.books.by_model.get(model.name, ())):  # 1
-            return
-        tried = self.tries.get(model.name, ())
-        if not tried and not self._may_try(model.name):  # 3
-            return
-        reason = start.reason if model.name in self._facts.awaited else wanted.get(model.name, start.reason)
-        seen = slice_for(model, draft.snapshot(demand))
-        choice = choose_scheme(model, seen, self._rules.scheme, left.union(one.worker_id for one in tried))
-        over = len(tried) >= self._rules.max_tries or any(one.transient for one in tried)
-        if choice.scheme is None or over:  # 2, 5
-            self.tries.pop(model.name, None)
-            self._refuse(model, reason, choice, seen, tried)
-            return
-        trace = next((one.trace_parent for one in demand if one.model == model.name), "")
-        seen_s = self._facts.demand_seen_s.get(model.name, self._facts.now_s)
-        self.orders.append(
-            StartOrder(model=model, reason=reason, choice=choice, seen=seen, demand_seen_s=seen_s, trace_parent=trace)
-        )
-        # What follows in this tick counts it; the books that are kept get it from whoever asks for its room.
-        draft.books = draft.books.put(_tentative(model, choice, self._facts, reason))
-
-    def _may_try(self, model: ModelName) -> bool:
-        waits = self.backing.get(model)
-        now_s = self._facts.now_s
-        if waits is None or now_s >= waits.retry_at_s:
-            return True
-        return waits.world_version != self._facts.world_version and now_s - waits.at_s >= self._rules.retry_at_once_s
-
-    def _refuse(self, model: Model, reason: str, choice: SchemeChoice, seen: Snapshot, tried: tuple[Refusal, ...]) -> None:
-        """Say why nothing is started, and wait before the next attempt."""
-        if tried:
-            code, message = tried[-1].code, tried[-1].message
-        else:
-            code, message = NO_WORKER if choice.no_worker_ever else NO_ROOM, choice.reason
-        # Byte counts and ages differ from attempt to attempt; what makes a refusal a new one is who refused and how.
-        essence = f"{code} {sorted((one.worker_id, one.code) for one in tried)}"
-        before = self.backing.get(model.name)
-        recorded = before.recorded if before is not None else frozenset[str]()
-        attempts = before.attempts + 1 if before is not None else 1
-        self.backing[model.name] = Backing(
-            attempts=attempts,
-            at_s=self._facts.now_s,
-            retry_at_s=self._facts.now_s + retry_pause_s(model.name, attempts, self._rules),
-            world_version=self._facts.world_version,
-            code=code,
-            recorded=recorded | {essence},
-        )
-        reasons = [reason, choice.reason, *(f"{one.worker_id}: {one.reason}" for one in choice.rejected)]
-        reasons += [f"{one.worker_id}: {one.code}: {one.message}" for one in tried]
-        self.refused.append(
-            RefusedStart(
-                model=model.name, code=code, message=message, reasons=tuple(reasons), seen=seen, record=essence not in recorded
-            )
-        )
+def _emptied(draft: Draft) -> DrainPlan:
+    """What leaves nodes that drain. Costs what is there."""
+    books, models, rules = draft.books, draft.facts.models, draft.rules.drain
+    keys = {key for drain in draft.facts.drains for key in books.by_node.get(drain.node_id, ())}
+    leaving = {one.model for key in keys if (one := books.records[key].instance).state in STARTING | SERVING}
+    if not leaving:
+        return DrainPlan()
+    workers = {one for name in leaving if name in models for one in for_start(models[name], draft, rules.placement, count=1)}
+    return plan_drain(draft.slice(leaving, workers, demand=draft.facts.demand), rules)
 
 
-def retry_pause_s(model: ModelName, attempts: int, rules: ControlRules) -> float:
-    """The pause after so many refused attempts, at least 1: exponential, with jitter that follows from the model's name, so that a log can
-    be replayed.
-    """
-    ceiling_s = min(rules.retry_limit_s, rules.retry_first_s * 2.0 ** min(attempts - 1, 32))
-    drawn = hashlib.blake2b(f"{model} {attempts}".encode(), digest_size=8).digest()
-    return ceiling_s * (0.5 + 0.5 * int.from_bytes(drawn) / 2**64)
-
-
-def slice_for(model: Model, snapshot: Snapshot) -> Snapshot:
-    """What a decision over one model looks at: everything but other models' demand, copies and estimates."""
-    named = {held.model for worker in snapshot.workers for held in worker.held}
-    return replace(
-        snapshot,
-        models=tuple(one for one in snapshot.models if one.name == model.name or one.name in named),
-        nodes=tuple(
-            replace(node, copies=tuple(copy for copy in node.copies if copy.digest == model.digest)) for node in snapshot.nodes
-        ),
-        demand=tuple(one for one in snapshot.demand if one.model == model.name),
-        estimates=tuple(one for one in snapshot.estimates if one.model == model.name),
-    )
+def _turns(starts: Mapping[ModelName, Start], draft: Draft, demand: tuple[Demand, ...], memory: Memory) -> TurnPlan:
+    """The models that may start, and the instances that make room."""
+    if not starts and not demand:
+        return TurnPlan()
+    rules = draft.rules.turns
+    blocked = frozenset(model for model, one in memory.backing.items() if one.code != NO_ROOM)
+    workers = for_turns(starts, demand, draft, rules) if starts else frozenset[WorkerId]()
+    books = draft.books
+    present = {books.records[key].instance.model for one in workers for key in books.by_worker.get(one, ())}
+    models = {*starts, *(one.model for one in demand), *present}
+    return plan_turns(staying(draft.slice(models, workers, demand=demand)), starts, rules, blocked)
 
 
 def _with_wanted(asked: tuple[Demand, ...], wanted: Mapping[ModelName, str], rules: ControlRules) -> tuple[Demand, ...]:
@@ -275,71 +174,3 @@ def _with_wanted(asked: tuple[Demand, ...], wanted: Mapping[ModelName, str], rul
         if model not in waited_for
     )
     return (*asked, *more)
-
-
-def _moved(books: Books, change: Change, facts: ControlFacts) -> Books:
-    record = books.get(change.instance_id)
-    if record is None or not record.is_row:
-        return books
-    return books.put(replace(record, instance=moved(record.instance, change, facts.term.epoch, facts.now_s)))
-
-
-def _tentative(model: Model, choice: SchemeChoice, facts: ControlFacts, reason: str) -> Record:
-    assert choice.scheme is not None
-    instance = Instance(
-        instance_id=InstanceId(f"start of {model.name}"),
-        model=model.name,
-        digest=model.digest,
-        state=InstanceState.PLANNED,
-        generation=Generation(1),
-        epoch=facts.term.epoch,
-        placements=choice.scheme.placements,
-        decision_id=DecisionId(""),
-        state_since_s=facts.now_s,
-        last_used_s=facts.now_s,
-        reason=reason,
-    )
-    return Record(instance=instance, model=model, tentative=True)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Tell:
-    told_nodes: dict[NodeId, Told]
-    told_workers: dict[WorkerId, Told]
-    nodes: list[NodeTold] = field(default_factory=list[NodeTold])
-    workers: list[WorkerTold] = field(default_factory=list[WorkerTold])
-
-
-def _tell(books: Books, facts: ControlFacts, memory: Memory, rules: ControlRules) -> _Tell:
-    """Tell everyone whose hold changed, who was told a second ago, or whose report disagrees."""
-    now_s = facts.now_s
-    node_ids, worker_ids = {*facts.nodes, *books.by_node}, {*facts.workers, *books.by_worker}
-    tell = _Tell(
-        told_nodes={one: told for one, told in memory.told_nodes.items() if one in node_ids},
-        told_workers={one: told for one, told in memory.told_workers.items() if one in worker_ids},
-    )
-
-    def due(told: Told | None, essence: tuple[object, ...]) -> bool:
-        return told is None or told.essence != essence or now_s - told.at_s >= rules.repeat_s
-
-    upstreams = upstreams_of(books.rows(), facts.nodes)
-    for node_id in node_ids:
-        fetches = fetches_of(node_id, books, upstreams)
-        essence = tuple(one.essence for one in fetches)
-        if due(tell.told_nodes.get(node_id), essence):
-            tell.told_nodes[node_id] = Told(essence=essence, at_s=now_s)
-            tell.nodes.append(NodeTold(node_id=node_id, fetches=fetches))
-    for worker_id in worker_ids:
-        holds = stages_of(worker_id, books)
-        essence = tuple(one.essence for one in holds)
-        told, view = tell.told_workers.get(worker_id), facts.workers.get(worker_id)
-        disputed = (
-            told is not None
-            and view is not None
-            and view.heard_s - told.at_s > rules.disagrees_again_s
-            and disagreement(holds, view) is not None
-        )
-        if disputed or due(told, essence):
-            tell.told_workers[worker_id] = Told(essence=essence, at_s=now_s)
-            tell.workers.append(WorkerTold(worker_id=worker_id, holds=holds))
-    return tell

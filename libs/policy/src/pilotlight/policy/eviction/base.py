@@ -1,14 +1,16 @@
 """What every eviction policy is asked and answers, and the rules that none of them may break.
 
-A candidate is one copy in one tier: an instance's stage on a device, or a model's copy in a host pool. Both are chosen by the
-same policies; only where the numbers come from differs.
+A candidate is one copy in one tier: an instance's stage on a device, or a model's copy in a host
+pool. Both are chosen by the same policies. ``eviction.candidates`` makes them from what is known.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from pilotlight.policy.types import Digest, ModelName, NodeId, Tier
+from pilotlight.policy.arrivals import Access
+from pilotlight.policy.cluster import Tier
+from pilotlight.policy.ids import Digest, ModelName, NodeId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +34,18 @@ class EvictionCandidate:
     busy: bool = False
     """It is being loaded or drained: its holder decides over it, not the cache."""
     penalty_s: float = 0.0
-    """What it costs to bring it back to this tier, from where it would come."""
+    """What it costs to bring it back to this tier, from where it would come: P of mCache, eq. (1)."""
+    arrivals_per_s: float = 0.0
+    """How often its model is asked for: 1/T of mCache, eq. (1)."""
+
+    @property
+    def loss(self) -> float:
+        """What it costs to be without it: seconds that requests wait, for each second.
+
+        P/T of mCache, eq. (1). The utility there is this for each byte; a choice among sets that
+        free enough adds up losses, and has the sizes beside them.
+        """
+        return self.penalty_s * self.arrivals_per_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +74,17 @@ class EvictionRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Victim:
-    """One copy that goes."""
+    """One copy that goes, and what was known of it when it was chosen."""
 
     subject: str
+    model: ModelName
     size_bytes: int
+    idle_s: float
+    """Since it was last used."""
+    penalty_s: float
+    arrivals_per_s: float
+    loss: float
+    """As ``EvictionCandidate.loss``, as are the two before."""
     reason: str
 
 
@@ -84,16 +104,25 @@ class EvictionPlan:
     victims: tuple[Victim, ...] = ()
     kept: tuple[Kept, ...] = ()
     freed_bytes: int = 0
+    loss: float = 0.0
+    """Of all victims: what the room costs. Plans for other places can be compared by it."""
     reason: str = ""
     """In a sentence: why nothing need go, what goes, or why no room can be made."""
 
 
 class EvictionPolicy(Protocol):
-    """Orders what may go. A pure decision."""
+    """Orders what may go. A value: its figures, and its state, which is what it has observed.
+
+    Nothing changes in place. Who asks a policy keeps the last one that ``observe`` returned.
+    """
 
     @property
     def name(self) -> str:
         """As settings and records call it."""
+        ...
+
+    def observe(self, accesses: Sequence[Access]) -> "EvictionPolicy":
+        """The policy after models were asked for; the same one where that changes nothing."""
         ...
 
     def plan(self, request: RoomRequest, candidates: Iterable[EvictionCandidate], rules: EvictionRules) -> EvictionPlan:
@@ -123,7 +152,7 @@ def why_kept(candidate: EvictionCandidate, request: RoomRequest, rules: Eviction
     if age_s < rules.min_residency_s:  # 5
         return f"it is {age_s:.1f} s old, less than the minimum residency of {rules.min_residency_s:g} s"
     if candidate.subject in request.protected:  # 6
-        return "the room is made for it"
+        return "the request protects it"
     return None
 
 
@@ -156,16 +185,27 @@ def plan_in_order(request: RoomRequest, ordered: Iterable[EvictionCandidate], ke
         if freed_bytes - candidate.size_bytes >= missing_bytes:
             chosen.remove(candidate)
             freed_bytes -= candidate.size_bytes
-    victims = tuple(
-        Victim(
-            subject=one.subject, size_bytes=one.size_bytes, reason=f"{policy}: unused for {request.now_s - one.last_used_s:.1f} s"
-        )
-        for one in chosen
-    )
+    victims = tuple(_victim(one, request.now_s, policy) for one in chosen)
     return EvictionPlan(
         enough=True,
         victims=victims,
         kept=stay,
         freed_bytes=freed_bytes,
+        loss=sum(one.loss for one in victims),
         reason=f"{len(victims)} copies make room for {missing_bytes} bytes",
+    )
+
+
+def _victim(candidate: EvictionCandidate, now_s: float, policy: str) -> Victim:
+    idle_s = now_s - candidate.last_used_s
+    return Victim(
+        subject=candidate.subject,
+        model=candidate.model,
+        size_bytes=candidate.size_bytes,
+        idle_s=idle_s,
+        penalty_s=candidate.penalty_s,
+        arrivals_per_s=candidate.arrivals_per_s,
+        loss=candidate.loss,
+        reason=f"{policy}: unused for {idle_s:.1f} s, asked for {candidate.arrivals_per_s:.3g} times"
+        f" a second, {candidate.penalty_s:.3g} s to bring back",
     )

@@ -1,8 +1,9 @@
 """Least recently used goes first."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from pilotlight.policy.arrivals import Access
 from pilotlight.policy.eviction.base import (
     EvictionCandidate,
     EvictionPlan,
@@ -16,9 +17,16 @@ from pilotlight.policy.eviction.base import (
 
 @dataclass(frozen=True, slots=True)
 class Lru:
-    """The longest unused copy goes first; ties by subject, so that equal inputs give equal plans."""
+    """The longest unused copy goes first; ties by subject, so that equal inputs give equal plans.
+
+    What holders report says when a copy was used last, so it keeps no state.
+    """
 
     name: str = "lru"
+
+    def observe(self, accesses: Sequence[Access]) -> "Lru":
+        """Nothing changes."""
+        return self
 
     def plan(self, request: RoomRequest, candidates: Iterable[EvictionCandidate], rules: EvictionRules) -> EvictionPlan:
         """Evict by recency.

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pilotlight.policy.types import Grammar, GrammarKind
+from pilotlight.policy.request import Grammar, GrammarKind
 from pilotlight.text.tools.dialects import ToolDialect
 
 _BLANKS = r"\x20"

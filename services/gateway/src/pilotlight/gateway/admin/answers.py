@@ -14,8 +14,8 @@ from pilotlight.common.errors import (
     RouteNotFound,
     UnprocessableInput,
 )
-from pilotlight.gateway.http import note_error
-from pilotlight.gateway.openai.errors import error_headers, named_message
+from pilotlight.gateway.edge.errors import error_headers, named_message
+from pilotlight.gateway.edge.http import note_error
 
 log = structlog.get_logger()
 

@@ -16,26 +16,19 @@ from pilotlight.common.messages.demand import EVICT_SUBJECT, WARM_SUBJECT, Evict
 from pilotlight.common.telemetry import current_traceparent
 from pilotlight.gateway.admin.answers import on_bug, on_error, on_http, on_invalid
 from pilotlight.gateway.admin.document import DocumentedApp
+from pilotlight.gateway.admin.drains import DrainRepository
 from pilotlight.gateway.admin.gate import By, Gate
 from pilotlight.gateway.admin.nodes import Fleet, add_nodes
-from pilotlight.gateway.admin.schemas import (
-    MAX_NAME_CHARS,
-    NAME_PATTERN,
-    EvictAccepted,
-    ModelChanges,
-    NewModel,
-    WarmAccepted,
-    model_body,
-)
+from pilotlight.gateway.admin.schemas import EvictAccepted, WarmAccepted, model_body
 from pilotlight.gateway.admin.transfers import add_transfers
 from pilotlight.gateway.admin.verifications import add_verifications
 from pilotlight.gateway.admin.views import add_views
-from pilotlight.gateway.audit import AuditLog
 from pilotlight.gateway.auth import Authenticator
-from pilotlight.gateway.display import Display
-from pilotlight.gateway.drains import DrainRepository
-from pilotlight.gateway.registration import Registration
-from pilotlight.policy.types import ModelName
+from pilotlight.gateway.models.registration import Registration
+from pilotlight.gateway.models.schemas import MAX_NAME_CHARS, NAME_PATTERN, ModelChanges, NewModel
+from pilotlight.gateway.records.audit import AuditLog
+from pilotlight.gateway.records.display import Display
+from pilotlight.policy.ids import ModelName
 
 SCHEDULER_DEADLINE_S = 10.0
 

@@ -14,16 +14,36 @@ from sqlalchemy.dialects.postgresql import JSONB
 
 from pilotlight.common.db import tables
 from pilotlight.common.messages.verify import Verification
-from pilotlight.gateway.admin.schemas import EvictAccepted, WarmAccepted
-from pilotlight.gateway.drains import NodeState
-from pilotlight.policy.types import LinkSpeed, Model, NodeFacts, NodeId, Transfer, WorkerFacts
+from pilotlight.gateway.admin.drains import NodeState
+from pilotlight.gateway.admin.schemas import MODEL_INTERNAL, EvictAccepted, WarmAccepted
+from pilotlight.policy.cluster import LinkSpeed, NodeFacts, Transfer, WorkerFacts
+from pilotlight.policy.ids import NodeId
+from pilotlight.policy.model import Model
 
 _REFERENCE = "#/components/schemas/{name}"
 
 
-def _of(name: str, described: str, /, base: type | None = None, *, nullable: bool = False, **more: Any) -> type[msgspec.Struct]:
-    """A reply with the fields of ``base``, which may all be null together, and more."""
-    known = get_type_hints(base) if base is not None else {}
+def _of(
+    name: str,
+    described: str,
+    /,
+    base: type | None = None,
+    *,
+    nullable: bool = False,
+    without: frozenset[str] = frozenset(),
+    **more: Any,
+) -> type[msgspec.Struct]:
+    """A reply with fields of ``base``, and more.
+
+    Args:
+        name: of the schema.
+        described: what it is.
+        base: its fields are shown.
+        nullable: those may all be null together.
+        without: but for these.
+        more: fields beside them, and their types.
+    """
+    known = {field: kind for field, kind in get_type_hints(base).items() if field not in without} if base is not None else {}
     fields: dict[str, Any] = {field: kind | None if nullable else kind for field, kind in known.items()} | more
     return msgspec.defstruct(name, list(fields.items()), kw_only=True, namespace={"__doc__": described})
 
@@ -42,7 +62,7 @@ def _page(name: str, described: str, /, *, before: type = str, **rows: Any) -> t
     return _of(name, described, **rows, next_before=before | None)
 
 
-ShownModel = _of("Model", "A registered model.", Model, created_at=datetime, updated_at=datetime)
+ShownModel = _of("Model", "A registered model.", Model, without=MODEL_INTERNAL, created_at=datetime, updated_at=datetime)
 ShownVerification = _of("Verification", "How far a verification is.", Verification)
 ShownDevice = _of("NodeDevice", "A worker's device, and how it is.", worker_id=str, kind=str, name=str, health=str, reason=str)
 ShownLeft = _of("NodeLeft", "What is still on a node.", instances=int, requests=int, copies=int)

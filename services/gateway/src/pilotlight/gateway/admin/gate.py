@@ -10,9 +10,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pilotlight.common.errors import Forbidden, InternalError, PilotlightError, Unauthorized
 from pilotlight.common.telemetry import current_traceparent
 from pilotlight.gateway.admin.answers import on_error
-from pilotlight.gateway.audit import Actor, AuditLog
 from pilotlight.gateway.auth import Authenticator
-from pilotlight.gateway.http import ClientGone, error_code_of, read_body
+from pilotlight.gateway.edge.http import ClientGone, error_code_of, read_body
+from pilotlight.gateway.records.audit import Actor, AuditLog
 
 MAX_BODY_BYTES = 64 * 1024
 OPEN_PATHS = frozenset({"/docs", "/openapi.json"})

@@ -7,9 +7,10 @@ import msgspec
 from fastapi import FastAPI, Path
 
 from pilotlight.common.errors import DatabaseUnavailable, NodeNotFound
+from pilotlight.gateway.admin.drains import DrainRepository, Intent, shown
 from pilotlight.gateway.admin.gate import By
-from pilotlight.gateway.drains import DrainRepository, Intent, shown
-from pilotlight.policy.types import NodeFacts, NodeId, WorkerFacts
+from pilotlight.policy.cluster import NodeFacts, WorkerFacts
+from pilotlight.policy.ids import NodeId
 
 Node = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)]
 

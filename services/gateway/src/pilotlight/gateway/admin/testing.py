@@ -20,19 +20,18 @@ from pilotlight.common.service import Context
 from pilotlight.common.sources.opening import Sources
 from pilotlight.common.sources.ranged import Patience
 from pilotlight.gateway.admin.app import AdminParts, build_admin
-from pilotlight.gateway.app import build_texts
-from pilotlight.gateway.audit import AuditLog
+from pilotlight.gateway.admin.drains import DrainRepository
 from pilotlight.gateway.auth import Authenticator
-from pilotlight.gateway.bodies import BodyBudget
-from pilotlight.gateway.catalog import Catalog
-from pilotlight.gateway.drains import DrainRepository
-from pilotlight.gateway.fleet import Fleet
-from pilotlight.gateway.http import Edge
-from pilotlight.gateway.measures import HttpMeasures
-from pilotlight.gateway.registration import Registration
+from pilotlight.gateway.edge.bodies import BodyBudget
+from pilotlight.gateway.edge.http import Edge
+from pilotlight.gateway.edge.measures import HttpMeasures
+from pilotlight.gateway.models.catalog import Catalog
+from pilotlight.gateway.models.registration import Registration
+from pilotlight.gateway.records.audit import AuditLog
+from pilotlight.gateway.serving.fleet import Fleet
 from pilotlight.gateway.settings import GatewaySettings
 from pilotlight.gateway.testing import RESERVED_HELPERS
-from pilotlight.gateway.texts.texts import Texts
+from pilotlight.gateway.texts.texts import Texts, build_texts
 from pilotlight.text.testing import byte_level_json
 
 ADMIN_KEY = "pl-admin-key-for-these-tests"

@@ -7,7 +7,7 @@ import msgspec
 from fastapi import FastAPI
 
 from pilotlight.gateway.admin.nodes import Fleet
-from pilotlight.policy.types import Liveness, NodeFacts, Transfer
+from pilotlight.policy.cluster import Liveness, NodeFacts, Transfer
 
 
 def add_transfers(app: FastAPI, fleet: Fleet) -> None:

@@ -13,10 +13,11 @@ from pilotlight.common.errors import BusUnavailable, ControlPlaneUnavailable, De
 from pilotlight.common.messages.verify import AskVerification, Verification, Verify, verification_subject, verify_subject
 from pilotlight.gateway.admin.gate import By
 from pilotlight.gateway.admin.nodes import Fleet
-from pilotlight.gateway.admin.schemas import MAX_NAME_CHARS, NAME_PATTERN
-from pilotlight.gateway.audit import AuditLog
-from pilotlight.gateway.registration import Registration
-from pilotlight.policy.types import Liveness, ModelName, NodeId
+from pilotlight.gateway.models.registration import Registration
+from pilotlight.gateway.models.schemas import MAX_NAME_CHARS, NAME_PATTERN
+from pilotlight.gateway.records.audit import AuditLog
+from pilotlight.policy.cluster import Liveness
+from pilotlight.policy.ids import ModelName, NodeId
 
 LOADER_DEADLINE_S = 10.0
 DEFAULT_DEADLINE_S = 24 * 3600.0

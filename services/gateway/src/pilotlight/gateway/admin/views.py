@@ -8,9 +8,9 @@ from fastapi import FastAPI, Path, Query, Response
 
 from pilotlight.common.errors import TraceNotFound
 from pilotlight.gateway.admin.nodes import Fleet
-from pilotlight.gateway.admin.schemas import MAX_NAME_CHARS, NAME_PATTERN
-from pilotlight.gateway.audit import AuditFilter, AuditLog
-from pilotlight.gateway.display import COLD_STARTS, DECISIONS, INSTANCES, Display
+from pilotlight.gateway.models.schemas import MAX_NAME_CHARS, NAME_PATTERN
+from pilotlight.gateway.records.audit import AuditFilter, AuditLog
+from pilotlight.gateway.records.display import COLD_STARTS, DECISIONS, INSTANCES, Display
 
 JSON = "application/json"
 

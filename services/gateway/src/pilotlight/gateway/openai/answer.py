@@ -4,10 +4,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from pilotlight.gateway.model_text import ModelText
 from pilotlight.gateway.openai.tools import NO_TOOLS, ToolUse
-from pilotlight.gateway.token_log import Token
-from pilotlight.policy.types import FinishReason
+from pilotlight.gateway.serving.token_log import Token
+from pilotlight.gateway.texts.model_text import ModelText
+from pilotlight.policy.request import FinishReason
 from pilotlight.text.stream import OutputText
 from pilotlight.text.tools.parser import CallPiece, merged_pieces
 

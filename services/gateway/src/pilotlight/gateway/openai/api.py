@@ -15,15 +15,14 @@ from pilotlight.common.clock import Clock
 from pilotlight.common.errors import ModelNotFound, QueueFull
 from pilotlight.common.telemetry import current_traceparent
 from pilotlight.gateway.auth import KeyInfo, Role
-from pilotlight.gateway.catalog import CatalogEntry
-from pilotlight.gateway.http import read_body
+from pilotlight.gateway.edge.http import read_body
+from pilotlight.gateway.models.catalog import CatalogEntry
 from pilotlight.gateway.openai.answer import Answer
 from pilotlight.gateway.openai.chat import ChatShapes
 from pilotlight.gateway.openai.completions import CompletionShapes
 from pilotlight.gateway.openai.conversation import conversation_of
 from pilotlight.gateway.openai.document import openapi_document
 from pilotlight.gateway.openai.exchange import Choice, Exchange, ExchangeParts
-from pilotlight.gateway.openai.models import model_card
 from pilotlight.gateway.openai.parameters import (
     Options,
     count_choices,
@@ -34,9 +33,10 @@ from pilotlight.gateway.openai.parameters import (
 )
 from pilotlight.gateway.openai.prompt import PromptEncoder, prompts_of
 from pilotlight.gateway.openai.tools import NO_TOOLS, ToolUse, tool_use_of
-from pilotlight.gateway.openai.types import ChatRequest, CompletionRequest, ModelList
-from pilotlight.gateway.requests import TokenRequest
-from pilotlight.policy.types import RequestId
+from pilotlight.gateway.schema.replies import ModelCard, ModelList
+from pilotlight.gateway.schema.requests import ChatRequest, CompletionRequest
+from pilotlight.gateway.serving.token_request import TokenRequest
+from pilotlight.policy.ids import RequestId
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
@@ -162,12 +162,12 @@ class OpenAiApi:
         """Every model."""
         await self._keys.require(request.headers, "inference")
         entries = [entry for name in self._models.names() if (entry := self._models.get(name)) is not None]
-        return _json(ModelList(data=[model_card(entry) for entry in entries]))
+        return _json(ModelList(data=[_model_card(entry) for entry in entries]))
 
     async def model(self, request: Request) -> Response:
         """One model; names may hold slashes."""
         await self._keys.require(request.headers, "inference")
-        return _json(model_card(await self._entry(request.path_params["name"])))
+        return _json(_model_card(await self._entry(request.path_params["name"])))
 
     async def openapi(self, _: Request) -> Response:
         """The API's description: open."""
@@ -218,6 +218,11 @@ class OpenAiApi:
 
     def _now_unix_s(self) -> int:
         return int(self._clock.wall().timestamp())
+
+
+def _model_card(entry: CatalogEntry) -> ModelCard:
+    """What clients see of a model."""
+    return ModelCard(id=entry.model.name, created=entry.created_unix_s, max_model_len=entry.model.spec.max_context_tokens)
 
 
 def _json(body: object) -> Response:

@@ -8,7 +8,7 @@ from pilotlight.gateway.openai.answer import Delta, ShownToken
 from pilotlight.gateway.openai.exchange import Shapes, Whole
 from pilotlight.gateway.openai.parameters import Options
 from pilotlight.gateway.openai.tools import NO_TOOLS, ToolUse
-from pilotlight.gateway.openai.types import (
+from pilotlight.gateway.schema.replies import (
     AssistantMessage,
     CalledFunction,
     ChatChoice,
@@ -24,7 +24,7 @@ from pilotlight.gateway.openai.types import (
     TopLogprob,
     Usage,
 )
-from pilotlight.policy.types import RequestId
+from pilotlight.policy.ids import RequestId
 from pilotlight.text.tools.parser import CallPiece
 
 

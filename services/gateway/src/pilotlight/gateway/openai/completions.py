@@ -7,8 +7,8 @@ from msgspec import UNSET
 from pilotlight.gateway.openai.answer import Delta, ShownToken
 from pilotlight.gateway.openai.exchange import Shapes, Whole
 from pilotlight.gateway.openai.parameters import Options
-from pilotlight.gateway.openai.types import Completion, CompletionChoice, CompletionLogprobs, Usage
-from pilotlight.policy.types import RequestId
+from pilotlight.gateway.schema.replies import Completion, CompletionChoice, CompletionLogprobs, Usage
+from pilotlight.policy.ids import RequestId
 
 
 class CompletionShapes(Shapes):

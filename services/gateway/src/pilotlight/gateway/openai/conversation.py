@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,26 +10,13 @@ import msgspec
 
 from pilotlight.common.errors import BadRequest
 from pilotlight.gateway.openai.tools import ToolUse
-from pilotlight.gateway.openai.types import ChatMessage, ChatRequest, GivenCall, TextPart
+from pilotlight.gateway.schema.requests import ChatMessage, ChatRequest, GivenCall, TextPart
+from pilotlight.gateway.texts.frames import Conversation
 from pilotlight.text.template import RESERVED
 from pilotlight.text.tools.probe import TemplateTools
 
 MAX_VARIABLES_BYTES = 16 * 1024
 """What a request may tell a chat template beside messages and tools, as JSON."""
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """What a chat template is given. It goes to a text helper as it is."""
-
-    messages: Sequence[dict[str, Any]]
-    tools: Sequence[dict[str, Any]] | None
-    variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """More of what the template may know, as the client says."""
-    add_generation_prompt: bool = True
-    """The prompt ends with the beginning of the assistant's answer."""
-    continue_final_message: bool = False
-    """The prompt ends with the last message, unfinished: the answer goes on with it."""
 
 
 def conversation_of(request: ChatRequest, template: TemplateTools, use: ToolUse) -> Conversation:

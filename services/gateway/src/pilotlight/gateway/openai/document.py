@@ -4,15 +4,9 @@ from typing import Any
 
 import msgspec
 
-from pilotlight.gateway.openai.types import (
-    ChatCompletion,
-    ChatRequest,
-    Completion,
-    CompletionRequest,
-    ErrorResponse,
-    ModelCard,
-    ModelList,
-)
+from pilotlight.gateway.edge.errors import ErrorResponse
+from pilotlight.gateway.schema.replies import ChatCompletion, Completion, ModelCard, ModelList
+from pilotlight.gateway.schema.requests import ChatRequest, CompletionRequest
 
 _TYPES = (ChatRequest, ChatCompletion, CompletionRequest, Completion, ModelList, ModelCard, ErrorResponse)
 

@@ -12,14 +12,15 @@ from starlette.responses import Response
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import PilotlightError
-from pilotlight.gateway.http import Answering, EventStream
-from pilotlight.gateway.measures import Measures
-from pilotlight.gateway.merged import merged
-from pilotlight.gateway.openai import sse
+from pilotlight.gateway.edge import sse
+from pilotlight.gateway.edge.http import Answering, EventStream
 from pilotlight.gateway.openai.answer import Answer, Delta, joined
 from pilotlight.gateway.openai.parameters import Options
-from pilotlight.gateway.openai.types import Usage
-from pilotlight.gateway.requests import Ended, Held, Requests, TokenRequest, Tokens, Update
+from pilotlight.gateway.schema.replies import Usage
+from pilotlight.gateway.serving.measures import Measures
+from pilotlight.gateway.serving.merged import merged
+from pilotlight.gateway.serving.requests import Requests
+from pilotlight.gateway.serving.token_request import Ended, Held, TokenRequest, Tokens, Update
 
 log = structlog.get_logger()
 

@@ -5,12 +5,11 @@ from typing import TypeVar, cast
 
 from pilotlight.common.errors import BadRequest, ContextTooLong
 from pilotlight.common.messages.codec import encode_json
-from pilotlight.gateway.catalog import CatalogEntry
-from pilotlight.gateway.openai.conversation import Conversation
-from pilotlight.gateway.openai.parameters import decode_body
-from pilotlight.gateway.openai.sizes import check_sizes
-from pilotlight.gateway.openai.types import ChatRequest, CompletionRequest
-from pilotlight.gateway.texts.frames import Chat, Completion
+from pilotlight.gateway.models.catalog import CatalogEntry
+from pilotlight.gateway.schema.decoding import decode_body
+from pilotlight.gateway.schema.requests import ChatRequest, CompletionRequest
+from pilotlight.gateway.schema.sizes import check_sizes
+from pilotlight.gateway.texts.frames import Chat, Completion, Conversation
 from pilotlight.gateway.texts.texts import Texts
 
 INLINE_BYTES = 64 * 1024

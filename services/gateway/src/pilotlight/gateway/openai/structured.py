@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 
 from pilotlight.common.errors import BadRequest
-from pilotlight.gateway.openai.types import CommonRequest, JsonObjectFormat, JsonSchemaFormat, StructuredOutputs
-from pilotlight.policy.types import Grammar, GrammarKind
+from pilotlight.gateway.schema.requests import CommonRequest, JsonObjectFormat, JsonSchemaFormat, StructuredOutputs
+from pilotlight.policy.request import Grammar, GrammarKind
 
 MAX_GRAMMAR_CHARS = 256 * 1024
 """As the engine takes them."""

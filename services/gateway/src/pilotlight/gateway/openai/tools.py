@@ -8,10 +8,10 @@ from typing import Any, cast
 import msgspec
 
 from pilotlight.common.errors import BadRequest
-from pilotlight.gateway.model_text import ModelText
 from pilotlight.gateway.openai.structured import MAX_GRAMMAR_CHARS, grammar_of
-from pilotlight.gateway.openai.types import ChatRequest, FunctionSpec, NamedChoice
-from pilotlight.policy.types import Grammar
+from pilotlight.gateway.schema.requests import ChatRequest, FunctionSpec, NamedChoice
+from pilotlight.gateway.texts.model_text import ModelText
+from pilotlight.policy.request import Grammar
 from pilotlight.text.tools.dialects import PLAIN, ToolDialect
 from pilotlight.text.tools.grammar import Function, Markers, call_grammar
 from pilotlight.text.tools.parser import ToolParser

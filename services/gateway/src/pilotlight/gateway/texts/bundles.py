@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 
 from pilotlight.common.waiting import within
-from pilotlight.policy.types import Digest
+from pilotlight.policy.ids import Digest
 
 KEPT_BYTES = 64 * 1024 * 1024
 FETCH_DEADLINE_S = 30.0

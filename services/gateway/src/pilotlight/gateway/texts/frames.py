@@ -1,13 +1,14 @@
 """What the gateway and a text helper say to each other: msgpack behind a header of eight bytes, one reply to each job."""
 
 import struct
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import msgspec
 
-from pilotlight.gateway.model_text import TextFacts
-from pilotlight.gateway.openai.conversation import Conversation
-from pilotlight.policy.types import Digest
+from pilotlight.gateway.texts.model_text import TextFacts
+from pilotlight.policy.ids import Digest
 
 _HEADER = struct.Struct("<II")
 HEADER_BYTES = _HEADER.size
@@ -32,6 +33,20 @@ class Describe(msgspec.Struct, tag="describe", frozen=True, kw_only=True):
     """Look at a bundle. ``Described`` follows."""
 
     digest: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a chat template is given. It goes to a text helper as it is."""
+
+    messages: Sequence[dict[str, Any]]
+    tools: Sequence[dict[str, Any]] | None
+    variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """More of what the template may know, as the client says."""
+    add_generation_prompt: bool = True
+    """The prompt ends with the beginning of the assistant's answer."""
+    continue_final_message: bool = False
+    """The prompt ends with the last message, unfinished: the answer goes on with it."""
 
 
 class Chat(msgspec.Struct, tag="chat", frozen=True, kw_only=True):

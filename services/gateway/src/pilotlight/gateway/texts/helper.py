@@ -31,10 +31,9 @@ from pilotlight.common.errors import (
     TooLarge,
 )
 from pilotlight.common.messages.codec import encode_json
-from pilotlight.gateway.model_text import facts_of
-from pilotlight.gateway.openai.parameters import decode_body
-from pilotlight.gateway.openai.sizes import check_rest, check_sizes
-from pilotlight.gateway.openai.types import ChatRequest, CompletionRequest
+from pilotlight.gateway.schema.decoding import decode_body
+from pilotlight.gateway.schema.requests import ChatRequest, CompletionRequest
+from pilotlight.gateway.schema.sizes import check_rest, check_sizes
 from pilotlight.gateway.texts.frames import (
     HEADER_BYTES,
     Chat,
@@ -58,7 +57,8 @@ from pilotlight.gateway.texts.frames import (
     header_of,
     job_of,
 )
-from pilotlight.policy.types import Digest
+from pilotlight.gateway.texts.model_text import facts_of
+from pilotlight.policy.ids import Digest
 from pilotlight.text.bundle import TextBundle, bundle_from_files, decode, encode
 from pilotlight.text.template import ChatTemplate
 from pilotlight.text.tokenizer import TextTokenizer

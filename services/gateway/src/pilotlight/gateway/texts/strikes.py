@@ -4,7 +4,7 @@ from collections import deque
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import TextUnavailable
-from pilotlight.policy.types import Digest
+from pilotlight.policy.ids import Digest
 
 MAX_STRIKES = 3
 WINDOW_S = 60.0

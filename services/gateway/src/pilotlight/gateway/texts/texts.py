@@ -1,6 +1,7 @@
 """What the gateway has text helpers do: read bodies, make and describe bundles, encode prompts."""
 
 import asyncio
+import os
 from array import array
 from typing import TypeVar
 
@@ -18,8 +19,10 @@ from pilotlight.common.errors import (
     TooLarge,
     error_of,
 )
-from pilotlight.gateway.model_text import ModelText, TextFacts
-from pilotlight.gateway.openai.types import ChatRequest, CommonRequest
+from pilotlight.common.service import Context
+from pilotlight.common.store import text_key
+from pilotlight.gateway.schema.requests import ChatRequest, CommonRequest
+from pilotlight.gateway.settings import GatewaySettings
 from pilotlight.gateway.texts.bundles import Bundles
 from pilotlight.gateway.texts.frames import (
     Chat,
@@ -37,13 +40,15 @@ from pilotlight.gateway.texts.frames import (
     Reply,
     Request,
 )
-from pilotlight.gateway.texts.pool import HelperPool
-from pilotlight.gateway.texts.process import HelperLost
+from pilotlight.gateway.texts.model_text import ModelText, TextFacts
+from pilotlight.gateway.texts.pool import HelperPool, PoolBounds
+from pilotlight.gateway.texts.process import HelperLauncher, HelperLost, Launcher
 from pilotlight.gateway.texts.strikes import Strikes
-from pilotlight.policy.types import Digest
+from pilotlight.policy.ids import Digest
 
 log = structlog.get_logger()
 
+MAX_DEFAULT_HELPERS = 8
 ADMIN = "admin"
 """Owner of what is done for nobody's request."""
 RETRY_AFTER_S = 1.0
@@ -146,6 +151,19 @@ class Texts:
             if digest is not None and not lost.long:
                 self._strikes.add(digest)
             raise TextFailed(f"the model's chat template or tokenizer fails on this: {lost.reason}") from lost
+
+
+def build_texts(context: Context[GatewaySettings], launcher: Launcher | None = None) -> Texts:
+    """The text helpers; by default they are started, and ended, by this gateway."""
+    settings, store = context.settings, context.store
+    bounds = PoolBounds(
+        helpers=max(2, settings.text_helpers or min(os.cpu_count() or 1, MAX_DEFAULT_HELPERS)),
+        short_cpu_s=settings.text_short_timeout_s,
+        long_cpu_s=settings.text_timeout_s,
+        max_waiting_bytes=settings.text_queue_bytes,
+    )
+    pool = HelperPool(launcher or HelperLauncher(settings.text_helper_memory_bytes), context.background, bounds)
+    return Texts(pool, Bundles(lambda digest: store.get(text_key(digest))), context.clock)
 
 
 def _error(failed: Failed, digest: Digest | None) -> PilotlightError:

@@ -1,0 +1,103 @@
+"""A stage gets a longer range of layers in place: [a, b) becomes [a, c).
+
+::
+
+    begin       memory for the new layers, in the model's slot; their parts are placed one by one
+                the stage runs its old range meanwhile; in a pipeline KV of the new layers is copied
+    take_over   between two steps: the stage runs the longer range from now on
+    call_off    the memory of the new layers goes; the stage stays what it was
+
+A stage of no pipeline serves nothing yet: it has the longer range at once, like a stage that is being
+loaded and has some of its parts already.
+"""
+
+from dataclasses import replace
+
+from pilotlight.engine.core.blocks import BLOCK_TOKENS
+from pilotlight.engine.errors import BadRequest, NoRoom, StageBusy
+from pilotlight.engine.resident import ResidentStage
+from pilotlight.engine.results import StageRoom
+from pilotlight.engine.room import divide
+from pilotlight.policy.model import Stage
+
+
+def begin(resident: ResidentStage, stage: Stage, device_bytes: int) -> StageRoom:
+    """Makes room for a longer range.
+
+    Args:
+        resident: the stage that grows.
+        stage: its range afterwards; it begins with the same layer.
+        device_bytes: what the stage has from now on, the new layers included.
+
+    Returns:
+        How the bytes are divided. In a pipeline the KV cache keeps its size until the stage is a whole
+        model, since the blocks are those of all stages.
+
+    Raises:
+        BadRequest: the range is not a longer one of this model.
+        StageBusy: it loads or grows already, or is in a pipeline that it does not lead.
+        NoRoom: the bytes do not hold the parameters and the KV blocks in use, or the device does not have
+            them. The stage is what it was, but for KV blocks that its pipeline does not use.
+    """
+    old = resident.stage
+    if stage.start != old.start or not old.stop < stage.stop <= resident.spec.num_layers:
+        raise BadRequest(
+            f"a stage [{old.start}, {old.stop}) of {resident.spec.num_layers} layers cannot grow to [{stage.start}, {stage.stop})"
+        )
+    if resident.target is not None or not resident.complete:
+        raise StageBusy(f"{resident.instance_id} is loading or growing already")
+    if resident.pipeline is not None and not resident.pipeline.leads:
+        raise StageBusy(f"{resident.instance_id} is in a pipeline that it does not lead")
+    memory = resident.memory
+    room = divide(memory.arena, memory.decoder, stage, resident.dtype, device_bytes)
+    num_blocks = room.kv_capacity_tokens // BLOCK_TOKENS
+    used_blocks = resident.scheduler.kv_capacity_tokens // BLOCK_TOKENS
+    if resident.pipeline is not None and num_blocks < used_blocks:
+        raise NoRoom(f"{device_bytes} bytes hold {num_blocks} KV blocks of the longer range; its pipeline uses {used_blocks}")
+    if num_blocks < resident.num_blocks:
+        if resident.pipeline is None:
+            resident.limit_blocks(num_blocks)
+        resident.kv.resize(num_blocks)
+        resident.room = _of_blocks(resident.room, num_blocks)
+    resident.kv.extend(stage)
+    resident.target, resident.target_bytes = stage, device_bytes
+    resident.room = _of_blocks(room, memory.num_blocks)
+    if resident.pipeline is None:
+        # What is cached from an earlier pipeline lacks the new layers.
+        resident.scheduler.forget_cached()
+        resident.stage = stage
+        resident.use_all()
+    else:
+        resident.pipeline.grow(stage)
+    return resident.room
+
+
+def take_over(resident: ResidentStage) -> None:
+    """The stage runs its longer range from now on; the caller has seen to the KV of the new layers."""
+    assert resident.target is not None, "the stage grows"
+    resident.stage = resident.target
+    if resident.parameters.complete:
+        resident.target = None
+
+
+def call_off(resident: ResidentStage) -> bool:
+    """Ends a growth whose parts cannot be had; False if there is none that leaves a stage that works."""
+    if resident.target is None or resident.pipeline is None or resident.parameters.complete:
+        return False
+    resident.pipeline.grow(None)
+    resident.target = None
+    resident.parameters.keep(resident.spec.parts_of(resident.stage))
+    resident.kv.retract(resident.stage)
+    parameters = resident.memory.parameter_bytes
+    per_token = resident.spec.kv_bytes_per_token(resident.stage, resident.dtype)
+    resident.room = replace(
+        resident.room,
+        parts=resident.memory.parts,
+        parameter_bytes=parameters,
+        kv_bytes_per_token=per_token,
+    )
+    return True
+
+
+def _of_blocks(room: StageRoom, num_blocks: int) -> StageRoom:
+    return replace(room, kv_capacity_tokens=num_blocks * BLOCK_TOKENS)

@@ -1,0 +1,186 @@
+"""The world while a tick changes it: books, and the indexes that follow from them."""
+
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+
+from pilotlight.policy.cluster import NodeFacts, Tier, WorkerFacts
+from pilotlight.policy.control.books import Books, Record
+from pilotlight.policy.control.focus import Focus
+from pilotlight.policy.control.index import Index
+from pilotlight.policy.control.plan import ControlFacts, ControlRules
+from pilotlight.policy.control.reconcile import Change, drain_of, moved
+from pilotlight.policy.control.rooms import Slot, slot_of
+from pilotlight.policy.ids import Digest, InstanceId, ModelName, NodeId, WorkerId
+from pilotlight.policy.placement import PlacementRules, room_on
+from pilotlight.policy.plan import Instance, InstanceState, Snapshot
+from pilotlight.policy.request import Demand
+from pilotlight.policy.scaling import Drain
+
+
+class Draft:
+    """Books and indexes. ``moved`` has what was decided in this tick, which the books of the next one show."""
+
+    def __init__(self, books: Books, facts: ControlFacts, index: Index, rules: ControlRules) -> None:
+        self.books = books
+        self.facts = facts
+        self.rules = rules
+        self.index = index
+        """As the last tick left it."""
+        self.rooms, self.copies, self.homes, self.holding = index.rooms, index.copies, index.homes, index.holding
+        self.moved: dict[InstanceId, Record] = {}
+        self.drains: list[Drain] = []
+
+    # Changes.
+
+    def move(self, changes: Iterable[Change]) -> None:
+        """Take changes for done."""
+        facts = self.facts
+        found = ((change, self.books.get(change.instance_id)) for change in changes)
+        self.put(
+            *(
+                replace(record, instance=moved(record.instance, change, facts.term.epoch, facts.now_s))
+                for change, record in found
+                if record is not None and record.is_row
+            )
+        )
+
+    def drain(self, drains: Iterable[Drain]) -> None:
+        """Take drains for done, but for those of instances that drain already."""
+        fresh: dict[InstanceId, Drain] = {}
+        for drain in drains:
+            record = self.books.get(drain.instance_id)
+            if record is not None and record.is_row and record.instance.state is not InstanceState.DRAINING:
+                fresh.setdefault(drain.instance_id, drain)
+        self.drains.extend(fresh.values())
+        self.move(map(drain_of, fresh.values()))
+
+    def put(self, *records: Record) -> None:
+        """Take records in; what follows in this tick counts them."""
+        if not records:
+            return
+        self.books = self.books.put(*records)
+        self.moved.update((one.instance.instance_id, one) for one in records)
+        self.place({placement.worker_id for one in records for placement in one.instance.placements})
+
+    @property
+    def decided(self) -> Focus:
+        """What was changed here."""
+        instances = [one.instance for one in self.moved.values()]
+        placements = [placement for one in instances for placement in one.placements]
+        return Focus(
+            models=frozenset(one.model for one in instances),
+            instances=frozenset(self.moved),
+            workers=frozenset(one.worker_id for one in placements),
+            nodes=frozenset(one.node_id for one in placements),
+        )
+
+    # Indexes.
+
+    @property
+    def indexed(self) -> Index:
+        """The index as it is now."""
+        return replace(self.index, rooms=self.rooms, copies=self.copies, homes=self.homes, holding=self.holding)
+
+    def hear(self, workers: AbstractSet[WorkerId], nodes: AbstractSet[NodeId]) -> None:
+        """Bring the indexes up to what was heard of some workers and nodes."""
+        facts = self.facts
+        self.copies = self.copies.put({node_id: _host_digests(facts.nodes.get(node_id)) for node_id in nodes})
+        views = {worker_id: facts.workers.get(worker_id) for worker_id in workers}
+        homes = {key: frozenset[NodeId]() if one is None else frozenset((one.facts.node_id,)) for key, one in views.items()}
+        held = {
+            key: frozenset[ModelName]() if one is None else frozenset(stage.model for stage in one.facts.held)
+            for key, one in views.items()
+        }
+        self.homes, self.holding = self.homes.put(homes), self.holding.put(held)
+        elsewhere = (worker_id for node_id in nodes for worker_id in self.homes.to(node_id) if worker_id not in workers)
+        self.place({*workers, *(one for one in elsewhere if not self._is_where_it_was(one))})
+
+    def place(self, worker_ids: Iterable[WorkerId]) -> None:
+        """Bring the room of some workers up to date."""
+        slots: dict[WorkerId, Slot | None] = {}
+        for worker_id in worker_ids:
+            view = self.facts.workers.get(worker_id)
+            if view is None:
+                slots[worker_id] = None
+                continue
+            node = self.facts.nodes.get(view.facts.node_id)
+            bare = not view.facts.held and worker_id not in self.books.by_worker
+            here = None if bare else self._here(view.facts)
+            slots[worker_id] = slot_of(view.facts, node, here, self.rules.scheme.placement)
+        self.rooms = self.rooms.put(slots)
+
+    def _is_where_it_was(self, worker_id: WorkerId) -> bool:
+        """Whether a report of its node leaves a worker in its place: most tell of copies alone."""
+        slot, node = self.rooms.slots.find(worker_id), self.facts.nodes.get(next(iter(self.homes.of(worker_id))))
+        if slot is None or slot.shape is None or node is None:
+            return False
+        return slot.shape.fits(node)
+
+    def _here(self, worker: WorkerFacts) -> Snapshot:
+        """One worker's instances and models, and nothing else."""
+        ids = self.books.by_worker.get(worker.worker_id, ())
+        return Snapshot(
+            now_s=self.facts.now_s,
+            epoch=self.facts.term.epoch,
+            models=tuple(one for held in worker.held if (one := self.facts.models.get(held.model)) is not None),
+            instances=tuple(self.books.records[one].instance for one in ids),
+        )
+
+    def room_on(self, worker_id: WorkerId, rules: PlacementRules) -> int:
+        """Device bytes that a worker can give now."""
+        worker = self.facts.workers[worker_id].facts
+        return room_on(worker, self._here(worker), rules)
+
+    # Slices of the world.
+
+    def slice(
+        self,
+        models: Iterable[ModelName] = (),
+        workers: Iterable[WorkerId] = (),
+        digest: Digest | None = None,
+        demand: tuple[Demand, ...] = (),
+    ) -> Snapshot:
+        """A snapshot of a part of the world.
+
+        Args:
+            models: With all their instances.
+            workers: With their nodes, instances, and the models that they hold.
+            digest: With all nodes that have copies, and instances in the order in which they were planned.
+            demand: As it is.
+        """
+        facts, books = self.facts, self.books
+        asked, views = set(models), [facts.workers[one].facts for one in sorted(set(workers)) if one in facts.workers]
+        planned = books.by_digest.get(digest, ()) if digest is not None else ()
+        ids = {one for model in asked for one in books.by_model.get(model, ())}
+        ids.update(one for worker in views for one in books.by_worker.get(worker.worker_id, ()))
+        instances = [books.records[one].instance for one in (*planned, *sorted(ids.difference(planned)))]
+        named = asked | {held.model for worker in views for held in worker.held} | {one.model for one in instances}
+        node_ids = {worker.node_id for worker in views}
+        if digest is not None:
+            node_ids |= self.copies.to(digest)
+            node_ids.update(one.node_id for each in planned for one in books.records[each].instance.placements)
+        return Snapshot(
+            now_s=facts.now_s,
+            epoch=facts.term.epoch,
+            models=tuple(one for name in sorted(named) if (one := facts.models.get(name)) is not None),
+            nodes=tuple(one for node_id in sorted(node_ids) if (one := facts.nodes.get(node_id)) is not None),
+            workers=tuple(views),
+            instances=tuple(instances),
+            demand=demand,
+            estimates={name: facts.estimates[name] for name in sorted(named) if name in facts.estimates},
+            arrivals=facts.arrivals.of(sorted(named)),
+            drains=facts.drains,
+        )
+
+    def instances_of(self, model: ModelName) -> tuple[Instance, ...]:
+        """All of a model, ended ones too."""
+        return tuple(self.books.records[one].instance for one in self.books.by_model.get(model, ()))
+
+
+def _host_digests(node: NodeFacts | None) -> frozenset[Digest]:
+    return (
+        frozenset(copy.digest for copy in node.copies if copy.tier is Tier.HOST and copy.parts)
+        if node is not None
+        else frozenset()
+    )

@@ -1,0 +1,92 @@
+"""What a tick has to look at: what changed, and what falls due by time alone. Everything else is at rest."""
+
+import bisect
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from pilotlight.policy.control.table import Table
+from pilotlight.policy.ids import InstanceId, ModelName, NodeId, WorkerId
+
+Key = TypeVar("Key", bound=str)
+
+EARLY_S = 0.001
+"""Times are looked at this much before they are due: a sum and a difference of floats may round differently."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Focus:
+    """Names of objects whose facts changed."""
+
+    models: frozenset[ModelName] = frozenset()
+    instances: frozenset[InstanceId] = frozenset()
+    workers: frozenset[WorkerId] = frozenset()
+    nodes: frozenset[NodeId] = frozenset()
+
+    def __or__(self, other: "Focus") -> "Focus":
+        """Both together."""
+        return Focus(
+            models=self.models | other.models,
+            instances=self.instances | other.instances,
+            workers=self.workers | other.workers,
+            nodes=self.nodes | other.nodes,
+        )
+
+
+NOTHING = Focus()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Visited:
+    """How many objects a tick looked at: what it cost, on any machine."""
+
+    models: int = 0
+    instances: int = 0
+    workers: int = 0
+    """Whose holds were made."""
+    nodes: int = 0
+    candidates: int = 0
+    """Workers that were compared for starts."""
+
+
+@dataclass(frozen=True)
+class Dues(Generic[Key]):
+    """When each of some objects falls due. Immutable; the soonest is found without a look at the others.
+
+    A change copies the queue, so changes of one tick are made together.
+    """
+
+    at_s: Table[Key, float] = field(default_factory=Table["Key", float])
+    queue: tuple[tuple[float, Key], ...] = ()
+
+    def until(self, now_s: float, limit: int | None = None) -> list[Key]:
+        """What is due at ``now_s``, the longest due first; no more than ``limit``."""
+        found: list[Key] = []
+        for at_s, key in self.queue:
+            if at_s > now_s or len(found) == limit:
+                break
+            found.append(key)
+        return found
+
+    def put(self, updates: Mapping[Key, float]) -> "Dues[Key]":
+        """With new times for some; infinite: it does not fall due."""
+        news = {key: at_s for key, at_s in updates.items() if self._at_s(key) != at_s}
+        if not news:
+            return self
+        gone = [key for key, at_s in news.items() if at_s == math.inf]
+        times = self.at_s.put({key: at_s for key, at_s in news.items() if at_s != math.inf}, gone)
+        if len(news) > len(self.queue) // 8:
+            return Dues(times, tuple(sorted((at_s, key) for key, at_s in times.items())))
+        queue = list(self.queue)
+        for key, at_s in news.items():
+            before_s = self.at_s.find(key)
+            if before_s is not None:
+                del queue[bisect.bisect_left(queue, (before_s, key))]
+            if at_s != math.inf:
+                bisect.insort(queue, (at_s, key))
+        return Dues(times, tuple(queue))
+
+    def _at_s(self, key: Key) -> float:
+        known_s = self.at_s.find(key)
+        return math.inf if known_s is None else known_s

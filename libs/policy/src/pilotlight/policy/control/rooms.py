@@ -1,0 +1,286 @@
+"""Workers by the room that they have, so that a placement looks at few of them.
+
+A placement compares workers by what it predicts there, and by their ids. Workers of one *shape* (device, link,
+transfers under way) differ by nothing but their room and id: of each shape the first ids with enough room are enough,
+beside the workers that have copies of the model or failed to load it. The policies then run over this shortlist and
+give the same answer as over all workers.
+
+Room on a worker changes by itself as what it holds grows older (``placement.ServiceRules``, the minimum residency).
+The index keeps what could be freed at best, and each search computes what can be freed now.
+"""
+
+import bisect
+import heapq
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+from pilotlight.policy.cluster import HealthState, Liveness, NodeFacts, WorkerFacts
+from pilotlight.policy.control.table import Table
+from pilotlight.policy.cost import known_rate
+from pilotlight.policy.ids import WorkerId
+from pilotlight.policy.instance import SERVING
+from pilotlight.policy.parallelism import Fleet, has_known_room
+from pilotlight.policy.placement import PlacementRules, committed_bytes, evictable_bytes, why_unusable
+from pilotlight.policy.plan import InstanceState, Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a prediction sees of a worker, but for its room and what it holds."""
+
+    device_kind: str
+    load_bytes_per_s: float
+    granule_bytes: int
+    degraded: bool
+    nic_bytes_per_s: float
+    transfers: int
+    pool_unit_bytes: int
+    pool_bytes: int
+
+    def fits(self, node: NodeFacts) -> bool:
+        """Whether a node leaves its workers in this shape."""
+        usable = node.liveness is Liveness.ALIVE and not node.draining
+        return usable and _links(node) == (self.nic_bytes_per_s, self.transfers, self.pool_unit_bytes, self.pool_bytes)
+
+
+def _links(node: NodeFacts) -> tuple[float, int, int, int]:
+    return node.nic_bytes_per_s, len(node.transfers), node.pool_unit_bytes, node.pool_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One worker in the index."""
+
+    shape: Shape | None
+    """None: nothing can be placed on it."""
+    free_bytes: int
+    """Neither held nor promised."""
+    at_best_bytes: int
+    """With what eviction could free if everything idle had been so for long."""
+    size: tuple[int, int] | None
+    """Granule and memory of its device; None: nothing is known of what it could hold."""
+    busy: bool
+    """Requests are in flight on it."""
+    leaving: bool
+    """An instance on it drains."""
+
+    @property
+    def is_evictable(self) -> bool:
+        """Eviction may free something."""
+        return self.at_best_bytes > self.free_bytes
+
+
+def slot_of(worker: WorkerFacts, node: NodeFacts | None, here: Snapshot | None, rules: PlacementRules) -> Slot:
+    """Where a worker belongs.
+
+    Args:
+        worker: What is known of it.
+        node: Its node, if that is known.
+        here: Its instances, and the models that it holds; of all others nothing. None: there are none.
+        rules: How workers are chosen.
+    """
+    memory_bytes = worker.device.memory_bytes
+    shape = None
+    if node is not None and why_unusable(worker, node) is None:
+        rate, degraded = known_rate(worker.device.load_bytes_per_s), worker.health.state is HealthState.DEGRADED
+        shape = Shape(worker.device.kind, rate, worker.device.granule_bytes, degraded, *_links(node))
+    instances = here.instances if here is not None else ()
+    free_bytes = at_best_bytes = memory_bytes
+    if here is not None:
+        free_bytes -= committed_bytes(worker, here)
+        at_best_bytes = free_bytes + evictable_bytes(worker, replace(here, now_s=math.inf), rules)
+    return Slot(
+        shape=shape,
+        free_bytes=free_bytes,
+        at_best_bytes=at_best_bytes,
+        size=(worker.device.granule_bytes, memory_bytes) if has_known_room(worker) else None,
+        busy=any(one.state in SERVING and one.in_flight > 0 for one in instances),
+        leaving=any(one.state is InstanceState.DRAINING for one in instances),
+    )
+
+
+def _level(size_bytes: int) -> int:
+    """Eight buckets for each power of two."""
+    if size_bytes < 8:
+        return max(0, size_bytes)
+    bits = size_bytes.bit_length()
+    return (bits << 3) | ((size_bytes >> (bits - 4)) & 7)
+
+
+@dataclass(frozen=True, slots=True)
+class Shelf:
+    """Workers of one shape by a number of bytes."""
+
+    ranked: tuple[tuple[int, WorkerId], ...] = ()
+    """The least bytes first."""
+    levels: Mapping[int, tuple[WorkerId, ...]] = field(default_factory=dict[int, "tuple[WorkerId, ...]"])
+    """By ``_level``, each in the order of ids."""
+
+    def moved(self, gone: Sequence[tuple[int, WorkerId]], come: Sequence[tuple[int, WorkerId]]) -> "Shelf":
+        """After some workers' bytes have changed."""
+        if not gone and not come:
+            return self
+        if len(gone) + len(come) > len(self.ranked) // 8:
+            return _shelf((set(self.ranked) - set(gone)) | set(come))
+        ranked, levels = list(self.ranked), dict(self.levels)
+        for size_bytes, worker_id in gone:
+            del ranked[bisect.bisect_left(ranked, (size_bytes, worker_id))]
+            ids = levels[_level(size_bytes)]
+            at = bisect.bisect_left(ids, worker_id)
+            levels[_level(size_bytes)] = (*ids[:at], *ids[at + 1 :])
+        for size_bytes, worker_id in come:
+            bisect.insort(ranked, (size_bytes, worker_id))
+            ids = levels.get(_level(size_bytes), ())
+            at = bisect.bisect_left(ids, worker_id)
+            levels[_level(size_bytes)] = (*ids[:at], worker_id, *ids[at:])
+        return Shelf(tuple(ranked), {level: ids for level, ids in levels.items() if ids})
+
+    def at_least(self, size_bytes: int) -> Iterator[Iterator[WorkerId]]:
+        """Buckets of workers that may have a number of bytes, each in the order of ids. Those of the lowest may have less."""
+        lowest = _level(size_bytes)
+        return (iter(ids) for level, ids in self.levels.items() if level >= lowest)
+
+
+def _shelf(entries: Iterable[tuple[int, WorkerId]]) -> Shelf:
+    """A shelf made anew."""
+    ranked = tuple(sorted(entries))
+    levels = defaultdict[int, list[WorkerId]](list)
+    for size_bytes, worker_id in sorted(ranked, key=lambda one: one[1]):
+        levels[_level(size_bytes)].append(worker_id)
+    return Shelf(ranked, {key: tuple(ids) for key, ids in levels.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class Shelves:
+    """Workers of one shape."""
+
+    free: Shelf = field(default_factory=Shelf)
+    """By what is free."""
+    evictable: Shelf = field(default_factory=Shelf)
+    """Those on which eviction frees something, by what they can give at best."""
+
+
+Exact = Callable[[WorkerId], int]
+"""Bytes that a worker can give now, with what eviction frees at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rooms:
+    """The index. Immutable: a change copies what it touches."""
+
+    slots: Table[WorkerId, Slot] = field(default_factory=Table["WorkerId", Slot])
+    shapes: Mapping[Shape, Shelves] = field(default_factory=dict[Shape, Shelves])
+    sizes: Mapping[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
+    """How many workers have devices of each size."""
+    busy: frozenset[WorkerId] = frozenset()
+    leaving: frozenset[WorkerId] = frozenset()
+
+    def put(self, changes: Mapping[WorkerId, Slot | None]) -> "Rooms":
+        """With new slots for some workers; None: it is gone."""
+        news = {key: slot for key, slot in changes.items() if self.slots.find(key) != slot}
+        if not news:
+            return self
+        slots = self.slots.put(
+            {key: slot for key, slot in news.items() if slot is not None}, [key for key, slot in news.items() if slot is None]
+        )
+        sizes, shapes = Counter(self.sizes), dict(self.shapes)
+        gone, come = defaultdict[Shape, list[WorkerId]](list), defaultdict[Shape, list[WorkerId]](list)
+        for worker_id, slot in news.items():
+            before = self.slots.find(worker_id)
+            if before is not None and before.size is not None:
+                sizes[before.size] -= 1
+            if before is not None and before.shape is not None:
+                gone[before.shape].append(worker_id)
+            if slot is not None and slot.size is not None:
+                sizes[slot.size] += 1
+            if slot is not None and slot.shape is not None:
+                come[slot.shape].append(worker_id)
+        for shape in {*gone, *come}:
+            known = shapes.get(shape, Shelves())
+            left, joined = [(self.slots[one], one) for one in gone[shape]], [(slots[one], one) for one in come[shape]]
+            shelves = Shelves(
+                free=known.free.moved(
+                    [(old.free_bytes, one) for old, one in left], [(new.free_bytes, one) for new, one in joined]
+                ),
+                evictable=known.evictable.moved(
+                    [(old.at_best_bytes, one) for old, one in left if old.is_evictable],
+                    [(new.at_best_bytes, one) for new, one in joined if new.is_evictable],
+                ),
+            )
+            if shelves.free.ranked:
+                shapes[shape] = shelves
+            else:
+                shapes.pop(shape, None)
+        return Rooms(
+            slots=slots,
+            shapes=shapes,
+            sizes={size: count for size, count in sizes.items() if count},
+            busy=_flagged(self.busy, news, lambda slot: slot.busy),
+            leaving=_flagged(self.leaving, news, lambda slot: slot.leaving),
+        )
+
+    @property
+    def fleet(self) -> Fleet:
+        """What a refusal says of all workers."""
+        return Fleet(workers=len(self.slots), sizes=self.sizes)
+
+    def first(
+        self, shape: Shape, least_bytes: int, skipped: AbstractSet[WorkerId], exact: Exact, count: int
+    ) -> tuple[WorkerId, ...]:
+        """The first ``count`` ids of the workers of a shape on which room is free, and of those on which it can be made.
+
+        Args:
+            shape: Of the workers.
+            least_bytes: What they must be able to give.
+            skipped: Workers that do not count.
+            exact: What a worker can give now.
+            count: Of each kind.
+        """
+        shelves = self.shapes[shape]
+
+        def is_free(worker_id: WorkerId) -> bool:
+            return worker_id not in skipped and self.slots[worker_id].free_bytes >= least_bytes
+
+        def can_be_made(worker_id: WorkerId) -> bool:
+            slot = self.slots[worker_id]
+            if worker_id in skipped or slot.free_bytes >= least_bytes or slot.at_best_bytes < least_bytes:
+                return False
+            return exact(worker_id) >= least_bytes
+
+        free = heapq.merge(*(islice(filter(is_free, ids), count) for ids in shelves.free.at_least(least_bytes)))
+        made = heapq.merge(*(islice(filter(can_be_made, ids), count) for ids in shelves.evictable.at_least(least_bytes)))
+        return (*islice(free, count), *islice(made, count))
+
+    def roomiest(self, shape: Shape, exact: Exact, count: int) -> tuple[WorkerId, ...]:
+        """The ``count`` workers of a shape that can give the most now; of equal ones the last ids.
+
+        ``exact`` is asked for a worker only where what it could give at best is still of interest.
+        """
+        best: list[tuple[int, WorkerId]] = []
+        shelves = self.shapes[shape]
+        for at_best_bytes, worker_id in heapq.merge(
+            reversed(shelves.free.ranked), reversed(shelves.evictable.ranked), reverse=True
+        ):
+            if len(best) == count and (at_best_bytes, worker_id) <= best[0]:
+                break
+            slot = self.slots[worker_id]
+            if slot.is_evictable and at_best_bytes == slot.free_bytes:
+                continue
+            size_bytes = exact(worker_id) if slot.is_evictable else at_best_bytes
+            if len(best) < count:
+                heapq.heappush(best, (size_bytes, worker_id))
+            else:
+                heapq.heappushpop(best, (size_bytes, worker_id))
+        return tuple(worker_id for _, worker_id in best)
+
+
+def _flagged(
+    before: frozenset[WorkerId], news: Mapping[WorkerId, Slot | None], flag: Callable[[Slot], bool]
+) -> frozenset[WorkerId]:
+    now = frozenset(worker_id for worker_id, slot in news.items() if slot is not None and flag(slot))
+    then = before & news.keys()
+    return before if now == then else (before - then) | now

@@ -1,0 +1,179 @@
+"""A large cluster at rest, and small changes of it: for tests that count what control looks at, and for ``bench/control.py``."""
+
+from dataclasses import dataclass, field, replace
+
+from pilotlight.policy.cluster import (
+    Copy,
+    Device,
+    DeviceKind,
+    HeldStage,
+    HeldState,
+    Liveness,
+    NodeFacts,
+    Tier,
+    WorkerFacts,
+    WorkerView,
+)
+from pilotlight.policy.control.books import Books, Record
+from pilotlight.policy.control.focus import Focus
+from pilotlight.policy.control.plan import ControlFacts, ControlRules, Memory, Plan, Term
+from pilotlight.policy.control.reconcile import ReconcileRules
+from pilotlight.policy.control.tick import tick
+from pilotlight.policy.ids import Epoch, InstanceId, ModelName, NodeId, WorkerId
+from pilotlight.policy.model import Model
+from pilotlight.policy.plan import Instance
+from pilotlight.policy.request import Demand
+from pilotlight.policy.testing import NOW_S, instance, model
+
+TICK_S = 0.25
+PART_BYTES = 2_000_000_000
+COPIES = 2
+"""Nodes with a copy of each model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How large a cluster is."""
+
+    nodes: int
+    workers_per_node: int
+    models: int
+    instances: int
+
+
+@dataclass(slots=True)
+class LargeCluster:
+    """Every instance serves, one half of them with a request in flight. All that is to be told has been told."""
+
+    size: Size
+    rules: ControlRules = field(
+        default_factory=lambda: ControlRules(reconcile=ReconcileRules(term_started_s=NOW_S - 1000, hold_deadline_s=10.0))
+    )
+    now_s: float = NOW_S
+    books: Books = field(default_factory=Books)
+    memory: Memory = field(default_factory=Memory)
+    workers: dict[WorkerId, WorkerView] = field(default_factory=dict[WorkerId, WorkerView])
+    nodes: dict[NodeId, NodeFacts] = field(default_factory=dict[NodeId, NodeFacts])
+    models: dict[ModelName, Model] = field(default_factory=dict[ModelName, Model])
+    demand: tuple[Demand, ...] = ()
+
+    def __post_init__(self) -> None:
+        size = self.size
+        for index in range(size.models):
+            one = model(f"m{index:05}", part_bytes=PART_BYTES, keep_alive_s=1e6)
+            self.models[one.name] = one
+        names = list(self.models)
+        for index in range(size.nodes):
+            self._add_node(index, [self.models[name] for at, name in enumerate(names) if (at - index) % size.nodes < COPIES])
+        ids, records = list(self.workers), list[Record]()
+        for index in range(size.instances):
+            of = self.models[names[index % len(names)]]
+            worker_id = ids[index * len(ids) // size.instances]
+            one = self._instance(of, f"i{index:05}", worker_id)
+            records.append(Record(instance=one, model=of, seen_on=frozenset({worker_id})))
+            self.hear(worker_id, _stage(one, in_flight=index % 2))
+        self.books = Books().put(*records)
+        for _ in range(2):
+            self.carry_out(self.tick(None))
+
+    def tick(self, changed: Focus | None = Focus()) -> Plan:  # noqa: B008
+        """Decide. ``changed``: what is new beside the books; None: look at everything."""
+        return tick(self.facts(changed), self.memory, self.rules)
+
+    def facts(self, changed: Focus | None) -> ControlFacts:
+        """Everything there is."""
+        term = Term(epoch=Epoch(1), started_s=NOW_S - 1000, listening_since_s=NOW_S - 1000, deaf=False, announced=True)
+        return ControlFacts(
+            now_s=self.now_s,
+            term=term,
+            books=self.books,
+            workers=self.workers,
+            nodes=self.nodes,
+            models=self.models,
+            demand=self.demand,
+            awaited=frozenset(one.model for one in self.demand),
+            changed=changed,
+        )
+
+    def carry_out(self, plan: Plan) -> None:
+        """Keep what a tick hands on, and let time pass. Starts come to nothing."""
+        self.books, self.memory = plan.books, plan.memory
+        self.now_s += TICK_S
+
+    def hear(self, worker_id: WorkerId, *stages: HeldStage) -> Focus:
+        """A worker reports what it holds; what changed by that."""
+        facts = replace(self.workers[worker_id].facts, held=stages)
+        self.workers[worker_id] = replace(self.workers[worker_id], facts=facts, heard_s=self.now_s)
+        return Focus(workers=frozenset({worker_id}))
+
+    def report(self, index: int) -> Focus:
+        """The request of an instance has ended, or another has come."""
+        record = self._record(index)
+        busy = record.instance.in_flight > 0
+        return self.hear(record.instance.lead, _stage(record.instance, in_flight=0 if busy else 1))
+
+    def report_all(self) -> Focus:
+        """All workers and nodes report what they did before."""
+        self.workers = {key: replace(view, heard_s=self.now_s) for key, view in self.workers.items()}
+        return Focus(workers=frozenset(self.workers), nodes=frozenset(self.nodes))
+
+    def move(self, index: int) -> Focus:
+        """The row of an instance changes."""
+        record = self._record(index)
+        self.books = self.books.put(replace(record, instance=replace(record.instance, reason=f"at {self.now_s}")))
+        return Focus()
+
+    def ask(self, index: int) -> Focus:
+        """A request waits for one of the models that have no instance."""
+        cold = list(self.models)[self.size.instances + index % (self.size.models - self.size.instances)]
+        self.demand = (Demand(model=cold, waiting=1, oldest_age_s=0.1, deadline_in_s=10.0),)
+        return Focus()
+
+    def _record(self, index: int) -> Record:
+        return self.books.records[InstanceId(f"i{index % self.size.instances:05}")]
+
+    def _instance(self, of: Model, instance_id: str, worker_id: WorkerId) -> Instance:
+        one = instance(of.name, instance_id, worker_id=worker_id, device_bytes=of.device_bytes(of.spec.whole), served=True)
+        node_id = self.workers[worker_id].facts.node_id
+        return replace(one, placements=(replace(one.placements[0], node_id=node_id),))
+
+    def _add_node(self, index: int, copied: list[Model]) -> None:
+        node_id = NodeId(f"n{index:04}")
+        self.nodes[node_id] = NodeFacts(
+            node_id=node_id,
+            host="h",
+            liveness=Liveness.ALIVE,
+            nic_bytes_per_s=12.5e9,
+            pool_bytes=10**12,
+            pool_free_bytes=10**11,
+            copies=tuple(
+                Copy(digest=one.digest, node_id=node_id, tier=Tier.HOST, parts=tuple(range(6)), size_bytes=one.spec.total_bytes)
+                for one in copied
+            ),
+            dataplane_port=1,
+        )
+        for each in range(self.size.workers_per_node):
+            worker_id = WorkerId(f"w{index:04}-{each}")
+            device = Device(
+                kind=DeviceKind.CUDA,
+                name="gpu",
+                memory_bytes=80 * 10**9,
+                # As measured: of equal devices not two are exactly equal.
+                load_bytes_per_s=50e9 + 1e6 * ((index * 7 + each) % 501),
+            )
+            facts = WorkerFacts(worker_id=worker_id, node_id=node_id, device=device, liveness=Liveness.ALIVE)
+            self.workers[worker_id] = WorkerView(facts=facts, heard_s=self.now_s, incarnation="a", epoch_seen=Epoch(1))
+
+
+def _stage(one: Instance, in_flight: int) -> HeldStage:
+    placement = one.placements[0]
+    return HeldStage(
+        instance_id=one.instance_id,
+        generation=one.generation,
+        model=one.model,
+        digest=one.digest,
+        stage=placement.stage,
+        state=HeldState.READY,
+        device_bytes=placement.device_bytes,
+        in_flight=in_flight,
+    )

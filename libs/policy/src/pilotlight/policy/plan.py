@@ -1,0 +1,135 @@
+"""What is decided: instances and their placements, schemes, and the snapshot that a decision looks at."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from pilotlight.policy.arrivals import NO_ARRIVALS, RecentArrivals
+from pilotlight.policy.cluster import DeviceKind, NodeFacts, WorkerFacts
+from pilotlight.policy.ids import DecisionId, Digest, Epoch, Generation, GrantId, InstanceId, ModelName, NodeId, WorkerId
+from pilotlight.policy.model import Model, Stage
+from pilotlight.policy.request import Demand
+
+
+class InstanceState(StrEnum):
+    """Lifecycle of an instance; the table of moves is in ``policy.instance``."""
+
+    PLANNED = "planned"
+    FETCHING = "fetching"
+    LOADING = "loading"
+    READY = "ready"
+    CONSOLIDATING = "consolidating"
+    DRAINING = "draining"
+    GONE = "gone"
+    FAILED = "failed"
+
+
+class InstanceRole(StrEnum):
+    """What an instance computes of a request."""
+
+    PREFILL = "prefill"
+    """The prompt, and with it the first token."""
+    DECODE = "decode"
+    """The tokens that follow."""
+    BOTH = "both"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """One stage on one worker. The first placement of an instance leads."""
+
+    worker_id: WorkerId
+    node_id: NodeId
+    stage: Stage
+    device_bytes: int
+    """Parameters plus the KV room that was granted."""
+    grant_id: GrantId | None = None
+    upstreams: tuple[NodeId, ...] = ()
+    """Who was before the node in the chain of its model when it joined it, the nearest first (``policy.multicast``). Empty: nobody."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instance:
+    """A complete copy of a model that serves, or is on its way to."""
+
+    instance_id: InstanceId
+    model: ModelName
+    digest: Digest
+    state: InstanceState
+    generation: Generation
+    epoch: Epoch
+    placements: tuple[Placement, ...]
+    decision_id: DecisionId
+    state_since_s: float
+    last_used_s: float
+    in_flight: int = 0
+    reason: str = ""
+    served: bool = False
+    """It has been ready at least once: that it ends says nothing against the next start of its model."""
+    load_s: float = 0.0
+    """How long it was on its way, from its commands until it was ready; so far, while it is. 0: of a release that does not say."""
+    drain_within_s: float | None = None
+    """While it drains: how long its requests may run on before they go on elsewhere. None: until they end."""
+    role: InstanceRole = InstanceRole.BOTH
+
+    @property
+    def lead(self) -> WorkerId:
+        """The worker of stage 0: it takes submits and alone talks to gateways."""
+        return self.placements[0].worker_id
+
+    def idle_s(self, now_s: float) -> float:
+        """Seconds since its last use; 0 while requests are in flight."""
+        return 0.0 if self.in_flight > 0 else now_s - self.last_used_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Timings of one model on one device kind, learned from its own cold starts."""
+
+    model: ModelName
+    device_kind: DeviceKind
+    fetch_bytes_per_s: float
+    load_bytes_per_s: float
+    prefill_s: float
+    cold_ttft_s: float
+    samples: int
+
+
+Estimates = Mapping[ModelName, tuple[Estimate, ...]]
+"""By name of the model: one for each kind of device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeDrain:
+    """An operator wants a node to be empty."""
+
+    node_id: NodeId
+    age_s: float
+    """Since it was asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """Everything that a decision may look at, at one moment."""
+
+    now_s: float
+    epoch: Epoch
+    models: tuple[Model, ...] = ()
+    nodes: tuple[NodeFacts, ...] = ()
+    workers: tuple[WorkerFacts, ...] = ()
+    instances: tuple[Instance, ...] = ()
+    demand: tuple[Demand, ...] = ()
+    estimates: Estimates = field(default_factory=dict[ModelName, "tuple[Estimate, ...]"])
+    arrivals: RecentArrivals = NO_ARRIVALS
+    drains: tuple[NodeDrain, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheme:
+    """A cold-start scheme: pipeline size s, full-memory workers w, and the workers with their stages."""
+
+    pipeline_size: int
+    full_memory_workers: int
+    placements: tuple[Placement, ...]
+    predicted_ttft_s: float
+    predicted_tpot_s: float

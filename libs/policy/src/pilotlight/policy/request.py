@@ -1,0 +1,106 @@
+"""What is asked: the demand for a model, how a request's tokens are sampled, and why it ended."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from pilotlight.policy.ids import Digest, ModelName, RequestId
+
+
+class RequestKey(NamedTuple):
+    """One attempt at a request: what a submit is idempotent by. To an engine another attempt is another request."""
+
+    request_id: RequestId
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """Requests for one model that some gateway holds."""
+
+    model: ModelName
+    waiting: int
+    oldest_age_s: float
+    """Ages, not times: gateways and schedulers share no clock. A reader adds what has passed since it heard."""
+    deadline_in_s: float
+    """Until the earliest deadline among the held requests; negative when it has passed."""
+    arrivals: int = 0
+    """Of a release without the message ``Arrivals``, as is the next; not read."""
+    window_s: float = 1.0
+    trace_parent: str = ""
+    """W3C trace context of the oldest waiting request: the cold start joins its trace."""
+
+
+class FinishReason(StrEnum):
+    """Why an engine ended a request."""
+
+    STOP = "stop"
+    """An end-of-sequence or stop token was sampled. The token itself is not part of the output."""
+    LENGTH = "length"
+    """``max_tokens`` or the model's context is reached."""
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+class GrammarKind(StrEnum):
+    """What a grammar is written in."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "lark"
+    """The dialect of Lark that llguidance takes."""
+    CHOICE = "choice"
+    """A JSON array of strings: the output is one of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grammar:
+    """What an output must look like, from its first character to its last."""
+
+    kind: GrammarKind
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """Where a worker has a model's tokenizer: what its grammars need to know which token writes what."""
+
+    path: str
+    """Of a ``tokenizer.json``. Another one may be there later."""
+    eos_token_ids: tuple[int, ...] = ()
+    text_digest: Digest = Digest("")
+    """Tells it apart from those at the same place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How a request's tokens are drawn. Stateless: noise for token i is Philox(key = seed, counter = i), and all else follows from
+    the tokens before it.
+
+    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 switch their filters off, ``presence_penalty`` and
+    ``frequency_penalty`` 0 and ``repetition_penalty`` 1 the penalties.
+    """
+
+    seed: int
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: bool = False
+    min_p: float = 0.0
+    """Tokens less probable than this share of the most probable one's probability are out."""
+    presence_penalty: float = 0.0
+    """Taken from the logits of tokens that the output has."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit as often as the output has it."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits, and multiplies negative ones, of tokens that prompt or output have."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Added to the logits of tokens, by id."""
+    min_tokens: int = 0
+    """No stop token before so many others."""
+    top_logprobs: int = 0
+    """So many of the most probable tokens are told with each token, when ``logprobs`` is set."""
+    grammar: Grammar | None = None

@@ -1,0 +1,130 @@
+"""Control looks at what changed, and says what a look at everything says."""
+
+from dataclasses import replace
+
+import pytest
+from cluster_story import START_S, Cluster
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plain_control import Said, plain_tick, said
+
+from pilotlight.policy.control.focus import Visited
+from pilotlight.policy.control.plan import ControlFacts, ControlRules, Memory, Plan
+from pilotlight.policy.control.reconcile import ReconcileRules
+from pilotlight.policy.control.testing import COPIES, LargeCluster, Size
+from pilotlight.policy.control.tick import tick
+from pilotlight.policy.parallelism import CONSIDERED
+from pilotlight.policy.testing import NOW_S
+from pilotlight.policy.turns import TurnRules
+
+RULES = ControlRules(
+    reconcile=ReconcileRules(term_started_s=START_S - 400, hold_deadline_s=3.0),
+    turns=TurnRules(line_limit=3),
+    repeat_limit=2,
+    explained_workers=0,
+)
+
+
+def indexed(plan: Plan) -> tuple[object, ...]:
+    """The index of a plan, as far as it follows from the facts alone."""
+    index = plan.memory.index
+    if index is None:
+        return ()
+    rooms = index.rooms
+    tables = (rooms.slots, index.copies.there, index.homes.there, index.holding.there)
+    return *map(dict, tables), rooms.shapes, rooms.sizes, rooms.busy, rooms.leaving, dict(index.chains)
+
+
+@pytest.mark.slow
+@given(st.integers(0, 2**32), st.sampled_from([2, 3, 64]))
+@settings(max_examples=25, deadline=None)
+def test_a_tick_says_what_a_look_at_everything_says(seed: int, line_limit: int) -> None:
+    cluster, rules = Cluster.of(seed), replace(RULES, turns=TurnRules(line_limit=line_limit))
+    memory = plain = Memory()
+    for _ in range(30):
+        cluster.happen()
+        facts = cluster.facts()
+        plan, expected = tick(facts, memory, rules), plain_tick(facts, plain, rules)
+        assert said(plan) == said(expected)
+        assert indexed(plan) == indexed(tick(replace(facts, changed=None), memory, rules)), "mended, and made anew"
+        memory, plain = plan.memory, expected.memory
+        cluster.carry_out(plan)
+
+
+@pytest.mark.slow
+@given(st.integers(0, 2**32))
+@settings(max_examples=10, deadline=None)
+def test_a_log_of_facts_replays(seed: int) -> None:
+    cluster, memory = Cluster.of(seed), Memory()
+    log = list[tuple[ControlFacts, Memory, Said]]()
+    for _ in range(20):
+        cluster.happen()
+        facts = cluster.facts()
+        plan = tick(facts, memory, RULES)
+        log.append((facts, memory, said(plan)))
+        memory = plan.memory
+        cluster.carry_out(plan)
+    for facts, kept, expected in log:
+        assert said(tick(facts, kept, RULES)) == expected, "no memory was written to by a later tick"
+
+
+# What a tick looks at. Counts, not times: they are the same on any machine.
+
+SMALL = Size(nodes=20, workers_per_node=4, models=200, instances=40)
+LARGE = Size(nodes=80, workers_per_node=8, models=1600, instances=320)
+
+
+def quiet(size: Size) -> LargeCluster:
+    cluster = LargeCluster(size, rules=replace(LargeCluster(SMALL).rules, repeat_s=1e6))
+    plan = cluster.tick()
+    cluster.carry_out(plan)
+    return cluster
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_with_nothing_new_nothing_is_looked_at(size: Size) -> None:
+    assert quiet(size).tick().visited == Visited()
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_one_change_looks_at_what_it_touches(size: Size) -> None:
+    cluster = quiet(size)
+    reported = cluster.tick(cluster.report(7))
+    assert reported.visited == Visited(models=1, instances=1, workers=1, nodes=1)
+    cluster.carry_out(reported)
+    moved = cluster.tick(cluster.move(9))
+    assert moved.visited == Visited(models=1, instances=1, workers=1, nodes=1)
+    cluster.carry_out(moved)
+    asked = cluster.tick(cluster.ask(3))
+    assert len(asked.start) == 1
+    assert asked.visited.models == 1
+    assert asked.visited.instances == 0
+    of_copies = COPIES * size.workers_per_node
+    assert asked.visited.candidates <= of_copies + 2 * CONSIDERED, "workers with copies, and the first of the one shape there is"
+
+
+def test_holds_are_repeated_a_few_at_a_time_until_all_were() -> None:
+    cluster = quiet(SMALL)
+    cluster.rules = replace(cluster.rules, repeat_s=1.0, repeat_limit=7)
+    repeated: list[str] = []
+    cluster.now_s += 1.0
+    for _ in range(-(-len(cluster.workers) // 7)):
+        plan = cluster.tick()
+        assert len(plan.repeat.workers) <= 7
+        assert plan.visited.models == plan.visited.instances == 0
+        repeated += [one.worker_id for one in plan.repeat.workers]
+        cluster.memory, cluster.books = plan.memory, plan.books
+    assert sorted(repeated) == sorted(cluster.workers)
+
+
+def test_what_falls_due_by_time_alone_is_looked_at_then() -> None:
+    cluster = quiet(SMALL)
+    cluster.models = {name: replace(one, scaling=replace(one.scaling, keep_alive_s=60.0)) for name, one in cluster.models.items()}
+    cluster.carry_out(cluster.tick(None))
+    cluster.now_s = NOW_S + 59.0
+    assert cluster.tick().visited == Visited()
+    cluster.now_s = NOW_S + 60.0
+    plan = cluster.tick()
+    idle = [one for one in cluster.books.records.values() if one.instance.in_flight == 0]
+    assert {drain.instance_id for drain in plan.drain} == {one.instance.instance_id for one in idle}
+    assert plan.visited.models == len(idle)

@@ -1,0 +1,1 @@
+"""Registered models: the table, how one is registered, and the view that requests are served from."""

@@ -1,0 +1,1 @@
+"""What is written down and shown: audit log, usage, spans, metrics, and how long they are kept."""

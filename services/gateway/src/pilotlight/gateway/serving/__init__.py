@@ -1,0 +1,1 @@
+"""The way of a request from its arrival to its last token: queue, route, relay."""

@@ -1,0 +1,48 @@
+"""What the gateway counts of requests, for Prometheus."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from pilotlight.gateway.serving.queue import PendingQueue
+from pilotlight.gateway.serving.relay import Relay
+
+_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+
+class Measures:
+    """Counters of finished requests, gauges of those under way."""
+
+    def __init__(self, registry: CollectorRegistry, queue: PendingQueue, relay: Relay) -> None:
+        self._requests = Counter("pilotlight_requests", "Finished requests.", ["model", "status"], registry=registry)
+        self._prompt = Counter("pilotlight_prompt_tokens", "Tokens of prompts.", ["model"], registry=registry)
+        self._output = Counter("pilotlight_output_tokens", "Tokens of answers.", ["model"], registry=registry)
+        self._first_token_s = Histogram(
+            "pilotlight_first_token_seconds",
+            "From arrival to first token; held requests found no ready instance.",
+            ["model", "held"],
+            registry=registry,
+            buckets=_SECONDS,
+        )
+        self._first_tokens = Counter(
+            "pilotlight_first_tokens",
+            "First tokens, by whether they came within the TTFT target of their model's SLO.",
+            ["model", "met"],
+            registry=registry,
+        )
+        held = Gauge("pilotlight_held_requests", "Requests that wait for an instance.", registry=registry)
+        held.set_function(lambda: float(queue.held))
+        running = Gauge("pilotlight_running_requests", "Requests that run on a worker.", registry=registry)
+        running.set_function(lambda: float(relay.running))
+
+    def finished(
+        self, model: str, status: str, prompt_tokens: int, output_tokens: int, first_token_s: float | None, *, held: bool
+    ) -> None:
+        """Count one request."""
+        self._requests.labels(model=model, status=status).inc()
+        self._prompt.labels(model=model).inc(prompt_tokens)
+        self._output.labels(model=model).inc(output_tokens)
+        if first_token_s is not None:
+            self._first_token_s.labels(model=model, held=str(held).lower()).observe(first_token_s)
+
+    def first_token(self, model: str, *, met: bool) -> None:
+        """Count a first token, which came in time or did not."""
+        self._first_tokens.labels(model=model, met=str(met).lower()).inc()

@@ -1,0 +1,289 @@
+"""Requests that wait for an instance: bounded, earliest deadline first.
+
+A place is taken on arrival, or when a worker refused or lost a request, and is left with an instance assigned, with an error, or
+when the client is gone. Assignment happens in one spot, ``pump``, in the order of deadlines, whenever something may have become free.
+
+Where a model is ready nowhere, requests are *handed* to an instance that is still loading. They wait for it as those do that are held
+here, and stay in the demand until it is ready: that it starts is for them.
+"""
+
+import asyncio
+import itertools
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from pilotlight.common.clock import Clock
+from pilotlight.common.errors import PilotlightError, TooManyHeld
+from pilotlight.common.waiting import woken
+from pilotlight.gateway.serving.route import Route, Router, Siblings
+from pilotlight.policy.admission import QueueBounds, QueueFacts, admit_held
+from pilotlight.policy.ids import Digest, ModelName
+from pilotlight.policy.request import Demand
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    """What the queue must know of a request."""
+
+    model: ModelName
+    digest: Digest
+    needed_tokens: int
+    """KV room that it takes at most."""
+    held_tokens: int
+    """KV room that it takes up to its next token."""
+    since_s: float
+    """When it began to wait: its arrival, or when what had served it could do so no longer."""
+    deadline_s: float
+    trace_parent: str = ""
+    siblings: Siblings = field(default_factory=Siblings)
+
+
+class Place:
+    """One request's place; a context manager that frees it whatever happens."""
+
+    def __init__(self, queue: "PendingQueue", ticket: Ticket, number: int) -> None:
+        self.ticket = ticket
+        self.demanded_s: float | None = None
+        """When the scheduler was first told of it."""
+        self.waited = False
+        """It was not assigned at once, or to an instance that was still loading."""
+        self.assigned_s = 0.0
+        self.order = (ticket.deadline_s, number)
+        self.assigned: Route | None = None
+        self.error: PilotlightError | None = None
+        self._queue = queue
+        self._taken = False
+        self._changed = asyncio.Event()
+
+    async def decided(self, at_most_s: float) -> bool:
+        """Wait until there is an instance or an error; False when ``at_most_s`` passed first."""
+        if self.assigned is not None or self.error is not None:
+            return True
+        return await woken(self._changed, max(0.0, at_most_s))
+
+    def take(self) -> Route:
+        """The assigned instance. The taker tells the router how the submit ended.
+
+        Raises:
+            PilotlightError: the queue was closed.
+        """
+        if self.error is not None:
+            raise self.error
+        if self.assigned is None:
+            raise RuntimeError("the place has no instance yet")
+        self._taken = True
+        return self.assigned
+
+    def __enter__(self) -> "Place":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._queue.leave(self, unused=None if self._taken else self.assigned)
+
+    def settle(self, route: Route | None, error: PilotlightError | None) -> None:
+        """For the queue: decide."""
+        self.assigned, self.error = route, error
+        self._changed.set()
+
+
+@dataclass(slots=True)
+class _Line:
+    places: list[Place] = field(default_factory=list[Place])
+    handed: set[Place] = field(default_factory=set[Place])
+    """Assigned to instances that are loading, from then until those are ready, or the attempt has ended."""
+
+
+class PendingQueue:
+    """Every held request of this gateway."""
+
+    def __init__(self, router: Router, clock: Clock, bounds: QueueBounds) -> None:
+        self._router = router
+        self._clock = clock
+        self._bounds = bounds
+        self._lines: dict[ModelName, _Line] = {}
+        self._numbers = itertools.count()
+        self._closed: PilotlightError | None = None
+        self._held = 0
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when the demand has changed."""
+
+    @property
+    def held(self) -> int:
+        """Requests that wait."""
+        return self._held
+
+    def enter(self, ticket: Ticket, *, returning: bool = False) -> Place:
+        """Take a place; it may have its instance at once.
+
+        A ``returning`` request was accepted before, so no bound turns it away.
+
+        Raises:
+            TooManyHeld: there is no place left.
+            PilotlightError: the queue is closed.
+        """
+        if self._closed is not None:
+            raise self._closed
+        place = Place(self, ticket, next(self._numbers))
+        line = self._lines.setdefault(ticket.model, _Line())
+        if not line.places:
+            route = self._pick(ticket)
+            if route is not None:
+                self._assign(place, route)
+                return place
+        if not returning:
+            self._admit(line)
+        place.waited = True
+        insort(line.places, place, key=_order)
+        self._held += 1
+        self.on_change()
+        self.pump(ticket.model)
+        return place
+
+    def leave(self, place: Place, *, unused: Route | None) -> None:
+        """Free a place. An instance that was assigned and is not used goes to the next."""
+        if place.assigned is None and self._remove(place):
+            self.on_change()
+        if unused is not None:
+            self.attempted(place)
+            self._router.answered(unused.instance.instance_id, accepted=False)
+            self.pump(place.ticket.model)
+
+    def attempted(self, place: Place) -> None:
+        """The attempt on a place's instance has ended, in whatever way."""
+        line = self._lines.get(place.ticket.model)
+        if line is not None and place in line.handed:
+            self._no_longer_handed(line, place)
+            self.on_change()
+            self.pump(place.ticket.model)
+
+    def pump(self, model: ModelName) -> None:
+        """Assign instances to waiting requests, in the order of their deadlines, as long as there is one that may take more."""
+        line = self._lines.get(model)
+        if line is None:
+            return
+        ready = [place for place in line.handed if place.assigned and self._router.is_ready(place.assigned.instance.instance_id)]
+        for place in ready:
+            self._no_longer_handed(line, place)
+        if ready:
+            self.on_change()
+        before = self._held
+        while line.places:
+            place = line.places[0]
+            route = self._pick(place.ticket)
+            if route is None:
+                break
+            line.places.pop(0)
+            self._held -= 1
+            self._assign(place, route)
+        if self._held != before:
+            self.on_change()
+
+    def refuse(self, model: ModelName, digest: Digest, error: PilotlightError) -> None:
+        """Let the requests for a model go that cannot be started as it is registered: no waiting helps them."""
+        line = self._lines.get(model)
+        if line is None:
+            return
+        for place in line.handed:
+            if place.ticket.digest == digest:
+                place.error = error
+        refused = [place for place in line.places if place.ticket.digest == digest]
+        line.places = [place for place in line.places if place.ticket.digest != digest]
+        for place in refused:
+            place.settle(None, error)
+        if refused:
+            self._held -= len(refused)
+            self.on_change()
+
+    def pump_later(self, model: ModelName, after_s: float) -> None:
+        """Pump when an instance that is avoided may be tried again."""
+        asyncio.get_running_loop().call_later(after_s, self.pump, model)
+
+    def ahead(self, place: Place) -> int:
+        """Requests for the same model with an earlier deadline; none for one that has just got its instance."""
+        line = self._lines.get(place.ticket.model)
+        if place.assigned is not None:
+            return 0
+        return bisect_left(line.places, place.order, key=_order) if line is not None else 0
+
+    def demand(self) -> tuple[Demand, ...]:
+        """Everything that waits, here or for an instance that loads, with ages as of now. Whoever asks is about to tell the scheduler."""
+        now_s = self._clock.monotonic_s()
+        demands: list[Demand] = []
+        for model, line in list(self._lines.items()):
+            waiting = [*line.places, *line.handed]
+            if not waiting:
+                del self._lines[model]
+                continue
+            for place in waiting:
+                place.demanded_s = now_s if place.demanded_s is None else place.demanded_s
+            oldest = min(waiting, key=lambda each: each.ticket.since_s)
+            demands.append(
+                Demand(
+                    model=model,
+                    waiting=len(waiting),
+                    oldest_age_s=now_s - oldest.ticket.since_s,
+                    deadline_in_s=min(place.ticket.deadline_s for place in waiting) - now_s,
+                    trace_parent=oldest.ticket.trace_parent,
+                )
+            )
+        return tuple(demands)
+
+    def close(self, error: PilotlightError) -> None:
+        """Let every request go with an error, and take no more."""
+        self._closed = error
+        for line in self._lines.values():
+            for place in line.places:
+                place.settle(None, error)
+            line.places.clear()
+            for place in line.handed:
+                place.error = error
+            line.handed.clear()
+        self._held = 0
+        self.on_change()
+
+    def _admit(self, line: _Line) -> None:
+        oldest_s = min((place.ticket.since_s for place in line.places), default=self._clock.monotonic_s())
+        facts = QueueFacts(
+            total_requests=self._held, model_requests=len(line.places), oldest_age_s=self._clock.monotonic_s() - oldest_s
+        )
+        answer = admit_held(facts, self._bounds, None)
+        if not answer.admitted:
+            raise TooManyHeld(answer.reason, retry_after_s=answer.retry_after_s)
+
+    def _pick(self, ticket: Ticket) -> Route | None:
+        route = self._router.pick(ticket.model, ticket.needed_tokens, ticket.siblings)
+        return route or self._router.pick_open(ticket.model, ticket.held_tokens, ticket.siblings)
+
+    def _assign(self, place: Place, route: Route) -> None:
+        instance_id = route.instance.instance_id
+        self._router.sent(instance_id)
+        place.ticket.siblings.instance_id = instance_id
+        place.assigned_s = self._clock.monotonic_s()
+        place.settle(route, None)
+        if not route.serving:
+            place.waited = True
+            self._lines[place.ticket.model].handed.add(place)
+            self._router.handed(instance_id, place.ticket.held_tokens)
+            self.on_change()
+
+    def _no_longer_handed(self, line: _Line, place: Place) -> None:
+        line.handed.remove(place)
+        if place.assigned is not None:
+            self._router.handed(place.assigned.instance.instance_id, -place.ticket.held_tokens)
+
+    def _remove(self, place: Place) -> bool:
+        line = self._lines.get(place.ticket.model)
+        if line is None:
+            return False
+        index = bisect_left(line.places, place.order, key=_order)
+        if index >= len(line.places) or line.places[index] is not place:
+            return False
+        del line.places[index]
+        self._held -= 1
+        return True
+
+
+def _order(place: Place) -> tuple[float, int]:
+    return place.order

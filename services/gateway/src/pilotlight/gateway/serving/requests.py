@@ -1,0 +1,359 @@
+"""A request's life, from arrival to its last token, whatever becomes of the workers that run it.
+
+::
+
+    arrive ──> held ──> submitted ──> streaming ──> ended
+                ^           |             |
+                |  refused  |   worker    |
+                └───────────┴── lost ─────┘     (with prompt and output so far: the same tokens follow)
+
+``Requests.run`` is driven by the task of the HTTP request itself: when the client leaves, that task is cancelled, and whatever the
+request has (its place, its attempt) is let go on the way out.
+"""
+
+import math
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+import structlog
+
+from pilotlight.common.clock import Clock
+from pilotlight.common.errors import (
+    CallerError,
+    DeadlineExceeded,
+    InternalError,
+    NoRoom,
+    NotLoaded,
+    PilotlightError,
+    WorkerLost,
+    error_of,
+)
+from pilotlight.common.messages.tokens import Submit, SubmitReply
+from pilotlight.common.phases import PhaseRecorder
+from pilotlight.common.telemetry import span
+from pilotlight.gateway.serving.arrivals import ArrivalPublisher
+from pilotlight.gateway.serving.explain import Explainer
+from pilotlight.gateway.serving.first_token import FirstTokens, Submitted
+from pilotlight.gateway.serving.fleet import Fleet
+from pilotlight.gateway.serving.queue import PendingQueue, Place, Ticket
+from pilotlight.gateway.serving.relay import Attempt, Relay
+from pilotlight.gateway.serving.route import Route, Router
+from pilotlight.gateway.serving.token_request import Ended, Held, TokenRequest, Tokens, Update
+from pilotlight.policy.ids import GatewayId, InstanceId
+from pilotlight.policy.plan import Instance
+from pilotlight.policy.request import FinishReason, Sampling
+
+log = structlog.get_logger()
+
+PROGRESS_INTERVAL_S = 1.0
+MAX_LOSSES = 3
+"""Attempts that may be lost before the first token, and again after it, before the request fails."""
+SUBMIT_TRIES = 3
+"""How often one submit is repeated while no answer comes; it is answered from memory."""
+AVOID_REFUSED_S = 0.1
+AVOID_LOST_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestParts:
+    """What a request needs on its way."""
+
+    gateway_id: GatewayId
+    clock: Clock
+    fleet: Fleet
+    router: Router
+    queue: PendingQueue
+    arrivals: ArrivalPublisher
+    relay: Relay
+    phases: PhaseRecorder
+    explainer: Explainer
+    hold_timeout_s: float
+    hold_slo_factor: float
+
+
+class Requests:
+    """Runs requests."""
+
+    def __init__(self, parts: RequestParts) -> None:
+        self._parts = parts
+        self._first_tokens = FirstTokens(parts.phases, parts.clock)
+        self.live = 0
+        """Requests that are held or run."""
+
+    async def run(self, request: TokenRequest) -> AsyncGenerator[Update, None]:
+        """What happens to a request, until it has ended. The iterator must be closed by the task that iterates.
+
+        Raises:
+            TooManyHeld: no instance is ready and no place is left.
+            TransientError: a deadline passed, or its workers were lost too often.
+            CallerError: the engine cannot run it at all.
+        """
+        self._parts.arrivals.arrived(request.model.name)
+        self.live += 1
+        try:
+            async with aclosing(_Life(self._parts, request, self._first_tokens).updates()) as updates:
+                async for update in updates:
+                    yield update
+        finally:
+            self.live -= 1
+
+
+class _Life:
+    def __init__(self, parts: RequestParts, request: TokenRequest, first_tokens: FirstTokens) -> None:
+        self._parts = parts
+        self._request = request
+        self._first_tokens = first_tokens
+        self._clock = parts.clock
+        self._output_ids: list[int] = []
+        self._attempts = 0
+        self._losses = 0
+        self._place: Place | None = None
+        self._accepted_s = 0.0
+        self._finish: FinishReason | None = None
+        self._sampling = request.sampling
+        slo_s = request.model.slo.ttft_ms / 1000
+        self._hold_s = max(slo_s * parts.hold_slo_factor, parts.hold_timeout_s)
+        self._deadline_s = min(request.arrived_s + self._hold_s, request.deadline_s)
+        """Until when it may be held, or be with an instance that is loading."""
+        self._since_s = request.arrived_s
+        """Since when it waits for an instance: what was served has no claim on the time in which it was."""
+        self._tokens_before = 0
+        """Output that earlier attempts had given."""
+        self._waited_out = False
+
+    async def updates(self) -> AsyncGenerator[Update, None]:
+        while self._finish is None:
+            async with aclosing(self._until_assigned()) as waiting:
+                async for held in waiting:
+                    yield held
+            async with aclosing(self._try()) as streaming:
+                async for tokens in streaming:
+                    yield tokens
+        yield Ended(self._finish)
+
+    # Held.
+
+    async def _until_assigned(self) -> AsyncGenerator[Held, None]:
+        request = self._request
+        ticket = Ticket(
+            model=request.model.name,
+            digest=request.model.digest,
+            needed_tokens=len(request.prompt_ids) + request.sampling.max_tokens,
+            held_tokens=len(request.prompt_ids) + len(self._output_ids) + 1,
+            since_s=self._since_s,
+            deadline_s=self._deadline_s,
+            trace_parent=request.trace_parent,
+            siblings=request.siblings,
+        )
+        with self._parts.queue.enter(ticket, returning=self._attempts > 0) as place:
+            if place.waited and place.assigned is None:
+                yield self._progress(place)
+            while not await place.decided(min(PROGRESS_INTERVAL_S, self._deadline_s - self._clock.monotonic_s())):
+                if self._clock.monotonic_s() >= self._deadline_s:
+                    raise await self._parts.explainer.why(request.model, self._since_s)
+                yield self._progress(place)
+            place.take()
+            self._place = place
+
+    def _progress(self, place: Place) -> Held:
+        model, fleet = self._request.model, self._parts.fleet
+        progress = fleet.progress(model.name, model.digest)
+        loaded = place.assigned is not None and fleet.serves(place.assigned.instance.instance_id)
+        phase = "prefill" if loaded else progress.phase
+        elapsed_s = self._clock.monotonic_s() - self._request.arrived_s
+        return Held(ahead=self._parts.queue.ahead(place), phase=phase, fetched=progress.fetched, elapsed_s=elapsed_s)
+
+    async def _while_loading(self, attempt: Attempt, place: Place, route: Route) -> AsyncGenerator[Held, None]:
+        """Until something comes of an attempt on an instance that was still loading when it got it.
+
+        Raises:
+            NotLoaded: another instance is ready before it.
+            PilotlightError: it has waited for as long as it may, or nobody may wait any more.
+        """
+        model, fleet, instance_id = self._request.model, self._parts.fleet, route.instance.instance_id
+        yield self._progress(place)
+
+        def left_s() -> float:
+            return self._left_s() if fleet.serves(instance_id) else self._deadline_s - self._clock.monotonic_s()
+
+        while not await attempt.news(min(PROGRESS_INTERVAL_S, left_s())):
+            if self._left_s() <= 0:
+                raise self._too_late()
+            if left_s() <= 0:
+                self._waited_out = True
+                raise await self._parts.explainer.why(model, self._since_s)
+            if not fleet.serves(instance_id) and place.error is not None:
+                raise place.error
+            if not fleet.serves(instance_id) and fleet.serving(model.name):
+                raise NotLoaded(f"another instance of {model.name} is ready before {instance_id}")
+            yield self._progress(place)
+
+    # Submitted and streaming.
+
+    async def _try(self) -> AsyncGenerator[Held | Tokens, None]:
+        place = self._place
+        assert place is not None
+        assert place.assigned is not None
+        route = place.assigned
+        self._attempts += 1
+        self._tokens_before = len(self._output_ids)
+        relay = self._parts.relay
+        instance = route.decode.instance
+        attempt = relay.open(self._request.request_id, self._attempts, instance.lead, instance.instance_id, len(self._output_ids))
+        again = False
+        try:
+            await self._submit(attempt, route)
+            if not route.serving:
+                async with aclosing(self._while_loading(attempt, place, route)) as waiting:
+                    async for held in waiting:
+                        yield held
+            with span("stream", worker_id=instance.lead, attempt=self._attempts):
+                # What is there is taken before the end is looked at: all of it may have come before the submit was answered.
+                while (
+                    tokens := await attempt.next(min(PROGRESS_INTERVAL_S, max(0.0, self._left_s())))
+                ) or attempt.finish is None:
+                    if tokens:
+                        self._first_token(attempt, place)
+                        self._output_ids.extend(token.token_id for token in tokens)
+                        yield Tokens(tokens)
+                    if attempt.finish is None and self._left_s() <= 0:
+                        raise self._too_late()
+                self._end(attempt)
+        except PilotlightError as error:
+            if place.error is not None and not self._parts.fleet.serves(route.instance.instance_id):
+                raise place.error from error
+            self._retry_or_raise(error, route, attempt)
+            again = self._finish is None
+        finally:
+            relay.close(attempt, ended=not again)
+            self._parts.queue.attempted(place)
+
+    async def _submit(self, attempt: Attempt, route: Route) -> None:
+        """Hand it to the worker; returns when it is accepted."""
+        instance_id = route.instance.instance_id
+        accepted = False
+        try:
+            with span("submit", worker_id=route.instance.lead, attempt=attempt.number):
+                reply = await self._answer(attempt, route)
+                if not reply.accepted:
+                    raise error_of(reply.code, reply.message, reply.retry_after_s or None)
+            accepted = True
+            self._accepted_s = self._clock.monotonic_s()
+        finally:
+            self._parts.router.answered(instance_id, accepted=accepted)
+            self._parts.queue.pump(self._request.model.name)
+
+    async def _answer(self, attempt: Attempt, route: Route) -> SubmitReply:
+        self._sampling = self._sampling_on(route)
+        for tries in range(1, SUBMIT_TRIES + 1):
+            try:
+                return await self._parts.relay.submit(attempt, self._message(attempt, route.instance), route.instance.lead)
+            except DeadlineExceeded:
+                if attempt.accepted:
+                    break
+                if attempt.error is not None or tries == SUBMIT_TRIES:
+                    raise
+        return SubmitReply(accepted=True)
+
+    def _message(self, attempt: Attempt, instance: Instance) -> Submit:
+        request, left_s = self._request, self._left_s()
+        return Submit(
+            request_id=request.request_id,
+            attempt=attempt.number,
+            gateway_id=self._parts.gateway_id,
+            instance_id=instance.instance_id,
+            model=request.model.name,
+            prompt_ids=request.prompt_ids,
+            output_ids=list(self._output_ids),
+            sampling=self._sampling,
+            deadline_in_s=left_s if math.isfinite(left_s) else None,
+        )
+
+    def _left_s(self) -> float:
+        """Until the request must have ended."""
+        return self._request.deadline_s - self._clock.monotonic_s()
+
+    def _too_late(self) -> DeadlineExceeded:
+        limit_s = self._request.deadline_s - self._request.arrived_s
+        return DeadlineExceeded(f"the answer was not complete within {limit_s:.3g} s; it had {len(self._output_ids)} tokens")
+
+    def _sampling_on(self, route: Route) -> Sampling:
+        """The request's sampling, with no more output than the instance has KV for when the client left it open."""
+        # Once there is output, another instance with more room must not make the answer longer than the first would have.
+        sampling = self._sampling if self._output_ids else self._request.sampling
+        room_tokens = self._parts.fleet.kv_capacity_tokens(route.decode.instance)
+        if not self._request.shorten or not room_tokens:
+            return sampling
+        # What is there already is never cut, and one token more can always be asked for: the instance refuses what it cannot hold.
+        least = len(self._output_ids) + 1
+        return replace(sampling, max_tokens=min(sampling.max_tokens, max(room_tokens - len(self._request.prompt_ids), least)))
+
+    def _end(self, attempt: Attempt) -> None:
+        """Take the engine's word for the end of the request.
+
+        Raises:
+            PilotlightError: it did not end well.
+        """
+        if attempt.finish is FinishReason.ERROR:
+            raise error_of(attempt.log.code, attempt.log.message)
+        if attempt.finish is FinishReason.CANCELLED:
+            raise WorkerLost(f"worker {attempt.worker_id} dropped the request")
+        self._finish = attempt.finish
+
+    def _retry_or_raise(self, error: PilotlightError, route: Route, attempt: Attempt) -> None:
+        """After a refusal or a loss: return when another attempt may help.
+
+        1. The request itself is wrong, or too large for the instance's KV, or its time is over, by whichever clock: no.
+        2. Refused before it ran, or the load came to nothing that it waited for: the queue's deadline is the limit. Where its instance
+           made room for others after it had served it for a while, it waits anew, behind those that wait already.
+        3. All of its tokens had arrived: it has ended.
+        4. Lost while it ran: three times before the first token, three times after. It gets a whole new waiting time with each loss:
+           what it waited for an instance that was lost is not its own.
+        """
+        instance_id = route.instance.instance_id
+        model = self._request.model.name
+        if isinstance(error, CallerError | NoRoom) or self._waited_out:  # 1
+            raise error
+        ended_late = attempt.finish is FinishReason.ERROR and isinstance(error, DeadlineExceeded)
+        if ended_late or self._left_s() <= 0:
+            raise self._too_late() from error
+        if len(self._output_ids) > self._tokens_before:
+            self._wait_anew()
+        if isinstance(error, NotLoaded) or not (attempt.accepted or isinstance(error, InternalError)):  # 2
+            self._avoid(instance_id, error.retry_after_s or AVOID_REFUSED_S)
+            log.info("submit refused", action="submit_refused", model=model, instance_id=instance_id, code=error.code)
+        elif len(self._output_ids) >= self._sampling.max_tokens:  # 3
+            self._finish = FinishReason.LENGTH
+        else:  # 4
+            self._losses += 1
+            if self._losses >= MAX_LOSSES + bool(self._output_ids):
+                raise error_of(error.code, f"given up after {self._losses} lost attempts: {error.message}") from error
+            self._avoid(instance_id, AVOID_LOST_S)
+            if self._output_ids:
+                self._wait_anew()
+            else:
+                self._renew_deadline()
+            log.warning("attempt lost", action="attempt_lost", model=model, instance_id=instance_id, code=error.code)
+
+    def _wait_anew(self) -> None:
+        self._since_s = self._clock.monotonic_s()
+        self._renew_deadline()
+
+    def _renew_deadline(self) -> None:
+        self._deadline_s = min(self._clock.monotonic_s() + self._hold_s, self._request.deadline_s)
+
+    def _avoid(self, instance_id: InstanceId, for_s: float) -> None:
+        self._parts.router.avoid(instance_id, for_s)
+        self._parts.queue.pump_later(self._request.model.name, for_s)
+
+    # The first token.
+
+    def _first_token(self, attempt: Attempt, place: Place) -> None:
+        """Tell the scheduler of the end of a cold start."""
+        if self._output_ids:
+            return
+        self._losses = 0
+        request = self._request
+        submitted = Submitted(request_id=request.request_id, arrived_s=request.arrived_s, accepted_s=self._accepted_s)
+        self._first_tokens.came(submitted, place, attempt)

@@ -1,0 +1,69 @@
+"""The output of one attempt, put in order: whatever the bus drops, repeats or reorders, each position is taken once, in turn."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pilotlight.common.messages.tokens import TokenEntry
+from pilotlight.policy.request import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One output token, and its log probability when it was asked for."""
+
+    token_id: int
+    logprob: float | None = None
+    top: Sequence[tuple[int, float]] = ()
+    """The likeliest tokens in its place, and their log probabilities, when they were asked for."""
+
+
+class TokenLog:
+    """Takes entries as they come.
+
+    ``next_seq`` is the first position that has not arrived. An entry is laid against it::
+
+        already taken        [0 ............ next_seq)
+        duplicate            [seq .... end)                      nothing new
+        overlap                       [seq ......|...... end)    the right part is new
+        in turn                                  [seq ... end)   all of it is new
+        gap                                          [seq ...)   nothing is taken; what is missing must be sent again
+    """
+
+    def __init__(self, start_seq: int) -> None:
+        self.next_seq = start_seq
+        self.highest_seq = start_seq
+        """End of the furthest entry that was seen, taken or not."""
+        self.finish: FinishReason | None = None
+        self.code = ""
+        self.message = ""
+        self._fresh: list[Token] = []
+
+    @property
+    def gap(self) -> bool:
+        """Something was seen that lies beyond what is missing."""
+        return self.finish is None and self.highest_seq > self.next_seq
+
+    def offer(self, entry: TokenEntry) -> bool:
+        """Take what is new of an entry; True when it told anything."""
+        if self.finish is not None:
+            return False
+        end_seq = entry.seq + len(entry.token_ids)
+        # A finish takes up a position of its own here, so that a lost one before it shows as a gap.
+        self.highest_seq = max(self.highest_seq, end_seq + (entry.finish is not None))
+        if entry.seq > self.next_seq or end_seq < self.next_seq:
+            return False
+        skip = self.next_seq - entry.seq
+        logprobs = entry.logprobs
+        for index in range(skip, len(entry.token_ids)):
+            top = entry.top_logprobs[index] if entry.top_logprobs is not None else ()
+            self._fresh.append(Token(entry.token_ids[index], logprobs[index] if logprobs is not None else None, top))
+        told = end_seq > self.next_seq or entry.finish is not None
+        self.next_seq = end_seq
+        if entry.finish is not None:
+            self.finish, self.code, self.message = entry.finish, entry.code, entry.message
+        return told
+
+    def fresh(self) -> list[Token]:
+        """Tokens that arrived since the last call."""
+        fresh, self._fresh = self._fresh, []
+        return fresh

@@ -1,0 +1,223 @@
+"""The queue of held requests: bounded, earliest deadline first, and what it tells of its demand."""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+
+from pilotlight.common.clock import ManualClock
+from pilotlight.common.errors import TooManyHeld, TransientError
+from pilotlight.gateway.serving.queue import PendingQueue, Ticket
+from pilotlight.policy.admission import QueueBounds
+from pilotlight.policy.ids import ModelName
+
+pytestmark = pytest.mark.anyio
+
+FOX = ModelName("fox")
+CAT = ModelName("cat")
+
+
+@dataclass
+class Slots:
+    """A router with so many free slots, and so many of instances that are loading."""
+
+    free: int = 0
+    loading: int = 0
+    handed_tokens: int = 0
+    ready: bool = False
+    answered_unused: int = 0
+    seen: list = field(default_factory=list)
+
+    def pick(self, model, needed_tokens, siblings):
+        return SimpleNamespace(instance=SimpleNamespace(instance_id="inst-0"), serving=True) if self.free else None
+
+    def pick_open(self, model, held_tokens, siblings):
+        found = self.loading and not self.free
+        return SimpleNamespace(instance=SimpleNamespace(instance_id="inst-1"), serving=False) if found else None
+
+    def handed(self, instance_id, tokens):
+        self.handed_tokens += tokens
+
+    def is_ready(self, instance_id):
+        return self.ready
+
+    def sent(self, instance_id):
+        if instance_id == "inst-1":
+            self.loading -= 1
+        else:
+            self.free -= 1
+
+    def answered(self, instance_id, *, accepted):
+        self.free += 1
+        self.answered_unused += not accepted
+
+
+def held(slots=None, **bounds):
+    clock = ManualClock()
+    return PendingQueue(slots or Slots(), clock, QueueBounds(**bounds)), clock
+
+
+def ticket(clock, deadline_in_s, model=FOX):
+    now_s = clock.monotonic_s()
+    return Ticket(
+        model=model,
+        digest="d",
+        needed_tokens=1,
+        held_tokens=7,
+        since_s=now_s,
+        deadline_s=now_s + deadline_in_s,
+        trace_parent="00-a-b-01",
+    )
+
+
+async def test_earliest_deadline_first():
+    slots = Slots()
+    queue, clock = held(slots)
+    places = {deadline_s: queue.enter(ticket(clock, deadline_s)) for deadline_s in (30, 10, 20, 40)}
+    assert [queue.ahead(places[deadline_s]) for deadline_s in (10, 20, 30, 40)] == [0, 1, 2, 3]
+    for count, deadline_s in enumerate((10, 20, 30, 40)):
+        slots.free = 1
+        queue.pump(FOX)
+        assert places[deadline_s].assigned is not None
+        assert queue.held == 3 - count
+
+
+async def test_nobody_is_ahead_of_one_that_has_just_got_its_instance():
+    slots = Slots()
+    queue, clock = held(slots)
+    place = queue.enter(ticket(clock, 10))
+    slots.free = 1
+    queue.pump(FOX)
+    # The line is empty and forgotten before the request's own task hears of its instance.
+    assert queue.demand() == ()
+    assert queue.ahead(place) == 0
+
+
+async def test_a_returning_request_keeps_its_turn():
+    slots = Slots()
+    queue, clock = held(slots, total_requests=2, model_requests=2)
+    late = queue.enter(ticket(clock, 50))
+    queue.enter(ticket(clock, 60))
+    early = queue.enter(ticket(clock, 5), returning=True)
+    slots.free = 1
+    queue.pump(FOX)
+    assert early.assigned is not None
+    assert late.assigned is None
+
+
+async def test_nobody_overtakes_the_line():
+    slots = Slots()
+    queue, clock = held(slots)
+    first = queue.enter(ticket(clock, 10))
+    slots.free = 1
+    second = queue.enter(ticket(clock, 20))
+    assert first.assigned is not None
+    assert second.assigned is None
+
+
+async def test_bounds():
+    queue, clock = held(total_requests=3, model_requests=2)
+    queue.enter(ticket(clock, 10))
+    queue.enter(ticket(clock, 10))
+    with pytest.raises(TooManyHeld) as of_model:
+        queue.enter(ticket(clock, 10))
+    assert of_model.value.retry_after_s >= 1
+    queue.enter(ticket(clock, 10, CAT))
+    with pytest.raises(TooManyHeld):
+        queue.enter(ticket(clock, 10, ModelName("dog")))
+    assert queue.held == 3
+
+
+async def test_leaving_frees_the_place():
+    queue, clock = held(total_requests=1, model_requests=1)
+    with queue.enter(ticket(clock, 10)):
+        assert queue.held == 1
+    assert queue.held == 0
+    assert queue.demand() == ()
+    queue.enter(ticket(clock, 10))
+
+
+async def test_an_unused_assignment_goes_to_the_next():
+    slots = Slots()
+    queue, clock = held(slots)
+    with queue.enter(ticket(clock, 10)) as first:
+        second = queue.enter(ticket(clock, 20))
+        slots.free = 1
+        queue.pump(FOX)
+        assert first.assigned is not None
+    assert slots.answered_unused == 1
+    assert second.assigned is not None
+
+
+async def test_demand_has_ages_as_of_now():
+    queue, clock = held()
+    place = queue.enter(ticket(clock, 10))
+    clock.advance(0.5)
+    queue.enter(ticket(clock, 10))
+    (demand,) = queue.demand()
+    assert (demand.model, demand.waiting) == (FOX, 2)
+    assert demand.oldest_age_s == pytest.approx(0.5)
+    assert demand.deadline_in_s == pytest.approx(9.5)
+    assert demand.trace_parent == "00-a-b-01"
+    assert place.demanded_s == clock.monotonic_s()
+
+
+async def test_closing_lets_everybody_go():
+    queue, clock = held()
+    place = queue.enter(ticket(clock, 10))
+    queue.close(TransientError("stopping"))
+    assert await place.decided(0)
+    with pytest.raises(TransientError, match="stopping"):
+        place.take()
+    with pytest.raises(TransientError, match="stopping"):
+        queue.enter(ticket(clock, 10))
+
+
+async def test_what_an_instance_that_loads_was_given_is_waited_for_until_that_is_ready():
+    slots = Slots()
+    queue, clock = held(slots)
+    late, early = queue.enter(ticket(clock, 20)), queue.enter(ticket(clock, 10))
+    slots.loading = 1
+    changes = []
+    queue.on_change = lambda: changes.append(queue.demand())
+    queue.pump(FOX)
+    assert early.assigned is not None
+    assert late.assigned is None
+    assert early.waited
+    assert (queue.held, slots.handed_tokens) == (1, 7)
+    clock.advance(3)
+    (demand,) = queue.demand()
+    assert (demand.waiting, demand.oldest_age_s, demand.deadline_in_s) == (2, pytest.approx(3), pytest.approx(7))
+    # Ready: whoever was given to it waits no more, although its attempt goes on.
+    slots.ready = True
+    queue.pump(FOX)
+    (demand,) = queue.demand()
+    assert (demand.waiting, demand.deadline_in_s, slots.handed_tokens) == (1, pytest.approx(17), 0)
+    assert changes[-1][0].waiting == 1
+    queue.attempted(early)
+    assert slots.handed_tokens == 0, "once"
+
+
+@pytest.mark.parametrize("how", ["attempted", "left"])
+async def test_an_attempt_that_ends_while_the_instance_loads_is_no_demand(how):
+    slots = Slots(loading=1)
+    queue, clock = held(slots)
+    with queue.enter(ticket(clock, 10)) as place:
+        assert place.waited
+        assert [demand.waiting for demand in queue.demand()] == [1]
+        if how == "attempted":
+            place.take()
+    if how == "attempted":
+        assert [demand.waiting for demand in queue.demand()] == [1], "its attempt is under way"
+        queue.attempted(place)
+    assert queue.demand() == ()
+    assert slots.handed_tokens == 0
+
+
+async def test_closing_lets_those_go_that_wait_elsewhere():
+    queue, clock = held(Slots(loading=1))
+    place = queue.enter(ticket(clock, 10))
+    place.take()
+    queue.close(TransientError("stopping"))
+    assert queue.demand() == ()
+    assert isinstance(place.error, TransientError)

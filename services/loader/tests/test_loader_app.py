@@ -1,0 +1,106 @@
+"""A loader's settings, its bucket and its workers."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pilotlight.common.buckets import NODES
+from pilotlight.common.errors import HostPoolFull, UriNotAllowed
+from pilotlight.common.testing import ReconnectingBus
+from pilotlight.loader.testing import ALL, Cluster
+from pilotlight.policy.cluster import NodeFacts
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_models_outside_the_roots_are_never_read(cluster: Cluster) -> None:
+    model = cluster.register()
+    await cluster.start(model_roots=str(cluster.folder / "elsewhere"))
+    with pytest.raises(UriNotAllowed):
+        await cluster.lease(model)
+
+
+async def test_a_pool_that_is_full(cluster: Cluster) -> None:
+    model = cluster.register(vocab_size=60_000)
+    await cluster.start(pool_bytes=1024 * 1024)
+    with pytest.raises(HostPoolFull):
+        await cluster.lease(model)
+
+
+async def test_late_joiners_find_the_node(cluster: Cluster) -> None:
+    model = cluster.register()
+    await cluster.start()
+    await cluster.lease(model)
+    seen: asyncio.Queue[NodeFacts | None] = asyncio.Queue()
+
+    async def on_change(key: str, value: NodeFacts | None) -> None:
+        assert key == cluster.node_id
+        seen.put_nowait(value)
+
+    watching = asyncio.create_task((await cluster.bus.bucket(NODES)).watch(NodeFacts, on_change))
+    async with asyncio.timeout(10):
+        while True:
+            facts = await seen.get()
+            assert facts is not None
+            if [copy.parts for copy in facts.copies] == [ALL]:
+                break
+    watching.cancel()
+
+
+async def test_the_nodes_state_is_written_again_after_a_reconnect(cluster: Cluster) -> None:
+    reconnecting = cluster.bus = ReconnectingBus(cluster.bus)
+    await cluster.start()
+    bucket = await cluster.bus.bucket(NODES)
+    seen: asyncio.Queue[NodeFacts | None] = asyncio.Queue()
+
+    async def on_change(_: str, value: NodeFacts | None) -> None:
+        seen.put_nowait(value)
+
+    watching = asyncio.create_task(bucket.watch(NodeFacts, on_change))
+    async with asyncio.timeout(10):
+        assert await seen.get() is not None
+        await bucket.delete(cluster.node_id)
+        while await seen.get() is not None:
+            pass
+        await reconnecting.reconnect()
+        assert await seen.get() is not None
+    watching.cancel()
+
+
+async def test_a_worker_is_spawned_and_is_dead_at_once_when_killed(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # In the place of the worker: a module of that name which only says hello.
+    package = tmp_path / "stand_in" / "pilotlight"
+    package.mkdir(parents=True)
+    (package / "worker.py").write_text(STAND_IN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "stand_in"))
+    monkeypatch.setenv("HF_TOKEN", "for the loader alone")
+    running = await cluster.start(workers=1)
+    worker_id = f"{cluster.node_id}-w0"
+    log = cluster.folder / "logs" / "worker-0.log"
+    await running.counts("pilotlight_node_workers")
+    assert log.read_text() == f"{worker_id} {cluster.node_id} cpu 1 None\n"
+    pid = int(msgspec.json.decode((cluster.folder / "state" / "workers" / "0.json").read_bytes())["pid"])
+    os.kill(pid, 9)
+    await cluster.heard.report(lambda report: report.dead_workers == (worker_id,))
+    await cluster.heard.report(lambda report: report.dead_workers == ())
+    await running.stop()
+    final = await cluster.heard.report(lambda report: report.facts.draining)
+    assert final.dead_workers == (worker_id,)
+    assert not (cluster.folder / "pool").exists()
+
+
+STAND_IN = """
+import asyncio, os
+from pathlib import Path
+from pilotlight.common.clock import SystemClock
+from pilotlight.dataplane.pool_client import PoolClient
+names = ("WORKER_ID", "NODE_ID", "DEVICE", "WORKERS")
+print(*(os.environ["PILOTLIGHT_" + name] for name in names), os.environ.get("HF_TOKEN"), flush=True)
+client = PoolClient(Path(os.environ["PILOTLIGHT_POOL_SOCKET"]), SystemClock())
+asyncio.run(client.hello(os.environ["PILOTLIGHT_WORKER_ID"]))
+"""

@@ -1,0 +1,1 @@
+"""What runs in the engine's own process: one engine behind a socket, its device, its stages, its loop."""

@@ -1,0 +1,176 @@
+"""The engine child's process: ``python -m pilotlight.worker.engine_child.child --fd N``. Torch is imported here, and nowhere in the parent.
+
+One Python thread, no asyncio. It never outlives its parent: the kernel kills it when the parent dies, and it ends by itself when the
+socket closes. A GPU's child is shown that one device alone (``CUDA_VISIBLE_DEVICES``), and opens it when it becomes the engine.
+"""
+
+import argparse
+import ctypes
+import importlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NoReturn
+
+import structlog
+
+from pilotlight.common.clock import Clock, SystemClock
+from pilotlight.common.envelope import Timed
+from pilotlight.common.faults import Faults
+from pilotlight.common.messages.codec import FrameBuffer, frame
+from pilotlight.common.messages.engine import CommandFrame, EngineUp, Promote, SpareReady
+from pilotlight.common.telemetry import configure_logging
+from pilotlight.policy.cluster import DeviceKind
+from pilotlight.worker.engine_child.loop import RECEIVE_BYTES, ChildLoop, last_words
+from pilotlight.worker.engine_child.slate import Slate
+
+log = structlog.get_logger()
+
+LOWEST_PRIORITY = 19
+FAULT_STATUS = 70
+"""Exit status of a child that could not go on: its last frame says why."""
+ENGINE_MODULES = ("pilotlight.engine.engine", "pilotlight.worker.engine_child.device")
+CUDA_MODULES = tuple(f"pilotlight.engine.cuda.{name}" for name in ("arena", "graphs", "runner", "sampler"))
+"""What an engine on a GPU needs besides; none of them opens a device when it is imported."""
+_PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serve one parent until it ends the child or is gone; the exit status."""
+    options = _options(arguments)
+    configure_logging("engine", options.log_level)
+    _die_with(options.parent)
+    connection = socket.socket(fileno=options.fd)
+    for descriptor in (options.fd, options.slate_fd):
+        if descriptor is not None:
+            os.set_inheritable(descriptor, False)
+    clock = SystemClock()
+    faults = Faults.parse(os.environ.get("PILOTLIGHT_FAULTS", ""))
+    kind = DeviceKind(options.device)
+    if options.spare and not _wait_to_be_promoted(connection, kind):
+        return 0
+    try:
+        _serve(connection, options, kind, clock, faults)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the parent is told before this process ends
+        _end_at_once(connection, error)
+    return 0
+
+
+def _serve(connection: socket.socket, options: argparse.Namespace, kind: DeviceKind, clock: Clock, faults: Faults) -> None:
+    """Open the device, and be the engine until the parent ends it or is gone. Raises whatever makes it impossible to go on."""
+    # Imported here: it takes a second or more, and a death meanwhile must not leave an orphan.
+    from pilotlight.engine.engine import Engine
+    from pilotlight.worker.engine_child.device import open_device
+    from pilotlight.worker.engine_child.warmup import warm_up
+
+    device = open_device(kind, options.threads, options.step_tokens, options.device_bytes, clock)
+    engine = Engine(threads=options.threads, monotonic_s=clock.monotonic_s, limits=device.limits, arena=device.arena)
+    warm_up(engine, device.probe)
+    loop = ChildLoop(connection, engine, clock, faults, device.pins, _slate(options.slate_fd))
+    up = EngineUp(
+        pid=os.getpid(),
+        device_name=device.name,
+        load_bytes_per_s=device.load_bytes_per_s,
+        device_bytes=device.device_bytes,
+        granule_bytes=device.arena.granule_bytes if device.arena.whole_granules else 1,
+    )
+    try:
+        loop.run(up)
+    except (BrokenPipeError, ConnectionResetError):
+        log.info("the parent is gone", action="engine_orphaned")
+    # Not after an error: see ``_end_at_once``.
+    engine.close()
+
+
+def _slate(descriptor: int | None) -> Slate:
+    slate = Slate(descriptor)
+    if descriptor is not None:
+        os.close(descriptor)
+    return slate
+
+
+def _end_at_once(connection: socket.socket, error: Exception) -> NoReturn:
+    """Say why, and be gone: with a device whose context is lost an orderly end may wait for ever."""
+    log.error("the engine cannot go on", action="engine_fault", exc_info=error)
+    with suppress(OSError):
+        last_words(connection, error)
+    with suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(FAULT_STATUS)
+
+
+def _wait_to_be_promoted(connection: socket.socket, kind: DeviceKind = DeviceKind.CPU) -> bool:
+    """Import at low priority, say so, wait; False when the parent wants no engine of this child. Raises what the import does.
+
+    A thread of its own imports: Linux gives each thread its priority, and none that is not privileged can raise its own again.
+    """
+    faults: list[BaseException] = []
+    importing = threading.Thread(target=_import_engine, args=(faults, kind), name="import")
+    importing.start()
+    importing.join()
+    if faults:
+        raise faults[0]
+    try:
+        connection.sendall(frame(Timed(SpareReady(device_open=_device_open()))))
+        buffer = FrameBuffer(CommandFrame)
+        # Nothing follows ``Promote`` until the child has said that it is up.
+        while data := connection.recv(RECEIVE_BYTES):
+            if commands := buffer.feed(data):
+                return isinstance(commands[0].message, Promote)
+    except (BrokenPipeError, ConnectionResetError):
+        log.info("the parent is gone", action="engine_orphaned")
+    return False
+
+
+def _import_engine(faults: list[BaseException], kind: DeviceKind) -> None:
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+        for name in (*ENGINE_MODULES, *(CUDA_MODULES if kind is DeviceKind.CUDA else ())):
+            importlib.import_module(name)
+    except BaseException as fault:  # noqa: BLE001 - whatever it is, the thread that waits raises it
+        faults.append(fault)
+
+
+def _device_open() -> bool:
+    """Whether torch has a context on a device; importing it must make none."""
+    import torch
+
+    return torch.cuda.is_initialized()
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="pilotlight.worker.engine_child.child", description="A worker's engine; started by its worker."
+    )
+    parser.add_argument("--fd", type=int, required=True, help="socket to the parent")
+    parser.add_argument("--parent", type=int, required=True, help="the parent's process id")
+    parser.add_argument("--slate-fd", type=int, default=None, help="memory in which the parent looks for what is being done")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--device-bytes", type=int, default=None, help="memory for models; what a GPU has, by default")
+    parser.add_argument(
+        "--step-tokens", type=int, default=None, help="most tokens of a forward pass; as the device likes, by default"
+    )
+    parser.add_argument("--spare", action="store_true", help="import, then wait to be promoted")
+    parser.add_argument("--log-level", default="info")
+    return parser.parse_args(arguments)
+
+
+def _die_with(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent dies.
+
+    Raises:
+        SystemExit: the parent is dead already.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,146 @@
+"""The device of an engine child: its arena, and what it is worth. Everything that differs between cores and a GPU at a child's start."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+import torch
+
+from pilotlight.common.clock import Clock
+from pilotlight.common.errors import NoRoom
+from pilotlight.engine.core.scheduler import BatchLimits
+from pilotlight.engine.device.arena import ARENA_ADDRESS, CpuArena
+from pilotlight.engine.device.arena_protocol import Arena
+from pilotlight.policy.cluster import DeviceKind
+from pilotlight.worker.engine_child.pins import PinnedSlabs, Pins
+from pilotlight.worker.engine_child.warmup import CPU_PROBE, CUDA_PROBE, Probe
+
+log = structlog.get_logger()
+
+PROBE_BYTES = 32 * 1024 * 1024
+"""Bytes that are copied to learn how fast parts can be placed: more than the caches hold."""
+CUDA_STEP_TOKENS = 8192
+"""Tokens of a forward pass on a GPU: what keeps it busy."""
+FIXED_RESERVE_BYTES = 1 << 30
+"""Of a GPU's memory, what is not for models: kernels, libraries' workspaces, graphs."""
+RESERVE_SHARE = 0.02
+"""As much more of all of it: what the driver rounds and spreads."""
+STEP_TOKEN_BYTES = 256 * 1024
+"""What a token of a forward pass takes at once between two layers, in a model with a hidden size of 8,192 and rows of 28,672 in its MLP."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenDevice:
+    """A device that is ready for an engine."""
+
+    arena: Arena
+    name: str
+    load_bytes_per_s: float
+    limits: BatchLimits
+    probe: Probe
+    """The model that warms it up."""
+    device_bytes: int = 0
+    """Memory for models, if the device says so itself; else 0."""
+    pins: Pins | None = None
+    """Where the device reads the host pool itself."""
+
+
+def open_device(kind: DeviceKind, threads: int, step_tokens: int | None, device_bytes: int | None, clock: Clock) -> OpenDevice:
+    """The child's one device.
+
+    Args:
+        kind: cores or a GPU.
+        threads: that compute.
+        step_tokens: most tokens of a forward pass; what fits the device, if None.
+        device_bytes: memory for models; what the device has, if None. Cores have no limit of their own.
+        clock: for measurements.
+
+    Raises:
+        EngineFailed: there is no such device, or it cannot be used; an error of the engine.
+        NoRoom: it has less memory than an engine needs for itself.
+    """
+    if kind is DeviceKind.CUDA:
+        return _open_cuda(_limits(step_tokens or CUDA_STEP_TOKENS), device_bytes, clock)
+    return OpenDevice(
+        arena=CpuArena(address=ARENA_ADDRESS),
+        name=f"cpu ({threads} threads)",
+        load_bytes_per_s=_host_bytes_per_s(clock),
+        limits=_limits(step_tokens) if step_tokens else BatchLimits(),
+        probe=CPU_PROBE,
+    )
+
+
+def reserve_bytes(memory_bytes: int, step_tokens: int) -> int:
+    """Of a GPU's memory, what models do not get: declared, not measured; an engine that runs out of it ends the request that wanted it."""
+    return FIXED_RESERVE_BYTES + int(RESERVE_SHARE * memory_bytes) + step_tokens * STEP_TOKEN_BYTES
+
+
+def _open_cuda(limits: BatchLimits, device_bytes: int | None, clock: Clock) -> OpenDevice:
+    # Only here: it needs the native library, and later triton.
+    from pilotlight.engine.cuda.arena import CudaArena
+
+    torch.cuda.init()
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    arena = CudaArena(0)
+    name = torch.cuda.get_device_name(device)
+    free_bytes, memory_bytes = arena.native.memory()
+    reserved = reserve_bytes(memory_bytes, limits.step_tokens)
+    room_bytes = device_bytes or free_bytes - reserved
+    if room_bytes <= 0:
+        raise NoRoom(f"{name} has {free_bytes} bytes free, and an engine keeps {reserved} for itself")
+    # What captured steps read and write lies in the arena, too, and is no model's by its grant.
+    arena.capacity_bytes = room_bytes + FIXED_RESERVE_BYTES
+    if room_bytes > free_bytes - reserved:
+        log.warning("models get more than the device has for them", action="device_bytes_beyond", device_bytes=room_bytes)
+    if not arena.canonical:
+        log.warning("the arena is not where artifacts expect it", action="arena_elsewhere", address=hex(arena.address))
+    return OpenDevice(
+        arena=arena,
+        name=name,
+        load_bytes_per_s=_pinned_bytes_per_s(device, clock),
+        limits=limits,
+        probe=CUDA_PROBE,
+        device_bytes=room_bytes,
+        pins=Pins(lambda pool, slab_bytes: _slabs(arena, pool, slab_bytes)),
+    )
+
+
+def _slabs(arena: Arena, pool: memoryview, slab_bytes: int) -> PinnedSlabs:
+    from pilotlight.engine.cuda.arena import CudaArena
+    from pilotlight.engine.cuda.stream import PinnedSlabs as CudaSlabs
+
+    assert isinstance(arena, CudaArena)
+    return CudaSlabs(arena.copier, pool, slab_bytes)
+
+
+def _limits(step_tokens: int) -> BatchLimits:
+    return BatchLimits(step_tokens=step_tokens, running=min(BatchLimits().running, step_tokens))
+
+
+def _host_bytes_per_s(clock: Clock) -> float:
+    source = bytearray(PROBE_BYTES)
+    target = bytearray(PROBE_BYTES)
+
+    def copy() -> None:
+        target[:] = source
+
+    return _bytes_per_s(copy, clock)
+
+
+def _pinned_bytes_per_s(device: torch.device, clock: Clock) -> float:
+    source = torch.empty(PROBE_BYTES, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(PROBE_BYTES, dtype=torch.uint8, device=device)
+
+    def copy() -> None:
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize(device)
+
+    copy()  # The first one pays for more than the copy.
+    return _bytes_per_s(copy, clock)
+
+
+def _bytes_per_s(copy: Callable[[], None], clock: Clock) -> float:
+    start_s = clock.monotonic_s()
+    copy()
+    return PROBE_BYTES / max(1e-6, clock.monotonic_s() - start_s)

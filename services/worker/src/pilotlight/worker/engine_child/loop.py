@@ -1,0 +1,354 @@
+"""The engine child's loop: commands in, steps, answers out. One thread; whatever it does, the next thing waits."""
+
+import math
+import select
+import socket
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+import structlog
+
+from pilotlight.common.clock import Clock, moment_of
+from pilotlight.common.envelope import Timed
+from pilotlight.common.errors import EngineFailed as EngineFailedError
+from pilotlight.common.errors import PilotlightError, error_of
+from pilotlight.common.faults import Faults
+from pilotlight.common.messages.codec import FrameBuffer, frame
+from pilotlight.common.messages.engine import (
+    Abort,
+    CallOffExtend,
+    CommandFrame,
+    ConnectStage,
+    EngineFault,
+    EngineUp,
+    ExportKv,
+    ExtendStage,
+    FromEngine,
+    LoadStage,
+    OpenDoor,
+    PlacePart,
+    Produced,
+    Promote,
+    ReleaseRequest,
+    ResizeStage,
+    Run,
+    Shutdown,
+    StageFailed,
+    StageOpened,
+    StageUnloaded,
+    ToEngine,
+    UnloadStage,
+)
+from pilotlight.common.phases import PhaseRecorder
+from pilotlight.engine.errors import EngineError
+from pilotlight.engine.faults import context_lost
+from pilotlight.engine.results import StepResult
+from pilotlight.engine.watching import listen
+from pilotlight.policy.hang import Doing
+from pilotlight.policy.ids import InstanceId, RequestId
+from pilotlight.policy.phase import Moment
+from pilotlight.policy.request import FinishReason, Sampling, Vocabulary
+from pilotlight.worker.engine_child.neighbours import Neighbours
+from pilotlight.worker.engine_child.pins import Pins
+from pilotlight.worker.engine_child.pipelines import PipelineEngine, Pipelines
+from pilotlight.worker.engine_child.prefills import Prefills
+from pilotlight.worker.engine_child.slate import Slate, mark_of
+from pilotlight.worker.engine_child.stages import LoadingEngine, StageLoads, pause_blocking
+
+if TYPE_CHECKING:
+    from pilotlight.engine.kv_pieces import KvPiece
+
+log = structlog.get_logger()
+
+RECEIVE_BYTES = 1024 * 1024
+LAST_WORDS_S = 1.0
+
+
+class StepEngine(LoadingEngine, PipelineEngine, Protocol):
+    """What the loop asks of the engine (``pilotlight.engine.engine.Engine``), so that it can be tested without torch."""
+
+    @property
+    def has_work(self) -> bool: ...
+    @property
+    def due_s(self) -> float | None: ...
+    def drop(self, instance_id: InstanceId) -> None: ...
+    def add(
+        self,
+        request_id: RequestId,
+        attempt: int,
+        instance_id: InstanceId,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        sampling: Sampling,
+        deadline_s: float | None,
+        *,
+        vocabulary: Vocabulary | None,
+        pieces: "Sequence[KvPiece]" = (),
+    ) -> None: ...
+    def abort(self, request_id: RequestId, attempt: int) -> None: ...
+    def step(self) -> StepResult: ...
+
+
+class ChildLoop:
+    """Everything but parts is done as soon as it is read; parts are copied one between two steps, so that a load of one model stops
+    no stream of another for longer than a part takes, and an abort is obeyed within one step.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        engine: StepEngine,
+        clock: Clock,
+        faults: Faults,
+        pins: Pins | None = None,
+        slate: Slate | None = None,
+    ) -> None:
+        self._connection = connection
+        self._engine = engine
+        self._clock = clock
+        self._faults = faults
+        self._buffer = FrameBuffer(CommandFrame)
+        self._phases = PhaseRecorder(clock, "worker", "engine")
+        self._loads = StageLoads(engine, clock, faults, self._phases, pins)
+        self._neighbours = Neighbours(clock.monotonic_s)
+        self._pipelines = Pipelines(engine, self._loads, self._neighbours, self._send, _told)
+        self._pins = pins
+        self._parts: deque[tuple[PlacePart, float]] = deque()
+        """Each with the time since when it is ready."""
+        self._prefills = Prefills(self._phases)
+        self._slate = slate or Slate()
+        """Where the worker looks for what is being done."""
+        self._batch_tokens = 0
+        """Of the last batch, whose end may be waited for while the next one runs already."""
+        self._counts = (0, 0, 0, 0)
+        """Of the last step that was told: requests waiting and running, tokens of KV free and cached."""
+        self._refused: list[Produced] = []
+        """Ends of requests that the engine did not take; they leave with the next step."""
+        self._ended = False
+        self._received = False
+        """Something came when it was last looked."""
+
+    def run(self, up: EngineUp) -> None:
+        """Serve until told to shut down, or until the parent is gone.
+
+        Raises:
+            OSError: the parent went away in the middle of an answer.
+            Exception: a step failed, or the device's context is lost: nothing that the engine holds can be trusted.
+        """
+        listen(self._turn_to)
+        self._send(up)
+        while not self._ended:
+            busy = bool(self._parts) or self._engine.has_work
+            pins = self._pins is not None and self._pins.waiting and not busy and not self._loads.any
+            self._receive(0 if busy or pins else self._idle_s())
+            if pins and not self._received and self._pins is not None:
+                self._slate.write(Doing.OBEYING)
+                self._pins.pin_one()
+            self._pipelines.join()
+            if self._parts:
+                self._slate.write(Doing.OBEYING)
+                self._place(*self._parts.popleft())
+            if (self._engine.has_work or self._refused) and not self._ended:
+                self._step()
+
+    def _idle_s(self) -> float | None:
+        """How long there is nothing to do if nothing comes; None: for ever."""
+        due_s = self._engine.due_s
+        return None if due_s is None else max(0.0, due_s - self._clock.monotonic_s())
+
+    def _receive(self, wait_s: float | None) -> None:
+        """Read and obey everything that has arrived; wait so long for the first of it."""
+        self._received = False
+        self._slate.write(Doing.WAITING)
+        while self._has_come(wait_s):
+            wait_s, self._received = 0, True
+            data = self._connection.recv(RECEIVE_BYTES)
+            if not data:
+                self._ended = True
+                return
+            for told in self._buffer.feed(data):
+                self._slate.obey()
+                self._obey(told.message, told.sent_s(self._clock))
+            self._slate.write(Doing.WAITING)
+
+    def _has_come(self, wait_s: float | None) -> bool:
+        """The parent has said something. Ends early when another stage has, or the channels to it are made."""
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)
+        if wait_s != 0:
+            poll.register(self._neighbours.wake_fd, select.POLLIN)
+            for channel in self._engine.channels:
+                poll.register(*channel.interest())
+        ready = poll.poll(None if wait_s is None else math.ceil(wait_s * 1000))
+        return any(descriptor == self._connection.fileno() for descriptor, _ in ready)
+
+    def _obey(self, command: ToEngine, sent_s: float) -> None:
+        match command:
+            case LoadStage():
+                self._load(command, sent_s)
+            case PlacePart():
+                self._parts.append((command, sent_s))
+            case UnloadStage():
+                self._unload(command.instance_id)
+                self._send(StageUnloaded(instance_id=command.instance_id))
+            case Run():
+                self._add(command, sent_s)
+            case Abort():
+                self._engine.abort(command.request_id, command.attempt)
+            case OpenDoor() | ConnectStage() | ExtendStage() | ResizeStage() | ExportKv() | ReleaseRequest():
+                self._pipelines.obey(command, sent_s)
+            case CallOffExtend():
+                self._call_off(command)
+            case Promote():
+                pass  # It is the engine already.
+            case Shutdown():
+                self._ended = True
+
+    def _load(self, command: LoadStage, sent_s: float) -> None:
+        try:
+            room = self._loads.begin(command, sent_s)
+        except Exception as error:  # noqa: BLE001 - a stage that cannot be loaded must not take the others with it
+            _raise_if_lost(error)
+            self._fail(command.instance_id, error)
+            return
+        self._prefills.begin(command.instance_id)
+        if self._engine.serves(command.instance_id):
+            self._send(StageOpened(instance_id=command.instance_id, kv_capacity_tokens=room.kv_capacity_tokens))
+
+    def _place(self, command: PlacePart, ready_s: float) -> None:
+        if command.instance_id not in self._loads:
+            return  # The load failed, or was called off, after this was sent.
+        grows = self._loads.grows(command.instance_id)
+        try:
+            loaded = self._loads.place(command, ready_s)
+        except Exception as error:  # noqa: BLE001 - as above
+            _raise_if_lost(error)
+            self._loads.drop(command.instance_id)
+            # The engine gives a growth up by itself, where the stage can serve its old range on.
+            if grows and self._engine.kv_capacity_tokens(command.instance_id):
+                self._pipelines.refuse(command.instance_id, error)
+            else:
+                self._fail(command.instance_id, error)
+            return
+        if loaded is not None:
+            placed_s = max((phase.end_s for phase in loaded.phases), default=self._clock.monotonic_s())
+            self._prefills.loaded(command.instance_id, placed_s)
+            self._send(loaded)
+
+    def _call_off(self, command: CallOffExtend) -> None:
+        error = error_of(command.code, command.message)
+        if self._engine.call_off(command.instance_id):
+            self._loads.drop(command.instance_id)
+            self._pipelines.refuse(command.instance_id, error)
+        else:
+            self._fail(command.instance_id, error)
+
+    def _unload(self, instance_id: InstanceId) -> None:
+        self._loads.drop(instance_id)
+        self._prefills.drop(instance_id)
+        self._pipelines.drop(instance_id)
+        self._engine.drop(instance_id)
+
+    def _fail(self, instance_id: InstanceId, error: Exception) -> None:
+        code, message = _told(error)
+        log.error("stage failed", action="stage_failed", instance_id=instance_id, code=code, exc_info=error)
+        self._unload(instance_id)
+        self._send(StageFailed(instance_id=instance_id, code=code, message=message))
+
+    def _add(self, command: Run, sent_s: float) -> None:
+        is_first = self._prefills.sent(command.instance_id, command.request_id, sent_s)
+        if is_first and self._faults.delay_s("prefill") > 0:
+            start_s = self._clock.monotonic_s()
+            pause_blocking(self._faults.delay_s("prefill"))
+            self._prefills.delayed(command.instance_id, start_s)
+        try:
+            self._engine.add(
+                command.request_id,
+                command.attempt,
+                command.instance_id,
+                command.prompt_ids,
+                command.output_ids,
+                command.sampling,
+                None if command.deadline_in_s is None else sent_s + command.deadline_in_s,
+                vocabulary=command.vocabulary,
+                **self._pipelines.moved(command),
+            )
+        except Exception as error:  # noqa: BLE001 - what one request does to the engine's door must not end the others
+            _raise_if_lost(error)
+            code, message = _told(error)
+            self._refused.append(_refusal_of(command, code, message))
+
+    def _step(self) -> None:
+        """One batch. What it raises ends the process: the engine's books cannot be trusted after it."""
+        self._slate.write(Doing.OBEYING)
+        pause_blocking(self._faults.delay_s("step"))
+        start_s = self._clock.monotonic_s()
+        self._slate.write(Doing.STEPPING)
+        result = self._engine.step()
+        if result.turn_of is not None:
+            self._prefills.ran(result.turn_of, start_s)
+        # What comes after the first token of a stage is not that token's work.
+        sampled_s = min((first.end_s for first in result.first_prefills), default=self._clock.monotonic_s())
+        for first in result.first_prefills:
+            self._send(self._prefills.ended(first))
+        self._pipelines.after(result)
+        refused, self._refused = self._refused, []
+        produced = (*refused, *result.produced)
+        counts = result.waiting, result.running, result.kv_free_tokens, result.kv_cached_tokens
+        if self._engine.channels and not (produced or result.batch_tokens) and counts == self._counts:
+            return  # The stage looked out for what others send.
+        self._counts = counts
+        said = msgspec.structs.replace(result, produced=produced, first_prefills=(), lost=(), left=(), grown=())
+        self._send(said, sampled_s)
+
+    def _turn_to(self, doing: Doing, instance_id: InstanceId, tokens: int) -> None:
+        """The engine's word, from within a step."""
+        last, self._batch_tokens = self._batch_tokens, tokens
+        self._slate.write(doing, max(last, tokens), mark_of(instance_id))
+
+    def _send(self, message: FromEngine, sent_s: float | None = None) -> None:
+        """Tell the worker something; ``sent_s``: as of when, None: now."""
+        self._slate.write(Doing.TELLING)
+        now = moment_of(self._clock)
+        sent = now if sent_s is None else Moment(at_s=sent_s, wall_offset_s=now.wall_offset_s)
+        self._connection.sendall(frame(Timed(message, sent)))
+
+
+def last_words(connection: socket.socket, error: Exception) -> None:
+    """Tell the parent why nothing more comes.
+
+    Raises:
+        OSError: the parent is gone, too.
+    """
+    code, message = _told(error)
+    # A parent that reads nothing must not keep it.
+    connection.settimeout(LAST_WORDS_S)
+    connection.sendall(frame(Timed(EngineFault(code=code, message=message))))
+
+
+def _raise_if_lost(error: Exception) -> None:
+    """Raise an error after which the process can do nothing more on its device."""
+    if context_lost(error):
+        raise error
+
+
+def _told(error: Exception) -> tuple[str, str]:
+    """Code and sentence for the worker."""
+    match error:
+        case EngineError() | PilotlightError():
+            return error.code, error.message
+        case _:
+            return EngineFailedError.code, f"{type(error).__name__}: {error}"
+
+
+def _refusal_of(command: Run, code: str, message: str) -> Produced:
+    return Produced(
+        request_id=command.request_id,
+        attempt=command.attempt,
+        position=len(command.output_ids),
+        finish=FinishReason.ERROR,
+        code=code,
+        message=message,
+    )

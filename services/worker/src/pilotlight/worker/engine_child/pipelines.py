@@ -1,0 +1,197 @@
+"""The engine child's stages in pipelines: joining, growing, resizing, and what is told of it.
+
+The loop has the commands obeyed here that concern more than one stage's load.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import structlog
+
+from pilotlight.common.messages.engine import (
+    ConnectStage,
+    DoorOpened,
+    ExportKv,
+    ExtendStage,
+    FromEngine,
+    KvExported,
+    OpenDoor,
+    PipelineLeft,
+    ReleaseRequest,
+    RequestReleased,
+    ResizeStage,
+    Run,
+    StageConnected,
+    StageGrown,
+    StageOpened,
+    StageRefused,
+    StageResized,
+)
+from pilotlight.engine.channel.channel import Channel
+from pilotlight.engine.errors import EngineError
+from pilotlight.engine.results import Released, StageRoom, StepResult
+from pilotlight.policy.ids import InstanceId, RequestId
+from pilotlight.policy.model import Stage
+from pilotlight.policy.request import RequestKey
+from pilotlight.worker.engine_child.neighbours import Neighbours
+from pilotlight.worker.engine_child.stages import StageLoads
+
+if TYPE_CHECKING:
+    from pilotlight.engine.kv_pieces import KvPiece
+
+log = structlog.get_logger()
+
+PipelineCommand = OpenDoor | ConnectStage | ExtendStage | ResizeStage | ExportKv | ReleaseRequest
+
+
+class PipelineEngine(Protocol):
+    """What is asked of the engine for it."""
+
+    @property
+    def channels(self) -> Sequence[Channel]: ...
+    def connect(self, instance_id: InstanceId, before: Channel, behind: Channel) -> None: ...
+    def serves(self, instance_id: InstanceId) -> bool: ...
+    def kv_capacity_tokens(self, instance_id: InstanceId) -> int: ...
+    def call_off(self, instance_id: InstanceId) -> bool: ...
+    def resize(self, instance_id: InstanceId, device_bytes: int) -> StageRoom: ...
+    def export_kv(
+        self, instance_id: InstanceId, keys: Sequence[RequestKey], layers: Stage, since: int = 0
+    ) -> "tuple[KvPiece, ...]": ...
+    def release(self, request_id: RequestId, attempt: int) -> Released: ...
+
+
+class Pipelines:
+    """Tells the worker what becomes of stages in pipelines."""
+
+    def __init__(
+        self,
+        engine: PipelineEngine,
+        loads: StageLoads,
+        neighbours: Neighbours,
+        send: Callable[[FromEngine], None],
+        told: Callable[[Exception], tuple[str, str]],
+    ) -> None:
+        """Nothing is done before a command comes.
+
+        Args:
+            engine: what holds the stages.
+            loads: the parts that are on their way.
+            neighbours: what makes channels.
+            send: tells the worker.
+            told: code and sentence of an error for the worker.
+        """
+        self._engine = engine
+        self._loads = loads
+        self._neighbours = neighbours
+        self._send = send
+        self._told = told
+        self._opening: set[InstanceId] = set()
+        """Stages that wait for the others of their pipeline."""
+
+    def obey(self, command: PipelineCommand, sent_s: float) -> None:
+        """Does what the worker asked at ``sent_s``, or says why not."""
+        try:
+            match command:
+                case OpenDoor():
+                    self._send(DoorOpened(port=self._neighbours.open_door(command)))
+                case ConnectStage():
+                    self._neighbours.connect(command)
+                case ExtendStage():
+                    self._loads.extend(command, sent_s)
+                case ResizeStage():
+                    room = self._engine.resize(command.instance_id, command.device_bytes)
+                    self._send(StageResized(instance_id=command.instance_id, kv_capacity_tokens=room.kv_capacity_tokens))
+                case ExportKv():
+                    self._send(self._exported(command))
+                case ReleaseRequest():
+                    released = self._engine.release(command.request_id, command.attempt)
+                    self._send(
+                        RequestReleased(
+                            instance_id=command.instance_id,
+                            request_id=command.request_id,
+                            attempt=command.attempt,
+                            output_ids=list(released.output_ids),
+                        )
+                    )
+        except Exception as error:  # noqa: BLE001 - what cannot be done to one stage must not end the others
+            self.refuse(None if isinstance(command, OpenDoor) else command.instance_id, error)
+
+    def moved(self, command: Run) -> dict[str, Any]:
+        """What ``add`` is told besides of a request that comes with its KV.
+
+        Raises:
+            BadRequest: its bytes are not what they say.
+        """
+        if not command.kv:
+            return {}
+        # Only here: torch is imported when the engine is, and not before.
+        from pilotlight.worker.engine_child.kv import pieces_of
+
+        return {"pieces": pieces_of(RequestKey(command.request_id, command.attempt), command.kv)}
+
+    def _exported(self, command: ExportKv) -> KvExported:
+        # As above.
+        from pilotlight.worker.engine_child.kv import bytes_of
+
+        key = RequestKey(command.request_id, command.attempt)
+        pieces = self._engine.export_kv(command.instance_id, [key], command.layers, command.since)
+        return KvExported(
+            instance_id=command.instance_id,
+            request_id=command.request_id,
+            attempt=command.attempt,
+            kv=bytes_of(pieces),
+        )
+
+    def refuse(self, instance_id: InstanceId | None, error: Exception) -> None:
+        """Says why a stage stays what it was."""
+        code, message = self._told(error)
+        log.warning("stage refused", action="stage_refused", instance_id=instance_id, code=code, error=message)
+        self._send(StageRefused(instance_id=instance_id, code=code, message=message))
+
+    def join(self) -> None:
+        """Connects the stages whose channels are made."""
+        for joined in self._neighbours.take():
+            instance_id = joined.command.instance_id
+            if isinstance(joined.channels, EngineError):
+                self.refuse(instance_id, joined.channels)
+                continue
+            try:
+                self._engine.connect(instance_id, *joined.channels)
+            except EngineError as error:
+                for channel in joined.channels:
+                    channel.close()
+                self.refuse(instance_id, error)
+                continue
+            self._opening.add(instance_id)
+            self._send(StageConnected(instance_id=instance_id))
+
+    def drop(self, instance_id: InstanceId) -> None:
+        """The stage is held no longer."""
+        self._opening.discard(instance_id)
+
+    def after(self, result: StepResult) -> None:
+        """Tells what a step changed."""
+        for instance_id in [one for one in self._opening if self._engine.serves(one)]:
+            self._opening.discard(instance_id)
+            self._open(instance_id)
+        for lost in result.lost:
+            self._opening.discard(lost.instance_id)
+            self._send(PipelineLeft(instance_id=lost.instance_id, code=lost.code, message=lost.message))
+        for instance_id in result.left:
+            self._opening.discard(instance_id)
+            self._send(PipelineLeft(instance_id=instance_id))
+        for grown in result.grown:
+            self._send(
+                StageGrown(
+                    instance_id=grown.instance_id,
+                    stage=grown.stage,
+                    kv_capacity_tokens=grown.kv_capacity_tokens,
+                    phases=self._loads.grown(grown.instance_id),
+                )
+            )
+            if self._engine.serves(grown.instance_id):
+                self._open(grown.instance_id)
+
+    def _open(self, instance_id: InstanceId) -> None:
+        capacity_tokens = self._engine.kv_capacity_tokens(instance_id)
+        self._send(StageOpened(instance_id=instance_id, kv_capacity_tokens=capacity_tokens))

@@ -1,0 +1,85 @@
+"""A page of memory that an engine child shares with its worker: what it does at this moment.
+
+No frame could say so: what hangs sends none, and a frame for every batch would cost the worker a turn of its loop. Written by the child
+alone. A look at it in mid-write may find a mix of two notes, which the next look does not find again.
+
+::
+
+    | word, 8 | obeyed, 8 | doing, 8 | tokens, 8 | whose, 8 |
+"""
+
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+from zlib import crc32
+
+from pilotlight.policy.hang import Doing
+from pilotlight.policy.ids import InstanceId
+
+_LAYOUT = struct.Struct("<5Q")
+_PAGE_BYTES = mmap.PAGESIZE
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What a child says of itself."""
+
+    word: int
+    """One more with each note."""
+    obeyed: int
+    """Commands that it has taken so far."""
+    doing: Doing
+    tokens: int
+    """Of the batch."""
+    whose: int
+    """``mark_of`` the instance whose batch it is."""
+
+
+class Slate:
+    """The page; one that nobody else sees, where there is no descriptor of a file that both have."""
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        """Maps the file, which stays the caller's.
+
+        Raises:
+            OSError: there is no memory, or no such file.
+        """
+        self._page = mmap.mmap(-1 if descriptor is None else descriptor, _PAGE_BYTES)
+        self._word = 0
+        self._obeyed = 0
+
+    def write(self, doing: Doing, tokens: int = 0, whose: int = 0) -> None:
+        """Turn to something else."""
+        self._word += 1
+        _LAYOUT.pack_into(self._page, 0, self._word, self._obeyed, doing, tokens, whose)
+
+    def obey(self) -> None:
+        """One more command was taken, and is being carried out."""
+        self._obeyed += 1
+        self.write(Doing.OBEYING)
+
+    def read(self) -> Note:
+        """What was written last."""
+        word, obeyed, doing, tokens, whose = _LAYOUT.unpack_from(self._page)
+        return Note(word, obeyed, Doing(doing), tokens, whose)
+
+    def close(self) -> None:
+        """Let go of the page."""
+        self._page.close()
+
+
+def new_file() -> int:
+    """A descriptor of memory for a slate. The caller closes it.
+
+    Raises:
+        OSError: there is none.
+    """
+    descriptor = os.memfd_create("slate", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, _PAGE_BYTES)
+    return descriptor
+
+
+def mark_of(instance_id: InstanceId) -> int:
+    """What stands for an instance on a slate."""
+    return crc32(instance_id.encode())

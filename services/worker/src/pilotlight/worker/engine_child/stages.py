@@ -1,0 +1,172 @@
+"""Loading stages in the engine child: parts from the host pool to their place, and what that took."""
+
+import mmap
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from pilotlight.common.clock import Clock
+from pilotlight.common.errors import BadCheckpoint
+from pilotlight.common.faults import Faults
+from pilotlight.common.messages.engine import ExtendStage, LoadStage, PlacePart, StageLoaded
+from pilotlight.common.phases import PhaseRecorder
+from pilotlight.engine.results import PlacedPart, StageRoom
+from pilotlight.policy.ids import InstanceId
+from pilotlight.policy.model import Dtype, ModelSpec, Stage
+from pilotlight.policy.phase import Phase, PhaseName
+from pilotlight.worker.engine_child.pins import Pins
+
+Source = tuple[Dtype, tuple[int, ...], memoryview]
+
+
+class LoadingEngine(Protocol):
+    """What loading asks of the engine."""
+
+    def begin_load(
+        self,
+        instance_id: InstanceId,
+        spec: ModelSpec,
+        stage: Stage,
+        dtype: Dtype,
+        device_bytes: int,
+        slot: int | None = None,
+    ) -> StageRoom: ...
+    def extend(self, instance_id: InstanceId, stage: Stage, device_bytes: int) -> StageRoom: ...
+    def place_part(self, instance_id: InstanceId, part: int, tensors: Mapping[str, Source]) -> PlacedPart: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class _Load:
+    room: StageRoom
+    pool: mmap.mmap
+    delayed: bool = False
+    grows: bool = False
+    """The stage is held already, and gets a longer range."""
+
+
+class StageLoads:
+    """The stages that are being loaded."""
+
+    def __init__(
+        self, engine: LoadingEngine, clock: Clock, faults: Faults, phases: PhaseRecorder, pins: Pins | None = None
+    ) -> None:
+        self._pins = pins
+        self._engine = engine
+        self._clock = clock
+        self._faults = faults
+        self._phases = phases
+        self._loads: dict[InstanceId, _Load] = {}
+        self._pool: tuple[tuple[int, int, int], mmap.mmap] | None = None
+
+    def __contains__(self, instance_id: InstanceId) -> bool:
+        return instance_id in self._loads
+
+    @property
+    def any(self) -> bool:
+        """Some stage is being loaded."""
+        return bool(self._loads)
+
+    def begin(self, command: LoadStage, sent_s: float) -> StageRoom:
+        """Set a stage up, as was asked for at ``sent_s``; what it has room for.
+
+        Raises:
+            EngineError: the engine cannot hold it.
+            OSError: the pool cannot be mapped.
+        """
+        pool = self._map(command.pool_path)
+        model = command.model
+        room = self._engine.begin_load(
+            command.instance_id, model.spec, command.stage, model.dtype, command.device_bytes, model.slot
+        )
+        self._phases.record(command.instance_id, PhaseName.INIT, sent_s)
+        self._loads[command.instance_id] = _Load(room=room, pool=pool)
+        return room
+
+    def extend(self, command: ExtendStage, sent_s: float) -> None:
+        """Give a stage a longer range, as asked at ``sent_s``.
+
+        Raises:
+            EngineError: the engine cannot hold it, or the stage cannot grow now.
+            OSError: the pool cannot be mapped.
+        """
+        pool = self._map(command.pool_path)
+        room = self._engine.extend(command.instance_id, command.stage, command.device_bytes)
+        self._phases.record(command.instance_id, PhaseName.INIT, sent_s)
+        self._loads[command.instance_id] = _Load(room=room, pool=pool, grows=True)
+
+    def grows(self, instance_id: InstanceId) -> bool:
+        """Parts of a longer range of the stage are on their way."""
+        return instance_id in self._loads and self._loads[instance_id].grows
+
+    def grown(self, instance_id: InstanceId) -> tuple[Phase, ...]:
+        """The stage has its longer range; what loading that took."""
+        if self._loads.pop(instance_id, None) is None:
+            return ()
+        return tuple(self._phases.take(instance_id).phases)
+
+    def place(self, command: PlacePart, ready_s: float) -> StageLoaded | None:
+        """Copy a part that is ready since ``ready_s``; the answer when it was the last of a load.
+
+        What was done since then, such as a batch on the parts that are in place, is no loading of it.
+
+        Raises:
+            EngineError: the tensors are not what the engine expects.
+            BadCheckpoint: a tensor lies outside the pool.
+        """
+        instance_id = command.instance_id
+        load = self._loads[instance_id]
+        start_s = self._phases.start_s(instance_id, ready_s)
+        if not load.delayed:
+            load.delayed = True
+            pause_blocking(self._faults.delay_s("load"))
+        placed = self._engine.place_part(instance_id, command.part, _sources(load.pool, command))
+        if self._pins is not None and command.tensors:
+            ends = [place.offset + place.size_bytes for place in command.tensors]
+            self._pins.want(min(place.offset for place in command.tensors), max(ends))
+        end_s = self._clock.monotonic_s()
+        self._phases.record(instance_id, PhaseName.LOAD, start_s, end_s - placed.convert_s)
+        if placed.convert_s > 0:
+            self._phases.record(instance_id, PhaseName.CONVERT, end_s - placed.convert_s, end_s)
+        if not placed.ready or load.grows:
+            return None
+        del self._loads[instance_id]
+        phases = tuple(self._phases.take(instance_id).phases)
+        return StageLoaded(instance_id=instance_id, phases=phases, kv_capacity_tokens=load.room.kv_capacity_tokens)
+
+    def drop(self, instance_id: InstanceId) -> None:
+        """Forget a load that failed or is not wanted any more, and what was recorded of it."""
+        self._loads.pop(instance_id, None)
+        self._phases.drop(instance_id)
+
+    def _map(self, path: str) -> mmap.mmap:
+        """The pool, read-only. The mapping is kept from load to load, as long as it is the same file of the same size."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            status = os.fstat(descriptor)
+            identity = (status.st_dev, status.st_ino, status.st_size)
+            if self._pool is None or self._pool[0] != identity:
+                self._pool = (identity, mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
+                if self._pins is not None:
+                    self._pins.moved(memoryview(self._pool[1]))
+        finally:
+            os.close(descriptor)
+        return self._pool[1]
+
+
+def pause_blocking(seconds: float) -> None:
+    """Stop this thread, as an injected fault does: the engine child has no event loop to wait in."""
+    if seconds > 0:
+        threading.Event().wait(seconds)
+
+
+def _sources(pool: mmap.mmap, command: PlacePart) -> dict[str, Source]:
+    view = memoryview(pool)
+    sources: dict[str, Source] = {}
+    for place in command.tensors:
+        end = place.offset + place.size_bytes
+        if not 0 <= place.offset <= end <= len(view):
+            raise BadCheckpoint(f"{place.name} lies at [{place.offset}, {end}), outside the pool of {len(view)} bytes")
+        sources[place.name] = (place.dtype, place.shape, view[place.offset : end])
+    return sources

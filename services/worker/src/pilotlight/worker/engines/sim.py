@@ -1,0 +1,395 @@
+"""An engine that computes nothing: it answers with a profile's timing and with tokens that follow from the seed and all before them.
+
+Hundreds of them run in one process, for load and failure tests of everything around them. A grammar is refused: tokens without a
+meaning cannot follow one, and an answer that only looks as if it did would deceive a test.
+"""
+
+import asyncio
+import math
+import os
+from collections import deque
+from collections.abc import AsyncIterator
+
+from pilotlight.common.clock import Clock, moment_of
+from pilotlight.common.envelope import Timed
+from pilotlight.common.errors import BadRequest, DeadlineExceeded, EngineFailed, NotLoaded
+from pilotlight.common.faults import Faults
+from pilotlight.common.messages.engine import (
+    Abort,
+    CallOffExtend,
+    ConnectStage,
+    DoorOpened,
+    EngineUp,
+    ExportKv,
+    ExtendStage,
+    KvExported,
+    LoadStage,
+    OpenDoor,
+    PlacePart,
+    Prefilled,
+    Produced,
+    ReleaseRequest,
+    ResizeStage,
+    Run,
+    StageConnected,
+    StageFailed,
+    StageGrown,
+    StageLoaded,
+    StageOpened,
+    StageRefused,
+    StageResized,
+    StageUnloaded,
+    StepDone,
+    UnloadStage,
+)
+from pilotlight.common.phases import PhaseRecorder
+from pilotlight.common.waiting import cancel_all, pause, woken
+from pilotlight.policy.cost import EngineSpeed, part_load_s, step_s
+from pilotlight.policy.ids import InstanceId
+from pilotlight.policy.phase import Moment, PhaseName
+from pilotlight.policy.request import FinishReason, RequestKey
+from pilotlight.worker.engines.client import EngineDied, EngineEvent
+from pilotlight.worker.engines.sim_request import SimRequest
+from pilotlight.worker.engines.sim_stage import SimStage
+from pilotlight.worker.engines.sim_tokens import SimTokens
+
+MAX_BATCH = 64
+"""Requests that advance in one step; the others wait."""
+MAX_EVENTS = 1024
+"""Events that wait to be worked on; past it the engine waits."""
+SIM_PORT = 1
+"""Where a simulated engine says that it listens: nothing connects to it."""
+NO_GRAMMAR = (
+    "a simulated worker makes tokens without a meaning, which follow no grammar; leave out what the answer must look like, or run the "
+    "model on workers that compute"
+)
+
+
+class SimEngine:
+    """``EngineClient`` without a process and without computation."""
+
+    def __init__(self, speed: EngineSpeed, clock: Clock, faults: Faults | None = None) -> None:
+        """Is not started yet.
+
+        Args:
+            speed: what it takes for its work, by the cost model.
+            clock: for the times that it tells.
+            faults: what a test injects.
+        """
+        self._speed = speed
+        self._clock = clock
+        self._faults = faults or Faults()
+        self._phases = PhaseRecorder(clock, "worker", "sim")
+        self._events: asyncio.Queue[Timed[EngineEvent] | None] = asyncio.Queue(MAX_EVENTS)
+        self._stages: dict[InstanceId, SimStage] = {}
+        self._parts: deque[PlacePart] = deque()
+        self._requests: dict[RequestKey, SimRequest] = {}
+        self._ended: list[Produced] = []
+        self._wake = asyncio.Event()
+        self._turning: asyncio.Task[None] | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self._turning is not None
+
+    async def start(self) -> EngineUp:
+        if self._turning is None:
+            self._turning = asyncio.create_task(self._turn_for_ever(), name="simulated engine")
+        return EngineUp(pid=os.getpid(), device_name="sim", load_bytes_per_s=self._speed.load_bytes_per_s)
+
+    async def load_stage(self, command: LoadStage, sent: Moment | None = None) -> None:
+        self._check()
+        stage = SimStage.of(command)
+        if stage.kv_capacity_tokens == 0:
+            message = f"{command.device_bytes} bytes hold no KV beside the parameters"
+            await self._say(StageFailed(instance_id=command.instance_id, code="no_room", message=message))
+            return
+        self._stages[command.instance_id] = stage
+        if stage.serves:
+            await self._open(command.instance_id, stage)
+
+    async def place_part(self, command: PlacePart, ready: Moment | None = None) -> None:
+        self._check()
+        self._parts.append(command)
+        self._wake.set()
+
+    async def unload_stage(self, command: UnloadStage) -> None:
+        self._check()
+        stage = self._stages.pop(command.instance_id, None)
+        self._phases.drop(command.instance_id)
+        for key, request in list(self._requests.items()):
+            if request.run.instance_id == command.instance_id and stage is not None and stage.ready:
+                self._end(key, FinishReason.CANCELLED)
+            elif request.run.instance_id == command.instance_id:
+                self._end(key, FinishReason.ERROR, NotLoaded.code, f"{command.instance_id} was given up before it was loaded")
+        await self._say(StageUnloaded(instance_id=command.instance_id))
+
+    async def open_door(self, command: OpenDoor) -> None:
+        self._check()
+        await self._say(DoorOpened(port=SIM_PORT))
+
+    async def connect_stage(self, command: ConnectStage) -> None:
+        """The other stages are taken to answer at once."""
+        stage = await self._stage_of(command.instance_id)
+        if stage is None:
+            return
+        stage.leads = stage.stage.start == 0
+        await self._say(StageConnected(instance_id=command.instance_id))
+        if stage.leads:
+            await self._open(command.instance_id, stage)
+
+    async def extend_stage(self, command: ExtendStage) -> None:
+        stage = await self._stage_of(command.instance_id)
+        if stage is None:
+            return
+        if (refusal := stage.refusal_of(command)) is not None:
+            await self._refuse(command.instance_id, *refusal)
+            return
+        stage.extend(command)
+
+    async def resize_stage(self, command: ResizeStage) -> None:
+        stage = await self._stage_of(command.instance_id)
+        if stage is None:
+            return
+        before, stage.device_bytes = stage.device_bytes, command.device_bytes
+        if stage.kv_capacity_tokens == 0:
+            stage.device_bytes = before
+            await self._refuse(command.instance_id, "no_room", f"{command.device_bytes} bytes hold no KV")
+            return
+        await self._say(StageResized(instance_id=command.instance_id, kv_capacity_tokens=stage.kv_capacity_tokens))
+
+    async def call_off_extend(self, command: CallOffExtend) -> None:
+        self._check()
+        stage = self._stages.get(command.instance_id)
+        self._phases.drop(command.instance_id)
+        if stage is None or stage.call_off():
+            await self._refuse(command.instance_id, command.code, command.message)
+            return
+        del self._stages[command.instance_id]
+        await self._say(StageFailed(instance_id=command.instance_id, code=command.code, message=command.message))
+
+    async def export_kv(self, command: ExportKv) -> None:
+        """There is nothing to copy: tokens follow from those before them."""
+        self._check()
+        instance_id, request_id = command.instance_id, command.request_id
+        await self._say(KvExported(instance_id=instance_id, request_id=request_id, attempt=command.attempt, kv=()))
+
+    async def release_request(self, command: ReleaseRequest) -> None:
+        self._check()
+        request = self._requests.pop(RequestKey(command.request_id, command.attempt), None)
+        if request is None:
+            await self._refuse(command.instance_id, BadRequest.code, f"request {command.request_id} is not here")
+            return
+        await self._say(request.released())
+
+    async def _stage_of(self, instance_id: InstanceId) -> SimStage | None:
+        """A stage that is loaded; where there is none, that is said."""
+        self._check()
+        stage = self._stages.get(instance_id)
+        if stage is None or not stage.ready:
+            await self._refuse(instance_id, NotLoaded.code, f"{instance_id} is not held here")
+            return None
+        return stage
+
+    async def _open(self, instance_id: InstanceId, stage: SimStage) -> None:
+        await self._say(StageOpened(instance_id=instance_id, kv_capacity_tokens=stage.kv_capacity_tokens))
+
+    async def _refuse(self, instance_id: InstanceId, code: str, message: str) -> None:
+        await self._say(StageRefused(instance_id=instance_id, code=code, message=message))
+
+    async def run(self, command: Run) -> None:
+        self._check()
+        key = RequestKey(command.request_id, command.attempt)
+        left_s = math.inf if command.deadline_in_s is None else command.deadline_in_s
+        deadline_s = self._clock.monotonic_s() + left_s
+        self._requests[key] = SimRequest(run=command, position=len(command.output_ids), deadline_s=deadline_s)
+        stage = self._stages.get(command.instance_id)
+        if stage is None or not stage.serves:
+            self._end(key, FinishReason.ERROR, NotLoaded.code, f"{command.instance_id} is not held here")
+        elif command.sampling.grammar is not None:
+            self._end(key, FinishReason.ERROR, BadRequest.code, NO_GRAMMAR)
+        self._wake.set()
+
+    async def abort(self, command: Abort) -> None:
+        self._check()
+        key = RequestKey(command.request_id, command.attempt)
+        if key in self._requests:
+            self._end(key, FinishReason.CANCELLED)
+
+    async def events(self) -> AsyncIterator[Timed[EngineEvent]]:
+        while (event := await self._events.get()) is not None:
+            yield event
+
+    async def kill(self, reason: str, code: str = EngineFailed.code) -> None:
+        if await self._still():
+            await self._say(EngineDied(reason=reason, code=code or EngineFailed.code))
+
+    async def stop(self) -> None:
+        await self._still()
+        while not self._events.empty():
+            self._events.get_nowait()
+        self._events.put_nowait(None)
+
+    async def _still(self) -> bool:
+        turning, self._turning = self._turning, None
+        if turning is None:
+            return False
+        await cancel_all((turning,))
+        for instance_id in self._stages:
+            self._phases.drop(instance_id)
+        self._stages.clear()
+        self._parts.clear()
+        self._requests.clear()
+        self._ended.clear()
+        return True
+
+    async def _turn_for_ever(self) -> None:
+        while True:
+            if self._parts:
+                await self._place(self._parts.popleft())
+            if self._runnable() or self._ended:
+                await self._step()
+            elif not self._parts:
+                await self._idle()
+
+    async def _idle(self) -> None:
+        """Until a command comes, or the deadline of a request that waits for parts has passed."""
+        due_s = min((request.deadline_s for request in self._requests.values()), default=math.inf)
+        self._wake.clear()
+        if due_s == math.inf:
+            await self._wake.wait()
+        elif not await woken(self._wake, max(0.0, due_s - self._clock.monotonic_s())):
+            self._expire(self._clock.monotonic_s())
+
+    def _runnable(self) -> list[tuple[RequestKey, SimRequest]]:
+        """Requests of stages that are loaded: nothing is computed here, so nothing of them runs before."""
+        return [(key, request) for key, request in self._requests.items() if self._stages[request.run.instance_id].ready]
+
+    async def _place(self, command: PlacePart) -> None:
+        stage = self._stages.get(command.instance_id)
+        if stage is None or command.part in stage.placed:
+            return
+        start_s = self._clock.monotonic_s()
+        if not stage.placed:
+            await self._faults.delay("load")
+        await _take(part_load_s(stage.model, command.part, self._speed.load_bytes_per_s))
+        stage.placed.add(command.part)
+        if self._stages.get(command.instance_id) is not stage:
+            return
+        self._phases.record(command.instance_id, PhaseName.LOAD, start_s)
+        if not stage.complete:
+            return
+        if stage.target is not None:
+            stage.grow()
+            await self._say(
+                StageGrown(
+                    instance_id=command.instance_id,
+                    stage=stage.stage,
+                    kv_capacity_tokens=stage.kv_capacity_tokens,
+                    phases=tuple(self._phases.take(command.instance_id).phases),
+                )
+            )
+            if stage.serves:
+                await self._open(command.instance_id, stage)
+        elif not stage.ready:
+            stage.ready = True
+            await self._say(
+                StageLoaded(
+                    instance_id=command.instance_id,
+                    phases=tuple(self._phases.take(command.instance_id).phases),
+                    kv_capacity_tokens=stage.kv_capacity_tokens,
+                )
+            )
+
+    async def _step(self) -> None:
+        """One batch: the prompts of its new requests, then a token for each."""
+        start_s = self._clock.monotonic_s()
+        self._expire(start_s)
+        batch = self._runnable()[:MAX_BATCH]
+        fresh = [request for _, request in batch if request.tokens is None]
+        prompt_tokens = sum(len(request.run.prompt_ids) + len(request.run.output_ids) for request in fresh)
+        if batch:
+            if any(not self._stages[request.run.instance_id].prefilled for request in fresh):
+                await self._faults.delay("prefill")
+            await _take(step_s(self._speed, prompt_tokens))
+        for request in fresh:
+            await self._first(request, start_s)
+        # Aborted while time passed: no token any more.
+        produced = [self._advance(key, request) for key, request in batch if key in self._requests]
+        ended, self._ended = self._ended, []
+        waiting = len(self._requests) - len(self._runnable()[:MAX_BATCH])
+        await self._say(
+            StepDone(
+                produced=(*ended, *produced),
+                waiting=waiting,
+                running=len(self._requests) - waiting,
+                kv_free_tokens=self._kv_free_tokens(),
+                step_time_s=self._clock.monotonic_s() - start_s,
+                kv_used_tokens=self._kv_used_tokens(),
+                batch_tokens=prompt_tokens + len(batch) - len(fresh),
+            )
+        )
+
+    def _expire(self, now_s: float) -> None:
+        for key, request in list(self._requests.items()):
+            if now_s >= request.deadline_s:
+                message = f"the deadline passed after {request.position} output tokens"
+                self._end(key, FinishReason.ERROR, DeadlineExceeded.code, message)
+
+    async def _first(self, request: SimRequest, start_s: float) -> None:
+        run, stage = request.run, self._stages.get(request.run.instance_id)
+        if stage is None:
+            return
+        vocab_size = stage.model.spec.vocab_size
+        request.tokens = SimTokens.after(run.sampling.seed, (*run.prompt_ids, *run.output_ids), vocab_size)
+        if not stage.prefilled:
+            stage.prefilled = True
+            self._phases.record(run.instance_id, PhaseName.PREFILL, start_s)
+            *earlier, phase = self._phases.take(run.instance_id).phases
+            await self._say(
+                Prefilled(
+                    instance_id=run.instance_id,
+                    request_id=run.request_id,
+                    phase=phase,
+                    earlier=tuple(earlier),
+                )
+            )
+
+    def _advance(self, key: RequestKey, request: SimRequest) -> Produced:
+        produced = request.advance(self._stages[request.run.instance_id].model.spec)
+        if produced.finish is not None:
+            del self._requests[key]
+        return produced
+
+    def _kv_free_tokens(self) -> int:
+        capacity = sum(stage.kv_capacity_tokens for stage in self._stages.values() if stage.ready)
+        return max(0, capacity - self._kv_used_tokens())
+
+    def _kv_used_tokens(self) -> int:
+        return sum(len(request.run.prompt_ids) + request.position for request in self._requests.values())
+
+    def _end(self, key: RequestKey, finish: FinishReason, code: str = "", message: str = "") -> None:
+        request = self._requests.pop(key)
+        self._ended.append(
+            Produced(
+                request_id=key.request_id,
+                attempt=key.attempt,
+                position=request.position,
+                finish=finish,
+                code=code,
+                message=message,
+            )
+        )
+        self._wake.set()
+
+    async def _say(self, event: EngineEvent) -> None:
+        await self._events.put(Timed(event, moment_of(self._clock)))
+
+    def _check(self) -> None:
+        if self._turning is None:
+            raise EngineFailed("the engine is not running")
+
+
+async def _take(seconds: float) -> None:
+    """Let simulated work pass; what takes no time at all still lets others have their turn."""
+    await pause(max(0.0, seconds))

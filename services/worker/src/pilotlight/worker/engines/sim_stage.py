@@ -1,0 +1,78 @@
+"""One stage of a simulated engine."""
+
+from dataclasses import dataclass, field
+
+from pilotlight.common.messages.engine import ExtendStage, LoadStage
+from pilotlight.policy.model import Model, Stage
+
+
+@dataclass(slots=True, kw_only=True)
+class SimStage:
+    """What a simulated engine knows of a stage: its range, its bytes, which parts are there."""
+
+    model: Model
+    stage: Stage
+    """The layers that it runs."""
+    device_bytes: int
+    target: Stage | None = None
+    """The longer range that it is to have."""
+    bytes_before: int = 0
+    """What it had before it began to grow."""
+    placed: set[int] = field(default_factory=set[int])
+    ready: bool = False
+    prefilled: bool = False
+    leads: bool = False
+    """It is connected, and begins the model."""
+
+    @classmethod
+    def of(cls, command: LoadStage) -> "SimStage":
+        """A stage without any part."""
+        return cls(model=command.model, stage=command.stage, device_bytes=command.device_bytes)
+
+    @property
+    def serves(self) -> bool:
+        """It takes requests."""
+        return self.leads or self.stage == self.model.spec.whole
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        """What the bytes leave for KV."""
+        held = self.target or self.stage
+        room_bytes = self.device_bytes - self.model.device_bytes(held)
+        return max(0, room_bytes // self.model.spec.kv_bytes_per_token(held, self.model.dtype))
+
+    @property
+    def complete(self) -> bool:
+        """Every part is there, of the longer range if there is one."""
+        return self.placed.issuperset(self.model.spec.parts_of(self.target or self.stage))
+
+    def refusal_of(self, command: ExtendStage) -> tuple[str, str] | None:
+        """Code and sentence if it cannot grow so."""
+        stage, layers = self.stage, self.model.spec.num_layers
+        longer = command.stage.start == stage.start and stage.stop < command.stage.stop <= layers
+        if self.target is not None:
+            return "conflict", "it is growing already"
+        if not longer:
+            return "invalid_request", f"[{stage.start}, {stage.stop}) does not begin the range that is asked for"
+        if command.device_bytes <= self.model.device_bytes(command.stage):
+            return "no_room", f"{command.device_bytes} bytes hold no KV beside the parameters"
+        return None
+
+    def extend(self, command: ExtendStage) -> None:
+        """Begins to grow."""
+        self.bytes_before = self.device_bytes
+        self.target, self.device_bytes = command.stage, command.device_bytes
+
+    def call_off(self) -> bool:
+        """Stays what it was; False where it serves nothing."""
+        if self.target is None or not self.leads:
+            return False
+        self.placed &= set(self.model.spec.parts_of(self.stage))
+        self.target, self.device_bytes = None, self.bytes_before
+        return True
+
+    def grow(self) -> None:
+        """Runs the longer range from now on."""
+        assert self.target is not None, "it grows"
+        self.stage, self.target = self.target, None
+        self.leads = self.leads and self.stage != self.model.spec.whole

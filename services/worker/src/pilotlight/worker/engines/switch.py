@@ -1,0 +1,243 @@
+"""The engines of one worker: for each stage the one that its model asks for.
+
+::
+
+    load_stage(model.engine)               ─> the engine of that kind, made and started for its first stage
+    place_part, unload_stage, run          ─> the engine that has the instance
+    events                                <─  every engine's; a step says what all of them together have
+
+The main engine is made at once and started with the worker: what it finds out about the device holds for all. Another engine that
+dies is started again for the next stage of its kind.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from pilotlight.common.envelope import Timed
+from pilotlight.common.errors import EngineFailed, UnsupportedModel
+from pilotlight.common.messages.engine import (
+    Abort,
+    CallOffExtend,
+    ConnectStage,
+    EngineUp,
+    ExportKv,
+    ExtendStage,
+    LoadStage,
+    OpenDoor,
+    PlacePart,
+    ReleaseRequest,
+    ResizeStage,
+    Run,
+    StageUnloaded,
+    StepDone,
+    UnloadStage,
+)
+from pilotlight.common.service import Background
+from pilotlight.policy.ids import InstanceId
+from pilotlight.policy.model import EngineKind
+from pilotlight.policy.phase import Moment
+from pilotlight.worker.engines.client import EngineClient, EngineDied, EngineEvent
+
+OnEvent = Callable[[Timed[EngineEvent]], Awaitable[None]]
+SUMMED = ("waiting", "running", "kv_free_tokens", "kv_used_tokens", "kv_cached_tokens")
+"""Fields of a step that say what an engine has, not what the step did."""
+
+
+@dataclass(slots=True)
+class _Route:
+    kind: EngineKind
+    loaded: bool = True
+    """A load was asked for, and no unload after it."""
+    unloads: int = 0
+    """Asked for, and not confirmed."""
+
+
+class EngineSwitch:
+    """One ``EngineClient`` for each kind of engine that the worker's models ask for. Its commands are those of ``EngineClient``."""
+
+    def __init__(
+        self,
+        factories: Mapping[EngineKind, Callable[[], EngineClient]],
+        background: Background,
+        main: EngineKind = EngineKind.NATIVE,
+    ) -> None:
+        """Makes the main engine.
+
+        Args:
+            factories: make an engine, by its kind; models of other kinds are refused.
+            background: owns what reads the engines' events.
+            main: the kind of the main engine.
+        """
+        self._factories = factories
+        self._background = background
+        self._main = main
+        self._engines: dict[EngineKind, EngineClient] = {main: factories[main]()}
+        self._routes: dict[InstanceId, _Route] = {}
+        self._steps: dict[EngineKind, StepDone] = {}
+        """The last one of each engine."""
+        self._on_event: OnEvent | None = None
+
+    @property
+    def main(self) -> EngineClient:
+        """The engine that starts with the worker."""
+        return self._engines[self._main]
+
+    @property
+    def alive(self) -> bool:
+        """The main engine is; another one is started when it is needed."""
+        return self.main.alive
+
+    async def start(self) -> EngineUp:
+        """Start the main engine; see ``EngineClient.start``."""
+        return await self.main.start()
+
+    def follow(self, on_event: OnEvent) -> None:
+        """From now on have every engine's events handled, each engine's in order."""
+        self._on_event = on_event
+        for kind, engine in self._engines.items():
+            self._read(kind, engine, on_event)
+
+    async def load_stage(self, command: LoadStage, sent: Moment | None = None) -> None:
+        """See ``EngineClient.load_stage``.
+
+        Raises:
+            UnsupportedModel: there is no engine of the kind that the model asks for.
+            EngineFailed: it does not start, or does not run.
+        """
+        kind = command.model.engine
+        engine = self._engine(kind)
+        route = self._routes.setdefault(command.instance_id, _Route(kind))
+        route.kind, route.loaded = kind, True
+        if kind is not self._main:
+            await engine.start()
+        await engine.load_stage(command, sent)
+
+    async def place_part(self, command: PlacePart, ready: Moment | None = None) -> None:
+        """See ``EngineClient.place_part``."""
+        await self._having(command.instance_id).place_part(command, ready)
+
+    async def unload_stage(self, command: UnloadStage) -> None:
+        """See ``EngineClient.unload_stage``."""
+        # Also of one that no engine has: should the main engine die before it has answered, that is the answer.
+        route = self._routes.setdefault(command.instance_id, _Route(self._main))
+        route.loaded = False
+        route.unloads += 1
+        try:
+            await self._engines[route.kind].unload_stage(command)
+        except EngineFailed:
+            self._unloaded(command.instance_id)
+            raise
+
+    async def open_door(self, command: OpenDoor) -> None:
+        """See ``EngineClient.open_door``."""
+        await self.main.open_door(command)
+
+    async def connect_stage(self, command: ConnectStage) -> None:
+        """See ``EngineClient.connect_stage``."""
+        await self._having(command.instance_id).connect_stage(command)
+
+    async def extend_stage(self, command: ExtendStage) -> None:
+        """See ``EngineClient.extend_stage``."""
+        await self._having(command.instance_id).extend_stage(command)
+
+    async def call_off_extend(self, command: CallOffExtend) -> None:
+        """See ``EngineClient.call_off_extend``."""
+        await self._having(command.instance_id).call_off_extend(command)
+
+    async def resize_stage(self, command: ResizeStage) -> None:
+        """See ``EngineClient.resize_stage``."""
+        await self._having(command.instance_id).resize_stage(command)
+
+    async def export_kv(self, command: ExportKv) -> None:
+        """See ``EngineClient.export_kv``."""
+        await self._having(command.instance_id).export_kv(command)
+
+    async def release_request(self, command: ReleaseRequest) -> None:
+        """See ``EngineClient.release_request``."""
+        await self._having(command.instance_id).release_request(command)
+
+    async def run(self, command: Run) -> None:
+        """See ``EngineClient.run``."""
+        await self._having(command.instance_id).run(command)
+
+    async def abort(self, command: Abort) -> None:
+        """See ``EngineClient.abort``. Which engine has the request is not known here, so every one that runs is told."""
+        failed: EngineFailed | None = None
+        for kind, engine in self._engines.items():
+            if kind is self._main or engine.alive:
+                try:
+                    await engine.abort(command)
+                except EngineFailed as error:
+                    failed = error
+        if failed is not None:
+            raise failed
+
+    async def kill(self, reason: str, code: str = "", *, having: InstanceId | None = None) -> None:
+        """Kill every engine, or the one that has an instance; see ``EngineClient.kill``."""
+        for engine in self._engines.values() if having is None else (self._having(having),):
+            await engine.kill(reason, code)
+
+    async def stop(self) -> None:
+        """End every engine in order, for good."""
+        for engine in self._engines.values():
+            await engine.stop()
+
+    def _engine(self, kind: EngineKind) -> EngineClient:
+        if kind not in self._factories:
+            known = ", ".join(sorted(kind.value for kind in self._factories))
+            raise UnsupportedModel(f"the model asks for an engine of kind {kind.value}, and this worker has {known}")
+        if kind not in self._engines:
+            engine = self._engines[kind] = self._factories[kind]()
+            if self._on_event is not None:
+                self._read(kind, engine, self._on_event)
+        return self._engines[kind]
+
+    def _having(self, instance_id: InstanceId) -> EngineClient:
+        """The engine that has an instance; for one that none has, the main engine answers that it is not there."""
+        route = self._routes.get(instance_id)
+        return self.main if route is None else self._engines[route.kind]
+
+    def _read(self, kind: EngineKind, engine: EngineClient, on_event: OnEvent) -> None:
+        self._background.spawn(f"events of the {kind.value} engine", self._pass_on(kind, engine, on_event))
+
+    async def _pass_on(self, kind: EngineKind, engine: EngineClient, on_event: OnEvent) -> None:
+        async for told in engine.events():
+            await on_event(Timed(self._seen(kind, told.message), told.sent))
+
+    def _seen(self, kind: EngineKind, event: EngineEvent) -> EngineEvent:
+        """An engine's event as the worker is to see it."""
+        match event:
+            case StageUnloaded():
+                self._unloaded(event.instance_id)
+            case EngineDied():
+                return self._of_one(kind, event)
+            case StepDone():
+                self._steps[kind] = event
+                return event if len(self._engines) == 1 else self._of_all(event)
+            case _:
+                pass
+        return event
+
+    def _unloaded(self, instance_id: InstanceId) -> None:
+        route = self._routes.get(instance_id)
+        if route is None:
+            return
+        route.unloads = max(0, route.unloads - 1)
+        if not route.loaded and route.unloads == 0:
+            del self._routes[instance_id]
+
+    def _of_one(self, kind: EngineKind, died: EngineDied) -> EngineDied:
+        """What died with an engine: everything, where there is no other."""
+        self._steps.pop(kind, None)
+        gone = frozenset(instance_id for instance_id, route in self._routes.items() if route.kind is kind)
+        for instance_id in gone:
+            del self._routes[instance_id]
+        return died if len(self._engines) == 1 else replace(died, instances=gone)
+
+    def _of_all(self, step: StepDone) -> StepDone:
+        """A step, with what all engines have after it."""
+        return msgspec.structs.replace(
+            step, **{name: sum(getattr(last, name) for last in self._steps.values()) for name in SUMMED}
+        )

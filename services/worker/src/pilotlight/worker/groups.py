@@ -1,0 +1,110 @@
+"""Joins the stages of pipeline groups: tells the engine where its neighbours are, as soon as all of them are known.
+
+Level-triggered, as holds are: whatever is missing or was refused is looked at again with the next command or report.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import structlog
+
+from pilotlight.common.errors import EngineFailed
+from pilotlight.common.messages.engine import ConnectStage, OpenDoor, PipelineLeft, StageAddress, StageRefused
+from pilotlight.policy.cluster import HeldState, Member
+from pilotlight.policy.ids import InstanceId
+from pilotlight.worker.core import WorkerCore
+from pilotlight.worker.held import Held
+
+log = structlog.get_logger()
+
+CONNECT_TIMEOUT_S = 10.0
+"""For each channel. The neighbours hear of each other within a report and a command."""
+
+
+class Groups:
+    """Which of the worker's stages are joined, and where its engine listens."""
+
+    def __init__(self, core: WorkerCore, host: str, secrets_dir: Path | None) -> None:
+        """Nothing is opened before a stage of a group is held.
+
+        Args:
+            core: the worker's.
+            host: the address at which the engine listens.
+            secrets_dir: the folder of the cluster's key; without one no stage is joined to others.
+        """
+        self._core = core
+        self._host = host
+        self._secrets_dir = secrets_dir
+        self.port = 0
+        """Where the engine listens; 0: nowhere."""
+        self._asked_door = False
+        self._joined: set[InstanceId] = set()
+        """Asked for, or done."""
+
+    def follow(self, stages: Iterable[Held]) -> None:
+        """Do what can be done now for the stages that are held."""
+        stages = [held for held in stages if len(held.hold.members) > 1]
+        self._joined.intersection_update(held.hold.instance_id for held in stages)
+        if not stages or not self._core.engine.alive or self._secrets_dir is None:
+            return
+        if not self._asked_door:
+            self._asked_door = True
+            command = OpenDoor(node_id=self._core.node_id, host=self._host, secrets_dir=str(self._secrets_dir))
+            self._core.background.spawn("open the door of stages", self._open(command))
+        for held in stages:
+            if held.state is HeldState.READY and held.hold.instance_id not in self._joined:
+                self._join(held)
+
+    def on_door(self, port: int) -> None:
+        """The engine listens."""
+        self.port = port
+        self._core.changed.set()
+
+    def on_refused(self, refused: StageRefused) -> None:
+        """A stage was not joined, or no door could be opened: the next look tries again."""
+        if refused.instance_id is None:
+            self._asked_door = False
+        else:
+            self._joined.discard(refused.instance_id)
+
+    def on_left(self, left: PipelineLeft) -> None:
+        """A stage is joined no more. One whose layers were taken over need not be again."""
+        if left.code:
+            self._joined.discard(left.instance_id)
+
+    def on_engine_died(self, instances: frozenset[InstanceId] | None = None) -> None:
+        """Channels went with it: those of these instances, or all. The door is the main engine's."""
+        if instances is None or not self._core.engine.alive:
+            self.port, self._asked_door = 0, False
+        self._joined = set() if instances is None else self._joined - instances
+
+    def _join(self, held: Held) -> None:
+        members = held.hold.members
+        mine = [index for index, one in enumerate(members) if one.stage == held.hold.stage]
+        if not mine or not all(one.host and one.port for one in members):
+            return
+        behind = members[(mine[0] + 1) % len(members)]
+        command = ConnectStage(
+            instance_id=held.hold.instance_id,
+            stage=held.hold.stage,
+            behind=_address_of(behind),
+            timeout_s=CONNECT_TIMEOUT_S,
+        )
+        self._joined.add(held.hold.instance_id)
+        self._core.background.spawn(f"join {held.hold.instance_id}", self._connect(command))
+
+    async def _open(self, command: OpenDoor) -> None:
+        try:
+            await self._core.engine.open_door(command)
+        except EngineFailed as error:
+            log.warning("no door is opened", action="door_not_opened", error=error.message)
+
+    async def _connect(self, command: ConnectStage) -> None:
+        try:
+            await self._core.engine.connect_stage(command)
+        except EngineFailed as error:
+            log.warning("a stage is not joined", action="stage_not_joined", instance_id=command.instance_id, error=error.message)
+
+
+def _address_of(member: Member) -> StageAddress:
+    return StageAddress(node_id=member.node_id, stage=member.stage, host=member.host, port=member.port)

@@ -1,0 +1,112 @@
+"""What a worker knows of one stage that it holds."""
+
+import asyncio
+import math
+from dataclasses import dataclass
+
+from pilotlight.common.errors import PilotlightError
+from pilotlight.common.messages.engine import StageGrown, StageLoaded
+from pilotlight.common.messages.hold import Hold
+from pilotlight.policy.cluster import HeldStage, HeldState
+from pilotlight.policy.phase import Moment
+from pilotlight.worker.lifecycle import HeldView
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Held:
+    """One stage; ``Stages`` alone writes it."""
+
+    hold: Hold
+    state: HeldState
+    since_s: float
+    reason: str = ""
+    kv_capacity_tokens: int = 0
+    open: bool = False
+    """The engine has said that it takes requests."""
+    placed: Moment | None = None
+    """When its last part was in its place."""
+    loading: asyncio.Task[None] | None = None
+    loaded: asyncio.Future[StageLoaded] | None = None
+    """What the engine says of the load."""
+    growing: Hold | None = None
+    """The longer range that it is being given."""
+    grown: asyncio.Future[StageGrown] | None = None
+    """What the engine says of that."""
+    overdue_s: float = math.inf
+    """When its requests are to go on elsewhere, if it drains."""
+    unloaded: asyncio.Future[None] | None = None
+    """Done when the engine has freed it; set while that is asked."""
+    lost: bool = False
+    """Its engine died."""
+
+    @property
+    def serves(self) -> bool:
+        """It takes requests. The engine says whether it can: of a whole model, or of a stage that leads a pipeline."""
+        return self.open and self.state in (HeldState.LOADING, HeldState.READY)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is being done to it: if no request is on it, it may go."""
+        return self.state is HeldState.READY and self.growing is None
+
+    @property
+    def unproven(self) -> bool:
+        """The engine has every part in place, and it has not been found yet that all of them were whole when they were copied."""
+        if self.state is HeldState.LOADING:
+            return self.loaded is not None and self.loaded.done()
+        grown = self.grown
+        return grown is not None and grown.done() and not grown.cancelled() and grown.exception() is None
+
+    def hear_grown(self, event: StageGrown | PilotlightError) -> None:
+        """What the engine says of its longer range, or why there is none; nothing, if it does not grow."""
+        if self.grown is None or self.grown.done():
+            return
+        if isinstance(event, PilotlightError):
+            self.grown.set_exception(event)
+        else:
+            self.grown.set_result(event)
+
+    @property
+    def view(self) -> HeldView:
+        """What a plan looks at."""
+        return HeldView(hold=self.hold, state=self.state, growing=self.growing)
+
+    def fact(self, now_s: float, in_flight: int, ended_s: float | None) -> HeldStage:
+        """As it is reported.
+
+        Args:
+            now_s: the worker's monotonic clock.
+            in_flight: requests on it.
+            ended_s: when the last one ended.
+        """
+        hold = self.hold
+        idle = self.idle and in_flight == 0
+        return HeldStage(
+            instance_id=hold.instance_id,
+            generation=hold.generation,
+            model=hold.model.name,
+            digest=hold.model.digest,
+            stage=hold.stage,
+            state=self.state,
+            device_bytes=self.view.device_bytes,
+            in_flight=in_flight,
+            idle_s=now_s - max(self.since_s, ended_s or 0.0) if idle else 0.0,
+            reason=self.reason,
+            kv_capacity_tokens=self.kv_capacity_tokens,
+            loaded=self.placed,
+            open=self.open and self.state is HeldState.LOADING,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingStage:
+    """A stage that takes requests."""
+
+    hold: Hold
+    kv_capacity_tokens: int
+
+
+def placed_at(loaded: StageLoaded) -> Moment | None:
+    """The end of the engine's last work on it."""
+    last = max(loaded.phases, key=lambda phase: phase.end_s, default=None)
+    return Moment(at_s=last.end_s, wall_offset_s=last.wall_offset_s) if last is not None else None
