@@ -32,7 +32,7 @@ def test_doctor_says_which_gpus_there_are_and_how_they_are(monkeypatch: pytest.M
     check = check_gpus(lambda: states(WELL, ILL))
     assert check.verdict is Verdict.WARNING
     assert "1: H200, 131,072 MiB, failed (lost: GPU is lost)" in check.found
-    assert "GPU nodes" in check.what_to_do
+    assert "A GPU fails" in check.what_to_do
     check = check_gpus(lambda: (*states(WELL), DeviceState(gpu=Gpu(index=1, lost="GPU is lost"), health=ILL)))
     assert check.found == "0: H200, 131,072 MiB, healthy; 1: failed (lost: GPU is lost)"
 

@@ -163,7 +163,7 @@ def check_gpus(read: Callable[[], tuple[DeviceState, ...]] = device_states, dead
     if why := unusable() or unopened([one.gpu for one in found]):
         return Check(name="GPUs", verdict=Verdict.WARNING, found=lines, what_to_do=f"workers run on CPU cores: {why}")
     bad = any(one.health.state in (HealthState.FAILED, HealthState.DEGRADED) for one in found)
-    advice = "docs/operations/bad-day.md says what each reason asks for" if bad else ""
+    advice = "docs/operations/bad-day.md, A GPU fails, says what each reason asks for" if bad else ""
     return Check(name="GPUs", verdict=Verdict.WARNING if bad else Verdict.OK, found=lines, what_to_do=advice)
 
 
