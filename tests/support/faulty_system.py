@@ -221,7 +221,7 @@ class FaultySystem:
             self.serving: Serving = build_serving(context, NoDecisions())
             database = Database(context.settings, "gateway", context.clock)
             self.usage = UsageRecorder(database, context.clock, context.background)
-            measures = Measures(context.metrics, self.serving.hold, self.serving.relay)
+            measures = Measures(context.metrics, self.serving.queue, self.serving.relay)
             self.exchanges = ExchangeParts(
                 requests=self.serving.requests, usage=self.usage, measures=measures, clock=context.clock
             )
