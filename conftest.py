@@ -1,4 +1,6 @@
-"""Starts the real servers that tests share, when the first test asks for one, and loads the fixtures made from them."""
+"""Starts the real servers that tests share, when the first test asks for one, and loads the
+fixtures made from them.
+"""
 
 import asyncio
 import secrets
@@ -16,11 +18,19 @@ from pilotlight.common.natsconf import server_config
 
 pytest_plugins = ["pilotlight.common.testing"]
 
-# How long an example takes says something about the machine, not about the code: a busy one fails no property.
-settings.register_profile("pilotlight", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+# How long an example takes says something about the machine, not about the code: a busy one fails
+# no property.
+settings.register_profile(
+    "pilotlight", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
 settings.load_profile("pilotlight")
 
-NOT_DURABLE = {"fsync": "off", "synchronous_commit": "off", "full_page_writes": "off", "max_connections": "200"}
+NOT_DURABLE = {
+    "fsync": "off",
+    "synchronous_commit": "off",
+    "full_page_writes": "off",
+    "max_connections": "200",
+}
 
 
 def free_port() -> int:
@@ -51,9 +61,16 @@ def postgres_secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def postgres_url(tmp_path_factory: pytest.TempPathFactory, postgres_secrets: Path) -> Generator[str]:
-    """A PostgreSQL whose database is migrated: the URL as its owner. Tests change nothing there; they take ``database_settings``."""
-    server = PostgresServer(tmp_path_factory.mktemp("postgres"), secrets.token_urlsafe(12), settings=NOT_DURABLE)
+def postgres_url(
+    tmp_path_factory: pytest.TempPathFactory, postgres_secrets: Path
+) -> Generator[str]:
+    """A PostgreSQL whose database is migrated: the URL as its owner.
+
+    Tests change nothing there; they take ``database_settings``.
+    """
+    server = PostgresServer(
+        tmp_path_factory.mktemp("postgres"), secrets.token_urlsafe(12), settings=NOT_DURABLE
+    )
     asyncio.run(server.start())
     try:
         migrate(MigrateSettings(database_url=server.owner_url, secrets_dir=postgres_secrets))

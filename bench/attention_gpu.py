@@ -1,8 +1,11 @@
-"""Prefill attention on one GPU by head width and tile: ``python bench/attention_gpu.py``, with what the compiler made of each.
+"""Prefill attention on one GPU by head width and tile: ``python bench/attention_gpu.py``, with what
+the compiler made of each.
 
-For heads of 64, 128 and 256, and tiles of queries and keys with 4 and 8 warps: registers and spilled words of a thread, shared memory of a
-program, and the median time of one layer's attention of a whole prompt. The tile that ``prefill_tile`` chooses is marked, and comes first.
-Where a tile has no place on the device, that is the line. One line of JSON for each, some three seconds each: they are compiled.
+For heads of 64, 128 and 256, and tiles of queries and keys with 4 and 8 warps: registers and
+spilled words of a thread, shared memory of a program, and the median time of one layer's attention
+of a whole prompt. The tile that ``prefill_tile`` chooses is marked, and comes first. Where a tile
+has no place on the device, that is the line. One line of JSON for each, some three seconds each:
+they are compiled.
 """
 
 import argparse
@@ -17,8 +20,14 @@ import triton
 
 from pilotlight.engine.core.batch import Batch, Segment
 from pilotlight.engine.core.blocks import BLOCK_TOKENS, blocks_for
-from pilotlight.engine.cuda.kernels.prefill_attention import NARROW_DIM, PREFILL, PrefillTile, prefill_attention, prefill_tile
-from pilotlight.engine.cuda.rows import StepRows, fields_of, send
+from pilotlight.engine.cuda.attention_metadata import AttentionMetadata, fields_of, send
+from pilotlight.engine.cuda.kernels.prefill_attention import (
+    NARROW_DIM,
+    PREFILL,
+    PrefillTile,
+    prefill_attention,
+    prefill_tile,
+)
 
 HEADS = {64: (32, 8), 128: (32, 8), 256: (16, 8)}
 """Heads of queries, and of keys and values, by their width: Gemma 3 12B has the last."""
@@ -42,13 +51,18 @@ def tiles(head_dim: int, dtype: torch.dtype, tokens: int) -> Iterator[tuple[Pref
                 yield tile, False
 
 
-def measure(head_dim: int, dtype: torch.dtype, tile: PrefillTile, step: StepRows, tokens: int) -> dict[str, Any]:
+def measure(
+    head_dim: int, dtype: torch.dtype, tile: PrefillTile, step: AttentionMetadata, tokens: int
+) -> dict[str, Any]:
     """One tile's figures."""
     device = torch.device("cuda", 0)
     heads, kv_heads = HEADS[head_dim]
     queries = torch.randn(tokens, heads, head_dim, device=device, dtype=dtype)
     keys, values = (
-        torch.randn(blocks_for(tokens) * BLOCK_TOKENS, kv_heads, head_dim, device=device, dtype=dtype) for _ in range(2)
+        torch.randn(
+            blocks_for(tokens) * BLOCK_TOKENS, kv_heads, head_dim, device=device, dtype=dtype
+        )
+        for _ in range(2)
     )
     out = torch.empty(tokens, heads * head_dim, device=device, dtype=dtype)
     assert step.chunks is not None
@@ -57,7 +71,9 @@ def measure(head_dim: int, dtype: torch.dtype, tile: PrefillTile, step: StepRows
     for _ in range(ROUNDS):
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         began.record()
-        prefill_attention(queries, (keys, values), step.rows, step.chunks, head_dim**-0.5, out, tile=tile)
+        prefill_attention(
+            queries, (keys, values), step.rows, step.chunks, head_dim**-0.5, out, tile=tile
+        )
         ended.record()
         torch.cuda.synchronize()
         times.append(began.elapsed_time(ended))
@@ -73,19 +89,30 @@ def measure(head_dim: int, dtype: torch.dtype, tile: PrefillTile, step: StepRows
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--head-dims", type=int, nargs="+", choices=tuple(HEADS), default=list(HEADS))
+    parser.add_argument(
+        "--head-dims", type=int, nargs="+", choices=tuple(HEADS), default=list(HEADS)
+    )
     parser.add_argument("--chosen", action="store_true", help="no other tiles")
     asked = parser.parse_args(arguments)
     blocks = tuple(range(blocks_for(asked.tokens)))
-    step = send(fields_of(Batch((Segment(0, asked.tokens, blocks, True),)), 0, None), torch.device("cuda", 0))
+    step = send(
+        fields_of(Batch((Segment(0, asked.tokens, blocks, True),)), 0, None),
+        torch.device("cuda", 0),
+    )
     for head_dim in asked.head_dims:
         for dtype in DTYPES:
             for tile, chosen in tiles(head_dim, dtype, asked.tokens):
                 if asked.chosen and not chosen:
                     continue
-                line: dict[str, Any] = {"head_dim": head_dim, "dtype": str(dtype).removeprefix("torch."), **tile._asdict()}
+                line: dict[str, Any] = {
+                    "head_dim": head_dim,
+                    "dtype": str(dtype).removeprefix("torch."),
+                    **tile._asdict(),
+                }
                 line["chosen"] = chosen
                 try:
                     line |= measure(head_dim, dtype, tile, step, asked.tokens)

@@ -39,7 +39,12 @@ RECORD_TRIES = 200
 def machine() -> dict[str, Any]:
     """What the figures were taken on."""
     cpu = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "unknown"
+        (
+            line.split(":")[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
+        "unknown",
     )
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
@@ -51,12 +56,23 @@ def machine() -> dict[str, Any]:
     }
 
 
-def ask(options: SystemOptions, home: Home, model: str, clock: Clock, prompt: str) -> tuple[float, str]:
+def ask(
+    options: SystemOptions, home: Home, model: str, clock: Clock, prompt: str
+) -> tuple[float, str]:
     """Seconds to the first token, and the trace."""
-    with OpenAI(base_url=f"{options.url}/v1", api_key=home.api_key.read_text().strip(), max_retries=0, timeout=120) as client:
+    with OpenAI(
+        base_url=f"{options.url}/v1",
+        api_key=home.api_key.read_text().strip(),
+        max_retries=0,
+        timeout=120,
+    ) as client:
         began_s = clock.monotonic_s()
         with client.chat.completions.with_streaming_response.create(
-            model=model, messages=[{"role": "user", "content": prompt}], temperature=0, max_tokens=16, stream=True
+            model=model,
+            messages=[{"role": "user", "content": prompt}],
+            temperature=0,
+            max_tokens=16,
+            stream=True,
         ) as response:
             first_s = None
             for chunk in response.parse():
@@ -73,7 +89,11 @@ async def record_of(admin: AdminClient, trace_id: str) -> dict[str, Any]:
             records = (await asyncio.to_thread(admin.get, f"/traces/{trace_id}"))["cold_starts"]
         except NotFound:
             records = []
-        if records and records[0]["status"] == "done" and any(phase["name"] == "prefill" for phase in records[0]["phases"]):
+        if (
+            records
+            and records[0]["status"] == "done"
+            and any(phase["name"] == "prefill" for phase in records[0]["phases"])
+        ):
             return records[0]
         await pause(0.05)
     raise NotFound(f"no finished cold start belongs to trace {trace_id}")
@@ -103,17 +123,25 @@ async def measure(home: Home, repeats: int, link: str, prompt: str) -> dict[str,
                 copy = home.models / model
                 shutil.copytree(demo_model_folder(), copy, copy_function=shutil.copy)
                 slo = {"ttft_ms": 5000, "tpot_ms": 200}
-                await asyncio.to_thread(admin.post, "/models", {"name": model, "uri": copy.as_uri(), "slo": slo})
+                await asyncio.to_thread(
+                    admin.post, "/models", {"name": model, "uri": copy.as_uri(), "slo": slo}
+                )
                 for way in ("remote", "host"):
-                    seconds, trace_id = await asyncio.to_thread(ask, options, home, model, clock, prompt)
+                    seconds, trace_id = await asyncio.to_thread(
+                        ask, options, home, model, clock, prompt
+                    )
                     record = await record_of(admin, trace_id)
                     figures[f"{way}_ttft_s"].append(seconds)
                     coverage[way].append(record["coverage"])
                     if way == "remote":
                         for phase in record["phases"]:
-                            phases.setdefault(phase["name"], [0.0] * repeats)[index] += phase["end_s"] - phase["start_s"]
+                            phases.setdefault(phase["name"], [0.0] * repeats)[index] += (
+                                phase["end_s"] - phase["start_s"]
+                            )
                     else:
-                        seconds, _ = await asyncio.to_thread(ask, options, home, model, clock, prompt)
+                        seconds, _ = await asyncio.to_thread(
+                            ask, options, home, model, clock, prompt
+                        )
                         figures["warm_ttft_s"].append(seconds)
                     await asyncio.to_thread(admin.post, f"/models/{model}/evict")
                     await until_unloaded(admin)
@@ -121,11 +149,17 @@ async def measure(home: Home, repeats: int, link: str, prompt: str) -> dict[str,
         "machine": machine(),
         "link": link,
         "median": {name: round(statistics.median(values), 4) for name, values in figures.items()},
-        "median_coverage": {name: round(statistics.median(values), 4) for name, values in coverage.items()},
+        "median_coverage": {
+            name: round(statistics.median(values), 4) for name, values in coverage.items()
+        },
         "least_coverage": {name: round(min(values), 4) for name, values in coverage.items()},
-        "median_phase_s": {name: round(statistics.median(values), 4) for name, values in phases.items()},
+        "median_phase_s": {
+            name: round(statistics.median(values), 4) for name, values in phases.items()
+        },
         "raw": {name: [round(value, 4) for value in values] for name, values in figures.items()},
-        "raw_coverage": {name: [round(value, 4) for value in values] for name, values in coverage.items()},
+        "raw_coverage": {
+            name: [round(value, 4) for value in values] for name, values in coverage.items()
+        },
     }
 
 
@@ -134,13 +168,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Cold and warm first tokens of the demo model.")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--link", default="200mbit")
-    parser.add_argument("--prompt-words", type=int, default=0, help="ask with a prompt of so many words instead of the demo's")
+    parser.add_argument(
+        "--prompt-words",
+        type=int,
+        default=0,
+        help="ask with a prompt of so many words instead of the demo's",
+    )
     arguments = parser.parse_args()
     prompt = " ".join(["light"] * arguments.prompt_words) or DEMO_PROMPT
     with tempfile.TemporaryDirectory(prefix="pilotlight-bench-") as folder:
         # PostgreSQL runs as another user when we are root, and passes through.
         Path(folder).chmod(0o711)
-        result = asyncio.run(measure(Home(Path(folder) / "home"), arguments.repeats, arguments.link, prompt))
+        result = asyncio.run(
+            measure(Home(Path(folder) / "home"), arguments.repeats, arguments.link, prompt)
+        )
     print(json.dumps(result, indent=2))
 
 

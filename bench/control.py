@@ -1,7 +1,8 @@
 """What a decision costs in a large cluster: ``make bench-control``.
 
-Builds the facts of a cluster at rest (1,000 nodes with 8 workers each, 10,000 models, 2,000 instances) and times single ticks of control
-(``policy/control/tick.py``) in this process, without bus and database:
+Builds the facts of a cluster at rest (1,000 nodes with 8 workers each, 10,000 models, 2,000
+instances) and times single ticks of control (``policy/control/tick.py``) in this process, without
+bus and database:
 
 * ``nothing``: nothing is new; some holds are repeated, as in every tick;
 * ``report``: one worker reports that a request has come or ended;
@@ -10,8 +11,9 @@ Builds the facts of a cluster at rest (1,000 nodes with 8 workers each, 10,000 m
 * ``heartbeats``: all workers and nodes report what they did before;
 * ``everything``: a tick that looks at everything, as the first one of a term does.
 
-Prints one JSON document: the machine, for each kind the median over the runs of median and 99th percentile, by the clock and (``cpu_``) of
-processor time, which other processes do not add to, and the most objects that a tick looked at.
+Prints one JSON document: the machine, for each kind the median over the runs of median and 99th
+percentile, by the clock and (``cpu_``) of processor time, which other processes do not add to, and
+the most objects that a tick looked at.
 """
 
 import argparse
@@ -90,7 +92,9 @@ def take(cluster: LargeCluster, change: Change, ticks: int) -> Taken:
 
 def main() -> None:
     """Run and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--nodes", type=int, default=1000)
     parser.add_argument("--workers", type=int, default=8, help="of each node")
     parser.add_argument("--models", type=int, default=10_000)
@@ -98,7 +102,12 @@ def main() -> None:
     parser.add_argument("--ticks", type=int, default=300, help="of each kind and run")
     parser.add_argument("--runs", type=int, default=3)
     asked = parser.parse_args()
-    size = Size(nodes=asked.nodes, workers_per_node=asked.workers, models=asked.models, instances=asked.instances)
+    size = Size(
+        nodes=asked.nodes,
+        workers_per_node=asked.workers,
+        models=asked.models,
+        instances=asked.instances,
+    )
     runs: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
     looked: dict[str, dict[str, int]] = {}
     for _ in range(asked.runs):
@@ -117,7 +126,14 @@ def main() -> None:
     }
     print(
         json.dumps(
-            {"machine": machine(), "size": asdict(size), "runs": asked.runs, "ticks": asked.ticks, "kinds": figures}, indent=1
+            {
+                "machine": machine(),
+                "size": asdict(size),
+                "runs": asked.runs,
+                "ticks": asked.ticks,
+                "kinds": figures,
+            },
+            indent=1,
         )
     )
 

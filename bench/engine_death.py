@@ -1,9 +1,10 @@
 """How long a stream pauses when every engine of its node is killed: ``make bench-engine-death``.
 
-One system with two workers, anew for each figure; ``ready`` once each of them has its spare engine, or with none
-(``PILOTLIGHT_SPARE_ENGINE=false``). In mid-stream every engine gets SIGKILL at the same moment, so that no other instance, and no other
-engine, can take the request over. Measured is the longest pause between two pieces of the stream's text: start of an engine, load of
-the model from the host pool, computing prompt and output so far.
+One system with two workers, anew for each figure; ``ready`` once each of them has its spare engine,
+or with none (``PILOTLIGHT_SPARE_ENGINE=false``). In mid-stream every engine gets SIGKILL at the
+same moment, so that no other instance, and no other engine, can take the request over. Measured is
+the longest pause between two pieces of the stream's text: start of an engine, load of the model
+from the host pool, computing prompt and output so far.
 
 Prints one JSON document: the machine, medians and maxima, and every single figure.
 """
@@ -40,7 +41,12 @@ DEADLINE_S = 120.0
 
 def engines(log_dir: Path, action: str) -> set[int]:
     """Process ids of engines of which the workers' logs say something."""
-    lines = (line for path in log_dir.glob("worker*.log") for line in path.read_text().splitlines() if line.startswith("{"))
+    lines = (
+        line
+        for path in log_dir.glob("worker*.log")
+        for line in path.read_text().splitlines()
+        if line.startswith("{")
+    )
     events = (json.loads(line) for line in lines)
     return {event["pid"] for event in events if event.get("action") == action}
 
@@ -58,7 +64,10 @@ async def stream(home: Home, options: SystemOptions, victims: set[int]) -> tuple
     clock = SystemClock()
     text, longest_s, last_s = "", 0.0, None
     async with AsyncOpenAI(
-        base_url=f"{options.url}/v1", api_key=home.api_key.read_text().strip(), max_retries=0, timeout=DEADLINE_S
+        base_url=f"{options.url}/v1",
+        api_key=home.api_key.read_text().strip(),
+        max_retries=0,
+        timeout=DEADLINE_S,
     ) as client:
         chunks = await client.chat.completions.create(
             model="m",
@@ -88,13 +97,21 @@ async def measure(folder: Path, *, spare: bool) -> float:
         SystemExit: the text is not that of an undisturbed stream.
     """
     home = Home(folder)
-    options = SystemOptions(port=free_port(), workers=WORKERS, pool_bytes=POOL_BYTES, model_roots=(demo_model_folder(),))
+    options = SystemOptions(
+        port=free_port(), workers=WORKERS, pool_bytes=POOL_BYTES, model_roots=(demo_model_folder(),)
+    )
     os.environ["PILOTLIGHT_SPARE_ENGINE"] = str(spare).lower()
     async with System(home, options, lambda what: print(f"… {what}", file=sys.stderr)):
         with AdminClient(options.url, home.admin_key.read_text().strip()) as admin:
-            # In float32: what is computed again, in another batch, is then the same to the last bit.
+            # In float32: what is computed again, in another batch, is then the same to the last
+            # bit.
             slo = {"ttft_ms": 30_000, "tpot_ms": 1000}
-            model = {"name": "m", "uri": demo_model_folder().as_uri(), "dtype": "float32", "slo": slo}
+            model = {
+                "name": "m",
+                "uri": demo_model_folder().as_uri(),
+                "dtype": "float32",
+                "slo": slo,
+            }
             await asyncio.to_thread(admin.post, "/models", model)
             undisturbed, _ = await stream(home, options, set())
             victims = await until_there(home.logs, "engine_started")
@@ -122,7 +139,9 @@ async def measure_all(folder: Path, repeats: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description="How long a stream pauses when every engine of its node is killed.")
+    parser = argparse.ArgumentParser(
+        description="How long a stream pauses when every engine of its node is killed."
+    )
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     configure_logging("bench")

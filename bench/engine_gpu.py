@@ -1,18 +1,22 @@
 """The native engine on one GPU, beside vLLM in the same run: ``make bench-engine-gpu VLLM=python``.
 
-Each engine is a process of its own (``engine_gpu_ours.py``, ``engine_gpu_vllm.py`` by the interpreter that ``--vllm`` names) and reads the
-same random bfloat16 weights from the same files. Both stay on the device, with as much KV; they take turns, and whoever goes first
-changes. For each shape: decode milliseconds a step at batch 1, 8 and 64 behind prompts of 161 tokens (the time of more tokens less that of
-few, by their number); output tokens a second for 128 requests of 161 tokens in and 128 out, and for a sample of a trace of conversations
-(``data/azure_conv_2023_sample.csv``), all offered at once; time to the first token at 161, 2,048 and 8,192 prompt tokens; the most memory
-that each had of the device's. Prompts are random and all different, prefixes are not cached, output is greedy, nothing stops early.
+Each engine is a process of its own (``engine_gpu_ours.py``, ``engine_gpu_vllm.py`` by the
+interpreter that ``--vllm`` names) and reads the same random bfloat16 weights from the same files.
+Both stay on the device, with as much KV; they take turns, and the engine that goes first changes.
+For each shape: decode milliseconds a step at batch 1, 8 and 64 behind prompts of 161 tokens (the
+time of more tokens less that of few, by their number); output tokens a second for 128 requests of
+161 tokens in and 128 out, and for a sample of a trace of conversations
+(``data/azure_conv_2023_sample.csv``), all offered at once; time to the first token at 161, 2,048
+and 8,192 prompt tokens; the most memory that each had of the device's. Prompts are random and all
+different, prefixes are not cached, output is greedy, nothing stops early.
 
-Greedy tokens are compared, too: at the first one that differs, both engines are right where float32 finds the two no further apart than
-bfloat16 rounds (``engine_gpu_agreement.py``). More than that is an error.
+Greedy tokens are compared, too: at the first one that differs, both engines are right where float32
+finds the two no further apart than bfloat16 rounds (``engine_gpu_agreement.py``). More than that is
+an error.
 
-Every row is printed as a line of JSON as soon as it is there; the last line is the whole document. What would not end within ``--limit-s``
-seconds a shape is left out and named. The exit status is 1 when a floor was missed, tokens differ by more than rounding, or a row is
-missing.
+Every row is printed as a line of JSON as soon as it is there; the last line is the whole document.
+What would not end within ``--limit-s`` seconds a shape is left out and named. The exit status is 1
+when a floor was missed, tokens differ by more than rounding, or a row is missing.
 """
 
 import argparse
@@ -42,7 +46,11 @@ COMPARED, COMPARED_TOKENS = 8, 64
 FLOOR = 0.9
 START_S, ANSWER_S = 240.0, 120.0
 """The longest that an engine may take to start, and to answer."""
-PREDICTED_S = {"weights": {"4B": 12, "8B": 20}, "vllm": {"4B": 60, "8B": 65}, "ours": {"4B": 15, "8B": 18}}
+PREDICTED_S = {
+    "weights": {"4B": 12, "8B": 20},
+    "vllm": {"4B": 60, "8B": 65},
+    "ours": {"4B": 15, "8B": 18},
+}
 """On one H200 with nothing cached; other parts are in ``rows``."""
 PROFILE_S, EXACT_S = 15.0, {"4B": 15.0, "8B": 20.0}
 """What these take at most."""
@@ -79,7 +87,7 @@ class Clock:
         print(f"… {self._shape} {self.elapsed_s:6.1f} s: {words}", file=sys.stderr, flush=True)
 
     def has(self, seconds: float) -> bool:
-        """There is so much time left."""
+        """There is that much time left."""
         return self.elapsed_s + seconds <= self._limit_s
 
 
@@ -108,17 +116,45 @@ def tokens_per_s(prompts: list[int], outputs: list[int]) -> Callable[[Child, int
 
 def ttft_ms(prompt_tokens: int) -> Callable[[Child, int], list[float]]:
     """Milliseconds from the call to the first token, of one request alone."""
-    return lambda engine, seed: [engine.generate(seed + turn, [prompt_tokens], [1]) * 1e3 for turn in range(TTFT_TIMES)]
+    return lambda engine, seed: [
+        engine.generate(seed + turn, [prompt_tokens], [1]) * 1e3 for turn in range(TTFT_TIMES)
+    ]
 
 
 def rows(shape: str) -> list[Row]:
     """What is measured, the shortest first: a run that is cut off has most of it."""
     slower = 1.3 if shape == "8B" else 1.0
     return [
-        *(Row(f"decode, batch {batch}", "ms", False, (1.2 + batch / 40) * slower, decode_ms(batch)) for batch in BATCHES),
-        *(Row(f"first token at {length}", "ms", False, 0.4 + length / 5000 * slower, ttft_ms(length)) for length in PROMPTS),
-        Row("128 requests of 161 in, 128 out", "tokens/s", True, 3 * slower, tokens_per_s([PROMPT_TOKENS] * 128, [128] * 128)),
-        Row("AzureConv, 128 requests at once", "tokens/s", True, 12 * slower, tokens_per_s(*conversations())),
+        *(
+            Row(
+                f"decode, batch {batch}", "ms", False, (1.2 + batch / 40) * slower, decode_ms(batch)
+            )
+            for batch in BATCHES
+        ),
+        *(
+            Row(
+                f"first token at {length}",
+                "ms",
+                False,
+                0.4 + length / 5000 * slower,
+                ttft_ms(length),
+            )
+            for length in PROMPTS
+        ),
+        Row(
+            "128 requests of 161 in, 128 out",
+            "tokens/s",
+            True,
+            3 * slower,
+            tokens_per_s([PROMPT_TOKENS] * 128, [128] * 128),
+        ),
+        Row(
+            "AzureConv, 128 requests at once",
+            "tokens/s",
+            True,
+            12 * slower,
+            tokens_per_s(*conversations()),
+        ),
     ]
 
 
@@ -128,15 +164,25 @@ def ratio(ours: float, theirs: float, *, more_is_better: bool) -> float:
 
 
 def summary(
-    name: str, unit: str, more_is_better: bool, found: dict[str, list[float]], median: Callable[..., float]
+    name: str,
+    unit: str,
+    more_is_better: bool,
+    found: dict[str, list[float]],
+    median: Callable[..., float],
 ) -> dict[str, Any]:
-    """A row's line: medians, every figure, and the ratio and its floor where there are two engines."""
+    """A row's line: medians, every figure, and the ratio and its floor where there are two
+    engines.
+    """
     middle = {engine: round(median(figures), 3) for engine, figures in found.items()}
     line: dict[str, Any] = {"row": name, "unit": unit, **middle}
     if "vllm" in middle:
         line["ratio"] = ratio(middle["ours"], middle["vllm"], more_is_better=more_is_better)
         line["floor"] = {"ratio": FLOOR, "met": line["ratio"] >= FLOOR}
-    return line | {"raw": {engine: [round(figure, 3) for figure in figures] for engine, figures in found.items()}}
+    return line | {
+        "raw": {
+            engine: [round(figure, 3) for figure in figures] for engine, figures in found.items()
+        }
+    }
 
 
 def folder_for(shape: str) -> str | None:
@@ -147,10 +193,17 @@ def folder_for(shape: str) -> str | None:
 
 
 @contextlib.contextmanager
-def started(shape: str, arguments: argparse.Namespace, clock: Clock, memory: DeviceMemory) -> Iterator[dict[str, Child]]:
-    """Both engines, one after the other: what the device's memory grows by is the one's that starts."""
+def started(
+    shape: str, arguments: argparse.Namespace, clock: Clock, memory: DeviceMemory
+) -> Iterator[dict[str, Child]]:
+    """Both engines, one after the other: what the device's memory grows by is the one's that
+    starts.
+    """
     place = arguments.folder or folder_for(shape)
-    with tempfile.TemporaryDirectory(prefix="pilotlight-bench-", dir=place) as folder, contextlib.ExitStack() as ends:
+    with (
+        tempfile.TemporaryDirectory(prefix="pilotlight-bench-", dir=place) as folder,
+        contextlib.ExitStack() as ends,
+    ):
         clock.say(f"writing weights to {folder}, predicted {PREDICTED_S['weights'][shape]} s")
         command = [sys.executable, str(HERE / "engine_gpu_weights.py"), shape, folder]
         subprocess.run(command, stdout=sys.stderr, check=True, timeout=ANSWER_S)
@@ -163,29 +216,42 @@ def started(shape: str, arguments: argparse.Namespace, clock: Clock, memory: Dev
             script = HERE / f"engine_gpu_{name}.py"
             with memory.of(name):
                 engines[name] = ends.enter_context(
-                    Child(name, [interpreter, str(script), json.dumps({"folder": folder, "shape": shape})], START_S, ANSWER_S)
+                    Child(
+                        name,
+                        [interpreter, str(script), json.dumps({"folder": folder, "shape": shape})],
+                        START_S,
+                        ANSWER_S,
+                    )
                 )
             clock.say(f"{name} is up: {engines[name].about}")
         yield engines
 
 
-def measure(shape: str, arguments: argparse.Namespace, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+def measure(
+    shape: str, arguments: argparse.Namespace, tell: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
     """Everything for one shape."""
     clock, memory = Clock(shape, arguments.limit_s), DeviceMemory()
     planned = rows(shape)
-    total = sum(part[shape] for part in PREDICTED_S.values()) + sum(row.predicted_s for row in planned) * (arguments.rounds + 1)
+    total = sum(part[shape] for part in PREDICTED_S.values()) + sum(
+        row.predicted_s for row in planned
+    ) * (arguments.rounds + 1)
     clock.say(f"predicted {total:.0f} s, limit {arguments.limit_s:.0f} s")
     seeds = iter(range(1, 1 << 30, 100))
     found: dict[str, Any] = {"rows": [], "left_out": []}
     both: Said | None = None
     with started(shape, arguments, clock, memory) as engines:
         found["engines"] = {name: engine.about for name, engine in engines.items()}
-        figures: dict[str, dict[str, list[float]]] = {row.name: {name: [] for name in engines} for row in planned}
+        figures: dict[str, dict[str, list[float]]] = {
+            row.name: {name: [] for name in engines} for row in planned
+        }
         for turn in range(-1, arguments.rounds):
             order = list(engines.items())[:: 1 if turn % 2 else -1]
             for row in planned:
                 if not clock.has(row.predicted_s):
-                    found["left_out"].append(f"{row.name}, {'warming' if turn < 0 else f'round {turn + 1}'}")
+                    found["left_out"].append(
+                        f"{row.name}, {'warming' if turn < 0 else f'round {turn + 1}'}"
+                    )
                     continue
                 for name, engine in order:
                     seed = next(seeds)
@@ -193,12 +259,16 @@ def measure(shape: str, arguments: argparse.Namespace, tell: Callable[[dict[str,
                         measured = row.measure(engine, seed)
                     if turn >= 0:
                         figures[row.name][name] += measured
-                    clock.say(f"round {turn + 1}, {row.name}, {name}: {statistics.median(measured):.3f} {row.unit}")
+                    clock.say(
+                        f"round {turn + 1}, {row.name}, {name}: {statistics.median(measured):.3f} {row.unit}"
+                    )
             if turn < 0 and len(engines) == 2:
                 both = said(engines, next(seeds), memory)
         for row in planned:
             if all(figures[row.name].values()):
-                line = summary(row.name, row.unit, row.more_is_better, figures[row.name], statistics.median)
+                line = summary(
+                    row.name, row.unit, row.more_is_better, figures[row.name], statistics.median
+                )
                 found["rows"].append(line)
                 tell({"shape": shape, **line})
         peaks = {name: [memory.peak_bytes[name] / 2**30] for name in engines}
@@ -232,26 +302,44 @@ def said(engines: dict[str, Child], seed: int, memory: DeviceMemory) -> Said:
     for name, engine in engines.items():
         with memory.of(name):
             answers[name] = engine.ask(
-                do="likeliest", seed=seed, prompt_tokens=[PROMPT_TOKENS] * COMPARED, output_tokens=COMPARED_TOKENS
+                do="likeliest",
+                seed=seed,
+                prompt_tokens=[PROMPT_TOKENS] * COMPARED,
+                output_tokens=COMPARED_TOKENS,
             )
-    outputs, tops = ({name: answer[key] for name, answer in answers.items()} for key in ("outputs", "tops"))
+    outputs, tops = (
+        {name: answer[key] for name, answer in answers.items()} for key in ("outputs", "tops")
+    )
     return Said(seed, outputs, tops)
 
 
 def compared(engine: Child, both: Said) -> dict[str, Any]:
-    """Judged by our engine in float32, which takes memory of its own: after everything that is measured."""
+    """Judged by our engine in float32, which takes memory of its own: after everything that is
+    measured.
+    """
     ours, theirs = both.outputs["ours"], both.outputs["vllm"]
     places, prompts = checked(ours, theirs), [PROMPT_TOKENS] * COMPARED
-    tops = engine.ask(do="exact", seed=both.seed, prompt_tokens=prompts, outputs=ours, places=places)["tops"]
-    exact = [dict(zip(where, there, strict=True)) for where, there in zip(places, tops, strict=True)]
+    tops = engine.ask(
+        do="exact", seed=both.seed, prompt_tokens=prompts, outputs=ours, places=places
+    )["tops"]
+    exact = [
+        dict(zip(where, there, strict=True)) for where, there in zip(places, tops, strict=True)
+    ]
     return agreement(ours, theirs, both.tops["ours"], both.tops["vllm"], exact)
 
 
 def profile(engine: Child, seed: int) -> dict[str, Any]:
     """Our device time by kernel."""
-    asked = {"decode 1": (1, 161, 10), "decode 64": (64, 161, 10), "prefill 8192": (1, 8192, 1), "prefill 161": (1, 161, 1)}
+    asked = {
+        "decode 1": (1, 161, 10),
+        "decode 64": (64, 161, 10),
+        "prefill 8192": (1, 8192, 1),
+        "prefill 161": (1, 161, 1),
+    }
     return {
-        name: engine.ask(do="profile", seed=seed + number, prompt_tokens=[tokens] * batch, steps=steps)["kernels"]
+        name: engine.ask(
+            do="profile", seed=seed + number, prompt_tokens=[tokens] * batch, steps=steps
+        )["kernels"]
         for number, (name, (batch, tokens, steps)) in enumerate(asked.items())
     }
 
@@ -261,23 +349,31 @@ def complaints(shapes: dict[str, dict[str, Any]]) -> list[str]:
     found: list[str] = []
     for shape, document in shapes.items():
         below = [line for line in document["rows"] if "floor" in line and not line["floor"]["met"]]
-        found += [f"{shape}: {line['row']}: {line['ratio']} of vLLM, below {FLOOR}" for line in below]
+        found += [
+            f"{shape}: {line['row']}: {line['ratio']} of vLLM, below {FLOOR}" for line in below
+        ]
         found += [f"{shape}: left out: {name}" for name in document["left_out"]]
         found += [
-            f"{shape}: tokens differ by more than rounding: {one}" for one in document.get("agreement", {}).get("errors", [])
+            f"{shape}: tokens differ by more than rounding: {one}"
+            for one in document.get("agreement", {}).get("errors", [])
         ]
     return found
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm", help="a Python interpreter that has vLLM; without it nothing is compared")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--vllm", help="a Python interpreter that has vLLM; without it nothing is compared"
+    )
     parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=list(SHAPES))
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--limit-s", type=float, default=230.0, help="of each shape")
     parser.add_argument(
-        "--folder", help="where the weights are written; by default memory, if they fit, else where temporary files go"
+        "--folder",
+        help="where the weights are written; by default memory, if they fit, else where temporary files go",
     )
     parser.add_argument("--profile", action="store_true", help="our device time by kernel, too")
     asked = parser.parse_args(arguments)

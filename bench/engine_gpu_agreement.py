@@ -1,9 +1,12 @@
-"""Do two engines with the same weights say the same? In bfloat16 they round differently, and where two tokens are almost equally probable
+"""Do two engines with the same weights say the same? In bfloat16 they round differently, and where
+two tokens are almost equally probable
 either may come first.
 
-What is almost equal is measured: the same weights run in float32, too, behind the same tokens. How far the gap between an engine's best
-token and the next ones is from float32's, where both engines say the same, is that engine's rounding. Where they part, float32 has to
-find the two tokens as close together as the other engine rounds: our own rounding, if it were too large, would excuse itself.
+What is almost equal is measured: the same weights run in float32, too, behind the same tokens. How
+far the gap between an engine's best token and the next ones is from float32's, where both engines
+say the same, is that engine's rounding. Where they part, float32 has to find the two tokens as
+close together as the other engine rounds: our own rounding, if it were too large, would excuse
+itself.
 """
 
 import math
@@ -11,21 +14,28 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 DEVIATIONS = 5.0
-"""So many times the other engine's rounding (root mean square) may lie between two tokens of which each engine takes another."""
+"""How many times the other engine's rounding (root mean square) may lie between two tokens of which
+each engine takes another."""
 CHECKED_TOKENS = 24
-"""Of each prompt's output, so many positions run in float32 at most, the first that differs among them."""
+"""How many positions of each prompt's output run in float32 at most, the first that differs among
+them."""
 
 Tops = Sequence[Sequence[float]]
-"""The most probable tokens at one place, best first: [id, logarithm of the probability]. The difference of two is that of the logits."""
+"""The most probable tokens at one place, best first: [id, logarithm of the probability]. The
+difference of two is that of the logits."""
 
 
 def first_difference(mine: Sequence[int], yours: Sequence[int]) -> int | None:
     """Where two outputs part."""
-    return next((at for at, (one, other) in enumerate(zip(mine, yours, strict=True)) if one != other), None)
+    return next(
+        (at for at, (one, other) in enumerate(zip(mine, yours, strict=True)) if one != other), None
+    )
 
 
 def checked(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Positions of each prompt's output that are to run in float32: the last ones up to the first difference."""
+    """Positions of each prompt's output that are to run in float32: the last ones up to the first
+    difference.
+    """
     parted = (first_difference(mine, yours) for mine, yours in zip(ours, theirs, strict=True))
     ends = [len(mine) if at is None else at + 1 for mine, at in zip(ours, parted, strict=True)]
     return [list(range(max(0, end - CHECKED_TOKENS), end)) for end in ends]
@@ -45,11 +55,13 @@ def agreement(
         theirs: the other engine's.
         our_tops: the most probable ones at each of ours.
         their_tops: and at each of theirs.
-        exact: of each prompt, the most probable ones in float32 at the positions that ``checked`` names.
+        exact: of each prompt, the most probable ones in float32 at the positions that ``checked``
+            names.
 
     Returns:
-        Tokens that are equal, of how many; both roundings and the bound; for each prompt whose tokens differ, where, our gap between the
-        two best, and float32's from our token to theirs (negative: float32 prefers theirs); and those that are more than rounding.
+        Tokens that are equal, of how many; both roundings and the bound; for each prompt whose
+        tokens differ, where, our gap between the two best, and float32's from our token to theirs
+        (negative: float32 prefers theirs); and those that are more than rounding.
     """
     places = [first_difference(mine, yours) for mine, yours in zip(ours, theirs, strict=True)]
     rounding = {
@@ -67,7 +79,10 @@ def agreement(
     for prompt, place in enumerate(places):
         if place is None:
             continue
-        best, values = our_tops[prompt][place], {int(token): value for token, value in exact[prompt][place]}
+        best, values = (
+            our_tops[prompt][place],
+            {int(token): value for token, value in exact[prompt][place]},
+        )
         mine, yours = values.get(ours[prompt][place]), values.get(theirs[prompt][place])
         differing.append(
             {
@@ -88,7 +103,11 @@ def agreement(
         "float32_prefers_ours": sum((one["float32_gap"] or 0) > 0 for one in differing),
         "float32_prefers_theirs": sum((one["float32_gap"] or 0) < 0 for one in differing),
         "differing": differing,
-        "errors": [one for one in differing if one["float32_gap"] is None or abs(one["float32_gap"]) > bound],
+        "errors": [
+            one
+            for one in differing
+            if one["float32_gap"] is None or abs(one["float32_gap"]) > bound
+        ],
     }
 
 
@@ -105,4 +124,8 @@ def shifts(rounded: Tops, exact: Tops) -> list[float]:
     if int(first) not in values:
         return []
     best = values[int(first)]
-    return [(at_first - value) - (best - values[int(token)]) for token, value in others if int(token) in values]
+    return [
+        (at_first - value) - (best - values[int(token)])
+        for token, value in others
+        if int(token) in values
+    ]

@@ -1,4 +1,7 @@
-"""What ``bench/engine_gpu.py`` asks of an engine, line by line. The standard library alone: an engine may bring its own interpreter."""
+"""What ``bench/engine_gpu.py`` asks of an engine, line by line.
+
+The standard library alone: an engine may bring its own interpreter.
+"""
 
 import json
 import os
@@ -12,8 +15,20 @@ from typing import Any
 VOCAB_SIZE = 151_936
 MAX_CONTEXT_TOKENS = 16_384
 SHAPES = {
-    "4B": {"num_layers": 40, "hidden_size": 2560, "num_heads": 20, "num_kv_heads": 20, "intermediate_size": 6912},
-    "8B": {"num_layers": 36, "hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "intermediate_size": 12_288},
+    "4B": {
+        "num_layers": 40,
+        "hidden_size": 2560,
+        "num_heads": 20,
+        "num_kv_heads": 20,
+        "intermediate_size": 6912,
+    },
+    "8B": {
+        "num_layers": 36,
+        "hidden_size": 4096,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "intermediate_size": 12_288,
+    },
 }
 HEAD_DIM = 128
 KV_TOKENS = 98_304
@@ -25,12 +40,20 @@ TOP = 5
 def weights_bytes(shape: str) -> int:
     """Of a shape in bfloat16, without norms and biases."""
     sizes = SHAPES[shape]
-    hidden, heads = sizes["hidden_size"], HEAD_DIM * (2 * sizes["num_heads"] + 2 * sizes["num_kv_heads"])
-    return 2 * hidden * (2 * VOCAB_SIZE + sizes["num_layers"] * (heads + 3 * sizes["intermediate_size"]))
+    hidden, heads = (
+        sizes["hidden_size"],
+        HEAD_DIM * (2 * sizes["num_heads"] + 2 * sizes["num_kv_heads"]),
+    )
+    return (
+        2
+        * hidden
+        * (2 * VOCAB_SIZE + sizes["num_layers"] * (heads + 3 * sizes["intermediate_size"]))
+    )
 
 
 Generate = Callable[[list[list[int]], list[int]], list[list[int]]]
-"""Prompts and how many tokens each is to be given -> those tokens, greedy, to the end of the last."""
+"""Prompts and how many tokens each is to be given -> those tokens, greedy, to the end of the last.
+"""
 Handler = Callable[[dict[str, Any]], dict[str, Any]]
 
 
@@ -60,14 +83,22 @@ def read() -> Job:
 
 
 def take_stdout() -> Any:
-    """Answers go where stdout went; whatever the engine prints goes to stderr. To be called before the engine is imported."""
+    """Answers go where stdout went; whatever the engine prints goes to stderr.
+
+    To be called before the engine is imported.
+    """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return answers
 
 
-def serve(answers: Any, about: dict[str, Any], generate: Generate, others: dict[str, Handler] | None = None) -> None:
-    """Says that it is ready, then answers what it is asked until nobody asks any more.
+def serve(
+    answers: Any,
+    about: dict[str, Any],
+    generate: Generate,
+    others: dict[str, Handler] | None = None,
+) -> None:
+    """Says that it is ready, then answers what it is asked until its input ends.
 
     Raises:
         SystemExit: the engine gave another number of tokens than it was asked for.

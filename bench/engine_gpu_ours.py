@@ -45,25 +45,39 @@ class Bench:
         layout = layout_of(self.arena, decoder, whole, dtype)
         parts = range(self.spec.num_layers + 2)
         room = sum(layout.part(part).num_bytes for part in parts)
-        room += layout.kv_bytes(kv_tokens // BLOCK_TOKENS, self.spec.num_layers, self.arena.granule_bytes)
+        room += layout.kv_bytes(
+            kv_tokens // BLOCK_TOKENS, self.spec.num_layers, self.arena.granule_bytes
+        )
         self.engine.begin_load(instance, self.spec, whole, dtype, room)
         began_s = time.monotonic()
         for part in parts:
             with safe_open(self._folder / f"part-{part}.safetensors", "pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
             sources = {
-                name: (Dtype.BFLOAT16, tuple(tensor.shape), memoryview(tensor.view(-1).view(torch.uint8).numpy()))
+                name: (
+                    Dtype.BFLOAT16,
+                    tuple(tensor.shape),
+                    memoryview(tensor.view(-1).view(torch.uint8).numpy()),
+                )
                 for name, tensor in tensors.items()
             }
             self.engine.place_part(instance, part, sources)
         torch.cuda.synchronize()
         return time.monotonic() - began_s
 
-    def add(self, prompt: list[int], output_tokens: int, instance: InstanceId = INSTANCE, **sampling: Any) -> str:
+    def add(
+        self,
+        prompt: list[int],
+        output_tokens: int,
+        instance: InstanceId = INSTANCE,
+        **sampling: Any,
+    ) -> str:
         """One greedy request; its id."""
         self._number += 1
         name = f"r{self._number}"
-        parameters = Sampling(seed=self._number, max_tokens=output_tokens, temperature=0.0, **sampling)
+        parameters = Sampling(
+            seed=self._number, max_tokens=output_tokens, temperature=0.0, **sampling
+        )
         self.engine.add(RequestId(name), 1, instance, prompt, (), parameters)
         return name
 
@@ -76,13 +90,17 @@ class Bench:
 
     def generate(self, prompts: list[list[int]], wanted: list[int]) -> list[list[int]]:
         """See ``engine_gpu_job.Generate``."""
-        outputs: dict[str, list[int]] = {self.add(prompt, count): [] for prompt, count in zip(prompts, wanted, strict=True)}
+        outputs: dict[str, list[int]] = {
+            self.add(prompt, count): [] for prompt, count in zip(prompts, wanted, strict=True)
+        }
         for one in self.finish():
             outputs[one.request_id] += one.token_ids
         return list(outputs.values())
 
     def likeliest(self, ask: dict[str, Any]) -> dict[str, Any]:
-        """Greedy tokens, and for each the most probable ones with the logarithms of their probabilities."""
+        """Greedy tokens, and for each the most probable ones with the logarithms of their
+        probabilities.
+        """
         names = [
             self.add(prompt, ask["output_tokens"], logprobs=True, top_logprobs=job.TOP)
             for prompt in job.prompts_of(ask["seed"], ask["prompt_tokens"])
@@ -101,7 +119,12 @@ class Bench:
         prompts = job.prompts_of(ask["seed"], ask["prompt_tokens"])
         for prompt, output, places in zip(prompts, ask["outputs"], ask["places"], strict=True):
             behind = [prompt + output[:place] for place in places]
-            names.append([self.add(tokens, 1, EXACT, logprobs=True, top_logprobs=EXACT_TOP) for tokens in behind])
+            names.append(
+                [
+                    self.add(tokens, 1, EXACT, logprobs=True, top_logprobs=EXACT_TOP)
+                    for tokens in behind
+                ]
+            )
         for one in self.finish():
             found[one.request_id] = next(list(map(list, top)) for top in one.top_logprobs or ())
         self.engine.unload(EXACT)
@@ -121,22 +144,38 @@ class Bench:
             torch.cuda.synchronize()
         self.finish()
         kernels = [
-            (event.key[:90], round(event.self_device_time_total / 1e3 / steps, 4), event.count // steps)
+            (
+                event.key[:90],
+                round(event.self_device_time_total / 1e3 / steps, 4),
+                event.count // steps,
+            )
             for event in recorded.key_averages()
         ]
         return {"kernels": sorted(kernels, key=lambda kernel: -kernel[1])[:14]}
 
     def memory(self, _: dict[str, Any]) -> dict[str, Any]:
         """What it holds of the device's memory, by its own books."""
-        return {"arena_bytes": self.arena.physical_bytes, "torch_bytes": torch.cuda.max_memory_reserved()}
+        return {
+            "arena_bytes": self.arena.physical_bytes,
+            "torch_bytes": torch.cuda.max_memory_reserved(),
+        }
 
 
 def main() -> None:
-    """Answers until nobody asks any more."""
+    """Answers until its input ends."""
     answers, asked = job.take_stdout(), job.read()
     bench = Bench(asked)
-    about = {"version": f"torch {torch.__version__}", "device": bench.device_name, "load_s": round(bench.load_s, 3)}
-    others = {"likeliest": bench.likeliest, "exact": bench.exact, "profile": bench.profile, "memory": bench.memory}
+    about = {
+        "version": f"torch {torch.__version__}",
+        "device": bench.device_name,
+        "load_s": round(bench.load_s, 3),
+    }
+    others = {
+        "likeliest": bench.likeliest,
+        "exact": bench.exact,
+        "profile": bench.profile,
+        "memory": bench.memory,
+    }
     job.serve(answers, about, bench.generate, others)
 
 

@@ -26,8 +26,12 @@ class Child:
         self._name = name
         self._answer_s = answer_s
         # Our own sources are nothing for another interpreter.
-        variables = {key: value for key, value in os.environ.items() if name == "ours" or key != "PYTHONPATH"}
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables)
+        variables = {
+            key: value for key, value in os.environ.items() if name == "ours" or key != "PYTHONPATH"
+        }
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables
+        )
         self._lines: queue.Queue[str] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -90,7 +94,9 @@ class Child:
 
 
 def used_bytes_of_device() -> Callable[[], int]:
-    """What asks the driver how much of the first device's memory is in use, by NVIDIA's management library."""
+    """What asks the driver how much of the first device's memory is in use, by NVIDIA's management
+    library.
+    """
     import pynvml
 
     pynvml.nvmlInit()
@@ -99,7 +105,9 @@ def used_bytes_of_device() -> Callable[[], int]:
 
 
 class DeviceMemory:
-    """Whose the device's memory is: it grows for whoever's turn it is, since one works at a time."""
+    """Which engine has the device's memory: it grows for the one whose turn it is, since one works
+    at a time.
+    """
 
     def __init__(self, used_bytes: Callable[[], int] | None = None) -> None:
         self._used_bytes = used_bytes or used_bytes_of_device()
@@ -124,5 +132,7 @@ class DeviceMemory:
             ended.set()
             watcher.join(STOP_S)
             after = self._used_bytes()
-            self.peak_bytes[name] = max(self.peak_bytes[name], self._bytes[name] + max(most[0], after) - before)
+            self.peak_bytes[name] = max(
+                self.peak_bytes[name], self._bytes[name] + max(most[0], after) - before
+            )
             self._bytes[name] += after - before

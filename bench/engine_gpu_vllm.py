@@ -1,7 +1,8 @@
 """vLLM on a GPU, in one process, for ``bench/engine_gpu.py``. Its interpreter brings ``vllm``.
 
-Default settings, but for what makes the two comparable: no prefix caching, as much KV as the other engine has (then vLLM's share of the
-device's memory, which it would fill with KV, says nothing but what has to be free).
+Default settings, but for what makes the two comparable: no prefix caching, as much KV as the other
+engine has (then vLLM's share of the device's memory, which it would fill with KV, says nothing but
+what has to be free).
 """
 
 import os
@@ -16,7 +17,7 @@ FREE_SHARE = 0.5
 
 
 def main() -> None:
-    """Answers until nobody asks any more."""
+    """Answers until its input ends."""
     answers, asked = job.take_stdout(), job.read()
     import vllm
 
@@ -30,18 +31,37 @@ def main() -> None:
     )
 
     def generate(prompts: list[list[int]], wanted: list[int]) -> list[list[int]]:
-        sampling = [vllm.SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False) for count in wanted]
-        outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+        sampling = [
+            vllm.SamplingParams(
+                temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False
+            )
+            for count in wanted
+        ]
+        outputs = engine.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False
+        )
         return [list(each.outputs[0].token_ids) for each in outputs]
 
     def likeliest(ask: dict[str, Any]) -> dict[str, Any]:
         sampling = vllm.SamplingParams(
-            temperature=0.0, max_tokens=ask["output_tokens"], ignore_eos=True, detokenize=False, logprobs=job.TOP
+            temperature=0.0,
+            max_tokens=ask["output_tokens"],
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=job.TOP,
         )
-        prompts = [{"prompt_token_ids": prompt} for prompt in job.prompts_of(ask["seed"], ask["prompt_tokens"])]
+        prompts = [
+            {"prompt_token_ids": prompt}
+            for prompt in job.prompts_of(ask["seed"], ask["prompt_tokens"])
+        ]
         outputs = [each.outputs[0] for each in engine.generate(prompts, sampling, use_tqdm=False)]
-        tops = [[[[token, at.logprob] for token, at in place.items()] for place in each.logprobs] for each in outputs]
-        best_first = [[sorted(place, key=lambda top: -top[1])[: job.TOP] for place in each] for each in tops]
+        tops = [
+            [[[token, at.logprob] for token, at in place.items()] for place in each.logprobs]
+            for each in outputs
+        ]
+        best_first = [
+            [sorted(place, key=lambda top: -top[1])[: job.TOP] for place in each] for each in tops
+        ]
         return {"outputs": [list(each.token_ids) for each in outputs], "tops": best_first}
 
     job.serve(answers, {"version": f"vLLM {vllm.__version__}"}, generate, {"likeliest": likeliest})

@@ -1,4 +1,6 @@
-"""Writes a checkpoint with random bfloat16 weights of a shape of ``bench/engine_gpu.py``: arguments are the shape and a folder."""
+"""Writes a checkpoint with random bfloat16 weights of a shape of ``bench/engine_gpu.py``: arguments
+are the shape and a folder.
+"""
 
 import json
 import sys
@@ -33,7 +35,9 @@ def spec_of(shape: str) -> ModelSpec:
     }
     bare = ModelSpec(**common, **SHAPES[shape], part_bytes=(0,) * (SHAPES[shape]["num_layers"] + 2))
     decoder = decoder_of(bare)
-    sizes = (sum(map(prod, decoder.shapes(part).values())) * 2 for part in range(bare.num_layers + 2))
+    sizes = (
+        sum(map(prod, decoder.shapes(part).values())) * 2 for part in range(bare.num_layers + 2)
+    )
     return replace(bare, part_bytes=tuple(sizes))
 
 

@@ -1,10 +1,11 @@
-"""How long nobody leads when the leading scheduler dies or stops: ``make bench-failover``.
+"""How long no scheduler leads when the leading one dies or stops: ``make bench-failover``.
 
-One system with standbys. Again and again its leader gets SIGKILL, or SIGSTOP for longer than its lease, while nothing is loaded, and a
-request comes at the same moment. Measured from the signal:
+One system with standbys. Again and again its leader gets SIGKILL, or SIGSTOP for longer than its
+lease, while nothing is loaded, and a request comes at the same moment. Measured from the signal:
 
 * ``command_s``: to the first command of the next leader, as it passes NATS;
-* ``first_token_s``: to the first token of the request, which was held meanwhile, on a simulated worker.
+* ``first_token_s``: to the first token of the request, which was held meanwhile, on a simulated
+  worker.
 
 Prints one JSON document: the machine, medians and maxima, and every single figure.
 """
@@ -79,12 +80,16 @@ class Bench:
         found: dict[int, float] = {}
         for path in self.home.run_dir.glob("scheduler-*.sock"):
             transport = httpx2.AsyncHTTPTransport(uds=str(path))
-            async with httpx2.AsyncClient(transport=transport, base_url="http://local", timeout=0.5) as http:
+            async with httpx2.AsyncClient(
+                transport=transport, base_url="http://local", timeout=0.5
+            ) as http:
                 try:
                     page = (await http.get("/metrics")).text
                 except httpx2.TransportError:
                     continue
-            lines = (line for line in page.splitlines() if line.startswith("pilotlight_scheduler_epoch "))
+            lines = (
+                line for line in page.splitlines() if line.startswith("pilotlight_scheduler_epoch ")
+            )
             found[int(path.stem.removeprefix("scheduler-"))] = float(next(lines).split()[1])
         return found
 
@@ -97,9 +102,14 @@ class Bench:
     async def ask(self) -> float:
         """When the first token of a request came."""
         key = self.home.api_key.read_text().strip()
-        async with AsyncOpenAI(base_url=f"{self.options.url}/v1", api_key=key, max_retries=0, timeout=DEADLINE_S) as client:
+        async with AsyncOpenAI(
+            base_url=f"{self.options.url}/v1", api_key=key, max_retries=0, timeout=DEADLINE_S
+        ) as client:
             stream = await client.chat.completions.create(
-                model=DEMO_MODEL, messages=[{"role": "user", "content": DEMO_PROMPT}], max_tokens=4, stream=True
+                model=DEMO_MODEL,
+                messages=[{"role": "user", "content": DEMO_PROMPT}],
+                max_tokens=4,
+                stream=True,
             )
             first_s: float | None = None
             async for chunk in stream:
@@ -176,7 +186,9 @@ async def measure(home: Home, repeats: int, schedulers: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description="How long nobody leads when the leading scheduler dies or stops.")
+    parser = argparse.ArgumentParser(
+        description="How long no scheduler leads when the leading one dies or stops."
+    )
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--schedulers", type=int, default=3)
     arguments = parser.parse_args()
@@ -184,7 +196,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="pilotlight-bench-") as folder:
         # PostgreSQL runs as another user when we are root, and passes through.
         Path(folder).chmod(0o711)
-        result = asyncio.run(measure(Home(Path(folder) / "home"), arguments.repeats, arguments.schedulers))
+        result = asyncio.run(
+            measure(Home(Path(folder) / "home"), arguments.repeats, arguments.schedulers)
+        )
     print(json.dumps(result, indent=2))
 
 

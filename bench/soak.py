@@ -1,11 +1,16 @@
-"""The whole system under thousands of requests: ``make soak``. SOAK_REQUESTS=, SOAK_AT_ONCE= for other numbers.
+"""The whole system under thousands of requests: ``make soak``.
 
-An embedded system with the demo model on this machine's cores. The requests are a mixture (``soak_requests``): short and long, streamed
-and not, greedy and sampled, with shared prefixes, log probabilities, grammars, and some that are left in the middle. The device has
-128 MiB, so that KV is full after some hundreds of them. With fewer than 2,000 the second fifth comes before that: the engine still grows.
+SOAK_REQUESTS=, SOAK_AT_ONCE= for other numbers.
 
-Every answer must be right: greedy ones are compared with what was said to the same prompt alone. No process of the system may grow
-(``soak_memory.verdicts`` is the rule). Prints one JSON document with the memory over the time; ends with 1 if anything is wrong.
+An embedded system with the demo model on this machine's cores. The requests are a mixture
+(``soak_requests``): short and long, streamed and not, greedy and sampled, with shared prefixes, log
+probabilities, grammars, and some that are left in the middle. The device has 128 MiB, so that KV is
+full after some hundreds of them. With fewer than 2,000 the second fifth comes before that: the
+engine still grows.
+
+Every answer must be right: greedy ones are compared with what was said to the same prompt alone. No
+process of the system may grow (``soak_memory.verdicts`` is the rule). Prints one JSON document with
+the memory over the time; ends with 1 if anything is wrong.
 """
 
 import argparse
@@ -63,7 +68,9 @@ class Soak:
         """All requests, so many at once."""
         limits = httpx2.Limits(max_connections=at_once, max_keepalive_connections=at_once)
         headers = {"Authorization": f"Bearer {self._key}"}
-        async with httpx2.AsyncClient(base_url=self._url, headers=headers, timeout=REQUEST_DEADLINE_S, limits=limits) as http:
+        async with httpx2.AsyncClient(
+            base_url=self._url, headers=headers, timeout=REQUEST_DEADLINE_S, limits=limits
+        ) as http:
             for body in self._references:
                 answer = await ask(http, Ask("greedy", body))
                 if answer.status != 200:
@@ -90,8 +97,14 @@ class Soak:
             self.done += 1
             if self.done % SHOW_EVERY == 0:
                 self._sample()
-                sizes = {role: told(taken)["rss_mib"] for role, taken in self.samples[-1].taken.items()}
-                print(f"… {self.done} requests, {len(self.faults)} wrong, RSS in MiB: {sizes}", file=sys.stderr, flush=True)
+                sizes = {
+                    role: told(taken)["rss_mib"] for role, taken in self.samples[-1].taken.items()
+                }
+                print(
+                    f"… {self.done} requests, {len(self.faults)} wrong, RSS in MiB: {sizes}",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     async def _look(self) -> None:
         async for _ in every(LOOK_S):
@@ -104,7 +117,9 @@ class Soak:
 async def measure(home: Home, requests: int, at_once: int, seed: int) -> dict[str, Any]:
     """Run everything on a system of its own."""
     os.environ["PILOTLIGHT_DEVICE_BYTES"] = str(DEVICE_BYTES)
-    options = SystemOptions(port=free_port(), pool_bytes=POOL_BYTES, model_roots=(demo_model_folder().parent,))
+    options = SystemOptions(
+        port=free_port(), pool_bytes=POOL_BYTES, model_roots=(demo_model_folder().parent,)
+    )
     async with System(home, options, lambda what: print(f"… {what}", file=sys.stderr)):
         before = look(os.getpid())
         soak = Soak(options, home, seed)
@@ -146,7 +161,9 @@ def _over_time(samples: Sequence[Sample]) -> list[dict[str, Any]]:
         {
             "done": sample.done,
             "at_s": round(sample.at_s - samples[0].at_s, 1),
-            "rss_mib": {role: told(taken)["rss_mib"] for role, taken in sorted(sample.taken.items())},
+            "rss_mib": {
+                role: told(taken)["rss_mib"] for role, taken in sorted(sample.taken.items())
+            },
         }
         for sample in samples[:: -(-len(samples) // TOLD_SAMPLES)]
     ]
@@ -166,7 +183,8 @@ def main() -> int:
         result = asyncio.run(measure(home, arguments.requests, arguments.at_once, arguments.seed))
         if result["wrong"]:
             result["log_ends"] = {
-                path.name: path.read_text(errors="replace").splitlines()[-TOLD_LINES:] for path in sorted(home.logs.glob("*.log"))
+                path.name: path.read_text(errors="replace").splitlines()[-TOLD_LINES:]
+                for path in sorted(home.logs.glob("*.log"))
             }
     print(json.dumps(result, indent=2))
     return 1 if result["wrong"] else 0

@@ -22,12 +22,13 @@ ROLES = {
 
 FIFTHS = 5
 GROWTH_RATIO, GROWTH_BYTES = 1.05, 16 * MIB
-"""From the second fifth of the requests to the last one, medians: what a heap's fragments may add, and no leak stays below in thousands
-of requests."""
+"""From the second fifth of the requests to the last one, medians: what a heap's fragments may add,
+and no leak stays below in thousands of requests."""
 ENGINE_OUTSIDE_BYTES = 128 * MIB
 """What the engine may take beside what it was given for models: compiled kernels are half of it."""
 MORE_HANDLES = 8
-"""Descriptors, or threads, that may come in the same time: connections that are opened anew are not closed at the same moment."""
+"""Descriptors, or threads, that may come in the same time: connections that are opened anew are not
+closed at the same moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,9 @@ def _descendants(root_pid: int) -> Iterable[int]:
         if entry.name.isdigit():
             try:
                 # The command may hold spaces and parentheses.
-                children[int((entry / "stat").read_text().rpartition(")")[2].split()[1])].append(int(entry.name))
+                children[int((entry / "stat").read_text().rpartition(")")[2].split()[1])].append(
+                    int(entry.name)
+                )
             except OSError:
                 continue
     waiting = [root_pid]
@@ -90,7 +93,9 @@ def _role(pid: int) -> str | None:
 
 def _taken(pid: int) -> Taken | None:
     try:
-        status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        status = dict(
+            line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        )
         descriptors = len(os.listdir(f"/proc/{pid}/fd"))
     except OSError:
         return None
@@ -99,18 +104,28 @@ def _taken(pid: int) -> Taken | None:
     return Taken(int(status["VmRSS"].split()[0]) * 1024, descriptors, int(status["Threads"]), pid)
 
 
-def verdicts(before: Mapping[str, Taken], samples: Sequence[Sample], after: Mapping[str, Taken], granted_bytes: int) -> list[str]:
+def verdicts(
+    before: Mapping[str, Taken],
+    samples: Sequence[Sample],
+    after: Mapping[str, Taken],
+    granted_bytes: int,
+) -> list[str]:
     """What the system did not keep to; empty: nothing.
 
     * Every role is there in every sample, and always the same process.
-    * Its median RSS in the last fifth of the requests is at most that in the second fifth, times 1.05, and 16 MiB.
+    * Its median RSS in the last fifth of the requests is at most that in the second fifth, times
+      1.05, and 16 MiB.
     * Its descriptors and threads have not grown by more than 8 in that time.
-    * The engine takes at most 128 MiB more than before the first request and what it was granted; after the model was evicted, at most
-      128 MiB more than before the first request.
+    * The engine takes at most 128 MiB more than before the first request and what it was granted;
+      after the model was evicted, at most 128 MiB more than before the first request.
     """
     wrong: list[str] = []
     for role in (*ROLES.values(), "nats-server"):
-        if role not in before or role not in after or any(role not in sample.taken for sample in samples):
+        if (
+            role not in before
+            or role not in after
+            or any(role not in sample.taken for sample in samples)
+        ):
             wrong.append(f"{role} was not there all the time")
             continue
         if any(sample.taken[role].pid != before[role].pid for sample in samples):
@@ -125,7 +140,10 @@ def verdicts(before: Mapping[str, Taken], samples: Sequence[Sample], after: Mapp
             wrong.append(f"{role} had {second.threads} threads, then {last.threads}")
     if "engine" in before and "engine" in after:
         idle_bytes = before["engine"].rss_bytes
-        most_bytes = max((sample.taken["engine"].rss_bytes for sample in samples if "engine" in sample.taken), default=0)
+        most_bytes = max(
+            (sample.taken["engine"].rss_bytes for sample in samples if "engine" in sample.taken),
+            default=0,
+        )
         beside_bytes = most_bytes - idle_bytes - granted_bytes
         if beside_bytes > ENGINE_OUTSIDE_BYTES:
             wrong.append(f"the engine took {_mib(beside_bytes)} MiB beside what it was granted")
@@ -136,7 +154,9 @@ def verdicts(before: Mapping[str, Taken], samples: Sequence[Sample], after: Mapp
 
 
 def medians(samples: Sequence[Sample], role: str) -> list[Taken]:
-    """A role's medians in each fifth of the requests, by what had ended; those without a sample have that of the one before."""
+    """A role's medians in each fifth of the requests, by what had ended; those without a sample
+    have that of the one before.
+    """
     total = samples[-1].done
     found: list[Taken] = []
     for fifth in range(FIFTHS):
@@ -160,7 +180,11 @@ def medians(samples: Sequence[Sample], role: str) -> list[Taken]:
 
 def told(taken: Taken) -> dict[str, Any]:
     """For the document."""
-    return {"rss_mib": _mib(taken.rss_bytes), "descriptors": taken.descriptors, "threads": taken.threads}
+    return {
+        "rss_mib": _mib(taken.rss_bytes),
+        "descriptors": taken.descriptors,
+        "threads": taken.threads,
+    }
 
 
 def _mib(size_bytes: int) -> float:

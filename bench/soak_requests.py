@@ -1,4 +1,6 @@
-"""What a soak asks: a mixture of everything that the API takes, and what a right answer to it is."""
+"""What a soak asks: a mixture of everything that the API takes, and what a right answer to it
+is.
+"""
 
 import json
 import random
@@ -10,9 +12,25 @@ import httpx2
 
 SYSTEM = "You are a helpful assistant who answers briefly and to the point, and who says so when there is something that you do not know."
 """Half of the prompts share it: several blocks of the prefix cache."""
-TOPICS = ("a pilot light", "a fox", "the sea", "a candle", "rain", "a stove", "the moon", "a garden", "bread", "a river")
+TOPICS = (
+    "a pilot light",
+    "a fox",
+    "the sea",
+    "a candle",
+    "rain",
+    "a stove",
+    "the moon",
+    "a garden",
+    "bread",
+    "a river",
+)
 WAYS = ("What is {}?", "Tell me a short story about {}.")
-SCHEMA = {"type": "object", "properties": {"known": {"type": "boolean"}}, "required": ["known"], "additionalProperties": False}
+SCHEMA = {
+    "type": "object",
+    "properties": {"known": {"type": "boolean"}},
+    "required": ["known"],
+    "additionalProperties": False,
+}
 OUTPUT_TOKENS = (1, 4, 8, 16)
 KINDS = {"greedy": 60, "sampled": 15, "logprobs": 8, "grammar": 2, "long": 5, "cancelled": 10}
 """Of a hundred requests."""
@@ -60,7 +78,9 @@ def references(model: str) -> list[dict[str, Any]]:
 def draw(rng: random.Random, model: str, known: Sequence[dict[str, Any]]) -> Ask:
     """The next request."""
     (kind,) = rng.choices(list(KINDS), list(KINDS.values()))
-    stream = {"stream": True, "stream_options": {"include_usage": True}} if rng.random() < 0.5 else {}
+    stream = (
+        {"stream": True, "stream_options": {"include_usage": True}} if rng.random() < 0.5 else {}
+    )
     words = [rng.choice(TOPICS) for _ in range(rng.randrange(1, 12))]
     messages = [{"role": "user", "content": " and ".join(words)}]
     tokens = rng.choice(OUTPUT_TOKENS)
@@ -69,26 +89,52 @@ def draw(rng: random.Random, model: str, known: Sequence[dict[str, Any]]) -> Ask
             number = rng.randrange(len(known))
             return Ask(kind, {**known[number], **stream}, number)
         case "sampled":
-            some = {"temperature": rng.uniform(0.1, 2.0), "top_p": rng.uniform(0.1, 1.0), "seed": rng.randrange(1000)}
-            more = {"presence_penalty": rng.uniform(-2.0, 2.0), "frequency_penalty": rng.uniform(-2.0, 2.0)}
-            return Ask(kind, {**_body(model, messages, tokens), **some, **(more if rng.random() < 0.5 else {}), **stream})
+            some = {
+                "temperature": rng.uniform(0.1, 2.0),
+                "top_p": rng.uniform(0.1, 1.0),
+                "seed": rng.randrange(1000),
+            }
+            more = {
+                "presence_penalty": rng.uniform(-2.0, 2.0),
+                "frequency_penalty": rng.uniform(-2.0, 2.0),
+            }
+            return Ask(
+                kind,
+                {
+                    **_body(model, messages, tokens),
+                    **some,
+                    **(more if rng.random() < 0.5 else {}),
+                    **stream,
+                },
+            )
         case "logprobs":
             more = {"logprobs": True, "top_logprobs": rng.randrange(6), "temperature": 1.0}
             return Ask(kind, {**_body(model, messages, tokens), **more, **stream})
         case "grammar":
-            described = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA, "strict": True}}
+            described = {
+                "type": "json_schema",
+                "json_schema": {"name": "it", "schema": SCHEMA, "strict": True},
+            }
             body = {**_body(model, messages, 64), "response_format": described, **stream}
             del body["ignore_eos"]
             return Ask(kind, body)
         case "long":
-            words = [rng.choice(("light", "warm", "small", "old")) for _ in range(rng.randrange(*LONG_WORDS))]
-            return Ask(kind, {**_body(model, [{"role": "user", "content": " ".join(words)}], tokens), **stream})
+            words = [
+                rng.choice(("light", "warm", "small", "old"))
+                for _ in range(rng.randrange(*LONG_WORDS))
+            ]
+            return Ask(
+                kind,
+                {**_body(model, [{"role": "user", "content": " ".join(words)}], tokens), **stream},
+            )
         case _:
             return Ask(kind, {**_body(model, messages, 200), "stream": True})
 
 
 async def ask(http: httpx2.AsyncClient, one: Ask) -> Told:
-    """Send it and read the answer; a request of the kind ``cancelled`` is left after its second event."""
+    """Send it and read the answer; a request of the kind ``cancelled`` is left after its second
+    event.
+    """
     if not one.stream:
         response = await http.post("/v1/chat/completions", json=one.body)
         if response.status_code != 200:
@@ -104,7 +150,9 @@ async def ask(http: httpx2.AsyncClient, one: Ask) -> Told:
         )
     async with http.stream("POST", "/v1/chat/completions", json=one.body) as response:
         if response.status_code != 200:
-            return Told(response.status_code, error=(await response.aread()).decode(errors="replace"))
+            return Told(
+                response.status_code, error=(await response.aread()).decode(errors="replace")
+            )
         told = Told(200)
         events = 0
         async for line in response.aiter_lines():
@@ -128,19 +176,33 @@ def fault(one: Ask, told: Told, answers: Sequence[str]) -> str:
         return f"finish reason {told.finish}"
     if one.reference is not None and told.text != answers[one.reference]:
         return f"{told.text!r}, alone {answers[one.reference]!r}"
-    if one.kind == "grammar" and told.finish == "stop" and not isinstance(json.loads(told.text).get("known"), bool):
+    if (
+        one.kind == "grammar"
+        and told.finish == "stop"
+        and not isinstance(json.loads(told.text).get("known"), bool)
+    ):
         return f"not of the schema: {told.text!r}"
     if one.kind != "cancelled" and told.usage_tokens is None:
         return "no usage"
     if one.kind == "logprobs" and told.logprobs != told.usage_tokens:
         return f"{told.logprobs} log probabilities of {told.usage_tokens} tokens"
-    if one.body.get("ignore_eos") and one.kind != "cancelled" and told.usage_tokens != one.body["max_tokens"]:
+    if (
+        one.body.get("ignore_eos")
+        and one.kind != "cancelled"
+        and told.usage_tokens != one.body["max_tokens"]
+    ):
         return f"{told.usage_tokens} tokens of {one.body['max_tokens']}"
     return ""
 
 
 def _body(model: str, messages: Sequence[dict[str, str]], tokens: int) -> dict[str, Any]:
-    return {"model": model, "messages": list(messages), "temperature": 0, "max_tokens": tokens, "ignore_eos": True}
+    return {
+        "model": model,
+        "messages": list(messages),
+        "temperature": 0,
+        "max_tokens": tokens,
+        "ignore_eos": True,
+    }
 
 
 def _read(event: dict[str, Any], told: Told) -> None:

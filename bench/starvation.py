@@ -1,11 +1,13 @@
 """More models than places, all of them wanted all the time: ``make bench-starvation``.
 
-``--models`` copies of the demo model, each another checkpoint, over ``--places`` workers whose devices hold one of them, with
-``--clients`` clients for each model: each asks, streams the answer to its end, and asks again. The system knows only that each model's
-first token is due within ``--slo-ms``.
+``--models`` copies of the demo model, each another checkpoint, over ``--places`` workers whose
+devices hold one of them, with ``--clients`` clients for each model: each asks, streams the answer
+to its end, and asks again. The system knows only that each model's first token is due within
+``--slo-ms``.
 
-Prints one JSON document: the machine, requests, errors by code, times to the first token for each model and for all, tokens per
-second, loads, and why instances made room. A request that still waits when the time is over counts with the time that it has waited.
+Prints one JSON document: the machine, requests, errors by code, times to the first token for each
+model and for all, tokens per second, loads, and why instances made room. A request that still waits
+when the time is over counts with the time that it has waited.
 """
 
 import argparse
@@ -99,14 +101,18 @@ async def ask(client: AsyncOpenAI, model: str, seed: int, max_tokens: int, tally
             tally.ttft_s.append(clock.monotonic_s() - began_s)
 
 
-async def closed_loop(client: AsyncOpenAI, model: str, first_seed: int, max_tokens: int, tally: Tally) -> None:
+async def closed_loop(
+    client: AsyncOpenAI, model: str, first_seed: int, max_tokens: int, tally: Tally
+) -> None:
     """Ask for ever, the next when the last has ended."""
     for seed in itertools.count(first_seed):
         await ask(client, model, seed, max_tokens, tally)
 
 
 def register(home: Home, admin: AdminClient, load: Load) -> list[str]:
-    """Copies of the demo model that differ in a figure of their configuration: each is another checkpoint, of the same cost."""
+    """Copies of the demo model that differ in a figure of their configuration: each is another
+    checkpoint, of the same cost.
+    """
     names: list[str] = []
     for index in range(load.models):
         name = f"ember-{index}"
@@ -135,7 +141,10 @@ def seconds_of(values: list[float]) -> dict[str, float]:
     if not ordered:
         return {}
     at = {"p50": 0.5, "p99": 0.99, "max": 1.0}
-    return {name: round(ordered[max(0, math.ceil(share * len(ordered)) - 1)], 3) for name, share in at.items()}
+    return {
+        name: round(ordered[max(0, math.ceil(share * len(ordered)) - 1)], 3)
+        for name, share in at.items()
+    }
 
 
 async def measure(home: Home, load: Load) -> dict[str, Any]:
@@ -149,14 +158,21 @@ async def measure(home: Home, load: Load) -> dict[str, Any]:
         tallies = {name: Tally() for name in names}
         began_s = clock.monotonic_s()
         async with AsyncOpenAI(
-            base_url=f"{options.url}/v1", api_key=home.api_key.read_text().strip(), max_retries=0, timeout=TIMEOUT_S
+            base_url=f"{options.url}/v1",
+            api_key=home.api_key.read_text().strip(),
+            max_retries=0,
+            timeout=TIMEOUT_S,
         ) as client:
             tasks = [
-                asyncio.create_task(closed_loop(client, name, number * 1_000_000, load.max_tokens, tallies[name]))
+                asyncio.create_task(
+                    closed_loop(client, name, number * 1_000_000, load.max_tokens, tallies[name])
+                )
                 for name in names
                 for number in range(load.clients)
             ]
-            done, _ = await asyncio.wait(tasks, timeout=load.duration_s, return_when=asyncio.FIRST_EXCEPTION)
+            done, _ = await asyncio.wait(
+                tasks, timeout=load.duration_s, return_when=asyncio.FIRST_EXCEPTION
+            )
             took_s = clock.monotonic_s() - began_s
             for task in tasks:
                 task.cancel()
@@ -164,7 +180,11 @@ async def measure(home: Home, load: Load) -> dict[str, Any]:
             for task in done:
                 task.result()
         loads = sum(event.get("action") == "stage_loading" for event in events(home.logs, "worker"))
-        drained = [event for event in events(home.logs, "scheduler") if event.get("action") == "instance_draining"]
+        drained = [
+            event
+            for event in events(home.logs, "scheduler")
+            if event.get("action") == "instance_draining"
+        ]
     every = [value for tally in tallies.values() for value in tally.ttft_s]
     errors = sum((tally.errors for tally in tallies.values()), Counter[str]())
     return {
@@ -196,7 +216,9 @@ async def measure(home: Home, load: Load) -> dict[str, Any]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description="More models than places, all of them wanted all the time.")
+    parser = argparse.ArgumentParser(
+        description="More models than places, all of them wanted all the time."
+    )
     parser.add_argument("--duration-s", type=float, default=600)
     parser.add_argument("--models", type=int, default=5)
     parser.add_argument("--places", type=int, default=3)

@@ -1,4 +1,6 @@
-"""Alembic's entry: runs the migrations on the connection that ``pilotlight.common.db.migrate`` opened, in its transaction."""
+"""Alembic's entry: runs the migrations on the connection that ``pilotlight.common.db.migrate``
+opened, in its transaction.
+"""
 
 from alembic import context
 

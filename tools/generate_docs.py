@@ -1,4 +1,6 @@
-"""Writes the pages that are made from code: ``docs/settings.md`` and ``docs/states.md``. ``--check`` only compares.
+"""Writes the pages that are made from code: ``docs/settings.md`` and ``docs/states.md``.
+
+``--check`` only compares.
 
 Settings come from the descriptions of their fields, states from the tables of moves.
 """
@@ -34,7 +36,10 @@ SHARED = (
 SERVICES = ("gateway", "scheduler", "cache", "loader", "worker", "materializer")
 COMMAND_LINE = {
     "PILOTLIGHT_HOME": ("`.pilotlight`", "Folder of all state of the embedded system."),
-    "PILOTLIGHT_URL": ("", "Address of the system that commands speak to; without it, the one that runs on the state folder."),
+    "PILOTLIGHT_URL": (
+        "",
+        "Address of the system that commands speak to; without it, the one that runs on the state folder.",
+    ),
     "PILOTLIGHT_ADMIN_KEY": ("", "Admin key for that address."),
 }
 SETTINGS_HEAD = """# Settings
@@ -53,7 +58,7 @@ State machines, drawn from the tables in the code. A move that is not in a table
 
 
 def settings_page() -> str:
-    """Every setting, under the class that declares it, with who reads it."""
+    """Every setting, under the class that declares it, with the services that read it."""
     readers: dict[type[PilotlightSettings], set[str]] = {}
     for module_name in SHARED:
         for settings in declared_in(module_name):
@@ -63,9 +68,23 @@ def settings_page() -> str:
             for base in settings.__mro__:
                 if inspect.isclass(base) and issubclass(base, PilotlightSettings):
                     readers.setdefault(base, set()).add(service)
-    sections = [section(settings, names) for settings, names in readers.items() if own_fields(settings)]
-    rows = [f"| `{name}` | {default} | {meaning} |" for name, (default, meaning) in COMMAND_LINE.items()]
-    sections.append("\n".join(["## Command line\n", "Read by the `pilotlight` command itself.\n", *table_head(), *rows, ""]))
+    sections = [
+        section(settings, names) for settings, names in readers.items() if own_fields(settings)
+    ]
+    rows = [
+        f"| `{name}` | {default} | {meaning} |" for name, (default, meaning) in COMMAND_LINE.items()
+    ]
+    sections.append(
+        "\n".join(
+            [
+                "## Command line\n",
+                "Read by the `pilotlight` command itself.\n",
+                *table_head(),
+                *rows,
+                "",
+            ]
+        )
+    )
     return "\n".join([SETTINGS_HEAD, *sections])
 
 
@@ -74,7 +93,11 @@ def declared_in(module_name: str) -> list[type[PilotlightSettings]]:
     if importlib.util.find_spec(module_name) is None:
         return []
     module = importlib.import_module(module_name)
-    classes = [value for value in vars(module).values() if inspect.isclass(value) and value.__module__ == module_name]
+    classes = [
+        value
+        for value in vars(module).values()
+        if inspect.isclass(value) and value.__module__ == module_name
+    ]
     return [value for value in classes if issubclass(value, PilotlightSettings)]
 
 
@@ -85,18 +108,24 @@ def own_fields(settings: type[PilotlightSettings]) -> list[str]:
 
 def section(settings: type[PilotlightSettings], services: set[str]) -> str:
     """One class's fields as a table."""
-    title = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", settings.__name__.removesuffix("Settings")).capitalize()
+    title = re.sub(
+        r"(?<=[a-z])(?=[A-Z])", " ", settings.__name__.removesuffix("Settings")
+    ).capitalize()
     read_by = ", ".join(service for service in SERVICES if service in services)
     lines = [
         f"## {title}\n",
-        (inspect.getdoc(settings) or "").replace("``", "`") + (f" Read by: {read_by}." if read_by else "") + "\n",
+        (inspect.getdoc(settings) or "").replace("``", "`")
+        + (f" Read by: {read_by}." if read_by else "")
+        + "\n",
         *table_head(),
     ]
     for name in own_fields(settings):
         field = settings.model_fields[name]
         if not field.description:
             raise ValueError(f"{settings.__name__}.{name} has no description")
-        lines.append(f"| `PILOTLIGHT_{name.upper()}` | {shown(field.get_default())} | {field.description} |")
+        lines.append(
+            f"| `PILOTLIGHT_{name.upper()}` | {shown(field.get_default())} | {field.description} |"
+        )
     return "\n".join([*lines, ""])
 
 
@@ -148,21 +177,47 @@ MACHINES = (
 
 def states_page() -> str:
     """Every state machine, as a diagram and as a table."""
-    return "\n".join([STATES_HEAD, *(machine_section(machine) for machine in MACHINES), groups_section()])
+    return "\n".join(
+        [STATES_HEAD, *(machine_section(machine) for machine in MACHINES), groups_section()]
+    )
 
 
 def machine_section(machine: Machine) -> str:
     """One state machine."""
-    moves = [(shown_state(source), event, shown_state(target)) for (source, event), target in machine.transitions.items()]
+    moves = [
+        (shown_state(source), event, shown_state(target))
+        for (source, event), target in machine.transitions.items()
+    ]
     sources, targets = [source for source, _, _ in moves], [target for _, _, target in moves]
-    diagram = [f"    [*] --> {state}" for state in dict.fromkeys(sources) if state != "[*]" and state not in targets]
+    diagram = [
+        f"    [*] --> {state}"
+        for state in dict.fromkeys(sources)
+        if state != "[*]" and state not in targets
+    ]
     diagram += [f"    {source} --> {target}: {event.value}" for source, event, target in moves]
-    diagram += [f"    {state} --> [*]" for state in dict.fromkeys(targets) if state != "[*]" and state not in sources]
-    lines = [f"## {machine.title}", "", machine.about, "", "```mermaid", "stateDiagram-v2", *diagram, "```", ""]
+    diagram += [
+        f"    {state} --> [*]"
+        for state in dict.fromkeys(targets)
+        if state != "[*]" and state not in sources
+    ]
+    lines = [
+        f"## {machine.title}",
+        "",
+        machine.about,
+        "",
+        "```mermaid",
+        "stateDiagram-v2",
+        *diagram,
+        "```",
+        "",
+    ]
     lines += ["| from | event | to |", "|---|---|---|"]
     lines += [f"| {source} | `{event.value}` | {target} |" for source, event, target in moves]
     lines += ["", "| event | when |", "|---|---|"]
-    lines += [f"| `{event.value}` | {meaning} |" for event, meaning in event_meanings(machine.events).items()]
+    lines += [
+        f"| `{event.value}` | {meaning} |"
+        for event, meaning in event_meanings(machine.events).items()
+    ]
     return "\n".join([*lines, ""])
 
 
@@ -175,7 +230,9 @@ def groups_section() -> str:
     }
     lines = ["## Groups of instance states", "", "| states | meaning |", "|---|---|"]
     for meaning, states in groups.items():
-        lines.append(f"| {', '.join(state.value for state in InstanceState if state in states)} | {meaning} |")
+        lines.append(
+            f"| {', '.join(state.value for state in InstanceState if state in states)} | {meaning} |"
+        )
     return "\n".join([*lines, ""])
 
 
@@ -189,7 +246,9 @@ def event_meanings(events: type[StrEnum]) -> dict[StrEnum, str]:
     source = inspect.getsource(events).splitlines()
     found: dict[StrEnum, str] = {}
     for event in events:
-        line = next(index for index, text in enumerate(source) if text.strip().startswith(f"{event.name} ="))
+        line = next(
+            index for index, text in enumerate(source) if text.strip().startswith(f"{event.name} =")
+        )
         following = source[line + 1].strip() if line + 1 < len(source) else ""
         plain = event.value.replace("_", " ").capitalize() + "."
         found[event] = following.strip('"') if following.startswith('"""') else plain
@@ -199,7 +258,9 @@ def event_meanings(events: type[StrEnum]) -> dict[StrEnum, str]:
 def main() -> int:
     """Write the pages, or compare them; the process's exit status."""
     parser = argparse.ArgumentParser(description="Pages of docs/ that are made from code.")
-    parser.add_argument("--check", action="store_true", help="write nothing; fail when a page is not current")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; fail when a page is not current"
+    )
     check = parser.parse_args().check
     stale: list[str] = []
     for name, text in (("settings.md", settings_page()), ("states.md", states_page())):

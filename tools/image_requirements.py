@@ -1,6 +1,8 @@
-"""What an image holds: ``image_requirements.py packages SERVICE`` prints what comes from the index, ``members`` what comes from here.
+"""What an image holds: ``image_requirements.py packages SERVICE`` prints what comes from the index,
+``members`` what comes from here.
 
-An image is given what its service needs and nothing else: only ``node`` has torch. Runs with the standard library alone.
+An image is given what its service needs and nothing else: only ``node`` has torch. Runs with the
+standard library alone.
 """
 
 import argparse
@@ -87,10 +89,17 @@ def main() -> int:
     parser.add_argument("service")
     asked = parser.parse_args()
     if asked.service not in OF_IMAGE:
-        print(f"SERVICE={asked.service!r} is not one of {', '.join(OF_IMAGE)}: --build-arg SERVICE=...", file=sys.stderr)
+        print(
+            f"SERVICE={asked.service!r} is not one of {', '.join(OF_IMAGE)}: --build-arg SERVICE=...",
+            file=sys.stderr,
+        )
         return 2
     members, packages = needs(asked.service)
-    lines = packages if asked.kind == "packages" else [f"./{member.relative_to(ROOT)}" for member in members]
+    lines = (
+        packages
+        if asked.kind == "packages"
+        else [f"./{member.relative_to(ROOT)}" for member in members]
+    )
     print("\n".join(lines))
     return 0
 

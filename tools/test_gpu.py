@@ -1,14 +1,18 @@
-"""Tests on a machine with a GPU, which may have no package index: ``make test-gpu``, or ``python3 tools/test_gpu.py``.
+"""Tests on a machine with a GPU, which may have no package index: ``make test-gpu``, or ``python3
+tools/test_gpu.py``.
 
-Uses an environment that is there, or installs one from the offline archive (``--bundle FOLDER``; by default one below ``dist``), and
-runs what tests there are. Prints one JSON line for each check ({"check", "ok", "seconds", "detail"}), as the last line PASS or FAIL,
-and ends with that status. A check that cannot run has failed: nothing is skipped. Each step has a deadline, and so has the whole.
-Needs the standard library alone; tests are added as files in ``tests/gpu``.
+Uses an environment that is there, or installs one from the offline archive (``--bundle FOLDER``; by
+default one below ``dist``), and runs what tests there are. Prints one JSON line for each check
+({"check", "ok", "seconds", "detail"}), as the last line PASS or FAIL, and ends with that status. A
+check that cannot run has failed: nothing is skipped. Each step has a deadline, and so has the
+whole. Needs the standard library alone; tests are added as files in ``tests/gpu``.
 
-In this order, each step within its deadline and all within 540 seconds: the driver; an environment; torch; the tests on the device,
-side by side (each compiles kernels, which is most of their time), then those that measure its memory or speed, alone; the whole
-system with a GPU worker, twice, since the first cold chat compiles what the second finds; the engine's own tests on this torch; the
-benchmark of the engine, one round without another engine beside it (``make bench-engine-gpu`` has more).
+In this order, each step within its deadline and all within 540 seconds: the driver; an environment;
+torch; the tests on the device, side by side (each compiles kernels, which is most of their time),
+then those that measure its memory or speed, alone; the whole system with a GPU worker, twice, since
+the first cold chat compiles what the second finds; the engine's own tests on this torch; the
+benchmark of the engine, one round without another engine beside it (``make bench-engine-gpu`` has
+more).
 """
 
 import argparse
@@ -30,7 +34,15 @@ ROOT = Path(__file__).resolve().parents[1]
 TOTAL_S = 540.0
 """Of everything: with the grace of whatever is stopped, it is to end within 10 minutes."""
 STOP_GRACE_S = 10.0
-INSTALL_S, PROBE_S, TORCH_S, DEVICE_TESTS_S, ALONE_S, CHAT_S, ENGINE_TESTS_S = 210.0, 60.0, 90.0, 170.0, 100.0, 110.0, 120.0
+INSTALL_S, PROBE_S, TORCH_S, DEVICE_TESTS_S, ALONE_S, CHAT_S, ENGINE_TESTS_S = (
+    210.0,
+    60.0,
+    90.0,
+    170.0,
+    100.0,
+    110.0,
+    120.0,
+)
 BENCH_S = 260.0
 BENCH_STOP_S = 30.0
 """Of that, to end in order and say what was measured; it ends engines with tens of GiB each."""
@@ -75,10 +87,15 @@ class Report:
     def line(self, check: str, *, ok: bool, seconds: float, detail: Any) -> None:
         """Print one."""
         self.all_ok = self.all_ok and ok
-        print(json.dumps({"check": check, "ok": ok, "seconds": round(seconds, 3), "detail": detail}), flush=True)
+        print(
+            json.dumps({"check": check, "ok": ok, "seconds": round(seconds, 3), "detail": detail}),
+            flush=True,
+        )
 
     def step(self, check: str, deadline_s: float, work: Callable[[float], tuple[Any, Any]]) -> Any:
-        """Do a step, which is given its deadline and returns a result and a detail; None when it failed."""
+        """Do a step, which is given its deadline and returns a result and a detail; None when it
+        failed.
+        """
         began_s = now_s()
         try:
             if self.left_s(deadline_s) <= 0:
@@ -88,7 +105,12 @@ class Report:
             self.line(check, ok=False, seconds=now_s() - began_s, detail=str(error))
             return None
         except (ValueError, LookupError) as error:
-            self.line(check, ok=False, seconds=now_s() - began_s, detail=f"what it printed was not understood: {error!r}")
+            self.line(
+                check,
+                ok=False,
+                seconds=now_s() - began_s,
+                detail=f"what it printed was not understood: {error!r}",
+            )
             return None
         self.line(check, ok=True, seconds=now_s() - began_s, detail=detail)
         return result
@@ -96,21 +118,33 @@ class Report:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run every check; the process's exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--bundle", type=Path, help="folder that `make bundle` made; installed from even when there is an environment"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--prefix", type=Path, default=ROOT / "dist" / "test-gpu", help="where it is installed")
+    parser.add_argument(
+        "--bundle",
+        type=Path,
+        help="folder that `make bundle` made; installed from even when there is an environment",
+    )
+    parser.add_argument(
+        "--prefix", type=Path, default=ROOT / "dist" / "test-gpu", help="where it is installed"
+    )
     asked = parser.parse_args(arguments)
     report = Report()
     report.step("driver", PROBE_S, driver)
-    python = report.step("environment", INSTALL_S, lambda left_s: environment(asked.bundle, asked.prefix, left_s))
+    python = report.step(
+        "environment", INSTALL_S, lambda left_s: environment(asked.bundle, asked.prefix, left_s)
+    )
     later: dict[str, Callable[[], object]] = {
         "torch": lambda: report.step("torch", TORCH_S, lambda left_s: torch_of(python, left_s)),
         "device": lambda: device_tests(report, python),
         "chat": lambda: report.step("chat", CHAT_S, lambda left_s: chat(python, left_s)),
-        "chat again": lambda: report.step("chat again", CHAT_S, lambda left_s: chat(python, left_s)),
-        "engine": lambda: report.step("engine", ENGINE_TESTS_S, lambda left_s: engine_tests(python, left_s)),
+        "chat again": lambda: report.step(
+            "chat again", CHAT_S, lambda left_s: chat(python, left_s)
+        ),
+        "engine": lambda: report.step(
+            "engine", ENGINE_TESTS_S, lambda left_s: engine_tests(python, left_s)
+        ),
         "bench": lambda: report.step("bench", BENCH_S, lambda left_s: bench(python, left_s)),
     }
     for name, check in later.items():
@@ -129,17 +163,22 @@ def driver(left_s: float) -> tuple[Any, Any]:
             "no GPU: there is no nvidia-smi. Install NVIDIA's driver, or give the container its devices (--gpus all)"
         )
     fields = ("name", "memory.total", "driver_version")
-    told = finish(["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"], left_s)
+    told = finish(
+        ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"], left_s
+    )
     if told.returncode != 0 or not told.stdout.strip():
         raise CheckFailed(f"no GPU: nvidia-smi says {tail(told)}")
     devices = [
-        dict(zip(fields, (word.strip() for word in line.split(",")), strict=False)) for line in told.stdout.strip().splitlines()
+        dict(zip(fields, (word.strip() for word in line.split(",")), strict=False))
+        for line in told.stdout.strip().splitlines()
     ]
     return devices, devices
 
 
 def environment(bundle: Path | None, prefix: Path, left_s: float) -> tuple[Any, Any]:
-    """A Python that has what the tests need: one that is there, or one installed from the archive."""
+    """A Python that has what the tests need: one that is there, or one installed from the
+    archive.
+    """
     looked_at: list[str] = []
     end_s = now_s() + left_s
     if bundle is None:
@@ -147,7 +186,11 @@ def environment(bundle: Path | None, prefix: Path, left_s: float) -> tuple[Any, 
         for candidate in dict.fromkeys([str(folder.absolute() / "bin" / "python"), sys.executable]):
             missing = missing_in(candidate, end_s - now_s())
             if not missing:
-                return candidate, {"python": candidate, "version": version_of(candidate, end_s - now_s()), "installed_from": None}
+                return candidate, {
+                    "python": candidate,
+                    "version": version_of(candidate, end_s - now_s()),
+                    "installed_from": None,
+                }
             looked_at.append(f"{candidate} {missing}")
         bundle = newest_bundle()
     if bundle is None:
@@ -157,16 +200,24 @@ def environment(bundle: Path | None, prefix: Path, left_s: float) -> tuple[Any, 
             f"On a machine with a package index: make bundle PYTHON={own}; copy its folder here, and name it: make test-gpu BUNDLE=FOLDER"
         )
     if not (bundle / "install.sh").is_file():
-        raise CheckFailed(f"{bundle} is no folder that `make bundle` made: there is no install.sh in it")
+        raise CheckFailed(
+            f"{bundle} is no folder that `make bundle` made: there is no install.sh in it"
+        )
     plain = {**os.environ, "PYTHON": os.environ.get("PYTHON") or sys.executable}
-    done = finish(["sh", str(bundle / "install.sh"), str(prefix), "--with-tests"], end_s - now_s(), plain)
+    done = finish(
+        ["sh", str(bundle / "install.sh"), str(prefix), "--with-tests"], end_s - now_s(), plain
+    )
     print(done.stdout + done.stderr, file=sys.stderr, flush=True)
     if done.returncode != 0:
         raise CheckFailed(tail(done))
     python = str(prefix.absolute() / "current" / "bin" / "python")
     if missing := missing_in(python, end_s - now_s()):
         raise CheckFailed(f"installed, but {python} {missing}")
-    return python, {"python": python, "version": version_of(python, end_s - now_s()), "installed_from": str(bundle)}
+    return python, {
+        "python": python,
+        "version": version_of(python, end_s - now_s()),
+        "installed_from": str(bundle),
+    }
 
 
 def newest_bundle() -> Path | None:
@@ -176,17 +227,25 @@ def newest_bundle() -> Path | None:
 
 
 def missing_in(python: str, left_s: float) -> str:
-    """What keeps a Python from running the tests; empty when nothing does. torch has a check of its own."""
+    """What keeps a Python from running the tests; empty when nothing does. torch has a check of its
+    own.
+    """
     if not Path(python).is_file():
         return "is not there"
     code = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)"
     told = finish([python, "-c", code, *NEEDED], min(PROBE_S, left_s), with_sources(os.environ))
-    return "" if told.returncode == 0 else f"lacks something: {told.stderr.strip().splitlines()[-1:] or ['?']}"
+    return (
+        ""
+        if told.returncode == 0
+        else f"lacks something: {told.stderr.strip().splitlines()[-1:] or ['?']}"
+    )
 
 
 def version_of(python: str, left_s: float) -> str:
     """Its version."""
-    return finish([python, "-c", "import platform; print(platform.python_version())"], min(PROBE_S, left_s)).stdout.strip()
+    return finish(
+        [python, "-c", "import platform; print(platform.python_version())"], min(PROBE_S, left_s)
+    ).stdout.strip()
 
 
 def torch_of(python: str, left_s: float) -> tuple[Any, Any]:
@@ -209,18 +268,36 @@ def device_tests(report: Report, python: str) -> None:
     together = [f"tests/gpu/{name}" for name in files if name not in ALONE]
     alone = [f"tests/gpu/{name}" for name in files if name in ALONE]
     parallel = side_by_side(python, SIDE_BY_SIDE)
-    for name, chosen, options, deadline_s in (("device", together, parallel, DEVICE_TESTS_S), ("alone", alone, (), ALONE_S)):
+    for name, chosen, options, deadline_s in (
+        ("device", together, parallel, DEVICE_TESTS_S),
+        ("alone", alone, (), ALONE_S),
+    ):
         began_s = now_s()
         cases, done = pytest(python, [*chosen, "-m", "gpu", *options], report.left_s(deadline_s))
         for case in cases:
-            report.line(f"{name}: {case.name}", ok=case.outcome == "passed", seconds=case.seconds, detail=case.detail)
-        if not cases or done is None or (done.returncode != 0 and all(case.outcome == "passed" for case in cases)):
-            why = f"not done after {deadline_s:g} s, or no time was left" if done is None else tail(done)
+            report.line(
+                f"{name}: {case.name}",
+                ok=case.outcome == "passed",
+                seconds=case.seconds,
+                detail=case.detail,
+            )
+        if (
+            not cases
+            or done is None
+            or (done.returncode != 0 and all(case.outcome == "passed" for case in cases))
+        ):
+            why = (
+                f"not done after {deadline_s:g} s, or no time was left"
+                if done is None
+                else tail(done)
+            )
             report.line(name, ok=False, seconds=now_s() - began_s, detail=why)
 
 
 def side_by_side(python: str, count: int, dist: str = "load") -> tuple[str, ...]:
-    """What has pytest run so many tests at once, on as many processors; nothing where pytest-xdist is not there."""
+    """Options with which pytest runs several tests at once, each on a processor; nothing where
+    pytest-xdist is not there.
+    """
     count = min(count, os.cpu_count() or 1)
     there = count > 1 and finish([python, "-c", "import xdist"], PROBE_S).returncode == 0
     return ("-p", "xdist", "-n", str(count), "--dist", dist) if there else ()
@@ -232,7 +309,10 @@ def engine_tests(python: str, left_s: float) -> tuple[Any, Any]:
     cases, done = pytest(python, ["libs/engine/tests", *options], left_s)
     if done is None:
         raise CheckFailed(f"not done after {left_s:.0f} s")
-    outcomes = {word: sum(1 for case in cases if case.outcome == word) for word in ("passed", "failed", "skipped")}
+    outcomes = {
+        word: sum(1 for case in cases if case.outcome == word)
+        for word in ("passed", "failed", "skipped")
+    }
     if done.returncode != 0 or outcomes["passed"] == 0:
         bad = [f"{case.name}: {case.detail}" for case in cases if case.outcome == "failed"][:3]
         raise CheckFailed(f"{outcomes} {' | '.join(bad) or tail(done)}")
@@ -242,14 +322,26 @@ def engine_tests(python: str, left_s: float) -> tuple[Any, Any]:
 def bench(python: str, left_s: float) -> tuple[Any, Any]:
     """Our engine's figures on this device, by shape and row."""
     limit_s = (left_s - BENCH_STOP_S) / len(SHAPES)
-    command = [python, str(ROOT / "bench" / "engine_gpu.py"), "--rounds", "1", "--limit-s", f"{limit_s:.0f}", "--shapes", *SHAPES]
+    command = [
+        python,
+        str(ROOT / "bench" / "engine_gpu.py"),
+        "--rounds",
+        "1",
+        "--limit-s",
+        f"{limit_s:.0f}",
+        "--shapes",
+        *SHAPES,
+    ]
     done = finish(command, left_s, with_sources(os.environ))
     print(done.stdout + done.stderr, file=sys.stderr, flush=True)
     if done.returncode != 0:
         raise CheckFailed(tail(done))
     rows = [line for line in map(json.loads, done.stdout.splitlines()) if "row" in line]
     found = {
-        shape: {line["row"]: f"{line['ours']} {line['unit']}" for line in rows if line["shape"] == shape} for shape in SHAPES
+        shape: {
+            line["row"]: f"{line['ours']} {line['unit']}" for line in rows if line["shape"] == shape
+        }
+        for shape in SHAPES
     }
     if empty := [shape for shape, figures in found.items() if not figures]:
         raise CheckFailed(f"no figure of {', '.join(empty)}")
@@ -257,7 +349,9 @@ def bench(python: str, left_s: float) -> tuple[Any, Any]:
 
 
 def chat(python: str, left_s: float) -> tuple[Any, Any]:
-    """The whole system with a worker on the GPU: a cold chat and a warm one, and where the time of the cold one went."""
+    """The whole system with a worker on the GPU: a cold chat and a warm one, and where the time of
+    the cold one went.
+    """
     with tempfile.TemporaryDirectory(prefix="pilotlight-") as folder:
         os.chmod(folder, 0o711)  # PostgreSQL, which does not run as root, has to pass it
         variables = {
@@ -281,7 +375,11 @@ def chat(python: str, left_s: float) -> tuple[Any, Any]:
 
 def logs_of(folder: Path) -> str:
     """The ends of what loader, worker and engine wrote."""
-    found = sorted(path for name in ("loader", "worker", "engine") for path in folder.glob(f"**/logs/{name}*.log"))
+    found = sorted(
+        path
+        for name in ("loader", "worker", "engine")
+        for path in folder.glob(f"**/logs/{name}*.log")
+    )
     return " ".join(f"{path.name}: {path.read_text(errors='replace')[-TAIL:]}" for path in found)
 
 
@@ -295,7 +393,9 @@ class Case:
     detail: Any
 
 
-def pytest(python: str, arguments: Sequence[str], left_s: float) -> tuple[list[Case], subprocess.CompletedProcess[str] | None]:
+def pytest(
+    python: str, arguments: Sequence[str], left_s: float
+) -> tuple[list[Case], subprocess.CompletedProcess[str] | None]:
     """Run tests; None in the place of the process when it was not done in time."""
     if left_s <= 0:
         return [], None
@@ -316,7 +416,9 @@ def pytest(python: str, arguments: Sequence[str], left_s: float) -> tuple[list[C
             "junit_family=xunit1",
         ]
         try:
-            done = finish(command, left_s, {**with_sources(os.environ), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
+            done = finish(
+                command, left_s, {**with_sources(os.environ), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+            )
         except CheckFailed:
             return [], None
         if done.returncode != 0:
@@ -325,32 +427,69 @@ def pytest(python: str, arguments: Sequence[str], left_s: float) -> tuple[list[C
 
 
 def cases_of(document: str) -> list[Case]:
-    """The tests of a JUnit document; what a passed one recorded is its detail, why it did not pass is another's."""
+    """The tests of a JUnit document; what a passed one recorded is its detail, why it did not pass
+    is another's.
+    """
     cases: list[Case] = []
     for case in ElementTree.fromstring(document).iter("testcase"):
         found = {child.tag: child for child in case}
-        recorded: Any = {item.get("name", ""): item.get("value", "") for item in case.iter("property")}
-        outcome = "skipped" if "skipped" in found else "failed" if found.keys() & {"failure", "error"} else "passed"
-        reason = next((found[tag].get("message") or "" for tag in ("failure", "error", "skipped") if tag in found), "")
+        recorded: Any = {
+            item.get("name", ""): item.get("value", "") for item in case.iter("property")
+        }
+        outcome = (
+            "skipped"
+            if "skipped" in found
+            else "failed"
+            if found.keys() & {"failure", "error"}
+            else "passed"
+        )
+        reason = next(
+            (
+                found[tag].get("message") or ""
+                for tag in ("failure", "error", "skipped")
+                if tag in found
+            ),
+            "",
+        )
         name = case.get("name", "?")
-        cases.append(Case(name, outcome, float(case.get("time") or 0), recorded if outcome == "passed" else reason[:TAIL]))
+        cases.append(
+            Case(
+                name,
+                outcome,
+                float(case.get("time") or 0),
+                recorded if outcome == "passed" else reason[:TAIL],
+            )
+        )
     return cases
 
 
 def with_sources(variables: Mapping[str, str]) -> dict[str, str]:
     """The environment in which this tree's own code goes before what is installed."""
-    sources = [str(path) for path in sorted(ROOT.glob("*/*/src")) if path.parent.parent.name in ("libs", "services")]
+    sources = [
+        str(path)
+        for path in sorted(ROOT.glob("*/*/src"))
+        if path.parent.parent.name in ("libs", "services")
+    ]
     return {**variables, "PYTHONPATH": os.pathsep.join(sources)} if sources else dict(variables)
 
 
-def finish(command: Sequence[str], left_s: float, variables: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def finish(
+    command: Sequence[str], left_s: float, variables: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run to the end, in a session of its own.
 
     Raises:
-        CheckFailed: it was not done in time; it was told to end, and then killed with all that it had started.
+        CheckFailed: it was not done in time; it was told to end, and then killed with all that it
+            had started.
     """
     process = subprocess.Popen(
-        command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        cwd=ROOT,
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     try:
         output, errors = process.communicate(timeout=left_s)
@@ -363,7 +502,9 @@ def finish(command: Sequence[str], left_s: float, variables: Mapping[str, str] |
             except (ProcessLookupError, subprocess.TimeoutExpired):
                 continue
         said = (errors.strip() or output.strip())[-TAIL:]
-        raise CheckFailed(f"{Path(command[0]).name} was not done after {left_s:.0f} s: {said}") from None
+        raise CheckFailed(
+            f"{Path(command[0]).name} was not done after {left_s:.0f} s: {said}"
+        ) from None
     return subprocess.CompletedProcess(list(command), process.returncode, output, errors)
 
 

@@ -1,11 +1,13 @@
-"""One model by 1, 2 and 4 nodes that each fetch their range of its layers from one remote store: part of ``make bench-dataplane``.
+"""One model by 1, 2 and 4 nodes that each fetch their range of its layers from one remote store:
+part of ``make bench-dataplane``.
 
-Every node is a network namespace behind a link of ``--rate``; the store, Ceph's S3 server, is one without such a link, and so is
-the node that measures what the store gives. Each node is a process with the loader's own host pool and fetch core, and the model's
-manifest with every digest: what is counted as there is verified.
+Every node is a network namespace behind a link of ``--rate``; the store, Ceph's S3 server, is one
+without such a link, and so is the node that measures what the store gives. Each node is a process
+with the loader's own host pool and fetch core, and the model's manifest with every digest: what is
+counted as there is verified.
 
-Prints one JSON document: the machine, medians, the floor, and every single figure. Times are from the word to fetch until the last
-node has all of its layers.
+Prints one JSON document: the machine, medians, the floor, and every single figure. Times are from
+the word to fetch until the last node has all of its layers.
 """
 
 import argparse
@@ -72,10 +74,14 @@ class Node:
         """Bring the layers of a stage here, with embedding and head where they belong to it."""
         began_cpu_s, size_bytes = cpu_s(), 0
         parts = self._model.spec.parts_of(Stage(*order["layers"]))
-        holder = self._copies.hold(self._model, parts, InstanceId("bench"), leased=True)
+        holder = self._copies.claim(self._model, parts, InstanceId("bench"), leased=True)
         async for ready in self._copies.ready_parts(holder):
             size_bytes += self._manifest.parts[ready.part].image_bytes
-        return {"end_s": self._clock.monotonic_s(), "cpu_s": round(cpu_s() - began_cpu_s, 3), "bytes": size_bytes}
+        return {
+            "end_s": self._clock.monotonic_s(),
+            "cpu_s": round(cpu_s() - began_cpu_s, 3),
+            "bytes": size_bytes,
+        }
 
     async def stop(self) -> None:
         """Leave nothing behind."""
@@ -95,12 +101,16 @@ async def serve_node(folder: Path, endpoint: str) -> None:
 def serve_store(folder: Path, address: str) -> None:
     """The remote store. What it keeps lies in the model's folder, and goes with it."""
     with tempfile.TemporaryDirectory(dir=folder) as place:
-        store_bytes = 2 * sum(file.stat().st_size for file in folder.iterdir() if file.is_file()) + 1024 * MIB
+        store_bytes = (
+            2 * sum(file.stat().st_size for file in folder.iterdir() if file.is_file()) + 1024 * MIB
+        )
         with ceph(Path(place), address, store_bytes) as endpoint:
             os.environ["AWS_REGION"] = REGION
             upload(folder, endpoint)
             record_manifest(folder, sources_for(MODEL_URI, endpoint).pin(MODEL_URI).source)
-            environment = {name: os.environ[name] for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")}
+            environment = {
+                name: os.environ[name] for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+            }
 
             async def where(_: dict[str, Any]) -> dict[str, Any]:
                 return {"endpoint": endpoint, "environment": environment}
@@ -124,7 +134,9 @@ def measure(hosts: list[Host], folder: Path, endpoint: str, log: IO[bytes]) -> d
         for node in nodes:
             node.heard()
         began_s = SystemClock().monotonic_s()
-        for node, layers in zip(nodes, layer_ranges(manifest.spec.num_layers, len(nodes)), strict=True):
+        for node, layers in zip(
+            nodes, layer_ranges(manifest.spec.num_layers, len(nodes)), strict=True
+        ):
             node.tell("fetch", layers=layers)
         ends = [node.heard() for node in nodes]
     if sum(end["bytes"] for end in ends) != bytes_of(manifest):
@@ -140,7 +152,10 @@ def measure(hosts: list[Host], folder: Path, endpoint: str, log: IO[bytes]) -> d
 
 def report(runs: dict[str, list[dict[str, Any]]], size_bytes: int, rate: str) -> dict[str, Any]:
     """Medians, and what they are of one node."""
-    medians = {name: round(statistics.median(run["seconds"] for run in found), 3) for name, found in runs.items()}
+    medians = {
+        name: round(statistics.median(run["seconds"] for run in found), 3)
+        for name, found in runs.items()
+    }
     store_mb_per_s = round(size_bytes / medians.pop("store") / 1e6, 1)
     ratios = {name: round(seconds / medians["1"], 3) for name, seconds in medians.items()}
     return {
@@ -161,11 +176,15 @@ def report(runs: dict[str, list[dict[str, Any]]], size_bytes: int, rate: str) ->
 
 def parse_options() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mib", type=int, default=384, help="size of the model")
     parser.add_argument("--rate", default="200mbit", help="of every node's link, as tc takes it")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--log", type=Path, default=Path(os.devnull), help="where the nodes' logs go")
+    parser.add_argument(
+        "--log", type=Path, default=Path(os.devnull), help="where the nodes' logs go"
+    )
     parser.add_argument("--node", help=argparse.SUPPRESS)
     parser.add_argument("--store", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -186,7 +205,9 @@ def main() -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=SHARED_MEMORY)))
         make_model(folder, options.mib)
-        *nodes, near, remote = stack.enter_context(network([*(options.rate for _ in range(max(NODES))), None, None]))
+        *nodes, near, remote = stack.enter_context(
+            network([*(options.rate for _ in range(max(NODES))), None, None])
+        )
         log = stack.enter_context(options.log.open("wb"))
         command = (sys.executable, __file__, "--store", remote.address, "--folder", str(folder))
         store = stack.enter_context(Child("store", remote.inside(*command), log))

@@ -48,7 +48,9 @@ def machine() -> dict[str, Any]:
     """What the figures were taken on, and with what."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return {
-        "cpu": next((line.split(":")[1].strip() for line in lines if "model name" in line), "unknown"),
+        "cpu": next(
+            (line.split(":")[1].strip() for line in lines if "model name" in line), "unknown"
+        ),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "kernel": platform.release(),
@@ -58,7 +60,9 @@ def machine() -> dict[str, Any]:
     }
 
 
-def floor(measured: float, *, at_most: float | None = None, at_least: float | None = None) -> dict[str, Any]:
+def floor(
+    measured: float, *, at_most: float | None = None, at_least: float | None = None
+) -> dict[str, Any]:
     """One floor, and whether it is reached; ``at_most`` or ``at_least``."""
     if at_most is not None:
         return {"measured": measured, "at_most": at_most, "met": measured <= at_most}
@@ -82,7 +86,11 @@ def make_model(folder: Path, mib: int, layer_bytes: int = LAYER_BYTES) -> None:
 
 
 def record_manifest(folder: Path, source: Source | None = None) -> int:
-    """Write a model's manifest beside it, with every digest recorded, as of another source that holds the same. The bytes of all parts."""
+    """Write a model's manifest beside it, with every digest recorded, as of another source that
+    holds the same.
+
+    The bytes of all parts.
+    """
     files = FolderSource(folder)
     local = read_checkpoint(files).manifest
     manifest = read_checkpoint(source).manifest if source is not None else local
@@ -177,7 +185,9 @@ class Bare:
     async def latest(self, model: Model) -> Manifest:
         return self.manifest
 
-    def learned(self, model: Model, part: int, digests: tuple[Digest, ...], disputed: object) -> None: ...
+    def learned(
+        self, model: Model, part: int, digests: tuple[Digest, ...], disputed: object
+    ) -> None: ...
 
 
 class Quiet:

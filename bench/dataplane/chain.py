@@ -1,11 +1,13 @@
-"""A model from one node to 1, 3 and 7 others, by a chain and by each asking the source: part of ``make bench-dataplane``.
+"""A model from one node to 1, 3 and 7 others, by a chain and by each asking the source: part of
+``make bench-dataplane``.
 
-Every node is a network namespace behind a link of ``--rate`` (``tc tbf``, both ways), joined by a bridge; in each runs one process with
-the loader's own host pool, fetch core and links. The namespaces are made here and removed again, which needs root. The receivers have
-no other source: a byte that the chain does not bring does not come.
+Every node is a network namespace behind a link of ``--rate`` (``tc tbf``, both ways), joined by a
+bridge; in each runs one process with the loader's own host pool, fetch core and links. The
+namespaces are made here and removed again, which needs root. The receivers have no other source: a
+byte that the chain does not bring does not come.
 
-Prints one JSON document: the machine, medians, the floors, and every single figure. Times are from the word to fetch until the
-last receiver has all of the model, verified.
+Prints one JSON document: the machine, medians, the floors, and every single figure. Times are from
+the word to fetch until the last receiver has all of the model, verified.
 """
 
 import argparse
@@ -98,12 +100,21 @@ class Node:
         self._clock = clock
         self._pool = HostPool.open(pool_path, bytes_of(self._manifest) + 64 * MIB, clock)
         me = Identity(NodeId(f"n{index}"), KEY)
-        self.peers = Peers(me, LinkThread("links-in"), clock, self.traffic, STALL_TIMEOUT_S, lambda _: FetchPriority.COLD_START)
+        self.peers = Peers(
+            me,
+            LinkThread("links-in"),
+            clock,
+            self.traffic,
+            STALL_TIMEOUT_S,
+            lambda _: FetchPriority.COLD_START,
+        )
         open_source = self._open_source if has_source else refuse
         tools = fetch_tools(self._pool, self._manifest, open_source, nearby=(self.peers,))
         self._copies = HostCopies(tools, quiet, quiet)
         offers = Offers(pool=self._pool, copies=self._copies, moved=tools.moved, clock=clock)
-        self._server = LinkServer(me, (address(index), PORT), offers, LinkThread("links-out"), clock, self.traffic)
+        self._server = LinkServer(
+            me, (address(index), PORT), offers, LinkThread("links-out"), clock, self.traffic
+        )
 
     def _open_source(self, model: Model, manifest: Manifest) -> ModelSource:
         return SourceOrigin(FolderSource(self._folder), manifest, model.uri)
@@ -124,11 +135,17 @@ class Node:
     async def fetch(self, _: dict[str, Any]) -> dict[str, Any]:
         """Bring all of the model here."""
         began_cpu_s = cpu_s()
-        holder = self._copies.hold(self.model, range(len(self._manifest.parts)), InstanceId("bench"), leased=True)
+        holder = self._copies.claim(
+            self.model, range(len(self._manifest.parts)), InstanceId("bench"), leased=True
+        )
         async for _ in self._copies.ready_parts(holder):
             pass
         used_s = round(cpu_s() - began_cpu_s, 3)
-        return {"end_s": self._clock.monotonic_s(), "cpu_s": used_s, "received_bytes": self.traffic.received_bytes}
+        return {
+            "end_s": self._clock.monotonic_s(),
+            "cpu_s": used_s,
+            "received_bytes": self.traffic.received_bytes,
+        }
 
     async def sent(self, _: dict[str, Any]) -> dict[str, Any]:
         """What it has given to others."""
@@ -148,7 +165,9 @@ def refuse(model: Model, manifest: Manifest) -> ModelSource:
 
 
 async def serve_node(index: int, folder: Path, *, has_source: bool) -> None:
-    """One node; the model lies in a folder of shared memory, and so does its pool, which goes with it however the node ends."""
+    """One node; the model lies in a folder of shared memory, and so does its pool, which goes with
+    it however the node ends.
+    """
     node = Node(index, folder, folder / f"{os.getpid()}.pool", has_source=has_source)
     try:
         await node.start()
@@ -157,12 +176,16 @@ async def serve_node(index: int, folder: Path, *, has_source: bool) -> None:
         await node.stop()
 
 
-def measure(receivers: int, *, chain: bool, hosts: list[Host], folder: Path, log: IO[bytes]) -> dict[str, Any]:
+def measure(
+    receivers: int, *, chain: bool, hosts: list[Host], folder: Path, log: IO[bytes]
+) -> dict[str, Any]:
     """One run with fresh processes."""
     with ExitStack() as stack:
         nodes: list[Child] = []
         for index, host in enumerate(hosts[: receivers + 1]):
-            command = host.inside(sys.executable, __file__, "--node", str(index), "--folder", str(folder))
+            command = host.inside(
+                sys.executable, __file__, "--node", str(index), "--folder", str(folder)
+            )
             nodes.append(stack.enter_context(Child(f"node {index}", command, log)))
         for node in nodes:
             node.heard()
@@ -189,16 +212,26 @@ def measure(receivers: int, *, chain: bool, hosts: list[Host], folder: Path, log
 def report(runs: dict[str, list[dict[str, Any]]], size_bytes: int, rate: str) -> dict[str, Any]:
     """Medians, and what they are of the link and of one receiver."""
     ideal_s = size_bytes / (parse_bandwidth(rate) or float("inf"))
-    medians = {name: round(statistics.median(run["seconds"] for run in found), 3) for name, found in runs.items()}
+    medians = {
+        name: round(statistics.median(run["seconds"] for run in found), 3)
+        for name, found in runs.items()
+    }
     shares = {name: round(ideal_s / seconds, 3) for name, seconds in medians.items()}
     floors: dict[str, Any] = {}
     if {"chain 1", "chain 7"} <= medians.keys():
         floors = {
-            "time to 7 of time to 1": floor(round(medians["chain 7"] / medians["chain 1"], 3), at_most=FLOOR_RATIO),
+            "time to 7 of time to 1": floor(
+                round(medians["chain 7"] / medians["chain 1"], 3), at_most=FLOOR_RATIO
+            ),
             "share of the link, to 1": floor(shares["chain 1"], at_least=FLOOR_SHARE),
         }
     cpu = {
-        name: round(statistics.median(cpu_s for run in found for cpu_s in run["cpu_s"]) / size_bytes * 2**30, 3)
+        name: round(
+            statistics.median(cpu_s for run in found for cpu_s in run["cpu_s"])
+            / size_bytes
+            * 2**30,
+            3,
+        )
         for name, found in runs.items()
     }
     return {
@@ -216,13 +249,22 @@ def report(runs: dict[str, list[dict[str, Any]]], size_bytes: int, rate: str) ->
 
 def parse_options() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mib", type=int, default=128, help="size of the model")
     parser.add_argument("--rate", default="200mbit", help="of every link, as tc takes it")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--receivers", default="1,3,7")
-    parser.add_argument("--each", action=argparse.BooleanOptionalAction, default=True, help="also with each asking the source")
-    parser.add_argument("--log", type=Path, default=Path(os.devnull), help="where the nodes' logs go")
+    parser.add_argument(
+        "--each",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="also with each asking the source",
+    )
+    parser.add_argument(
+        "--log", type=Path, default=Path(os.devnull), help="where the nodes' logs go"
+    )
     parser.add_argument("--node", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -1,4 +1,6 @@
-"""Processes of a benchmark that do as they are told: a line of JSON with ``do`` on their input, an answer of one line on their output."""
+"""Processes of a benchmark that do as they are told: a line of JSON with ``do`` on their input, an
+answer of one line on their output.
+"""
 
 import asyncio
 import json
@@ -33,11 +35,14 @@ class Child:
     def __init__(self, name: str, command: list[str], log: IO[bytes]) -> None:
         """Start it; its first answer is ``{}``, once it is ready.
 
-        It ends with its input, and so with this process: a signal to all of a terminal's processes must not end it half-way.
+        It ends with its input, and so with this process: a signal to all of a terminal's processes
+        must not end it half-way.
         """
         self.name = name
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True, start_new_session=True)
+        self._process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=log, text=True, start_new_session=True
+        )
 
     def tell(self, do: str, **more: Any) -> None:
         """Give it an order; ``heard`` waits for the answer."""
@@ -54,10 +59,14 @@ class Child:
         assert self._process.stdout is not None
         # One answer for each order: nothing lies in the buffer from before.
         if not select.select([self._process.stdout], [], [], ANSWER_S)[0]:
-            raise SystemExit(f"{self.name} has not answered for {ANSWER_S:g} s: see its log (--log FILE)")
+            raise SystemExit(
+                f"{self.name} has not answered for {ANSWER_S:g} s: see its log (--log FILE)"
+            )
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit(f"{self.name} ended with {self._process.wait(STOP_S)}: see its log (--log FILE)")
+            raise SystemExit(
+                f"{self.name} ended with {self._process.wait(STOP_S)}: see its log (--log FILE)"
+            )
         return json.loads(line)
 
     def __enter__(self) -> "Child":
@@ -65,7 +74,7 @@ class Child:
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if error is not None:
-            # It may be in the middle of an order, whose answer nobody waits for any more.
+            # It may be in the middle of an order, whose answer is not awaited any more.
             self._process.kill()
         self.stop()
 

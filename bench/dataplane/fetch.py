@@ -1,9 +1,12 @@
-"""A fetch into the host pool beside what others need for the same bytes: part of ``make bench-dataplane``.
+"""A fetch into the host pool beside what others need for the same bytes: part of ``make
+bench-dataplane``.
 
-A model of ``--mib`` MiB from three places: S3 (``--s3``, by default Ceph's server, started here), a file that the system has in memory
-(``warm``), and the same file from the disk (``cold``: the system was told to forget it). Everyone brings it into memory: we into a
-host pool on tmpfs, hashed; runai-model-streamer and boto3 into buffers; ``aws s3 cp`` and ``cp`` into tmpfs. One after the other, in
-alternating order, several rounds; each in a process of its own, whose start is not counted but for the two commands.
+A model of ``--mib`` MiB from three places: S3 (``--s3``, by default Ceph's server, started here), a
+file that the system has in memory (``warm``), and the same file from the disk (``cold``: the system
+was told to forget it). Everyone brings it into memory: we into a host pool on tmpfs, hashed;
+runai-model-streamer and boto3 into buffers; ``aws s3 cp`` and ``cp`` into tmpfs. One after the
+other, in alternating order, several rounds; each in a process of its own, whose start is not
+counted but for the two commands.
 
 Prints one JSON document: the machine, medians, what we reach of the best, and every single figure.
 """
@@ -68,10 +71,14 @@ async def fetch(uri: str, pool_path: Path) -> dict[str, float]:
     tools = fetch_tools(pool, manifest, opener(sources))
     copies = HostCopies(tools, quiet, quiet)
     began_s, began_cpu_s = clock.monotonic_s(), cpu_s()
-    holder = copies.hold(model, range(len(manifest.parts)), InstanceId("bench"), leased=True)
+    holder = copies.claim(model, range(len(manifest.parts)), InstanceId("bench"), leased=True)
     async for _ in copies.ready_parts(holder):
         pass
-    figures = {"seconds": clock.monotonic_s() - began_s, "cpu_s": cpu_s() - began_cpu_s, "bytes": float(total_bytes)}
+    figures = {
+        "seconds": clock.monotonic_s() - began_s,
+        "cpu_s": cpu_s() - began_cpu_s,
+        "bytes": float(total_bytes),
+    }
     await copies.stop()
     pool.close(remove=True)
     return figures
@@ -107,7 +114,11 @@ def versions(python: str | None) -> dict[str, str]:
     if python is None:
         return {}
     done = subprocess.run(
-        [python, str(HERE / "fetch_peers.py"), "versions"], capture_output=True, text=True, timeout=60, check=True
+        [python, str(HERE / "fetch_peers.py"), "versions"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     return json.loads(done.stdout)
 
@@ -124,7 +135,7 @@ def commands_for(scenario: str, folder: Path, options: argparse.Namespace) -> di
 
 
 def measure(scenario: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Rounds of everyone, in alternating order."""
+    """Rounds of every program, in alternating order."""
     commands = commands_for(scenario, folder, options)
     found: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
     for number in range(options.rounds):
@@ -134,15 +145,26 @@ def measure(scenario: str, folder: Path, options: argparse.Namespace) -> dict[st
                 forget(folder / FILE)
             found[name].append(run_child(commands[name]))
             found[name][-1]["load_average"] = round(os.getloadavg()[0], 2)
-            print(f"{scenario} {name}: {found[name][-1]['bytes'] / found[name][-1]['seconds'] / 1e6:.0f} MB/s", file=sys.stderr)
+            print(
+                f"{scenario} {name}: {found[name][-1]['bytes'] / found[name][-1]['seconds'] / 1e6:.0f} MB/s",
+                file=sys.stderr,
+            )
     medians = {
         name: {
-            "mb_per_s": round(statistics.median(run["bytes"] / run["seconds"] / 1e6 for run in runs), 1),
-            "cpu_s_per_gib": round(statistics.median(run["cpu_s"] / run["bytes"] * 2**30 for run in runs), 3),
+            "mb_per_s": round(
+                statistics.median(run["bytes"] / run["seconds"] / 1e6 for run in runs), 1
+            ),
+            "cpu_s_per_gib": round(
+                statistics.median(run["cpu_s"] / run["bytes"] * 2**30 for run in runs), 3
+            ),
         }
         for name, runs in found.items()
     }
-    others = {name: median["mb_per_s"] for name, median in medians.items() if name not in ("pilotlight", *REFERENCES)}
+    others = {
+        name: median["mb_per_s"]
+        for name, median in medians.items()
+        if name not in ("pilotlight", *REFERENCES)
+    }
     best = max(others, key=lambda name: others[name], default=None)
     reached = round(medians["pilotlight"]["mb_per_s"] / others[best], 3) if best else None
     return {"medians": medians, "best_other": best, "of_the_best": reached, "runs": found}
@@ -150,13 +172,20 @@ def measure(scenario: str, folder: Path, options: argparse.Namespace) -> dict[st
 
 def parse_options() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mib", type=int, default=1024, help="size of the model")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--scenarios", default="s3,warm,cold")
-    parser.add_argument("--s3", help="endpoint of an S3 server; credentials from the environment. By default one is started")
+    parser.add_argument(
+        "--s3",
+        help="endpoint of an S3 server; credentials from the environment. By default one is started",
+    )
     parser.add_argument("--peers-python", help="an interpreter with what fetch_peers.py asks for")
-    parser.add_argument("--folder", type=Path, help="where the model's file is made: on the disk to be measured")
+    parser.add_argument(
+        "--folder", type=Path, help="where the model's file is made: on the disk to be measured"
+    )
     parser.add_argument("--ours", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -181,7 +210,9 @@ def main() -> None:
         if "s3" in scenarios:
             # Not on the disk, which is busy with the model's file.
             ceph = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=SHARED_MEMORY)))
-            os.environ["AWS_ENDPOINT_URL"] = stack.enter_context(s3_server(options.s3, ceph, options.mib))
+            os.environ["AWS_ENDPOINT_URL"] = stack.enter_context(
+                s3_server(options.s3, ceph, options.mib)
+            )
             os.environ.setdefault("AWS_REGION", "us-east-1")
             os.environ["RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING"] = "0"
             upload(folder, os.environ["AWS_ENDPOINT_URL"])
@@ -191,7 +222,12 @@ def main() -> None:
         for name, found in measured.items()
         if found["of_the_best"] is not None
     }
-    document = {"machine": machine(), "peers": versions(options.peers_python), "floors": floors, "scenarios": measured}
+    document = {
+        "machine": machine(),
+        "peers": versions(options.peers_python),
+        "floors": floors,
+        "scenarios": measured,
+    }
     print(json.dumps(document, indent=2))
 
 

@@ -1,10 +1,13 @@
-"""What others need to bring one file of parameters into memory. Imports nothing of Pilotlight: the interpreter that has them runs it.
+"""What others need to bring one file of parameters into memory.
 
-``python fetch_peers.py NAME PLACE``, where PLACE is a path or ``s3://bucket/key``; prints ``{"seconds", "cpu_s"}`` of the transfer alone.
-Endpoint and credentials are in the environment (AWS_ENDPOINT_URL and what goes with it). ``python fetch_peers.py versions`` says whom
-one measures.
+Imports nothing of Pilotlight: the interpreter that has them runs it.
 
-It is made with ``python3 -m venv peers && peers/bin/pip install boto3 awscli 'runai-model-streamer[s3]'``.
+``python fetch_peers.py NAME PLACE``, where PLACE is a path or ``s3://bucket/key``; prints
+``{"seconds", "cpu_s"}`` of the transfer alone. Endpoint and credentials are in the environment
+(AWS_ENDPOINT_URL and what goes with it). ``python fetch_peers.py versions`` says whom one measures.
+
+It is made with ``python3 -m venv peers && peers/bin/pip install boto3 awscli
+'runai-model-streamer[s3]'``.
 """
 
 import io
@@ -42,7 +45,9 @@ def runai(place: str) -> Callable[[], int]:
     def run() -> int:
         with SafetensorsStreamer() as streamer:
             streamer.stream_file(place)
-            return sum(tensor.numel() * tensor.element_size() for _, tensor in streamer.get_tensors())
+            return sum(
+                tensor.numel() * tensor.element_size() for _, tensor in streamer.get_tensors()
+            )
 
     return run
 
@@ -53,7 +58,16 @@ def aws(place: str) -> Callable[[], int]:
 
     def run() -> int:
         try:
-            command = [sys.executable, "-m", "awscli", "s3", "cp", "--only-show-errors", place, str(target)]
+            command = [
+                sys.executable,
+                "-m",
+                "awscli",
+                "s3",
+                "cp",
+                "--only-show-errors",
+                place,
+                str(target),
+            ]
             subprocess.run(command, check=True, timeout=300)
             return target.stat().st_size
         finally:
@@ -95,7 +109,15 @@ def main() -> None:
     run = CONTENDERS[name](place)
     began_s, began_cpu_s = time.perf_counter(), cpu_s()
     size_bytes = run()
-    print(json.dumps({"seconds": time.perf_counter() - began_s, "cpu_s": cpu_s() - began_cpu_s, "bytes": size_bytes}))
+    print(
+        json.dumps(
+            {
+                "seconds": time.perf_counter() - began_s,
+                "cpu_s": cpu_s() - began_cpu_s,
+                "bytes": size_bytes,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Nodes of a benchmark: network namespaces, each with a link of its own rate, joined by a bridge. Needs root, ``ip`` and ``tc``.
+"""Nodes of a benchmark: network namespaces, each with a link of its own rate, joined by a bridge.
+
+Needs root, ``ip`` and ``tc``.
 
 ::
 
@@ -6,7 +8,8 @@
     node 1 --tbf--+-- bridge        both ways have the whole rate
     store  -------+                 a rate of None: as fast as the machine
 
-The namespaces are removed again however the run ends, with whatever still runs in them; what a killed run has left, the next one removes.
+The namespaces are removed again however the run ends, with whatever still runs in them; what a
+killed run has left, the next one removes.
 """
 
 import os
@@ -66,7 +69,10 @@ def network(rates: Sequence[str | None]) -> Generator[list[Host]]:
         yield hosts
     finally:
         # A second signal must not stop what the first one began.
-        kept = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+        kept = {
+            number: signal.signal(number, signal.SIG_IGN)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
         for name in (*(host.name for host in hosts), bridge):
             _remove(name)
         signal.signal(signal.SIGINT, kept[signal.SIGINT])
@@ -84,7 +90,21 @@ def exit_on_sigterm() -> Any:
 
 def _join(host: Host, bridge: str, port: str, rate: str | None) -> None:
     _run("ip", "netns", "add", host.name)
-    _run("ip", "link", "add", "eth0", "netns", host.name, "type", "veth", "peer", "name", port, "netns", bridge)
+    _run(
+        "ip",
+        "link",
+        "add",
+        "eth0",
+        "netns",
+        host.name,
+        "type",
+        "veth",
+        "peer",
+        "name",
+        port,
+        "netns",
+        bridge,
+    )
     _run("ip", "-n", bridge, "link", "set", port, "master", "br0")
     _run("ip", "-n", bridge, "link", "set", port, "up")
     _run("ip", "-n", host.name, "addr", "add", f"{host.address}/24", "dev", "eth0")
@@ -98,7 +118,9 @@ def _join(host: Host, bridge: str, port: str, rate: str | None) -> None:
 
 def _sweep() -> None:
     """Remove what runs that were killed have left."""
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=COMMAND_S, check=False)
+    listed = subprocess.run(
+        ["ip", "netns", "list"], capture_output=True, text=True, timeout=COMMAND_S, check=False
+    )
     for line in listed.stdout.splitlines():
         name = line.split()[0]
         pid = name.removeprefix(PREFIX).partition("-")[0]
@@ -108,13 +130,21 @@ def _sweep() -> None:
 
 def _remove(name: str) -> None:
     """End what runs in a namespace, and delete it; nothing happens when there is none."""
-    found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, timeout=COMMAND_S, check=False)
+    found = subprocess.run(
+        ["ip", "netns", "pids", name],
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_S,
+        check=False,
+    )
     for pid in found.stdout.split():
         try:
             os.kill(int(pid), signal.SIGKILL)
         except ProcessLookupError:
             continue
-    subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=COMMAND_S, check=False)
+    subprocess.run(
+        ["ip", "netns", "del", name], capture_output=True, timeout=COMMAND_S, check=False
+    )
 
 
 def _run(*command: str) -> None:

@@ -1,7 +1,9 @@
-"""All measurements of the data plane, one after the other, as one JSON document: ``make bench-dataplane``.
+"""All measurements of the data plane, one after the other, as one JSON document: ``make
+bench-dataplane``.
 
-Each is a script beside this one with options of its own. Needs root for network namespaces, and Ceph's S3 server (``store.py``);
-``--peers-python`` names an interpreter that has the peers of the fetch (``fetch_peers.py``): without it they do not take part.
+Each is a script beside this one with options of its own. Needs root for network namespaces, and
+Ceph's S3 server (``store.py``); ``--peers-python`` names an interpreter that has the peers of the
+fetch (``fetch_peers.py``): without it they do not take part.
 
 The exit status is 1 when a part failed, or a floor was missed.
 """
@@ -48,9 +50,15 @@ def measure(part: str, command: list[str]) -> dict[str, Any] | None:
 
 def parse_options() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default=",".join(PARTS), help="which of them, separated by commas")
-    parser.add_argument("--rounds", type=int, help="of each part; by default each has its own number")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--parts", default=",".join(PARTS), help="which of them, separated by commas"
+    )
+    parser.add_argument(
+        "--rounds", type=int, help="of each part; by default each has its own number"
+    )
     parser.add_argument("--peers-python", help="an interpreter with what fetch_peers.py asks for")
     options = parser.parse_args()
     options.parts = options.parts.split(",")
@@ -67,11 +75,18 @@ def main() -> None:
     exit_on_sigterm()
     documents = {part: measure(part, command_for(part, options)) for part in options.parts}
     found = {part: document for part, document in documents.items() if document is not None}
-    floors = {f"{part}: {name}": floor for part, document in found.items() for name, floor in document["floors"].items()}
+    floors = {
+        f"{part}: {name}": floor
+        for part, document in found.items()
+        for name, floor in document["floors"].items()
+    }
     failed = sorted(documents.keys() - found.keys())
     print(json.dumps({"machine": machine(), "failed": failed, "floors": floors, **found}, indent=2))
     for name, floor in floors.items():
-        print(f"{'reached' if floor['met'] else 'MISSED'}  {name}: {floor['measured']}", file=sys.stderr)
+        print(
+            f"{'reached' if floor['met'] else 'MISSED'}  {name}: {floor['measured']}",
+            file=sys.stderr,
+        )
     if failed or not all(floor["met"] for floor in floors.values()):
         raise SystemExit(1)
 

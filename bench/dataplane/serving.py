@@ -1,7 +1,8 @@
 """Serving beside a chain on the same link: part of ``make bench-dataplane``.
 
-Four network namespaces behind links of ``--rate`` (``tc tbf``, both ways). A pipeline of two stages, whose activations go over TCP, decodes
-``--requests`` requests without a pause; a chain brings a model of ``--mib`` MiB from one node to another::
+Four network namespaces behind links of ``--rate`` (``tc tbf``, both ways). A pipeline of two
+stages, whose activations go over TCP, decodes ``--requests`` requests without a pause; a chain
+brings a model of ``--mib`` MiB from one node to another::
 
     beside     node 0: stage 0, the chain's source     activations and parameters leave node 0 by the same link, in the same direction,
                node 1: stage 1, the chain's receiver   and come to node 1 by the same link; sampled tokens go the other way
@@ -9,14 +10,16 @@ Four network namespaces behind links of ``--rate`` (``tc tbf``, both ways). A pi
                nodes 2 and 3: the chain
     alone      nodes 0 and 1: the stages               no chain, for --seconds
 
-The kinds take turns, back and forth; each is measured in every round while the chain is under way. Time per output token (TPOT): a
-request's last token of that time minus its first, by the tokens between; of all requests the median.
+The kinds take turns, back and forth; each is measured in every round while the chain is under way.
+Time per output token (TPOT): a request's last token of that time minus its first, by the tokens
+between; of all requests the median.
 
-A stage stands in for a device: for each batch it waits as long as one would compute (``--device-ms``), and what a chain takes of the host's
-processors is not taken from it. With ``--engine`` it is our engine on the CPU, one thread each, and it is: the control tells how much.
+A stage stands in for a device: for each batch it waits as long as one would compute
+(``--device-ms``), and what a chain takes of the host's processors is not taken from it. With
+``--engine`` it is our engine on the CPU, one thread each, and it is: the control tells how much.
 
-Prints one JSON document: medians over the rounds, the floor, and every single figure. Whatever else runs on the machine disturbs it:
-each run says how busy the processors were.
+Prints one JSON document: medians over the rounds, the floor, and every single figure. Whatever else
+runs on the machine disturbs it: each run says how busy the processors were.
 """
 
 import argparse
@@ -87,8 +90,20 @@ class Bench:
         """The chain's two loaders; the receiver, which has met the source."""
         children: list[Child] = []
         for index in chain:
-            arguments = ["--node", str(index), "--folder", str(self.folder), *(["--source"] if index == chain[0] else [])]
-            children.append(Child(f"node {index}", self.hosts[index].inside(sys.executable, __file__, *arguments), self.log))
+            arguments = [
+                "--node",
+                str(index),
+                "--folder",
+                str(self.folder),
+                *(["--source"] if index == chain[0] else []),
+            ]
+            children.append(
+                Child(
+                    f"node {index}",
+                    self.hosts[index].inside(sys.executable, __file__, *arguments),
+                    self.log,
+                )
+            )
             stack.callback(children[-1].stop)
         source, receiver = children
         for child in children:
@@ -118,10 +133,13 @@ def processor_times() -> tuple[float, float]:
     return float(sum(ticks) - ticks[3] - ticks[4]), float(sum(ticks))
 
 
-def report(runs: dict[str, list[dict[str, Any]]], size_bytes: int, options: argparse.Namespace) -> dict[str, Any]:
+def report(
+    runs: dict[str, list[dict[str, Any]]], size_bytes: int, options: argparse.Namespace
+) -> dict[str, Any]:
     """Medians over the rounds, and what a chain costs."""
     medians = {
-        kind: {name: round(statistics.median(run[name] for run in found), 3) for name in found[0]} for kind, found in runs.items()
+        kind: {name: round(statistics.median(run[name] for run in found), 3) for name in found[0]}
+        for kind, found in runs.items()
     }
     ideal_s = size_bytes / (parse_bandwidth(options.rate) or float("inf"))
     tpot = {kind: median["tpot_ms"] for kind, median in medians.items()}
@@ -130,35 +148,59 @@ def report(runs: dict[str, list[dict[str, Any]]], size_bytes: int, options: argp
         "bytes": size_bytes,
         "rate": options.rate,
         "requests": options.requests,
-        "stages": "our engine on the CPU" if options.engine else f"stand-ins for devices, {options.device_ms:g} ms a batch",
+        "stages": "our engine on the CPU"
+        if options.engine
+        else f"stand-ins for devices, {options.device_ms:g} ms a batch",
         "direction": "activations and parameters from node 0 to node 1; sampled tokens from node 1 to node 0",
         "medians": medians,
-        "share_of_the_link": {kind: round(ideal_s / medians[kind]["seconds"], 3) for kind in ("beside", "elsewhere")},
+        "share_of_the_link": {
+            kind: round(ideal_s / medians[kind]["seconds"], 3) for kind in ("beside", "elsewhere")
+        },
         "tpot": {
             "beside the chain, of alone": round(tpot["beside"] / tpot["alone"], 3),
-            "the chain elsewhere, of alone (processors)": round(tpot["elsewhere"] / tpot["alone"], 3),
-            "beside the chain, of the chain elsewhere (link)": round(tpot["beside"] / tpot["elsewhere"], 3),
+            "the chain elsewhere, of alone (processors)": round(
+                tpot["elsewhere"] / tpot["alone"], 3
+            ),
+            "beside the chain, of the chain elsewhere (link)": round(
+                tpot["beside"] / tpot["elsewhere"], 3
+            ),
             "each pair, beside of alone": [
                 round(with_it["tpot_ms"] / without["tpot_ms"], 3)
                 for with_it, without in zip(runs["beside"], runs["alone"], strict=True)
             ],
         },
-        "floors": {"TPOT beside a chain, of alone": floor(round(tpot["beside"] / tpot["alone"], 3), at_most=FLOOR_RATIO)},
+        "floors": {
+            "TPOT beside a chain, of alone": floor(
+                round(tpot["beside"] / tpot["alone"], 3), at_most=FLOOR_RATIO
+            )
+        },
         "runs": runs,
     }
 
 
 def parse_options() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, default=128, help="size of the model that the chain brings")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--mib", type=int, default=128, help="size of the model that the chain brings"
+    )
     parser.add_argument("--rate", default="200mbit", help="of every link, as tc takes it")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=4, help="that are decoded at once")
-    parser.add_argument("--device-ms", type=float, default=10.0, help="that a stage takes for a batch")
-    parser.add_argument("--engine", action="store_true", help="compute with our engine on the CPU instead")
-    parser.add_argument("--seconds", type=float, default=6.0, help="for which the pipeline is measured alone")
-    parser.add_argument("--log", type=Path, default=Path(os.devnull), help="where the processes' logs go")
+    parser.add_argument(
+        "--device-ms", type=float, default=10.0, help="that a stage takes for a batch"
+    )
+    parser.add_argument(
+        "--engine", action="store_true", help="compute with our engine on the CPU instead"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=6.0, help="for which the pipeline is measured alone"
+    )
+    parser.add_argument(
+        "--log", type=Path, default=Path(os.devnull), help="where the processes' logs go"
+    )
     parser.add_argument("--stage", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--node", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--source", action="store_true", help=argparse.SUPPRESS)
@@ -170,7 +212,9 @@ def main() -> None:
     """Measure all kinds in turns."""
     options = parse_options()
     if options.stage is not None:
-        asyncio.run(serve_stage(options.stage, None if options.engine else options.device_ms / 1000))
+        asyncio.run(
+            serve_stage(options.stage, None if options.engine else options.device_ms / 1000)
+        )
         return
     if options.node is not None:
         configure_logging("bench")

@@ -1,7 +1,9 @@
-"""The two stages of the pipeline in ``serving.py``, each a process that does as it is told: join, begin, wait, end.
+"""The two stages of the pipeline in ``serving.py``, each a process that does as it is told: join,
+begin, wait, end.
 
-Both kinds speak over ``Channel`` by TCP, joined as an instance's stages are. ``EngineStage`` computes with our engine on the CPU;
-``WaitingStage`` stands in for a device: it waits as long as a device would compute, and leaves the host's processors alone as one does.
+Both kinds speak over ``Channel`` by TCP, joined as an instance's stages are. ``EngineStage``
+computes with our engine on the CPU; ``WaitingStage`` stands in for a device: it waits as long as a
+device would compute, and leaves the host's processors alone as one does.
 """
 
 import asyncio
@@ -62,12 +64,16 @@ CLOCK = SystemClock()
 
 
 class StageProcess(ABC):
-    """What both kinds share: the channels, a thread that computes, and when each request's tokens came."""
+    """What both kinds share: the channels, a thread that computes, and when each request's tokens
+    came.
+    """
 
     def __init__(self, index: int) -> None:
         self._stage = STAGES[index]
         self._me = identity(index)
-        self._following = NextStage(identity(1 - index).node_id, (address(1 - index), PORT), STAGES[1 - index])
+        self._following = NextStage(
+            identity(1 - index).node_id, (address(1 - index), PORT), STAGES[1 - index]
+        )
         self._door = Door(self._me, (address(index), PORT), CLOCK.monotonic_s)
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._times: dict[str, list[float]] = {}
@@ -76,7 +82,14 @@ class StageProcess(ABC):
     async def join(self, _: Mapping[str, Any]) -> dict[str, Any]:
         """Connect to the other stage."""
         channels = await asyncio.to_thread(
-            join, self._door, self._me, INSTANCE, self._stage, self._following, CLOCK.monotonic_s, JOIN_S
+            join,
+            self._door,
+            self._me,
+            INSTANCE,
+            self._stage,
+            self._following,
+            CLOCK.monotonic_s,
+            JOIN_S,
         )
         self._connected(*channels)
         self._thread.start()
@@ -86,7 +99,9 @@ class StageProcess(ABC):
         """Have requests decoded, and come back once all are under way."""
         self._times = {f"{order['run']}.{number}": [] for number in range(order["requests"])}
         for number, request_id in enumerate(self._times):
-            self._orders.put(lambda request_id=request_id, number=number: self._add(request_id, number))
+            self._orders.put(
+                lambda request_id=request_id, number=number: self._add(request_id, number)
+            )
         while any(len(times) < WARM_TOKENS for times in self._times.values()):
             await pause(PAUSE_S)
         return {}
@@ -137,11 +152,15 @@ class EngineStage(StageProcess):
         self._engine = Engine(1, CLOCK.monotonic_s)
         spec = parse_config(json.dumps(CONFIG).encode(), DTYPE)
         decoder, stage = decoder_of(spec), self._stage
-        device_bytes = parameter_bytes(decoder, stage, DTYPE) + KV_TOKENS * spec.kv_bytes_per_token(stage, DTYPE)
+        device_bytes = parameter_bytes(decoder, stage, DTYPE) + KV_TOKENS * spec.kv_bytes_per_token(
+            stage, DTYPE
+        )
         self._engine.begin_load(INSTANCE, spec, stage, DTYPE, device_bytes)
         for part in spec.parts_of(stage):
             tensors = {
-                decoder.prefix(part) + name: (torch.randn(tuple(shape)) * 0.02).to(TORCH_DTYPES[DTYPE])
+                decoder.prefix(part) + name: (torch.randn(tuple(shape)) * 0.02).to(
+                    TORCH_DTYPES[DTYPE]
+                )
                 for name, shape in decoder.shapes(part).items()
             }
             sources = {
@@ -155,7 +174,12 @@ class EngineStage(StageProcess):
 
     def _add(self, request_id: str, number: int) -> None:
         prompt = [(number * 37 + at) % CONFIG["vocab_size"] for at in range(PROMPT_TOKENS)]
-        sampling = Sampling(seed=0, max_tokens=CONFIG["max_position_embeddings"] // 2, temperature=0.0, ignore_eos=True)
+        sampling = Sampling(
+            seed=0,
+            max_tokens=CONFIG["max_position_embeddings"] // 2,
+            temperature=0.0,
+            ignore_eos=True,
+        )
         self._engine.add(RequestId(request_id), 1, INSTANCE, prompt, (), sampling)
 
     def _abort(self, request_id: str) -> None:
@@ -175,7 +199,9 @@ class EngineStage(StageProcess):
 
 
 class WaitingStage(StageProcess):
-    """A device's stand-in: all requests are one batch, which waits ``device_s`` in each stage and crosses the wire as activations."""
+    """A device's stand-in: all requests are one batch, which waits ``device_s`` in each stage and
+    crosses the wire as activations.
+    """
 
     def __init__(self, index: int, device_s: float) -> None:
         super().__init__(index)
@@ -196,7 +222,9 @@ class WaitingStage(StageProcess):
     def _step(self) -> None:
         if self._leads and self._active:
             self._idle.wait(self._device_s)
-            self._behind.send(Frame(b"hidden", memoryview(bytes(HIDDEN_BYTES * len(self._active)))), SILENCE_S)
+            self._behind.send(
+                Frame(b"hidden", memoryview(bytes(HIDDEN_BYTES * len(self._active)))), SILENCE_S
+            )
             self._before.receive(SILENCE_S)
             now_s = CLOCK.monotonic_s()
             for request_id in self._active:
@@ -204,7 +232,10 @@ class WaitingStage(StageProcess):
         elif not self._leads and self._before.readable:
             hidden = self._before.receive(SILENCE_S)
             self._idle.wait(self._device_s)
-            self._behind.send(Frame(b"sampled", hidden.payload[: len(hidden.payload) // HIDDEN_BYTES * 4]), SILENCE_S)
+            self._behind.send(
+                Frame(b"sampled", hidden.payload[: len(hidden.payload) // HIDDEN_BYTES * 4]),
+                SILENCE_S,
+            )
         else:
             wait_for_any((self._before,), PAUSE_S)
 
@@ -215,7 +246,9 @@ def identity(index: int) -> Identity:
 
 
 async def serve_stage(index: int, device_s: float | None) -> None:
-    """One stage; ``device_s`` is what the stand-in for a device takes for a batch, None: our engine on the CPU."""
+    """One stage; ``device_s`` is what the stand-in for a device takes for a batch, None: our engine
+    on the CPU.
+    """
     stage = EngineStage(index) if device_s is None else WaitingStage(index, device_s)
     await obey({"join": stage.join, "begin": stage.begin, "wait": stage.wait, "end": stage.end})
     os._exit(0)

@@ -23,7 +23,9 @@ SUPPORT = Path(__file__).resolve().parent.parent.parent / "tests" / "support"
 
 @contextmanager
 def ceph(folder: Path, host: str, store_bytes: int) -> Generator[str]:
-    """Ceph's server at an address of this namespace; yields its URL. The environment gets its credentials.
+    """Ceph's server at an address of this namespace; yields its URL.
+
+    The environment gets its credentials.
 
     Raises:
         SystemExit: it is not installed.
@@ -35,7 +37,9 @@ def ceph(folder: Path, host: str, store_bytes: int) -> Generator[str]:
         raise SystemExit(
             f"not installed: {', '.join(missing)}. apt-get install --no-install-recommends {' '.join(ceph_server.PACKAGES)}"
         )
-    os.environ.update(AWS_ACCESS_KEY_ID=ceph_server.ACCESS_KEY, AWS_SECRET_ACCESS_KEY=ceph_server.SECRET_KEY)
+    os.environ.update(
+        AWS_ACCESS_KEY_ID=ceph_server.ACCESS_KEY, AWS_SECRET_ACCESS_KEY=ceph_server.SECRET_KEY
+    )
     with ceph_server.running_ceph(folder, store_bytes=store_bytes, host=host) as server:
         yield server.url
 

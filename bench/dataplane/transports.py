@@ -1,9 +1,11 @@
-"""One node's memory to another's on this host, over TCP and by NIXL, in turns: what ``PILOTLIGHT_LINK_TRANSPORT`` costs and gives.
+"""One node's memory to another's on this host, over TCP and by NIXL, in turns: what
+``PILOTLIGHT_LINK_TRANSPORT`` costs and gives.
 
-``python bench/dataplane/transports.py --mib 512 --rounds 5``; ways that need NIXL are left out where it is not installed. Each way has two
-processes of its own, with the loader's host pool, fetch core and links; the receiver has no other source. Prints one JSON document:
-the machine, medians and every figure. Times are from the word to fetch until all of the model is there and verified; processor time is
-that of both nodes, the processes that read included.
+``python bench/dataplane/transports.py --mib 512 --rounds 5``; ways that need NIXL are left out
+where it is not installed. Each way has two processes of its own, with the loader's host pool, fetch
+core and links; the receiver has no other source. Prints one JSON document: the machine, medians and
+every figure. Times are from the word to fetch until all of the model is there and verified;
+processor time is that of both nodes, the processes that read included.
 """
 
 import argparse
@@ -63,23 +65,35 @@ class Node:
     """Everything of a loader that a link needs, and nothing else."""
 
     def __init__(self, name: str, folder: Path, pool_path: Path, *, by_nixl: bool) -> None:
-        clock, quiet, threads = SystemClock(), Quiet(), (LinkThread("links-in"), LinkThread("links-out"))
+        clock, quiet, threads = (
+            SystemClock(),
+            Quiet(),
+            (LinkThread("links-in"), LinkThread("links-out")),
+        )
         self._folder = folder
         self._manifest = recorded_manifest(folder)
         self._model = model_of(folder.as_uri(), self._manifest)
         self._clock = clock
         self._pool = HostPool.open(pool_path, bytes_of(self._manifest) + 64 * MIB, clock)
         me = Identity(NodeId(name), KEY)
-        self._peers = Peers(me, threads[0], clock, Traffic(), STALL_TIMEOUT_S, lambda _: FetchPriority.COLD_START)
-        open_source = self._open_source if name == "giver" else refuse
+        self._peers = Peers(
+            me, threads[0], clock, Traffic(), STALL_TIMEOUT_S, lambda _: FetchPriority.COLD_START
+        )
+        open_source = self._open_source if name == "sender" else refuse
         tools = fetch_tools(self._pool, self._manifest, open_source, nearby=(self._peers,))
         self._copies = HostCopies(tools, quiet, quiet)
         offers = Offers(pool=self._pool, copies=self._copies, moved=tools.moved, clock=clock)
         self._nixl: NixlProcess | None = None
         if by_nixl:
-            memory = PoolMemory(self._pool.descriptor, self._pool.geometry.data_offset, self._pool.geometry.file_bytes)
+            memory = PoolMemory(
+                self._pool.descriptor,
+                self._pool.geometry.data_offset,
+                self._pool.geometry.file_bytes,
+            )
             self._nixl = self._peers.memory = NixlProcess(memory, threads[0])
-        self._server = LinkServer(me, (HOST, 0), offers, threads[1], clock, Traffic(), memory=self._nixl)
+        self._server = LinkServer(
+            me, (HOST, 0), offers, threads[1], clock, Traffic(), memory=self._nixl
+        )
         self._thread = threads[0]
 
     def _open_source(self, model: Model, manifest: Manifest) -> ModelSource:
@@ -100,8 +114,10 @@ class Node:
         return {"port": self._server.port}
 
     async def meet(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Get ready to take from the giver."""
-        self._peers.follow(self._model.digest, [Peer(node_id=NodeId("giver"), host=HOST, port=order["port"])])
+        """Get ready to take from the sender."""
+        self._peers.follow(
+            self._model.digest, [Peer(node_id=NodeId("sender"), host=HOST, port=order["port"])]
+        )
         async with asyncio.timeout(READY_S):
             while any(state != "up" for state in self._peers.states.values()):
                 await asyncio.to_thread(os.sched_yield)
@@ -110,7 +126,9 @@ class Node:
     async def fetch(self, _: dict[str, Any]) -> dict[str, Any]:
         """Bring all of the model here."""
         began_s = self._clock.monotonic_s()
-        holder = self._copies.hold(self._model, range(len(self._manifest.parts)), InstanceId("bench"), leased=True)
+        holder = self._copies.claim(
+            self._model, range(len(self._manifest.parts)), InstanceId("bench"), leased=True
+        )
         async for _ in self._copies.ready_parts(holder):
             pass
         self._copies.release(holder)
@@ -138,7 +156,11 @@ def _cpu_s(pid: int) -> float:
 
 
 def _children() -> list[int]:
-    return [int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
+    return [
+        int(pid)
+        for task in Path("/proc/self/task").iterdir()
+        for pid in (task / "children").read_text().split()
+    ]
 
 
 async def be_node(name: str, folder: Path, pool: Path, *, by_nixl: bool) -> None:
@@ -146,7 +168,13 @@ async def be_node(name: str, folder: Path, pool: Path, *, by_nixl: bool) -> None
     configure_logging("bench", "warning")
     node = Node(name, folder, pool, by_nixl=by_nixl)
     await node.start()
-    orders = {"port": node.port, "meet": node.meet, "fetch": node.fetch, "drop": node.drop, "cpu": node.cpu}
+    orders = {
+        "port": node.port,
+        "meet": node.meet,
+        "fetch": node.fetch,
+        "drop": node.drop,
+        "cpu": node.cpu,
+    }
     try:
         await obey(orders)
     finally:
@@ -160,25 +188,36 @@ def said(child: Child, do: str, **more: Any) -> dict[str, Any]:
 
 
 def pair(way: str, folder: Path, pools: Path, stack: ExitStack, log: Any) -> tuple[Child, Child]:
-    """The giver, which has the model, and the asker, which has met it."""
+    """The sender, which has the model, and the receiver, which has met it."""
     children: list[Child] = []
-    for name in ("giver", "asker"):
-        command = [sys.executable, __file__, "--node", name, "--folder", str(folder), "--pool", str(pools / f"{name}-{len(way)}")]
+    for name in ("sender", "receiver"):
+        command = [
+            sys.executable,
+            __file__,
+            "--node",
+            name,
+            "--folder",
+            str(folder),
+            "--pool",
+            str(pools / f"{name}-{len(way)}"),
+        ]
         if WAYS[way]:
             command = ["env", f"UCX_TLS={WAYS[way]}", "UCX_NET_DEVICES=lo", *command, "--nixl"]
         child = Child(f"{way}: {name}", command, log)
         stack.callback(child.stop)
         child.heard()
         children.append(child)
-    giver, asker = children
-    said(giver, "fetch")
-    said(asker, "port")
-    said(asker, "meet", port=said(giver, "port")["port"])
-    return giver, asker
+    sender, receiver = children
+    said(sender, "fetch")
+    said(receiver, "port")
+    said(receiver, "meet", port=said(sender, "port")["port"])
+    return sender, receiver
 
 
 def measure(mib: int, rounds: int, log: Any) -> dict[str, Any]:
-    """All ways in turns; each way's first round is thrown away: memory is made, and links learn of each other's."""
+    """All ways in turns; each way's first round is thrown away: memory is made, and links learn of
+    each other's.
+    """
     has_nixl = any(importlib.util.find_spec(package) for package in PACKAGES)
     ways = [way for way, transports in WAYS.items() if has_nixl or not transports]
     figures: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
@@ -190,22 +229,29 @@ def measure(mib: int, rounds: int, log: Any) -> dict[str, Any]:
         pairs = {way: pair(way, folder, pools, stack, log) for way in ways}
         for number in range(rounds + 1):
             for way in ways:
-                giver, asker = pairs[way]
-                before = said(giver, "cpu")["cpu_s"] + said(asker, "cpu")["cpu_s"]
-                seconds = said(asker, "fetch")["seconds"]
-                used = said(giver, "cpu")["cpu_s"] + said(asker, "cpu")["cpu_s"] - before
-                if not said(asker, "drop")["dropped"]:
+                sender, receiver = pairs[way]
+                before = said(sender, "cpu")["cpu_s"] + said(receiver, "cpu")["cpu_s"]
+                seconds = said(receiver, "fetch")["seconds"]
+                used = said(sender, "cpu")["cpu_s"] + said(receiver, "cpu")["cpu_s"] - before
+                if not said(receiver, "drop")["dropped"]:
                     raise SystemExit("the model could not be dropped")
                 if number:
                     figures[way].append(
-                        {"mb_per_s": round(total / seconds / 1e6, 1), "cpu_s_per_gib": round(used / total * 2**30, 3)}
+                        {
+                            "mb_per_s": round(total / seconds / 1e6, 1),
+                            "cpu_s_per_gib": round(used / total * 2**30, 3),
+                        }
                     )
     return {
         "machine": machine(),
         "bytes": total,
-        "median_mb_per_s": {way: statistics.median(figure["mb_per_s"] for figure in found) for way, found in figures.items()},
+        "median_mb_per_s": {
+            way: statistics.median(figure["mb_per_s"] for figure in found)
+            for way, found in figures.items()
+        },
         "median_cpu_s_per_gib": {
-            way: statistics.median(figure["cpu_s_per_gib"] for figure in found) for way, found in figures.items()
+            way: statistics.median(figure["cpu_s_per_gib"] for figure in found)
+            for way, found in figures.items()
         },
         "rounds": figures,
     }
@@ -217,7 +263,7 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--log", type=Path, default=Path("/dev/null"))
-    parser.add_argument("--node", choices=["giver", "asker"], help=argparse.SUPPRESS)
+    parser.add_argument("--node", choices=["sender", "receiver"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--pool", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--nixl", action="store_true", help=argparse.SUPPRESS)

@@ -1,4 +1,7 @@
-"""What ``bench/engine_cpu.py`` asks of an engine. The standard library alone: an engine may bring its own interpreter."""
+"""What ``bench/engine_cpu.py`` asks of an engine.
+
+The standard library alone: an engine may bring its own interpreter.
+"""
 
 import json
 import sys
@@ -21,9 +24,14 @@ class Job:
     vocab_size: int
 
     def prompts(self, batch: int, run: int) -> list[list[int]]:
-        """Prompts that have nothing in common, nor with those of another run: no prefix cache helps."""
+        """Prompts that have nothing in common, nor with those of another run: no prefix cache
+        helps.
+        """
         return [
-            [(1 + 37 * row + 1009 * run + 101 * place) % self.vocab_size for place in range(self.prompt_tokens)]
+            [
+                (1 + 37 * row + 1009 * run + 101 * place) % self.vocab_size
+                for place in range(self.prompt_tokens)
+            ]
             for row in range(batch)
         ]
 
@@ -48,7 +56,9 @@ def measure(job: Job, version: str, generate: Callable[[list[list[int]]], list[l
             outputs = generate(prompts)
             took_s = time.monotonic() - began_s
             if [len(each) for each in outputs] != [job.output_tokens] * batch:
-                raise SystemExit(f"asked for {batch} times {job.output_tokens} tokens, got {[len(each) for each in outputs]}")
+                raise SystemExit(
+                    f"asked for {batch} times {job.output_tokens} tokens, got {[len(each) for each in outputs]}"
+                )
             if number:
                 seconds.setdefault(batch, []).append(took_s)
         output_ids = outputs[0] if batch == job.batches[0] else output_ids

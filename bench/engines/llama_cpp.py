@@ -1,6 +1,9 @@
-"""llama.cpp's server, in this process, through ``xllamacpp``. Its interpreter brings that, ``gguf`` and ``safetensors``.
+"""llama.cpp's server, in this process, through ``xllamacpp``.
 
-The checkpoint is written as GGUF first: the same numbers, with queries' and keys' rows in the order that llama.cpp turns them in.
+Its interpreter brings that, ``gguf`` and ``safetensors``.
+
+The checkpoint is written as GGUF first: the same numbers, with queries' and keys' rows in the order
+that llama.cpp turns them in.
 """
 
 import json
@@ -46,27 +49,42 @@ def convert() -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_dimension_count(config["head_dim"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16 if JOB.dtype == "bfloat16" else gguf.LlamaFileType.ALL_F32)
+    writer.add_file_type(
+        gguf.LlamaFileType.MOSTLY_BF16 if JOB.dtype == "bfloat16" else gguf.LlamaFileType.ALL_F32
+    )
     writer.add_tokenizer_model("llama")
     writer.add_token_list([f"<{number}>" for number in range(config["vocab_size"])])
     writer.add_token_scores([0.0] * config["vocab_size"])
     writer.add_token_types([gguf.TokenType.NORMAL] * config["vocab_size"])
     writer.add_add_bos_token(False)
-    heads = {"self_attn.q_proj": config["num_attention_heads"], "self_attn.k_proj": config["num_key_value_heads"]}
-    for name, stored in safetensors.deserialize((Path(JOB.folder) / "model.safetensors").read_bytes()):
+    heads = {
+        "self_attn.q_proj": config["num_attention_heads"],
+        "self_attn.k_proj": config["num_key_value_heads"],
+    }
+    for name, stored in safetensors.deserialize(
+        (Path(JOB.folder) / "model.safetensors").read_bytes()
+    ):
         stem = name.removesuffix(".weight").removeprefix("model.layers.")
         layer, _, inner = stem.partition(".") if stem[0].isdigit() else ("", "", stem)
-        numbers = np.frombuffer(stored["data"], np.uint16 if JOB.dtype == "bfloat16" else np.float32).reshape(stored["shape"])
+        numbers = np.frombuffer(
+            stored["data"], np.uint16 if JOB.dtype == "bfloat16" else np.float32
+        ).reshape(stored["shape"])
         if inner in heads:
             rows, width = numbers.shape
-            numbers = numbers.reshape(heads[inner], 2, -1, width).swapaxes(1, 2).reshape(rows, width)
+            numbers = (
+                numbers.reshape(heads[inner], 2, -1, width).swapaxes(1, 2).reshape(rows, width)
+            )
         as_name = f"blk.{layer}.{NAMES[inner]}.weight" if layer else f"{NAMES[inner]}.weight"
         if JOB.dtype == "float32":
             writer.add_tensor(as_name, numbers)
         elif numbers.ndim == 1:  # norms are float32 in every GGUF
             writer.add_tensor(as_name, (numbers.astype(np.uint32) << 16).view(np.float32))
         else:
-            writer.add_tensor(as_name, np.ascontiguousarray(numbers).view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
+            writer.add_tensor(
+                as_name,
+                np.ascontiguousarray(numbers).view(np.uint8),
+                raw_dtype=gguf.GGMLQuantizationType.BF16,
+            )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -107,7 +125,9 @@ def complete(prompt: list[int]) -> list[int]:
     answer = SERVER.handle_completions(asked)
     ids = [int(number) for number in re.findall(r"<(\d+)>", answer["choices"][0]["text"])]
     if len(ids) != answer["usage"]["completion_tokens"]:
-        raise SystemExit(f"{answer['usage']['completion_tokens']} tokens, but {len(ids)} in the text")
+        raise SystemExit(
+            f"{answer['usage']['completion_tokens']} tokens, but {len(ids)} in the text"
+        )
     return ids
 
 

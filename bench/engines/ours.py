@@ -30,14 +30,20 @@ def load() -> None:
     folder = Path(JOB.folder)
     spec = parse_config((folder / "config.json").read_bytes(), DTYPE)
     decoder = decoder_of(spec)
-    device_bytes = parameter_bytes(decoder, spec.whole, DTYPE) + KV_TOKENS * spec.kv_bytes_per_token(spec.whole, DTYPE)
+    device_bytes = parameter_bytes(
+        decoder, spec.whole, DTYPE
+    ) + KV_TOKENS * spec.kv_bytes_per_token(spec.whole, DTYPE)
     ENGINE.begin_load(INSTANCE, spec, spec.whole, DTYPE, device_bytes)
     with safe_open(folder / "model.safetensors", "pt") as file:
         for part in spec.parts_of(spec.whole):
             names = [decoder.prefix(part) + name for name in decoder.shapes(part)]
             tensors = {name: file.get_tensor(name) for name in names}
             sources = {
-                name: (DTYPE, tuple(tensor.shape), memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
+                name: (
+                    DTYPE,
+                    tuple(tensor.shape),
+                    memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()),
+                )
                 for name, tensor in tensors.items()
             }
             ENGINE.place_part(INSTANCE, part, sources)

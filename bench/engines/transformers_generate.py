@@ -6,7 +6,9 @@ import transformers
 
 JOB = job.read()
 torch.set_num_threads(JOB.threads)
-MODEL = transformers.AutoModelForCausalLM.from_pretrained(JOB.folder, dtype=getattr(torch, JOB.dtype)).eval()
+MODEL = transformers.AutoModelForCausalLM.from_pretrained(
+    JOB.folder, dtype=getattr(torch, JOB.dtype)
+).eval()
 
 
 @torch.inference_mode()

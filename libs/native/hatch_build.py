@@ -1,4 +1,7 @@
-"""Compiles the library when the package is built or installed. Without a compiler the package installs all the same."""
+"""Compiles the library when the package is built or installed.
+
+Without a compiler the package installs all the same.
+"""
 
 import importlib.util
 import platform
@@ -15,7 +18,9 @@ class CompileHook(BuildHookInterface[Any]):
         if self.target_name != "wheel":
             return
         folder = Path(self.root) / "src" / "pilotlight" / "native"
-        spec = importlib.util.spec_from_file_location("pilotlight_native_building", folder / "building.py")
+        spec = importlib.util.spec_from_file_location(
+            "pilotlight_native_building", folder / "building.py"
+        )
         assert spec is not None
         assert spec.loader is not None
         building = importlib.util.module_from_spec(spec)

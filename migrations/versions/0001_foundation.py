@@ -177,7 +177,9 @@ def _scheduler() -> None:
         _time("created_at"),
         _time("finished_at", null=True),
         _key("cold_starts", "instance_id"),
-        sa.CheckConstraint("status IN ('open', 'done', 'abandoned')", name="cold_starts_status_check"),
+        sa.CheckConstraint(
+            "status IN ('open', 'done', 'abandoned')", name="cold_starts_status_check"
+        ),
         schema="scheduler",
     )
     _index("scheduler", "cold_starts", "model")

@@ -1,4 +1,5 @@
-"""Operations: what administrators did, which nodes are to be empty, and an index by which old instances are found.
+"""Operations: what administrators did, which nodes are to be empty, and an index by which old
+instances are found.
 
 Expands only: the release before this one neither reads nor writes what is new here.
 """
@@ -18,9 +19,15 @@ def upgrade() -> None:
         "audit",
         sa.Column("id", sa.BigInteger, sa.Identity(always=True), nullable=False),
         sa.Column("at", sa.DateTime(timezone=True), nullable=False),
-        *(sa.Column(name, sa.Text, nullable=False) for name in ("key_id", "principal", "action", "entity", "outcome")),
+        *(
+            sa.Column(name, sa.Text, nullable=False)
+            for name in ("key_id", "principal", "action", "entity", "outcome")
+        ),
         sa.Column("status", sa.Integer, nullable=False),
-        *(sa.Column(name, sa.Text, nullable=False) for name in ("request_id", "trace_id", "remote")),
+        *(
+            sa.Column(name, sa.Text, nullable=False)
+            for name in ("request_id", "trace_id", "remote")
+        ),
         sa.Column("changes", JSONB, nullable=False),
         sa.PrimaryKeyConstraint("id", name="audit_pkey"),
         schema="gateway",

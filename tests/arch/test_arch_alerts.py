@@ -1,6 +1,8 @@
-"""Alert rules: each says what to read, and fires when it should and only then, as Prometheus's own program evaluates them.
+"""Alert rules: each says what to read, and fires when it should and only then, as Prometheus's own
+program evaluates them.
 
-That program is promtool (Debian: `apt-get install prometheus`); without it the rules are only looked at.
+That program is promtool (Debian: `apt-get install prometheus`); without it the rules are only
+looked at.
 """
 
 import re
@@ -17,7 +19,9 @@ from pilotlight.common.errors import CapacityError, InternalError, TransientErro
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "deploy/prometheus/alerts.yml"
 RULES: dict[str, dict[str, Any]] = {
-    rule["alert"]: rule for group in yaml.safe_load(FILE.read_text())["groups"] for rule in group["rules"]
+    rule["alert"]: rule
+    for group in yaml.safe_load(FILE.read_text())["groups"]
+    for rule in group["rules"]
 }
 STEPS = 240
 """Of 15 s: an hour in which all is well, and another one."""
@@ -70,12 +74,42 @@ CASES: list[tuple[str, Broken, int, set[str]]] = [
     ("all is well", {}, 3000, set()),
     ("gateway down", {"pilotlight_": GONE, "up": "0"}, 90, {"PilotlightGatewayDown"}),
     ("gateway down for moments", {"pilotlight_": GONE, "up": "0"}, 45, set()),
-    ("requests fail", {'pilotlight_requests_total{model="m",status="worker_lost"': "0+1"}, 450, {"PilotlightRequestsFail"}),
-    ("one request failed", {'pilotlight_requests_total{model="m",status="worker_lost"': "1"}, 150, set()),
-    ("one request of a rare model failed", {'pilotlight_requests_total{model="rare",status="worker_lost"': "1"}, 150, set()),
-    ("one request of a rare model was refused", {'pilotlight_requests_total{model="rare",status="no_capacity"': "1"}, 600, set()),
-    ("no room", {'pilotlight_requests_total{model="m",status="too_many_held"': "0+4"}, 600, {"PilotlightRequestsRefused"}),
-    ("bodies fill their memory", {"pilotlight_http_answers": "0+1"}, 600, {"PilotlightBodiesRefused"}),
+    (
+        "requests fail",
+        {'pilotlight_requests_total{model="m",status="worker_lost"': "0+1"},
+        450,
+        {"PilotlightRequestsFail"},
+    ),
+    (
+        "one request failed",
+        {'pilotlight_requests_total{model="m",status="worker_lost"': "1"},
+        150,
+        set(),
+    ),
+    (
+        "one request of a rare model failed",
+        {'pilotlight_requests_total{model="rare",status="worker_lost"': "1"},
+        150,
+        set(),
+    ),
+    (
+        "one request of a rare model was refused",
+        {'pilotlight_requests_total{model="rare",status="no_capacity"': "1"},
+        600,
+        set(),
+    ),
+    (
+        "no room",
+        {'pilotlight_requests_total{model="m",status="too_many_held"': "0+4"},
+        600,
+        {"PilotlightRequestsRefused"},
+    ),
+    (
+        "bodies fill their memory",
+        {"pilotlight_http_answers": "0+1"},
+        600,
+        {"PilotlightBodiesRefused"},
+    ),
     (
         "requests wait",
         {
@@ -87,7 +121,12 @@ CASES: list[tuple[str, Broken, int, set[str]]] = [
         {"PilotlightRequestsWait"},
     ),
     ("requests wait and others are answered", {"pilotlight_held_requests": "3"}, 600, set()),
-    ("slow", {'pilotlight_first_tokens_total{model="m",met="false"': "0+2"}, 2400, {"PilotlightSloMissed"}),
+    (
+        "slow",
+        {'pilotlight_first_tokens_total{model="m",met="false"': "0+2"},
+        2400,
+        {"PilotlightSloMissed"},
+    ),
     ("no leader", {"pilotlight_scheduler": "0"}, 60, {"PilotlightNoLeader"}),
     ("no scheduler", {"pilotlight_scheduler": GONE}, 60, {"PilotlightNoLeader"}),
     ("nobody leads for moments", {"pilotlight_scheduler": "0"}, 15, set()),
@@ -112,16 +151,36 @@ CASES: list[tuple[str, Broken, int, set[str]]] = [
     ("database fails", {"pilotlight_database_errors": "1+1"}, 300, {"PilotlightDatabaseFails"}),
     ("database failed once", {"pilotlight_database_errors": "1"}, 300, set()),
     ("NATS takes no events", {"pilotlight_outbox_lag": "0+15"}, 180, {"PilotlightEventsWait"}),
-    ("events are lost", {'pilotlight_pruned_rows_total{table="gateway.outbox"': "40"}, 60, {"PilotlightEventsLost"}),
+    (
+        "events are lost",
+        {'pilotlight_pruned_rows_total{table="gateway.outbox"': "40"},
+        60,
+        {"PilotlightEventsLost"},
+    ),
     ("two leaders", {"pilotlight_worker_stale_commands": "3+1"}, 300, {"PilotlightStaleCommands"}),
     ("workers away", {"pilotlight_node_workers": "0"}, 120, {"PilotlightNoWorkers"}),
     ("loader away", {"pilotlight_node_workers": GONE}, 120, {"PilotlightNoWorkers"}),
     ("workers end", {"pilotlight_worker_starts": "2+1"}, 180, {"PilotlightWorkersRestart"}),
     ("engines die", {"pilotlight_worker_engine_deaths": "1+1"}, 120, {"PilotlightEnginesDie"}),
-    ("a device fails", {'pilotlight_worker_device_health{state="failed"': "1"}, 60, {"PilotlightDeviceFailed"}),
+    (
+        "a device fails",
+        {'pilotlight_worker_device_health{state="failed"': "1"},
+        60,
+        {"PilotlightDeviceFailed"},
+    ),
     ("one engine died", {"pilotlight_worker_engine_deaths": "2"}, 120, set()),
-    ("credentials expired", {'pilotlight_fetches_total{code="source_denied"': "1+1"}, 120, {"PilotlightFetchesFail"}),
-    ("a damaged file", {'pilotlight_fetches_total{code="corrupt_chunk"': "1"}, 60, {"PilotlightModelDamaged"}),
+    (
+        "credentials expired",
+        {'pilotlight_fetches_total{code="source_denied"': "1+1"},
+        120,
+        {"PilotlightFetchesFail"},
+    ),
+    (
+        "a damaged file",
+        {'pilotlight_fetches_total{code="corrupt_chunk"': "1"},
+        60,
+        {"PilotlightModelDamaged"},
+    ),
     (
         "clients leave",
         {'pilotlight_cold_starts_total{status="abandoned"': "0+3"},
@@ -135,7 +194,9 @@ CASES: list[tuple[str, Broken, int, set[str]]] = [
 
 
 def values(healthy: str, broken: str | None) -> str:
-    """An hour of one thing and an hour of the other, in promtool's words; what was counted in the first one stays counted."""
+    """An hour of one thing and an hour of the other, in promtool's words; what was counted in the
+    first one stays counted.
+    """
     start, _, step = healthy.partition("+")
     first = f"{start}+{step or 0}x{STEPS}"
     if broken == GONE:
@@ -147,11 +208,18 @@ def values(healthy: str, broken: str | None) -> str:
     return f"{first} {start}+{step or 0}x{STEPS}"
 
 
-def case_for_promtool(name: str, broken: Broken, after_s: int, expected: set[str]) -> dict[str, Any]:
+def case_for_promtool(
+    name: str, broken: Broken, after_s: int, expected: set[str]
+) -> dict[str, Any]:
     series: list[dict[str, str]] = []
     for shown, healthy in HEALTHY.items():
         found = max((start for start in broken if shown.startswith(start)), key=len, default=None)
-        series.append({"series": shown, "values": values(healthy, broken[found] if found is not None else None)})
+        series.append(
+            {
+                "series": shown,
+                "values": values(healthy, broken[found] if found is not None else None),
+            }
+        )
     firing = 'count by (alertname) (ALERTS{alertstate="firing"})'
     samples = [{"labels": f'{{alertname="{alert}"}}', "value": 1} for alert in sorted(expected)]
     tests: list[dict[str, Any]] = [
@@ -166,17 +234,35 @@ def case_for_promtool(name: str, broken: Broken, after_s: int, expected: set[str
 def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
     file = tmp_path / "cases.yml"
     cases = [case_for_promtool(*case) for case in CASES]
-    file.write_text(yaml.safe_dump({"rule_files": [str(FILE)], "evaluation_interval": "15s", "tests": cases}))
-    done = subprocess.run(["promtool", "test", "rules", file], capture_output=True, text=True, timeout=300, check=False)
+    file.write_text(
+        yaml.safe_dump({"rule_files": [str(FILE)], "evaluation_interval": "15s", "tests": cases})
+    )
+    done = subprocess.run(
+        ["promtool", "test", "rules", file],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="there is no promtool")
 def test_prometheus_takes_its_configuration(tmp_path: Path) -> None:
-    config = (ROOT / "deploy/prometheus/prometheus.yml").read_text().replace("/etc/prometheus/", f"{FILE.parent}/")
+    config = (
+        (ROOT / "deploy/prometheus/prometheus.yml")
+        .read_text()
+        .replace("/etc/prometheus/", f"{FILE.parent}/")
+    )
     file = tmp_path / "prometheus.yml"
     file.write_text(config)
-    done = subprocess.run(["promtool", "check", "config", file], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        ["promtool", "check", "config", file],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{len(RULES)} rules found" in done.stdout
 
@@ -194,19 +280,28 @@ def test_alert_says_what_to_do(name: str) -> None:
     assert len(rule["annotations"]["summary"]) > 20
     page, _, anchor = rule["annotations"]["runbook"].partition("#")
     assert anchor in anchors((ROOT / page).read_text())
-    section = (ROOT / "docs/operations/bad-day.md").read_text().split("\n## An alert fires\n", 1)[1].split("\n## ", 1)[0]
+    section = (
+        (ROOT / "docs/operations/bad-day.md")
+        .read_text()
+        .split("\n## An alert fires\n", 1)[1]
+        .split("\n## ", 1)[0]
+    )
     assert f"`{name}`" in section, "the runbook's table of alerts has all of them"
 
 
 def anchors(text: str) -> set[str]:
     """What a page's headings are linked by."""
     headings = re.findall(r"^#{2,}\s+(.*)$", text, flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
+    }
 
 
 def test_failures_and_refusals_are_those_of_the_taxonomy() -> None:
     """A new error code is counted by one of the two alerts, unless no request can end with it."""
-    served = [kind for kind in all_errors() if kind.__module__.startswith("pilotlight.common.errors.")]
+    served = [
+        kind for kind in all_errors() if kind.__module__.startswith("pilotlight.common.errors.")
+    ]
     failures = {kind.code for kind in served if issubclass(kind, TransientError | InternalError)}
     refusals = {kind.code for kind in served if issubclass(kind, CapacityError)}
     codes = {kind.code for kind in served}

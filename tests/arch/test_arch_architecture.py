@@ -1,4 +1,5 @@
-"""The map of the code (``docs/architecture.md``) and the glossary: each file and name in them exists.
+"""The map of the code (``docs/architecture.md``) and the glossary: each file and name in them
+exists.
 
 Each room is on the map, and its picture is what is imported.
 """
@@ -13,7 +14,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/architecture.md").read_text()
-PACKAGES = {path.name: path for path in ROOT.glob("*/*/src/pilotlight/*") if (path / "__init__.py").is_file()}
+PACKAGES = {
+    path.name: path
+    for path in ROOT.glob("*/*/src/pilotlight/*")
+    if (path / "__init__.py").is_file()
+}
 GLOSSARY = (ROOT / "docs/glossary.md").read_text()
 
 
@@ -27,7 +32,9 @@ REFERENCES = references_in(PAGE)
 
 
 def file_of(path: str) -> Path:
-    """The file or folder that the page means: in a package of that name, else from the root of the repository."""
+    """The file or folder that the page means: in a package of that name, else from the root of the
+    repository.
+    """
     package, _, rest = path.partition("/")
     return PACKAGES[package] / rest if package in PACKAGES else ROOT / path
 
@@ -46,7 +53,9 @@ def names_in(file: Path) -> frozenset[str]:
                     found.add(before + name)
                     collect(members, f"{before}{name}.")
                 case ast.Assign(targets=targets):
-                    found.update(before + target.id for target in targets if isinstance(target, ast.Name))
+                    found.update(
+                        before + target.id for target in targets if isinstance(target, ast.Name)
+                    )
                 case ast.AnnAssign(target=ast.Name(id=name)):
                     found.add(before + name)
                 case _:
@@ -62,7 +71,9 @@ def imports() -> dict[str, set[str]]:
     for package, folder in PACKAGES.items():
         for file in folder.rglob("*.py"):
             lines = file.read_text()
-            found[package] |= set(re.findall(r"^\s*(?:from|import) pilotlight\.(\w+)", lines, re.MULTILINE))
+            found[package] |= set(
+                re.findall(r"^\s*(?:from|import) pilotlight\.(\w+)", lines, re.MULTILINE)
+            )
         found[package].discard(package)
     return found
 
@@ -90,14 +101,36 @@ def test_what_the_pages_name_exists(reference: str) -> None:
 def test_the_page_names_files_and_names() -> None:
     """The pattern that finds references still finds them."""
     assert len([one for one in REFERENCES if "::" in one]) > 100
-    assert {"policy/", "gateway/app.py::build_http", "tests/arch/test_arch_architecture.py"} <= REFERENCES
+    assert {
+        "policy/",
+        "gateway/app.py::build_http",
+        "tests/arch/test_arch_architecture.py",
+    } <= REFERENCES
     assert len(references_in(GLOSSARY)) > 40
+
+
+def test_tests_that_a_page_names_exist() -> None:
+    """Decisions say which tests enforce them: a test that was renamed is followed there."""
+    named = {
+        name: page.name
+        for page in (ROOT / "docs").rglob("*.md")
+        for name in re.findall(r"\btest_\w+\.py\b", page.read_text())
+    }
+    there = {
+        file.name
+        for folder in ("libs", "services", "tests", "tools")
+        for file in (ROOT / folder).rglob("test_*.py")
+    }
+    assert len(named) > 40
+    assert {name: page for name, page in named.items() if name not in there} == {}
 
 
 def test_each_room_is_on_the_map() -> None:
     rooms = {f"{name}/" for name in PACKAGES}
     for name, folder in PACKAGES.items():
-        rooms |= {f"{name}/{file.parent.relative_to(folder)}/" for file in folder.rglob("*/__init__.py")}
+        rooms |= {
+            f"{name}/{file.parent.relative_to(folder)}/" for file in folder.rglob("*/__init__.py")
+        }
     assert rooms <= REFERENCES
 
 

@@ -1,4 +1,6 @@
-"""The benchmarks' page and the results behind it: nothing it names is missing, and each figure says where it comes from."""
+"""The benchmarks' page and the results behind it: nothing it names is missing, and each figure says
+where it comes from.
+"""
 
 import datetime
 import json
@@ -40,7 +42,9 @@ def test_results_say_where_they_come_from(file: Path) -> None:
     assert json.loads(file.read_text())["benchmark"] == file.stem
     assert len({measured["what"] for measured in found}) == len(found) > 0
     for measured in found:
-        assert all(isinstance(measured[name], str) and measured[name] for name in NAMED), measured["what"]
+        assert all(isinstance(measured[name], str) and measured[name] for name in NAMED), measured[
+            "what"
+        ]
         assert re.fullmatch(r"[0-9a-f]{7}", measured["commit"]), measured["what"]
         datetime.date.fromisoformat(measured["commit_date"])
         if measured["date"] != NOT_RECORDED:
@@ -58,7 +62,9 @@ def test_medians_are_those_of_the_samples(file: Path) -> None:
             found = numbers(samples)
             assert found, f"{measured['what']}: {name}"
             if name in measured.get("medians", {}):
-                assert statistics.median(found) == pytest.approx(measured["medians"][name], rel=ROUNDED), measured["what"]
+                assert statistics.median(found) == pytest.approx(
+                    measured["medians"][name], rel=ROUNDED
+                ), measured["what"]
 
 
 def test_the_page_and_its_pictures_name_each_other() -> None:
@@ -77,5 +83,8 @@ def test_the_page_names_no_commit_that_the_results_lack() -> None:
 
 
 def test_links_within_the_page_lead_somewhere() -> None:
-    headings = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^#+ (.+)$", PAGE, re.MULTILINE)}
+    headings = {
+        re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+        for title in re.findall(r"^#+ (.+)$", PAGE, re.MULTILINE)
+    }
     assert set(re.findall(r"\]\(#([^)]+)\)", PAGE)) <= headings

@@ -1,4 +1,6 @@
-"""What holds for docker-compose.yml, its override and the Dockerfile, without an engine: every container is locked down."""
+"""What holds for docker-compose.yml, its override and the Dockerfile, without an engine: every
+container is locked down.
+"""
 
 import re
 from pathlib import Path
@@ -82,9 +84,15 @@ def test_inside_has_no_way_out() -> None:
 
 @every_service
 def test_holds_its_own_secrets_alone(name: str) -> None:
-    mounts = [volume.split(":") for volume in SERVICES[name].get("volumes", []) if volume.startswith("secrets")]
+    mounts = [
+        volume.split(":")
+        for volume in SERVICES[name].get("volumes", [])
+        if volume.startswith("secrets")
+    ]
     if name == "setup":
-        assert {source for source, *_ in mounts} == {source for source in COMPOSE["volumes"] if source.startswith("secrets")}
+        assert {source for source, *_ in mounts} == {
+            source for source in COMPOSE["volumes"] if source.startswith("secrets")
+        }
         return
     assert len(mounts) <= 1
     for source, target, *options in mounts:
@@ -93,7 +101,11 @@ def test_holds_its_own_secrets_alone(name: str) -> None:
 
 
 def test_setup_fills_every_folder_of_secrets() -> None:
-    mounted = {volume.split(":")[1].rpartition("/")[2] for volume in SERVICES["setup"]["volumes"] if volume.startswith("secrets")}
+    mounted = {
+        volume.split(":")[1].rpartition("/")[2]
+        for volume in SERVICES["setup"]["volumes"]
+        if volume.startswith("secrets")
+    }
     assert mounted == {"all", "nats", "s3", *HOLDERS}
     made = re.search(r"for name in (all [a-z0-9 ]+); do", (ROOT / "Dockerfile").read_text())
     assert made is not None
@@ -101,8 +113,16 @@ def test_setup_fills_every_folder_of_secrets() -> None:
 
 
 def test_a_volume_keeps_the_owner_that_setup_gives_it() -> None:
-    made = {volume.split(":")[0] for volume in SERVICES["setup"]["volumes"] if "/volumes/data/" in volume}
-    used = [volume.split(":") for name in SERVICES.keys() - {"setup"} for volume in SERVICES[name].get("volumes", [])]
+    made = {
+        volume.split(":")[0]
+        for volume in SERVICES["setup"]["volumes"]
+        if "/volumes/data/" in volume
+    }
+    used = [
+        volume.split(":")
+        for name in SERVICES.keys() - {"setup"}
+        for volume in SERVICES[name].get("volumes", [])
+    ]
     assert {source for source, *_ in used} >= made == {"nats-data", "s3-data", "spans"}
     assert all(options == ["nocopy"] for source, _, *options in used if source in made)
 
@@ -137,7 +157,15 @@ def test_profiles() -> None:
         for profile in service.get("profiles", [""]):
             by_profile.setdefault(profile, set()).add(name)
     assert by_profile == {
-        "": {"setup", "migrations", "nats", "postgres", "s3", "otel-collector", *HOLDERS.keys() & set(OURS)},
+        "": {
+            "setup",
+            "migrations",
+            "nats",
+            "postgres",
+            "s3",
+            "otel-collector",
+            *HOLDERS.keys() & set(OURS),
+        },
         "gpu": {"node-gpu"},
         "observability": {"prometheus", "grafana", "jaeger"},
     }
@@ -148,7 +176,16 @@ def test_the_gpu_node_is_given_the_devices_and_is_else_the_same() -> None:
     (device,) = gpu_node["deploy"]["resources"]["reservations"]["devices"]
     assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
     differing = {key for key in node.keys() | gpu_node.keys() if node.get(key) != gpu_node.get(key)}
-    assert differing == {"profiles", "build", "image", "mem_limit", "shm_size", "environment", "volumes", "deploy"}
+    assert differing == {
+        "profiles",
+        "build",
+        "image",
+        "mem_limit",
+        "shm_size",
+        "environment",
+        "volumes",
+        "deploy",
+    }
     assert gpu_node["environment"].items() > node["environment"].items()
 
 
@@ -164,7 +201,10 @@ def test_a_node_has_shared_memory_and_reaps_its_workers(name: str) -> None:
 
 def test_images_are_of_a_named_version_and_can_be_replaced() -> None:
     for name in SERVICES.keys() - set(OURS):
-        found = re.fullmatch(r"\$\{PILOTLIGHT_([A-Z0-9]+)_IMAGE:-([a-z0-9/.-]+):([A-Za-z0-9.-]+)\}", SERVICES[name]["image"])
+        found = re.fullmatch(
+            r"\$\{PILOTLIGHT_([A-Z0-9]+)_IMAGE:-([a-z0-9/.-]+):([A-Za-z0-9.-]+)\}",
+            SERVICES[name]["image"],
+        )
         assert found is not None, SERVICES[name]["image"]
         assert found[3] != "latest"
     assert SERVICES["postgres"]["image"].endswith(":-postgres:17}")
@@ -174,15 +214,30 @@ def test_images_are_of_a_named_version_and_can_be_replaced() -> None:
 def test_what_may_be_set_is_told() -> None:
     told = (ROOT / "docs/operations/reference.md").read_text()
     asked = set(re.findall(r"\$\{([A-Z0-9_]+)", (ROOT / "docker-compose.yml").read_text()))
-    asked |= {name for service in SERVICES.values() for name, value in service.get("environment", {}).items() if value is None}
+    asked |= {
+        name
+        for service in SERVICES.values()
+        for name, value in service.get("environment", {}).items()
+        if value is None
+    }
     assert "PILOTLIGHT_POOL_BYTES" in asked
     assert not {name for name in asked if f"`{name}`" not in told}
 
 
 def test_torch_comes_from_a_folder_of_wheels_or_the_index() -> None:
     built = [service["build"] for service in SERVICES.values() if "build" in service]
-    assert {build["args"]["SERVICE"] for build in built} == {"setup", "gateway", "scheduler", "cache", "materializer", "node"}
-    assert all(build["additional_contexts"] == {"wheels": "${PILOTLIGHT_WHEELS:-./deploy/wheels}"} for build in built)
+    assert {build["args"]["SERVICE"] for build in built} == {
+        "setup",
+        "gateway",
+        "scheduler",
+        "cache",
+        "materializer",
+        "node",
+    }
+    assert all(
+        build["additional_contexts"] == {"wheels": "${PILOTLIGHT_WHEELS:-./deploy/wheels}"}
+        for build in built
+    )
     text = (ROOT / "Dockerfile").read_text()
     assert "--mount=type=bind,from=wheels,target=/wheels" in text
     assert "--find-links /wheels" in text

@@ -13,7 +13,11 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARDS = sorted((ROOT / "deploy/grafana/dashboards").glob("*.json"))
 RULES = sorted((ROOT / "deploy/prometheus").glob("alerts*.yml"))
-SUFFIXES = {"Counter": ("_total", "_created"), "Gauge": ("",), "Histogram": ("_bucket", "_sum", "_count", "_created")}
+SUFFIXES = {
+    "Counter": ("_total", "_created"),
+    "Gauge": ("",),
+    "Histogram": ("_bucket", "_sum", "_count", "_created"),
+}
 ADDED = {"service", "process", "job", "instance", "le"}
 """By the gateway, by Prometheus, and by every histogram."""
 _METRIC = re.compile(r"\bpilotlight_[a-z0-9_]+\b")
@@ -23,17 +27,30 @@ _BY = re.compile(r"\b(?:by|on)\s*\(([^)]*)\)")
 
 
 def defined() -> dict[str, set[str]]:
-    """Every sample name that a service can show, with its labels: read from the calls that define metrics."""
+    """Every sample name that a service can show, with its labels: read from the calls that define
+    metrics.
+    """
     found: dict[str, set[str]] = {}
-    sources = [path for folder in ("libs", "services") for path in (ROOT / folder).glob("*/src/**/*.py")]
+    sources = [
+        path for folder in ("libs", "services") for path in (ROOT / folder).glob("*/src/**/*.py")
+    ]
     for path in sources:
         for node in ast.walk(ast.parse(path.read_text())):
-            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in SUFFIXES and node.args):
+            if not (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in SUFFIXES
+                and node.args
+            ):
                 continue
             name = node.args[0]
             if not (isinstance(name, ast.Constant) and isinstance(name.value, str)):
                 continue
-            given = node.args[2] if len(node.args) > 2 else next((k.value for k in node.keywords if k.arg == "labelnames"), None)
+            given = (
+                node.args[2]
+                if len(node.args) > 2
+                else next((k.value for k in node.keywords if k.arg == "labelnames"), None)
+            )
             labels: set[str] = set(ast.literal_eval(given)) if given is not None else set()
             stem = name.value.removesuffix("_total") if node.func.id == "Counter" else name.value
             found.update({stem + suffix: labels for suffix in SUFFIXES[node.func.id]})
@@ -88,7 +105,11 @@ def test_provisioning_finds_them() -> None:
     folder = ROOT / "deploy/grafana/provisioning"
     sources = yaml.safe_load((folder / "datasources/pilotlight.yml").read_text())["datasources"]
     known = {source["uid"] for source in sources}
-    used = {panel["datasource"]["uid"] for path in DASHBOARDS for panel in json.loads(path.read_text())["panels"]}
+    used = {
+        panel["datasource"]["uid"]
+        for path in DASHBOARDS
+        for panel in json.loads(path.read_text())["panels"]
+    }
     assert used <= known
     (provider,) = yaml.safe_load((folder / "dashboards/pilotlight.yml").read_text())["providers"]
     compose = (ROOT / "docker-compose.yml").read_text()

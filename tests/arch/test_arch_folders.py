@@ -1,7 +1,9 @@
-"""Rooms: within a package no module or folder imports another both ways, not even by way of others; and no file is too long.
+"""Rooms: within a package no module or folder imports another both ways, not even by way of others;
+and no file is too long.
 
-A folder's *entries* are its modules and its folders. The graph that is looked at has one node for each entry and an arrow for each
-import from within one entry into another, wherever it stands in its file. Every folder of every package has such a graph.
+A folder's *entries* are its modules and its folders. The graph that is looked at has one node for
+each entry and an arrow for each import from within one entry into another, wherever it stands in
+its file. Every folder of every package has such a graph.
 """
 
 import ast
@@ -14,14 +16,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = sorted(folder for folder in ROOT.glob("*/*/src/pilotlight/*") if (folder / "__init__.py").is_file())
+PACKAGES = sorted(
+    folder for folder in ROOT.glob("*/*/src/pilotlight/*") if (folder / "__init__.py").is_file()
+)
 MAX_LINES = 400
 CODE = frozenset({".py", ".sh", ".js", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h"})
 
 CIRCLES: dict[tuple[str, tuple[str, ...]], str] = {}
 """Circles that are there, by folder and entries, and why. One that is gone leaves this list."""
 LONG_FILES = ("tools/local_images.sh",)
-"""Files over ``MAX_LINES``. The list only shrinks: a file that is short enough leaves it, and none joins it."""
+"""Files over ``MAX_LINES``. The list only shrinks: a file that is short enough leaves it, and none
+joins it."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -56,7 +61,10 @@ def imports_of(package: Path) -> Iterator[Import]:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom):
                 base = _base(node, importer, is_folder=file.name == "__init__.py")
-                wanted = [f"{base}.{name.name}" if f"{base}.{name.name}" in modules else base for name in node.names]
+                wanted = [
+                    f"{base}.{name.name}" if f"{base}.{name.name}" in modules else base
+                    for name in node.names
+                ]
             elif isinstance(node, ast.Import):
                 wanted = [name.name for name in node.names]
             else:
@@ -77,7 +85,9 @@ def _base(node: ast.ImportFrom, importer: str, *, is_folder: bool) -> str:
 
 def graphs_of(package: Path) -> dict[str, Graph]:
     """The graph of each folder of a package, by the folder's full name."""
-    graphs: dict[str, dict[str, dict[str, list[Import]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    graphs: dict[str, dict[str, dict[str, list[Import]]]] = defaultdict(
+        lambda: defaultdict(lambda: defaultdict(list))
+    )
     for one in imports_of(package):
         importer, imported = one.importer.split("."), one.imported.split(".")
         shared = 0
@@ -114,8 +124,21 @@ def circles_of(graph: Graph) -> list[tuple[str, ...]]:
 
 def told(folder: str, graph: Graph, circle: tuple[str, ...]) -> str:
     """A circle, and the imports that make it."""
-    arrows = sorted({one for left in circle for right in circle if left != right for one in graph[left].get(right, ())})
-    return "\n  ".join([f"in {folder}, these import each other in a circle: {', '.join(circle)}", *map(str, arrows)])
+    arrows = sorted(
+        {
+            one
+            for left in circle
+            for right in circle
+            if left != right
+            for one in graph[left].get(right, ())
+        }
+    )
+    return "\n  ".join(
+        [
+            f"in {folder}, these import each other in a circle: {', '.join(circle)}",
+            *map(str, arrows),
+        ]
+    )
 
 
 def circles_in(package: Path) -> dict[tuple[str, tuple[str, ...]], str]:
@@ -133,17 +156,33 @@ def test_no_folder_imports_another_both_ways(package: Path) -> None:
     fresh = [text for circle, text in found.items() if circle not in CIRCLES]
     assert not fresh, "\n".join(fresh)
     name = f"pilotlight.{package.name}"
-    gone = [circle for circle in CIRCLES if circle[0].split(".")[:2] == name.split(".") and circle not in found]
+    gone = [
+        circle
+        for circle in CIRCLES
+        if circle[0].split(".")[:2] == name.split(".") and circle not in found
+    ]
     assert not gone, f"these circles are gone; take them off the list: {gone}"
 
 
 def test_all_packages_are_looked_at() -> None:
-    assert {package.name for package in PACKAGES} >= {"policy", "common", "engine", "cli", "gateway", "scheduler", "worker"}
-    assert {folder for folder, _ in CIRCLES} <= {f"pilotlight.{package.name}" for package in PACKAGES}
+    assert {package.name for package in PACKAGES} >= {
+        "policy",
+        "common",
+        "engine",
+        "cli",
+        "gateway",
+        "scheduler",
+        "worker",
+    }
+    assert {folder for folder, _ in CIRCLES} <= {
+        f"pilotlight.{package.name}" for package in PACKAGES
+    }
 
 
 def test_a_circle_is_found_and_named(tmp_path: Path) -> None:
-    """Folders in a circle of three, by way of nested folders, relative imports and imports within functions."""
+    """Folders in a circle of three, by way of nested folders, relative imports and imports within
+    functions.
+    """
     package = tmp_path / "pilotlight" / "house"
     files = {
         "__init__.py": "",
@@ -174,17 +213,33 @@ def test_a_circle_is_found_and_named(tmp_path: Path) -> None:
 
 
 def test_errors_have_one_import_place() -> None:
-    """``pilotlight.common.errors`` offers them all; which of its modules defines one is no business of others."""
+    """``pilotlight.common.errors`` offers them all; which of its modules defines one is no business
+    of others.
+    """
     for package in PACKAGES:
         for name, file in modules_of(package).items():
             if not name.startswith("pilotlight.common.errors"):
-                assert "pilotlight.common.errors." not in file.read_text(), f"{name} imports from within the errors' package"
+                assert "pilotlight.common.errors." not in file.read_text(), (
+                    f"{name} imports from within the errors' package"
+                )
 
 
 def test_no_file_is_too_long() -> None:
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
-    files = [name for name in listed.decode().split("\0") if Path(name).suffix in CODE and (ROOT / name).is_file()]
-    long = {name: lines for name in files if (lines := len((ROOT / name).read_text().splitlines())) > MAX_LINES}
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True
+    ).stdout
+    files = [
+        name
+        for name in listed.decode().split("\0")
+        if Path(name).suffix in CODE and (ROOT / name).is_file()
+    ]
+    long = {
+        name: lines
+        for name in files
+        if (lines := len((ROOT / name).read_text().splitlines())) > MAX_LINES
+    }
     fresh = {name: lines for name, lines in long.items() if name not in LONG_FILES}
     assert not fresh, f"these have more than {MAX_LINES} lines: {fresh}"
-    assert not set(LONG_FILES) - long.keys(), "these are short enough now, or gone; take them off the list"
+    assert not set(LONG_FILES) - long.keys(), (
+        "these are short enough now, or gone; take them off the list"
+    )

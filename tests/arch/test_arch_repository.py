@@ -11,7 +11,9 @@ MAX_TRACKED_BYTES = 30 * 1024 * 1024
 
 
 def tracked_files() -> list[Path]:
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True
+    ).stdout
     return [ROOT / name for name in listed.decode().split("\0") if name]
 
 
@@ -20,12 +22,18 @@ def test_tracked_files_stay_small() -> None:
     assert total <= MAX_TRACKED_BYTES, f"{total / 2**20:.1f} MiB are tracked"
 
 
-def test_nobody_shadows_the_namespace() -> None:
+def test_no_package_shadows_the_namespace() -> None:
     assert not list(ROOT.glob("*/*/src/pilotlight/__init__.py"))
 
 
 def test_layers_hold() -> None:
-    result = subprocess.run([Path(sys.executable).parent / "lint-imports"], cwd=ROOT, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [Path(sys.executable).parent / "lint-imports"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert result.returncode == 0, result.stdout
 
 
@@ -42,17 +50,22 @@ HEAVY = ("torch", "transformers", "numpy.f2py")
 @pytest.mark.slow
 @pytest.mark.parametrize("service", SERVICES_WITHOUT_TENSORS)
 def test_import_diet(service: str) -> None:
-    """A service's process imports neither torch nor transformers: they cost a second and 200 MB each."""
-    code = (
-        f"import sys, pilotlight.{service}.app, pilotlight.{service}.settings; print([m for m in {HEAVY!r} if m in sys.modules])"
+    """A service's process imports neither torch nor transformers: they cost a second and 200 MB
+    each.
+    """
+    code = f"import sys, pilotlight.{service}.app, pilotlight.{service}.settings; print([m for m in {HEAVY!r} if m in sys.modules])"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
 
 
 def test_no_file_names_a_machine() -> None:
     words = ("/" + "work/", "/" + "root/", "/opt/" + "wheels")
     for file in tracked_files():
-        if file.suffix in {".py", ".md", ".toml", ".sh", ".yml", ".txt"} or file.name in {"Makefile", "run"}:
+        if file.suffix in {".py", ".md", ".toml", ".sh", ".yml", ".txt"} or file.name in {
+            "Makefile",
+            "run",
+        }:
             text = file.read_text()
             assert not [word for word in words if word in text], f"{file} names a path of a machine"

@@ -1,4 +1,6 @@
-"""The operator's pages: an entry for each error code, links that lead somewhere, commands and settings that exist."""
+"""The operator's pages: an entry for each error code, links that lead somewhere, commands and
+settings that exist.
+"""
 
 import importlib
 import pkgutil
@@ -9,7 +11,14 @@ import pytest
 
 import pilotlight.cli
 from pilotlight.cli.main import app
-from pilotlight.common.device_health import XIDS, DeviceReading, Judgement, Recovery, XidClass, judge
+from pilotlight.common.device_health import (
+    XIDS,
+    DeviceReading,
+    Judgement,
+    Recovery,
+    XidClass,
+    judge,
+)
 from pilotlight.common.errors import MachineUnfit, SettingsInvalid, all_errors
 from pilotlight.policy.cluster import HealthState
 
@@ -18,7 +27,10 @@ BAD_DAY = (ROOT / "docs/operations/bad-day.md").read_text()
 PAGES = "\n".join(page.read_text() for page in sorted((ROOT / "docs/operations").glob("*.md")))
 RUNBOOK = BAD_DAY[BAD_DAY.index("\n## What an error code means") :].split("\n## ", 2)[1]
 ENTRIES = {
-    code: text.strip() for code, text in re.findall(r"^#### `(\w+)`\n(.*?)(?=^#{2,4} |\Z)", RUNBOOK, re.DOTALL | re.MULTILINE)
+    code: text.strip()
+    for code, text in re.findall(
+        r"^#### `(\w+)`\n(.*?)(?=^#{2,4} |\Z)", RUNBOOK, re.DOTALL | re.MULTILINE
+    )
 }
 
 
@@ -56,7 +68,10 @@ def test_an_entry_says_what_is_seen_and_what_to_do(code: str) -> None:
     else:
         never_served = (SettingsInvalid, MachineUnfit)
         kinds = {kind for kind in all_errors() if kind.code == code}
-        assert all(issubclass(kind, never_served) or kind.__module__.startswith("pilotlight.cli.") for kind in kinds)
+        assert all(
+            issubclass(kind, never_served) or kind.__module__.startswith("pilotlight.cli.")
+            for kind in kinds
+        )
 
 
 def slug(heading: str) -> str:
@@ -78,7 +93,11 @@ def test_each_section_of_the_operators_pages_is_in_their_index() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [str(page.relative_to(ROOT)) for page in (*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*.md")))]
+    "name",
+    [
+        str(page.relative_to(ROOT))
+        for page in (*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*.md")))
+    ],
 )
 def test_links_lead_somewhere(name: str) -> None:
     file = ROOT / name
@@ -93,8 +112,14 @@ def test_links_lead_somewhere(name: str) -> None:
 
 def test_pages_that_messages_name_exist() -> None:
     """An error tells its reader where to look: the page has to be there."""
-    sources = [*ROOT.glob("*/*/src/**/*.py"), *ROOT.glob("deploy/prometheus/*.yml"), ROOT / "docker-compose.yml"]
-    named = {page for file in sources for page in re.findall(r"\bdocs/[\w./-]+\.md", file.read_text())}
+    sources = [
+        *ROOT.glob("*/*/src/**/*.py"),
+        *ROOT.glob("deploy/prometheus/*.yml"),
+        ROOT / "docker-compose.yml",
+    ]
+    named = {
+        page for file in sources for page in re.findall(r"\bdocs/[\w./-]+\.md", file.read_text())
+    }
     assert "docs/operations/bad-day.md" in named
     assert not [page for page in sorted(named) if not (ROOT / page).is_file()]
 
@@ -114,7 +139,9 @@ def test_settings_of_retention_are_all_told() -> None:
 
 def test_commands_that_are_named_exist() -> None:
     groups = {"model", "node"}
-    named = set(re.findall(r"(?:^|[`$( ])pilotlight ((?:model|node) [a-z]+|[a-z]+)", PAGES, re.MULTILINE))
+    named = set(
+        re.findall(r"(?:^|[`$( ])pilotlight ((?:model|node) [a-z]+|[a-z]+)", PAGES, re.MULTILINE)
+    )
     words = {word for word in named if word.split()[0] not in groups or " " in word}
     assert len(words) > 10
     for word in words:
@@ -125,9 +152,19 @@ def test_commands_that_are_named_exist() -> None:
 def test_the_table_of_xids_is_that_of_the_policy() -> None:
     table = BAD_DAY[BAD_DAY.index("\n| Xid | whose |") :].split("\n\n", 1)[0]
     rows = [row.split("|")[1:3] for row in table.strip().splitlines()[2:]]
-    told = {int(number): whose.strip() for numbers, whose in rows for number in re.findall(r"\d+", numbers)}
-    words = {XidClass.APPLICATION: "the program's", XidClass.WEAR: "wear", XidClass.DEVICE: "the device's"}
-    assert told == {number: words[xid.kind] for number, xid in XIDS.items()} | {154: "an announcement"}
+    told = {
+        int(number): whose.strip()
+        for numbers, whose in rows
+        for number in re.findall(r"\d+", numbers)
+    }
+    words = {
+        XidClass.APPLICATION: "the program's",
+        XidClass.WEAR: "wear",
+        XidClass.DEVICE: "the device's",
+    }
+    assert told == {number: words[xid.kind] for number, xid in XIDS.items()} | {
+        154: "an announcement"
+    }
 
 
 def test_the_reasons_of_a_devices_health_have_their_rows() -> None:
@@ -144,6 +181,9 @@ def test_the_reasons_of_a_devices_health_have_their_rows() -> None:
         DeviceReading(memory_bytes=100, used_bytes=100, own_bytes=0),
         *(DeviceReading(xids=(number,)) for number in XIDS),
     ]
-    reasons = {judge(Judgement(), reading, promised_bytes=100).health.reason.partition(":")[0] for reading in readings}
+    reasons = {
+        judge(Judgement(), reading, promised_bytes=100).health.reason.partition(":")[0]
+        for reading in readings
+    }
     states = {state.value for state in HealthState}
     assert told == (reasons - {""}) | states

@@ -1,4 +1,6 @@
-"""Each test runs by one target of the Makefile, and continuous integration runs what asks for nothing special."""
+"""Each test runs by one target of the Makefile, and continuous integration runs what asks for
+nothing special.
+"""
 
 import re
 from itertools import combinations
@@ -13,7 +15,9 @@ SPECIAL = ("compose", "ceph", "gpu", "bundle", "chaos", "hostile")
 
 def selections(target: str) -> list[str]:
     """Marker expressions of a target's calls of pytest."""
-    lines = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    lines = re.search(
+        rf"^{target}:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), flags=re.MULTILINE
+    )
     assert lines is not None
     return [quoted or word for quoted, word in re.findall(r' -m (?:"([^"]+)"|(\w+))', lines[1])]
 
@@ -26,22 +30,39 @@ def selects(expression: str, markers: set[str]) -> bool:
     return eval(words)
 
 
-@pytest.mark.parametrize("special", [(), *((marker,) for marker in SPECIAL), *combinations(SPECIAL, 2)])
+@pytest.mark.parametrize(
+    "special", [(), *((marker,) for marker in SPECIAL), *combinations(SPECIAL, 2)]
+)
 @pytest.mark.parametrize("whole", [(), ("e2e",), ("e2e", "smoke")])
-def test_a_test_is_run_once_by_what_continuous_integration_runs(special: tuple[str, ...], whole: tuple[str, ...]) -> None:
+def test_a_test_is_run_once_by_what_continuous_integration_runs(
+    special: tuple[str, ...], whole: tuple[str, ...]
+) -> None:
     """Unless it is special and has no part in the end-to-end tests."""
-    found = [one for target in ("test", "test-e2e") for one in selections(target) if selects(one, {*special, *whole, "slow"})]
+    found = [
+        one
+        for target in ("test", "test-e2e")
+        for one in selections(target)
+        if selects(one, {*special, *whole, "slow"})
+    ]
     assert len(found) == (1 if whole or not special else 0)
 
 
 def test_continuous_integration_runs_them_in_order() -> None:
     commands = (ROOT / ".ci" / "run").read_text().splitlines()
-    assert [line for line in commands if line.startswith("make ")] == ["make check", "make test", "make test-e2e"]
+    assert [line for line in commands if line.startswith("make ")] == [
+        "make check",
+        "make test",
+        "make test-e2e",
+    ]
 
 
 @pytest.mark.parametrize("marker", SPECIAL)
 def test_what_is_special_has_a_target_of_its_own(marker: str) -> None:
-    described = next(line for line in (ROOT / "pyproject.toml").read_text().splitlines() if f'    "{marker}: ' in line)
+    described = next(
+        line
+        for line in (ROOT / "pyproject.toml").read_text().splitlines()
+        if f'    "{marker}: ' in line
+    )
     target = re.search(r"`make ([\w-]+)`", described)
     assert target is not None
     assert re.search(rf"^{target[1]}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)

@@ -1,7 +1,8 @@
-"""Seeded schedules of what goes wrong while a model goes from node to node, with real loader processes.
+"""Seeded schedules of what goes wrong while a model goes from node to node, with real loader
+processes.
 
-Each ends in the right bytes by another way, or in a typed error within a deadline. An engine's client looks at every byte of every
-part that it is given: never is one of them partial or wrong.
+Each ends in the right bytes by another way, or in a typed error within a deadline. An engine's
+client looks at every byte of every part that it is given: never is one of them partial or wrong.
 """
 
 import asyncio
@@ -57,9 +58,14 @@ def shards() -> list[object]:
         first, _, last = SEEDS.partition("-")
         return [pytest.param(range(int(first), int(last or first) + 1), id=SEEDS)]
     starts = [0, *range(FAST, SCHEDULES, SHARD)]
-    ranges = [range(start, end) for start, end in zip(starts, [*starts[1:], SCHEDULES], strict=True)]
+    ranges = [
+        range(start, end) for start, end in zip(starts, [*starts[1:], SCHEDULES], strict=True)
+    ]
     return [
-        pytest.param(seeds, id=f"{seeds[0]}-{seeds[-1]}", marks=[pytest.mark.e2e] if seeds[-1] < FAST else []) for seeds in ranges
+        pytest.param(
+            seeds, id=f"{seeds[0]}-{seeds[-1]}", marks=[pytest.mark.e2e] if seeds[-1] < FAST else []
+        )
+        for seeds in ranges
     ]
 
 
@@ -71,7 +77,11 @@ def s3() -> Iterator[StandinS3]:
 
 @pytest.mark.parametrize("seeds", shards())
 async def test_transfers(
-    seeds: range, nats_url: str, s3: StandinS3, tmp_path: Path, record_property: Callable[[str, object], None]
+    seeds: range,
+    nats_url: str,
+    s3: StandinS3,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
 ) -> None:
     waiting, tally = iter(seeds), TransferTally()
     failures: dict[int, list[str]] = {}
@@ -91,16 +101,23 @@ async def test_transfers(
             if run.problems:
                 failures[seed] = [run.plan.line(), *run.problems]
             if SEEDS:
-                reads = {name: (read.outcome, round(read.seconds, 2)) for name, read in run.reads.items()}
+                reads = {
+                    name: (read.outcome, round(read.seconds, 2)) for name, read in run.reads.items()
+                }
                 took_s = clock.monotonic_s() - began_s
-                print(f"seed {seed} ({took_s:.1f} s): {run.plan.line()}: {reads} {run.problems}", file=sys.__stderr__)
+                print(
+                    f"seed {seed} ({took_s:.1f} s): {run.plan.line()}: {reads} {run.problems}",
+                    file=sys.__stderr__,
+                )
 
     async with AsyncExitStack() as stack:
         systems: list[Transfers] = []
         for index in range(min(SYSTEMS, len(seeds))):
             folder = tmp_path / str(index)
             (folder / "models").mkdir(parents=True)
-            settings = BusSettings(nats_url=nats_url, prefix=f"c{secrets.token_hex(6)}.", secrets_dir=None)
+            settings = BusSettings(
+                nats_url=nats_url, prefix=f"c{secrets.token_hex(6)}.", secrets_dir=None
+            )
             bus = await NatsBus.connect(settings, user="test", name=f"test-{index}")
             stack.push_async_callback(bus.close)
             await ensure_events(bus.client, settings.prefix, EVENTS_BYTES)

@@ -1,4 +1,5 @@
-"""The kill matrix: each service, killed, stopped (for a while or for good) or restarted, in each situation.
+"""The kill matrix: each service, killed, stopped (for a while or for good) or restarted, in each
+situation.
 
 Nothing is lost, nothing is repeated.
 """
@@ -26,16 +27,30 @@ class Cell:
         return f"{self.fault} {self.target}, {self.situation}"
 
 
-SITUATIONS = (Situation.IDLE, Situation.HELD, Situation.HALF, Situation.STREAMING, Situation.WRITING)
+SITUATIONS = (
+    Situation.IDLE,
+    Situation.HELD,
+    Situation.HALF,
+    Situation.STREAMING,
+    Situation.WRITING,
+)
 CELLS = (
     *(Cell(Fault.KILL, target, situation) for target in Target for situation in SITUATIONS),
-    *(Cell(Fault.STOP, target, situation) for target in Target for situation in (Situation.HALF, Situation.STREAMING)),
+    *(
+        Cell(Fault.STOP, target, situation)
+        for target in Target
+        for situation in (Situation.HALF, Situation.STREAMING)
+    ),
     *(
         Cell(Fault.HANG, target, situation)
         for target in (Target.ENGINE, Target.WORKER)
         for situation in (Situation.HALF, Situation.STREAMING)
     ),
-    *(Cell(fault, target, Situation.LOAD) for target in (Target.NATS, Target.POSTGRES) for fault in (Fault.KILL, Fault.RESTART)),
+    *(
+        Cell(fault, target, Situation.LOAD)
+        for target in (Target.NATS, Target.POSTGRES)
+        for fault in (Fault.KILL, Fault.RESTART)
+    ),
 )
 FAST = {
     Cell(Fault.KILL, Target.ENGINE, Situation.STREAMING),
@@ -48,7 +63,10 @@ FAST = {
 
 def parameters() -> list[object]:
     assert set(CELLS) >= FAST
-    return [pytest.param(cell, id=str(cell), marks=[pytest.mark.e2e] if cell in FAST else []) for cell in CELLS]
+    return [
+        pytest.param(cell, id=str(cell), marks=[pytest.mark.e2e] if cell in FAST else [])
+        for cell in CELLS
+    ]
 
 
 @pytest.mark.chaos

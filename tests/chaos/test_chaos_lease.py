@@ -1,4 +1,6 @@
-"""Two schedulers fight for the lease, each in turn with its clock stopped: one leads, and nothing is loaded twice."""
+"""Two schedulers fight for the lease, each in turn with its clock stopped: one leads, and nothing
+is loaded twice.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -30,10 +32,22 @@ def pair(request: pytest.FixtureRequest) -> Iterator[ChaosSystem]:
 
 async def epoch_of(system: ChaosSystem, scheduler: Found) -> int:
     """The epoch of a scheduler's term by its own word; 0 while it stands by."""
-    transport = httpx2.AsyncHTTPTransport(uds=str(system.home.run_dir / f"scheduler-{scheduler.pid}.sock"))
-    async with httpx2.AsyncClient(transport=transport, base_url="http://local", timeout=5.0) as http:
+    transport = httpx2.AsyncHTTPTransport(
+        uds=str(system.home.run_dir / f"scheduler-{scheduler.pid}.sock")
+    )
+    async with httpx2.AsyncClient(
+        transport=transport, base_url="http://local", timeout=5.0
+    ) as http:
         page = (await http.get("/metrics")).text
-    return int(float(next(line.split()[-1] for line in page.splitlines() if line.startswith("pilotlight_scheduler_epoch "))))
+    return int(
+        float(
+            next(
+                line.split()[-1]
+                for line in page.splitlines()
+                if line.startswith("pilotlight_scheduler_epoch ")
+            )
+        )
+    )
 
 
 async def epoch_in_row(system: ChaosSystem) -> int:
@@ -44,7 +58,9 @@ async def epoch_in_row(system: ChaosSystem) -> int:
 @pytest.mark.slow
 @pytest.mark.anyio
 @pytest.mark.parametrize("situation", [Situation.HALF, Situation.STREAMING])
-async def test_a_stopped_leader_is_replaced_and_obeyed_no_more(pair: ChaosSystem, situation: Situation) -> None:
+async def test_a_stopped_leader_is_replaced_and_obeyed_no_more(
+    pair: ChaosSystem, situation: Situation
+) -> None:
     for number in range(ROUNDS):
         TALLY.cells += 1
         scene = await arrange(pair, situation)
@@ -67,7 +83,12 @@ async def test_a_stopped_leader_is_replaced_and_obeyed_no_more(pair: ChaosSystem
             wake(stopped)
         assert await epoch_in_row(pair) > before
         cold = situation is Situation.HALF
-        await check(pair, scene, Allowed(instances=int(cold)), f"stopped leader, {situation}, round {number}")
+        await check(
+            pair,
+            scene,
+            Allowed(instances=int(cold)),
+            f"stopped leader, {situation}, round {number}",
+        )
         assert not await epoch_of(pair, leaders[0]), "the old leader leads again"
         for worker in await pair.view("workers"):
             assert all(stage["state"] != "failed" for stage in worker["held"])

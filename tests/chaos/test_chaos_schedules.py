@@ -1,7 +1,9 @@
-"""Seeded schedules of faults on the bus, and of parts that die, against a whole system: nothing is lost, nothing is wrong, nothing stays.
+"""Seeded schedules of faults on the bus, and of parts that die, against a whole system: nothing is
+lost, nothing is wrong, nothing stays.
 
-``make test-chaos`` goes through 500, ``make test-e2e`` through the first 20. A failure names the command that runs its schedule again;
-``PILOTLIGHT_CHAOS_LOG=1`` adds a line for each schedule, ``PILOTLIGHT_CHAOS_LOG=all`` every service's log.
+``make test-chaos`` goes through 500, ``make test-e2e`` through the first 20. A failure names the
+command that runs its schedule again; ``PILOTLIGHT_CHAOS_LOG=1`` adds a line for each schedule,
+``PILOTLIGHT_CHAOS_LOG=all`` every service's log.
 """
 
 import asyncio
@@ -46,7 +48,8 @@ SCHEDULES = 500
 SHARD = 120
 """Schedules of one test: some minutes on a slow machine."""
 SYSTEMS = 4
-"""That go through schedules at the same time, in one event loop: more would wait for the processor, not for one another."""
+"""That go through schedules at the same time, in one event loop: more would wait for the processor,
+not for one another."""
 REQUESTS = 6
 SPREAD_S = 0.8
 STREAM_DEADLINE_S = 20.0
@@ -85,7 +88,9 @@ class Tally:
     def line(self) -> str:
         """For people."""
         faults = ", ".join(f"{count} {name}" for name, count in sorted(self.faults.items()))
-        errors = ", ".join(f"{count} {code}" for code, count in sorted(self.errors.items())) or "none"
+        errors = (
+            ", ".join(f"{count} {code}" for code, count in sorted(self.errors.items())) or "none"
+        )
         seen = ", ".join(f"{count} {name}" for name, count in sorted(self.seen.items()))
         return (
             f"chaos schedules: {self.schedules} run, {self.schedules - len(self.failures)} passed; {self.requests} requests, "
@@ -97,7 +102,9 @@ class Tally:
         """What went wrong, and how to see it again."""
         lines = [self.line()]
         for seed, problems in sorted(self.failures.items()):
-            lines.append(f"PILOTLIGHT_CHAOS_SEEDS={seed} PILOTLIGHT_CHAOS_LOG=all python -m pytest {Path(__file__)} -s")
+            lines.append(
+                f"PILOTLIGHT_CHAOS_SEEDS={seed} PILOTLIGHT_CHAOS_LOG=all python -m pytest {Path(__file__)} -s"
+            )
             lines += [f"    {problem}" for problem in problems]
         return "\n".join(lines)
 
@@ -108,9 +115,14 @@ def shards() -> list[object]:
         first, _, last = SEEDS.partition("-")
         return [pytest.param(range(int(first), int(last or first) + 1), id=SEEDS)]
     starts = [0, *range(FAST, SCHEDULES, SHARD)]
-    ranges = [range(start, end) for start, end in zip(starts, [*starts[1:], SCHEDULES], strict=True)]
+    ranges = [
+        range(start, end) for start, end in zip(starts, [*starts[1:], SCHEDULES], strict=True)
+    ]
     return [
-        pytest.param(seeds, id=f"{seeds[0]}-{seeds[-1]}", marks=[pytest.mark.e2e] if seeds[-1] < FAST else []) for seeds in ranges
+        pytest.param(
+            seeds, id=f"{seeds[0]}-{seeds[-1]}", marks=[pytest.mark.e2e] if seeds[-1] < FAST else []
+        )
+        for seeds in ranges
     ]
 
 
@@ -149,7 +161,9 @@ async def worker_dies(system: FaultySystem, rng: random.Random) -> None:
 
 
 async def connection_breaks(system: FaultySystem, rng: random.Random) -> None:
-    part = system.parts[rng.choice(("gateway", "scheduler", "cache", "loader", "worker-0", "worker-1"))]
+    part = system.parts[
+        rng.choice(("gateway", "scheduler", "cache", "loader", "worker-0", "worker-1"))
+    ]
     async with part.bus.breaking_off():
         await pause(rng.uniform(0.05, 1.5))
 
@@ -202,7 +216,9 @@ async def go_through(system: FaultySystem, model_text: ModelText, seed: int, tal
     system.schedule.begin(seed, rates)
     clock = SystemClock()
     began_s = clock.monotonic_s()
-    running = [asyncio.create_task(run(system, model_text, ask), name=ask.request_id) for ask in asks]
+    running = [
+        asyncio.create_task(run(system, model_text, ask), name=ask.request_id) for ask in asks
+    ]
     event = await befall(system, rng)
     done, late = await asyncio.wait(running, timeout=REQUEST_DEADLINE_S)
     system.schedule.calm()
@@ -218,10 +234,17 @@ async def go_through(system: FaultySystem, model_text: ModelText, seed: int, tal
     problems += await billed(system, results)
     tally.schedules += 1
     if os.environ.get("PILOTLIGHT_CHAOS_LOG"):
-        errors = [f"{result.ask.request_id} {result.ask.model} {result.error}" for result in results if result.error]
+        errors = [
+            f"{result.ask.request_id} {result.ask.model} {result.error}"
+            for result in results
+            if result.error
+        ]
         took = f"answered in {answered_s - began_s:.1f} s, empty after {clock.monotonic_s() - answered_s:.1f} s"
         system_of = structlog.contextvars.get_contextvars()
-        print(f"seed {seed} {system_of}: {event}, {took}, {errors}, {problems}, {rates}", file=sys.__stderr__)
+        print(
+            f"seed {seed} {system_of}: {event}, {took}, {errors}, {problems}, {rates}",
+            file=sys.__stderr__,
+        )
     tally.faults.update(system.schedule.counts)
     tally.seen.update(system.watch.seen)
     if not problems:
@@ -235,10 +258,13 @@ def judge(results: list[Result], tally: Tally, problems: list[str]) -> None:
         tally.requests += 1
         tally.left += result.left
         if result.error:
-            # There is nothing in a schedule that justifies one: its system can always serve, sooner or later.
+            # There is nothing in a schedule that justifies one: its system can always serve, sooner
+            # or later.
             tally.errors[result.error] += 1
             tally.lost += 1
-            problems.append(f"{result.ask.request_id} ({result.ask.kind}) of {result.ask.model}: {result.error}")
+            problems.append(
+                f"{result.ask.request_id} ({result.ask.kind}) of {result.ask.model}: {result.error}"
+            )
         if result.wrong:
             tally.wrong += 1
             problems.append(f"{result.ask.request_id} ({result.ask.kind}): {result.wrong}")
@@ -290,18 +316,26 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def own_database(postgres_url: str, secrets_dir: Path) -> Iterator[Callable[[str], DatabaseSettings]]:
+def own_database(
+    postgres_url: str, secrets_dir: Path
+) -> Iterator[Callable[[str], DatabaseSettings]]:
     """A fresh, migrated database: settings of each service for it, and of its owner."""
     owner = make_url(postgres_url).set(drivername="postgresql+psycopg")
     name = f"chaos_{secrets.token_hex(6)}"
-    engine = create_engine(owner.set(database="postgres"), poolclass=NullPool, isolation_level="AUTOCOMMIT")
+    engine = create_engine(
+        owner.set(database="postgres"), poolclass=NullPool, isolation_level="AUTOCOMMIT"
+    )
 
     def settings_of(service: str) -> DatabaseSettings:
         if service == "owner":
             url = owner.set(database=name, drivername="postgresql")
         else:
-            bare = URL.create("postgresql", host=owner.host, port=owner.port, database=name, query=owner.query)
-            settings = DatabaseSettings(database_url=bare.render_as_string(), secrets_dir=secrets_dir)
+            bare = URL.create(
+                "postgresql", host=owner.host, port=owner.port, database=name, query=owner.query
+            )
+            settings = DatabaseSettings(
+                database_url=bare.render_as_string(), secrets_dir=secrets_dir
+            )
             url = service_url(settings, service).set(drivername="postgresql")
         return DatabaseSettings(database_url=url.render_as_string(hide_password=False))
 
@@ -336,9 +370,13 @@ async def test_schedules(
                 folder = tmp_path / str(index)
                 folder.mkdir()
                 around = Surroundings(
-                    bus_settings=BusSettings(nats_url=nats_url, prefix=f"c{secrets.token_hex(6)}.", secrets_dir=None),
+                    bus_settings=BusSettings(
+                        nats_url=nats_url, prefix=f"c{secrets.token_hex(6)}.", secrets_dir=None
+                    ),
                     folder=folder,
-                    database_settings=databases.enter_context(own_database(postgres_url, postgres_secrets)),
+                    database_settings=databases.enter_context(
+                        own_database(postgres_url, postgres_secrets)
+                    ),
                     vocab_size=model_text.tokenizer.vocab_size,
                 )
                 systems.append(FaultySystem(around))

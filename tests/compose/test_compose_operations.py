@@ -1,4 +1,8 @@
-"""What operators do with the containers, typed as docs/operations/ has it: backup and restore, and an upgrade. ``make test-compose``."""
+"""What operators do with the containers, typed as docs/operations/ has it: backup and restore, and
+an upgrade.
+
+``make test-compose``.
+"""
 
 import os
 import re
@@ -19,9 +23,22 @@ MODEL = "ember-7m"
 FROM_S3 = "ember-7m-from-s3"
 SLO = {"ttft_ms": 5000, "tpot_ms": 200}
 PAGES = sorted((ROOT / "docs/operations").glob("*.md"))
-BLOCKS = [block for page in PAGES for block in re.findall(r"```sh\n(.*?)```", page.read_text(), flags=re.DOTALL)]
+BLOCKS = [
+    block
+    for page in PAGES
+    for block in re.findall(r"```sh\n(.*?)```", page.read_text(), flags=re.DOTALL)
+]
 OURS = {"gateway", "scheduler", "cache", "materializer", "node"}
-COPIED = ("constraints.txt", "libs", "services", "migrations", "deploy", "tools", "Dockerfile", ".dockerignore")
+COPIED = (
+    "constraints.txt",
+    "libs",
+    "services",
+    "migrations",
+    "deploy",
+    "tools",
+    "Dockerfile",
+    ".dockerignore",
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +52,9 @@ def answer(system: Composed) -> str:
     """What the demo model says, which is registered from a folder and from the S3 server."""
     with system.admin(system.key("admin-key")) as admin:
         for name, uri in ((MODEL, f"file:///models/{MODEL}"), (FROM_S3, system.upload(MODEL))):
-            made = admin.post("/models", json={"name": name, "uri": uri, "slo": SLO, "keep_alive_s": 600})
+            made = admin.post(
+                "/models", json={"name": name, "uri": uri, "slo": SLO, "keep_alive_s": 600}
+            )
             assert made.status_code == 201, made.text
     text = chat(system, MODEL)
     assert "light" in text
@@ -47,7 +66,10 @@ def answer(system: Composed) -> str:
 def chat(system: Composed, model: str) -> str:
     with system.openai(system.key("api-key")) as client:
         reply = client.chat.completions.create(
-            model=model, messages=[{"role": "user", "content": "What is a pilot light?"}], temperature=0, max_tokens=16
+            model=model,
+            messages=[{"role": "user", "content": "What is a pilot light?"}],
+            temperature=0,
+            max_tokens=16,
         )
     return reply.choices[0].message.content or ""
 
@@ -70,7 +92,7 @@ def types(system: Composed, folder: Path, begins: str) -> None:
 
 @dataclass(frozen=True)
 class Kept:
-    """What nobody may lose."""
+    """What may not be lost."""
 
     keys: tuple[str, ...]
     models: list[dict[str, Any]]
@@ -80,7 +102,9 @@ class Kept:
 def usage_of(system: Composed) -> list[str]:
     """No route shows it, so the database is asked."""
     rows = "SELECT request_id, output_tokens FROM gateway.usage ORDER BY request_id"
-    return system.inside("postgres", "psql", "-U", "pilotlight", "-d", "pilotlight", "-Atc", rows).splitlines()
+    return system.inside(
+        "postgres", "psql", "-U", "pilotlight", "-d", "pilotlight", "-Atc", rows
+    ).splitlines()
 
 
 def kept(system: Composed) -> Kept:
@@ -88,7 +112,11 @@ def kept(system: Composed) -> Kept:
         models = admin.get("/models").json()["models"]
     asked = ("sh", "-c", "cd /volumes/secrets/all && sha256sum *")
     secrets = system.compose("run", "--rm", "--no-deps", "-T", "setup", *asked)
-    return Kept((system.key("admin-key"), system.key("api-key"), *secrets.splitlines()), models, usage_of(system))
+    return Kept(
+        (system.key("admin-key"), system.key("api-key"), *secrets.splitlines()),
+        models,
+        usage_of(system),
+    )
 
 
 def both_answer(system: Composed, answer: str) -> None:
@@ -100,7 +128,10 @@ def both_answer(system: Composed, answer: str) -> None:
 
 
 def test_backup_and_restore(system: Composed, answer: str, tmp_path: Path) -> None:
-    """Ready models serve while it is made. Then all is deleted, and comes back: keys, models, objects, usage, and the same answers."""
+    """Ready models serve while it is made.
+
+    Then all is deleted, and comes back: keys, models, objects, usage, and the same answers.
+    """
     before = kept(system)
     assert len(before.keys) > 10
     with ThreadPoolExecutor(1) as pool:
@@ -115,7 +146,17 @@ def test_backup_and_restore(system: Composed, answer: str, tmp_path: Path) -> No
     }
 
     system.compose("--profile", "*", "down", "-v", "--timeout", "5", deadline_s=2 * DEADLINE_S)
-    assert run("docker", "volume", "ls", "--quiet", "--filter", f"label=com.docker.compose.project={system.project}") == ""
+    assert (
+        run(
+            "docker",
+            "volume",
+            "ls",
+            "--quiet",
+            "--filter",
+            f"label=com.docker.compose.project={system.project}",
+        )
+        == ""
+    )
     types(system, tmp_path, "docker compose build\ndocker compose run")
     after = kept(system)
     assert (after.keys, after.models) == (before.keys, before.models)
@@ -124,32 +165,54 @@ def test_backup_and_restore(system: Composed, answer: str, tmp_path: Path) -> No
 
 
 def test_upgrade_and_back(system: Composed, answer: str, tmp_path: Path) -> None:
-    """Images of another tag are built and take over from the ones that run, whose data they go on with; then the first ones again."""
+    """Images of another tag are built and take over from the ones that run, whose data they go on
+    with; then the first ones again.
+    """
     newer = system.but(PILOTLIGHT_TAG=f"{system.project}-next")
     for release in (newer, system):
         before = kept(system)
         types(release, tmp_path, "git pull")
         images = {service: system.inspect(service)["Config"]["Image"] for service in OURS}
-        assert images == {service: f"pilotlight-{service}:{release.environment['PILOTLIGHT_TAG']}" for service in OURS}
+        assert images == {
+            service: f"pilotlight-{service}:{release.environment['PILOTLIGHT_TAG']}"
+            for service in OURS
+        }
         assert kept(release) == before
         both_answer(release, answer)
 
 
 def test_images_of_a_checkout_that_only_its_owner_reads(system: Composed, tmp_path: Path) -> None:
-    """One that was made with umask 077: the user of the containers reads and runs all the same what is copied from it."""
+    """One that was made with umask 077: the user of the containers reads and runs all the same what
+    is copied from it.
+    """
     for name in COPIED:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("tests", "__pycache__", "*.egg-info"))
+            shutil.copytree(
+                ROOT / name,
+                tmp_path / name,
+                ignore=shutil.ignore_patterns("tests", "__pycache__", "*.egg-info"),
+            )
         else:
             shutil.copy(ROOT / name, tmp_path / name)
     run("chmod", "-R", "go=", str(tmp_path))
-    files = [str(tmp_path / Path(file).name) for file in system.environment["COMPOSE_FILE"].split(os.pathsep)]
+    files = [
+        str(tmp_path / Path(file).name)
+        for file in system.environment["COMPOSE_FILE"].split(os.pathsep)
+    ]
     for file in files:
         shutil.copy(ROOT / Path(file).name, file)
-    private = system.but(COMPOSE_FILE=os.pathsep.join(files), PILOTLIGHT_TAG=f"{system.project}-private")
+    private = system.but(
+        COMPOSE_FILE=os.pathsep.join(files), PILOTLIGHT_TAG=f"{system.project}-private"
+    )
     private.compose("build", "--quiet", "setup", deadline_s=BUILD_DEADLINE_S)
     looked = 'command -v serve && command -v healthy && find /opt/pilotlight ! -readable && find /opt/pilotlight/migrations -name "*.py"'
     image = f"pilotlight-setup:{private.environment['PILOTLIGHT_TAG']}"
-    shown = run("docker", "run", "--rm", "--network", "none", "--read-only", image, "sh", "-c", looked).split()
-    first = ["/opt/pilotlight/bin/serve", "/opt/pilotlight/bin/healthy", "/opt/pilotlight/migrations/env.py"]
+    shown = run(
+        "docker", "run", "--rm", "--network", "none", "--read-only", image, "sh", "-c", looked
+    ).split()
+    first = [
+        "/opt/pilotlight/bin/serve",
+        "/opt/pilotlight/bin/healthy",
+        "/opt/pilotlight/migrations/env.py",
+    ]
     assert shown[:3] == first, shown

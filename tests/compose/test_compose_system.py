@@ -1,4 +1,7 @@
-"""The system under Docker Compose: built and run for real, asked, broken, and taken down. ``make test-compose``."""
+"""The system under Docker Compose: built and run for real, asked, broken, and taken down.
+
+``make test-compose``.
+"""
 
 import re
 import threading
@@ -34,8 +37,14 @@ def system() -> Iterator[Composed]:
         yield made
     left = ("docker", "ps", "--all"), ("docker", "volume", "ls"), ("docker", "network", "ls")
     for command in left:
-        assert run(*command, "--quiet", "--filter", f"label=com.docker.compose.project={made.project}") == ""
-    assert run("docker", "images", "--quiet", "--filter", f"reference=pilotlight-*:{made.project}*") == ""
+        assert (
+            run(*command, "--quiet", "--filter", f"label=com.docker.compose.project={made.project}")
+            == ""
+        )
+    assert (
+        run("docker", "images", "--quiet", "--filter", f"reference=pilotlight-*:{made.project}*")
+        == ""
+    )
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +59,21 @@ def admin_key(system: Composed) -> str:
 
 @pytest.fixture(scope="module")
 def cold(system: Composed, api_key: str, admin_key: str) -> "Answer":
-    """The demo model is registered, from a folder and from the S3 server, and is asked for the first time."""
+    """The demo model is registered, from a folder and from the S3 server, and is asked for the
+    first time.
+    """
     with system.admin(admin_key) as admin:
-        until(lambda: any(worker["engine_up"] for worker in admin.get("/workers").json()["workers"]), "a warm worker")
+        until(
+            lambda: any(worker["engine_up"] for worker in admin.get("/workers").json()["workers"]),
+            "a warm worker",
+        )
         for name, uri in ((MODEL, f"file:///models/{MODEL}"), (FROM_S3, system.upload(MODEL))):
-            body = {"name": name, "uri": uri, "slo": {"ttft_ms": 5000, "tpot_ms": 200}, "keep_alive_s": 600}
+            body = {
+                "name": name,
+                "uri": uri,
+                "slo": {"ttft_ms": 5000, "tpot_ms": 200},
+                "keep_alive_s": 600,
+            }
             made = admin.post("/models", json=body)
             assert made.status_code == 201, made.text
     return ask(system, api_key)
@@ -82,15 +101,27 @@ class Answer:
     begun: threading.Event = field(default_factory=threading.Event)
 
 
-def ask(system: Composed, key: str, model: str = MODEL, *, into: Answer | None = None, **options: Any) -> Answer:
+def ask(
+    system: Composed, key: str, model: str = MODEL, *, into: Answer | None = None, **options: Any
+) -> Answer:
     """Read an answer, piece by piece.
 
     Raises:
         APIError, HTTPError: it was refused, or broke off.
     """
     answer = into or Answer()
-    asked = {"model": model, "messages": QUESTION, "temperature": 0, "max_tokens": 32, "stream": True, **options}
-    with system.openai(key) as client, client.chat.completions.with_streaming_response.create(**asked) as response:
+    asked = {
+        "model": model,
+        "messages": QUESTION,
+        "temperature": 0,
+        "max_tokens": 32,
+        "stream": True,
+        **options,
+    }
+    with (
+        system.openai(key) as client,
+        client.chat.completions.with_streaming_response.create(**asked) as response,
+    ):
         answer.trace_id = response.headers["x-trace-id"]
         for chunk in response.parse():
             answer.text += "".join(choice.delta.content or "" for choice in chunk.choices)
@@ -112,12 +143,22 @@ def test_warm_and_in_one_piece(system: Composed, api_key: str, answer: str) -> N
     assert ask(system, api_key).text == answer
     assert time.monotonic() - started_s < 10
     with system.openai(api_key) as client:
-        whole = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=32)
+        whole = client.chat.completions.create(
+            model=MODEL, messages=QUESTION, temperature=0, max_tokens=32
+        )
     assert whole.choices[0].message.content == answer
 
 
-def test_the_spans_of_a_cold_request_lie_in_one_trace_at_the_collector(system: Composed, cold: Answer) -> None:
-    until(lambda: {"gateway", "scheduler", "loader", "worker"} <= system.traces().get(cold.trace_id, set()), "one trace")
+def test_the_spans_of_a_cold_request_lie_in_one_trace_at_the_collector(
+    system: Composed, cold: Answer
+) -> None:
+    until(
+        lambda: (
+            {"gateway", "scheduler", "loader", "worker"}
+            <= system.traces().get(cold.trace_id, set())
+        ),
+        "one trace",
+    )
 
 
 def test_a_model_from_the_s3_server(system: Composed, api_key: str, answer: str) -> None:
@@ -127,7 +168,13 @@ def test_a_model_from_the_s3_server(system: Composed, api_key: str, answer: str)
 @pytest.mark.parametrize("files", ["docker-compose.yml", "docker-compose.yml:compose.standin.yml"])
 def test_every_profile_is_valid(system: Composed, files: str) -> None:
     shown = run(
-        "docker", "compose", "--profile", "*", "config", "--services", environment={**system.environment, "COMPOSE_FILE": files}
+        "docker",
+        "compose",
+        "--profile",
+        "*",
+        "config",
+        "--services",
+        environment={**system.environment, "COMPOSE_FILE": files},
     )
     assert {"node-gpu", "prometheus", "grafana", "jaeger", *OURS, *SERVERS} <= set(shown.split())
 
@@ -136,7 +183,9 @@ def test_metrics_show_every_service(system: Composed, answer: str) -> None:
     page = httpx2.get(f"{system.url}/metrics").text
     for service in ("gateway", "scheduler", "cache", "loader", "worker", "materializer"):
         assert f'service="{service}"' in page
-    assert re.search(r'^pilotlight_first_tokens_total\{[^}]*model="ember-7m"[^}]*\} [1-9]', page, re.MULTILINE)
+    assert re.search(
+        r'^pilotlight_first_tokens_total\{[^}]*model="ember-7m"[^}]*\} [1-9]', page, re.MULTILINE
+    )
 
 
 def test_workers_log_where_the_node_does(system: Composed, answer: str) -> None:
@@ -163,7 +212,11 @@ def test_containers_are_locked_down(system: Composed, service: str) -> None:
 
 @pytest.mark.parametrize("service", OURS)
 def test_processes_may_do_nothing_special(system: Composed, service: str) -> None:
-    status = dict(line.split(":\t", 1) for line in system.inside(service, "cat", "/proc/1/status").splitlines() if ":\t" in line)
+    status = dict(
+        line.split(":\t", 1)
+        for line in system.inside(service, "cat", "/proc/1/status").splitlines()
+        if ":\t" in line
+    )
     assert status["Uid"].split() == ["10001"] * 4
     assert int(status["CapEff"], 16) == int(status["CapBnd"], 16) == 0
     assert status["NoNewPrivs"].strip() == "1"
@@ -176,7 +229,11 @@ def test_a_node_is_a_loader_and_its_workers(system: Composed, answer: str) -> No
     asked = "for each in /proc/[0-9]*; do tr '\\0' ' ' 2>/dev/null <$each/cmdline; echo; done"
     first, *others = system.inside("node", "sh", "-c", asked).splitlines()
     assert first.startswith("tini -- serve")
-    for member in ("pilotlight.loader", "pilotlight.worker ", "pilotlight.worker.engine_child.child"):
+    for member in (
+        "pilotlight.loader",
+        "pilotlight.worker ",
+        "pilotlight.worker.engine_child.child",
+    ):
         assert any(member in f"{line} " for line in others), member
     assert system.inspect("node")["HostConfig"]["ShmSize"] == 512 << 20
 
@@ -200,9 +257,13 @@ def test_only_a_node_has_torch(system: Composed) -> None:
 
 
 @pytest.mark.parametrize("service", BREAKABLE)
-def test_a_crash_is_survived(system: Composed, api_key: str, answer: str, long_answer: str, service: str) -> None:
-    """Every process of a container is killed while an answer streams: the answer goes on without a gap or a repetition, the engine starts
-    the container again, it is healthy again, and the system answers as before."""
+def test_a_crash_is_survived(
+    system: Composed, api_key: str, answer: str, long_answer: str, service: str
+) -> None:
+    """Every process of a container is killed while an answer streams: the answer goes on without a
+    gap or a repetition, the engine starts
+    the container again, it is healthy again, and the system answers as before.
+    """
     before = system.inspect(service)
     assert before["State"]["Health"]["Status"] == "healthy"
     interrupted = Answer()
@@ -211,24 +272,35 @@ def test_a_crash_is_survived(system: Composed, api_key: str, answer: str, long_a
         reading.add_done_callback(lambda _: interrupted.begun.set())
         assert interrupted.begun.wait(DEADLINE_S)
         system.crash(before["Id"])
-        assert service == "gateway" or not reading.done(), f"it ended before the crash: {interrupted.text}"
+        assert service == "gateway" or not reading.done(), (
+            f"it ended before the crash: {interrupted.text}"
+        )
         failed = reading.exception(DEADLINE_S)
     if service == "gateway":
-        # Its connections end with it. What had come was right, and who asks again is answered, below.
+        # Its connections end with it. What had come was right, and a client that asks again is
+        # answered, below.
         assert isinstance(failed, FAILURES)
         assert long_answer.startswith(interrupted.text)
     else:
         assert failed is None
         assert interrupted.text == long_answer
-    until(lambda: system.inspect(service)["RestartCount"] > before["RestartCount"], f"{service} started again")
+    until(
+        lambda: system.inspect(service)["RestartCount"] > before["RestartCount"],
+        f"{service} started again",
+    )
     until(lambda: system.health(service) == "healthy", f"{service} healthy again")
     assert until(lambda: says(system, api_key), f"an answer after the crash of {service}") == answer
     for other in (*OURS, *SERVERS):
-        until(lambda other=other: system.health(other) == "healthy", f"{other} healthy after the crash of {service}")
+        until(
+            lambda other=other: system.health(other) == "healthy",
+            f"{other} healthy after the crash of {service}",
+        )
 
 
 def test_killed_by_hand_and_started_again(system: Composed, api_key: str, answer: str) -> None:
-    """Who kills a container means it, and it stays down; the next ``up`` brings all back, with what was registered and the same keys."""
+    """A container that an operator kills stays down; the next ``up`` brings all back, with what was
+    registered and the same keys.
+    """
     killed = (*OURS, "nats", "postgres")
     system.compose("kill", *killed)
     assert set(system.services()).isdisjoint(killed)

@@ -1,4 +1,7 @@
-"""What a real S3 server says: our object store and our sources against Ceph's. Run by ``make test-s3``."""
+"""What a real S3 server says: our object store and our sources against Ceph's.
+
+Run by ``make test-s3``.
+"""
 
 import asyncio
 from pathlib import Path
@@ -26,7 +29,9 @@ from pilotlight.common.waiting import Backoff
 pytestmark = [
     pytest.mark.ceph,
     pytest.mark.slow,
-    pytest.mark.skipif(bool(missing_programs()), reason=f"not installed: {', '.join(missing_programs())}"),
+    pytest.mark.skipif(
+        bool(missing_programs()), reason=f"not installed: {', '.join(missing_programs())}"
+    ),
 ]
 DATA = bytes(range(256)) * 65536
 PATIENCE = Patience(stall_timeout_s=10.0, tries=3, backoff=Backoff(first_s=0.01, limit_s=0.05))
@@ -38,7 +43,10 @@ def settings(ceph: CephServer, tmp_path_factory: pytest.TempPathFactory) -> Mode
     (folder / "s3-access-key").write_text(ACCESS_KEY)
     (folder / "s3-secret-key").write_text(SECRET_KEY)
     made = ModelRootsSettings(
-        s3_endpoint=ceph.url, s3_allow_http=True, secrets_dir=folder, model_roots="s3://models, s3://nobodys"
+        s3_endpoint=ceph.url,
+        s3_allow_http=True,
+        secrets_dir=folder,
+        model_roots="s3://models, s3://nobodys",
     )  # type: ignore[call-arg]
     assert asyncio.run(ensure_bucket("s3://models/x", made))
     assert not asyncio.run(ensure_bucket("s3://models", made))
@@ -63,10 +71,15 @@ def test_a_checkpoint_is_read_range_by_range(settings: ModelRootsSettings, bucke
     source = opened(settings, "team/tiny")
     assert [file.name for file in source.list_files()] == sorted(files)
     found, known = read_checkpoint(source), read_checkpoint(MemorySource(files))
-    assert [part.tensors for part in found.manifest.parts] == [part.tensors for part in known.manifest.parts]
+    assert [part.tensors for part in found.manifest.parts] == [
+        part.tensors for part in known.manifest.parts
+    ]
     for file in source.list_files():
         assert source.read(file, 0, file.size_bytes) == files[file.name]
-        assert source.read(file, file.size_bytes // 2, 10) == files[file.name][file.size_bytes // 2 :][:10]
+        assert (
+            source.read(file, file.size_bytes // 2, 10)
+            == files[file.name][file.size_bytes // 2 :][:10]
+        )
 
 
 @pytest.mark.parametrize("multipart", [False, True])
@@ -83,7 +96,9 @@ def test_an_object_that_changes_while_it_is_read_is_refused(
     if not multipart:
         obstore.put(bucket, "changing/a.bin", DATA, use_multipart=False)
         assert source.read(a, 0, 10) == DATA[:10]
-    obstore.put(bucket, "changing/a.bin", DATA[::-1], use_multipart=multipart, chunk_size=5 * 1024 * 1024)
+    obstore.put(
+        bucket, "changing/a.bin", DATA[::-1], use_multipart=multipart, chunk_size=5 * 1024 * 1024
+    )
     with pytest.raises(SourceChanged, match="another one now"):
         source.read(a, 100, 10)
     obstore.put(bucket, "changing/a.bin", DATA[:50], use_multipart=False)
@@ -120,7 +135,9 @@ async def test_the_object_store(settings: ModelRootsSettings, tmp_path: Path) ->
     assert not await store.put_if_absent("manifests/a.json", b"second")
     assert await store.get("manifests/a.json") == b"first"
     assert await store.exists("manifests/a.json")
-    together = await asyncio.gather(*(store.put_if_absent("manifests/b.json", b"%d" % number) for number in range(8)))
+    together = await asyncio.gather(
+        *(store.put_if_absent("manifests/b.json", b"%d" % number) for number in range(8))
+    )
     assert sum(together) == 1
     await store.delete("manifests/a.json")
     assert not await store.exists("manifests/a.json")
@@ -133,6 +150,8 @@ async def test_the_object_store(settings: ModelRootsSettings, tmp_path: Path) ->
         await elsewhere.get("a")
     (tmp_path / "s3-access-key").write_text(ACCESS_KEY)
     (tmp_path / "s3-secret-key").write_text("wrong")
-    denied = ObjectStore.from_url("s3://models/objects", settings.model_copy(update={"secrets_dir": tmp_path}))
+    denied = ObjectStore.from_url(
+        "s3://models/objects", settings.model_copy(update={"secrets_dir": tmp_path})
+    )
     with pytest.raises(StoreDenied, match="403"):
         await denied.get("manifests/b.json")

@@ -1,4 +1,7 @@
-"""A whole system with a real S3 server: the demo model from a bucket, objects in another one. Run by ``make test-s3``."""
+"""A whole system with a real S3 server: the demo model from a bucket, objects in another one.
+
+Run by ``make test-s3``.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -16,7 +19,9 @@ from pilotlight.common.settings import S3Settings
 pytestmark = [
     pytest.mark.ceph,
     pytest.mark.slow,
-    pytest.mark.skipif(bool(missing_programs()), reason=f"not installed: {', '.join(missing_programs())}"),
+    pytest.mark.skipif(
+        bool(missing_programs()), reason=f"not installed: {', '.join(missing_programs())}"
+    ),
 ]
 QUESTION = [{"role": "user", "content": "What is a pilot light?"}]
 FILES = {path.name: path.read_bytes() for path in DEMO_FOLDER.iterdir() if path.is_file()}
@@ -34,7 +39,9 @@ def bucket(ceph: CephServer, tmp_path_factory: pytest.TempPathFactory) -> S3Stor
 
 
 @pytest.fixture
-def system(ceph: CephServer, bucket: S3Store, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSystem]:
+def system(
+    ceph: CephServer, bucket: S3Store, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningSystem]:
     home = tmp_path_factory.mktemp("system")
     home.chmod(0o711)
     secrets = home / "home" / "secrets"
@@ -58,11 +65,15 @@ def upload(bucket: S3Store, prefix: str, files: dict[str, bytes]) -> None:
 
 def ask(system: RunningSystem, model: str) -> str:
     with system.openai() as client:
-        answer = client.chat.completions.create(model=model, messages=QUESTION, temperature=0, max_tokens=32)  # type: ignore[arg-type]
+        answer = client.chat.completions.create(
+            model=model, messages=QUESTION, temperature=0, max_tokens=32
+        )  # type: ignore[arg-type]
     return str(answer.choices[0].message.content)
 
 
-def test_a_model_from_a_bucket_gives_the_tokens_of_the_folders(system: RunningSystem, bucket: S3Store) -> None:
+def test_a_model_from_a_bucket_gives_the_tokens_of_the_folders(
+    system: RunningSystem, bucket: S3Store
+) -> None:
     upload(bucket, "ember", FILES)
     system.cli("model", "add", "folder", str(DEMO_FOLDER))
     system.cli("model", "add", "bucket", "s3://registry/ember")

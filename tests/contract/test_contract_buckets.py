@@ -14,7 +14,9 @@ pytestmark = pytest.mark.anyio
 DEADLINE_S = 10.0
 
 
-async def test_a_bucket_gives_present_values_then_changes(bus: NatsBus, connect_bus: ConnectBus) -> None:
+async def test_a_bucket_gives_present_values_then_changes(
+    bus: NatsBus, connect_bus: ConnectBus
+) -> None:
     writer = await (await connect_bus("writer")).bucket("numbers")
     for number in range(3):
         await writer.put("a", Number(number=number))
@@ -37,7 +39,9 @@ async def test_a_bucket_gives_present_values_then_changes(bus: NatsBus, connect_
     await asyncio.wait({watching})
 
 
-async def test_a_key_is_replaced_by_who_saw_its_last_value(bus: NatsBus, connect_bus: ConnectBus) -> None:
+async def test_a_key_is_replaced_by_who_saw_its_last_value(
+    bus: NatsBus, connect_bus: ConnectBus
+) -> None:
     one = await (await connect_bus("one")).bucket("numbers")
     two = await bus.bucket("numbers")
     nothing = await one.get("k", Number)

@@ -38,7 +38,9 @@ TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 async def test_a_request_is_answered(bus: NatsBus, connect_bus: ConnectBus) -> None:
     server = await connect_bus("server")
     await server.serve("v1.echo", Ask, echo)
-    assert await bus.request("v1.echo", Ask(text="hé"), Answer, deadline_s=DEADLINE_S) == Answer(text="hé")
+    assert await bus.request("v1.echo", Ask(text="hé"), Answer, deadline_s=DEADLINE_S) == Answer(
+        text="hé"
+    )
 
 
 async def test_nobody_answers(bus: NatsBus) -> None:
@@ -116,7 +118,9 @@ async def test_too_large_messages_are_refused_on_both_ways(bus: NatsBus) -> None
 
     await bus.serve("v1.much", Ask, much)
     with pytest.raises(MessageTooLarge):
-        await bus.request("v1.much", Ask(text="x" * MAX_PAYLOAD_BYTES), Answer, deadline_s=DEADLINE_S)
+        await bus.request(
+            "v1.much", Ask(text="x" * MAX_PAYLOAD_BYTES), Answer, deadline_s=DEADLINE_S
+        )
     with pytest.raises(MessageTooLarge):
         await bus.request("v1.much", Ask(), Answer, deadline_s=DEADLINE_S)
     with pytest.raises(MessageTooLarge):
@@ -139,7 +143,10 @@ async def test_a_server_refuses_what_it_cannot_take(bus: NatsBus) -> None:
 
     await bus.serve("v1.wait", Ask, wait)
     number = nats_bus.MAX_CONCURRENT_REQUESTS + 3
-    asking = [asyncio.create_task(bus.request("v1.wait", Ask(), Answer, deadline_s=DEADLINE_S)) for _ in range(number)]
+    asking = [
+        asyncio.create_task(bus.request("v1.wait", Ask(), Answer, deadline_s=DEADLINE_S))
+        for _ in range(number)
+    ]
     refused, _ = await asyncio.wait(asking, timeout=DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
     assert all(isinstance(task.exception(), QueueFull) for task in refused)
     release.set()

@@ -36,12 +36,20 @@ from pilotlight.policy.ids import ModelName
 from pilotlight.policy.plan import Estimate
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
-MODEL: dict[str, Any] = {"name": "m", "digest": "d", "body": {"a": [1, None]}, "created_at": NOW, "updated_at": NOW}
+MODEL: dict[str, Any] = {
+    "name": "m",
+    "digest": "d",
+    "body": {"a": [1, None]},
+    "created_at": NOW,
+    "updated_at": NOW,
+}
 ALL_TABLES = tuple(tables.metadata.sorted_tables)
 
 
 @pytest.fixture
-async def gateway_database(database_settings: DatabaseSettingsOf, anyio_backend: str) -> AsyncGenerator[Database]:
+async def gateway_database(
+    database_settings: DatabaseSettingsOf, anyio_backend: str
+) -> AsyncGenerator[Database]:
     database = Database(database_settings("gateway"), "gateway", ManualClock())
     await database.start()
     yield database
@@ -58,7 +66,10 @@ def test_migrations_make_what_the_tables_say(module_database: URL) -> None:
     engine = create_engine(module_database, poolclass=NullPool)
     with engine.connect() as connection:
         # Without "public": Alembic's own table is there.
-        options = {"include_schemas": True, "include_name": lambda name, kind, _: kind != "schema" or name in tables.OWNERS}
+        options = {
+            "include_schemas": True,
+            "include_name": lambda name, kind, _: kind != "schema" or name in tables.OWNERS,
+        }
         context = MigrationContext.configure(connection, opts=options)
         assert compare_metadata(context, tables.metadata) == []
     engine.dispose()
@@ -112,10 +123,14 @@ async def test_a_violated_constraint_is_the_repositorys(gateway_database: Databa
 @pytest.mark.anyio
 async def test_reading_sees_one_moment_and_writes_nothing(gateway_database: Database) -> None:
     async with gateway_database.reading() as connection:
-        assert (await connection.execute(select(func.count()).select_from(tables.models))).scalar_one() == 0
+        assert (
+            await connection.execute(select(func.count()).select_from(tables.models))
+        ).scalar_one() == 0
         async with gateway_database.unit_of_work() as work:
             await work.connection.execute(insert(tables.models).values(**MODEL))
-        assert (await connection.execute(select(func.count()).select_from(tables.models))).scalar_one() == 0
+        assert (
+            await connection.execute(select(func.count()).select_from(tables.models))
+        ).scalar_one() == 0
     with pytest.raises(DBAPIError):
         async with gateway_database.reading() as connection:
             await connection.execute(tables.models.delete())
@@ -123,7 +138,9 @@ async def test_reading_sees_one_moment_and_writes_nothing(gateway_database: Data
 
 
 @pytest.mark.anyio
-async def test_no_connection_left_is_told(database_settings: DatabaseSettingsOf, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_connection_left_is_told(
+    database_settings: DatabaseSettingsOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("pilotlight.common.db.session.CONNECT_TIMEOUT_S", 0.05)
     settings = database_settings("gateway").model_copy(update={"database_pool_size": 1})
     database = Database(settings, "gateway", ManualClock())
@@ -135,7 +152,9 @@ async def test_no_connection_left_is_told(database_settings: DatabaseSettingsOf,
 
 
 @pytest.mark.anyio
-async def test_a_broken_connection_is_replaced(gateway_database: Database, module_database: URL) -> None:
+async def test_a_broken_connection_is_replaced(
+    gateway_database: Database, module_database: URL
+) -> None:
     async def cut() -> None:
         url = module_database.set(drivername="postgresql").render_as_string(hide_password=False)
         async with await psycopg.AsyncConnection.connect(url, autocommit=True) as connection:
@@ -154,8 +173,12 @@ async def test_a_broken_connection_is_replaced(gateway_database: Database, modul
 
 
 @pytest.mark.anyio
-async def test_a_connection_that_is_given_up_is_hung_up_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though somebody keeps the error, and no collector runs: the server waits for the rest of the handshake, and others for it."""
+async def test_a_connection_that_is_given_up_is_hung_up_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the error is kept, and no collector runs: the server waits for the rest of the
+    handshake, and others for it.
+    """
     came, left = asyncio.Event(), asyncio.Event()
 
     async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -169,7 +192,9 @@ async def test_a_connection_that_is_given_up_is_hung_up_at_once(tmp_path: Path, 
         async with database.unit_of_work():
             pass
 
-    settings = DatabaseSettings(database_url=f"postgresql://role:secret@/name?port=5432&host={tmp_path}")
+    settings = DatabaseSettings(
+        database_url=f"postgresql://role:secret@/name?port=5432&host={tmp_path}"
+    )
     database = Database(settings, "gateway", ManualClock())
     async with await asyncio.start_unix_server(say_nothing, tmp_path / ".s.PGSQL.5432"):
         gc.disable()
@@ -191,7 +216,9 @@ async def test_a_connection_that_is_given_up_is_hung_up_at_once(tmp_path: Path, 
 
 
 @pytest.mark.anyio
-async def test_a_unit_of_work_has_a_deadline(gateway_database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_unit_of_work_has_a_deadline(
+    gateway_database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("pilotlight.common.db.session.UNIT_DEADLINE_S", 0.05)
     with pytest.raises(DatabaseUnavailable, match="did not answer"):
         async with gateway_database.unit_of_work() as work:

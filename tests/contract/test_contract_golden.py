@@ -1,7 +1,7 @@
 """Bytes of earlier releases decode for ever.
 
-``golden/`` holds one sample of every message. A new message gets its sample from ``PILOTLIGHT_WRITE_GOLDEN=1 pytest`` on this file;
-a sample that is there is never written again.
+``golden/`` holds one sample of every message. A new message gets its sample from
+``PILOTLIGHT_WRITE_GOLDEN=1 pytest`` on this file; a sample that is there is never written again.
 """
 
 import os
@@ -12,7 +12,13 @@ import msgspec
 import pytest
 from message_samples import BINARY_MODULES, message_types, name_of, sample
 
-from pilotlight.common.messages.codec import Message, decode_json, decode_msgpack, encode_json, encode_msgpack
+from pilotlight.common.messages.codec import (
+    Message,
+    decode_json,
+    decode_msgpack,
+    encode_json,
+    encode_msgpack,
+)
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -20,7 +26,9 @@ GOLDEN = Path(__file__).parent / "golden"
 def kept(golden: Any, now: Any) -> bool:
     """Whether everything that the golden bytes say is still said."""
     if isinstance(golden, dict):
-        return isinstance(now, dict) and all(key in now and kept(value, now[key]) for key, value in golden.items())
+        return isinstance(now, dict) and all(
+            key in now and kept(value, now[key]) for key, value in golden.items()
+        )
     if isinstance(golden, list):
         return isinstance(now, list) and len(now) >= len(golden) and all(map(kept, golden, now))
     return golden == now
@@ -29,7 +37,9 @@ def kept(golden: Any, now: Any) -> bool:
 def golden_bytes(kind: type[Message], suffix: str, fresh: bytes) -> bytes:
     path = GOLDEN / f"{name_of(kind)}.{suffix}"
     if not path.exists():
-        assert os.environ.get("PILOTLIGHT_WRITE_GOLDEN"), f"{path.name} is missing: run with PILOTLIGHT_WRITE_GOLDEN=1"
+        assert os.environ.get("PILOTLIGHT_WRITE_GOLDEN"), (
+            f"{path.name} is missing: run with PILOTLIGHT_WRITE_GOLDEN=1"
+        )
         path.write_bytes(fresh)
     return path.read_bytes()
 
@@ -42,7 +52,10 @@ def test_old_bytes_decode(kind: type[Message]) -> None:
     assert decode_json(encode_json(value), kind) == value
     if kind.__module__.endswith(BINARY_MODULES):
         old = golden_bytes(kind, "msgpack", encode_msgpack(value))
-        assert kept(msgspec.msgpack.decode(old), msgspec.msgpack.decode(encode_msgpack(decode_msgpack(old, kind))))
+        assert kept(
+            msgspec.msgpack.decode(old),
+            msgspec.msgpack.decode(encode_msgpack(decode_msgpack(old, kind))),
+        )
         assert decode_msgpack(encode_msgpack(value), kind) == value
 
 

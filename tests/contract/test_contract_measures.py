@@ -1,4 +1,6 @@
-"""What every service with a database tells Prometheus of it: failures by their kind, and for how long events have been waiting."""
+"""What every service with a database tells Prometheus of it: failures by their kind, and for how
+long events have been waiting.
+"""
 
 import importlib
 from collections.abc import AsyncGenerator
@@ -42,14 +44,25 @@ async def database(database_settings: DatabaseSettingsOf) -> AsyncGenerator[Data
 
 
 def failures(registry: CollectorRegistry) -> dict[str, float | None]:
-    return {kind.value: registry.get_sample_value("pilotlight_database_errors_total", {"kind": kind.value}) for kind in Failure}
+    return {
+        kind.value: registry.get_sample_value(
+            "pilotlight_database_errors_total", {"kind": kind.value}
+        )
+        for kind in Failure
+    }
 
 
 async def test_each_failure_is_counted_by_its_kind(
-    database_settings: DatabaseSettingsOf, make_context: MakeContext, monkeypatch: pytest.MonkeyPatch
+    database_settings: DatabaseSettingsOf,
+    make_context: MakeContext,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("pilotlight.common.db.session.CONNECT_TIMEOUT_S", 0.5)
-    database = Database(database_settings("gateway").model_copy(update={"database_pool_size": 1}), "gateway", ManualClock())
+    database = Database(
+        database_settings("gateway").model_copy(update={"database_pool_size": 1}),
+        "gateway",
+        ManualClock(),
+    )
     context = make_context("gateway", ServiceSettings())
     measure(database, Outbox(database, context), context.metrics)
     assert failures(context.metrics) == {"deadline": 0, "pool": 0, "connection": 0}
@@ -73,7 +86,9 @@ async def test_each_failure_is_counted_by_its_kind(
     await database.stop()
 
 
-async def test_what_the_body_does_wrong_is_no_failure_of_the_database(database: Database, make_context: MakeContext) -> None:
+async def test_what_the_body_does_wrong_is_no_failure_of_the_database(
+    database: Database, make_context: MakeContext
+) -> None:
     context = make_context("gateway", ServiceSettings())
     measure(database, Outbox(database, context), context.metrics)
     with pytest.raises(BusUnavailable):

@@ -16,7 +16,9 @@ ROUNDS = 200
 
 
 def test_resets_right_after_the_greeting(nats_url: str) -> None:
-    """Under uvloop, as services run: a write to a connection that was just reset is a RuntimeError there."""
+    """Under uvloop, as services run: a write to a connection that was just reset is a RuntimeError
+    there.
+    """
     port = urlsplit(nats_url).port
     command = [sys.executable, str(PROGRAM), str(port), str(CLIENTS), str(CLIENTS * ROUNDS)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)

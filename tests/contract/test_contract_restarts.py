@@ -70,7 +70,9 @@ async def test_everything_resumes_after_a_restart(own_server: NatsServer, killed
     await until(lambda: not bus.connected)
     with pytest.raises(BusUnavailable):
         await bus.request("v1.echo", Ask(), Answer, deadline_s=0.05)
-    asking = asyncio.create_task(bus.request("v1.echo", Ask(text="waits"), Answer, deadline_s=DEADLINE_S))
+    asking = asyncio.create_task(
+        bus.request("v1.echo", Ask(text="waits"), Answer, deadline_s=DEADLINE_S)
+    )
     await own_server.start()
 
     assert await asking == Answer(text="waits")
@@ -90,7 +92,9 @@ async def test_everything_resumes_after_a_restart(own_server: NatsServer, killed
 
 
 async def test_a_watch_survives_the_loss_of_its_bucket(own_server: NatsServer) -> None:
-    bus = await NatsBus.connect(BusSettings(nats_url=own_server.url), user="gateway", name="gateway")
+    bus = await NatsBus.connect(
+        BusSettings(nats_url=own_server.url), user="gateway", name="gateway"
+    )
     changes: asyncio.Queue[tuple[str, Number | None]] = asyncio.Queue()
 
     async def on_change(key: str, value: Number | None) -> None:
@@ -105,7 +109,9 @@ async def test_a_watch_survives_the_loss_of_its_bucket(own_server: NatsServer) -
     await own_server.start()
     await until(lambda: bus.connected)
     await stream.delete_stream("KV_numbers")
-    fresh = await NatsBus.connect(BusSettings(nats_url=own_server.url), user="gateway", name="second")
+    fresh = await NatsBus.connect(
+        BusSettings(nats_url=own_server.url), user="gateway", name="second"
+    )
     await (await fresh.bucket("numbers")).put("b", Number(number=2))
     await own_server.stop()
     await own_server.start()
@@ -118,7 +124,9 @@ async def test_a_watch_survives_the_loss_of_its_bucket(own_server: NatsServer) -
 
 
 async def test_a_frozen_server_is_noticed_and_nothing_is_lost(own_server: NatsServer) -> None:
-    """A stopped process keeps its connections: what was sent to it arrives when it goes on, and nobody has to connect anew."""
+    """A stopped process keeps its connections: what was sent to it arrives when it goes on, without
+    a new connection.
+    """
     bus = await NatsBus.connect(BusSettings(nats_url=own_server.url), user="test", name="frozen")
     received: list[int] = []
     done = asyncio.Event()
@@ -150,8 +158,12 @@ async def test_a_frozen_server_is_noticed_and_nothing_is_lost(own_server: NatsSe
 
 
 @pytest.mark.parametrize("anyio_backend", [("asyncio", {"use_uvloop": True})], ids=["uvloop"])
-async def test_a_connection_that_ends_under_a_question_ends_nothing_else(own_server: NatsServer) -> None:
-    """For one turn of the loop nats-py writes to what is closed already: that is a lost connection as any other."""
+async def test_a_connection_that_ends_under_a_question_ends_nothing_else(
+    own_server: NatsServer,
+) -> None:
+    """For one turn of the loop nats-py writes to what is closed already: that is a lost connection
+    as any other.
+    """
     bus = await NatsBus.connect(BusSettings(nats_url=own_server.url), user="test", name="aborted")
     transport: Any = bus.client._transport
     pulse = bus.task
@@ -159,7 +171,9 @@ async def test_a_connection_that_ends_under_a_question_ends_nothing_else(own_ser
     transport._io_writer.transport.abort()
     with pytest.raises(nats.errors.Error):
         await bus._pulse.round_trip(DEADLINE_S)
-    await until(lambda: bus.connected and bus.client.stats["reconnects"] == 1, deadline_s=DEADLINE_S)
+    await until(
+        lambda: bus.connected and bus.client.stats["reconnects"] == 1, deadline_s=DEADLINE_S
+    )
     assert not pulse.done()
     await bus.close()
     assert pulse.done()
@@ -174,7 +188,9 @@ async def test_a_server_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatc
 async def test_events_are_kept_as_long_as_settings_say(own_server: NatsServer) -> None:
     """Also for a stream that is there already: settings take effect with the next start."""
     for days, size_bytes in ((7.0, 2 << 20), (1.5, 1 << 20)):
-        settings = StreamSettings(nats_url=own_server.url, events_keep_days=days, events_bytes=size_bytes)
+        settings = StreamSettings(
+            nats_url=own_server.url, events_keep_days=days, events_bytes=size_bytes
+        )
         await ensure_streams(settings)
         bus = await NatsBus.connect(settings, user="gateway", name="gateway")
         config = (await jetstream(bus.client).stream_info(events_stream(""))).config

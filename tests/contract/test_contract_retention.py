@@ -1,4 +1,6 @@
-"""Old rows go, on a real PostgreSQL: by age, by number, a batch at a time, by one process at a time, and never by one wrong clock."""
+"""Old rows go, on a real PostgreSQL: by age, by number, a batch at a time, by one process at a
+time, and never by one wrong clock.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -35,7 +37,7 @@ FOR_EVER = {
     "cache.grants",
     "materializer.artifacts",
 }
-"""Tables whose rows somebody deletes, or of which there is one for each thing that there is."""
+"""Tables whose rows are deleted by name, or of which there is one for each thing that there is."""
 
 
 @pytest.fixture
@@ -48,7 +50,9 @@ async def database(database_settings: DatabaseSettingsOf) -> AsyncGenerator[Data
     await database.stop()
 
 
-def pruner(database: Database, *rules: Keep, clock: Any = None, registry: CollectorRegistry | None = None) -> Pruner:
+def pruner(
+    database: Database, *rules: Keep, clock: Any = None, registry: CollectorRegistry | None = None
+) -> Pruner:
     metrics = PruneMetrics(registry or CollectorRegistry())
     return Pruner(rules, database, clock or SystemClock(), metrics, interval_s=0.01)
 
@@ -57,7 +61,11 @@ async def add_usage(database: Database, *ages_days: float) -> None:
     row = {"model": "m", "key_id": "k", "prompt_tokens": 1, "output_tokens": 1, "status": "ok"}
     async with database.unit_of_work() as work:
         for age in ages_days:
-            await work.connection.execute(insert(tables.usage).values(at=NOW - timedelta(days=age), request_id=f"{age:g}", **row))
+            await work.connection.execute(
+                insert(tables.usage).values(
+                    at=NOW - timedelta(days=age), request_id=f"{age:g}", **row
+                )
+            )
 
 
 async def kept(database: Database, column: Column[Any] = tables.usage.c.request_id) -> list[Any]:
@@ -66,7 +74,7 @@ async def kept(database: Database, column: Column[Any] = tables.usage.c.request_
 
 
 def test_every_table_has_a_rule() -> None:
-    """Whoever adds a table says how long its rows are kept."""
+    """For every table it is said how long its rows are kept."""
     rules = (
         *gateway_retention(GatewaySettings()),
         *scheduler_retention(SchedulerSettings()),
@@ -79,7 +87,11 @@ def test_every_table_has_a_rule() -> None:
 
 
 def test_a_rule_finds_its_rows_by_an_index() -> None:
-    rules = (*gateway_retention(GatewaySettings()), *scheduler_retention(SchedulerSettings()), *cache_retention(CacheSettings()))
+    rules = (
+        *gateway_retention(GatewaySettings()),
+        *scheduler_retention(SchedulerSettings()),
+        *cache_retention(CacheSettings()),
+    )
     for rule in rules:
         indexed = {index.columns[0].name for index in rule.at.table.indexes}
         assert rule.at.name in indexed or rule.at.table.name == "outbox", rule.at.table.fullname
@@ -106,7 +118,9 @@ async def test_a_clock_that_is_ahead_deletes_nothing_that_is_young(database: Dat
     assert await kept(database) == ["0", "5"]
 
 
-async def test_surplus_rows_go_the_oldest_first_in_batches(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_surplus_rows_go_the_oldest_first_in_batches(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(retention_module, "BATCH_ROWS", 3)
     monkeypatch.setattr(retention_module, "LOOK_BATCHES", 2)
     await add_usage(database, *(float(age) for age in range(20)))
@@ -114,7 +128,12 @@ async def test_surplus_rows_go_the_oldest_first_in_batches(database: Database, m
     ours = pruner(database, Keep(at=tables.usage.c.at, days=365, max_rows=6), registry=registry)
     assert await ours.prune() == 14
     assert sorted(map(int, await kept(database))) == list(range(6))
-    assert registry.get_sample_value("pilotlight_pruned_rows_total", {"table": "gateway.usage", "reason": "count"}) == 14
+    assert (
+        registry.get_sample_value(
+            "pilotlight_pruned_rows_total", {"table": "gateway.usage", "reason": "count"}
+        )
+        == 14
+    )
     assert await ours.prune() == 0
 
 
@@ -134,8 +153,12 @@ async def test_only_rows_that_may_go_go(database: Database) -> None:
     assert await kept(database) == ["200"]
 
 
-async def test_locks_are_held_for_deletions_alone(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a fenced owner's deletions hold others wait for: looking for rows may take long, and must hold nothing."""
+async def test_locks_are_held_for_deletions_alone(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a fenced owner's deletions hold others wait for: looking for rows may take long, and
+    must hold nothing.
+    """
     monkeypatch.setattr(retention_module, "BATCH_ROWS", 2)
     await add_usage(database, 0, 5, 100, 200, 300)
     begun = 0
@@ -147,17 +170,28 @@ async def test_locks_are_held_for_deletions_alone(database: Database, monkeypatc
 
     rules = (Keep(at=tables.usage.c.at, days=10, max_rows=2),)
     metrics = PruneMetrics(CollectorRegistry())
-    ours = Pruner(rules, database, SystemClock(), metrics, interval_s=0.01, unit_of_work=unit_of_work)
+    ours = Pruner(
+        rules, database, SystemClock(), metrics, interval_s=0.01, unit_of_work=unit_of_work
+    )
     assert (await ours.prune(), begun) == (3, 2)
     assert (await ours.prune(), begun) == (0, 2)
 
 
 async def test_spans_have_a_key_of_two(database: Database) -> None:
-    row = {"parent_id": "", "name": "n", "service": "s", "end_at": NOW, "status": "ok", "attributes": {}}
+    row = {
+        "parent_id": "",
+        "name": "n",
+        "service": "s",
+        "end_at": NOW,
+        "status": "ok",
+        "attributes": {},
+    }
     async with database.unit_of_work() as work:
         for number, age in enumerate((0, 0, 2, 3)):
             at = NOW - timedelta(days=age)
-            await work.connection.execute(insert(tables.spans).values(trace_id="t", span_id=str(number), start_at=at, **row))
+            await work.connection.execute(
+                insert(tables.spans).values(trace_id="t", span_id=str(number), start_at=at, **row)
+            )
     ours = pruner(database, *gateway_retention(GatewaySettings(spans_keep_days=1.0)))
     assert await ours.prune() == 2
     assert await kept(database, tables.spans.c.span_id) == ["0", "1"]
@@ -166,8 +200,16 @@ async def test_spans_have_a_key_of_two(database: Database) -> None:
 async def test_events_that_nobody_takes_go_at_last(database: Database) -> None:
     async with database.unit_of_work() as work:
         for number, age in enumerate((0, 8)):
-            values = {"event_id": str(number), "kind": "k", "entity": "e", "data": {}, "trace_parent": ""}
-            await work.connection.execute(insert(tables.outboxes["gateway"]).values(at=NOW - timedelta(days=age), **values))
+            values = {
+                "event_id": str(number),
+                "kind": "k",
+                "entity": "e",
+                "data": {},
+                "trace_parent": "",
+            }
+            await work.connection.execute(
+                insert(tables.outboxes["gateway"]).values(at=NOW - timedelta(days=age), **values)
+            )
     assert await pruner(database, keep_outbox("gateway", PruneSettings())).prune() == 1
     assert await kept(database, tables.outboxes["gateway"].c.event_id) == ["0"]
 
@@ -176,7 +218,9 @@ async def test_one_process_prunes_at_a_time(database: Database) -> None:
     await add_usage(database, 100)
     ours = pruner(database, Keep(at=tables.usage.c.at, days=10))
     async with database.unit_of_work() as work:
-        await work.connection.execute(select(func.pg_advisory_xact_lock(func.hashtext("prune gateway"))))
+        await work.connection.execute(
+            select(func.pg_advisory_xact_lock(func.hashtext("prune gateway")))
+        )
         assert await ours.prune() == 0
     assert await ours.prune() == 1
 
@@ -186,7 +230,11 @@ async def test_an_owner_prunes_its_own_schema_alone(database_settings: DatabaseS
     row = {"kind": "copy", "node_id": "n", "reason": "lru", "inputs": {}}
     async with cache.unit_of_work() as work:
         for subject, age in (("long ago", 8), ("just now", 0)):
-            await work.connection.execute(insert(tables.evictions).values(subject=subject, at=NOW - timedelta(days=age), **row))
+            await work.connection.execute(
+                insert(tables.evictions).values(
+                    subject=subject, at=NOW - timedelta(days=age), **row
+                )
+            )
     assert await pruner(cache, *cache_retention(CacheSettings())).prune() == 1
     assert await kept(cache, tables.evictions.c.subject) == ["just now"]
     await cache.stop()
@@ -206,7 +254,14 @@ async def test_pruning_goes_on_after_an_outage(database: Database) -> None:
 
     registry = CollectorRegistry()
     rules = (Keep(at=tables.usage.c.at, days=10),)
-    ours = Pruner(rules, database, SystemClock(), PruneMetrics(registry), interval_s=0.01, unit_of_work=unit_of_work)
+    ours = Pruner(
+        rules,
+        database,
+        SystemClock(),
+        PruneMetrics(registry),
+        interval_s=0.01,
+        unit_of_work=unit_of_work,
+    )
     pruning = asyncio.create_task(ours.prune_for_ever())
 
     async def empty() -> bool:
@@ -219,7 +274,9 @@ async def test_pruning_goes_on_after_an_outage(database: Database) -> None:
     assert registry.get_sample_value("pilotlight_prune_failures_total") == 2
 
 
-@pytest.mark.parametrize("table", [tables.usage, tables.audit, tables.spans], ids=lambda table: table.name)
+@pytest.mark.parametrize(
+    "table", [tables.usage, tables.audit, tables.spans], ids=lambda table: table.name
+)
 def test_defaults_are_long_where_it_is_billed_or_proved(table: Table) -> None:
     days = {rule.at.table.name: rule.days for rule in gateway_retention(GatewaySettings())}
     assert days[table.name] == (1.0 if table is tables.spans else 400.0)

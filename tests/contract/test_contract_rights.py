@@ -1,4 +1,6 @@
-"""Every NATS user, against every subject of every edge: what is not listed is refused by the real server."""
+"""Every NATS user, against every subject of every edge: what is not listed is refused by the real
+server.
+"""
 
 import asyncio
 import re
@@ -66,7 +68,9 @@ def guarded(tmp_path_factory: pytest.TempPathFactory, secrets_dir: Path) -> Iter
     server = NatsServer(tmp_path_factory.mktemp("nats-guarded"), port, server_config(passwords))
     asyncio.run(server.start())
     try:
-        settings = StreamSettings(nats_url=server.url, secrets_dir=secrets_dir, events_bytes=1 << 20)
+        settings = StreamSettings(
+            nats_url=server.url, secrets_dir=secrets_dir, events_bytes=1 << 20
+        )
         asyncio.run(ensure_streams(settings))
         asyncio.run(ensure_streams(settings))
         yield settings
@@ -82,7 +86,9 @@ class Raw:
         self.refused: set[str] = set()
 
     async def all_refused(self, expected: set[str]) -> bool:
-        """Whether exactly these are refused, once the server has answered to everything that was sent."""
+        """Whether exactly these are refused, once the server has answered to everything that was
+        sent.
+        """
         async with asyncio.timeout(DEADLINE_S):
             while len(self.refused) < len(expected):
                 await self.client.flush(timeout=5)
@@ -90,7 +96,11 @@ class Raw:
         return self.refused == {subject.lower() for subject in expected}
 
     async def on_error(self, error: Exception) -> None:
-        found = re.search(r'permissions violation for (?:publish|subscription) to "(.*?)"', str(error), re.IGNORECASE)
+        found = re.search(
+            r'permissions violation for (?:publish|subscription) to "(.*?)"',
+            str(error),
+            re.IGNORECASE,
+        )
         if found:
             self.refused.add(found.group(1))
 
@@ -99,7 +109,11 @@ class Raw:
 async def raw(guarded: BusSettings, anyio_backend: str, user: str) -> AsyncGenerator[Raw]:
     made = Raw()
     await made.client.connect(
-        guarded.nats_url, user=user, password=guarded.password_of(user), inbox_prefix=f"_INBOX.{user}", error_cb=made.on_error
+        guarded.nats_url,
+        user=user,
+        password=guarded.password_of(user),
+        inbox_prefix=f"_INBOX.{user}",
+        error_cb=made.on_error,
     )
     yield made
     await made.client.close()
@@ -120,14 +134,22 @@ def concrete(pattern: str) -> str:
 
 
 def universe() -> list[str]:
-    found = [concrete(pattern) for user in RIGHTS for pattern in (*allowed_publish(user), *allowed_subscribe(user))]
+    found = [
+        concrete(pattern)
+        for user in RIGHTS
+        for pattern in (*allowed_publish(user), *allowed_subscribe(user))
+    ]
     return sorted({*found, *(f"$KV.{name}.x" for name in BUCKETS), *FOREIGN})
 
 
 @pytest.mark.parametrize("user", RIGHTS)
 async def test_every_forbidden_publish_is_refused(raw: Raw, user: str) -> None:
     allowed = allowed_publish(user)
-    expected = {subject for subject in universe() if not any(matches(pattern, subject) for pattern in allowed)}
+    expected = {
+        subject
+        for subject in universe()
+        if not any(matches(pattern, subject) for pattern in allowed)
+    }
     for subject in universe():
         await raw.client.publish(subject, b"{}")
     assert await raw.all_refused(expected), raw.refused
@@ -142,16 +164,26 @@ async def test_every_forbidden_subscribe_is_refused(raw: Raw, user: str) -> None
     subjects = [*universe(), ">", "v1.>", "_INBOX.>", "v1.*.*"]
     for subject in subjects:
         await raw.client.subscribe(subject, cb=ignore)
-    expected = {subject for subject in subjects if not any(matches(pattern, subject) for pattern in allowed)}
+    expected = {
+        subject for subject in subjects if not any(matches(pattern, subject) for pattern in allowed)
+    }
     assert await raw.all_refused(expected), raw.refused
 
 
 def test_each_edge_has_the_writers_that_its_messages_name() -> None:
     def writers(subject: str) -> set[str]:
-        return {user for user in RIGHTS if any(matches(pattern, subject) for pattern in allowed_publish(user))}
+        return {
+            user
+            for user in RIGHTS
+            if any(matches(pattern, subject) for pattern in allowed_publish(user))
+        }
 
     def readers(subject: str) -> set[str]:
-        return {user for user in RIGHTS if any(matches(pattern, subject) for pattern in allowed_subscribe(user))}
+        return {
+            user
+            for user in RIGHTS
+            if any(matches(pattern, subject) for pattern in allowed_subscribe(user))
+        }
 
     assert writers("v1.worker.w.hold") == {"scheduler"}
     assert writers("v1.loader.n.hold") == {"scheduler"}
@@ -168,7 +200,9 @@ def test_each_edge_has_the_writers_that_its_messages_name() -> None:
     assert writers("v1.scheduler.phases") == {"gateway", "loader", "worker"}
     for user in RIGHTS:
         assert writers(f"v1.event.{user}.happened") == {user}
-    owners = {name: [user for user, rights in RIGHTS.items() if name in rights.write] for name in BUCKETS}
+    owners = {
+        name: [user for user, rights in RIGHTS.items() if name in rights.write] for name in BUCKETS
+    }
     assert owners == {
         "gateways": ["gateway"],
         "instances": ["scheduler"],
@@ -189,7 +223,9 @@ async def test_services_can_do_their_work(guarded: BusSettings) -> None:
     for user, rights in RIGHTS.items():
         for name in rights.read:
 
-            async def on_change(key: str, value: Note | None, place: tuple[str, str] = (user, name)) -> None:
+            async def on_change(
+                key: str, value: Note | None, place: tuple[str, str] = (user, name)
+            ) -> None:
                 if key == "ready":
                     changes.put_nowait((*place, value))
 
@@ -197,7 +233,9 @@ async def test_services_can_do_their_work(guarded: BusSettings) -> None:
             watching.append(asyncio.create_task(bucket.watch(Note, on_change)))
         for name in rights.write:
             await (await buses[user].bucket(name)).put("ready", Note(text=name))
-        event = Event(event_id=f"ev-{user}", kind="started", entity=user, at="2026-01-01T00:00:00+00:00")
+        event = Event(
+            event_id=f"ev-{user}", kind="started", entity=user, at="2026-01-01T00:00:00+00:00"
+        )
         await buses[user].publish_event(event_subject(user, "started"), event.event_id, event)
     expected = {(user, name) for user, rights in RIGHTS.items() for name in rights.read}
     seen: set[tuple[str, str]] = set()
@@ -210,7 +248,9 @@ async def test_services_can_do_their_work(guarded: BusSettings) -> None:
         return request
 
     await buses["scheduler"].serve(WARM_SUBJECT, Note, warm)
-    assert await buses["gateway"].request(WARM_SUBJECT, Note(text="m"), Note, deadline_s=DEADLINE_S) == Note(text="m")
+    assert await buses["gateway"].request(
+        WARM_SUBJECT, Note(text="m"), Note, deadline_s=DEADLINE_S
+    ) == Note(text="m")
     with pytest.raises((DeadlineExceeded, BusUnavailable)):
         await buses["worker"].request(WARM_SUBJECT, Note(text="m"), Note, deadline_s=0.1)
     for task in watching:
@@ -230,10 +270,14 @@ async def test_a_reader_cannot_write(guarded: BusSettings, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("password", ["wrong", None])
-async def test_a_wrong_password_is_told_at_once(guarded: BusSettings, tmp_path: Path, password: str | None) -> None:
+async def test_a_wrong_password_is_told_at_once(
+    guarded: BusSettings, tmp_path: Path, password: str | None
+) -> None:
     if password:
         (tmp_path / "nats-gateway").write_text(password)
     started_s = asyncio.get_running_loop().time()
     with pytest.raises(BusUnavailable, match="gateway"):
-        await NatsBus.connect(guarded.model_copy(update={"secrets_dir": tmp_path}), user="gateway", name="x")
+        await NatsBus.connect(
+            guarded.model_copy(update={"secrets_dir": tmp_path}), user="gateway", name="x"
+        )
     assert asyncio.get_running_loop().time() - started_s < 2.0

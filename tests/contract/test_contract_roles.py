@@ -1,4 +1,6 @@
-"""Each service's role in the database: it writes its own tables, and reads of others what is listed."""
+"""Each service's role in the database: it writes its own tables, and reads of others what is
+listed.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +24,9 @@ ALL_TABLES = tuple(tables.metadata.sorted_tables)
 
 
 @pytest.fixture(scope="module", params=tables.OWNERS)
-def as_owner(request: pytest.FixtureRequest, database_settings: DatabaseSettingsOf) -> Iterator[tuple[str, psycopg.Connection]]:
+def as_owner(
+    request: pytest.FixtureRequest, database_settings: DatabaseSettingsOf
+) -> Iterator[tuple[str, psycopg.Connection]]:
     url = make_url(database_settings(request.param).database_url).set(drivername="postgresql")
     with psycopg.connect(url.render_as_string(hide_password=False)) as connection:
         yield request.param, connection
@@ -62,7 +66,9 @@ def test_only_the_owner_writes(as_owner: tuple[str, psycopg.Connection], table: 
 
 
 @pytest.mark.parametrize("table", ALL_TABLES, ids=lambda table: table.fullname)
-def test_others_read_only_what_is_listed(as_owner: tuple[str, psycopg.Connection], table: Table) -> None:
+def test_others_read_only_what_is_listed(
+    as_owner: tuple[str, psycopg.Connection], table: Table
+) -> None:
     owner, connection = as_owner
     may_read = table.schema == owner or table in READS[owner]
     assert refused(connection, sql.SQL("SELECT * FROM {}").format(name_of(table))) == (not may_read)
@@ -84,7 +90,9 @@ def test_what_is_listed_is_what_was_agreed() -> None:
 @pytest.mark.parametrize("schema", [*tables.OWNERS, "public"])
 def test_nobody_makes_tables(as_owner: tuple[str, psycopg.Connection], schema: str) -> None:
     _, connection = as_owner
-    assert refused(connection, sql.SQL("CREATE TABLE {} (x int)").format(sql.Identifier(schema, "mine")))
+    assert refused(
+        connection, sql.SQL("CREATE TABLE {} (x int)").format(sql.Identifier(schema, "mine"))
+    )
 
 
 def test_nobody_becomes_another(as_owner: tuple[str, psycopg.Connection]) -> None:
@@ -96,10 +104,14 @@ def test_nobody_becomes_another(as_owner: tuple[str, psycopg.Connection]) -> Non
 
 
 @pytest.mark.anyio
-async def test_a_role_needs_its_password(database_settings: DatabaseSettingsOf, tmp_path: Path) -> None:
+async def test_a_role_needs_its_password(
+    database_settings: DatabaseSettingsOf, tmp_path: Path
+) -> None:
     url = make_url(database_settings("gateway").database_url)
     for wrong in (url.set(password="wrong"), url.set(username=role_of("cache"))):
-        settings = DatabaseSettings(database_url=wrong.render_as_string(hide_password=False), secrets_dir=tmp_path)
+        settings = DatabaseSettings(
+            database_url=wrong.render_as_string(hide_password=False), secrets_dir=tmp_path
+        )
         database = Database(settings, "gateway", ManualClock())
         with pytest.raises(DatabaseUnavailable, match="password"):
             await database.start()
@@ -108,7 +120,11 @@ async def test_a_role_needs_its_password(database_settings: DatabaseSettingsOf, 
 
 def test_the_role_and_its_secret_are_filled_in(tmp_path: Path) -> None:
     (tmp_path / "postgres-cache").write_text("of the cache\n")
-    url = service_url(DatabaseSettings(database_url="postgresql://host/db", secrets_dir=tmp_path), "cache")
+    url = service_url(
+        DatabaseSettings(database_url="postgresql://host/db", secrets_dir=tmp_path), "cache"
+    )
     assert (url.username, url.password) == ("pilotlight_cache", "of the cache")
-    url = service_url(DatabaseSettings(database_url="postgresql://me:mine@host/db", secrets_dir=tmp_path), "cache")
+    url = service_url(
+        DatabaseSettings(database_url="postgresql://me:mine@host/db", secrets_dir=tmp_path), "cache"
+    )
     assert (url.username, url.password) == ("me", "mine")

@@ -1,4 +1,6 @@
-"""What the engine's grammars let through is what the gateway reads as calls, valid by their schemas; and what models write gets through."""
+"""What the engine's grammars let through is what the gateway reads as calls, valid by their
+schemas; and what models write gets through.
+"""
 
 import json
 import random
@@ -29,7 +31,13 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "get": {"type": "object", "properties": {}, "additionalProperties": False},
     "search-all": {
         "type": "object",
-        "$defs": {"range": {"type": "object", "properties": {"from": {"type": "integer"}}, "required": ["from"]}},
+        "$defs": {
+            "range": {
+                "type": "object",
+                "properties": {"from": {"type": "integer"}},
+                "required": ["from"],
+            }
+        },
         "properties": {
             "in": {"enum": ["a", "b", "<tool_call>", "]"]},
             "ranges": {"type": "array", "items": {"$ref": "#/$defs/range"}, "maxItems": 2},
@@ -38,7 +46,12 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         "required": ["in", "ranges"],
     },
     # Says nothing of its own type.
-    "either": {"anyOf": [{"properties": {"q": {"type": "number"}}, "required": ["q"]}, {"properties": {"r": {"type": "null"}}}]},
+    "either": {
+        "anyOf": [
+            {"properties": {"q": {"type": "number"}}, "required": ["q"]},
+            {"properties": {"r": {"type": "null"}}},
+        ]
+    },
 }
 FUNCTIONS = [Function(name=name, parameters=schema) for name, schema in SCHEMAS.items()]
 CASES = [
@@ -60,11 +73,17 @@ class Reader:
         path.write_text(made.to_str())
         self.dialect = dialect
         self.tokenizer = TextTokenizer(TextBundle(tokenizer_json=made.to_str()))
-        self.lexicon = Lexicon(Vocabulary(path=str(path), eos_token_ids=(END,)), self.tokenizer.vocab_size)
+        self.lexicon = Lexicon(
+            Vocabulary(path=str(path), eos_token_ids=(END,)), self.tokenizer.vocab_size
+        )
         added = self.tokenizer.added_tokens
         self.markers = Markers(
             ids={marker: added[marker] for marker in markers},
-            others=tuple(token_id for token, token_id in added.items() if token not in markers and token_id != END),
+            others=tuple(
+                token_id
+                for token, token_id in added.items()
+                if token not in markers and token_id != END
+            ),
         )
 
     def grammar(self, functions: list[Function], *, forced: bool, several: bool) -> Grammar:
@@ -76,20 +95,34 @@ class Reader:
         return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
 
     def walk(self, grammar: Grammar, rng: random.Random, begun: str = "") -> list[int]:
-        """An output of tokens that are drawn from what is allowed, with a leaning to what closes, ends and calls."""
+        """An output of tokens that are drawn from what is allowed, with a leaning to what closes,
+        ends and calls.
+        """
         matcher = compile_grammar(self.lexicon, grammar)
         output = self.tokenizer.encode(begun, add_special_tokens=False)
         assert matcher.try_consume_tokens(output) == len(output)
         while len(output) < MAX_TOKENS:
             mask = matcher.compute_bitmask()
             assert not matcher.is_error(), matcher.get_error()
-            allowed = [token_id for token_id in range(self.tokenizer.vocab_size) if mask[token_id // 8] >> token_id % 8 & 1]
-            closing = [token_id for token_id in allowed if self.tokenizer.decode([token_id])[:1] in ('"', "}", "]", "<", "[")]
+            allowed = [
+                token_id
+                for token_id in range(self.tokenizer.vocab_size)
+                if mask[token_id // 8] >> token_id % 8 & 1
+            ]
+            closing = [
+                token_id
+                for token_id in allowed
+                if self.tokenizer.decode([token_id])[:1] in ('"', "}", "]", "<", "[")
+            ]
             marked = [token_id for token_id in allowed if token_id in self.markers.ids.values()]
-            if not allowed or (matcher.is_accepting() and rng.random() < 0.1 + len(output) / MAX_TOKENS):
+            if not allowed or (
+                matcher.is_accepting() and rng.random() < 0.1 + len(output) / MAX_TOKENS
+            ):
                 return output
             leaning = marked if marked and rng.random() < 0.3 else closing
-            drawn = rng.choice(leaning if leaning and rng.random() < 0.2 + len(output) / 100 else allowed)
+            drawn = rng.choice(
+                leaning if leaning and rng.random() < 0.2 + len(output) / 100 else allowed
+            )
             if drawn == END:
                 return output
             assert matcher.try_consume_tokens([drawn]) == 1
@@ -106,7 +139,11 @@ class Reader:
         for piece in (piece for parsed in pieces for piece in parsed.calls):
             name, arguments = calls.get(piece.index, (piece.name or "", ""))
             calls[piece.index] = (name, arguments + piece.arguments)
-        return "".join(parsed.content for parsed in pieces), list(calls.values()), len(output) < MAX_TOKENS
+        return (
+            "".join(parsed.content for parsed in pieces),
+            list(calls.values()),
+            len(output) < MAX_TOKENS,
+        )
 
 
 def valid(calls: list[tuple[str, str]]) -> None:
@@ -120,13 +157,17 @@ def valid(calls: list[tuple[str, str]]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("several", [True, False])
 @pytest.mark.parametrize(("dialect", "special"), CASES)
-def test_a_forced_answer_is_calls_and_nothing_else(tmp_path: Path, dialect: ToolDialect, special: bool, several: bool) -> None:
+def test_a_forced_answer_is_calls_and_nothing_else(
+    tmp_path: Path, dialect: ToolDialect, special: bool, several: bool
+) -> None:
     reader = Reader(tmp_path, dialect, special=special)
     grammar = reader.grammar(FUNCTIONS, forced=True, several=several)
     ended = 0
     names: set[str] = set()
     for seed in range(40):
-        content, calls, ends = reader.read(reader.walk(grammar, random.Random(seed)), single=not several)
+        content, calls, ends = reader.read(
+            reader.walk(grammar, random.Random(seed)), single=not several
+        )
         if ends:
             ended += 1
             assert content == ""
@@ -139,7 +180,9 @@ def test_a_forced_answer_is_calls_and_nothing_else(tmp_path: Path, dialect: Tool
 
 @pytest.mark.slow
 @pytest.mark.parametrize("several", [True, False])
-@pytest.mark.parametrize(("dialect", "special"), [case for case in CASES if case.id != "plain-spelled"])
+@pytest.mark.parametrize(
+    ("dialect", "special"), [case for case in CASES if case.id != "plain-spelled"]
+)
 def test_a_free_answer_may_hold_calls_and_those_are_right(
     tmp_path: Path, dialect: ToolDialect, special: bool, several: bool
 ) -> None:
@@ -147,9 +190,16 @@ def test_a_free_answer_may_hold_calls_and_those_are_right(
     grammar = reader.grammar(FUNCTIONS, forced=False, several=several)
     called = 0
     for seed in range(40):
-        # A marker that is spelled, and an answer that is a call from its beginning, hardly come by chance.
-        begun = ("", "hello ", THINK)[seed % 3] + dialect.opening if not dialect.unmarked else ("{", "", "the")[seed % 3]
-        content, calls, ends = reader.read(reader.walk(grammar, random.Random(seed), begun), single=False)
+        # A marker that is spelled, and an answer that is a call from its beginning, hardly come by
+        # chance.
+        begun = (
+            ("", "hello ", THINK)[seed % 3] + dialect.opening
+            if not dialect.unmarked
+            else ("{", "", "the")[seed % 3]
+        )
+        content, calls, ends = reader.read(
+            reader.walk(grammar, random.Random(seed), begun), single=False
+        )
         if ends:
             valid(calls)
             called += len(calls)
@@ -162,7 +212,9 @@ def test_what_models_write_is_allowed(tmp_path: Path, dialect: ToolDialect, spec
     reader = Reader(tmp_path, dialect, special=special)
     one = [("get_weather", '{"city": "Köln", "days": 3}')]
     wrong = [("get_weather", '{"city": 3}')]
-    forced, free = (reader.grammar(FUNCTIONS, forced=forced, several=True) for forced in (True, False))
+    forced, free = (
+        reader.grammar(FUNCTIONS, forced=forced, several=True) for forced in (True, False)
+    )
     single = reader.grammar(FUNCTIONS, forced=True, several=False)
     for grammar in (forced, free, single):
         assert reader.allows(grammar, written_calls(dialect.name, one))
@@ -180,7 +232,11 @@ def test_what_models_write_is_allowed(tmp_path: Path, dialect: ToolDialect, spec
 def test_many_tools_are_compiled(tmp_path: Path) -> None:
     reader = Reader(tmp_path, HERMES, special=True)
     described = {"type": "string", "description": "what it is for"}
-    schema = {"type": "object", "properties": {f"p{number}": described for number in range(10)}, "required": ["p3"]}
+    schema = {
+        "type": "object",
+        "properties": {f"p{number}": described for number in range(10)},
+        "required": ["p3"],
+    }
     functions = [Function(name=f"function_{number}", parameters=schema) for number in range(128)]
     grammar = reader.grammar(functions, forced=True, several=True)
     assert reader.allows(grammar, written_calls("hermes", [("function_77", '{"p3": "x"}')] * 3))

@@ -1,4 +1,4 @@
-"""Whether NATS stores what is written is seen by who writes, and told."""
+"""Whether NATS stores what is written is seen by the writer, and told."""
 
 import asyncio
 import json
@@ -29,13 +29,17 @@ def secrets_of(folder: Path) -> Path:
 
 
 async def test_a_server_without_room_is_told_of_until_it_has_some(tmp_path: Path) -> None:
-    """As one is that was started on a full disk without a limit of its own: it answers, and refuses every write."""
+    """As one is that was started on a full disk without a limit of its own: it answers, and refuses
+    every write.
+    """
     port = free_port()
     narrow = NatsServer(tmp_path / "nats", port, server_config(PASSWORDS, store_bytes=1))
     wide = NatsServer(tmp_path / "nats", port, server_config(PASSWORDS))
     settings = BusSettings(nats_url=wide.url, secrets_dir=secrets_of(tmp_path))
     await wide.start()
-    await ensure_streams(StreamSettings(nats_url=wide.url, secrets_dir=tmp_path, events_bytes=1 << 20))
+    await ensure_streams(
+        StreamSettings(nats_url=wide.url, secrets_dir=tmp_path, events_bytes=1 << 20)
+    )
     bus = await NatsBus.connect(settings, user="gateway", name="gateway")
     # Something is stored, so that the server has no room when it may store less.
     await (await bus.bucket(HEALTH)).put("gateway", None)

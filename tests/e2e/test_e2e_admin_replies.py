@@ -1,4 +1,6 @@
-"""Every reply of the admin API has every field that its OpenAPI document names, and no other; commands that read them say so."""
+"""Every reply of the admin API has every field that its OpenAPI document names, and no other;
+commands that read them say so.
+"""
 
 import copy
 import subprocess
@@ -23,7 +25,11 @@ class Contract:
         self._http = http
         self._paths = document["paths"]
         self._components = copy.deepcopy(document["components"])
-        operations = {(method, path): one for path, ones in self._paths.items() for method, one in ones.items()}
+        operations = {
+            (method, path): one
+            for path, ones in self._paths.items()
+            for method, one in ones.items()
+        }
         self.left = set(operations)
         for name in self._shown([one["responses"] for one in operations.values()]):
             schema = self._components["schemas"][name]
@@ -31,14 +37,18 @@ class Contract:
                 assert set(schema["required"]) == set(schema["properties"]), name
                 schema["additionalProperties"] = False
 
-    def asks(self, method: str, path: str, *, body: Any = None, query: Any = None, **names: str) -> Any:
+    def asks(
+        self, method: str, path: str, *, body: Any = None, query: Any = None, **names: str
+    ) -> Any:
         response = self._http.request(method, path.format(**names), json=body, params=query)
         assert response.status_code < 300, response.text
         self._check(method, path, response, str(response.status_code))
         self.left.discard((method.lower(), path))
         return response.json() if response.content else None
 
-    def is_refused(self, status: int, method: str, path: str, *, body: Any = None, **names: str) -> None:
+    def is_refused(
+        self, status: int, method: str, path: str, *, body: Any = None, **names: str
+    ) -> None:
         response = self._http.request(method, path.format(**names), json=body)
         assert response.status_code == status, response.text
         self._check(method, path, response, "default")
@@ -60,19 +70,28 @@ class Contract:
         if "content" not in described:
             assert not response.content
             return
-        schema = {**described["content"]["application/json"]["schema"], "components": self._components}
+        schema = {
+            **described["content"]["application/json"]["schema"],
+            "components": self._components,
+        }
         jsonschema.validate(response.json(), schema)
 
 
 def test_every_reply_is_what_its_document_says(system: RunningSystem) -> None:
     with system.admin() as http, system.openai() as client:
         contract = Contract(http)
-        new = {"name": NAME, "uri": models_copy(system).as_uri(), "slo": {"ttft_ms": 9000, "tpot_ms": 900}}
+        new = {
+            "name": NAME,
+            "uri": models_copy(system).as_uri(),
+            "slo": {"ttft_ms": 9000, "tpot_ms": 900},
+        }
         contract.asks("POST", "/models", body=new)
         contract.is_refused(409, "POST", "/models", body=new)
         contract.is_refused(422, "POST", "/models", body={**new, "nmae": 3})
         assert contract.asks("GET", "/models/{name}", name=NAME)["keep_host_copy"]
-        changed = contract.asks("PATCH", "/models/{name}", name=NAME, body={"slo": {"tpot_ms": 800}})
+        changed = contract.asks(
+            "PATCH", "/models/{name}", name=NAME, body={"slo": {"tpot_ms": 800}}
+        )
         assert (changed["slo"]["ttft_ms"], changed["slo"]["tpot_ms"]) == (9000, 800)
         contract.asks("GET", "/models")
         contract.asks("POST", "/models/{name}/warm", name=NAME)
@@ -80,13 +99,25 @@ def test_every_reply_is_what_its_document_says(system: RunningSystem) -> None:
         trace_id = asked.headers["x-trace-id"]
 
         found = contract.asks("POST", "/models/{name}/verify", name=NAME)
-        path, names = "/verifications/{verification_id}", {"verification_id": found["verification_id"]}
-        ended = eventually(lambda: (one := contract.asks("GET", path, **names))["status"] not in ("waiting", "running") and one)
+        path, names = (
+            "/verifications/{verification_id}",
+            {"verification_id": found["verification_id"]},
+        )
+        ended = eventually(
+            lambda: (
+                (one := contract.asks("GET", path, **names))["status"] not in ("waiting", "running")
+                and one
+            )
+        )
         assert (ended["status"], ended["difference_count"], ended["differences"]) == ("done", 0, [])
 
         assert contract.asks("GET", "/workers")["workers"]
         for listing in ("instances", "cold-starts", "decisions"):
-            listed = eventually(lambda path=f"/{listing}": (page := contract.asks("GET", path)) and next(iter(page.values())))
+            listed = eventually(
+                lambda path=f"/{listing}": (
+                    (page := contract.asks("GET", path)) and next(iter(page.values()))
+                )
+            )
             assert listed, listing
         contract.asks("GET", "/instances", query={"limit": 1})
         contract.asks("GET", "/transfers")
@@ -101,25 +132,50 @@ def test_every_reply_is_what_its_document_says(system: RunningSystem) -> None:
         contract.asks("POST", "/models/{name}/evict", name=NAME)
         contract.asks("DELETE", "/models/{name}", name=NAME)
         contract.is_refused(404, "GET", "/models/{name}", name=NAME)
-        assert not contract.left, "these routes are documented, and nothing here looks at what they answer"
+        assert not contract.left, (
+            "these routes are documented, and nothing here looks at what they answer"
+        )
 
 
 def test_verify_says_that_a_sound_model_is_sound(system: RunningSystem) -> None:
     found = system.cli("model", "verify", "ember-7m")
     assert (found["status"], found["difference_count"], found["code"]) == ("done", 0, "")
     command = [pilotlight(), "model", "verify", "ember-7m"]
-    said = subprocess.run(command, env=system.environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    said = subprocess.run(
+        command,
+        env=system.environment,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
     assert said.returncode == 0, said.stderr
     assert "ember-7m is what is recorded" in said.stdout
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 13587456\n"
 ODD_SOURCES: dict[str, tuple[dict[str, bytes] | None, str, str]] = {
-    "weights-not-fetched": ({"model.safetensors": POINTER}, "bad_checkpoint", "model.safetensors: is a git-lfs pointer"),
-    "tokenizer-not-fetched": ({"tokenizer.json": POINTER}, "bad_checkpoint", "tokenizer.json: is a git-lfs pointer"),
+    "weights-not-fetched": (
+        {"model.safetensors": POINTER},
+        "bad_checkpoint",
+        "model.safetensors: is a git-lfs pointer",
+    ),
+    "tokenizer-not-fetched": (
+        {"tokenizer.json": POINTER},
+        "bad_checkpoint",
+        "tokenizer.json: is a git-lfs pointer",
+    ),
     "config-not-fetched": ({"config.json": POINTER}, "bad_checkpoint", "git lfs pull"),
-    "gguf": ({"ember-q4.GGUF": b"GGUF"}, "unsupported_model", "ember-q4.GGUF: GGUF files are not served"),
-    "gguf-with-config": ({"x.gguf": b"GGUF", "config.json": b"{}"}, "unsupported_model", "x.gguf: GGUF files are not served"),
+    "gguf": (
+        {"ember-q4.GGUF": b"GGUF"},
+        "unsupported_model",
+        "ember-q4.GGUF: GGUF files are not served",
+    ),
+    "gguf-with-config": (
+        {"x.gguf": b"GGUF", "config.json": b"{}"},
+        "unsupported_model",
+        "x.gguf: GGUF files are not served",
+    ),
     "adapter": (
         {"adapter_config.json": b"{}", "adapter_model.safetensors": b"x"},
         "unsupported_model",
@@ -148,5 +204,7 @@ def models_copy(system: RunningSystem) -> Path:
     folder = system.home / "models" / "contract"
     folder.mkdir(parents=True)
     for file in DEMO_FOLDER.iterdir():
-        (folder / file.name).symlink_to(file) if file.is_dir() else (folder / file.name).write_bytes(file.read_bytes())
+        (folder / file.name).symlink_to(file) if file.is_dir() else (
+            folder / file.name
+        ).write_bytes(file.read_bytes())
     return folder

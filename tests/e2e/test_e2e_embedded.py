@@ -13,7 +13,15 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from embedded_system import DEADLINE_S, DEMO_FOLDER, RunningSystem, eventually, free_port, pilotlight, running
+from embedded_system import (
+    DEADLINE_S,
+    DEMO_FOLDER,
+    RunningSystem,
+    eventually,
+    free_port,
+    pilotlight,
+    running,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.smoke, pytest.mark.slow]
 
@@ -27,9 +35,13 @@ def reference_answer(max_tokens: int) -> str:
 
     tokenizer = AutoTokenizer.from_pretrained(DEMO_FOLDER)
     model = AutoModelForCausalLM.from_pretrained(DEMO_FOLDER, dtype=torch.float32)
-    prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    prompt = tokenizer.apply_chat_template(
+        QUESTION, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     output = model.generate(**prompt, do_sample=False, max_new_tokens=max_tokens)
-    return str(tokenizer.decode(output[0][prompt["input_ids"].shape[1] :], skip_special_tokens=True))
+    return str(
+        tokenizer.decode(output[0][prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    )
 
 
 def stream(system: RunningSystem, **options: Any) -> tuple[str, Any, str]:
@@ -51,7 +63,9 @@ def stream(system: RunningSystem, **options: Any) -> tuple[str, Any, str]:
 
 
 def test_cold_then_warm(system: RunningSystem) -> None:
-    """A model that is loaded nowhere answers correctly; the second request finds it warm and gets the same."""
+    """A model that is loaded nowhere answers correctly; the second request finds it warm and gets
+    the same.
+    """
     with system.admin() as admin:
         admin.post("/models/ember-7m/evict")
     cold_text, usage, trace_id = stream(system)
@@ -63,7 +77,9 @@ def test_cold_then_warm(system: RunningSystem) -> None:
     # No file of tests comes before this one, so the parameters were not in the host pool yet.
     everybody = {"gateway", "scheduler", "loader", "worker"}
     # Spans are written behind: a service sends its own after they have ended.
-    eventually(lambda: everybody <= {span["service"] for span in system.cli("trace", trace_id)["spans"]})
+    eventually(
+        lambda: everybody <= {span["service"] for span in system.cli("trace", trace_id)["spans"]}
+    )
 
 
 def test_keys_are_private_and_apart(system: RunningSystem) -> None:
@@ -74,7 +90,12 @@ def test_keys_are_private_and_apart(system: RunningSystem) -> None:
     assert httpx2.get(f"{system.url}/admin/v1/models", headers=bearer).status_code == 403
     bearer = {"Authorization": f"Bearer {system.key('admin')}"}
     assert httpx2.get(f"{system.url}/v1/models", headers=bearer).status_code == 403
-    assert httpx2.get(f"{system.url}/v1/models", headers={"Authorization": "Bearer nobody"}).status_code == 401
+    assert (
+        httpx2.get(
+            f"{system.url}/v1/models", headers={"Authorization": "Bearer nobody"}
+        ).status_code
+        == 401
+    )
     assert httpx2.get(f"{system.url}/healthz").status_code == 200
 
 
@@ -86,8 +107,12 @@ def test_unknown_model_is_an_openai_error(system: RunningSystem) -> None:
 
 def test_completion_from_token_ids(system: RunningSystem) -> None:
     with system.openai() as client:
-        first = client.completions.create(model="ember-7m", prompt=[0, 5, 6, 7], max_tokens=8, temperature=0, seed=1)
-        again = client.completions.create(model="ember-7m", prompt=[0, 5, 6, 7], max_tokens=8, temperature=0, seed=1)
+        first = client.completions.create(
+            model="ember-7m", prompt=[0, 5, 6, 7], max_tokens=8, temperature=0, seed=1
+        )
+        again = client.completions.create(
+            model="ember-7m", prompt=[0, 5, 6, 7], max_tokens=8, temperature=0, seed=1
+        )
     assert first.choices[0].text == again.choices[0].text
 
 
@@ -150,7 +175,9 @@ def processes_of(home: Path) -> list[str]:
 
 
 def found_when_ready(home: Path, port: int) -> int:
-    """The status of a command for the system on a folder, given the moment its gateway says that it is ready."""
+    """The status of a command for the system on a folder, given the moment its gateway says that it
+    is ready.
+    """
 
     def ready() -> bool:
         try:
@@ -161,7 +188,9 @@ def found_when_ready(home: Path, port: int) -> int:
     eventually(ready, DEADLINE_S)
     variables = {**os.environ, "PILOTLIGHT_HOME": str(home)}
     command = [pilotlight(), "model", "list", "--json"]
-    return subprocess.run(command, env=variables, capture_output=True, timeout=DEADLINE_S, check=False).returncode
+    return subprocess.run(
+        command, env=variables, capture_output=True, timeout=DEADLINE_S, check=False
+    ).returncode
 
 
 def test_stops_in_order_and_starts_again_on_its_state(home: Path) -> None:
@@ -204,7 +233,10 @@ def pids_of(home: Path) -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             try:
-                if os.fsencode(home) in (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes():
+                if (
+                    os.fsencode(home)
+                    in (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
+                ):
                     pids.append(int(entry.name))
             except OSError:
                 continue
@@ -228,7 +260,12 @@ def test_up_says_when_its_port_is_taken(system: RunningSystem, home: Path) -> No
     port = system.url.rsplit(":", 1)[1]
     environment = {**os.environ, "PILOTLIGHT_HOME": str(home)}
     result = subprocess.run(
-        [pilotlight(), "up", "--port", port], env=environment, capture_output=True, text=True, timeout=60, check=False
+        [pilotlight(), "up", "--port", port],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert result.returncode == 1
     assert f"cannot listen on 127.0.0.1:{port}" in result.stderr

@@ -23,7 +23,9 @@ def folder() -> Iterator[Path]:
 
 
 def test_own_servers_replace_the_embedded_ones(folder: Path) -> None:
-    """A NATS server with one user of its own, a PostgreSQL owner, a folder as object store: nothing embedded is started."""
+    """A NATS server with one user of its own, a PostgreSQL owner, a folder as object store: nothing
+    embedded is started.
+    """
     nats = NatsServer(folder / "nats", free_port(), server_config({"admin": "secret word"}))
     postgres = PostgresServer(folder / "postgres", "owner's password")
     asyncio.run(nats.start())
@@ -34,9 +36,13 @@ def test_own_servers_replace_the_embedded_ones(folder: Path) -> None:
         "PILOTLIGHT_OBJECT_STORE_URL": (folder / "store").as_uri(),
     }
     try:
-        with running(folder / "home", "--worker-kind", "sim", "--with-demo-model", environment=environment) as system:
+        with running(
+            folder / "home", "--worker-kind", "sim", "--with-demo-model", environment=environment
+        ) as system:
             with system.openai() as client:
-                reply = client.completions.create(model="ember-7m", prompt="Once upon a time", max_tokens=4)
+                reply = client.completions.create(
+                    model="ember-7m", prompt="Once upon a time", max_tokens=4
+                )
             assert reply.usage is not None
             assert reply.usage.completion_tokens == 4
         assert nats.pid is not None

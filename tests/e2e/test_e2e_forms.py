@@ -1,4 +1,6 @@
-"""What an answer must look like, how many there are to be and how long they may take, through the whole system."""
+"""What an answer must look like, how many there are to be and how long they may take, through the
+whole system.
+"""
 
 import json
 import re
@@ -20,7 +22,12 @@ SCHEMA = {
     "properties": {
         "name": {"type": "string", "maxLength": 12},
         "age": {"type": "integer", "minimum": 0, "maximum": 150},
-        "colours": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 1, "maxItems": 3},
+        "colours": {
+            "type": "array",
+            "items": {"enum": ["red", "green", "blue"]},
+            "minItems": 1,
+            "maxItems": 3,
+        },
     },
     "required": ["name", "age", "colours"],
     "additionalProperties": False,
@@ -28,13 +35,25 @@ SCHEMA = {
 REGEX = r"[A-Z][a-z]{2,8}-[0-9]{3}"
 CHOICES = ["a small flame", "a lamp of an aeroplane", "naïve 你好"]
 BOMB_S = 20.0
-"""A bomb is to be refused by then: the engine's own limit of a compilation is 2 s of computing time."""
+"""A bomb is to be refused by then: the engine's own limit of a compilation is 2 s of computing
+time."""
 
 
 def body(**options: Any) -> dict[str, Any]:
-    """A request to the demo model, sampled at 1: it is the grammar that gives an answer its form."""
-    extra = {name: options.pop(name) for name in ("structured_outputs", "timeout_s") if name in options}
-    return {"model": "ember-7m", "messages": QUESTION, "max_tokens": 400, "seed": 5, **options, "extra_body": extra}
+    """A request to the demo model, sampled at 1: it is the grammar that gives an answer its
+    form.
+    """
+    extra = {
+        name: options.pop(name) for name in ("structured_outputs", "timeout_s") if name in options
+    }
+    return {
+        "model": "ember-7m",
+        "messages": QUESTION,
+        "max_tokens": 400,
+        "seed": 5,
+        **options,
+        "extra_body": extra,
+    }
 
 
 def asked(system: RunningSystem, **options: Any) -> Any:
@@ -56,37 +75,64 @@ def streamed(system: RunningSystem, **options: Any) -> dict[int, str]:
 def doubling(count: int) -> dict[str, Any]:
     """A schema of a few kilobytes that doubles with every reference."""
     twice = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(count)}
-    return {"$defs": {**twice, f"d{count}": {"type": "string", "pattern": "a"}}, "$ref": "#/$defs/d0"}
+    return {
+        "$defs": {**twice, f"d{count}": {"type": "string", "pattern": "a"}},
+        "$ref": "#/$defs/d0",
+    }
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_answers_have_the_form_that_is_asked_for(system: RunningSystem, stream: bool) -> None:
     def text(**options: Any) -> str:
-        return streamed(system, **options)[0] if stream else asked(system, **options).choices[0].message.content
+        return (
+            streamed(system, **options)[0]
+            if stream
+            else asked(system, **options).choices[0].message.content
+        )
 
-    described = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
+    described = {
+        "type": "json_schema",
+        "json_schema": {"name": "person", "schema": SCHEMA, "strict": True},
+    }
     jsonschema.validate(json.loads(text(response_format=described)), SCHEMA)
     assert re.fullmatch(REGEX, text(structured_outputs={"regex": REGEX}))
     assert text(structured_outputs={"choice": CHOICES}) in CHOICES
 
 
-def test_a_grammar_that_cannot_be_compiled_is_refused_with_its_reason(system: RunningSystem) -> None:
+def test_a_grammar_that_cannot_be_compiled_is_refused_with_its_reason(
+    system: RunningSystem,
+) -> None:
     for form, reason in (
         ({"structured_outputs": {"regex": "(?=a)b"}}, "look-around"),
         ({"structured_outputs": {"grammar": "start: nothing"}}, "nothing"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}}, "not"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"not": {}}},
+                }
+            },
+            "not",
+        ),
     ):
         for ask in (asked, streamed):
             with pytest.raises(openai.BadRequestError, match=reason) as caught:
                 ask(system, **form)
             assert caught.value.code == "invalid_request"
-    assert asked(system, structured_outputs={"choice": CHOICES}).choices[0].message.content in CHOICES
+    assert (
+        asked(system, structured_outputs={"choice": CHOICES}).choices[0].message.content in CHOICES
+    )
 
 
 def test_a_bomb_ends_its_own_request_alone(system: RunningSystem) -> None:
     undisturbed = streamed(system, max_tokens=150)
     bombs: list[dict[str, Any]] = [
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "memory", "schema": doubling(25)}}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "memory", "schema": doubling(25)},
+            }
+        },
         {"structured_outputs": {"regex": "((a{1000}){1000}){1000}"}},
     ]
 
@@ -103,7 +149,9 @@ def test_a_bomb_ends_its_own_request_alone(system: RunningSystem) -> None:
             assert (error.status_code, error.code) == (400, "invalid_request"), error.message
             assert took_s < BOMB_S
     assert beside == [undisturbed] * 2
-    assert asked(system, structured_outputs={"choice": CHOICES}).choices[0].message.content in CHOICES
+    assert (
+        asked(system, structured_outputs={"choice": CHOICES}).choices[0].message.content in CHOICES
+    )
 
 
 def test_several_answers_are_the_same_ones_again(system: RunningSystem) -> None:

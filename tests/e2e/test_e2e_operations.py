@@ -1,4 +1,6 @@
-"""What operators do, on whole systems: backup, purge and restore; a node is emptied while it serves."""
+"""What operators do, on whole systems: backup, purge and restore; a node is emptied while it
+serves.
+"""
 
 import contextlib
 import json
@@ -45,7 +47,12 @@ def command(home: Path, *arguments: str, status: int = 0) -> Any:
     """A command on a home whose system does not run."""
     environment = {**os.environ, "PILOTLIGHT_HOME": str(home)}
     result = subprocess.run(
-        [pilotlight(), *arguments, "--json"], env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        [pilotlight(), *arguments, "--json"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
     )
     assert result.returncode == status, result.stdout + result.stderr
     return json.loads(result.stdout.strip().splitlines()[-1])
@@ -59,16 +66,26 @@ def usage_of(system: RunningSystem) -> list[tuple[str, int]]:
 
     password = (system.home / "secrets" / "postgres-owner").read_text().strip()
     sockets = postgres_sockets(system.home / "postgres")
-    with psycopg.connect(host=str(sockets), user=OWNER, password=password, dbname="pilotlight") as connection:
-        return connection.execute("SELECT request_id, output_tokens FROM gateway.usage ORDER BY request_id").fetchall()
+    with psycopg.connect(
+        host=str(sockets), user=OWNER, password=password, dbname="pilotlight"
+    ) as connection:
+        return connection.execute(
+            "SELECT request_id, output_tokens FROM gateway.usage ORDER BY request_id"
+        ).fetchall()
 
 
 PAGES = sorted((ROOT / "docs/operations").glob("*.md"))
-BLOCKS = [block for page in PAGES for block in re.findall(r"```sh\n(.*?)```", page.read_text(), flags=re.DOTALL)]
+BLOCKS = [
+    block
+    for page in PAGES
+    for block in re.findall(r"```sh\n(.*?)```", page.read_text(), flags=re.DOTALL)
+]
 
 
 class Operator:
-    """Somebody who types the commands of docs/operations/, with folders and a port of their own in the place of the pages'."""
+    """A shell that runs the commands of docs/operations/, with folders and a port of their own in
+    the place of the pages'.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -78,12 +95,20 @@ class Operator:
     def types(self, begins: str, system: RunningSystem | None = None, **replaced: str) -> str:
         """Run the page's block that begins so, but for starting systems; what it prints."""
         (block,) = [block for block in BLOCKS if block.startswith(begins)]
-        replaced |= {".pilotlight/": f"{self.home}/", "/srv/pilotlight": str(self.restored), "/backups": str(self.folder)}
+        replaced |= {
+            ".pilotlight/": f"{self.home}/",
+            "/srv/pilotlight": str(self.restored),
+            "/backups": str(self.folder),
+        }
         if system is not None:
             replaced["http://127.0.0.1:8000"] = system.url
         for old, new in replaced.items():
             block = block.replace(old, new)
-        script = "".join(line + "\n" for line in block.splitlines() if line.strip() != "pilotlight up" and "docker" not in line)
+        script = "".join(
+            line + "\n"
+            for line in block.splitlines()
+            if line.strip() != "pilotlight up" and "docker" not in line
+        )
         home = system.home if system is not None else self.home
         path = f"{Path(pilotlight()).parent}{os.pathsep}{os.environ['PATH']}"
         done = subprocess.run(
@@ -100,7 +125,9 @@ class Operator:
 
 
 def test_the_page_as_a_new_operator_types_it(folder: Path) -> None:
-    """First model, chat, health, drain, audit, backup, purge, restore: the same models, keys and usage, and the same answer."""
+    """First model, chat, health, drain, audit, backup, purge, restore: the same models, keys and
+    usage, and the same answer.
+    """
     operator = Operator(folder)
     with running(operator.home) as system:
         assert "registered my-model" in operator.types("cp -r models/ember-7m", system)
@@ -113,25 +140,42 @@ def test_the_page_as_a_new_operator_types_it(folder: Path) -> None:
         assert "may be used again" in drained
         usage = eventually(lambda: usage_of(system))
         assert "model_register" in operator.types("pilotlight audit", system)
-        keys, models = (system.key("admin"), system.key("api")), system.cli("model", "list")["models"]
+        keys, models = (
+            (system.key("admin"), system.key("api")),
+            system.cli("model", "list")["models"],
+        )
         operator.types("pilotlight backup /backups", system)
         made = folder / "pilotlight.backup"
         assert made.stat().st_mode & 0o777 == 0o600
         assert system.cli("backup", str(made), status=1)["error"]["code"] == "backup_failed"
-        assert "models" in operator.types("pilotlight down --purge", system, **{"--purge": "--purge --yes"})
+        assert "models" in operator.types(
+            "pilotlight down --purge", system, **{"--purge": "--purge --yes"}
+        )
         assert system.process.wait(DEADLINE_S) == 0
     assert [path.name for path in operator.home.iterdir()] == ["models"]
 
     assert "start it with" in operator.types("export PILOTLIGHT_HOME=/srv")
-    assert command(operator.restored, "restore", str(made), status=1)["error"]["code"] == "home_not_empty"
+    assert (
+        command(operator.restored, "restore", str(made), status=1)["error"]["code"]
+        == "home_not_empty"
+    )
     # The checkpoint lies where it lay, which is not below the new folder.
-    with running(operator.restored, environment={"PILOTLIGHT_MODEL_ROOTS": str(operator.home / "models")}) as system:
+    with running(
+        operator.restored, environment={"PILOTLIGHT_MODEL_ROOTS": str(operator.home / "models")}
+    ) as system:
         assert (system.key("admin"), system.key("api")) == keys
         assert system.cli("model", "list")["models"] == models
         assert usage_of(system) == usage
-        asked = operator.types("curl http://127.0.0.1:8000/v1/chat", system, **{"cat .pilotlight/": f"cat {operator.restored}/"})
+        asked = operator.types(
+            "curl http://127.0.0.1:8000/v1/chat",
+            system,
+            **{"cat .pilotlight/": f"cat {operator.restored}/"},
+        )
         assert answer_in(asked) == answer
-        assert len(eventually(lambda: len(found := usage_of(system)) > len(usage) and found)) == len(usage) + 1
+        assert (
+            len(eventually(lambda: len(found := usage_of(system)) > len(usage) and found))
+            == len(usage) + 1
+        )
         registered = system.cli("audit", "--action", "model_register")["audit"]
         assert [one["entity"] for one in registered] == ["my-model"]
 
@@ -148,7 +192,10 @@ def test_a_stopped_system_is_backed_up_too(folder: Path) -> None:
     other = folder / "other"
     assert command(other, "restore", str(copy))["restored"]
     # It runs beside the system that it is a copy of, and what is removed is its own alone.
-    with running(home, "--worker-kind", "sim") as first, running(other, "--worker-kind", "sim") as system:
+    with (
+        running(home, "--worker-kind", "sim") as first,
+        running(other, "--worker-kind", "sim") as system,
+    ):
         assert [model["name"] for model in system.cli("model", "list")["models"]] == ["ember-7m"]
         assert nodes_of(system).keys() == nodes_of(first).keys()
         pools = [Home(one).pool_path for one in (home, other)]
@@ -161,13 +208,20 @@ def test_a_stopped_system_is_backed_up_too(folder: Path) -> None:
 
 @contextlib.contextmanager
 def second_node(system: RunningSystem, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Another loader, with the environment of the system's own and folders of its own: another node on the same machine."""
+    """Another loader, with the environment of the system's own and folders of its own: another node
+    on the same machine.
+    """
     environment = dict(
         item.split("=", 1)
-        for item in (process_of(system.home, "pilotlight.loader") / "environ").read_bytes().decode().split("\0")
+        for item in (process_of(system.home, "pilotlight.loader") / "environ")
+        .read_bytes()
+        .decode()
+        .split("\0")
         if item
     )
-    environment |= {f"PILOTLIGHT_{name}_DIR": str(folder / name.lower()) for name in ("RUN", "STATE", "LOG")}
+    environment |= {
+        f"PILOTLIGHT_{name}_DIR": str(folder / name.lower()) for name in ("RUN", "STATE", "LOG")
+    }
     environment.pop("NOTIFY_SOCKET", None)
     environment.pop("PILOTLIGHT_END_WITH_PARENT", None)
     environment.pop("PILOTLIGHT_POOL_PATH", None)
@@ -175,7 +229,11 @@ def second_node(system: RunningSystem, folder: Path) -> Iterator[subprocess.Pope
         (folder / name).mkdir(exist_ok=True, parents=True)
     with (folder / "loader.log").open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "pilotlight.loader"], env=environment, stdout=log, stderr=log, start_new_session=True
+            [sys.executable, "-m", "pilotlight.loader"],
+            env=environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
     try:
         yield process
@@ -206,13 +264,19 @@ def nodes_of(system: RunningSystem) -> dict[str, Any]:
 
 
 def test_a_node_is_drained_and_nobody_notices(folder: Path) -> None:
-    """The model moves before it leaves; a stream in flight ends where it runs; restarts of loader and scheduler undo nothing."""
+    """The model moves before it leaves; a stream in flight ends where it runs; restarts of loader
+    and scheduler undo nothing.
+    """
     slow = {"PILOTLIGHT_SIM_DECODE_STEP_S": "0.1"}
-    with running(folder / "home", "--worker-kind", "sim", "--with-demo-model", environment=slow) as system:
+    with running(
+        folder / "home", "--worker-kind", "sim", "--with-demo-model", environment=slow
+    ) as system:
         ask(system)
         (first,) = nodes_of(system)
         with second_node(system, folder / "second"):
-            second = eventually(lambda: next((node for node in nodes_of(system) if node != first), None))
+            second = eventually(
+                lambda: next((node for node in nodes_of(system) if node != first), None)
+            )
             eventually(lambda: nodes_of(system)[second]["workers"] == 1)
             answers: list[str] = []
             streaming = threading.Thread(target=lambda: answers.append(ask(system, max_tokens=150)))
@@ -245,31 +309,59 @@ def test_a_node_is_drained_and_nobody_notices(folder: Path) -> None:
             assert shown[first]["left"]["instances"] == 0
 
             # The other one is the last: what runs there ends, and is not started again.
-            assert system.cli("node", "drain", second, "--wait", "--timeout-s", "60")["state"] == "drained"
+            assert (
+                system.cli("node", "drain", second, "--wait", "--timeout-s", "60")["state"]
+                == "drained"
+            )
             assert system.cli("node", "drain", second, "--undo")["state"] == "ready"
             ask(system)
             assert nodes_of(system)[second]["left"]["instances"] == 1
         done = [one["action"] for one in system.cli("audit", "--entity", second)["audit"]]
         assert done == ["node_undrain", "node_drain"]
-        assert system.cli("node", "drain", "node-none", status=1)["error"]["code"] == "node_not_found"
+        assert (
+            system.cli("node", "drain", "node-none", status=1)["error"]["code"] == "node_not_found"
+        )
 
 
 def test_nodes_that_start_one_model_read_it_from_its_source_once(folder: Path) -> None:
-    """The second node asks the first, which is itself still reading: they are one chain, by the scheduler's record and by the loaders'."""
+    """The second node asks the first, which is itself still reading: they are one chain, by the
+    scheduler's record and by the loaders'.
+    """
     # Room for one instance on each device.
     small = {"PILOTLIGHT_DEVICE_BYTES": str(24 * 2**20)}
     arguments = ("--worker-kind", "sim", "--with-demo-model", "--link", "20mbit")
-    with running(folder / "home", *arguments, environment=small) as system, second_node(system, folder / "second"):
+    with (
+        running(folder / "home", *arguments, environment=small) as system,
+        second_node(system, folder / "second"),
+    ):
         eventually(lambda: sum(node["workers"] for node in nodes_of(system).values()) == 2)
         with system.admin() as admin:
-            assert admin.patch("/models/ember-7m", json={"min_instances": 2, "max_instances": 2}).status_code == 200
-            moving = eventually(lambda: len(found := admin.get("/transfers").json()["transfers"]) == 2 and found)
+            assert (
+                admin.patch(
+                    "/models/ember-7m", json={"min_instances": 2, "max_instances": 2}
+                ).status_code
+                == 200
+            )
+            moving = eventually(
+                lambda: len(found := admin.get("/transfers").json()["transfers"]) == 2 and found
+            )
             assert {one["model"] for one in moving} == {"ember-7m"}
-            eventually(lambda: [one["state"] for one in admin.get("/instances").json()["instances"]].count("ready") == 2)
-            starts = [one["outcome"] for one in admin.get("/decisions").json()["decisions"] if one["kind"] == "cold_start"]
+            eventually(
+                lambda: (
+                    [one["state"] for one in admin.get("/instances").json()["instances"]].count(
+                        "ready"
+                    )
+                    == 2
+                )
+            )
+            starts = [
+                one["outcome"]
+                for one in admin.get("/decisions").json()["decisions"]
+                if one["kind"] == "cold_start"
+            ]
         (chain,) = starts[0]["chains"]
         first, second = chain["members"]
-        assert chain["source"] is None, "nobody had it: the first of them reads it from its source"
+        assert chain["source"] is None, "no node had it: the first of them reads it from its source"
         assert {first, second} == nodes_of(system).keys()
         found = eventually(lambda: not (idle := system.cli("transfers"))["transfers"] and idle)
         links = {(link["node_id"], link["kind"]): link["name"] for link in found["links"]}

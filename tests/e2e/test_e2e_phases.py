@@ -15,13 +15,16 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 DELAY_S = 0.2
 NOISE_S = 0.08
-"""A phase may differ by this much from run to run on a busy machine; a delay that leaked into it would be more than twice that."""
+"""A phase may differ by this much from run to run on a busy machine; a delay that leaked into it
+would be more than twice that."""
 REPEATS = 5
 RECORD_DEADLINE_S = 30.0
 
 
 def cold_start(system: RunningSystem, name: str) -> dict[str, Any]:
-    """Ask a model that was never loaded: a copy of the demo model under its own name, so that nothing of it lies in the host pool."""
+    """Ask a model that was never loaded: a copy of the demo model under its own name, so that
+    nothing of it lies in the host pool.
+    """
     folder = system.home / "models" / name
     shutil.copytree(DEMO_FOLDER, folder, copy_function=shutil.copy)
     with system.admin() as admin:
@@ -51,9 +54,15 @@ def finished(system: RunningSystem, trace_id: str) -> dict[str, Any]:
         while clock.monotonic_s() < deadline_s:
             found = admin.get(f"/traces/{trace_id}")
             records = found.json()["cold_starts"] if found.status_code == 200 else []
-            if records and records[0]["status"] == "done" and "prefill" in {phase["name"] for phase in records[0]["phases"]}:
+            if (
+                records
+                and records[0]["status"] == "done"
+                and "prefill" in {phase["name"] for phase in records[0]["phases"]}
+            ):
                 return records[0]
-    raise AssertionError(f"no record of the cold start of {trace_id} after {RECORD_DEADLINE_S:g} s: {found.text}")
+    raise AssertionError(
+        f"no record of the cold start of {trace_id} after {RECORD_DEADLINE_S:g} s: {found.text}"
+    )
 
 
 def evict(system: RunningSystem, name: str) -> None:
@@ -91,7 +100,9 @@ def undisturbed() -> tuple[dict[str, float], float]:
 
 
 @pytest.mark.parametrize("point", ["fetch", "load", "prefill"])
-def test_a_delay_is_found_in_its_phase_alone(point: str, undisturbed: tuple[dict[str, float], float]) -> None:
+def test_a_delay_is_found_in_its_phase_alone(
+    point: str, undisturbed: tuple[dict[str, float], float]
+) -> None:
     usual, _ = undisturbed
     delayed, coverage = measure(f"{point}={DELAY_S}")
     assert delayed[point] - usual[point] == pytest.approx(DELAY_S, abs=NOISE_S)
@@ -102,12 +113,23 @@ def test_a_delay_is_found_in_its_phase_alone(point: str, undisturbed: tuple[dict
 
 def test_the_phases_explain_the_cold_start(undisturbed: tuple[dict[str, float], float]) -> None:
     usual, coverage = undisturbed
-    assert set(usual) >= {"queue", "schedule", "dispatch", "fetch", "load", "prefill", "submit", "deliver"}
+    assert set(usual) >= {
+        "queue",
+        "schedule",
+        "dispatch",
+        "fetch",
+        "load",
+        "prefill",
+        "submit",
+        "deliver",
+    }
     assert coverage >= 0.95
 
 
 def test_the_phases_explain_each_start_from_the_host_pool() -> None:
-    """It takes a few tens of milliseconds, and most of its phases begin with a message between two processes."""
+    """It takes a few tens of milliseconds, and most of its phases begin with a message between two
+    processes.
+    """
     with tempfile.TemporaryDirectory(prefix="pilotlight-e2e-") as folder:
         os.chmod(folder, 0o711)
         with running(Path(folder) / "home") as system:

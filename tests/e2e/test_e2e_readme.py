@@ -1,4 +1,6 @@
-"""The README's commands, as a new user would type them: taken from the page itself, run in this checkout."""
+"""The README's commands, as a new user would type them: taken from the page itself, run in this
+checkout.
+"""
 
 import contextlib
 import json
@@ -28,21 +30,39 @@ def block_with(word: str) -> str:
 
 
 class Reader:
-    """Someone with a shell, whose state folder and port are not the README's, so that nobody is disturbed."""
+    """A shell whose state folder and port are not the README's, so that no other system is
+    disturbed.
+    """
 
     def __init__(self, home: Path) -> None:
         self.home = home
         self.port = free_port()
-        # What `make` runs must be what runs this test: its environment may lie elsewhere than in .venv.
+        # What `make` runs must be what runs this test: its environment may lie elsewhere than in
+        # .venv.
         venv = str(Path(sys.executable).parent.parent)
         # Nor is a reader's `make` the child of the one that runs the tests.
-        plain = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
-        self.environment = {**plain, "PILOTLIGHT_HOME": str(home), "PILOTLIGHT_PORT": str(self.port), "VENV": venv}
+        plain = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")
+        }
+        self.environment = {
+            **plain,
+            "PILOTLIGHT_HOME": str(home),
+            "PILOTLIGHT_PORT": str(self.port),
+            "VENV": venv,
+        }
 
     def shell(self, script: str) -> subprocess.CompletedProcess[str]:
         command = ["bash", "-euo", "pipefail", "-c", self.adapted(script)]
         return subprocess.run(
-            command, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+            command,
+            cwd=ROOT,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
         )
 
     def adapted(self, script: str) -> str:
@@ -73,7 +93,10 @@ def test_make_demo(reader: Reader) -> None:
     assert result["output_tokens"] > 5
     assert {"fetch", "load", "prefill"} <= set(result["phases"])
     # The prompt runs through the first layers while the last are on the wire.
-    assert all(result["while_fetching"][name] > 0.3 * result["phases"][name] for name in ("load", "prefill")), result
+    assert all(
+        result["while_fetching"][name] > 0.3 * result["phases"][name]
+        for name in ("load", "prefill")
+    ), result
     assert "A pilot light is a small flame" in done.stdout
     again = reader.shell(block_with("make demo"))
     assert again.returncode == 0, again.stdout + again.stderr
@@ -84,17 +107,30 @@ def test_make_up_and_what_follows(reader: Reader) -> None:
     output = reader.home.parent / "up.txt"
     with output.open("w") as sink:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=reader.environment, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=ROOT,
+            env=reader.environment,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     try:
         until_it_says_what_to_try(output, process)
-        asked = reader.shell(block_with("curl").replace("curl -N", f"curl -N -sS -D {reader.home}/headers"))
+        asked = reader.shell(
+            block_with("curl").replace("curl -N", f"curl -N -sS -D {reader.home}/headers")
+        )
         assert asked.returncode == 0, asked.stderr
         assert "data: [DONE]" in asked.stdout
         answer = "".join(re.findall(r'"content":"((?:[^"\\]|\\.)*)"', asked.stdout))
         assert "light" in answer
-        headers = dict(re.findall(r"^([\w-]+): (\S+)", (reader.home / "headers").read_text(), flags=re.MULTILINE))
-        *commands, down = [line for line in block_with("pilotlight model list").splitlines() if line.strip()]
+        headers = dict(
+            re.findall(
+                r"^([\w-]+): (\S+)", (reader.home / "headers").read_text(), flags=re.MULTILINE
+            )
+        )
+        *commands, down = [
+            line for line in block_with("pilotlight model list").splitlines() if line.strip()
+        ]
         assert len(commands) >= 3
         for line in commands:
             done = reader.shell(line.replace("trace ID", f"trace {headers['x-trace-id']}"))

@@ -1,11 +1,21 @@
-"""The demo model from a folder, from a hub and from an S3 server: one system, three cold starts, the same tokens."""
+"""The demo model from a folder, from a hub and from an S3 server: one system, three cold starts,
+the same tokens.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from embedded_system import DEMO_FOLDER, RunningSystem, running
-from standin_sources import ACCESS_KEY, SECRET_KEY, Asked, StandinHub, StandinS3, running_hub, running_s3
+from standin_sources import (
+    ACCESS_KEY,
+    SECRET_KEY,
+    Asked,
+    StandinHub,
+    StandinS3,
+    running_hub,
+    running_s3,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -28,7 +38,9 @@ def s3() -> Iterator[StandinS3]:
 
 
 @pytest.fixture(scope="module")
-def system(hub: StandinHub, s3: StandinS3, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSystem]:
+def system(
+    hub: StandinHub, s3: StandinS3, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningSystem]:
     home: Path = tmp_path_factory.mktemp("sources")
     home.chmod(0o711)
     # Credentials come as files, or in the environment's usual names: one of each.
@@ -50,11 +62,15 @@ def system(hub: StandinHub, s3: StandinS3, tmp_path_factory: pytest.TempPathFact
 
 def ask(system: RunningSystem, model: str) -> str:
     with system.openai() as client:
-        answer = client.chat.completions.create(model=model, messages=QUESTION, temperature=0, max_tokens=32)  # type: ignore[arg-type]
+        answer = client.chat.completions.create(
+            model=model, messages=QUESTION, temperature=0, max_tokens=32
+        )  # type: ignore[arg-type]
     return str(answer.choices[0].message.content)
 
 
-def test_every_source_gives_the_same_tokens(system: RunningSystem, hub: StandinHub, s3: StandinS3) -> None:
+def test_every_source_gives_the_same_tokens(
+    system: RunningSystem, hub: StandinHub, s3: StandinS3
+) -> None:
     system.cli("model", "add", "folder", str(DEMO_FOLDER))
     system.cli("model", "add", "hub", "hf://pilotlight/ember-7m", "--revision", "main")
     system.cli("model", "add", "bucket", "S3://models/demo/ember-7m/")
@@ -62,11 +78,16 @@ def test_every_source_gives_the_same_tokens(system: RunningSystem, hub: StandinH
     assert "light" in known
     for name in ("hub", "bucket"):
         assert ask(system, name) == known
-    # What came over the network for the weights came in ranges, and each byte of the file's data about once.
+    # What came over the network for the weights came in ranges, and each byte of the file's data
+    # about once.
     with system.admin() as admin:
         copies = admin.get("/nodes").json()["nodes"][0]["copies"]
     assert len({copy["digest"] for copy in copies}) == 3
-    assert all("range" in asked.headers for asked in (*s3.asked, *hub.cdn.asked) if "safetensors" in asked.target)
+    assert all(
+        "range" in asked.headers
+        for asked in (*s3.asked, *hub.cdn.asked)
+        if "safetensors" in asked.target
+    )
 
 
 def test_a_source_that_changes_under_the_fetch_is_refused_until_it_is_registered_again(
@@ -84,7 +105,10 @@ def test_a_source_that_changes_under_the_fetch_is_refused_until_it_is_registered
                 s3.put("models", "demo/changing", after)
 
     s3.on_asked = replace
-    with system.openai() as client, pytest.raises(Exception, match="Register the model again") as caught:
+    with (
+        system.openai() as client,
+        pytest.raises(Exception, match="Register the model again") as caught,
+    ):
         client.chat.completions.create(model="changing", messages=QUESTION, max_tokens=8)  # type: ignore[arg-type]
     assert getattr(caught.value, "code", None) == "source_changed"
     assert len(asked) >= 3, "it was replaced while it was read"

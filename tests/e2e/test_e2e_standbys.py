@@ -38,10 +38,15 @@ class Schedulers:
 
     def __init__(self, system: RunningSystem) -> None:
         self._home = Home(system.home)
-        self._owner_url = PostgresServer(system.home / "postgres", self._home.secret("postgres-owner")).owner_url
+        self._owner_url = PostgresServer(
+            system.home / "postgres", self._home.secret("postgres-owner")
+        ).owner_url
 
     def pids(self, service: str) -> set[int]:
-        found = {int(path.stem.rpartition("-")[2]) for path in self._home.run_dir.glob(f"{service}-*.sock")}
+        found = {
+            int(path.stem.rpartition("-")[2])
+            for path in self._home.run_dir.glob(f"{service}-*.sock")
+        }
         return {pid for pid in found if Path(f"/proc/{pid}").exists()}
 
     def epochs(self) -> dict[int, float]:
@@ -54,7 +59,11 @@ class Schedulers:
                     lines = http.get("/metrics").text.splitlines()
                 except httpx2.TransportError:
                     continue
-            found[pid] = next(float(line.split()[1]) for line in lines if line.startswith("pilotlight_scheduler_epoch "))
+            found[pid] = next(
+                float(line.split()[1])
+                for line in lines
+                if line.startswith("pilotlight_scheduler_epoch ")
+            )
         return found
 
     def leading(self) -> list[tuple[int, float]]:
@@ -128,7 +137,9 @@ async def test_a_request_that_is_held_while_nobody_leads_completes(system: Runni
     assert (await schedulers.leader(above=epoch))[0] != pid
 
 
-async def test_a_leader_that_was_stopped_does_nothing_when_it_goes_on(system: RunningSystem) -> None:
+async def test_a_leader_that_was_stopped_does_nothing_when_it_goes_on(
+    system: RunningSystem,
+) -> None:
     schedulers = Schedulers(system)
     expected = chat(system)
     pid, epoch = await schedulers.leader()
@@ -151,14 +162,20 @@ async def test_a_leader_that_ends_in_order_leaves_no_gap(system: RunningSystem) 
     runs_out_s = schedulers.expiry_s()
     os.kill(pid, signal.SIGTERM)
     await until(lambda: schedulers.row()[1] > epoch, deadline_s=DEADLINE_S)
-    assert schedulers.expiry_s() - LEASE_S < runs_out_s, "the next term began when the last one ran out"
+    assert schedulers.expiry_s() - LEASE_S < runs_out_s, (
+        "the next term began when the last one ran out"
+    )
     await schedulers.leader(above=epoch)
 
 
 def instances(system: RunningSystem) -> list[tuple[str, str, int]]:
     with system.admin() as admin:
         found = admin.get("/instances").json()["instances"]
-    return sorted((one["instance_id"], one["state"], one["epoch"]) for one in found if one["state"] not in ("gone", "failed"))
+    return sorted(
+        (one["instance_id"], one["state"], one["epoch"])
+        for one in found
+        if one["state"] not in ("gone", "failed")
+    )
 
 
 async def test_two_gateways_share_an_address_and_one_suffices(system: RunningSystem) -> None:
@@ -172,23 +189,36 @@ async def test_two_gateways_share_an_address_and_one_suffices(system: RunningSys
     os.kill(killed, signal.SIGKILL)
     await until(lambda: not Path(f"/proc/{killed}/exe").exists(), deadline_s=DEADLINE_S)
     assert [chat(system) for _ in range(4)] == [expected] * 4
-    await until(lambda: len(schedulers.pids("gateway")) == 2 and scraped(system) == {str(p) for p in schedulers.pids("gateway")})
+    await until(
+        lambda: (
+            len(schedulers.pids("gateway")) == 2
+            and scraped(system) == {str(p) for p in schedulers.pids("gateway")}
+        )
+    )
 
 
 async def test_what_one_gateway_registers_the_other_serves_at_once(system: RunningSystem) -> None:
     for number in range(4):
-        body = {"name": f"shared-{number}", "uri": DEMO_FOLDER.as_uri(), "slo": {"ttft_ms": 5000, "tpot_ms": 200}}
+        body = {
+            "name": f"shared-{number}",
+            "uri": DEMO_FOLDER.as_uri(),
+            "slo": {"ttft_ms": 5000, "tpot_ms": 200},
+        }
         # A connection for each: the kernel gives them to either gateway.
         with system.admin() as admin:
             assert admin.post("/models", json=body).status_code == 201
-        with httpx2.Client(base_url=system.url, headers={"Authorization": f"Bearer {system.key('api')}"}) as http:
+        with httpx2.Client(
+            base_url=system.url, headers={"Authorization": f"Bearer {system.key('api')}"}
+        ) as http:
             assert http.get(f"/v1/models/shared-{number}").status_code == 200
 
 
 def scraped(system: RunningSystem) -> set[str]:
     """Processes of gateways in the metrics, whichever answers."""
     lines = httpx2.get(f"{system.url}/metrics", timeout=10).text.splitlines()
-    return {line.split('process="')[1].split('"')[0] for line in lines if 'service="gateway"' in line}
+    return {
+        line.split('process="')[1].split('"')[0] for line in lines if 'service="gateway"' in line
+    }
 
 
 def test_a_port_that_gateways_share_is_still_one_systems_own(system: RunningSystem) -> None:

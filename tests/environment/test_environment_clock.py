@@ -1,6 +1,8 @@
-"""The time of day jumps by an hour: it is told, nobody loses the lease for long, and nobody holds it beside another.
+"""The time of day jumps by an hour: it is told, the lease is not lost for long, and it never has
+two holders.
 
-To the database a jump of its clock is the same as a shift of every time that it has stored, the other way.
+To the database a jump of its clock is the same as a shift of every time that it has stored, the
+other way.
 """
 
 import json
@@ -43,7 +45,10 @@ def test_a_jump_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
         assert watch.look() == pytest.approx(by.total_seconds())
         assert watch.look() == 0.0
     told = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
-    assert [(line["action"], line["jumped_s"]) for line in told] == [("clock_jumped", 3600.0), ("clock_jumped", -3600.0)]
+    assert [(line["action"], line["jumped_s"]) for line in told] == [
+        ("clock_jumped", 3600.0),
+        ("clock_jumped", -3600.0),
+    ]
     assert all("time service" in line["what_to_do"] for line in told)
 
 
@@ -60,7 +65,9 @@ async def database(database_settings: DatabaseSettingsOf) -> AsyncGenerator[Data
 async def jump(database: Database, by: timedelta) -> None:
     """Let the database's clock jump."""
     async with database.unit_of_work() as work:
-        await work.connection.execute(update(tables.lease).values(expires_at=tables.lease.c.expires_at - by))
+        await work.connection.execute(
+            update(tables.lease).values(expires_at=tables.lease.c.expires_at - by)
+        )
 
 
 async def writes(database: Database, holder: str, epoch: int) -> bool:
@@ -75,20 +82,27 @@ async def test_forward_the_leader_takes_the_lease_again_at_once(database: Databa
     leader, standby = Lease(database, "leader"), Lease(database, "standby")
     assert await leader.take(Epoch(1)) == 1
     await jump(database, HOUR)
-    assert not await writes(database, "leader", 1), "by the only clock that counts its lease is over"
+    assert not await writes(database, "leader", 1), (
+        "by the only clock that counts its lease is over"
+    )
     assert await leader.take(Epoch(1)) == 2
     assert await standby.take(Epoch(1)) is None
     assert [await writes(database, "leader", epoch) for epoch in (1, 2)] == [False, True]
 
 
-async def test_forward_a_standby_may_take_it_and_the_old_leader_is_refused(database: Database) -> None:
+async def test_forward_a_standby_may_take_it_and_the_old_leader_is_refused(
+    database: Database,
+) -> None:
     leader, standby = Lease(database, "leader"), Lease(database, "standby")
     await leader.take(Epoch(1))
     await jump(database, HOUR)
     assert await standby.take(Epoch(1)) == 2
     assert not await leader.renew(Epoch(1))
     assert await leader.take(Epoch(1)) is None
-    assert (await writes(database, "leader", 1), await writes(database, "standby", 2)) == (False, True)
+    assert (await writes(database, "leader", 1), await writes(database, "standby", 2)) == (
+        False,
+        True,
+    )
 
 
 async def test_back_the_leader_goes_on(database: Database) -> None:
@@ -104,7 +118,9 @@ async def test_back_the_leader_goes_on(database: Database) -> None:
     assert await writes(database, "leader", 1)
 
 
-async def test_back_a_dead_leaders_lease_ends_within_a_term_not_in_an_hour(database: Database) -> None:
+async def test_back_a_dead_leaders_lease_ends_within_a_term_not_in_an_hour(
+    database: Database,
+) -> None:
     clock = ManualClock()
     dead, standby = Lease(database, "dead"), Lease(database, "standby", clock)
     await dead.take(Epoch(1))
@@ -115,7 +131,10 @@ async def test_back_a_dead_leaders_lease_ends_within_a_term_not_in_an_hour(datab
     assert await standby.take(Epoch(1)) is None
     clock.advance(0.2)
     assert await standby.take(Epoch(1)) == 2
-    assert (await writes(database, "dead", 1), await writes(database, "standby", 2)) == (False, True)
+    assert (await writes(database, "dead", 1), await writes(database, "standby", 2)) == (
+        False,
+        True,
+    )
     # By then it is an ordinary lease.
     assert await Lease(database, "third", clock).take(Epoch(1)) is None
 

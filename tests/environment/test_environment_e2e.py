@@ -1,4 +1,6 @@
-"""A whole system whose disk and whose shared memory fill up while it runs, in a home with an awkward name."""
+"""A whole system whose disk and whose shared memory fill up while it runs, in a home with an
+awkward name.
+"""
 
 import os
 import tempfile
@@ -26,22 +28,37 @@ def test_a_full_disk_and_full_shared_memory_refuse_and_pass() -> None:
         disk.mkdir(mode=0o711)
         with system_on(disk) as system, system.admin() as admin:
             api = httpx2.Client(
-                base_url=f"{system.url}/v1", headers={"Authorization": f"Bearer {system.key('api')}"}, timeout=DEADLINE_S
+                base_url=f"{system.url}/v1",
+                headers={"Authorization": f"Bearer {system.key('api')}"},
+                timeout=DEADLINE_S,
             )
 
             def ask() -> httpx2.Response:
-                return api.post("/completions", json={"model": "m", "prompt": "Once", "max_tokens": 4})
+                return api.post(
+                    "/completions", json={"model": "m", "prompt": "Once", "max_tokens": 4}
+                )
 
             def register(name: str) -> httpx2.Response:
-                return admin.post("/models", json={"name": name, "uri": MODEL.as_uri(), "slo": {"ttft_ms": 500, "tpot_ms": 200}})
+                return admin.post(
+                    "/models",
+                    json={
+                        "name": name,
+                        "uri": MODEL.as_uri(),
+                        "slo": {"ttft_ms": 500, "tpot_ms": 200},
+                    },
+                )
 
             def evicted() -> bool:
                 admin.post("/models/m/evict")
-                return not any(one["state"] == "ready" for one in admin.get("/instances").json()["instances"])
+                return not any(
+                    one["state"] == "ready" for one in admin.get("/instances").json()["instances"]
+                )
 
             assert register("m").status_code == 201
             limits = Path(f"/proc/{system.process.pid}/limits").read_text()
-            assert " 256 " not in next(line for line in limits.splitlines() if line.startswith("Max open files"))
+            assert " 256 " not in next(
+                line for line in limits.splitlines() if line.startswith("Max open files")
+            )
             # Shared memory: a cold start cannot have its parameters there, and the answer says so.
             fillers = fill(inside(system.process.pid, SHARED_MEMORY))
             refused = ask()

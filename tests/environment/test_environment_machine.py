@@ -1,4 +1,6 @@
-"""Machines that are not as they should be, before anything is started: one message, one status, nothing left behind."""
+"""Machines that are not as they should be, before anything is started: one message, one status,
+nothing left behind.
+"""
 
 import json
 import os
@@ -43,7 +45,11 @@ sys.exit(10 * run(["up", "--json"]) + run(["doctor", "--json"]))
     assert not done.stderr
     started, examined = done.stdout.splitlines()
     told = refusal(started)
-    failed = {(check["found"], check["what_to_do"]) for check in json.loads(examined)["checks"] if check["verdict"] == "failed"}
+    failed = {
+        (check["found"], check["what_to_do"])
+        for check in json.loads(examined)["checks"]
+        if check["verdict"] == "failed"
+    }
     assert (told["message"], told["what_to_do"]) in failed
     return told
 
@@ -53,7 +59,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_a_taken_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_taken_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("PILOTLIGHT_HOME", str(tmp_path / "home"))
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
@@ -62,7 +70,9 @@ def test_a_taken_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
         assert (told["code"], f"127.0.0.1:{port}" in told["message"]) == ("port_taken", True)
         assert "--port" in told["what_to_do"]
         assert run(["doctor", "--json", "--port", port]) == 1
-        (failed,) = [one for one in json.loads(capsys.readouterr().out)["checks"] if one["name"] == "port"]
+        (failed,) = [
+            one for one in json.loads(capsys.readouterr().out)["checks"] if one["name"] == "port"
+        ]
         assert (failed["found"], failed["what_to_do"]) == (told["message"], told["what_to_do"])
     assert Home(tmp_path / "home").running() is None
     Home(tmp_path / "home").lock().close()
@@ -106,7 +116,9 @@ def test_little_shared_memory(tmp_path: Path) -> None:
     assert told["code"] == "shared_memory_too_small"
     assert "/dev/shm has 4 of 4 MiB free" in told["message"]
     assert "shm_size" in told["what_to_do"]
-    told = up(tmp_path / "home", places={Path("/dev/shm"): "64m"}, PILOTLIGHT_POOL_BYTES=str(128 << 20))
+    told = up(
+        tmp_path / "home", places={Path("/dev/shm"): "64m"}, PILOTLIGHT_POOL_BYTES=str(128 << 20)
+    )
     assert "PILOTLIGHT_POOL_BYTES asks for 128 MiB, and /dev/shm is 64 MiB large" in told["message"]
     assert not (tmp_path / "home").exists()
 
@@ -114,20 +126,34 @@ def test_little_shared_memory(tmp_path: Path) -> None:
 def test_a_read_only_state_folder(tmp_path: Path) -> None:
     told = up(tmp_path / "home", places={tmp_path: "ro"})
     assert told["code"] == "home_unusable"
-    assert f"cannot write to the state folder {tmp_path / 'home'} (PILOTLIGHT_HOME): Read-only file system" == told["message"]
+    assert (
+        f"cannot write to the state folder {tmp_path / 'home'} (PILOTLIGHT_HOME): Read-only file system"
+        == told["message"]
+    )
     Home(tmp_path / "home").prepare()
     before = {path: path.read_bytes() for path in (tmp_path / "home").rglob("*") if path.is_file()}
     assert up(tmp_path / "home", places={tmp_path: "ro"}) == told
-    assert {path: path.read_bytes() for path in (tmp_path / "home").rglob("*") if path.is_file()} == before
+    assert {
+        path: path.read_bytes() for path in (tmp_path / "home").rglob("*") if path.is_file()
+    } == before
 
 
 def test_a_low_hard_limit_of_files(tmp_path: Path) -> None:
     def lowered() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 
-    variables = {**os.environ, "PILOTLIGHT_HOME": str(tmp_path / "home"), "PILOTLIGHT_RUN_DIR": str(tmp_path)}
+    variables = {
+        **os.environ,
+        "PILOTLIGHT_HOME": str(tmp_path / "home"),
+        "PILOTLIGHT_RUN_DIR": str(tmp_path),
+    }
     refused = subprocess.run(
-        [pilotlight(), "up", "--json"], env=variables, preexec_fn=lowered, capture_output=True, text=True, timeout=DEADLINE_S
+        [pilotlight(), "up", "--json"],
+        env=variables,
+        preexec_fn=lowered,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
     )
     told = refusal(refused.stdout)
     assert (refused.returncode, told["code"]) == (1, "file_limit_too_low")
@@ -175,7 +201,11 @@ def test_a_low_soft_limit_is_raised() -> None:
     ids=["comma", "newline", "bytes", "path", "name"],
 )
 def test_a_home_that_cannot_be(
-    name: str, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    word: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("PILOTLIGHT_HOME", os.fsdecode(os.fsencode(tmp_path / name)))
     assert run(["up", "--json"]) == 1
@@ -194,7 +224,12 @@ def test_a_home_that_cannot_be(
     ],
 )
 def test_a_server_that_is_not_there(
-    variable: str, url: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    variable: str,
+    url: str,
+    code: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("PILOTLIGHT_HOME", str(tmp_path / "home"))
     port = free_port()
@@ -205,7 +240,11 @@ def test_a_server_that_is_not_there(
     assert "word" not in told["message"].replace("password", "")
     assert f"PILOTLIGHT_{variable}_URL" in told["message"] + told["what_to_do"]
     assert run(["doctor", "--json", "--port", str(free_port())]) == 1
-    failed = {one["found"] for one in json.loads(capsys.readouterr().out)["checks"] if one["verdict"] == "failed"}
+    failed = {
+        one["found"]
+        for one in json.loads(capsys.readouterr().out)["checks"]
+        if one["verdict"] == "failed"
+    }
     assert told["message"] in failed
     assert not (tmp_path / "home").exists()
 

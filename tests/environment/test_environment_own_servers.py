@@ -1,4 +1,6 @@
-"""Servers of the user's own are looked at before anything is started: they answer, or the message names the cause."""
+"""Servers of the user's own are looked at before anything is started: they answer, or the message
+names the cause.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -45,12 +47,16 @@ async def postgres(tmp_path: Path) -> AsyncGenerator[PostgresServer]:
 
 
 async def test_a_database(postgres: PostgresServer) -> None:
-    """Its password may hold what it likes, and is shown to nobody."""
+    """Its password may hold any character, and is shown nowhere."""
     told = await asyncio.to_thread(look_at_database, postgres.owner_url)
     assert told.endswith("answers")
     assert quote(PASSWORD, safe="") not in told
     for wrong, kind, words in (
-        (postgres.owner_url.replace("owner", "thief", 1), DatabaseDenied, "password authentication failed"),
+        (
+            postgres.owner_url.replace("owner", "thief", 1),
+            DatabaseDenied,
+            "password authentication failed",
+        ),
         (postgres.owner_url + "&no_such_option=1", SettingsInvalid, "no_such_option"),
         ("postgresql://owner:hush@127.0.0.1:port/x", SettingsInvalid, "not the URL of a database"),
         (f"postgresql://owner:hush@127.0.0.1:{free_port()}/x", DatabaseUnavailable, "refused"),
@@ -99,7 +105,8 @@ def test_only_what_is_named_is_looked_at(home: Home) -> None:
         "PILOTLIGHT_OBJECT_STORE_URL": "s3://bucket",
     }
     assert sorted(server_looks(home, named)) == ["NATS", "database", "object store"]
-    # Before the first start there are no passwords that the user's server could know, unless its URL names one.
+    # Before the first start there are no passwords that the user's server could know, unless its
+    # URL names one.
     home.secrets.rmdir()
     assert "NATS" not in server_looks(home, named)
     assert "NATS" in server_looks(home, named | {"PILOTLIGHT_NATS_URL": "nats://me:word@x"})

@@ -1,4 +1,6 @@
-"""Servers that refuse, each for real: what is said names the cause and what to do, and the same start works once it is mended."""
+"""Servers that refuse, each for real: what is said names the cause and what to do, and the same
+start works once it is mended.
+"""
 
 import asyncio
 import json
@@ -42,7 +44,12 @@ PASSWORD = "the owner's"
 
 @pytest.fixture
 async def postgres(tmp_path: Path) -> AsyncGenerator[PostgresServer]:
-    limits = {"fsync": "off", "max_connections": "5", "superuser_reserved_connections": "0", "autovacuum": "off"}
+    limits = {
+        "fsync": "off",
+        "max_connections": "5",
+        "superuser_reserved_connections": "0",
+        "autovacuum": "off",
+    }
     server = PostgresServer(tmp_path / "postgres", PASSWORD, settings=limits)
     await server.start()
     try:
@@ -70,12 +77,16 @@ async def test_postgres_refuses(postgres: PostgresServer, tmp_path: Path) -> Non
 
     # The wrong password, and none.
     (secrets / "postgres-scheduler").write_text("wrong")
-    with pytest.raises(DatabaseDenied, match=r'password authentication failed for user "pilotlight_scheduler"'):
+    with pytest.raises(
+        DatabaseDenied, match=r'password authentication failed for user "pilotlight_scheduler"'
+    ):
         await connect(service)
     with pytest.raises(DatabaseDenied, match="no password supplied"):
         await connect(DatabaseSettings(database_url=postgres.url, secrets_dir=tmp_path))
     with pytest.raises(DatabaseDenied, match="cannot be migrated"):
-        await asyncio.to_thread(migrate, MigrateSettings(database_url=postgres.owner_url.replace("owner", "thief")))
+        await asyncio.to_thread(
+            migrate, MigrateSettings(database_url=postgres.owner_url.replace("owner", "thief"))
+        )
     assert "postgres-SERVICE" in DatabaseDenied.action
     (secrets / "postgres-scheduler").write_text("right")
 
@@ -118,7 +129,9 @@ async def until_refused(settings: DatabaseSettings) -> None:
 
 
 async def test_the_embedded_postgres_of_another_password(tmp_path: Path) -> None:
-    """At once, not when the deadline for its start has passed; and the folder is as good as before."""
+    """At once, not when the deadline for its start has passed; and the folder is as good as
+    before.
+    """
     first = PostgresServer(tmp_path / "postgres", PASSWORD, settings={"fsync": "off"})
     await first.start()
     await first.stop()
@@ -131,15 +144,21 @@ async def test_the_embedded_postgres_of_another_password(tmp_path: Path) -> None
 
 
 async def test_nats_refuses(tmp_path: Path) -> None:
-    server = NatsServer(tmp_path / "nats", free_port(), server_config({ADMIN: "a", "gateway": "right"}))
+    server = NatsServer(
+        tmp_path / "nats", free_port(), server_config({ADMIN: "a", "gateway": "right"})
+    )
     await server.start()
     try:
         (tmp_path / "nats-gateway").write_text("wrong")
         settings = BusSettings(nats_url=server.url, secrets_dir=tmp_path)
-        with pytest.raises(BusDenied, match=r"refuses a connection as gateway with the password of nats-gateway"):
+        with pytest.raises(
+            BusDenied, match=r"refuses a connection as gateway with the password of nats-gateway"
+        ):
             await NatsBus.connect(settings, user="gateway", name="x")
         with pytest.raises(BusDenied, match="as gateway without a password"):
-            await NatsBus.connect(BusSettings(nats_url=server.url, secrets_dir=None), user="gateway", name="x")
+            await NatsBus.connect(
+                BusSettings(nats_url=server.url, secrets_dir=None), user="gateway", name="x"
+            )
         named = server.url.replace("nats://", "nats://stranger:word@")
         with pytest.raises(BusDenied, match="as stranger, whom PILOTLIGHT_NATS_URL names"):
             await NatsBus.connect(BusSettings(nats_url=named), user="gateway", name="x")
@@ -148,7 +167,9 @@ async def test_nats_refuses(tmp_path: Path) -> None:
         # A stream for which there is no room.
         (tmp_path / f"nats-{ADMIN}").write_text("a")
         with pytest.raises(BusFull, match="PILOTLIGHT_EVENTS_BYTES"):
-            await ensure_streams(StreamSettings(nats_url=server.url, secrets_dir=tmp_path, events_bytes=1 << 60))
+            await ensure_streams(
+                StreamSettings(nats_url=server.url, secrets_dir=tmp_path, events_bytes=1 << 60)
+            )
     finally:
         await server.stop()
 
@@ -163,7 +184,12 @@ async def test_nats_refuses(tmp_path: Path) -> None:
     ],
 )
 async def test_an_object_store_refuses(
-    status: int, code: str, kind: type[Exception], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    status: int,
+    code: str,
+    kind: type[Exception],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Refusing(BaseHTTPRequestHandler):
         def do_PUT(self) -> None:
@@ -181,7 +207,11 @@ async def test_an_object_store_refuses(
     Thread(target=server.serve_forever, daemon=True).start()
     for name in ("s3-access-key", "s3-secret-key"):
         (tmp_path / name).write_text("wrong")
-    settings = S3Settings(s3_endpoint=f"http://127.0.0.1:{server.server_port}", s3_allow_http=True, secrets_dir=tmp_path)
+    settings = S3Settings(
+        s3_endpoint=f"http://127.0.0.1:{server.server_port}",
+        s3_allow_http=True,
+        secrets_dir=tmp_path,
+    )
     try:
         with pytest.raises(kind, match=words) as caught:
             await ObjectStore.from_url("s3://bucket", settings).put_if_absent("k", b"v")
@@ -191,7 +221,9 @@ async def test_an_object_store_refuses(
         server.server_close()
 
 
-async def test_a_service_that_cannot_start_speaks_through_its_supervisor(tmp_path: Path, nats_url: str) -> None:
+async def test_a_service_that_cannot_start_speaks_through_its_supervisor(
+    tmp_path: Path, nats_url: str
+) -> None:
     """The user sees the cause, not the name of a log in which it might be found."""
     supervisor = Supervisor(tmp_path, SystemClock(), lambda _, __: None, set)
     environment = {
@@ -202,10 +234,15 @@ async def test_a_service_that_cannot_start_speaks_through_its_supervisor(tmp_pat
         "PILOTLIGHT_DATABASE_URL": f"postgresql:///pilotlight?host={tmp_path}",
     }
     spec = ChildSpec(
-        name="cache", argv=(sys.executable, "-m", "pilotlight.cache"), environment=environment, log_path=tmp_path / "cache.log"
+        name="cache",
+        argv=(sys.executable, "-m", "pilotlight.cache"),
+        environment=environment,
+        log_path=tmp_path / "cache.log",
     )
     try:
-        with pytest.raises(DatabaseUnavailable, match=r"^cache cannot start: the database failed: .*No such file"):
+        with pytest.raises(
+            DatabaseUnavailable, match=r"^cache cannot start: the database failed: .*No such file"
+        ):
             await supervisor.start(spec)
     finally:
         await supervisor.stop()
@@ -216,13 +253,21 @@ def test_a_log_that_cannot_be_written_stops_nothing() -> None:
     program += "[structlog.get_logger().error('lost') for _ in range(99)]; logging.getLogger('y').error('lost'); print('alive')"
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=full, text=True, timeout=DEADLINE_S, check=False
+            [sys.executable, "-c", program],
+            stdout=subprocess.PIPE,
+            stderr=full,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
         )
     assert done.stdout == "alive\n"
 
 
 async def test_a_service_whose_folders_are_read_only(tmp_path: Path, nats_url: str) -> None:
-    for variable, folder in (("PILOTLIGHT_RUN_DIR", "/proc/nowhere"), ("PILOTLIGHT_STATE_DIR", "/proc/nowhere")):
+    for variable, folder in (
+        ("PILOTLIGHT_RUN_DIR", "/proc/nowhere"),
+        ("PILOTLIGHT_STATE_DIR", "/proc/nowhere"),
+    ):
         environment = {
             **os.environ,
             "PILOTLIGHT_NATS_URL": nats_url,

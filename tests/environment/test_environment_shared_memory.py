@@ -1,4 +1,6 @@
-"""Shared memory that is full while the pool is filled: an error, never a signal that ends the process."""
+"""Shared memory that is full while the pool is filled: an error, never a signal that ends the
+process.
+"""
 
 from pathlib import Path
 

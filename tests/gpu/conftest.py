@@ -1,4 +1,7 @@
-"""What tests on a device share. Without one they fail and say so: `make test` leaves them out, `make test-gpu` asks for them."""
+"""What tests on a device share.
+
+Without one they fail and say so: `make test` leaves them out, `make test-gpu` asks for them.
+"""
 
 from collections.abc import Callable
 
@@ -8,7 +11,10 @@ import torch
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
-    """References are computed on cores. Tests run side by side, and as many threads as cores in each take turns at waiting."""
+    """References are computed on cores.
+
+    Tests run side by side, and as many threads as cores in each take turns at waiting.
+    """
     torch.set_num_threads(1)
 
 
@@ -16,13 +22,21 @@ def _one_thread() -> None:
 def device() -> torch.device:
     """The first CUDA device."""
     if torch.version.cuda is None:
-        pytest.fail(f"torch {torch.__version__} is built without CUDA: install the build for this machine's driver")
+        pytest.fail(
+            f"torch {torch.__version__} is built without CUDA: install the build for this machine's driver"
+        )
     if not torch.cuda.is_available():
-        pytest.fail(f"torch {torch.__version__} for CUDA {torch.version.cuda} finds no device: look at nvidia-smi")
+        pytest.fail(
+            f"torch {torch.__version__} for CUDA {torch.version.cuda} finds no device: look at nvidia-smi"
+        )
     return torch.device("cuda", 0)
 
 
 @pytest.fixture
-def record_property(record_property: Callable[[str, object], None]) -> Callable[[str, object], None]:
-    """pytest's own, in words: tests run side by side, and nothing but plain values passes between their processes."""
+def record_property(
+    record_property: Callable[[str, object], None],
+) -> Callable[[str, object], None]:
+    """pytest's own, in words: tests run side by side, and nothing but plain values passes between
+    their processes.
+    """
     return lambda name, value: record_property(name, str(value))

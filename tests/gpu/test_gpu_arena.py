@@ -1,4 +1,6 @@
-"""The arena on a device: the same addresses in two processes, memory behind a stage's own layers alone, and all of it given back."""
+"""The arena on a device: the same addresses in two processes, memory behind a stage's own layers
+alone, and all of it given back.
+"""
 
 import contextlib
 import json
@@ -31,7 +33,11 @@ LAYER_SHAPES = {
     "up": (4 * HIDDEN, HIDDEN),
     "down": (HIDDEN, 4 * HIDDEN),
 }
-SHAPES = [{"embedding": (8000, HIDDEN)}, *[LAYER_SHAPES] * LAYERS, {"norm": (HIDDEN,), "head": (8000, HIDDEN)}]
+SHAPES = [
+    {"embedding": (8000, HIDDEN)},
+    *[LAYER_SHAPES] * LAYERS,
+    {"norm": (HIDDEN,), "head": (8000, HIDDEN)},
+]
 
 
 @pytest.fixture
@@ -51,7 +57,13 @@ def free_bytes() -> int:
 
 def layout_of(arena: CudaArena) -> SlotLayout:
     return SlotLayout(
-        SHAPES, LAYERS, ROW_BYTES, 2, arena.slot_bytes, granule_bytes=arena.granule_bytes, pool_bytes=arena.pool_bytes
+        SHAPES,
+        LAYERS,
+        ROW_BYTES,
+        2,
+        arena.slot_bytes,
+        granule_bytes=arena.granule_bytes,
+        pool_bytes=arena.pool_bytes,
     )
 
 
@@ -61,8 +73,12 @@ def fill(arena: CudaArena, layout: SlotLayout, parts: range) -> dict[str, int]:
     for part in parts:
         for name, offset in layout.tensors(part).items():
             tensor = arena.tensor(offset, SHAPES[part][name], torch.bfloat16)
-            tensor.normal_(generator=torch.Generator(arena.device).manual_seed(part * 100 + len(name)))
-            found[f"{part} {name} {tensor.data_ptr():#x}"] = int(tensor.view(torch.int16).sum(dtype=torch.int64))
+            tensor.normal_(
+                generator=torch.Generator(arena.device).manual_seed(part * 100 + len(name))
+            )
+            found[f"{part} {name} {tensor.data_ptr():#x}"] = int(
+                tensor.view(torch.int16).sum(dtype=torch.int64)
+            )
     return found
 
 
@@ -82,12 +98,16 @@ print(json.dumps(here.fill(arena, layout, range(len(here.SHAPES)))), flush=True)
 def in_another_process(program: str, *arguments: str, fds: tuple[int, ...] = ()) -> str:
     paths = ":".join([os.path.dirname(__file__), *sys.path])
     command = [sys.executable, "-c", program, paths, *arguments]
-    done = subprocess.run(command, pass_fds=fds, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, pass_fds=fds, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
 
-def test_two_processes_lay_the_same_model_out_at_the_same_addresses(arena: CudaArena, record_property: Record) -> None:
+def test_two_processes_lay_the_same_model_out_at_the_same_addresses(
+    arena: CudaArena, record_property: Record
+) -> None:
     assert (arena.address, arena.canonical, arena.granule_bytes) == (ADDRESSES[0], True, G)
     layout = layout_of(arena)
     for part in range(len(SHAPES)):
@@ -120,7 +140,9 @@ def test_a_conflict_falls_back_to_another_base(device: torch.device) -> None:
     assert in_another_process(CONFLICT).split() == ["fell", "back"]
 
 
-def test_a_stage_maps_its_own_layers_and_consolidation_the_rest_in_place(arena: CudaArena, record_property: Record) -> None:
+def test_a_stage_maps_its_own_layers_and_consolidation_the_rest_in_place(
+    arena: CudaArena, record_property: Record
+) -> None:
     before = free_bytes()
     layout = layout_of(arena)
     mine = range(3, 6)
@@ -165,12 +187,18 @@ def test_kv_grows_and_goes_back_in_place(arena: CudaArena, record_property: Reco
         blocks = wanted
         if not marks:
             for layer in range(LAYERS):
-                marks.append(arena.tensor(layout.values(layer), (kept * block_bytes // 2,), torch.int16))
+                marks.append(
+                    arena.tensor(layout.values(layer), (kept * block_bytes // 2,), torch.int16)
+                )
                 marks[-1].random_(generator=torch.Generator(arena.device).manual_seed(layer))
         for layer, mark in enumerate(marks):
-            expected = torch.empty_like(mark).random_(generator=torch.Generator(arena.device).manual_seed(layer))
+            expected = torch.empty_like(mark).random_(
+                generator=torch.Generator(arena.device).manual_seed(layer)
+            )
             assert torch.equal(mark, expected)
-        needed = sum(extent.num_bytes for layer in range(LAYERS) for extent in layout.kv(layer, 0, blocks))
+        needed = sum(
+            extent.num_bytes for layer in range(LAYERS) for extent in layout.kv(layer, 0, blocks)
+        )
         assert arena.physical_bytes == needed
         del expected
     record_property("times", spent)
@@ -181,7 +209,9 @@ def test_kv_grows_and_goes_back_in_place(arena: CudaArena, record_property: Reco
     assert abs(before - free_bytes()) < 4 * MIB
 
 
-def test_a_thousand_random_operations_leak_no_device_memory(arena: CudaArena, record_property: Record) -> None:
+def test_a_thousand_random_operations_leak_no_device_memory(
+    arena: CudaArena, record_property: Record
+) -> None:
     moves = random.Random(7)
     before = free_bytes()
     held = set[tuple[int, int]]()
@@ -203,7 +233,12 @@ def test_a_thousand_random_operations_leak_no_device_memory(arena: CudaArena, re
             held -= gone
         if number % 100 == 99:
             for where, granule in held:
-                assert bool((slots[where].tensor(granule * G, (G,), torch.uint8) == values[where, granule]).all())
+                assert bool(
+                    (
+                        slots[where].tensor(granule * G, (G,), torch.uint8)
+                        == values[where, granule]
+                    ).all()
+                )
             assert arena.physical_bytes == len(held) * G
     record_property("driver_calls", str(arena.driver_calls))
     for slot in slots:
@@ -247,19 +282,28 @@ def test_another_process_maps_what_is_exported(arena: CudaArena) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         socket.send_fds(ours, [b"x"], [fd])
-        assert float(in_another_process(IMPORTER, str(theirs.fileno()), fds=(theirs.fileno(),))) == 3000
+        assert (
+            float(in_another_process(IMPORTER, str(theirs.fileno()), fds=(theirs.fileno(),)))
+            == 3000
+        )
     os.close(fd)
     assert float(mine.sum()) == 2000
 
 
-def test_torch_works_in_the_workspace_and_its_own_allocator_is_left_alone(arena: CudaArena, record_property: Record) -> None:
+def test_torch_works_in_the_workspace_and_its_own_allocator_is_left_alone(
+    arena: CudaArena, record_property: Record
+) -> None:
     own = torch.ones(1000, device=arena.device)
     with arena.workspace.use():
         left = torch.randn(4096, 4096, device=arena.device, dtype=torch.bfloat16)
         product = left @ left
     assert not arena.address <= own.data_ptr() < arena.address + (17 << 38)
     for tensor in (left, product):
-        assert arena.address + 16 * arena.slot_bytes <= tensor.data_ptr() < arena.address + 17 * arena.slot_bytes
+        assert (
+            arena.address + 16 * arena.slot_bytes
+            <= tensor.data_ptr()
+            < arena.address + 17 * arena.slot_bytes
+        )
     outside = left.float() @ left.float()
     torch.testing.assert_close(product.float(), outside, rtol=2e-2, atol=2.0)
     mapped = arena.workspace.mapped_bytes
@@ -270,8 +314,13 @@ def test_torch_works_in_the_workspace_and_its_own_allocator_is_left_alone(arena:
     assert arena.physical_bytes == 0
 
 
-def test_a_large_batch_finds_the_memory_that_smaller_ones_left(device: torch.device, record_property: Record) -> None:
-    """Nothing lies in what torch keeps, and yet the batch does not fit beside it. What lies in the pool stays as it is."""
+def test_a_large_batch_finds_the_memory_that_smaller_ones_left(
+    device: torch.device, record_property: Record
+) -> None:
+    """Nothing lies in what torch keeps, and yet the batch does not fit beside it.
+
+    What lies in the pool stays as it is.
+    """
     arena = CudaArena(0, num_slots=1, slot_bytes=POOL_BYTES + (1 << 30))
 
     def take(mib: int) -> torch.Tensor:
@@ -337,8 +386,12 @@ def test_a_capture_goes_on_after_memory_that_it_did_not_get(arena: CudaArena) ->
     assert arena.physical_bytes == 0
 
 
-def test_graph_pools_share_their_memory_and_replay_right(arena: CudaArena, record_property: Record) -> None:
-    """Two models' graphs, each in its slot's pool; both scratch areas are the same memory, and neither replay minds."""
+def test_graph_pools_share_their_memory_and_replay_right(
+    arena: CudaArena, record_property: Record
+) -> None:
+    """Two models' graphs, each in its slot's pool; both scratch areas are the same memory, and
+    neither replay minds.
+    """
     pools = [arena.graph_pool(number) for number in (0, 1)]
     inputs = [torch.randn(512, 1024, device=arena.device) for _ in pools]
     outputs = [torch.empty(512, 1024, device=arena.device) for _ in pools]
@@ -351,7 +404,9 @@ def test_graph_pools_share_their_memory_and_replay_right(arena: CudaArena, recor
         outputs[index].copy_(hidden)
 
     graphs: list[torch.cuda.CUDAGraph] = []
-    stream = torch.cuda.Stream()  # cuBLAS has its workspace for this stream before anything is captured
+    stream = (
+        torch.cuda.Stream()
+    )  # cuBLAS has its workspace for this stream before anything is captured
     with torch.cuda.stream(stream):
         work(0)
     torch.cuda.synchronize()

@@ -17,7 +17,9 @@ Record = Callable[[str, object], None]
 def test_the_device_is_seen(device: torch.device, record_property: Record) -> None:
     properties = torch.cuda.get_device_properties(device)
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(command, capture_output=True, text=True, timeout=SMI_DEADLINE_S, check=True).stdout.split()[0]
+    driver = subprocess.run(
+        command, capture_output=True, text=True, timeout=SMI_DEADLINE_S, check=True
+    ).stdout.split()[0]
     record_property("name", properties.name)
     record_property("memory_bytes", properties.total_memory)
     record_property("capability", f"{properties.major}.{properties.minor}")
@@ -29,12 +31,16 @@ def test_the_device_is_seen(device: torch.device, record_property: Record) -> No
 
 
 @pytest.mark.parametrize(
-    ("dtype", "rtol", "atol"), [(torch.float32, 1e-4, 1e-3), (torch.bfloat16, 2e-2, 1e-1)], ids=["float32", "bfloat16"]
+    ("dtype", "rtol", "atol"),
+    [(torch.float32, 1e-4, 1e-3), (torch.bfloat16, 2e-2, 1e-1)],
+    ids=["float32", "bfloat16"],
 )
 def test_a_matmul_equals_the_cpus(
     device: torch.device, record_property: Record, dtype: torch.dtype, rtol: float, atol: float
 ) -> None:
-    """Against the product in float64; what float32 loses by its own rounding over 512 terms is far below the tolerance."""
+    """Against the product in float64; what float32 loses by its own rounding over 512 terms is far
+    below the tolerance.
+    """
     generator = torch.Generator().manual_seed(7)
     left = torch.randn(257, 512, generator=generator).to(dtype)
     right = torch.randn(512, 129, generator=generator).to(dtype)
@@ -45,7 +51,9 @@ def test_a_matmul_equals_the_cpus(
 
 
 @pytest.mark.parametrize("pinned", [False, True], ids=["pageable", "pinned"])
-def test_the_demo_models_tensors_come_back_bit_for_bit(device: torch.device, record_property: Record, pinned: bool) -> None:
+def test_the_demo_models_tensors_come_back_bit_for_bit(
+    device: torch.device, record_property: Record, pinned: bool
+) -> None:
     from safetensors import safe_open
 
     copied_bytes = 0

@@ -1,4 +1,6 @@
-"""The whole engine on the device says what the engine on the CPU says, whatever comes and goes meanwhile."""
+"""The whole engine on the device says what the engine on the CPU says, whatever comes and goes
+meanwhile.
+"""
 
 import gc
 import itertools
@@ -34,14 +36,20 @@ class Driver:
         room = kv_tokens * spec.kv_bytes_per_token(spec.whole, Dtype.FLOAT32)
         self.engine.begin_load(INSTANCE, spec, spec.whole, Dtype.FLOAT32, spec.total_bytes + room)
         for part, tensors in enumerate(random_parts(spec, 3)):
-            self.engine.place_part(INSTANCE, part, {name: source_of(tensor) for name, tensor in tensors.items()})
+            self.engine.place_part(
+                INSTANCE, part, {name: source_of(tensor) for name, tensor in tensors.items()}
+            )
         self.tokens: dict[str, list[int]] = {}
         self.finishes: dict[str, FinishReason] = {}
         self.steps = 0
 
-    def add(self, name: str, prompt_tokens: int, number: int | None = None, **sampling: object) -> None:
+    def add(
+        self, name: str, prompt_tokens: int, number: int | None = None, **sampling: object
+    ) -> None:
         number = len(self.tokens) if number is None else number
-        prompt = torch.randint(997, (prompt_tokens,), generator=torch.Generator().manual_seed(number)).tolist()
+        prompt = torch.randint(
+            997, (prompt_tokens,), generator=torch.Generator().manual_seed(number)
+        ).tolist()
         parameters = Sampling(**{"seed": number, "max_tokens": 30, "temperature": 0.0, **sampling})
         self.engine.add(RequestId(name), 1, INSTANCE, prompt, (), parameters)
         self.tokens[name] = []
@@ -68,7 +76,9 @@ def talk(arena: Arena, kind: str) -> Driver:
     for number in range(5):
         driver.add(f"noisy {number}", 31, temperature=0.9)
         stops = tuple(range(number, 997, 9))
-        driver.add(f"stops {number}", 12 + number, temperature=1.2, stop_token_ids=stops, max_tokens=60)
+        driver.add(
+            f"stops {number}", 12 + number, temperature=1.2, stop_token_ids=stops, max_tokens=60
+        )
     for _ in range(12):
         driver.step()
     driver.add("late", 300)
@@ -116,7 +126,7 @@ def test_outputs_are_those_of_the_cpu(on_device: CudaArena, kind: str) -> None:
 
 @pytest.mark.parametrize("max_tokens", [1, 6])
 def test_a_prompt_in_pieces_comes_first(on_device: CudaArena, max_tokens: int) -> None:
-    """The very first batches give nobody a token."""
+    """The very first batches give no request a token."""
     drivers = [
         Driver(arena, "qwen2", 1024, BatchLimits(step_tokens=200, running=12))
         for arena in (on_device, CpuArena(num_slots=1, slot_bytes=SLOT_BYTES))
@@ -133,8 +143,10 @@ def test_a_prompt_in_pieces_comes_first(on_device: CudaArena, max_tokens: int) -
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_request_moves_between_engines_in_mid_generation(on_device: CudaArena, kind: str) -> None:
-    """From the device to another engine on it, and to one on the CPU, and from there to the device, with its keys and values: the tokens
-    are those of one that stays."""
+    """From the device to another engine on it, and to one on the CPU, and from there to the device,
+    with its keys and values: the tokens
+    are those of one that stays.
+    """
     limits = BatchLimits(step_tokens=200, running=12)
 
     def host() -> Driver:
@@ -154,8 +166,10 @@ def test_a_request_moves_between_engines_in_mid_generation(on_device: CudaArena,
         assert list(gone.output_ids) == source.tokens["r"]
         for target in targets:
             target.tokens["r"] = list(gone.output_ids)
-            target.engine.add(*key, INSTANCE, gone.prompt_ids, gone.output_ids, gone.sampling, pieces=pieces)
-            # Nothing but the last token has to be run before the next one is drawn.
+            target.engine.add(
+                *key, INSTANCE, gone.prompt_ids, gone.output_ids, gone.sampling, pieces=pieces
+            )
+            # Nothing but the last token has to be run before the next one is sampled.
             target.finish()
             assert target.tokens["r"] == stays.tokens["r"]
     for driver in (stays, goes, takes, follows):
@@ -166,12 +180,21 @@ def test_a_request_moves_between_engines_in_mid_generation(on_device: CudaArena,
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_requests_move_while_others_go_on(on_device: CudaArena, kind: str) -> None:
-    """Two engines on one device, six requests; every few steps one that runs changes sides. All end as if nobody had moved."""
+    """Two engines on one device, six requests; every few steps one that runs changes sides.
+
+    All end as if none had moved.
+    """
     limits = BatchLimits(step_tokens=200, running=12)
     stays, *sides = (Driver(on_device, kind, 2048, limits) for _ in range(3))
     for number in range(6):
         for driver in (stays, sides[number % 2]):
-            driver.add(f"r{number}", 20 + 31 * number, number, max_tokens=50, temperature=0.5 * (number % 2))
+            driver.add(
+                f"r{number}",
+                20 + 31 * number,
+                number,
+                max_tokens=50,
+                temperature=0.5 * (number % 2),
+            )
     stays.finish()
     where = {f"r{number}": number % 2 for number in range(6)}
     for turn in range(18):
@@ -186,7 +209,9 @@ def test_requests_move_while_others_go_on(on_device: CudaArena, kind: str) -> No
         pieces = source.engine.export_kv(INSTANCE, [key], spec_of(kind, Dtype.FLOAT32).whole)
         gone = source.engine.release(*key)
         target.tokens[key.request_id] = list(gone.output_ids)
-        target.engine.add(*key, INSTANCE, gone.prompt_ids, gone.output_ids, gone.sampling, pieces=pieces)
+        target.engine.add(
+            *key, INSTANCE, gone.prompt_ids, gone.output_ids, gone.sampling, pieces=pieces
+        )
         where[key.request_id] = 1 - where[key.request_id]
     for side in sides:
         side.finish()

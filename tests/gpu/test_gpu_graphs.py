@@ -1,4 +1,6 @@
-"""Graphs that one process captures and another makes again: the same bytes come out, without a capture and without a warm-up."""
+"""Graphs that one process captures and another makes again: the same bytes come out, without a
+capture and without a warm-up.
+"""
 
 import json
 import os
@@ -133,7 +135,9 @@ print(json.dumps({"found": found, "ms": {k: round(1e3 * v, 2) for k, v in times.
 
 def child(program: str, folder: Path, mode: str) -> dict[str, dict[str, object]]:
     command = [sys.executable, "-c", PREAMBLE + program, ":".join(sys.path), str(folder), mode]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=dict(os.environ))
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, env=dict(os.environ)
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.strip().splitlines()[-1])
 

@@ -1,4 +1,6 @@
-"""Every kernel against the same computation in float64 on the CPU: fresh random inputs, poisoned outputs."""
+"""Every kernel against the same computation in float64 on the CPU: fresh random inputs, poisoned
+outputs.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,12 +15,20 @@ pytest.importorskip("triton", reason="it comes with torch's builds for CUDA alon
 from pilotlight.engine.core.batch import Batch, Segment
 from pilotlight.engine.core.blocks import BLOCK_TOKENS, blocks_for
 from pilotlight.engine.core.philox import uniform
+from pilotlight.engine.cuda.attention_metadata import StaticDecode, fields_of, send, zeros_on
 from pilotlight.engine.cuda.kernels import elementwise, sampling
-from pilotlight.engine.cuda.kernels.decode_attention import DecodeScratch, RawHeads, decode_attention
-from pilotlight.engine.cuda.kernels.prefill_attention import MANY_ROWS, PrefillTile, prefill_attention
-from pilotlight.engine.cuda.kernels.vector import VectorProduct
+from pilotlight.engine.cuda.kernels.decode_attention import (
+    DecodeScratch,
+    RawHeads,
+    decode_attention,
+)
+from pilotlight.engine.cuda.kernels.gemv import Gemv
+from pilotlight.engine.cuda.kernels.prefill_attention import (
+    MANY_ROWS,
+    PrefillTile,
+    prefill_attention,
+)
 from pilotlight.engine.cuda.prompts import StaticPrompt
-from pilotlight.engine.cuda.rows import StaticRows, fields_of, send, zeros_on
 from pilotlight.engine.models.layers import rms_norm
 
 pytestmark = pytest.mark.gpu
@@ -58,10 +68,16 @@ def turned(x: Tensor, angles: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("hidden", [48, 2560])
-def test_a_norm_adds_the_residual(device: torch.device, fresh: Callable[..., Tensor], dtype: torch.dtype, hidden: int) -> None:
-    residual, x, weight = (fresh(*shape).to(dtype) for shape in ((7, hidden), (7, hidden), (hidden,)))
+def test_a_norm_adds_the_residual(
+    device: torch.device, fresh: Callable[..., Tensor], dtype: torch.dtype, hidden: int
+) -> None:
+    residual, x, weight = (
+        fresh(*shape).to(dtype) for shape in ((7, hidden), (7, hidden), (hidden,))
+    )
     there = residual.to(device, copy=True)
-    normed = elementwise.add_norm(there, x.to(device, copy=True), weight.to(device, copy=True), 1e-5)
+    normed = elementwise.add_norm(
+        there, x.to(device, copy=True), weight.to(device, copy=True), 1e-5
+    )
     summed = residual + x
     assert torch.equal(there.cpu(), summed)
     close(normed, rms_norm(summed.double(), weight.double(), 1e-5), dtype)
@@ -73,13 +89,19 @@ def test_a_norm_adds_the_residual(device: torch.device, fresh: Callable[..., Ten
 def test_gates_open(device: torch.device, fresh: Callable[..., Tensor], dtype: torch.dtype) -> None:
     both = fresh(5, 2 * 1300).to(dtype)
     gates, ups = both.double().chunk(2, dim=-1)
-    close(elementwise.silu_mul(both.to(device, copy=True)), torch.nn.functional.silu(gates) * ups, dtype)
+    close(
+        elementwise.silu_mul(both.to(device, copy=True)),
+        torch.nn.functional.silu(gates) * ups,
+        dtype,
+    )
 
 
 def test_angles_are_those_of_the_cpu(device: torch.device) -> None:
     positions = torch.tensor([0, 1, 77, 8191, 131071], dtype=torch.int32)
     frequencies = 1.0 / 10_000 ** (torch.arange(0, 128, 2, dtype=torch.float32) / 128)
-    cosines, sines = elementwise.rotations(positions.to(device, copy=True), frequencies.to(device, copy=True), 1.5, torch.float32)
+    cosines, sines = elementwise.rotations(
+        positions.to(device, copy=True), frequencies.to(device, copy=True), 1.5, torch.float32
+    )
     angles = (positions[:, None].to(torch.float32) * frequencies).double()
     assert float((cosines.cpu() - 1.5 * angles.cos()).abs().max()) < 1e-6
     assert float((sines.cpu() - 1.5 * angles.sin()).abs().max()) < 1e-6
@@ -105,15 +127,20 @@ class Cache:
         written = torch.zeros(shape[0], dtype=torch.bool)
         for table, context in zip(self.tables, contexts, strict=True):
             written[self.slots(table, 0, context)] = True
-        # Nobody's slots are NaN: whoever reads one shows it.
+        # Slots without an owner are NaN: a row that reads one shows it.
         self.keys[~written] = self.values[~written] = math.nan
         self.there = self.keys.to(device, copy=True), self.values.to(device, copy=True)
 
     @staticmethod
     def slots(table: Sequence[int], start: int, stop: int) -> list[int]:
-        return [table[at // BLOCK_TOKENS] * BLOCK_TOKENS + at % BLOCK_TOKENS for at in range(start, stop)]
+        return [
+            table[at // BLOCK_TOKENS] * BLOCK_TOKENS + at % BLOCK_TOKENS
+            for at in range(start, stop)
+        ]
 
-    def attend(self, query: Tensor, table: Sequence[int], position: int, window: int | None, scale: float) -> Tensor:
+    def attend(
+        self, query: Tensor, table: Sequence[int], position: int, window: int | None, scale: float
+    ) -> Tensor:
         """[heads, head_dim] of one row -> the same, in float64."""
         start = 0 if window is None else max(0, position + 1 - window)
         slots = self.slots(table, start, position + 1)
@@ -140,14 +167,20 @@ def test_single_rows_attend(
 ) -> None:
     contexts = (1, 16, 17, 333, 1500)
     cache = Cache(fresh, device, dtype, contexts, kv_heads, dim)
-    batch = Batch(tuple(Segment(n - 1, 1, table, True) for n, table in zip(contexts, cache.tables, strict=True)))
+    batch = Batch(
+        tuple(
+            Segment(n - 1, 1, table, True) for n, table in zip(contexts, cache.tables, strict=True)
+        )
+    )
     step = send(fields_of(batch, SPARE, window), device)
-    items = step.items if window is None else step.sliding_items
+    splits = step.splits if window is None else step.sliding_splits
     scratch = DecodeScratch(len(contexts) + SPARE, heads, kv_heads, dim, zeros_on(device))
     queries = fresh(len(contexts), heads, dim).to(dtype)
     for _ in range(2):  # The second time, the counters have to be as they were.
         out = poisoned(len(contexts), heads * dim, dtype=dtype, device=device)
-        decode_attention(queries.to(device, copy=True), cache.there, step.rows, items, scratch, 0.3, out)
+        decode_attention(
+            queries.to(device, copy=True), cache.there, step.rows, splits, scratch, 0.3, out
+        )
         exact = torch.stack(
             [
                 cache.attend(query, table, n - 1, window, 0.3)
@@ -162,27 +195,50 @@ def test_single_rows_attend(
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
 @pytest.mark.parametrize("dressed", [False, True], ids=["plain", "bias-and-norms"])
 def test_raw_heads_are_turned_stored_and_attended_to(
-    device: torch.device, fresh: Callable[..., Tensor], dtype: torch.dtype, heads: int, kv_heads: int, dim: int, dressed: bool
+    device: torch.device,
+    fresh: Callable[..., Tensor],
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    dressed: bool,
 ) -> None:
-    """The decode kernel does at once what the one for prompts does in place; both as float64 does it. Padding touches nothing."""
+    """The decode kernel does at once what the one for prompts does in place; both as float64 does
+    it.
+
+    Padding touches nothing.
+    """
     contexts = (1, 200, 17)
     cache = Cache(fresh, device, dtype, contexts, kv_heads, dim)
-    batch = Batch(tuple(Segment(n - 1, 1, table, True) for n, table in zip(contexts, cache.tables, strict=True)))
-    static = StaticRows(zeros_on(device), 8, SPARE, 64, None, pinned=device.type == "cuda")
+    batch = Batch(
+        tuple(
+            Segment(n - 1, 1, table, True) for n, table in zip(contexts, cache.tables, strict=True)
+        )
+    )
+    static = StaticDecode(zeros_on(device), 8, SPARE, 64, None, pinned=device.type == "cuda")
     assert static.fill(batch, None)
     step, _ = static.view(4)
     width = (heads + 2 * kv_heads) * dim
     qkv, bias = fresh(4, width).to(dtype), fresh(width).to(dtype)
     norms = fresh(dim).to(dtype), fresh(dim).to(dtype)
     frequencies = 1.0 / 100 ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-    turns = elementwise.rotations(step.rows.positions, frequencies.to(device, copy=True), 1.0, dtype)
+    turns = elementwise.rotations(
+        step.rows.positions, frequencies.to(device, copy=True), 1.0, dtype
+    )
     scratch = DecodeScratch(4 + SPARE, heads, kv_heads, dim, zeros_on(device))
     raw = RawHeads(None, None, 0.0, turns)
     if dressed:
-        raw = RawHeads(bias.to(device, copy=True), (norms[0].to(device, copy=True), norms[1].to(device, copy=True)), 1e-6, turns)
+        raw = RawHeads(
+            bias.to(device, copy=True),
+            (norms[0].to(device, copy=True), norms[1].to(device, copy=True)),
+            1e-6,
+            turns,
+        )
     before = [half.clone() for half in cache.there]
     out = poisoned(4, heads * dim, dtype=dtype, device=device)
-    decode_attention(qkv.to(device, copy=True), cache.there, step.rows, step.items, scratch, 0.2, out, raw)
+    decode_attention(
+        qkv.to(device, copy=True), cache.there, step.rows, step.splits, scratch, 0.2, out, raw
+    )
 
     exact = qkv.double()[:3]
     if dressed:
@@ -190,10 +246,14 @@ def test_raw_heads_are_turned_stored_and_attended_to(
     parts = exact.unflatten(1, (-1, dim)).split((heads, kv_heads, kv_heads), dim=1)
     queries, keys, values = parts
     if dressed:
-        queries, keys = (rms_norm(x, norm.double(), 1e-6) for x, norm in zip((queries, keys), norms, strict=True))
+        queries, keys = (
+            rms_norm(x, norm.double(), 1e-6) for x, norm in zip((queries, keys), norms, strict=True)
+        )
     angles = torch.tensor([[n - 1] for n in contexts]).double() * frequencies.double()
     queries, keys = turned(queries, angles), turned(keys, angles)
-    slots = [cache.slots(table, n - 1, n)[0] for table, n in zip(cache.tables, contexts, strict=True)]
+    slots = [
+        cache.slots(table, n - 1, n)[0] for table, n in zip(cache.tables, contexts, strict=True)
+    ]
     stored_keys, stored_values = cache.there
     close(stored_keys[slots], keys, dtype)
     close(stored_values[slots], values, dtype)
@@ -201,18 +261,22 @@ def test_raw_heads_are_turned_stored_and_attended_to(
     others[slots] = False
     for half, was in zip(cache.there, before, strict=True):
         assert torch.equal(
-            half[others.to(device, copy=True)].view(torch.uint8), was[others.to(device, copy=True)].view(torch.uint8)
+            half[others.to(device, copy=True)].view(torch.uint8),
+            was[others.to(device, copy=True)].view(torch.uint8),
         )
     cache.keys[slots], cache.values[slots] = keys.to(dtype), values.to(dtype)
     attended = [
-        cache.attend(query, table, n - 1, None, 0.2) for query, table, n in zip(queries, cache.tables, contexts, strict=True)
+        cache.attend(query, table, n - 1, None, 0.2)
+        for query, table, n in zip(queries, cache.tables, contexts, strict=True)
     ]
     close(out[:3], torch.stack(attended).flatten(1), dtype)
     assert out[3].isnan().all()
 
     first = [half[slots].clone() for half in cache.there]
     in_place = qkv.to(device, copy=True)
-    elementwise.turn_and_store(in_place, raw.bias, raw.norms, raw.eps, turns, step.rows.slots, cache.there, heads)
+    elementwise.turn_and_store(
+        in_place, raw.bias, raw.norms, raw.eps, turns, step.rows.slots, cache.there, heads
+    )
     close(in_place[:3], torch.cat((queries, keys, values), dim=1).flatten(1), dtype)
     for half, was in zip(cache.there, first, strict=True):
         close(half[slots], was.cpu().double(), dtype)
@@ -230,23 +294,34 @@ def test_chunks_attend(
     dim: int,
     window: int | None,
 ) -> None:
-    """Whole prompts, chunks behind a prefix, and single rows beside them, which are another kernel's."""
+    """Whole prompts, chunks behind a prefix, and single rows beside them, which are another
+    kernel's.
+    """
     spans = ((0, 5), (40, 41), (0, 130), (37, 300), (199, 200))
     cache = Cache(fresh, device, dtype, [stop for _, stop in spans], kv_heads, dim)
     batch = Batch(
-        tuple(Segment(start, stop - start, table, True) for (start, stop), table in zip(spans, cache.tables, strict=True))
+        tuple(
+            Segment(start, stop - start, table, True)
+            for (start, stop), table in zip(spans, cache.tables, strict=True)
+        )
     )
     step = send(fields_of(batch, SPARE, window), device)
     queries = fresh(batch.num_tokens, heads, dim).to(dtype)
     out = poisoned(batch.num_tokens, heads * dim, dtype=dtype, device=device)
-    prefill_attention(queries.to(device, copy=True), cache.there, step.rows, step.chunks, 0.3, out, window)
+    prefill_attention(
+        queries.to(device, copy=True), cache.there, step.rows, step.chunks, 0.3, out, window
+    )
     scratch = DecodeScratch(5 + SPARE, heads, kv_heads, dim, zeros_on(device))
-    items = step.items if window is None else step.sliding_items
-    decode_attention(queries.to(device, copy=True), cache.there, step.rows, items, scratch, 0.3, out)
+    splits = step.splits if window is None else step.sliding_splits
+    decode_attention(
+        queries.to(device, copy=True), cache.there, step.rows, splits, scratch, 0.3, out
+    )
     exact = [
         cache.attend(queries[row], table, position, window, 0.3)
         for row, (table, position) in enumerate(
-            (table, position) for table, (start, stop) in zip(cache.tables, spans, strict=True) for position in range(start, stop)
+            (table, position)
+            for table, (start, stop) in zip(cache.tables, spans, strict=True)
+            for position in range(start, stop)
         )
     ]
     close(out, torch.stack(exact).flatten(1), dtype)
@@ -255,9 +330,14 @@ def test_chunks_attend(
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 128), (4, 1, 256)])
 @pytest.mark.parametrize("window", [None, 300])
 def test_many_rows_attend(
-    device: torch.device, fresh: Callable[..., Tensor], heads: int, kv_heads: int, dim: int, window: int | None
+    device: torch.device,
+    fresh: Callable[..., Tensor],
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    window: int | None,
 ) -> None:
-    """So many that tiles are others; behind a prefix."""
+    """Enough rows that tiles are others; behind a prefix."""
     start, count, dtype = 77, MANY_ROWS + 41, torch.bfloat16
     stop = start + count
     cache = Cache(fresh, device, dtype, (stop,), kv_heads, dim)
@@ -265,26 +345,45 @@ def test_many_rows_attend(
     step = send(fields_of(Batch((Segment(start, count, table, True),)), SPARE, window), device)
     queries = fresh(count, heads, dim).to(dtype)
     out = poisoned(count, heads * dim, dtype=dtype, device=device)
-    prefill_attention(queries.to(device, copy=True), cache.there, step.rows, step.chunks, 0.05, out, window)
+    prefill_attention(
+        queries.to(device, copy=True), cache.there, step.rows, step.chunks, 0.05, out, window
+    )
     slots, rows = cache.slots(table, 0, stop), torch.arange(start, stop)[:, None]
-    keys, values = (half[slots].double().repeat_interleave(heads // kv_heads, dim=1) for half in (cache.keys, cache.values))
+    keys, values = (
+        half[slots].double().repeat_interleave(heads // kv_heads, dim=1)
+        for half in (cache.keys, cache.values)
+    )
     seen = torch.arange(stop)[None]
     hidden = (seen > rows) if window is None else (seen > rows) | (seen <= rows - window)
-    scores = torch.einsum("rhd,nhd->hrn", queries.double(), keys).mul(0.05).masked_fill(hidden, -math.inf)
+    scores = (
+        torch.einsum("rhd,nhd->hrn", queries.double(), keys)
+        .mul(0.05)
+        .masked_fill(hidden, -math.inf)
+    )
     close(out, torch.einsum("hrn,nhd->rhd", scores.softmax(dim=-1), values).flatten(1), dtype)
 
 
-@pytest.mark.parametrize("tile", [PrefillTile(128, 32, 8, 3), PrefillTile(64, 64, 4, 2), PrefillTile(64, 32, 4, 3)])
-def test_other_tiles_attend_alike(device: torch.device, fresh: Callable[..., Tensor], tile: PrefillTile) -> None:
+@pytest.mark.parametrize(
+    "tile", [PrefillTile(128, 32, 8, 3), PrefillTile(64, 64, 4, 2), PrefillTile(64, 32, 4, 3)]
+)
+def test_other_tiles_attend_alike(
+    device: torch.device, fresh: Callable[..., Tensor], tile: PrefillTile
+) -> None:
     """Parts of the host's tiles, too: the last one of a segment may begin behind its rows."""
     spans, heads, kv_heads, dim = ((0, 5), (37, 300), (0, 130)), 4, 2, 256
     cache = Cache(fresh, device, torch.bfloat16, [stop for _, stop in spans], kv_heads, dim)
     batch = Batch(
-        tuple(Segment(start, stop - start, table, True) for (start, stop), table in zip(spans, cache.tables, strict=True))
+        tuple(
+            Segment(start, stop - start, table, True)
+            for (start, stop), table in zip(spans, cache.tables, strict=True)
+        )
     )
     step = send(fields_of(batch, SPARE, None), device)
     queries = fresh(batch.num_tokens, heads, dim).to(device, torch.bfloat16)
-    usual, other = (poisoned(batch.num_tokens, heads * dim, dtype=torch.bfloat16, device=device) for _ in range(2))
+    usual, other = (
+        poisoned(batch.num_tokens, heads * dim, dtype=torch.bfloat16, device=device)
+        for _ in range(2)
+    )
     prefill_attention(queries, cache.there, step.rows, step.chunks, 0.05, usual)
     prefill_attention(queries, cache.there, step.rows, step.chunks, 0.05, other, tile=tile)
     close(other, usual.cpu().double(), torch.bfloat16)
@@ -295,7 +394,9 @@ def test_other_tiles_attend_alike(device: torch.device, fresh: Callable[..., Ten
 def test_a_padded_prompt_attends_and_its_padding_does_nothing(
     device: torch.device, fresh: Callable[..., Tensor], dtype: torch.dtype, window: int | None
 ) -> None:
-    """Behind a prefix, in words that held a longer prompt before: padding rows, and a whole tile of them, write nothing."""
+    """Behind a prefix, in words that held a longer prompt before: padding rows, and a whole tile of
+    them, write nothing.
+    """
     heads, kv_heads, dim, start, count = 4, 2, 128, 40, 70
     cache = Cache(fresh, device, dtype, (500, start + count), kv_heads, dim)
     longer, mine = cache.tables
@@ -307,12 +408,19 @@ def test_a_padded_prompt_attends_and_its_padding_does_nothing(
     queries = fresh(256, heads, dim).to(dtype)
     queries[count:] = math.nan
     out = poisoned(256, heads * dim, dtype=dtype, device=device)
-    prefill_attention(queries.to(device, copy=True), cache.there, step.rows, step.chunks, 0.3, out, window)
+    prefill_attention(
+        queries.to(device, copy=True), cache.there, step.rows, step.chunks, 0.3, out, window
+    )
     exact = [cache.attend(queries[row], mine, start + row, window, 0.3) for row in range(count)]
     close(out[:count], torch.stack(exact).flatten(1), dtype)
     assert out[count:].isnan().all()
     before = [half.clone() for half in cache.there]
-    elementwise.store(queries[:, :kv_heads].to(device), queries[:, kv_heads:].to(device), step.rows.slots, cache.there)
+    elementwise.store(
+        queries[:, :kv_heads].to(device),
+        queries[:, kv_heads:].to(device),
+        step.rows.slots,
+        cache.there,
+    )
     slots = cache.slots(mine, start, start + count)
     for half, was, new in zip(cache.there, before, queries.split(kv_heads, dim=1), strict=True):
         assert torch.equal(half[slots].cpu(), new[:count])
@@ -326,23 +434,39 @@ def test_a_padded_prompt_attends_and_its_padding_does_nothing(
 def test_one_row_times_a_matrix(
     device: torch.device, fresh: Callable[..., Tensor], dtype: torch.dtype, rows: int, width: int
 ) -> None:
-    product = VectorProduct(1e-5, {})
+    product = Gemv(1e-5, {})
     weight, both, x, norm, residual = (
-        fresh(*shape).to(dtype) for shape in ((rows, width), (2 * rows, width), (1, width), (width,), (1, rows))
+        fresh(*shape).to(dtype)
+        for shape in ((rows, width), (2 * rows, width), (1, width), (width,), (1, rows))
     )
-    there = {name: tensor.to(device, copy=True) for name, tensor in (("weight", weight), ("both", both), ("x", x))}
+    there = {
+        name: tensor.to(device, copy=True)
+        for name, tensor in (("weight", weight), ("both", both), ("x", x))
+    }
     exact = x.double() @ weight.double().T
     close(product(there["weight"], there["x"]), exact, dtype)
-    close(product(there["weight"], there["x"], residual=residual.to(device, copy=True)), exact + residual.double(), dtype)
+    close(
+        product(there["weight"], there["x"], residual=residual.to(device, copy=True)),
+        exact + residual.double(),
+        dtype,
+    )
     normed = rms_norm(x.double(), norm.double(), 1e-5)
-    close(product(there["weight"], there["x"], norm=norm.to(device, copy=True)), normed @ weight.double().T, dtype)
+    close(
+        product(there["weight"], there["x"], norm=norm.to(device, copy=True)),
+        normed @ weight.double().T,
+        dtype,
+    )
     gates, ups = (normed @ both.double().T).chunk(2, dim=-1)
     found = product(there["both"], there["x"], norm=norm.to(device, copy=True), gated=True)
     close(found, torch.nn.functional.silu(gates) * ups, dtype)
 
 
-def test_draws_are_those_of_the_cpu(device: torch.device, fresh: Callable[..., Tensor]) -> None:
-    """Greedy rows take the first of the largest; noisy ones the token in whose share, in the order of ids, the noise falls."""
+def test_sampled_tokens_are_those_of_the_cpu(
+    device: torch.device, fresh: Callable[..., Tensor]
+) -> None:
+    """Greedy rows take the first of the largest; noisy ones the token in whose share, in the order
+    of ids, the noise falls.
+    """
     rows, vocab_size = 9, 5003
     logits = fresh(rows, vocab_size, scale=3).to(torch.bfloat16)
     logits[0, 17] = logits[0, 4000] = 90.0
@@ -351,7 +475,10 @@ def test_draws_are_those_of_the_cpu(device: torch.device, fresh: Callable[..., T
     temperatures = torch.tensor([0.0, 0.0, 0.3, 1.0, 1.0, 2.0, 1e-9, 1.0, 0.0], dtype=torch.float64)
     seeds = [3, 2**63 - 1, 2**40 + 11, -1, 5, 0, 77, 1, 2]
     positions = [0, 5, 1, 2, 90_000, 4, 5, 6, 7]
-    low, high = (np.array([seed >> shift & 0xFFFFFFFF for seed in seeds], np.uint32).view(np.int32) for shift in (0, 32))
+    low, high = (
+        np.array([seed >> shift & 0xFFFFFFFF for seed in seeds], np.uint32).view(np.int32)
+        for shift in (0, 32)
+    )
     out = torch.full((rows,), -7, dtype=torch.int32, device=device)
     sampling.sample(
         logits.to(device, copy=True),

@@ -12,6 +12,7 @@ from random_models import random_parts, source_of, spec_of
 
 from pilotlight.engine.core.scheduler import BatchLimits
 from pilotlight.engine.cuda.arena import CudaArena
+from pilotlight.engine.cuda.pools import clear_cublas_workspaces
 from pilotlight.engine.engine import Engine
 from pilotlight.engine.errors import EngineError
 from pilotlight.policy.ids import InstanceId, RequestId
@@ -40,7 +41,10 @@ class Held:
 
 
 class World:
-    """Two engines on one arena, and a random operation at a time. Refusals are answers; anything else that is raised is a failure."""
+    """Two engines on one arena, and a random operation at a time.
+
+    Refusals are answers; anything else that is raised is a failure.
+    """
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self.arena = CudaArena(device.index)
@@ -61,7 +65,7 @@ class World:
         self.kinds = dict[InstanceId, str]()
 
     def run(self, operations: int) -> None:
-        """So many operations; those for which there was nothing to do do not count."""
+        """Runs ``operations`` moves; those for which there was nothing to do do not count."""
         several = {self.place: 4, self.add: 2, self.step: 4}
         choices = [self.open, self.resize, self.move, self.cancel, self.close]
         choices += [operation for operation, times in several.items() for _ in range(times)]
@@ -108,7 +112,11 @@ class World:
         prompt = [self.moves.randrange(997) for _ in range(self.moves.choice((1, 5, 90, 161, 600)))]
         temperature, top_k = self.moves.choice(((0.0, 0), (0.8, 0), (0.8, 7)))
         sampling = Sampling(
-            seed=self.number, max_tokens=self.moves.randrange(1, 40), temperature=temperature, top_k=top_k, ignore_eos=True
+            seed=self.number,
+            max_tokens=self.moves.randrange(1, 40),
+            temperature=temperature,
+            top_k=top_k,
+            ignore_eos=True,
         )
         held.engine.add(*key, held.instance, prompt, (), sampling)
         held.requests.add(key)
@@ -138,7 +146,9 @@ class World:
             (source, target)
             for source in ready
             for target in ready
-            if source is not target and self.kinds[source.instance] == self.kinds[target.instance] and source.requests
+            if source is not target
+            and self.kinds[source.instance] == self.kinds[target.instance]
+            and source.requests
         ]
         if not pairs:
             return False
@@ -147,7 +157,9 @@ class World:
         pieces = source.engine.export_kv(source.instance, [key], source.spec.whole)
         gone = source.engine.release(*key)
         source.requests.discard(key)
-        target.engine.add(*key, target.instance, gone.prompt_ids, gone.output_ids, gone.sampling, pieces=pieces)
+        target.engine.add(
+            *key, target.instance, gone.prompt_ids, gone.output_ids, gone.sampling, pieces=pieces
+        )
         target.requests.add(key)
         return True
 
@@ -178,20 +190,27 @@ class World:
         gc.collect()
         torch.cuda.synchronize()
         assert self.arena.backed_bytes == 0
-        assert self.arena.physical_bytes == self.arena.workspace.mapped_bytes, "parameters, KV, steps and graph pools are gone"
+        assert self.arena.physical_bytes == self.arena.workspace.mapped_bytes, (
+            "parameters, KV, steps and graph pools are gone"
+        )
         self.arena.close()
 
 
 def free_bytes() -> int:
     gc.collect()
     torch.cuda.synchronize()
-    torch._C._cuda_clearCublasWorkspaces()
+    clear_cublas_workspaces()
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()[0]
 
 
-def test_a_thousand_random_operations_leave_nothing_behind(device: torch.device, record_property: Record) -> None:
-    """Some before the first look at what is free: kernels that are loaded then stay. Nobody else may use the device meanwhile."""
+def test_a_thousand_random_operations_leave_nothing_behind(
+    device: torch.device, record_property: Record
+) -> None:
+    """Some before the first look at what is free: kernels that are loaded then stay.
+
+    No other process may use the device meanwhile.
+    """
     warm = World(device, 1)
     warm.run(OPERATIONS // 2)
     warm.end()

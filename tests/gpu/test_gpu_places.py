@@ -1,4 +1,6 @@
-"""Two processes that run the same model the same way have everything that its graphs name at the same addresses."""
+"""Two processes that run the same model the same way have everything that its graphs name at the
+same addresses.
+"""
 
 import json
 import subprocess
@@ -65,7 +67,14 @@ os._exit(0)  # graphs, pools and the arena end with the process
 
 
 def child(mode: str, *, other_bytes: tuple[int, ...] = ()) -> dict[str, Any]:
-    command = [sys.executable, "-c", CHILD, ":".join([__file__.rpartition("/")[0], *sys.path]), mode, json.dumps(other_bytes)]
+    command = [
+        sys.executable,
+        "-c",
+        CHILD,
+        ":".join([__file__.rpartition("/")[0], *sys.path]),
+        mode,
+        json.dumps(other_bytes),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.strip().splitlines()[-1])
@@ -76,8 +85,12 @@ def first() -> dict[str, Any]:
     return child("run")
 
 
-def test_graph_pool_workspace_and_inputs_lie_at_the_same_addresses(device: torch.device, record_property: Record) -> None:
-    """In the second process torch has memory of other sizes before, which moves what its own allocator gives."""
+def test_graph_pool_workspace_and_inputs_lie_at_the_same_addresses(
+    device: torch.device, record_property: Record
+) -> None:
+    """In the second process torch has memory of other sizes before, which moves what its own
+    allocator gives.
+    """
     second = child("run", other_bytes=(3 << 20, 1000, 50 << 20))
     assert first()["canonical"] is True
     for kind in ("llama", "gemma3"):
@@ -85,12 +98,18 @@ def test_graph_pool_workspace_and_inputs_lie_at_the_same_addresses(device: torch
         assert found["inside"]
         assert len(found["kinds"]) > 6
         assert found["pool"][0] > 0
-        record_property(kind, {name: found[name] for name in ("pool", "workspace", "physical_bytes")})
+        record_property(
+            kind, {name: found[name] for name in ("pool", "workspace", "physical_bytes")}
+        )
     assert second == first()
 
 
-def test_graphs_name_nothing_outside_the_arena(device: torch.device, record_property: Record) -> None:
-    """Whatever looks like an address in what their kernels are given lies in the arena: nothing has to be found again elsewhere."""
+def test_graphs_name_nothing_outside_the_arena(
+    device: torch.device, record_property: Record
+) -> None:
+    """Whatever looks like an address in what their kernels are given lies in the arena: nothing has
+    to be found again elsewhere.
+    """
     written = child("written")
     for kind in ("llama", "gemma3"):
         record_property(kind, written[kind]["dump"])

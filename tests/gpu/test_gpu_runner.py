@@ -1,4 +1,6 @@
-"""Layer ranges on the device against the same ranges on the CPU, for every family; captured steps against eager ones."""
+"""Layer ranges on the device against the same ranges on the CPU, for every family; captured steps
+against eager ones.
+"""
 
 import gc
 from collections.abc import Generator, Iterator, Sequence
@@ -30,7 +32,8 @@ SLOT_BYTES = 256 << 20
 NUM_BLOCKS = 200
 PROMPTS = (5, 23, 130, 1, 300)
 ALONE = (161, 150, 16, 300, 9, 384, 380, 2, 3, 470)
-"""Prompts that run alone: some of the same padded length, one of exactly such a length, and some behind a prefix."""
+"""Prompts that run alone: some of the same padded length, one of exactly such a length, and some
+behind a prefix."""
 PREFIX = 37
 Steps = Iterator[tuple[Batch, Tensor]]
 
@@ -41,7 +44,9 @@ def row_of(length: int, number: int) -> list[int]:
 
 
 def together() -> Steps:
-    """Prompts in chunks of different lengths, then all of them token by token, whatever the model says."""
+    """Prompts in chunks of different lengths, then all of them token by token, whatever the model
+    says.
+    """
     tables = [tuple(range(number, NUM_BLOCKS, len(PROMPTS))) for number in range(len(PROMPTS))]
     tokens = [row_of(length + 12, number) for number, length in enumerate(PROMPTS)]
     done = [0] * len(PROMPTS)
@@ -52,7 +57,14 @@ def together() -> Steps:
         for number, count in enumerate(counts):
             if count:
                 stop = done[number] + count
-                segments.append(Segment(done[number], count, tables[number][: blocks_for(stop)], stop >= PROMPTS[number]))
+                segments.append(
+                    Segment(
+                        done[number],
+                        count,
+                        tables[number][: blocks_for(stop)],
+                        stop >= PROMPTS[number],
+                    )
+                )
                 inputs += tokens[number][done[number] : stop]
                 done[number] = stop
         return Batch(tuple(segments)), torch.tensor(inputs)
@@ -64,7 +76,9 @@ def together() -> Steps:
 
 
 def one_by_one() -> Steps:
-    """Short prompts, one alone at a time, each in blocks of its own in no order; every third one behind a prefix."""
+    """Short prompts, one alone at a time, each in blocks of its own in no order; every third one
+    behind a prefix.
+    """
     shuffled = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(3)).tolist()
     for number, length in enumerate(ALONE):
         prefix = PREFIX if number % 3 == 1 else 0
@@ -72,7 +86,10 @@ def one_by_one() -> Steps:
         table = tuple((shuffled + shuffled)[start : start + blocks_for(prefix + length)])
         tokens = row_of(prefix + length, 100 + number)
         if prefix:
-            yield Batch((Segment(0, prefix, table[: blocks_for(prefix)], False),)), torch.tensor(tokens[:prefix])
+            yield (
+                Batch((Segment(0, prefix, table[: blocks_for(prefix)], False),)),
+                torch.tensor(tokens[:prefix]),
+            )
         yield Batch((Segment(prefix, length, table, True),)), torch.tensor(tokens[prefix:])
         yield Batch((Segment(prefix + length - 1, 1, table, True),)), torch.tensor(tokens[-1:])
 
@@ -105,7 +122,9 @@ def arena_on(device: torch.device) -> Generator[Arena]:
     arena.close()
 
 
-def run_on(arena: Arena, kind: str, dtype: Dtype, steps: Steps, *, graphs: bool, cut: Sequence[int] = ()) -> list[Tensor]:
+def run_on(
+    arena: Arena, kind: str, dtype: Dtype, steps: Steps, *, graphs: bool, cut: Sequence[int] = ()
+) -> list[Tensor]:
     spec = spec_of(kind, dtype)
     runners: list[CudaRangeRunner] = []
     closes: list[GraphSet | TorchMemory] = []
@@ -118,7 +137,11 @@ def run_on(arena: Arena, kind: str, dtype: Dtype, steps: Steps, *, graphs: bool,
         with scratch.eager.use():
             poison = torch.full((8 << 20,), torch.nan, device=arena.device)
         del poison
-        captured = GraphSet(arena.device, scratch, CaptureOnSecondUse(arena.device, scratch)) if graphs else None
+        captured = (
+            GraphSet(arena.device, scratch, CaptureOnSecondUse(arena.device, scratch))
+            if graphs
+            else None
+        )
         closes.append(captured or scratch.graphs)
         memories.append(memory)
         runners.append(CudaRangeRunner(memory, parameters, kv, scratch.eager, graphs=captured))
@@ -132,7 +155,13 @@ def run_on(arena: Arena, kind: str, dtype: Dtype, steps: Steps, *, graphs: bool,
 
 
 def on_device(
-    device: torch.device, kind: str, dtype: Dtype, steps: Steps, *, graphs: bool, cut: Sequence[int] = ()
+    device: torch.device,
+    kind: str,
+    dtype: Dtype,
+    steps: Steps,
+    *,
+    graphs: bool,
+    cut: Sequence[int] = (),
 ) -> list[Tensor]:
     with arena_on(device) as arena:
         return run_on(arena, kind, dtype, steps, graphs=graphs, cut=cut)
@@ -148,12 +177,25 @@ def largest_error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
 
 
 def error_of_all(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    return largest_error([torch.cat([one.flatten() for one in found])], [torch.cat([one.flatten() for one in exact])])
+    return largest_error(
+        [torch.cat([one.flatten() for one in found])], [torch.cat([one.flatten() for one in exact])]
+    )
 
 
 def test_the_steps_are_of_the_kinds_that_they_are_to_be() -> None:
     lengths = [prompt_length(batch) for batch, _ in one_by_one()]
-    assert [length for length in lengths if length] == [192, 192, 16, 384, 16, 384, 384, 16, 16, 512]
+    assert [length for length in lengths if length] == [
+        192,
+        192,
+        16,
+        384,
+        16,
+        384,
+        384,
+        16,
+        16,
+        512,
+    ]
     assert not any(prompt_length(batch) for batch, _ in together())
 
 
@@ -169,7 +211,9 @@ def test_float32_logits_are_the_cpus(device: torch.device, kind: str, steps: str
 
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("kind", [*KINDS, *WIDE])
-def test_bfloat16_logits_are_as_near_to_float64_as_the_cpus(device: torch.device, kind: str, steps: str) -> None:
+def test_bfloat16_logits_are_as_near_to_float64_as_the_cpus(
+    device: torch.device, kind: str, steps: str
+) -> None:
     exact = on_cpu(kind, Dtype.BFLOAT16, Dtype.FLOAT64, STEPS[steps]())
     found = on_device(device, kind, Dtype.BFLOAT16, STEPS[steps](), graphs=True)
     here = on_cpu(kind, Dtype.BFLOAT16, Dtype.BFLOAT16, STEPS[steps]())
@@ -187,8 +231,12 @@ def test_bfloat16_logits_are_as_near_to_float64_as_the_cpus(device: torch.device
     ],
     ids=str,
 )
-def test_captured_steps_equal_eager_ones_bit_for_bit(device: torch.device, kind: str, cut: tuple[int, ...], steps: str) -> None:
+def test_captured_steps_equal_eager_ones_bit_for_bit(
+    device: torch.device, kind: str, cut: tuple[int, ...], steps: str
+) -> None:
     """Every step runs twice: the second time, all that can be captured is."""
-    captured = on_device(device, kind, Dtype.BFLOAT16, iter([*STEPS[steps](), *STEPS[steps]()]), graphs=True, cut=cut)
+    captured = on_device(
+        device, kind, Dtype.BFLOAT16, iter([*STEPS[steps](), *STEPS[steps]()]), graphs=True, cut=cut
+    )
     eager = on_device(device, kind, Dtype.BFLOAT16, STEPS[steps](), graphs=False, cut=cut)
     assert all(torch.equal(one, other) for one, other in zip(captured, eager + eager, strict=True))

@@ -40,10 +40,17 @@ def shapes_of(layers: int, hidden: int, kv: int, ffn: int, *, bias: bool) -> lis
     }
     if bias:
         layer |= {"k_bias": (kv,), "q_bias": (hidden,), "v_bias": (kv,)}
-    return [{"embedding": (VOCABULARY, hidden)}, *[layer] * layers, {"norm": (hidden,), "head": (VOCABULARY, hidden)}]
+    return [
+        {"embedding": (VOCABULARY, hidden)},
+        *[layer] * layers,
+        {"norm": (hidden,), "head": (VOCABULARY, hidden)},
+    ]
 
 
-MODELS = {"4B": shapes_of(40, 2560, 2560, 6912, bias=True), "8B": shapes_of(36, 4096, 1024, 12_288, bias=False)}
+MODELS = {
+    "4B": shapes_of(40, 2560, 2560, 6912, bias=True),
+    "8B": shapes_of(36, 4096, 1024, 12_288, bias=False),
+}
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +65,15 @@ def pool(device: torch.device) -> Generator[memoryview]:
             generator = torch.Generator(device).manual_seed(3)
             for start in range(0, POOL_BYTES, SLAB_BYTES):
                 whole[start : start + SLAB_BYTES].copy_(
-                    torch.randint(256, (SLAB_BYTES,), dtype=torch.uint8, device=device, generator=generator)
+                    torch.randint(
+                        256, (SLAB_BYTES,), dtype=torch.uint8, device=device, generator=generator
+                    )
                 )
             del whole
-        with mmap.mmap(file.fileno(), POOL_BYTES, prot=mmap.PROT_READ) as readable, memoryview(readable) as view:
+        with (
+            mmap.mmap(file.fileno(), POOL_BYTES, prot=mmap.PROT_READ) as readable,
+            memoryview(readable) as view,
+        ):
             yield view
 
 
@@ -75,11 +87,15 @@ def arena(device: torch.device) -> Generator[CudaArena]:
 
 
 @pytest.fixture(scope="module")
-def pinned(arena: CudaArena, pool: memoryview, record_testsuite_property: Record) -> Generator[memoryview]:
+def pinned(
+    arena: CudaArena, pool: memoryview, record_testsuite_property: Record
+) -> Generator[memoryview]:
     began_s = time.perf_counter()
     for start in range(0, POOL_BYTES, SLAB_BYTES):
         arena.copier.pin(pool[start : start + SLAB_BYTES])
-    record_testsuite_property("pinning_s_per_gib", round((time.perf_counter() - began_s) / (POOL_BYTES / GIB), 3))
+    record_testsuite_property(
+        "pinning_s_per_gib", round((time.perf_counter() - began_s) / (POOL_BYTES / GIB), 3)
+    )
     yield pool
     for start in range(0, POOL_BYTES, SLAB_BYTES):
         arena.copier.unpin(pool[start : start + SLAB_BYTES])
@@ -87,7 +103,9 @@ def pinned(arena: CudaArena, pool: memoryview, record_testsuite_property: Record
 
 @dataclass(frozen=True)
 class CopyRates:
-    """Bytes per second of plain copies of 1 GiB, the best of five: from what torch pins, and from each slab of the pool."""
+    """Bytes per second of plain copies of 1 GiB, the best of five: from what torch pins, and from
+    each slab of the pool.
+    """
 
     from_torch: float
     from_slabs: list[float]
@@ -121,10 +139,18 @@ def copy_rates(device: torch.device, pinned: memoryview) -> CopyRates:
 class Model:
     """A model's parts in the pool, wrapping round, and their places in a slot."""
 
-    def __init__(self, arena: CudaArena, pool: memoryview, parts: list[Shapes], item_bytes: int = 2) -> None:
+    def __init__(
+        self, arena: CudaArena, pool: memoryview, parts: list[Shapes], item_bytes: int = 2
+    ) -> None:
         self.arena, self.parts = arena, parts
         self.layout = SlotLayout(
-            parts, len(parts) - 2, 2048, 2, arena.slot_bytes, granule_bytes=arena.granule_bytes, pool_bytes=arena.pool_bytes
+            parts,
+            len(parts) - 2,
+            2048,
+            2,
+            arena.slot_bytes,
+            granule_bytes=arena.granule_bytes,
+            pool_bytes=arena.pool_bytes,
         )
         self.slot = arena.open_slot()
         for part in range(len(parts)):
@@ -147,12 +173,17 @@ class Model:
             yield part
 
     def place(self, name: str, part: int) -> torch.Tensor:
-        return self.slot.tensor(self.layout.tensors(part)[name], self.parts[part][name], torch.bfloat16)
+        return self.slot.tensor(
+            self.layout.tensors(part)[name], self.parts[part][name], torch.bfloat16
+        )
 
     def load(self, streamer: Streamer) -> list[float]:
         """Places everything; when the device had each part, in seconds from the start."""
         last = len(self.parts) - 1
-        stored = [[(self.place(name, part), source) for name, source in self.sources[part].items()] for part in range(last + 1)]
+        stored = [
+            [(self.place(name, part), source) for name, source in self.sources[part].items()]
+            for part in range(last + 1)
+        ]
         events = [torch.cuda.Event(enable_timing=True) for _ in range(last + 2)]
         torch.cuda.synchronize()
         events[0].record()
@@ -200,7 +231,9 @@ def test_pinned_parts_come_at_the_buss_rate(
     record_property("copy_rates", str(copy_rates))
     record_property("fill_ms", [round(1e3 * fill, 3) for fill in model.fills])
     record_property("embedding_ready_ms", round(1e3 * statistics.median(run[0] for run in runs), 2))
-    record_property("first_layer_ready_ms", round(1e3 * statistics.median(run[1] for run in runs), 2))
+    record_property(
+        "first_layer_ready_ms", round(1e3 * statistics.median(run[1] for run in runs), 2)
+    )
     record_property("all_ready_ms", [round(1e3 * run[-1], 2) for run in runs])
     record_property("share_of_copy_rate", round(share, 4))
     record_property("counts", str(arena.copier.counts))
@@ -209,7 +242,11 @@ def test_pinned_parts_come_at_the_buss_rate(
 
 @pytest.mark.parametrize("num_movers", [8, 12])
 def test_parts_that_are_not_pinned_come_through_the_ring(
-    arena: CudaArena, pool: memoryview, copy_rates: CopyRates, record_property: Record, num_movers: int
+    arena: CudaArena,
+    pool: memoryview,
+    copy_rates: CopyRates,
+    record_property: Record,
+    num_movers: int,
 ) -> None:
     streamer = Streamer(arena.native, arena.device, num_movers=num_movers)
     model = Model(arena, pool, MODELS["4B"])
@@ -219,14 +256,19 @@ def test_parts_that_are_not_pinned_come_through_the_ring(
     model.slot.close()
     assert streamer.counts.direct_bytes == 0
     record_property("all_ready_ms", [round(1e3 * run, 1) for run in runs])
-    record_property("share_of_copy_rate", round(model.num_bytes / statistics.median(runs) / copy_rates.measured, 3))
+    record_property(
+        "share_of_copy_rate",
+        round(model.num_bytes / statistics.median(runs) / copy_rates.measured, 3),
+    )
     streamer.close()
 
 
 def test_background_parts_leave_the_bus_to_others(
     arena: CudaArena, pinned: memoryview, copy_rates: CopyRates, record_property: Record
 ) -> None:
-    """How long a small copy of somebody else takes while parameters stream, in the usual way and in the background."""
+    """How long another's small copy takes while parameters stream, in the usual way and in the
+    background.
+    """
     model = Model(arena, pinned, MODELS["4B"])
     small = torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True)
     target = torch.empty_like(small, device=arena.device)
@@ -235,7 +277,9 @@ def test_background_parts_leave_the_bus_to_others(
         began_s = time.perf_counter()
         waits: list[float] = []
         for part in range(1, 41):
-            pairs = [(model.place(name, part), source) for name, source in model.sources[part].items()]
+            pairs = [
+                (model.place(name, part), source) for name, source in model.sources[part].items()
+            ]
             arena.copier.fill(pairs, time.perf_counter, last=False, background=background)
             asked_s = time.perf_counter()
             with torch.cuda.stream(stream):
@@ -244,9 +288,14 @@ def test_background_parts_leave_the_bus_to_others(
             waits.append(1e3 * (time.perf_counter() - asked_s))
         torch.cuda.synchronize()
         name = "background" if background else "usual"
-        record_property(f"{name}_others_wait_ms", [round(statistics.median(waits), 3), round(max(waits), 3)])
         record_property(
-            f"{name}_gb_per_s", round((model.num_bytes - 2 * VOCABULARY * 5120) / (time.perf_counter() - began_s) / 1e9, 1)
+            f"{name}_others_wait_ms", [round(statistics.median(waits), 3), round(max(waits), 3)]
+        )
+        record_property(
+            f"{name}_gb_per_s",
+            round(
+                (model.num_bytes - 2 * VOCABULARY * 5120) / (time.perf_counter() - began_s) / 1e9, 1
+            ),
         )
     model.check(range(38, 40))
     model.slot.close()

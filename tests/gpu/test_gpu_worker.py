@@ -1,4 +1,6 @@
-"""A worker's engine child on the device: the tokens of the CPU's, and what becomes of it when it is killed or the device fails it."""
+"""A worker's engine child on the device: the tokens of the CPU's, and what becomes of it when it is
+killed or the device fails it.
+"""
 
 import asyncio
 import os
@@ -14,8 +16,8 @@ import pytest
 import torch
 from pool_files import PoolFile, pool_file
 
-from pilotlight.common.apart import Apart
 from pilotlight.common.device_health import Judgement, judge
+from pilotlight.common.driver_thread import DriverThread
 from pilotlight.common.messages.engine import Abort, Run, StageLoaded, StepDone, UnloadStage
 from pilotlight.common.nvml import NvmlReader, list_gpus
 from pilotlight.common.testing import until
@@ -69,8 +71,17 @@ class Listener:
             await self.engine.place_part(place)
         return await self.until(StageLoaded)
 
-    async def run(self, request_id: str, prompt_tokens: int, max_tokens: int, outputs: tuple[int, ...] = (), **more: Any) -> None:
-        sampling = Sampling(seed=5, max_tokens=max_tokens, ignore_eos=True, **{"temperature": 0.0, **more})
+    async def run(
+        self,
+        request_id: str,
+        prompt_tokens: int,
+        max_tokens: int,
+        outputs: tuple[int, ...] = (),
+        **more: Any,
+    ) -> None:
+        sampling = Sampling(
+            seed=5, max_tokens=max_tokens, ignore_eos=True, **{"temperature": 0.0, **more}
+        )
         prompt = [(7 * place + prompt_tokens) % 900 for place in range(prompt_tokens)]
         await self.engine.run(
             Run(
@@ -88,7 +99,9 @@ MakeEngine = Callable[..., Awaitable[tuple[ProcessEngine, Listener]]]
 
 
 @pytest.fixture
-async def make_engine(device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[MakeEngine]:
+async def make_engine(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[MakeEngine]:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     uuid = list_gpus()[device.index].uuid
     made: list[ProcessEngine] = []
@@ -105,7 +118,9 @@ async def make_engine(device: torch.device, tmp_path: Path, monkeypatch: pytest.
             step_tokens=512,
             module=module or "pilotlight.worker.engine_child.child",
         )
-        engine = ProcessEngine(options, Spare(options, Backoff(first_s=0.01, limit_s=0.05)) if spare else None)
+        engine = ProcessEngine(
+            options, Spare(options, Backoff(first_s=0.01, limit_s=0.05)) if spare else None
+        )
         made.append(engine)
         await engine.start()
         return engine, Listener(engine)
@@ -160,7 +175,9 @@ async def test_a_child_on_the_device_gives_the_cpus_tokens(
 
 async def test_a_child_that_says_itself_what_it_has(device: torch.device, tmp_path: Path) -> None:
     gpu = list_gpus()[device.index]
-    options = ChildOptions(threads=2, log_path=tmp_path / "log", device=DeviceKind.CUDA, cuda_devices=(gpu.uuid,))
+    options = ChildOptions(
+        threads=2, log_path=tmp_path / "log", device=DeviceKind.CUDA, cuda_devices=(gpu.uuid,)
+    )
     engine = ProcessEngine(options)
     up = await engine.start()
     await engine.stop()
@@ -168,7 +185,9 @@ async def test_a_child_that_says_itself_what_it_has(device: torch.device, tmp_pa
     assert 0.3 * gpu.memory_bytes < up.device_bytes < 0.98 * gpu.memory_bytes
 
 
-async def test_a_killed_child_is_replaced_by_its_spare_and_the_stream_goes_on(make_engine: MakeEngine, pool: PoolFile) -> None:
+async def test_a_killed_child_is_replaced_by_its_spare_and_the_stream_goes_on(
+    make_engine: MakeEngine, pool: PoolFile
+) -> None:
     engine, listener = await make_engine(spare=True)
     await listener.load(pool)
     await listener.run("whole", 50, 60)
@@ -198,8 +217,14 @@ def opened_devices(pid: int) -> set[str]:
 def compute_pids() -> set[int]:
     """Processes with a context on some device, by the driver."""
     pynvml.nvmlInit()
-    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-    pids = {process.pid for handle in handles for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+    handles = [
+        pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())
+    ]
+    pids = {
+        process.pid
+        for handle in handles
+        for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    }
     pynvml.nvmlShutdown()
     return pids
 
@@ -208,7 +233,9 @@ def libraries_of(pid: int) -> str:
     return Path(f"/proc/{pid}/maps").read_text()
 
 
-async def test_a_spare_has_no_context_on_the_device(make_engine: MakeEngine, record_property: Record) -> None:
+async def test_a_spare_has_no_context_on_the_device(
+    make_engine: MakeEngine, record_property: Record
+) -> None:
     engine, _ = await make_engine(spare=True)
     spare = engine._spare
     await until(lambda: spare is not None and spare.pid is not None, deadline_s=DEADLINE_S)
@@ -222,7 +249,9 @@ async def test_a_spare_has_no_context_on_the_device(make_engine: MakeEngine, rec
     assert spare_pid not in pids
 
 
-async def test_a_batch_without_memory_ends_one_request(make_engine: MakeEngine, pool: PoolFile) -> None:
+async def test_a_batch_without_memory_ends_one_request(
+    make_engine: MakeEngine, pool: PoolFile
+) -> None:
     engine, listener = await make_engine(module="faulty_child")
     pid = engine.pid
     await listener.load(pool)
@@ -242,8 +271,8 @@ async def test_a_batch_without_memory_ends_one_request(make_engine: MakeEngine, 
 async def test_an_illegal_address_ends_the_child_and_the_device_is_well(
     make_engine: MakeEngine, pool: PoolFile, record_property: Record
 ) -> None:
-    reader, apart = NvmlReader("0"), Apart("nvml")
-    await apart.call(reader.open)
+    reader, driver = NvmlReader("0"), DriverThread("nvml")
+    await driver.call(reader.open)
     engine, listener = await make_engine(module="faulty_child")
     await listener.load(pool)
     await listener.run("before", 50, 20)
@@ -257,20 +286,21 @@ async def test_an_illegal_address_ends_the_child_and_the_device_is_well(
     await listener.run("after", 50, 20)
     await listener.end_of("after")
     assert listener.tokens["after"] == listener.tokens["before"]
-    # The driver tells of it some time later, as of a program's fault; where it tells of none, that is recorded.
-    reading = await apart.call(lambda: reader.read(engine.pids))
+    # The driver tells of it some time later, as of a program's fault; where it tells of none, that
+    # is recorded.
+    reading = await driver.call(lambda: reader.read(engine.pids))
     record_property("xids", str(reading.xids))
     record_property("recovery", reading.recovery.value)
     assert judge(Judgement(), reading).health.state in (HealthState.HEALTHY, HealthState.DEGRADED)
-    await apart.call(reader.close)
+    await driver.call(reader.close)
 
 
 async def test_the_driver_is_read(device: torch.device, record_property: Record) -> None:
-    reader, apart = NvmlReader("0"), Apart("nvml")
-    gpu = await apart.call(reader.open)
-    reading = await apart.call(lambda: reader.read((os.getpid(),)))
+    reader, driver = NvmlReader("0"), DriverThread("nvml")
+    gpu = await driver.call(reader.open)
+    reading = await driver.call(lambda: reader.read((os.getpid(),)))
     for name in ("recovery", "uncorrected_errors", "remap_pending", "used_bytes", "own_bytes"):
         record_property(name, str(getattr(reading, name)))
     assert reading.memory_bytes == gpu.memory_bytes > 1 << 30
     assert judge(Judgement(), reading).health.state is not HealthState.FAILED
-    await apart.call(reader.close)
+    await driver.call(reader.close)

@@ -1,4 +1,8 @@
-"""Floods of bodies against the gateway of a whole system: what they do to its memory and to another client. Prints figures as JSON."""
+"""Floods of bodies against the gateway of a whole system: what they do to its memory and to another
+client.
+
+Prints figures as JSON.
+"""
 
 import asyncio
 import json
@@ -22,7 +26,8 @@ MB = 1024 * 1024
 BODY_BYTES = 8 * MB
 BUDGET_BYTES = GatewaySettings.model_fields["bodies_bytes"].default
 OVERHEAD_BYTES = 96 * MB
-"""Beside the budget: what 400 connections take, buffers, one body that is being copied, and what is left between blocks that are used."""
+"""Beside the budget: what 400 connections take, buffers, one body that is being copied, and what is
+left between blocks that are used."""
 DEADLINE_S = 120.0
 LOOK_S = 0.05
 SETTLED_S = 4.0
@@ -38,7 +43,9 @@ def rss_bytes(pid: int) -> int:
 
 
 class Watch:
-    """Looks at a gateway's memory all the time, and asks it a small question again and again, as one more client of the same key."""
+    """Looks at a gateway's memory all the time, and asks it a small question again and again, as
+    one more client of the same key.
+    """
 
     def __init__(self, system: RunningSystem) -> None:
         self._system = system
@@ -54,7 +61,9 @@ class Watch:
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        async with httpx2.AsyncClient(base_url=self._system.url, headers=key_of(self._system), timeout=DEADLINE_S) as http:
+        async with httpx2.AsyncClient(
+            base_url=self._system.url, headers=key_of(self._system), timeout=DEADLINE_S
+        ) as http:
             self.answers[await self._ask(http)] += 1
             self.answers.clear()
             self.answer_s.clear()
@@ -80,7 +89,9 @@ class Watch:
     async def _ask(self, http: httpx2.AsyncClient) -> int:
         clock = SystemClock()
         began_s = clock.monotonic_s()
-        answer = await http.post("/v1/completions", json={"model": "ember-7m", "prompt": "x", "max_tokens": 1})
+        answer = await http.post(
+            "/v1/completions", json={"model": "ember-7m", "prompt": "x", "max_tokens": 1}
+        )
         self.answer_s.append(clock.monotonic_s() - began_s)
         return answer.status_code
 
@@ -91,7 +102,9 @@ class Watch:
             "rss_before_mib": round(self.before_bytes / MB),
             "rss_peak_mib": round(self.peak_bytes / MB),
             "rss_after_mib": round(after_bytes / MB),
-            "others_answers": {str(status): count for status, count in sorted(self.answers.items())},
+            "others_answers": {
+                str(status): count for status, count in sorted(self.answers.items())
+            },
             "others_median_s": round(statistics.median(self.answer_s), 4),
             "others_longest_s": round(max(self.answer_s), 4),
         }
@@ -128,21 +141,32 @@ async def send(system: RunningSystem, *pieces: bytes) -> int:
 
 
 async def settled(watch: Watch) -> int:
-    """The memory some time after a flood: longer than the gateway takes to give back what it freed."""
+    """The memory some time after a flood: longer than the gateway takes to give back what it
+    freed.
+    """
     await asyncio.sleep(SETTLED_S)
     return watch.now_bytes
 
 
 @pytest.mark.parametrize("announced", [True, False], ids=["announced", "chunked"])
-async def test_400_bodies_of_8_mb_that_never_end(fresh_system: RunningSystem, announced: bool) -> None:
+async def test_400_bodies_of_8_mb_that_never_end(
+    fresh_system: RunningSystem, announced: bool
+) -> None:
     part = b" " * (MB // 4)
     if announced:
         pieces = [head(fresh_system, BODY_BYTES), *[part] * (BODY_BYTES // len(part) - 1), part[1:]]
     else:
-        pieces = [head(fresh_system, None), *[b"%x\r\n%b\r\n" % (len(part), part)] * (BODY_BYTES // len(part))]
+        pieces = [
+            head(fresh_system, None),
+            *[b"%x\r\n%b\r\n" % (len(part), part)] * (BODY_BYTES // len(part)),
+        ]
     watch = Watch(fresh_system)
     async with watch.watching():
-        statuses = Counter(await asyncio.wait_for(asyncio.gather(*[send(fresh_system, *pieces) for _ in range(400)]), DEADLINE_S))
+        statuses = Counter(
+            await asyncio.wait_for(
+                asyncio.gather(*[send(fresh_system, *pieces) for _ in range(400)]), DEADLINE_S
+            )
+        )
         after_bytes = await settled(watch)
     name = f"400 unfinished bodies of 8 MiB, {'announced' if announced else 'chunked'}"
     print(json.dumps(watch.figures(name, statuses, after_bytes)))
@@ -150,14 +174,17 @@ async def test_400_bodies_of_8_mb_that_never_end(fresh_system: RunningSystem, an
     assert after_bytes - watch.before_bytes < OVERHEAD_BYTES
     assert set(watch.answers) == {200}
     assert sum(watch.answers.values()) > 10
-    # 0: whoever goes on sending for long after its answer is cut off, and may not have read it.
+    # 0: a client that goes on sending for long after its answer is cut off, and may not have read
+    # it.
     assert set(statuses) <= {0, 408, 429}
     assert statuses[408]
     assert statuses[429]
 
 
 async def test_6_bodies_of_8_mb_of_spaces(fresh_system: RunningSystem) -> None:
-    """Their tokens are far more than any context has: they are refused, and what they took is given back."""
+    """Their tokens are far more than any context has: they are refused, and what they took is given
+    back.
+    """
     prompt = b'{"model": "ember-7m", "max_tokens": 1, "prompt": "%b"}' % (b" " * (BODY_BYTES - 64))
     watch = Watch(fresh_system)
     async with watch.watching():

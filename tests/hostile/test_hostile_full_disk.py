@@ -1,4 +1,4 @@
-"""A disk that fills up, servers that die while it is full, room again: nobody has to help."""
+"""A disk that fills up, servers that die while it is full, room again: no operator has to help."""
 
 import json
 import os
@@ -28,26 +28,39 @@ FULL_FOR_S = 4.0
 
 
 @pytest.mark.parametrize(
-    "killed", [(), ("nats-server",), ("postgres",), ("nats-server", "postgres")], ids=lambda names: "+".join(names) or "none"
+    "killed",
+    [(), ("nats-server",), ("postgres",), ("nats-server", "postgres")],
+    ids=lambda names: "+".join(names) or "none",
 )
 def test_servers_that_die_on_a_full_disk(killed: tuple[str, ...]) -> None:
-    """Warm streams go on meanwhile, readiness and a held cold request name the cause, and seconds after there is room all is well."""
+    """Warm streams go on meanwhile, readiness and a held cold request name the cause, and seconds
+    after there is room all is well.
+    """
     clock = SystemClock()
     with tempfile.TemporaryDirectory(prefix="pilotlight-hostile-") as folder:
         os.chmod(folder, 0o711)
         disk = Path(folder) / "disk"
         disk.mkdir(mode=0o711)
         with system_on(disk) as system, system.admin() as admin:
-            http = httpx2.Client(headers={"Authorization": f"Bearer {system.key('api')}"}, timeout=DEADLINE_S)
+            http = httpx2.Client(
+                headers={"Authorization": f"Bearer {system.key('api')}"}, timeout=DEADLINE_S
+            )
 
             def ask(model: str) -> httpx2.Response:
-                return http.post(f"{system.url}/v1/completions", json={"model": model, "prompt": "Once", "max_tokens": 4})
+                return http.post(
+                    f"{system.url}/v1/completions",
+                    json={"model": model, "prompt": "Once", "max_tokens": 4},
+                )
 
             def ready() -> httpx2.Response:
                 return http.get(f"{system.url}/readyz")
 
             for name in ("warm", "cold"):
-                model = {"name": name, "uri": MODEL.as_uri(), "slo": {"ttft_ms": 500, "tpot_ms": 200}}
+                model = {
+                    "name": name,
+                    "uri": MODEL.as_uri(),
+                    "slo": {"ttft_ms": 500, "tpot_ms": 200},
+                }
                 assert admin.post("/models", json=model).status_code == 201
             assert ask("warm").status_code == 200
 
@@ -58,10 +71,14 @@ def test_servers_that_die_on_a_full_disk(killed: tuple[str, ...]) -> None:
                 until(lambda: "NATS stores nothing" in ready().text)
                 assert ready().status_code == 503
                 assert ask("warm").status_code == 200, "what is warm needs no stream"
-                # Where no stream had to be begun anew there may be room for a few more words of an instance.
+                # Where no stream had to be begun anew there may be room for a few more words of an
+                # instance.
                 cold = ask("cold")
                 assert cold.status_code == 503 or not killed
-                assert cold.status_code == 200 or "NATS stores nothing" in cold.json()["error"]["message"]
+                assert (
+                    cold.status_code == 200
+                    or "NATS stores nothing" in cold.json()["error"]["message"]
+                )
             else:
                 threading.Event().wait(FULL_FOR_S)
             remove(fillers)
@@ -73,7 +90,9 @@ def test_servers_that_die_on_a_full_disk(killed: tuple[str, ...]) -> None:
             print(json.dumps({"killed": killed, "whole_after_s": seconds}))
 
 
-def steps(ready: Callable[[], httpx2.Response], ask: Callable[[str], httpx2.Response]) -> list[tuple[str, Callable[[], bool]]]:
+def steps(
+    ready: Callable[[], httpx2.Response], ask: Callable[[str], httpx2.Response]
+) -> list[tuple[str, Callable[[], bool]]]:
     """What must hold, one after the other, once there is room."""
     return [
         ("ready", lambda: ready().status_code == 200),

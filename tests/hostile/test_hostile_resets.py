@@ -38,9 +38,13 @@ def _reset_and_ask(home: Path, door: Door) -> None:
     clock = SystemClock()
     through = {"PILOTLIGHT_NATS_URL": f"nats://127.0.0.1:{door.port}"}
     with (
-        running(home, "--worker-kind", "sim", "--workers", "2", "--with-demo-model", environment=through) as system,
+        running(
+            home, "--worker-kind", "sim", "--workers", "2", "--with-demo-model", environment=through
+        ) as system,
         system.admin() as admin,
-        httpx2.Client(headers={"Authorization": f"Bearer {system.key('api')}"}, timeout=WHOLE_WITHIN_S) as http,
+        httpx2.Client(
+            headers={"Authorization": f"Bearer {system.key('api')}"}, timeout=WHOLE_WITHIN_S
+        ) as http,
     ):
 
         def not_ready() -> dict[str, str]:

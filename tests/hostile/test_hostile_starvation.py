@@ -1,4 +1,6 @@
-"""More models than places, each of them wanted all the time: nobody waits for ever, and the places do not only load."""
+"""More models than places, each of them wanted all the time: no model waits for ever, and the
+places do not only load.
+"""
 
 import json
 import subprocess
@@ -15,7 +17,13 @@ SLO_S = 2.0
 
 def load(*arguments: str) -> dict[str, Any]:
     """What ``bench/starvation.py`` says of a load."""
-    command = [sys.executable, str(ROOT / "bench" / "starvation.py"), "--slo-ms", str(SLO_S * 1000), *arguments]
+    command = [
+        sys.executable,
+        str(ROOT / "bench" / "starvation.py"),
+        "--slo-ms",
+        str(SLO_S * 1000),
+        *arguments,
+    ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
@@ -32,6 +40,17 @@ def test_every_model_is_served_within_ten_times_its_slo() -> None:
 
 def test_long_answers_do_not_keep_their_places_for_ever() -> None:
     """They outlast the drain: they go on when it is their turn again, and every token is there."""
-    found = load("--duration-s", "45", "--models", "4", "--places", "3", "--max-tokens", "900", "--clients", "3")
+    found = load(
+        "--duration-s",
+        "45",
+        "--models",
+        "4",
+        "--places",
+        "3",
+        "--max-tokens",
+        "900",
+        "--clients",
+        "3",
+    )
     assert found["errors"] == {}
     assert found["ttft_s"]["max"] <= 10 * SLO_S

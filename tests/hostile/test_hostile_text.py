@@ -1,4 +1,6 @@
-"""Hostile chat templates, tokenizers and bodies against a whole system: whoever sends or registers them fails, and nobody else notices."""
+"""Hostile chat templates, tokenizers and bodies against a whole system: their requests and
+registrations fail, and no others notice.
+"""
 
 import json
 import os
@@ -21,7 +23,9 @@ pytestmark = pytest.mark.hostile
 DEMO = "ember-7m"
 FILTER = "{{ 'x'|center(400000000) }}"
 ENDLESS = "{{ range(100000)|batch(1)|sum(start=[])|length }}"
-WHEN_ASKED = "{%% if messages[-1].content == 'boom' %%}%s{%% endif %%}hello {{ messages[-1].content }}"
+WHEN_ASKED = (
+    "{%% if messages[-1].content == 'boom' %%}%s{%% endif %%}hello {{ messages[-1].content }}"
+)
 SPLIT = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
 MAX_GATEWAY_BYTES = 500 * 2**20
 MAX_HELPER_BYTES = 1536 * 2**20
@@ -41,11 +45,15 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSystem]:
         "PILOTLIGHT_TEXT_SHORT_TIMEOUT_S": "3",
         "PILOTLIGHT_TEXT_TIMEOUT_S": "3",
     }
-    with running(folder / "home", "--workers", "1", "--with-demo-model", environment=environment) as started:
+    with running(
+        folder / "home", "--workers", "1", "--with-demo-model", environment=environment
+    ) as started:
         yield started
 
 
-def checkpoint(system: RunningSystem, name: str, *, template: str | None = None, **tokenizer: Any) -> str:
+def checkpoint(
+    system: RunningSystem, name: str, *, template: str | None = None, **tokenizer: Any
+) -> str:
     """A copy of the demo model with another template, or another tokenizer."""
     folder = shutil.copytree(DEMO_FOLDER, system.home.parent / name)
     if template is not None:
@@ -56,7 +64,11 @@ def checkpoint(system: RunningSystem, name: str, *, template: str | None = None,
 
 
 def register(system: RunningSystem, name: str, **changes: Any) -> httpx2.Response:
-    body = {"name": name, "uri": checkpoint(system, name, **changes), "slo": {"ttft_ms": 2000, "tpot_ms": 100}}
+    body = {
+        "name": name,
+        "uri": checkpoint(system, name, **changes),
+        "slo": {"ttft_ms": 2000, "tpot_ms": 100},
+    }
     with system.admin() as admin:
         return admin.post("/models", json=body)
 
@@ -112,7 +124,12 @@ def test_requests_of_a_hostile_model_fail_alone(system: RunningSystem) -> None:
         ("asked-folded", {"template": WHEN_ASKED % FILTER}, "boom", {"too_large", "text_failed"}),
         ("asked-endless", {"template": WHEN_ASKED % ENDLESS}, "boom", {"text_failed"}),
         ("split", {"pre_tokenizer": SPLIT}, "a" * 40 + "b", {"text_failed"}),
-        ("pieces", {"normalizer": pieces}, "hello", {"text_failed", "too_large", "context_length_exceeded"}),
+        (
+            "pieces",
+            {"normalizer": pieces},
+            "hello",
+            {"text_failed", "too_large", "context_length_exceeded"},
+        ),
     ):
         answer = register(system, name, **changes)
         assert answer.status_code == 201, answer.text
@@ -141,7 +158,10 @@ def gateway_cpu_s(system: RunningSystem) -> float:
     raise AssertionError("there is no gateway")
 
 
-EMPTY_MESSAGES = b'{"model":"%s","messages":[%s]}' % (DEMO.encode(), b",".join([b'{"role":"user","content":""}'] * 240_000))
+EMPTY_MESSAGES = b'{"model":"%s","messages":[%s]}' % (
+    DEMO.encode(),
+    b",".join([b'{"role":"user","content":""}'] * 240_000),
+)
 BLANKS = json.dumps({"model": DEMO, "prompt": " " * 7_000_000}).encode()
 
 
@@ -153,15 +173,23 @@ BLANKS = json.dumps({"model": DEMO, "prompt": " " * 7_000_000}).encode()
     ],
     ids=["empty messages", "blanks"],
 )
-def test_a_flood_of_large_bodies_pauses_no_stream(system: RunningSystem, path: str, body: bytes, count: int, code: str) -> None:
-    """Each body gets its own error, or is turned away while the others take the room for bodies or the helpers' queue."""
+def test_a_flood_of_large_bodies_pauses_no_stream(
+    system: RunningSystem, path: str, body: bytes, count: int, code: str
+) -> None:
+    """Each body gets its own error, or is turned away while the others take the room for bodies or
+    the helpers' queue.
+    """
     clock, streamed_s, flooded = SystemClock(), list[float](), threading.Event()
 
     def stream() -> None:
         with system.openai() as client:
             while not flooded.is_set():
                 for _ in client.completions.create(
-                    model=DEMO, prompt="the", max_tokens=200, stream=True, extra_body={"ignore_eos": True}
+                    model=DEMO,
+                    prompt="the",
+                    max_tokens=200,
+                    stream=True,
+                    extra_body={"ignore_eos": True},
                 ):
                     streamed_s.append(clock.monotonic_s())
 
@@ -174,7 +202,9 @@ def test_a_flood_of_large_bodies_pauses_no_stream(system: RunningSystem, path: s
         flooded.set()
         streaming.result()
     codes = {answer.json()["error"]["code"] for answer in answers}
-    assert code in codes <= {code, "bodies_full", "queue_full"}, {answer.text[:500] for answer in answers}
+    assert code in codes <= {code, "bodies_full", "queue_full"}, {
+        answer.text[:500] for answer in answers
+    }
     longest_s = max(later - earlier for earlier, later in pairwise(streamed_s))
     print(
         f"{count} bodies of {len(body)} bytes: longest pause of another stream {1000 * longest_s:.0f} ms, "

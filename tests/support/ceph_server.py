@@ -1,6 +1,8 @@
-"""Ceph's S3 server (radosgw) with one monitor and one OSD in memory: a real S3 server to hold our reading of the protocol against.
+"""Ceph's S3 server (radosgw) with one monitor and one OSD in memory: a real S3 server to hold our
+reading of the protocol against.
 
-From Debian: ``apt-get install --no-install-recommends ceph-mon ceph-osd radosgw ceph-common``. Nothing of it is configured for real use.
+From Debian: ``apt-get install --no-install-recommends ceph-mon ceph-osd radosgw ceph-common``.
+Nothing of it is configured for real use.
 """
 
 import contextlib
@@ -24,9 +26,10 @@ SECRET_KEY = "conformance-secret"
 START_DEADLINE_S = 60.0
 COMMAND_DEADLINE_S = 30.0
 TRIES = 4
-"""A monitor that has just started now and then refuses a command, or never answers it; and so does what asks it for its maps: a client
-that has not had the monitors' map yet sends its first command without the cluster's id, and is refused for it ("wrong fsid"). An OSD ends
-then, and a gateway without an OSD waits for ever."""
+"""A monitor that has just started now and then refuses a command, or never answers it; and so does
+what asks it for its maps: a client that has not had the monitors' map yet sends its first command
+without the cluster's id, and is refused for it ("wrong fsid"). An OSD ends then, and a gateway
+without an OSD waits for ever."""
 
 CONFIG = """
 [global]
@@ -78,10 +81,13 @@ def free_port() -> int:
 
 
 @contextmanager
-def running_ceph(folder: Path, store_bytes: int = 1 << 30, host: str = "127.0.0.1") -> Iterator[CephServer]:
+def running_ceph(
+    folder: Path, store_bytes: int = 1 << 30, host: str = "127.0.0.1"
+) -> Iterator[CephServer]:
     """Start all three, make the user, hand the server out, stop all three.
 
-    ``store_bytes`` of memory are what objects may take; ``host`` is the address that S3 is served at.
+    ``store_bytes`` of memory are what objects may take; ``host`` is the address that S3 is served
+    at.
     """
     config, rgw_port = folder / "ceph.conf", free_port()
     mon_port = free_port()
@@ -99,24 +105,72 @@ def running_ceph(folder: Path, store_bytes: int = 1 << 30, host: str = "127.0.0.
         (folder / name).mkdir()
     monmap = folder / "monmap"
     with ExitStack() as stack:
-        _run("monmaptool", "--create", "--clobber", "--fsid", fsid, "--addv", "a", f"[v1:127.0.0.1:{mon_port}]", str(monmap))
+        _run(
+            "monmaptool",
+            "--create",
+            "--clobber",
+            "--fsid",
+            fsid,
+            "--addv",
+            "a",
+            f"[v1:127.0.0.1:{mon_port}]",
+            str(monmap),
+        )
         _run("ceph-mon", "--mkfs", "-i", "a", "--monmap", str(monmap), "-c", str(config))
         _start(stack, folder, "ceph-mon", "-i", "a", "-c", str(config), "-f")
         osd = str(uuid.uuid4())
         _run_again("ceph", "-c", str(config), "osd", "new", osd, "0")
         _run("ceph-osd", "-i", "0", "-c", str(config), "--mkfs", "--osd-uuid", osd)
-        _run_again("ceph", "-c", str(config), "osd", "crush", "add", "osd.0", "1.0", "root=default", "host=h")
-        _start_until(stack, folder, lambda: _osd_is_up(config), "ceph-osd", "-i", "0", "-c", str(config), "-f")
+        _run_again(
+            "ceph",
+            "-c",
+            str(config),
+            "osd",
+            "crush",
+            "add",
+            "osd.0",
+            "1.0",
+            "root=default",
+            "host=h",
+        )
+        _start_until(
+            stack,
+            folder,
+            lambda: _osd_is_up(config),
+            "ceph-osd",
+            "-i",
+            "0",
+            "-c",
+            str(config),
+            "-f",
+        )
         url = f"http://{host}:{rgw_port}"
-        _start_until(stack, folder, lambda: _answers(url), "radosgw", "-n", "client.rgw", "-c", str(config), "-f")
-        user = ("--uid=t", "--display-name=t", f"--access-key={ACCESS_KEY}", f"--secret-key={SECRET_KEY}")
+        _start_until(
+            stack,
+            folder,
+            lambda: _answers(url),
+            "radosgw",
+            "-n",
+            "client.rgw",
+            "-c",
+            str(config),
+            "-f",
+        )
+        user = (
+            "--uid=t",
+            "--display-name=t",
+            f"--access-key={ACCESS_KEY}",
+            f"--secret-key={SECRET_KEY}",
+        )
         made = _run("radosgw-admin", "-n", "client.rgw", "-c", str(config), "user", "create", *user)
         assert json.loads(made)["user_id"] == "t"
         yield CephServer(url)
 
 
 def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_DEADLINE_S, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=COMMAND_DEADLINE_S, check=False
+    )
     assert done.returncode == 0, f"{' '.join(command)}: {done.stderr[-2000:]}"
     return done.stdout
 
@@ -131,12 +185,16 @@ def _run_again(*command: str) -> str:
 
 def _start(stack: ExitStack, folder: Path, *command: str) -> subprocess.Popen[bytes]:
     with (folder / f"{command[0]}.out").open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True
+        )
     stack.callback(_stop, process)
     return process
 
 
-def _start_until(stack: ExitStack, folder: Path, is_ready: Callable[[], bool], *command: str) -> None:
+def _start_until(
+    stack: ExitStack, folder: Path, is_ready: Callable[[], bool], *command: str
+) -> None:
     """Starts a server, and again where it ends or is not ready in time."""
     for _ in range(TRIES):
         process = _start(stack, folder, *command)

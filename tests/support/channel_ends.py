@@ -20,8 +20,12 @@ HERE, THERE = Identity(NodeId("here"), KEY), Identity(NodeId("there"), KEY)
 T = TypeVar("T")
 
 
-def accepted(door: Door, about: str, comes: Callable[[], T], timeout_s: float = 10) -> tuple[T, TcpChannel]:
-    """What ``comes`` gave, called while the door is looked at, and the channel that it made there."""
+def accepted(
+    door: Door, about: str, comes: Callable[[], T], timeout_s: float = 10
+) -> tuple[T, TcpChannel]:
+    """What ``comes`` gave, called while the door is looked at, and the channel that it made
+    there.
+    """
     came: list[T] = []
     thread = threading.Thread(target=lambda: came.append(comes()))
     thread.start()
@@ -34,7 +38,11 @@ def tcp_channel(window: int = WINDOW_FRAMES) -> tuple[TcpChannel, TcpChannel]:
     """The end that connected and the end that listened."""
     door = Door(THERE, (HOST, 0), monotonic, window=window)
     try:
-        one, other = accepted(door, "i", lambda: connect((HOST, door.port), HERE, THERE.node_id, "i", monotonic, 10, window))
+        one, other = accepted(
+            door,
+            "i",
+            lambda: connect((HOST, door.port), HERE, THERE.node_id, "i", monotonic, 10, window),
+        )
     finally:
         door.close()
     return one, other

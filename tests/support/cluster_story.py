@@ -1,4 +1,6 @@
-"""A cluster of a few nodes to which things happen at random, as control sees it: facts, and what became of plans."""
+"""A cluster of a few nodes to which things happen at random, as control sees it: facts, and what
+became of plans.
+"""
 
 import random
 from collections.abc import Callable
@@ -51,7 +53,9 @@ class Cluster:
     workers: dict[WorkerId, WorkerView] = field(default_factory=dict[WorkerId, WorkerView])
     nodes: dict[NodeId, NodeFacts] = field(default_factory=dict[NodeId, NodeFacts])
     models: dict[ModelName, Model] = field(default_factory=dict[ModelName, Model])
-    demand: dict[ModelName, tuple[int, float]] = field(default_factory=dict[ModelName, "tuple[int, float]"])
+    demand: dict[ModelName, tuple[int, float]] = field(
+        default_factory=dict[ModelName, "tuple[int, float]"]
+    )
     drained_s: dict[NodeId, float] = field(default_factory=dict[NodeId, float])
     estimates: Estimates = field(default_factory=dict[ModelName, "tuple[Estimate, ...]"])
     evict: tuple[ModelName, ...] = ()
@@ -81,7 +85,9 @@ class Cluster:
 
     def happen(self) -> None:
         """Let some time pass, and something happen."""
-        self.now_s += self.rng.choice((0.0, 1.0, 1.0, 2.0, 2.0, 3.0, 8.0, 8.0, 40.0, 500.0)) * GRAIN_S
+        self.now_s += (
+            self.rng.choice((0.0, 1.0, 1.0, 2.0, 2.0, 3.0, 8.0, 8.0, 40.0, 500.0)) * GRAIN_S
+        )
         kinds: tuple[tuple[Callable[[], None], int], ...] = (
             (self._report, 20),
             (self._ask, 4),
@@ -138,7 +144,8 @@ class Cluster:
                 for one in digests
             ),
             transfers=tuple(
-                Transfer(digest=Digest("d"), source="s", done_bytes=0, total_bytes=1) for _ in range(rng.choice((0, 0, 0, 1, 2)))
+                Transfer(digest=Digest("d"), source="s", done_bytes=0, total_bytes=1)
+                for _ in range(rng.choice((0, 0, 0, 1, 2)))
             ),
             draining=node_id in self.drained_s,
             dataplane_port=rng.choice((0, 1, 1, 1)),
@@ -164,10 +171,16 @@ class Cluster:
             liveness=Liveness.ALIVE,
             held=stages,
             engine_up=rng.random() < 0.98,
-            health=DeviceHealth(state=rng.choice((HealthState.HEALTHY,) * 18 + (HealthState.DEGRADED, HealthState.FAILED))),
+            health=DeviceHealth(
+                state=rng.choice(
+                    (HealthState.HEALTHY,) * 18 + (HealthState.DEGRADED, HealthState.FAILED)
+                )
+            ),
         )
         heard_s = self.now_s - rng.choice((0.0, 0.0, 1.0)) * GRAIN_S
-        self.workers[worker_id] = WorkerView(facts=facts, heard_s=heard_s, incarnation="a", epoch_seen=EPOCH)
+        self.workers[worker_id] = WorkerView(
+            facts=facts, heard_s=heard_s, incarnation="a", epoch_seen=EPOCH
+        )
         self.changed_workers.add(worker_id)
         self.version += 1
 
@@ -175,7 +188,9 @@ class Cluster:
         """A worker holds about what it should."""
         rng = self.rng
         everyone = [WorkerId(f"w{node}{each}") for node in range(NODES) for each in range(4)]
-        worker_id = rng.choice(everyone if rng.random() < 0.2 else sorted(self.books.by_worker) or everyone)
+        worker_id = rng.choice(
+            everyone if rng.random() < 0.2 else sorted(self.books.by_worker) or everyone
+        )
         stages = [
             self._stage(record, placement.device_bytes)
             for record in self.books.on_worker(worker_id)
@@ -190,7 +205,11 @@ class Cluster:
 
     def _stage(self, record: Record, device_bytes: int) -> HeldStage:
         rng = self.rng
-        states = (HeldState.READY,) * 12 + (HeldState.LOADING,) * 3 + (HeldState.DRAINING, HeldState.FAILED, HeldState.EVICTED)
+        states = (
+            (HeldState.READY,) * 12
+            + (HeldState.LOADING,) * 3
+            + (HeldState.DRAINING, HeldState.FAILED, HeldState.EVICTED)
+        )
         state = rng.choice(states)
         return HeldStage(
             instance_id=record.instance.instance_id,
@@ -209,7 +228,10 @@ class Cluster:
         if name in self.demand and self.rng.random() < 0.6:
             del self.demand[name]
         else:
-            self.demand[name] = self.rng.choice((1, 1, 20, 50)), self.now_s - self.rng.choice((0.0, 8.0, 80.0)) * GRAIN_S
+            self.demand[name] = (
+                self.rng.choice((1, 1, 20, 50)),
+                self.now_s - self.rng.choice((0.0, 8.0, 80.0)) * GRAIN_S,
+            )
 
     def _settle(self) -> None:
         """A start gets its room and its row, or neither."""
@@ -221,13 +243,23 @@ class Cluster:
             upstreams = tuple(self.rng.sample(sorted(self.nodes), k=self.rng.randint(0, 2)))
             placements = tuple(replace(one, upstreams=upstreams) for one in instance.placements)
             fetching = step(instance.state, InstanceEvent.FETCH_STARTED)
-            after = replace(instance, state=fetching, state_since_s=self.now_s, placements=placements)
+            after = replace(
+                instance, state=fetching, state_since_s=self.now_s, placements=placements
+            )
             self.books = self.books.put(replace(record, instance=after, tentative=False))
             self.started.append(name)
             return
         self.books = self.books.without((instance.instance_id,))
         transient = self.rng.random() < 0.2
-        self.refusals.append(Refusal(model=name, worker_id=instance.lead, code="no_room", message="full", transient=transient))
+        self.refusals.append(
+            Refusal(
+                model=name,
+                worker_id=instance.lead,
+                code="no_room",
+                message="full",
+                transient=transient,
+            )
+        )
 
     def _judge_worker(self) -> None:
         worker_id = self.rng.choice(list(self.workers) or [WorkerId("w00")])
@@ -288,7 +320,9 @@ class Cluster:
     def facts(self) -> ControlFacts:
         """What is known now, and what changed since the last call."""
         changed = Focus(
-            models=frozenset(self.changed_models), workers=frozenset(self.changed_workers), nodes=frozenset(self.changed_nodes)
+            models=frozenset(self.changed_models),
+            workers=frozenset(self.changed_workers),
+            nodes=frozenset(self.changed_nodes),
         )
         self.changed_models, self.changed_workers, self.changed_nodes = set(), set(), set()
         evict, self.evict = self.evict, ()
@@ -296,19 +330,33 @@ class Cluster:
         started, self.started = tuple(self.started), []
         return ControlFacts(
             now_s=self.now_s,
-            term=Term(epoch=EPOCH, started_s=START_S - 400, listening_since_s=START_S - 500, deaf=self.deaf, announced=True),
+            term=Term(
+                epoch=EPOCH,
+                started_s=START_S - 400,
+                listening_since_s=START_S - 500,
+                deaf=self.deaf,
+                announced=True,
+            ),
             books=self.books,
             workers=dict(self.workers),
             nodes=dict(self.nodes),
             models=dict(self.models),
             demand=tuple(
-                Demand(model=name, waiting=waiting, oldest_age_s=self.now_s - since_s, deadline_in_s=10.0)
+                Demand(
+                    model=name,
+                    waiting=waiting,
+                    oldest_age_s=self.now_s - since_s,
+                    deadline_in_s=10.0,
+                )
                 for name, (waiting, since_s) in sorted(self.demand.items())
             ),
             demand_seen_s={name: since_s for name, (_, since_s) in self.demand.items()},
             awaited=frozenset(self.demand),
             estimates=self.estimates,
-            drains=tuple(NodeDrain(node_id=node_id, age_s=self.now_s - since_s) for node_id, since_s in self.drained_s.items()),
+            drains=tuple(
+                NodeDrain(node_id=node_id, age_s=self.now_s - since_s)
+                for node_id, since_s in self.drained_s.items()
+            ),
             evict=evict,
             world_version=self.version,
             refusals=refusals,
@@ -331,7 +379,13 @@ class Cluster:
 
     def _begin(self, of: Model, instance_id: str, placements: tuple[Placement, ...]) -> None:
         instance = replace(
-            an_instance(of.name, instance_id, state=InstanceState.PLANNED, since_s=self.now_s, digest=of.digest),
+            an_instance(
+                of.name,
+                instance_id,
+                state=InstanceState.PLANNED,
+                since_s=self.now_s,
+                digest=of.digest,
+            ),
             placements=placements,
             epoch=EPOCH,
         )

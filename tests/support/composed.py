@@ -1,4 +1,6 @@
-"""The system under Docker Compose, as an operator starts it: built, started, asked, broken, taken down."""
+"""The system under Docker Compose, as an operator starts it: built, started, asked, broken, taken
+down.
+"""
 
 import base64
 import json
@@ -45,7 +47,12 @@ def until(check: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> 
         time.sleep(0.2)
 
 
-def run(*command: str, environment: Mapping[str, str] | None = None, deadline_s: float = DEADLINE_S, check: bool = True) -> str:
+def run(
+    *command: str,
+    environment: Mapping[str, str] | None = None,
+    deadline_s: float = DEADLINE_S,
+    check: bool = True,
+) -> str:
     """A command's standard output.
 
     Raises:
@@ -61,7 +68,9 @@ def run(*command: str, environment: Mapping[str, str] | None = None, deadline_s:
         check=False,
         stdin=subprocess.DEVNULL,
     )
-    assert done.returncode == 0 or not check, f"{' '.join(command)}: {done.stdout[-4000:]}{done.stderr[-4000:]}"
+    assert done.returncode == 0 or not check, (
+        f"{' '.join(command)}: {done.stdout[-4000:]}{done.stderr[-4000:]}"
+    )
     return done.stdout
 
 
@@ -81,17 +90,33 @@ class Composed:
         return replace(self, environment={**self.environment, **settings})
 
     def compose(self, *arguments: str, deadline_s: float = DEADLINE_S, check: bool = True) -> str:
-        return run("docker", "compose", *arguments, environment=self.environment, deadline_s=deadline_s, check=check)
+        return run(
+            "docker",
+            "compose",
+            *arguments,
+            environment=self.environment,
+            deadline_s=deadline_s,
+            check=check,
+        )
 
     def inside(self, service: str, *command: str, check: bool = True) -> str:
         return self.compose("exec", "-T", service, *command, check=check)
 
     def crash(self, container: str) -> None:
-        """Kill every process of a container, as a crash would: who kills it by ``docker kill`` means it to stay down."""
+        """Kill every process of a container, as a crash would: a container that is killed by
+        ``docker kill`` stays down.
+        """
         run("docker", "exec", container, "sh", "-c", "kill -9 -1", check=False)
 
     def up(self) -> None:
-        self.compose("up", "--detach", "--wait", "--wait-timeout", f"{DEADLINE_S:.0f}", deadline_s=2 * DEADLINE_S)
+        self.compose(
+            "up",
+            "--detach",
+            "--wait",
+            "--wait-timeout",
+            f"{DEADLINE_S:.0f}",
+            deadline_s=2 * DEADLINE_S,
+        )
 
     def services(self) -> list[str]:
         """Those that keep running."""
@@ -115,7 +140,11 @@ class Composed:
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, timeout=DEADLINE_S, max_retries=0)
 
     def admin(self, key: str) -> httpx2.Client:
-        return httpx2.Client(base_url=f"{self.url}/admin/v1", headers={"Authorization": f"Bearer {key}"}, timeout=DEADLINE_S)
+        return httpx2.Client(
+            base_url=f"{self.url}/admin/v1",
+            headers={"Authorization": f"Bearer {key}"},
+            timeout=DEADLINE_S,
+        )
 
     def upload(self, model: str) -> str:
         """Put a model of the folder into the S3 server, which nothing outside reaches; its URI."""
@@ -130,7 +159,18 @@ class Composed:
         mount = f"{self.project}_spans:/spans:ro"
         image = f"pilotlight-setup:{tag}"
         text = run(
-            *("docker", "run", "--rm", "--network", "none", "--volume", mount, "--entrypoint", "cat", image),
+            *(
+                "docker",
+                "run",
+                "--rm",
+                "--network",
+                "none",
+                "--volume",
+                mount,
+                "--entrypoint",
+                "cat",
+                image,
+            ),
             "/spans/spans.jsonl",
             check=False,
         )
@@ -139,7 +179,9 @@ class Composed:
             batch = json.loads(line)
             # Some sinks say before each batch what it is of.
             for resource in batch.get("traces", batch)["resourceSpans"]:
-                attributes = {item["key"]: item["value"] for item in resource["resource"]["attributes"]}
+                attributes = {
+                    item["key"]: item["value"] for item in resource["resource"]["attributes"]
+                }
                 service = attributes["service.name"]["stringValue"].removeprefix("pilotlight-")
                 for scope in resource["scopeSpans"]:
                     for span in scope["spans"]:
@@ -159,7 +201,9 @@ def free_port() -> str:
 
 
 def inherited() -> dict[str, str]:
-    """The environment without what its owner has set for a system of his own: what images are made of may be set."""
+    """The environment without what its owner has set for a system of his own: what images are made
+    of may be set.
+    """
     files = os.environ.get("COMPOSE_FILE", "docker-compose.yml").split(os.pathsep)
     kept = {
         name: value
@@ -167,15 +211,23 @@ def inherited() -> dict[str, str]:
         if name.endswith(("_WHEELS", "_IMAGE")) or not name.startswith(("PILOTLIGHT_", "COMPOSE_"))
     }
     # No .env either; and the same files from whatever folder commands are typed in.
-    return {**kept, "COMPOSE_ENV_FILES": os.devnull, "COMPOSE_FILE": os.pathsep.join(str(ROOT / file) for file in files)}
+    return {
+        **kept,
+        "COMPOSE_ENV_FILES": os.devnull,
+        "COMPOSE_FILE": os.pathsep.join(str(ROOT / file) for file in files),
+    }
 
 
 def _up(system: Composed) -> Composed:
-    """Start it: once more on another port where somebody has taken its own since it was found free."""
+    """Start it: once more on another port where another process has taken its own since it was
+    found free.
+    """
     try:
         system.up()
     except AssertionError as error:
-        if not any(taken in str(error) for taken in ("port is already allocated", "address already in use")):
+        if not any(
+            taken in str(error) for taken in ("port is already allocated", "address already in use")
+        ):
             raise
         system = system.but(PILOTLIGHT_PORT=free_port())
         system.up()
@@ -204,6 +256,16 @@ def composed() -> Iterator[Composed]:
             raise
         yield system
     finally:
-        system.compose("down", "--volumes", "--remove-orphans", "--timeout", "5", deadline_s=2 * DEADLINE_S, check=False)
-        images = run("docker", "images", "--quiet", "--filter", f"reference=pilotlight-*:{name}*").split()
+        system.compose(
+            "down",
+            "--volumes",
+            "--remove-orphans",
+            "--timeout",
+            "5",
+            deadline_s=2 * DEADLINE_S,
+            check=False,
+        )
+        images = run(
+            "docker", "images", "--quiet", "--filter", f"reference=pilotlight-*:{name}*"
+        ).split()
         run("docker", "rmi", "--force", *dict.fromkeys(images), check=False)

@@ -1,4 +1,6 @@
-"""Commands in a mount namespace of their own: small disks and read-only folders that nobody else sees and that end with them."""
+"""Commands in a mount namespace of their own: small disks and read-only folders that no other
+process sees and that end with them.
+"""
 
 import functools
 import os
@@ -30,7 +32,12 @@ def _unshare() -> list[str]:
 @functools.cache
 def may_mount() -> bool:
     """Plain containers do not let even root do it."""
-    return subprocess.run([*_unshare(), "true"], capture_output=True, timeout=10.0, check=False).returncode == 0
+    return (
+        subprocess.run(
+            [*_unshare(), "true"], capture_output=True, timeout=10.0, check=False
+        ).returncode
+        == 0
+    )
 
 
 def confined(command: Sequence[str | Path], places: Mapping[Path, str]) -> list[str]:
@@ -39,7 +46,9 @@ def confined(command: Sequence[str | Path], places: Mapping[Path, str]) -> list[
     Skips the test where there can be none.
     """
     if not may_mount():
-        pytest.skip("mounting needs a namespace of one's own: CAP_SYS_ADMIN, or user namespaces that are not closed")
+        pytest.skip(
+            "mounting needs a namespace of one's own: CAP_SYS_ADMIN, or user namespaces that are not closed"
+        )
     mounts = [part for place, how in places.items() for part in (how, str(place))]
     return [*_unshare(), "sh", "-c", _MOUNT, "confined", *mounts, "--", *map(str, command)]
 
@@ -67,5 +76,9 @@ def fill(folder: Path) -> list[Path]:
 def run_python(program: str, places: Mapping[Path, str]) -> "subprocess.CompletedProcess[str]":
     """Run a program of Python in a namespace."""
     return subprocess.run(
-        confined([sys.executable, "-c", program], places), capture_output=True, text=True, timeout=60.0, check=False
+        confined([sys.executable, "-c", program], places),
+        capture_output=True,
+        text=True,
+        timeout=60.0,
+        check=False,
     )

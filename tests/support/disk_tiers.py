@@ -24,7 +24,9 @@ class Tier:
     def __init__(self, folder: Path, limit_bytes: int = 1024 * KIB) -> None:
         self.clock = ManualClock()
         self.events: Counter[DiskEvent] = Counter()
-        self.tier = DiskTier(folder, limit_bytes, self.clock, lambda event: self.events.update([event]))
+        self.tier = DiskTier(
+            folder, limit_bytes, self.clock, lambda event: self.events.update([event])
+        )
         self.tier.open()
 
     def store(self, content: bytes) -> Digest:

@@ -39,11 +39,15 @@ class RunningSystem:
         return (self.home / f"{name}.key").read_text().strip()
 
     def openai(self) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key=self.key("api"), timeout=DEADLINE_S, max_retries=0)
+        return OpenAI(
+            base_url=f"{self.url}/v1", api_key=self.key("api"), timeout=DEADLINE_S, max_retries=0
+        )
 
     def admin(self) -> httpx2.Client:
         return httpx2.Client(
-            base_url=f"{self.url}/admin/v1", headers={"Authorization": f"Bearer {self.key('admin')}"}, timeout=DEADLINE_S
+            base_url=f"{self.url}/admin/v1",
+            headers={"Authorization": f"Bearer {self.key('admin')}"},
+            timeout=DEADLINE_S,
         )
 
     def cli(self, *arguments: str, status: int = 0) -> Any:
@@ -81,14 +85,29 @@ def free_port() -> int:
 
 @contextmanager
 def running(
-    home: Path, *arguments: str, environment: Mapping[str, str] | None = None, port: int | None = None
+    home: Path,
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    port: int | None = None,
 ) -> Iterator[RunningSystem]:
     """Start a system, hand it out, stop it with SIGINT as Ctrl-C does."""
     command = [pilotlight(), "up", "--json", "--port", str(port or free_port()), *arguments]
-    variables = {**os.environ, "PILOTLIGHT_HOME": str(home), "PILOTLIGHT_POOL_BYTES": str(256 * 2**20), **(environment or {})}
+    variables = {
+        **os.environ,
+        "PILOTLIGHT_HOME": str(home),
+        "PILOTLIGHT_POOL_BYTES": str(256 * 2**20),
+        **(environment or {}),
+    }
     errors = home.parent / f"{home.name}.stderr"
     with errors.open("w") as sink:
-        process = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=sink, text=True, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            env=variables,
+            stdout=subprocess.PIPE,
+            stderr=sink,
+            text=True,
+            start_new_session=True,
+        )
     try:
         assert process.stdout is not None
         line = process.stdout.readline()

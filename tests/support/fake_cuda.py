@@ -1,4 +1,6 @@
-"""Compiles the fake libcuda that lies beside this file, and talks to it: for tests on machines without a GPU."""
+"""Compiles the fake libcuda that lies beside this file, and talks to it: for tests on machines
+without a GPU.
+"""
 
 import ctypes
 import subprocess
@@ -35,23 +37,25 @@ class FakeCuda:
         self._fake.fake_set_memory(num_bytes)
 
     def fail(self, function: str, code: int, in_calls: int = 1) -> None:
-        """Has the call after next (2), or the next (1), of a function of the driver answer with an error, once."""
+        """Has the call after next (2), or the next (1), of a function of the driver answer with an
+        error, once.
+        """
         self._fake.fake_fail(function.encode(), in_calls, code)
 
     def calls(self, function: str) -> int:
         return int(self._fake.fake_calls(function.encode()))
 
     def capture(self, *, on: bool) -> None:
-        """From now on a stream is captured: whoever waits for the device spoils it."""
+        """From now on a stream is captured: a wait for the device spoils it."""
         self._fake.fake_capture(int(on))
 
     @property
     def capture_spoilt(self) -> bool:
-        """Somebody waited for the device since the capture began."""
+        """The device was waited for since the capture began."""
         return bool(self._fake.fake_capture_spoilt())
 
     def hold_events(self, *, on: bool) -> None:
-        """Whoever waits for an event goes on waiting until this is taken back: the device is busy."""
+        """A wait for an event goes on until this is taken back: the device is busy."""
         self._fake.fake_hold_events(int(on))
 
     @property

@@ -1,4 +1,6 @@
-"""NVML for tests: a reader of one device that reads what a test says, and hangs when it is told to; and a library for the true reader."""
+"""NVML for tests: a reader of one device that reads what a test says, and hangs when it is told to;
+and a library for the true reader.
+"""
 
 import threading
 from collections.abc import Collection
@@ -13,7 +15,13 @@ from pilotlight.common.nvml import DeviceReader, Gpu, NvmlUnavailable
 
 GIB = 1 << 30
 GPU = Gpu(index=0, uuid="GPU-0", name="fake GPU", memory_bytes=80 * GIB, driver="580.0")
-GOOD = DeviceReading(recovery=Recovery.NONE, uncorrected_errors=0, memory_bytes=80 * GIB, used_bytes=GIB, own_bytes=GIB)
+GOOD = DeviceReading(
+    recovery=Recovery.NONE,
+    uncorrected_errors=0,
+    memory_bytes=80 * GIB,
+    used_bytes=GIB,
+    own_bytes=GIB,
+)
 HANGS_AT_MOST_S = 60.0
 
 
@@ -73,7 +81,10 @@ class ScriptedNvml:
         self.recovery: int | None = pynvml.NVML_GPU_RECOVERY_ACTION_NONE
         self.ecc: int | None = 0
         self.remapped = (0, 0, 0, 0)
-        self.processes = [SimpleNamespace(pid=7, usedGpuMemory=2 * GIB), SimpleNamespace(pid=8, usedGpuMemory=3 * GIB)]
+        self.processes = [
+            SimpleNamespace(pid=7, usedGpuMemory=2 * GIB),
+            SimpleNamespace(pid=8, usedGpuMemory=3 * GIB),
+        ]
         self.lost: dict[int, int] = {}
         """By index: the error with which everything that is asked of a device is answered."""
         self.refuses = pynvml.NVML_SUCCESS
@@ -149,7 +160,9 @@ class ScriptedNvml:
         assert timeout_ms == 0
         if not self.xids:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_TIMEOUT)
-        return SimpleNamespace(eventType=pynvml.nvmlEventTypeXidCriticalError, eventData=self.xids.pop(0))
+        return SimpleNamespace(
+            eventType=pynvml.nvmlEventTypeXidCriticalError, eventData=self.xids.pop(0)
+        )
 
     def nvmlDeviceGetTotalEccErrors(self, handle: int, kind: int, counter: int) -> int:  # noqa: N802
         if self.ecc is None:

@@ -1,4 +1,5 @@
-"""The families that the engine runs, one tiny model of each: whatever a mode of the engine has to leave as it is, it is tried on all.
+"""The families that the engine runs, one tiny model of each: whatever a mode of the engine has to
+leave as it is, it is tried on all.
 
 Names are those of ``KINDS`` in ``libs/engine/tests/conftest.py``.
 """

@@ -1,8 +1,10 @@
-"""An engine child whose device fails on demand: ``python -m faulty_child`` in the place of ``pilotlight.worker.engine_child.child``.
+"""An engine child whose device fails on demand: ``python -m faulty_child`` in the place of
+``pilotlight.worker.engine_child.child``.
 
-A prompt of ``NO_ROOM_TOKENS`` wants more memory than there is; one of ``ILLEGAL_TOKENS`` makes a kernel write where nothing is mapped.
-On a GPU both really happen; on cores what CUDA would say is raised. A prompt of ``ENDLESS_TOKENS`` waits for ever for what never comes;
-one of ``SLOW_TOKENS`` waits ``SLOW_S``.
+A prompt of ``NO_ROOM_TOKENS`` wants more memory than there is; one of ``ILLEGAL_TOKENS`` makes a
+kernel write where nothing is mapped. On a GPU both really happen; on cores what CUDA would say is
+raised. A prompt of ``ENDLESS_TOKENS`` waits for ever for what never comes; one of ``SLOW_TOKENS``
+waits ``SLOW_S``.
 """
 
 import sys
@@ -61,7 +63,9 @@ class FaultyEngine(engine_module.Engine):
     def begin_load(self, instance_id: InstanceId, *arguments: Any) -> Any:
         room = super().begin_load(instance_id, *arguments)
         resident = self._stages[instance_id]
-        resident._compute = replace(resident._compute, runner=FaultyRunner(resident._compute.runner, self._arena))
+        resident._compute = replace(
+            resident._compute, runner=FaultyRunner(resident._compute.runner, self._arena)
+        )
         return room
 
 

@@ -79,13 +79,23 @@ class Result:
 
 
 def asks_of(
-    rng: random.Random, models: tuple[str, ...], text: ModelText, vocab_size: int, count: int, spread_s: float
+    rng: random.Random,
+    models: tuple[str, ...],
+    text: ModelText,
+    vocab_size: int,
+    count: int,
+    spread_s: float,
 ) -> list[Ask]:
     """What the clients of one schedule ask."""
-    return [_ask(rng, ModelName(rng.choice(models)), text, vocab_size, rng.uniform(0, spread_s)) for _ in range(count)]
+    return [
+        _ask(rng, ModelName(rng.choice(models)), text, vocab_size, rng.uniform(0, spread_s))
+        for _ in range(count)
+    ]
 
 
-def _ask(rng: random.Random, model: ModelName, text: ModelText, vocab_size: int, at_s: float) -> Ask:
+def _ask(
+    rng: random.Random, model: ModelName, text: ModelText, vocab_size: int, at_s: float
+) -> Ask:
     kind = rng.choice((Kind.WHOLE, Kind.STREAM, Kind.STREAM, Kind.STOP, Kind.LEAVES))
     prompt_ids = [rng.randrange(vocab_size) for _ in range(rng.randint(1, MAX_PROMPT_TOKENS))]
     sampling = Sampling(
@@ -113,7 +123,13 @@ def _ask(rng: random.Random, model: ModelName, text: ModelText, vocab_size: int,
     )
 
 
-def undisturbed(text: ModelText, prompt_ids: list[int], sampling: Sampling, vocab_size: int, stops: tuple[str, ...]) -> Shown:
+def undisturbed(
+    text: ModelText,
+    prompt_ids: list[int],
+    sampling: Sampling,
+    vocab_size: int,
+    stops: tuple[str, ...],
+) -> Shown:
     """The answer of a run in which nothing is lost."""
     answer = Answer(text, stops, logprobs=sampling.logprobs)
     tokens = SimTokens.after(sampling.seed, prompt_ids, vocab_size)
@@ -130,7 +146,12 @@ def undisturbed(text: ModelText, prompt_ids: list[int], sampling: Sampling, voca
         if answer.finish_reason is not None:
             break
     shown += answer.finish(finish).text
-    return Shown(text=shown, finish_reason=answer.finish_reason, completion_tokens=answer.output_tokens, logprobs=tuple(logprobs))
+    return Shown(
+        text=shown,
+        finish_reason=answer.finish_reason,
+        completion_tokens=answer.output_tokens,
+        logprobs=tuple(logprobs),
+    )
 
 
 async def run(system: FaultySystem, text: ModelText, ask: Ask) -> Result:
@@ -145,14 +166,18 @@ async def run(system: FaultySystem, text: ModelText, ask: Ask) -> Result:
         arrived_s=parts.clock.monotonic_s(),
     )
     stream = ask.kind is not Kind.WHOLE
-    options = Options(stream=stream, include_usage=stream, stops=ask.stops, logprobs=ask.sampling.logprobs)
+    options = Options(
+        stream=stream, include_usage=stream, stops=ask.stops, logprobs=ask.sampling.logprobs
+    )
     choice = Choice(0, parts, request, Answer(text, ask.stops, logprobs=ask.sampling.logprobs))
     shapes = CompletionShapes(ask.request_id, ask.model, 0, options)
     client = _Client(ask.leaves_after if ask.kind is Kind.LEAVES else None)
     scope: dict[str, Any] = {"type": "http"}
     BodyRoom(BodyBudget(total_bytes=0, pause_s=0.0)).put_into(scope)
     try:
-        await Exchange(parts, [choice], options, KEY).response(shapes)(scope, client.receive, client.send)
+        await Exchange(parts, [choice], options, KEY).response(shapes)(
+            scope, client.receive, client.send
+        )
     except ClientGone:
         return _judged(system, text, ask, client, left=True)
     except PilotlightError as error:
@@ -160,12 +185,21 @@ async def run(system: FaultySystem, text: ModelText, ask: Ask) -> Result:
     return _judged(system, text, ask, client, left=False)
 
 
-def _judged(system: FaultySystem, text: ModelText, ask: Ask, client: "_Client", *, left: bool) -> Result:
+def _judged(
+    system: FaultySystem, text: ModelText, ask: Ask, client: "_Client", *, left: bool
+) -> Result:
     expected = undisturbed(text, ask.prompt_ids, ask.sampling, system.around.vocab_size, ask.stops)
     got, code = client.shown()
     if code:
-        return Result(ask=ask, error=code, wrong="" if expected.text.startswith(got.text) else f"{got} of {expected}")
-    prefix = expected.text.startswith(got.text) and expected.logprobs[: len(got.logprobs)] == got.logprobs
+        return Result(
+            ask=ask,
+            error=code,
+            wrong="" if expected.text.startswith(got.text) else f"{got} of {expected}",
+        )
+    prefix = (
+        expected.text.startswith(got.text)
+        and expected.logprobs[: len(got.logprobs)] == got.logprobs
+    )
     good = prefix if left else got == expected
     return Result(ask=ask, left=left, wrong="" if good else f"{got} instead of {expected}")
 
@@ -204,7 +238,11 @@ class _Client:
                     chunks.append(json.loads(event[6:]))
         choices = [choice for chunk in chunks for choice in chunk["choices"]]
         usages = [chunk["usage"] for chunk in chunks if chunk.get("usage")]
-        logprobs = [value for choice in choices for value in (choice.get("logprobs") or {}).get("token_logprobs", ())]
+        logprobs = [
+            value
+            for choice in choices
+            for value in (choice.get("logprobs") or {}).get("token_logprobs", ())
+        ]
         reasons = [choice["finish_reason"] for choice in choices if choice.get("finish_reason")]
         shown = Shown(
             text="".join(choice["text"] for choice in choices),

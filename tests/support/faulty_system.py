@@ -1,6 +1,8 @@
-"""A small whole system in one process, every service of it on its own ``FaultyBus``: gateway, scheduler, cache, loader, simulated workers.
+"""A small whole system in one process, every service of it on its own ``FaultyBus``: gateway,
+scheduler, cache, loader, simulated workers.
 
-Real NATS and real PostgreSQL; what is simulated is the engine alone, whose tokens follow from prompt, output so far and seed.
+Real NATS and real PostgreSQL; what is simulated is the engine alone, whose tokens follow from
+prompt, output so far and seed.
 """
 
 import asyncio
@@ -86,7 +88,7 @@ class Part:
         await self.bus.close()
 
     async def kill(self) -> None:
-        """End it without a word to anybody, as far as that can be done within a process."""
+        """End it without a word to any service, as far as that can be done within a process."""
         await self.raw.client.close()
         await self.context.background.stop()
         for component in reversed(self.components):
@@ -195,7 +197,9 @@ class FaultySystem:
 
     def worker(self, index: int) -> Worker:
         """One worker's own object."""
-        return next(one for one in self.parts[f"worker-{index}"].components if isinstance(one, Worker))
+        return next(
+            one for one in self.parts[f"worker-{index}"].components if isinstance(one, Worker)
+        )
 
     @property
     def workers(self) -> list[Worker]:
@@ -205,7 +209,11 @@ class FaultySystem:
     def streaming(self) -> set[int]:
         """Workers from which a request has got a part of its tokens."""
         attempts = self.serving.relay._attempts.values()
-        busy = {attempt.worker_id for attempt in attempts if attempt.first_heard_s is not None and attempt.finish is None}
+        busy = {
+            attempt.worker_id
+            for attempt in attempts
+            if attempt.first_heard_s is not None and attempt.finish is None
+        }
         return {index for index, worker in enumerate(self.workers) if worker.core.worker_id in busy}
 
     @property
@@ -223,19 +231,39 @@ class FaultySystem:
             self.usage = UsageRecorder(database, context.clock, context.background)
             measures = Measures(context.metrics, self.serving.queue, self.serving.relay)
             self.exchanges = ExchangeParts(
-                requests=self.serving.requests, usage=self.usage, measures=measures, clock=context.clock
+                requests=self.serving.requests,
+                usage=self.usage,
+                measures=measures,
+                clock=context.clock,
             )
             serving = self.serving
-            return Application(components=[database, self.usage, serving.fleet, serving.relay, serving.demand, serving.arrivals])
+            return Application(
+                components=[
+                    database,
+                    self.usage,
+                    serving.fleet,
+                    serving.relay,
+                    serving.demand,
+                    serving.arrivals,
+                ]
+            )
 
-        await self._start("gateway", GatewaySettings(**self._settings("gateway"), hold_timeout_s=HOLD_TIMEOUT_S), build)
+        await self._start(
+            "gateway",
+            GatewaySettings(**self._settings("gateway"), hold_timeout_s=HOLD_TIMEOUT_S),
+            build,
+        )
 
     async def start_scheduler(self) -> None:
-        settings = SchedulerSettings(**self._settings("scheduler"), min_residency_s=0.05, hold_deadline_s=3.0)
+        settings = SchedulerSettings(
+            **self._settings("scheduler"), min_residency_s=0.05, hold_deadline_s=3.0
+        )
         await self._start("scheduler", settings, scheduler_app.build)
 
     async def start_cache(self) -> None:
-        await self._start("cache", CacheSettings(**self._settings("cache"), min_residency_s=0.05), cache_app.build)
+        await self._start(
+            "cache", CacheSettings(**self._settings("cache"), min_residency_s=0.05), cache_app.build
+        )
 
     async def start_loader(self) -> None:
         folder = self.around.folder
@@ -269,7 +297,9 @@ class FaultySystem:
         )
         await self._start(f"worker-{index}", settings, worker_app.build)
 
-    async def _start(self, name: str, settings: Any, build: Callable[[Context[Any]], Awaitable[Application]]) -> None:
+    async def _start(
+        self, name: str, settings: Any, build: Callable[[Context[Any]], Awaitable[Application]]
+    ) -> None:
         raw = await NatsBus.connect(self.around.bus_settings, user=name, name=name)
         bus = FaultyBus(raw, name, self.schedule)
         context = Context(
@@ -285,10 +315,15 @@ class FaultySystem:
         application = await build(context)
         for component in application.components:
             await component.start()
-        self.parts[name] = Part(name=name, bus=bus, raw=raw, context=context, components=application.components)
+        self.parts[name] = Part(
+            name=name, bus=bus, raw=raw, context=context, components=application.components
+        )
 
     def _settings(self, service: str) -> dict[str, Any]:
-        return {"run_dir": self.around.folder / "run", "database_url": self.around.database_settings(service).database_url}
+        return {
+            "run_dir": self.around.folder / "run",
+            "database_url": self.around.database_settings(service).database_url,
+        }
 
     async def _register(self) -> None:
         owner = self.around.database_settings("owner")
@@ -298,7 +333,9 @@ class FaultySystem:
             folder = self.around.folder / "models" / name
             folder.mkdir(parents=True)
             config = tiny_config(
-                vocab_size=self.around.vocab_size, max_position_embeddings=CONTEXT_TOKENS, rope_theta=10000.0 + len(self.models)
+                vocab_size=self.around.vocab_size,
+                max_position_embeddings=CONTEXT_TOKENS,
+                rope_theta=10000.0 + len(self.models),
             )
             for file, content in tiny_files(config).items():
                 (folder / file).write_bytes(content)
@@ -318,25 +355,44 @@ class FaultySystem:
                 scaling=ScalingBounds(keep_alive_s=KEEP_ALIVE_S),
             )
             self.models[model.name] = model
-            row = {"name": name, "digest": digest, "body": to_row_json(model), "created_at": func.now()}
+            row = {
+                "name": name,
+                "digest": digest,
+                "body": to_row_json(model),
+                "created_at": func.now(),
+            }
             async with self._owner.unit_of_work() as work:
-                await work.connection.execute(insert(tables.models).values(**row, updated_at=func.now()))
+                await work.connection.execute(
+                    insert(tables.models).values(**row, updated_at=func.now())
+                )
 
     # After a schedule.
 
     async def left(self) -> list[str]:
-        """What is still somewhere in memory or in the database, of requests and instances that are over."""
+        """What is still somewhere in memory or in the database, of requests and instances that are
+        over.
+        """
         found = [*self._left_in_gateway(), *self._left_in_workers(), *self._left_in_node()]
-        cache = next(one for one in self.parts["cache"].components if type(one).__name__ == "Handlers")
+        cache = next(
+            one for one in self.parts["cache"].components if type(one).__name__ == "Handlers"
+        )
         if cache._books.grants:
             found.append(f"grants in the cache's books: {sorted(cache._books.grants)}")
         assert self._owner is not None
         instances = tables.instances.c
-        living = select(instances.instance_id, instances.state).where(instances.state.not_in([state.value for state in ENDED]))
+        living = select(instances.instance_id, instances.state).where(
+            instances.state.not_in([state.value for state in ENDED])
+        )
         async with self._owner.reading() as connection:
-            grants = (await connection.execute(select(func.count()).select_from(tables.grants))).scalar_one()
+            grants = (
+                await connection.execute(select(func.count()).select_from(tables.grants))
+            ).scalar_one()
             rows = (await connection.execute(living)).all()
-        return [*found, *([f"{grants} rows of grants"] if grants else []), *(f"{row.state} {row.instance_id}" for row in rows)]
+        return [
+            *found,
+            *([f"{grants} rows of grants"] if grants else []),
+            *(f"{row.state} {row.instance_id}" for row in rows),
+        ]
 
     async def usage_rows(self, request_ids: list[str]) -> list[Any]:
         """What was billed."""
@@ -353,7 +409,9 @@ class FaultySystem:
             "running": serving.relay.running,
             "live": serving.requests.live,
             "post": len(serving.relay._post),
-            "unconfirmed submits": sum(load.unconfirmed for load in serving.requests._parts.router._loads.values()),
+            "unconfirmed submits": sum(
+                load.unconfirmed for load in serving.requests._parts.router._loads.values()
+            ),
         }
         return [f"{count} {what} in the gateway" for what, count in counts.items() if count]
 
@@ -373,7 +431,11 @@ class FaultySystem:
                 "requests in the engine": len(engine.main._requests),
                 "tokens to send": len(worker._publisher._pending),
             }
-            found += [f"{count} {what} in {worker.core.worker_id}" for what, count in counts.items() if count]
+            found += [
+                f"{count} {what} in {worker.core.worker_id}"
+                for what, count in counts.items()
+                if count
+            ]
         return found
 
     def _left_in_node(self) -> list[str]:

@@ -9,7 +9,9 @@ PIECE_BYTES = 64 * 1024
 
 
 class GatedLink:
-    """Passes on what one node sends to another, up to a number of bytes for all connections together."""
+    """Passes on what one node sends to another, up to a number of bytes for all connections
+    together.
+    """
 
     def __init__(self, allowed_bytes: int | None = None) -> None:
         self.allowed_bytes = allowed_bytes
@@ -29,7 +31,9 @@ class GatedLink:
         """Stand before a node; where the others find it now."""
         self._target = target
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        return Peer(node_id=target.node_id, host="127.0.0.1", port=self._server.sockets[0].getsockname()[1])
+        return Peer(
+            node_id=target.node_id, host="127.0.0.1", port=self._server.sockets[0].getsockname()[1]
+        )
 
     def open(self) -> None:
         """Hold nothing up any more."""
@@ -55,18 +59,25 @@ class GatedLink:
         assert self._target is not None
         self.connections += 1
         try:
-            to_reader, to_writer = await asyncio.open_connection(self._target.host, self._target.port)
+            to_reader, to_writer = await asyncio.open_connection(
+                self._target.host, self._target.port
+            )
         except OSError:
             # The node is dead: so is everything that leads to it.
             writer.close()
             return
         self._writers |= {writer, to_writer}
-        for work in (self._pass(reader, to_writer, counted=False), self._pass(to_reader, writer, counted=True)):
+        for work in (
+            self._pass(reader, to_writer, counted=False),
+            self._pass(to_reader, writer, counted=True),
+        ):
             task = asyncio.create_task(work)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, counted: bool) -> None:
+    async def _pass(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, counted: bool
+    ) -> None:
         with suppress(ConnectionError):
             while True:
                 size_bytes = PIECE_BYTES

@@ -1,6 +1,8 @@
-"""An engine child whose socket outlives it: as of one that is stuck in a driver, its death alone tells nobody.
+"""An engine child whose socket outlives it: as of one that is stuck in a driver, its death alone
+tells nothing.
 
-``HOLDING_PID_FILE`` names a file for the id of the process that holds the socket; who starts this ends that.
+``HOLDING_PID_FILE`` names a file for the id of the process that holds the socket; the test that
+starts this ends that.
 """
 
 import os

@@ -1,7 +1,8 @@
-"""Safetensors files that lie: made from a seed, parsed, and compared with what the safetensors library makes of them.
+"""Safetensors files that lie: made from a seed, parsed, and compared with what the safetensors
+library makes of them.
 
-Run as a program it does so under a limit on its memory: ``hostile_headers.py FIRST_SEED COUNT``; what it found goes to standard
-output as JSON.
+Run as a program it does so under a limit on its memory: ``hostile_headers.py FIRST_SEED COUNT``;
+what it found goes to standard output as JSON.
 """
 
 import json
@@ -20,11 +21,12 @@ from pilotlight.checkpoint.reader import BufferedSource, Progress, SourceFile, u
 from pilotlight.checkpoint.safetensors import StoredTensor, read_header
 
 SLACK_BYTES = 32 * 1024 * 1024
-"""What the program may take beyond what it has after its imports. The largest file has a thousandth of it."""
+"""What the program may take beyond what it has after its imports. The largest file has a thousandth
+of it."""
 
 STRICTER = {
-    "appears twice": "which of two values counts depends on who reads",
-    "and nothing else": "a key that the format does not have is perhaps one that somebody else obeys",
+    "appears twice": "which of two values counts depends on the reader",
+    "and nothing else": "a key that the format does not have is perhaps one that another reader obeys",
     "is not described by an object": "a list in the place of an object, whose items the library takes for the fields",
     "unknown element type": "an element type that the library knows and no engine here runs",
     "impossible shape": "more dimensions, or larger ones, than any tensor has",
@@ -39,8 +41,34 @@ TOKENS = (
     b"[" * 60 + b"]" * 60, b"[" * 3000, b'{"a":' * 700, b",", b":", b'"', b"\\", b"}", b"{", b"/**/", b"\xef\xbb\xbf", b"\0",
     b'"__metadata__":', b'"__metadata__":{"a":"b"},', b'"dtype":"F32",', b'"shape":[2],', b'"data_offsets":[0,8],',
 )  # fmt: skip
-DTYPES = ("F32", "BF16", "F16", "U8", "I64", "BOOL", "F8_E4M3", "F64", "C64", "F4", "F6_E2M3", "F8_E8M0", "f32", "")
-SIZES = {"F32": 4, "BF16": 2, "F16": 2, "U8": 1, "I64": 8, "BOOL": 1, "F8_E4M3": 1, "F64": 8, "C64": 8, "F8_E8M0": 1}
+DTYPES = (
+    "F32",
+    "BF16",
+    "F16",
+    "U8",
+    "I64",
+    "BOOL",
+    "F8_E4M3",
+    "F64",
+    "C64",
+    "F4",
+    "F6_E2M3",
+    "F8_E8M0",
+    "f32",
+    "",
+)
+SIZES = {
+    "F32": 4,
+    "BF16": 2,
+    "F16": 2,
+    "U8": 1,
+    "I64": 8,
+    "BOOL": 1,
+    "F8_E4M3": 1,
+    "F64": 8,
+    "C64": 8,
+    "F8_E8M0": 1,
+}
 NUMBERS = (
     0,
     1,
@@ -62,7 +90,18 @@ NUMBERS = (
 LARGE = (1, 2, 1 << 20, 1 << 31, 1 << 40)
 """Each is a size that a dimension may have."""
 VALUE = rb"\"[A-Za-z0-9_]+\"|\[[^\]]*\]|\{\}"
-NAMES = ("a", "b", "model.layers.0.self_attn.q_proj.weight", "é", "", "\u0000", "x" * 300, "x" * 1100, "__metadata__", "\ud800")
+NAMES = (
+    "a",
+    "b",
+    "model.layers.0.self_attn.q_proj.weight",
+    "é",
+    "",
+    "\u0000",
+    "x" * 300,
+    "x" * 1100,
+    "__metadata__",
+    "\ud800",
+)
 
 
 class CheckedSource(BufferedSource):
@@ -75,7 +114,13 @@ class CheckedSource(BufferedSource):
     def list_files(self) -> tuple[SourceFile, ...]:
         return (self.file,)
 
-    def read_into(self, file: SourceFile, offset: int, buffers: Sequence[memoryview], progress: Progress = unobserved) -> None:
+    def read_into(
+        self,
+        file: SourceFile,
+        offset: int,
+        buffers: Sequence[memoryview],
+        progress: Progress = unobserved,
+    ) -> None:
         for buffer in buffers:
             assert offset + len(buffer) <= len(self.data), "a read beyond the file"
             buffer[:] = self.data[offset : offset + len(buffer)]
@@ -86,7 +131,10 @@ def sound(rng: random.Random) -> tuple[dict[str, object], bytes]:
     """A header that is true, and its data."""
     header: dict[str, object] = {}
     if rng.random() < 0.5:
-        header["__metadata__"] = {"format": "pt", **({"note": "é\ud83d\ude00"[: rng.randrange(4)]} if rng.random() < 0.2 else {})}
+        header["__metadata__"] = {
+            "format": "pt",
+            **({"note": "é\ud83d\ude00"[: rng.randrange(4)]} if rng.random() < 0.2 else {}),
+        }
     end = 0
     for name in rng.sample(NAMES[:6], rng.randrange(5)):
         dtype = rng.choice(tuple(SIZES))
@@ -106,7 +154,10 @@ def framed(header: bytes, data: bytes) -> bytes:
 def written(header: object, rng: random.Random) -> bytes:
     separators = rng.choice(((",", ":"), (", ", ": ")))
     return json.dumps(
-        header, separators=separators, ensure_ascii=rng.random() < 0.9, indent=rng.choice((None,) * 9 + (1,))
+        header,
+        separators=separators,
+        ensure_ascii=rng.random() < 0.9,
+        indent=rng.choice((None,) * 9 + (1,)),
     ).encode(errors="surrogatepass")
 
 
@@ -125,11 +176,14 @@ def _lying_values(rng: random.Random) -> bytes:
                 numbers = rng.choice((NUMBERS, LARGE))
                 entry["shape"] = [rng.choice(numbers) for _ in range(rng.randrange(10))]
                 if rng.random() < 0.5:
-                    # Nothing but an empty tensor has a shape of any size that its offsets do not give away.
+                    # Nothing but an empty tensor has a shape of any size that its offsets do not
+                    # give away.
                     entry["shape"].insert(rng.randrange(4), 0)
                     entry["data_offsets"] = [len(data)] * 2
             case 2:
-                entry["data_offsets"] = [rng.choice(NUMBERS) for _ in range(rng.choice((2, 2, 2, 0, 1, 3)))]
+                entry["data_offsets"] = [
+                    rng.choice(NUMBERS) for _ in range(rng.choice((2, 2, 2, 0, 1, 3)))
+                ]
             case 3:
                 entry["data_offsets"] = sorted(rng.randrange(len(data) + 9) for _ in range(2))
             case 4:
@@ -139,7 +193,9 @@ def _lying_values(rng: random.Random) -> bytes:
                     (None, True, 1.5, "x", [], {}, [None], {"a": "b"})
                 )
             case _:
-                header[name] = rng.choice((None, [], "x", 1, ["F32", [2], [0, 8]], {}, {"a": 1}, {"a": "b"}, [[], []]))
+                header[name] = rng.choice(
+                    (None, [], "x", 1, ["F32", [2], [0, 8]], {}, {"a": 1}, {"a": "b"}, [[], []])
+                )
     return framed(written(header, rng), data + bytes(rng.choice((0, 0, 0, 1, 8))))
 
 
@@ -148,10 +204,24 @@ def _lying_length(rng: random.Random) -> bytes:
     header, data = sound(rng)
     raw = framed(written(header, rng), data)
     length = rng.choice(
-        (0, 1, 7, len(raw), len(raw) - 8, len(raw) - 9, 1 << 20, 1 << 27, 1 << 62, (1 << 64) - 1, rng.randrange(256))
+        (
+            0,
+            1,
+            7,
+            len(raw),
+            len(raw) - 8,
+            len(raw) - 9,
+            1 << 20,
+            1 << 27,
+            1 << 62,
+            (1 << 64) - 1,
+            rng.randrange(256),
+        )
     )
     raw = length.to_bytes(8, "little") + raw[8:] if rng.random() < 0.6 else raw
-    return raw[: rng.randrange(len(raw) + 1)] if rng.random() < 0.6 else raw + bytes(rng.randrange(64))
+    return (
+        raw[: rng.randrange(len(raw) + 1)] if rng.random() < 0.6 else raw + bytes(rng.randrange(64))
+    )
 
 
 def _flipped(rng: random.Random) -> bytes:
@@ -159,7 +229,9 @@ def _flipped(rng: random.Random) -> bytes:
     header, data = sound(rng)
     text = bytearray(written(header, rng))
     for _ in range(rng.randrange(1, 4)):
-        text[rng.randrange(len(text))] = rng.choice((rng.randrange(256), rng.choice(b'{}[]",:\\-.0123456789eEaF \n\t\0\xff')))
+        text[rng.randrange(len(text))] = rng.choice(
+            (rng.randrange(256), rng.choice(b'{}[]",:\\-.0123456789eEaF \n\t\0\xff'))
+        )
     return framed(bytes(text), data)
 
 
@@ -226,7 +298,10 @@ def _junk(rng: random.Random) -> bytes:
         case 2:
             return framed(b"".join(rng.choices(TOKENS, k=rng.randrange(8))), b"")
         case _:
-            return framed(b"{" + b"".join(rng.choices(TOKENS, k=rng.randrange(8))) + b"}" * rng.randrange(2), b"")
+            return framed(
+                b"{" + b"".join(rng.choices(TOKENS, k=rng.randrange(8))) + b"}" * rng.randrange(2),
+                b"",
+            )
 
 
 def _true(rng: random.Random) -> bytes:
@@ -268,7 +343,8 @@ def judge(data: bytes) -> str:
     """``right``, ``refused``, or ``stricter: WHY``.
 
     Raises:
-        AssertionError: we accept what the library refuses, read something else in it than the library, or refuse without a reason.
+        AssertionError: we accept what the library refuses, read something else in it than the
+            library, or refuse without a reason.
     """
     ours = parsed(data)
     try:
@@ -282,11 +358,15 @@ def judge(data: bytes) -> str:
         assert reasons, f"refused without a reason that is listed: {ours}"
         return f"stricter: {reasons[0]}"
     assert library is not None, "accepted what the library refuses"
-    told = {tensor.name: (tensor.dtype, list(tensor.shape), data[tensor.offset :][: tensor.size_bytes]) for tensor in ours}
+    told = {
+        tensor.name: (tensor.dtype, list(tensor.shape), data[tensor.offset :][: tensor.size_bytes])
+        for tensor in ours
+    }
     assert len(told) == len(ours), "a name twice"
-    assert told == {name: (found["dtype"], found["shape"], bytes(found["data"])) for name, found in library.items()}, (
-        "read otherwise"
-    )
+    assert told == {
+        name: (found["dtype"], found["shape"], bytes(found["data"]))
+        for name, found in library.items()
+    }, "read otherwise"
     return "right"
 
 

@@ -1,4 +1,6 @@
-"""Processes that write for ever and are killed at some instant: forked from a process that has imported everything already."""
+"""Processes that write for ever and are killed at some instant: forked from a process that has
+imported everything already.
+"""
 
 import contextlib
 import itertools
@@ -77,7 +79,9 @@ def store_for_ever(folder: Path, limit_bytes: int, seed: int) -> None:
     while True:
         content = disk_content(rng.randrange(DISK_CONTENTS), rng.choice(DISK_SIZES))
         with contextlib.suppress(Unwritten):
-            pieces = (memoryview(content)[start : start + 500] for start in range(0, len(content), 500))
+            pieces = (
+                memoryview(content)[start : start + 500] for start in range(0, len(content), 500)
+            )
             tier.write(chunk_digest(content), len(content), pieces)
 
 
@@ -85,7 +89,7 @@ POOL_BYTES = 4 * 1024 * 1024
 POOL_CHUNK_BYTES = 16 * 1024
 POOL_PARTS = 6
 LEASED = 0
-"""The model under a lease: nobody gives it up."""
+"""The model under a lease: it is not given up."""
 
 
 def pool_digest(model: int) -> Digest:
@@ -112,9 +116,11 @@ def fill_part(pool: HostPool, image: PartImage, model: int) -> None:
 
 
 def use_pool_for_ever(path: Path, noted: Path, seed: int) -> None:
-    """What a loader does to its pool all day: several fetches at a time, copies that are dropped, epochs.
+    """What a loader does to its pool all day: several fetches at a time, copies that are dropped,
+    epochs.
 
-    In the file ``noted`` a byte for each part says whether it was ready for sure; the first eight are the epoch.
+    In the file ``noted`` a byte for each part says whether it was ready for sure; the first eight
+    are the epoch.
     """
     rng, pool = random.Random(seed), HostPool.open(path, POOL_BYTES, SystemClock())
     filling: dict[PartImage, int] = {}
@@ -125,7 +131,11 @@ def use_pool_for_ever(path: Path, noted: Path, seed: int) -> None:
                 case 0 | 1:
                     chunks = pool_chunks(model, part)
                     with contextlib.suppress(HostPoolFull, Conflict):
-                        filling[pool.reserve(pool_digest(model), part, chunks * POOL_CHUNK_BYTES, chunks)] = model
+                        filling[
+                            pool.reserve(
+                                pool_digest(model), part, chunks * POOL_CHUNK_BYTES, chunks
+                            )
+                        ] = model
                 case 2 if filling:
                     image = rng.choice(list(filling))
                     del filling[image]
@@ -151,8 +161,15 @@ NOTED_BYTES = 8 + 12 * POOL_PARTS
 
 
 def read_leased_for_ever(path: Path, places: dict[int, int], reads: Path) -> None:
-    """What a worker does: it maps the pool once, and reads the parts of its lease, whoever is the loader; ends when one has changed."""
-    expected = {part: b"".join(pool_chunk(LEASED, part, index) for index in range(pool_chunks(LEASED, part))) for part in places}
+    """What a worker does: it maps the pool once, and reads the parts of its lease, under whichever
+    loader; ends when one has changed.
+    """
+    expected = {
+        part: b"".join(
+            pool_chunk(LEASED, part, index) for index in range(pool_chunks(LEASED, part))
+        )
+        for part in places
+    }
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         for count in itertools.count():
             for part, offset in places.items():

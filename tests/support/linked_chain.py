@@ -48,7 +48,14 @@ class Chain:
         self.gates: list[GatedLink] = []
 
     async def add(self, name: str, **options: Any) -> LinkedNode:
-        linked = LinkedNode(name, **{key: options.pop(key) for key in ("key", "clock", "stall_timeout_s") if key in options})
+        linked = LinkedNode(
+            name,
+            **{
+                key: options.pop(key)
+                for key in ("key", "clock", "stall_timeout_s")
+                if key in options
+            },
+        )
         opened = self.sources[name] = []
 
         def open_source(model: Model, manifest: Manifest) -> CountedSource:
@@ -72,7 +79,9 @@ class Chain:
 
 def large(register: Register, **changes: Any) -> Any:
     """A model with layers of several chunks, and every digest recorded."""
-    registered = register(hidden_size=512, intermediate_size=4096, vocab_size=512, num_hidden_layers=2, **changes)
+    registered = register(
+        hidden_size=512, intermediate_size=4096, vocab_size=512, num_hidden_layers=2, **changes
+    )
     source = FolderSource(registered.folder)
     registered.manifest = registered.manifest.with_digests(
         {
@@ -93,18 +102,23 @@ def image_of(linked: LinkedNode, registered: Any, part: int) -> bytes:
 
 def expected(registered: Any, part: int) -> bytes:
     source = FolderSource(registered.folder)
-    return b"".join(read_chunk(source, registered.manifest, chunk) for chunk in registered.manifest.parts[part].chunks)
+    return b"".join(
+        read_chunk(source, registered.manifest, chunk)
+        for chunk in registered.manifest.parts[part].chunks
+    )
 
 
-async def whole(linked: LinkedNode, holder: Any) -> None:
-    await until(lambda: not holder.missing or holder.error is not None, deadline_s=30.0)
-    assert holder.error is None
+async def whole(linked: LinkedNode, claim: Any) -> None:
+    await until(lambda: not claim.missing or claim.error is not None, deadline_s=30.0)
+    assert claim.error is None
 
 
 def strip(manifest: Manifest) -> Manifest:
-    """The manifest as it is before anybody has read the model."""
+    """The manifest as it is before a node has read the model."""
     parts = [
-        msgspec.structs.replace(part, chunks=tuple(msgspec.structs.replace(chunk, digest=None) for chunk in part.chunks))
+        msgspec.structs.replace(
+            part, chunks=tuple(msgspec.structs.replace(chunk, digest=None) for chunk in part.chunks)
+        )
         for part in manifest.parts
     ]
     return msgspec.structs.replace(manifest, parts=tuple(parts))
@@ -120,13 +134,17 @@ def order(
 ) -> Any:
     """What the loader does with an order of the scheduler."""
     linked.node.add(registered)
-    peers = [upstream.peer if isinstance(upstream, LinkedNode) else upstream for upstream in upstreams]
+    peers = [
+        upstream.peer if isinstance(upstream, LinkedNode) else upstream for upstream in upstreams
+    ]
     linked.peers.follow(registered.model.digest, peers)
     parts = range(len(registered.manifest.parts)) if parts is None else parts
-    return linked.node.copies.hold(registered.model, parts, ONE, leased=False, priority=priority)
+    return linked.node.copies.claim(registered.model, parts, ONE, leased=False, priority=priority)
 
 
-async def gated(chain: Chain, linked: LinkedNode, allowed_bytes: int | None) -> tuple[GatedLink, Peer]:
+async def gated(
+    chain: Chain, linked: LinkedNode, allowed_bytes: int | None
+) -> tuple[GatedLink, Peer]:
     gate = GatedLink(allowed_bytes)
     chain.gates.append(gate)
     return gate, await gate.start(linked.peer)

@@ -1,4 +1,6 @@
-"""Nodes with links between them, in one process: each with a pool, a fetch core, a server and its own threads."""
+"""Nodes with links between them, in one process: each with a pool, a fetch core, a server and its
+own threads.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -54,7 +56,9 @@ class LinkedNode:
         host: str = HOST,
         reader: Sequence[str] = (),
     ) -> None:
-        """``reader`` starts the process that reads other nodes' memory; without one bytes go over TCP."""
+        """``reader`` starts the process that reads other nodes' memory; without one bytes go over
+        TCP.
+        """
         self.me = Identity(NodeId(name), key)
         self.traffic = Traffic()
         self.node: Any = None
@@ -63,7 +67,9 @@ class LinkedNode:
         self._clock = clock or SystemClock()
         self._in = LinkThread(f"links-in-{name}")
         self._out = LinkThread(f"links-out-{name}")
-        self.peers = Peers(self.me, self._in, self._clock, self.traffic, stall_timeout_s, self._priority)
+        self.peers = Peers(
+            self.me, self._in, self._clock, self.traffic, stall_timeout_s, self._priority
+        )
         self.server: LinkServer | None = None
         self.nixl: NixlProcess | None = None
         self._reader = reader
@@ -74,13 +80,19 @@ class LinkedNode:
         await self.peers.start()
         offers = Offers(pool=tools.pool, copies=copies, moved=tools.moved, clock=self._clock)
         if self._reader:
-            memory = PoolMemory(tools.pool.descriptor, tools.pool.geometry.data_offset, tools.pool.geometry.file_bytes)
+            memory = PoolMemory(
+                tools.pool.descriptor,
+                tools.pool.geometry.data_offset,
+                tools.pool.geometry.file_bytes,
+            )
             self.nixl = self.peers.memory = NixlProcess(
                 memory, self._in, command=self._reader, slots=16, backoff=Backoff(first_s=0.1)
             )
             self._in.spawn("NIXL", self.nixl.keep())
         address = (self._host, port)
-        self.server = LinkServer(self.me, address, offers, self._out, self._clock, self.traffic, memory=self.nixl)
+        self.server = LinkServer(
+            self.me, address, offers, self._out, self._clock, self.traffic, memory=self.nixl
+        )
         await self.server.start()
 
     async def stop(self) -> None:

@@ -1,4 +1,6 @@
-"""Loaders as real processes, and the test in the place of the scheduler: forked from a process that has imported everything already."""
+"""Loaders as real processes, and the test in the place of the scheduler: forked from a process that
+has imported everything already.
+"""
 
 import asyncio
 import ctypes
@@ -55,12 +57,18 @@ def may_have_small_disks() -> bool:
 
 
 def _run_loader(environment: Mapping[str, str], log: str, disk: SmallDisk | None) -> None:
-    """As ``python -m pilotlight.loader`` with this environment, in a process that was just forked."""
+    """As ``python -m pilotlight.loader`` with this environment, in a process that was just
+    forked.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if disk is not None:
-        failed = libc.unshare(_CLONE_NEWNS) or libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None)
-        failed = failed or libc.mount(b"tmpfs", str(disk[0]).encode(), b"tmpfs", 0, f"size={disk[1]}".encode())
+        failed = libc.unshare(_CLONE_NEWNS) or libc.mount(
+            None, b"/", None, _MS_REC | _MS_PRIVATE, None
+        )
+        failed = failed or libc.mount(
+            b"tmpfs", str(disk[0]).encode(), b"tmpfs", 0, f"size={disk[1]}".encode()
+        )
         assert not failed, os.strerror(ctypes.get_errno())
     os.environ.clear()
     os.environ.update(environment)
@@ -71,7 +79,9 @@ def _run_loader(environment: Mapping[str, str], log: str, disk: SmallDisk | None
 
 
 def _forked(environment: Mapping[str, str], log: Path, disk: SmallDisk | None) -> BaseProcess:
-    process = _context.Process(target=_run_loader, args=(dict(environment), str(log), disk), daemon=True)
+    process = _context.Process(
+        target=_run_loader, args=(dict(environment), str(log), disk), daemon=True
+    )
     path = os.environ.get("PYTHONPATH")
     # The server, which the first process starts, finds what it imports beforehand only so.
     os.environ["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
@@ -164,7 +174,9 @@ class LoaderProcesses:
         report = self.reports.get(loader.node_id)
         return report.facts if report is not None else None
 
-    def make(self, name: str, *, key: str | None = KEY, disk: SmallDisk | None = None, **changes: str) -> LoaderProcess:
+    def make(
+        self, name: str, *, key: str | None = KEY, disk: SmallDisk | None = None, **changes: str
+    ) -> LoaderProcess:
         """A node that was never started."""
         home = self.folder / name
         (home / "secrets").mkdir(parents=True)
@@ -172,7 +184,11 @@ class LoaderProcesses:
         for secret, value in secrets.items():
             if value is not None:
                 (home / "secrets" / secret).write_text(value)
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PILOTLIGHT_", "AWS_"))}
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("PILOTLIGHT_", "AWS_"))
+        }
         environment = {
             **kept,
             "PILOTLIGHT_NATS_URL": self.settings.nats_url,
@@ -184,7 +200,9 @@ class LoaderProcesses:
             "PILOTLIGHT_POOL_PATH": str(home / "pool"),
             "PILOTLIGHT_POOL_BYTES": str(64 * MIB),
             "PILOTLIGHT_OBJECT_STORE_URL": (self.folder / "objects").as_uri(),
-            "PILOTLIGHT_MODEL_ROOTS": ",".join(filter(None, (str(self.folder / "models"), self.roots))),
+            "PILOTLIGHT_MODEL_ROOTS": ",".join(
+                filter(None, (str(self.folder / "models"), self.roots))
+            ),
             "PILOTLIGHT_WORKERS": "0",
             "PILOTLIGHT_STALL_TIMEOUT_S": "1.0",
             **changes,
@@ -200,7 +218,9 @@ class LoaderProcesses:
         return loader
 
     async def begin(self, loader: LoaderProcess) -> None:
-        """Start a loader, for the first time or again, and wait until this run of it has reported."""
+        """Start a loader, for the first time or again, and wait until this run of it has
+        reported.
+        """
         before = {report.incarnation for report in self.reports.values()}
         loader.spawn()
 
@@ -248,7 +268,9 @@ class LoaderProcesses:
 
     def is_held(self, loader: LoaderProcess, model: Model) -> bool:
         parts, facts = tuple(range(len(model.spec.part_bytes))), self.facts(loader)
-        return facts is not None and any(copy.digest == model.digest and copy.parts == parts for copy in facts.copies)
+        return facts is not None and any(
+            copy.digest == model.digest and copy.parts == parts for copy in facts.copies
+        )
 
     def register(self, files: Mapping[str, bytes], name: str = "m") -> Model:
         """A model in a folder below ``models``."""

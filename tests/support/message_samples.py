@@ -1,7 +1,8 @@
 """One sample of every message, as bytes; and whether such bytes decode.
 
-Also a program, for the code of another release: ``python message_samples.py write FOLDER`` and ``… read FOLDER``. So it imports
-only what every release has under the same name: the messages and their codec.
+Also a program, for the code of another release: ``python message_samples.py write FOLDER`` and ``…
+read FOLDER``. So it imports only what every release has under the same name: the messages and their
+codec.
 """
 
 import dataclasses
@@ -16,7 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from pilotlight.common import messages
-from pilotlight.common.messages.codec import Message, decode_json, decode_msgpack, encode_json, encode_msgpack
+from pilotlight.common.messages.codec import (
+    Message,
+    decode_json,
+    decode_msgpack,
+    encode_json,
+    encode_msgpack,
+)
 
 BINARY_MODULES = ("engine", "link", "pool", "tokens")
 """Edges that speak msgpack; ``tokens`` speaks both."""
@@ -26,7 +33,11 @@ def message_types() -> list[type[Message]]:
     found: list[type[Message]] = []
     for info in pkgutil.iter_modules(messages.__path__):
         module = importlib.import_module(f"{messages.__name__}.{info.name}")
-        own = (value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__)
+        own = (
+            value
+            for value in vars(module).values()
+            if isinstance(value, type) and value.__module__ == module.__name__
+        )
         found += [value for value in own if issubclass(value, Message) and value is not Message]
     return found
 
@@ -37,12 +48,20 @@ def sample(hint: Any, name: str, default: Any = None) -> Any:
         return sample(hint.__supertype__, name, default)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return sample(next(argument for argument in arguments if argument is not type(None)), name, default)
+        return sample(
+            next(argument for argument in arguments if argument is not type(None)), name, default
+        )
     if origin in (tuple, list):
         return origin(sample(arguments[0], name) for _ in range(2))
     if origin is dict:
         return {"key": 1}
-    simple = {str: f"{name}-1", bytes: f"{name}-1".encode(), int: 7, float: 1.5, bool: default is not True}
+    simple = {
+        str: f"{name}-1",
+        bytes: f"{name}-1".encode(),
+        int: 7,
+        float: 1.5,
+        bool: default is not True,
+    }
     if hint in simple:
         return simple[hint]
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
@@ -50,11 +69,20 @@ def sample(hint: Any, name: str, default: Any = None) -> Any:
     if hint.__name__ == "Stage":  # each release has it in another module
         return hint(1, 3)
     hints = typing.get_type_hints(hint)
-    return hint(**{field: sample(hints[field], field, getattr(hint, field, None)) for field in field_names(hint)})
+    return hint(
+        **{
+            field: sample(hints[field], field, getattr(hint, field, None))
+            for field in field_names(hint)
+        }
+    )
 
 
 def field_names(kind: Any) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else kind.__struct_fields__
+    return (
+        tuple(field.name for field in dataclasses.fields(kind))
+        if dataclasses.is_dataclass(kind)
+        else kind.__struct_fields__
+    )
 
 
 def name_of(kind: type[Message]) -> str:
@@ -72,7 +100,9 @@ def write(folder: Path) -> None:
 
 
 def read(folder: Path) -> tuple[list[str], list[str]]:
-    """Decode what another release wrote, as far as this code knows the messages: what was decoded, and what was not and why."""
+    """Decode what another release wrote, as far as this code knows the messages: what was decoded,
+    and what was not and why.
+    """
     decoded: list[str] = []
     failed: list[str] = []
     known = {name_of(kind): kind for kind in message_types()}

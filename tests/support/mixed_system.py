@@ -42,7 +42,9 @@ class Refused(Exception):
 
 
 class MixedSystem:
-    """Servers and schema are this release's, as in an upgrade; what runs on them is as the test says."""
+    """Servers and schema are this release's, as in an upgrade; what runs on them is as the test
+    says.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.home = Home(folder / "home")
@@ -54,7 +56,8 @@ class MixedSystem:
         self._owner_url = ""
 
     async def start(self, codes: Mapping[str, Code], *, handover: bool = False) -> None:
-        """Start servers, migrate with this release, start every process with the code that it is given.
+        """Start servers, migrate with this release, start every process with the code that it is
+        given.
 
         ``handover``: the loader leaves its workers to the next one.
         """
@@ -66,16 +69,22 @@ class MixedSystem:
             log_file=self.home.logs / "nats-server.log",
         )
         postgres = PostgresServer(
-            self.home.root / "postgres", self.home.secret("postgres-owner"), log_file=self.home.logs / "postgres.log"
+            self.home.root / "postgres",
+            self.home.secret("postgres-owner"),
+            log_file=self.home.logs / "postgres.log",
         )
         self._servers = [nats, postgres]
         for server in self._servers:
             await server.start()
         self._owner_url = postgres.owner_url
-        await asyncio.to_thread(migrate, MigrateSettings(database_url=postgres.owner_url, secrets_dir=self.home.secrets))
+        await asyncio.to_thread(
+            migrate, MigrateSettings(database_url=postgres.owner_url, secrets_dir=self.home.secrets)
+        )
         await ensure_streams(StreamSettings(nats_url=nats.url, secrets_dir=self.home.secrets))
         store_url = self.home.objects.as_uri()
-        self._endpoints = Endpoints(nats_url=nats.url, database_url=postgres.url, object_store_url=store_url)
+        self._endpoints = Endpoints(
+            nats_url=nats.url, database_url=postgres.url, object_store_url=store_url
+        )
         async with asyncio.TaskGroup() as group:
             for name in PROCESSES:
                 group.create_task(self.launch(name, codes[name], handover=handover))
@@ -91,10 +100,16 @@ class MixedSystem:
         """Start a process; ``key`` names it where another of its name still runs."""
         key = key or name
         spec = self._spec(name)
-        environment = {**spec.environment, **code.environment, "PILOTLIGHT_HANDOVER": str(handover).lower()}
+        environment = {
+            **spec.environment,
+            **code.environment,
+            "PILOTLIGHT_HANDOVER": str(handover).lower(),
+        }
         supervisor = Supervisor(self.home.run_dir, self._clock, lambda _, __: None, set)
         self._running[key] = supervisor
-        await supervisor.start(replace(spec, name=key, environment=environment, log_path=self.home.logs / f"{key}.log"))
+        await supervisor.start(
+            replace(spec, name=key, environment=environment, log_path=self.home.logs / f"{key}.log")
+        )
 
     async def end(self, name: str) -> None:
         """Stop a process in order."""
@@ -114,12 +129,17 @@ class MixedSystem:
         self._running[name] = self._running.pop(f"{name}-next")
 
     async def renew_workers(self) -> None:
-        """End one worker after the other, in order: the loader starts it anew, with its own code."""
+        """End one worker after the other, in order: the loader starts it anew, with its own
+        code.
+        """
         for path in sorted((self.home.state / "workers").glob("*.json")):
             before = _pid_of(path)
             assert before is not None
             os.kill(before, signal.SIGTERM)
-            await until(lambda path=path, before=before: _pid_of(path) not in (None, before), deadline_s=DEADLINE_S)
+            await until(
+                lambda path=path, before=before: _pid_of(path) not in (None, before),
+                deadline_s=DEADLINE_S,
+            )
             await until(self._workers_up, deadline_s=DEADLINE_S)
 
     # What clients do.
@@ -128,7 +148,8 @@ class MixedSystem:
         body = {
             "name": name,
             "uri": DEMO_FOLDER.as_uri(),
-            # So that a request that goes on elsewhere, in other batches, gives the very same tokens.
+            # So that a request that goes on elsewhere, in other batches, gives the very same
+            # tokens.
             "dtype": "float32",
             "slo": {"ttft_ms": 20000, "tpot_ms": 1000},
             "keep_alive_s": 600,
@@ -145,9 +166,13 @@ class MixedSystem:
     async def admin(self, method: str, path: str, **options: Any) -> httpx2.Response:
         key = self.home.admin_key.read_text().strip()
         for port in self._ports():
-            async with httpx2.AsyncClient(timeout=DEADLINE_S, headers={"Authorization": f"Bearer {key}"}) as http:
+            async with httpx2.AsyncClient(
+                timeout=DEADLINE_S, headers={"Authorization": f"Bearer {key}"}
+            ) as http:
                 with contextlib.suppress(httpx2.TransportError):
-                    return await http.request(method, f"http://127.0.0.1:{port}/admin/v1{path}", **options)
+                    return await http.request(
+                        method, f"http://127.0.0.1:{port}/admin/v1{path}", **options
+                    )
         raise Refused(path)
 
     async def chat(self, model: str) -> str:
@@ -176,7 +201,9 @@ class MixedSystem:
         text, done = "", False
         async with httpx2.AsyncClient(timeout=DEADLINE_S, headers=headers) as http:
             try:
-                async with http.stream("POST", f"http://127.0.0.1:{port}/v1/chat/completions", json=body) as answer:
+                async with http.stream(
+                    "POST", f"http://127.0.0.1:{port}/v1/chat/completions", json=body
+                ) as answer:
                     if answer.status_code != 200:
                         raise Refused(f"{answer.status_code}: {(await answer.aread()).decode()}")
                     async for line in answer.aiter_lines():
@@ -189,7 +216,9 @@ class MixedSystem:
                         if "error" in event and not text:
                             raise Refused(str(event["error"]))
                         assert "error" not in event, event
-                        text += "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+                        text += "".join(
+                            choice["delta"].get("content") or "" for choice in event["choices"]
+                        )
             except httpx2.TransportError as error:
                 if text:
                     raise AssertionError(f"the answer broke off: {error!r}") from error
@@ -199,7 +228,9 @@ class MixedSystem:
 
     async def query(self, statement: str, *parameters: object) -> list[tuple[Any, ...]]:
         """Rows, read as the database's owner."""
-        async with await psycopg.AsyncConnection.connect(self._owner_url, autocommit=True, connect_timeout=5) as connection:
+        async with await psycopg.AsyncConnection.connect(
+            self._owner_url, autocommit=True, connect_timeout=5
+        ) as connection:
             return await (await connection.execute(statement, parameters)).fetchall()
 
     def complaints(self) -> list[str]:
@@ -210,7 +241,13 @@ class MixedSystem:
             for line in path.read_text(errors="replace").splitlines()
             if any(
                 sign in line
-                for sign in ("bus_undecodable", "message_undecodable", "Traceback", "UndefinedColumn", "PermissionDenied")
+                for sign in (
+                    "bus_undecodable",
+                    "message_undecodable",
+                    "Traceback",
+                    "UndefinedColumn",
+                    "PermissionDenied",
+                )
             )
         ]
 
@@ -219,7 +256,12 @@ class MixedSystem:
     async def _workers_up(self) -> bool:
         with contextlib.suppress(Refused):
             workers = (await self.admin("GET", "/workers")).json().get("workers", [])
-            return sum(1 for worker in workers if worker["engine_up"] and worker["liveness"] == "alive") == WORKERS
+            return (
+                sum(
+                    1 for worker in workers if worker["engine_up"] and worker["liveness"] == "alive"
+                )
+                == WORKERS
+            )
         return False
 
     async def _nothing_held(self) -> bool:
@@ -232,10 +274,17 @@ class MixedSystem:
     def _spec(self, name: str) -> ChildSpec:
         assert self._endpoints is not None
         options = SystemOptions(
-            port=self.ports.get(name, 1), workers=WORKERS, pool_bytes=POOL_BYTES, model_roots=(DEMO_FOLDER.parent,)
+            port=self.ports.get(name, 1),
+            workers=WORKERS,
+            pool_bytes=POOL_BYTES,
+            model_roots=(DEMO_FOLDER.parent,),
         )
         service = name.removesuffix("-2")
-        return next(spec for spec in child_specs(self.home, options, self._endpoints, os.environ) if spec.name == service)
+        return next(
+            spec
+            for spec in child_specs(self.home, options, self._endpoints, os.environ)
+            if spec.name == service
+        )
 
 
 def _pid_of(path: Path) -> int | None:
@@ -246,7 +295,9 @@ def _pid_of(path: Path) -> int | None:
 
 
 @asynccontextmanager
-async def mixed_system(folder: Path, codes: Mapping[str, Code], *, handover: bool = False) -> AsyncGenerator[MixedSystem]:
+async def mixed_system(
+    folder: Path, codes: Mapping[str, Code], *, handover: bool = False
+) -> AsyncGenerator[MixedSystem]:
     """Start, hand out, stop."""
     system = MixedSystem(folder)
     try:

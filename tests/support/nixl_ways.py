@@ -1,4 +1,6 @@
-"""Ways by which one node's memory is read by another in tests: NIXL where it is installed, and a stand-in for it everywhere."""
+"""Ways by which one node's memory is read by another in tests: NIXL where it is installed, and a
+stand-in for it everywhere.
+"""
 
 import importlib.util
 import shutil
@@ -10,7 +12,9 @@ from pilotlight.dataplane.link.nixl_agent import PACKAGES
 from pilotlight.dataplane.link.nixl_process import COMMAND
 
 HAS_NIXL = any(importlib.util.find_spec(package) for package in PACKAGES)
-needs_nixl = pytest.mark.skipif(not HAS_NIXL, reason="NIXL is not installed: pip install 'pilotlight-dataplane[nixl]'")
+needs_nixl = pytest.mark.skipif(
+    not HAS_NIXL, reason="NIXL is not installed: pip install 'pilotlight-dataplane[nixl]'"
+)
 Way = dict[str, str]
 """The environment of the process that reads."""
 

@@ -1,4 +1,6 @@
-"""An engine child that says, as a spare, that it has opened its device: what importing an engine must never do."""
+"""An engine child that says, as a spare, that it has opened its device: what importing an engine
+must never do.
+"""
 
 import sys
 

@@ -1,7 +1,9 @@
-"""A stage without tensors: its KV cache is a list that remembers, for each slot, which tokens its content was computed from.
+"""A stage without tensors: its KV cache is a list that remembers, for each slot, which tokens its
+content was computed from.
 
-A token of the output is a function of all tokens before it, and it is made from what the block table says is in place. So a block that
-is leaked, shared wrongly, overwritten or read before it is written shows as a wrong content or a wrong token.
+A token of the output is a function of all tokens before it, and it is made from what the block
+table says is in place. So a block that is leaked, shared wrongly, overwritten or read before it is
+written shows as a wrong content or a wrong token.
 """
 
 import itertools
@@ -60,29 +62,52 @@ class PaperStage:
         self.memory = [-1] * (self.num_blocks * BLOCK_TOKENS)
         self._contents: dict[RequestKey, list[int]] = {}
         self.arrived: list[RequestKey] = []
-        """In the order of the row. Who moves here with KV goes before those that wait."""
+        """In the order of the row. A request that moves here with KV goes before those that wait.
+        """
         self.ends_by: dict[RequestKey, int] = {}
         """The step in which each must have ended."""
 
-    def submit(self, prompt_ids: Sequence[int], num_tokens: int, seed: int = 0, deadline_s: float | None = None) -> Request:
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        num_tokens: int,
+        seed: int = 0,
+        deadline_s: float | None = None,
+    ) -> Request:
         """Raises NoRoom when it can never fit."""
         key = RequestKey(RequestId(f"r{len(self.arrived)}"), 1)
-        request = Request(key, prompt_ids, (), Sampling(seed=seed, max_tokens=num_tokens), CONTEXT_TOKENS, deadline_s)
+        request = Request(
+            key,
+            prompt_ids,
+            (),
+            Sampling(seed=seed, max_tokens=num_tokens),
+            CONTEXT_TOKENS,
+            deadline_s,
+        )
         check_kv_room(self.num_blocks * BLOCK_TOKENS, request)
         self.scheduler.submit(request)
         self.arrived.append(key)
-        self.ends_by[key] = max((self.ends_by[other.key] for other in self.scheduler.requests[:-1]), default=self.steps)
+        self.ends_by[key] = max(
+            (self.ends_by[other.key] for other in self.scheduler.requests[:-1]), default=self.steps
+        )
         self.ends_by[key] += request.kv_tokens
         return request
 
     def move(self, request: Request, *, with_kv: bool) -> Request:
-        """It leaves, and comes at once as from elsewhere: with what was in place, if there is room for it now, or with its tokens alone."""
+        """It leaves, and comes at once as from elsewhere: with what was in place, if there is room
+        for it now, or with its tokens alone.
+        """
         segment = self.scheduler.placed(request) if with_kv else None
         kept = self._read(segment.blocks)[: segment.stop] if segment is not None else []
         self.drop(request)
         key = RequestKey(request.key.request_id, request.key.attempt + 1)
-        prompt_ids, output_ids = request.token_ids[: request.prompt_tokens], request.token_ids[request.prompt_tokens :]
-        moved = Request(key, prompt_ids, output_ids, request.sampling, CONTEXT_TOKENS, request.deadline_s)
+        prompt_ids, output_ids = (
+            request.token_ids[: request.prompt_tokens],
+            request.token_ids[request.prompt_tokens :],
+        )
+        moved = Request(
+            key, prompt_ids, output_ids, request.sampling, CONTEXT_TOKENS, request.deadline_s
+        )
         running = self.scheduler.running
         segment = self.scheduler.adopt(moved, self.now_s) if kept else None
         if segment is None:
@@ -92,20 +117,31 @@ class PaperStage:
             self.adopted += 1
             stop = min(len(kept), len(moved.token_ids) - 1)
             for position in range(segment.start, stop):
-                slot = segment.blocks[position // BLOCK_TOKENS] * BLOCK_TOKENS + position % BLOCK_TOKENS
+                slot = (
+                    segment.blocks[position // BLOCK_TOKENS] * BLOCK_TOKENS
+                    + position % BLOCK_TOKENS
+                )
                 self.memory[slot] = kept[position]
             moved.computed = max(segment.start, stop)
             waiting = self.scheduler.requests[running + 1 :]
-            place = min((self.arrived.index(other.key) for other in waiting), default=len(self.arrived))
+            place = min(
+                (self.arrived.index(other.key) for other in waiting), default=len(self.arrived)
+            )
             self.arrived.insert(place, key)
         self._promise()
         self.check()
         return moved
 
     def _promise(self) -> None:
-        """In each step the oldest runs a token at least, and it is never preempted: so long may each request take from now on."""
-        ends = itertools.accumulate((request.kv_tokens for request in self.scheduler.requests), initial=self.steps)
-        self.ends_by = dict(zip((request.key for request in self.scheduler.requests), list(ends)[1:], strict=True))
+        """In each step the oldest runs a token at least, and it is never preempted: so long may
+        each request take from now on.
+        """
+        ends = itertools.accumulate(
+            (request.kv_tokens for request in self.scheduler.requests), initial=self.steps
+        )
+        self.ends_by = dict(
+            zip((request.key for request in self.scheduler.requests), list(ends)[1:], strict=True)
+        )
 
     def drop(self, request: Request) -> None:
         self.scheduler.end(request, RequestEvent.DROP)
@@ -118,13 +154,15 @@ class PaperStage:
         size = num_blocks * BLOCK_TOKENS
         memory = self.memory[:size] + [-1] * (size - len(self.memory))
         for old, new in moves.items():
-            memory[new * BLOCK_TOKENS : (new + 1) * BLOCK_TOKENS] = self.memory[old * BLOCK_TOKENS : (old + 1) * BLOCK_TOKENS]
+            memory[new * BLOCK_TOKENS : (new + 1) * BLOCK_TOKENS] = self.memory[
+                old * BLOCK_TOKENS : (old + 1) * BLOCK_TOKENS
+            ]
         self.memory, self.num_blocks = memory, num_blocks
         self._promise()  # Even the oldest may have lost its blocks.
         self.check()
 
     def step(self) -> list[tuple[str, int, int]]:
-        """One step; who ran which tokens."""
+        """One step; which requests ran which tokens."""
         for request in self.scheduler.overdue(self.now_s):
             self.overdue.append(request)
             self.drop(request)
@@ -150,21 +188,32 @@ class PaperStage:
         ]
 
     def _run(self, requests, segments) -> None:
-        """Writes all new content first, as a layer does, then reads what each request attends to."""
+        """Writes all new content first, as a layer does, then reads what each request attends
+        to.
+        """
         written = set[int]()
         for request, segment in zip(requests, segments, strict=True):
             contents = self._contents_of(request)
             for position in range(segment.start, segment.stop):
-                slot = segment.blocks[position // BLOCK_TOKENS] * BLOCK_TOKENS + position % BLOCK_TOKENS
+                slot = (
+                    segment.blocks[position // BLOCK_TOKENS] * BLOCK_TOKENS
+                    + position % BLOCK_TOKENS
+                )
                 assert slot not in written, "two requests write into one slot"
                 written.add(slot)
                 self.memory[slot] = contents[position]
         for request, segment in zip(requests, segments, strict=True):
             expected = self._contents_of(request)[: segment.stop]
-            assert self._read(segment.blocks)[: segment.stop] == expected, f"{request.key} reads what is not its own"
+            assert self._read(segment.blocks)[: segment.stop] == expected, (
+                f"{request.key} reads what is not its own"
+            )
 
     def _read(self, blocks: Sequence[int]) -> list[int]:
-        return [self.memory[block * BLOCK_TOKENS + offset] for block in blocks for offset in range(BLOCK_TOKENS)]
+        return [
+            self.memory[block * BLOCK_TOKENS + offset]
+            for block in blocks
+            for offset in range(BLOCK_TOKENS)
+        ]
 
     def _contents_of(self, request: Request) -> list[int]:
         """What each position of a request is to hold."""
@@ -176,7 +225,9 @@ class PaperStage:
     def check(self) -> None:
         """What holds between steps."""
         self.tables.check()
-        assert all(self.steps <= self.ends_by[request.key] for request in self.scheduler.requests), "a request starves"
+        assert all(
+            self.steps <= self.ends_by[request.key] for request in self.scheduler.requests
+        ), "a request starves"
         row = [self.arrived.index(request.key) for request in self.scheduler.requests]
         assert row == sorted(row), "requests stand in the order in which they came"
         running = self.scheduler.running

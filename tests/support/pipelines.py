@@ -1,4 +1,6 @@
-"""A model cut into stages, each on an engine of its own, joined in memory; all of them run in one thread, in random turns."""
+"""A model cut into stages, each on an engine of its own, joined in memory; all of them run in one
+thread, in random turns.
+"""
 
 import random
 from collections.abc import Callable
@@ -60,7 +62,9 @@ def connect(drivers, chance: random.Random, instance: InstanceId = INSTANCE) -> 
     return pipeline
 
 
-def staged(driver, checkpoint, stages, *, seed: int = 0, limits: BatchLimits | None = None, kv_tokens=4096) -> MemoryPipeline:
+def staged(
+    driver, checkpoint, stages, *, seed: int = 0, limits: BatchLimits | None = None, kv_tokens=4096
+) -> MemoryPipeline:
     """A pipeline of fresh engines."""
     sizes = kv_tokens if isinstance(kv_tokens, list) else [kv_tokens] * len(stages)
     drivers = [driver(limits) for _ in stages]

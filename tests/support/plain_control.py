@@ -1,4 +1,7 @@
-"""Control without an index: every step looks at everything. What ``control.tick`` says must be what this says."""
+"""Control without an index: every step looks at everything.
+
+What ``control.tick`` says must be what this says.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -6,7 +9,17 @@ from typing import TypeVar
 
 from pilotlight.policy.control.books import Books, Record, forget_at_s, refreshed
 from pilotlight.policy.control.holds import disagreement, fetches_of, stages_of, upstreams_of
-from pilotlight.policy.control.plan import ControlFacts, ControlRules, Holds, Memory, NodeTold, Plan, Refusal, Told, WorkerTold
+from pilotlight.policy.control.plan import (
+    ControlFacts,
+    ControlRules,
+    Holds,
+    Memory,
+    NodeTold,
+    Plan,
+    Refusal,
+    Told,
+    WorkerTold,
+)
 from pilotlight.policy.control.reconcile import Change, drain_of, moved, reconcile
 from pilotlight.policy.control.starts import NO_ROOM, Tries
 from pilotlight.policy.control.table import Table
@@ -70,7 +83,10 @@ def said(plan: Plan) -> Said:
         repeat=(plan.repeat.nodes, plan.repeat.workers),
         longest_wait_s=plan.longest_wait_s,
         wanted=dict(memory.wanted),
-        backing={key: (one.attempts, one.at_s, one.retry_at_s, one.code) for key, one in memory.backing.items()},
+        backing={
+            key: (one.attempts, one.at_s, one.retry_at_s, one.code)
+            for key, one in memory.backing.items()
+        },
         tries=dict(memory.tries),
         told_nodes=dict(memory.told_nodes),
         told_workers=dict(memory.told_workers),
@@ -82,8 +98,13 @@ def plain_tick(facts: ControlFacts, memory: Memory, rules: ControlRules) -> Plan
     now_s = facts.now_s
     demand = _with_wanted(facts.demand, memory.wanted, rules)
     used = refreshed(facts.books, facts.workers.values(), {one.model for one in demand}, now_s)
-    used = used.without(key for key, one in list(used.records.items()) if forget_at_s(one.instance) <= now_s)
-    rows = sorted((one for one in used.records.values() if one.is_row), key=lambda one: one.instance.instance_id)
+    used = used.without(
+        key for key, one in list(used.records.items()) if forget_at_s(one.instance) <= now_s
+    )
+    rows = sorted(
+        (one for one in used.records.values() if one.is_row),
+        key=lambda one: one.instance.instance_id,
+    )
     changes = reconcile(rows, facts.workers, now_s, rules.reconcile)
     draft = _Draft(used, facts)
     draft.move(changes)
@@ -102,7 +123,9 @@ def plain_tick(facts: ControlFacts, memory: Memory, rules: ControlRules) -> Plan
     draft.drain(turns.drains)
     waited_for = {one.model for one in demand} | set(starts)
 
-    def choose(model: Model, excluded: frozenset[WorkerId], asked: tuple[Demand, ...]) -> tuple[Snapshot, SchemeChoice]:
+    def choose(
+        model: Model, excluded: frozenset[WorkerId], asked: tuple[Demand, ...]
+    ) -> tuple[Snapshot, SchemeChoice]:
         seen = draft.snapshot(asked)
         return seen, choose_scheme(model, seen, rules.scheme, excluded)
 
@@ -148,14 +171,24 @@ class _Draft:
     def drain(self, drains: Iterable[Drain]) -> None:
         for drain in drains:
             record = self.books.get(drain.instance_id)
-            if record is not None and record.is_row and record.instance.state is not InstanceState.DRAINING:
+            if (
+                record is not None
+                and record.is_row
+                and record.instance.state is not InstanceState.DRAINING
+            ):
                 self.drains.append(drain)
                 self.move((drain_of(drain),))
 
     def evict(self, model: ModelName) -> tuple[InstanceId, ...]:
-        rows = [one for key in self.books.by_model.get(model, ()) if (one := self.books.records[key]).is_row]
+        rows = [
+            one
+            for key in self.books.by_model.get(model, ())
+            if (one := self.books.records[key]).is_row
+        ]
         ids = tuple(row.instance.instance_id for row in rows)
-        self.drain(Drain(instance_id=instance_id, model=model, reason=EVICTED) for instance_id in ids)
+        self.drain(
+            Drain(instance_id=instance_id, model=model, reason=EVICTED) for instance_id in ids
+        )
         return ids
 
     def put(self, *records: Record) -> None:
@@ -177,10 +210,16 @@ class _Draft:
         )
 
 
-def _with_wanted(asked: tuple[Demand, ...], wanted: Mapping[ModelName, str], rules: ControlRules) -> tuple[Demand, ...]:
+def _with_wanted(
+    asked: tuple[Demand, ...], wanted: Mapping[ModelName, str], rules: ControlRules
+) -> tuple[Demand, ...]:
     waited_for = {one.model for one in asked}
     within_s = rules.drain.replace_within_s
-    more = (Demand(model=one, waiting=1, oldest_age_s=0.0, deadline_in_s=within_s) for one in wanted if one not in waited_for)
+    more = (
+        Demand(model=one, waiting=1, oldest_age_s=0.0, deadline_in_s=within_s)
+        for one in wanted
+        if one not in waited_for
+    )
     return (*asked, *more)
 
 
@@ -189,7 +228,9 @@ def _tell(
 ) -> tuple[Holds, Holds, dict[NodeId, Told], dict[WorkerId, Told]]:
     now_s = facts.now_s
     upstreams = upstreams_of(books.rows(), facts.nodes)
-    nodes = {one: fetches_of(one, books, upstreams) for one in sorted({*facts.nodes, *books.by_node})}
+    nodes = {
+        one: fetches_of(one, books, upstreams) for one in sorted({*facts.nodes, *books.by_node})
+    }
     workers = {one: stages_of(one, books) for one in sorted({*facts.workers, *books.by_worker})}
     told_nodes = {one: told for one, told in memory.told_nodes.items() if one in nodes}
     told_workers = {one: told for one, told in memory.told_workers.items() if one in workers}
@@ -214,8 +255,12 @@ def _tell(
     disputed = [one for one in workers if one not in tell_workers and is_disputed(one)]
     repeat_nodes = late(told_nodes, tell_nodes)
     repeat_workers = [*disputed, *late(told_workers, (*tell_workers, *disputed))]
-    told_nodes |= {one: Told(essence=essences[one], at_s=now_s) for one in (*tell_nodes, *repeat_nodes)}
-    told_workers |= {one: Told(essence=essences[one], at_s=now_s) for one in (*tell_workers, *repeat_workers)}
+    told_nodes |= {
+        one: Told(essence=essences[one], at_s=now_s) for one in (*tell_nodes, *repeat_nodes)
+    }
+    told_workers |= {
+        one: Told(essence=essences[one], at_s=now_s) for one in (*tell_workers, *repeat_workers)
+    }
 
     def holds(node_ids: Iterable[NodeId], worker_ids: Iterable[WorkerId]) -> Holds:
         return Holds(
@@ -223,4 +268,9 @@ def _tell(
             workers=tuple(WorkerTold(worker_id=one, holds=workers[one]) for one in worker_ids),
         )
 
-    return holds(tell_nodes, tell_workers), holds(repeat_nodes, repeat_workers), told_nodes, told_workers
+    return (
+        holds(tell_nodes, tell_workers),
+        holds(repeat_nodes, repeat_workers),
+        told_nodes,
+        told_workers,
+    )

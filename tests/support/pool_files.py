@@ -1,4 +1,6 @@
-"""A small model with random weights in a file laid out as a host pool is: what a worker loads, without a loader."""
+"""A small model with random weights in a file laid out as a host pool is: what a worker loads,
+without a loader.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +38,8 @@ class PoolFile:
 
     def places(self, instance_id: str) -> list[PlacePart]:
         return [
-            PlacePart(instance_id=InstanceId(instance_id), part=part, tensors=tensors) for part, tensors in self.parts.items()
+            PlacePart(instance_id=InstanceId(instance_id), part=part, tensors=tensors)
+            for part, tensors in self.parts.items()
         ]
 
 
@@ -50,7 +53,11 @@ def pool_file(path: Path, kind: str, dtype: Dtype, seed: int) -> PoolFile:
         for name, tensor in tensors.items():
             stored, shape, data = source_of(tensor)
             image.extend(bytes(-len(image) % ALIGNMENT))
-            places.append(TensorPlace(name=name, dtype=stored, shape=shape, offset=len(image), size_bytes=data.nbytes))
+            places.append(
+                TensorPlace(
+                    name=name, dtype=stored, shape=shape, offset=len(image), size_bytes=data.nbytes
+                )
+            )
             image.extend(data)
         parts[part] = tuple(places)
     image.extend(bytes(-len(image) % FIRST))

@@ -1,4 +1,6 @@
-"""Models with random weights, of any family and size, on any device: no checkpoint, no transformers."""
+"""Models with random weights, of any family and size, on any device: no checkpoint, no
+transformers.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,7 +20,13 @@ from pilotlight.policy.model import Dtype, Experts, ModelSpec, Stage
 from pilotlight.policy.testing import tiny_spec
 
 SMALL = tiny_spec(
-    num_layers=3, hidden_size=192, intermediate_size=320, num_heads=8, head_dim=32, vocab_size=997, max_context_tokens=4096
+    num_layers=3,
+    hidden_size=192,
+    intermediate_size=320,
+    num_heads=8,
+    head_dim=32,
+    vocab_size=997,
+    max_context_tokens=4096,
 )
 WINDOW: dict[str, Any] = {"sliding_window_tokens": 40}
 KINDS: dict[str, dict[str, Any]] = {
@@ -30,7 +38,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3": {"architecture": "Qwen3ForCausalLM", "head_dim": 64},
     "qwen3-moe": {
         "architecture": "Qwen3MoeForCausalLM",
-        "experts": Experts(num_experts=6, experts_per_token=2, intermediate_size=64, layers=(0, 2), normalized=True),
+        "experts": Experts(
+            num_experts=6, experts_per_token=2, intermediate_size=64, layers=(0, 2), normalized=True
+        ),
     },
     "gemma3": {
         "architecture": "Gemma3ForCausalLM",
@@ -43,7 +53,13 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }
 WIDE: dict[str, dict[str, Any]] = {
-    "gemma3-wide": {**KINDS["gemma3"], "num_heads": 4, "num_kv_heads": 1, "head_dim": 256, "attention_scale": 256**-0.5},
+    "gemma3-wide": {
+        **KINDS["gemma3"],
+        "num_heads": 4,
+        "num_kv_heads": 1,
+        "head_dim": 256,
+        "attention_scale": 256**-0.5,
+    },
     "qwen3-wide": {**KINDS["qwen3"], "num_heads": 4, "num_kv_heads": 2, "head_dim": 256},
 }
 """With heads of 256, as Gemma 3 has them."""
@@ -57,7 +73,10 @@ def spec_of(kind: str, dtype: Dtype) -> ModelSpec:
 def with_sizes(spec: ModelSpec) -> ModelSpec:
     """The same with the bytes of its parts."""
     decoder = decoder_of(replace(spec, part_bytes=(0,) * (spec.num_layers + 2)))
-    sizes = (sum(map(prod, decoder.shapes(part).values())) * spec.dtype.size_bytes for part in range(spec.num_layers + 2))
+    sizes = (
+        sum(map(prod, decoder.shapes(part).values())) * spec.dtype.size_bytes
+        for part in range(spec.num_layers + 2)
+    )
     return replace(spec, part_bytes=tuple(sizes))
 
 
@@ -68,7 +87,9 @@ def random_parts(spec: ModelSpec, seed: int) -> Iterator[dict[str, Tensor]]:
     for part in range(spec.num_layers + 2):
         tensors: dict[str, Tensor] = {}
         for name, shape in decoder.shapes(part).items():
-            value = torch.randn(shape, generator=generator) * (1.5 / shape[-1] ** 0.5 if len(shape) > 1 else 0.2)
+            value = torch.randn(shape, generator=generator) * (
+                1.5 / shape[-1] ** 0.5 if len(shape) > 1 else 0.2
+            )
             if "norm" in name and not spec.architecture.startswith("Gemma"):
                 value += 1.0
             tensors[decoder.prefix(part) + name] = value.to(TORCH_DTYPES[spec.dtype])
@@ -78,16 +99,27 @@ def random_parts(spec: ModelSpec, seed: int) -> Iterator[dict[str, Tensor]]:
 def source_of(tensor: Tensor) -> Source:
     """A tensor as a loader offers it."""
     dtype = Dtype(str(tensor.dtype).removeprefix("torch."))
-    return dtype, tuple(tensor.shape), memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+    return (
+        dtype,
+        tuple(tensor.shape),
+        memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()),
+    )
 
 
 def placed(
-    arena: Arena, spec: ModelSpec, seed: int, num_blocks: int, dtype: Dtype | None = None, stage: Stage | None = None
+    arena: Arena,
+    spec: ModelSpec,
+    seed: int,
+    num_blocks: int,
+    dtype: Dtype | None = None,
+    stage: Stage | None = None,
 ) -> tuple[StageMemory, Parameters, KvCache]:
     """A stage in place: its memory, its parameters, and an empty KV cache."""
     memory = StageMemory(arena, decoder_of(spec), stage or spec.whole, dtype or spec.dtype)
     parameters = Parameters(memory)
     for part, tensors in enumerate(random_parts(spec, seed)):
         if part in parameters.parts:
-            parameters.place(part, {name: source_of(tensor) for name, tensor in tensors.items()}, lambda: 0.0)
+            parameters.place(
+                part, {name: source_of(tensor) for name, tensor in tensors.items()}, lambda: 0.0
+            )
     return memory, parameters, KvCache(memory, num_blocks)

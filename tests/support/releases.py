@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PREVIOUS_RELEASE = ROOT / "tests" / "upgrade" / "previous_release"
-"""Holds the commit of the release before this one; `tests/upgrade/README.md` says when it moves on."""
+"""Holds the commit of the release before this one; `tests/upgrade/README.md` says when it moves on.
+"""
 GIT_DEADLINE_S = 60.0
 PACKAGES = (
     "policy",
@@ -26,9 +27,7 @@ PACKAGES = (
     "worker",
     "materializer",
 )
-_WHERE = (
-    "import importlib, json; print(json.dumps([importlib.import_module('pilotlight.' + name).__file__ for name in {names!r}]))"
-)
+_WHERE = "import importlib, json; print(json.dumps([importlib.import_module('pilotlight.' + name).__file__ for name in {names!r}]))"
 
 
 @dataclass(frozen=True)
@@ -57,15 +56,23 @@ def previous_release() -> str:
 
 
 def previous_commit() -> str:
-    """The commit before what is tested: HEAD while there are changes that are not committed, else the one before it."""
-    _need(ROOT / ".git", "the tests run on an archive of the project, which has no history; use a clone")
+    """The commit before what is tested: HEAD while there are changes that are not committed, else
+    the one before it.
+    """
+    _need(
+        ROOT / ".git",
+        "the tests run on an archive of the project, which has no history; use a clone",
+    )
     changed = _git("status", "--porcelain", "--untracked-files=no").strip()
     return _git("rev-parse", "HEAD" if changed else "HEAD~1").strip()
 
 
 def checkout(commit: str, folder: Path) -> Code:
     """Write a commit's code into a folder; skips the test where the clone does not have it."""
-    _need(ROOT / ".git", "the tests run on an archive of the project, which has no history; use a clone")
+    _need(
+        ROOT / ".git",
+        "the tests run on an archive of the project, which has no history; use a clone",
+    )
     folder.mkdir(parents=True)
     archive = folder.parent / f"{folder.name}.tar"
     _git("archive", f"--output={archive}", commit, "libs", "services")
@@ -73,7 +80,9 @@ def checkout(commit: str, folder: Path) -> Code:
     archive.unlink()
     code = Code(commit[:12], folder)
     found = _imported(code)
-    assert all(Path(file).is_relative_to(folder) for file in found), f"not the code of {commit}: {found}"
+    assert all(Path(file).is_relative_to(folder) for file in found), (
+        f"not the code of {commit}: {found}"
+    )
     return code
 
 
@@ -81,7 +90,15 @@ def _imported(code: Code) -> list[str]:
     """Where a process that runs this code imports it from."""
     command = [sys.executable, "-c", _WHERE.format(names=PACKAGES)]
     environment = {**os.environ, **code.environment}
-    result = subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, timeout=GIT_DEADLINE_S, check=True)
+    result = subprocess.run(
+        command,
+        env=environment,
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=GIT_DEADLINE_S,
+        check=True,
+    )
     return json.loads(result.stdout)
 
 
@@ -97,7 +114,9 @@ def _git(*arguments: str) -> str:
     except FileNotFoundError:
         pytest.skip("there is no git to get an earlier commit with")
     except subprocess.CalledProcessError as error:
-        pytest.skip(f"this clone does not have the commit: `git fetch --unshallow` gets it ({error.stderr.strip()})")
+        pytest.skip(
+            f"this clone does not have the commit: `git fetch --unshallow` gets it ({error.stderr.strip()})"
+        )
     return result.stdout
 
 

@@ -1,9 +1,11 @@
-"""A door before a NATS server: it lets connections through, or resets each a moment after the server's greeting.
+"""A door before a NATS server: it lets connections through, or resets each a moment after the
+server's greeting.
 
     python resetting_server.py PORT CLIENTS ROUNDS
 
-connects clients to the server at PORT through such a door, resets them ROUNDS times in all under uvloop, then tells them of an error and
-of nonsense, and ends with status 0 when after each of these every client is connected again and hears what it has subscribed to.
+connects clients to the server at PORT through such a door, resets them ROUNDS times in all under
+uvloop, then tells them of an error and of nonsense, and ends with status 0 when after each of these
+every client is connected again and hears what it has subscribed to.
 """
 
 import contextlib
@@ -46,13 +48,13 @@ class Door:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def shut(self) -> None:
-        """Reset what is connected, and from now on whoever connects."""
+        """Reset what is connected, and from now on each new connection."""
         self.resetting = True
         for one in list(self._through):
             _reset(one)
 
     def open(self) -> None:
-        """Let everybody through again."""
+        """Let all connections through again."""
         self.resetting = False
 
     def say(self, words: bytes) -> None:
@@ -62,7 +64,7 @@ class Door:
                 one.sendall(words)
 
     def close(self) -> None:
-        """Let nobody come any more."""
+        """Take no connection any more."""
         self._listener.close()
 
     def _accept(self) -> None:
@@ -123,9 +125,14 @@ async def _survive(port: int, clients: int, rounds: int) -> None:
     door = Door(port)
     settings = BusSettings(nats_url=f"nats://127.0.0.1:{door.port}", prefix="resets.")
     speaker = await NatsBus.connect(
-        BusSettings(nats_url=f"nats://127.0.0.1:{port}", prefix="resets."), user="test", name="speaker"
+        BusSettings(nats_url=f"nats://127.0.0.1:{port}", prefix="resets."),
+        user="test",
+        name="speaker",
     )
-    buses = [await NatsBus.connect(settings, user="test", name=f"client {number}") for number in range(clients)]
+    buses = [
+        await NatsBus.connect(settings, user="test", name=f"client {number}")
+        for number in range(clients)
+    ]
     heard: list[set[str]] = [set() for _ in buses]
     for bus, texts in zip(buses, heard, strict=True):
 
@@ -143,7 +150,9 @@ async def _survive(port: int, clients: int, rounds: int) -> None:
         before = [bus.client.stats["reconnects"] for bus in buses]
         door.say(words)
         await until(
-            lambda before=before: all(bus.client.stats["reconnects"] > one for bus, one in zip(buses, before, strict=True)),
+            lambda before=before: all(
+                bus.client.stats["reconnects"] > one for bus, one in zip(buses, before, strict=True)
+            ),
             deadline_s=DEADLINE_S,
         )
         await _hear(speaker, buses, heard, words.decode())
@@ -152,7 +161,9 @@ async def _survive(port: int, clients: int, rounds: int) -> None:
     door.close()
 
 
-async def _hear(speaker: NatsBus, buses: Sequence[NatsBus], heard: Sequence[set[str]], text: str) -> None:
+async def _hear(
+    speaker: NatsBus, buses: Sequence[NatsBus], heard: Sequence[set[str]], text: str
+) -> None:
     await until(lambda: all(bus.connected for bus in buses), deadline_s=DEADLINE_S)
     await speaker.publish("said", Said(text=text))
     await until(lambda: all(text in texts for texts in heard), deadline_s=DEADLINE_S)

@@ -16,7 +16,9 @@ FILES = tiny_files(tiny_config(hidden_size=384, intermediate_size=1600, vocab_si
 """Layers of several units."""
 PLAIN = read_checkpoint(MemorySource(FILES)).manifest
 PART = 1
-IMAGE = b"".join(read_chunk(MemorySource(FILES), PLAIN, chunk) for chunk in PLAIN.parts[PART].chunks)
+IMAGE = b"".join(
+    read_chunk(MemorySource(FILES), PLAIN, chunk) for chunk in PLAIN.parts[PART].chunks
+)
 CHUNK = PLAIN.parts[PART].chunks[0]
 BYTES = IMAGE[: CHUNK.size_bytes]
 KNOWN = PLAIN.with_digests(

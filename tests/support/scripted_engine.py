@@ -64,7 +64,13 @@ class ScriptedEngine:
         return bool(self.ended or (self.running and not waits))
 
     def begin_load(
-        self, instance_id: InstanceId, spec: Any, stage: Any, dtype: Any, device_bytes: int, slot: int | None = None
+        self,
+        instance_id: InstanceId,
+        spec: Any,
+        stage: Any,
+        dtype: Any,
+        device_bytes: int,
+        slot: int | None = None,
     ) -> StageRoom:
         if self.begin_error is not None:
             raise self.begin_error
@@ -72,7 +78,12 @@ class ScriptedEngine:
         self.expected[instance_id] = set(spec.parts_of(stage))
         if stage == spec.whole:
             self.whole.add(instance_id)
-        return StageRoom(parts=spec.parts_of(stage), parameter_bytes=1, kv_bytes_per_token=1, kv_capacity_tokens=512)
+        return StageRoom(
+            parts=spec.parts_of(stage),
+            parameter_bytes=1,
+            kv_bytes_per_token=1,
+            kv_capacity_tokens=512,
+        )
 
     def place_part(self, instance_id: InstanceId, part: int, tensors: Any) -> PlacedPart:
         if self.place_error is not None:
@@ -82,7 +93,9 @@ class ScriptedEngine:
         self.expected[instance_id].discard(part)
         self.compute(self.copy_s)
         self.fresh = True
-        return PlacedPart(copy_s=0.0, convert_s=self.convert_s, ready=not self.expected[instance_id])
+        return PlacedPart(
+            copy_s=0.0, convert_s=self.convert_s, ready=not self.expected[instance_id]
+        )
 
     @property
     def channels(self) -> tuple[()]:
@@ -122,7 +135,11 @@ class ScriptedEngine:
 
     def abort(self, request_id: RequestId, attempt: int) -> None:
         self.running = [run for run in self.running if run.request_id != request_id]
-        self.ended.append(Produced(request_id=request_id, attempt=attempt, position=0, finish=FinishReason.CANCELLED))
+        self.ended.append(
+            Produced(
+                request_id=request_id, attempt=attempt, position=0, finish=FinishReason.CANCELLED
+            )
+        )
 
     def step(self) -> StepResult:
         assert self.may_step.wait(5)
@@ -133,18 +150,32 @@ class ScriptedEngine:
         produced, self.ended = self.ended, []
         if self.due_s is not None and start_s >= self.due_s:
             late = {"position": 0, "finish": FinishReason.ERROR, "code": "deadline_exceeded"}
-            produced += [Produced(request_id=run.request_id, attempt=1, **late) for run in self.running]
+            produced += [
+                Produced(request_id=run.request_id, attempt=1, **late) for run in self.running
+            ]
             self.running, self.due_s = [], None
         fresh, self.fresh = self.fresh, False
         if self.early and any(self.expected.values()):
-            return idle_result(produced, self.running[0].instance_id if fresh and self.running else None)
-        produced += [Produced(request_id=run.request_id, attempt=1, position=0, token_ids=(7,)) for run in self.running]
+            return idle_result(
+                produced, self.running[0].instance_id if fresh and self.running else None
+            )
+        produced += [
+            Produced(request_id=run.request_id, attempt=1, position=0, token_ids=(7,))
+            for run in self.running
+        ]
         first = ()
         if self.running and not self.prefilled:
             self.prefilled = True
             run = self.running[0]
             end_s = self.clock.monotonic_s()
-            first = (FirstPrefill(instance_id=run.instance_id, request_id=run.request_id, start_s=start_s, end_s=end_s),)
+            first = (
+                FirstPrefill(
+                    instance_id=run.instance_id,
+                    request_id=run.request_id,
+                    start_s=start_s,
+                    end_s=end_s,
+                ),
+            )
         return StepResult(
             produced=tuple(produced),
             waiting=0,

@@ -20,7 +20,9 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @contextmanager
 def system_on(disk: Path) -> Iterator[RunningSystem]:
-    """A system with 300 MiB of disk, 96 MiB of shared memory, and a soft limit of 256 files, as its user's shell might set it."""
+    """A system with 300 MiB of disk, 96 MiB of shared memory, and a soft limit of 256 files, as its
+    user's shell might set it.
+    """
     home = disk / "a home öäü %20 'n 火" / ("deep" * 30)
     command = confined(
         [pilotlight(), "up", "--json", "--worker-kind", "sim", "--port", str(free_port())],
@@ -72,7 +74,10 @@ def server_pid(system: RunningSystem, program: str) -> int:
     """The process of an embedded server that ``up`` has started."""
     for thread in Path(f"/proc/{system.process.pid}/task").iterdir():
         for pid in (thread / "children").read_text().split():
-            if Path(os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0])).name == program:
+            if (
+                Path(os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0])).name
+                == program
+            ):
                 return int(pid)
     raise AssertionError(f"{program} does not run")
 

@@ -1,8 +1,10 @@
-"""A stage in a process of its own: reads its parts from a folder, joins a pipeline over sockets, and gives KV to whoever asks.
+"""A stage in a process of its own: reads its parts from a folder, joins a pipeline over sockets,
+and gives KV to each peer that asks.
 
-``python stage_child.py FOLDER START STOP CONTROL_FD BEFORE_FD BEHIND_FD``: a frame on CONTROL_FD names a request; the answer is a
-frame for each piece of its KV, and an empty one. Without the last two the stage listens on TCP: it prints its port, and reads from its
-input which stage follows, and at which port.
+``python stage_child.py FOLDER START STOP CONTROL_FD BEFORE_FD BEHIND_FD``: a frame on CONTROL_FD
+names a request; the answer is a frame for each piece of its KV, and an empty one. Without the last
+two the stage listens on TCP: it prints its port, and reads from its input which stage follows, and
+at which port.
 """
 
 import mmap
@@ -70,7 +72,9 @@ def connected(stage: Stage):
     door = Door(identity(stage), (HOST, 0), monotonic)
     print(door.port, flush=True)
     start, stop, port = map(int, sys.stdin.readline().split())
-    channels = join(door, identity(stage), INSTANCE, stage, follows(Stage(start, stop), port), monotonic, 30)
+    channels = join(
+        door, identity(stage), INSTANCE, stage, follows(Stage(start, stop), port), monotonic, 30
+    )
     door.close()
     return channels
 
@@ -85,7 +89,10 @@ def main() -> None:
     engine = Engine(1, monotonic)
     room = engine.begin_load(INSTANCE, model.spec, stage, model.spec.dtype, 1 << 25)
     for part in room.parts:
-        tensors = {name: (each.dtype, each.shape, stored[each.start : each.stop]) for name, each in model.parts[part].items()}
+        tensors = {
+            name: (each.dtype, each.shape, stored[each.start : each.stop])
+            for name, each in model.parts[part].items()
+        }
         engine.place_part(INSTANCE, part, tensors)
     engine.connect(INSTANCE, before, behind)
     while True:
@@ -96,7 +103,9 @@ def main() -> None:
             key = msgspec.msgpack.decode(control.receive(0).header, type=RequestKey)
             for piece in engine.export_kv(INSTANCE, [key], stage):
                 tensor = piece.keys_and_values
-                header = KvBlocks(key=key, layers=stage, blocks=(), start=piece.start, tensor=header_of(tensor))
+                header = KvBlocks(
+                    key=key, layers=stage, blocks=(), start=piece.start, tensor=header_of(tensor)
+                )
                 control.send(pack(header, tensor), 10)
             control.send(Frame(b"", memoryview(b"")), 10)
         wait_for_any((before, behind, control), 1.0)

@@ -1,5 +1,7 @@
-"""Stand-ins for servers that models come from: a hub with its CDN, and an S3 server. Ours and small: they speak the parts of the
-protocols that Pilotlight uses, and fail in the ways that tests ask for. What real servers do, other tests ask real servers.
+"""Stand-ins for servers that models come from: a hub with its CDN, and an S3 server. Ours and
+small: they speak the parts of the
+protocols that Pilotlight uses, and fail in the ways that tests ask for. What real servers do, other
+tests ask real servers.
 """
 
 import contextlib
@@ -26,8 +28,9 @@ class Fault:
 
     where: str
     kind: str
-    """``cut``: ``value`` bytes of the body, by default half of it, then the end of the connection. ``stall``: as many, then nothing.
-    ``status``: ``value`` as status and nothing else. ``redirect``: to ``value``."""
+    """``cut``: ``value`` bytes of the body, by default half of it, then the end of the connection.
+    ``stall``: as many, then nothing. ``status``: ``value`` as status and nothing else.
+    ``redirect``: to ``value``."""
     value: Any = None
     times: int = 1
     headers: dict[str, str] = field(default_factory=dict)
@@ -62,7 +65,9 @@ class Standin:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = False
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.02}
+        )
         self._thread.start()
 
     def count(self, size_bytes: int) -> None:
@@ -122,7 +127,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _any(self) -> None:
         standin = self.server_of
-        asked = Asked(self.command, self.path, {name.lower(): value for name, value in self.headers.items()})
+        asked = Asked(
+            self.command, self.path, {name.lower(): value for name, value in self.headers.items()}
+        )
         standin.asked.append(asked)
         standin.on_asked(asked)
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -139,7 +146,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = _any  # noqa: N815 - what http.server looks for
 
-    def send(self, status: int, body: bytes, headers: dict[str, str] | None = None, *, size_bytes: int | None = None) -> None:
+    def send(
+        self,
+        status: int,
+        body: bytes,
+        headers: dict[str, str] | None = None,
+        *,
+        size_bytes: int | None = None,
+    ) -> None:
         self.send_response(status)
         for name, value in (headers or {}).items():
             self.send_header(name, value)
@@ -176,13 +190,19 @@ class _Handler(BaseHTTPRequestHandler):
         if start >= len(data):
             self.send(416, b"", {**headers, "Content-Range": f"bytes */{len(data)}"})
             return
-        self.send(206, data[start:stop], {**headers, "Content-Range": f"bytes {start}-{stop - 1}/{len(data)}"})
+        self.send(
+            206,
+            data[start:stop],
+            {**headers, "Content-Range": f"bytes {start}-{stop - 1}/{len(data)}"},
+        )
 
 
 class StandinHub(Standin):
     """A hub with one repository, and its CDN on another port."""
 
-    def __init__(self, files: dict[str, bytes], repository: str = "org/name", token: str | None = None) -> None:
+    def __init__(
+        self, files: dict[str, bytes], repository: str = "org/name", token: str | None = None
+    ) -> None:
         self.repository = repository
         self.token = token
         self.commits: dict[str, dict[str, bytes]] = {}
@@ -206,7 +226,10 @@ class StandinHub(Standin):
 
     def answer(self, request: _Handler) -> None:
         parts = urlsplit(request.path)
-        if self.token is not None and request.headers.get("Authorization") != f"Bearer {self.token}":
+        if (
+            self.token is not None
+            and request.headers.get("Authorization") != f"Bearer {self.token}"
+        ):
             request.send(401, b'{"error":"Invalid credentials"}', {"X-Error-Code": "GatedRepo"})
             return
         api, resolve = f"/api/models/{self.repository}/revision/", f"/{self.repository}/resolve/"
@@ -242,7 +265,11 @@ class StandinHub(Standin):
             request.send_range(data, {**told, "ETag": f'"{git_blob(data)}"'})
             return
         digest = sha256(data)
-        told |= {"X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(data)), "Location": self.cdn.place_of(digest)}
+        told |= {
+            "X-Linked-Etag": f'"{digest}"',
+            "X-Linked-Size": str(len(data)),
+            "Location": self.cdn.place_of(digest),
+        }
         request.send(302, b"Found", told)
 
 

@@ -1,8 +1,10 @@
-"""An engine child that hangs or fails at its start: ``python -m unready_child`` in the place of ``pilotlight.worker.engine_child.child``.
+"""An engine child that hangs or fails at its start: ``python -m unready_child`` in the place of
+``pilotlight.worker.engine_child.child``.
 
-``UNREADY_DIR`` names a folder. A child that opens its device leaves a file there, called by its process id, and hangs then if there is one
-called ``hang``. ``UNREADY_AT`` names what fails instead, ``open_device`` or ``warm_up``, as on a device whose context is lost: the orderly
-end of such a process never comes.
+``UNREADY_DIR`` names a folder. A child that opens its device leaves a file there, called by its
+process id, and hangs then if there is one called ``hang``. ``UNREADY_AT`` names what fails instead,
+``open_device`` or ``warm_up``, as on a device whose context is lost: the orderly end of such a
+process never comes.
 """
 
 import atexit
@@ -33,7 +35,9 @@ def fail(*arguments: Any) -> NoReturn:
 
 
 if __name__ == "__main__":
-    child_device.open_device = fail if os.environ.get("UNREADY_AT") == "open_device" else open_slowly
+    child_device.open_device = (
+        fail if os.environ.get("UNREADY_AT") == "open_device" else open_slowly
+    )
     if os.environ.get("UNREADY_AT") == "warm_up":
         child_warmup.warm_up = fail
     sys.exit(child.main(sys.argv[1:]))

@@ -11,7 +11,9 @@ from releases import Code, checkout, previous_commit, previous_release
 
 @pytest.fixture
 def folder() -> Generator[Path]:
-    """A short path, which everybody may pass: sockets lie below it, and PostgreSQL may run as another user."""
+    """A short path, which all users may pass: sockets lie below it, and PostgreSQL may run as
+    another user.
+    """
     with tempfile.TemporaryDirectory(prefix="pilotlight-up-") as made:
         os.chmod(made, 0o711)
         yield Path(made)

@@ -1,4 +1,6 @@
-"""Every message of this release decodes with the code of the one before, and the reverse: while both run, both are spoken."""
+"""Every message of this release decodes with the code of the one before, and the reverse: while
+both run, both are spoken.
+"""
 
 import json
 import os
@@ -20,12 +22,20 @@ def run(code: Code, what: str, folder: Path) -> str:
     command = [sys.executable, str(SAMPLES), what, str(folder)]
     environment = {**os.environ, **code.environment}
     return subprocess.run(
-        command, env=environment, cwd="/", capture_output=True, text=True, timeout=DEADLINE_S, check=True
+        command,
+        env=environment,
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=True,
     ).stdout
 
 
 @pytest.mark.parametrize("which", ["release", "commit"])
-def test_the_release_before_understands_this_one(request: pytest.FixtureRequest, which: str, tmp_path: Path) -> None:
+def test_the_release_before_understands_this_one(
+    request: pytest.FixtureRequest, which: str, tmp_path: Path
+) -> None:
     write(tmp_path)
     decoded, failed = json.loads(run(request.getfixturevalue(which), "read", tmp_path))
     assert not failed
@@ -33,7 +43,9 @@ def test_the_release_before_understands_this_one(request: pytest.FixtureRequest,
 
 
 @pytest.mark.parametrize("which", ["release", "commit"])
-def test_this_release_understands_the_one_before(request: pytest.FixtureRequest, which: str, tmp_path: Path) -> None:
+def test_this_release_understands_the_one_before(
+    request: pytest.FixtureRequest, which: str, tmp_path: Path
+) -> None:
     run(request.getfixturevalue(which), "write", tmp_path)
     decoded, failed = read(tmp_path)
     assert not failed

@@ -1,4 +1,6 @@
-"""Releases that run together: the one before on this one's schema, then replaced process by process while requests run."""
+"""Releases that run together: the one before on this one's schema, then replaced process by process
+while requests run.
+"""
 
 import asyncio
 from pathlib import Path
@@ -17,7 +19,9 @@ STEP_DEADLINE_S = 90.0
 
 
 class Load:
-    """Clients that ask again and again; each answer must be the one that an undisturbed system gave."""
+    """Clients that ask again and again; each answer must be the one that an undisturbed system
+    gave.
+    """
 
     def __init__(self, system: MixedSystem, expected: str) -> None:
         self.answers = 0
@@ -57,8 +61,12 @@ async def warm_and_cold(system: MixedSystem) -> str:
 
 
 @pytest.mark.e2e
-async def test_the_control_plane_of_the_release_before_with_this_ones_schema_and_workers(folder: Path, release: Code) -> None:
-    async with mixed_system(folder, {name: THIS if name == "loader" else release for name in PROCESSES}) as system:
+async def test_the_control_plane_of_the_release_before_with_this_ones_schema_and_workers(
+    folder: Path, release: Code
+) -> None:
+    async with mixed_system(
+        folder, {name: THIS if name == "loader" else release for name in PROCESSES}
+    ) as system:
         await system.register(MODEL)
         await warm_and_cold(system)
         assert not system.complaints()
@@ -66,14 +74,23 @@ async def test_the_control_plane_of_the_release_before_with_this_ones_schema_and
 
 @pytest.mark.chaos
 async def test_a_rolling_upgrade_fails_no_request(folder: Path, release: Code) -> None:
-    """The release before works on this one's schema; then one process after the other is replaced."""
+    """The release before works on this one's schema; then one process after the other is
+    replaced.
+    """
     async with mixed_system(folder, dict.fromkeys(PROCESSES, release), handover=True) as system:
         await system.register(MODEL)
         expected = await system.chat(MODEL)
         assert await system.chat(MODEL) == expected
 
         async def billed() -> bool:
-            return len(await system.query("SELECT 1 FROM gateway.usage WHERE model = %s AND status = 'ok'", MODEL)) == 2
+            return (
+                len(
+                    await system.query(
+                        "SELECT 1 FROM gateway.usage WHERE model = %s AND status = 'ok'", MODEL
+                    )
+                )
+                == 2
+            )
 
         await until(billed)
         load = Load(system, expected)
@@ -97,10 +114,14 @@ OLD_ONES = (*PROCESSES, "gateway and scheduler")
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("old", OLD_ONES)
-async def test_one_process_of_the_commit_before_among_this_ones(folder: Path, commit: Code, old: str) -> None:
+async def test_one_process_of_the_commit_before_among_this_ones(
+    folder: Path, commit: Code, old: str
+) -> None:
     """Also the other way round: the rest of this commit serves with it, warm and cold."""
     names = GATEWAYS if old == "gateway" else old.split(" and ")
-    async with mixed_system(folder, {name: commit if name in names else THIS for name in PROCESSES}) as system:
+    async with mixed_system(
+        folder, {name: commit if name in names else THIS for name in PROCESSES}
+    ) as system:
         await system.register(MODEL)
         await warm_and_cold(system)
         assert not system.complaints()
@@ -108,9 +129,13 @@ async def test_one_process_of_the_commit_before_among_this_ones(folder: Path, co
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("new", OLD_ONES)
-async def test_one_process_of_this_commit_among_those_of_the_commit_before(folder: Path, commit: Code, new: str) -> None:
+async def test_one_process_of_this_commit_among_those_of_the_commit_before(
+    folder: Path, commit: Code, new: str
+) -> None:
     names = GATEWAYS if new == "gateway" else new.split(" and ")
-    async with mixed_system(folder, {name: THIS if name in names else commit for name in PROCESSES}) as system:
+    async with mixed_system(
+        folder, {name: THIS if name in names else commit for name in PROCESSES}
+    ) as system:
         await system.register(MODEL)
         await warm_and_cold(system)
         assert not system.complaints()

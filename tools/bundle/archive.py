@@ -1,7 +1,8 @@
 """Archives whose bytes depend on their content alone, in parts that fit a small transfer.
 
-An archive is a tar file, compressed as a row of xz streams (which `xz -d` and Python read as one file) and cut into parts. Wheels
-are put in unpacked, as zip files without compression: one compression over all of them takes a third less than their own.
+An archive is a tar file, compressed as a row of xz streams (which `xz -d` and Python read as one
+file) and cut into parts. Wheels are put in unpacked, as zip files without compression: one
+compression over all of them takes a third less than their own.
 """
 
 import hashlib
@@ -19,10 +20,14 @@ from pathlib import Path
 MIB = 1024 * 1024
 PART_BYTES = 28 * MIB
 BLOCK_BYTES = 64 * MIB
-"""What one xz stream holds: compressed on a core of its own, and the farthest that a repetition is found."""
+"""What one xz stream holds: compressed on a core of its own, and the farthest that a repetition is
+found."""
 EPOCH = (1980, 1, 1, 0, 0, 0)
 """The earliest time that a zip file can tell."""
-FILTERS = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": BLOCK_BYTES}]
+FILTERS = [
+    {"id": lzma.FILTER_X86},
+    {"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": BLOCK_BYTES},
+]
 """Most of the bytes are machine code."""
 
 
@@ -46,7 +51,9 @@ class Archive:
     parts: tuple[Part, ...]
 
 
-def write_archive(name: str, stem: str, entries: Mapping[str, Path], folder: Path, part_bytes: int = PART_BYTES) -> Archive:
+def write_archive(
+    name: str, stem: str, entries: Mapping[str, Path], folder: Path, part_bytes: int = PART_BYTES
+) -> Archive:
     """Write ``folder/stem.tar.xz.00`` and so on from files by their names in the archive."""
     with tempfile.TemporaryFile(dir=folder) as plain:
         with tarfile.open(fileobj=plain, mode="w", format=tarfile.PAX_FORMAT) as tar:
@@ -59,10 +66,16 @@ def write_archive(name: str, stem: str, entries: Mapping[str, Path], folder: Pat
             offsets = range(0, size_bytes, BLOCK_BYTES)
             blocks = pool.map(_compressed, repeat(plain.fileno()), offsets, repeat(size_bytes))
             compressed = b"".join(blocks)
-    pieces = [compressed[start : start + part_bytes] for start in range(0, len(compressed), part_bytes)]
+    pieces = [
+        compressed[start : start + part_bytes] for start in range(0, len(compressed), part_bytes)
+    ]
     parts: list[Part] = []
     for number, piece in enumerate(pieces):
-        part = Part(name=f"{stem}.tar.xz.{number:02d}", size_bytes=len(piece), sha256=hashlib.sha256(piece).hexdigest())
+        part = Part(
+            name=f"{stem}.tar.xz.{number:02d}",
+            size_bytes=len(piece),
+            sha256=hashlib.sha256(piece).hexdigest(),
+        )
         (folder / part.name).write_bytes(piece)
         parts.append(part)
     return Archive(
@@ -75,9 +88,14 @@ def write_archive(name: str, stem: str, entries: Mapping[str, Path], folder: Pat
 
 
 def store_wheel(wheel: Path, folder: Path) -> Path:
-    """Write the wheel again, its files in order, undated and without compression; what they hold, and RECORD, stay as they are."""
+    """Write the wheel again, its files in order, undated and without compression; what they hold,
+    and RECORD, stay as they are.
+    """
     stored = folder / wheel.name
-    with zipfile.ZipFile(wheel) as source, zipfile.ZipFile(stored, "w", zipfile.ZIP_STORED) as target:
+    with (
+        zipfile.ZipFile(wheel) as source,
+        zipfile.ZipFile(stored, "w", zipfile.ZIP_STORED) as target,
+    ):
         for info in sorted(source.infolist(), key=lambda info: info.filename):
             if info.is_dir():
                 continue
@@ -88,11 +106,15 @@ def store_wheel(wheel: Path, folder: Path) -> Path:
 
 
 def files_below(folder: Path, target: str) -> dict[str, Path]:
-    """Every file of a folder, but what Python or an editor left there, by its name in an archive."""
+    """Every file of a folder, but what Python or an editor left there, by its name in an
+    archive.
+    """
     found: dict[str, Path] = {}
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder)
-        if path.is_file() and not any(word == "__pycache__" or word.startswith(".") for word in relative.parts):
+        if path.is_file() and not any(
+            word == "__pycache__" or word.startswith(".") for word in relative.parts
+        ):
             found[f"{target}/{relative.as_posix()}"] = path
     return found
 

@@ -1,8 +1,10 @@
 """Makes the offline installation archive: ``dist/pilotlight-VERSION-pyXY-linux-x86_64/``.
 
-It holds up to three archives in parts of at most 28 MiB, ``install.sh`` with ``install.py``, and a manifest:
+It holds up to three archives in parts of at most 28 MiB, ``install.sh`` with ``install.py``, and a
+manifest:
 
-- ``pilotlight``: wheels of the members and of all they need, nats-server and PostgreSQL among them; migrations, demo model, docs;
+- ``pilotlight``: wheels of the members and of all they need, nats-server and PostgreSQL among them;
+  migrations, demo model, docs;
 - ``tests``: what tests on another machine need: their packages, and the tests themselves;
 - ``torch``, when asked for: torch and numpy. Otherwise the machine's own are used.
 """
@@ -32,10 +34,19 @@ TEST_FILES = ("conftest.py", "pyproject.toml", "tools/test_gpu.py")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make the bundle; the process's exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     default = "{}.{}".format(*sys.version_info)
-    parser.add_argument("--python", default=default, type=lambda text: text.removeprefix("python"), metavar="3.11|3.12")
-    parser.add_argument("--with-torch", action="store_true", help="put torch in, from where pip finds it")
+    parser.add_argument(
+        "--python",
+        default=default,
+        type=lambda text: text.removeprefix("python"),
+        metavar="3.11|3.12",
+    )
+    parser.add_argument(
+        "--with-torch", action="store_true", help="put torch in, from where pip finds it"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
     asked = parser.parse_args(arguments)
     if asked.python not in PYTHONS:
@@ -47,8 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     for archive in archives:
         parts = "1 part" if len(archive.parts) == 1 else f"{len(archive.parts)} parts"
-        print(f"{archive.name:12}{archive.size_bytes / MIB:7.1f} MiB in {parts}, {archive.unpacked_bytes / MIB:.0f} MiB unpacked")
-    print(f"{folder}: copy all of it to a machine with Python {asked.python}, and run ./install.sh [FOLDER] there")
+        print(
+            f"{archive.name:12}{archive.size_bytes / MIB:7.1f} MiB in {parts}, {archive.unpacked_bytes / MIB:.0f} MiB unpacked"
+        )
+    print(
+        f"{folder}: copy all of it to a machine with Python {asked.python}, and run ./install.sh [FOLDER] there"
+    )
     return 0
 
 
@@ -63,14 +78,26 @@ def make(python: str, out: Path, *, with_torch: bool) -> tuple[Path, list[Archiv
         scratch = Path(made)
         folder = scratch / stem
         folder.mkdir()
-        with_wheels = {name: wheel_entries(uv, pinned, scratch / name) for name, pinned in asdict(groups).items() if pinned}
-        with_wheels["runtime"] |= stored(uv.build(members, _new(scratch / "members")), scratch / "members-stored")
+        with_wheels = {
+            name: wheel_entries(uv, pinned, scratch / name)
+            for name, pinned in asdict(groups).items()
+            if pinned
+        }
+        with_wheels["runtime"] |= stored(
+            uv.build(members, _new(scratch / "members")), scratch / "members-stored"
+        )
         for name in SHARED:
             with_wheels["runtime"] |= files_below(ROOT / name, f"share/{name}")
         with_wheels["tests"] |= test_files()
         names = {"runtime": "pilotlight", "tests": "tests", "torch": "torch"}
         archives = [
-            write_archive(names[group], stem if group == "runtime" else f"{stem}-{names[group]}", entries, folder, PART_BYTES)
+            write_archive(
+                names[group],
+                stem if group == "runtime" else f"{stem}-{names[group]}",
+                entries,
+                folder,
+                PART_BYTES,
+            )
             for group, entries in sorted(with_wheels.items())
         ]
         write_manifest(folder / "manifest.json", python, archives)
@@ -96,7 +123,11 @@ def stored(wheels: Sequence[Path], folder: Path) -> dict[str, Path]:
 def test_files() -> dict[str, Path]:
     """The tests and what configures them, by their names in the archive."""
     found = {f"tree/{name}": ROOT / name for name in TEST_FILES}
-    for folder in [ROOT / "tests", *sorted(ROOT.glob("libs/*/tests")), *sorted(ROOT.glob("services/*/tests"))]:
+    for folder in [
+        ROOT / "tests",
+        *sorted(ROOT.glob("libs/*/tests")),
+        *sorted(ROOT.glob("services/*/tests")),
+    ]:
         found |= files_below(folder, f"tree/{folder.relative_to(ROOT).as_posix()}")
     return found
 

@@ -1,4 +1,5 @@
-"""Installs Pilotlight from the folder that this file lies in, with nothing but Python's standard library and no package index.
+"""Installs Pilotlight from the folder that this file lies in, with nothing but Python's standard
+library and no package index.
 
     PREFIX/bin/pilotlight     -> current/bin/pilotlight
     PREFIX/current            -> releases/VERSION-DIGEST, switched when the new one is complete
@@ -62,22 +63,44 @@ class Lender:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Install; the process's exit status."""
-    parser = argparse.ArgumentParser(prog="install.sh", description="Install Pilotlight without a package index.")
-    parser.add_argument("prefix", nargs="?", type=Path, default=Path("pilotlight"), help="folder to install into (./pilotlight)")
-    parser.add_argument("--with-tests", action="store_true", help="the tests too, and the packages that they need")
+    parser = argparse.ArgumentParser(
+        prog="install.sh", description="Install Pilotlight without a package index."
+    )
+    parser.add_argument(
+        "prefix",
+        nargs="?",
+        type=Path,
+        default=Path("pilotlight"),
+        help="folder to install into (./pilotlight)",
+    )
+    parser.add_argument(
+        "--with-tests", action="store_true", help="the tests too, and the packages that they need"
+    )
     parser.add_argument("--torch-from", metavar="PYTHON", help="use the torch of this Python")
     asked = parser.parse_args(arguments)
     try:
-        release = install(Path(__file__).resolve().parent, asked.prefix.absolute(), asked.torch_from, tests=asked.with_tests)
+        release = install(
+            Path(__file__).resolve().parent,
+            asked.prefix.absolute(),
+            asked.torch_from,
+            tests=asked.with_tests,
+        )
     except InstallError as error:
         print(f"Not installed: {error}", file=sys.stderr)
         return 1
-    print(f"Installed: {asked.prefix / 'bin' / 'pilotlight'} -> {release}. What this machine has, and what it lacks:", flush=True)
-    subprocess.run([release / "bin" / "pilotlight", "doctor"], timeout=PROBE_DEADLINE_S, check=False)
+    print(
+        f"Installed: {asked.prefix / 'bin' / 'pilotlight'} -> {release}. What this machine has, and what it lacks:",
+        flush=True,
+    )
+    subprocess.run(
+        [release / "bin" / "pilotlight", "doctor"], timeout=PROBE_DEADLINE_S, check=False
+    )
     return 0
 
 
-def install(source: Path, prefix: Path, torch_from: str | None = None, *, tests: bool = False) -> Path:
+def install(
+    source: Path, prefix: Path, torch_from: str | None = None, *, tests: bool = False
+) -> Path:
     """Verify, unpack and install; the release's folder.
 
     Raises:
@@ -89,10 +112,14 @@ def install(source: Path, prefix: Path, torch_from: str | None = None, *, tests:
     archives = [archive for archive in manifest["archives"] if archive["name"] in names]
     if tests and not any(archive["name"] == "tests" for archive in archives):
         raise InstallError("this archive was made without tests")
-    digest = hashlib.sha256(json.dumps([archive["sha256"] for archive in archives]).encode()).hexdigest()
+    digest = hashlib.sha256(
+        json.dumps([archive["sha256"] for archive in archives]).encode()
+    ).hexdigest()
     release = prefix / "releases" / f"{manifest['version']}-{digest[:10]}"
     if not (release / COMPLETE).is_file():
-        print(f"Verifying {sum(len(archive['parts']) for archive in archives)} parts ...", flush=True)
+        print(
+            f"Verifying {sum(len(archive['parts']) for archive in archives)} parts ...", flush=True
+        )
         for archive in archives:
             verify(source, archive)
         prepare(prefix, archives)
@@ -116,7 +143,9 @@ def read_manifest(source: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((source / "manifest.json").read_text())
     except (OSError, ValueError) as error:
-        raise InstallError(f"{source / 'manifest.json'} cannot be read ({error}): copy the whole folder again") from error
+        raise InstallError(
+            f"{source / 'manifest.json'} cannot be read ({error}): copy the whole folder again"
+        ) from error
     if manifest.get("format") != FORMAT:
         raise InstallError(
             f"manifest.json has format {manifest.get('format')}, install.py knows {FORMAT}: copy both from one bundle"
@@ -142,7 +171,9 @@ def check_machine(manifest: dict[str, Any], python: str, machine: str, libc: str
     if here != manifest["platform"]:
         raise InstallError(f"the archive is for {manifest['platform']}, this machine is {here}")
     if numbers(libc) < numbers(manifest["glibc"]):
-        raise InstallError(f"glibc {manifest['glibc']} or newer is needed, and this is {libc or 'another C library'}")
+        raise InstallError(
+            f"glibc {manifest['glibc']} or newer is needed, and this is {libc or 'another C library'}"
+        )
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -155,7 +186,9 @@ def verify(source: Path, archive: dict[str, Any]) -> None:
     """Are all the parts there, and are they what the manifest says?"""
     parts: list[dict[str, Any]] = archive["parts"]
     if missing := [part["name"] for part in parts if not (source / part["name"]).is_file()]:
-        raise InstallError(f"{len(missing)} of {len(parts)} parts are missing in {source}: {', '.join(missing)}. Copy them there")
+        raise InstallError(
+            f"{len(missing)} of {len(parts)} parts are missing in {source}: {', '.join(missing)}. Copy them there"
+        )
     whole = hashlib.sha256()
     for part in parts:
         own = hashlib.sha256()
@@ -168,7 +201,9 @@ def verify(source: Path, archive: dict[str, Any]) -> None:
                 f"{part['name']} is damaged ({size_bytes} of {part['size_bytes']} bytes, another SHA-256). Copy it again"
             )
     if whole.hexdigest() != archive["sha256"]:
-        raise InstallError(f"the parts of {archive['name']} do not make the whole: manifest and parts are of different bundles")
+        raise InstallError(
+            f"the parts of {archive['name']} do not make the whole: manifest and parts are of different bundles"
+        )
 
 
 def pieces(path: Path) -> Iterator[bytes]:
@@ -179,15 +214,21 @@ def pieces(path: Path) -> Iterator[bytes]:
 
 
 def prepare(prefix: Path, archives: Sequence[dict[str, Any]]) -> None:
-    """Make the folder and see that there is room: for what is unpacked, and for the same once more installed and compiled."""
+    """Make the folder and see that there is room: for what is unpacked, and for the same once more
+    installed and compiled.
+    """
     wanted = 5 * sum(archive["unpacked_bytes"] for archive in archives) // 2 + SPARE_BYTES
     try:
         (prefix / "releases").mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(prefix).free
     except OSError as error:
-        raise InstallError(f"{prefix} cannot be made: {error.strerror}. Name another folder: ./install.sh FOLDER") from error
+        raise InstallError(
+            f"{prefix} cannot be made: {error.strerror}. Name another folder: ./install.sh FOLDER"
+        ) from error
     if not os.access(prefix / "releases", os.W_OK):
-        raise InstallError(f"{prefix} may not be written to. Name another folder: ./install.sh FOLDER")
+        raise InstallError(
+            f"{prefix} may not be written to. Name another folder: ./install.sh FOLDER"
+        )
     if free < wanted:
         raise InstallError(
             f"{wanted // MIB:,} MiB are needed at {prefix}, and {free // MIB:,} are free: free some, or name another folder"
@@ -217,20 +258,37 @@ def fill(source: Path, archives: Sequence[dict[str, Any]], release: Path) -> Non
     with tempfile.TemporaryDirectory(dir=release.parent.parent, prefix=".unpacked-") as made:
         unpacked = Path(made)
         for archive in archives:
-            joined = io.BufferedReader(Joined([source / part["name"] for part in archive["parts"]]), READ_BYTES)
+            joined = io.BufferedReader(
+                Joined([source / part["name"] for part in archive["parts"]]), READ_BYTES
+            )
             try:
                 with lzma.open(joined) as plain, tarfile.open(fileobj=plain, mode="r|") as tar:
                     if hasattr(tarfile, "data_filter"):  # Debian 12's Python is older than it
                         tar.extraction_filter = tarfile.data_filter
                     tar.extractall(unpacked)
             except OSError as error:
-                raise InstallError(f"cannot unpack into {unpacked}: {error.strerror or error}") from error
+                raise InstallError(
+                    f"cannot unpack into {unpacked}: {error.strerror or error}"
+                ) from error
         # --without-pip: where Debian's python3-venv is not installed, there is no pip to put in.
-        run([sys.executable, "-m", "venv", "--without-pip", str(release)], "make a virtual environment")
+        run(
+            [sys.executable, "-m", "venv", "--without-pip", str(release)],
+            "make a virtual environment",
+        )
         pip = next((unpacked / "wheels").glob("pip-*.whl"))
         wheels = sorted(str(path) for path in (unpacked / "wheels").glob("*.whl") if path != pip)
-        flags = ["--isolated", "--quiet", "--no-index", "--no-deps", "--no-cache-dir", "--disable-pip-version-check"]
-        run([str(release / "bin" / "python"), str(pip / "pip"), "install", *flags, *wheels], "install the packages")
+        flags = [
+            "--isolated",
+            "--quiet",
+            "--no-index",
+            "--no-deps",
+            "--no-cache-dir",
+            "--disable-pip-version-check",
+        ]
+        run(
+            [str(release / "bin" / "python"), str(pip / "pip"), "install", *flags, *wheels],
+            "install the packages",
+        )
         shared = release / "share" / "pilotlight"
         shutil.copytree(unpacked / "share", shared, dirs_exist_ok=True)
         if (unpacked / "tree").is_dir():
@@ -239,9 +297,18 @@ def fill(source: Path, archives: Sequence[dict[str, Any]], release: Path) -> Non
 
 def run(command: Sequence[str], what: str) -> str:
     """Run a step in an environment without any configuration of Python or pip; its output."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON"))}
+    clean = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON"))
+    }
     try:
-        done = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=INSTALL_DEADLINE_S, check=False)
+        done = subprocess.run(
+            command,
+            env=clean,
+            capture_output=True,
+            text=True,
+            timeout=INSTALL_DEADLINE_S,
+            check=False,
+        )
     except subprocess.TimeoutExpired as error:
         raise InstallError(f"cannot {what}: not done after {INSTALL_DEADLINE_S:g} s") from error
     if done.returncode != 0:
@@ -250,7 +317,9 @@ def run(command: Sequence[str], what: str) -> str:
 
 
 def borrow_torch(manifest: dict[str, Any], release: Path, torch_from: str | None) -> None:
-    """Let the release's Python find the machine's torch, after all that it has itself; or say what to do where there is none."""
+    """Let the release's Python find the machine's torch, after all that it has itself; or say what
+    to do where there is none.
+    """
     site = next(release.glob("lib/python*/site-packages"))
     asked = [torch_from] if torch_from else candidates(manifest["python"])
     lender, looked_at = find_lender(asked, manifest["python"], manifest["machine"])
@@ -274,11 +343,17 @@ def borrow_torch(manifest: dict[str, Any], release: Path, torch_from: str | None
     print(f"Using {found} of {lender.python}.", flush=True)
     try:
         command = [str(release / "bin" / "python"), "-c", "import numpy, torch; torch.zeros(1)"]
-        told = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_DEADLINE_S, check=False)
+        told = subprocess.run(
+            command, capture_output=True, text=True, timeout=IMPORT_DEADLINE_S, check=False
+        )
     except subprocess.TimeoutExpired as error:
-        raise InstallError(f"the torch of {lender.python} was not imported within {IMPORT_DEADLINE_S:g} s") from error
+        raise InstallError(
+            f"the torch of {lender.python} was not imported within {IMPORT_DEADLINE_S:g} s"
+        ) from error
     if told.returncode != 0:
-        raise InstallError(f"the torch of {lender.python} does not work in {release}: {told.stderr.strip()[-800:]}")
+        raise InstallError(
+            f"the torch of {lender.python} does not work in {release}: {told.stderr.strip()[-800:]}"
+        )
 
 
 def quoted(machine: dict[str, str]) -> list[str]:
@@ -288,18 +363,30 @@ def quoted(machine: dict[str, str]) -> list[str]:
 
 def candidates(python: str) -> list[str]:
     """Where a torch may be: the Python that runs this, an active environment, those on the path."""
-    active = [str(Path(os.environ[name]) / "bin" / "python") for name in ("VIRTUAL_ENV", "CONDA_PREFIX") if name in os.environ]
+    active = [
+        str(Path(os.environ[name]) / "bin" / "python")
+        for name in ("VIRTUAL_ENV", "CONDA_PREFIX")
+        if name in os.environ
+    ]
     on_path = [found for name in (f"python{python}", "python3") if (found := shutil.which(name))]
     return list(dict.fromkeys([sys.executable, *active, *on_path]))
 
 
-def find_lender(asked: Sequence[str], python: str, machine: dict[str, str]) -> tuple[Lender | None, list[str]]:
-    """The first Python that has all that the machine must bring, and what was found in each one looked at."""
+def find_lender(
+    asked: Sequence[str], python: str, machine: dict[str, str]
+) -> tuple[Lender | None, list[str]]:
+    """The first Python that has all that the machine must bring, and what was found in each one
+    looked at.
+    """
     looked_at: list[str] = []
     for candidate in asked:
         try:
             told = subprocess.run(
-                [candidate, "-c", PROBE, *machine], capture_output=True, text=True, timeout=PROBE_DEADLINE_S, check=False
+                [candidate, "-c", PROBE, *machine],
+                capture_output=True,
+                text=True,
+                timeout=PROBE_DEADLINE_S,
+                check=False,
             )
             answer = json.loads(told.stdout)
         except (OSError, ValueError, subprocess.TimeoutExpired):
@@ -308,10 +395,16 @@ def find_lender(asked: Sequence[str], python: str, machine: dict[str, str]) -> t
         versions: dict[str, str] = answer["found"]
         if answer["python"] != python:
             looked_at.append(f"{candidate} is Python {answer['python']}")
-        elif all(name in versions and in_range(versions[name], wanted) for name, wanted in machine.items()):
+        elif all(
+            name in versions and in_range(versions[name], wanted)
+            for name, wanted in machine.items()
+        ):
             return Lender(candidate, versions, tuple(answer["folders"])), looked_at
         else:
-            looked_at.append(f"{candidate} has " + ", ".join(f"{name} {versions.get(name, 'not')}" for name in machine))
+            looked_at.append(
+                f"{candidate} has "
+                + ", ".join(f"{name} {versions.get(name, 'not')}" for name in machine)
+            )
     return None, looked_at
 
 
@@ -324,7 +417,9 @@ def in_range(version: str, wanted: str) -> bool:
         elif clause.startswith("<"):
             fits = have < numbers(clause[1:])
         else:
-            raise InstallError(f"manifest.json asks for {clause!r}, which install.py does not understand")
+            raise InstallError(
+                f"manifest.json asks for {clause!r}, which install.py does not understand"
+            )
         if not fits:
             return False
     return True

@@ -1,7 +1,7 @@
 """The text that the demo model learns from, made from a seed alone.
 
-A document is a chat or a plain text. It is a list of `Segment`, of which only those that are `learned` count in the
-training loss: what the model says, not what it is asked.
+A document is a chat or a plain text. It is a list of `Segment`, of which only those that are
+`learned` count in the training loss: what the model says, not what it is asked.
 """
 
 from __future__ import annotations
@@ -15,15 +15,23 @@ from typing import Literal
 from demo_model.grammar import Fact
 from demo_model.number_facts import number_facts
 from demo_model.phrasing import SMALL_TALK, ask
-from demo_model.small_talk import Exchange, declined, echo, never_told, poem, small_talk_facts, told_and_asked
+from demo_model.small_talk import (
+    Exchange,
+    declined,
+    echo,
+    never_told,
+    poem,
+    small_talk_facts,
+    told_and_asked,
+)
 from demo_model.stories import make_hero, story_exchange, tell
 from demo_model.word_facts import word_facts
 from demo_model.world_facts import world_facts
 
 Role = Literal["system", "user", "assistant", "text"]
 
-# How often a turn is about each family of facts. Without weights the numbers would crowd out the rest: two thirds of
-# all facts are sums and comparisons.
+# How often a turn is about each family of facts. Without weights the numbers would crowd out the
+# rest: two thirds of all facts are sums and comparisons.
 _FAMILY_WEIGHTS = {"numbers": 34, "world": 28, "words": 22, "about": 7, SMALL_TALK: 9}
 
 _SYSTEM_MESSAGES = (

@@ -1,4 +1,6 @@
-"""How well the exported model answers, measured with transformers: greedy, and compared word for word."""
+"""How well the exported model answers, measured with transformers: greedy, and compared word for
+word.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ class Answerer:
         model: Any = LlamaForCausalLM.from_pretrained(folder, dtype=dtype)
         self._model = model.to(device).eval()
 
-    def answer(self, questions: list[str], longest_tokens: int = _LONGEST_ANSWER_TOKENS) -> Iterator[Generated]:
+    def answer(
+        self, questions: list[str], longest_tokens: int = _LONGEST_ANSWER_TOKENS
+    ) -> Iterator[Generated]:
         """Greedy answers to single-turn chats."""
         for at in range(0, len(questions), _BATCH):
             yield from self._answer_batch(questions[at : at + _BATCH], longest_tokens)
@@ -88,12 +92,16 @@ class Answerer:
 
 def _score(answerer: Answerer, exchanges: list[Exchange], mistakes: list[dict[str, str]]) -> Score:
     exact = unended = 0
-    for exchange, said in zip(exchanges, answerer.answer([e.question for e in exchanges]), strict=True):
+    for exchange, said in zip(
+        exchanges, answerer.answer([e.question for e in exchanges]), strict=True
+    ):
         unended += not said.ended
         if said.text == exchange.answer:
             exact += 1
         else:
-            mistakes.append({"question": exchange.question, "expected": exchange.answer, "said": said.text})
+            mistakes.append(
+                {"question": exchange.question, "expected": exchange.answer, "said": said.text}
+            )
     return Score(len(exchanges), exact, unended)
 
 
@@ -120,13 +128,17 @@ def _stories(answerer: Answerer, seed: int) -> dict[str, float]:
     return {
         "asked": len(told),
         "ended": sum(story.ended for story in told),
-        "name_the_hero": sum(hero.kind in story.text for hero, story in zip(heroes, told, strict=True)),
+        "name_the_hero": sum(
+            hero.kind in story.text for hero, story in zip(heroes, told, strict=True)
+        ),
         "different": len({story.text for story in told}),
         "mean_tokens": sum(story.tokens for story in told) / len(told),
     }
 
 
-def evaluate(folder: Path, seed: int, device: torch.device, dtype: torch.dtype) -> dict[str, object]:
+def evaluate(
+    folder: Path, seed: int, device: torch.device, dtype: torch.dtype
+) -> dict[str, object]:
     """Every figure of the model card, the mistakes, and the answers to the example prompts."""
     answerer = Answerer(folder, device, dtype)
     mistakes: dict[str, list[dict[str, str]]] = {}
@@ -139,7 +151,9 @@ def evaluate(folder: Path, seed: int, device: torch.device, dtype: torch.dtype) 
         "dtype": str(dtype).removeprefix("torch."),
         "scores": scores,
         "stories": _stories(answerer, seed),
-        "examples": {prompt: said.text for prompt, said in zip(EXAMPLE_PROMPTS, examples, strict=True)},
+        "examples": {
+            prompt: said.text for prompt, said in zip(EXAMPLE_PROMPTS, examples, strict=True)
+        },
         "mistakes": mistakes,
     }
 

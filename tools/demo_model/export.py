@@ -16,7 +16,10 @@ from demo_model.tokenizer import BOS, END, PAD, SPECIAL_TOKENS, tokenizer_config
 def export_model(model: DemoModel, tokenizer: Tokenizer, folder: Path) -> None:
     """Write configuration, weights (bfloat16) and tokenizer into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in model.named_parameters()}
+    weights = {
+        name: value.detach().to("cpu", torch.bfloat16).contiguous()
+        for name, value in model.named_parameters()
+    }
     weights_path = folder / "model.safetensors"
     save_file(weights, weights_path, metadata={"format": "pt"})
     # The library makes it readable by its owner alone.

@@ -18,8 +18,8 @@ _SILENT_H = ("hour", "honest")
 class Fact:
     """One answer and the ways to ask for it.
 
-    `direct` holds whole questions or commands ("What is the capital of France?"); `clauses` holds what may follow
-    "Can you tell me" ("what the capital of France is").
+    `direct` holds whole questions or commands ("What is the capital of France?"); `clauses` holds
+    what may follow "Can you tell me" ("what the capital of France is").
     """
 
     group: str
@@ -49,7 +49,9 @@ def capitalise(text: str) -> str:
 
 
 def uncapitalise(question: str) -> str:
-    """Make the first letter small where the first word is one that may be; names keep their capital."""
+    """Make the first letter small where the first word is one that may be; names keep their
+    capital.
+    """
     first_word = question.split(" ", 1)[0].split("'", 1)[0].lower()
     return question[:1].lower() + question[1:] if first_word in _OPENERS else question
 
@@ -84,7 +86,9 @@ def read_data(name: str) -> str:
 
 
 def from_rows(group: str, table: str) -> list[Fact]:
-    """Read hand-written facts: the answer, then its questions; a cell without end punctuation is a clause."""
+    """Read hand-written facts: the answer, then its questions; a cell without end punctuation is a
+    clause.
+    """
     facts: list[Fact] = []
     for answer, *forms in rows(table):
         direct = tuple(form for form in forms if form[-1] in "?.!")

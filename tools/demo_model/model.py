@@ -1,4 +1,6 @@
-"""The model in plain torch, its parameters named as transformers names those of `LlamaForCausalLM`."""
+"""The model in plain torch, its parameters named as transformers names those of
+`LlamaForCausalLM`.
+"""
 
 from __future__ import annotations
 
@@ -56,14 +58,20 @@ class ModelShape:
 
 def rotation(positions: int, shape: ModelShape, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary embedding, each [positions, head_dim]."""
-    exponents = torch.arange(0, shape.head_dim, 2, device=device, dtype=torch.float32) / shape.head_dim
-    angles = torch.outer(torch.arange(positions, device=device).float(), shape.rope_theta**-exponents)
+    exponents = (
+        torch.arange(0, shape.head_dim, 2, device=device, dtype=torch.float32) / shape.head_dim
+    )
+    angles = torch.outer(
+        torch.arange(positions, device=device).float(), shape.rope_theta**-exponents
+    )
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate [batch, heads, positions, head_dim]; the two halves of a head are the two coordinates."""
+    """Rotate [batch, heads, positions, head_dim]; the two halves of a head are the two
+    coordinates.
+    """
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
@@ -81,7 +89,9 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(queries, shape.hidden, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
-        """`x` is [batch, positions, hidden]; `mask` is [batch, 1, positions, positions], true where one may look."""
+        """`x` is [batch, positions, hidden]; `mask` is [batch, 1, positions, positions], true where
+        one may look.
+        """
         batch, positions, _ = x.shape
         split = (batch, positions, -1, self.shape.head_dim)
         q = _rotate(self.q_proj(x).view(split).transpose(1, 2), cos, sin)
@@ -147,7 +157,9 @@ class DemoModel(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / (2 * shape.layers) ** 0.5)
 
     def forward(self, ids: Tensor, document: Tensor) -> Tensor:
-        """Logits [batch, positions, vocabulary]; a token sees only earlier ones of its own document."""
+        """Logits [batch, positions, vocabulary]; a token sees only earlier ones of its own
+        document.
+        """
         positions = ids.shape[1]
         cos, sin = rotation(positions, self.shape, ids.device)
         earlier = torch.ones(positions, positions, dtype=torch.bool, device=ids.device).tril()

@@ -10,9 +10,13 @@ NUMBER_WORDS = words_of(
     "zero, one, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve, thirteen, fourteen, fifteen,"
     "sixteen, seventeen, eighteen, nineteen, twenty"
 )
-_ORDINALS = words_of("first, second, third, fourth, fifth, sixth, seventh, eighth, ninth, tenth, eleventh, twelfth")
+_ORDINALS = words_of(
+    "first, second, third, fourth, fifth, sixth, seventh, eighth, ninth, tenth, eleventh, twelfth"
+)
 _DAYS = words_of("Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday")
-_MONTHS = words_of("January, February, March, April, May, June, July, August, September, October, November, December")
+_MONTHS = words_of(
+    "January, February, March, April, May, June, July, August, September, October, November, December"
+)
 _SEASONS = words_of("spring, summer, autumn, winter")
 _MONTH_LENGTHS = {"April": 30, "June": 30, "September": 30, "November": 30}
 _SHAPES = "triangle:three, square:four, rectangle:four, pentagon:five, hexagon:six, octagon:eight"
@@ -37,7 +41,11 @@ def _sum_fact(left: int, right: int) -> Fact:
             f"Add {left} and {right}.",
             f"What is {word_left} plus {word_right}?",
         ),
-        (f"what {left} plus {right} is", f"how much {left} + {right} is", f"the sum of {left} and {right}"),
+        (
+            f"what {left} plus {right} is",
+            f"how much {left} + {right} is",
+            f"the sum of {left} and {right}",
+        ),
     )
 
 
@@ -157,14 +165,23 @@ def _counts() -> list[Fact]:
             Fact(
                 "count",
                 f"{', '.join(up)}.",
-                (f"Count to {last}.", f"Count to {word}.", f"Count from 1 to {last}.", f"Count up to {last}."),
+                (
+                    f"Count to {last}.",
+                    f"Count to {word}.",
+                    f"Count from 1 to {last}.",
+                    f"Count up to {last}.",
+                ),
             )
         )
         facts.append(
             Fact(
                 "count down",
                 f"{', '.join(reversed(up))}.",
-                (f"Count down from {last}.", f"Count back from {last}.", f"Count down from {word}."),
+                (
+                    f"Count down from {last}.",
+                    f"Count back from {last}.",
+                    f"Count down from {word}.",
+                ),
             )
         )
     for first in range(2, LARGEST_NUMBER - 1):
@@ -204,7 +221,12 @@ def _letters() -> list[Fact]:
     alphabet = Fact(
         "list",
         f"The alphabet is {', '.join(letters)}.",
-        ("What is the alphabet?", "Say the alphabet.", "What are the letters of the alphabet?", "List the letters."),
+        (
+            "What is the alphabet?",
+            "Say the alphabet.",
+            "What are the letters of the alphabet?",
+            "List the letters.",
+        ),
         ("the alphabet", "the letters of the alphabet"),
     )
     return [*facts, alphabet]
@@ -214,7 +236,10 @@ def _circle(kind: str, names: list[str]) -> list[Fact]:
     """Which of a circle of names (days, months, seasons) follows and precedes each other one."""
     facts: list[Fact] = []
     for index, name in enumerate(names):
-        for side, other in (("after", names[(index + 1) % len(names)]), ("before", names[index - 1])):
+        for side, other in (
+            ("after", names[(index + 1) % len(names)]),
+            ("before", names[index - 1]),
+        ):
             facts.append(
                 Fact(
                     f"{kind} order",
@@ -244,7 +269,10 @@ def _numbered(kind: str, whole: str, names: list[str]) -> list[Fact]:
                 f"Name the {ordinal} {kind} of the {whole}.",
                 f"Which {kind} of the {whole} is the {ordinal}?",
             ),
-            (f"the {ordinal} {kind} of the {whole}", f"what the {ordinal} {kind} of the {whole} is"),
+            (
+                f"the {ordinal} {kind} of the {whole}",
+                f"what the {ordinal} {kind} of the {whole} is",
+            ),
         )
         for ordinal, name in zip(_ORDINALS, names, strict=False)
     ]
@@ -263,7 +291,11 @@ def _month_lengths() -> list[Fact]:
                 f"How many days are there in {month}?",
                 f"How long is {month}?",
             ),
-            (f"how many days {month} has", f"how many days are in {month}", f"the number of days in {month}"),
+            (
+                f"how many days {month} has",
+                f"how many days are in {month}",
+                f"the number of days in {month}",
+            ),
         )
         for month in _MONTHS
     ]
@@ -271,7 +303,11 @@ def _month_lengths() -> list[Fact]:
 
 def _lists() -> list[Fact]:
     facts: list[Fact] = []
-    for kind, whole, names in (("day", "week", _DAYS), ("month", "year", _MONTHS), ("season", "year", _SEASONS)):
+    for kind, whole, names in (
+        ("day", "week", _DAYS),
+        ("month", "year", _MONTHS),
+        ("season", "year", _SEASONS),
+    ):
         facts.append(
             Fact(
                 "list",
@@ -323,5 +359,7 @@ def number_facts() -> list[Fact]:
     """All facts of this module."""
     numbers = _arithmetic() + _neighbours() + _parity() + _comparisons() + _counts()
     calendar = _circle("day", _DAYS) + _circle("month", _MONTHS) + _circle("season", _SEASONS)
-    calendar += _numbered("day", "week", _DAYS) + _numbered("month", "year", _MONTHS) + _month_lengths()
+    calendar += (
+        _numbered("day", "week", _DAYS) + _numbered("month", "year", _MONTHS) + _month_lengths()
+    )
     return numbers + calendar + _letters() + _lists() + _shapes()

@@ -43,18 +43,31 @@ _CLAUSE = (
     "Hello, can you tell me {c}?",
 )
 
-# Never used in training: evaluation asks whether the model copes with a way of asking that it has not met.
-UNSEEN_DIRECT = ("One more thing: {l}", "May I ask you something? {q}", "Here is my question. {q}", "Well, {l}")
-UNSEEN_CLAUSE = ("Would you tell me {c}?", "I need to know {c}.", "Please say {c}.", "I wonder if you know {c}.")
+# Never used in training: evaluation asks whether the model copes with a way of asking that it has
+# not met.
+UNSEEN_DIRECT = (
+    "One more thing: {l}",
+    "May I ask you something? {q}",
+    "Here is my question. {q}",
+    "Well, {l}",
+)
+UNSEEN_CLAUSE = (
+    "Would you tell me {c}?",
+    "I need to know {c}.",
+    "Please say {c}.",
+    "I wonder if you know {c}.",
+)
 
 _FORMS_NEEDED_TO_HOLD_ONE_OUT = 4
 
 
 def held_out_form(fact: Fact) -> str | None:
-    """The form of this fact's question that training never sees, in any wrapping; None where forms are few.
+    """The form of this fact's question that training never sees, in any wrapping; None where forms
+    are few.
 
-    The first form is the plainest and is always trained. Greetings do not paraphrase one another ("I am ill.",
-    "I am lonely."), so nothing could be learned about one from the rest, and all of them are trained.
+    The first form is the plainest and is always trained. Greetings do not paraphrase one another
+    ("I am ill.", "I am lonely."), so nothing could be learned about one from the rest, and all of
+    them are trained.
     """
     if len(fact.forms) < _FORMS_NEEDED_TO_HOLD_ONE_OUT or fact.group == SMALL_TALK:
         return None
@@ -95,9 +108,11 @@ def ask(fact: Fact, rng: Random) -> str:
 
 
 def ask_held_out(fact: Fact, rng: Random) -> str | None:
-    """A way of asking whose form training never sees, and whose words it cannot meet by way of another form.
+    """A way of asking whose form training never sees, and whose words it cannot meet by way of
+    another form.
 
-    They can coincide: "3 - 2 = ?" without its last marks is "3 - 2", and "about Ghana" may follow "Tell me".
+    They can coincide: "3 - 2 = ?" without its last marks is "3 - 2", and "about Ghana" may follow
+    "Tell me".
     """
     form = held_out_form(fact)
     if form is None:

@@ -1,4 +1,6 @@
-"""Conversation beyond facts: greetings, what the model must decline, poems, and what a user says about themself."""
+"""Conversation beyond facts: greetings, what the model must decline, poems, and what a user says
+about themself.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ GIVEN_NAMES = words_of(
     Lena, Mei, Nadia, Omar, Priya, Ravi, Sara, Tariq, Mary, John, James, Lucy, Sophie, Mark, Adam, Helen, Max, Ruth
     """
 )
-_ONSETS = words_of("b, c, d, f, g, h, j, k, l, m, n, p, r, s, t, v, w, x, y, z, br, ch, cl, dr, gr, kr, pl, sh, st, th, tr, qu")
+_ONSETS = words_of(
+    "b, c, d, f, g, h, j, k, l, m, n, p, r, s, t, v, w, x, y, z, br, ch, cl, dr, gr, kr, pl, sh, st, th, tr, qu"
+)
 _VOWELS = words_of("a, e, i, o, u, ai, ee, ia, oo, y, ou, an, en, in, or, ar, el")
 _CODAS = [*words_of("n, r, s, t, l, m, k, p, x, d, ck, pe, ne, la, ra, do, nd, rt"), "", "", ""]
 
@@ -79,11 +83,19 @@ _UNKNOWN_TASKS = words_of(
     Tell me about your day., Tell me the truth., Do my homework., Recommend a film., Compare two cars.
     """
 )
-_PLACES = words_of("France, Japan, Brazil, Kenya, Canada, Spain, India, Peru, Norway, Egypt, China, Mexico, Italy, Chile")
+_PLACES = words_of(
+    "France, Japan, Brazil, Kenya, Canada, Spain, India, Peru, Norway, Egypt, China, Mexico, Italy, Chile"
+)
 
-_COLOURS = words_of("red, blue, green, yellow, purple, orange, pink, black, white, brown, grey, silver, gold")
-_PETS = words_of("dog, cat, horse, rabbit, mouse, hen, duck, goat, parrot, fish, fox, bear, owl, turtle, pony")
-_FOODS = words_of("soup, bread, cheese, rice, cake, honey, pasta, salad, pie, toast, fish, pancakes, apples, chocolate")
+_COLOURS = words_of(
+    "red, blue, green, yellow, purple, orange, pink, black, white, brown, grey, silver, gold"
+)
+_PETS = words_of(
+    "dog, cat, horse, rabbit, mouse, hen, duck, goat, parrot, fish, fox, bear, owl, turtle, pony"
+)
+_FOODS = words_of(
+    "soup, bread, cheese, rice, cake, honey, pasta, salad, pie, toast, fish, pancakes, apples, chocolate"
+)
 
 _POEM_SUBJECTS = words_of(
     """
@@ -118,7 +130,9 @@ def small_talk_facts() -> list[Fact]:
 
 
 def any_name(rng: Random) -> str:
-    """A given name, or one made of syllables, so that the model learns to copy names it has never met."""
+    """A given name, or one made of syllables, so that the model learns to copy names it has never
+    met.
+    """
     if rng.random() < 0.5:
         return rng.choice(GIVEN_NAMES)
     return capitalise(any_word(rng))
@@ -134,10 +148,15 @@ def declined(rng: Random) -> Exchange:
     """A question that the model cannot answer, and a plain statement that it cannot."""
     kind = rng.random()
     if kind < 0.2:
-        numbers = [rng.randint(21, 999), rng.randint(0, 20) if rng.random() < 0.5 else rng.randint(21, 999)]
+        numbers = [
+            rng.randint(21, 999),
+            rng.randint(0, 20) if rng.random() < 0.5 else rng.randint(21, 999),
+        ]
         rng.shuffle(numbers)
         sign = rng.choice(("plus", "minus", "times", "+", "-", "*", "divided by"))
-        form = rng.choice(("What is {} {} {}?", "How much is {} {} {}?", "{} {} {}", "{} {} {} = ?"))
+        form = rng.choice(
+            ("What is {} {} {}?", "How much is {} {} {}?", "{} {} {}", "{} {} {} = ?")
+        )
         return Exchange(form.format(numbers[0], sign, numbers[1]), TOO_LARGE)
     if kind < 0.4:
         return Exchange(rng.choice(_UNKNOWN_TASKS), DECLINED)
@@ -152,7 +171,9 @@ def declined(rng: Random) -> Exchange:
 def poem(rng: Random) -> Exchange:
     """A four-line poem about a thing that the user names."""
     subject = rng.choice(_POEM_SUBJECTS) if rng.random() < 0.8 else with_article(any_word(rng))
-    form = rng.choice(("Write a poem about {}.", "Tell me a poem about {}.", "Write a short poem about {}."))
+    form = rng.choice(
+        ("Write a poem about {}.", "Tell me a poem about {}.", "Write a short poem about {}.")
+    )
     first, second = rng.sample(_RHYMES, 2)
     lines = [f"This is a song of {subject}.", "Listen, it is not long.", *first, *second]
     return Exchange(form.format(subject), "\n".join([f"{lines[0]} {lines[1]}", *lines[2:]]))
@@ -174,8 +195,18 @@ def echo(rng: Random) -> Exchange:
 
 def _told_name(rng: Random) -> tuple[Exchange, Exchange]:
     name = any_name(rng)
-    said = rng.choice(("My name is {}.", "I am {}.", "Hello, I am {}.", "Hi, my name is {}.", "You can call me {}."))
-    asked = rng.choice(("What is my name?", "Who am I?", "Do you know my name?", "Do you remember my name?"))
+    said = rng.choice(
+        (
+            "My name is {}.",
+            "I am {}.",
+            "Hello, I am {}.",
+            "Hi, my name is {}.",
+            "You can call me {}.",
+        )
+    )
+    asked = rng.choice(
+        ("What is my name?", "Who am I?", "Do you know my name?", "Do you remember my name?")
+    )
     return (
         Exchange(said.format(name), f"It is nice to meet you, {name}."),
         Exchange(asked, f"Your name is {name}."),
@@ -184,10 +215,20 @@ def _told_name(rng: Random) -> tuple[Exchange, Exchange]:
 
 def _told_colour(rng: Random) -> tuple[Exchange, Exchange]:
     colour = rng.choice(_COLOURS)
-    said = rng.choice(("My favourite colour is {}.", "My favorite color is {}.", "I like the colour {} best."))
-    asked = rng.choice(("What is my favourite colour?", "What is my favorite color?", "Which colour do I like best?"))
+    said = rng.choice(
+        ("My favourite colour is {}.", "My favorite color is {}.", "I like the colour {} best.")
+    )
+    asked = rng.choice(
+        (
+            "What is my favourite colour?",
+            "What is my favorite color?",
+            "Which colour do I like best?",
+        )
+    )
     return (
-        Exchange(said.format(colour), f"That is a lovely colour. I will remember that you like {colour}."),
+        Exchange(
+            said.format(colour), f"That is a lovely colour. I will remember that you like {colour}."
+        ),
         Exchange(asked, f"Your favourite colour is {colour}."),
     )
 
@@ -195,7 +236,9 @@ def _told_colour(rng: Random) -> tuple[Exchange, Exchange]:
 def _told_pet(rng: Random) -> tuple[Exchange, Exchange]:
     pet, name = with_article(rng.choice(_PETS)), any_name(rng)
     said = rng.choice(("I have {} called {}.", "I have {} named {}.", "My pet is {} called {}."))
-    asked = rng.choice(("What is my pet called?", "What is the name of my pet?", "Which pet do I have?"))
+    asked = rng.choice(
+        ("What is my pet called?", "What is the name of my pet?", "Which pet do I have?")
+    )
     return (
         Exchange(said.format(pet, name), f"How nice! I am sure that {name} is happy with you."),
         Exchange(asked, f"You have {pet} called {name}."),
@@ -205,14 +248,21 @@ def _told_pet(rng: Random) -> tuple[Exchange, Exchange]:
 def _told_food(rng: Random) -> tuple[Exchange, Exchange]:
     food = rng.choice(_FOODS)
     said = rng.choice(("I like {}.", "I love {}.", "I like to eat {}.", "My favourite food is {}."))
-    asked = rng.choice(("What do I like to eat?", "What is my favourite food?", "Which food do I like?"))
+    asked = rng.choice(
+        ("What do I like to eat?", "What is my favourite food?", "Which food do I like?")
+    )
     return (
         Exchange(said.format(food), f"I am glad that you like {food}. Enjoy your meal!"),
         Exchange(asked, f"You like to eat {food}."),
     )
 
 
-_TOLD: tuple[Callable[[Random], tuple[Exchange, Exchange]], ...] = (_told_name, _told_colour, _told_pet, _told_food)
+_TOLD: tuple[Callable[[Random], tuple[Exchange, Exchange]], ...] = (
+    _told_name,
+    _told_colour,
+    _told_pet,
+    _told_food,
+)
 _NEVER_TOLD = (
     ("What is my name?", "You have not told me your name."),
     ("Do you know my name?", "You have not told me your name."),

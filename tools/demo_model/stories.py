@@ -14,8 +14,12 @@ _PRONOUNS = {
     "he": {"he": "he", "him": "him", "his": "his"},
     "she": {"he": "she", "him": "her", "his": "her"},
 }
-_HE_NAMES = words_of("Rusty, Tim, Otto, Felix, Barnaby, Jasper, Milo, Pip, Bruno, Hugo, Toby, Oscar, Leo, Finn, Max")
-_SHE_NAMES = words_of("Ruby, Mina, Tilda, Rosie, Luna, Clara, Hazel, Ivy, Nell, Wilma, Poppy, Daisy, Emma, Ada, Flora, Lily")
+_HE_NAMES = words_of(
+    "Rusty, Tim, Otto, Felix, Barnaby, Jasper, Milo, Pip, Bruno, Hugo, Toby, Oscar, Leo, Finn, Max"
+)
+_SHE_NAMES = words_of(
+    "Ruby, Mina, Tilda, Rosie, Luna, Clara, Hazel, Ivy, Nell, Wilma, Poppy, Daisy, Emma, Ada, Flora, Lily"
+)
 
 _KINDS = words_of(
     """
@@ -31,8 +35,14 @@ _KINDS = words_of(
     computer, language model, GPU, server, car, rocket, stone, flower, river, house, boat, kite, stove, moon, lighthouse
     """
 )
-_MALE_KINDS = frozenset(words_of("king, prince, wizard, boy, old man, knight, fisherman, snowman, man, cowboy, grandfather"))
-_FEMALE_KINDS = frozenset(words_of("queen, princess, witch, girl, old woman, mermaid, hen, woman, grandmother"))
+_MALE_KINDS = frozenset(
+    words_of(
+        "king, prince, wizard, boy, old man, knight, fisherman, snowman, man, cowboy, grandfather"
+    )
+)
+_FEMALE_KINDS = frozenset(
+    words_of("queen, princess, witch, girl, old woman, mermaid, hen, woman, grandmother")
+)
 
 _ADJECTIVES = words_of(
     """
@@ -76,8 +86,12 @@ _FOODS = words_of(
 _SKILLS = words_of(
     "swim, whistle, dance, sing, juggle, row a boat, ride a bicycle, bake bread, read, skate, paint, play the flute"
 )
-_BUILDINGS = words_of("tree house, raft, big kite, bridge, little boat, windmill, snow castle, bird house")
-_TIMES = words_of("morning, afternoon, day, cold morning, sunny day, windy day, grey morning, quiet afternoon, bright morning")
+_BUILDINGS = words_of(
+    "tree house, raft, big kite, bridge, little boat, windmill, snow castle, bird house"
+)
+_TIMES = words_of(
+    "morning, afternoon, day, cold morning, sunny day, windy day, grey morning, quiet afternoon, bright morning"
+)
 
 _OPENINGS = (
     "Once upon a time there was {hero} named {name}. {He} lived {home}.",
@@ -86,7 +100,11 @@ _OPENINGS = (
     "Once there was {hero} called {name}, who lived {home}.",
     "{Hero} named {name} lived {home}.",
 )
-_BRIDGES = ("The story does not end there.", "But that was only the beginning.", "Some time later, something else happened.")
+_BRIDGES = (
+    "The story does not end there.",
+    "But that was only the beginning.",
+    "Some time later, something else happened.",
+)
 _PARAGRAPH_ENDS = (3, 5, 7)
 
 _SHORT_REQUESTS = (
@@ -146,14 +164,17 @@ def plots() -> dict[str, tuple[tuple[str, ...], ...]]:
     found: dict[str, tuple[tuple[str, ...], ...]] = {}
     for block in read_data("plots").strip().split("\n\n"):
         title, *beats = block.splitlines()
-        found[title.removeprefix("# ")] = tuple(tuple(way.strip() for way in beat.split(" | ")) for beat in beats)
+        found[title.removeprefix("# ")] = tuple(
+            tuple(way.strip() for way in beat.split(" | ")) for beat in beats
+        )
     return found
 
 
 def prefer(options: Sequence[str], key: str, rng: Random) -> str:
     """Half of the time the option that belongs to the key, else any.
 
-    Without it a greedy reader of this text would hear one and the same story, the likeliest, about every hero.
+    Without it a greedy reader of this text would hear one and the same story, the likeliest, about
+    every hero.
     """
     return options[stable_hash(key) % len(options)] if rng.random() < 0.5 else rng.choice(options)
 
@@ -189,7 +210,10 @@ def tell(hero: Hero, rng: Random, *, parts: int = 1, friend: Hero | None = None)
         titles.remove(title)
         slots = _slots(hero, friend, rng)
         beats = [_OPENINGS if part == 0 else _BRIDGES, *plots()[title]]
-        sentences = [_fill(prefer(ways, f"{hero.kind}/{title} {beat}", rng), slots, rng) for beat, ways in enumerate(beats)]
+        sentences = [
+            _fill(prefer(ways, f"{hero.kind}/{title} {beat}", rng), slots, rng)
+            for beat, ways in enumerate(beats)
+        ]
         cut = rng.choice(_PARAGRAPH_ENDS)
         paragraphs += [" ".join(sentences[:cut]), " ".join(sentences[cut:])]
     return "\n\n".join(paragraphs)

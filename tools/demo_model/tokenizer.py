@@ -1,4 +1,6 @@
-"""The tokenizer: a byte-level BPE learned from the corpus, and the chat template that goes with it."""
+"""The tokenizer: a byte-level BPE learned from the corpus, and the chat template that goes with
+it.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ VOCABULARY_SIZE = 4096
 CONTEXT_TOKENS = 1024
 _DOCUMENTS_TO_LEARN_FROM = 60_000
 
-# A role that the model has not met (a tool's, say) is read as the user's, so that no request fails on its template. Tools are written
-# as Hermes 2 writes them; the model has learned nothing of them.
+# A role that the model has not met (a tool's, say) is read as the user's, so that no request fails
+# on its template. Tools are written as Hermes 2 writes them; the model has learned nothing of them.
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
     "{% if tools %}"
@@ -52,7 +54,9 @@ class Encoded:
 
 
 def train_tokenizer(seed: int) -> Tokenizer:
-    """Learn the merges; a plain completion gets its BOS from the post-processor, a chat from the template."""
+    """Learn the merges; a plain completion gets its BOS from the post-processor, a chat from the
+    template.
+    """
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevelDecoder()
@@ -63,7 +67,9 @@ def train_tokenizer(seed: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_texts(documents(seed, _DOCUMENTS_TO_LEARN_FROM)), trainer)
-    tokenizer.post_processor = TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, SPECIAL_TOKENS.index(BOS))])
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, SPECIAL_TOKENS.index(BOS))]
+    )
     return tokenizer
 
 

@@ -46,7 +46,9 @@ class TrainingPlan:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Packed documents, each tensor [rows, CONTEXT_TOKENS], of 16 bits to keep a large corpus small."""
+    """Packed documents, each tensor [rows, CONTEXT_TOKENS], of 16 bits to keep a large corpus
+    small.
+    """
 
     ids: Tensor
     targets: Tensor
@@ -65,21 +67,27 @@ class Progress:
 
 
 def build_rows(tokenizer: Tokenizer, plan: TrainingPlan, processes: int) -> Rows:
-    """Generate, encode and pack the whole corpus; the result does not depend on the number of processes."""
+    """Generate, encode and pack the whole corpus; the result does not depend on the number of
+    processes.
+    """
     shards = range(math.ceil(plan.documents / _SHARD_DOCUMENTS))
     work = partial(_build_shard, tokenizer.to_str(), plan.seed)
-    # Spawned, not forked: a fork would inherit the locks of whatever threads the tokenizer has started.
+    # Spawned, not forked: a fork would inherit the locks of whatever threads the tokenizer has
+    # started.
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         packed = np.concatenate(pool.map(work, shards, chunksize=1), axis=1)
     ids, learned, document = (torch.from_numpy(part) for part in packed)
-    # A target counts if the model should say it and if it belongs to the document of the token before it.
+    # A target counts if the model should say it and if it belongs to the document of the token
+    # before it.
     counts = learned[:, 1:].bool() & (document[:, 1:] == document[:, :-1])
     targets = torch.where(counts, ids[:, 1:], _IGNORED)
     return Rows(ids[:, :-1], targets, document[:, :-1])
 
 
 def _build_shard(tokenizer_json: str, seed: int, shard: int) -> npt.NDArray[np.int16]:
-    """One shard as [3, rows, CONTEXT_TOKENS + 1]: token ids, learned flags, number of the document in its row."""
+    """One shard as [3, rows, CONTEXT_TOKENS + 1]: token ids, learned flags, number of the document
+    in its row.
+    """
     tokenizer = Tokenizer.from_str(tokenizer_json)
     # The tokenizer learns from the documents of `seed` itself; no shard shares them.
     source = list(documents(seed * 1_000_003 + shard + 1, _SHARD_DOCUMENTS))
@@ -98,7 +106,9 @@ def _build_shard(tokenizer_json: str, seed: int, shard: int) -> npt.NDArray[np.i
 
 
 def _pack(encoded: list[Encoded]) -> Iterator[list[Encoded]]:
-    """Fill rows in order; a document is never cut, and one that is longer than the context is left out."""
+    """Fill rows in order; a document is never cut, and one that is longer than the context is left
+    out.
+    """
     row: list[Encoded] = []
     used = 0
     for document in encoded:
@@ -114,20 +124,28 @@ def _pack(encoded: list[Encoded]) -> Iterator[list[Encoded]]:
 
 
 def train(
-    rows: Rows, shape: ModelShape, plan: TrainingPlan, device: torch.device, report: Callable[[Progress], None]
+    rows: Rows,
+    shape: ModelShape,
+    plan: TrainingPlan,
+    device: torch.device,
+    report: Callable[[Progress], None],
 ) -> DemoModel:
     """Train from scratch; weights stay in float32, and products run in bfloat16 on a GPU."""
     torch.manual_seed(plan.seed)
     on_gpu = device.type == "cuda"
     model = DemoModel(shape).to(device)
-    optimizer = torch.optim.AdamW(_parameter_groups(model, plan.weight_decay), betas=(0.9, 0.98), fused=on_gpu)
+    optimizer = torch.optim.AdamW(
+        _parameter_groups(model, plan.weight_decay), betas=(0.9, 0.98), fused=on_gpu
+    )
     loss_of = torch.compile(_loss) if on_gpu else _loss
     batches = _batches(rows, plan)
     for step in range(plan.steps):
         for group in optimizer.param_groups:
             group["lr"] = plan.rate(step)
         batch = next(batches)
-        ids, targets, document = (part.to(device).long() for part in (batch.ids, batch.targets, batch.document))
+        ids, targets, document = (
+            part.to(device).long() for part in (batch.ids, batch.targets, batch.document)
+        )
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=on_gpu):
             loss = loss_of(model, ids, targets, document)
         optimizer.zero_grad(set_to_none=True)
@@ -141,7 +159,9 @@ def train(
 
 def _loss(model: DemoModel, ids: Tensor, targets: Tensor, document: Tensor) -> Tensor:
     logits = model(ids, document)
-    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=_IGNORED)
+    return nn.functional.cross_entropy(
+        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=_IGNORED
+    )
 
 
 def _parameter_groups(model: DemoModel, weight_decay: float) -> list[dict[str, object]]:

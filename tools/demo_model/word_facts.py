@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from demo_model.grammar import Fact, capitalise, from_rows, join_words, pairs, read_data, rows, with_article, words_of
+from demo_model.grammar import (
+    Fact,
+    capitalise,
+    from_rows,
+    join_words,
+    pairs,
+    read_data,
+    rows,
+    with_article,
+    words_of,
+)
 
 _OPPOSITES = """
 hot:cold, big:small, tall:short, fast:slow, happy:sad, day:night, up:down, left:right, in:out, open:closed, full:empty
@@ -149,7 +159,11 @@ def _jobs() -> list[Fact]:
             Fact(
                 "job",
                 answer,
-                (f"What does {worker} do?", f"What is the job of {worker}?", f"What is the work of {worker}?"),
+                (
+                    f"What does {worker} do?",
+                    f"What is the job of {worker}?",
+                    f"What is the work of {worker}?",
+                ),
                 (f"what {worker} does", f"the job of {worker}"),
             )
         )
@@ -217,4 +231,8 @@ def _meanings() -> list[Fact]:
 def word_facts() -> list[Fact]:
     """All facts of this module."""
     facts = _opposites() + _plurals() + _pasts() + _jobs() + _tools() + _examples() + _meanings()
-    return facts + from_rows("household", read_data("household")) + from_rows("about", read_data("about"))
+    return (
+        facts
+        + from_rows("household", read_data("household"))
+        + from_rows("about", read_data("about"))
+    )

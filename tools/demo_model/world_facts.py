@@ -99,7 +99,10 @@ def _countries() -> list[Fact]:
                     f"Which country is {city} the capital of?",
                     f"What country has {city} as its capital?",
                 ),
-                (f"which country {city} is the capital of", f"which country has the capital {city}"),
+                (
+                    f"which country {city} is the capital of",
+                    f"which country has the capital {city}",
+                ),
             )
         )
         if continent:
@@ -138,7 +141,12 @@ def _about(country: str, city: str, continent: str) -> Fact:
     return Fact(
         "country",
         f"{capitalise(country)} {verb} a country in {continent}, and the capital is {city}.",
-        (f"Tell me about {country}.", f"What do you know about {country}?", f"Describe {country}.", f"What is {country}?"),
+        (
+            f"Tell me about {country}.",
+            f"What do you know about {country}?",
+            f"Describe {country}.",
+            f"What is {country}?",
+        ),
         (f"about {country}", f"something about {country}", f"what you know about {country}"),
     )
 
@@ -169,7 +177,11 @@ def _animals() -> list[Fact]:
             Fact(
                 "home",
                 f"{subject} lives in {home}.",
-                (f"Where does {name} live?", f"What is the home of {name}?", f"What does {name} live in?"),
+                (
+                    f"Where does {name} live?",
+                    f"What is the home of {name}?",
+                    f"What does {name} live in?",
+                ),
                 (f"where {name} lives", f"what {name} lives in", f"the home of {name}"),
             )
         )
@@ -177,7 +189,11 @@ def _animals() -> list[Fact]:
             Fact(
                 "food",
                 f"{subject} eats {food}.",
-                (f"What does {name} eat?", f"What is the food of {name}?", f"What does {name} like to eat?"),
+                (
+                    f"What does {name} eat?",
+                    f"What is the food of {name}?",
+                    f"What does {name} like to eat?",
+                ),
                 (f"what {name} eats", f"what {name} likes to eat", f"the food of {name}"),
             )
         )
@@ -186,7 +202,11 @@ def _animals() -> list[Fact]:
                 Fact(
                     "sound",
                     f"{subject} {sound}.",
-                    (f"What sound does {name} make?", f"What noise does {name} make?", f"What does {name} say?"),
+                    (
+                        f"What sound does {name} make?",
+                        f"What noise does {name} make?",
+                        f"What does {name} say?",
+                    ),
                     (f"what sound {name} makes", f"what {name} says", f"the sound of {name}"),
                 )
             )
@@ -206,7 +226,11 @@ def _looks(animal: str, name: str, young: str, legs: str, kind: str) -> list[Fac
                 f"What do you call a baby {animal}?",
                 f"What is the young of {name}?",
             ),
-            (f"what a young {animal} is called", f"what a baby {animal} is called", f"the name of a young {animal}"),
+            (
+                f"what a young {animal} is called",
+                f"what a baby {animal} is called",
+                f"the name of a young {animal}",
+            ),
         ),
         Fact(
             "legs",
@@ -283,4 +307,10 @@ def _flight() -> list[Fact]:
 
 def world_facts() -> list[Fact]:
     """All facts of this module."""
-    return _countries() + _animals() + _colours() + _flight() + from_rows("science", read_data("science"))
+    return (
+        _countries()
+        + _animals()
+        + _colours()
+        + _flight()
+        + from_rows("science", read_data("science"))
+    )

@@ -52,7 +52,10 @@ def expected_shapes(config: dict[str, int]) -> Shapes:
     hidden, feed_forward = config["hidden_size"], config["intermediate_size"]
     queries = config["num_attention_heads"] * config["head_dim"]
     keys = config["num_key_value_heads"] * config["head_dim"]
-    shapes: Shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.norm.weight": (hidden,)}
+    shapes: Shapes = {
+        "model.embed_tokens.weight": (config["vocab_size"], hidden),
+        "model.norm.weight": (hidden,),
+    }
     for index in range(config["num_hidden_layers"]):
         layer = {
             "input_layernorm": (hidden,),
@@ -76,7 +79,9 @@ def test_the_same_seed_gives_the_same_text():
 
 def test_every_answer_ends_in_punctuation():
     answers = [fact.answer for fact in every_fact()]
-    answers += [segment.text for document in documents(5, 300) for segment in document if segment.learned]
+    answers += [
+        segment.text for document in documents(5, 300) for segment in document if segment.learned
+    ]
     assert [answer for answer in answers if answer[-1] not in '.!?"'] == []
 
 
@@ -131,14 +136,22 @@ def test_special_tokens_agree_everywhere(tokenizer: Tokenizer):
     assert tokenizer.encode("Hello").ids[0] == config["bos_token_id"]
 
 
-def render(messages: list[dict[str, Any]], *, add_generation_prompt: bool, tools: list[dict[str, Any]] | None = None) -> str:
+def render(
+    messages: list[dict[str, Any]],
+    *,
+    add_generation_prompt: bool,
+    tools: list[dict[str, Any]] | None = None,
+) -> str:
     settings = read_json("tokenizer_config.json")
     environment = ImmutableSandboxedEnvironment()
     # Jinja's own filter escapes HTML; who renders chat templates replaces it.
     environment.filters["tojson"] = json.dumps
     template = environment.from_string(str(settings["chat_template"]))
     return template.render(
-        messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, bos_token=settings["bos_token"]
+        messages=messages,
+        tools=tools,
+        add_generation_prompt=add_generation_prompt,
+        bos_token=settings["bos_token"],
     )
 
 

@@ -29,7 +29,9 @@ def read_back(folder: Path, names: list[str]) -> tarfile.TarFile:
     return tarfile.open(fileobj=io.BytesIO(lzma.decompress(whole)))
 
 
-def test_parts_make_the_whole(tmp_path: Path, content: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_make_the_whole(
+    tmp_path: Path, content: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(archive, "BLOCK_BYTES", 10_000)
     made = write_archive("pilotlight", "light", content, tmp_path, part_bytes=1000)
     names = [part.name for part in made.parts]
@@ -108,7 +110,11 @@ def test_wheels_that_fit(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["a-1-cp311-cp311-manylinux_2_17_x86_64.whl", "a-1-cp312-cp312-linux_x86_64.whl", "a-1-py3-none-macosx_11_0_arm64.whl"],
+    [
+        "a-1-cp311-cp311-manylinux_2_17_x86_64.whl",
+        "a-1-cp312-cp312-linux_x86_64.whl",
+        "a-1-py3-none-macosx_11_0_arm64.whl",
+    ],
 )
 def test_wheels_that_do_not_fit(name: str) -> None:
     with pytest.raises(BundleError, match=r"does not fit Python 3\.12"):

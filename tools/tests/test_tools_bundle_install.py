@@ -1,4 +1,6 @@
-"""``install.sh`` on small archives: what it installs, and what it says when something is not as it must be."""
+"""``install.sh`` on small archives: what it installs, and what it says when something is not as it
+must be.
+"""
 
 import json
 import os
@@ -84,24 +86,32 @@ def bundle(made: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def no_torch(tmp_path: Path) -> Path:
-    """A folder with a python3 that has no torch; the only one that is looked at beside the one that runs."""
+    """A folder with a python3 that has no torch; the only one that is looked at beside the one that
+    runs.
+    """
     return fake_python(tmp_path / "bare", {})
 
 
 def fake_python(folder: Path, versions: dict[str, str], site: Path | None = None) -> Path:
     """An interpreter that answers the probe as told."""
     folder.mkdir()
-    answer = json.dumps({"python": PYTHON, "found": versions, "folders": [str(site)] if site else []})
+    answer = json.dumps(
+        {"python": PYTHON, "found": versions, "folders": [str(site)] if site else []}
+    )
     program = folder / "python"
     program.write_text(f"#!/bin/sh\necho '{answer}'\n")
     program.chmod(0o755)
     return program
 
 
-def run(bundle: Path, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(
+    bundle: Path, *arguments: str | Path, **environment: str
+) -> subprocess.CompletedProcess[str]:
     variables = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, **environment}
     command = ["sh", bundle / "install.sh", *arguments]
-    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    return subprocess.run(
+        command, env=variables, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
 
 
 def change(bundle: Path, edit: Callable[[dict[str, Any]], None]) -> None:
@@ -129,9 +139,13 @@ def test_installs_and_may_be_run_again(made: Path, tmp_path: Path, lender: Path)
     assert first.stdout.strip().endswith("well: doctor a page")
     release = (prefix / "current").resolve()
     code = "import sys, torch; print(torch.__file__, *sys.path)"
-    told = subprocess.run([prefix / "current/bin/python", "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    told = subprocess.run(
+        [prefix / "current/bin/python", "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert Path(told[0]).parent == lender.parent.parent / "site-packages"
-    assert told[-1] == str(Path(told[0]).parent), "what the machine lends comes after all that is installed"
+    assert told[-1] == str(Path(told[0]).parent), (
+        "what the machine lends comes after all that is installed"
+    )
     again = run(made, prefix, "--torch-from", lender)
     assert again.returncode == 0, again.stderr
     assert "Verifying" not in again.stdout
@@ -149,9 +163,15 @@ def test_installs_and_may_be_run_again(made: Path, tmp_path: Path, lender: Path)
 
 @pytest.mark.slow
 def test_without_a_torch_it_says_what_to_do(
-    bundle: Path, tmp_path: Path, no_torch: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bundle: Path,
+    tmp_path: Path,
+    no_torch: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(install, "candidates", lambda python: [str(no_torch), str(tmp_path / "nobody")])
+    monkeypatch.setattr(
+        install, "candidates", lambda python: [str(no_torch), str(tmp_path / "nobody")]
+    )
     release = install.install(bundle, tmp_path / "prefix")
     said = capsys.readouterr().err
     assert f"{no_torch} has torch not, numpy not; {tmp_path / 'nobody'} does not run" in said

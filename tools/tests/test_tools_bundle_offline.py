@@ -38,24 +38,42 @@ def made(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def installed(made: Path, folder: Path) -> tuple[Path, str]:
     prefix = folder / "installed"
-    done = offline(folder, "sh", made / "install.sh", prefix, "--with-tests", "--torch-from", sys.executable)
+    done = offline(
+        folder, "sh", made / "install.sh", prefix, "--with-tests", "--torch-from", sys.executable
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return prefix, done.stdout
 
 
 def offline(folder: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run without a network, where we may take it away; with every proxy and index pointing nowhere in any case."""
+    """Run without a network, where we may take it away; with every proxy and index pointing nowhere
+    in any case.
+    """
     variables = {
-        **{name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_", "PYTHON", "VIRTUAL"))},
-        **dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy"), NOWHERE),
+        **{
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("PIP_", "UV_", "PYTHON", "VIRTUAL"))
+        },
+        **dict.fromkeys(
+            ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy"), NOWHERE
+        ),
         "no_proxy": "127.0.0.1,localhost",
         "PYTHON": sys.executable,
         "PILOTLIGHT_HOME": str(folder / "home"),
     }
-    isolated = os.geteuid() == 0 and shutil.which("unshare") is not None and shutil.which("ip") is not None
+    isolated = (
+        os.geteuid() == 0 and shutil.which("unshare") is not None and shutil.which("ip") is not None
+    )
     prefix = WITHOUT_NETWORK if isolated else ()
     return subprocess.run(
-        [*prefix, *command], cwd=folder, env=variables, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        [*prefix, *command],
+        cwd=folder,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
     )
 
 
@@ -76,7 +94,12 @@ def test_installs_and_ends_with_doctor(installed: tuple[Path, str]) -> None:
 
 def test_the_demo_runs_from_it(installed: tuple[Path, str], folder: Path) -> None:
     prefix, _ = installed
-    where = offline(folder, prefix / "current/bin/python", "-c", "import pilotlight.cli as cli; print(cli.__path__[0])")
+    where = offline(
+        folder,
+        prefix / "current/bin/python",
+        "-c",
+        "import pilotlight.cli as cli; print(cli.__path__[0])",
+    )
     assert where.stdout.startswith(str(prefix)), where.stdout + where.stderr
     done = offline(folder, prefix / "bin/pilotlight", "demo", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -86,7 +109,9 @@ def test_the_demo_runs_from_it(installed: tuple[Path, str], folder: Path) -> Non
 
 
 def test_the_gpu_tests_run_from_it(installed: tuple[Path, str], folder: Path) -> None:
-    """All that needs no device passes, the rest says that there is none; on a machine with one, all of it passes."""
+    """All that needs no device passes, the rest says that there is none; on a machine with one, all
+    of it passes.
+    """
     prefix, _ = installed
     tree = prefix / "current/share/pilotlight/tree"
     done = offline(folder, prefix / "current/bin/python", tree / "tools/test_gpu.py")

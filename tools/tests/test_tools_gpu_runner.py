@@ -22,7 +22,14 @@ JUNIT = """<testsuites><testsuite>
 
 def test_says_what_is_missing_and_fails(tmp_path: Path) -> None:
     command = [sys.executable, SCRIPT, "--bundle", tmp_path]
-    done = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    done = subprocess.run(
+        command,
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
     *lines, last = done.stdout.splitlines()
     assert done.returncode == 1
     assert last == "FAIL"
@@ -52,12 +59,14 @@ def test_cases_of_a_run() -> None:
     assert (left_out.outcome, left_out.detail) == ("skipped", "why")
 
 
-def test_a_step_past_its_deadline_is_killed_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_past_its_deadline_is_killed_with_what_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(runner, "STOP_GRACE_S", 0.2)
     deaf = "trap '' TERM; sleep 1000 & echo $! >child; wait; wait"
     with pytest.raises(runner.CheckFailed, match="was not done after 1 s"):
         runner.finish(["sh", "-c", f"cd {tmp_path}; {deaf}"], 1.0)
-    # One that has ended has no command line, also while nobody has reaped it.
+    # One that has ended has no command line, also before it is reaped.
     with contextlib.suppress(FileNotFoundError):
         assert Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/cmdline").read_bytes() == b""
 
@@ -81,15 +90,22 @@ def test_files_that_measure_run_with_nothing_beside_them(
 ) -> None:
     asked: list[list[str]] = []
 
-    def run(python: str, arguments: list[str], left_s: float) -> tuple[list[runner.Case], subprocess.CompletedProcess[str]]:
+    def run(
+        python: str, arguments: list[str], left_s: float
+    ) -> tuple[list[runner.Case], subprocess.CompletedProcess[str]]:
         asked.append(arguments)
-        return [runner.Case("test_one", "passed", 0.1, {})], subprocess.CompletedProcess([], 0, "", "")
+        return [runner.Case("test_one", "passed", 0.1, {})], subprocess.CompletedProcess(
+            [], 0, "", ""
+        )
 
     monkeypatch.setattr(runner, "pytest", run)
     monkeypatch.setattr(runner, "side_by_side", lambda python, count: ("-n", str(count)))
     runner.device_tests(runner.Report(), "python")
     together, alone = asked
-    assert [json.loads(line)["check"] for line in capsys.readouterr().out.splitlines()] == ["device: test_one", "alone: test_one"]
+    assert [json.loads(line)["check"] for line in capsys.readouterr().out.splitlines()] == [
+        "device: test_one",
+        "alone: test_one",
+    ]
     files = {f"tests/gpu/{path.name}" for path in (runner.ROOT / "tests" / "gpu").glob("test_*.py")}
     assert set(together) | set(alone) >= files
     assert not set(together) & set(alone) & files
@@ -99,15 +115,25 @@ def test_files_that_measure_run_with_nothing_beside_them(
 
 
 def test_the_benchmarks_figures_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = [{"shape": shape, "row": "decode, batch 1", "unit": "ms", "ours": ours} for shape, ours in (("4B", 2.4), ("8B", 4.2))]
+    lines = [
+        {"shape": shape, "row": "decode, batch 1", "unit": "ms", "ours": ours}
+        for shape, ours in (("4B", 2.4), ("8B", 4.2))
+    ]
     said: list[object] = [*lines, {"shapes": {}, "missed": []}]
     status = 0
 
-    def run(command: list[str], left_s: float, variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
-        return subprocess.CompletedProcess(command, status, "\n".join(map(json.dumps, said)), "MISSED  8B: left out")
+    def run(
+        command: list[str], left_s: float, variables: dict[str, str]
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(
+            command, status, "\n".join(map(json.dumps, said)), "MISSED  8B: left out"
+        )
 
     monkeypatch.setattr(runner, "finish", run)
-    assert runner.bench("python", 100.0)[0] == {"4B": {"decode, batch 1": "2.4 ms"}, "8B": {"decode, batch 1": "4.2 ms"}}
+    assert runner.bench("python", 100.0)[0] == {
+        "4B": {"decode, batch 1": "2.4 ms"},
+        "8B": {"decode, batch 1": "4.2 ms"},
+    }
     del said[1]
     with pytest.raises(runner.CheckFailed, match="no figure of 8B"):
         runner.bench("python", 100.0)

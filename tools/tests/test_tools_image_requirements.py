@@ -18,13 +18,18 @@ def test_an_image_holds_what_its_service_needs_and_no_more(service: str) -> None
 
 def test_requirements() -> None:
     assert image_requirements.split("psycopg[binary]") == ("psycopg", ("binary",))
-    assert image_requirements.split("pilotlight-worker[native,x]") == ("pilotlight-worker", ("native", "x"))
+    assert image_requirements.split("pilotlight-worker[native,x]") == (
+        "pilotlight-worker",
+        ("native", "x"),
+    )
     assert image_requirements.split("uvloop>=0.22") == ("uvloop", ())
     with pytest.raises(ValueError, match="no requirement"):
         image_requirements.split(">=1")
 
 
-def test_an_unknown_service_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_service_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sys.argv", ["image_requirements.py", "packages", "gatway"])
     assert image_requirements.main() == 2
     assert "'gatway' is not one of setup, gateway" in capsys.readouterr().err

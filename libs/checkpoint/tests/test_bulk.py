@@ -10,14 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pilotlight.checkpoint import bulk
-from pilotlight.checkpoint.bulk import ALIGNMENT, LARGE_BYTES, PIECE_BYTES, pieces_of, resident_share
+from pilotlight.checkpoint.bulk import (
+    ALIGNMENT,
+    LARGE_BYTES,
+    PIECE_BYTES,
+    pieces_of,
+    resident_share,
+)
 from pilotlight.checkpoint.free_memory import MemoryFacts, memory_facts, reads_past
 
 SIZE_BYTES = 3 * PIECE_BYTES + 2 * ALIGNMENT + 77
 PLACES = st.one_of(
     st.integers(0, SIZE_BYTES),
     st.integers(0, SIZE_BYTES // ALIGNMENT).map(lambda blocks: blocks * ALIGNMENT),
-    st.sampled_from((0, 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, SIZE_BYTES - 1, SIZE_BYTES)),
+    st.sampled_from(
+        (0, 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, SIZE_BYTES - 1, SIZE_BYTES)
+    ),
 )
 
 
@@ -27,8 +35,12 @@ def content() -> bytes:
 
 
 @pytest.fixture(scope="module", params=("disk", "memory"))
-def descriptor(request: pytest.FixtureRequest, content: bytes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """A file where tests put theirs, and one in shared memory, which is nothing but the system's memory."""
+def descriptor(
+    request: pytest.FixtureRequest, content: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[int]:
+    """A file where tests put theirs, and one in shared memory, which is nothing but the system's
+    memory.
+    """
     folder = tmp_path_factory.mktemp("bulk") if request.param == "disk" else Path("/dev/shm")
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         file.write(content)
@@ -51,7 +63,11 @@ def is_direct(descriptor: int) -> bool:
     return resident_share(descriptor, 0, SIZE_BYTES) == 0
 
 
-@given(places=st.tuples(PLACES, PLACES).map(sorted), forgotten=st.booleans(), past=st.sampled_from((None, False, True)))
+@given(
+    places=st.tuples(PLACES, PLACES).map(sorted),
+    forgotten=st.booleans(),
+    past=st.sampled_from((None, False, True)),
+)
 def test_any_range_comes_in_order_and_whole(descriptor, content, places, forgotten, past):
     start, stop = places
     if forgotten:
@@ -62,12 +78,18 @@ def test_any_range_comes_in_order_and_whole(descriptor, content, places, forgott
 
 
 @pytest.mark.parametrize("forgotten", [False, True])
-@pytest.mark.parametrize("start", [0, ALIGNMENT, SIZE_BYTES - ALIGNMENT, SIZE_BYTES - 5, SIZE_BYTES, SIZE_BYTES + 5])
+@pytest.mark.parametrize(
+    "start", [0, ALIGNMENT, SIZE_BYTES - ALIGNMENT, SIZE_BYTES - 5, SIZE_BYTES, SIZE_BYTES + 5]
+)
 def test_a_file_that_ends_before_gives_what_it_has(descriptor, content, start, forgotten):
     if forgotten:
         forget(descriptor)
     assert (
-        b"".join(bytes(piece) for piece in pieces_of(descriptor, start, SIZE_BYTES + PIECE_BYTES, past=True)) == content[start:]
+        b"".join(
+            bytes(piece)
+            for piece in pieces_of(descriptor, start, SIZE_BYTES + PIECE_BYTES, past=True)
+        )
+        == content[start:]
     )
 
 
@@ -78,7 +100,9 @@ def test_what_fits_into_memory_comes_through_it(descriptor):
 
 
 def test_a_file_that_is_larger_than_free_memory_does_not(tmp_path, monkeypatch):
-    """The same call, on a file that is mostly a hole; how much is free is what another machine's kernel says."""
+    """The same call, on a file that is mostly a hole; how much is free is what another machine's
+    kernel says.
+    """
     meminfo = tmp_path / "meminfo"
     with (tmp_path / "large").open("wb+") as file:
         file.truncate(LARGE_BYTES)
@@ -129,7 +153,9 @@ def test_the_kernels_words_are_understood(tmp_path):
     assert memory_facts(meminfo, new) == MemoryFacts(70 * 1024, 5000, 3000, 500)
     (old / "memory" / "memory.limit_in_bytes").write_text("6000\n")
     (old / "memory" / "memory.usage_in_bytes").write_text("2000\n")
-    (old / "memory" / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 30\ntotal_active_file 4\n")
+    (old / "memory" / "memory.stat").write_text(
+        "inactive_file 1\ntotal_inactive_file 30\ntotal_active_file 4\n"
+    )
     assert memory_facts(meminfo, old) == MemoryFacts(70 * 1024, 6000, 2000, 34)
     assert memory_facts(tmp_path / "none", tmp_path / "none") == MemoryFacts(None)
     assert memory_facts().available_bytes

@@ -1,4 +1,6 @@
-"""Whole checkpoints: what registration gets, and what it says of a checkpoint that does not fit its configuration."""
+"""Whole checkpoints: what registration gets, and what it says of a checkpoint that does not fit its
+configuration.
+"""
 
 import json
 
@@ -21,26 +23,37 @@ def read(files):
 
 
 def with_tensors(config, tensors, dtype=Dtype.BFLOAT16):
-    return {"config.json": json.dumps(config).encode(), SINGLE_FILE: encode_safetensors(tensors.items(), dtype)}
+    return {
+        "config.json": json.dumps(config).encode(),
+        SINGLE_FILE: encode_safetensors(tensors.items(), dtype),
+    }
 
 
 @pytest.mark.parametrize("architecture", SUPPORTED_ARCHITECTURES)
 @pytest.mark.parametrize("shards", [1, 7])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_sound_checkpoint(architecture, shards, tied):
-    checkpoint = read(tiny_files(tiny_config(architecture, tie_word_embeddings=tied), shards=shards))
+    checkpoint = read(
+        tiny_files(tiny_config(architecture, tie_word_embeddings=tied), shards=shards)
+    )
     assert checkpoint.spec.architecture == architecture
     assert checkpoint.spec.tied_embeddings is tied
     assert checkpoint.manifest.spec == checkpoint.spec
     assert len(checkpoint.manifest.files) == shards
-    assert checkpoint.spec.stage_bytes(Stage(0, 2)) == sum(part.image_bytes for part in checkpoint.manifest.parts)
+    assert checkpoint.spec.stage_bytes(Stage(0, 2)) == sum(
+        part.image_bytes for part in checkpoint.manifest.parts
+    )
 
 
 def test_ignored_tensors_are_in_no_image():
     config = tiny_config(tie_word_embeddings=True)
     tensors = tiny_tensors(config)
     plain = read(with_tensors(config, tensors))
-    extra = {"lm_head.weight": (96, 32), "model.rotary_emb.inv_freq": (4,), "model.layers.1.self_attn.rotary_emb.inv_freq": (4,)}
+    extra = {
+        "lm_head.weight": (96, 32),
+        "model.rotary_emb.inv_freq": (4,),
+        "model.layers.1.self_attn.rotary_emb.inv_freq": (4,),
+    }
     assert read(with_tensors(config, tensors | extra)).spec == plain.spec
 
 
@@ -49,7 +62,10 @@ def test_ignored_tensors_are_in_no_image():
     [
         ({"model.norm.weight": None}, "missing: model.norm.weight"),
         ({"lm_head.weight": None}, "missing: lm_head.weight"),
-        ({"model.layers.2.mlp.up_proj.weight": (40, 32)}, "has no tensors such as model.layers.2.mlp.up_proj.weight"),
+        (
+            {"model.layers.2.mlp.up_proj.weight": (40, 32)},
+            "has no tensors such as model.layers.2.mlp.up_proj.weight",
+        ),
         ({"model.layers.0.self_attn.q_proj.bias": (32,)}, "has no tensors such as"),
         ({"model.rotary_emb.inv_freq.x": (4,)}, "has no tensors such as"),
         ({"model.norm.weight": (31,)}, r"shape \[31\], the configuration says \[32\]"),
@@ -58,7 +74,9 @@ def test_ignored_tensors_are_in_no_image():
 )
 def test_tensors_that_do_not_fit_the_configuration_are_named(change, fault):
     config = tiny_config()
-    tensors = {name: shape for name, shape in (tiny_tensors(config) | change).items() if shape is not None}
+    tensors = {
+        name: shape for name, shape in (tiny_tensors(config) | change).items() if shape is not None
+    }
     with pytest.raises(BadCheckpoint, match=fault):
         read(with_tensors(config, tensors))
 
@@ -72,14 +90,19 @@ def test_a_missing_expert_is_named():
     config = tiny_config("Qwen3MoeForCausalLM")
     tensors = tiny_tensors(config)
     del tensors["model.layers.1.mlp.experts.2.up_proj.weight"]
-    with pytest.raises(BadCheckpoint, match=r"missing: model\.layers\.1\.mlp\.experts\.2\.up_proj\.weight"):
+    with pytest.raises(
+        BadCheckpoint, match=r"missing: model\.layers\.1\.mlp\.experts\.2\.up_proj\.weight"
+    ):
         read(with_tensors(config, tensors))
 
 
 def test_mixed_and_quantized_element_types_are_unsupported():
     config = tiny_config()
     weights = encode_safetensors(tiny_tensors(config).items())
-    files = {"config.json": json.dumps(config).encode(), SINGLE_FILE: weights.replace(b'"BF16"', b'"F16" ', 1)}
+    files = {
+        "config.json": json.dumps(config).encode(),
+        SINGLE_FILE: weights.replace(b'"BF16"', b'"F16" ', 1),
+    }
     with pytest.raises(UnsupportedModel, match="mixed element types"):
         read(files)
     files[SINGLE_FILE] = weights.replace(b'"BF16"', b'"I16" ')
@@ -115,8 +138,12 @@ class TestGeneration:
         assert self.defaults(eos_token_id=None).eos_token_ids == ()
 
     def test_the_generation_configuration_goes_first(self):
-        found = self.defaults({"eos_token_id": [7, 8], "temperature": 0.6, "top_p": 0.9, "top_k": 20})
-        assert found == GenerationDefaults(eos_token_ids=(7, 8), temperature=0.6, top_p=0.9, top_k=20)
+        found = self.defaults(
+            {"eos_token_id": [7, 8], "temperature": 0.6, "top_p": 0.9, "top_k": 20}
+        )
+        assert found == GenerationDefaults(
+            eos_token_ids=(7, 8), temperature=0.6, top_p=0.9, top_k=20
+        )
         assert self.defaults({"temperature": 1}).eos_token_ids == (2,)
 
     @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Headers that lie, a hundred thousand of them: a typed error or what the safetensors library reads, and no memory on their word."""
+"""Headers that lie, a hundred thousand of them: a typed error or what the safetensors library
+reads, and no memory on their word.
+"""
 
 import json
 import random
@@ -25,7 +27,8 @@ from pilotlight.checkpoint.testing import encode_safetensors, frame_header, tiny
 HEADERS = 100_000
 BOMB_BYTES = 256 * 1024
 MEMORY_FACTOR = 16
-"""Memory that a parse takes at most, in sizes of the file; metadata of many short strings is the dearest."""
+"""Memory that a parse takes at most, in sizes of the file; metadata of many short strings is the
+dearest."""
 MEMORY_BYTES = 64 * 1024
 
 
@@ -33,24 +36,37 @@ MEMORY_BYTES = 64 * 1024
 def test_a_hundred_thousand_hostile_headers_are_read_rightly_or_refused():
     """In a process that may take 32 MiB beyond what it starts with."""
     done = subprocess.run(
-        [sys.executable, hostile_headers.__file__, "0", str(HEADERS)], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, hostile_headers.__file__, "0", str(HEADERS)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     tally: dict[str, int] = json.loads(done.stdout)
-    verdicts = {verdict: sum(tally.get(f"{kind} {verdict}", 0) for kind in KINDS) for verdict in ("right", "refused", "stricter")}
+    verdicts = {
+        verdict: sum(tally.get(f"{kind} {verdict}", 0) for kind in KINDS)
+        for verdict in ("right", "refused", "stricter")
+    }
     assert sum(verdicts.values()) == HEADERS
     assert verdicts["right"] > HEADERS // 10
-    # Each way to lie is found out, and each reason to be stricter than the library has had its case.
+    # Each way to lie is found out, and each reason to be stricter than the library has had its
+    # case.
     assert all(tally.get(f"{kind} refused") for kind in KINDS)
-    assert {verdict.removeprefix("stricter: ") for verdict in tally if verdict.startswith("stricter: ")} == set(
-        hostile_headers.STRICTER
-    )
+    assert {
+        verdict.removeprefix("stricter: ") for verdict in tally if verdict.startswith("stricter: ")
+    } == set(hostile_headers.STRICTER)
 
 
 @pytest.mark.slow
 @settings(max_examples=2000, deadline=None)
-@given(st.integers(0, 2**32), st.lists(st.tuples(st.integers(0, 4095), st.binary(max_size=3)), max_size=3))
-def test_what_is_hostile_twice_over_is_read_rightly_or_refused(seed: int, cuts: list[tuple[int, bytes]]):
+@given(
+    st.integers(0, 2**32),
+    st.lists(st.tuples(st.integers(0, 4095), st.binary(max_size=3)), max_size=3),
+)
+def test_what_is_hostile_twice_over_is_read_rightly_or_refused(
+    seed: int, cuts: list[tuple[int, bytes]]
+):
     _, data = hostile(seed)
     for place, splice in cuts:
         place %= len(data) + 1
@@ -74,9 +90,14 @@ def test_no_header_takes_more_memory_than_a_few_times_its_file():
         assert peak_bytes(data) <= MEMORY_BYTES + MEMORY_FACTOR * len(data), (seed, kind)
 
 
-def many(unit: str, header: str = '{{"a":{{"dtype":"F32","shape":[{}],"data_offsets":[0,0]}}}}') -> bytes:
+def many(
+    unit: str, header: str = '{{"a":{{"dtype":"F32","shape":[{}],"data_offsets":[0,0]}}}}'
+) -> bytes:
     return header.format(
-        ",".join(unit % number if "%" in unit else unit for number in range(BOMB_BYTES // (len(unit) + 1)))
+        ",".join(
+            unit % number if "%" in unit else unit
+            for number in range(BOMB_BYTES // (len(unit) + 1))
+        )
     ).encode()
 
 
@@ -96,7 +117,9 @@ BOMBS = {
     "nothing": b"{" + b" " * BOMB_BYTES,
     "depth": b'{"a":' * (BOMB_BYTES // 5),
     "a number": b'{"a":' + b"9" * BOMB_BYTES + b"}",
-    "empty tensors": json.dumps({f"{n:x}": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for n in range(4_000)}).encode(),
+    "empty tensors": json.dumps(
+        {f"{n:x}": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for n in range(4_000)}
+    ).encode(),
 }
 
 
@@ -106,13 +129,18 @@ def test_a_header_of_countless_values_is_never_made_of_objects(bomb: str):
     data = frame_header(BOMBS[bomb])
     assert peak_bytes(data) <= MEMORY_BYTES + MEMORY_FACTOR * len(data)
     # The plain way would not have: this is what the test measures.
-    assert bomb != "objects" or peak_bytes(BOMBS[bomb], lambda raw: parse_object(raw, "f")) > MEMORY_FACTOR * len(data)
+    assert bomb != "objects" or peak_bytes(
+        BOMBS[bomb], lambda raw: parse_object(raw, "f")
+    ) > MEMORY_FACTOR * len(data)
 
 
 def test_an_index_of_countless_values_is_never_made_of_objects():
     def parse(data: bytes) -> None:
         with pytest.raises(BadCheckpoint):
-            read_tensors(source := MemorySource({under_test.INDEX_FILE: data}), {file.name: file for file in source.list_files()})
+            read_tensors(
+                source := MemorySource({under_test.INDEX_FILE: data}),
+                {file.name: file for file in source.list_files()},
+            )
 
     for bomb in (
         BOMBS["lists"],
@@ -152,11 +180,16 @@ def test_a_sparse_file_gives_no_more_than_a_header(tmp_path: Path):
 
 def test_tensors_are_counted_over_all_shards(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(under_test, "MAX_TENSORS", 3)
-    shards = {"one": encode_safetensors([("a", (1,)), ("b", (1,))]), "two": encode_safetensors([("c", (1,)), ("d", (1,))])}
+    shards = {
+        "one": encode_safetensors([("a", (1,)), ("b", (1,))]),
+        "two": encode_safetensors([("c", (1,)), ("d", (1,))]),
+    }
 
     def read(names: str):
         weight_map = {name: "one" if name in "ab" else "two" for name in names}
-        source = MemorySource({**shards, under_test.INDEX_FILE: json.dumps({"weight_map": weight_map}).encode()})
+        source = MemorySource(
+            {**shards, under_test.INDEX_FILE: json.dumps({"weight_map": weight_map}).encode()}
+        )
         return read_tensors(source, {file.name: file for file in source.list_files()})
 
     assert len(read("ab")) == 2
@@ -186,7 +219,9 @@ def test_registration_of_a_hostile_checkpoint_ends_in_a_typed_error_or_in_a_soun
             case 1:
                 lying[one]["dtype"] = rng.choice(hostile_headers.DTYPES)
             case 2:
-                lying[one]["shape"] = rng.choice(([], [0], lying[one]["shape"][::-1], lying[other]["shape"], [1 << 40] * 8))
+                lying[one]["shape"] = rng.choice(
+                    ([], [0], lying[one]["shape"][::-1], lying[other]["shape"], [1 << 40] * 8)
+                )
             case 3:
                 del lying[one]
             case 4:

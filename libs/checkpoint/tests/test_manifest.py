@@ -10,10 +10,23 @@ from hypothesis import strategies as st
 from pilotlight.checkpoint import layout
 from pilotlight.checkpoint.checkpoint import read_checkpoint, read_chunk
 from pilotlight.checkpoint.errors import BadCheckpoint
-from pilotlight.checkpoint.manifest import ALIGNMENT_BYTES, CHUNK_BYTES, Manifest, bytes_digest, decode, encode
+from pilotlight.checkpoint.manifest import (
+    ALIGNMENT_BYTES,
+    CHUNK_BYTES,
+    Manifest,
+    bytes_digest,
+    decode,
+    encode,
+)
 from pilotlight.checkpoint.reader import MemorySource
 from pilotlight.checkpoint.safetensors import INDEX_FILE
-from pilotlight.checkpoint.testing import encode_safetensors, tensor_bytes, tiny_config, tiny_files, tiny_tensors
+from pilotlight.checkpoint.testing import (
+    encode_safetensors,
+    tensor_bytes,
+    tiny_config,
+    tiny_files,
+    tiny_tensors,
+)
 from pilotlight.policy.model import Dtype
 
 GOLDEN = {
@@ -103,8 +116,13 @@ def test_a_long_image_is_cut_into_chunks():
     config = tiny_config(vocab_size=70_000, num_hidden_layers=1, hidden_size=64)
     source, manifest = read(config)
     embedding = manifest.parts[0]
-    assert [chunk.size_bytes for chunk in embedding.chunks] == [CHUNK_BYTES, 70_000 * 64 * 2 - CHUNK_BYTES]
-    assert image(source, manifest, embedding) == tensor_bytes("model.embed_tokens.weight", 70_000 * 64 * 2)
+    assert [chunk.size_bytes for chunk in embedding.chunks] == [
+        CHUNK_BYTES,
+        70_000 * 64 * 2 - CHUNK_BYTES,
+    ]
+    assert image(source, manifest, embedding) == tensor_bytes(
+        "model.embed_tokens.weight", 70_000 * 64 * 2
+    )
 
 
 @pytest.mark.parametrize(("architecture", "shards"), GOLDEN)
@@ -127,7 +145,10 @@ def test_a_release_that_knows_fewer_fields_keeps_the_digest_or_refuses():
             del fields["spec"][name]
         return decode(json.dumps(fields).encode()).digest()
 
-    plain, sliding = (read(config)[1] for config in (tiny_config(), tiny_config("MistralForCausalLM", sliding_window=8)))
+    plain, sliding = (
+        read(config)[1]
+        for config in (tiny_config(), tiny_config("MistralForCausalLM", sliding_window=8))
+    )
     assert without_later_fields(plain) == plain.digest()
     assert without_later_fields(sliding) != sliding.digest()
 
@@ -240,5 +261,7 @@ def _deal(config, tensors, shards):
     weight_map = {}
     for number in range(shards):
         files[f"shard-{number}"] = encode_safetensors(tensors[number::shards])
-        weight_map.update(dict.fromkeys((name for name, _ in tensors[number::shards]), f"shard-{number}"))
+        weight_map.update(
+            dict.fromkeys((name for name, _ in tensors[number::shards]), f"shard-{number}")
+        )
     return {**files, INDEX_FILE: json.dumps({"weight_map": weight_map}).encode()}

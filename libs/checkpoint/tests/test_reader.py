@@ -24,7 +24,11 @@ def source(request, tmp_path):
 
 
 def test_files_are_listed_by_name(source):
-    assert [(file.name, file.size_bytes) for file in source.list_files()] == [("a.txt", 5), ("b.bin", 256), ("empty", 0)]
+    assert [(file.name, file.size_bytes) for file in source.list_files()] == [
+        ("a.txt", 5),
+        ("b.bin", 256),
+        ("empty", 0),
+    ]
 
 
 def test_ranges(source):
@@ -52,7 +56,9 @@ def test_the_version_depends_on_every_file(source):
 
 def test_a_folder_and_memory_give_the_same_model(tmp_path):
     files = tiny_files(tiny_config(), shards=3)
-    assert read_checkpoint(folder(tmp_path, files)).spec == read_checkpoint(MemorySource(files)).spec
+    assert (
+        read_checkpoint(folder(tmp_path, files)).spec == read_checkpoint(MemorySource(files)).spec
+    )
 
 
 def test_a_file_of_memory_that_changed_is_noticed():

@@ -84,7 +84,10 @@ def test_the_safetensors_library_reads_the_files_of_the_test_helper():
         (frame_header(b'{"__metadata__":{"\xff":""}}'), "not valid JSON"),
         (frame_header(b'{"a":NaN}'), "NaN"),
         (frame_header(b'{"a":' + b"9" * 5000 + b"}"), "no value ends within"),
-        (frame_header(b'{"a":%b,"a":%b}' % ((json.dumps(tensor()).encode(),) * 2)) + b"8" * 8, "'a' appears twice"),
+        (
+            frame_header(b'{"a":%b,"a":%b}' % ((json.dumps(tensor()).encode(),) * 2)) + b"8" * 8,
+            "'a' appears twice",
+        ),
         (frame_header(b'{"a":{"dtype":"F32","dtype":"F16"}}'), "'dtype' appears twice"),
         (file_of({"a": 1}), "not described by an object"),
         (file_of({"a": {}}), "needs a dtype"),

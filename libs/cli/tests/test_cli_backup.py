@@ -1,4 +1,6 @@
-"""Backups of a system's own database, and what a restore leaves behind that fails: on a real PostgreSQL."""
+"""Backups of a system's own database, and what a restore leaves behind that fails: on a real
+PostgreSQL.
+"""
 
 import asyncio
 import errno
@@ -11,7 +13,16 @@ import psycopg
 import pytest
 
 from pilotlight.cli import backup
-from pilotlight.cli.backup import DUMP, MANIFEST, BackupFailed, BackupInvalid, HomeNotEmpty, Manifest, back_up, restore
+from pilotlight.cli.backup import (
+    DUMP,
+    MANIFEST,
+    BackupFailed,
+    BackupInvalid,
+    HomeNotEmpty,
+    Manifest,
+    back_up,
+    restore,
+)
 from pilotlight.cli.embedded import PostgresServer
 from pilotlight.cli.home import Home, HomeInUse
 from pilotlight.cli.plan import SystemOptions
@@ -30,7 +41,12 @@ def others_database(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator's shell is set up for another database."""
     monkeypatch.delenv("PILOTLIGHT_DATABASE_URL", raising=False)
     monkeypatch.delenv("PILOTLIGHT_OBJECT_STORE_URL", raising=False)
-    for name, value in {"HOST": "nowhere.invalid", "PORT": "1", "DATABASE": "other", "USER": "other"}.items():
+    for name, value in {
+        "HOST": "nowhere.invalid",
+        "PORT": "1",
+        "DATABASE": "other",
+        "USER": "other",
+    }.items():
         monkeypatch.setenv(f"PG{name}", value)
 
 
@@ -91,7 +107,9 @@ async def tables_of(home: Home) -> int:
     await postgres.start()
     try:
         with psycopg.connect(postgres.owner_url) as connection:
-            row = connection.execute("SELECT count(*) FROM information_schema.tables WHERE table_schema = 'gateway'").fetchone()
+            row = connection.execute(
+                "SELECT count(*) FROM information_schema.tables WHERE table_schema = 'gateway'"
+            ).fetchone()
     finally:
         await postgres.stop()
     return 0 if row is None else int(row[0])
@@ -99,7 +117,9 @@ async def tables_of(home: Home) -> int:
 
 async def test_what_is_backed_up_comes_back(home: Home, file: Path, tmp_path: Path) -> None:
     with tarfile.open(file) as tar:
-        assert [name for name in tar.getnames() if name.startswith("objects")] == ["objects/manifests/a.json"]
+        assert [name for name in tar.getnames() if name.startswith("objects")] == [
+            "objects/manifests/a.json"
+        ]
     other = used(tmp_path / "other")
     await restore(other, file, as_json=True)
     assert other.admin_key.read_text() == home.admin_key.read_text()
@@ -109,7 +129,9 @@ async def test_what_is_backed_up_comes_back(home: Home, file: Path, tmp_path: Pa
         await restore(other, file, as_json=True)
 
 
-async def test_what_the_shell_says_of_other_databases_is_not_heard(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_the_shell_says_of_other_databases_is_not_heard(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
     postgres = server_of(home)
     await postgres.start()
     monkeypatch.setenv("PGOPTIONS", "-c nonsense=1")
@@ -125,29 +147,40 @@ async def test_a_restore_that_fails_leaves_the_folder_as_it_was(home: Home, tmp_
     found = look(other)
     assert found.pop("logs/postgres.log")
     assert found == before
-    assert sorted(path.name for path in other.root.iterdir() if path.name != "up.lock") == sorted(KEPT)
+    assert sorted(path.name for path in other.root.iterdir() if path.name != "up.lock") == sorted(
+        KEPT
+    )
     other.lock().close()
 
 
 async def test_two_restores_at_once_do_not_undo_each_other(file: Path, tmp_path: Path) -> None:
     other = Home(tmp_path / "other")
-    results: list[Any] = await asyncio.gather(*(restore(other, file, as_json=True) for _ in range(3)), return_exceptions=True)
+    results: list[Any] = await asyncio.gather(
+        *(restore(other, file, as_json=True) for _ in range(3)), return_exceptions=True
+    )
     assert [type(one) for one in results] == [int, HomeInUse, HomeInUse]
     assert other.admin_key.is_file()
     assert await tables_of(other) > 0
 
 
-async def test_nothing_is_begun_where_somebody_restores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nothing_is_begun_where_somebody_restores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     home = Home(tmp_path / "home")
     monkeypatch.setattr("pilotlight.cli.system.looks", lambda *_: {})
     with home.lock():
-        for start in (System(home, SystemOptions(), lambda _: None).start(), restore(home, tmp_path / "file", as_json=True)):
+        for start in (
+            System(home, SystemOptions(), lambda _: None).start(),
+            restore(home, tmp_path / "file", as_json=True),
+        ):
             with pytest.raises(HomeInUse):
                 await start
     assert [path.name for path in home.root.iterdir()] == ["up.lock"]
 
 
-async def test_a_full_disk_is_not_the_files_fault(home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_disk_is_not_the_files_fault(
+    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -159,7 +192,9 @@ async def test_a_full_disk_is_not_the_files_fault(home: Home, tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("name", ["secrets", "nats", "api.key"])
-async def test_what_could_be_a_systems_is_not_written_over(home: Home, tmp_path: Path, name: str) -> None:
+async def test_what_could_be_a_systems_is_not_written_over(
+    home: Home, tmp_path: Path, name: str
+) -> None:
     other = used(tmp_path / "other")
     (other.root / name).mkdir()
     with pytest.raises(HomeNotEmpty, match=name):
@@ -180,13 +215,19 @@ async def test_a_database_of_the_operators_own_is_not_passed_over(
 async def test_a_folder_that_is_not_there_is_to_be_made_first(home: Home, tmp_path: Path) -> None:
     (home.root / "postgres" / "data").mkdir(parents=True)
     (home.root / "postgres" / "data" / "PG_VERSION").write_text("17")
-    with pytest.raises(BackupFailed, match=f"there is no folder {tmp_path / 'none'}: make it first"):
+    with pytest.raises(
+        BackupFailed, match=f"there is no folder {tmp_path / 'none'}: make it first"
+    ):
         await back_up(home, tmp_path / "none" / "file", as_json=True)
     assert not (tmp_path / "none").exists()
 
 
 async def test_an_object_store_of_the_operators_own_is_named(
-    home: Home, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    home: Home,
+    file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("PILOTLIGHT_OBJECT_STORE_URL", home.objects.as_uri())
     assert manifest_of(file).object_store == ""

@@ -48,11 +48,18 @@ class Scripted(ThreadingHTTPServer):
 
     def answer(self, route: str, body: Any, status: int = 200) -> None:
         """Answer a method and path, below ``/admin/v1``."""
-        self.answers[route] = (status, body if isinstance(body, bytes) else json.dumps(body).encode())
+        self.answers[route] = (
+            status,
+            body if isinstance(body, bytes) else json.dumps(body).encode(),
+        )
 
     def refuse(self, route: str, status: int, code: str, message: str = "no") -> None:
         """Answer with an error, in the admin API's shape."""
-        self.answer(route, {"error": {"code": code, "message": message, "param": None, "what_to_do": "x"}}, status)
+        self.answer(
+            route,
+            {"error": {"code": code, "message": message, "param": None, "what_to_do": "x"}},
+            status,
+        )
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -97,7 +104,9 @@ def out(capsys: pytest.CaptureFixture[str]) -> Any:
 
 
 def test_models_are_listed(gateway: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
-    instances = [{"model": "tiny", "state": state} for state in ("ready", "gone", "ready", "loading")]
+    instances = [
+        {"model": "tiny", "state": state} for state in ("ready", "gone", "ready", "loading")
+    ]
     gateway.answer("GET /models", {"models": [MODEL]})
     gateway.answer("GET /instances", {"instances": instances})
     assert run(["model", "list"]) == 0
@@ -110,12 +119,18 @@ def test_models_are_listed(gateway: Scripted, capsys: pytest.CaptureFixture[str]
     assert {key for _, key, _ in gateway.seen} == {"Bearer the-key"}
 
 
-def test_a_model_is_added_warmed_and_removed(gateway: Scripted, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_model_is_added_warmed_and_removed(
+    gateway: Scripted, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     gateway.answer("POST /models", MODEL, 201)
     assert run(["model", "add", "tiny", str(tmp_path), "--ttft-ms", "5", "--pinned"]) == 0
     assert "2.0 MiB" in capsys.readouterr().out
     sent = json.loads(gateway.seen[-1][2])
-    assert (sent["uri"], sent["slo"], sent["pinned"]) == (tmp_path.as_uri(), {"ttft_ms": 5.0, "tpot_ms": 200.0}, True)
+    assert (sent["uri"], sent["slo"], sent["pinned"]) == (
+        tmp_path.as_uri(),
+        {"ttft_ms": 5.0, "tpot_ms": 200.0},
+        True,
+    )
     gateway.answer("POST /models/org/tiny/warm", {"instance_id": "inst-1"}, 202)
     assert run(["model", "warm", "org/tiny", "--json"]) == 0
     assert out(capsys) == {"instance_id": "inst-1"}
@@ -126,8 +141,21 @@ def test_a_model_is_added_warmed_and_removed(gateway: Scripted, capsys: pytest.C
 
 def verification(status: str, **changes: Any) -> dict[str, Any]:
     """One as the gateway tells it."""
-    started = {"verification_id": "n0.abc", "node_id": "n0", "model": "org/tiny", "status": status, "done_bytes": 3 << 20}
-    rest = {"total_bytes": 4 << 20, "filled_parts": 0, "difference_count": 0, "differences": [], "code": "", "error": ""}
+    started = {
+        "verification_id": "n0.abc",
+        "node_id": "n0",
+        "model": "org/tiny",
+        "status": status,
+        "done_bytes": 3 << 20,
+    }
+    rest = {
+        "total_bytes": 4 << 20,
+        "filled_parts": 0,
+        "difference_count": 0,
+        "differences": [],
+        "code": "",
+        "error": "",
+    }
     return {**started, **rest, **changes}
 
 
@@ -136,9 +164,16 @@ def test_a_model_is_verified(gateway: Scripted, capsys: pytest.CaptureFixture[st
     gateway.answer("GET /verifications/n0.abc", verification("done", filled_parts=2))
     assert run(["model", "verify", "org/tiny", "--timeout", "60"]) == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert "org/tiny is what is recorded: 3.0 MiB were read; digests of 2 parts were missing and are recorded now" in told
+    assert (
+        "org/tiny is what is recorded: 3.0 MiB were read; digests of 2 parts were missing and are recorded now"
+        in told
+    )
     assert json.loads(gateway.seen[-2][2]) == {"deadline_s": 60.0}
-    differs = verification("done", difference_count=101, differences=["part 2, bytes [0, 9), from a [b].safetensors at byte 7"])
+    differs = verification(
+        "done",
+        difference_count=101,
+        differences=["part 2, bytes [0, 9), from a [b].safetensors at byte 7"],
+    )
     gateway.answer("GET /verifications/n0.abc", differs)
     assert run(["model", "verify", "org/tiny"]) == 1
     told = capsys.readouterr().out
@@ -146,7 +181,10 @@ def test_a_model_is_verified(gateway: Scripted, capsys: pytest.CaptureFixture[st
     assert "part 2, bytes [0, 9), from a [b].safetensors at byte 7" in told
     assert run(["model", "verify", "org/tiny", "--json"]) == 1
     assert out(capsys) == differs
-    gateway.answer("GET /verifications/n0.abc", verification("failed", code="source_changed", error="it is another file"))
+    gateway.answer(
+        "GET /verifications/n0.abc",
+        verification("failed", code="source_changed", error="it is another file"),
+    )
     assert run(["model", "verify", "org/tiny"]) == 1
     assert "source_changed: it is another file" in capsys.readouterr().err
 
@@ -161,13 +199,17 @@ def test_a_model_is_verified(gateway: Scripted, capsys: pytest.CaptureFixture[st
         (503, "a_code_of_a_later_release", TransientError),
     ],
 )
-def test_errors_of_the_gateway_are_the_taxonomys(gateway: Scripted, status: int, code: str, kind: type[PilotlightError]) -> None:
+def test_errors_of_the_gateway_are_the_taxonomys(
+    gateway: Scripted, status: int, code: str, kind: type[PilotlightError]
+) -> None:
     gateway.refuse("GET /models", status, code, "because")
     with AdminClient(gateway.url, "the-key") as client, pytest.raises(kind, match="because"):
         client.get("/models")
 
 
-@pytest.mark.parametrize("body", [b"", b"<html>Bad Gateway</html>", b"[]", b'{"error": "no"}', b'{"error": {}}', b"\xff"])
+@pytest.mark.parametrize(
+    "body", [b"", b"<html>Bad Gateway</html>", b"[]", b'{"error": "no"}', b'{"error": {}}', b"\xff"]
+)
 def test_errors_of_something_else(gateway: Scripted, body: bytes) -> None:
     gateway.answer("GET /models", body, 502)
     with AdminClient(gateway.url, "the-key") as client, pytest.raises(PilotlightError, match="502"):
@@ -176,11 +218,16 @@ def test_errors_of_something_else(gateway: Scripted, body: bytes) -> None:
 
 def test_what_answers_is_no_gateway(gateway: Scripted) -> None:
     gateway.answer("GET /models", b"<html>Welcome</html>")
-    with AdminClient(gateway.url, "the-key") as client, pytest.raises(SystemNotRunning, match="no Pilotlight"):
+    with (
+        AdminClient(gateway.url, "the-key") as client,
+        pytest.raises(SystemNotRunning, match="no Pilotlight"),
+    ):
         client.get("/models")
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "ftp://host", "nonsense", "http://", "http://127.0.0.1:99999"])
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:1", "ftp://host", "nonsense", "http://", "http://127.0.0.1:99999"]
+)
 def test_nobody_answers(url: str) -> None:
     with pytest.raises((SystemNotRunning, BadRequest)) as caught, AdminClient(url, "key") as client:
         client.get("/models")
@@ -211,7 +258,10 @@ COMMANDS = [
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_json_also_when_it_fails(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("PILOTLIGHT_HOME", str(tmp_path))
     monkeypatch.delenv("PILOTLIGHT_URL", raising=False)
@@ -260,7 +310,9 @@ def test_a_wrong_command_line(command: list[str], capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("port", ["x", "0", "-1", "70000", "8000.5", "²"])
-def test_a_wrong_port_in_the_environment(port: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_port_in_the_environment(
+    port: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("PILOTLIGHT_PORT", port)
     assert run(["doctor", "--json"]) == 1
     assert "PILOTLIGHT_PORT" in out(capsys)["error"]["message"]
@@ -294,7 +346,10 @@ def test_the_demo_model_is_registered_once(gateway: Scripted) -> None:
         gateway.refuse("GET /models/ember-7m", 404, "model_not_found")
         gateway.refuse("POST /models", 409, "already_exists")
         ensure_demo_model(client)
-        assert [route for route, _, _ in gateway.seen][1:] == ["GET /models/ember-7m", "POST /models"]
+        assert [route for route, _, _ in gateway.seen][1:] == [
+            "GET /models/ember-7m",
+            "POST /models",
+        ]
 
 
 def test_what_up_refuses_before_it_makes_anything(
@@ -320,7 +375,12 @@ def test_what_up_refuses_before_it_makes_anything(
             assert run(["demo", "--json"]) == 1
             assert out(capsys)["error"] == told
             assert not home.exists()
-        for name, value in (("POOL_BYTES", "lots"), ("SIM_DECODE_STEP_S", "-1"), ("SPANS_KEEP_DAYS", "x"), ("EVENTS_BYTES", "y")):
+        for name, value in (
+            ("POOL_BYTES", "lots"),
+            ("SIM_DECODE_STEP_S", "-1"),
+            ("SPANS_KEEP_DAYS", "x"),
+            ("EVENTS_BYTES", "y"),
+        ):
             with monkeypatch.context() as wrong:
                 wrong.setenv(f"PILOTLIGHT_{name}", value)
                 told = refused("--port", taken)

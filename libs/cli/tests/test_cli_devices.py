@@ -19,7 +19,12 @@ ILL = DeviceHealth(state=HealthState.FAILED, reason="lost: GPU is lost")
 
 def states(*healths: DeviceHealth) -> tuple[DeviceState, ...]:
     return tuple(
-        DeviceState(gpu=Gpu(index=index, uuid=f"GPU-{index}", name="H200", memory_bytes=1 << 37, driver="580"), health=health)
+        DeviceState(
+            gpu=Gpu(
+                index=index, uuid=f"GPU-{index}", name="H200", memory_bytes=1 << 37, driver="580"
+            ),
+            health=health,
+        )
         for index, health in enumerate(healths)
     )
 
@@ -28,21 +33,32 @@ def test_doctor_says_which_gpus_there_are_and_how_they_are(monkeypatch: pytest.M
     monkeypatch.setattr(doctor, "unusable", lambda: "")
     monkeypatch.setattr(doctor, "unopened", lambda gpus: "")
     check = check_gpus(lambda: states(WELL, WELL))
-    assert (check.verdict, check.found) == (Verdict.OK, "0: H200, 131,072 MiB, healthy; 1: H200, 131,072 MiB, healthy")
+    assert (check.verdict, check.found) == (
+        Verdict.OK,
+        "0: H200, 131,072 MiB, healthy; 1: H200, 131,072 MiB, healthy",
+    )
     check = check_gpus(lambda: states(WELL, ILL))
     assert check.verdict is Verdict.WARNING
     assert "1: H200, 131,072 MiB, failed (lost: GPU is lost)" in check.found
     assert "A GPU fails" in check.what_to_do
-    check = check_gpus(lambda: (*states(WELL), DeviceState(gpu=Gpu(index=1, lost="GPU is lost"), health=ILL)))
+    check = check_gpus(
+        lambda: (*states(WELL), DeviceState(gpu=Gpu(index=1, lost="GPU is lost"), health=ILL))
+    )
     assert check.found == "0: H200, 131,072 MiB, healthy; 1: failed (lost: GPU is lost)"
 
 
 def test_doctor_says_why_gpus_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "unusable", lambda: "triton is not installed")
-    assert check_gpus(lambda: states(WELL)).what_to_do == "workers run on CPU cores: triton is not installed"
+    assert (
+        check_gpus(lambda: states(WELL)).what_to_do
+        == "workers run on CPU cores: triton is not installed"
+    )
     monkeypatch.setattr(doctor, "unusable", lambda: "")
     monkeypatch.setattr(doctor, "unopened", lambda gpus: f"torch does not open {gpus[0].uuid}")
-    assert check_gpus(lambda: states(WELL)).what_to_do == "workers run on CPU cores: torch does not open GPU-0"
+    assert (
+        check_gpus(lambda: states(WELL)).what_to_do
+        == "workers run on CPU cores: torch does not open GPU-0"
+    )
 
     def failed() -> tuple[DeviceState, ...]:
         raise NvmlFailed("NVML: Unknown Error")
@@ -55,7 +71,10 @@ def test_doctor_says_why_gpus_are_not_used(monkeypatch: pytest.MonkeyPatch) -> N
         raise NvmlUnavailable("NVML: NVML Shared Library Not Found")
 
     check = check_gpus(absent)
-    assert (check.verdict, check.found) == (Verdict.WARNING, "none: NVML: NVML Shared Library Not Found")
+    assert (check.verdict, check.found) == (
+        Verdict.WARNING,
+        "none: NVML: NVML Shared Library Not Found",
+    )
     assert check_gpus(tuple).found == "none: the driver has none"
 
 
@@ -63,10 +82,19 @@ def test_doctor_does_not_wait_for_a_driver_that_hangs() -> None:
     hangs = threading.Event()
     check = check_gpus(lambda: (hangs.wait(20), ())[1], deadline_s=0.1)
     hangs.set()
-    assert (check.verdict, check.found) == (Verdict.WARNING, "the driver has not answered for 0.1 s")
+    assert (check.verdict, check.found) == (
+        Verdict.WARNING,
+        "the driver has not answered for 0.1 s",
+    )
 
 
-def device(worker_id: str, name: str = "H200", health: str = "healthy", reason: str = "", kind: str = "cuda") -> dict[str, Any]:
+def device(
+    worker_id: str,
+    name: str = "H200",
+    health: str = "healthy",
+    reason: str = "",
+    kind: str = "cuda",
+) -> dict[str, Any]:
     return {"worker_id": worker_id, "kind": kind, "name": name, "health": health, "reason": reason}
 
 
@@ -76,11 +104,16 @@ def device(worker_id: str, name: str = "H200", health: str = "healthy", reason: 
         ([], ""),
         ([device("w0", kind="cpu", name="", health="unwatched")], "cpu"),
         ([device("w0"), device("w1")], "2 x H200"),
-        ([device("w0"), device("w1", health="failed", reason="xid: 79, gone")], "H200; w1 failed: xid: 79, gone"),
+        (
+            [device("w0"), device("w1", health="failed", reason="xid: 79, gone")],
+            "H200; w1 failed: xid: 79, gone",
+        ),
         ([device("w0", health="degraded", reason="ecc: 2")], "w0 degraded: ecc: 2"),
     ],
 )
-def test_node_list_names_devices_that_are_not_well(devices: list[dict[str, Any]], told: str) -> None:
+def test_node_list_names_devices_that_are_not_well(
+    devices: list[dict[str, Any]], told: str
+) -> None:
     assert nodes._devices({"devices": devices}) == told
     assert nodes._devices({}) == "", "of a gateway that does not say"
 
@@ -103,12 +136,27 @@ def test_up_says_what_it_runs_on(kinds: tuple[str, ...], told: str) -> None:
     [
         (SystemOptions(), {"PILOTLIGHT_WORKERS": "1"}),
         (SystemOptions(workers=None), {}),
-        (SystemOptions(workers=3, worker_kind="cpu"), {"PILOTLIGHT_WORKERS": "3", "PILOTLIGHT_WORKER_KIND": "cpu"}),
+        (
+            SystemOptions(workers=3, worker_kind="cpu"),
+            {"PILOTLIGHT_WORKERS": "3", "PILOTLIGHT_WORKER_KIND": "cpu"},
+        ),
     ],
 )
-def test_what_is_left_open_is_the_loaders_to_decide(tmp_path: Any, options: SystemOptions, expected: dict[str, str]) -> None:
+def test_what_is_left_open_is_the_loaders_to_decide(
+    tmp_path: Any, options: SystemOptions, expected: dict[str, str]
+) -> None:
     """A loader of the release before knows no `auto`."""
-    endpoints = Endpoints(nats_url="nats://n", database_url="postgresql:///p", object_store_url="file:///o")
-    (loader,) = [spec for spec in child_specs(Home(tmp_path), options, endpoints, {}) if spec.name == "loader"]
-    told = {name: value for name, value in loader.environment.items() if name in ("PILOTLIGHT_WORKERS", "PILOTLIGHT_WORKER_KIND")}
+    endpoints = Endpoints(
+        nats_url="nats://n", database_url="postgresql:///p", object_store_url="file:///o"
+    )
+    (loader,) = [
+        spec
+        for spec in child_specs(Home(tmp_path), options, endpoints, {})
+        if spec.name == "loader"
+    ]
+    told = {
+        name: value
+        for name, value in loader.environment.items()
+        if name in ("PILOTLIGHT_WORKERS", "PILOTLIGHT_WORKER_KIND")
+    }
     assert told == expected

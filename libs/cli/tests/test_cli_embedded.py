@@ -117,7 +117,9 @@ async def test_a_deep_home_has_a_short_socket_folder(tmp_path: Path) -> None:
     with psycopg.connect(server.owner_url) as connection:
         assert connection.execute("SELECT 1").fetchone() == (1,)
     await server.stop()
-    assert socket_folder(deep / "postgres" / "socket", ".s.PGSQL.5432.lock").name not in os.listdir("/tmp")
+    assert socket_folder(deep / "postgres" / "socket", ".s.PGSQL.5432.lock").name not in os.listdir(
+        "/tmp"
+    )
     place = socket_folder(deep, "x.sock")
     assert place == socket_folder(deep, "x.sock") != socket_folder(deep / "y", "x.sock")
     assert len(bytes(place / "x.sock")) <= MAX_SOCKET_PATH_BYTES
@@ -148,7 +150,9 @@ async def test_servers_end_with_their_parent(tmp_path: Path) -> None:
             await asyncio.Event().wait()
         asyncio.run(main())
     """
-    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", textwrap.dedent(program), stdout=subprocess.PIPE)
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", textwrap.dedent(program), stdout=subprocess.PIPE
+    )
     assert parent.stdout is not None
     pids = [int(pid) for pid in (await parent.stdout.readline()).split()]
     ended = [os.pidfd_open(pid) for pid in pids]

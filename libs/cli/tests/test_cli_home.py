@@ -1,4 +1,4 @@
-"""The state folder: who may read it, who has it, and what is said of who runs it."""
+"""The state folder: its permissions, its lock, and what is said of the process that runs it."""
 
 import json
 import multiprocessing
@@ -35,11 +35,17 @@ def test_nothing_of_it_is_readable_for_others(home: Home) -> None:
     assert mode(home.root) in (0o700, 0o711)
     for folder in (home.secrets, home.logs, home.models, home.objects, home.state, home.run_dir):
         assert mode(folder) == 0o700, folder
-    files = [home.admin_key, home.api_key, *(file for file in home.secrets.iterdir() if file.is_file())]
+    files = [
+        home.admin_key,
+        home.api_key,
+        *(file for file in home.secrets.iterdir() if file.is_file()),
+    ]
     assert {mode(file) for file in files} == {0o600}
     assert len({file.read_text() for file in files}) == len(files)
     assert all(len(file.read_text().strip()) > 40 for file in files)
-    assert {"cluster-key", "key-pepper", "postgres-owner", "nats-gateway"} <= {file.name for file in home.secrets.iterdir()}
+    assert {"cluster-key", "key-pepper", "postgres-owner", "nats-gateway"} <= {
+        file.name for file in home.secrets.iterdir()
+    }
     assert home.secret("cluster-key") == read_secret(home.secrets, "cluster-key")
     assert set(home.nats_passwords()) >= {"gateway", "scheduler", "worker", "admin"}
 
@@ -79,7 +85,9 @@ def test_a_folder_that_cannot_be_had(tmp_path: Path, root: str) -> None:
     assert home.running() is None
 
 
-def test_a_deep_folder_has_its_sockets_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deep_folder_has_its_sockets_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     deep = Home(tmp_path / ("x" * 100))
     assert deep.run_dir == Home(deep.root).run_dir != Home(deep.root / "y").run_dir
@@ -122,7 +130,14 @@ def test_who_runs(home: Home) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[]", "{}", '{"pid": "x", "url": "y", "started_ticks": 1}', '{"pid": -1, "url": "y", "started_ticks": 1}'],
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"pid": "x", "url": "y", "started_ticks": 1}',
+        '{"pid": -1, "url": "y", "started_ticks": 1}',
+    ],
 )
 def test_a_broken_announcement_is_none(home: Home, content: str) -> None:
     (home.root / "up.json").write_text(content)
@@ -149,14 +164,16 @@ def test_down_ends_the_process_that_announced_itself(
 ) -> None:
     assert stop_running(home, as_json=True) == 0
     assert json.loads(capsys.readouterr().out) == {"stopped": True, "pid": sleeper.pid}
-    # Ended, but not reaped: it is not running, and nobody is told to end twice.
+    # Ended, but not reaped: it is not running, and no process is told to end twice.
     assert home.running() is None
     assert stop_running(home, as_json=True) == 0
     assert json.loads(capsys.readouterr().out) == {"stopped": False}
     assert sleeper.wait() == -signal.SIGTERM
 
 
-def test_down_spares_a_later_process_with_the_same_id(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+def test_down_spares_a_later_process_with_the_same_id(
+    home: Home, capsys: pytest.CaptureFixture[str]
+) -> None:
     with subprocess.Popen([sys.executable, "-ISc", "input()"], stdin=subprocess.PIPE) as innocent:
         stale = {"pid": innocent.pid, "started_ticks": 1, "url": URL}
         (home.root / "up.json").write_text(json.dumps(stale))

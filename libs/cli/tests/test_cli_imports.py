@@ -1,4 +1,6 @@
-"""What the command line loads before it says something: people and scripts ask for the version often, and wait for it each time."""
+"""What the command line loads before it says something: people and scripts ask for the version
+often, and wait for it each time.
+"""
 
 import os
 import re
@@ -21,8 +23,13 @@ SLOW = (
     "pydantic",
     "sqlalchemy",
 )
-ERRORS = {f"pilotlight.common.errors.{module}" for module in ("base", "caller", "capacity", "codes", "machine", "transient")}
-COMMANDS = {f"pilotlight.cli.{module}" for module in ("main", "model_commands", "node_commands", "options")}
+ERRORS = {
+    f"pilotlight.common.errors.{module}"
+    for module in ("base", "caller", "capacity", "codes", "machine", "transient")
+}
+COMMANDS = {
+    f"pilotlight.cli.{module}" for module in ("main", "model_commands", "node_commands", "options")
+}
 OWN = {"pilotlight.cli", "pilotlight.common", "pilotlight.common.errors", *COMMANDS, *ERRORS}
 
 
@@ -30,9 +37,15 @@ OWN = {"pilotlight.cli", "pilotlight.common", "pilotlight.common.errors", *COMMA
 def test_nothing_of_the_system_is_loaded_to_say_what_it_is(arguments: list[str]) -> None:
     command = [str(Path(sys.executable).parent / "pilotlight"), *arguments]
     environment = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
-    said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    said = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
     assert said.stdout.strip()
-    loaded = {line.rpartition("|")[2].strip() for line in said.stderr.splitlines() if line.startswith("import time:")}
+    loaded = {
+        line.rpartition("|")[2].strip()
+        for line in said.stderr.splitlines()
+        if line.startswith("import time:")
+    }
     assert {name for name in loaded if name.partition(".")[0] in SLOW} == set()
     assert {name for name in loaded if name.startswith("pilotlight.")} <= OWN
     if arguments == ["--version"]:

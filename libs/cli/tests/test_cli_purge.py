@@ -46,7 +46,10 @@ def test_a_copy_leaves_the_pool_of_the_system_that_it_was_made_of(
     shutil.copytree(home.root, tmp_path / "copy", symlinks=True)
     copy = Home(tmp_path / "copy")
     # A system of the release before has the pool by its node's name, which the copy has too.
-    pools = [HostPool.open(path, MIB, SystemClock()) for path in (home.pool_path, shared / "pilotlight-node-1.pool")]
+    pools = [
+        HostPool.open(path, MIB, SystemClock())
+        for path in (home.pool_path, shared / "pilotlight-node-1.pool")
+    ]
     HostPool.open(copy.pool_path, MIB, SystemClock()).close(remove=False)
     assert purged(copy, capsys) == {"purged": True, "home": str(copy.root), "kept": ["models"]}
     assert set(shared.iterdir()) == {pool.path for pool in pools}
@@ -56,7 +59,9 @@ def test_a_copy_leaves_the_pool_of_the_system_that_it_was_made_of(
     assert list(shared.iterdir()) == []
 
 
-def test_what_is_no_pool_stays(home: Home, shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_pool_stays(
+    home: Home, shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "theirs").write_text("theirs")
     home.pool_path.symlink_to(tmp_path / "theirs")
     (shared / "pilotlight-node-1.pool").mkdir()
@@ -65,7 +70,9 @@ def test_what_is_no_pool_stays(home: Home, shared: Path, tmp_path: Path, capsys:
     assert len(list(shared.iterdir())) == 2
 
 
-def test_what_was_purged_has_nothing_left_to_remove(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_purged_has_nothing_left_to_remove(
+    home: Home, capsys: pytest.CaptureFixture[str]
+) -> None:
     purged(home, capsys)
     assert purged(home, capsys) == {"purged": False}
     assert purge(home, yes=False, as_json=False) == 0

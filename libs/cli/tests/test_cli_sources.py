@@ -15,7 +15,11 @@ def test_folders_and_uris(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / "s3:odd").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert uri_of("org/name", elsewhere=False) == uri_of("~/org/name", elsewhere=False) == (tmp_path / "org" / "name").as_uri()
+    assert (
+        uri_of("org/name", elsewhere=False)
+        == uri_of("~/org/name", elsewhere=False)
+        == (tmp_path / "org" / "name").as_uri()
+    )
     assert uri_of("s3:odd", elsewhere=False) == (tmp_path / "s3:odd").as_uri()
     assert uri_of("/not/here", elsewhere=True) == "file:///not/here"
     with pytest.raises(BadRequest, match="there is no folder /not/here"):

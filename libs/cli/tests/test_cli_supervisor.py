@@ -1,4 +1,6 @@
-"""The supervisor with tiny children: readiness, crashes, the order of the end, and nobody left behind."""
+"""The supervisor with tiny children: readiness, crashes, the order of the end, and no process left
+behind.
+"""
 
 import asyncio
 import contextlib
@@ -38,23 +40,37 @@ class Rig:
 
     def spec(self, program: str, name: str = "child", **changes: float) -> ChildSpec:
         """A child that runs a few lines."""
-        argv = (sys.executable, "-ISc", f"import os\nos.chdir({str(self.folder)!r})\n{BEGIN}{program}")
-        return ChildSpec(name=name, argv=argv, environment={"GREETING": "hello"}, log_path=self.folder / f"{name}.log", **changes)
+        argv = (
+            sys.executable,
+            "-ISc",
+            f"import os\nos.chdir({str(self.folder)!r})\n{BEGIN}{program}",
+        )
+        return ChildSpec(
+            name=name,
+            argv=argv,
+            environment={"GREETING": "hello"},
+            log_path=self.folder / f"{name}.log",
+            **changes,
+        )
 
     @property
     def pids(self) -> list[int]:
-        """Who was ever started, in order."""
+        """The children that were ever started, in order."""
         file = self.folder / "pids"
         return [int(pid) for pid in file.read_text().split()] if file.exists() else []
 
     def alive(self) -> list[int]:
-        """Who of them is still there."""
+        """Those of them that are still there."""
         return [pid for pid in self.pids if Path(f"/proc/{pid}").exists()]
 
 
 def _children() -> set[int]:
     """Children of the test run that others own: servers that tests share."""
-    return {int(pid) for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()}
+    return {
+        int(pid)
+        for file in Path("/proc/self/task").glob("*/children")
+        for pid in file.read_text().split()
+    }
 
 
 @pytest.fixture
@@ -62,7 +78,11 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
     others = _children()
     changes: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
     supervisor = Supervisor(
-        tmp_path, SystemClock(), lambda name, state: changes.put_nowait((name, state)), lambda: others, orphan_patience_s=1.0
+        tmp_path,
+        SystemClock(),
+        lambda name, state: changes.put_nowait((name, state)),
+        lambda: others,
+        orphan_patience_s=1.0,
     )
     supervisor.adopt_orphans()
     made = Rig(supervisor, tmp_path, changes)
@@ -81,7 +101,9 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
 
 async def test_a_child_is_started_when_it_says_so(rig: Rig) -> None:
     tells = f"print(os.environ['GREETING'], os.environ[{END_WITH_PARENT!r}], flush=True)\n"
-    await rig.supervisor.start(rig.spec(tells + READY + "print('more', file=sys.stderr, flush=True)\n" + WAIT))
+    await rig.supervisor.start(
+        rig.spec(tells + READY + "print('more', file=sys.stderr, flush=True)\n" + WAIT)
+    )
     assert len(rig.alive()) == 1
     (pid,) = rig.pids
     assert os.getsid(pid) == pid
@@ -97,9 +119,13 @@ async def test_a_child_that_ends_before_it_is_ready(rig: Rig) -> None:
 
 
 async def test_the_status_of_a_child_is_not_lost(rig: Rig) -> None:
-    starts = (rig.supervisor.start(rig.spec("os._exit(7)", f"child-{number}")) for number in range(8))
+    starts = (
+        rig.supervisor.start(rig.spec("os._exit(7)", f"child-{number}")) for number in range(8)
+    )
     failures = await asyncio.gather(*starts, return_exceptions=True)
-    assert {str(failure).partition("; ")[0].partition(" ")[2] for failure in failures} == {"ended with status 7"}
+    assert {str(failure).partition("; ")[0].partition(" ")[2] for failure in failures} == {
+        "ended with status 7"
+    }
 
 
 async def test_a_child_that_is_never_ready_is_ended(rig: Rig) -> None:
@@ -109,7 +135,9 @@ async def test_a_child_that_is_never_ready_is_ended(rig: Rig) -> None:
 
 
 async def test_a_program_that_is_not_there(rig: Rig) -> None:
-    spec = ChildSpec(name="child", argv=("/nowhere/at-all",), environment={}, log_path=rig.folder / "child.log")
+    spec = ChildSpec(
+        name="child", argv=("/nowhere/at-all",), environment={}, log_path=rig.folder / "child.log"
+    )
     with pytest.raises(ChildFailed, match="/nowhere/at-all"):
         await rig.supervisor.start(spec)
 
@@ -142,14 +170,22 @@ async def test_a_restart_that_fails_is_tried_again(rig: Rig) -> None:
     await rig.supervisor.start(rig.spec(breaks_once + READY + WAIT))
     os.kill(rig.pids[0], signal.SIGKILL)
     async with asyncio.timeout(10):
-        assert [await rig.changes.get() for _ in range(2)] == [("child", "restarting"), ("child", "ready")]
+        assert [await rig.changes.get() for _ in range(2)] == [
+            ("child", "restarting"),
+            ("child", "ready"),
+        ]
     assert len(rig.pids) == 3
 
 
 @pytest.mark.slow
 async def test_stopping_in_the_middle_of_a_restart(rig: Rig) -> None:
     await rig.supervisor.start(
-        rig.spec("first = len(open('pids').readlines()) == 1\nif first:\n " + READY.replace("\n", "\n ") + "\n" + WAIT)
+        rig.spec(
+            "first = len(open('pids').readlines()) == 1\nif first:\n "
+            + READY.replace("\n", "\n ")
+            + "\n"
+            + WAIT
+        )
     )
     os.kill(rig.pids[0], signal.SIGKILL)
     await until(lambda: len(rig.pids) == 2)

@@ -59,12 +59,26 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers, "POLL_INTERVAL_S", 0.0)
 
 
-def test_a_transfer_is_shown_with_its_bar_its_speed_and_whom_it_comes_from(capsys: pytest.CaptureFixture[str]) -> None:
-    assert transfers.show(Scripted({"transfers": [MOVING, NEW], "links": [LINK]}), watch=False, as_json=False) == 0
+def test_a_transfer_is_shown_with_its_bar_its_speed_and_whom_it_comes_from(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert (
+        transfers.show(
+            Scripted({"transfers": [MOVING, NEW], "links": [LINK]}), watch=False, as_json=False
+        )
+        == 0
+    )
     head, first, second = capsys.readouterr().out.splitlines()
     assert head.split()[:2] == ["node", "model"]
     assert first.count("━") == transfers.BAR_WIDTH // 4
-    for text in ("node-b", "org/qwen", "30.0 / 120.0", "22.5", "4.0 s", "node-a 28.0, s3://bucket/qwen 2.0"):
+    for text in (
+        "node-b",
+        "org/qwen",
+        "30.0 / 120.0",
+        "22.5",
+        "4.0 s",
+        "node-a 28.0, s3://bucket/qwen 2.0",
+    ):
         assert text in first
     assert "abababababab (prefetch)" in second, "of a release that does not say which model it is"
     assert "━" not in second
@@ -74,7 +88,10 @@ def test_a_transfer_is_shown_with_its_bar_its_speed_and_whom_it_comes_from(capsy
 def test_nothing_moves(capsys: pytest.CaptureFixture[str]) -> None:
     assert transfers.show(Scripted({"transfers": [], "links": []}), watch=False, as_json=False) == 0
     assert capsys.readouterr().out.strip() == "no transfers"
-    assert transfers.show(Scripted({"transfers": [], "links": [LINK]}), watch=False, as_json=False) == 0
+    assert (
+        transfers.show(Scripted({"transfers": [], "links": [LINK]}), watch=False, as_json=False)
+        == 0
+    )
     shown = capsys.readouterr().out
     assert shown.startswith("no transfers; measured when last used:")
     assert shown.splitlines()[2].split() == ["node-b", "peer://node-a", "22.5"]
@@ -87,7 +104,9 @@ def test_json_is_what_the_api_says(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_watching_goes_on_line_by_line_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str], as_json: bool) -> None:
+def test_watching_goes_on_line_by_line_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str], as_json: bool
+) -> None:
     answers = [{"transfers": [MOVING], "links": []}, {"transfers": [], "links": []}]
     with pytest.raises(SystemNotRunning):
         transfers.show(Scripted(*answers), watch=True, as_json=as_json)
@@ -99,11 +118,21 @@ def test_watching_goes_on_line_by_line_where_there_is_no_terminal(capsys: pytest
         assert lines[2].strip() == "no transfers"
 
 
-def test_watching_on_a_terminal_draws_in_place(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(transfers, "console", Console(force_terminal=True, width=160, highlight=False, color_system=None))
+def test_watching_on_a_terminal_draws_in_place(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        transfers,
+        "console",
+        Console(force_terminal=True, width=160, highlight=False, color_system=None),
+    )
     halfway = {**MOVING, "done_bytes": 60 * MIB}
     with pytest.raises(SystemNotRunning):
-        transfers.show(Scripted(*({"transfers": [one], "links": []} for one in (MOVING, halfway))), watch=True, as_json=False)
+        transfers.show(
+            Scripted(*({"transfers": [one], "links": []} for one in (MOVING, halfway))),
+            watch=True,
+            as_json=False,
+        )
     shown = capsys.readouterr().out
     assert "\x1b[1A" in shown, "the cursor goes back up"
     assert "60.0 / 120.0" in shown

@@ -25,7 +25,9 @@ from pilotlight.cli.system import System
 from pilotlight.cli.waterfall import bars_of, draw, seconds_within
 from pilotlight.common.errors import BadRequest, NotFound
 
-ENDPOINTS = Endpoints(nats_url="nats://n", database_url="postgresql:///d", object_store_url="file:///o")
+ENDPOINTS = Endpoints(
+    nats_url="nats://n", database_url="postgresql:///d", object_store_url="file:///o"
+)
 
 
 @pytest.fixture
@@ -69,10 +71,17 @@ def test_every_check_says_what_to_do(home: Home) -> None:
 
 
 def test_the_state_folder(tmp_path: Path) -> None:
-    there = {check.name: check for check in examine(Home(tmp_path / "not" / "there" / "yet"), "127.0.0.1", 1)}
+    there = {
+        check.name: check
+        for check in examine(Home(tmp_path / "not" / "there" / "yet"), "127.0.0.1", 1)
+    }
     assert there["state folder"].verdict is Verdict.OK
     assert there["disk"].verdict is Verdict.OK
-    check = next(check for check in examine(Home(Path("/proc/nowhere")), "127.0.0.1", 1) if check.name == "state folder")
+    check = next(
+        check
+        for check in examine(Home(Path("/proc/nowhere")), "127.0.0.1", 1)
+        if check.name == "state folder"
+    )
     assert check.verdict is Verdict.FAILED
     assert "PILOTLIGHT_HOME" in check.what_to_do
 
@@ -108,8 +117,16 @@ def test_the_limits(tmp_path: Path) -> None:
 # waterfall and trace
 
 
-def phase(name: str, start_s: float, end_s: float, process: str = "worker", wall_offset_s: float = 100.0) -> dict[str, Any]:
-    return {"name": name, "process": process, "start_s": start_s, "end_s": end_s, "wall_offset_s": wall_offset_s}
+def phase(
+    name: str, start_s: float, end_s: float, process: str = "worker", wall_offset_s: float = 100.0
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "process": process,
+        "start_s": start_s,
+        "end_s": end_s,
+        "wall_offset_s": wall_offset_s,
+    }
 
 
 def test_phases_are_laid_on_one_axis() -> None:
@@ -147,7 +164,11 @@ def test_phases_that_overlap_are_measured() -> None:
 
 @pytest.mark.parametrize("width", [10, 60, 100, 200])
 def test_a_waterfall_fits_the_console(width: int) -> None:
-    record = {"phases": [phase("fetch", 0.0, 0.25), phase("load", 0.25, 1.0)], "ttft_s": 1.25, "coverage": 0.987}
+    record = {
+        "phases": [phase("fetch", 0.0, 0.25), phase("load", 0.25, 1.0)],
+        "ttft_s": 1.25,
+        "coverage": 0.987,
+    }
     text = shown(draw(record, width), max(width, 60))
     assert "1,250 ms" in text
     assert "98.7%" in text
@@ -163,7 +184,9 @@ def test_a_cold_start_that_is_not_done_can_be_drawn() -> None:
     assert "█" in shown(draw({"phases": [phase("fetch", 5.0, 5.0)]}, 80))
 
 
-def test_a_trace_shows_each_span_once_and_failures_in_red(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_shows_each_span_once_and_failures_in_red(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def span(number: int, parent: int | None, name: str, status: str = "ok") -> dict[str, Any]:
         return {
             "span_id": str(number), "parent_id": str(parent or ""), "name": name, "service": "gateway", "status": status,
@@ -173,7 +196,12 @@ def test_a_trace_shows_each_span_once_and_failures_in_red(capsys: pytest.Capture
     class Trace:
         def get(self, path: str) -> dict[str, Any]:
             assert path == f"/traces/{'0a' * 16}"
-            spans = [span(2, 1, "POST [/v1]"), span(1, None, "root"), span(3, 2, "lost", "worker_lost"), span(4, 99, "late")]
+            spans = [
+                span(2, 1, "POST [/v1]"),
+                span(1, None, "root"),
+                span(3, 2, "lost", "worker_lost"),
+                span(4, 99, "late"),
+            ]
             return {"spans": spans, "cold_starts": []}
 
     client: Any = Trace()
@@ -227,22 +255,35 @@ def test_lines_that_are_being_written_are_waited_for(tmp_path: Path) -> None:
 # plan
 
 
-def environments(home: Home, options: SystemOptions, **environment: str) -> dict[str, dict[str, str]]:
-    return {spec.name: dict(spec.environment) for spec in child_specs(home, options, ENDPOINTS, environment)}
+def environments(
+    home: Home, options: SystemOptions, **environment: str
+) -> dict[str, dict[str, str]]:
+    return {
+        spec.name: dict(spec.environment)
+        for spec in child_specs(home, options, ENDPOINTS, environment)
+    }
 
 
 def test_every_service_gets_what_it_needs_and_no_more(home: Home) -> None:
     options = SystemOptions(port=7000, workers=2, link="200mbit", pool_bytes=5)
-    plan = environments(home, options, PATH="/bin", PILOTLIGHT_DATABASE_URL="postgresql://owner:hidden@/d")
+    plan = environments(
+        home, options, PATH="/bin", PILOTLIGHT_DATABASE_URL="postgresql://owner:hidden@/d"
+    )
     assert tuple(plan) == SERVICES
     assert "hidden" not in str(plan)
-    assert {name for name, own in plan.items() if "PILOTLIGHT_DATABASE_URL" in own} == set(SERVICES) - {"loader"}
+    assert {name for name, own in plan.items() if "PILOTLIGHT_DATABASE_URL" in own} == set(
+        SERVICES
+    ) - {"loader"}
     assert {name for name, own in plan.items() if "PILOTLIGHT_ADMIN_KEY_FILE" in own} == {"gateway"}
     assert {own["PATH"] for own in plan.values()} == {"/bin"}
     assert {own["PILOTLIGHT_NATS_URL"] for own in plan.values()} == {"nats://n"}
     assert plan["gateway"]["PILOTLIGHT_PORT"] == "7000"
     loader = plan["loader"]
-    assert (loader["PILOTLIGHT_WORKERS"], loader["PILOTLIGHT_LINK"], loader["PILOTLIGHT_POOL_BYTES"]) == ("2", "200mbit", "5")
+    assert (
+        loader["PILOTLIGHT_WORKERS"],
+        loader["PILOTLIGHT_LINK"],
+        loader["PILOTLIGHT_POOL_BYTES"],
+    ) == ("2", "200mbit", "5")
     logs_of = {spec.log_path for spec in child_specs(home, options, ENDPOINTS, {})}
     assert logs_of == {home.logs / f"{name}.log" for name in SERVICES}
 
@@ -254,12 +295,17 @@ def test_standbys_are_processes_with_names_and_logs_of_their_own(home: Home) -> 
     assert len({spec.log_path for spec in specs.values()}) == len(specs)
     assert specs["scheduler-3"].argv == specs["scheduler"].argv
     assert specs["scheduler-3"].log_path == home.logs / "scheduler-3.log"
-    assert {specs[name].environment["PILOTLIGHT_SHARE_PORT"] for name in ("gateway", "gateway-2")} == {"true"}
-    # Alone on its port, a gateway shares it with nobody: another system's would take half of its connections.
+    assert {
+        specs[name].environment["PILOTLIGHT_SHARE_PORT"] for name in ("gateway", "gateway-2")
+    } == {"true"}
+    # Alone on its port, a gateway does not share it: another system's would take half of its
+    # connections.
     assert environments(home, SystemOptions())["gateway"]["PILOTLIGHT_SHARE_PORT"] == "false"
 
 
-def test_logs_of_a_service_are_those_of_all_its_processes(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_of_a_service_are_those_of_all_its_processes(
+    home: Home, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("scheduler", "scheduler-2", "scheduler-10", "scheduler-x"):
         (home.logs / f"{name}.log").write_text(f"from {name}\n")
     logs.show(home, "scheduler", 5, follow=False, as_json=True)
@@ -271,23 +317,34 @@ def test_logs_of_a_service_are_those_of_all_its_processes(home: Home, capsys: py
 
 def test_the_users_model_roots_are_kept(home: Home) -> None:
     options = SystemOptions(model_roots=(Path("/demo"),))
-    assert environments(home, options)["gateway"]["PILOTLIGHT_MODEL_ROOTS"] == f"{home.models},/demo"
+    assert (
+        environments(home, options)["gateway"]["PILOTLIGHT_MODEL_ROOTS"] == f"{home.models},/demo"
+    )
     theirs = environments(home, options, PILOTLIGHT_MODEL_ROOTS="/data,/more")
     assert {own["PILOTLIGHT_MODEL_ROOTS"] for own in theirs.values()} == {"/data,/more,/demo"}
 
 
 def test_a_copy_of_the_folder_has_a_pool_of_its_own(home: Home, tmp_path: Path) -> None:
     def pool(where: Path, **environment: str) -> str:
-        return environments(Home(where), SystemOptions(), **environment)["loader"]["PILOTLIGHT_POOL_PATH"]
+        return environments(Home(where), SystemOptions(), **environment)["loader"][
+            "PILOTLIGHT_POOL_PATH"
+        ]
 
     (tmp_path / "link").symlink_to(home.root)
-    assert pool(home.root) == pool(tmp_path / "link") == str(home.pool_path) != pool(tmp_path / "copy")
+    assert (
+        pool(home.root) == pool(tmp_path / "link") == str(home.pool_path) != pool(tmp_path / "copy")
+    )
     assert pool(home.root, PILOTLIGHT_POOL_PATH="/mine") == "/mine"
     assert pool(home.root, PILOTLIGHT_POOL_PATH="") == str(home.pool_path)
 
 
 @pytest.mark.parametrize(
-    ("host", "url"), [("127.0.0.1", "http://127.0.0.1:8000"), ("0.0.0.0", "http://127.0.0.1:8000"), ("::1", "http://[::1]:8000")]
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8000"),
+        ("0.0.0.0", "http://127.0.0.1:8000"),
+        ("::1", "http://[::1]:8000"),
+    ],
 )
 def test_where_the_gateway_answers(host: str, url: str) -> None:
     assert SystemOptions(host=host).url == url
@@ -308,11 +365,17 @@ def test_an_admin_client_finds_the_running_system(home: Home) -> None:
     home.announce("http://127.0.0.1:1")
     with AdminClient.from_environment({}, home) as client:
         assert str(client._http.base_url).startswith("http://127.0.0.1:1/admin/v1")
-        assert client._http.headers["authorization"] == f"Bearer {home.admin_key.read_text().strip()}"
+        assert (
+            client._http.headers["authorization"] == f"Bearer {home.admin_key.read_text().strip()}"
+        )
 
 
-def test_tables_cut_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node's name is copied from the table into the next command, however narrow the screen is."""
+def test_tables_cut_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node's name is copied from the table into the next command, however narrow the screen
+    is.
+    """
     monkeypatch.setenv("COLUMNS", "40")
     node = f"node-{'0123456789' * 3}"
     show_table(("node", "why"), [(node, "because " * 20), ("n", "[x]")], "none")

@@ -1,4 +1,7 @@
-"""The bucket of a new installation is made once; against a stand-in. What a real server says is in tests/conformance."""
+"""The bucket of a new installation is made once; against a stand-in.
+
+What a real server says is in tests/conformance.
+"""
 
 import asyncio
 from collections.abc import Iterator

@@ -21,7 +21,13 @@ from pilotlight.common.messages.codec import (
     frame,
     read_frame,
 )
-from pilotlight.common.messages.engine import FromEngine, Produced, StageFailed, StageUnloaded, StepDone
+from pilotlight.common.messages.engine import (
+    FromEngine,
+    Produced,
+    StageFailed,
+    StageUnloaded,
+    StepDone,
+)
 from pilotlight.common.messages.hold import WorkerHold
 from pilotlight.common.messages.tokens import Submit, TokenBatch, TokenEntry
 from pilotlight.policy.ids import InstanceId, RequestId, WorkerId
@@ -41,7 +47,9 @@ ENTRIES = st.builds(
 )
 FRAMES = st.one_of(
     st.builds(StageUnloaded, instance_id=st.text().map(InstanceId)),
-    st.builds(StageFailed, instance_id=st.text().map(InstanceId), code=st.text(), message=st.text()),
+    st.builds(
+        StageFailed, instance_id=st.text().map(InstanceId), code=st.text(), message=st.text()
+    ),
     st.builds(
         StepDone,
         produced=st.lists(
@@ -110,7 +118,11 @@ async def test_frames_are_read_from_a_stream() -> None:
     reader = asyncio.StreamReader()
     reader.feed_data(frame(Text(text="one")) + frame(Text(text="two")))
     reader.feed_eof()
-    assert [await read_frame(reader, Text) for _ in range(3)] == [Text(text="one"), Text(text="two"), None]
+    assert [await read_frame(reader, Text) for _ in range(3)] == [
+        Text(text="one"),
+        Text(text="two"),
+        None,
+    ]
 
 
 @pytest.mark.anyio

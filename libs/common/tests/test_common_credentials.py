@@ -27,7 +27,9 @@ def test_each_holder_gets_its_own_and_no_more(tmp_path: Path) -> None:
 
 
 def test_modes(tmp_path: Path) -> None:
-    """The group reads, for servers with a user of their own; a password file for libpq must be its owner's alone."""
+    """The group reads, for servers with a user of their own; a password file for libpq must be its
+    owner's alone.
+    """
     hand_out(tmp_path)
     assert mode(tmp_path / "postgres" / "postgres-owner") == 0o440
     assert mode(tmp_path / "migrations" / "pgpass") == 0o400
@@ -42,7 +44,9 @@ def test_servers_are_configured_for_the_same_secrets(tmp_path: Path) -> None:
     assert users == {user: known[f"nats-{user}"] for user in NATS_USERS}
     assert config["http"] == "127.0.0.1:8222"
     (identity,) = json.loads((tmp_path / "s3" / "s3.json").read_text())["identities"]
-    assert identity["credentials"] == [{"accessKey": known["s3-access-key"], "secretKey": known["s3-secret-key"]}]
+    assert identity["credentials"] == [
+        {"accessKey": known["s3-access-key"], "secretKey": known["s3-secret-key"]}
+    ]
     assert known["postgres-owner"] in (tmp_path / "migrations" / "pgpass").read_text()
 
 

@@ -39,12 +39,16 @@ def test_a_header_says_exactly_what_was_said(sent: Moment | None, binary: bool) 
     headers = stamped({"traceparent": "x"}, sent)
     assert (SENT_HEADER in headers) is (sent is not None)
     assert opened(encode(HOLD), headers, Timed[NodeHold], decode) == Timed(HOLD, sent)
-    assert opened(encode(HOLD), headers, NodeHold, decode) == HOLD, "who does not ask for it gets the message alone"
+    assert opened(encode(HOLD), headers, NodeHold, decode) == HOLD, (
+        "a listener that does not ask for it gets the message alone"
+    )
 
 
 @pytest.mark.parametrize("header", ["", "soon", "1.0", "1.0 2.0 3.0", "1.0 later"])
 def test_a_header_that_says_nothing_is_none(header: str) -> None:
-    assert opened(encode_json(HOLD), {SENT_HEADER: header}, Timed[NodeHold], decode_json).sent is None
+    assert (
+        opened(encode_json(HOLD), {SENT_HEADER: header}, Timed[NodeHold], decode_json).sent is None
+    )
     assert opened(encode_json(HOLD), None, Timed[NodeHold], decode_json).sent is None
 
 
@@ -70,7 +74,10 @@ def test_who_receives_it_reads_the_moment_on_its_own_clock() -> None:
     clock = ManualClock()
     now = moment_of(clock)
     assert Timed(HOLD).sent_s(clock) == now.at_s
-    assert Timed(HOLD, Moment(at_s=now.at_s - 0.5, wall_offset_s=now.wall_offset_s)).sent_s(clock) == now.at_s - 0.5
+    assert (
+        Timed(HOLD, Moment(at_s=now.at_s - 0.5, wall_offset_s=now.wall_offset_s)).sent_s(clock)
+        == now.at_s - 0.5
+    )
     elsewhere = Moment(at_s=now.at_s - 900.5, wall_offset_s=now.wall_offset_s + 900.0)
     assert Timed(HOLD, elsewhere).sent_s(clock) == pytest.approx(now.at_s - 0.5)
 
@@ -89,7 +96,9 @@ def test_no_message_says_in_a_field_when_it_was_sent() -> None:
 @pytest.mark.anyio
 @pytest.mark.parametrize("faulty", [False, True])
 @pytest.mark.parametrize("binary", [False, True])
-async def test_the_bus_carries_it_beside_notifications(bus: Bus, faulty: bool, binary: bool) -> None:
+async def test_the_bus_carries_it_beside_notifications(
+    bus: Bus, faulty: bool, binary: bool
+) -> None:
     heard: list[Any] = []
 
     async def listen(message: Any) -> None:
@@ -131,7 +140,9 @@ async def test_a_bucket_keeps_it_beside_its_values(bus: Bus, faulty: bool) -> No
     await bucket.put("silent", HOLD)
     watching = asyncio.create_task(bucket.watch(Timed[NodeHold], note))
     await until(lambda: len(seen) == 2)
-    assert seen == {"said": Timed(HOLD, SENT), "silent": Timed(HOLD)}, "also for who comes late"
+    assert seen == {"said": Timed(HOLD, SENT), "silent": Timed(HOLD)}, (
+        "also for a watcher that comes late"
+    )
     assert (await bucket.get("said", NodeHold)).value == HOLD
     await bucket.delete("said")
     await until(lambda: seen["said"] is None)

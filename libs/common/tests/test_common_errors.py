@@ -14,7 +14,8 @@ from pilotlight.common.errors import (
 )
 
 ERRORS = [kind for kind in all_errors() if kind.__module__.startswith("pilotlight.common.errors.")]
-"""Those of the taxonomy's own package: other members have a few of their own, which may be loaded or not."""
+"""Those of the taxonomy's own package: other members have a few of their own, which may be loaded
+or not."""
 BY_NAME = pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
 
 

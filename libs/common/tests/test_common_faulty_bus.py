@@ -1,4 +1,6 @@
-"""What ``FaultyBus`` does to messages, on a real server: each fault that it may deal out, and none that it may not."""
+"""What ``FaultyBus`` does to messages, on a real server: each fault that it may deal out, and none
+that it may not.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -186,7 +188,9 @@ async def test_a_write_that_is_not_confirmed_may_have_been_made(make: Any, clear
     assert 0 < len(seen) - 1 < 8
 
 
-async def test_a_replacement_that_is_not_confirmed_is_found_when_it_was_made(make: Any, clear: Bus) -> None:
+async def test_a_replacement_that_is_not_confirmed_is_found_when_it_was_made(
+    make: Any, clear: Bus
+) -> None:
     bus = await make(lost=0.5, max_late_s=0.01)
     bucket, real = await bus.bucket("things"), await clear.bucket("things")
     failures = 0
@@ -218,7 +222,8 @@ async def test_a_watch_gets_every_last_value_whatever_happens(make: Any, clear: 
     await until(lambda: dict(seen) == {"k0": None, "k1": "28", "k2": "29"})
     watching.cancel()
     assert len(seen) > 31, "nothing was repeated"
-    # Of one key an older value comes again only together with everything that was last then, so the end is right.
+    # Of one key an older value comes again only together with everything that was last then, so the
+    # end is right.
     assert seen[-1][1] in (None, "29")
 
 

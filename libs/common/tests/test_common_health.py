@@ -106,7 +106,9 @@ signal.pause()
 
 
 def listening(path: Path) -> subprocess.Popen[str]:
-    process = subprocess.Popen([sys.executable, "-c", LISTENER, str(path)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", LISTENER, str(path)], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     with process.stdout as output:
         assert output.readline() == "up\n"
@@ -122,7 +124,12 @@ async def test_sockets_of_killed_processes_go_and_those_of_others_stay(tmp_path:
     parts = Parts()
     dead, stopped, young = (tmp_path / f"worker-{number}.sock" for number in (os.getpid(), 12, 13))
     (tmp_path / "notes").touch()
-    processes = [listening(dead), listening(stopped), listening(young), listening(tmp_path / "pool.sock")]
+    processes = [
+        listening(dead),
+        listening(stopped),
+        listening(young),
+        listening(tmp_path / "pool.sock"),
+    ]
     try:
         processes[1].send_signal(signal.SIGSTOP)
         for process in (processes[0], *processes[2:]):
@@ -132,20 +139,27 @@ async def test_sockets_of_killed_processes_go_and_those_of_others_stay(tmp_path:
             old(path)
         server = HealthServer(tmp_path / "loader-14.sock", CollectorRegistry(), parts, parts)
         await server.start()
-        assert not dead.exists(), "whoever has its process id now"
+        assert not dead.exists(), "whatever process has its process id now"
         assert stopped.exists()
         assert young.exists(), "it may be about to listen"
         assert (tmp_path / "pool.sock").exists(), "no process's own"
         assert (await ask(server.path, get("/healthz")))[0] == 200
         await server.stop()
-        assert sorted(os.listdir(tmp_path)) == ["notes", "pool.sock", "worker-12.sock", "worker-13.sock"]
+        assert sorted(os.listdir(tmp_path)) == [
+            "notes",
+            "pool.sock",
+            "worker-12.sock",
+            "worker-13.sock",
+        ]
     finally:
         processes[1].kill()
         for process in processes:
             process.wait()
 
 
-async def test_a_socket_that_cannot_be_made_is_made_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_socket_that_cannot_be_made_is_made_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(health, "_BACKOFF", Backoff(first_s=0.01, limit_s=0.01))
     (tmp_path / "run").touch()
     parts = Parts()

@@ -4,7 +4,11 @@ from pilotlight.common.machine import INHERITED, STANDARD_ERROR, log_file, memor
 
 
 def test_memory_is_no_more_than_the_hosts() -> None:
-    (total,) = [line.split()[1] for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal")]
+    (total,) = [
+        line.split()[1]
+        for line in Path("/proc/meminfo").read_text().splitlines()
+        if line.startswith("MemTotal")
+    ]
     assert 1 << 20 < memory_bytes() <= int(total) * 1024
 
 

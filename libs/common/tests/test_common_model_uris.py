@@ -1,4 +1,6 @@
-"""URIs and roots: what may be read is decided by their text alone, so every odd text must be refused or mean one thing."""
+"""URIs and roots: what may be read is decided by their text alone, so every odd text must be
+refused or mean one thing.
+"""
 
 import string
 from pathlib import Path
@@ -19,7 +21,11 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
     [
         ("s3://bucket", S3Uri("bucket", ()), "s3://bucket"),
         ("s3://bucket/", S3Uri("bucket", ()), "s3://bucket"),
-        ("S3://my-bucket.2/a/b c/d=1/", S3Uri("my-bucket.2", ("a", "b c", "d=1")), "s3://my-bucket.2/a/b c/d=1"),
+        (
+            "S3://my-bucket.2/a/b c/d=1/",
+            S3Uri("my-bucket.2", ("a", "b c", "d=1")),
+            "s3://my-bucket.2/a/b c/d=1",
+        ),
         ("s3://bucket/@home/x:y", S3Uri("bucket", ("@home", "x:y")), "s3://bucket/@home/x:y"),
         ("hf://Org/Name-1.5_b", HubUri("Org", "Name-1.5_b"), "hf://Org/Name-1.5_b"),
         ("Hf://org/name@v1.0", HubUri("org", "name", "v1.0"), "hf://org/name@v1.0"),
@@ -39,7 +45,9 @@ def test_only_whole_commits_are_pinned() -> None:
         assert not HubUri("org", "name", revision).pinned
 
 
-@pytest.mark.parametrize("uri", ["/a/b", "file:///a/b", "FILE:///a/b", "file://localhost/a/b", "file:///a/%62"])
+@pytest.mark.parametrize(
+    "uri", ["/a/b", "file:///a/b", "FILE:///a/b", "file://localhost/a/b", "file:///a/%62"]
+)
 def test_folders(uri: str) -> None:
     assert parse_uri(uri) == FolderUri(Path("/a/b"))
 
@@ -68,7 +76,10 @@ def test_odd_uris_are_refused(uri: str) -> None:
     assert len(caught.value.message) < 600
 
 
-@given(st.text(max_size=60), st.sampled_from(["", "s3://bucket/", "s3://", "hf://org/", "hf://", "file:///", "/"]))
+@given(
+    st.text(max_size=60),
+    st.sampled_from(["", "s3://bucket/", "s3://", "hf://org/", "hf://", "file:///", "/"]),
+)
 def test_any_text_is_refused_or_means_what_it_says(text: str, start: str) -> None:
     try:
         meaning = parse_uri(start + text)
@@ -79,7 +90,9 @@ def test_any_text_is_refused_or_means_what_it_says(text: str, start: str) -> Non
         return
     assert parse_uri(str(meaning)) == meaning
     segments = (
-        meaning.prefix if isinstance(meaning, S3Uri) else (meaning.org, meaning.name, *(meaning.revision or "x").split("/"))
+        meaning.prefix
+        if isinstance(meaning, S3Uri)
+        else (meaning.org, meaning.name, *(meaning.revision or "x").split("/"))
     )
     for segment in segments:
         assert segment
@@ -91,7 +104,9 @@ SEGMENT = st.text(string.ascii_lowercase, min_size=1, max_size=3)
 
 
 @given(st.lists(SEGMENT, max_size=4), st.lists(SEGMENT, max_size=4))
-def test_a_root_holds_what_is_below_it_segment_by_segment(root: list[str], prefix: list[str]) -> None:
+def test_a_root_holds_what_is_below_it_segment_by_segment(
+    root: list[str], prefix: list[str]
+) -> None:
     roots = ModelRoots.parse("/".join(["s3://bucket", *root]))
     below = prefix[: len(root)] == root
     for bucket, allowed in (("bucket", below), ("bucket2", False)):
@@ -115,7 +130,11 @@ def test_a_root_holds_what_is_below_it_segment_by_segment(root: list[str], prefi
         ("hf://", ["hf://org/name", "hf://a/b@main"], ["s3://bucket/x"]),
         ("hf://org", ["hf://org/name", "hf://org/other@v1"], ["hf://org2/name", "hf://Org/name"]),
         ("hf://org/name", ["hf://org/name@v1"], ["hf://org/name2", "hf://org/other"]),
-        (" s3://one/a , hf://org/ ,, s3://two ", ["s3://one/a/b", "s3://two/c", "hf://org/x"], ["s3://one/b"]),
+        (
+            " s3://one/a , hf://org/ ,, s3://two ",
+            ["s3://one/a/b", "s3://two/c", "hf://org/x"],
+            ["s3://one/b"],
+        ),
         ("", [], ["s3://bucket/x", "hf://org/name", "/"]),
     ],
 )
@@ -129,7 +148,17 @@ def test_roots(roots: str, allowed: list[str], refused: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "root", ["s3://", "s3://Bucket", "s3://bucket/../x", "hf://a/b/c", "hf://..", "http://x", "gs://bucket", "file://x"]
+    "root",
+    [
+        "s3://",
+        "s3://Bucket",
+        "s3://bucket/../x",
+        "hf://a/b/c",
+        "hf://..",
+        "http://x",
+        "gs://bucket",
+        "file://x",
+    ],
 )
 def test_odd_roots_are_refused_at_start(root: str) -> None:
     with pytest.raises(SettingsInvalid, match="PILOTLIGHT_MODEL_ROOTS"):
@@ -144,7 +173,12 @@ def test_folders_are_resolved_before_they_are_compared(tmp_path: Path) -> None:
     (tmp_path / "models" / "loop").symlink_to("loop")
     roots = ModelRoots.parse(f"{tmp_path}/models/../models, s3://bucket")
     assert roots.check(inside.as_uri()) == roots.check(f"{inside}/../tiny/.") == FolderUri(inside)
-    for path in (outside, tmp_path / "models" / "link", inside / "../../outside", tmp_path / "models2"):
+    for path in (
+        outside,
+        tmp_path / "models" / "link",
+        inside / "../../outside",
+        tmp_path / "models2",
+    ):
         with pytest.raises(UriNotAllowed, match="s3://bucket"):
             roots.check(str(path))
     with pytest.raises(SourceMissing):

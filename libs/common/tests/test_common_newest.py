@@ -5,7 +5,13 @@ from pilotlight.common.newest import MAX_SENDERS, PAST_LIVES, Newest
 
 def test_overtaken_and_repeated_messages_are_no_news() -> None:
     newest = Newest()
-    assert [newest.is_news("w", "a", seq) for seq in (1, 3, 2, 3, 4)] == [True, True, False, False, True]
+    assert [newest.is_news("w", "a", seq) for seq in (1, 3, 2, 3, 4)] == [
+        True,
+        True,
+        False,
+        False,
+        True,
+    ]
     assert newest.is_news("other", "a", 1)
 
 
@@ -22,7 +28,16 @@ def test_a_new_life_counts_anew_and_the_last_one_is_over() -> None:
 def test_a_late_message_of_an_earlier_life_does_not_silence_the_living() -> None:
     newest = Newest()
     said = [("b", 1), ("a", 900), ("b", 2), ("b", 3), ("a", 900), ("a", 899), ("b", 3), ("b", 4)]
-    assert [newest.is_news("w", *one) for one in said] == [True, True, True, True, False, False, False, True]
+    assert [newest.is_news("w", *one) for one in said] == [
+        True,
+        True,
+        True,
+        True,
+        False,
+        False,
+        False,
+        True,
+    ]
 
 
 def test_lives_of_a_release_that_does_not_count_silence_nobody() -> None:

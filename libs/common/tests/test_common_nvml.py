@@ -1,17 +1,21 @@
 """What is read of a GPU by a library that is scripted, and calls that hang."""
 
-import asyncio
 import importlib
 import sys
-import threading
 
 import pynvml
 import pytest
 from fake_nvml import GIB, ScriptedNvml
 
-from pilotlight.common.apart import Apart
 from pilotlight.common.device_health import Judgement, Recovery, judge
-from pilotlight.common.nvml import RECOVERIES, NvmlFailed, NvmlReader, NvmlUnavailable, device_states, list_gpus
+from pilotlight.common.nvml import (
+    RECOVERIES,
+    NvmlFailed,
+    NvmlReader,
+    NvmlUnavailable,
+    device_states,
+    list_gpus,
+)
 from pilotlight.policy.cluster import HealthState
 
 
@@ -29,7 +33,9 @@ def test_every_name_is_pynvmls() -> None:
 
 
 def test_gpus_are_listed(nvml: ScriptedNvml) -> None:
-    assert [(gpu.index, gpu.uuid, gpu.name, gpu.memory_bytes, gpu.driver) for gpu in list_gpus()] == [
+    assert [
+        (gpu.index, gpu.uuid, gpu.name, gpu.memory_bytes, gpu.driver) for gpu in list_gpus()
+    ] == [
         (0, "GPU-0", "H200", 80 * GIB, "580.0"),
         (1, "GPU-1", "H200", 80 * GIB, "580.0"),
     ]
@@ -42,9 +48,17 @@ def test_a_device_is_read(nvml: ScriptedNvml) -> None:
     nvml.xids = [31, 45]
     nvml.remapped = (1, 2, 1, 0)
     reading = reader.read({7})
-    assert (reading.xids, reading.recovery, reading.uncorrected_errors) == ((31, 45), Recovery.NONE, 0)
+    assert (reading.xids, reading.recovery, reading.uncorrected_errors) == (
+        (31, 45),
+        Recovery.NONE,
+        0,
+    )
     assert (reading.remap_pending, reading.remap_failed) == (True, False)
-    assert (reading.memory_bytes, reading.used_bytes, reading.own_bytes) == (80 * GIB, 6 * GIB, 2 * GIB)
+    assert (reading.memory_bytes, reading.used_bytes, reading.own_bytes) == (
+        80 * GIB,
+        6 * GIB,
+        2 * GIB,
+    )
     assert reading.others_bytes == 4 * GIB
     assert reader.read({7}).xids == (), "told once"
     assert reader.read({99}).own_bytes is None, "the driver knows our processes by other numbers"
@@ -72,7 +86,11 @@ def test_what_the_driver_says_is_to_be_done(nvml: ScriptedNvml, action: int, exp
 
 
 def test_every_recovery_that_the_library_names_has_a_row() -> None:
-    named = {name: value for name, value in vars(pynvml).items() if name.startswith("NVML_GPU_RECOVERY_ACTION_")}
+    named = {
+        name: value
+        for name, value in vars(pynvml).items()
+        if name.startswith("NVML_GPU_RECOVERY_ACTION_")
+    }
     assert set(named.values()) == set(RECOVERIES)
     assert RECOVERIES[named["NVML_GPU_RECOVERY_ACTION_SYSTEM_REBOOT"]] is Recovery.REBOOT
 
@@ -93,7 +111,12 @@ def test_what_a_device_does_not_tell_is_not_known(nvml: ScriptedNvml) -> None:
     reader = NvmlReader("GPU-0")
     reader.open()
     reading = reader.read({7})
-    assert (reading.xids, reading.recovery, reading.uncorrected_errors, reading.own_bytes) == ((), Recovery.UNKNOWN, None, None)
+    assert (reading.xids, reading.recovery, reading.uncorrected_errors, reading.own_bytes) == (
+        (),
+        Recovery.UNKNOWN,
+        None,
+        None,
+    )
 
 
 def test_a_lost_device_is_looked_for_again(nvml: ScriptedNvml) -> None:
@@ -110,8 +133,12 @@ def test_a_lost_device_is_looked_for_again(nvml: ScriptedNvml) -> None:
 
 
 @pytest.mark.parametrize("named", ["1", "GPU-1"])
-@pytest.mark.parametrize("code", [pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_NOT_FOUND, pynvml.NVML_ERROR_UNKNOWN])
-def test_a_device_that_is_lost_from_the_beginning_is_looked_for_again(nvml: ScriptedNvml, named: str, code: int) -> None:
+@pytest.mark.parametrize(
+    "code", [pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_NOT_FOUND, pynvml.NVML_ERROR_UNKNOWN]
+)
+def test_a_device_that_is_lost_from_the_beginning_is_looked_for_again(
+    nvml: ScriptedNvml, named: str, code: int
+) -> None:
     nvml.lose(1, code)
     reader = NvmlReader(named)
     assert reader.open().lost == str(pynvml.NVMLError(code))
@@ -151,11 +178,20 @@ def test_an_error_that_says_nothing_of_the_device_does_not_lose_it(nvml: Scripte
     reader = NvmlReader("0")
     reader.open()
     asked = len(nvml.asked)
-    for code in (pynvml.NVML_ERROR_UNKNOWN, pynvml.NVML_ERROR_IN_USE, pynvml.NVML_ERROR_MEMORY, pynvml.NVML_ERROR_TIMEOUT):
+    for code in (
+        pynvml.NVML_ERROR_UNKNOWN,
+        pynvml.NVML_ERROR_IN_USE,
+        pynvml.NVML_ERROR_MEMORY,
+        pynvml.NVML_ERROR_TIMEOUT,
+    ):
         nvml.xids = [31]
         nvml.lose(0, code)
         reading = reader.read(())
-        assert (reading.untold, reading.lost, reading.xids) == (str(pynvml.NVMLError(code)), "", (31,))
+        assert (reading.untold, reading.lost, reading.xids) == (
+            str(pynvml.NVMLError(code)),
+            "",
+            (31,),
+        )
     nvml.lost.clear()
     assert reader.read(()).untold == ""
     assert len(nvml.asked) == asked, "the handle is the same"
@@ -204,24 +240,3 @@ def test_without_library_or_driver_it_is_said_so(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(NvmlFailed, match=r"(?i)mismatch"):
         list_gpus()
     assert importlib.import_module("pynvml") is scripted
-
-
-@pytest.mark.anyio
-async def test_calls_that_hang_are_left_to_themselves() -> None:
-    apart, goes_on = Apart("test"), threading.Event()
-    hung = apart.call(lambda: goes_on.wait(20))
-    after = apart.call(lambda: 7)
-
-    def fails() -> None:
-        raise ValueError("no")
-
-    failed = apart.call(fails)
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(asyncio.shield(hung), 0.05)
-    assert not after.done()
-    goes_on.set()
-    assert await hung
-    assert await after == 7
-    with pytest.raises(ValueError, match="no"):
-        await failed
-    apart.close()

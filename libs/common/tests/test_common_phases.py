@@ -28,7 +28,9 @@ class Leader:
         self.asked = 0
         self._failures = list(failures)
 
-    async def request(self, subject: str, message: PhaseReport, reply_type: type[Any], *, deadline_s: float) -> Any:
+    async def request(
+        self, subject: str, message: PhaseReport, reply_type: type[Any], *, deadline_s: float
+    ) -> Any:
         assert (subject, reply_type) == (PHASES_SUBJECT, PhasesKept)
         assert deadline_s > 0
         self.asked += 1
@@ -42,13 +44,17 @@ async def next_of(leader: Leader) -> PhaseReport:
     return await asyncio.wait_for(leader.kept.get(), DEADLINE_S)
 
 
-def recorder_of(leader: Leader, background: Background, clock: ManualClock | None = None) -> PhaseRecorder:
+def recorder_of(
+    leader: Leader, background: Background, clock: ManualClock | None = None
+) -> PhaseRecorder:
     bus: Any = leader
     typed: Bus = bus
     return reported_phases(typed, clock or ManualClock(), background, "worker")
 
 
-def names_of(recorder: PhaseRecorder, instance_id: InstanceId) -> list[tuple[PhaseName, float, float]]:
+def names_of(
+    recorder: PhaseRecorder, instance_id: InstanceId
+) -> list[tuple[PhaseName, float, float]]:
     return [(phase.name, phase.start_s, phase.end_s) for phase in recorder.take(instance_id).phases]
 
 
@@ -62,7 +68,12 @@ async def test_a_recorded_phase_is_reported() -> None:
     recorder.first_token(ONE, token)
     report = await next_of(leader)
     (phase,) = report.phases
-    assert (report.instance_id, phase.name, phase.start_s, phase.end_s) == (ONE, PhaseName.LOAD, 100.0, 100.25)
+    assert (report.instance_id, phase.name, phase.start_s, phase.end_s) == (
+        ONE,
+        PhaseName.LOAD,
+        100.0,
+        100.25,
+    )
     assert (phase.process, phase.detail) == ("worker", "stage [0, 4)")
     assert phase.wall_offset_s == pytest.approx(clock.wall().timestamp() - clock.monotonic_s())
     assert report.first_token == token
@@ -114,7 +125,10 @@ def test_what_ends_before_it_begins_takes_no_time() -> None:
 
 
 def test_dropped_phases_are_forgotten_and_added_ones_are_not() -> None:
-    recorder, other = PhaseRecorder(ManualClock(), "worker"), PhaseRecorder(ManualClock(), "worker", "engine")
+    recorder, other = (
+        PhaseRecorder(ManualClock(), "worker"),
+        PhaseRecorder(ManualClock(), "worker", "engine"),
+    )
     recorder.record(ONE, PhaseName.INIT, 1.0, 2.0)
     recorder.drop(ONE)
     other.record(ONE, PhaseName.LOAD, 2.0, 3.0)
@@ -130,7 +144,10 @@ async def test_reports_are_repeated_until_a_leader_answers() -> None:
     recorder.record(TWO, PhaseName.LOAD, 1.0, 2.0)
     await until(lambda: leader.asked == 1)
     recorder.record(ONE, PhaseName.LOAD, 1.0, 2.0)
-    found = {report.instance_id: report.phases for report in (await next_of(leader), await next_of(leader))}
+    found = {
+        report.instance_id: report.phases
+        for report in (await next_of(leader), await next_of(leader))
+    }
     names = {instance_id: [phase.name for phase in phases] for instance_id, phases in found.items()}
     assert names == {ONE: [PhaseName.FETCH, PhaseName.LOAD], TWO: [PhaseName.LOAD]}
     assert leader.kept.empty()

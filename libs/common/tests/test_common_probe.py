@@ -68,8 +68,14 @@ async def test_as_a_command_it_imports_the_standard_library_alone(tmp_path: Path
             timeout=30,
         )
 
-    well, ill = await asyncio.gather(asyncio.to_thread(asked, "loader"), asyncio.to_thread(asked, "loader", "worker"))
+    well, ill = await asyncio.gather(
+        asyncio.to_thread(asked, "loader"), asyncio.to_thread(asked, "loader", "worker")
+    )
     assert (well.returncode, well.stdout) == (0, "ready\n")
     assert (ill.returncode, ill.stdout) == (1, "worker: it has not started\n")
-    assert not [name for name in ("asyncio", "pydantic", "prometheus_client", "structlog") if f" {name}" in well.stderr]
+    assert not [
+        name
+        for name in ("asyncio", "pydantic", "prometheus_client", "structlog")
+        if f" {name}" in well.stderr
+    ]
     await server.stop()

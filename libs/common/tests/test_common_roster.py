@@ -1,4 +1,6 @@
-"""The roster: one rule for who lives, whatever order reports, silence and losses of the bus come in."""
+"""The roster: one rule for which workers and nodes live, whatever order reports, silence and losses
+of the bus come in.
+"""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,13 +18,19 @@ STARTED_ANEW = "the worker was started anew"
 SEEN_TO_END = "its node's loader saw it end"
 
 
-def report(index: int = 0, *, incarnation: str = "a", seq: int = 0, epoch_seen: int = 0) -> WorkerReport:
-    return WorkerReport(facts=worker(index), incarnation=incarnation, epoch_seen=Epoch(epoch_seen), seq=seq)
+def report(
+    index: int = 0, *, incarnation: str = "a", seq: int = 0, epoch_seen: int = 0
+) -> WorkerReport:
+    return WorkerReport(
+        facts=worker(index), incarnation=incarnation, epoch_seen=Epoch(epoch_seen), seq=seq
+    )
 
 
 def loader(*dead: str, epoch_seen: int = 0) -> LoaderReport:
     ended = tuple(WorkerId(worker_id) for worker_id in dead)
-    return LoaderReport(facts=node(), incarnation="l", epoch_seen=Epoch(epoch_seen), dead_workers=ended)
+    return LoaderReport(
+        facts=node(), incarnation="l", epoch_seen=Epoch(epoch_seen), dead_workers=ended
+    )
 
 
 def liveness(roster: Roster, worker_id: WorkerId = W0) -> Liveness | None:
@@ -40,7 +48,9 @@ def test_a_silent_worker_becomes_suspect_then_dead_once_and_lives_again_when_hea
     assert roster.check(NOW_S + 0.9) == News()
     assert roster.check(NOW_S + 1.5) == News(workers=(W0,))
     assert liveness(roster) is Liveness.SUSPECT
-    assert roster.check(NOW_S + 3.5) == News(workers=(W0,), losses=(Loss(worker_id=W0, why="it has been silent for 3.5 s"),))
+    assert roster.check(NOW_S + 3.5) == News(
+        workers=(W0,), losses=(Loss(worker_id=W0, why="it has been silent for 3.5 s"),)
+    )
     assert roster.check(NOW_S + 4.0) == News()
     assert losses(roster.hear_worker(report(), NOW_S + 4.1)) == []
     assert liveness(roster) is Liveness.ALIVE
@@ -62,8 +72,12 @@ def test_a_loader_tells_of_a_death_at_once_and_only_of_that_run() -> None:
     assert losses(roster.hear_loader(loader("w0"), NOW_S + 0.1)) == [SEEN_TO_END]
     assert roster.hear_worker(report(), NOW_S + 0.2) == News(), "its last words"
     assert losses(roster.hear_loader(loader("w0"), NOW_S + 0.3)) == []
-    assert losses(roster.hear_worker(report(incarnation="b"), NOW_S + 0.4)) == [], "its death was told"
-    assert losses(roster.hear_loader(loader("w0"), NOW_S + 0.5)) == [], "the list still names the run before"
+    assert losses(roster.hear_worker(report(incarnation="b"), NOW_S + 0.4)) == [], (
+        "its death was told"
+    )
+    assert losses(roster.hear_loader(loader("w0"), NOW_S + 0.5)) == [], (
+        "the list still names the run before"
+    )
     assert liveness(roster) is Liveness.ALIVE
 
 
@@ -81,14 +95,18 @@ def test_a_worker_that_is_started_anew_has_lost_what_it_held() -> None:
     roster.hear_worker(report(), NOW_S)
     assert losses(roster.hear_worker(report(incarnation="b"), NOW_S + 0.1)) == [STARTED_ANEW]
     roster.check(NOW_S + 4.0)
-    assert losses(roster.hear_worker(report(incarnation="c"), NOW_S + 4.1)) == [], "that run was dead already"
+    assert losses(roster.hear_worker(report(incarnation="c"), NOW_S + 4.1)) == [], (
+        "that run was dead already"
+    )
 
 
 def test_a_report_that_was_overtaken_replaces_nothing() -> None:
     roster = Roster()
     roster.hear_worker(report(seq=2), NOW_S)
     assert roster.hear_worker(report(seq=1, epoch_seen=9), NOW_S + 2.0) == News()
-    assert roster.epoch_seen == 9, "an epoch that somebody has obeyed is one, however late the word of it"
+    assert roster.epoch_seen == 9, (
+        "an epoch that a worker has obeyed is one, however late the word of it"
+    )
     roster.check(NOW_S + 2.0)
     assert liveness(roster) is Liveness.SUSPECT
 
@@ -131,13 +149,20 @@ def test_a_process_that_stood_still_takes_its_own_absence_for_nobody_s_death() -
 
 LIMITS_S = (SUSPECT_AFTER_S, DEAD_AFTER_S, FORGET_AFTER_S)
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["w0", "w1", "check", "deaf", "hears", "dies", "anew"]), st.floats(0.0, 2.0)), max_size=40
+    st.tuples(
+        st.sampled_from(["w0", "w1", "check", "deaf", "hears", "dies", "anew"]), st.floats(0.0, 2.0)
+    ),
+    max_size=40,
 )
 
 
 @given(STEPS)
-def test_liveness_is_that_of_the_time_in_which_a_worker_could_be_heard(steps: list[tuple[str, float]]) -> None:
-    """Against the rule written down plainly: every age is summed up from the intervals in which the bus was there."""
+def test_liveness_is_that_of_the_time_in_which_a_worker_could_be_heard(
+    steps: list[tuple[str, float]],
+) -> None:
+    """Against the rule written down plainly: every age is summed up from the intervals in which the
+    bus was there.
+    """
     roster, now_s, deaf = Roster(), NOW_S, False
     ages_s: dict[str, float] = {}
     run = {"w0": 0, "w1": 0}
@@ -170,8 +195,13 @@ def test_liveness_is_that_of_the_time_in_which_a_worker_could_be_heard(steps: li
         if any(abs(age_s - limit_s) < 1e-6 for age_s in ages_s.values() for limit_s in LIMITS_S):
             return
         ages_s = {name: age_s for name, age_s in ages_s.items() if age_s < FORGET_AFTER_S}
-        expected = {name: Liveness.DEAD if name in last_words else liveness_of(age_s) for name, age_s in ages_s.items()}
+        expected = {
+            name: Liveness.DEAD if name in last_words else liveness_of(age_s)
+            for name, age_s in ages_s.items()
+        }
         assert {name: view.facts.liveness for name, view in roster.workers.items()} == expected
         dead = {name for name, judged in expected.items() if judged is Liveness.DEAD}
-    assert all(told.count(name) <= 1 + sum(step in (name, "anew") for step, _ in steps) for name in dead)
+    assert all(
+        told.count(name) <= 1 + sum(step in (name, "anew") for step, _ in steps) for name in dead
+    )
     assert set(told) >= dead

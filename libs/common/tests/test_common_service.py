@@ -1,4 +1,6 @@
-"""A service process: starts in order, tells that it is ready, stops in reverse, ends when one of its tasks dies."""
+"""A service process: starts in order, tells that it is ready, stops in reverse, ends when one of
+its tasks dies.
+"""
 
 import os
 import signal
@@ -56,11 +58,15 @@ def start(tmp_path: Path, nats_url: str, *arguments: str) -> subprocess.Popen[st
         "NOTIFY_SOCKET": str(tmp_path / "notify"),
     }
     command = [sys.executable, "-c", SERVICE, *arguments]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 @pytest.mark.slow
-def test_a_service_lives_and_ends_in_order(tmp_path: Path, nats_url: str, notified: socket.socket) -> None:
+def test_a_service_lives_and_ends_in_order(
+    tmp_path: Path, nats_url: str, notified: socket.socket
+) -> None:
     process = start(tmp_path, nats_url)
     assert notified.recv(100) == b"READY=1"
     (health,) = (tmp_path / "run").iterdir()

@@ -13,7 +13,11 @@ class Both(ServiceSettings, DatabaseSettings):
     """As most services have."""
 
 
-def refused(kind: type[BusSettings | DatabaseSettings | S3Settings], monkeypatch: pytest.MonkeyPatch, **values: str) -> list[str]:
+def refused(
+    kind: type[BusSettings | DatabaseSettings | S3Settings],
+    monkeypatch: pytest.MonkeyPatch,
+    **values: str,
+) -> list[str]:
     """The lines of the message about what the environment says."""
     for name, value in values.items():
         monkeypatch.setenv(f"PILOTLIGHT_{name}", value)
@@ -32,7 +36,9 @@ def test_each_wrong_setting_has_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_check_of_ours_speaks_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     (line,) = refused(S3Settings, monkeypatch, S3_ENDPOINT="http://s3.example.org")
-    assert line.startswith("PILOTLIGHT_S3_ENDPOINT is http://s3.example.org: set PILOTLIGHT_S3_ALLOW_HTTP=true")
+    assert line.startswith(
+        "PILOTLIGHT_S3_ENDPOINT is http://s3.example.org: set PILOTLIGHT_S3_ALLOW_HTTP=true"
+    )
 
 
 @pytest.mark.parametrize("url", ["https://me:hush@x", "https://x/?hush", "hush"])
@@ -45,7 +51,9 @@ def test_no_secret_is_shown(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "hush" not in caught.value.message
 
 
-def test_a_service_tells_it_and_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_service_tells_it_and_ends(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("PILOTLIGHT_TRACE_SAMPLE_RATIO", "much")
     monkeypatch.setenv("PILOTLIGHT_RUN_DIR", str(tmp_path / "run"))
 

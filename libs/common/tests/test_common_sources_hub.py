@@ -38,7 +38,11 @@ def hub() -> Iterator[StandinHub]:
 
 
 def sources_of(hub: StandinHub, **changes: object) -> Sources:
-    given = {"hub_endpoint": hub.url, "model_roots": "hf://org", "hub_private_hosts": f"127.0.0.1:{hub.cdn.port}"}
+    given = {
+        "hub_endpoint": hub.url,
+        "model_roots": "hf://org",
+        "hub_private_hosts": f"127.0.0.1:{hub.cdn.port}",
+    }
     return Sources(ModelRootsSettings(**{**given, **changes}), PATIENCE)  # type: ignore[arg-type]
 
 
@@ -58,11 +62,15 @@ def test_a_revision_is_pinned_to_its_commit(hub: StandinHub, pinned: PinnedSourc
     assert (pinned.uri, pinned.revision) == (f"hf://org/name@{commit}", "main")
     assert pinned.source.list_files() == (
         SourceFile(name="a.safetensors", size_bytes=len(DATA), version=f"sha256-{sha256(DATA)}"),
-        SourceFile(name="config.json", size_bytes=8, version=f"git-{git_blob(FILES['config.json'])}"),
+        SourceFile(
+            name="config.json", size_bytes=8, version=f"git-{git_blob(FILES['config.json'])}"
+        ),
     )
     hub.push({"config.json": b"{}"})
     assert pinned.source.read(pinned.source.list_files()[1], 0, 8) == FILES["config.json"]
-    assert [asked.target for asked in hub.asked if "resolve" in asked.target] == [f"/org/name/resolve/{commit}/config.json"]
+    assert [asked.target for asked in hub.asked if "resolve" in asked.target] == [
+        f"/org/name/resolve/{commit}/config.json"
+    ]
 
 
 @pytest.mark.parametrize("uri", ["hf://org/name@refs/pr/7", "HF://org/name@refs/pr/7"])
@@ -82,7 +90,9 @@ def test_branches_tags_and_commits_are_revisions(hub: StandinHub, uri: str) -> N
         sources.pin("hf://org/other")
 
 
-def test_large_files_come_from_where_the_hub_refers_to(hub: StandinHub, pinned: PinnedSource) -> None:
+def test_large_files_come_from_where_the_hub_refers_to(
+    hub: StandinHub, pinned: PinnedSource
+) -> None:
     a = large(pinned)
     assert pinned.source.read(a, 100, 5000) == DATA[100:5100]
     assert pinned.source.read(a, 0, len(DATA)) == DATA
@@ -116,7 +126,9 @@ def test_the_token_is_for_the_hub_alone(tmp_path: Path, monkeypatch: pytest.Monk
             sources_of(hub)
 
 
-def test_another_digest_for_the_same_commit_is_noticed(hub: StandinHub, pinned: PinnedSource) -> None:
+def test_another_digest_for_the_same_commit_is_noticed(
+    hub: StandinHub, pinned: PinnedSource
+) -> None:
     a, config = pinned.source.list_files()
     hub.commits[hub.refs["main"]].update({"a.safetensors": DATA[::-1], "config.json": b'{"a": 2}'})
     for file in (a, config):
@@ -127,7 +139,9 @@ def test_another_digest_for_the_same_commit_is_noticed(hub: StandinHub, pinned: 
         pinned.source.read(a, 0, 8)
 
 
-def test_another_file_behind_the_same_reference_is_noticed(hub: StandinHub, pinned: PinnedSource) -> None:
+def test_another_file_behind_the_same_reference_is_noticed(
+    hub: StandinHub, pinned: PinnedSource
+) -> None:
     a, digest = large(pinned), sha256(DATA)
     assert pinned.source.read(a, 0, 8) == DATA[:8]
     hub.cdn.blobs[digest] = DATA[::-1]
@@ -136,13 +150,17 @@ def test_another_file_behind_the_same_reference_is_noticed(hub: StandinHub, pinn
         pinned.source.read(a, 8, 8)
 
 
-def test_a_place_that_does_not_name_its_content_is_refused(hub: StandinHub, pinned: PinnedSource) -> None:
+def test_a_place_that_does_not_name_its_content_is_refused(
+    hub: StandinHub, pinned: PinnedSource
+) -> None:
     hub.cdn.etags[sha256(DATA)] = ""
     with pytest.raises(SourceUnavailable, match=r"does not say which content it gives \(ETag\)"):
         pinned.source.read(large(pinned), 0, 8)
 
 
-def test_another_size_behind_the_reference_is_noticed(hub: StandinHub, pinned: PinnedSource) -> None:
+def test_another_size_behind_the_reference_is_noticed(
+    hub: StandinHub, pinned: PinnedSource
+) -> None:
     hub.cdn.blobs[sha256(DATA)] = DATA[:-1]
     with pytest.raises(SourceChanged, match=f"the file has {len(DATA) - 1} bytes now"):
         pinned.source.read(large(pinned), 0, 8)
@@ -158,7 +176,10 @@ def test_a_whole_file_is_checked_against_its_digest(hub: StandinHub, pinned: Pin
 
 def test_a_range_goes_on_where_its_connection_broke(hub: StandinHub, pinned: PinnedSource) -> None:
     a = large(pinned)
-    hub.faults += [Fault("a.safetensors", "status", 503), Fault("a.safetensors", "status", 429, headers={"Retry-After": "0"})]
+    hub.faults += [
+        Fault("a.safetensors", "status", 503),
+        Fault("a.safetensors", "status", 429, headers={"Retry-After": "0"}),
+    ]
     hub.cdn.faults.append(Fault("blobs", "cut"))
     assert pinned.source.read(a, 0, len(DATA)) == DATA
     assert [asked.headers["range"] for asked in hub.cdn.asked] == [
@@ -167,7 +188,9 @@ def test_a_range_goes_on_where_its_connection_broke(hub: StandinHub, pinned: Pin
     ]
 
 
-@pytest.mark.parametrize(("kind", "known"), [("status", True), ("cut", True), ("gone", True), ("cut", False)])
+@pytest.mark.parametrize(
+    ("kind", "known"), [("status", True), ("cut", True), ("gone", True), ("cut", False)]
+)
 def test_a_place_that_fails_is_not_asked_again(hub: StandinHub, kind: str, known: bool) -> None:
     """The hub is asked again, and may refer to a server that works."""
     with running_hub(FILES) as other:
@@ -190,7 +213,9 @@ def test_a_place_that_fails_is_not_asked_again(hub: StandinHub, kind: str, known
         failing.stop()
 
 
-def test_a_connection_that_stalls_is_given_up_and_made_again(hub: StandinHub, pinned: PinnedSource) -> None:
+def test_a_connection_that_stalls_is_given_up_and_made_again(
+    hub: StandinHub, pinned: PinnedSource
+) -> None:
     hub.cdn.faults.append(Fault("blobs", "stall"))
     assert pinned.source.read(large(pinned), 0, len(DATA)) == DATA
 
@@ -203,11 +228,23 @@ def test_a_connection_that_stalls_is_given_up_and_made_again(hub: StandinHub, pi
         (Fault("", "status", 404, 99), SourceChanged, "gone"),
         (Fault("", "status", 500, 99), SourceUnavailable, "answers 500, 4 times"),
         (Fault("", "status", 429, 99), SourceUnavailable, "answers 429, 4 times"),
-        (Fault("", "status", 429, 1, {"Retry-After": "300"}), SourceUnavailable, "left alone for 300 s"),
+        (
+            Fault("", "status", 429, 1, {"Retry-After": "300"}),
+            SourceUnavailable,
+            "left alone for 300 s",
+        ),
         (Fault("", "status", 418, 99), SourceUnavailable, "PILOTLIGHT_HUB_ENDPOINT"),
         (Fault("", "cut", None, 99), SourceUnavailable, "4 times"),
-        (Fault("", "redirect", "http://127.0.0.1:1/x"), SourceDenied, "127.0.0.1:1, which is in a private network"),
-        (Fault("", "redirect", "http://169.254.169.254/latest/meta-data"), SourceDenied, "private network"),
+        (
+            Fault("", "redirect", "http://127.0.0.1:1/x"),
+            SourceDenied,
+            "127.0.0.1:1, which is in a private network",
+        ),
+        (
+            Fault("", "redirect", "http://169.254.169.254/latest/meta-data"),
+            SourceDenied,
+            "private network",
+        ),
         (Fault("", "redirect", "http://[::ffff:10.0.0.1]/"), SourceDenied, "private network"),
         (Fault("", "redirect", "http://localhost:1/"), SourceDenied, "private network"),
         (Fault("", "redirect", "http://user:pass@example.org/"), SourceDenied, "not a plain http"),
@@ -215,7 +252,11 @@ def test_a_connection_that_stalls_is_given_up_and_made_again(hub: StandinHub, pi
         (Fault("", "redirect", "http://a b/", 99), SourceUnavailable, "cannot be connected to"),
         (Fault("", "redirect", "http://127.0.0.1:99999/"), SourceDenied, "not a plain http"),
         (Fault("", "redirect", "http://[x"), SourceDenied, "not a plain http"),
-        (Fault("", "redirect", "/org/name/resolve/again", 99), SourceUnavailable, "more than 5 redirects"),
+        (
+            Fault("", "redirect", "/org/name/resolve/again", 99),
+            SourceUnavailable,
+            "more than 5 redirects",
+        ),
     ],
 )
 def test_what_does_not_pass_is_told(
@@ -301,13 +342,23 @@ def test_private_addresses_are_known_in_every_dress(address: str, public: bool) 
 
 
 def test_a_name_is_looked_up_once_and_connected_to_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that stands for a public address when it is checked must not stand for a private one when it is connected to."""
+    """A name that stands for a public address when it is checked must not stand for a private one
+    when it is connected to.
+    """
     connected: list[str] = []
     looked_up: list[str] = []
 
     def look_up(host: str, port: int, **_: object) -> list[tuple[object, ...]]:
         looked_up.append(host)
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("1.1.1.1" if len(looked_up) == 1 else "127.0.0.1", port))]
+        return [
+            (
+                socket.AF_INET,
+                socket.SOCK_STREAM,
+                6,
+                "",
+                ("1.1.1.1" if len(looked_up) == 1 else "127.0.0.1", port),
+            )
+        ]
 
     def connect(_: object, host: str, *__: object) -> None:
         connected.append(host)
@@ -316,10 +367,16 @@ def test_a_name_is_looked_up_once_and_connected_to_there(monkeypatch: pytest.Mon
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     monkeypatch.setattr(httpcore2.SyncBackend, "connect_tcp", connect)
     http = GuardedHttp("https://hub.example.org", None)
-    with pytest.raises(Exception, match="cannot be connected to"), http.get("https://cdn.example.org/x"):
+    with (
+        pytest.raises(Exception, match="cannot be connected to"),
+        http.get("https://cdn.example.org/x"),
+    ):
         pass
     assert (looked_up, connected) == (["cdn.example.org"], ["1.1.1.1"])
-    with pytest.raises(SourceDenied, match="without encryption"), http.get("http://cdn.example.org/x"):
+    with (
+        pytest.raises(SourceDenied, match="without encryption"),
+        http.get("http://cdn.example.org/x"),
+    ):
         pass
     http.close()
 

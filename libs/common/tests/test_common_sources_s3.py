@@ -1,4 +1,6 @@
-"""Models in a bucket, against a stand-in for the faults; what a real server says is in tests/conformance."""
+"""Models in a bucket, against a stand-in for the faults; what a real server says is in
+tests/conformance.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,7 +44,12 @@ def server() -> Iterator[StandinS3]:
 def settings_of(server: StandinS3, folder: Path, **changes: object) -> ModelRootsSettings:
     (folder / "s3-access-key").write_text(ACCESS_KEY + "\n")
     (folder / "s3-secret-key").write_text(SECRET_KEY + "\n")
-    given = {"s3_endpoint": server.url, "s3_allow_http": True, "model_roots": "s3://models/team", "secrets_dir": folder}
+    given = {
+        "s3_endpoint": server.url,
+        "s3_allow_http": True,
+        "model_roots": "s3://models/team",
+        "secrets_dir": folder,
+    }
     return ModelRootsSettings(**{**given, **changes})  # type: ignore[arg-type]
 
 
@@ -74,7 +81,9 @@ def test_ranges_are_pinned_by_etag(source: Source, server: StandinS3) -> None:
 
 
 @pytest.mark.parametrize("heeds_if_match", [True, False])
-def test_an_object_that_changed_is_noticed(source: Source, server: StandinS3, heeds_if_match: bool) -> None:
+def test_an_object_that_changed_is_noticed(
+    source: Source, server: StandinS3, heeds_if_match: bool
+) -> None:
     a = source.list_files()[0]
     server.heeds_if_match = heeds_if_match
     server.put("models", "team/tiny", {"a.bin": DATA[::-1]})
@@ -101,14 +110,19 @@ def test_a_range_goes_on_where_its_connection_broke(source: Source, server: Stan
     server.faults += [Fault("a.bin", "cut", times=2), Fault("a.bin", "status", 503)]
     before = len(server.asked)
     assert source.read(a, 0, len(DATA)) == DATA
-    starts = [int(asked.headers["range"].removeprefix("bytes=").partition("-")[0]) for asked in server.asked[before:]]
+    starts = [
+        int(asked.headers["range"].removeprefix("bytes=").partition("-")[0])
+        for asked in server.asked[before:]
+    ]
     assert starts == sorted(starts)
     assert starts[0] == 0
     assert starts[1] > len(DATA) // 4
     assert len(starts) == 4
 
 
-def test_a_connection_that_stalls_is_given_up_and_made_again(source: Source, server: StandinS3) -> None:
+def test_a_connection_that_stalls_is_given_up_and_made_again(
+    source: Source, server: StandinS3
+) -> None:
     a = source.list_files()[0]
     server.faults.append(Fault("a.bin", "stall"))
     assert source.read(a, 0, len(DATA)) == DATA
@@ -156,7 +170,9 @@ def test_wrong_credentials_and_places_are_told_apart(server: StandinS3, tmp_path
         sources.open("s3://models/team/tiny").list_files()
 
 
-def test_a_server_without_good_etags_is_refused(source: Source, server: StandinS3, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_without_good_etags_is_refused(
+    source: Source, server: StandinS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("standin_sources.etag_of", lambda data: 'W/"1"')
     with pytest.raises(SourceUnavailable, match="weak ETag"):
         source.list_files()
@@ -172,16 +188,29 @@ def test_a_listing_is_bounded(source: Source, monkeypatch: pytest.MonkeyPatch) -
 def test_a_checkpoint_is_read_from_a_bucket(server: StandinS3, tmp_path: Path, shards: int) -> None:
     files = tiny_files(tiny_config(), shards=shards)
     server.put("models", f"team/whole-{shards}", files)
-    source = Sources(settings_of(server, tmp_path), PATIENCE).pin(f"S3://models/team/whole-{shards}/").source
+    source = (
+        Sources(settings_of(server, tmp_path), PATIENCE)
+        .pin(f"S3://models/team/whole-{shards}/")
+        .source
+    )
     found, known = read_checkpoint(source), read_checkpoint(MemorySource(files))
     assert found.spec == known.spec
-    assert [part.tensors for part in found.manifest.parts] == [part.tensors for part in known.manifest.parts]
+    assert [part.tensors for part in found.manifest.parts] == [
+        part.tensors for part in known.manifest.parts
+    ]
 
 
 def test_settings_say_what_is_wrong_with_an_endpoint() -> None:
     with pytest.raises(SettingsInvalid, match="PILOTLIGHT_S3_ALLOW_HTTP"):
         S3Settings(s3_endpoint="http://s3.example.org")
-    for endpoint in ("s3.example.org", "ftp://x", "https://", "https://a:b@x", "https://x/?y", "https://x:99999"):
+    for endpoint in (
+        "s3.example.org",
+        "ftp://x",
+        "https://",
+        "https://a:b@x",
+        "https://x/?y",
+        "https://x:99999",
+    ):
         with pytest.raises(SettingsInvalid, match="PILOTLIGHT_S3_ENDPOINT") as caught:
             S3Settings(s3_endpoint=endpoint)
         assert "a:b" not in caught.value.message

@@ -12,7 +12,9 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture(params=["file", "memory"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
-    return ObjectStore.from_url(f"file://{tmp_path}/objects" if request.param == "file" else "memory://")
+    return ObjectStore.from_url(
+        f"file://{tmp_path}/objects" if request.param == "file" else "memory://"
+    )
 
 
 async def test_an_object_is_written_once(store: ObjectStore) -> None:

@@ -82,7 +82,11 @@ async def test_spans_form_one_trace(sink: Sink) -> None:
             assert current_traceparent().split("-")[1] == TRACE_ID
     await stop_telemetry()
     inner, serve = sink.spans
-    assert (inner.name, inner.service, inner.attributes) == ("inner", "test", {"model": "m", "tokens": 3})
+    assert (inner.name, inner.service, inner.attributes) == (
+        "inner",
+        "test",
+        {"model": "m", "tokens": 3},
+    )
     assert (inner.trace_id, inner.parent_id, serve.parent_id) == (TRACE_ID, serve.span_id, SPAN_ID)
     assert serve.start_at_s <= inner.start_at_s <= inner.end_at_s <= serve.end_at_s
 
@@ -98,11 +102,16 @@ async def test_a_failure_is_kept_although_its_trace_is_not_sampled(sink: Sink) -
     with with_parent(parent), span("joined"):
         pass
     await stop_telemetry()
-    assert [(record.name, record.status) for record in sink.spans] == [("badly", "no_room"), ("joined", "ok")]
+    assert [(record.name, record.status) for record in sink.spans] == [
+        ("badly", "no_room"),
+        ("joined", "ok"),
+    ]
     assert "quote" not in str(sink.spans)
 
 
-async def test_spans_that_do_not_fit_are_counted(sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_spans_that_do_not_fit_are_counted(
+    sink: Sink, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(telemetry, "MAX_QUEUED_SPANS", 3)
     metrics = CollectorRegistry()
     start_telemetry("test", ServiceSettings(), sink, metrics=metrics)
@@ -120,7 +129,11 @@ async def test_a_failing_destination_ends_nothing(sink: Sink) -> None:
     start_telemetry("test", ServiceSettings(), sink, metrics=metrics)
     with span("lost"):
         pass
-    await until(lambda: metrics.get_sample_value("pilotlight_spans_dropped_total", {"destination": "bus"}) == 1)
+    await until(
+        lambda: (
+            metrics.get_sample_value("pilotlight_spans_dropped_total", {"destination": "bus"}) == 1
+        )
+    )
     sink.failing = False
     with span("kept"):
         pass
@@ -143,7 +156,9 @@ async def test_spans_go_to_a_collector_too(sink: Sink) -> None:
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
-        start_telemetry("test", ServiceSettings(otlp_endpoint=f"http://127.0.0.1:{server.server_port}/"), sink)
+        start_telemetry(
+            "test", ServiceSettings(otlp_endpoint=f"http://127.0.0.1:{server.server_port}/"), sink
+        )
         with span("far and near"):
             pass
         await stop_telemetry()
@@ -158,7 +173,9 @@ async def test_spans_go_to_a_collector_too(sink: Sink) -> None:
     assert [record.name for record in sink.spans] == ["far and near"]
 
 
-async def test_log_lines_are_json_with_their_trace(sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_log_lines_are_json_with_their_trace(
+    sink: Sink, monkeypatch: pytest.MonkeyPatch
+) -> None:
     output = io.StringIO()
     monkeypatch.setattr("sys.stderr", output)
     configure_logging("test")

@@ -85,7 +85,13 @@ class KnownManifests:
     async def latest(self, model: Model) -> Manifest:
         return await self.get(model)
 
-    def learned(self, model: Model, part: int, digests: tuple[Digest, ...], disputed: Callable[[PilotlightError], None]) -> None:
+    def learned(
+        self,
+        model: Model,
+        part: int,
+        digests: tuple[Digest, ...],
+        disputed: Callable[[PilotlightError], None],
+    ) -> None:
         known = {(part, chunk): digest for chunk, digest in enumerate(digests)}
         self.manifests[model.digest] = self.manifests[model.digest].with_digests(known)
         self.disputed = disputed
@@ -172,7 +178,9 @@ async def make_node(tmp_path: Path, anyio_backend: str):
             readers=Readers(threads, stall_timeout_s),
             manifests=manifests,
             open_source=open_source or open_folder,
-            lanes=Lanes(LaneLimits(least=threads, most=threads), SourceLimits(bytes_per_s, clock), clock),
+            lanes=Lanes(
+                LaneLimits(least=threads, most=threads), SourceLimits(bytes_per_s, clock), clock
+            ),
             distrusted=Distrusted(clock),
             faults=Faults.parse(faults),
             clock=clock,

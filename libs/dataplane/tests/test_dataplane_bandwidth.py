@@ -1,7 +1,12 @@
 import pytest
 
 from pilotlight.common.clock import ManualClock
-from pilotlight.dataplane.bandwidth import BandwidthLimit, LinkSchedule, SourceLimits, parse_bandwidth
+from pilotlight.dataplane.bandwidth import (
+    BandwidthLimit,
+    LinkSchedule,
+    SourceLimits,
+    parse_bandwidth,
+)
 
 
 @pytest.mark.parametrize(
@@ -21,7 +26,9 @@ def test_bandwidths(text: str, bytes_per_s: float) -> None:
     assert parse_bandwidth(text) == pytest.approx(bytes_per_s)
 
 
-@pytest.mark.parametrize("text", ["fast", "200mbits per second", "-1m", "0", "0mbit", "1 2", "mbit", "10xbit"])
+@pytest.mark.parametrize(
+    "text", ["fast", "200mbits per second", "-1m", "0", "0mbit", "1 2", "mbit", "10xbit"]
+)
 def test_what_is_no_bandwidth_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"bandwidth"):
         parse_bandwidth(text)

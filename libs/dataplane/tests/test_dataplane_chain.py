@@ -27,13 +27,19 @@ async def chain(make_node: Callable[..., Any]) -> AsyncIterator[Chain]:
     await made.stop()
 
 
-async def test_a_chain_takes_every_byte_from_its_source_once(chain: Chain, register: Register) -> None:
+async def test_a_chain_takes_every_byte_from_its_source_once(
+    chain: Chain, register: Register
+) -> None:
     registered = large(register)
     source, a, b, c = [await chain.add(name) for name in "sabc"]
     await whole(source, order(source, registered, []))
-    holders = [order(a, registered, [source]), order(b, registered, [a, source]), order(c, registered, [b, a, source])]
-    for linked, holder in zip((a, b, c), holders, strict=True):
-        await whole(linked, holder)
+    claims = [
+        order(a, registered, [source]),
+        order(b, registered, [a, source]),
+        order(c, registered, [b, a, source]),
+    ]
+    for linked, claim in zip((a, b, c), claims, strict=True):
+        await whole(linked, claim)
         for part in range(len(registered.manifest.parts)):
             assert image_of(linked, registered, part) == expected(registered, part)
         assert {kind for kind, _ in linked.node.seen.given} == {OriginKind.PEER}
@@ -46,7 +52,9 @@ async def test_a_chain_takes_every_byte_from_its_source_once(chain: Chain, regis
     assert LinkState.UP in c.peers.states.values()
 
 
-async def test_a_unit_is_passed_on_before_its_chunk_is_complete(chain: Chain, register: Register) -> None:
+async def test_a_unit_is_passed_on_before_its_chunk_is_complete(
+    chain: Chain, register: Register
+) -> None:
     registered = large(register)
     source, a, b = [await chain.add(name) for name in "sab"]
     await whole(source, order(source, registered, []))
@@ -64,8 +72,10 @@ async def test_a_unit_is_passed_on_before_its_chunk_is_complete(chain: Chain, re
 
 
 @pytest.mark.parametrize("seed", range(12))
-async def test_whatever_a_predecessor_does_the_bytes_are_right(chain: Chain, register: Register, seed: int) -> None:
-    """It dies, stalls or lies at any byte: its successor goes on with who comes before it."""
+async def test_whatever_a_predecessor_does_the_bytes_are_right(
+    chain: Chain, register: Register, seed: int
+) -> None:
+    """It dies, stalls or lies at any byte: its successor goes on with the node before it."""
     rng = random.Random(seed)
     registered = large(register)
     total = sum(part.image_bytes for part in registered.manifest.parts)
@@ -75,17 +85,24 @@ async def test_whatever_a_predecessor_does_the_bytes_are_right(chain: Chain, reg
     await whole(source, order(source, registered, []))
     gate, behind_gate = await gated(chain, a, at if does != "lie" else None)
     gate.flipped_at = at if does == "lie" else None
-    holders = [order(a, registered, [source]), order(b, registered, [behind_gate, source]), order(c, registered, [b, source])]
+    claims = [
+        order(a, registered, [source]),
+        order(b, registered, [behind_gate, source]),
+        order(c, registered, [b, source]),
+    ]
     if does == "die":
         await until(lambda: gate.is_held_up, deadline_s=30)
         await gate.cut()
-    for linked, holder in zip((a, b, c), holders, strict=True):
-        await whole(linked, holder)
-        assert all(image_of(linked, registered, part) == expected(registered, part) for part in range(4))
+    for linked, claim in zip((a, b, c), claims, strict=True):
+        await whole(linked, claim)
+        assert all(
+            image_of(linked, registered, part) == expected(registered, part) for part in range(4)
+        )
         assert not chain.taken(linked.me.node_id)
     assert {name for _, name, _ in b.node.seen.failed} == {"a"}
     assert not c.node.seen.failed
-    # Nothing that was verified came twice: at most the units and the list that were under way when it broke.
+    # Nothing that was verified came twice: at most the units and the list that were under way when
+    # it broke.
     assert sum(size for _, size in b.node.seen.given) <= total
     assert b.traffic.received["s"] <= total - max(0, at - 20 * UNIT_BYTES)
 
@@ -105,23 +122,27 @@ async def test_a_liar_is_named_and_asked_no_more(chain: Chain, register: Registe
     assert not chain.taken("b")
 
 
-async def test_without_any_survivor_the_rest_comes_from_the_source_at_the_byte(chain: Chain, register: Register) -> None:
+async def test_without_any_survivor_the_rest_comes_from_the_source_at_the_byte(
+    chain: Chain, register: Register
+) -> None:
     registered = large(register)
     source, a, b = [await chain.add(name) for name in "sab"]
     await whole(source, order(source, registered, []))
     await whole(a, order(a, registered, [source]))
     gate, behind_gate = await gated(chain, a, 5 * UNIT_BYTES + 300_000)
-    holder = order(b, registered, [behind_gate])
+    claim = order(b, registered, [behind_gate])
     await until(lambda: gate.is_held_up)
     await gate.cut()
-    await whole(b, holder)
+    await whole(b, claim)
     assert all(image_of(b, registered, part) == expected(registered, part) for part in range(4))
     begun = [at for opened in chain.sources["b"] for at in opened.begun]
     assert max(begun) >= UNIT_BYTES
     assert any(at % UNIT_BYTES == 0 for at in begun if at)
 
 
-async def test_a_late_joiner_takes_from_the_tail_and_who_has_finished_gives(chain: Chain, register: Register) -> None:
+async def test_a_late_joiner_takes_from_the_tail_and_who_has_finished_gives(
+    chain: Chain, register: Register
+) -> None:
     registered = large(register)
     source, a, late = [await chain.add(name) for name in ("s", "a", "late")]
     await whole(source, order(source, registered, []))
@@ -140,23 +161,31 @@ async def test_a_late_joiner_takes_from_the_tail_and_who_has_finished_gives(chai
     assert again.traffic.received.keys() == {"late"}
 
 
-async def test_who_reads_a_model_first_gives_it_part_by_part(chain: Chain, register: Register) -> None:
-    """Nobody has recorded a digest: the second node waits for the first one's, rather than read the source as well."""
+async def test_who_reads_a_model_first_gives_it_part_by_part(
+    chain: Chain, register: Register
+) -> None:
+    """No digest is recorded: the second node waits for the first one's, rather than read the source
+    as well.
+    """
     registered = large(register)
     registered.manifest = strip(registered.manifest)
     a, b, c = [await chain.add(name) for name in "abc"]
     for linked in (b, c):
         linked.node.manifests.manifests = a.node.manifests.manifests
-    holders = [order(a, registered, []), order(b, registered, [a]), order(c, registered, [b, a])]
-    for linked, holder in zip((a, b, c), holders, strict=True):
-        await whole(linked, holder)
-        assert all(image_of(linked, registered, part) == expected(registered, part) for part in range(4))
+    claims = [order(a, registered, []), order(b, registered, [a]), order(c, registered, [b, a])]
+    for linked, claim in zip((a, b, c), claims, strict=True):
+        await whole(linked, claim)
+        assert all(
+            image_of(linked, registered, part) == expected(registered, part) for part in range(4)
+        )
     assert chain.taken("a")
     assert not chain.taken("b")
     assert not chain.taken("c")
 
 
-async def test_who_never_hears_of_a_digest_reads_the_source(chain: Chain, register: Register) -> None:
+async def test_who_never_hears_of_a_digest_reads_the_source(
+    chain: Chain, register: Register
+) -> None:
     registered = large(register)
     registered.manifest = strip(registered.manifest)
     a, b = await chain.add("a"), await chain.add("b")
@@ -166,7 +195,9 @@ async def test_who_never_hears_of_a_digest_reads_the_source(chain: Chain, regist
     assert len(chain.taken("b")) == len(chain.taken("a"))
 
 
-async def test_a_node_that_has_not_heard_of_its_order_yet_is_waited_for(chain: Chain, register: Register) -> None:
+async def test_a_node_that_has_not_heard_of_its_order_yet_is_waited_for(
+    chain: Chain, register: Register
+) -> None:
     registered = large(register)
     source, a, b = [await chain.add(name) for name in "sab"]
     await whole(source, order(source, registered, []))
@@ -178,7 +209,9 @@ async def test_a_node_that_has_not_heard_of_its_order_yet_is_waited_for(chain: C
     assert not chain.taken("b")
 
 
-async def test_a_node_that_has_nothing_to_do_with_it_is_not(chain: Chain, register: Register) -> None:
+async def test_a_node_that_has_nothing_to_do_with_it_is_not(
+    chain: Chain, register: Register
+) -> None:
     registered = large(register)
     a, b = await chain.add("a"), await chain.add("b")
     await whole(b, order(b, registered, [a]))
@@ -191,20 +224,24 @@ async def test_what_is_being_sent_stays(chain: Chain, register: Register) -> Non
     registered = large(register)
     source, a = await chain.add("s"), await chain.add("a")
     await whole(source, order(source, registered, []))
-    for holder in list(source.node.copies._holders[registered.model.digest]):
-        source.node.copies.release(holder)
+    for claim in list(source.node.copies._claims[registered.model.digest]):
+        source.node.copies.release(claim)
     gate, behind_gate = await gated(chain, source, 2 * UNIT_BYTES)
-    holder = order(a, registered, [behind_gate])
+    claim = order(a, registered, [behind_gate])
     await until(lambda: gate.is_held_up)
     assert source.node.copies.drop([registered.model.digest]) == ()
     gate.open()
-    await whole(a, holder)
+    await whole(a, claim)
     await until(lambda: not source.node.pool.is_pinned(registered.model.digest))
     assert source.node.copies.drop([registered.model.digest]) == (registered.model.digest,)
 
 
-async def test_the_room_of_a_part_that_is_given_up_is_free_once_nobody_is_sent_it(chain: Chain, register: Register) -> None:
-    """A fetch fails while its units are on their way to another node: their place is nobody else's until that one has them."""
+async def test_the_room_of_a_part_that_is_given_up_is_free_once_nobody_is_sent_it(
+    chain: Chain, register: Register
+) -> None:
+    """A fetch fails while its units are on their way to another node: their place is not given to
+    another part until that one has them.
+    """
     registered = large(register)
     source, a, b = [await chain.add(name) for name in "sab"]
     await whole(source, order(source, registered, []))
@@ -224,32 +261,38 @@ async def test_the_room_of_a_part_that_is_given_up_is_free_once_nobody_is_sent_i
     assert not b.node.seen.failed
 
 
-async def test_two_nodes_that_wait_for_each_other_do_not_for_ever(chain: Chain, register: Register) -> None:
+async def test_two_nodes_that_wait_for_each_other_do_not_for_ever(
+    chain: Chain, register: Register
+) -> None:
     registered = large(register)
     a, b = [await chain.add(name, stall_timeout_s=0.2) for name in "ab"]
-    for linked, holder in [(a, order(a, registered, [b])), (b, order(b, registered, [a]))]:
-        await whole(linked, holder)
+    for linked, claim in [(a, order(a, registered, [b])), (b, order(b, registered, [a]))]:
+        await whole(linked, claim)
         assert image_of(linked, registered, 1) == expected(registered, 1)
     assert chain.taken("a") or chain.taken("b")
 
 
-async def test_what_is_fetched_ahead_waits_until_a_cold_start_sends_no_more(chain: Chain, register: Register) -> None:
+async def test_what_is_fetched_ahead_waits_until_a_cold_start_sends_no_more(
+    chain: Chain, register: Register
+) -> None:
     registered, clock = large(register), ManualClock()
     source = await chain.add("s", clock=clock)
     await whole(source, order(source, registered, []))
     cold, ahead = await chain.add("cold"), await chain.add("ahead")
     await whole(cold, order(cold, registered, [source]))
     # At the sender no time has passed since.
-    holder = order(ahead, registered, [source], priority=FetchPriority.PREFETCH)
+    claim = order(ahead, registered, [source], priority=FetchPriority.PREFETCH)
     await until(lambda: source.server is not None and source.server.connections == 2)
     await until(lambda: source.node.pool.is_pinned(registered.model.digest))
     assert ahead.traffic.received == {}
     clock.advance(2 * HOLD_S)
-    await whole(ahead, holder)
+    await whole(ahead, claim)
     assert not chain.taken("ahead")
 
 
-async def test_a_pool_that_cannot_be_sent_from_is_read(chain: Chain, register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_pool_that_cannot_be_sent_from_is_read(
+    chain: Chain, register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on hugetlbfs."""
 
     def refuse(*args: Any) -> int:
@@ -264,7 +307,9 @@ async def test_a_pool_that_cannot_be_sent_from_is_read(chain: Chain, register: R
     assert not chain.taken("a")
 
 
-async def test_an_adopted_copy_is_given_and_a_damaged_one_is_not(chain: Chain, register: Register) -> None:
+async def test_an_adopted_copy_is_given_and_a_damaged_one_is_not(
+    chain: Chain, register: Register
+) -> None:
     """A loader that took over a pool knows its chunks' digests, and no unit's."""
     registered = large(register)
     source, a = await chain.add("s"), await chain.add("a")
@@ -278,5 +323,5 @@ async def test_an_adopted_copy_is_given_and_a_damaged_one_is_not(chain: Chain, r
     assert all(image_of(a, registered, part) == expected(registered, part) for part in range(4))
     assert {part for part, _ in chain.taken("a")} == {2}
     assert len(chain.taken("a")) == 1
-    # Who has damaged memory and says so lies to nobody.
+    # A node that says that its memory is damaged tells no lie.
     assert not a.node.seen.failed

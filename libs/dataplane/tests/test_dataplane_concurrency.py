@@ -1,4 +1,4 @@
-"""How many chunks are read at once, who comes first, and who gives way."""
+"""How many chunks are read at once, which read comes first, and which gives way."""
 
 import asyncio
 import random
@@ -34,7 +34,8 @@ def test_it_finds_about_what_the_link_needs(enough: int) -> None:
     policy = Concurrency(least=2, most=64)
     limits = settle(policy, lambda reads: 50e6 * min(reads, enough), 60)
     later = limits[30:]
-    # It may stop one step early, where the last one would bring less than 5 %, and looks one step further now and then.
+    # It may stop one step early, where the last one would bring less than 5 %, and looks one step
+    # further now and then.
     assert min(later) >= enough / 1.25 - 1
     assert max(later) <= enough * 1.5 + 1
     assert sum(limit * 50e6 >= 50e6 * enough * 0.75 for limit in later) >= 0.9 * len(later)
@@ -87,10 +88,12 @@ async def test_who_matters_more_is_next_and_asks_one_back() -> None:
     assert not any(permit.recalled.is_set() for permit in low)
     high = asyncio.create_task(permits.take(lambda: (0,)))
     await asyncio.sleep(0)
-    assert [permit.recalled.is_set() for permit in low] == [False, True], "the newest of those that matter least"
+    assert [permit.recalled.is_set() for permit in low] == [False, True], (
+        "the newest of those that matter least"
+    )
     permits.give_back(low[1])
     first = await high
-    # Who waits may come to matter more meanwhile.
+    # The rank of a waiting read may rise meanwhile.
     ranks["joined"] = 0
     late = asyncio.create_task(permits.take(lambda: (1,)))
     await asyncio.sleep(0)
@@ -195,17 +198,23 @@ class Slow:
 
 
 @pytest.mark.anyio
-async def test_a_prefetch_gives_way_to_a_cold_start_and_goes_on_where_it_was(make_node, register) -> None:
+async def test_a_prefetch_gives_way_to_a_cold_start_and_goes_on_where_it_was(
+    make_node, register
+) -> None:
     slow = Slow()
     node = make_node(open_source=slow, threads=2)
     low, high = node.add(register("low")), node.add(register("high", vocab_size=64))
-    prefetch = node.copies.hold(low.model, [0, 1], InstanceId("a"), leased=False, priority=FetchPriority.PREFETCH)
+    prefetch = node.copies.claim(
+        low.model, [0, 1], InstanceId("a"), leased=False, priority=FetchPriority.PREFETCH
+    )
     await until(lambda: slow.reading == 2 and node.copies.transfers()[0].done_bytes > 2)
     before = list(slow.begun)
-    cold = node.copies.hold(high.model, [0, 1], InstanceId("b"), leased=False)
+    cold = node.copies.claim(high.model, [0, 1], InstanceId("b"), leased=False)
     await until(lambda: len(slow.begun) == 4)
     assert [position for _, position in before] == [0, 0]
-    assert [position for _, position in slow.begun[2:]] == [0, 0], "both threads are the cold start's"
+    assert [position for _, position in slow.begun[2:]] == [0, 0], (
+        "both threads are the cold start's"
+    )
     slow.open.set()
     async with asyncio.timeout(10):
         assert [part.part async for part in node.copies.ready_parts(cold)] == [0, 1]
@@ -220,10 +229,12 @@ async def test_a_prefetch_that_a_worker_waits_for_is_one_no_more(make_node, regi
     slow = Slow()
     node = make_node(open_source=slow, threads=1)
     low, other = node.add(register("low")), node.add(register("other", vocab_size=64))
-    node.copies.hold(low.model, [0], InstanceId("a"), leased=False, priority=FetchPriority.PREFETCH)
+    node.copies.claim(
+        low.model, [0], InstanceId("a"), leased=False, priority=FetchPriority.PREFETCH
+    )
     await until(lambda: slow.reading == 1)
-    lease = node.copies.hold(low.model, [0], InstanceId("a"), leased=True)
-    cold = node.copies.hold(other.model, [0], InstanceId("b"), leased=False)
+    lease = node.copies.claim(low.model, [0], InstanceId("a"), leased=True)
+    cold = node.copies.claim(other.model, [0], InstanceId("b"), leased=False)
     await until(lambda: len(node.copies.transfers()) == 2)
     for _ in range(20):
         await asyncio.sleep(0)
@@ -239,7 +250,9 @@ async def test_the_link_is_the_cold_starts_first(monkeypatch: pytest.MonkeyPatch
     clock = ManualClock()
 
     async def passes(seconds: float) -> None:
-        """One turn at a time is on the link, so its pauses are all the time that passes; the others come to the queue meanwhile."""
+        """One turn at a time is on the link, so its pauses are all the time that passes; the others
+        come to the queue meanwhile.
+        """
         for _ in range(5):
             await asyncio.sleep(0)
         clock.advance(seconds)
@@ -263,17 +276,23 @@ async def test_the_link_is_the_cold_starts_first(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.anyio
-async def test_what_a_cold_start_needs_of_a_model_comes_before_the_rest_of_it(make_node, register) -> None:
-    """The second part of a model is for later, on the same node and in the same fetch: even where its parts come first in order."""
+async def test_what_a_cold_start_needs_of_a_model_comes_before_the_rest_of_it(
+    make_node, register
+) -> None:
+    """The second part of a model is for later, on the same node and in the same fetch: even where
+    its parts come first in order.
+    """
     slow = Slow()
     node = make_node(open_source=slow, threads=2)
     one, other = node.add(register("one")), node.add(register("other", vocab_size=64))
     last = len(one.manifest.parts) - 1
-    rest = node.copies.hold(one.model, range(last), InstanceId("a"), leased=False, priority=FetchPriority.PREFETCH)
-    needed = node.copies.hold(one.model, [last], InstanceId("a"), leased=False)
+    rest = node.copies.claim(
+        one.model, range(last), InstanceId("a"), leased=False, priority=FetchPriority.PREFETCH
+    )
+    needed = node.copies.claim(one.model, [last], InstanceId("a"), leased=False)
     await until(lambda: slow.reading == 2)
     assert sorted(part for part, _ in slow.begun) == [0, last]
-    cold = node.copies.hold(other.model, [1], InstanceId("b"), leased=False)
+    cold = node.copies.claim(other.model, [1], InstanceId("b"), leased=False)
     await until(lambda: len(slow.begun) == 3)
     assert slow.begun[2] == (1, 0), "the rest gives way to what another model's cold start needs"
     slow.open.set()

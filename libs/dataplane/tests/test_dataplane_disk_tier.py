@@ -1,4 +1,6 @@
-"""The disk tier: never above its limit, nothing wrong or unfinished is ever given, and it outlives whoever uses it."""
+"""The disk tier: never above its limit, nothing wrong or unfinished is ever given, and it outlives
+the process that uses it.
+"""
 
 import contextlib
 import os
@@ -39,14 +41,20 @@ def folder(tmp_path: Path) -> Path:
 
 def test_what_is_stored_is_read_again_also_after_a_restart(folder: Path):
     one = Tier(folder)
-    contents = [content_of(seed, size) for seed, size in enumerate((64, 4096, 5 * KIB, 2 * UNIT_BYTES + 64))]
+    contents = [
+        content_of(seed, size) for seed, size in enumerate((64, 4096, 5 * KIB, 2 * UNIT_BYTES + 64))
+    ]
     one.tier.limit_bytes = 4 * UNIT_BYTES
     digests = [one.store(content) for content in contents]
-    assert [one.read(digest, len(content)) for digest, content in zip(digests, contents, strict=True)] == contents
+    assert [
+        one.read(digest, len(content)) for digest, content in zip(digests, contents, strict=True)
+    ] == contents
     assert one.tier.used_bytes == on_disk(folder)
     one.tier.close()
     two = Tier(folder, 4 * UNIT_BYTES)
-    assert [two.read(digest, len(content)) for digest, content in zip(digests, contents, strict=True)] == contents
+    assert [
+        two.read(digest, len(content)) for digest, content in zip(digests, contents, strict=True)
+    ] == contents
     assert two.tier.used_bytes == on_disk(folder)
     assert two.events == {DiskEvent.READ: 4}
     assert {path.stat().st_mode & 0o777 for path in folder.rglob("*.chunk")} == {0o600}
@@ -68,9 +76,13 @@ def test_a_chunk_that_is_not_there_is_no_fault(folder: Path):
     assert [origin.kind for origin in DiskOrigin(one.tier).origins(None, None)] == [OriginKind.DISK]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("damage", ["torn", "longer", "other", "empty", "gone", "a folder", "a link"])
+@pytest.mark.parametrize(
+    "damage", ["torn", "longer", "other", "empty", "gone", "a folder", "a link"]
+)
 @pytest.mark.parametrize("restarted", [False, True])
-def test_a_damaged_file_is_found_out_and_removed(folder: Path, damage: str, restarted: bool, tmp_path: Path):
+def test_a_damaged_file_is_found_out_and_removed(
+    folder: Path, damage: str, restarted: bool, tmp_path: Path
+):
     one = Tier(folder)
     content = content_of(1)
     digest, other = one.store(content), one.store(content_of(2))
@@ -107,7 +119,7 @@ def test_a_damaged_file_is_found_out_and_removed(folder: Path, damage: str, rest
 
 
 def test_bytes_that_others_gave_wrongly_cost_no_file(folder: Path):
-    """Nobody knows whose bytes were wrong; read alone, the file shows that it is sound."""
+    """One cannot tell whose bytes were wrong; read alone, the file shows that it is sound."""
     one = Tier(folder)
     content = content_of(1)
     digest = one.store(content)
@@ -160,7 +172,9 @@ def test_the_least_recently_used_go_first_also_after_a_restart(folder: Path):
 
 
 class Limited(RuleBasedStateMachine):
-    """Whatever is stored, read, damaged and restarted: the files stay below the limit, and only right bytes come back."""
+    """Whatever is stored, read, damaged and restarted: the files stay below the limit, and only
+    right bytes come back.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -297,8 +311,12 @@ def on_a_read_only_disk(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "call"), [("1100k", "on_a_full_disk"), ("ro", "on_a_read_only_disk")])
-def test_a_disk_that_is_full_or_read_only_turns_it_off_for_a_while(tmp_path: Path, how: str, call: str):
+@pytest.mark.parametrize(
+    ("how", "call"), [("1100k", "on_a_full_disk"), ("ro", "on_a_read_only_disk")]
+)
+def test_a_disk_that_is_full_or_read_only_turns_it_off_for_a_while(
+    tmp_path: Path, how: str, call: str
+):
     program = PROGRAM.format(call=f"{call}(test.Path({str(tmp_path)!r}) / 'tier')")
     program = f"import sys; sys.path[:0] = {[path for path in sys.path if path]!r}\n" + program
     done = run_python(program, {tmp_path: how})
@@ -328,4 +346,4 @@ def test_a_kill_at_any_instant_leaves_whole_files_and_ignored_ones(folder: Path)
         assert not one.events[DiskEvent.DAMAGED]
         one.tier.close()
     assert found > 100
-    assert unfinished, "nobody was killed while it wrote"
+    assert unfinished, "no process was killed while it wrote"

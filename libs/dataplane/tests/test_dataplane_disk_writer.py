@@ -29,7 +29,9 @@ class TestWriter:
         one = Tier(folder, 8 * UNIT_BYTES)
         writer = DiskWriter(one.tier, pool, SystemClock(), lambda event: one.events.update([event]))
         whole = pool.read_bytes()
-        digests = [chunk_digest(whole[start:stop]) for start, stop in ((0, 4096), (4096, len(whole)))]
+        digests = [
+            chunk_digest(whole[start:stop]) for start, stop in ((0, 4096), (4096, len(whole)))
+        ]
         writer.keep(digests[0], 0, 4096, OriginKind.SOURCE)
         writer.keep(digests[1], 4096, len(whole) - 4096, OriginKind.PEER)
         writer.keep(digests[0], 4096, 4096, OriginKind.SOURCE)
@@ -48,7 +50,9 @@ class TestWriter:
 
     def test_more_than_can_wait_is_dropped(self, folder: Path, pool: Path):
         one = Tier(folder)
-        writer = DiskWriter(one.tier, pool, SystemClock(), lambda event: one.events.update([event]), queue_chunks=2)
+        writer = DiskWriter(
+            one.tier, pool, SystemClock(), lambda event: one.events.update([event]), queue_chunks=2
+        )
         for number in range(5):
             writer.keep(chunk_digest(bytes(number)), 0, 64, OriginKind.SOURCE)
         assert one.events == {DiskEvent.DROPPED: 3}
@@ -71,4 +75,6 @@ class TestWriter:
             os.sched_yield()
         writer.stop()
         assert seen == [19]
-        assert os.getpriority(os.PRIO_PROCESS, 0) == own, "the priority of the thread that made it is its own"
+        assert os.getpriority(os.PRIO_PROCESS, 0) == own, (
+            "the priority of the thread that made it is its own"
+        )

@@ -12,7 +12,9 @@ UNITS = 48
 
 
 class ExtentsMachine(RuleBasedStateMachine):
-    """Whatever is taken and given back: nothing overlaps, nothing leaks, and free neighbours are one range."""
+    """Whatever is taken and given back: nothing overlaps, nothing leaks, and free neighbours are
+    one range.
+    """
 
     held = Bundle("held")
 
@@ -25,8 +27,12 @@ class ExtentsMachine(RuleBasedStateMachine):
     def take(self, size_bytes: int, behind: Extent | None):
         largest = self.extents.largest_free_bytes
         after = behind.stop if behind is not None else None
-        free_there = after is not None and self._is_free(Extent(after, self.extents.rounded(size_bytes)))
-        assert self.extents.fits([size_bytes], after) == (self.extents.rounded(size_bytes) <= largest)
+        free_there = after is not None and self._is_free(
+            Extent(after, self.extents.rounded(size_bytes))
+        )
+        assert self.extents.fits([size_bytes], after) == (
+            self.extents.rounded(size_bytes) <= largest
+        )
         extent = self.extents.take(size_bytes, after)
         assert not free_there or (extent is not None and extent.offset == after)
         if extent is None:
@@ -58,12 +64,19 @@ class ExtentsMachine(RuleBasedStateMachine):
             other.stop <= wanted.offset or wanted.stop <= other.offset for other in self.model
         )
 
-    @rule(target=held, unit=st.integers(-1, UNITS), size_bytes=st.integers(1, UNIT * 4), shift=st.sampled_from([0, 0, 0, 1]))
+    @rule(
+        target=held,
+        unit=st.integers(-1, UNITS),
+        size_bytes=st.integers(1, UNIT * 4),
+        shift=st.sampled_from([0, 0, 0, 1]),
+    )
     def take_at(self, unit: int, size_bytes: int, shift: int):
         wanted = Extent(unit * UNIT + shift, self.extents.rounded(size_bytes))
         extent = self.extents.take_at(wanted.offset, size_bytes)
         fits = shift == 0 and unit >= 0 and wanted.stop <= UNIT * UNITS
-        free = fits and all(other.stop <= wanted.offset or wanted.stop <= other.offset for other in self.model)
+        free = fits and all(
+            other.stop <= wanted.offset or wanted.stop <= other.offset for other in self.model
+        )
         assert (extent == wanted) if free else extent is None
         if extent is None:
             return multiple()
@@ -87,7 +100,11 @@ class ExtentsMachine(RuleBasedStateMachine):
 
     @invariant()
     def free_ranges_are_coalesced(self) -> None:
-        edges = [0, *(edge for extent in self.extents.taken for edge in (extent.offset, extent.stop)), UNIT * UNITS]
+        edges = [
+            0,
+            *(edge for extent in self.extents.taken for edge in (extent.offset, extent.stop)),
+            UNIT * UNITS,
+        ]
         gaps = [stop - start for start, stop in zip(edges[::2], edges[1::2], strict=True)]
         assert self.extents.largest_free_bytes == max(gaps)
         assert 0.0 <= self.extents.fragmentation < 1.0

@@ -1,4 +1,6 @@
-"""How far apart the free bytes of a host pool get, with models of real sizes that come and go for long."""
+"""How far apart the free bytes of a host pool get, with models of real sizes that come and go for
+long.
+"""
 
 import random
 from pathlib import Path
@@ -14,11 +16,13 @@ POOL_BYTES = 64 * GIB
 MODELS = 60
 FETCHES = 700
 BOUND = 0.75
-"""What takes less of the free bytes than the rest of this has room at once; for more, another copy may have to go."""
+"""What takes less of the free bytes than the rest of this has room at once; for more, another copy
+may have to go."""
 EXTRA = 0.12
 """Evictions for room in a row, in evictions for room at all."""
 
-# Hidden size, width of the MLP, layers, vocabulary, share of key and value heads: 0.5B to 32B models of four families.
+# Hidden size, width of the MLP, layers, vocabulary, share of key and value heads: 0.5B to 32B
+# models of four families.
 SHAPES = (
     (896, 4864, 24, 151_936, 0.14), (1536, 8960, 28, 151_936, 0.16), (2048, 8192, 16, 128_256, 0.25), (2048, 11_008, 36, 151_936, 0.125),
     (2560, 6912, 40, 151_936, 1.0), (2560, 9728, 36, 151_936, 0.4), (3072, 8192, 28, 128_256, 0.33), (3584, 18_944, 28, 152_064, 0.14),
@@ -32,11 +36,17 @@ def parts_of(rng: random.Random) -> list[int]:
     hidden, width, layers, vocabulary, share = rng.choice(SHAPES)
     layer = 2 * int(2 * hidden * hidden * (1 + share) + 3 * hidden * width)
     embedding = 2 * vocabulary * hidden
-    return [embedding, *[layer] * layers, 2 * hidden if rng.random() < 0.4 else embedding + 2 * hidden]
+    return [
+        embedding,
+        *[layer] * layers,
+        2 * hidden if rng.random() < 0.4 else embedding + 2 * hidden,
+    ]
 
 
 class Node:
-    """A pool, and who decides what goes: least recently used first, until the loader finds room."""
+    """A pool, and the rule by which copies go: least recently used first, until the loader finds
+    room.
+    """
 
     def __init__(self, path: Path, seed: int, leases: int) -> None:
         self.rng = random.Random(seed)
@@ -54,7 +64,9 @@ class Node:
         start, stop = 0, len(sizes)
         if self.rng.random() < 0.3:
             start, stop = sorted(self.rng.sample(range(len(sizes) + 1), 2))
-        wanted = {part: sizes[part] for part in range(start, stop) if self.pool.find(digest, part) is None}
+        wanted = {
+            part: sizes[part] for part in range(start, stop) if self.pool.find(digest, part) is None
+        }
         self.used = [other for other in self.used if other != number] + [number]
         unit = self.pool.geometry.unit_bytes
         need = sum(-(-size // unit) * unit for size in wanted.values())

@@ -1,4 +1,4 @@
-"""How two nodes of a cluster know each other, and who sends first; without sockets."""
+"""How two nodes of a cluster prove their key to each other; without sockets."""
 
 from typing import Any
 
@@ -8,84 +8,93 @@ from linked_nodes import KEY
 
 from pilotlight.common.cluster_key import ClusterKey, find_cluster_key
 from pilotlight.common.errors import PeerRefused, SettingsInvalid
-from pilotlight.common.handshake import LINK_PURPOSE, AskingSide, GivingSide, Identity
+from pilotlight.common.handshake import LINK_PURPOSE, Identity, Initiator, Responder
 from pilotlight.common.messages.link import LINK_VERSION, Hello, Proof, Welcome
 from pilotlight.policy.ids import NodeId
 
-A, G = NodeId("asker"), NodeId("giver")
+A, B = NodeId("initiator"), NodeId("responder")
 OTHER_KEY = ClusterKey(b"the key of another cluster", LINK_PURPOSE)
 
 
-def sides(key: ClusterKey = KEY, expected: NodeId = G) -> tuple[AskingSide, GivingSide]:
-    return AskingSide(Identity(A, KEY), expected), GivingSide(Identity(G, key))
+def sides(key: ClusterKey = KEY, expected: NodeId = B) -> tuple[Initiator, Responder]:
+    return Initiator(Identity(A, KEY), expected), Responder(Identity(B, key))
 
 
 def test_two_nodes_of_one_cluster_know_each_other() -> None:
-    asking, giving = sides()
-    proof = asking.on_welcome(giving.on_hello(asking.hello()))
-    asking.on_end(giving.on_proof(proof))
-    assert giving.peer == A
+    initiator, responder = sides()
+    proof = initiator.on_welcome(responder.on_hello(initiator.hello()))
+    initiator.on_end(responder.on_proof(proof))
+    assert responder.peer == A
 
 
 def test_the_proof_is_the_keyed_hash_that_the_page_says() -> None:
     """Recomputed from the words of docs/decisions/0014."""
-    asking, giving = sides()
-    welcome = giving.on_hello(asking.hello())
-    key = blake3(b"the key of this cluster", derive_key_context="pilotlight cluster key 2026: link").digest()
-    fields = [b"gives", LINK_VERSION.to_bytes(4, "big"), A.encode(), asking.nonce, G.encode(), giving.nonce]
+    initiator, responder = sides()
+    welcome = responder.on_hello(initiator.hello())
+    key = blake3(
+        b"the key of this cluster", derive_key_context="pilotlight cluster key 2026: link"
+    ).digest()
+    fields = [
+        b"gives",
+        LINK_VERSION.to_bytes(4, "big"),
+        A.encode(),
+        initiator.nonce,
+        B.encode(),
+        responder.nonce,
+    ]
     told = b"".join(len(field).to_bytes(4, "big") + field for field in fields)
     assert welcome.proof == blake3(told, key=key).digest()
 
 
-def test_the_asker_refuses_another_key_and_another_node() -> None:
-    asking, giving = sides(OTHER_KEY)
+def test_the_initiator_refuses_another_key_and_another_node() -> None:
+    initiator, responder = sides(OTHER_KEY)
     with pytest.raises(PeerRefused, match="another cluster key"):
-        asking.on_welcome(giving.on_hello(asking.hello()))
-    asking, giving = sides(expected=NodeId("somebody else"))
-    with pytest.raises(PeerRefused, match="giver answers where somebody else should"):
-        asking.on_welcome(giving.on_hello(asking.hello()))
+        initiator.on_welcome(responder.on_hello(initiator.hello()))
+    initiator, responder = sides(expected=NodeId("another"))
+    with pytest.raises(PeerRefused, match="responder answers where another should"):
+        initiator.on_welcome(responder.on_hello(initiator.hello()))
 
 
 @pytest.mark.parametrize("proof", [b"", bytes(32), OTHER_KEY.proof(b"asks")])
-def test_the_giver_refuses_who_does_not_know_the_key(proof: bytes) -> None:
-    asking, giving = sides()
-    giving.on_hello(asking.hello())
+def test_the_responder_refuses_a_node_without_the_key(proof: bytes) -> None:
+    initiator, responder = sides()
+    responder.on_hello(initiator.hello())
     with pytest.raises(PeerRefused, match="another cluster key"):
-        giving.on_proof(Proof(proof=proof))
+        responder.on_proof(Proof(proof=proof))
 
 
 def test_a_proof_is_good_once_and_for_its_side_only() -> None:
-    asking, giving = sides()
-    welcome = giving.on_hello(asking.hello())
-    proof = asking.on_welcome(welcome)
+    initiator, responder = sides()
+    welcome = responder.on_hello(initiator.hello())
+    proof = initiator.on_welcome(welcome)
     with pytest.raises(PeerRefused):
-        # Sent back to who made it.
-        giving.on_proof(Proof(proof=welcome.proof))
-    again = GivingSide(giving.me)
-    again.on_hello(asking.hello())
+        # Sent back to the side that made it.
+        responder.on_proof(Proof(proof=welcome.proof))
+    again = Responder(responder.me)
+    again.on_hello(initiator.hello())
     with pytest.raises(PeerRefused):
         # Recorded, and played again.
         again.on_proof(proof)
     with pytest.raises(PeerRefused):
-        GivingSide(giving.me).on_proof(proof)
+        Responder(responder.me).on_proof(proof)
 
 
 def test_another_version_and_a_short_nonce_are_refused_on_both_sides() -> None:
-    asking, giving = sides()
-    hello = asking.hello()
+    initiator, responder = sides()
+    hello = initiator.hello()
     for wrong in (
         Hello(version=LINK_VERSION + 1, node_id=A, nonce=hello.nonce),
         Hello(version=LINK_VERSION, node_id=A, nonce=b"x"),
     ):
         with pytest.raises(PeerRefused):
-            giving.on_hello(wrong)
-    welcome = giving.on_hello(hello)
+            responder.on_hello(wrong)
+    welcome = responder.on_hello(hello)
     for wrong in (
-        Welcome(version=0, node_id=G, nonce=welcome.nonce, proof=welcome.proof),
-        Welcome(version=LINK_VERSION, node_id=G, nonce=b"", proof=welcome.proof),
+        Welcome(version=0, node_id=B, nonce=welcome.nonce, proof=welcome.proof),
+        Welcome(version=LINK_VERSION, node_id=B, nonce=b"", proof=welcome.proof),
     ):
         with pytest.raises(PeerRefused):
-            asking.on_welcome(wrong)
+            initiator.on_welcome(wrong)
 
 
 def test_the_key_is_found_in_its_file_and_a_short_one_is_refused(tmp_path: Any) -> None:

@@ -1,4 +1,6 @@
-"""Kill the process that holds a host pool at any instant: what the next one finds is whole, and nobody who reads it sees a change."""
+"""Kill the process that holds a host pool at any instant: what the next one finds is whole, and no
+reader sees a change.
+"""
 
 import random
 from itertools import pairwise
@@ -40,18 +42,30 @@ def check(pool: HostPool, noted: bytes) -> int:
     assert sum(len(copy.parts) for copy in pool.copies()) == len(images)
     for image in images:
         model = MODELS[image.digest]
-        expected = b"".join(pool_chunk(model, image.part, index) for index in range(pool_chunks(model, image.part)))
+        expected = b"".join(
+            pool_chunk(model, image.part, index) for index in range(pool_chunks(model, image.part))
+        )
         with pool.view(image, 0, image.image_bytes) as view:
             assert view == expected, "a part with other bytes was taken over"
     extents = sorted(image.extent for image in images)
-    assert all(first.stop <= second.offset for first, second in pairwise(extents)), "two parts overlap"
-    assert sum(extent.size_bytes for extent in extents) + pool.free_bytes == POOL_BYTES, "bytes leak"
+    assert all(first.stop <= second.offset for first, second in pairwise(extents)), (
+        "two parts overlap"
+    )
+    assert sum(extent.size_bytes for extent in extents) + pool.free_bytes == POOL_BYTES, (
+        "bytes leak"
+    )
     slots = [slot for image in images for slot in image.slots]
-    states = pool._mapped[HEADER_BYTES : HEADER_BYTES + ENTRY_BYTES * pool.geometry.slots : ENTRY_BYTES]
-    assert sorted(slots) == [slot for slot, state in enumerate(states) if state == EntryState.READY], "entries leak"
+    states = pool._mapped[
+        HEADER_BYTES : HEADER_BYTES + ENTRY_BYTES * pool.geometry.slots : ENTRY_BYTES
+    ]
+    assert sorted(slots) == [
+        slot for slot, state in enumerate(states) if state == EntryState.READY
+    ], "entries leak"
     assert len(slots) + len(pool._table._free) == pool.geometry.slots
     held = {noted_at(MODELS[image.digest], image.part) for image in images}
-    assert held >= {at for at in range(8, NOTED_BYTES) if noted[at]}, "a part that was ready is lost"
+    assert held >= {at for at in range(8, NOTED_BYTES) if noted[at]}, (
+        "a part that was ready is lost"
+    )
     assert pool.highest_epoch >= int.from_bytes(noted[:8], "little"), "an epoch is forgotten"
     return len(images)
 
@@ -62,7 +76,12 @@ def kill_again_and_again(folder: Path, seed: int, kills: int) -> None:
     rng, clock = random.Random(seed), ManualClock()
     pool = HostPool.open(path, POOL_BYTES, clock)
     for part in range(POOL_PARTS):
-        image = pool.reserve(pool_digest(LEASED), part, pool_chunks(LEASED, part) * POOL_CHUNK_BYTES, pool_chunks(LEASED, part))
+        image = pool.reserve(
+            pool_digest(LEASED),
+            part,
+            pool_chunks(LEASED, part) * POOL_CHUNK_BYTES,
+            pool_chunks(LEASED, part),
+        )
         while not image.ready:
             fill_part(pool, image, LEASED)
     places = {image.part: pool.file_offset(image) for image in images_of(pool)}
@@ -71,10 +90,16 @@ def kill_again_and_again(folder: Path, seed: int, kills: int) -> None:
     unfinished, found = 0, set[int]()
     for kill in range(kills):
         process = started(use_pool_for_ever, path, noted, seed * 1_000_000 + kill)
-        assert killed(process, rng.choice((0.001, 0.004, 0.015)) * rng.random()), "it ended by itself"
+        assert killed(process, rng.choice((0.001, 0.004, 0.015)) * rng.random()), (
+            "it ended by itself"
+        )
         before = noted.read_bytes()
         with path.open("rb") as file:
-            entered = sum(file.read(HEADER_BYTES + ENTRY_BYTES * pool.geometry.slots)[HEADER_BYTES::ENTRY_BYTES])
+            entered = sum(
+                file.read(HEADER_BYTES + ENTRY_BYTES * pool.geometry.slots)[
+                    HEADER_BYTES::ENTRY_BYTES
+                ]
+            )
         pool = HostPool.open(path, POOL_BYTES, clock)
         found.add(check(pool, before))
         unfinished += entered > sum(len(image.slots) for image in images_of(pool))
@@ -84,9 +109,9 @@ def kill_again_and_again(folder: Path, seed: int, kills: int) -> None:
             assert killed(reader, 0.0)
             reader = started(read_leased_for_ever, path, places, reads)
     assert killed(reader, 0.0)
-    assert unfinished, "nobody was killed in the middle of something"
+    assert unfinished, "no process was killed in the middle of something"
     assert len(found) > 3
-    assert reads.exists(), "nobody has read"
+    assert reads.exists(), "no process has read"
     pool = HostPool.open(path, POOL_BYTES, clock)
     for digest in MODELS:
         pool.drop(digest)

@@ -1,4 +1,6 @@
-"""The link's frames, its handshake, and how each side ends a connection that is not as it should be."""
+"""The link's frames, its handshake, and how each side ends a connection that is not as it should
+be.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -11,15 +13,15 @@ from structlog.testing import capture_logs
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.cluster_key import ClusterKey
 from pilotlight.common.errors import PeerUnavailable
-from pilotlight.common.handshake import LINK_PURPOSE, AskingSide, GivingSide, Identity
+from pilotlight.common.handshake import LINK_PURPOSE, Identity, Initiator, Responder
 from pilotlight.common.messages.hold import Peer
 from pilotlight.common.messages.link import (
     LINK_VERSION,
     Accepted,
     Ask,
     Enough,
-    FromAsker,
-    FromGiver,
+    FromReceiver,
+    FromSender,
     Hello,
     Proof,
     Refused,
@@ -40,7 +42,7 @@ from pilotlight.dataplane.link.wire import (
 )
 from pilotlight.policy.ids import Digest, NodeId
 
-A, G = NodeId("asker"), NodeId("giver")
+R, S = NodeId("receiver"), NodeId("sender")
 OTHER_KEY = ClusterKey(b"the key of another cluster", LINK_PURPOSE)
 
 
@@ -57,12 +59,12 @@ class Raw:
     async def hear(self) -> Any:
         head = parse_head(await self.reader.readexactly(HEADER.size))
         body = await self.reader.readexactly(head.length)
-        return decode_control(body, FromAsker | FromGiver)
+        return decode_control(body, FromReceiver | FromSender)
 
     async def greet(self, key: ClusterKey = KEY) -> None:
-        asking = AskingSide(Identity(A, key), G)
-        await self.say(asking.hello())
-        await self.say(asking.on_welcome(await self.hear()))
+        initiator = Initiator(Identity(R, key), S)
+        await self.say(initiator.hello())
+        await self.say(initiator.on_welcome(await self.hear()))
         assert isinstance(await self.hear(), Accepted)
 
     async def is_closed(self) -> bool:
@@ -73,8 +75,8 @@ class Raw:
 
 
 @pytest.fixture
-async def giver(make_node: Callable[..., Any]) -> AsyncIterator[LinkedNode]:
-    linked = LinkedNode(G)
+async def sender(make_node: Callable[..., Any]) -> AsyncIterator[LinkedNode]:
+    linked = LinkedNode(S)
     node = make_node(nearby=[linked.peers])
     await linked.start(node, node.tools, node.copies)
     yield linked
@@ -87,12 +89,21 @@ async def raw_to(linked: LinkedNode) -> Raw:
 
 GARBAGE = {
     "no frame at all": (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "message_undecodable"),
-    "a control frame that is too long": (HEADER.pack(FrameKind.CONTROL, 0, MAX_CONTROL_BYTES + 1), "message_too_large"),
-    "bytes that are too many": (HEADER.pack(FrameKind.BYTES, 1, 1024 * 1024 + 1), "message_too_large"),
+    "a control frame that is too long": (
+        HEADER.pack(FrameKind.CONTROL, 0, MAX_CONTROL_BYTES + 1),
+        "message_too_large",
+    ),
+    "bytes that are too many": (
+        HEADER.pack(FrameKind.BYTES, 1, 1024 * 1024 + 1),
+        "message_too_large",
+    ),
     "bytes at all": (bytes_head(1, 4) + b"abcd", "message_undecodable"),
-    "a body that is no message": (HEADER.pack(FrameKind.CONTROL, 0, 4) + b"\xc1\xc1\xc1\xc1", "message_undecodable"),
+    "a body that is no message": (
+        HEADER.pack(FrameKind.CONTROL, 0, 4) + b"\xc1\xc1\xc1\xc1",
+        "message_undecodable",
+    ),
     "another message": (control_frame(Enough()), "message_undecodable"),
-    "an old version": (control_frame(Hello(version=0, node_id=A, nonce=bytes(32))), "peer_refused"),
+    "an old version": (control_frame(Hello(version=0, node_id=R, nonce=bytes(32))), "peer_refused"),
     "a part of a header": (b"C\0\0", None),
     "nothing": (b"", None),
 }
@@ -100,9 +111,9 @@ GARBAGE = {
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("what", GARBAGE)
-async def test_whoever_is_no_node_is_shown_out_once(giver: LinkedNode, what: str) -> None:
+async def test_a_client_that_is_no_node_is_shown_out_once(sender: LinkedNode, what: str) -> None:
     data, code = GARBAGE[what]
-    raw = await raw_to(giver)
+    raw = await raw_to(sender)
     with capture_logs() as logs:
         raw.writer.write(data)
         await raw.writer.drain()
@@ -113,17 +124,25 @@ async def test_whoever_is_no_node_is_shown_out_once(giver: LinkedNode, what: str
             assert isinstance(refused, Refused)
             assert refused.code == code
             assert await raw.is_closed()
-        await until(lambda: giver.traffic.refused == 1 and giver.server is not None and not giver.server.connections)
+        await until(
+            lambda: (
+                sender.traffic.refused == 1
+                and sender.server is not None
+                and not sender.server.connections
+            )
+        )
     raw.writer.close()
     assert [entry["action"] for entry in logs] == ["link_refused"]
 
 
 @pytest.mark.anyio
 async def test_who_says_nothing_is_shown_out_after_a_while(make_node: Callable[..., Any]) -> None:
-    linked, node = LinkedNode(G), make_node()
+    linked, node = LinkedNode(S), make_node()
     linked.node, linked.copies = node, node.copies
     thread, traffic = LinkThread("out"), Traffic()
-    server = LinkServer(Identity(G, KEY), (HOST, 0), None, thread, SystemClock(), traffic, handshake_s=0.05)  # type: ignore[arg-type]
+    server = LinkServer(
+        Identity(S, KEY), (HOST, 0), None, thread, SystemClock(), traffic, handshake_s=0.05
+    )  # type: ignore[arg-type]
     await server.start()
     raw = Raw(*await asyncio.open_connection(HOST, server.port))
     refused = await raw.hear()
@@ -136,12 +155,16 @@ async def test_who_says_nothing_is_shown_out_after_a_while(make_node: Callable[.
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("proof", ["wrong", "another"])
-async def test_the_giver_takes_no_requests_without_the_key(giver: LinkedNode, proof: str) -> None:
-    raw = await raw_to(giver)
-    await raw.say(Hello(version=LINK_VERSION, node_id=A, nonce=bytes(32)))
+async def test_the_sender_takes_no_requests_without_the_key(sender: LinkedNode, proof: str) -> None:
+    raw = await raw_to(sender)
+    await raw.say(Hello(version=LINK_VERSION, node_id=R, nonce=bytes(32)))
     welcome = await raw.hear()
     assert isinstance(welcome, Welcome)
-    told = Proof(proof=bytes(32)) if proof == "wrong" else Ask(model=Digest("0" * 64), part=0, chunk=0, digest=None, from_byte=0)
+    told = (
+        Proof(proof=bytes(32))
+        if proof == "wrong"
+        else Ask(model=Digest("0" * 64), part=0, chunk=0, digest=None, from_byte=0)
+    )
     await raw.say(told)
     assert isinstance(await raw.hear(), Refused)
     assert await raw.is_closed()
@@ -149,9 +172,13 @@ async def test_the_giver_takes_no_requests_without_the_key(giver: LinkedNode, pr
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("data", [bytes_head(1, 4) + b"abcd", control_frame(Hello(version=1, node_id=A, nonce=b""))])
-async def test_who_does_not_keep_to_the_protocol_is_shown_out(giver: LinkedNode, data: bytes) -> None:
-    raw = await raw_to(giver)
+@pytest.mark.parametrize(
+    "data", [bytes_head(1, 4) + b"abcd", control_frame(Hello(version=1, node_id=R, nonce=b""))]
+)
+async def test_a_client_that_does_not_keep_to_the_protocol_is_shown_out(
+    sender: LinkedNode, data: bytes
+) -> None:
+    raw = await raw_to(sender)
     await raw.greet()
     raw.writer.write(data)
     assert isinstance(await raw.hear(), Refused)
@@ -160,8 +187,8 @@ async def test_who_does_not_keep_to_the_protocol_is_shown_out(giver: LinkedNode,
 
 
 @pytest.mark.anyio
-async def test_two_requests_of_one_number_end_the_connection(giver: LinkedNode) -> None:
-    raw = await raw_to(giver)
+async def test_two_requests_of_one_number_end_the_connection(sender: LinkedNode) -> None:
+    raw = await raw_to(sender)
     await raw.greet()
     ask = Ask(model=Digest("0" * 64), part=0, chunk=0, digest=Digest("1" * 64), from_byte=0)
     await raw.say(ask, 7)
@@ -179,7 +206,7 @@ class Door:
 
     async def start(self) -> Peer:
         self.server = await asyncio.start_server(self._accept, HOST, 0)
-        return Peer(node_id=G, host=HOST, port=self.server.sockets[0].getsockname()[1])
+        return Peer(node_id=S, host=HOST, port=self.server.sockets[0].getsockname()[1])
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
@@ -195,8 +222,8 @@ class Door:
 
 
 async def other_key(raw: Raw) -> None:
-    giving = GivingSide(Identity(G, OTHER_KEY))
-    await raw.say(giving.on_hello(await raw.hear()))
+    responder = Responder(Identity(S, OTHER_KEY))
+    await raw.say(responder.on_hello(await raw.hear()))
     await raw.reader.read(1)
 
 
@@ -206,8 +233,8 @@ async def refuses(raw: Raw) -> None:
 
 
 async def other_node(raw: Raw) -> None:
-    giving = GivingSide(Identity(NodeId("another"), KEY))
-    await raw.say(giving.on_hello(await raw.hear()))
+    responder = Responder(Identity(NodeId("another"), KEY))
+    await raw.say(responder.on_hello(await raw.hear()))
     await raw.reader.read(1)
 
 
@@ -228,7 +255,7 @@ async def leaves(raw: Raw) -> None:
 ANSWERS = {
     other_key: "another cluster key",
     refuses: "not you",
-    other_node: "another answers where giver should",
+    other_node: "another answers where sender should",
     garbage: "speaks something else",
     oversized: "at most",
     leaves: "closed the connection within the handshake",
@@ -237,11 +264,11 @@ ANSWERS = {
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: answer.__name__)
-async def test_the_asker_asks_nothing_of_who_is_not_the_node(answer: Callable[[Raw], Any]) -> None:
+async def test_the_receiver_asks_nothing_of_another_node(answer: Callable[[Raw], Any]) -> None:
     door, thread, traffic = Door(answer), LinkThread("in"), Traffic()
     peer = await door.start()
     thread.start()
-    link = PeerLink(Identity(A, KEY), peer, thread, SystemClock(), traffic, stall_timeout_s=1.0)
+    link = PeerLink(Identity(R, KEY), peer, thread, SystemClock(), traffic, stall_timeout_s=1.0)
     with capture_logs() as logs:
         thread.spawn("link", link.keep())
         # It tries again, and says no word more about it.
@@ -257,36 +284,36 @@ async def test_the_asker_asks_nothing_of_who_is_not_the_node(answer: Callable[[R
 
 
 @pytest.mark.anyio
-async def test_links_end_in_order_and_threads_with_them(giver: LinkedNode) -> None:
-    asker = LinkedNode(A)
-    await asker.peers.start()
-    asker.peers.meet(giver.peer)
-    asker.peers.meet(giver.peer)
-    asker.peers.meet(replace_id(giver.peer, A))
-    await until(lambda: asker.peers.states == {G: LinkState.UP})
-    assert giver.server is not None
-    assert giver.server.connections == 1
-    asker.peers.part(G)
-    await until(lambda: giver.server is not None and giver.server.connections == 0)
-    assert asker.peers.states == {}
-    await asker.stop()
-    await asker.stop()
+async def test_links_end_in_order_and_threads_with_them(sender: LinkedNode) -> None:
+    receiver = LinkedNode(R)
+    await receiver.peers.start()
+    receiver.peers.meet(sender.peer)
+    receiver.peers.meet(sender.peer)
+    receiver.peers.meet(replace_id(sender.peer, R))
+    await until(lambda: receiver.peers.states == {S: LinkState.UP})
+    assert sender.server is not None
+    assert sender.server.connections == 1
+    receiver.peers.part(S)
+    await until(lambda: sender.server is not None and sender.server.connections == 0)
+    assert receiver.peers.states == {}
+    await receiver.stop()
+    await receiver.stop()
 
 
 @pytest.mark.anyio
 async def test_a_node_that_comes_back_elsewhere_is_met_there(make_node: Callable[..., Any]) -> None:
-    asker, first, second = LinkedNode(A), LinkedNode(G), LinkedNode(G)
-    await asker.peers.start()
+    receiver, first, second = LinkedNode(R), LinkedNode(S), LinkedNode(S)
+    await receiver.peers.start()
     for linked in (first, second):
         node = make_node()
         await linked.start(node, node.tools, node.copies)
-    asker.peers.meet(first.peer)
-    await until(lambda: asker.peers.states == {G: LinkState.UP})
+    receiver.peers.meet(first.peer)
+    await until(lambda: receiver.peers.states == {S: LinkState.UP})
     await first.stop()
-    asker.peers.meet(second.peer)
+    receiver.peers.meet(second.peer)
     await until(lambda: second.server is not None and second.server.connections == 1)
-    await until(lambda: asker.peers.states == {G: LinkState.UP})
-    await asker.stop()
+    await until(lambda: receiver.peers.states == {S: LinkState.UP})
+    await receiver.stop()
     await second.stop()
 
 

@@ -1,4 +1,7 @@
-"""Which memory reads may land in, and in which order a link takes over what has landed. Nothing is read here."""
+"""Which memory reads may land in, and in which order a link takes over what has landed.
+
+Nothing is read here.
+"""
 
 import asyncio
 import random
@@ -19,8 +22,18 @@ from pilotlight.common.messages.link import Placed, Region
 from pilotlight.dataplane.link.nixl_process import NixlFailed, has_rdma, takes_nixl
 from pilotlight.dataplane.link.nixl_reader import AWAKE_S, BUSY_NAP_MS, IDLE_NAP_MS, Reader
 from pilotlight.dataplane.link.nixl_reads import Reads, UnitRead
-from pilotlight.dataplane.link.nixl_take import WINDOW, Taking
-from pilotlight.dataplane.link.nixl_wire import MAX_MESSAGE_BYTES, Done, Forget, FromReader, Learn, Learned, Read, Stir, decode
+from pilotlight.dataplane.link.nixl_wire import (
+    MAX_MESSAGE_BYTES,
+    Done,
+    Forget,
+    FromReader,
+    Learn,
+    Learned,
+    Read,
+    Stir,
+    decode,
+)
+from pilotlight.dataplane.link.one_sided import WINDOW, OneSidedReads
 from pilotlight.dataplane.link.sender import LONGEST_BEAT_S
 from pilotlight.dataplane.origin import ChunkFill, ChunkWork
 from pilotlight.dataplane.readers import ReadProgress
@@ -34,10 +47,20 @@ def a_read(on_end: Callable[[UnitRead], None] = lambda _: None) -> UnitRead:
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(["add", "done", "break", "late", "release", "give up"]), st.integers(0, 99)), max_size=80)
+    st.lists(
+        st.tuples(
+            st.sampled_from(["add", "done", "break", "late", "release", "give up"]),
+            st.integers(0, 99),
+        ),
+        max_size=80,
+    )
 )
-def test_a_slot_is_used_again_only_when_nothing_can_be_written_to_it(steps: list[tuple[str, int]]) -> None:
-    """Against a model of what a library may still do: it writes to the slot of each read that it has not said is done."""
+def test_a_slot_is_used_again_only_when_nothing_can_be_written_to_it(
+    steps: list[tuple[str, int]],
+) -> None:
+    """Against a model of what a library may still do: it writes to the slot of each read that it
+    has not said is done.
+    """
     reads, landing = Reads(memoryview(bytearray(SLOTS * UNIT_BYTES)), SLOTS), dict[int, UnitRead]()
     may_be_written: dict[int, int] = {}
     ended: list[UnitRead] = []
@@ -70,7 +93,9 @@ def test_a_slot_is_used_again_only_when_nothing_can_be_written_to_it(steps: list
     assert reads.is_spent == (reads.out_of_use >= SLOTS / 2)
 
 
-def test_reads_that_are_late_or_broke_off_use_it_up_and_one_that_is_done_after_all_does_not() -> None:
+def test_reads_that_are_late_or_broke_off_use_it_up_and_one_that_is_done_after_all_does_not() -> (
+    None
+):
     reads = Reads(memoryview(bytearray(SLOTS * UNIT_BYTES)), SLOTS)
     ended: list[UnitRead] = []
     for _ in range(SLOTS):
@@ -93,9 +118,9 @@ def test_reads_that_are_late_or_broke_off_use_it_up_and_one_that_is_done_after_a
     ]
 
 
-# ---------------------------------------------------------------- the asking side of a link
+# ---------------------------------------------------------------- the initiator side of a link
 
-REGION = Region(agent=b"giver", address=1 << 40, size_bytes=64 * UNIT_BYTES)
+REGION = Region(agent=b"sender", address=1 << 40, size_bytes=64 * UNIT_BYTES)
 DATA = random.Random(1).randbytes(3 * UNIT_BYTES + 1000)
 
 
@@ -131,15 +156,15 @@ class FakeMemory:
         read.end()
 
 
-class FakeTaker:
+class FakeListener:
     def __init__(self) -> None:
-        self.taken_bytes = 0
+        self.read_bytes = 0
         self.ended: list[tuple[int, Exception | None]] = []
 
-    def on_taken_bytes(self, size_bytes: int) -> None:
-        self.taken_bytes += size_bytes
+    def on_read_bytes(self, size_bytes: int) -> None:
+        self.read_bytes += size_bytes
 
-    def on_taken(self, number: int, error: Exception | None) -> None:
+    def on_read_end(self, number: int, error: Exception | None) -> None:
         self.ended.append((number, error))
 
 
@@ -150,7 +175,7 @@ class Pool:
         self.bytes = bytearray(len(data))
         self.is_full = False
         self.fill = ChunkFill(chunk_digest(data), len(data), self._place)
-        self.work = self.fill.begin("giver", ReadProgress())
+        self.work = self.fill.begin("sender", ReadProgress())
         self.work.expect(unit_digests(data))
 
     def _place(self, offset: int, data: memoryview) -> None:
@@ -159,84 +184,88 @@ class Pool:
         self.bytes[offset : offset + len(data)] = data
 
 
-async def taking_of(memory: FakeMemory | None, taker: FakeTaker, region: Region | None = REGION) -> Taking:
-    taking = Taking(memory, NodeId("giver"), 1.0, taker)
+async def one_sided_of(
+    memory: FakeMemory | None, listener: FakeListener, region: Region | None = REGION
+) -> OneSidedReads:
+    one_sided = OneSidedReads(memory, NodeId("sender"), 1.0, listener)
     if region is not None:
-        taking.offer(region)
+        one_sided.offer(region)
     # It has learned of the memory.
-    await asyncio.gather(*(task for task in asyncio.all_tasks() if task.get_name() == "memory of giver"))
-    return taking
+    await asyncio.gather(
+        *(task for task in asyncio.all_tasks() if task.get_name() == "memory of sender")
+    )
+    return one_sided
 
 
-def place_all(taking: Taking, number: int) -> None:
+def place_all(one_sided: OneSidedReads, number: int) -> None:
     for at in range(0, len(DATA), UNIT_BYTES):
-        taking.place(number, Placed(offset=at, size_bytes=min(UNIT_BYTES, len(DATA) - at)))
+        one_sided.place(number, Placed(offset=at, size_bytes=min(UNIT_BYTES, len(DATA) - at)))
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("seed", range(8))
 async def test_what_lands_in_any_order_is_written_in_order(seed: int) -> None:
-    memory, taker, pool, rng = FakeMemory(), FakeTaker(), Pool(), random.Random(seed)
-    taking = await taking_of(memory, taker)
-    assert taking.begin(3, pool.work)
-    place_all(taking, 3)
-    assert taking.on_sent(3)
+    memory, listener, pool, rng = FakeMemory(), FakeListener(), Pool(), random.Random(seed)
+    one_sided = await one_sided_of(memory, listener)
+    assert one_sided.begin(3, pool.work)
+    place_all(one_sided, 3)
+    assert one_sided.on_sent(3)
     while memory.under_way:
-        assert taker.ended == []
+        assert listener.ended == []
         memory.end(rng.choice(memory.under_way))
-    assert taker.ended == [(3, None)]
+    assert listener.ended == [(3, None)]
     assert pool.bytes == DATA
-    assert taker.taken_bytes == len(DATA)
+    assert listener.read_bytes == len(DATA)
     assert len(set(memory.released)) == 4
-    taking.stop()
+    one_sided.stop()
     assert memory.forgotten == [7]
 
 
 @pytest.mark.anyio
-async def test_a_link_has_so_many_reads_under_way_and_no_more() -> None:
-    memory, taker = FakeMemory(), FakeTaker()
-    taking = await taking_of(memory, taker)
+async def test_a_link_has_a_bounded_number_of_reads_under_way() -> None:
+    memory, listener = FakeMemory(), FakeListener()
+    one_sided = await one_sided_of(memory, listener)
     pools = {number: Pool() for number in range(4)}
     for number, pool in pools.items():
-        assert taking.begin(number, pool.work)
-        place_all(taking, number)
+        assert one_sided.begin(number, pool.work)
+        place_all(one_sided, number)
     assert len(memory.under_way) == WINDOW
-    # Who leaves makes room for the others.
-    taking.give_up(0)
+    # A request that leaves makes room for the others.
+    one_sided.give_up(0)
     while memory.under_way:
         assert len(memory.under_way) <= 2 * WINDOW
         memory.end(memory.under_way[0])
     assert all(pool.bytes == DATA for number, pool in pools.items() if number)
 
 
-def breaks(memory: FakeMemory, pool: Pool, taking: Taking) -> None:
+def breaks(memory: FakeMemory, pool: Pool, one_sided: OneSidedReads) -> None:
     memory.under_way[1].end("broke")
 
 
-def lies(memory: FakeMemory, pool: Pool, taking: Taking) -> None:
+def lies(memory: FakeMemory, pool: Pool, one_sided: OneSidedReads) -> None:
     memory.end(memory.under_way[0], bytes(UNIT_BYTES))
 
 
-def names_no_place(memory: FakeMemory, pool: Pool, taking: Taking) -> None:
-    taking.place(3, Placed(offset=0, size_bytes=1))
+def names_no_place(memory: FakeMemory, pool: Pool, one_sided: OneSidedReads) -> None:
+    one_sided.place(3, Placed(offset=0, size_bytes=1))
 
 
-def names_a_place_beyond(memory: FakeMemory, pool: Pool, taking: Taking) -> None:
-    taking.begin(4, Pool().work)
-    taking.place(4, Placed(offset=REGION.size_bytes - 10, size_bytes=11))
+def names_a_place_beyond(memory: FakeMemory, pool: Pool, one_sided: OneSidedReads) -> None:
+    one_sided.begin(4, Pool().work)
+    one_sided.place(4, Placed(offset=REGION.size_bytes - 10, size_bytes=11))
 
 
-def names_a_place_before(memory: FakeMemory, pool: Pool, taking: Taking) -> None:
-    taking.begin(4, Pool().work)
-    taking.place(4, Placed(offset=-1, size_bytes=11))
+def names_a_place_before(memory: FakeMemory, pool: Pool, one_sided: OneSidedReads) -> None:
+    one_sided.begin(4, Pool().work)
+    one_sided.place(4, Placed(offset=-1, size_bytes=11))
 
 
-def names_two_units(memory: FakeMemory, pool: Pool, taking: Taking) -> None:
-    taking.begin(4, Pool().work)
-    taking.place(4, Placed(offset=0, size_bytes=UNIT_BYTES + 1))
+def names_two_units(memory: FakeMemory, pool: Pool, one_sided: OneSidedReads) -> None:
+    one_sided.begin(4, Pool().work)
+    one_sided.place(4, Placed(offset=0, size_bytes=UNIT_BYTES + 1))
 
 
-def was_written_by_somebody_else(memory: FakeMemory, pool: Pool, taking: Taking) -> None:
+def was_written_by_another_try(memory: FakeMemory, pool: Pool, one_sided: OneSidedReads) -> None:
     pool.work.write(DATA[:10])
     memory.end(memory.under_way[0])
 
@@ -244,56 +273,72 @@ def was_written_by_somebody_else(memory: FakeMemory, pool: Pool, taking: Taking)
 @pytest.mark.anyio
 @pytest.mark.parametrize(
     "fails",
-    [breaks, lies, names_no_place, names_a_place_beyond, names_a_place_before, names_two_units, was_written_by_somebody_else],
+    [
+        breaks,
+        lies,
+        names_no_place,
+        names_a_place_beyond,
+        names_a_place_before,
+        names_two_units,
+        was_written_by_another_try,
+    ],
     ids=lambda fails: fails.__name__,
 )
-async def test_where_anything_is_wrong_everything_is_asked_for_over_tcp(fails: Callable[..., None]) -> None:
-    memory, taker, pool = FakeMemory(), FakeTaker(), Pool()
-    taking = await taking_of(memory, taker)
+async def test_where_anything_is_wrong_everything_is_asked_for_over_tcp(
+    fails: Callable[..., None],
+) -> None:
+    memory, listener, pool = FakeMemory(), FakeListener(), Pool()
+    one_sided = await one_sided_of(memory, listener)
     other = Pool()
-    assert taking.begin(3, pool.work)
-    place_all(taking, 3)
-    assert taking.begin(5, other.work)
-    place_all(taking, 5)
+    assert one_sided.begin(3, pool.work)
+    place_all(one_sided, 3)
+    assert one_sided.begin(5, other.work)
+    place_all(one_sided, 5)
     with capture_logs() as logs:
-        fails(memory, pool, taking)
-    assert {number for number, error in taker.ended if isinstance(error, NixlFailed)} >= {3, 5}
+        fails(memory, pool, one_sided)
+    assert {number for number, error in listener.ended if isinstance(error, NixlFailed)} >= {3, 5}
     assert [entry["action"] for entry in logs] == ["link_nixl_failed"]
-    assert not taking.begin(6, pool.work)
-    # What lands now is nobody's.
+    assert not one_sided.begin(6, pool.work)
+    # What lands now belongs to no request.
     assert not any(read.is_wanted for read in memory.under_way)
-    # The other node offers its memory anew, or the process that reads is another one: it is tried again.
+    # The other node offers its memory anew, or the process that reads is another one: it is tried
+    # again.
     memory.generation += 1
-    assert not taking.begin(6, pool.work)
-    await asyncio.gather(*(task for task in asyncio.all_tasks() if task.get_name() == "memory of giver"))
-    assert taking.begin(6, pool.work)
-    taking.stop()
+    assert not one_sided.begin(6, pool.work)
+    await asyncio.gather(
+        *(task for task in asyncio.all_tasks() if task.get_name() == "memory of sender")
+    )
+    assert one_sided.begin(6, pool.work)
+    one_sided.stop()
 
 
 @pytest.mark.anyio
 async def test_a_full_pool_ends_the_request_and_not_the_link() -> None:
-    memory, taker, pool, other = FakeMemory(), FakeTaker(), Pool(), Pool()
-    taking = await taking_of(memory, taker)
-    taking.begin(3, pool.work)
-    place_all(taking, 3)
+    memory, listener, pool, other = FakeMemory(), FakeListener(), Pool(), Pool()
+    one_sided = await one_sided_of(memory, listener)
+    one_sided.begin(3, pool.work)
+    place_all(one_sided, 3)
     pool.is_full = True
     memory.end(memory.under_way[0])
-    assert isinstance(taker.ended[0][1], HostPoolFull)
-    assert taking.begin(4, other.work)
-    taking.stop()
+    assert isinstance(listener.ended[0][1], HostPoolFull)
+    assert one_sided.begin(4, other.work)
+    one_sided.stop()
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("why", ["nothing reads here", "nothing is offered", "no way there"])
 async def test_without_a_way_nothing_is_begun(why: str) -> None:
     memory = None if why == "nothing reads here" else FakeMemory()
-    region = {"nothing is offered": None, "no way there": Region(agent=b"unknown", address=0, size_bytes=1)}.get(why, REGION)
-    taking = await taking_of(memory, FakeTaker(), region)
-    work: Any = ChunkWork(ChunkFill(None, 8, lambda _offset, _data: None), "giver", ReadProgress())
-    assert not taking.begin(1, work)
-    taking.place(1, Placed(offset=0, size_bytes=8))
-    assert not taking.on_sent(1)
-    taking.stop()
+    region = {
+        "nothing is offered": None,
+        "no way there": Region(agent=b"unknown", address=0, size_bytes=1),
+    }.get(why, REGION)
+    one_sided = await one_sided_of(memory, FakeListener(), region)
+    work: Any = ChunkWork(ChunkFill(None, 8, lambda _offset, _data: None), "sender", ReadProgress())
+    assert not one_sided.begin(1, work)
+    one_sided.place(1, Placed(offset=0, size_bytes=8))
+    assert not one_sided.on_sent(1)
+    one_sided.stop()
 
 
 def test_the_process_looks_often_as_long_as_somebody_reads() -> None:
@@ -372,6 +417,10 @@ def test_nixl_is_taken_where_it_is_wanted_or_where_there_is_a_device(tmp_path: P
     empty.mkdir()
     (device / "mlx5_0").mkdir(parents=True)
     assert [has_rdma(folder) for folder in (nothing, empty, device)] == [False, False, True]
-    assert [takes_nixl("auto", folder) for folder in (nothing, empty, device)] == [False, False, True]
+    assert [takes_nixl("auto", folder) for folder in (nothing, empty, device)] == [
+        False,
+        False,
+        True,
+    ]
     assert [takes_nixl(transport, nothing) for transport in ("tcp", "nixl")] == [False, True]
     assert not takes_nixl("tcp", device)

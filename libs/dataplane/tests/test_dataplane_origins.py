@@ -1,4 +1,6 @@
-"""Chunks from several origins: whatever breaks, stalls, lies or is not there, the image is the source's or the error says why."""
+"""Chunks from several origins: whatever breaks, stalls, lies or is not there, the image is the
+source's or the error says why.
+"""
 
 import asyncio
 import threading
@@ -39,7 +41,8 @@ class Script:
     """What an origin does with a chunk."""
 
     does: str
-    """``break``, ``end``, ``fail``: after so many bytes. ``lie``: in the byte there. ``none``: it has nothing. ``good``."""
+    """``break``, ``end``, ``fail``: after a number of bytes. ``lie``: in the byte there. ``none``:
+    it has nothing. ``good``."""
     after: int = 0
     piece: int = 100_000
     tells: str = ""
@@ -60,7 +63,11 @@ class Script:
         if self.tells:
             work.expect(unit_digests(BYTES if self.tells == "list" else BYTES[::-1]))
         self.begins.append(work.position)
-        stop = len(BYTES) if self.does in ("good", "lie") else min(len(BYTES), work.position + self.after)
+        stop = (
+            len(BYTES)
+            if self.does in ("good", "lie")
+            else min(len(BYTES), work.position + self.after)
+        )
         data = bytearray(BYTES)
         if self.does == "lie":
             data[min(work.position + self.after, len(BYTES) - 1)] ^= 1
@@ -89,7 +96,12 @@ class Told:
 
 
 async def fetch_one(
-    model: Model, source: Any, near: Sequence[Any], digest: Digest | None, told: Told, distrusted: Distrusted | None = None
+    model: Model,
+    source: Any,
+    near: Sequence[Any],
+    digest: Digest | None,
+    told: Told,
+    distrusted: Distrusted | None = None,
 ) -> bytes:
     """Fetch the chunk; the bytes that were placed."""
     clock, placed, readers = SystemClock(), bytearray(len(BYTES)), Readers(2, 5.0)
@@ -140,8 +152,14 @@ SCRIPTS = st.builds(
 
 
 @settings(max_examples=50, deadline=None)
-@given(scripts=st.lists(SCRIPTS, max_size=5), piece=st.integers(50_000, 3_000_000), recorded=st.booleans())
-def test_whatever_origins_do_the_chunk_is_right(scripts: list[Script], piece: int, recorded: bool) -> None:
+@given(
+    scripts=st.lists(SCRIPTS, max_size=5),
+    piece=st.integers(50_000, 3_000_000),
+    recorded=st.booleans(),
+)
+def test_whatever_origins_do_the_chunk_is_right(
+    scripts: list[Script], piece: int, recorded: bool
+) -> None:
     for number, script in enumerate(scripts):
         script.name = f"peer-{number}"
     source = Script("good", piece=piece, kind=OriginKind.SOURCE, trusted=True, name="source")
@@ -153,11 +171,18 @@ def test_whatever_origins_do_the_chunk_is_right(scripts: list[Script], piece: in
     for script in scripts:
         spoke = script.does != "none" and (recorded or bool(script.tells) or script.gave > 0)
         lied = spoke and (not recorded or script.does == "lie" or script.tells == "false")
-        assert (script.name, CorruptChunk.code) not in told.failed or lied, "only who lies is called a liar"
-    # Each break costs less than a unit, each lie what it spoiled; only wrong bytes whose giver nobody can tell cost all.
-    if recorded and all(script.does in ("break", "end", "none") and script.tells != "false" for script in scripts):
+        assert (script.name, CorruptChunk.code) not in told.failed or lied, (
+            "only an origin that lies is called a liar"
+        )
+    # Each break costs less than a unit, each lie what it spoiled; only wrong bytes whose origin
+    # cannot be told cost all.
+    if recorded and all(
+        script.does in ("break", "end", "none") and script.tells != "false" for script in scripts
+    ):
         breaks = sum(bool(script.begins) for script in scripts)
-        assert source.gave + sum(script.gave for script in scripts) <= len(BYTES) + breaks * UNIT_BYTES
+        assert (
+            source.gave + sum(script.gave for script in scripts) <= len(BYTES) + breaks * UNIT_BYTES
+        )
 
 
 MODEL: Any = None
@@ -181,7 +206,10 @@ async def test_a_break_goes_on_at_the_byte_where_units_are_not_known(model: Mode
 
 @pytest.mark.anyio
 async def test_a_break_goes_on_at_a_whole_unit_where_they_are_known(model: Model) -> None:
-    first, second = Script("break", after=1_500_000, tells="list", name="a"), Script("good", name="b")
+    first, second = (
+        Script("break", after=1_500_000, tells="list", name="a"),
+        Script("good", name="b"),
+    )
     source = Script("good", kind=OriginKind.SOURCE, trusted=True, name="source")
     assert await fetch_one(model, source, [first, second], chunk_digest(BYTES), Told()) == BYTES
     assert second.begins == [UNIT_BYTES]
@@ -194,7 +222,9 @@ async def test_a_liar_is_noticed_at_the_unit_and_asked_nothing_for_a_while(model
         liar = Script("lie", after=UNIT_BYTES + 5, tells="list", name="liar")
         source = Script("good", kind=OriginKind.SOURCE, trusted=True, name="source")
         told = Told()
-        assert await fetch_one(model, source, [liar], chunk_digest(BYTES), told, distrusted) == BYTES
+        assert (
+            await fetch_one(model, source, [liar], chunk_digest(BYTES), told, distrusted) == BYTES
+        )
         assert source.begins == [0 if attempt else UNIT_BYTES], "what was verified before stays"
         assert told.failed == ([] if attempt else [("liar", CorruptChunk.code)])
         assert (not liar.begins) == bool(attempt)
@@ -202,8 +232,10 @@ async def test_a_liar_is_noticed_at_the_unit_and_asked_nothing_for_a_while(model
 
 
 @pytest.mark.anyio
-async def test_wrong_bytes_of_several_are_blamed_on_nobody_until_one_gives_them_alone(model: Model) -> None:
-    """The first one lies and breaks off; who goes on after it is not to blame."""
+async def test_wrong_bytes_of_several_are_blamed_on_nobody_until_one_gives_them_alone(
+    model: Model,
+) -> None:
+    """The first one lies and breaks off; the one that goes on after it is not to blame."""
     liar = Script("lie", after=5, name="liar")
     liar.read = partly(liar, UNIT_BYTES // 2)  # type: ignore[method-assign]
     honest = Script("good", name="honest")
@@ -241,7 +273,13 @@ async def test_a_full_pool_is_nobodys_fault(model: Model) -> None:
 
     told = Told()
     with pytest.raises(HostPoolFull):
-        await fetch_one(model, Script("good", name="source", trusted=True), [Full("good", name="a")], chunk_digest(BYTES), told)
+        await fetch_one(
+            model,
+            Script("good", name="source", trusted=True),
+            [Full("good", name="a")],
+            chunk_digest(BYTES),
+            told,
+        )
     assert told.failed == []
 
 
@@ -253,14 +291,20 @@ def test_a_try_that_was_revoked_writes_nothing_any_more() -> None:
     late.revoke()
     following = fill.begin("following", ReadProgress())
     following.write(BYTES[10:20])
-    for again in (lambda: late.write(BYTES[20:30]), late.check, lambda: late.expect(unit_digests(BYTES))):
+    for again in (
+        lambda: late.write(BYTES[20:30]),
+        late.check,
+        lambda: late.expect(unit_digests(BYTES)),
+    ):
         with pytest.raises(Abandoned):
             again()
     assert (placed, following.position) == ([10, 10], 20)
 
 
 def test_a_try_revoked_in_the_middle_of_a_write_ends_within_it() -> None:
-    """A write is one unit at a time: whoever revokes it waits for one at most, and after that nothing comes."""
+    """A write is one unit at a time: to revoke it takes one at most, and after that nothing
+    comes.
+    """
     placed = 0
     started, go_on = threading.Event(), threading.Event()
 
@@ -297,17 +341,19 @@ async def test_what_nobody_has_recorded_comes_from_the_source_alone(make_node, r
     peer = Script("good", name="peer")
     node = make_node(nearby=[Near(peer)])
     registered = node.add(register())
-    holder = node.copies.hold(registered.model, [0, 1], ONE, leased=True)
+    claim = node.copies.claim(registered.model, [0, 1], ONE, leased=True)
     async with asyncio.timeout(10):
-        assert [part.part async for part in node.copies.ready_parts(holder)] == [0, 1]
-    # Whoever gives bytes that nobody can check is asked for no more of them, and none was kept.
+        assert [part.part async for part in node.copies.ready_parts(claim)] == [0, 1]
+    # An origin whose bytes cannot be checked is asked for no more of them, and none was kept.
     assert node.seen.failed == [(OriginKind.PEER, "peer", CorruptChunk.code)]
     assert len(peer.begins) <= 2
     assert {kind for kind, _ in node.seen.given} == {OriginKind.SOURCE}
 
 
 @pytest.mark.anyio
-async def test_keepers_hear_of_verified_chunks_and_of_where_they_came_from(make_node, register) -> None:
+async def test_keepers_hear_of_verified_chunks_and_of_where_they_came_from(
+    make_node, register
+) -> None:
     kept: list[tuple[Digest, int, int, OriginKind]] = []
 
     class Keeping:
@@ -316,9 +362,9 @@ async def test_keepers_hear_of_verified_chunks_and_of_where_they_came_from(make_
 
     node = make_node(keepers=[Keeping()])
     registered = node.add(register())
-    holder = node.copies.hold(registered.model, [1], ONE, leased=True)
+    claim = node.copies.claim(registered.model, [1], ONE, leased=True)
     async with asyncio.timeout(10):
-        assert [part.part async for part in node.copies.ready_parts(holder)] == [1]
+        assert [part.part async for part in node.copies.ready_parts(claim)] == [1]
     [(digest, offset, size_bytes, kind)] = kept
     data = node.pool.path.read_bytes()[offset : offset + size_bytes]
     assert (chunk_digest(data), kind) == (digest, OriginKind.SOURCE)
@@ -328,10 +374,10 @@ async def test_keepers_hear_of_verified_chunks_and_of_where_they_came_from(make_
 async def test_a_node_that_disputes_what_was_read_ends_the_fetch(make_node, register) -> None:
     node = make_node()
     registered = node.add(register())
-    holder = node.copies.hold(registered.model, [0, 1], ONE, leased=False)
+    claim = node.copies.claim(registered.model, [0, 1], ONE, leased=False)
     async with asyncio.timeout(10):
-        assert [part.part async for part in node.copies.ready_parts(holder)] == [0, 1]
+        assert [part.part async for part in node.copies.ready_parts(claim)] == [0, 1]
     assert node.manifests.disputed is not None
     node.manifests.disputed(CorruptChunk("others were first"))
     await until(lambda: node.pool.find(registered.model.digest, 0) is None)
-    assert holder.error is None, "it was served"
+    assert claim.error is None, "it was served"

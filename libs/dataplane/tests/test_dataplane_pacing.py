@@ -1,4 +1,6 @@
-"""How fast a link sends: on links that are simulated, and what is read from and told to a real connection."""
+"""How fast a link sends: on links that are simulated, and what is read from and told to a real
+connection.
+"""
 
 import random
 import re
@@ -12,8 +14,20 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from pilotlight.dataplane.link.pacing import INTERVAL_S, LEAST_READINGS, MOST_CUT, TARGET_S, Pacer, Reading
-from pilotlight.dataplane.link.steering import BULK_PRIORITY, SO_MAX_PACING_RATE, Steering, reading_of
+from pilotlight.dataplane.link.pacing import (
+    INTERVAL_S,
+    LEAST_READINGS,
+    MOST_CUT,
+    TARGET_S,
+    Pacer,
+    Reading,
+)
+from pilotlight.dataplane.link.steering import (
+    BULK_PRIORITY,
+    SO_MAX_PACING_RATE,
+    Steering,
+    reading_of,
+)
 
 STEP_S = 0.002
 MBIT = 1e6 / 8
@@ -35,7 +49,9 @@ class Flow:
 
 
 class Path:
-    """A narrowest place with a queue before it, into which others send as well: nothing makes that less."""
+    """A narrowest place with a queue before it, into which others send as well: nothing makes that
+    less.
+    """
 
     def __init__(self, bytes_per_s: float, round_trip_s: float = 0.0002, seed: int = 0) -> None:
         self.bytes_per_s = bytes_per_s
@@ -58,23 +74,35 @@ class Path:
     def _step(self, flows: tuple[Flow, ...]) -> None:
         capacity, limit = self.bytes_per_s, BUFFER_S * self.bytes_per_s
         # Without a rate: a window that grows until the queue is full, and stays there.
-        open_rate = max(0.0, capacity - self.others) / len(flows) * (1.0 if self._queued >= limit else 1.5)
-        sent = [min(flow.wants, open_rate if flow.pacer.bytes_per_s is None else flow.pacer.bytes_per_s) for flow in flows]
+        open_rate = (
+            max(0.0, capacity - self.others) / len(flows) * (1.0 if self._queued >= limit else 1.5)
+        )
+        sent = [
+            min(flow.wants, open_rate if flow.pacer.bytes_per_s is None else flow.pacer.bytes_per_s)
+            for flow in flows
+        ]
         offered = sum(sent) + self.others
         is_queued = self._queued > 0 or offered > capacity
         self._queued = min(max(0.0, self._queued + (offered - capacity) * STEP_S), limit)
         self.queues_s.append(self._queued / capacity)
-        # Whoever sends half of what comes in is half of what goes out.
+        # A sender of half of what comes in has half of what goes out.
         through = [mine / offered * capacity if is_queued else mine for mine in sent]
         self.came_through.append(sum(through))
         for flow, mine in zip(flows, through, strict=True):
             flow.acked_bytes += mine * STEP_S
             flow.busy_s += STEP_S
-            taken = self._round_trip_s + self._queued / capacity + self._chance.random() * self.noise_s + self.always_s
+            taken = (
+                self._round_trip_s
+                + self._queued / capacity
+                + self._chance.random() * self.noise_s
+                + self.always_s
+            )
             flow.rtt_s += (taken - flow.rtt_s) / 2 if flow.rtt_s else taken
             # The handshake went through an empty queue.
             flow.least_rtt_s = min(flow.least_rtt_s, taken, self._round_trip_s)
-            flow.pacer.read(Reading(round(flow.acked_bytes), flow.busy_s, flow.rtt_s, flow.least_rtt_s))
+            flow.pacer.read(
+                Reading(round(flow.acked_bytes), flow.busy_s, flow.rtt_s, flow.least_rtt_s)
+            )
             flow.rates.append(flow.pacer.bytes_per_s or float("inf"))
 
     def share_used(self) -> float:
@@ -83,7 +111,9 @@ class Path:
 
 @pytest.mark.parametrize("mbit", [20, 200, 1_000, 25_000])
 @pytest.mark.parametrize("round_trip_s", [0.00003, 0.001, 0.03])
-def test_a_transfer_alone_uses_the_path_and_leaves_no_queue(mbit: float, round_trip_s: float) -> None:
+def test_a_transfer_alone_uses_the_path_and_leaves_no_queue(
+    mbit: float, round_trip_s: float
+) -> None:
     path, flow = Path(mbit * MBIT, round_trip_s), Flow()
     path.run(3, flow)
     path.run(20, flow)
@@ -137,8 +167,13 @@ def test_where_others_take_half_the_queue_goes_after_a_while() -> None:
 
 
 @pytest.mark.parametrize("slow_s", [0.002, 0.004, 0.02])
-def test_round_trips_that_always_take_longer_slow_a_transfer_down_by_a_little_only(slow_s: float) -> None:
-    """As on a host whose processors are taken: sending less does not help. The path is the same after a minute."""
+def test_round_trips_that_always_take_longer_slow_a_transfer_down_by_a_little_only(
+    slow_s: float,
+) -> None:
+    """As on a host whose processors are taken: sending less does not help.
+
+    The path is the same after a minute.
+    """
     path, flow = Path(200 * MBIT), Flow()
     path.run(3, flow)
     path.always_s = slow_s
@@ -209,7 +244,10 @@ def test_nothing_is_decided_within_an_interval_nor_from_a_few_readings() -> None
 
 @pytest.fixture
 def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as one:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as one,
+    ):
         other, _ = listener.accept()
         with other:
             yield one, other
@@ -226,7 +264,9 @@ def shown_by_ss(sock: socket.socket) -> str:
     if shutil.which("ss") is None:
         pytest.skip("iproute2's ss is not installed")
     port = str(sock.getsockname()[1])
-    return subprocess.run(["ss", "-tinO", "sport", "=", port], capture_output=True, text=True, timeout=10, check=True).stdout
+    return subprocess.run(
+        ["ss", "-tinO", "sport", "=", port], capture_output=True, text=True, timeout=10, check=True
+    ).stdout
 
 
 def until_acked(one: socket.socket, size_bytes: int) -> Reading:
@@ -256,7 +296,9 @@ def test_what_is_read_is_what_ss_shows(connection: tuple[socket.socket, socket.s
     assert field_of(r" rtt:([\d.]+)") == pytest.approx(reading.rtt_s * 1000, abs=0.0011)
     # It leaves out what is less than a millisecond.
     busy = re.search(r"busy:(\d+)ms", shown)
-    assert (float(busy[1]) if busy is not None else 0.0) == pytest.approx(reading.busy_s * 1000, abs=1.1)
+    assert (float(busy[1]) if busy is not None else 0.0) == pytest.approx(
+        reading.busy_s * 1000, abs=1.1
+    )
 
 
 class Told(Pacer):
@@ -284,7 +326,9 @@ def test_the_system_is_told_the_rate(connection: tuple[socket.socket, socket.soc
     assert told == [2**64 - 1, 5_000_000_000, 5_000_000_000, 1_000_000]
 
 
-def test_a_connection_of_a_link_says_that_it_can_wait(connection: tuple[socket.socket, socket.socket]) -> None:
+def test_a_connection_of_a_link_says_that_it_can_wait(
+    connection: tuple[socket.socket, socket.socket],
+) -> None:
     Steering(connection[0])
     assert connection[0].getsockopt(socket.IPPROTO_IP, socket.IP_TOS) >> 2 == 1, "DSCP LE"
     assert connection[0].getsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY) == BULK_PRIORITY

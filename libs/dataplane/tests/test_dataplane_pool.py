@@ -49,7 +49,11 @@ def held(pool: HostPool) -> dict[Digest, tuple[int, ...]]:
 
 def test_a_pool_is_adopted_with_what_was_ready(path: Path, clock: ManualClock) -> None:
     pool = HostPool.open(path, POOL_BYTES, clock)
-    places = {(digest, part): pool.file_offset(fill(pool, digest, part)) for digest in (FIRST, SECOND) for part in (0, 1, 5)}
+    places = {
+        (digest, part): pool.file_offset(fill(pool, digest, part))
+        for digest in (FIRST, SECOND)
+        for part in (0, 1, 5)
+    }
     unfinished = pool.reserve(FIRST, 2, 2 * CHUNK_BYTES, 2)
     enter(pool, unfinished, 0)
     pool.raise_epoch(Epoch(7))
@@ -72,9 +76,14 @@ def test_a_pool_is_adopted_with_what_was_ready(path: Path, clock: ManualClock) -
 def test_a_worker_reads_what_the_table_says(path: Path, clock: ManualClock) -> None:
     pool = HostPool.open(path, POOL_BYTES, clock)
     image = fill(pool, FIRST, 0)
-    with path.open("rb") as file, mmap.mmap(file.fileno(), pool.geometry.file_bytes, access=mmap.ACCESS_READ) as mapped:
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), pool.geometry.file_bytes, access=mmap.ACCESS_READ) as mapped,
+    ):
         start = pool.file_offset(image)
-        assert mapped[start : start + CHUNK_BYTES] == blake3(f"{FIRST} 0 0".encode()).digest(CHUNK_BYTES)
+        assert mapped[start : start + CHUNK_BYTES] == blake3(f"{FIRST} 0 0".encode()).digest(
+            CHUNK_BYTES
+        )
     assert path.stat().st_mode & 0o777 == 0o600
     pool.close(remove=True)
 
@@ -84,7 +93,9 @@ class CrashError(Exception):
 
 
 class CrashingMap:
-    """Lets so many writes through, then none; a write of many bytes counts as two, for a crash may tear it."""
+    """Lets a number of writes through, then none; a write of many bytes counts as two, for a crash
+    may tear it.
+    """
 
     def __init__(self, mapped: mmap.mmap, writes: int) -> None:
         self.mapped = mapped
@@ -109,14 +120,17 @@ class CrashingMap:
 
 
 @pytest.mark.parametrize("writes", range(14))
-def test_a_crash_at_any_write_leaves_only_whole_parts(path: Path, clock: ManualClock, writes: int) -> None:
+def test_a_crash_at_any_write_leaves_only_whole_parts(
+    path: Path, clock: ManualClock, writes: int
+) -> None:
     pool = HostPool.open(path, POOL_BYTES, clock)
     fill(pool, FIRST, 0)
     old = fill(pool, SECOND, 0)
     pool._table = ChunkTable(CrashingMap(pool._mapped, writes), pool.geometry.slots)  # type: ignore[arg-type]
     finished: list[int] = []
     try:
-        # Drop one model and write another over it: three writes free the old entries, each new one takes three.
+        # Drop one model and write another over it: three writes free the old entries, each new one
+        # takes three.
         pool.discard(old)
         image = pool.reserve(FIRST, 1, 3 * CHUNK_BYTES, 3)
         assert image.extent == old.extent
@@ -135,7 +149,9 @@ def test_a_crash_at_any_write_leaves_only_whole_parts(path: Path, clock: ManualC
     adopted.close(remove=True)
 
 
-def test_bytes_that_are_not_what_was_verified_are_not_adopted(path: Path, clock: ManualClock) -> None:
+def test_bytes_that_are_not_what_was_verified_are_not_adopted(
+    path: Path, clock: ManualClock
+) -> None:
     pool = HostPool.open(path, POOL_BYTES, clock)
     fill(pool, FIRST, 0)
     image = fill(pool, SECOND, 0)
@@ -148,7 +164,9 @@ def test_bytes_that_are_not_what_was_verified_are_not_adopted(path: Path, clock:
     adopted.close(remove=True)
 
 
-def test_a_pool_of_another_size_is_made_anew_and_keeps_the_epoch(path: Path, clock: ManualClock) -> None:
+def test_a_pool_of_another_size_is_made_anew_and_keeps_the_epoch(
+    path: Path, clock: ManualClock
+) -> None:
     pool = HostPool.open(path, POOL_BYTES, clock)
     fill(pool, FIRST, 0)
     pool.raise_epoch(Epoch(3))
@@ -165,7 +183,9 @@ def test_another_boots_pool_is_made_anew(path: Path, clock: ManualClock) -> None
     fill(pool, FIRST, 0)
     pool.close(remove=False)
     content = path.read_bytes()
-    path.write_bytes(content.replace(Path("/proc/sys/kernel/random/boot_id").read_bytes().strip(), b"0" * 36, 1))
+    path.write_bytes(
+        content.replace(Path("/proc/sys/kernel/random/boot_id").read_bytes().strip(), b"0" * 36, 1)
+    )
     adopted = HostPool.open(path, POOL_BYTES, clock)
     assert adopted.copies() == ()
     adopted.close(remove=True)
@@ -221,5 +241,8 @@ def test_copies_come_least_recently_used_first(path: Path, clock: ManualClock) -
     assert [copy.digest for copy in pool.copies()] == [FIRST, SECOND]
     clock.advance(1)
     pool.touch(FIRST)
-    assert [(copy.digest, copy.last_used_s) for copy in pool.copies()] == [(SECOND, 1001.0), (FIRST, 1002.0)]
+    assert [(copy.digest, copy.last_used_s) for copy in pool.copies()] == [
+        (SECOND, 1001.0),
+        (FIRST, 1002.0),
+    ]
     pool.close(remove=True)

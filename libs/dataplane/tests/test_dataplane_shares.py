@@ -31,10 +31,14 @@ CHUNK = BYTES[:SIZE_BYTES]
 
 @settings(deadline=None)
 @given(
-    st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, SIZE_BYTES), st.booleans()), max_size=6),
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.integers(0, SIZE_BYTES), st.booleans()), max_size=6
+    ),
     st.booleans(),
 )
-def test_shares_add_up_to_what_is_there_whoever_breaks_off_or_lies(tries: list[tuple[str, int, bool]], listed: bool) -> None:
+def test_shares_add_up_to_what_is_there_whoever_breaks_off_or_lies(
+    tries: list[tuple[str, int, bool]], listed: bool
+) -> None:
     placed = bytearray(SIZE_BYTES)
     owners = bytearray()
 
@@ -42,8 +46,8 @@ def test_shares_add_up_to_what_is_there_whoever_breaks_off_or_lies(tries: list[t
         placed[offset : offset + len(data)] = data
 
     fill = ChunkFill(chunk_digest(CHUNK), SIZE_BYTES, place)
-    for giver, count, lies in (*tries, ("z", SIZE_BYTES, False)):
-        work = fill.begin(giver, ReadProgress())
+    for origin, count, lies in (*tries, ("z", SIZE_BYTES, False)):
+        work = fill.begin(origin, ReadProgress())
         try:
             if listed:
                 work.expect(unit_digests(CHUNK))
@@ -55,10 +59,12 @@ def test_shares_add_up_to_what_is_there_whoever_breaks_off_or_lies(tries: list[t
             work.write(piece)
         except WrongBytes:
             pass
-        # As each byte tells it: what was taken back is nobody's.
+        # As each byte tells it: what was taken back counts for no origin.
         del owners[fill.received_bytes :]
-        owners += giver.encode() * (fill.received_bytes - len(owners))
-        assert fill.shares == {name: owners.count(name.encode()) for name in "abcz" if name.encode() in owners}
+        owners += origin.encode() * (fill.received_bytes - len(owners))
+        assert fill.shares == {
+            name: owners.count(name.encode()) for name in "abcz" if name.encode() in owners
+        }
         assert sum(fill.shares.values()) == fill.received_bytes
         if fill.is_whole:
             return
@@ -129,7 +135,9 @@ async def sink(anyio_backend: str) -> AsyncGenerator[Sink]:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("whole", [False, True])
-async def test_a_transfer_says_whose_bytes_it_has(make_node, register, sink: Sink, whole: bool) -> None:
+async def test_a_transfer_says_whose_bytes_it_has(
+    make_node, register, sink: Sink, whole: bool
+) -> None:
     known = register()
     digests = await _digests_of(make_node, known)
     near = Halting(known.folder, whole).of(known.manifest)
@@ -138,11 +146,15 @@ async def test_a_transfer_says_whose_bytes_it_has(make_node, register, sink: Sin
     parts = list(range(len(known.model.spec.part_bytes)))
     told: list[Any] = []
     node.seen.on_copies_changed = lambda: told.extend(node.copies.transfers())
-    holder = node.copies.hold(known.model, parts, InstanceId("i"), leased=True, trace_parent=TRACE)
+    claim = node.copies.claim(known.model, parts, InstanceId("i"), leased=True, trace_parent=TRACE)
     async with asyncio.timeout(10):
-        assert [part.part async for part in node.copies.ready_parts(holder)] == parts
+        assert [part.part async for part in node.copies.ready_parts(claim)] == parts
     last = told[-1]
-    assert (last.model, last.priority, last.source) == (known.model.name, FetchPriority.COLD_START, known.model.uri)
+    assert (last.model, last.priority, last.source) == (
+        known.model.name,
+        FetchPriority.COLD_START,
+        known.model.uri,
+    )
     given_bytes = {(share.kind, share.name): share.size_bytes for share in last.origins}
     total = sum(part.image_bytes for part in known.manifest.parts)
     assert sum(given_bytes.values()) <= total
@@ -167,15 +179,21 @@ async def test_a_transfer_says_whose_bytes_it_has(make_node, register, sink: Sin
     told_bytes = {kind: span.attributes[f"bytes_{kind}"] for kind in OriginKind}
     assert told_bytes[OriginKind.DISK] == 0
     assert sum(map(int, told_bytes.values())) == total
-    assert told_bytes[OriginKind.PEER] == sum(count for kind, count in node.seen.given if kind is OriginKind.PEER) > 0
+    assert (
+        told_bytes[OriginKind.PEER]
+        == sum(count for kind, count in node.seen.given if kind is OriginKind.PEER)
+        > 0
+    )
 
 
 async def _digests_of(make_node: Any, known: Any) -> Manifest:
     """The manifest with every digest recorded, as after another node has read all of it."""
     first = make_node()
     first.add(known)
-    holder = first.copies.hold(known.model, range(len(known.model.spec.part_bytes)), InstanceId("first"), leased=True)
+    claim = first.copies.claim(
+        known.model, range(len(known.model.spec.part_bytes)), InstanceId("first"), leased=True
+    )
     async with asyncio.timeout(10):
-        async for _ in first.copies.ready_parts(holder):
+        async for _ in first.copies.ready_parts(claim):
             pass
     return first.manifests.manifests[known.model.digest]

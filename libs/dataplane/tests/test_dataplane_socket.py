@@ -24,7 +24,7 @@ ONE = InstanceId("inst-1")
 
 
 class Workers:
-    """Who said hello, and who is gone."""
+    """The workers that said hello, and those that are gone."""
 
     def __init__(self) -> None:
         self.present: dict[WorkerId, int] = {}
@@ -143,7 +143,7 @@ async def test_a_lease_outlives_a_loader_that_comes_back_with_its_pool(served) -
         parts = aiter(lease)
         assert (await anext(parts)).part == 0
         await server.stop()
-        await until(lambda: not node.copies._holders)
+        await until(lambda: not node.copies._claims)
         again = PoolServer(server.path, node.pool, node.copies, workers)
         await again.start()
         assert [part.part async for part in parts] == [1, 2, 3]
@@ -153,13 +153,15 @@ async def test_a_lease_outlives_a_loader_that_comes_back_with_its_pool(served) -
 
 
 async def test_a_lease_whose_parts_were_given_up_meanwhile_is_not_intact(served) -> None:
-    """They are in the pool again, perhaps in the same place, and for a while something else was there."""
+    """They are in the pool again, perhaps in the same place, and for a while something else was
+    there.
+    """
     node, registered, workers, server = served
     async with await client_of(server).lease(WORKER, ONE, registered.model, (0, 1)) as lease:
         assert [part.part async for part in lease] == [0, 1]
         await server.stop()
-        await until(lambda: not node.copies._holders)
-        assert lease.intact, "nobody gives them up before the next loader has been there for a while"
+        await until(lambda: not node.copies._claims)
+        assert lease.intact, "they are kept until the next loader has been there for a while"
         assert node.copies.drop([registered.model.digest])
         again = PoolServer(server.path, node.pool, node.copies, workers)
         await again.start()
@@ -169,7 +171,9 @@ async def test_a_lease_whose_parts_were_given_up_meanwhile_is_not_intact(served)
 
 async def test_a_lease_whose_loader_stays_away_is_not_intact(served) -> None:
     _, registered, _, server = served
-    async with await client_of(server, grace_s=0.05).lease(WORKER, ONE, registered.model, (0,)) as lease:
+    async with await client_of(server, grace_s=0.05).lease(
+        WORKER, ONE, registered.model, (0,)
+    ) as lease:
         assert [part.part async for part in lease] == [0]
         await server.stop()
         await until(lambda: not lease.intact)
@@ -194,7 +198,7 @@ async def test_strangers_are_shown_the_door(served, said: bytes) -> None:
         assert await reader.read() == b""
     writer.close()
     await until(lambda: server.connections == 0)
-    assert (workers.present, node.copies._holders) == ({}, {})
+    assert (workers.present, node.copies._claims) == ({}, {})
 
 
 async def test_a_reader_that_does_not_read_loses_its_lease(served, tmp_path) -> None:
@@ -205,7 +209,9 @@ async def test_a_reader_that_does_not_read_loses_its_lease(served, tmp_path) -> 
     _, writer = await asyncio.open_unix_connection(server.path)
     big = Lease(worker_id=WORKER, instance_id=ONE, model=slow, parts=(0, 1, 2, 3))
     known = node.manifests.manifests[slow.digest]
-    padded = tuple(msgspec.structs.replace(part, tensors=part.tensors * 20_000) for part in known.parts)
+    padded = tuple(
+        msgspec.structs.replace(part, tensors=part.tensors * 20_000) for part in known.parts
+    )
     node.manifests.manifests[slow.digest] = msgspec.structs.replace(known, parts=padded)
     transport = writer.transport
     transport.pause_reading()  # type: ignore[attr-defined]

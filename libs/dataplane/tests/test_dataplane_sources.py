@@ -1,4 +1,6 @@
-"""Fetches from a bucket and from a hub: what comes, what a break costs, and what happens when the source changes under the fetch."""
+"""Fetches from a bucket and from a hub: what comes, what a break costs, and what happens when the
+source changes under the fetch.
+"""
 
 import asyncio
 import threading
@@ -8,7 +10,16 @@ from typing import Any
 
 import pytest
 from msgspec import structs
-from standin_sources import ACCESS_KEY, SECRET_KEY, Fault, StandinHub, StandinS3, running_hub, running_s3, sha256
+from standin_sources import (
+    ACCESS_KEY,
+    SECRET_KEY,
+    Fault,
+    StandinHub,
+    StandinS3,
+    running_hub,
+    running_s3,
+    sha256,
+)
 
 from pilotlight.checkpoint.checkpoint import read_checkpoint, read_chunk
 from pilotlight.checkpoint.manifest import Chunk, Manifest
@@ -59,7 +70,9 @@ class Place:
 
 
 @pytest.fixture(params=["s3", "hub"])
-def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[dict[str, bytes]], Place]]:
+def place(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[dict[str, bytes]], Place]]:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
     with running_s3("models") as s3, running_hub({}) as hub:
@@ -71,7 +84,9 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
                 settings = ModelRootsSettings(s3_endpoint=s3.url, s3_allow_http=True, **roots)
                 return Place(s3, Sources(settings, PATIENCE), "s3://models/big")
             hub.push(files)
-            settings = ModelRootsSettings(hub_endpoint=hub.url, hub_private_hosts=f"127.0.0.1:{hub.cdn.port}", **roots)
+            settings = ModelRootsSettings(
+                hub_endpoint=hub.url, hub_private_hosts=f"127.0.0.1:{hub.cdn.port}", **roots
+            )
             return Place(hub, Sources(settings, PATIENCE), "hf://org/name")
 
         yield make
@@ -82,14 +97,19 @@ def registered(register: Callable[..., Any], node: Any, place: Place) -> Any:
     pinned = place.sources.pin(place.uri)
     checkpoint = read_checkpoint(pinned.source)
     pinned.source.close()
-    model = replace(register("template").model, uri=pinned.uri, digest=checkpoint.manifest.digest(), spec=checkpoint.spec)
+    model = replace(
+        register("template").model,
+        uri=pinned.uri,
+        digest=checkpoint.manifest.digest(),
+        spec=checkpoint.spec,
+    )
     node.manifests.manifests[model.digest] = checkpoint.manifest
     return model, checkpoint.manifest
 
 
-async def drain(node: Any, holder: Any) -> list[int]:
+async def drain(node: Any, claim: Any) -> list[int]:
     async with asyncio.timeout(20):
-        return [part.part async for part in node.copies.ready_parts(holder)]
+        return [part.part async for part in node.copies.ready_parts(claim)]
 
 
 def image_of(node: Any, model: Model, part: int) -> bytes:
@@ -109,17 +129,22 @@ async def test_a_model_comes_whole_whatever_breaks(make_node, register, place, s
         Fault("", "status", 503, times=2),
         Fault("", "cut", times=2),
     ]
-    holder = node.copies.hold(model, range(len(manifest.parts)), ONE, leased=True)
-    assert await drain(node, holder) == list(range(len(manifest.parts)))
+    claim = node.copies.claim(model, range(len(manifest.parts)), ONE, leased=True)
+    assert await drain(node, claim) == list(range(len(manifest.parts)))
     known = MemorySource(files)
     other = read_checkpoint(known).manifest
     for number, part in enumerate(other.parts):
-        assert image_of(node, model, number) == b"".join(read_chunk(known, other, chunk) for chunk in part.chunks)
+        assert image_of(node, model, number) == b"".join(
+            read_chunk(known, other, chunk) for chunk in part.chunks
+        )
 
 
 async def test_a_source_that_changes_under_the_fetch_is_refused(make_node, register, place) -> None:
     source = place(tiny_files(tiny_config(**BIG)))
-    changed = {name: data[:-1] + bytes([data[-1] ^ 1]) for name, data in tiny_files(tiny_config(**BIG)).items()}
+    changed = {
+        name: data[:-1] + bytes([data[-1] ^ 1])
+        for name, data in tiny_files(tiny_config(**BIG)).items()
+    }
     started = threading.Event()
 
     class ChangesInTheMiddle(SourceOrigin):
@@ -132,14 +157,18 @@ async def test_a_source_that_changes_under_the_fetch_is_refused(make_node, regis
                 started.set()
             super().read(part, chunk, work)
 
-    node = make_node(open_source=lambda model, manifest: ChangesInTheMiddle(source.sources.open(model.uri), manifest, model.uri))
+    node = make_node(
+        open_source=lambda model, manifest: ChangesInTheMiddle(
+            source.sources.open(model.uri), manifest, model.uri
+        )
+    )
     model, manifest = registered(register, node, source)
     last = len(manifest.parts) - 1
-    holder = node.copies.hold(model, range(last + 1), ONE, leased=True)
+    claim = node.copies.claim(model, range(last + 1), ONE, leased=True)
     with pytest.raises(SourceChanged):
-        await drain(node, holder)
+        await drain(node, claim)
     assert started.is_set()
-    assert last not in holder.ready
+    assert last not in claim.ready
     assert node.pool.find(model.digest, last) is None
 
 
@@ -166,21 +195,26 @@ def alter(hub: StandinHub, files: dict[str, bytes], offset: int) -> None:
 @pytest.mark.parametrize("place", ["hub"], indirect=True)
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("offset", [-1, 8], ids=["parameters", "header"])
-async def test_bytes_that_are_not_the_registered_files_are_given_up(make_node, register, place, shards: int, offset: int) -> None:
+async def test_bytes_that_are_not_the_registered_files_are_given_up(
+    make_node, register, place, shards: int, offset: int
+) -> None:
     files = tiny_files(tiny_config(**SMALL), shards=shards)
     source = place(files)
     node = make_node(open_source=source.open)
     model, manifest = registered(register, node, source)
     every = range(len(manifest.parts))
     alter(source.server, files, offset)
-    order = node.copies.hold(model, every, ONE, leased=False)
+    order = node.copies.claim(model, every, ONE, leased=False)
     for _ in range(2):
-        lease = node.copies.hold(model, every, ONE, leased=True)
-        with pytest.raises(SourceChanged, match=r"safetensors: the bytes that came do not have the digest that was registered"):
+        lease = node.copies.claim(model, every, ONE, leased=True)
+        with pytest.raises(
+            SourceChanged,
+            match=r"safetensors: the bytes that came do not have the digest that was registered",
+        ):
             await drain(node, lease)
         assert every[-1] not in lease.ready, "no copy is whole before it is checked"
-        # Its parts are read until the lease ends; whoever comes meanwhile gets none of them.
-        late = node.copies.hold(model, [0], TWO, leased=True)
+        # Its parts are read until the lease ends; a claim that comes meanwhile gets none of them.
+        late = node.copies.claim(model, [0], TWO, leased=True)
         with pytest.raises(SourceChanged, match="do not have the digest"):
             await drain(node, late)
         assert node.pool.find(model.digest, 0) is not None
@@ -191,48 +225,62 @@ async def test_bytes_that_are_not_the_registered_files_are_given_up(make_node, r
         assert not known_digests(node, model)
     node.copies.release(order)
     source.server.cdn.blobs.update({sha256(data): data for data in files.values()})
-    assert await drain(node, node.copies.hold(model, every, ONE, leased=True)) == list(every)
+    assert await drain(node, node.copies.claim(model, every, ONE, leased=True)) == list(every)
     await settled(node)
     assert len(known_digests(node, model)) == sum(len(part.chunks) for part in manifest.parts)
 
 
 @pytest.mark.parametrize("place", ["hub"], indirect=True)
-async def test_a_copy_that_was_fetched_in_pieces_is_checked_when_it_is_whole(make_node, register, place) -> None:
+async def test_a_copy_that_was_fetched_in_pieces_is_checked_when_it_is_whole(
+    make_node, register, place
+) -> None:
     files = tiny_files(tiny_config(**SMALL))
     source = place(files)
     node = make_node(open_source=source.open)
     model, manifest = registered(register, node, source)
     every = range(len(manifest.parts))
-    first = node.copies.hold(model, [0, 2], ONE, leased=False)
+    first = node.copies.claim(model, [0, 2], ONE, leased=False)
     assert await drain(node, first) == [0, 2]
     await settled(node)
     assert not known_digests(node, model)
-    assert await drain(node, node.copies.hold(model, every, TWO, leased=True)) == list(every)
+    assert await drain(node, node.copies.claim(model, every, TWO, leased=True)) == list(every)
     await settled(node)
     assert len(known_digests(node, model)) == sum(len(part.chunks) for part in manifest.parts)
     # What has recorded digests is checked by them alone.
     node.copies.release(first)
-    heads = [asked for asked in source.server.cdn.asked if asked.headers.get("range", "").startswith("bytes=0-")]
+    heads = [
+        asked
+        for asked in source.server.cdn.asked
+        if asked.headers.get("range", "").startswith("bytes=0-")
+    ]
     other = make_node(open_source=source.open)
     other.manifests.manifests.update(node.manifests.manifests)
-    assert await drain(other, other.copies.hold(model, every, ONE, leased=True)) == list(every)
-    assert heads == [asked for asked in source.server.cdn.asked if asked.headers.get("range", "").startswith("bytes=0-")]
+    assert await drain(other, other.copies.claim(model, every, ONE, leased=True)) == list(every)
+    assert heads == [
+        asked
+        for asked in source.server.cdn.asked
+        if asked.headers.get("range", "").startswith("bytes=0-")
+    ]
 
 
 @pytest.mark.parametrize("place", ["hub"], indirect=True)
-async def test_a_header_that_was_altered_at_registration_is_noticed(make_node, register, place) -> None:
+async def test_a_header_that_was_altered_at_registration_is_noticed(
+    make_node, register, place
+) -> None:
     files = tiny_files(tiny_config(**SMALL))
     source = place(files)
     node = make_node(open_source=source.open)
     header = files["model.safetensors"]
     one, other = b"layers.0.self_attn.k_proj", b"layers.0.self_attn.v_proj"
-    swapped = header.replace(one, b"#" * len(one)).replace(other, one).replace(b"#" * len(one), other)
+    swapped = (
+        header.replace(one, b"#" * len(one)).replace(other, one).replace(b"#" * len(one), other)
+    )
     assert swapped != header
     source.server.cdn.blobs[sha256(header)] = swapped
     model, manifest = registered(register, node, source)
     source.server.cdn.blobs[sha256(header)] = header
     with pytest.raises(SourceChanged, match="headers are not those that were registered"):
-        await drain(node, node.copies.hold(model, range(len(manifest.parts)), ONE, leased=True))
+        await drain(node, node.copies.claim(model, range(len(manifest.parts)), ONE, leased=True))
 
 
 async def test_a_source_that_gives_nothing_is_a_stall(make_node, register, place) -> None:
@@ -240,20 +288,22 @@ async def test_a_source_that_gives_nothing_is_a_stall(make_node, register, place
     node = make_node(open_source=source.open, stall_timeout_s=0.4)
     model, _ = registered(register, node, source)
     source.bytes_server.faults.append(Fault("", "stall", times=99))
-    holder = node.copies.hold(model, [0, 1], ONE, leased=True)
+    claim = node.copies.claim(model, [0, 1], ONE, leased=True)
     with pytest.raises(SourceUnavailable, match=r"stalled: no bytes for 0\.4 s"):
-        await drain(node, holder)
+        await drain(node, claim)
     source.bytes_server.released.set()
 
 
-async def test_a_source_outside_of_the_loaders_roots_is_not_read(make_node, register, place) -> None:
+async def test_a_source_outside_of_the_loaders_roots_is_not_read(
+    make_node, register, place
+) -> None:
     source = place(tiny_files(tiny_config()))
     node = make_node(open_source=source.open)
     model, _ = registered(register, node, source)
     asked = len(source.server.asked)
     source.sources = Sources(ModelRootsSettings(model_roots="s3://other, hf://other"), PATIENCE)
     with pytest.raises(UriNotAllowed):
-        await drain(node, node.copies.hold(model, [0], ONE, leased=True))
+        await drain(node, node.copies.claim(model, [0], ONE, leased=True))
     assert len(source.server.asked) == asked
 
 
@@ -268,7 +318,9 @@ async def test_files_outside_of_a_source_are_not_read(make_node, register, place
 
 
 async def test_slow_is_not_stalled() -> None:
-    """A read that takes many times the stall timeout is let go on as long as bytes come, and so is who waits for its thread."""
+    """A read that takes many times the stall timeout is let go on as long as bytes come, and so is
+    a read that waits for its thread.
+    """
     readers = Readers(1, stall_timeout_s=0.08)
     go_on, came = [threading.Event() for _ in range(8)], [threading.Event() for _ in range(8)]
     looks = 0
@@ -312,7 +364,9 @@ async def test_who_waits_for_a_thread_that_hangs_is_told() -> None:
     released.set()
     await first
     async with asyncio.timeout(10):
-        assert await (await readers.submit(lambda _: "works again", ReadProgress())) == "works again"
+        assert (
+            await (await readers.submit(lambda _: "works again", ReadProgress())) == "works again"
+        )
     readers.stop()
 
 

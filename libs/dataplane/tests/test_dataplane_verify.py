@@ -1,4 +1,6 @@
-"""One pass over a model's files: the digests of its chunks, whatever they were broken into, and what is wrong."""
+"""One pass over a model's files: the digests of its chunks, whatever they were broken into, and
+what is wrong.
+"""
 
 import random
 from collections.abc import Callable
@@ -29,7 +31,11 @@ class NamedByContent(MemorySource):
 
         super().__init__(files)
         self.named = {
-            name: SourceFile(name=name, size_bytes=len(data), version=f"sha256-{hashlib.sha256(data).hexdigest()}")
+            name: SourceFile(
+                name=name,
+                size_bytes=len(data),
+                version=f"sha256-{hashlib.sha256(data).hexdigest()}",
+            )
             for name, data in files.items()
         }
         self.served = served or files
@@ -51,7 +57,9 @@ def oracle(source: MemorySource, manifest: Manifest) -> dict[tuple[int, int], Di
     }
 
 
-def read_all(manifest: Manifest, source: MemorySource, break_off: Callable[[], bool] = lambda: False) -> ModelReading:
+def read_all(
+    manifest: Manifest, source: MemorySource, break_off: Callable[[], bool] = lambda: False
+) -> ModelReading:
     reading = ModelReading(manifest=manifest)
     origin = SourceOrigin(source, manifest, "memory://m")
     while not reading.ended:
@@ -77,7 +85,9 @@ class Breaking(ReadProgress):
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("kind", [MemorySource, NamedByContent])
 @pytest.mark.parametrize("tied", [False, True])
-def test_digests_are_those_of_the_chunks_however_often_it_breaks_off(shards: int, kind: type[MemorySource], tied: bool) -> None:
+def test_digests_are_those_of_the_chunks_however_often_it_breaks_off(
+    shards: int, kind: type[MemorySource], tied: bool
+) -> None:
     source = kind(tiny_files(tiny_config(**CONFIG, tie_word_embeddings=tied), shards=shards))
     manifest = read_checkpoint(source).manifest
     rng = random.Random(shards)
@@ -88,7 +98,9 @@ def test_digests_are_those_of_the_chunks_however_often_it_breaks_off(shards: int
     assert reading.differences(known) == []
     assert reading.learned(known) == {}
     assert {
-        (p, c): digest for p, digests in reading.learned(manifest).items() for c, digest in enumerate(digests)
+        (p, c): digest
+        for p, digests in reading.learned(manifest).items()
+        for c, digest in enumerate(digests)
     } == reading.found
 
 
@@ -96,12 +108,16 @@ def test_what_differs_is_named_and_nothing_is_learned_of_it() -> None:
     files = tiny_files(tiny_config(**CONFIG))
     source = MemorySource(files)
     manifest = read_checkpoint(source).manifest
-    known = manifest.with_digests({place: digest for place, digest in oracle(source, manifest).items() if place[0] != 0})
+    known = manifest.with_digests(
+        {place: digest for place, digest in oracle(source, manifest).items() if place[0] != 0}
+    )
     wrong = known.parts[2].chunks[0]
     altered = structs.replace(
         known,
         parts=tuple(
-            structs.replace(part, chunks=(structs.replace(wrong, digest=Digest("ab" * 32)), *part.chunks[1:]))
+            structs.replace(
+                part, chunks=(structs.replace(wrong, digest=Digest("ab" * 32)), *part.chunks[1:])
+            )
             if number == 2
             else part
             for number, part in enumerate(known.parts)
@@ -122,7 +138,9 @@ def test_a_file_that_is_not_what_its_version_names_binds_nobody() -> None:
     served = {**files, name: files[name][:-1] + bytes([files[name][-1] ^ 1])}
     manifest = read_checkpoint(NamedByContent(files)).manifest
     reading = read_all(manifest, NamedByContent(files, served))
-    assert reading.differences(manifest) == [f"{name}: its bytes do not have the digest that was registered"]
+    assert reading.differences(manifest) == [
+        f"{name}: its bytes do not have the digest that was registered"
+    ]
     assert reading.learned(manifest) == {}
 
 
@@ -130,8 +148,12 @@ def test_a_header_that_was_altered_at_registration_is_noticed() -> None:
     files = tiny_files(tiny_config(**CONFIG))
     header = files["model.safetensors"]
     one, other = b"layers.0.self_attn.k_proj", b"layers.0.self_attn.v_proj"
-    swapped = header.replace(one, b"#" * len(one)).replace(other, one).replace(b"#" * len(one), other)
-    manifest = read_checkpoint(NamedByContent(files, {**files, "model.safetensors": swapped})).manifest
+    swapped = (
+        header.replace(one, b"#" * len(one)).replace(other, one).replace(b"#" * len(one), other)
+    )
+    manifest = read_checkpoint(
+        NamedByContent(files, {**files, "model.safetensors": swapped})
+    ).manifest
     reading = read_all(manifest, NamedByContent(files))
     assert reading.differences(manifest) == ["the headers are not those that were registered"]
 

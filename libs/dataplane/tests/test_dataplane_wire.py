@@ -11,8 +11,8 @@ from pilotlight.common.errors import MessageTooLarge, MessageUndecodable
 from pilotlight.common.messages.link import (
     Ask,
     Enough,
-    FromAsker,
-    FromGiver,
+    FromReceiver,
+    FromSender,
     Hello,
     NotHeld,
     Placed,
@@ -23,7 +23,13 @@ from pilotlight.common.messages.link import (
     Units,
     Waiting,
 )
-from pilotlight.dataplane.link.wire import HEADER, FrameKind, control_frame, decode_control, parse_head
+from pilotlight.dataplane.link.wire import (
+    HEADER,
+    FrameKind,
+    control_frame,
+    decode_control,
+    parse_head,
+)
 from pilotlight.policy.cluster import FetchPriority
 from pilotlight.policy.ids import Digest, NodeId
 
@@ -38,7 +44,7 @@ def test_a_header_is_read_or_refused(data: bytes) -> None:
     assert head.length <= 1024 * 1024
 
 
-@given(st.binary(max_size=512), st.sampled_from([FromAsker, FromGiver]))
+@given(st.binary(max_size=512), st.sampled_from([FromReceiver, FromSender]))
 def test_a_body_is_a_message_or_refused(data: bytes, of: Any) -> None:
     with suppress(MessageUndecodable):
         assert isinstance(decode_control(data, of), of)
@@ -46,7 +52,13 @@ def test_a_body_is_a_message_or_refused(data: bytes, of: Any) -> None:
 
 digests = st.from_regex(r"[0-9a-f]{64}", fullmatch=True).map(Digest)
 messages = st.one_of(
-    st.builds(Hello, version=st.integers(0, 9), node_id=st.text().map(NodeId), nonce=st.binary(), beat_s=st.floats(0, 9)),
+    st.builds(
+        Hello,
+        version=st.integers(0, 9),
+        node_id=st.text().map(NodeId),
+        nonce=st.binary(),
+        beat_s=st.floats(0, 9),
+    ),
     st.builds(Proof, proof=st.binary(max_size=64)),
     st.builds(
         Ask,
@@ -58,9 +70,18 @@ messages = st.one_of(
         priority=st.sampled_from(FetchPriority),
     ),
     st.builds(Units, digests=st.binary(max_size=256)),
-    st.builds(Region, agent=st.binary(max_size=512), address=st.integers(0, 2**64 - 1), size_bytes=st.integers(0, 2**50)),
+    st.builds(
+        Region,
+        agent=st.binary(max_size=512),
+        address=st.integers(0, 2**64 - 1),
+        size_bytes=st.integers(0, 2**50),
+    ),
     st.builds(Placed, offset=st.integers(0, 2**50), size_bytes=st.integers(0, 2**20)),
-    st.just(Enough()) | st.just(Sent()) | st.just(NotHeld()) | st.just(Recorded()) | st.just(Waiting()),
+    st.just(Enough())
+    | st.just(Sent())
+    | st.just(NotHeld())
+    | st.just(Recorded())
+    | st.just(Waiting()),
 )
 
 
@@ -68,5 +89,9 @@ messages = st.one_of(
 def test_what_was_framed_is_read_again(message: Any, request: int) -> None:
     data = control_frame(message, request)
     head = parse_head(data[: HEADER.size])
-    assert (head.kind, head.request, head.length) == (FrameKind.CONTROL, request, len(data) - HEADER.size)
-    assert decode_control(data[HEADER.size :], FromAsker | FromGiver) == message
+    assert (head.kind, head.request, head.length) == (
+        FrameKind.CONTROL,
+        request,
+        len(data) - HEADER.size,
+    )
+    assert decode_control(data[HEADER.size :], FromReceiver | FromSender) == message

@@ -1,4 +1,4 @@
-"""Who sends when a cold start and something in the background want the link at once."""
+"""Which of them sends when a cold start and something in the background want the link at once."""
 
 import pytest
 

@@ -29,7 +29,8 @@ from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.policy.model import Dtype, ModelSpec, Stage
 from pilotlight.policy.request import FinishReason, Sampling, Vocabulary
 
-torch.set_num_threads(1)  # tiny matrices gain nothing from a second thread, and on a busy machine every barrier waits for it
+# Tiny matrices gain nothing from a second thread, and on a busy machine every barrier waits for it.
+torch.set_num_threads(1)
 
 FINISH_S = 100
 
@@ -43,7 +44,11 @@ def spec_of(model: PreTrainedModel, dtype: Dtype) -> ModelSpec:
 def source_of(tensor: torch.Tensor) -> Source:
     stored = tensor.detach().contiguous()
     dtype = Dtype(str(stored.dtype).removeprefix("torch."))
-    return dtype, tuple(stored.shape), memoryview(stored.view(-1).view(torch.uint8).numpy().tobytes())
+    return (
+        dtype,
+        tuple(stored.shape),
+        memoryview(stored.view(-1).view(torch.uint8).numpy().tobytes()),
+    )
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,9 @@ class Checkpoint:
     parts: dict[int, dict[str, Source]]
 
     def greedy(self, prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
-        """Output of transformers, without a cache: every token from a forward pass over all tokens before it."""
+        """Output of transformers, without a cache: every token from a forward pass over all tokens
+        before it.
+        """
         token_ids = list(prompt_ids)
         for _ in range(num_tokens):
             token_ids.append(int(self.logits(token_ids)[-1].argmax()))
@@ -64,9 +71,14 @@ class Checkpoint:
     def would_say(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> list[int]:
         """What transformers says at each place of an output, given all before it.
 
-        If that is the output itself, it is what ``greedy`` gives: each token follows from those before it.
+        If that is the output itself, it is what ``greedy`` gives: each token follows from those
+        before it.
         """
-        return self.logits([*prompt_ids, *output_ids])[len(prompt_ids) - 1 : -1].argmax(dim=-1).tolist()
+        return (
+            self.logits([*prompt_ids, *output_ids])[len(prompt_ids) - 1 : -1]
+            .argmax(dim=-1)
+            .tolist()
+        )
 
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
@@ -76,15 +88,23 @@ class Checkpoint:
         """The same values in a wider dtype."""
         return replace(self, model=cast(deepcopy(self.model), dtype))
 
-    def with_tensor(self, part: int, name: str, change: Callable[[torch.Tensor], None]) -> "Checkpoint":
-        """The same checkpoint with one tensor changed in place of a copy (the model stays as it was)."""
+    def with_tensor(
+        self, part: int, name: str, change: Callable[[torch.Tensor], None]
+    ) -> "Checkpoint":
+        """The same checkpoint with one tensor changed in place of a copy (the model stays as it
+        was).
+        """
         tensor = self.model.state_dict()[name].clone()
         change(tensor)
-        return replace(self, parts={**self.parts, part: {**self.parts[part], name: source_of(tensor)}})
+        return replace(
+            self, parts={**self.parts, part: {**self.parts[part], name: source_of(tensor)}}
+        )
 
 
 def cast(model: PreTrainedModel, dtype: Dtype) -> PreTrainedModel:
-    """Parameters only: ``model.to`` would also round the rotary frequencies, which transformers loads and keeps in float32."""
+    """Parameters only: ``model.to`` would also round the rotary frequencies, which transformers
+    loads and keeps in float32.
+    """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(getattr(torch, dtype.value))
     return model.eval()
@@ -97,7 +117,9 @@ def part_of(name: str, num_layers: int) -> int:
 
 
 def stored_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors by the names that checkpoints have for them: transformers stacks experts in memory, files have them one by one."""
+    """Tensors by the names that checkpoints have for them: transformers stacks experts in memory,
+    files have them one by one.
+    """
     for name, tensor in model.state_dict().items():
         layer, stacked, kind = name.partition("experts.")
         if not stacked:
@@ -117,8 +139,11 @@ def make_checkpoint(kind: str, seed: int = 0, dtype: Dtype = Dtype.FLOAT64) -> C
     model = cast(KINDS[kind](), dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Far larger than an initialised model's: outputs wander about instead of repeating one token.
-            centred = isinstance(model, Gemma3ForCausalLM)  # its norms add 1 themselves, and its embeddings are scaled up
+            # Far larger than an initialised model's: outputs wander about instead of repeating one
+            # token.
+            centred = isinstance(
+                model, Gemma3ForCausalLM
+            )  # its norms add 1 themselves, and its embeddings are scaled up
             std = 0.2 / SIZES["hidden_size"] ** 0.5 if centred and "embed" in name else 0.2
             parameter.normal_(mean=1.0 if "norm" in name and not centred else 0.0, std=std)
     spec = spec_of(model, dtype)
@@ -137,7 +162,9 @@ def checkpoint() -> Callable[..., Checkpoint]:
 
 
 def small_arena() -> CpuArena:
-    """A process has addresses for some thirty arenas of the usual size, and tests make engines faster than they are collected."""
+    """A process has addresses for some thirty arenas of the usual size, and tests make engines
+    faster than they are collected.
+    """
     return CpuArena(num_slots=8, slot_bytes=1 << 30)
 
 
@@ -187,10 +214,19 @@ class Driver:
         dtype: Dtype | None = None,
         stage: Stage | None = None,
     ) -> StageRoom:
-        spec, stage, dtype = checkpoint.spec, stage or checkpoint.spec.whole, dtype or checkpoint.spec.dtype
-        device_bytes = parameter_bytes(decoder_of(spec), stage, dtype) + kv_tokens * spec.kv_bytes_per_token(stage, dtype)
+        spec, stage, dtype = (
+            checkpoint.spec,
+            stage or checkpoint.spec.whole,
+            dtype or checkpoint.spec.dtype,
+        )
+        device_bytes = parameter_bytes(
+            decoder_of(spec), stage, dtype
+        ) + kv_tokens * spec.kv_bytes_per_token(stage, dtype)
         room = self.engine.begin_load(InstanceId(instance), spec, stage, dtype, device_bytes)
-        placed = [self.engine.place_part(InstanceId(instance), part, checkpoint.parts[part]) for part in room.parts]
+        placed = [
+            self.engine.place_part(InstanceId(instance), part, checkpoint.parts[part])
+            for part in room.parts
+        ]
         assert [part.ready for part in placed] == [False] * (len(placed) - 1) + [True]
         self.capacity_tokens += room.kv_capacity_tokens
         return room
@@ -218,7 +254,11 @@ class Driver:
             output.token_ids.extend(produced.token_ids)
             output.logprobs.extend(produced.logprobs or ())
             output.top_logprobs.extend(produced.top_logprobs or ())
-            output.finish, output.code, output.message = produced.finish, produced.code, produced.message
+            output.finish, output.code, output.message = (
+                produced.finish,
+                produced.code,
+                produced.message,
+            )
         self.first_prefills.extend(result.first_prefills)
         self.most_running = max(self.most_running, result.running)
         self.preemptions += result.preemptions
@@ -271,7 +311,9 @@ class Chain:
         """All prompts in one batch, then one token of each a step."""
         return [output for output, _ in self.greedy_with_logits(prompts, num_tokens)]
 
-    def greedy_with_logits(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[tuple[list[int], torch.Tensor]]:
+    def greedy_with_logits(
+        self, prompts: Sequence[Sequence[int]], num_tokens: int
+    ) -> list[tuple[list[int], torch.Tensor]]:
         """The same, each with its logits [num_tokens, vocab_size]."""
         rows = [list(prompt) for prompt in prompts]
         per_row = blocks_for(max(map(len, rows)) + num_tokens)
@@ -280,10 +322,18 @@ class Chain:
         steps: list[torch.Tensor] = []
         for _ in range(num_tokens):
             segments = [
-                Segment(done, len(row) - done, mine, True) for row, done, mine in zip(rows, computed, blocks, strict=True)
+                Segment(done, len(row) - done, mine, True)
+                for row, done, mine in zip(rows, computed, blocks, strict=True)
             ]
             steps.append(
-                self.run(segments, [token_id for row, done in zip(rows, computed, strict=True) for token_id in row[done:]])
+                self.run(
+                    segments,
+                    [
+                        token_id
+                        for row, done in zip(rows, computed, strict=True)
+                        for token_id in row[done:]
+                    ],
+                )
             )
             computed = [len(row) for row in rows]
             for row, token_id in zip(rows, steps[-1].argmax(dim=-1).tolist(), strict=True):
@@ -302,7 +352,10 @@ def chain() -> Callable[..., Chain]:
 def prompts() -> list[list[int]]:
     """Four prompts of mixed lengths: less than a block, more than one, several, a single token."""
     generator = torch.Generator().manual_seed(7)
-    return [torch.randint(SIZES["vocab_size"], (length,), generator=generator).tolist() for length in (5, 23, 70, 1)]
+    return [
+        torch.randint(SIZES["vocab_size"], (length,), generator=generator).tolist()
+        for length in (5, 23, 70, 1)
+    ]
 
 
 FIRST_DIFFERENCES = pytest.StashKey[dict[str, list[str]]]()
@@ -310,11 +363,17 @@ FIRST_DIFFERENCES = pytest.StashKey[dict[str, list[str]]]()
 
 @pytest.fixture
 def first_differences(request: pytest.FixtureRequest) -> dict[str, list[str]]:
-    """Where outputs in narrow dtypes leave transformers', by dtype; an empty string for one that does not. Reported at the end."""
+    """Where outputs in narrow dtypes leave transformers', by dtype; an empty string for one that
+    does not.
+
+    Reported at the end.
+    """
     return request.config.stash.setdefault(FIRST_DIFFERENCES, {})
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     for dtype, found in config.stash.get(FIRST_DIFFERENCES, {}).items():
         differences = [where for where in found if where]
         terminalreporter.write_line(

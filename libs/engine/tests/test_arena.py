@@ -1,4 +1,6 @@
-"""Addresses and memory: nothing overlaps, nothing leaks, and what is given back is the system's again."""
+"""Addresses and memory: nothing overlaps, nothing leaks, and what is given back is the system's
+again.
+"""
 
 import gc
 import os
@@ -50,11 +52,20 @@ def test_extents_are_a_set_of_bytes(moves):
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(["open", "back", "unback", "close"]), st.integers(0, 30), st.integers(0, 8)), max_size=60)
+    st.lists(
+        st.tuples(
+            st.sampled_from(["open", "back", "unback", "close"]),
+            st.integers(0, 30),
+            st.integers(0, 8),
+        ),
+        max_size=60,
+    )
 )
 @settings(max_examples=300, deadline=None)
 def test_what_lies_in_a_slot_stays_until_it_is_given_back(moves):
-    """Each backed page has a number of its own in every byte: whoever gets another's page overwrites it."""
+    """Each backed page has a number of its own in every byte: a tensor that gets another's page
+    overwrites it.
+    """
     arena = CpuArena(num_slots=3, slot_bytes=32 * PAGE, capacity_bytes=40 * PAGE)
     slots, pages, count = [], {}, 0
     for move, first, length in moves:
@@ -99,7 +110,11 @@ def test_what_lies_in_a_slot_stays_until_it_is_given_back(moves):
 
 
 @given(
-    shapes=st.lists(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 300)), min_size=1, max_size=3), min_size=3, max_size=6),
+    shapes=st.lists(
+        st.lists(st.tuples(st.integers(1, 9), st.integers(1, 300)), min_size=1, max_size=3),
+        min_size=3,
+        max_size=6,
+    ),
     item_bytes=st.sampled_from([2, 4, 8]),
     row_bytes=st.integers(1, 40).map(lambda n: 16 * n),
 )
@@ -123,7 +138,11 @@ def test_a_layout_overlaps_nowhere_and_stays_in_its_slot(shapes, item_bytes, row
     for layer in range(num_layers):
         for extent in layout.kv(layer, 0, layout.max_blocks):
             taken.add(extent)
-        grown = [extent for start in range(min(layout.max_blocks, 7)) for extent in layout.kv(layer, start, start + 1)]
+        grown = [
+            extent
+            for start in range(min(layout.max_blocks, 7))
+            for extent in layout.kv(layer, start, start + 1)
+        ]
         assert sum(extent.num_bytes for extent in grown) == sum(
             extent.num_bytes for extent in layout.kv(layer, 0, min(layout.max_blocks, 7))
         )
@@ -136,7 +155,9 @@ def test_a_model_larger_than_a_slot_is_no_room():
 
 
 def test_a_stage_backs_its_own_layers_where_the_whole_model_would(checkpoint):
-    """Consolidation maps the rest in place: parameters and KV of a layer have the same address in every stage."""
+    """Consolidation maps the rest in place: parameters and KV of a layer have the same address in
+    every stage.
+    """
     decoder = decoder_of(checkpoint("llama").spec)
 
     def places(stage):
@@ -145,10 +166,16 @@ def test_a_stage_backs_its_own_layers_where_the_whole_model_would(checkpoint):
         memory.resize(4)
         start = arena.tensor(0, (1,), torch.uint8).data_ptr()
         tensors = [tensor for part in memory.parts for tensor in memory.tensors(part).values()]
-        tensors += [half for layer in range(stage.start, stage.stop) for half in memory.keys_and_values(layer)]
+        tensors += [
+            half
+            for layer in range(stage.start, stage.stop)
+            for half in memory.keys_and_values(layer)
+        ]
         return {tensor.data_ptr() - start for tensor in tensors}, arena.backed_bytes
 
-    (whole, whole_bytes), (head, head_bytes), (tail, tail_bytes) = map(places, (Stage(0, 4), Stage(0, 1), Stage(1, 4)))
+    (whole, whole_bytes), (head, head_bytes), (tail, tail_bytes) = map(
+        places, (Stage(0, 4), Stage(0, 1), Stage(1, 4))
+    )
     assert head | tail == whole
     assert not head & tail
     assert head_bytes + tail_bytes == whole_bytes
@@ -177,7 +204,9 @@ def test_kv_grows_and_shrinks_in_place(checkpoint):
 
 def test_memory_that_the_device_does_not_have_is_refused_and_nothing_is_kept(checkpoint, clock):
     model = checkpoint("llama")
-    engine = Engine(1, clock, arena=CpuArena(num_slots=2, slot_bytes=64 * MIB, capacity_bytes=4 * MIB))
+    engine = Engine(
+        1, clock, arena=CpuArena(num_slots=2, slot_bytes=64 * MIB, capacity_bytes=4 * MIB)
+    )
     with pytest.raises(NoRoom, match="refuses"):
         engine.begin_load(InstanceId("i"), model.spec, model.spec.whole, Dtype.FLOAT64, 5 * MIB)
     assert engine.backed_bytes == 0
@@ -200,7 +229,10 @@ def test_fifty_loads_and_unloads_return_all_memory(checkpoint, driver, prompts):
         model, name = models[turn % 3], f"turn {turn}"
         # More KV than the measured noise of the process, all of it written.
         runs.load(model, name, kv_tokens=8_000)
-        held = [runs.engine._stages[InstanceId(name)].memory.keys_and_values(layer) for layer in range(4)]
+        held = [
+            runs.engine._stages[InstanceId(name)].memory.keys_and_values(layer)
+            for layer in range(4)
+        ]
         for rows in held:
             for half in rows:
                 half.fill_(1.0)
@@ -229,5 +261,7 @@ def test_an_engine_has_its_arena_at_the_same_address_in_every_process():
         "slot = arena.open_slot(); print(slot.tensor(4096, (1,), torch.uint8).data_ptr())\n"
         "try:\n    CpuArena(address=ARENA_ADDRESS)\nexcept NoRoom as error:\n    print(error.code)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.split() == [str(ARENA_ADDRESS + 4096), "no_room"]

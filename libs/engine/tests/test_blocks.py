@@ -20,7 +20,10 @@ def sealed(pool: BlockPool, *names: BlockHash) -> tuple[int, ...]:
     return taken
 
 
-@given(num_blocks=st.integers(0, 40), moves=st.lists(st.tuples(st.integers(0, 50), st.integers(-1, 40)), max_size=60))
+@given(
+    num_blocks=st.integers(0, 40),
+    moves=st.lists(st.tuples(st.integers(0, 50), st.integers(-1, 40)), max_size=60),
+)
 @settings(max_examples=200, deadline=None)
 def test_free_runs_are_a_set(num_blocks, moves):
     runs, taken = FreeRuns(num_blocks), set()
@@ -31,7 +34,12 @@ def test_free_runs_are_a_set(num_blocks, moves):
             got = runs.take(wanted, after if after >= 0 else None)
             assert len(set(got)) == len(got) == min(wanted, num_blocks - len(taken))
             assert not taken.intersection(got)
-            assert after not in range(num_blocks - 1) or after + 1 in taken or not got or got[0] == after + 1
+            assert (
+                after not in range(num_blocks - 1)
+                or after + 1 in taken
+                or not got
+                or got[0] == after + 1
+            )
             taken.update(got)
         assert len(runs) == num_blocks - len(taken)
         assert list(runs) == [block for block in range(num_blocks) if block not in taken]
@@ -49,7 +57,9 @@ def test_requests_that_grow_side_by_side_do_not_meet_soon():
         second += runs.take(1, second[-1])
     assert first == list(range(13))
     assert second == list(range(21, 33))
-    assert runs.take(12, None) == [*range(13, 21), *range(33, 37)], "pieces only when no run is long enough"
+    assert runs.take(12, None) == [*range(13, 21), *range(33, 37)], (
+        "pieces only when no run is long enough"
+    )
 
 
 def test_a_released_name_is_found_until_its_block_is_needed():
@@ -61,7 +71,9 @@ def test_a_released_name_is_found_until_its_block_is_needed():
     assert len(pool.take(3)) == 3
     assert pool.find([A, B]) == first, "clean blocks go first"
     pool.take(1)
-    assert (pool.find([A, B]), pool.find([C])) == (first[:1], second), "then the end of what was released first"
+    assert (pool.find([A, B]), pool.find([C])) == (first[:1], second), (
+        "then the end of what was released first"
+    )
     pool.take(1)
     assert (pool.find([A]), pool.find([C])) == ((), second)
     pool.take(1)
@@ -119,7 +131,9 @@ def test_only_private_blocks_are_sealed():
         pool.seal(2 if table[0] != 2 else 1, B)
 
 
-@pytest.mark.parametrize("tables", [[], [(0,)], [(0, 1), (0, 1)], [(0, 1, 2)]], ids=["leak", "lost", "shared", "free"])
+@pytest.mark.parametrize(
+    "tables", [[], [(0,)], [(0, 1), (0, 1)], [(0, 1, 2)]], ids=["leak", "lost", "shared", "free"]
+)
 def test_books_that_do_not_fit_the_tables_are_found(tables):
     pool = BlockPool(4)
     assert pool.take(2) == (0, 1)
@@ -166,7 +180,10 @@ def test_a_chain_goes_on_where_it_ended():
 
 def test_names_are_the_same_in_every_process():
     """Another worker must find what this one has sent it."""
-    assert chain("model", list(range(16)))[0].hex() == "812949042b0b2bcffadc1b133da9b6941cea916e75eaf45f6fa05db8cc25d9c5"
+    assert (
+        chain("model", list(range(16)))[0].hex()
+        == "812949042b0b2bcffadc1b133da9b6941cea916e75eaf45f6fa05db8cc25d9c5"
+    )
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(1, 1), (16, 1), (17, 2), (512, 32)])

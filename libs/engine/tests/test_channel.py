@@ -28,7 +28,10 @@ def connected_by_tcp():
     return tcp_channel(WINDOW)
 
 
-@pytest.fixture(params=[lambda: memory_channel(monotonic, WINDOW), unix_channel, connected_by_tcp], ids=["memory", "unix", "tcp"])
+@pytest.fixture(
+    params=[lambda: memory_channel(monotonic, WINDOW), unix_channel, connected_by_tcp],
+    ids=["memory", "unix", "tcp"],
+)
 def ends(request):
     made = request.param()
     yield made
@@ -46,7 +49,9 @@ def stream_ends(request):
 
 @contextmanager
 def meanwhile(act: Callable[[], None]) -> Iterator[None]:
-    """Another thread does something in a moment, and is done with it at the end: an end is used by one thread at a time."""
+    """Another thread does something in a moment, and is done with it at the end: an end is used by
+    one thread at a time.
+    """
     timer = threading.Timer(0.02, act)
     timer.start()
     try:
@@ -130,7 +135,9 @@ def test_waiting_for_any_ends_with_a_frame_or_with_the_time(ends):
 
 
 def test_both_ends_send_more_than_the_socket_holds_at_the_same_time(ends):
-    """Neither waits for the other to read; what the socket did not take leaves when an end is looked at."""
+    """Neither waits for the other to read; what the socket did not take leaves when an end is
+    looked at.
+    """
     one, other = ends
     big = os.urandom(5_000_000)
     for end in (one, other):
@@ -140,7 +147,9 @@ def test_both_ends_send_more_than_the_socket_holds_at_the_same_time(ends):
     got, deadline = [], monotonic() + 20
     while len(got) < 4 and monotonic() < deadline:
         got.extend(end.receive(1) for end in ends if end.readable)
-    assert [(each.header, each.payload == big) for each in sorted(got, key=lambda each: each.header)] == [
+    assert [
+        (each.header, each.payload == big) for each in sorted(got, key=lambda each: each.header)
+    ] == [
         (b"0", True),
         (b"0", True),
         (b"1", True),
@@ -168,7 +177,8 @@ def test_two_threads_talk_at_random(seed, ends):
 
     got = [[], []]
     threads = [
-        threading.Thread(target=talk, args=(end, random.Random(seed + index), got[index])) for index, end in enumerate(ends)
+        threading.Thread(target=talk, args=(end, random.Random(seed + index), got[index]))
+        for index, end in enumerate(ends)
     ]
     for thread in threads:
         thread.start()

@@ -7,7 +7,10 @@ from pilotlight.engine.core.copies import BlockCopies
 from pilotlight.policy.model import Stage
 
 
-@given(st.lists(st.one_of(st.just("ask"), st.sets(st.integers(0, 7), min_size=1)), max_size=40), st.integers(1, 4))
+@given(
+    st.lists(st.one_of(st.just("ask"), st.sets(st.integers(0, 7), min_size=1)), max_size=40),
+    st.integers(1, 4),
+)
 def test_a_copy_has_what_was_written_before_it_ended(events, at_most):
     """By brute force: contents are numbers of writes, and every question is answered at once."""
     layers = Stage(2, 5)

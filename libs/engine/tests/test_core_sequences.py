@@ -1,4 +1,6 @@
-"""2,000 random lives of a stage: no block leaks or is shared wrongly, nobody starves, and nobody's tokens depend on the others."""
+"""2,000 random lives of a stage: no block leaks or is shared wrongly, no request starves, and no
+tokens depend on other requests.
+"""
 
 import random
 from collections import deque
@@ -20,15 +22,21 @@ ROUNDS = 8
 
 
 def random_prompt(chance: random.Random) -> list[int]:
-    """Of few kinds, so that prefixes are often equal: for nothing, for some blocks, up to the last token."""
+    """Of few kinds, so that prefixes are often equal: for nothing, for some blocks, up to the last
+    token.
+    """
     kind = random.Random(chance.randrange(2)).choices(range(3), k=64)
-    return kind[: chance.choice((1, 5, 15, 16, 17, 31, 32, 33, 40, 48, 64))] + [chance.randrange(3)] * chance.randrange(3)
+    return kind[: chance.choice((1, 5, 15, 16, 17, 31, 32, 33, 40, 48, 64))] + [
+        chance.randrange(3)
+    ] * chance.randrange(3)
 
 
 def assert_output(request: Request) -> None:
     """It has the tokens of a request that is alone, as far as it came."""
     prompt_ids = request.token_ids[: request.prompt_tokens]
-    assert request.token_ids[request.prompt_tokens :] == expected_output(prompt_ids, request.sampling.seed, request.position)
+    assert request.token_ids[request.prompt_tokens :] == expected_output(
+        prompt_ids, request.sampling.seed, request.position
+    )
 
 
 def live(seed: int) -> PaperStage:
@@ -36,7 +44,9 @@ def live(seed: int) -> PaperStage:
     chance = random.Random(seed)
     step_tokens = chance.choice((1, 3, 8, 17, 40, 200))
     limits = BatchLimits(
-        step_tokens=step_tokens, running=chance.randint(1, min(step_tokens, 6)), prefix_cache=chance.random() < 0.8
+        step_tokens=step_tokens,
+        running=chance.randint(1, min(step_tokens, 6)),
+        prefix_cache=chance.random() < 0.8,
     )
     stage = PaperStage(chance.choice((2, 4, 6, 8, 12, 40)), limits)
     for _ in range(chance.randint(5, 40)):
@@ -44,7 +54,9 @@ def live(seed: int) -> PaperStage:
         if move < 0.35:
             deadline_s = stage.now_s + chance.randrange(30) if chance.random() < 0.1 else None
             try:
-                stage.submit(random_prompt(chance), chance.randint(1, 40), chance.randrange(2), deadline_s)
+                stage.submit(
+                    random_prompt(chance), chance.randint(1, 40), chance.randrange(2), deadline_s
+                )
             except NoRoom:
                 continue
         elif move < 0.42 and stage.scheduler.requests:
@@ -84,15 +96,24 @@ def test_random_lives(part):
 
 
 REQUESTS = st.lists(
-    st.tuples(st.integers(0, 1), st.integers(1, 70), st.integers(1, 30), st.integers(0, 4)), min_size=1, max_size=8
+    st.tuples(st.integers(0, 1), st.integers(1, 70), st.integers(1, 30), st.integers(0, 4)),
+    min_size=1,
+    max_size=8,
 )
 """Kind of prompt, its tokens, output tokens, steps before it comes."""
 
 
-@given(requests=REQUESTS, num_blocks=st.integers(8, 20), step_tokens=st.integers(1, 50), prefix_cache=st.booleans())
+@given(
+    requests=REQUESTS,
+    num_blocks=st.integers(8, 20),
+    step_tokens=st.integers(1, 50),
+    prefix_cache=st.booleans(),
+)
 @settings(max_examples=150, deadline=None)
 def test_output_is_that_of_each_request_alone(requests, num_blocks, step_tokens, prefix_cache):
-    limits = BatchLimits(step_tokens=step_tokens, running=min(step_tokens, 4), prefix_cache=prefix_cache)
+    limits = BatchLimits(
+        step_tokens=step_tokens, running=min(step_tokens, 4), prefix_cache=prefix_cache
+    )
     stage = PaperStage(num_blocks, limits)
     submitted = []
     for kind, prompt_tokens, output_tokens, pause in requests:
@@ -118,7 +139,10 @@ def test_the_same_calls_give_the_same_plans():
 
 
 class PaperPipeline(PaperStage):
-    """Micro-batches whose tokens come later, in order. Memory stands for that of every stage: frames keep their order."""
+    """Micro-batches whose tokens come later, in order.
+
+    Memory stands for that of every stage: frames keep their order.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -131,18 +155,24 @@ class PaperPipeline(PaperStage):
         self.preemptions += plan.preempted
         assert len(plan.requests) <= -(-present // depth)
         assert sum(segment.count for segment in plan.batch.segments) <= self.limits.step_tokens
-        assert plan.requests or self.under_way, "somebody can run, or waits for a token"
+        assert plan.requests or self.under_way, "a request can run, or waits for a token"
         self._run(plan.requests, plan.batch.segments)
         self.scheduler.advance(plan)
         if plan.requests:
-            tokens = [next_token(self._contents_of(request)[-1], request.sampling.seed) for request in plan.sampled]
+            tokens = [
+                next_token(self._contents_of(request)[-1], request.sampling.seed)
+                for request in plan.sampled
+            ]
             takes = [request.takes for request in plan.sampled]
             self.under_way.append(list(zip(plan.sampled, takes, tokens, strict=True)))
         self.check()
         return bool(plan.requests)
 
     def collect(self) -> None:
-        """The oldest micro-batch comes back. A request that lost its blocks meanwhile gets nothing from it."""
+        """The oldest micro-batch comes back.
+
+        A request that lost its blocks meanwhile gets nothing from it.
+        """
         for request, takes, token_id in self.under_way.popleft():
             if request.state is RequestState.RUNNING and request.takes == takes:
                 self.scheduler.vouch(request)
@@ -159,7 +189,9 @@ def test_random_lives_of_a_pipeline(part):
     for seed in range(part, 400, 2):
         chance = random.Random(seed)
         depth, step_tokens = chance.randint(2, 4), chance.choice((3, 8, 40))
-        limits = BatchLimits(step_tokens=step_tokens, running=chance.randint(1, min(step_tokens, 8)))
+        limits = BatchLimits(
+            step_tokens=step_tokens, running=chance.randint(1, min(step_tokens, 8))
+        )
         stage = PaperPipeline(chance.choice((6, 8, 12, 40)), limits)
         arriving, rounds = chance.randint(3, 12), 0
         while arriving or stage.scheduler.has_work:
@@ -174,7 +206,11 @@ def test_random_lives_of_a_pipeline(part):
             if chance.random() < 0.03:
                 stage.drop(chance.choice(stage.scheduler.requests))
                 late += bool(stage.under_way)
-            elif len(stage.under_way) == depth or (stage.under_way and chance.random() < 0.4) or not stage.dispatch(depth):
+            elif (
+                len(stage.under_way) == depth
+                or (stage.under_way and chance.random() < 0.4)
+                or not stage.dispatch(depth)
+            ):
                 stage.collect()
         assert len(stage.ended) == len(stage.arrived)
         for request in stage.ended.values():

@@ -1,4 +1,7 @@
-"""The CUDA arena over a fake driver: all of it but the device. What a device does with it is in tests/gpu."""
+"""The CUDA arena over a fake driver: all of it but the device.
+
+What a device does with it is in tests/gpu.
+"""
 
 import ctypes
 import mmap
@@ -94,7 +97,11 @@ def test_a_stage_backs_its_own_layers_where_the_whole_model_would(make, checkpoi
         memory = StageMemory(arena, decoder, stage, Dtype.FLOAT64)
         memory.resize(4)
         tensors = [tensor for part in memory.parts for tensor in memory.tensors(part).values()]
-        tensors += [half for layer in range(stage.start, stage.stop) for half in memory.keys_and_values(layer)]
+        tensors += [
+            half
+            for layer in range(stage.start, stage.stop)
+            for half in memory.keys_and_values(layer)
+        ]
         found = {tensor.data_ptr() - arena.address for tensor in tensors}, arena.physical_bytes
         memory.close()
         assert arena.physical_bytes == 0
@@ -112,7 +119,9 @@ def test_a_stage_backs_its_own_layers_where_the_whole_model_would(make, checkpoi
 
 
 def test_kv_grows_and_shrinks_in_place_through_chunks(make, checkpoint):
-    """A layer's half grows over several chunks and comes back to a part of one: the bytes that stay are moved behind its back."""
+    """A layer's half grows over several chunks and comes back to a part of one: the bytes that stay
+    are moved behind its back.
+    """
     arena = make()
     memory = StageMemory(arena, decoder_of(checkpoint("llama").spec), Stage(0, 4), Dtype.FLOAT64)
     parameters = arena.physical_bytes
@@ -131,7 +140,9 @@ def test_kv_grows_and_shrinks_in_place_through_chunks(make, checkpoint):
     assert arena.physical_bytes == 0
 
 
-def test_memory_that_the_device_does_not_have_is_refused_and_nothing_is_kept(make, fake, checkpoint, clock):
+def test_memory_that_the_device_does_not_have_is_refused_and_nothing_is_kept(
+    make, fake, checkpoint, clock
+):
     model = checkpoint("llama")
     arena = make()
     engine = Engine(1, clock, arena=arena)
@@ -210,7 +221,9 @@ def test_a_refusal_for_another_reason_keeps_nothing_either(make, fake, checkpoin
 
 
 def test_a_whole_model_runs_on_the_arenas_books(make, checkpoint, clock, driver, prompts):
-    """The fake's memory is memory, so the CPU's own runner works in it: every address that the engine uses is backed."""
+    """The fake's memory is memory, so the CPU's own runner works in it: every address that the
+    engine uses is backed.
+    """
     model = checkpoint("llama")
     runs = driver()
     runs.engine = Engine(1, clock, arena=make())
@@ -236,26 +249,54 @@ def test_exported_memory_is_mapped_in_the_other_arena(make):
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8, torch.int32, torch.int64]
+    "dtype",
+    [
+        torch.bfloat16,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+        torch.uint8,
+        torch.int32,
+        torch.int64,
+    ],
 )
 def test_tensors_lie_over_addresses_in_every_dtype(make, dtype):
     arena = make()
     arena.back(Extent(0, G))
     tensor = arena.tensor(64, (3, 5), dtype)
-    assert (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.is_contiguous()) == (arena.address + 64, dtype, (3, 5), True)
+    assert (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.is_contiguous()) == (
+        arena.address + 64,
+        dtype,
+        (3, 5),
+        True,
+    )
     tensor.copy_(torch.arange(15).view(3, 5))
     assert torch.equal(arena.tensor(64, (15,), dtype), torch.arange(15).to(dtype))
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(["open", "back", "unback", "close"]), st.integers(0, 30), st.integers(0, 8)), max_size=40)
+    st.lists(
+        st.tuples(
+            st.sampled_from(["open", "back", "unback", "close"]),
+            st.integers(0, 30),
+            st.integers(0, 8),
+        ),
+        max_size=40,
+    )
 )
 @settings(max_examples=40, deadline=None)
 def test_what_lies_in_a_slot_stays_until_it_is_given_back(moves):
     fake = fake_cuda()
     fake.reset()
     before = fake.used_bytes
-    arena = CudaArena(0, driver=fake.path, device=torch.device("cpu"), num_slots=3, slot_bytes=17 << 30, capacity_bytes=40 * G)
+    arena = CudaArena(
+        0,
+        driver=fake.path,
+        device=torch.device("cpu"),
+        num_slots=3,
+        slot_bytes=17 << 30,
+        capacity_bytes=40 * G,
+    )
     slots, granules, count = [], {}, 0
     for move, first, length in moves:
         if move == "open":

@@ -1,4 +1,6 @@
-"""A CUDA arena's whole life over the fake driver, in any order: whatever happens, memory is what is held, and no more than was given."""
+"""A CUDA arena's whole life over the fake driver, in any order: whatever happens, memory is what is
+held, and no more than was given.
+"""
 
 import ctypes
 import math
@@ -46,7 +48,8 @@ def shape(layers, hidden, heads, kv_heads, head_dim, vocab):
 
 
 MODELS = [
-    decoder_of(shape(*sizes)) for sizes in ((3, 512, 4, 4, 128, 3000), (2, 256, 8, 1, 64, 40_000), (5, 768, 6, 2, 128, 999))
+    decoder_of(shape(*sizes))
+    for sizes in ((3, 512, 4, 4, 128, 3000), (2, 256, 8, 1, 64, 40_000), (5, 768, 6, 2, 128, 999))
 ]
 
 
@@ -78,7 +81,9 @@ class Resident:
 
 
 class Life(RuleBasedStateMachine):
-    """Stages come and go, their KV grows and shrinks, torch's segments come and go in pools, chunks are exported."""
+    """Stages come and go, their KV grows and shrinks, torch's segments come and go in pools, chunks
+    are exported.
+    """
 
     def __init__(self):
         super().__init__()
@@ -137,7 +142,9 @@ class Life(RuleBasedStateMachine):
 
     @rule(slot=st.integers(0, NUM_SLOTS - 1), size=st.integers(1, 90 * MIB))
     def take_segment(self, slot, size):
-        """As torch takes one while a model of this slot is captured; whether the slot is open makes no difference."""
+        """As torch takes one while a model of this slot is captured; whether the slot is open makes
+        no difference.
+        """
         if slot not in self.pools:
             self.pools[slot] = self.arena.graph_pool(slot)
         with self.pools[slot].selected():
@@ -159,7 +166,7 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.stages)
     @rule(choice=st.integers(0, 9))
     def export(self, choice):
-        """Whoever maps a chunk elsewhere keeps it alive, not this arena's books."""
+        """Another mapping of a chunk keeps it alive, not this arena's books."""
         stage = self.stages[choice % len(self.stages)]
         tensor, _ = next(iter(stage.marks.values()))
         fd, extent = self.arena.export(tensor.data_ptr() - self.arena.address)
@@ -173,8 +180,10 @@ class Life(RuleBasedStateMachine):
 
     @rule(spare=st.integers(0, 40))
     def fill_the_device(self, spare):
-        """Somebody else takes most of the device, or gives it back."""
-        self.fake.set_memory(self.fake.used_bytes + spare * G if spare < 20 else self.before + MEMORY_BYTES)
+        """Another process takes most of the device, or gives it back."""
+        self.fake.set_memory(
+            self.fake.used_bytes + spare * G if spare < 20 else self.before + MEMORY_BYTES
+        )
 
     @invariant()
     def memory_is_what_is_held(self):
@@ -184,9 +193,13 @@ class Life(RuleBasedStateMachine):
         chunks = set()
         for place, (slot, size) in self.segments.items():
             start = place - self.arena.address - ((slot + 1) * SLOT_BYTES - self.arena.pool_bytes)
-            chunks |= set(range(start // POOL_CHUNK_BYTES, (start + size - 1) // POOL_CHUNK_BYTES + 1))
+            chunks |= set(
+                range(start // POOL_CHUNK_BYTES, (start + size - 1) // POOL_CHUNK_BYTES + 1)
+            )
             longest = max(longest, size)
-        assert self.arena.physical_bytes == granules + len(chunks) * POOL_CHUNK_BYTES, "graph pools share their memory"
+        assert self.arena.physical_bytes == granules + len(chunks) * POOL_CHUNK_BYTES, (
+            "graph pools share their memory"
+        )
         assert self.fake.used_bytes == self.before + self.arena.physical_bytes
 
     @staticmethod
@@ -194,7 +207,11 @@ class Life(RuleBasedStateMachine):
         memory, layout = stage.memory, stage.memory._layout
         parts = sum(layout.part(part).num_bytes for part in memory.parts)
         layers = range(memory.stage.start, memory.stage.stop)
-        kv = sum(extent.num_bytes for layer in layers for extent in layout.kv(layer, 0, memory.num_blocks))
+        kv = sum(
+            extent.num_bytes
+            for layer in layers
+            for extent in layout.kv(layer, 0, memory.num_blocks)
+        )
         return parts + kv + memory._steps_backed - layout.steps.start
 
     @invariant()
@@ -217,21 +234,35 @@ class Life(RuleBasedStateMachine):
 
 class TestLife(Life.TestCase):
     settings = settings(
-        max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+        max_examples=40,
+        stateful_step_count=30,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        print_blob=True,
     )
 
 
 @pytest.fixture
 def arena():
     fake_cuda().reset()
-    made = CudaArena(0, driver=fake_cuda().path, device=torch.device("cpu"), num_slots=1, slot_bytes=SLOT_BYTES)
+    made = CudaArena(
+        0, driver=fake_cuda().path, device=torch.device("cpu"), num_slots=1, slot_bytes=SLOT_BYTES
+    )
     yield made
     made.close()
 
 
-@given(model=st.sampled_from(MODELS), layers=st.tuples(st.integers(0, 4), st.integers(1, 5)), given_mib=st.integers(0, 900))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_stage_never_has_more_than_it_was_given_and_could_not_have_another_block(arena, model, layers, given_mib):
+@given(
+    model=st.sampled_from(MODELS),
+    layers=st.tuples(st.integers(0, 4), st.integers(1, 5)),
+    given_mib=st.integers(0, 900),
+)
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_a_stage_never_has_more_than_it_was_given_and_could_not_have_another_block(
+    arena, model, layers, given_mib
+):
     first, count = layers
     start = min(first, model.spec.num_layers - 1)
     stage = Stage(start, min(start + count, model.spec.num_layers))
@@ -254,11 +285,16 @@ def test_a_stage_never_has_more_than_it_was_given_and_could_not_have_another_blo
     assert arena.backed_bytes > given_bytes
     memory.close()
     assert room.kv_capacity_tokens % BLOCK_TOKENS == 0
-    assert math.isclose(room.parameter_bytes, sum(math.prod(s) * 2 for p in room.parts for s in model.shapes(p).values()))
+    assert math.isclose(
+        room.parameter_bytes,
+        sum(math.prod(s) * 2 for p in room.parts for s in model.shapes(p).values()),
+    )
 
 
 def test_an_engines_stage_stays_within_its_bytes_as_it_grows_and_shrinks(arena, checkpoint, clock):
-    """The facade: what the cache granted is what is backed at most, before and after every change."""
+    """The facade: what the cache granted is what is backed at most, before and after every
+    change.
+    """
     model = checkpoint("llama")
     engine = Engine(1, clock, BatchLimits(), arena)
     engine.begin_load("i", model.spec, model.spec.whole, Dtype.FLOAT64, 60 * MIB)

@@ -60,10 +60,14 @@ class Restored:
     """A supplier that has some graphs before anything runs."""
 
     def __init__(self, *kinds: Kind) -> None:
-        self.there = {kind: GraphStep(Graph(), torch.full((1,), float(kind.rows))) for kind in kinds}
+        self.there = {
+            kind: GraphStep(Graph(), torch.full((1,), float(kind.rows))) for kind in kinds
+        }
         self.asked: list[Kind] = []
 
-    def supply(self, kind: Kind, step: Callable[[], Tensor], output: Callable[[], Tensor]) -> GraphStep | None:
+    def supply(
+        self, kind: Kind, step: Callable[[], Tensor], output: Callable[[], Tensor]
+    ) -> GraphStep | None:
         self.asked.append(kind)
         return self.there.get(kind)
 
@@ -100,10 +104,21 @@ def run(graphs: GraphSet, kind: Kind) -> str:
     return said[-1] if said else "replayed"
 
 
-def test_a_kind_is_captured_when_it_comes_again(graphs: GraphSet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kind_is_captured_when_it_comes_again(
+    graphs: GraphSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     graph = SimpleNamespace(replay=lambda: None)
-    monkeypatch.setattr(CaptureOnSecondUse, "_capture", lambda self, step, output: SimpleNamespace(graph=graph, output=output))
-    assert [run(graphs, kind) for kind in (ONE, ONE, ONE, TWO)] == ["eager", "captured", "replayed", "eager"]
+    monkeypatch.setattr(
+        CaptureOnSecondUse,
+        "_capture",
+        lambda self, step, output: SimpleNamespace(graph=graph, output=output),
+    )
+    assert [run(graphs, kind) for kind in (ONE, ONE, ONE, TWO)] == [
+        "eager",
+        "captured",
+        "replayed",
+        "eager",
+    ]
 
 
 def test_what_there_is_no_memory_to_capture_runs_eagerly_from_then_on(
@@ -166,7 +181,9 @@ def test_another_error_of_a_step_is_told_at_once(graphs: GraphSet, eager: Pool) 
     assert not eager.trimmed
 
 
-def test_a_capture_that_fails_otherwise_is_told(graphs: GraphSet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_that_fails_otherwise_is_told(
+    graphs: GraphSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def capture(self: CaptureOnSecondUse, step: object, output: Tensor) -> None:
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
@@ -177,15 +194,24 @@ def test_a_capture_that_fails_otherwise_is_told(graphs: GraphSet, monkeypatch: p
 
 
 def test_a_graph_that_another_supplier_has_is_replayed_from_the_first_step_on(eager: Pool) -> None:
-    """Nothing but the supplier decides where graphs come from; it is asked once for each that it has."""
+    """Nothing but the supplier decides where graphs come from; it is asked once for each that it
+    has.
+    """
     supplier = Restored(ONE)
     graphs = GraphSet(torch.device("cuda", 0), scratch_of(eager), supplier)
-    assert [run(graphs, kind) for kind in (ONE, ONE, TWO, TWO)] == ["replayed", "replayed", "eager", "eager"]
+    assert [run(graphs, kind) for kind in (ONE, ONE, TWO, TWO)] == [
+        "replayed",
+        "replayed",
+        "eager",
+        "eager",
+    ]
     assert supplier.asked == [ONE, TWO, TWO]
     graph = supplier.there[ONE].graph
     assert isinstance(graph, Graph)
     assert (graph.replays, dict(graphs.graphs)) == (2, {ONE: graph})
-    assert graphs.run(ONE, lambda: torch.zeros(1), lambda: torch.zeros(1)).item() == 1.0, "the graph's own output"
+    assert graphs.run(ONE, lambda: torch.zeros(1), lambda: torch.zeros(1)).item() == 1.0, (
+        "the graph's own output"
+    )
 
 
 def test_closing_resets_every_graph_and_closes_their_pool(eager: Pool) -> None:

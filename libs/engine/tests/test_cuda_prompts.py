@@ -1,4 +1,6 @@
-"""What kernels are told of one short prompt alone: what it would be told unpadded, and padding that is nobody's."""
+"""What kernels are told of one short prompt alone: what it would be told unpadded, and padding that
+is not used.
+"""
 
 import numpy as np
 import torch
@@ -7,8 +9,8 @@ from hypothesis import strategies as st
 
 from pilotlight.engine.core.batch import Batch, Segment
 from pilotlight.engine.core.blocks import BLOCK_TOKENS, blocks_for
+from pilotlight.engine.cuda.attention_metadata import NOWHERE, QUERIES_AT_ONCE, fields_of, zeros_on
 from pilotlight.engine.cuda.prompts import LENGTHS, MAX_BLOCKS, StaticPrompt, prompt_length
-from pilotlight.engine.cuda.rows import NOWHERE, QUERIES_AT_ONCE, fields_of, zeros_on
 
 CPU = torch.device("cpu")
 
@@ -19,9 +21,13 @@ def prompt(start: int, count: int, *, wants_logits: bool = True) -> Batch:
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 900), st.integers(2, LENGTHS[-1])), min_size=1, max_size=4))
-def test_padding_is_nobodys(spans: list[tuple[int, int]]) -> None:
-    """One after the other in the same words: nothing of a longer prompt is left for a shorter one."""
+@given(
+    st.lists(st.tuples(st.integers(0, 900), st.integers(2, LENGTHS[-1])), min_size=1, max_size=4)
+)
+def test_padding_is_unused(spans: list[tuple[int, int]]) -> None:
+    """One after the other in the same words: nothing of a longer prompt is left for a shorter
+    one.
+    """
     static = StaticPrompt(zeros_on(CPU), pinned=False)
     for start, count in spans:
         batch = prompt(start, count)
@@ -32,7 +38,7 @@ def test_padding_is_nobodys(spans: list[tuple[int, int]]) -> None:
         step, token_ids = static.view(length)
         plain = fields_of(batch, 0, None)
         assert not step.plain
-        assert (step.items, step.sliding_items, step.whole) == (None, None, None)
+        assert (step.splits, step.sliding_splits, step.whole) == (None, None, None)
         assert token_ids.tolist() == [*range(7, 7 + count), *[0] * (length - count)]
         assert step.rows.slots.tolist() == [*plain["slots"].tolist(), *[NOWHERE] * (length - count)]
         assert step.rows.positions[:count].tolist() == list(range(start, start + count))
@@ -41,12 +47,17 @@ def test_padding_is_nobodys(spans: list[tuple[int, int]]) -> None:
         assert step.logit_rows.tolist() == [count - 1]
         chunks = step.chunks
         assert chunks is not None
-        told = [field.tolist() for field in (chunks.rows, chunks.starts, chunks.counts, chunks.first_blocks)]
+        told = [
+            field.tolist()
+            for field in (chunks.rows, chunks.starts, chunks.counts, chunks.first_blocks)
+        ]
         assert told == [[0], [start], [count], [0]]
         tiles = len(plain["tile_rows"])
         assert chunks.tile_rows[:tiles].tolist() == plain["tile_rows"].tolist()
         assert len(chunks.tile_rows) == len(chunks.tile_segments) == -(-length // QUERIES_AT_ONCE)
-        assert bool((chunks.tile_rows[tiles:] >= count).all()), "a tile that begins behind the rows ends at once"
+        assert bool((chunks.tile_rows[tiles:] >= count).all()), (
+            "a tile that begins behind the rows ends at once"
+        )
         assert not chunks.tile_segments.any()
 
 

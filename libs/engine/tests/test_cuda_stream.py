@@ -1,4 +1,7 @@
-"""The copying of parameters over a fake driver: places, conversion, failures. Rates are measured in tests/gpu."""
+"""The copying of parameters over a fake driver: places, conversion, failures.
+
+Rates are measured in tests/gpu.
+"""
 
 import gc
 import random
@@ -26,7 +29,9 @@ def fake() -> FakeCuda:
 @pytest.fixture
 def arena(fake):
     gc.collect()
-    made = CudaArena(0, driver=fake.path, device=torch.device("cpu"), num_slots=1, slot_bytes=32 << 30)
+    made = CudaArena(
+        0, driver=fake.path, device=torch.device("cpu"), num_slots=1, slot_bytes=32 << 30
+    )
     yield made
     made.close()
 
@@ -37,7 +42,11 @@ def loaded(arena, model, dtype, clock, order=None):
     parameters = Parameters(memory)
     for part in order or parameters.parts:
         parameters.place(part, model.parts[part], clock)
-    return {decoder.prefix(part) + name: tensor for part in parameters.parts for name, tensor in memory.tensors(part).items()}
+    return {
+        decoder.prefix(part) + name: tensor
+        for part in parameters.parts
+        for name, tensor in memory.tensors(part).items()
+    }
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3-moe", "gemma3"])
@@ -46,7 +55,9 @@ def test_every_tensor_comes_to_its_place(arena, checkpoint, clock, kind):
     placed = loaded(arena, model, Dtype.FLOAT64, clock, random.Random(4).sample(range(6), 6))
     for tensors in model.parts.values():
         for name, (_, shape, buffer) in tensors.items():
-            assert torch.equal(placed[name], torch.frombuffer(bytearray(buffer), dtype=torch.float64).view(shape)), name
+            assert torch.equal(
+                placed[name], torch.frombuffer(bytearray(buffer), dtype=torch.float64).view(shape)
+            ), name
 
 
 def test_conversion_rounds_as_torch_does(arena, checkpoint, clock):
@@ -54,13 +65,16 @@ def test_conversion_rounds_as_torch_does(arena, checkpoint, clock):
     placed = loaded(arena, model, Dtype.BFLOAT16, clock)
     for tensors in model.parts.values():
         for name, (_, shape, buffer) in tensors.items():
-            assert torch.equal(placed[name], torch.frombuffer(bytearray(buffer), dtype=torch.float64).view(shape).bfloat16()), (
-                name
-            )
+            assert torch.equal(
+                placed[name],
+                torch.frombuffer(bytearray(buffer), dtype=torch.float64).view(shape).bfloat16(),
+            ), name
 
 
 def test_pinned_memory_is_read_where_it_lies(arena, checkpoint, clock, fake):
-    """A host pool's slab: a part's image, tensors back to back; what is not pinned goes through the ring."""
+    """A host pool's slab: a part's image, tensors back to back; what is not pinned goes through the
+    ring.
+    """
     model = checkpoint("llama")
     image, parts = bytearray(4 * MIB), {}
     place = 64
@@ -77,13 +91,18 @@ def test_pinned_memory_is_read_where_it_lies(arena, checkpoint, clock, fake):
     memory = StageMemory(arena, decoder_of(model.spec), model.spec.whole, Dtype.FLOAT64)
     parameters = Parameters(memory)
     for part, tensors in parts.items():
-        sources = {name: (dtype, shape, view[slice(*where)]) for name, (dtype, shape, where) in tensors.items()}
+        sources = {
+            name: (dtype, shape, view[slice(*where)])
+            for name, (dtype, shape, where) in tensors.items()
+        }
         done = parameters.place(part, sources, clock)
         assert (done.ready, done.convert_s) == (part == 5, 0)
     for part, tensors in model.parts.items():
         for name, (_, shape, buffer) in tensors.items():
             there = memory.tensors(part)[name.removeprefix(decoder_of(model.spec).prefix(part))]
-            assert torch.equal(there, torch.frombuffer(bytearray(buffer), dtype=torch.float64).view(shape)), name
+            assert torch.equal(
+                there, torch.frombuffer(bytearray(buffer), dtype=torch.float64).view(shape)
+            ), name
     counts = arena.copier.counts
     assert counts.direct_bytes > 0 < counts.ring_bytes
     arena.copier.unpin(view[: place // 2])

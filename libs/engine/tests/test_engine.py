@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from pilotlight.engine.core.scheduler import BatchLimits
-from pilotlight.engine.errors import BadRequest, ContextTooLong, EngineError, NoRoom, StageBusy, UnknownInstance
+from pilotlight.engine.errors import (
+    BadRequest,
+    ContextTooLong,
+    EngineError,
+    NoRoom,
+    StageBusy,
+    UnknownInstance,
+)
 from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.policy.model import Stage
 from pilotlight.policy.request import FinishReason, Sampling
@@ -54,7 +61,9 @@ def test_seeds(run_one, prompts):
 
 
 def test_logprobs_are_those_of_transformers(run_one, prompts, checkpoint):
-    output = run_one(prompts[1], logprobs=True, top_logprobs=3, temperature=1.0, logit_bias=((7, 5.0),))
+    output = run_one(
+        prompts[1], logprobs=True, top_logprobs=3, temperature=1.0, logit_bias=((7, 5.0),)
+    )
     logits = checkpoint("llama").logits([*prompts[1], *output.token_ids])
     rows = logits.log_softmax(-1)[len(prompts[1]) - 1 : -1]
     expected = rows.gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
@@ -67,7 +76,11 @@ def test_logprobs_are_those_of_transformers(run_one, prompts, checkpoint):
 
 def test_a_stop_token_ends_the_output_and_is_not_part_of_it(run_one, prompts):
     whole = run_one(prompts[1]).token_ids
-    stop = next(token_id for index, token_id in enumerate(whole) if index > 4 and token_id not in whole[:index])
+    stop = next(
+        token_id
+        for index, token_id in enumerate(whole)
+        if index > 4 and token_id not in whole[:index]
+    )
     stopped = run_one(prompts[1], stop_token_ids=(stop,), logprobs=True)
     assert stopped.finish is FinishReason.STOP
     assert stopped.token_ids == whole[: whole.index(stop)]
@@ -79,7 +92,10 @@ def test_stop_tokens_that_the_vocabulary_does_not_have_never_come(run_one, promp
 
 
 def test_a_prompt_may_hold_stop_tokens(run_one, prompts):
-    assert run_one(prompts[1], stop_token_ids=(prompts[1][3],), max_tokens=1).finish is not FinishReason.ERROR
+    assert (
+        run_one(prompts[1], stop_token_ids=(prompts[1][3],), max_tokens=1).finish
+        is not FinishReason.ERROR
+    )
 
 
 def test_max_tokens_counts_resumed_positions(run_one, prompts):
@@ -171,7 +187,9 @@ def test_models_take_turns_however_much_each_has_to_do(driver, checkpoint, promp
     for _ in range(30):
         runs.step()
     outputs = runs.outputs
-    assert [outputs[kind].token_ids for kind in kinds[1:]] == [checkpoint(kind).greedy(prompts[0], 10) for kind in kinds[1:]]
+    assert [outputs[kind].token_ids for kind in kinds[1:]] == [
+        checkpoint(kind).greedy(prompts[0], 10) for kind in kinds[1:]
+    ]
     runs.finish()
     assert {tuple(output.token_ids) for name, output in outputs.items() if "long" in name} == {
         tuple(checkpoint("llama").greedy(prompts[2], 24))
@@ -192,12 +210,16 @@ def test_the_first_prefill_is_reported_once_for_each_stage(driver, checkpoint, p
     spans = {(first.instance_id, first.request_id): first for first in runs.first_prefills}
     assert spans.keys() == {("i", "a"), ("j", "b")}
     a, b = spans["i", "a"], spans["j", "b"]
-    assert a.start_s < b.start_s < b.end_s < a.end_s, "a's prompt takes five steps, b's one in between"
+    assert a.start_s < b.start_s < b.end_s < a.end_s, (
+        "a's prompt takes five steps, b's one in between"
+    )
 
 
 def test_step_time_is_the_steps(runs, prompts):
     runs.add("a", prompts[0])
-    assert runs.step().step_time_s == pytest.approx(0.003)  # four looks at the clock, a millisecond apart
+    assert runs.step().step_time_s == pytest.approx(
+        0.003
+    )  # four looks at the clock, a millisecond apart
     runs.finish()
     idle = runs.step()
     assert (idle.produced, idle.first_prefills) == ((), ())
@@ -228,8 +250,18 @@ NAN = float("nan")
         ([3], {"logit_bias": ((199, 1.0),)}, BadRequest, "logit_bias: token id 199 "),
         ([3], {"logit_bias": ((3, NAN),)}, BadRequest, "logit_bias: nan "),
         ([3], {"logit_bias": ((3, 1.0), (3, 2.0))}, BadRequest, "one of them twice"),
-        ([3] * 256, {}, ContextTooLong, "the prompt has 256 tokens; with output, the model's context holds 256"),
-        ([3] * 60, {"max_tokens": 37}, NoRoom, "come to 97 tokens; the KV cache of this instance holds 96"),
+        (
+            [3] * 256,
+            {},
+            ContextTooLong,
+            "the prompt has 256 tokens; with output, the model's context holds 256",
+        ),
+        (
+            [3] * 60,
+            {"max_tokens": 37},
+            NoRoom,
+            "come to 97 tokens; the KV cache of this instance holds 96",
+        ),
         ([3], {"instance": "gone"}, UnknownInstance, "gone is not held here"),
     ],
 )
@@ -271,8 +303,12 @@ def test_only_a_whole_model_serves(loaded, driver, checkpoint, prompts):
 
 def test_a_token_with_nan_ends_its_request_alone(driver, checkpoint, prompts):
     model = checkpoint("llama", 1)
-    poison = next(token_id for token_id in range(199) if not any(token_id in prompt for prompt in prompts))
-    sick = model.with_tensor(0, "model.embed_tokens.weight", lambda tensor: tensor[poison].fill_(float("nan")))
+    poison = next(
+        token_id for token_id in range(199) if not any(token_id in prompt for prompt in prompts)
+    )
+    sick = model.with_tensor(
+        0, "model.embed_tokens.weight", lambda tensor: tensor[poison].fill_(float("nan"))
+    )
     expected = model.greedy(prompts[1], 24)
     assert poison not in expected
     runs = driver()
@@ -280,7 +316,10 @@ def test_a_token_with_nan_ends_its_request_alone(driver, checkpoint, prompts):
     runs.add("bad", [*prompts[0], poison])
     runs.add("good", prompts[1])
     outputs = runs.finish()
-    assert (runs.outputs["bad"].finish, runs.outputs["bad"].code) == (FinishReason.ERROR, "engine_failed")
+    assert (runs.outputs["bad"].finish, runs.outputs["bad"].code) == (
+        FinishReason.ERROR,
+        "engine_failed",
+    )
     assert outputs["good"] == expected
 
 
@@ -288,23 +327,37 @@ def test_a_token_with_nan_ends_its_request_alone(driver, checkpoint, prompts):
 def test_a_model_with_bad_weights_leaves_the_other_models_alone(bad, driver, checkpoint, prompts):
     runs = driver()
     runs.load(
-        checkpoint("llama").with_tensor(2, "model.layers.1.mlp.up_proj.weight", lambda tensor: tensor[0].fill_(bad)), "sick"
+        checkpoint("llama").with_tensor(
+            2, "model.layers.1.mlp.up_proj.weight", lambda tensor: tensor[0].fill_(bad)
+        ),
+        "sick",
     )
     runs.load(checkpoint("qwen2"), "well")
     for index, prompt in enumerate(prompts):
         runs.add(f"sick{index}", prompt, instance="sick", temperature=1.0)
         runs.add(f"well{index}", prompt, instance="well", max_tokens=4)
     outputs = runs.finish()
-    assert [outputs[f"well{index}"] for index in range(4)] == [checkpoint("qwen2").greedy(prompt, 4) for prompt in prompts]
+    assert [outputs[f"well{index}"] for index in range(4)] == [
+        checkpoint("qwen2").greedy(prompt, 4) for prompt in prompts
+    ]
     for index in range(4):
         failed = runs.outputs[f"sick{index}"]
-        assert (failed.token_ids, failed.finish, failed.code) == ([], FinishReason.ERROR, "engine_failed")
+        assert (failed.token_ids, failed.finish, failed.code) == (
+            [],
+            FinishReason.ERROR,
+            "engine_failed",
+        )
         assert failed.message == "the logits of output token 0 are not finite"
     assert not any(first.instance_id == "sick" for first in runs.first_prefills)
 
 
 def test_sampling_is_not_disturbed_by_other_settings_in_the_batch(runs, run_one, prompts):
-    settings = [{"temperature": 0.0}, SAMPLED, {"temperature": 1.3, "top_p": 0.5, "seed": 9}, {"top_k": 3, "temperature": 2.0}]
+    settings = [
+        {"temperature": 0.0},
+        SAMPLED,
+        {"temperature": 1.3, "top_p": 0.5, "seed": 9},
+        {"top_k": 3, "temperature": 2.0},
+    ]
     for index, sampling in enumerate(settings):
         runs.add(str(index), prompts[index], **sampling)
     outputs = runs.finish()
@@ -313,6 +366,11 @@ def test_sampling_is_not_disturbed_by_other_settings_in_the_batch(runs, run_one,
 
 
 def test_attempt_and_position_are_reported(runs, prompts):
-    runs.engine.add(RequestId("x"), 3, InstanceId("i"), prompts[0], [], Sampling(seed=-5, max_tokens=2))
+    runs.engine.add(
+        RequestId("x"), 3, InstanceId("i"), prompts[0], [], Sampling(seed=-5, max_tokens=2)
+    )
     produced = [entry for _ in range(2) for entry in runs.engine.step().produced]
-    assert [(entry.attempt, entry.position, len(entry.token_ids)) for entry in produced] == [(3, 0, 1), (3, 1, 1)]
+    assert [(entry.attempt, entry.position, len(entry.token_ids)) for entry in produced] == [
+        (3, 0, 1),
+        (3, 1, 1),
+    ]

@@ -1,4 +1,6 @@
-"""Random lives of two engines that hold the same two models: whatever happens to the others, each token is that of the request alone."""
+"""Random lives of two engines that hold the same two models: whatever happens to the others, each
+token is that of the request alone.
+"""
 
 import itertools
 import random
@@ -19,8 +21,17 @@ MAX_TOKENS = 36
 LIVES = 4
 """Of each pair of models."""
 PREFIX = [(7 * index) % 199 for index in range(40)]
-PROMPTS = [PREFIX[:5], PREFIX[:16], PREFIX[:17], PREFIX[:32], [*PREFIX, 3, 4, 5], [*PREFIX[:35], 9], [50] * 33]
-"""Equal beginnings of no block, of one and two, up to the last token; and a prompt that shares nothing. Windows have 20 tokens."""
+PROMPTS = [
+    PREFIX[:5],
+    PREFIX[:16],
+    PREFIX[:17],
+    PREFIX[:32],
+    [*PREFIX, 3, 4, 5],
+    [*PREFIX[:35], 9],
+    [50] * 33,
+]
+"""Equal beginnings of no block, of one and two, up to the last token; and a prompt that shares
+nothing. Windows have 20 tokens."""
 CONTROLLED = {
     "temperature": 1.2,
     "top_p": 0.9,
@@ -41,7 +52,9 @@ FEWEST_BLOCKS = 5
 
 @pytest.fixture(scope="module")
 def alone(driver, checkpoint):
-    """alone(kind, prompt, sampling): tokens of a request on an engine of its own, prompt and sampling by their index."""
+    """alone(kind, prompt, sampling): tokens of a request on an engine of its own, prompt and
+    sampling by their index.
+    """
 
     @cache
     def output(kind: str, prompt: int, sampling: int) -> list[int]:
@@ -66,7 +79,11 @@ class Asked:
 
     @property
     def parameters(self) -> dict:
-        return {"instance": f"model {self.model}", "max_tokens": self.max_tokens, **SAMPLINGS[self.sampling]}
+        return {
+            "instance": f"model {self.model}",
+            "max_tokens": self.max_tokens,
+            **SAMPLINGS[self.sampling],
+        }
 
 
 @dataclass
@@ -80,8 +97,12 @@ class Fleet:
     reached: Counter = field(default_factory=Counter)
 
     def load(self, place: int, model: int, blocks: int) -> None:
-        room = self.places[place].load(self.models[model], f"model {model}", kv_tokens=BLOCK_TOKENS * blocks)
-        self.places[place].capacity_tokens = 1 << 30  # it changes all the time; ``check`` looks at each instance
+        room = self.places[place].load(
+            self.models[model], f"model {model}", kv_tokens=BLOCK_TOKENS * blocks
+        )
+        self.places[place].capacity_tokens = (
+            1 << 30
+        )  # it changes all the time; ``check`` looks at each instance
         self.rooms = [*self.rooms[:model], room, *self.rooms[model + 1 :]]
 
     def step(self, place: int) -> None:
@@ -103,7 +124,11 @@ class Fleet:
 
     def some(self, chance: random.Random) -> str | None:
         """One of the requests that have not ended."""
-        names = [name for name, asked in self.asked.items() if self.places[asked.place].outputs[name].finish is None]
+        names = [
+            name
+            for name, asked in self.asked.items()
+            if self.places[asked.place].outputs[name].finish is None
+        ]
         return chance.choice(names) if names else None
 
     def cancel(self, name: str) -> None:
@@ -111,19 +136,36 @@ class Fleet:
         asked.cancelled = True
         self.places[asked.place].engine.abort(RequestId(name), 1)
         self.step(asked.place)
-        assert self.places[asked.place].outputs[name].finish is FinishReason.CANCELLED, "obeyed within one step"
+        assert self.places[asked.place].outputs[name].finish is FinishReason.CANCELLED, (
+            "obeyed within one step"
+        )
 
     def move(self, name: str, with_kv: bool, torn: int) -> None:
         """To the other engine, with its KV, which may lack its end, or with its tokens alone."""
         asked = self.asked[name]
         source, target = self.places[asked.place], self.places[1 - asked.place]
         model, instance = self.models[asked.model], InstanceId(f"model {asked.model}")
-        pieces = source.engine.export_kv(instance, [RequestKey(RequestId(name), 1)], model.spec.whole) if with_kv else ()
-        pieces = [piece.cut(model.spec.whole, 0, piece.stop - torn) for piece in pieces if piece.stop > torn]
+        pieces = (
+            source.engine.export_kv(instance, [RequestKey(RequestId(name), 1)], model.spec.whole)
+            if with_kv
+            else ()
+        )
+        pieces = [
+            piece.cut(model.spec.whole, 0, piece.stop - torn)
+            for piece in pieces
+            if piece.stop > torn
+        ]
         released = source.engine.release(RequestId(name), 1)
         target.outputs[name] = source.outputs.pop(name)
         assert list(released.output_ids) == target.outputs[name].token_ids
-        arguments = (RequestId(name), 1, instance, released.prompt_ids, released.output_ids, released.sampling)
+        arguments = (
+            RequestId(name),
+            1,
+            instance,
+            released.prompt_ids,
+            released.output_ids,
+            released.sampling,
+        )
         try:
             target.engine.add(*arguments, pieces=pieces)
             self.reached["with KV" if pieces else "without KV"] += 1
@@ -133,9 +175,16 @@ class Fleet:
         asked.place = 1 - asked.place
 
     def kill(self, place: int, model: int, blocks: int) -> None:
-        """An instance goes with all that is on it, and comes back empty. The gateway resumes elsewhere what was in mid-stream."""
+        """An instance goes with all that is on it, and comes back empty.
+
+        The gateway resumes elsewhere what was in mid-stream.
+        """
         runs = self.places[place]
-        here = [name for name, asked in self.asked.items() if (asked.place, asked.model) == (place, model)]
+        here = [
+            name
+            for name, asked in self.asked.items()
+            if (asked.place, asked.model) == (place, model)
+        ]
         lost = [name for name in here if runs.outputs[name].finish is None]
         runs.engine.drop(InstanceId(f"model {model}"))
         self.load(place, model, blocks)
@@ -144,7 +193,9 @@ class Fleet:
             asked, output = self.asked[name], runs.outputs.pop(name)
             assert output.finish is FinishReason.CANCELLED
             asked.place = 1 - place
-            self.places[asked.place].add(name, PROMPTS[asked.prompt], output.token_ids, **asked.parameters)
+            self.places[asked.place].add(
+                name, PROMPTS[asked.prompt], output.token_ids, **asked.parameters
+            )
             self.reached["killed"] += 1
 
     def resize(self, place: int, model: int, blocks: int) -> None:
@@ -154,15 +205,22 @@ class Fleet:
         self.check()
 
     def finish(self) -> None:
-        """In each step the oldest request of one model runs a token at least: nobody waits for ever."""
+        """In each step the oldest request of one model runs a token at least: none waits for
+        ever.
+        """
         for place, runs in enumerate(self.places):
             stages = list(runs.engine._stages.values())
-            bound = 1 + sum(request.kv_tokens for stage in stages for request in stage.scheduler.requests)
+            bound = 1 + sum(
+                request.kv_tokens for stage in stages for request in stage.scheduler.requests
+            )
             while runs.engine.has_work:
                 self.step(place)
                 bound -= 1
                 assert bound >= 0, "a request starves"
-            assert all(stage.scheduler.kv_free_tokens == stage.scheduler.kv_capacity_tokens for stage in stages)
+            assert all(
+                stage.scheduler.kv_free_tokens == stage.scheduler.kv_capacity_tokens
+                for stage in stages
+            )
             for model in range(2):
                 runs.engine.unload(InstanceId(f"model {model}"))
             assert runs.engine.backed_bytes == 0
@@ -172,14 +230,22 @@ DECK = [*["steps"] * 12, *["add"] * 4, *["move"] * 6, *["resize"] * 2, "cancel",
 
 
 def live(fleet: Fleet, chance: random.Random) -> None:
-    """Some requests at once, so that there is too little room; then whatever may happen, in any order."""
+    """Some requests at once, so that there is too little room; then whatever may happen, in any
+    order.
+    """
 
     def blocks() -> int:
         return chance.randint(FEWEST_BLOCKS, 6)
 
     def add() -> None:
         prompt, sampling = chance.randrange(len(PROMPTS)), chance.randrange(len(SAMPLINGS))
-        fleet.add(int(chance.random() < 0.3), prompt, sampling, chance.randint(8, MAX_TOKENS), chance.randrange(2))
+        fleet.add(
+            int(chance.random() < 0.3),
+            prompt,
+            sampling,
+            chance.randint(8, MAX_TOKENS),
+            chance.randrange(2),
+        )
 
     for place, model in itertools.product(range(2), repeat=2):
         fleet.load(place, model, blocks())
@@ -203,19 +269,25 @@ def live(fleet: Fleet, chance: random.Random) -> None:
             case "kill" if name is not None:
                 fleet.kill(fleet.asked[name].place, fleet.asked[name].model, blocks())
             case _:
-                """Everybody has ended."""
+                """Every request has ended."""
     fleet.finish()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kinds", list(zip(FAMILIES, [*FAMILIES[1:], "qwen3-moe-tied"], strict=True)), ids="+".join)
+@pytest.mark.parametrize(
+    "kinds", list(zip(FAMILIES, [*FAMILIES[1:], "qwen3-moe-tied"], strict=True)), ids="+".join
+)
 def test_output_depends_on_nothing_but_the_request(kinds, driver, checkpoint, alone):
-    """Seeds instead of hypothesis: of the lives that it draws, most are too short for anybody to be preempted or moved."""
+    """Seeds instead of hypothesis: of the lives that it generates, most are too short for a request
+    to be preempted or moved.
+    """
     reached = Counter()
     for seed in range(LIVES):
         chance = random.Random(f"{kinds} {seed}")
         step_tokens = chance.choice((2, 7, 16, 50))
-        limits = BatchLimits(step_tokens=step_tokens, running=min(step_tokens, 5), prefix_cache=chance.random() < 0.7)
+        limits = BatchLimits(
+            step_tokens=step_tokens, running=min(step_tokens, 5), prefix_cache=chance.random() < 0.7
+        )
         fleet = Fleet([driver(limits), driver(BatchLimits())], [checkpoint(kind) for kind in kinds])
         live(fleet, chance)
         for name, asked in fleet.asked.items():
@@ -228,6 +300,7 @@ def test_output_depends_on_nothing_but_the_request(kinds, driver, checkpoint, al
                 stopped = len(expected) < asked.max_tokens
                 assert output.finish is (FinishReason.STOP if stopped else FinishReason.LENGTH)
         reached.update(fleet.reached)
-    assert min(reached[what] for what in ("preempted", "shared", "with KV", "without KV", "killed")) > 0, (
-        f"the lives reach what they are to test: {reached}"
-    )
+    assert (
+        min(reached[what] for what in ("preempted", "shared", "with KV", "without KV", "killed"))
+        > 0
+    ), f"the lives reach what they are to test: {reached}"

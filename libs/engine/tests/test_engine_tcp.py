@@ -1,4 +1,4 @@
-"""Channels over TCP: who is let in, who is not, and that nobody is held up by those who are not."""
+"""Channels over TCP: which peers are let in, which are not, and that those hold up no other."""
 
 import select
 import socket
@@ -59,7 +59,16 @@ def frame(header: bytes, payload: bytes = b"") -> Frame:
 
 
 def framed(header: bytes, payload_bytes: int = 0, header_bytes: int | None = None) -> bytes:
-    return pack("<4sB3xIQ", b"PLch", 0, len(header) if header_bytes is None else header_bytes, payload_bytes) + header
+    return (
+        pack(
+            "<4sB3xIQ",
+            b"PLch",
+            0,
+            len(header) if header_bytes is None else header_bytes,
+            payload_bytes,
+        )
+        + header
+    )
 
 
 def goes(door, me=HERE, expected=THERE.node_id, about="i"):
@@ -70,7 +79,7 @@ def goes(door, me=HERE, expected=THERE.node_id, about="i"):
 
 
 def comes_in(door, refused):
-    """Somebody of the cluster still does, whatever came before."""
+    """A node of the cluster still gets in, whatever came before."""
     channel, other = accepted(door, "sound", lambda: goes(door, about="sound"))
     channel.send(frame(b"header", b"payload"), 1)
     assert bytes(other.receive(1).payload) == b"payload"
@@ -78,9 +87,9 @@ def comes_in(door, refused):
     other.close()
 
 
-def nobody_comes(door, about="i"):
-    """Nobody is there for this, after one look at all that have come."""
-    with pytest.raises(PeerSilent, match="nobody came"):
+def no_peer_comes(door, about="i"):
+    """No peer is there for this, after one look at all that have come."""
+    with pytest.raises(PeerSilent, match="no peer came"):
         door.accept(about, 0)
 
 
@@ -90,11 +99,11 @@ def looks_until(door, happened):
     while not happened():
         assert monotonic() < deadline_s
         with suppress(PeerSilent):
-            door.accept("nothing that anybody is about", 0.01)
+            door.accept("nothing that a peer is about", 0.01)
 
 
 def tries(door, **changes):
-    """What somebody gets who comes to a door at which nobody waits for it."""
+    """What a peer gets that comes to a door at which no stage waits for it."""
     got = []
     thread = threading.Thread(target=lambda: got.append(goes(door, **changes)))
     thread.start()
@@ -103,13 +112,15 @@ def tries(door, **changes):
 
 
 def refused_to(door, **changes):
-    """What somebody gets who tries to come in and should not."""
+    """What a peer gets that tries to come in and should not."""
     error = tries(door, **changes)
-    nobody_comes(door)
+    no_peer_comes(door)
     return error
 
 
-@pytest.mark.parametrize("me", [STRANGER, LINKED], ids=["another cluster's key", "the key for links"])
+@pytest.mark.parametrize(
+    "me", [STRANGER, LINKED], ids=["another cluster's key", "the key for links"]
+)
 def test_who_has_another_key_is_refused_and_refuses(me, door, refused):
     error = refused_to(door, me=me)
     assert type(error) is PeerRefused
@@ -127,14 +138,20 @@ def test_whoever_answers_in_the_place_of_another_is_refused(door, refused):
 
 
 def test_a_proof_without_the_key_is_none(door, refused):
-    """Whoever listens gives its proof first; that one cannot be sent back."""
+    """The end that listens gives its proof first; that proof cannot be sent back."""
     with socket.create_connection((HOST, door.port)) as stranger:
-        stranger.sendall(framed(encode_msgpack(Hello(version=LINK_VERSION, node_id=HERE.node_id, nonce=bytes(32), about="i"))))
+        stranger.sendall(
+            framed(
+                encode_msgpack(
+                    Hello(version=LINK_VERSION, node_id=HERE.node_id, nonce=bytes(32), about="i")
+                )
+            )
+        )
         looks_until(door, lambda: select.select([stranger], [], [], 0)[0])
         stranger.recv(1 << 16)
         stranger.sendall(framed(b"\x82\xa4type\xa5proof\xa5proof\xc4\x20" + bytes(32)))
         looks_until(door, lambda: refused)
-        nobody_comes(door)
+        no_peer_comes(door)
         assert refused == ["here has another cluster key"]
     comes_in(door, refused)
 
@@ -148,17 +165,28 @@ def test_a_proof_without_the_key_is_none(door, refused):
         framed(b"", header_bytes=HANDSHAKE.header_bytes + 1),
         framed(b"", payload_bytes=1 << 62),
         framed(encode_msgpack(Hello(version=LINK_VERSION, node_id=HERE.node_id, nonce=b"short"))),
-        framed(encode_msgpack(Hello(version=LINK_VERSION + 1, node_id=HERE.node_id, nonce=bytes(32)))),
+        framed(
+            encode_msgpack(Hello(version=LINK_VERSION + 1, node_id=HERE.node_id, nonce=bytes(32)))
+        ),
         b"",
     ],
-    ids=["http", "no message", "payload", "long header", "huge", "short nonce", "version", "nothing"],
+    ids=[
+        "http",
+        "no message",
+        "payload",
+        "long header",
+        "huge",
+        "short nonce",
+        "version",
+        "nothing",
+    ],
 )
 def test_nonsense_is_sent_away(said, door, refused):
     with socket.create_connection((HOST, door.port)) as stranger:
         stranger.sendall(said)
         stranger.shutdown(socket.SHUT_WR)
         looks_until(door, lambda: refused)
-        nobody_comes(door)
+        no_peer_comes(door)
         assert len(refused) == 1
         stranger.settimeout(5)
         while stranger.recv(1 << 16):
@@ -168,13 +196,15 @@ def test_nonsense_is_sent_away(said, door, refused):
 
 def test_nobody_is_held_up_by_those_who_say_nothing_or_little(door, refused, clock):
     with ExitStack() as stack:
-        silent = [stack.enter_context(socket.create_connection((HOST, door.port))) for _ in range(10)]
+        silent = [
+            stack.enter_context(socket.create_connection((HOST, door.port))) for _ in range(10)
+        ]
         for each in silent[:5]:
             each.sendall(framed(b"12345")[:-1])
         comes_in(door, refused)
         assert not refused
         clock.ahead_s = doors.HANDSHAKE_S + 1
-        nobody_comes(door)
+        no_peer_comes(door)
         assert refused == ["no handshake within 5.0 s"] * 10
     comes_in(door, refused)
 
@@ -191,7 +221,7 @@ def test_more_than_there_is_room_for_do_not_keep_others_out(door, refused, monke
 def test_each_channel_is_given_to_whoever_waits_for_it(door):
     one, at_one = accepted(door, "one", lambda: goes(door, about="one"))
     two = tries(door, about="two")
-    nobody_comes(door, "three")
+    no_peer_comes(door, "three")
     at_two = door.accept("two", 0)
     at_two.send(frame(b"two"), 1)
     at_one.send(frame(b"one"), 1)
@@ -214,7 +244,7 @@ def test_who_comes_again_takes_its_own_place(door):
 def test_a_channel_that_nobody_asks_for_is_let_go(door, clock):
     made = tries(door)
     clock.ahead_s = doors.HELD_S + 1
-    nobody_comes(door, "another")
+    no_peer_comes(door, "another")
     with pytest.raises(PeerLost):
         made.receive(1)
 
@@ -240,7 +270,7 @@ def test_a_closed_door_stays_closed(door):
 
 
 def test_frames_larger_than_a_handshakes_come_right_behind_it(door):
-    """The end that listens may send as soon as it has let somebody in."""
+    """The end that listens may send as soon as it has let a peer in."""
 
     def comes():
         channel = door.accept("i", 10)
@@ -259,7 +289,9 @@ def test_frames_larger_than_a_handshakes_come_right_behind_it(door):
 
 
 def test_what_was_sent_last_arrives_though_the_other_end_has_more_to_say():
-    """A connection that is closed with bytes unread is reset, and what was under way with it: unless they are read first."""
+    """A connection that is closed with bytes unread is reset, and what was under way with it:
+    unless they are read first.
+    """
     one, other = tcp_channel()
     for _ in range(5):
         other.send(frame(b"unread", b"x" * 100_000), 1)
@@ -285,13 +317,16 @@ def test_a_peer_that_dies_is_a_loss():
 
 
 def test_the_system_watches_for_a_host_that_is_gone():
-    """It has keepalive probes while nothing is under way, and a limit on what is not acknowledged: 20 s each."""
+    """It has keepalive probes while nothing is under way, and a limit on what is not acknowledged:
+    20 s each.
+    """
     one, other = tcp_channel()
     for channel in (one, other):
         option = channel._socket.getsockopt
         assert option(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         idle, interval, count = (
-            option(socket.IPPROTO_TCP, name) for name in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+            option(socket.IPPROTO_TCP, name)
+            for name in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
         )
         assert idle + interval * count == 20
         assert option(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 20_000
@@ -302,7 +337,7 @@ def test_the_system_watches_for_a_host_that_is_gone():
 
 
 def test_a_stage_that_cannot_have_one_neighbour_lets_go_of_the_other(door):
-    """Stage 0 accepts first; nobody is at the address of stage 1."""
+    """Stage 0 accepts first; nothing is at the address of stage 1."""
     listener = socket.create_server((HOST, 0))
     address = listener.getsockname()
     listener.close()
@@ -311,7 +346,15 @@ def test_a_stage_that_cannot_have_one_neighbour_lets_go_of_the_other(door):
 
     def joins():
         try:
-            join(door, THERE, InstanceId("i"), stage, NextStage(NodeId("gone"), address, last), monotonic, 10)
+            join(
+                door,
+                THERE,
+                InstanceId("i"),
+                stage,
+                NextStage(NodeId("gone"), address, last),
+                monotonic,
+                10,
+            )
         except PeerLost as error:
             joined.append(error)
 

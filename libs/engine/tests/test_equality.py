@@ -1,4 +1,6 @@
-"""The engine against transformers, on random weights: every family, in float64 to the last token, in narrower dtypes to a tie."""
+"""The engine against transformers, on random weights: every family, in float64 to the last token,
+in narrower dtypes to a tie.
+"""
 
 import pytest
 import torch
@@ -26,11 +28,13 @@ KINDS = [
     "gemma3-untied",
 ]
 NEAR_TIE = 8.0
-"""A token may differ where the reference's best two logits lie closer together than this many times its logits' error."""
+"""A token may differ where the reference's best two logits lie closer together than this many times
+its logits' error."""
 
 
 @pytest.mark.parametrize(
-    ("kind", "seed"), [*((kind, 0) for kind in KINDS), *((kind, seed) for kind in FAMILIES for seed in (1, 2))]
+    ("kind", "seed"),
+    [*((kind, 0) for kind in KINDS), *((kind, seed) for kind in FAMILIES for seed in (1, 2))],
 )
 def test_greedy_tokens_equal_transformers(kind, seed, checkpoint, driver, prompts):
     model = checkpoint(kind, seed)
@@ -56,7 +60,10 @@ def test_logits_are_close_to_transformers(kind, checkpoint, chain, prompts):
     blocks, prompt = (9, 2, 14, 5, 11), prompts[2]
     chunks = [(start, min(3, len(prompt) - start)) for start in range(0, len(prompt), 3)]
     assert chunks[-1] == (69, 1)
-    rows = [whole.run([Segment(start, count, blocks, True)], prompt[start : start + count]) for start, count in chunks]
+    rows = [
+        whole.run([Segment(start, count, blocks, True)], prompt[start : start + count])
+        for start, count in chunks
+    ]
     ends = [start + count - 1 for start, count in chunks]
     torch.testing.assert_close(torch.cat(rows), model.logits(prompt)[ends], rtol=0, atol=1e-10)
 
@@ -78,19 +85,27 @@ def test_tokens_do_not_depend_on_the_batch(temperature, kind, checkpoint, driver
 
 @pytest.mark.parametrize("dtype", [Dtype.BFLOAT16, Dtype.FLOAT32])
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_narrow_dtypes_leave_transformers_at_near_ties_only(kind, dtype, checkpoint, chain, prompts, first_differences):
+def test_narrow_dtypes_leave_transformers_at_near_ties_only(
+    kind, dtype, checkpoint, chain, prompts, first_differences
+):
     model = checkpoint(kind, 0, dtype)
     exact = model.converted(Dtype.FLOAT64)
     for index, (output, logits) in enumerate(chain(model, 2).greedy_with_logits(prompts, 64)):
         token_ids = [*prompts[index], *output]
         reference = model.logits(token_ids)
         assert logits.dtype is reference.dtype
-        # What the dtype costs transformers itself: a fault of the engine cannot widen its own bound.
+        # What the dtype costs transformers itself: a fault of the engine cannot widen its own
+        # bound.
         error = float((reference.double() - exact.logits(token_ids)).abs().max())
         told = reference[len(prompts[index]) - 1 : -1]
-        step = next((step for step, token_id in enumerate(output) if int(told[step].argmax()) != token_id), 64)
+        step = next(
+            (step for step, token_id in enumerate(output) if int(told[step].argmax()) != token_id),
+            64,
+        )
         common = slice(0, step + 1)
-        assert float((logits[common].double() - told[common].double()).abs().max()) < NEAR_TIE * error
+        assert (
+            float((logits[common].double() - told[common].double()).abs().max()) < NEAR_TIE * error
+        )
         where = ""
         if step < 64:
             best, second = told[step].double().topk(2).values.tolist()
@@ -120,7 +135,9 @@ def test_registration_and_engine_agree_on_every_tensor(kind, checkpoint):
     model = checkpoint(kind)
     decoder = decoder_of(model.spec)
     for part, expected in enumerate(expected_parts(model.spec)):
-        assert {decoder.prefix(part) + name: shape for name, shape in decoder.shapes(part).items()} == expected
+        assert {
+            decoder.prefix(part) + name: shape for name, shape in decoder.shapes(part).items()
+        } == expected
         assert {name: shape for name, (_, shape, _) in model.parts[part].items()} == expected
 
 

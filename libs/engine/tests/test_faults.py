@@ -36,12 +36,24 @@ class Accelerator(RuntimeError):
         (Accelerator(2), False, True),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), True, False),
         (RuntimeError("CUDA error: device-side assert triggered"), True, False),
-        (caused(EngineFailed("parameters do not come"), NativeError(700, "cuMemcpy: 700")), True, False),
+        (
+            caused(EngineFailed("parameters do not come"), NativeError(700, "cuMemcpy: 700")),
+            True,
+            False,
+        ),
         (caused(NoRoom("refused"), OutOfMemory(2, "cuMemCreate: 2")), False, True),
         (torch.OutOfMemoryError("CUDA out of memory"), False, True),
-        (caused(RuntimeError("capture failed"), torch.OutOfMemoryError("CUDA out of memory")), False, True),
+        (
+            caused(RuntimeError("capture failed"), torch.OutOfMemoryError("CUDA out of memory")),
+            False,
+            True,
+        ),
         (caused(torch.OutOfMemoryError("CUDA out of memory"), Accelerator(700)), True, False),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), False, True),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
+            False,
+            True,
+        ),
         (RuntimeError("shape mismatch"), False, False),
         (BadRequest("no"), False, False),
         (NativeError(-1, "misused"), False, False),
@@ -52,7 +64,7 @@ def test_each_error(error: Exception, lost: bool, full: bool) -> None:
 
 
 class Crowded:
-    """A runner on a device that has no memory for batches of so many tokens."""
+    """A runner on a device that has no memory for batches of ``tokens`` tokens."""
 
     def __init__(self, runner: Any, tokens: int) -> None:
         self.runner = runner
@@ -66,7 +78,9 @@ class Crowded:
         return self.runner.run(batch, inputs, layers)
 
 
-def test_a_batch_without_memory_ends_its_largest_request_and_leaves_the_others_as_they_were(driver, checkpoint):
+def test_a_batch_without_memory_ends_its_largest_request_and_leaves_the_others_as_they_were(
+    driver, checkpoint
+):
     model = checkpoint("llama", 1)
     alone = driver(BatchLimits(step_tokens=64, running=8))
     crowded = driver(BatchLimits(step_tokens=64, running=8))
@@ -75,7 +89,10 @@ def test_a_batch_without_memory_ends_its_largest_request_and_leaves_the_others_a
     resident = crowded.engine._stages["i"]
     runner = Crowded(resident._compute.runner, 45)
     resident._compute = replace(resident._compute, runner=runner)
-    prompts = {name: [3 + (7 * place + size) % 60 for place in range(size)] for name, size in (("a", 5), ("b", 30), ("c", 20))}
+    prompts = {
+        name: [3 + (7 * place + size) % 60 for place in range(size)]
+        for name, size in (("a", 5), ("b", 30), ("c", 20))
+    }
     for name, prompt in prompts.items():
         alone.add(name, prompt)
         crowded.add(name, prompt)

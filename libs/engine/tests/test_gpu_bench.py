@@ -1,4 +1,6 @@
-"""What ``make bench-engine-gpu`` does with its figures, and how it talks to engines: no device is needed for either."""
+"""What ``make bench-engine-gpu`` does with its figures, and how it talks to engines: no device is
+needed for either.
+"""
 
 import statistics
 import sys
@@ -33,7 +35,12 @@ job.serve(answers, {{"version": "fake"}}, generate, {{"sum": lambda ask: {{"sum"
 def engine():
     from engine_gpu_process import Child
 
-    command = [sys.executable, "-c", ENGINE.format(bench=str(BENCH)), '{"folder": "/tmp", "shape": "4B"}']
+    command = [
+        sys.executable,
+        "-c",
+        ENGINE.format(bench=str(BENCH)),
+        '{"folder": "/tmp", "shape": "4B"}',
+    ]
     with Child("fake", command, 30.0, 30.0) as child:
         yield child
 
@@ -52,7 +59,9 @@ def test_an_engine_that_ends_ends_the_run(engine):
 def test_prompts_have_nothing_in_common():
     from engine_gpu_job import prompts_of
 
-    many = [tuple(prompt[:8]) for seed in range(1, 500, 100) for prompt in prompts_of(seed, [161] * 8)]
+    many = [
+        tuple(prompt[:8]) for seed in range(1, 500, 100) for prompt in prompts_of(seed, [161] * 8)
+    ]
     assert len({*many}) == len(many)
     assert prompts_of(7, [161]) == prompts_of(7, [161])
 
@@ -60,13 +69,24 @@ def test_prompts_have_nothing_in_common():
 def test_a_row_has_its_ratio_and_its_floor():
     from engine_gpu import FLOOR, complaints, summary
 
-    slow = summary("decode", "ms", False, {"ours": [5.0, 4.0, 9.0], "vllm": [4.0, 4.0]}, statistics.median)
-    assert (slow["ours"], slow["vllm"], slow["ratio"], slow["floor"]["met"]) == (5.0, 4.0, 0.8, False)
+    slow = summary(
+        "decode", "ms", False, {"ours": [5.0, 4.0, 9.0], "vllm": [4.0, 4.0]}, statistics.median
+    )
+    assert (slow["ours"], slow["vllm"], slow["ratio"], slow["floor"]["met"]) == (
+        5.0,
+        4.0,
+        0.8,
+        False,
+    )
     fast = summary("rate", "tokens/s", True, {"ours": [95.0], "vllm": [100.0]}, statistics.median)
     assert (fast["ratio"], fast["floor"]) == (0.95, {"ratio": FLOOR, "met": True})
     alone = summary("rate", "tokens/s", True, {"ours": [95.0]}, statistics.median)
     assert "ratio" not in alone
-    document = {"rows": [slow, fast, alone], "left_out": ["x, round 2"], "agreement": {"errors": [{"prompt": 3}]}}
+    document = {
+        "rows": [slow, fast, alone],
+        "left_out": ["x, round 2"],
+        "agreement": {"errors": [{"prompt": 3}]},
+    }
     assert complaints({"4B": document}) == [
         "4B: decode: 0.8 of vLLM, below 0.9",
         "4B: left out: x, round 2",
@@ -80,7 +100,13 @@ def test_every_row_fits_into_the_time_of_a_shape():
 
     for shape in SHAPES:
         measured = sum(row.predicted_s for row in rows(shape)) * 3
-        assert sum(part[shape] for part in PREDICTED_S.values()) + measured + PROFILE_S + EXACT_S[shape] < 230
+        assert (
+            sum(part[shape] for part in PREDICTED_S.values())
+            + measured
+            + PROFILE_S
+            + EXACT_S[shape]
+            < 230
+        )
 
 
 def test_weights_take_what_the_shapes_say():

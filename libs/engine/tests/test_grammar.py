@@ -1,4 +1,6 @@
-"""Structured output in a running engine: grammars, what becomes of them when requests move or helpers die, and bombs."""
+"""Structured output in a running engine: grammars, what becomes of them when requests move or
+helpers die, and bombs.
+"""
 
 import json
 import os
@@ -22,15 +24,22 @@ TOKENIZER = TextTokenizer(TextBundle(tokenizer_json=ascii_json()))
 END = 1
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 6}, "age": {"type": "integer", "minimum": 0, "maximum": 150}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }
 GRAMMARS = {
     "json": Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(SCHEMA)),
     "regex": Grammar(kind=GrammarKind.REGEX, text=r"[a-f]{3,5}-[0-9]{2}"),
-    "choice": Grammar(kind=GrammarKind.CHOICE, text=json.dumps(["yes", "no", 'a "quoted" word', "\\d\n"])),
-    "lark": Grammar(kind=GrammarKind.LARK, text='start: "<" item ("," item)* ">"\nitem: /[xyz]/ | "(" item ")"'),
+    "choice": Grammar(
+        kind=GrammarKind.CHOICE, text=json.dumps(["yes", "no", 'a "quoted" word', "\\d\n"])
+    ),
+    "lark": Grammar(
+        kind=GrammarKind.LARK, text='start: "<" item ("," item)* ">"\nitem: /[xyz]/ | "(" item ")"'
+    ),
 }
 FORMS = {
     "json": lambda text: json.loads(text)["age"] <= 150,
@@ -43,13 +52,25 @@ SAMPLED = {"max_tokens": 120, "temperature": 1.0, "stop_token_ids": (END,), "see
 
 def refs(count: int) -> str:
     """A schema that doubles with every reference."""
-    doubled = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"$ref": f"#/$defs/d{i + 1}"}]} for i in range(count)}
-    return json.dumps({"$defs": {**doubled, f"d{count}": {"type": "string", "pattern": "a"}}, "$ref": "#/$defs/d0"})
+    doubled = {
+        f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"$ref": f"#/$defs/d{i + 1}"}]}
+        for i in range(count)
+    }
+    return json.dumps(
+        {
+            "$defs": {**doubled, f"d{count}": {"type": "string", "pattern": "a"}},
+            "$ref": "#/$defs/d0",
+        }
+    )
 
 
 BOMBS = {
     "memory": (GrammarKind.JSON_SCHEMA, refs(25), "too large"),
-    "time": (GrammarKind.JSON_SCHEMA, json.dumps({"properties": {f"p{i}": {"type": "string"} for i in range(6000)}}), "grammar"),
+    "time": (
+        GrammarKind.JSON_SCHEMA,
+        json.dumps({"properties": {f"p{i}": {"type": "string"} for i in range(6000)}}),
+        "grammar",
+    ),
     # Too complex; on a busy machine the time is over before that is found out.
     "lexer": (GrammarKind.REGEX, "((a{1000}){1000}){1000}", "too "),
     "nested": (GrammarKind.JSON_SCHEMA, '{"items":' * 1000 + "{}" + "}" * 1000, "recursion"),
@@ -98,7 +119,9 @@ def runs(driver, checkpoint):
 
 def whole(runs, vocabulary, prompts, name, **sampling):
     one = runs()
-    one.add("x", prompts[1], vocabulary=vocabulary, grammar=GRAMMARS[name], **{**SAMPLED, **sampling})
+    one.add(
+        "x", prompts[1], vocabulary=vocabulary, grammar=GRAMMARS[name], **{**SAMPLED, **sampling}
+    )
     one.finish()
     return one.outputs["x"]
 
@@ -114,7 +137,10 @@ BLANKS = {
     "unasked": (None, r"\{\"name\":\"[^\"]*\",\"age\":\d+\}"),
     "inflexible": ({"whitespace_flexible": False}, r"\{\"name\":\"[^\"]*\",\"age\":\d+\}"),
     "separated": ({"item_separator": ", "}, r"\{\"name\":\"[^\"]*\", \"age\":\d+\}"),
-    "a pattern": ({"whitespace_pattern": "~"}, r"~?\{~?\"name\"~?:~?\"[^\"]*\"~?,~?\"age\"~?:~?\d+~?\}~?"),
+    "a pattern": (
+        {"whitespace_pattern": "~"},
+        r"~?\{~?\"name\"~?:~?\"[^\"]*\"~?,~?\"age\"~?:~?\d+~?\}~?",
+    ),
     "flexible": (
         {"whitespace_flexible": True},
         r"\{\s{0,20}\"name\"\s{0,20}:\s{0,20}\"[^\"]*\"\s{0,20},\s{0,20}\"age\"\s{0,20}:\s{0,20}\d+\s{0,20}\}",
@@ -129,10 +155,18 @@ def test_json_is_compact_unless_blanks_are_asked_for(asked, runs, vocabulary, pr
     one = runs()
     for seed in range(8):
         grammar = Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(schema))
-        one.add(f"x{seed}", prompts[1], vocabulary=vocabulary, grammar=grammar, **{**SAMPLED, "seed": seed, "max_tokens": 200})
+        one.add(
+            f"x{seed}",
+            prompts[1],
+            vocabulary=vocabulary,
+            grammar=grammar,
+            **{**SAMPLED, "seed": seed, "max_tokens": 200},
+        )
     one.finish()
     for output in one.outputs.values():
-        assert re.fullmatch(form, TOKENIZER.decode(output.token_ids)), TOKENIZER.decode(output.token_ids)
+        assert re.fullmatch(form, TOKENIZER.decode(output.token_ids)), TOKENIZER.decode(
+            output.token_ids
+        )
 
 
 def test_a_batch_of_grammars_and_plain_requests(runs, vocabulary, prompts):
@@ -157,18 +191,36 @@ def test_a_resumed_request_goes_on_as_it_would_have(name, runs, vocabulary, prom
     one = runs()
     starts = {1, len(output) // 2, len(output) - 1, len(output)}
     for start in starts:
-        one.add(f"from{start}", prompts[1], output[:start], vocabulary=vocabulary, grammar=GRAMMARS[name], **SAMPLED)
+        one.add(
+            f"from{start}",
+            prompts[1],
+            output[:start],
+            vocabulary=vocabulary,
+            grammar=GRAMMARS[name],
+            **SAMPLED,
+        )
     assert one.finish() == {f"from{start}": output for start in starts}
-    one.add("strange", prompts[1], [5, 5, 5], vocabulary=vocabulary, grammar=GRAMMARS[name], **SAMPLED)
+    one.add(
+        "strange", prompts[1], [5, 5, 5], vocabulary=vocabulary, grammar=GRAMMARS[name], **SAMPLED
+    )
     one.finish()
-    assert (one.outputs["strange"].finish, one.outputs["strange"].code) == (FinishReason.ERROR, "invalid_request")
+    assert (one.outputs["strange"].finish, one.outputs["strange"].code) == (
+        FinishReason.ERROR,
+        "invalid_request",
+    )
 
 
 @pytest.mark.parametrize("with_kv", [True, False], ids=["with KV", "with its tokens alone"])
-@pytest.mark.parametrize("stages", [cuts(4, 1), cuts(4, 2)], ids=["from a whole model", "from a pipeline"])
-def test_a_request_that_moves_keeps_its_grammar_and_penalties(stages, with_kv, driver, checkpoint, runs, vocabulary, prompts):
+@pytest.mark.parametrize(
+    "stages", [cuts(4, 1), cuts(4, 2)], ids=["from a whole model", "from a pipeline"]
+)
+def test_a_request_that_moves_keeps_its_grammar_and_penalties(
+    stages, with_kv, driver, checkpoint, runs, vocabulary, prompts
+):
     settings = {"repetition_penalty": 1.2, "frequency_penalty": 0.3}
-    expected = {name: whole(runs, vocabulary, prompts, name, **settings).token_ids for name in GRAMMARS}
+    expected = {
+        name: whole(runs, vocabulary, prompts, name, **settings).token_ids for name in GRAMMARS
+    }
     if len(stages) > 1:
         source, step = (pipeline := staged(driver, checkpoint("llama"), stages)).lead, pipeline.step
         drivers = pipeline.drivers
@@ -177,7 +229,9 @@ def test_a_request_that_moves_keeps_its_grammar_and_penalties(stages, with_kv, d
         step, drivers = source.step, [source]
     target = runs()
     for name, grammar in GRAMMARS.items():
-        source.add(name, prompts[1], vocabulary=vocabulary, grammar=grammar, **{**SAMPLED, **settings})
+        source.add(
+            name, prompts[1], vocabulary=vocabulary, grammar=grammar, **{**SAMPLED, **settings}
+        )
     moved = 0
     while source.outputs:
         step()
@@ -187,7 +241,10 @@ def test_a_request_that_moves_keeps_its_grammar_and_penalties(stages, with_kv, d
                 assert output.token_ids == expected[name]
             elif len(output.token_ids) >= len(expected[name]) // 2:
                 key = RequestKey(RequestId(name), 1)
-                exported = [one.engine.export_kv("i", [key], stage) for one, stage in zip(drivers, stages, strict=True)]
+                exported = [
+                    one.engine.export_kv("i", [key], stage)
+                    for one, stage in zip(drivers, stages, strict=True)
+                ]
                 released = source.engine.release(*key)
                 pieces = [piece for each in exported for piece in each] if with_kv else []
                 target.outputs[name] = source.outputs.pop(name)
@@ -203,7 +260,9 @@ def test_preempted_requests_keep_their_grammar(runs, vocabulary, prompts):
     expected = whole(runs, vocabulary, prompts, "json").token_ids
     tight = runs(BatchLimits(step_tokens=64, running=8), kv_tokens=192)
     for index in range(4):
-        tight.add(f"x{index}", prompts[1], vocabulary=vocabulary, grammar=GRAMMARS["json"], **SAMPLED)
+        tight.add(
+            f"x{index}", prompts[1], vocabulary=vocabulary, grammar=GRAMMARS["json"], **SAMPLED
+        )
     assert list(tight.finish().values()) == [expected] * 4
     assert tight.preemptions
 
@@ -228,7 +287,13 @@ def test_grammars_in_a_pipeline(num_stages, driver, checkpoint, runs, vocabulary
     pipeline = staged(driver, checkpoint("llama"), cuts(4, num_stages))
     for name, grammar in GRAMMARS.items():
         pipeline.lead.add(name, prompts[1], vocabulary=vocabulary, grammar=grammar, **SAMPLED)
-    pipeline.lead.add("bad", prompts[0], vocabulary=vocabulary, grammar=Grammar(kind=GrammarKind.REGEX, text="("), **SAMPLED)
+    pipeline.lead.add(
+        "bad",
+        prompts[0],
+        vocabulary=vocabulary,
+        grammar=Grammar(kind=GrammarKind.REGEX, text="("),
+        **SAMPLED,
+    )
     outputs = pipeline.finish()
     pipeline.lead.engine.close()
     assert pipeline.lead.outputs["bad"].code == "invalid_request"
@@ -241,12 +306,17 @@ def test_a_grammar_that_cannot_be_used_ends_its_own_request_alone(bomb, runs, vo
     kind, text, reason = BOMBS[bomb]
     one = runs()
     messages = []
-    one.add("bomb", prompts[0], vocabulary=vocabulary, grammar=Grammar(kind=kind, text=text), **SAMPLED)
+    one.add(
+        "bomb", prompts[0], vocabulary=vocabulary, grammar=Grammar(kind=kind, text=text), **SAMPLED
+    )
     one.add("other", prompts[1], vocabulary=vocabulary, grammar=GRAMMARS["regex"], **SAMPLED)
     one.add("plain", prompts[0], max_tokens=5)
     while one.engine.has_work:
         messages += [produced.message for produced in one.step().produced if produced.message]
-    assert (one.outputs["bomb"].finish, one.outputs["bomb"].code) == (FinishReason.ERROR, "invalid_request")
+    assert (one.outputs["bomb"].finish, one.outputs["bomb"].code) == (
+        FinishReason.ERROR,
+        "invalid_request",
+    )
     assert reason in messages[0]
     assert FORMS["regex"](TOKENIZER.decode(one.outputs["other"].token_ids))
     assert len(one.outputs["plain"].token_ids) == 5
@@ -257,7 +327,12 @@ def test_what_is_refused_at_the_door(runs, vocabulary, prompts, tmp_path, monkey
     with pytest.raises(UnknownInstance, match="vocabulary"):
         one.add("x", prompts[0], grammar=GRAMMARS["json"])
     with pytest.raises(BadRequest, match="at most"):
-        one.add("x", prompts[0], vocabulary=vocabulary, grammar=Grammar(kind=GrammarKind.REGEX, text="a" * 300_000))
+        one.add(
+            "x",
+            prompts[0],
+            vocabulary=vocabulary,
+            grammar=Grammar(kind=GrammarKind.REGEX, text="a" * 300_000),
+        )
     with monkeypatch.context() as few:
         few.setattr(client, "MAX_OPENING", 1)
         one.add("first", prompts[0], vocabulary=vocabulary, grammar=GRAMMARS["regex"], **SAMPLED)
@@ -268,8 +343,20 @@ def test_what_is_refused_at_the_door(runs, vocabulary, prompts, tmp_path, monkey
     helper = one.engine._grammars._process.pid
     os.kill(helper, signal.SIGSTOP)
     os.waitid(os.P_PID, helper, os.WSTOPPED | os.WNOWAIT)
-    one.add("y", prompts[0], vocabulary=Vocabulary(path=str(tmp_path / "broken.json")), grammar=GRAMMARS["json"], **SAMPLED)
-    one.add("z", prompts[0], vocabulary=Vocabulary(path=str(tmp_path / "none.json")), grammar=GRAMMARS["json"], **SAMPLED)
+    one.add(
+        "y",
+        prompts[0],
+        vocabulary=Vocabulary(path=str(tmp_path / "broken.json")),
+        grammar=GRAMMARS["json"],
+        **SAMPLED,
+    )
+    one.add(
+        "z",
+        prompts[0],
+        vocabulary=Vocabulary(path=str(tmp_path / "none.json")),
+        grammar=GRAMMARS["json"],
+        **SAMPLED,
+    )
     one.step()
     one.engine.abort("z", 1)
     os.kill(helper, signal.SIGCONT)
@@ -307,7 +394,10 @@ def test_a_token_that_takes_too_long_ends_its_request(runs, vocabulary, prompts,
         hurried.setattr(client, "ADVANCE_S", 0.05)
         os.kill(one.engine._grammars._process.pid, signal.SIGSTOP)
         one.finish()
-    assert (one.outputs["x"].finish, one.outputs["x"].code) == (FinishReason.ERROR, "invalid_request")
+    assert (one.outputs["x"].finish, one.outputs["x"].code) == (
+        FinishReason.ERROR,
+        "invalid_request",
+    )
     one.add("y", prompts[0], vocabulary=vocabulary, grammar=GRAMMARS["regex"], **SAMPLED)
     one.finish()
     assert FORMS["regex"](TOKENIZER.decode(one.outputs["y"].token_ids))

@@ -10,8 +10,8 @@ import jsonschema
 import pytest
 import torch
 
-from pilotlight.engine.device.logits import Draw
-from pilotlight.engine.device.sampler import Drawn, sample
+from pilotlight.engine.device.logits import SampleSpec
+from pilotlight.engine.device.sampler import SampledToken, sample
 from pilotlight.engine.errors import BadRequest
 from pilotlight.engine.grammar.client import GrammarHelper
 from pilotlight.engine.grammar.frames import Verdict
@@ -44,8 +44,12 @@ def helper():
     made.stop()
 
 
-def sampled(session, tokenizer: TextTokenizer, lean: Callable[[int], torch.Tensor], seed: int) -> str | Verdict:
-    """An output with random logits that lean to what closes and ends; the verdict that ends it before one."""
+def sampled(
+    session, tokenizer: TextTokenizer, lean: Callable[[int], torch.Tensor], seed: int
+) -> str | Verdict:
+    """An output with random logits that lean to what closes and ends; the verdict that ends it
+    before one.
+    """
     generator = torch.Generator().manual_seed(seed)
     sampling = Sampling(seed=seed, max_tokens=MAX_TOKENS, stop_token_ids=(END,))
     for position in range(MAX_TOKENS):
@@ -57,8 +61,11 @@ def sampled(session, tokenizer: TextTokenizer, lean: Callable[[int], torch.Tenso
         if verdict.code or verdict.complete:
             return verdict if verdict.code else tokenizer.decode(session.output_ids)
         logits = torch.randn(VOCAB_SIZE, generator=generator) + lean(position)
-        (token,) = sample(logits[None], [Draw(sampling, position, allowed=verdict.allowed, may_end=verdict.accepting)])
-        assert isinstance(token, Drawn)
+        (token,) = sample(
+            logits[None],
+            [SampleSpec(sampling, position, allowed=verdict.allowed, may_end=verdict.accepting)],
+        )
+        assert isinstance(token, SampledToken)
         if token.token_id == END:
             return tokenizer.decode(session.output_ids)
         session.accept(token.token_id)
@@ -72,13 +79,25 @@ def test_outputs_of_the_json_schema_test_suite_are_valid(helper, tmp_path):
     tokenizer = TextTokenizer(TextBundle(tokenizer_json=byte_level_json()))
     vocabulary = Vocabulary(path=str(path), eos_token_ids=(END,))
     texts = [tokenizer.decode([token_id]) for token_id in range(VOCAB_SIZE)]
-    closes = torch.tensor([float(text[:1] in ('"', "}", "]") or token_id == END) for token_id, text in enumerate(texts)])
+    closes = torch.tensor(
+        [
+            float(text[:1] in ('"', "}", "]") or token_id == END)
+            for token_id, text in enumerate(texts)
+        ]
+    )
     blank = torch.tensor([float(not text.strip()) for text in texts])
     found: Counter[str] = Counter()
     for seed, line in enumerate(SUITE.read_text().splitlines()):
         row = json.loads(line)
-        session = helper.open(vocabulary, VOCAB_SIZE, Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(row["schema"])), ())
-        output = sampled(session, tokenizer, lambda position: closes * (2 + position / 40) - 4 * blank, seed)
+        session = helper.open(
+            vocabulary,
+            VOCAB_SIZE,
+            Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(row["schema"])),
+            (),
+        )
+        output = sampled(
+            session, tokenizer, lambda position: closes * (2 + position / 40) - 4 * blank, seed
+        )
         session.end()
         if isinstance(output, Verdict):
             assert output.code == BadRequest.code

@@ -1,4 +1,6 @@
-"""Stages that grow in mid-generation: the leading stage of a pipeline takes the others' layers over."""
+"""Stages that grow in mid-generation: the leading stage of a pipeline takes the others' layers
+over.
+"""
 
 import random
 
@@ -33,7 +35,9 @@ def small_answers(monkeypatch):
 
 def bytes_of(model, stage, kv_tokens=KV_TOKENS):
     spec = model.spec
-    return parameter_bytes(decoder_of(spec), stage, spec.dtype) + kv_tokens * spec.kv_bytes_per_token(stage, spec.dtype)
+    return parameter_bytes(
+        decoder_of(spec), stage, spec.dtype
+    ) + kv_tokens * spec.kv_bytes_per_token(stage, spec.dtype)
 
 
 def extend(pipeline, model, stop, kv_tokens=KV_TOKENS):
@@ -50,7 +54,9 @@ def grow(pipeline, model, stop, between=lambda: None, kv_tokens=KV_TOKENS):
         between()
         pipeline.lead.engine.place_part(INSTANCE, part, model.parts[part])
     results = steps_until(pipeline, lambda: range_of(pipeline) == Stage(0, stop), between)
-    assert [(grown.instance_id, grown.stage) for result in results for grown in result.grown] == [(INSTANCE, Stage(0, stop))]
+    assert [(grown.instance_id, grown.stage) for result in results for grown in result.grown] == [
+        (INSTANCE, Stage(0, stop))
+    ]
 
 
 def range_of(pipeline):
@@ -75,7 +81,9 @@ def some_tokens(pipeline, name, count):
     pipeline.run_until(lambda: len(pipeline.lead.outputs[name].token_ids) >= count)
 
 
-@pytest.mark.parametrize("stages", [cuts(4, 2), cuts(4, 4), [Stage(0, 1), Stage(1, 3), Stage(3, 4)]], ids=len)
+@pytest.mark.parametrize(
+    "stages", [cuts(4, 2), cuts(4, 4), [Stage(0, 1), Stage(1, 3), Stage(3, 4)]], ids=len
+)
 @pytest.mark.parametrize("kind", ["llama", "llama-tied", "gemma3", "qwen3-moe"])
 def test_a_stage_grows_layer_by_layer_while_it_generates(kind, stages, checkpoint, driver, prompts):
     model = checkpoint(kind, 1)
@@ -86,8 +94,13 @@ def test_a_stage_grows_layer_by_layer_while_it_generates(kind, stages, checkpoin
         count = len(pipeline.lead.outputs["2"].token_ids)
         some_tokens(pipeline, "2", count + 5)
         grow(pipeline, model, stop)
-    assert all(output.finish is None for output in pipeline.lead.outputs.values()), "they grew in mid-generation"
-    left = steps_until(pipeline, lambda: all(runs.engine._stages[INSTANCE].pipeline is None for runs in pipeline.drivers))
+    assert all(output.finish is None for output in pipeline.lead.outputs.values()), (
+        "they grew in mid-generation"
+    )
+    left = steps_until(
+        pipeline,
+        lambda: all(runs.engine._stages[INSTANCE].pipeline is None for runs in pipeline.drivers),
+    )
     assert sum(len(result.left) for result in left) == len(stages) - 1
     assert not pipeline.lost
     for runs in pipeline.drivers[1:]:
@@ -112,7 +125,9 @@ def test_what_was_computed_is_not_computed_again(checkpoint, driver, prompts):
 
 
 def test_batches_run_while_parts_and_blocks_come(checkpoint, driver, prompts):
-    """The pipeline stops for what was written last alone: tokens come in every state but the last two."""
+    """The pipeline stops for what was written last alone: tokens come in every state but the last
+    two.
+    """
     model = checkpoint("llama", 1)
     pipeline = staged(driver, model, cuts(4, 2))
     pipeline.lead.add("a", prompts[2], max_tokens=150)
@@ -125,19 +140,30 @@ def test_batches_run_while_parts_and_blocks_come(checkpoint, driver, prompts):
         state = growing._growth.state
         before = len(pipeline.lead.outputs["a"].token_ids)
         pipeline.step()
-        tokens_in[state] = tokens_in.get(state, 0) + len(pipeline.lead.outputs["a"].token_ids) - before
+        tokens_in[state] = (
+            tokens_in.get(state, 0) + len(pipeline.lead.outputs["a"].token_ids) - before
+        )
     assert tokens_in[GrowthState.COPYING] >= 3
-    assert tokens_in.get(GrowthState.SETTLING, 0) + tokens_in.get(GrowthState.HANDING_OVER, 0) <= 2, "those under way"
+    assert (
+        tokens_in.get(GrowthState.SETTLING, 0) + tokens_in.get(GrowthState.HANDING_OVER, 0) <= 2
+    ), "those under way"
     assert pipeline.finish()["a"] == model.greedy(prompts[2], 150)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_requests_come_go_share_and_are_preempted_while_a_stage_grows(seed, checkpoint, driver, prompts):
+def test_requests_come_go_share_and_are_preempted_while_a_stage_grows(
+    seed, checkpoint, driver, prompts
+):
     model, chance = checkpoint("llama", 2), random.Random(seed)
     limits = BatchLimits(step_tokens=40, running=8)
-    settings = {str(index): {"seed": index % 5, **SAMPLED, "max_tokens": 30 + index} for index in range(18)}
+    settings = {
+        str(index): {"seed": index % 5, **SAMPLED, "max_tokens": 30 + index} for index in range(18)
+    }
     # Some share a prefix of several blocks.
-    prompt_of = {name: [*prompts[2], *prompts[int(name) % 4]] if int(name) % 2 else prompts[int(name) % 4] for name in settings}
+    prompt_of = {
+        name: [*prompts[2], *prompts[int(name) % 4]] if int(name) % 2 else prompts[int(name) % 4]
+        for name in settings
+    }
     expected = {}
     for name, sampling in settings.items():
         alone = driver()
@@ -207,7 +233,9 @@ def test_a_request_moves_in_with_its_kv_while_the_stage_grows(state, checkpoint,
 
 
 @pytest.mark.parametrize("state", GrowthState)
-def test_the_leader_goes_on_alone_when_another_stage_dies_before_it_has_everything(state, checkpoint, driver, prompts):
+def test_the_leader_goes_on_alone_when_another_stage_dies_before_it_has_everything(
+    state, checkpoint, driver, prompts
+):
     """Its requests run again from their tokens; none ends."""
     model = checkpoint("llama", 1)
     pipeline = staged(driver, model, [Stage(0, 1), Stage(1, 3), Stage(3, 4)])
@@ -223,7 +251,9 @@ def test_the_leader_goes_on_alone_when_another_stage_dies_before_it_has_everythi
     dead = pipeline.drivers.pop(pipeline.chance.choice([1, 2]))
     dead.engine.drop(INSTANCE)
     steps_until(pipeline, lambda: resident.pipeline is None)
-    assert {lost.code for lost in pipeline.lost} == {"worker_lost"} or state is GrowthState.HANDING_OVER
+    assert {lost.code for lost in pipeline.lost} == {
+        "worker_lost"
+    } or state is GrowthState.HANDING_OVER
     assert range_of(pipeline) == model.spec.whole
     assert pipeline.lead.engine.serves(INSTANCE)
     for part in parts[len(early) :]:
@@ -236,7 +266,9 @@ def test_the_leader_goes_on_alone_when_another_stage_dies_before_it_has_everythi
     assert outputs == {"a": model.greedy(prompts[2], 60), **alone.finish()}
 
 
-def test_a_leader_that_is_to_have_a_part_of_the_model_loses_its_requests(checkpoint, driver, prompts):
+def test_a_leader_that_is_to_have_a_part_of_the_model_loses_its_requests(
+    checkpoint, driver, prompts
+):
     model = checkpoint("llama", 1)
     pipeline = staged(driver, model, cuts(4, 2))
     pipeline.lead.add("a", prompts[2], max_tokens=60)
@@ -305,12 +337,16 @@ def test_what_cannot_grow(checkpoint, driver):
     for wrong in (Stage(0, 2), Stage(1, 4), Stage(0, 5), Stage(0, 1)):
         with pytest.raises(BadRequest, match="cannot grow"):
             first.extend(INSTANCE, wrong, whole_bytes)
-    with pytest.raises(BadRequest):
-        second.extend(INSTANCE, model.spec.whole, whole_bytes)
-    backed_bytes = first.backed_bytes
-    with pytest.raises(NoRoom, match="its pipeline uses"):
-        first.extend(INSTANCE, model.spec.whole, bytes_of(model, model.spec.whole, KV_TOKENS // 2))
-    assert first.backed_bytes == backed_bytes
+    for wrong in (Stage(2, 4), Stage(1, 3), Stage(0, 3), Stage(1, 5), Stage(3, 4)):
+        with pytest.raises(BadRequest, match="cannot grow"):
+            second.extend(INSTANCE, wrong, whole_bytes)
+    for engine in (first, second):
+        backed_bytes = engine.backed_bytes
+        with pytest.raises(NoRoom, match="its pipeline uses"):
+            engine.extend(
+                INSTANCE, model.spec.whole, bytes_of(model, model.spec.whole, KV_TOKENS // 2)
+            )
+        assert engine.backed_bytes == backed_bytes
     first.extend(INSTANCE, Stage(0, 3), whole_bytes)
     with pytest.raises(StageBusy):
         first.extend(INSTANCE, model.spec.whole, whole_bytes)

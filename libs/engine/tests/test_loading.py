@@ -12,14 +12,23 @@ from pilotlight.engine.device.memory import StageMemory
 from pilotlight.engine.device.memory import parameter_bytes as bytes_of
 from pilotlight.engine.device.parameters import Parameters
 from pilotlight.engine.engine import Engine
-from pilotlight.engine.errors import BadCheckpoint, BadRequest, EngineError, NoRoom, UnknownInstance, UnsupportedModel
+from pilotlight.engine.errors import (
+    BadCheckpoint,
+    BadRequest,
+    EngineError,
+    NoRoom,
+    UnknownInstance,
+    UnsupportedModel,
+)
 from pilotlight.engine.models.registry import decoder_of
 from pilotlight.policy.ids import InstanceId
 from pilotlight.policy.model import Dtype, Experts, Stage
 
 I = InstanceId("i")  # noqa: E741
 ROOM = 1 << 22
-TOO_FEW_EXPERTS = Experts(num_experts=2, experts_per_token=3, intermediate_size=8, normalized=True, layers=(0,))
+TOO_FEW_EXPERTS = Experts(
+    num_experts=2, experts_per_token=3, intermediate_size=8, normalized=True, layers=(0,)
+)
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 
 
@@ -30,13 +39,19 @@ def engine(clock) -> Engine:
 
 def changed(tensors, name, dtype=None, shape=None, buffer=None):
     old = tensors[name]
-    return {**tensors, name: (dtype or old[0], shape or old[1], old[2] if buffer is None else buffer)}
+    return {
+        **tensors,
+        name: (dtype or old[0], shape or old[1], old[2] if buffer is None else buffer),
+    }
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: {name: value for name, value in t.items() if name != Q_PROJ}, "lacks model.layers.0.self_attn.q_proj.weight"),
+        (
+            lambda t: {name: value for name, value in t.items() if name != Q_PROJ},
+            "lacks model.layers.0.self_attn.q_proj.weight",
+        ),
         (lambda t: {**t, "model.layers.0.extra": t[Q_PROJ]}, "does not know"),
         (lambda t: changed(t, Q_PROJ, shape=(24, 96)), r"has shape \(24, 96\)"),
         (lambda t: changed(t, Q_PROJ, dtype=Dtype.FLOAT32), "stored as float32"),
@@ -60,7 +75,11 @@ def test_a_part_of_another_stage_is_refused(engine, checkpoint):
     engine.begin_load(I, model.spec, Stage(0, 2), Dtype.FLOAT64, ROOM)
     with pytest.raises(BadRequest, match="part 3"):
         engine.place_part(I, 3, model.parts[3])
-    assert [engine.place_part(I, part, model.parts[part]).ready for part in (0, 1, 2)] == [False, False, True]
+    assert [engine.place_part(I, part, model.parts[part]).ready for part in (0, 1, 2)] == [
+        False,
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -94,10 +113,18 @@ def test_device_bytes_are_parameters_and_kv(stage, dtype, engine, checkpoint):
     spec = checkpoint("llama-tied").spec
     per_token = spec.kv_bytes_per_token(stage, dtype)
     parameter_bytes = bytes_of(decoder_of(spec), stage, dtype)
-    stored = sum(len(buffer) for part in spec.parts_of(stage) for _, _, buffer in checkpoint("llama-tied").parts[part].values())
+    stored = sum(
+        len(buffer)
+        for part in spec.parts_of(stage)
+        for _, _, buffer in checkpoint("llama-tied").parts[part].values()
+    )
     assert parameter_bytes == stored * dtype.size_bytes // 8
     room = engine.begin_load(I, spec, stage, dtype, parameter_bytes + 100 * per_token)
-    assert (room.parts, room.parameter_bytes, room.kv_bytes_per_token) == (spec.parts_of(stage), parameter_bytes, per_token)
+    assert (room.parts, room.parameter_bytes, room.kv_bytes_per_token) == (
+        spec.parts_of(stage),
+        parameter_bytes,
+        per_token,
+    )
     assert room.kv_capacity_tokens == 96, "whole blocks of 16"
     engine.unload(I)
     for too_little in (parameter_bytes + 16 * per_token - 1, parameter_bytes - 1, 0):
@@ -115,7 +142,10 @@ def test_copying_and_converting_are_timed_apart(engine, checkpoint):
     model = checkpoint("llama")
     engine.begin_load(I, model.spec, model.spec.whole, Dtype.FLOAT64, ROOM)
     plain = engine.place_part(I, 1, model.parts[1])
-    assert (plain.copy_s, plain.convert_s) == (pytest.approx(0.001), 0.0)  # the clock is looked at twice
+    assert (plain.copy_s, plain.convert_s) == (
+        pytest.approx(0.001),
+        0.0,
+    )  # the clock is looked at twice
     again = engine.place_part(I, 1, model.parts[1])
     assert (again.copy_s, again.convert_s, again.ready) == (0.0, 0.0, False)
     engine.unload(I)
@@ -136,7 +166,10 @@ def test_tensors_are_copied_from_unaligned_read_only_buffers_and_converted(check
         places[name] = (dtype, shape, len(file), len(buffer))
         file += buffer
     view = memoryview(file).toreadonly()
-    tensors = {name: (dtype, shape, view[start : start + size]) for name, (dtype, shape, start, size) in places.items()}
+    tensors = {
+        name: (dtype, shape, view[start : start + size])
+        for name, (dtype, shape, start, size) in places.items()
+    }
     parameters.place(2, tensors, clock)
     file[:] = b"\xff" * len(file)
     for name, expected in model.model.model.layers[1].state_dict().items():
@@ -170,7 +203,10 @@ def test_unload_frees_the_memory(checkpoint, driver, prompts):
 
 def test_every_error_has_its_code_of_the_taxonomy():
     def tree(kind):
-        return {kind: kind.code, **{k: v for child in kind.__subclasses__() for k, v in tree(child).items()}}
+        return {
+            kind: kind.code,
+            **{k: v for child in kind.__subclasses__() for k, v in tree(child).items()},
+        }
 
     assert set(tree(EngineError).values()) == {
         "invalid_request",

@@ -1,4 +1,6 @@
-"""Requests that move in mid-generation, with their KV: from engine to engine, from one cut of the layers to another."""
+"""Requests that move in mid-generation, with their KV: from engine to engine, from one cut of the
+layers to another.
+"""
 
 import random
 
@@ -47,9 +49,13 @@ def expected_of(driver, model, prompt, **sampling):
 
 
 def group(driver, model, stages, seed):
-    """Engines that hold a model in these stages, driven in random turns; a whole model is a group of one."""
+    """Engines that hold a model in these stages, driven in random turns; a whole model is a group
+    of one.
+    """
     if stages != WHOLE:
-        return staged(driver, model, stages, seed=seed, limits=BatchLimits(step_tokens=20, running=12))
+        return staged(
+            driver, model, stages, seed=seed, limits=BatchLimits(step_tokens=20, running=12)
+        )
     alone = driver(BatchLimits(step_tokens=20, running=12))
     alone.load(model)
     return MemoryPipeline([alone], random.Random(seed))
@@ -64,7 +70,9 @@ def pieces_of(pipeline, stages, key, since=0):
 
 
 def move(source, source_stages, target, name, early, torn, late=True):
-    """What a mover does: a copy while the request goes on, the rest at the end (if not late, it does not come), and the request."""
+    """What a mover does: a copy while the request goes on, the rest at the end (if not late, it
+    does not come), and the request.
+    """
     key = RequestKey(RequestId(name), 1)
     pieces = list(early)
     since = min((piece.stop for piece in early), default=0)
@@ -76,7 +84,14 @@ def move(source, source_stages, target, name, early, torn, late=True):
     assert list(released.output_ids) == output.token_ids
     target.lead.outputs[name] = output
     target.lead.engine.add(
-        key.request_id, 1, INSTANCE, released.prompt_ids, released.output_ids, released.sampling, released.deadline_s, pieces
+        key.request_id,
+        1,
+        INSTANCE,
+        released.prompt_ids,
+        released.output_ids,
+        released.sampling,
+        released.deadline_s,
+        pieces,
     )
     return pieces
 
@@ -85,12 +100,19 @@ CUTS = [WHOLE, cuts(4, 2), [Stage(0, 1), Stage(1, 3), Stage(3, 4)], cuts(4, 4)]
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_moved_requests_have_the_same_tokens_and_so_have_those_that_stay(kind, checkpoint, driver, prompts):
+def test_moved_requests_have_the_same_tokens_and_so_have_those_that_stay(
+    kind, checkpoint, driver, prompts
+):
     model, chance = checkpoint(kind, 1), random.Random(kind)
     names = [f"{kind}{index}" for index in range(8)]
-    settings = {name: {"seed": index, **({}, SAMPLED, CONTROLLED)[index % 3]} for index, name in enumerate(names)}
+    settings = {
+        name: {"seed": index, **({}, SAMPLED, CONTROLLED)[index % 3]}
+        for index, name in enumerate(names)
+    }
     prompt_of = {name: prompts[index % 4] for index, name in enumerate(names)}
-    expected = {name: expected_of(driver, model, prompt_of[name], **settings[name]) for name in names}
+    expected = {
+        name: expected_of(driver, model, prompt_of[name], **settings[name]) for name in names
+    }
     from_stages, to_stages = chance.sample(CUTS, 2)
     source, target = group(driver, model, from_stages, 1), group(driver, model, to_stages, 2)
     for name in names[:6]:
@@ -98,8 +120,12 @@ def test_moved_requests_have_the_same_tokens_and_so_have_those_that_stay(kind, c
     for name in names[6:]:
         target.lead.add(name, prompt_of[name], **settings[name])
     moved = used = 0
-    for tokens, name in zip(sorted(chance.choices(range(20), k=4)), chance.sample(names[:6], 4), strict=True):
-        source.run_until(lambda name=name, tokens=tokens: len(source.lead.outputs[name].token_ids) >= tokens)
+    for tokens, name in zip(
+        sorted(chance.choices(range(20), k=4)), chance.sample(names[:6], 4), strict=True
+    ):
+        source.run_until(
+            lambda name=name, tokens=tokens: len(source.lead.outputs[name].token_ids) >= tokens
+        )
         early = pieces_of(source, from_stages, RequestKey(RequestId(name), 1))
         for _ in range(chance.randrange(4)):
             source.step()
@@ -129,7 +155,9 @@ def test_what_moved_is_not_computed_again(checkpoint, driver, prompts):
 
 
 @pytest.mark.parametrize("lost", range(6))
-def test_of_kv_with_holes_what_comes_before_the_first_one_is_used(lost, checkpoint, driver, prompts):
+def test_of_kv_with_holes_what_comes_before_the_first_one_is_used(
+    lost, checkpoint, driver, prompts
+):
     """Pieces of three times, of two stages each; one of the six does not come."""
     model, stages = checkpoint("mistral"), cuts(4, 2)
     source, target = group(driver, model, stages, 0), group(driver, model, WHOLE, 0)
@@ -141,7 +169,9 @@ def test_of_kv_with_holes_what_comes_before_the_first_one_is_used(lost, checkpoi
             source.drivers[1].step()
         pieces += pieces_of(source, stages, key, ends[-1] if ends else 0)
         ends.append(pieces[-1].stop)
-    assert [piece.stop - piece.start for piece in pieces] == [26, 26, 5, 5, 5, 5], "the last token has not run"
+    assert [piece.stop - piece.start for piece in pieces] == [26, 26, 5, 5, 5, 5], (
+        "the last token has not run"
+    )
     del pieces[lost]
     move(source, stages, target, "a", pieces, torn=False, late=False)
     computed = target.lead.step().batch_tokens
@@ -150,7 +180,7 @@ def test_of_kv_with_holes_what_comes_before_the_first_one_is_used(lost, checkpoi
 
 
 def test_a_request_under_way_in_a_pipeline_can_leave(checkpoint, driver, prompts):
-    """Its token comes back for nobody; the target draws it again."""
+    """Its token comes back to an engine without it; the target samples it again."""
     model = checkpoint("llama")
     source, target = group(driver, model, cuts(4, 4), 0), group(driver, model, cuts(4, 2), 0)
     source.lead.add("a", prompts[1])
@@ -158,7 +188,10 @@ def test_a_request_under_way_in_a_pipeline_can_leave(checkpoint, driver, prompts
     for _ in range(8):
         source.lead.step()
     move(source, cuts(4, 4), target, "a", [], torn=False)
-    assert (source.finish()["b"], target.finish()["a"]) == (model.greedy(prompts[2], 24), model.greedy(prompts[1], 24))
+    assert (source.finish()["b"], target.finish()["a"]) == (
+        model.greedy(prompts[2], 24),
+        model.greedy(prompts[1], 24),
+    )
 
 
 def test_a_move_that_has_no_room_is_refused_and_changes_nothing(checkpoint, driver, prompts):
@@ -176,8 +209,16 @@ def test_a_move_that_has_no_room_is_refused_and_changes_nothing(checkpoint, driv
     sampling = source.lead.engine._find(key)[1].sampling
     with pytest.raises(NoRoom, match="no room now"):
         target.engine.add(*arguments, sampling, None, pieces)
-    narrow = [KvPiece(key=key, layers=Stage(0, 4), start=0, keys_and_values=pieces[0].keys_and_values[..., :6])]
-    single = [KvPiece(key=key, layers=Stage(0, 4), start=0, keys_and_values=pieces[0].keys_and_values.float())]
+    narrow = [
+        KvPiece(
+            key=key, layers=Stage(0, 4), start=0, keys_and_values=pieces[0].keys_and_values[..., :6]
+        )
+    ]
+    single = [
+        KvPiece(
+            key=key, layers=Stage(0, 4), start=0, keys_and_values=pieces[0].keys_and_values.float()
+        )
+    ]
     for wrong in (narrow, single):
         with pytest.raises(BadRequest, match="KV piece"):
             target.engine.add(*arguments, sampling, None, wrong)
@@ -190,11 +231,17 @@ def test_a_move_that_has_no_room_is_refused_and_changes_nothing(checkpoint, driv
 
 
 def test_ranges_of_different_batches_take_turns(checkpoint, chain, prompts):
-    """As in live scaling: a batch stops after some layers while another one runs, on the same KV."""
+    """As in live scaling: a batch stops after some layers while another one runs, on the same
+    KV.
+    """
     model, chance = checkpoint("gemma3"), random.Random(4)
     (runner,) = chain(model, 1, 32).runners
     batches = [
-        [Batch((Segment(0, len(prompt), tuple(range(8 * index, 8 * index + 5)), True),)), torch.tensor(prompt), 0]
+        [
+            Batch((Segment(0, len(prompt), tuple(range(8 * index, 8 * index + 5)), True),)),
+            torch.tensor(prompt),
+            0,
+        ]
         for index, prompt in enumerate(prompts)
     ]
     while any(done < 4 for _, _, done in batches):
@@ -208,7 +255,9 @@ def test_ranges_of_different_batches_take_turns(checkpoint, chain, prompts):
 
 def test_a_range_runs_as_soon_as_its_layers_are_there(checkpoint, clock):
     model = checkpoint("llama")
-    stage = ResidentStage("i", model.spec, Stage(0, 4), model.spec.dtype, 1 << 22, BatchLimits(), CpuArena())
+    stage = ResidentStage(
+        "i", model.spec, Stage(0, 4), model.spec.dtype, 1 << 22, BatchLimits(), CpuArena()
+    )
     batch = Batch((Segment(0, 3, (0,), True),))
     for part in (0, 1, 2):
         stage.place(part, model.parts[part], clock)
@@ -241,7 +290,9 @@ def test_kv_that_grows_and_shrinks_changes_no_token(seed, checkpoint, driver, pr
         if chance.random() < 0.3:
             tokens = 16 * chance.randint(4, 40)
             try:
-                grown = runs.engine.resize(INSTANCE, room.parameter_bytes + tokens * room.kv_bytes_per_token)
+                grown = runs.engine.resize(
+                    INSTANCE, room.parameter_bytes + tokens * room.kv_bytes_per_token
+                )
             except NoRoom:
                 continue
             changes += 1

@@ -29,4 +29,6 @@ def test_noise_is_uniform_and_differs_by_seed_and_position():
     assert len(set(noise)) == len(noise)
     assert all(0 <= value < 1 for value in noise)
     tenths = [sum(1 for value in noise if int(value * 10) == tenth) for tenth in range(10)]
-    assert sum((count - 1000) ** 2 / 1000 for count in tenths) < 27.9, "chi-square, 9 degrees of freedom, p = 0.001"
+    assert sum((count - 1000) ** 2 / 1000 for count in tenths) < 27.9, (
+        "chi-square, 9 degrees of freedom, p = 0.001"
+    )

@@ -15,7 +15,15 @@ from pilotlight.engine.core.batch import Segment
 from pilotlight.engine.core.scheduler import BatchLimits
 from pilotlight.engine.errors import BadRequest, NoRoom, StageBusy, UnknownInstance
 from pilotlight.engine.pipeline import lead
-from pilotlight.engine.pipeline.frames import HiddenStates, OpenedRequest, StageHello, StagesUp, header_of, pack, unpack
+from pilotlight.engine.pipeline.frames import (
+    HiddenStates,
+    OpenedRequest,
+    StageHello,
+    StagesUp,
+    header_of,
+    pack,
+    unpack,
+)
 from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.policy.model import Dtype, Stage
 from pilotlight.policy.request import FinishReason, RequestKey, Sampling
@@ -34,7 +42,9 @@ def no_looking_out(monkeypatch):
 @pytest.mark.parametrize("kind", [*FAMILIES, "llama-tied"])
 def test_staged_tokens_are_those_of_transformers(kind, num_stages, checkpoint, driver, prompts):
     model = checkpoint(kind, 1)
-    pipeline = staged(driver, model, cuts(4, num_stages), limits=BatchLimits(step_tokens=24, running=24))
+    pipeline = staged(
+        driver, model, cuts(4, num_stages), limits=BatchLimits(step_tokens=24, running=24)
+    )
     for index, prompt in enumerate(prompts):
         pipeline.lead.add(str(index), prompt, max_tokens=64)
     outputs = pipeline.finish()
@@ -45,16 +55,27 @@ def test_staged_tokens_are_those_of_transformers(kind, num_stages, checkpoint, d
 
 @pytest.mark.parametrize("seed", range(3))
 def test_sampled_preempted_and_cancelled_requests_in_a_pipeline(seed, checkpoint, driver, prompts):
-    """Little room and many requests: whoever is preempted with a token under way draws the same one again."""
+    """Little room and many requests: a request that is preempted with a token under way samples the
+    same one again.
+    """
     model, chance = checkpoint("llama", 2), random.Random(seed)
-    settings = {str(index): {"seed": index, **SAMPLED, "max_tokens": 34 + index} for index in range(12)}
+    settings = {
+        str(index): {"seed": index, **SAMPLED, "max_tokens": 34 + index} for index in range(12)
+    }
     expected = {}
     for name, sampling in settings.items():
         alone = driver()
         alone.load(model)
         alone.add(name, prompts[int(name) % 4], **sampling)
         expected |= alone.finish()
-    pipeline = staged(driver, model, UNEVEN, seed=seed, kv_tokens=[160, 128, 144], limits=BatchLimits(step_tokens=40, running=8))
+    pipeline = staged(
+        driver,
+        model,
+        UNEVEN,
+        seed=seed,
+        kv_tokens=[160, 128, 144],
+        limits=BatchLimits(step_tokens=40, running=8),
+    )
     for name, sampling in settings.items():
         pipeline.lead.add(name, prompts[int(name) % 4], **sampling)
     cancelled = chance.sample(sorted(settings), 3)
@@ -71,12 +92,16 @@ def test_sampled_preempted_and_cancelled_requests_in_a_pipeline(seed, checkpoint
     assert pipeline.lead.preemptions > 0
 
 
-def test_stages_have_as_many_micro_batches_under_way_as_there_are_stages(checkpoint, driver, prompts):
+def test_stages_have_as_many_micro_batches_under_way_as_there_are_stages(
+    checkpoint, driver, prompts
+):
     pipeline = staged(driver, checkpoint("llama"), cuts(4, 4))
     for index in range(8):
         pipeline.lead.add(str(index), [index + 2, *prompts[index % 4]])
     batches = [pipeline.lead.step().batch_tokens for _ in range(6)]
-    assert [tokens > 0 for tokens in batches] == [True] * 4 + [False] * 2, "then it waits for the first one's answer"
+    assert [tokens > 0 for tokens in batches] == [True] * 4 + [False] * 2, (
+        "then it waits for the first one's answer"
+    )
     assert pipeline.finish().keys() == {str(index) for index in range(8)}
 
 
@@ -85,7 +110,9 @@ CONTROLLED = {**SAMPLED, "frequency_penalty": 0.6, "repetition_penalty": 1.4, "s
 
 def away_and_back(lead, name):
     released = lead.engine.release(RequestId(name), 1)
-    lead.engine.add(RequestId(name), 1, INSTANCE, released.prompt_ids, released.output_ids, released.sampling)
+    lead.engine.add(
+        RequestId(name), 1, INSTANCE, released.prompt_ids, released.output_ids, released.sampling
+    )
 
 
 def preempted(lead, name):
@@ -95,8 +122,12 @@ def preempted(lead, name):
 
 @pytest.mark.parametrize("disturb", [away_and_back, preempted])
 @pytest.mark.parametrize("num_stages", [2, 4])
-def test_a_token_under_way_is_not_given_to_a_later_run(num_stages, disturb, checkpoint, driver, prompts):
-    """The run that it belongs to is over, and the next one has begun, when it comes back: that one draws the same token itself."""
+def test_a_token_under_way_is_not_given_to_a_later_run(
+    num_stages, disturb, checkpoint, driver, prompts
+):
+    """The run that it belongs to is over, and the next one has begun, when it comes back: that one
+    samples the same token itself.
+    """
     model = checkpoint("llama", 1)
     alone = driver()
     alone.load(model)
@@ -105,15 +136,21 @@ def test_a_token_under_way_is_not_given_to_a_later_run(num_stages, disturb, chec
     pipeline = staged(driver, model, cuts(4, num_stages))
     pipeline.lead.add("a", prompts[1], **CONTROLLED)
     for position in (1, 5, 12):
-        pipeline.run_until(lambda position=position: len(pipeline.lead.outputs["a"].token_ids) >= position)
+        pipeline.run_until(
+            lambda position=position: len(pipeline.lead.outputs["a"].token_ids) >= position
+        )
         while not pipeline.lead.step().batch_tokens:
-            pipeline.run_until(lambda: pipeline.lead.engine._stages[INSTANCE].pipeline._answers.readable)
+            pipeline.run_until(
+                lambda: pipeline.lead.engine._stages[INSTANCE].pipeline._answers.readable
+            )
         disturb(pipeline.lead, "a")
         assert pipeline.lead.step().batch_tokens, "it runs again before its token is back"
     assert pipeline.finish()["a"] == expected
 
 
-def test_no_stage_is_unloaded_while_requests_of_its_pipeline_are_in_flight(checkpoint, driver, prompts):
+def test_no_stage_is_unloaded_while_requests_of_its_pipeline_are_in_flight(
+    checkpoint, driver, prompts
+):
     pipeline = staged(driver, checkpoint("llama"), UNEVEN)
     pipeline.lead.add("a", prompts[0], max_tokens=30)
     pipeline.run_until(lambda: len(pipeline.lead.outputs["a"].token_ids) > 3)
@@ -171,7 +208,10 @@ def test_a_stage_that_dies_ends_its_pipeline_and_nothing_else(dying, checkpoint,
     again.lead.add("resumed", prompts[1], outputs["a"], max_tokens=30)
     again.lead.add("b again", prompts[2], outputs["b"], max_tokens=30)
     resumed = again.finish()
-    assert (resumed["resumed"], resumed["b again"]) == (model.greedy(prompts[1], 30), model.greedy(prompts[2], 30))
+    assert (resumed["resumed"], resumed["b again"]) == (
+        model.greedy(prompts[1], 30),
+        model.greedy(prompts[2], 30),
+    )
 
 
 @pytest.mark.parametrize(
@@ -202,19 +242,26 @@ def test_only_a_ready_stage_of_several_is_connected(checkpoint, driver):
 def test_a_stage_that_hangs_is_lost(checkpoint, driver, prompts, monkeypatch):
     pipeline = staged(driver, checkpoint("llama"), cuts(4, 2))
     pipeline.lead.add("a", prompts[0])
-    monkeypatch.setattr(lead, "ANSWER_TIMEOUT_S", 0.02)  # the driver's clock ticks a millisecond at every look
+    monkeypatch.setattr(
+        lead, "ANSWER_TIMEOUT_S", 0.02
+    )  # the driver's clock ticks a millisecond at every look
     while pipeline.lead.outputs["a"].finish is None:
         pipeline.lead.step()
     assert pipeline.lead.outputs["a"].code == "worker_lost"
 
 
 def test_what_a_stage_is_comes_back_as_it_was(checkpoint):
-    hello = StageHello(stage=Stage(0, 2), spec=checkpoint("gemma3").spec, dtype=Dtype.BFLOAT16, num_blocks=8)
+    hello = StageHello(
+        stage=Stage(0, 2), spec=checkpoint("gemma3").spec, dtype=Dtype.BFLOAT16, num_blocks=8
+    )
     assert unpack(pack(StagesUp(stages=(hello,)))).stages == (hello,)
 
 
 def a_batch(**changes):
-    key, hidden = RequestKey(RequestId("x"), 1), changes.pop("hidden", torch.zeros(3, 48, dtype=torch.float64))
+    key, hidden = (
+        RequestKey(RequestId("x"), 1),
+        changes.pop("hidden", torch.zeros(3, 48, dtype=torch.float64)),
+    )
     fields = {
         "number": 1,
         "keys": (key,),
@@ -242,7 +289,9 @@ BAD_FRAMES = {
 
 
 @pytest.mark.parametrize("kind", BAD_FRAMES)
-def test_a_frame_that_makes_no_sense_ends_the_pipeline_and_the_engine_lives(kind, checkpoint, driver, prompts):
+def test_a_frame_that_makes_no_sense_ends_the_pipeline_and_the_engine_lives(
+    kind, checkpoint, driver, prompts
+):
     model = checkpoint("llama")
     runs = driver()
     runs.load(model, INSTANCE, stage=Stage(2, 4))
@@ -266,7 +315,7 @@ def test_a_good_frame_is_answered(checkpoint, driver):
     runs.engine.connect(INSTANCE, before, behind)
     mine.send(a_batch(), 1)
     assert not runs.step().lost
-    assert len(unpack(back.receive(1)).drawn) == 1
+    assert len(unpack(back.receive(1)).sampled) == 1
 
 
 def test_stages_in_threads_of_their_own(checkpoint, driver, prompts):
@@ -300,4 +349,6 @@ def test_stages_in_threads_of_their_own(checkpoint, driver, prompts):
         for thread in threads:
             thread.join(10)
     assert not any(thread.is_alive() for thread in threads)
-    assert [outputs[str(index)] for index in range(4)] == [model.greedy(prompt, 24) for prompt in prompts]
+    assert [outputs[str(index)] for index in range(4)] == [
+        model.greedy(prompt, 24) for prompt in prompts
+    ]

@@ -30,15 +30,27 @@ STEPS_S = 100
 
 @contextmanager
 def stage_processes(model, stages, leader, folder, over="unix"):
-    """Starts all stages but the first one, and connects the leader; gives processes and control channels."""
+    """Starts all stages but the first one, and connects the leader; gives processes and control
+    channels.
+    """
     stage_child.store(model, folder)
     processes, controls = [], []
     connects = {"unix": connected_by_unix, "tcp": connected_by_tcp}[over]
 
     def start(stage, *fds, **pipes):
         mine, its = socket.socketpair()
-        command = [sys.executable, stage_child.__file__, folder, stage.start, stage.stop, its.fileno(), *fds]
-        processes.append(subprocess.Popen([*map(str, command)], pass_fds=[its.fileno(), *fds], **pipes))
+        command = [
+            sys.executable,
+            stage_child.__file__,
+            folder,
+            stage.start,
+            stage.stop,
+            its.fileno(),
+            *fds,
+        ]
+        processes.append(
+            subprocess.Popen([*map(str, command)], pass_fds=[its.fileno(), *fds], **pipes)
+        )
         controls.append(UnixChannel(mine, monotonic))
         its.close()
         return processes[-1]
@@ -70,7 +82,10 @@ def connected_by_unix(stages, start):
 
 
 def connected_by_tcp(stages, start):
-    children = [start(stage, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for stage in stages[1:]]
+    children = [
+        start(stage, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for stage in stages[1:]
+    ]
     me = stage_child.identity(stages[0])
     door = Door(me, (HOST, 0), monotonic)
     ports = [door.port, *(int(child.stdout.readline()) for child in children)]
@@ -78,7 +93,9 @@ def connected_by_tcp(stages, start):
     following = [*ring[1:], ring[0]]
     for child, (stage, port) in zip(children, following[1:], strict=True):
         print(stage.start, stage.stop, port, file=child.stdin, flush=True)
-    channels = join(door, me, INSTANCE, stages[0], stage_child.follows(*following[0]), monotonic, 30)
+    channels = join(
+        door, me, INSTANCE, stages[0], stage_child.follows(*following[0]), monotonic, 30
+    )
     door.close()
     return channels
 
@@ -90,7 +107,9 @@ def long_clock(monkeypatch):
 
 
 def until(runs, condition):
-    """Steps until it holds; what stages in other processes fail to say would never end a leader that waits by a clock of its own."""
+    """Steps until it holds; what stages in other processes fail to say would never end a leader
+    that waits by a clock of its own.
+    """
     deadline = monotonic() + STEPS_S
     while not condition():
         assert monotonic() < deadline, runs.outputs
@@ -111,9 +130,13 @@ def finish(runs):
         ("qwen3-moe", (1, 1, 1, 1), "tcp"),
     ],
 )
-def test_tokens_are_those_of_transformers(kind, lengths, over, checkpoint, driver, prompts, tmp_path, long_clock):
+def test_tokens_are_those_of_transformers(
+    kind, lengths, over, checkpoint, driver, prompts, tmp_path, long_clock
+):
     model, leader = checkpoint(kind, 1), driver()
-    stages = [Stage(sum(lengths[:index]), sum(lengths[: index + 1])) for index in range(len(lengths))]
+    stages = [
+        Stage(sum(lengths[:index]), sum(lengths[: index + 1])) for index in range(len(lengths))
+    ]
     leader.load(model, stage=stages[0])
     with stage_processes(model, stages, leader, tmp_path, over):
         for index, prompt in enumerate(prompts):
@@ -126,7 +149,9 @@ def test_tokens_are_those_of_transformers(kind, lengths, over, checkpoint, drive
 
 
 @pytest.mark.parametrize("over", ["unix", "tcp"])
-def test_a_request_moves_out_of_a_pipeline_that_then_dies(over, checkpoint, driver, prompts, tmp_path, long_clock):
+def test_a_request_moves_out_of_a_pipeline_that_then_dies(
+    over, checkpoint, driver, prompts, tmp_path, long_clock
+):
     model, leader, survivor = checkpoint("llama", 1), driver(), driver()
     stages = [Stage(0, 1), Stage(1, 3), Stage(3, 4)]
     leader.load(model, stage=stages[0])
@@ -144,12 +169,23 @@ def test_a_request_moves_out_of_a_pipeline_that_then_dies(over, checkpoint, driv
             while (frame := control.receive(10)).header:
                 header = unpack(frame)
                 tensor = tensor_of(frame, header.tensor)
-                pieces.append(KvPiece(key=key, layers=header.layers, start=header.start, keys_and_values=tensor))
+                pieces.append(
+                    KvPiece(
+                        key=key, layers=header.layers, start=header.start, keys_and_values=tensor
+                    )
+                )
         assert {piece.layers for piece in pieces} == set(stages)
         released = leader.engine.release(key.request_id, 1)
         survivor.outputs["moves"] = leader.outputs.pop("moves")
         survivor.engine.add(
-            key.request_id, 1, INSTANCE, released.prompt_ids, released.output_ids, released.sampling, None, pieces
+            key.request_id,
+            1,
+            INSTANCE,
+            released.prompt_ids,
+            released.output_ids,
+            released.sampling,
+            None,
+            pieces,
         )
         assert survivor.step().batch_tokens <= 3, "what was under way in the pipeline at most"
         until(leader, lambda: len(leader.outputs["stays"].token_ids) >= 30)

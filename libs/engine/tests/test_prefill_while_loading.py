@@ -1,4 +1,6 @@
-"""Requests on a model whose parts are still coming: as much of them runs as is in place, and their tokens are those of a loaded model."""
+"""Requests on a model whose parts are still coming: as much of them runs as is in place, and their
+tokens are those of a loaded model.
+"""
 
 from dataclasses import replace
 from functools import cache
@@ -23,15 +25,18 @@ KV_TOKENS = 1024
 MAX_TOKENS = 5
 PARTS = 6
 """Embedding, four layers, head."""
-PROMPTS = [[(7 * index + shift) % 199 for index in range(length)] for shift, length in ((0, 40), (0, 37), (3, 5), (11, 1))]
+PROMPTS = [
+    [(7 * index + shift) % 199 for index in range(length)]
+    for shift, length in ((0, 40), (0, 37), (3, 5), (11, 1))
+]
 """The first two begin alike."""
 
 
 def device_bytes(checkpoint, blocks: int) -> int:
     spec = checkpoint.spec
-    return parameter_bytes(decoder_of(spec), spec.whole, spec.dtype) + 16 * blocks * spec.kv_bytes_per_token(
-        spec.whole, spec.dtype
-    )
+    return parameter_bytes(
+        decoder_of(spec), spec.whole, spec.dtype
+    ) + 16 * blocks * spec.kv_bytes_per_token(spec.whole, spec.dtype)
 
 
 def begin(runs, checkpoint, blocks: int = KV_TOKENS // 16) -> None:
@@ -77,7 +82,9 @@ def layers_run(monkeypatch):
 
 @pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.parametrize("step_tokens", [512, 16])
-def test_layers_run_as_their_parts_come_and_tokens_are_those_of_transformers(kind, step_tokens, driver, checkpoint, layers_run):
+def test_layers_run_as_their_parts_come_and_tokens_are_those_of_transformers(
+    kind, step_tokens, driver, checkpoint, layers_run
+):
     model = checkpoint(kind)
     runs, ran = driver(BatchLimits(step_tokens=step_tokens, running=4)), layers_run(model)
     begin(runs, model)
@@ -129,9 +136,14 @@ def test_another_model_steps_meanwhile(driver, checkpoint, prompts):
         place(runs, model, part)
         for _ in range(2):
             runs.step()
-    assert len(runs.outputs["streams"].token_ids) >= 8, "a model that loads takes no turn for nothing"
+    assert len(runs.outputs["streams"].token_ids) >= 8, (
+        "a model that loads takes no turn for nothing"
+    )
     outputs = runs.finish()
-    assert outputs == {"waits": model.greedy(PROMPTS[0], MAX_TOKENS), "streams": other.greedy(prompts[1], 12)}
+    assert outputs == {
+        "waits": model.greedy(PROMPTS[0], MAX_TOKENS),
+        "streams": other.greedy(prompts[1], 12),
+    }
 
 
 @pytest.mark.parametrize("how", ["abort", "deadline", "release"])
@@ -141,7 +153,15 @@ def test_who_leaves_in_the_middle_of_a_load_is_gone_at_once(how, placed, driver,
     begin(runs, model)
     runs.add("stays", PROMPTS[0], max_tokens=MAX_TOKENS)
     sampling = Sampling(seed=0, max_tokens=MAX_TOKENS, temperature=0.0)
-    runs.engine.add(RequestId("leaves"), 1, I, PROMPTS[1], (), sampling, deadline_s=10.0 if how == "deadline" else None)
+    runs.engine.add(
+        RequestId("leaves"),
+        1,
+        I,
+        PROMPTS[1],
+        (),
+        sampling,
+        deadline_s=10.0 if how == "deadline" else None,
+    )
     runs.outputs["leaves"] = type(runs.outputs["stays"])([])
     for part in range(placed):
         place(runs, model, part)
@@ -160,7 +180,9 @@ def test_who_leaves_in_the_middle_of_a_load_is_gone_at_once(how, placed, driver,
     runs.step()
     left = runs.outputs["leaves"]
     assert (left.finish, left.code) == (
-        (FinishReason.ERROR, "deadline_exceeded") if how == "deadline" else (FinishReason.CANCELLED, "")
+        (FinishReason.ERROR, "deadline_exceeded")
+        if how == "deadline"
+        else (FinishReason.CANCELLED, "")
     )
     assert runs.engine.due_s is None
     place(runs, model, *range(placed, PARTS))
@@ -186,7 +208,9 @@ def test_a_batch_that_everybody_has_left_is_dropped(driver, checkpoint, layers_r
 
 @pytest.mark.parametrize("how", ["bad part", "dropped"])
 @pytest.mark.parametrize("placed", range(PARTS - 1))
-def test_a_load_that_fails_ends_its_requests_with_an_error_that_can_be_retried(how, placed, driver, checkpoint):
+def test_a_load_that_fails_ends_its_requests_with_an_error_that_can_be_retried(
+    how, placed, driver, checkpoint
+):
     model, runs = checkpoint("llama"), driver()
     begin(runs, model)
     runs.add("a", PROMPTS[0])
@@ -204,7 +228,11 @@ def test_a_load_that_fails_ends_its_requests_with_an_error_that_can_be_retried(h
             runs.engine.place_part(I, placed, model.parts[(placed + 1) % PARTS])
     runs.step()
     for output in runs.outputs.values():
-        assert (output.token_ids, output.finish, output.code) == ([], FinishReason.ERROR, "not_loaded")
+        assert (output.token_ids, output.finish, output.code) == (
+            [],
+            FinishReason.ERROR,
+            "not_loaded",
+        )
     assert not runs.engine.has_work
     assert runs.engine.backed_bytes == 0
 
@@ -224,7 +252,9 @@ def test_a_moved_request_needs_a_loaded_model(driver, checkpoint):
 
 @pytest.fixture
 def under_way(driver, checkpoint):
-    """An engine with few blocks, whose last parts are in place; ``leaves`` has just left the batch that was waiting for them."""
+    """An engine with few blocks, whose last parts are in place; ``leaves`` has just left the batch
+    that was waiting for them.
+    """
     model, runs = checkpoint("llama"), driver(BatchLimits(prefix_cache=False))
     begin(runs, model, blocks=6)
     runs.add("leaves", PROMPTS[0])
@@ -236,8 +266,14 @@ def under_way(driver, checkpoint):
     return runs
 
 
-def test_blocks_of_one_who_left_the_batch_are_not_written_when_another_has_them(under_way, driver, checkpoint):
-    model, source, prompt = checkpoint("llama"), driver(), [(11 * index + 5) % 199 for index in range(60)]
+def test_blocks_of_one_who_left_the_batch_are_not_written_when_another_has_them(
+    under_way, driver, checkpoint
+):
+    model, source, prompt = (
+        checkpoint("llama"),
+        driver(),
+        [(11 * index + 5) % 199 for index in range(60)],
+    )
     source.load(model)
     source.add("moves", prompt, max_tokens=MAX_TOKENS)
     source.step()
@@ -257,7 +293,9 @@ def test_blocks_of_one_who_left_the_batch_are_not_written_when_another_has_them(
 
 def test_blocks_that_move_are_not_written_where_they_were(under_way, checkpoint):
     model = checkpoint("llama")
-    under_way.capacity_tokens = under_way.engine.resize(I, device_bytes(model, 2)).kv_capacity_tokens
+    under_way.capacity_tokens = under_way.engine.resize(
+        I, device_bytes(model, 2)
+    ).kv_capacity_tokens
     under_way.add("comes", PROMPTS[3], max_tokens=MAX_TOKENS)
     outputs = under_way.finish()
     assert outputs["stays"] == model.greedy(PROMPTS[2], MAX_TOKENS)
@@ -279,10 +317,14 @@ KINDS = {"i": "qwen3-moe", "other": "llama"}
 
 
 class Life:
-    """One engine with a model that is loaded, and one whose parts come in any order, while requests come and go."""
+    """One engine with a model that is loaded, and one whose parts come in any order, while requests
+    come and go.
+    """
 
     def __init__(self, driver, checkpoint, step_tokens: int, *, prefix_cache: bool) -> None:
-        limits = BatchLimits(step_tokens=step_tokens, running=min(4, step_tokens), prefix_cache=prefix_cache)
+        limits = BatchLimits(
+            step_tokens=step_tokens, running=min(4, step_tokens), prefix_cache=prefix_cache
+        )
         self.driver, self.runs = driver, driver(limits)
         self.models = {instance: checkpoint(kind) for instance, kind in KINDS.items()}
         begin(self.runs, self.models["i"])
@@ -313,7 +355,7 @@ class Life:
                 for _ in range(number):
                     self.step()
             case _:
-                """There is nobody yet, or it is too early."""
+                """There is no request yet, or it is too early."""
         self.check()
 
     def add(self, instance: str, prompt: int) -> None:
@@ -322,19 +364,28 @@ class Life:
         self.runs.add(name, PROMPTS[prompt], instance=instance, max_tokens=MAX_TOKENS)
 
     def move_in(self, prompt: int) -> None:
-        """A request that ran elsewhere takes blocks at once, maybe those of one that has just left the batch under way."""
+        """A request that ran elsewhere takes blocks at once, maybe those of one that has just left
+        the batch under way.
+        """
         source = self.driver()
         source.load(self.models["i"])
         source.add("moves", PROMPTS[prompt], max_tokens=MAX_TOKENS)
         source.step()
-        pieces = source.engine.export_kv(I, [RequestKey(RequestId("moves"), 1)], self.models["i"].spec.whole)
+        pieces = source.engine.export_kv(
+            I, [RequestKey(RequestId("moves"), 1)], self.models["i"].spec.whole
+        )
         name = str(len(self.asked))
         pieces = [replace(piece, key=RequestKey(RequestId(name), 1)) for piece in pieces]
         output_ids = source.outputs["moves"].token_ids
-        if self.engine._stages[I].scheduler.running < 4 and self.engine._stages[I].scheduler.kv_free_tokens >= 16 * 8:
+        if (
+            self.engine._stages[I].scheduler.running < 4
+            and self.engine._stages[I].scheduler.kv_free_tokens >= 16 * 8
+        ):
             self.asked[name] = "i", prompt
             sampling = Sampling(seed=0, max_tokens=MAX_TOKENS, temperature=0.0)
-            self.engine.add(RequestId(name), 1, I, PROMPTS[prompt], output_ids, sampling, pieces=pieces)
+            self.engine.add(
+                RequestId(name), 1, I, PROMPTS[prompt], output_ids, sampling, pieces=pieces
+            )
             self.runs.outputs[name] = type(source.outputs["moves"])(list(output_ids))
 
     def step(self) -> None:
@@ -352,7 +403,9 @@ class Life:
     step_tokens=st.sampled_from((7, 16, 64)),
     prefix_cache=st.booleans(),
 )
-def test_tokens_do_not_depend_on_when_parts_come(driver, checkpoint, moves, step_tokens, prefix_cache):
+def test_tokens_do_not_depend_on_when_parts_come(
+    driver, checkpoint, moves, step_tokens, prefix_cache
+):
     life = Life(driver, checkpoint, step_tokens, prefix_cache=prefix_cache)
     for what, number in moves:
         life.take(what, number)
@@ -384,4 +437,4 @@ def test_parts_that_nobody_waits_for_give_way_to_batches(driver, checkpoint, mon
     place(runs, model, 1)
     runs.add("ours", PROMPTS[0])
     place(runs, model, 2)
-    assert gave_way == [False, True, False], "nothing else runs; something does; somebody waits"
+    assert gave_way == [False, True, False], "nothing else runs; something does; a request waits"

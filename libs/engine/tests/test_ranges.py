@@ -11,7 +11,9 @@ from pilotlight.engine.core.batch import Batch, Segment
 def test_any_cut_gives_the_same_tokens(kind, checkpoint, chain, prompts):
     model = checkpoint(kind, 1)
     whole, *cut = (chain(model, num_ranges).greedy(prompts, 64) for num_ranges in (1, 2, 4))
-    assert whole == [model.would_say(prompt, output) for prompt, output in zip(prompts, whole, strict=True)]
+    assert whole == [
+        model.would_say(prompt, output) for prompt, output in zip(prompts, whole, strict=True)
+    ]
     assert cut == [whole, whole]
 
 
@@ -26,6 +28,11 @@ def test_each_range_may_keep_its_kv_elsewhere(checkpoint, chain, prompts):
 
 def test_a_chunk_that_asks_for_no_logits_gets_none(checkpoint, chain, prompts):
     model = checkpoint("llama")
-    logits = chain(model, 1).run([Segment(0, 4, (0,), False), Segment(0, 1, (1,), True)], [1, 2, 3, 4, 5])
+    logits = chain(model, 1).run(
+        [Segment(0, 4, (0,), False), Segment(0, 1, (1,), True)], [1, 2, 3, 4, 5]
+    )
     assert logits.shape == (1, model.spec.vocab_size)
-    assert chain(model, 4).run([Segment(0, 4, (0,), False)], [1, 2, 3, 4]).shape == (0, model.spec.vocab_size)
+    assert chain(model, 4).run([Segment(0, 4, (0,), False)], [1, 2, 3, 4]).shape == (
+        0,
+        model.spec.vocab_size,
+    )

@@ -1,4 +1,7 @@
-"""Sampling against transformers' processors, and by chi-square against what they leave. 20,000 draws each, the same in each run."""
+"""Sampling against transformers' processors, and by chi-square against what they leave.
+
+20,000 samples each, the same in each run.
+"""
 
 import math
 from collections import Counter
@@ -21,14 +24,16 @@ from transformers.generation.logits_process import (
 from pilotlight.engine.core.counts import counts_of
 from pilotlight.engine.core.philox import uniform
 from pilotlight.engine.core.scheduler import BatchLimits
-from pilotlight.engine.device.logits import Draw, adjust
-from pilotlight.engine.device.sampler import Undrawn, _probabilities, sample
+from pilotlight.engine.device.logits import SampleSpec, adjust
+from pilotlight.engine.device.sampler import NotSampled, _probabilities, sample
 from pilotlight.policy.request import Sampling
 
-DRAWS = 20_000
+SAMPLES = 20_000
 LEAST_P = 1e-6
 VOCAB_SIZE = 48
-LOGITS = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(17), dtype=torch.float64) * 2
+LOGITS = (
+    torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(17), dtype=torch.float64) * 2
+)
 PROMPT = [3, 9, 9, 30]
 OUTPUT = [5, 9, 5, 5, 41]
 
@@ -66,8 +71,8 @@ def sampling_of(settings) -> Sampling:
     return Sampling(**{"seed": 77, "max_tokens": 1000, "temperature": 1.0, **settings})
 
 
-def draw_of(sampling: Sampling, position: int = len(OUTPUT)) -> Draw:
-    return Draw(sampling, position, counts=counts_of(sampling, PROMPT, OUTPUT))
+def spec_of(sampling: Sampling, position: int = len(OUTPUT)) -> SampleSpec:
+    return SampleSpec(sampling, position, counts=counts_of(sampling, PROMPT, OUTPUT))
 
 
 def reference(settings) -> torch.Tensor:
@@ -75,8 +80,12 @@ def reference(settings) -> torch.Tensor:
     return processed(LOGITS, PROMPT, OUTPUT, sampling_of(settings))
 
 
-def processed(logits: torch.Tensor, prompt: list[int], output: list[int], sampling: Sampling) -> torch.Tensor:
-    """What transformers makes of logits [vocab_size], and for the penalties that it has not, OpenAI's formula."""
+def processed(
+    logits: torch.Tensor, prompt: list[int], output: list[int], sampling: Sampling
+) -> torch.Tensor:
+    """What transformers makes of logits [vocab_size], and for the penalties that it has not,
+    OpenAI's formula.
+    """
     ids = torch.tensor([prompt + output])
     scores = logits[None].clone()
     if sampling.repetition_penalty != 1:
@@ -85,10 +94,16 @@ def processed(logits: torch.Tensor, prompt: list[int], output: list[int], sampli
         scores[0, token_id] -= count * sampling.frequency_penalty + sampling.presence_penalty
     rest = LogitsProcessorList()
     if sampling.logit_bias:
-        rest.append(SequenceBiasLogitsProcessor([[[token_id], bias] for token_id, bias in sampling.logit_bias]))
+        rest.append(
+            SequenceBiasLogitsProcessor(
+                [[[token_id], bias] for token_id, bias in sampling.logit_bias]
+            )
+        )
     if sampling.min_tokens:
         rest.append(
-            MinNewTokensLengthLogitsProcessor(len(prompt), sampling.min_tokens, list(sampling.stop_token_ids), device="cpu")
+            MinNewTokensLengthLogitsProcessor(
+                len(prompt), sampling.min_tokens, list(sampling.stop_token_ids), device="cpu"
+            )
         )
     rest.append(TemperatureLogitsWarper(sampling.temperature))
     if sampling.top_k:
@@ -102,8 +117,14 @@ def processed(logits: torch.Tensor, prompt: list[int], output: list[int], sampli
 
 def p_value(seen: list[int], wanted: list[float]) -> float:
     """How probable counts are that lie at least so far from those that are expected."""
-    statistic = sum((count - expected) ** 2 / expected for count, expected in zip(seen, wanted, strict=True))
-    return float(torch.special.gammaincc(torch.tensor((len(seen) - 1) / 2.0), torch.tensor(statistic / 2.0, dtype=torch.float64)))
+    statistic = sum(
+        (count - expected) ** 2 / expected for count, expected in zip(seen, wanted, strict=True)
+    )
+    return float(
+        torch.special.gammaincc(
+            torch.tensor((len(seen) - 1) / 2.0), torch.tensor(statistic / 2.0, dtype=torch.float64)
+        )
+    )
 
 
 def test_p_values():
@@ -113,50 +134,71 @@ def test_p_values():
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_processors_leave_what_those_of_transformers_leave(settings):
-    draw = draw_of(sampling_of(settings))
+    spec = spec_of(sampling_of(settings))
     logits = LOGITS[None].clone()
-    adjust(logits, [draw])
-    probabilities = _probabilities(logits, [draw])[0]
-    assert torch.allclose(probabilities / probabilities.sum(), reference(settings), rtol=0, atol=1e-12)
+    adjust(logits, [spec])
+    probabilities = _probabilities(logits, [spec])[0]
+    assert torch.allclose(
+        probabilities / probabilities.sum(), reference(settings), rtol=0, atol=1e-12
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_draws_follow_the_reference(settings):
-    """The counters are other positions than the one whose distribution this is; with ``min_tokens`` all of them are below it."""
+def test_samples_follow_the_reference(settings):
+    """The counters are other positions than the one whose distribution this is; with ``min_tokens``
+    all of them are below it.
+    """
     expected = reference(settings)
     sampling = sampling_of(
-        {**settings, "min_tokens": DRAWS + 100 if settings.get("min_tokens") else 0, "max_tokens": DRAWS + 200}
+        {
+            **settings,
+            "min_tokens": SAMPLES + 100 if settings.get("min_tokens") else 0,
+            "max_tokens": SAMPLES + 200,
+        }
     )
-    draws = [draw_of(sampling, position) for position in range(DRAWS)]
-    assert_follows(draws, expected)
+    specs = [spec_of(sampling, position) for position in range(SAMPLES)]
+    assert_follows(specs, expected)
 
 
-def test_draws_of_many_seeds_follow_the_reference():
+def test_samples_of_many_seeds_follow_the_reference():
     """The same position of as many requests."""
-    assert_follows([draw_of(sampling_of({"seed": seed})) for seed in range(DRAWS)], reference({}))
+    assert_follows([spec_of(sampling_of({"seed": seed})) for seed in range(SAMPLES)], reference({}))
 
 
-def assert_follows(draws: list[Draw], expected: torch.Tensor) -> None:
-    """Chi-square test of what is drawn from ``LOGITS``."""
-    counts = torch.bincount(torch.tensor([row.token_id for row in sample(LOGITS.expand(DRAWS, -1), draws)]), minlength=VOCAB_SIZE)
+def assert_follows(specs: list[SampleSpec], expected: torch.Tensor) -> None:
+    """Chi-square test of what is sampled from ``LOGITS``."""
+    counts = torch.bincount(
+        torch.tensor([row.token_id for row in sample(LOGITS.expand(SAMPLES, -1), specs)]),
+        minlength=VOCAB_SIZE,
+    )
     assert not counts[expected == 0].any()
     # Tokens that are expected less than five times are counted together.
-    rare = (expected > 0) & (expected * DRAWS < 5)
+    rare = (expected > 0) & (expected * SAMPLES < 5)
     often = (expected > 0) & ~rare
     seen = [*counts[often].tolist(), *([int(counts[rare].sum())] if rare.any() else [])]
-    wanted = [*(expected[often] * DRAWS).tolist(), *([float(expected[rare].sum()) * DRAWS] if rare.any() else [])]
+    wanted = [
+        *(expected[often] * SAMPLES).tolist(),
+        *([float(expected[rare].sum()) * SAMPLES] if rare.any() else []),
+    ]
     assert len(seen) > 1
     assert p_value(seen, wanted) > LEAST_P
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_sampled_tokens_are_those_of_transformers_with_the_same_noise(kind, checkpoint, driver, prompts):
-    """Penalties, positions and seeds as they are in the middle of a running engine, chunked and batched."""
+def test_sampled_tokens_are_those_of_transformers_with_the_same_noise(
+    kind, checkpoint, driver, prompts
+):
+    """Penalties, positions and seeds as they are in the middle of a running engine, chunked and
+    batched.
+    """
     model, runs = checkpoint(kind, 1), driver(BatchLimits(step_tokens=24, running=24))
     runs.load(model)
     asked = {
-        f"{index} {number}": (prompt, sampling_of({**settings, "seed": 2**63 + index, "max_tokens": 24}))
+        f"{index} {number}": (
+            prompt,
+            sampling_of({**settings, "seed": 2**63 + index, "max_tokens": 24}),
+        )
         for index, prompt in enumerate(prompts)
         for number, settings in enumerate(({}, SETTINGS[6], SETTINGS[-1]))
     }
@@ -172,18 +214,27 @@ def test_sampled_tokens_are_those_of_transformers_with_the_same_noise(kind, chec
 
 
 def test_a_mixed_batch_is_its_rows_alone():
-    """Every row has its own parameters, some rows are greedy, one is not finite, and there are more than are widened at once."""
-    draws = [draw_of(sampling_of({"seed": index, **settings})) for index, settings in enumerate([*SETTINGS, *SETTINGS])]
-    draws[3] = draw_of(sampling_of({**SETTINGS[-1], "temperature": 0.0, "logprobs": True, "top_logprobs": 3}))
-    draws[8] = draw_of(sampling_of({"temperature": 0.0}))
-    logits = torch.randn(len(draws), VOCAB_SIZE, generator=torch.Generator().manual_seed(2))
+    """Every row has its own parameters, some rows are greedy, one is not finite, and there are more
+    than are widened at once.
+    """
+    specs = [
+        spec_of(sampling_of({"seed": index, **settings}))
+        for index, settings in enumerate([*SETTINGS, *SETTINGS])
+    ]
+    specs[3] = spec_of(
+        sampling_of({**SETTINGS[-1], "temperature": 0.0, "logprobs": True, "top_logprobs": 3})
+    )
+    specs[8] = spec_of(sampling_of({"temperature": 0.0}))
+    logits = torch.randn(len(specs), VOCAB_SIZE, generator=torch.Generator().manual_seed(2))
     logits[5, 0] = math.nan
-    together = sample(logits, draws)
-    assert together == [sample(logits[row : row + 1], [draw])[0] for row, draw in enumerate(draws)]
-    assert together[5] is Undrawn.NOT_FINITE
+    together = sample(logits, specs)
+    assert together == [sample(logits[row : row + 1], [spec])[0] for row, spec in enumerate(specs)]
+    assert together[5] is NotSampled.NOT_FINITE
     assert together[8].token_id == int(logits[8].argmax())
     logprobs = logits[3].double().log_softmax(-1)
-    assert [token_id for token_id, _ in together[3].top] == logprobs.argsort(descending=True)[:3].tolist()
+    assert [token_id for token_id, _ in together[3].top] == logprobs.argsort(descending=True)[
+        :3
+    ].tolist()
     assert together[3].logprob == pytest.approx(float(logprobs[together[3].token_id]), abs=1e-12)
 
 
@@ -199,8 +250,8 @@ def test_penalties_are_a_function_of_prompt_and_output():
 
 def test_masks():
     bits = bytes([0b00000010] + [0] * 5)
-    only = Draw(sampling_of({}), 0, allowed=bits, may_end=False)
-    end = Draw(sampling_of({"stop_token_ids": (4, 999)}), 0, allowed=bytes(6))
-    never = Draw(sampling_of({"stop_token_ids": (4,), "min_tokens": 1}), 0, allowed=bytes(6))
-    drawn = sample(LOGITS.expand(3, -1), [only, end, never])
-    assert [getattr(one, "token_id", one) for one in drawn] == [1, 4, Undrawn.NOTHING_LEFT]
+    only = SampleSpec(sampling_of({}), 0, allowed=bits, may_end=False)
+    end = SampleSpec(sampling_of({"stop_token_ids": (4, 999)}), 0, allowed=bytes(6))
+    never = SampleSpec(sampling_of({"stop_token_ids": (4,), "min_tokens": 1}), 0, allowed=bytes(6))
+    sampled = sample(LOGITS.expand(3, -1), [only, end, never])
+    assert [getattr(one, "token_id", one) for one in sampled] == [1, 4, NotSampled.NOTHING_LEFT]

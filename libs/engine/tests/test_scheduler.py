@@ -45,7 +45,9 @@ def test_every_stream_gets_a_token_in_every_step():
     stage.submit(prompt(3, 9), 2)
     assert [name for name, _, _ in stage.step()] == ["r0", "r1", "r2", "r3"]
     for start in range(1, 9):
-        assert stage.step()[3:] == [("r3", start, start + 1)], "a long prompt gets what is left, at least one"
+        assert stage.step()[3:] == [("r3", start, start + 1)], (
+            "a long prompt gets what is left, at least one"
+        )
 
 
 @pytest.mark.parametrize(("step_tokens", "running"), [(4, 5), (4, 0), (0, 0)])
@@ -59,7 +61,11 @@ def test_the_head_of_the_queue_is_not_overtaken():
     for kind, prompt_tokens in enumerate((30, 40, 5)):
         stage.submit(prompt(kind, prompt_tokens), 2)
     assert stage.step() == [("r0", 0, 30)], "r1 has no room; r2 would have, and waits"
-    assert (stage.scheduler.running, stage.scheduler.waiting, stage.scheduler.kv_free_tokens) == (1, 2, 32)
+    assert (stage.scheduler.running, stage.scheduler.waiting, stage.scheduler.kv_free_tokens) == (
+        1,
+        2,
+        32,
+    )
     assert stage.step() == [("r0", 30, 31)]
     assert stage.step() == [("r1", 0, 40)], "a block for r1's next tokens stays free"
     assert stage.step() == [("r1", 40, 41)]
@@ -86,11 +92,16 @@ def test_equal_prefixes_are_computed_once():
     assert stage.hit_tokens == 64, "full blocks only, and never the last token"
     assert stage.pool.num_blocks - stage.pool.free_blocks == 3 + 1 + 1 + 1
     stage.drain()
-    assert stage.pool.cached_blocks == 4, "64 tokens of r0 are in full blocks; the others' blocks hold the same or are not full"
+    assert stage.pool.cached_blocks == 4, (
+        "64 tokens of r0 are in full blocks; the others' blocks hold the same or are not full"
+    )
 
 
 def test_equal_prompts_that_come_at_once_are_computed_once():
-    """As several answers to one prompt do. Who asks something else meanwhile loses no more than the rest of a step."""
+    """As several answers to one prompt do.
+
+    A request for something else meanwhile loses no more than the rest of a step.
+    """
     stage = PaperStage(40, BatchLimits(step_tokens=32, running=8))
     answers = [stage.submit(prompt(0, 50), 20, seed=seed) for seed in range(3)]
     other = stage.submit(prompt(1, 12), 20)
@@ -99,7 +110,9 @@ def test_equal_prompts_that_come_at_once_are_computed_once():
     assert stage.step() == [("r0", 50, 51), ("r1", 48, 50), ("r2", 48, 50), ("r3", 0, 12)]
     assert stage.hit_tokens == 96
     stage.drain()
-    assert [answer.token_ids[50:] for answer in answers] == [expected_output(prompt(0, 50), seed, 20) for seed in range(3)]
+    assert [answer.token_ids[50:] for answer in answers] == [
+        expected_output(prompt(0, 50), seed, 20) for seed in range(3)
+    ]
     assert other.token_ids[12:] == expected_output(prompt(1, 12), 0, 20)
 
 
@@ -125,7 +138,9 @@ class Grammar:
 
 @pytest.mark.parametrize(("late", "ran"), [(False, [1]), (True, [40])])
 def test_nobody_waits_for_a_prompt_whose_grammar_is_late(late, ran):
-    """What follows it may not be known for seconds, and until then nobody vouches for its blocks."""
+    """What follows it may not be known for seconds, and until then its blocks are not vouched
+    for.
+    """
     stage = PaperStage(40, BatchLimits())
     first = stage.submit(prompt(0, 40), 20)
     stage.scheduler.advance(stage.scheduler.schedule(0.0))
@@ -175,7 +190,9 @@ def test_a_preempted_request_finds_its_blocks_again():
         stage.step()
     stage.drop(old)
     assert len(young.token_ids) == 49
-    assert stage.step() == [("r1", 32, 49)], "of its three full blocks the old one needed one, the last"
+    assert stage.step() == [("r1", 32, 49)], (
+        "of its three full blocks the old one needed one, the last"
+    )
 
 
 def test_the_youngest_sits_out_rather_than_give_up_its_own():
@@ -183,7 +200,9 @@ def test_the_youngest_sits_out_rather_than_give_up_its_own():
     requests = [stage.submit(prompt(kind, 16), 30) for kind in range(3)]
     for _ in range(17):
         assert len(stage.step()) == 3
-    assert [name for name, _, _ in stage.step()] == ["r0", "r1"], "there was a third block for two of them"
+    assert [name for name, _, _ in stage.step()] == ["r0", "r1"], (
+        "there was a third block for two of them"
+    )
     assert states(stage) == "rrr"
     while stage.scheduler.running == 3:
         stage.step()
@@ -205,7 +224,9 @@ def test_a_dropped_request_frees_its_blocks_at_once_and_leaves_shared_ones():
     assert second.token_ids[40:] == expected_output(prompt(0, 40), 0, 20)
 
 
-@pytest.mark.parametrize("state", [RequestState.WAITING, RequestState.RUNNING, RequestState.PREEMPTED])
+@pytest.mark.parametrize(
+    "state", [RequestState.WAITING, RequestState.RUNNING, RequestState.PREEMPTED]
+)
 def test_an_overdue_request_ends_in_one_step_wherever_it_stands(state):
     stage = PaperStage(4, BatchLimits())
     first = stage.submit(prompt(0, 16), 40)
@@ -219,7 +240,9 @@ def test_an_overdue_request_ends_in_one_step_wherever_it_stands(state):
     stage.step()
     assert stage.overdue == [other]
     assert other.state is RequestState.ENDED
-    assert stage.pool.num_blocks - stage.pool.free_blocks == blocks_for(len(first.token_ids) - 1), "its blocks are free at once"
+    assert stage.pool.num_blocks - stage.pool.free_blocks == blocks_for(len(first.token_ids) - 1), (
+        "its blocks are free at once"
+    )
     stage.drain()
 
 
@@ -232,7 +255,13 @@ def test_a_request_that_fits_alone_is_taken_and_no_other():
 
 
 def request(prompt_tokens: int, max_tokens: int, context: int) -> Request:
-    return Request(RequestKey(RequestId("a"), 1), [1] * prompt_tokens, [], Sampling(seed=0, max_tokens=max_tokens), context)
+    return Request(
+        RequestKey(RequestId("a"), 1),
+        [1] * prompt_tokens,
+        [],
+        Sampling(seed=0, max_tokens=max_tokens),
+        context,
+    )
 
 
 def test_room_is_asked_for_what_a_request_can_reach():
@@ -255,5 +284,7 @@ def test_the_core_imports_no_tensors():
         "for module in pkgutil.iter_modules(core.__path__): importlib.import_module(f'{core.__name__}.{module.name}')\n"
         "print([name for name in ('torch', 'numpy') if name in sys.modules])"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "[]"

@@ -26,8 +26,13 @@ def test_a_home_beyond_the_slots_of_a_small_arena_is_one_of_them() -> None:
     assert SlotTable(4).take(14) == 2
 
 
-@given(st.integers(1, 5), st.lists(st.one_of(st.none(), st.integers(0, 15), st.just("close")), max_size=30))
-def test_a_slot_holds_one_model_and_a_free_home_is_always_taken(num_slots: int, moves: list[int | str | None]) -> None:
+@given(
+    st.integers(1, 5),
+    st.lists(st.one_of(st.none(), st.integers(0, 15), st.just("close")), max_size=30),
+)
+def test_a_slot_holds_one_model_and_a_free_home_is_always_taken(
+    num_slots: int, moves: list[int | str | None]
+) -> None:
     slots, taken = SlotTable(num_slots), list[int]()
     for move in moves:
         if isinstance(move, str):
@@ -57,7 +62,11 @@ def test_what_is_loaded_before_a_model_does_not_move_it(checkpoint) -> None:
             memory = StageMemory(arena, decoder, decoder.spec.whole, Dtype.FLOAT32, slot)
             memory.resize(4)
             tensors = [tensor for part in memory.parts for tensor in memory.tensors(part).values()]
-            tensors += [half for layer in range(decoder.spec.num_layers) for half in memory.keys_and_values(layer)]
+            tensors += [
+                half
+                for layer in range(decoder.spec.num_layers)
+                for half in memory.keys_and_values(layer)
+            ]
             found[name] = {tensor.data_ptr() - start for tensor in tensors}
         return found
 

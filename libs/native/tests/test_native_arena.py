@@ -1,4 +1,6 @@
-"""The arena's books over a fake driver: contents stay where they lie, nothing leaks, and every refusal leaves things as they were."""
+"""The arena's books over a fake driver: contents stay where they lie, nothing leaks, and every
+refusal leaves things as they were.
+"""
 
 import ctypes
 import mmap
@@ -117,7 +119,10 @@ def test_a_part_is_taken_away_from_a_device_that_is_full(arena, fake):
     ],
 )
 def test_taking_away_is_all_or_nothing(arena, fake, function, in_calls):
-    """From the middle of one chunk to the middle of the next but one. Windows for what stays are mapped and unmapped first."""
+    """From the middle of one chunk to the middle of the next but one.
+
+    Windows for what stays are mapped and unmapped first.
+    """
     arena.back(0, 24 * GRANULE, 8 * GRANULE)
     for granule in range(24):
         write(arena, granule * GRANULE, granule + 1)
@@ -131,7 +136,10 @@ def test_taking_away_is_all_or_nothing(arena, fake, function, in_calls):
         assert read(arena, granule * GRANULE) == bytes([granule + 1]) * 64
     arena.unback(4 * GRANULE, 20 * GRANULE)
     assert arena.backed(0, 64 * GRANULE) == [(0, 4 * GRANULE), (20 * GRANULE, 24 * GRANULE)]
-    assert arena.backed(2 * GRANULE, 21 * GRANULE) == [(2 * GRANULE, 4 * GRANULE), (20 * GRANULE, 21 * GRANULE)]
+    assert arena.backed(2 * GRANULE, 21 * GRANULE) == [
+        (2 * GRANULE, 4 * GRANULE),
+        (20 * GRANULE, 21 * GRANULE),
+    ]
     assert [read(arena, granule * GRANULE)[0] - 1 for granule in (0, 3, 20, 23)] == [0, 3, 20, 23]
 
 
@@ -149,7 +157,8 @@ def test_what_a_full_device_refuses_to_give_again_is_gone_and_the_books_say_so(a
 
 
 @pytest.mark.parametrize(
-    ("function", "in_calls"), [("cuMemCreate", 3), ("cuMemMap", 2), ("cuMemSetAccess", 1), ("cuMemCreate", 1)]
+    ("function", "in_calls"),
+    [("cuMemCreate", 3), ("cuMemMap", 2), ("cuMemSetAccess", 1), ("cuMemCreate", 1)],
 )
 def test_backing_is_all_or_nothing(arena, fake, function, in_calls):
     arena.back(0, GRANULE, GRANULE)
@@ -224,7 +233,14 @@ def test_another_process_maps_what_is_exported(arena, fake):
     with here, there:
         socket.send_fds(here, [b"x"], [fd])
         command = [sys.executable, "-c", CHILD, fake.path, str(there.fileno()), ":".join(sys.path)]
-        done = subprocess.run(command, pass_fds=[there.fileno()], capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(
+            command,
+            pass_fds=[there.fileno()],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
     os.close(fd)
     assert done.stdout.split() == ["55555555", "4"]
     assert read(arena, 6 * GRANULE)[:4] == b"\x77" * 4
@@ -244,7 +260,9 @@ def test_no_driver_is_said_so(tmp_path):
         "try:\n    Device(0, sys.argv[1])\nexcept NoDriver as error:\n    print(error)"
     )
     empty = tmp_path / "empty.so"
-    subprocess.run(["g++", "-shared", "-x", "c++", "/dev/null", "-o", str(empty)], check=True, timeout=60)
+    subprocess.run(
+        ["g++", "-shared", "-x", "c++", "/dev/null", "-o", str(empty)], check=True, timeout=60
+    )
     for path, message in ((tmp_path / "none.so", "cannot open"), (empty, "the driver is too old")):
         command = [sys.executable, "-c", program, str(path), ":".join(sys.path)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)

@@ -53,14 +53,18 @@ def test_a_process_without_library_and_compiler_imports_and_says_why(tmp_path):
     shutil.copytree(source, package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     environment = {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     command = [sys.executable, "-I", "-c", ASK, str(tmp_path / "site")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
     assert "pilotlight-native has no library: no C++ compiler" in done.stdout
 
 
 def test_it_is_made_once_at_first_use(tmp_path, monkeypatch):
     """By a compiler that only notes what it was asked for."""
     noting = tmp_path / "noting-c++"
-    noting.write_text(f'#!/bin/sh\necho "$*" >>{tmp_path}/asked\nwhile [ "$1" != -o ]; do shift; done\necho made >"$2"\n')
+    noting.write_text(
+        f'#!/bin/sh\necho "$*" >>{tmp_path}/asked\nwhile [ "$1" != -o ]; do shift; done\necho made >"$2"\n'
+    )
     noting.chmod(stat.S_IRWXU)
     monkeypatch.setenv("CXX", str(noting))
     target = tmp_path / "cache" / library_name()

@@ -1,4 +1,6 @@
-"""Copies over a fake driver: every byte arrives, in few units, through the ring or from where it lies."""
+"""Copies over a fake driver: every byte arrives, in few units, through the ring or from where it
+lies.
+"""
 
 import ctypes
 import random
@@ -82,11 +84,15 @@ def test_random_copies_arrive(arena, copier, fake, pinned, background):
 
 def test_neighbours_are_one_copy(arena, copier):
     source, address = source_of(40_000)
-    copies = [Copy(address + 10_000 * index, arena.address + 10_000 * index, 9_990) for index in range(4)]
+    copies = [
+        Copy(address + 10_000 * index, arena.address + 10_000 * index, 9_990) for index in range(4)
+    ]
     copier.wait_done(copier.submit(copies))
     assert (copier.counts.units, copier.counts.calls) == (1, 1)
     assert there(arena, 0, 39_990) == source.raw[:39_990]
-    copies = [Copy(address + 10_000 * index, arena.address + 10_064 * index, 9_990) for index in range(4)]
+    copies = [
+        Copy(address + 10_000 * index, arena.address + 10_064 * index, 9_990) for index in range(4)
+    ]
     copier.wait_done(copier.submit(copies))
     assert (copier.counts.units, copier.counts.calls) == (2, 5)
 
@@ -112,7 +118,10 @@ def test_a_stream_waits_for_what_is_on_its_way(arena, copier, fake):
 
 @pytest.mark.parametrize("pinned", [False, True])
 def test_an_order_that_is_too_late_is_withdrawn(arena, copier, fake, pinned):
-    """What is not on its way by then never arrives: its place may be another's. What is ordered afterwards does."""
+    """What is not on its way by then never arrives: its place may be another's.
+
+    What is ordered afterwards does.
+    """
     _, address = source_of(6 * SLAB, seed=1)
     if pinned:
         copier.pin(address, 6 * SLAB)

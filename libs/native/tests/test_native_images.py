@@ -1,4 +1,6 @@
-"""Kernel images and archives of graphs, without a device: what is left out, what is renumbered, what is refused."""
+"""Kernel images and archives of graphs, without a device: what is left out, what is renumbered,
+what is refused.
+"""
 
 import random
 import struct
@@ -18,7 +20,9 @@ def note(kind, *words):
 
 
 class ImageMaker:
-    """An image of the form that the driver's compiler gives: a section of code, notes and constants for each kernel."""
+    """An image of the form that the driver's compiler gives: a section of code, notes and constants
+    for each kernel.
+    """
 
     def __init__(self, kernels, functions=("helper",)):
         self.names, self.bodies, self.kinds = [""], [b""], [(0, 0, 0, 0)]  # type, flags, link, info
@@ -33,13 +37,29 @@ class ImageMaker:
             self.symbols.append((f".nv.constant0.{kernel}", 0x03, 0, bank))
         number = {name: index for index, (name, *_) in enumerate(self.symbols)}
         for kernel in kernels:
-            notes = note(0x0A, number[f".nv.constant0.{kernel}"], 0x200) + b"\x03\x19\x08\x00" + note(0x0F, number[functions[0]])
-            self.add(f".nv.info.{kernel}", notes, NV_INFO, 0x40, info=self.names.index(f".text.{kernel}"))
+            notes = (
+                note(0x0A, number[f".nv.constant0.{kernel}"], 0x200)
+                + b"\x03\x19\x08\x00"
+                + note(0x0F, number[functions[0]])
+            )
+            self.add(
+                f".nv.info.{kernel}", notes, NV_INFO, 0x40, info=self.names.index(f".text.{kernel}")
+            )
             relocation = struct.pack("<QQq", 8, number[functions[0]] << 32 | 2, 0)
-            self.add(f".rela.text.{kernel}", relocation, 4, 0x40, info=self.names.index(f".text.{kernel}"))
-        of_all = b"".join(note(0x2F, number[kernel], 32) + note(0x11, number[kernel], 0) for kernel in kernels)
+            self.add(
+                f".rela.text.{kernel}",
+                relocation,
+                4,
+                0x40,
+                info=self.names.index(f".text.{kernel}"),
+            )
+        of_all = b"".join(
+            note(0x2F, number[kernel], 32) + note(0x11, number[kernel], 0) for kernel in kernels
+        )
         self.add(".nv.info", of_all + note(0x11, number[functions[0]], 7), NV_INFO, 0)
-        calls = b"".join(struct.pack("<II", number[kernel], number[functions[0]]) for kernel in kernels)
+        calls = b"".join(
+            struct.pack("<II", number[kernel], number[functions[0]]) for kernel in kernels
+        )
         self.add(".nv.callgraph", struct.pack("<II", 0, 0xFFFFFFFF) + calls, NV_CALLGRAPH, 0)
         self.add(".debug_frame", b"d" * 77, 1, 0)
         for kernel in (*kernels, *functions):
@@ -55,7 +75,9 @@ class ImageMaker:
     def image(self):
         strings, symbols = b"\0", b""
         for name, info, other, section in self.symbols:
-            symbols += struct.pack("<IBBHQQ", len(strings) if name else 0, info, other, section, 0, 16)
+            symbols += struct.pack(
+                "<IBBHQQ", len(strings) if name else 0, info, other, section, 0, 16
+            )
             strings += name.encode() + b"\0" if name else b""
         table = self.add(".symtab", symbols, 2, 0)
         self.kinds[table] = (2, 0, self.add(".strtab", strings, 3, 0), 1)
@@ -65,10 +87,24 @@ class ImageMaker:
         names = self.add(".shstrtab", b"", 3, 0)
         self.bodies[names] = b"\0" + b"".join(name.encode() + b"\0" for name in self.names[1:])
         out, headers, name_at = bytearray(64), b"", 1
-        for place, (name, body, (kind, flags, link, info)) in enumerate(zip(self.names, self.bodies, self.kinds, strict=True)):
+        for place, (name, body, (kind, flags, link, info)) in enumerate(
+            zip(self.names, self.bodies, self.kinds, strict=True)
+        ):
             out += b"\0" * (-len(out) % 16)
             start = len(out) if place else 0
-            headers += struct.pack("<IIQQQQIIQQ", name_at if name else 0, kind, flags, 0, start, len(body), link, info, 16, 0)
+            headers += struct.pack(
+                "<IIQQQQIIQQ",
+                name_at if name else 0,
+                kind,
+                flags,
+                0,
+                start,
+                len(body),
+                link,
+                info,
+                16,
+                0,
+            )
             out += body
             name_at += len(name) + 1 if name else 0
         out += b"\0" * (-len(out) % 8)
@@ -76,10 +112,14 @@ class ImageMaker:
         text = [index for index, name in enumerate(self.names) if name.startswith(".text.")]
         first = struct.unpack_from("<Q", headers, 64 * text[0] + 24)[0]
         last = struct.unpack_from("<QQ", headers, 64 * text[-1] + 24)
-        out += headers + struct.pack("<IIQQQQQQ", 1, 5, first, 0, 0, sum(last) - first, sum(last) - first, 8)
+        out += headers + struct.pack(
+            "<IIQQQQQQ", 1, 5, first, 0, 0, sum(last) - first, sum(last) - first, 8
+        )
         ident = b"\x7fELF\x02\x01\x01" + b"\x33" + b"\0" * 8
         count = len(self.names)
-        out[:64] = ident + struct.pack("<HHIQQQIHHHHHH", 2, 190, 1, 0, segments, sections, 90, 64, 56, 1, 64, count, names)
+        out[:64] = ident + struct.pack(
+            "<HHIQQQIHHHHHH", 2, 190, 1, 0, segments, sections, 90, 64, 56, 1, 64, count, names
+        )
         return bytes(out)
 
 
@@ -89,13 +129,19 @@ class Parsed:
     def __init__(self, image):
         fields = struct.unpack_from("<HHIQQQIHHHHHH", image, 16)
         sections, count, names = fields[5], fields[11], fields[12]
-        heads = [struct.unpack_from("<IIQQQQIIQQ", image, sections + 64 * index) for index in range(count)]
+        heads = [
+            struct.unpack_from("<IIQQQQIIQQ", image, sections + 64 * index)
+            for index in range(count)
+        ]
         self.bodies = [image[head[4] : head[4] + head[5]] if head[1] else b"" for head in heads]
         text = lambda body, at: body[at : body.index(b"\0", at)].decode()  # noqa: E731 - twice, on one line each
         self.names = [text(self.bodies[names], head[0]) for head in heads]
         self.heads = dict(zip(self.names, heads, strict=True))
         strings = self.bodies[self.heads[".symtab"][6]]
-        self.symbols = [(text(strings, name), *rest) for name, *rest in struct.iter_unpack("<IBBHQQ", self.body(".symtab"))]
+        self.symbols = [
+            (text(strings, name), *rest)
+            for name, *rest in struct.iter_unpack("<IBBHQQ", self.body(".symtab"))
+        ]
         (self.segment,) = struct.iter_unpack("<IIQQQQQQ", image[fields[4] : fields[4] + 56])
 
     def body(self, name):
@@ -112,7 +158,11 @@ def test_only_what_is_used_stays_and_everything_is_renumbered():
     pruned = prune_image(image, keep)
     assert len(pruned) < len(image) / 3
     found = Parsed(pruned)
-    assert {name for name in found.names if name.startswith(".text.")} == {".text.helper", ".text.kernel_3", ".text.kernel_17"}
+    assert {name for name in found.names if name.startswith(".text.")} == {
+        ".text.helper",
+        ".text.kernel_3",
+        ".text.kernel_17",
+    }
     assert ".debug_frame" not in found.names
     for kernel in keep:
         text = found.heads[f".text.{kernel}"]
@@ -128,7 +178,10 @@ def test_only_what_is_used_stays_and_everything_is_renumbered():
         _, info, _ = struct.unpack("<QQq", found.body(f".rela.text.{kernel}"))
         assert found.symbol(info >> 32) == "helper"
         assert info & 0xFFFFFFFF == 2
-    of_all = [struct.unpack_from("<BBHII", found.body(".nv.info"), at) for at in range(0, len(found.body(".nv.info")), 12)]
+    of_all = [
+        struct.unpack_from("<BBHII", found.body(".nv.info"), at)
+        for at in range(0, len(found.body(".nv.info")), 12)
+    ]
     assert [(kind, found.symbol(symbol), value) for _, kind, _, symbol, value in of_all] == [
         (0x2F, "kernel_3", 32),
         (0x11, "kernel_3", 0),
@@ -138,10 +191,15 @@ def test_only_what_is_used_stays_and_everything_is_renumbered():
     ]
     calls = list(struct.iter_unpack("<II", found.body(".nv.callgraph")))
     assert calls[0] == (0, 0xFFFFFFFF)
-    assert [tuple(map(found.symbol, call)) for call in calls[1:]] == [("kernel_3", "helper"), ("kernel_17", "helper")]
+    assert [tuple(map(found.symbol, call)) for call in calls[1:]] == [
+        ("kernel_3", "helper"),
+        ("kernel_17", "helper"),
+    ]
     start, length = found.segment[2], found.segment[5]
     assert start == found.heads[".text.helper"][4]
-    assert start + length == found.heads[".nv.constant0.kernel_17"][4] + len("kernel_17" * 3), "the last that was in it"
+    assert start + length == found.heads[".nv.constant0.kernel_17"][4] + len("kernel_17" * 3), (
+        "the last that was in it"
+    )
     assert Parsed(prune_image(pruned, ["kernel_3"])).heads.keys() < found.heads.keys()
 
 
@@ -168,7 +226,9 @@ def test_no_broken_image_breaks_the_process():
     for _ in range(3000):
         changed = bytearray(image)
         for _ in range(pick.randrange(1, 4)):
-            changed[pick.randrange(len(changed))] = pick.choice([0, 1, 0x7F, 0x80, 0xFF, pick.randrange(256)])
+            changed[pick.randrange(len(changed))] = pick.choice(
+                [0, 1, 0x7F, 0x80, 0xFF, pick.randrange(256)]
+            )
         try:
             prune_image(bytes(changed), ["two"])
         except NativeError:
@@ -236,11 +296,17 @@ def archive(**changes):
     edges = struct.pack(EDGE, wanted["from"], wanted["to"], b"")
     places = put(nodes), put(edges), put(b""), put(b"p" * 16), 16
     graph = struct.pack(GRAPH, 7, *places, 2, 1, 0, 0)
-    name, layout, image = put(b"kernel\0"), put(struct.pack("<4I", *wanted["layout"])), put(b"i" * 32)
+    name, layout, image = (
+        put(b"kernel\0"),
+        put(struct.pack("<4I", *wanted["layout"])),
+        put(b"i" * 32),
+    )
     kernels = put(struct.pack(KERNEL_ENTRY, name, layout, wanted["image"], 2, 0, -1, 0, 0))
     images, graphs = put(struct.pack("<2Q", image, wanted["image_bytes"])), put(graph)
     total = wanted.get("total", len(out))
-    out[: struct.calcsize(HEADER)] = struct.pack(HEADER, wanted["magic"], 1, 1, 1, 0, images, kernels, graphs, total, 0, 0)
+    out[: struct.calcsize(HEADER)] = struct.pack(
+        HEADER, wanted["magic"], 1, 1, 1, 0, images, kernels, graphs, total, 0, 0
+    )
     return bytes(out)
 
 

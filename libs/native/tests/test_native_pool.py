@@ -1,4 +1,6 @@
-"""Segments for torch's allocator: the same calls give the same addresses, and pools of a group share their memory."""
+"""Segments for torch's allocator: the same calls give the same addresses, and pools of a group
+share their memory.
+"""
 
 import ctypes
 import random
@@ -42,7 +44,11 @@ def test_segments_are_mapped_while_they_live(device, arena):
     pool = Pool(device, arena, 8 * GRANULE, 40 * GRANULE, CHUNK)
     with pool.selected():
         first, second, third = (malloc(size) for size in (1, 3 * GRANULE, 5 * GRANULE))
-        assert [place - arena.address - 8 * GRANULE for place in (first, second, third)] == [0, GRANULE, 4 * GRANULE]
+        assert [place - arena.address - 8 * GRANULE for place in (first, second, third)] == [
+            0,
+            GRANULE,
+            4 * GRANULE,
+        ]
         assert pool.mapped_bytes == arena.physical_bytes == 3 * CHUNK
         ctypes.memset(third, 1, 5 * GRANULE)
         free(second)
@@ -77,7 +83,9 @@ def test_the_same_calls_give_the_same_addresses(device, arena):
             free(place)
         return places, pool.sequence
 
-    pools = [Pool(device, arena, start * GRANULE, (start + 64) * GRANULE, CHUNK) for start in (0, 64)]
+    pools = [
+        Pool(device, arena, start * GRANULE, (start + 64) * GRANULE, CHUNK) for start in (0, 64)
+    ]
     (one, one_sequence), (two, two_sequence) = map(run, pools)
     assert [place + 64 * GRANULE for place in one] == two
     assert one_sequence == two_sequence != (0, 0)
@@ -164,7 +172,9 @@ def test_a_segment_that_does_not_fit_within_a_capture_does_not_spoil_it(device, 
 
 
 def test_a_freed_segment_is_waited_for_as_cuda_does_it(device, arena):
-    """Also where its chunk stays, because another segment lies there: the next owner of the place may be another stream's."""
+    """Also where its chunk stays, because another segment lies there: the next owner of the place
+    may be another stream's.
+    """
     fake = fake_cuda()
     pool = Pool(device, arena, 0, 64 * GRANULE, CHUNK)
     with pool.selected():
@@ -175,12 +185,17 @@ def test_a_freed_segment_is_waited_for_as_cuda_does_it(device, arena):
     assert pool.mapped_bytes == CHUNK
     fake.fail("cuCtxSynchronize", 719)
     free(second)
-    assert pool.mapped_bytes == CHUNK, "nobody knows whether it is still in use"
+    assert pool.mapped_bytes == CHUNK, "it may still be in use"
     pool.close()
     assert arena.physical_bytes == 0
 
 
 def test_pools_are_made_of_whole_chunks(device, arena):
-    for start, stop, chunk in ((0, 5 * GRANULE, CHUNK), (1, CHUNK + 1, CHUNK), (0, 256 * CHUNK, CHUNK), (0, GRANULE, 7)):
+    for start, stop, chunk in (
+        (0, 5 * GRANULE, CHUNK),
+        (1, CHUNK + 1, CHUNK),
+        (0, 256 * CHUNK, CHUNK),
+        (0, GRANULE, 7),
+    ):
         with pytest.raises(NativeError, match="whole chunks"):
             Pool(device, arena, start, stop, chunk)

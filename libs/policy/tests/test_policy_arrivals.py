@@ -43,7 +43,9 @@ class Gateway:
 
     def message(self, now_s: float, *, repeated: int = 1) -> Message:
         number = f"{self.process}.{self.counters.life}"
-        life = CounterLife(gateway_id=GatewayId(self.name), number=number, age_s=self.counters.age_s(now_s))
+        life = CounterLife(
+            gateway_id=GatewayId(self.name), number=number, age_s=self.counters.age_s(now_s)
+        )
         return Message(life, self.counters.tell(now_s, repeated=repeated))
 
     def restart(self, now_s: float) -> None:
@@ -72,7 +74,9 @@ class PlainRecount:
 
     def count(self, model: ModelName, now_s: float) -> int:
         oldest = now_s // SLOT_S - WINDOW_SLOTS
-        return sum(count for one, at_s, count in self.events if one == model and at_s // SLOT_S > oldest)
+        return sum(
+            count for one, at_s, count in self.events if one == model and at_s // SLOT_S > oldest
+        )
 
     def last_s(self, model: ModelName) -> float | None:
         return max((at_s for one, at_s, _ in self.events if one == model), default=None)
@@ -121,19 +125,32 @@ def test_whatever_is_lost_late_or_repeated_the_listener_agrees_with_a_plain_reco
             assert recent.count(model, now_s) == recount.count(model, now_s)
             assert recent.last_s(model) == recount.last_s(model)
 
-    # In the end every gateway that lives is heard as often as it needs to tell everything once more.
+    # In the end every gateway that lives is heard as often as it needs to tell everything once
+    # more.
     for gateway in gateways:
         for _ in MODELS:
             deliver(gateway.message(now_s))
-        heard = {key: total for key, total in recount.highest.items() if key[:2] == (gateway.name, f"{gateway.process}.1")}
-        alive = {key[2]: total for key, total in arrived.items() if key[:2] == (gateway.name, gateway.process)}
-        assert {model: total for (_, _, model), total in heard.items()} == alive, "a lost message lost an arrival"
+        heard = {
+            key: total
+            for key, total in recount.highest.items()
+            if key[:2] == (gateway.name, f"{gateway.process}.1")
+        }
+        alive = {
+            key[2]: total
+            for key, total in arrived.items()
+            if key[:2] == (gateway.name, gateway.process)
+        }
+        assert {model: total for (_, _, model), total in heard.items()} == alive, (
+            "a lost message lost an arrival"
+        )
     later_s = now_s + WINDOW_S + SLOT_S
     assert all(windows.recent().count(model, later_s) == 0 for model in MODELS)
 
 
 @given(st.lists(st.tuples(st.floats(0, 40), st.sampled_from(MODELS)), max_size=40))
-def test_told_at_once_the_window_counts_what_arrived_in_its_slots(gaps: list[tuple[float, ModelName]]) -> None:
+def test_told_at_once_the_window_counts_what_arrived_in_its_slots(
+    gaps: list[tuple[float, ModelName]],
+) -> None:
     now_s = 12_345.0
     gateway, windows = Gateway("a", now_s), ArrivalWindows(now_s)
     times: list[tuple[float, ModelName]] = []
@@ -141,9 +158,15 @@ def test_told_at_once_the_window_counts_what_arrived_in_its_slots(gaps: list[tup
         now_s += gap_s
         gateway.counters.count(model, now_s)
         times.append((now_s, model))
-        assert hear(windows, gateway.message(now_s, repeated=0), now_s) == (Access(model=model, count=1, at_s=now_s),)
+        assert hear(windows, gateway.message(now_s, repeated=0), now_s) == (
+            Access(model=model, count=1, at_s=now_s),
+        )
     for model in MODELS:
-        within = [at_s for at_s, one in times if one == model and at_s // SLOT_S > now_s // SLOT_S - WINDOW_SLOTS]
+        within = [
+            at_s
+            for at_s, one in times
+            if one == model and at_s // SLOT_S > now_s // SLOT_S - WINDOW_SLOTS
+        ]
         assert windows.recent().count(model, now_s) == len(within)
 
 
@@ -152,7 +175,9 @@ def test_a_rate_is_over_the_time_that_was_listened_to() -> None:
     for _ in range(60):
         gateway.counters.count(FOX, 1005.0)
     hear(windows, gateway.message(1005.0), 1005.0)
-    assert windows.recent().rate_per_s(FOX, 1005.0) == 60 / SLOT_S, "a short time says little: at least a slot"
+    assert windows.recent().rate_per_s(FOX, 1005.0) == 60 / SLOT_S, (
+        "a short time says little: at least a slot"
+    )
     assert windows.recent().rate_per_s(FOX, 1060.0) == 1.0
     full_s = 1000.0 + WINDOW_S - SLOT_S
     assert windows.recent().rate_per_s(FOX, full_s) == 60 / (WINDOW_S - SLOT_S)
@@ -167,7 +192,9 @@ def test_who_begins_late_counts_no_arrivals_of_before() -> None:
         gateway.counters.count(HEN, 1001.0)
     windows = ArrivalWindows(1000.0)
     heard = hear(windows, gateway.message(1002.0), 1002.0)
-    assert heard == (Access(model=HEN, count=1, at_s=1001.0),), "one of them came since, perhaps more"
+    assert heard == (Access(model=HEN, count=1, at_s=1001.0),), (
+        "one of them came since, perhaps more"
+    )
     assert windows.recent().last_s(FOX) == 900.0
     assert windows.recent().count(FOX, 1002.0) == 0
     gateway.counters.count(FOX, 1003.0)
@@ -184,7 +211,9 @@ def test_a_gateway_that_starts_anew_counts_from_zero() -> None:
     hear(windows, late, 1001.0)
     gateway.restart(1002.0)
     gateway.counters.count(FOX, 1003.0)
-    assert hear(windows, gateway.message(1003.0), 1003.0) == (Access(model=FOX, count=1, at_s=1003.0),)
+    assert hear(windows, gateway.message(1003.0), 1003.0) == (
+        Access(model=FOX, count=1, at_s=1003.0),
+    )
     assert hear(windows, late, 1004.0) == (), "a message of the process before"
     assert windows.recent().count(FOX, 1004.0) == 3
     assert windows.gateways == 1
@@ -209,7 +238,9 @@ def test_a_silent_gateway_is_forgotten_and_not_counted_twice_when_it_returns() -
     begun = Gateway("c", silent_s + 1)
     begun.counters.count(HEN, silent_s + 2)
     begun.counters.count(HEN, silent_s + 2)
-    assert [one.count for one in hear(windows, begun.message(silent_s + 2), silent_s + 2)] == [2], "it began since"
+    assert [one.count for one in hear(windows, begun.message(silent_s + 2), silent_s + 2)] == [2], (
+        "it began since"
+    )
 
 
 def test_what_was_told_stays_as_it_was() -> None:

@@ -1,4 +1,4 @@
-"""Who gets memory for a body, and how much one takes."""
+"""Which owner gets memory for a body, and how much one takes."""
 
 import pytest
 
@@ -12,13 +12,15 @@ def test_the_two_parts_are_the_whole() -> None:
 
 
 def admitted(owners: int, each_bytes: int, total_bytes: int) -> list[int]:
-    """What owners get who ask in turn until none gets more."""
+    """What owners get that ask in turn until none gets more."""
     held = [0] * owners
     grew = True
     while grew:
         grew = False
         for owner in range(owners):
-            facts = BodiesHeld(part_bytes=total_bytes, held_bytes=sum(held), owner_bytes=held[owner])
+            facts = BodiesHeld(
+                part_bytes=total_bytes, held_bytes=sum(held), owner_bytes=held[owner]
+            )
             if admit_body(facts, each_bytes):
                 held[owner] += each_bytes
                 grew = True
@@ -47,7 +49,8 @@ def test_what_decoding_makes_is_counted() -> None:
     assert 2 * len(text) <= decoded_bytes(text) < 3 * len(text)
     assert decoded_bytes('"😀'.encode() + text[1:]) >= 5 * len(text)
     assert decoded_bytes(b'"\\ud83d\\ude00' + text[1:]) >= 5 * len(text)
-    # As measured with msgspec: 64 bytes a list or a short string, 192 an object with a value, 32 a number.
+    # As measured with msgspec: 64 bytes a list or a short string, 192 an object with a value, 32 a
+    # number.
     assert decoded_bytes(b"[" + b"[]," * 1000 + b"[]]") >= 64_000
     assert decoded_bytes(b"[" + b'{"":1},' * 1000 + b"{}]") >= 192_000
     assert decoded_bytes(b"[" + b"300," * 1000 + b"1]") >= 32_000

@@ -4,12 +4,26 @@ from dataclasses import replace
 
 import pytest
 
-from pilotlight.policy.arrivals import NO_ARRIVALS, SLOT_S, ArrivalCount, ArrivalWindows, CounterLife, RecentArrivals
+from pilotlight.policy.arrivals import (
+    NO_ARRIVALS,
+    SLOT_S,
+    ArrivalCount,
+    ArrivalWindows,
+    CounterLife,
+    RecentArrivals,
+)
 from pilotlight.policy.cluster import Copy, DeviceKind, HeldState, NodeFacts, Tier, WorkerFacts
 from pilotlight.policy.control.starts import slice_for
 from pilotlight.policy.estimates import with_estimates
 from pilotlight.policy.eviction.base import EvictionRules, RoomRequest
-from pilotlight.policy.eviction.candidates import MAX_PENALTY_S, CandidateFacts, MissFacts, in_pool, on_device, registered
+from pilotlight.policy.eviction.candidates import (
+    MAX_PENALTY_S,
+    CandidateFacts,
+    MissFacts,
+    in_pool,
+    on_device,
+    registered,
+)
 from pilotlight.policy.eviction.lru import Lru
 from pilotlight.policy.ids import Epoch, GatewayId, ModelName
 from pilotlight.policy.model import Model
@@ -21,12 +35,19 @@ from pilotlight.policy.testing import NOW_S, copy, held, model, node, worker
 def asked(**times: int) -> RecentArrivals:
     """Models that were asked for so often, listened to for a slot."""
     windows = ArrivalWindows(NOW_S - SLOT_S)
-    counts = tuple(ArrivalCount(model=ModelName(name), total=total, idle_s=1.0) for name, total in times.items())
-    windows.hear(CounterLife(gateway_id=GatewayId("g"), number="1", age_s=2.0), counts, NOW_S, NOW_S)
+    counts = tuple(
+        ArrivalCount(model=ModelName(name), total=total, idle_s=1.0)
+        for name, total in times.items()
+    )
+    windows.hear(
+        CounterLife(gateway_id=GatewayId("g"), number="1", age_s=2.0), counts, NOW_S, NOW_S
+    )
     return windows.recent()
 
 
-def estimate(name: str, kind: DeviceKind = DeviceKind.SIM, *, fetch: float = 0.0, load: float = 0.0) -> Estimate:
+def estimate(
+    name: str, kind: DeviceKind = DeviceKind.SIM, *, fetch: float = 0.0, load: float = 0.0
+) -> Estimate:
     return Estimate(
         model=ModelName(name),
         device_kind=kind,
@@ -38,7 +59,9 @@ def estimate(name: str, kind: DeviceKind = DeviceKind.SIM, *, fetch: float = 0.0
     )
 
 
-def facts(*models: Model, arrivals: RecentArrivals = NO_ARRIVALS, estimates: tuple[Estimate, ...] = ()) -> CandidateFacts:
+def facts(
+    *models: Model, arrivals: RecentArrivals = NO_ARRIVALS, estimates: tuple[Estimate, ...] = ()
+) -> CandidateFacts:
     misses = MissFacts(estimates=with_estimates({}, estimates), arrivals=arrivals)
     return CandidateFacts(now_s=NOW_S, models=registered(models), misses=misses)
 
@@ -57,20 +80,38 @@ def with_rate(where: NodeFacts, bytes_per_s: float) -> NodeFacts:
 
 def test_only_stages_that_take_room_are_candidates() -> None:
     states = {state.value: held("m", state.value, state=state) for state in HeldState}
-    found = {one.subject: one for one in on_device(worker(held_stages=tuple(states.values())), node(), facts(model()))}
+    found = {
+        one.subject: one
+        for one in on_device(worker(held_stages=tuple(states.values())), node(), facts(model()))
+    }
     assert found.keys() == {"loading", "ready", "draining"}
-    assert {subject: one.busy for subject, one in found.items()} == {"loading": True, "ready": False, "draining": True}
+    assert {subject: one.busy for subject, one in found.items()} == {
+        "loading": True,
+        "ready": False,
+        "draining": True,
+    }
 
 
 def test_a_candidate_has_what_its_holder_and_its_registration_say() -> None:
-    known = replace(facts(model("a", pinned=True), model("b")), since_s={"i-a": 950.0, "d-b": 940.0}, given_up=("i-c",))
+    known = replace(
+        facts(model("a", pinned=True), model("b")),
+        since_s={"i-a": 950.0, "d-b": 940.0},
+        given_up=("i-c",),
+    )
     first, second = on_device(on("a", "b", "c"), node(), known)
     assert (first.pinned, first.resident_since_s, first.last_used_s) == (True, 950.0, NOW_S - 7.0)
-    assert (second.pinned, second.resident_since_s) == (False, NOW_S), "nobody has seen it ready"
+    assert (second.pinned, second.resident_since_s) == (False, NOW_S), (
+        "no report has shown it ready"
+    )
     leased = replace(copy("b"), leases=2, idle_s=3.0)
     elsewhere = replace(copy("a"), tier=Tier.DISK)
     (pooled,) = in_pool(node(copies=(leased, elsewhere)), known)
-    assert (pooled.subject, pooled.model, pooled.leases, pooled.resident_since_s) == ("d-b", "b", 2, 940.0)
+    assert (pooled.subject, pooled.model, pooled.leases, pooled.resident_since_s) == (
+        "d-b",
+        "b",
+        2,
+        940.0,
+    )
     assert (pooled.tier, pooled.last_used_s, pooled.size_bytes) == (Tier.HOST, NOW_S - 3.0, 60)
 
 
@@ -89,12 +130,16 @@ def test_what_a_miss_costs_on_a_device_depends_on_where_it_would_come_from() -> 
     assert (far.penalty_s, near.penalty_s) == (pytest.approx(0.6), pytest.approx(0.06))
     assert far.arrivals_per_s == 20 / SLOT_S
     assert far.loss == pytest.approx(0.6 * 20 / SLOT_S)
-    learned = (estimate("a", fetch=10.0, load=500.0), estimate("a", DeviceKind.CUDA, fetch=1.0), estimate("b", fetch=1.0))
+    learned = (
+        estimate("a", fetch=10.0, load=500.0),
+        estimate("a", DeviceKind.CUDA, fetch=1.0),
+        estimate("b", fetch=1.0),
+    )
     known = facts(model("a"), estimates=learned)
     (far,) = on_device(on("a"), node(), known)
     (near,) = on_device(on("a"), node(copies=(whole_copy("a"),)), known)
     assert (far.penalty_s, near.penalty_s) == (pytest.approx(6.0), pytest.approx(0.12))
-    assert far.loss == 0.0, "nobody asks for it"
+    assert far.loss == 0.0, "no request asks for it"
 
 
 def test_what_a_miss_costs_in_a_host_pool_is_the_fetch() -> None:
@@ -115,7 +160,9 @@ def test_nothing_is_missed_of_what_is_not_registered_any_more() -> None:
 
 
 def test_costs_are_made_only_where_they_are_asked_for() -> None:
-    (candidate,) = on_device(on("a"), node(), replace(facts(model("a"), arrivals=asked(a=20)), misses=None))
+    (candidate,) = on_device(
+        on("a"), node(), replace(facts(model("a"), arrivals=asked(a=20)), misses=None)
+    )
     assert (candidate.penalty_s, candidate.arrivals_per_s, candidate.loss) == (0.0, 0.0, 0.0)
 
 
@@ -123,13 +170,18 @@ def test_a_plan_says_what_its_victims_cost() -> None:
     known = facts(model("a"), model("b"), arrivals=asked(a=20, b=10))
     known = replace(known, since_s={"i-a": 0.0, "i-b": 0.0})
     found = on_device(on("a", "b"), node(), known)
-    plan = Lru().plan(RoomRequest(need_bytes=150, free_bytes=0, now_s=NOW_S), found, EvictionRules())
+    plan = Lru().plan(
+        RoomRequest(need_bytes=150, free_bytes=0, now_s=NOW_S), found, EvictionRules()
+    )
     assert [victim.model for victim in plan.victims] == ["a", "b"]
     assert [victim.loss for victim in plan.victims] == [pytest.approx(1.2), pytest.approx(0.6)]
     assert plan.loss == pytest.approx(1.8)
     assert (plan.victims[0].penalty_s, plan.victims[0].arrivals_per_s) == (pytest.approx(0.6), 2.0)
     assert plan.victims[0].idle_s == pytest.approx(7.0)
-    assert plan.victims[0].reason == "lru: unused for 7.0 s, asked for 2 times a second, 0.6 s to bring back"
+    assert (
+        plan.victims[0].reason
+        == "lru: unused for 7.0 s, asked for 2 times a second, 0.6 s to bring back"
+    )
 
 
 def test_a_start_that_needs_an_eviction_says_what_would_go_and_at_what_loss() -> None:
@@ -165,7 +217,9 @@ def test_a_decision_is_recorded_with_everything_that_its_loss_was_made_from() ->
         arrivals=asked(a=20, elsewhere=10),
     )
     seen = slice_for(snapshot.models[0], snapshot)
-    assert choose_scheme(snapshot.models[0], seen, SchemeRules()) == choose_scheme(snapshot.models[0], snapshot, SchemeRules())
+    assert choose_scheme(snapshot.models[0], seen, SchemeRules()) == choose_scheme(
+        snapshot.models[0], snapshot, SchemeRules()
+    )
     assert {one.name for one in seen.models} == {"m", "a"}
     assert [one.digest for one in seen.nodes[0].copies] == ["d-a"]
     assert seen.estimates.keys() == seen.arrivals.models.keys() == {"a"}
@@ -176,4 +230,6 @@ def test_estimates_are_by_name_and_one_for_each_kind_of_device() -> None:
     newer = with_estimates(known, (estimate("a", load=5.0),))
     assert {name: len(each) for name, each in newer.items()} == {"a": 2, "b": 1}
     assert sorted(one.load_bytes_per_s for one in newer[ModelName("a")]) == [0.0, 5.0]
-    assert sorted(one.load_bytes_per_s for one in known[ModelName("a")]) == [0.0, 0.0], "what was known is not written to"
+    assert sorted(one.load_bytes_per_s for one in known[ModelName("a")]) == [0.0, 0.0], (
+        "what was known is not written to"
+    )

@@ -1,4 +1,6 @@
-"""Control: reports become changes, books stay indexed, holds follow from the books, and one tick says it all."""
+"""Control: reports become changes, books stay indexed, holds follow from the books, and one tick
+says it all.
+"""
 
 from dataclasses import replace
 
@@ -8,7 +10,13 @@ from hypothesis import strategies as st
 
 from pilotlight.policy.cluster import HeldStage, HeldState, Liveness, WorkerView
 from pilotlight.policy.control.books import Books, Record, refreshed
-from pilotlight.policy.control.holds import StageHold, disagreement, fetches_of, reached_at, stages_of
+from pilotlight.policy.control.holds import (
+    StageHold,
+    disagreement,
+    fetches_of,
+    reached_at,
+    stages_of,
+)
 from pilotlight.policy.control.plan import ControlFacts, ControlRules, Holds, Memory, Refusal, Term
 from pilotlight.policy.control.reconcile import Change, ReconcileRules, moved, reconcile
 from pilotlight.policy.control.starts import retry_pause_s
@@ -28,14 +36,22 @@ RULES = ReconcileRules(term_started_s=NOW_S - 500, hold_deadline_s=10.0)
 
 
 def view(
-    index: int = 0, *, stages: tuple[HeldStage, ...] = (), liveness: Liveness = Liveness.ALIVE, heard_s: float = NOW_S
+    index: int = 0,
+    *,
+    stages: tuple[HeldStage, ...] = (),
+    liveness: Liveness = Liveness.ALIVE,
+    heard_s: float = NOW_S,
 ) -> WorkerView:
     facts = worker(index, held_stages=stages, liveness=liveness)
     return WorkerView(facts=facts, heard_s=heard_s, incarnation="a", epoch_seen=Epoch(1))
 
 
-def judged(one: Instance, *views: WorkerView, seen: bool = False, now_s: float = NOW_S) -> tuple[InstanceEvent, ...]:
-    tracked = Record(instance=one, model=model(), seen_on=frozenset({one.lead}) if seen else frozenset())
+def judged(
+    one: Instance, *views: WorkerView, seen: bool = False, now_s: float = NOW_S
+) -> tuple[InstanceEvent, ...]:
+    tracked = Record(
+        instance=one, model=model(), seen_on=frozenset({one.lead}) if seen else frozenset()
+    )
     changes = reconcile([tracked], {each.facts.worker_id: each for each in views}, now_s, RULES)
     return changes[0].events if changes else ()
 
@@ -67,7 +83,9 @@ def test_death_failure_and_refusal_to_hold() -> None:
     assert judged(instance(), view(stages=(held(),), liveness=Liveness.SUSPECT)) == ()
     assert judged(instance(state=S.LOADING), view(stages=(held(state=H.FAILED),))) == (E.FAIL,)
     assert judged(instance(state=S.FETCHING, since_s=NOW_S - 11), view()) == (E.FAIL,)
-    assert judged(instance(), now_s=NOW_S) == (E.FAIL,), "a worker that nobody has heard for the dead time"
+    assert judged(instance(), now_s=NOW_S) == (E.FAIL,), (
+        "a worker that was silent for the dead time"
+    )
 
 
 def test_an_evicted_stage_is_released_with_its_drain() -> None:
@@ -79,7 +97,9 @@ def test_a_draining_instance_is_gone_when_nobody_holds_it() -> None:
     draining = instance(state=S.DRAINING, since_s=NOW_S - 1)
     assert judged(draining, view(stages=(held(state=H.DRAINING),))) == ()
     assert judged(draining, view()) == (E.RELEASED,)
-    assert judged(draining, view(stages=(held(state=H.DRAINING),), liveness=Liveness.DEAD)) == (E.RELEASED,)
+    assert judged(draining, view(stages=(held(state=H.DRAINING),), liveness=Liveness.DEAD)) == (
+        E.RELEASED,
+    )
 
 
 @given(
@@ -151,8 +171,16 @@ def test_a_drain_is_a_new_generation_and_readiness_is_remembered() -> None:
     loading = instance(state=S.LOADING)
     changes = reconcile([record(loading)], {WorkerId("w0"): view(stages=(held(),))}, NOW_S, RULES)
     ready = moved(loading, changes[0], Epoch(4), NOW_S)
-    assert (ready.state, ready.generation, ready.epoch, ready.served, ready.last_used_s) == (S.READY, 1, 4, True, NOW_S)
-    changes = reconcile([record(ready)], {WorkerId("w0"): view(stages=(held(state=H.DRAINING),))}, NOW_S, RULES)
+    assert (ready.state, ready.generation, ready.epoch, ready.served, ready.last_used_s) == (
+        S.READY,
+        1,
+        4,
+        True,
+        NOW_S,
+    )
+    changes = reconcile(
+        [record(ready)], {WorkerId("w0"): view(stages=(held(state=H.DRAINING),))}, NOW_S, RULES
+    )
     assert moved(ready, changes[0], Epoch(4), NOW_S).generation == 2
 
 
@@ -160,15 +188,23 @@ def test_a_group_names_its_members_and_where_they_are_reached() -> None:
     whole = instance(state=S.LOADING)
     assert stages_of(WorkerId("w0"), Books().put(record(whole)))[0].members == ()
     first, second = (
-        replace(instance(worker_id=f"w{index}").placements[0], stage=Stage(2 * index, 2 * index + 2)) for index in range(2)
+        replace(
+            instance(worker_id=f"w{index}").placements[0], stage=Stage(2 * index, 2 * index + 2)
+        )
+        for index in range(2)
     )
     books = Books().put(record(replace(whole, placements=(second, first))))
     for worker_id in ("w0", "w1"):
         (hold,) = stages_of(WorkerId(worker_id), books)
-        assert [(one.worker_id, one.stage) for one in hold.members] == [("w0", Stage(0, 2)), ("w1", Stage(2, 4))]
+        assert [(one.worker_id, one.stage) for one in hold.members] == [
+            ("w0", Stage(0, 2)),
+            ("w1", Stage(2, 4)),
+        ]
     known = view(0, stages=(replace(held(), port=7),))
     nodes = {NodeId("n0"): replace(node(), dataplane_host="h")}
-    reached = [reached_at(one, nodes, {WorkerId("w0"): known}, InstanceId("i")) for one in hold.members]
+    reached = [
+        reached_at(one, nodes, {WorkerId("w0"): known}, InstanceId("i")) for one in hold.members
+    ]
     assert [(one.host, one.port) for one in reached] == [("h", 7), ("h", 0)]
     assert reached_at(hold.members[0], {}, {}, InstanceId("i")) == hold.members[0]
 
@@ -178,8 +214,14 @@ def test_other_stages_are_a_new_generation() -> None:
     longer = (replace(before.placements[0], stage=Stage(0, 6), device_bytes=9),)
     change = Change(instance_id=before.instance_id, events=(), reason="it grows", placements=longer)
     after = moved(before, change, Epoch(4), NOW_S)
-    assert (after.placements, after.generation, after.state) == (longer, before.generation + 1, S.READY)
-    assert moved(after, change, Epoch(4), NOW_S).generation == after.generation, "said twice is said once"
+    assert (after.placements, after.generation, after.state) == (
+        longer,
+        before.generation + 1,
+        S.READY,
+    )
+    assert moved(after, change, Epoch(4), NOW_S).generation == after.generation, (
+        "said twice is said once"
+    )
 
 
 def test_an_instance_is_activated_from_when_its_last_stage_was_loaded() -> None:
@@ -189,7 +231,8 @@ def test_an_instance_is_activated_from_when_its_last_stage_was_loaded() -> None:
 
     def loaded(*moments: Moment | None) -> Moment | None:
         views = {
-            WorkerId(f"w{index}"): view(index, stages=(replace(held(), loaded=moment),)) for index, moment in enumerate(moments)
+            WorkerId(f"w{index}"): view(index, stages=(replace(held(), loaded=moment),))
+            for index, moment in enumerate(moments)
         }
         (change,) = reconcile([record(two)], views, NOW_S, RULES)
         assert change.events[-1] is E.ALL_STAGES_READY
@@ -214,7 +257,9 @@ def test_use_is_read_from_reports_and_waiting() -> None:
     assert used.records[InstanceId("i")].instance.last_used_s == NOW_S - 5
     assert used.records[InstanceId("i")].seen_on == {WorkerId("w0")}
     assert used.records[InstanceId("s")].instance.last_used_s == NOW_S
-    assert books.records[InstanceId("i")].instance.last_used_s == NOW_S - 100, "books are never written to"
+    assert books.records[InstanceId("i")].instance.last_used_s == NOW_S - 100, (
+        "books are never written to"
+    )
     later = refreshed(used, [view(stages=(replace(held(), in_flight=2),))], [], NOW_S + 9)
     busy = later.records[InstanceId("i")].instance
     assert (busy.last_used_s, busy.idle_s(NOW_S + 9)) == (NOW_S, 0.0)
@@ -232,7 +277,12 @@ def test_what_ended_long_ago_is_forgotten() -> None:
 
 
 STEPS = st.lists(
-    st.tuples(st.sampled_from("abcd"), st.sampled_from(["m", "n"]), st.lists(st.integers(0, 3), max_size=3), st.booleans()),
+    st.tuples(
+        st.sampled_from("abcd"),
+        st.sampled_from(["m", "n"]),
+        st.lists(st.integers(0, 3), max_size=3),
+        st.booleans(),
+    ),
     max_size=30,
 )
 
@@ -262,7 +312,9 @@ def test_indexes_are_those_of_the_records(steps: list[tuple[str, str, list[int],
 # One tick
 
 CONTROL = ControlRules(reconcile=RULES)
-TERM = Term(epoch=Epoch(4), started_s=NOW_S - 400, listening_since_s=NOW_S - 500, deaf=False, announced=True)
+TERM = Term(
+    epoch=Epoch(4), started_s=NOW_S - 400, listening_since_s=NOW_S - 500, deaf=False, announced=True
+)
 
 
 def facts(*records: Record, **more: object) -> ControlFacts:
@@ -304,31 +356,49 @@ def test_nothing_is_commanded_before_it_may_be() -> None:
         replace(TERM, listening_since_s=NOW_S - 0.5),
         replace(TERM, started_s=NOW_S - 0.1, listening_since_s=NOW_S - 1.05),
     ):
-        late = replace(known, term=term, workers={WorkerId("w0"): view(stages=(held(),), heard_s=NOW_S - 0.15)})
+        late = replace(
+            known, term=term, workers={WorkerId("w0"): view(stages=(held(),), heard_s=NOW_S - 0.15)}
+        )
         plan = tick(late, Memory(), CONTROL)
-        assert (plan.start, plan.drain, plan.tell, plan.repeat, plan.memory) == ((), (), Holds(), Holds(), Memory())
-    assert [change.events[-1] for change in tick(known, Memory(), CONTROL).changes] == [E.ALL_STAGES_READY], (
-        "reports count all the same"
-    )
+        assert (plan.start, plan.drain, plan.tell, plan.repeat, plan.memory) == (
+            (),
+            (),
+            Holds(),
+            Holds(),
+            Memory(),
+        )
+    assert [change.events[-1] for change in tick(known, Memory(), CONTROL).changes] == [
+        E.ALL_STAGES_READY
+    ], "reports count all the same"
 
 
 def test_a_refused_start_goes_elsewhere_then_waits_and_a_change_of_workers_ends_that() -> None:
     waits = (demand("m", 1),)
     first = tick(facts(demand=waits), Memory(), CONTROL)
     worker_id = first.start[0].choice.scheme.placements[0].worker_id  # type: ignore[union-attr]
-    refusal = Refusal(model=ModelName("m"), worker_id=worker_id, code="no_room", message="full", transient=False)
+    refusal = Refusal(
+        model=ModelName("m"), worker_id=worker_id, code="no_room", message="full", transient=False
+    )
     second = tick(facts(demand=waits, refusals=(refusal,)), first.memory, CONTROL)
     other = second.start[0].choice.scheme.placements[0].worker_id  # type: ignore[union-attr]
     assert {worker_id, other} == {"w0", "w1"}
-    third = tick(facts(demand=waits, refusals=(replace(refusal, worker_id=other),)), second.memory, CONTROL)
+    third = tick(
+        facts(demand=waits, refusals=(replace(refusal, worker_id=other),)), second.memory, CONTROL
+    )
     assert third.start == ()
-    assert [(one.code, one.message, one.record) for one in third.refuse] == [("no_room", "full", True)]
+    assert [(one.code, one.message, one.record) for one in third.refuse] == [
+        ("no_room", "full", True)
+    ]
     waiting = tick(facts(demand=waits), third.memory, CONTROL)
     assert (waiting.start, waiting.refuse) == ((), ())
-    assert tick(facts(demand=waits, world_version=1, now_s=NOW_S + 0.1), third.memory, CONTROL).start
+    assert tick(
+        facts(demand=waits, world_version=1, now_s=NOW_S + 0.1), third.memory, CONTROL
+    ).start
     assert tick(facts(demand=waits, now_s=NOW_S + 2.0), third.memory, CONTROL).start
-    assert tick(facts(), third.memory, CONTROL).memory.backing == {}, "nobody waits any more"
-    transient = tick(facts(demand=waits, refusals=(replace(refusal, transient=True),)), first.memory, CONTROL)
+    assert tick(facts(), third.memory, CONTROL).memory.backing == {}, "no request waits any more"
+    transient = tick(
+        facts(demand=waits, refusals=(replace(refusal, transient=True),)), first.memory, CONTROL
+    )
     assert transient.start == ()
     assert transient.refuse
 
@@ -339,9 +409,15 @@ def test_a_start_that_asks_for_room_is_the_only_one_of_its_model() -> None:
 
 
 def test_an_operators_eviction_drains_and_is_answered_with_what_drains() -> None:
-    ready, draining = record(instance(instance_id="i")), record(instance(instance_id="j", worker_id="w1", state=S.DRAINING))
+    ready, draining = (
+        record(instance(instance_id="i")),
+        record(instance(instance_id="j", worker_id="w1", state=S.DRAINING)),
+    )
     known = facts(ready, draining, evict=(ModelName("m"), ModelName("none")))
-    views = {WorkerId("w0"): view(stages=(held(),)), WorkerId("w1"): view(1, stages=(held(instance_id="j", state=H.DRAINING),))}
+    views = {
+        WorkerId("w0"): view(stages=(held(),)),
+        WorkerId("w1"): view(1, stages=(held(instance_id="j", state=H.DRAINING),)),
+    }
     plan = tick(replace(known, workers=views), Memory(), CONTROL)
     assert [(drain.instance_id, drain.reason) for drain in plan.drain] == [("i", EVICTED)]
     assert plan.evicted == {"m": ("i", "j"), "none": ()}
@@ -352,6 +428,9 @@ def test_an_operators_eviction_drains_and_is_answered_with_what_drains() -> None
 def test_pauses_grow_and_differ_by_model_and_not_from_run_to_run() -> None:
     pauses = [retry_pause_s(ModelName("m"), attempts, CONTROL) for attempts in range(1, 9)]
     assert pauses == [retry_pause_s(ModelName("m"), attempts, CONTROL) for attempts in range(1, 9)]
-    assert all(0.05 * 2 ** (n - 1) <= pause <= 0.1 * 2 ** (n - 1) for n, pause in enumerate(pauses[:4], start=1))
+    assert all(
+        0.05 * 2 ** (n - 1) <= pause <= 0.1 * 2 ** (n - 1)
+        for n, pause in enumerate(pauses[:4], start=1)
+    )
     assert all(1.0 <= pause <= 2.0 for pause in pauses[5:])
     assert pauses != [retry_pause_s(ModelName("n"), attempts, CONTROL) for attempts in range(1, 9)]

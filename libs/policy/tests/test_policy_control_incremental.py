@@ -32,7 +32,14 @@ def indexed(plan: Plan) -> tuple[object, ...]:
         return ()
     rooms = index.rooms
     tables = (rooms.slots, index.copies.there, index.homes.there, index.holding.there)
-    return *map(dict, tables), rooms.shapes, rooms.sizes, rooms.busy, rooms.leaving, dict(index.chains)
+    return (
+        *map(dict, tables),
+        rooms.shapes,
+        rooms.sizes,
+        rooms.busy,
+        rooms.leaving,
+        dict(index.chains),
+    )
 
 
 @pytest.mark.slow
@@ -46,7 +53,9 @@ def test_a_tick_says_what_a_look_at_everything_says(seed: int, line_limit: int) 
         facts = cluster.facts()
         plan, expected = tick(facts, memory, rules), plain_tick(facts, plain, rules)
         assert said(plan) == said(expected)
-        assert indexed(plan) == indexed(tick(replace(facts, changed=None), memory, rules)), "mended, and made anew"
+        assert indexed(plan) == indexed(tick(replace(facts, changed=None), memory, rules)), (
+            "mended, and made anew"
+        )
         memory, plain = plan.memory, expected.memory
         cluster.carry_out(plan)
 
@@ -65,7 +74,9 @@ def test_a_log_of_facts_replays(seed: int) -> None:
         memory = plan.memory
         cluster.carry_out(plan)
     for facts, kept, expected in log:
-        assert said(tick(facts, kept, RULES)) == expected, "no memory was written to by a later tick"
+        assert said(tick(facts, kept, RULES)) == expected, (
+            "no memory was written to by a later tick"
+        )
 
 
 # What a tick looks at. Counts, not times: they are the same on any machine.
@@ -100,7 +111,9 @@ def test_one_change_looks_at_what_it_touches(size: Size) -> None:
     assert asked.visited.models == 1
     assert asked.visited.instances == 0
     of_copies = COPIES * size.workers_per_node
-    assert asked.visited.candidates <= of_copies + 2 * CONSIDERED, "workers with copies, and the first of the one shape there is"
+    assert asked.visited.candidates <= of_copies + 2 * CONSIDERED, (
+        "workers with copies, and the first of the one shape there is"
+    )
 
 
 def test_holds_are_repeated_a_few_at_a_time_until_all_were() -> None:
@@ -119,7 +132,10 @@ def test_holds_are_repeated_a_few_at_a_time_until_all_were() -> None:
 
 def test_what_falls_due_by_time_alone_is_looked_at_then() -> None:
     cluster = quiet(SMALL)
-    cluster.models = {name: replace(one, scaling=replace(one.scaling, keep_alive_s=60.0)) for name, one in cluster.models.items()}
+    cluster.models = {
+        name: replace(one, scaling=replace(one.scaling, keep_alive_s=60.0))
+        for name, one in cluster.models.items()
+    }
     cluster.carry_out(cluster.tick(None))
     cluster.now_s = NOW_S + 59.0
     assert cluster.tick().visited == Visited()

@@ -45,7 +45,16 @@ def crowded(seed: int) -> Cluster:
             name = ModelName(rng.choice("abcdef"))
             state = rng.choice((S.READY, S.READY, S.READY, S.LOADING, S.DRAINING, S.FAILED, S.GONE))
             shown = rng.choice((H.READY, H.READY, H.READY, H.LOADING, H.DRAINING, H.EVICTED))
-            stages.append((name, f"i{index:02}{each}", state, shown, rng.choice((30, 90, 240)), rng.choice((0, 0, 1))))
+            stages.append(
+                (
+                    name,
+                    f"i{index:02}{each}",
+                    state,
+                    shown,
+                    rng.choice((30, 90, 240)),
+                    rng.choice((0, 0, 1)),
+                )
+            )
         reported = [one for one in stages if rng.random() < 0.9]
         cluster.report_worker(
             worker_id,
@@ -61,8 +70,12 @@ def crowded(seed: int) -> Cluster:
             load_bytes_per_s=rng.choice((100.0, 101.0, 500.0)),
             granule_bytes=rng.choice((1, 4)),
         )
-        health = DeviceHealth(state=rng.choice((HealthState.HEALTHY,) * 5 + (HealthState.DEGRADED,)))
-        cluster.workers[worker_id] = replace(view, facts=replace(view.facts, device=device, health=health))
+        health = DeviceHealth(
+            state=rng.choice((HealthState.HEALTHY,) * 5 + (HealthState.DEGRADED,))
+        )
+        cluster.workers[worker_id] = replace(
+            view, facts=replace(view.facts, device=device, health=health)
+        )
         for name, key, state, _, size, running in stages:
             one = instance(
                 name,
@@ -72,11 +85,15 @@ def crowded(seed: int) -> Cluster:
                 since_s=START_S - rng.choice((0.25, 2.0, 50.0)),
                 used_s=START_S - rng.choice((0.25, 2.0, 50.0)),
                 in_flight=running,
-                digest=template.models[name].digest if rng.random() < 0.2 else cluster.models[name].digest,
+                digest=template.models[name].digest
+                if rng.random() < 0.2
+                else cluster.models[name].digest,
                 device_bytes=size,
             )
             one = replace(one, load_s=rng.choice((0.0, 1.0, 30.0)))
-            cluster.books = cluster.books.put(Record(instance=one, model=cluster.models[name], tentative=rng.random() < 0.1))
+            cluster.books = cluster.books.put(
+                Record(instance=one, model=cluster.models[name], tentative=rng.random() < 0.1)
+            )
     return cluster
 
 
@@ -93,13 +110,20 @@ def test_a_start_is_placed_as_if_every_worker_had_been_compared(seed: int) -> No
     cluster = crowded(seed)
     draft, everywhere = heard(cluster), frozenset(cluster.workers)
     for model in cluster.models.values():
-        excluded = frozenset(cluster.rng.sample(sorted(everywhere), k=cluster.rng.choice((0, 0, 3, 40))))
-        full = choose_scheme(model, draft.slice(cluster.models, everywhere, model.digest), RULES.scheme, excluded)
+        excluded = frozenset(
+            cluster.rng.sample(sorted(everywhere), k=cluster.rng.choice((0, 0, 3, 40)))
+        )
+        full = choose_scheme(
+            model, draft.slice(cluster.models, everywhere, model.digest), RULES.scheme, excluded
+        )
         workers = for_start(model, draft, RULES.scheme.placement, excluded)
         part = draft.slice((model.name,), workers, model.digest)
         choice = choose_scheme(model, part, RULES.scheme, excluded, draft.rooms.fleet)
         assert replace(choice, rejected=()) == replace(full, rejected=())
-        assert bool(for_start(model, draft, RULES.scheme.placement, excluded, count=1) - excluded) or full.scheme is None
+        assert (
+            bool(for_start(model, draft, RULES.scheme.placement, excluded, count=1) - excluded)
+            or full.scheme is None
+        )
 
 
 @pytest.mark.slow
@@ -110,7 +134,13 @@ def test_turns_are_taken_as_if_every_worker_had_been_compared(seed: int, line_li
     draft = heard(cluster)
     wanted = cluster.rng.sample(sorted(cluster.models), k=cluster.rng.randint(1, 6))
     demand = tuple(
-        Demand(model=name, waiting=1, oldest_age_s=cluster.rng.choice((0.1, 3.9, 4.0, 9.0)), deadline_in_s=9.0) for name in wanted
+        Demand(
+            model=name,
+            waiting=1,
+            oldest_age_s=cluster.rng.choice((0.1, 3.9, 4.0, 9.0)),
+            deadline_in_s=9.0,
+        )
+        for name in wanted
     )
     full = plan_turns(draft.slice(cluster.models, cluster.workers, demand=demand), wanted, rules)
     workers = for_turns(wanted, demand, draft, rules)
@@ -137,7 +167,10 @@ def test_an_index_that_was_mended_is_one_made_anew(seed: int) -> None:
         assert (draft.rooms.shapes, draft.rooms.sizes) == (anew.rooms.shapes, anew.rooms.sizes)
         assert dict(draft.rooms.slots) == dict(anew.rooms.slots)
         assert (draft.rooms.busy, draft.rooms.leaving) == (anew.rooms.busy, anew.rooms.leaving)
-        assert (dict(draft.copies.back), dict(draft.homes.back)) == (dict(anew.copies.back), dict(anew.homes.back))
+        assert (dict(draft.copies.back), dict(draft.homes.back)) == (
+            dict(anew.copies.back),
+            dict(anew.homes.back),
+        )
 
 
 def test_in_a_large_cluster_the_roomiest_workers_explain_a_refusal() -> None:
@@ -149,10 +182,15 @@ def test_in_a_large_cluster_the_roomiest_workers_explain_a_refusal() -> None:
     for shape in draft.rooms.shapes:
         ours = [key for key, slot in draft.rooms.slots.items() if slot.shape == shape]
         most = max(draft.room_on(key, RULES.scheme.placement) for key in ours)
-        assert any(draft.room_on(key, RULES.scheme.placement) == most for key in few.intersection(ours))
+        assert any(
+            draft.room_on(key, RULES.scheme.placement) == most for key in few.intersection(ours)
+        )
 
 
-UPDATES = st.lists(st.dictionaries(st.sampled_from("abcdefgh"), st.none() | st.integers(0, 5), max_size=4), max_size=8)
+UPDATES = st.lists(
+    st.dictionaries(st.sampled_from("abcdefgh"), st.none() | st.integers(0, 5), max_size=4),
+    max_size=8,
+)
 
 
 @given(UPDATES)
@@ -162,7 +200,9 @@ def test_a_table_is_a_dict_and_never_written_to(updates: list[dict[str, int | No
         before, copied = table, dict(table)
         news = {key: value for key, value in update.items() if value is not None}
         table = table.put(news, [key for key, value in update.items() if value is None])
-        plain = {key: value for key, value in (plain | news).items() if update.get(key, 0) is not None}
+        plain = {
+            key: value for key, value in (plain | news).items() if update.get(key, 0) is not None
+        }
         assert (dict(table), len(table), dict(before)) == (plain, len(plain), copied)
 
 
@@ -170,15 +210,28 @@ def test_a_table_is_a_dict_and_never_written_to(updates: list[dict[str, int | No
 def test_what_is_due_is_found_soonest_first(updates: list[dict[str, int | None]]) -> None:
     dues, plain = Dues[str](), dict[str, float]()
     for update in updates:
-        news = {key: float("inf") if value is None else float(value) for key, value in update.items()}
+        news = {
+            key: float("inf") if value is None else float(value) for key, value in update.items()
+        }
         dues, plain = dues.put(news), plain | news
         for now_s in range(7):
-            expected = [key for at_s, key in sorted((at_s, key) for key, at_s in plain.items()) if at_s <= now_s]
+            expected = [
+                key
+                for at_s, key in sorted((at_s, key) for key, at_s in plain.items())
+                if at_s <= now_s
+            ]
             assert dues.until(now_s) == expected
             assert dues.until(now_s, 2) == expected[:2]
 
 
-@given(st.lists(st.dictionaries(st.sampled_from("abcd"), st.frozensets(st.sampled_from("uvwxyz")), max_size=3), max_size=8))
+@given(
+    st.lists(
+        st.dictionaries(
+            st.sampled_from("abcd"), st.frozensets(st.sampled_from("uvwxyz")), max_size=3
+        ),
+        max_size=8,
+    )
+)
 def test_links_are_the_same_from_both_sides(updates: list[dict[str, frozenset[str]]]) -> None:
     links, plain = Links[str, str](), dict[str, frozenset[str]]()
     for update in updates:
@@ -202,16 +255,25 @@ def test_the_cheapest_place_is_the_cheapest_of_all(seed: int) -> None:
     for model in cluster.rng.choices(list(cluster.models.values()), k=8):
         need = turns._Need(model)
         found = [
-            (len(chosen), max(turns._importance(one, spare) for one in chosen), place.worker.worker_id)
+            (
+                len(chosen),
+                max(turns._importance(one, spare) for one in chosen),
+                place.worker.worker_id,
+            )
             for place in places
-            if need.is_met_by(place) and (chosen := turns._victims(place, need.device_bytes(place), spare))
+            if need.is_met_by(place)
+            and (chosen := turns._victims(place, need.device_bytes(place), spare))
         ]
         place, chosen = turns._cheapest(ranked, need, spare)
         if not found:
             assert (place, chosen) == (None, [])
             continue
         assert place is not None
-        assert (len(chosen), max(turns._importance(one, spare) for one in chosen), place.worker.worker_id) == min(found)
+        assert (
+            len(chosen),
+            max(turns._importance(one, spare) for one in chosen),
+            place.worker.worker_id,
+        ) == min(found)
         for victim in chosen:
             spare[victim.model] -= 1
             for other in places:

@@ -1,4 +1,4 @@
-"""Chains are planned when they change, and nodes ask those whom a plan from scratch would name."""
+"""Chains are planned when they change, and nodes ask those that a plan from scratch would name."""
 
 import random
 from dataclasses import replace
@@ -11,16 +11,23 @@ from plain_control import plain_tick, said
 from pilotlight.policy.cluster import Liveness, NodeFacts
 from pilotlight.policy.control.books import Books, Record
 from pilotlight.policy.control.focus import Focus
+from pilotlight.policy.control.holds import fetches_of
 from pilotlight.policy.control.plan import ControlFacts, ControlRules, Memory, Term
-from pilotlight.policy.control.reconcile import ReconcileRules
+from pilotlight.policy.control.reconcile import Change, ReconcileRules, moved
 from pilotlight.policy.control.tick import tick
-from pilotlight.policy.ids import Epoch, NodeId
+from pilotlight.policy.ids import Epoch, NodeId, WorkerId
+from pilotlight.policy.instance import InstanceEvent
+from pilotlight.policy.model import Stage
 from pilotlight.policy.multicast import chains_of
-from pilotlight.policy.plan import InstanceState
+from pilotlight.policy.plan import Instance, InstanceState, Placement
 from pilotlight.policy.testing import NOW_S, copy, instance, model, node
 
-RULES = ControlRules(reconcile=ReconcileRules(term_started_s=NOW_S, hold_deadline_s=1e6), repeat_s=1e6)
-TERM = Term(epoch=Epoch(1), started_s=NOW_S - 10, listening_since_s=NOW_S - 20, deaf=False, announced=True)
+RULES = ControlRules(
+    reconcile=ReconcileRules(term_started_s=NOW_S, hold_deadline_s=1e6), repeat_s=1e6
+)
+TERM = Term(
+    epoch=Epoch(1), started_s=NOW_S - 10, listening_since_s=NOW_S - 20, deaf=False, announced=True
+)
 MODEL = replace(model(), scaling=replace(model().scaling, max_instances=9, min_instances=9))
 WHOLE = tuple(range(len(MODEL.spec.part_bytes)))
 
@@ -42,8 +49,12 @@ def facts_of(nodes: dict[NodeId, NodeFacts], books: Books, *changed: NodeId) -> 
     )
 
 
-def started(nodes: dict[NodeId, NodeFacts], names: list[NodeId], rng: random.Random | None = None) -> Books:
-    """Instances that fetch on each of some nodes, one after the other, in the chains of their model."""
+def started(
+    nodes: dict[NodeId, NodeFacts], names: list[NodeId], rng: random.Random | None = None
+) -> Books:
+    """Instances that fetch on each of some nodes, one after the other, in the chains of their
+    model.
+    """
     books = Books()
     for at, name in enumerate(names):
         one = instance(instance_id=f"i{at}", state=InstanceState.FETCHING, worker_id=f"w-{name}")
@@ -53,12 +64,17 @@ def started(nodes: dict[NodeId, NodeFacts], names: list[NodeId], rng: random.Ran
         if rng is not None and rng.random() < 0.2:
             ahead = tuple(rng.sample(sorted(nodes), k=2))
         one = replace(one, placements=(replace(place, upstreams=ahead),))
+        if rng is not None and rng.random() < 0.3:
+            grown = replace(place, upstreams=ahead, held=Stage(rng.randint(0, 2), 3))
+            one = replace(one, state=InstanceState.CONSOLIDATING, placements=(grown,))
         books = books.put(Record(instance=one, model=MODEL))
     return books
 
 
 def test_parts_that_arrive_change_no_chain_and_a_whole_copy_does() -> None:
-    nodes = {NodeId("n0"): node_with("n0", WHOLE)} | {NodeId(f"n{at}"): node_with(f"n{at}") for at in range(1, 5)}
+    nodes = {NodeId("n0"): node_with("n0", WHOLE)} | {
+        NodeId(f"n{at}"): node_with(f"n{at}") for at in range(1, 5)
+    }
     books = started(nodes, [NodeId(f"n{at}") for at in range(1, 5)])
     plan = tick(facts_of(nodes, books), Memory(), RULES)
     assert plan.memory.index is not None
@@ -80,7 +96,10 @@ def test_parts_that_arrive_change_no_chain_and_a_whole_copy_does() -> None:
 @settings(max_examples=60, deadline=None)
 def test_nodes_ask_whom_a_plan_from_scratch_names(seed: int) -> None:
     rng = random.Random(seed)
-    nodes = {NodeId(f"n{at}"): node_with(f"n{at}", rng.choice(((), (), WHOLE, WHOLE[2:4]))) for at in range(6)}
+    nodes = {
+        NodeId(f"n{at}"): node_with(f"n{at}", rng.choice(((), (), WHOLE, WHOLE[2:4])))
+        for at in range(6)
+    }
     books = started(nodes, rng.sample(sorted(nodes), k=rng.randint(1, 6)), rng)
     memory = plain = Memory()
     for _ in range(8):
@@ -95,3 +114,82 @@ def test_nodes_ask_whom_a_plan_from_scratch_names(seed: int) -> None:
         plan, expected = tick(facts, memory, RULES), plain_tick(facts, plain, RULES)
         assert said(plan) == said(expected)
         memory, plain, books = plan.memory, expected.memory, plan.books
+
+
+# Stages that grow
+
+
+def stages_at(*stages: Stage) -> tuple[Placement, ...]:
+    """One stage on each of the nodes n0, n1 and so on."""
+    return tuple(
+        Placement(
+            worker_id=WorkerId(f"w{at}"), node_id=NodeId(f"n{at}"), stage=stage, device_bytes=1
+        )
+        for at, stage in enumerate(stages)
+    )
+
+
+def group() -> Instance:
+    return replace(
+        instance(state=InstanceState.READY), placements=stages_at(Stage(0, 2), Stage(2, 4))
+    )
+
+
+def changed(before: Instance, *events: InstanceEvent, to: tuple[Placement, ...] = ()) -> Instance:
+    change = Change(
+        instance_id=before.instance_id, events=events, reason="it consolidates", placements=to
+    )
+    return moved(before, change, Epoch(1), NOW_S)
+
+
+def fetched(one: Instance) -> dict[str, tuple[int, ...]]:
+    books = Books().put(Record(instance=one, model=MODEL))
+    return {
+        node_id: fetch.parts
+        for node_id in ("n0", "n1")
+        for fetch in fetches_of(NodeId(node_id), books, {})
+    }
+
+
+def test_the_node_of_a_stage_that_grows_fetches_the_added_layers() -> None:
+    ready = group()
+    assert fetched(ready) == {}
+    first = changed(
+        ready, InstanceEvent.CONSOLIDATION_STARTED, to=stages_at(Stage(0, 3), Stage(2, 4))
+    )
+    assert fetched(first) == {"n0": (3,)}
+    assert first.generation == ready.generation + 1
+    whole = changed(first, to=stages_at(Stage(0, 4), Stage(2, 4)))
+    assert fetched(whole) == {"n0": (3, 4, 5)}, "whether layer 2 came is not in the row"
+    assert whole.generation == first.generation + 1
+    done = changed(whole, InstanceEvent.CONSOLIDATION_DONE, to=stages_at(Stage(0, 4)))
+    assert fetched(done) == {}
+    assert [one.held for one in done.placements] == [None]
+    last = changed(
+        ready, InstanceEvent.CONSOLIDATION_STARTED, to=stages_at(Stage(0, 2), Stage(0, 4))
+    )
+    assert fetched(last) == {"n1": (0, 1, 2)}
+    assert changed(last, to=stages_at(Stage(0, 2), Stage(0, 4))).generation == last.generation, (
+        "nothing is new"
+    )
+    assert changed(last, InstanceEvent.DRAIN).placements == stages_at(Stage(0, 2), Stage(0, 4))
+
+
+def test_a_tick_has_the_added_layers_fetched_from_a_member_that_has_them() -> None:
+    nodes = {NodeId("n0"): node_with("n0", (0, 1, 2)), NodeId("n1"): node_with("n1", (3, 4, 5))}
+    plan = tick(
+        facts_of(nodes, Books().put(Record(instance=group(), model=MODEL))), Memory(), RULES
+    )
+    grows = changed(
+        group(), InstanceEvent.CONSOLIDATION_STARTED, to=stages_at(Stage(0, 4), Stage(2, 4))
+    )
+    books = plan.books.put(Record(instance=grows, model=MODEL))
+    told = tick(facts_of(nodes, books), plan.memory, RULES)
+    ((fetch,),) = [one.fetches for one in told.tell.nodes]
+    assert (fetch.generation, fetch.parts, fetch.upstreams) == (2, (3, 4, 5), ("n1",))
+    assert {one.worker_id for one in told.tell.workers} == {"w0", "w1"}
+    done = changed(grows, InstanceEvent.CONSOLIDATION_DONE, to=stages_at(Stage(0, 4)))
+    over = tick(
+        facts_of(nodes, told.books.put(Record(instance=done, model=MODEL))), told.memory, RULES
+    )
+    assert [(one.node_id, one.fetches) for one in over.tell.nodes] == [("n0", ())]

@@ -11,13 +11,18 @@ from pilotlight.policy.testing import model, node, worker
 
 @pytest.mark.parametrize("dtype", [Dtype.BFLOAT16, Dtype.FLOAT32])
 @pytest.mark.parametrize("stage", [Stage(0, 4), Stage(0, 2), Stage(2, 4)])
-def test_the_parts_of_a_stage_take_as_long_as_is_predicted_for_the_stage(dtype: Dtype, stage: Stage) -> None:
+def test_the_parts_of_a_stage_take_as_long_as_is_predicted_for_the_stage(
+    dtype: Dtype, stage: Stage
+) -> None:
     """In the dtype that the engine runs in: twice the bytes of a checkpoint that has half of it."""
     one, device = replace(model(), dtype=dtype), worker(0).device
     spec = one.spec
     each_s = [part_load_s(one, part, device.load_bytes_per_s) for part in spec.parts_of(stage)]
     assert sum(each_s) == pytest.approx(stage_cost(one, stage, worker(0), node(), None).load_s)
-    assert each_s[0] == spec.part_bytes[0] * (2 if dtype is Dtype.FLOAT32 else 1) / device.load_bytes_per_s
+    assert (
+        each_s[0]
+        == spec.part_bytes[0] * (2 if dtype is Dtype.FLOAT32 else 1) / device.load_bytes_per_s
+    )
 
 
 def test_a_step_costs_its_prompts_beside_what_every_step_costs() -> None:

@@ -23,9 +23,15 @@ from pilotlight.policy.plan import Snapshot
 from pilotlight.policy.testing import NOW_S, model, node, worker
 
 GIB = 1 << 30
-GOOD = DeviceReading(recovery=Recovery.NONE, uncorrected_errors=0, memory_bytes=80 * GIB, used_bytes=40 * GIB, own_bytes=39 * GIB)
+GOOD = DeviceReading(
+    recovery=Recovery.NONE,
+    uncorrected_errors=0,
+    memory_bytes=80 * GIB,
+    used_bytes=40 * GIB,
+    own_bytes=39 * GIB,
+)
 SILENT = DeviceReading(memory_bytes=80 * GIB, used_bytes=40 * GIB)
-"""Of a driver that says neither what is to be done nor who uses what."""
+"""Of a driver that says neither what is to be done nor which process uses what."""
 UNTOLD = DeviceReading(untold="Unknown Error")
 
 readings = st.builds(
@@ -67,8 +73,14 @@ def judged(*row: DeviceReading, promised_bytes: int = 0) -> Judgement:
         (DeviceReading(remap_pending=True), HealthState.DEGRADED, "remap"),
         (DeviceReading(uncorrected_errors=2), HealthState.DEGRADED, "ecc"),
         *((DeviceReading(xids=(number,)), HealthState.HEALTHY, "") for number in (13, 31, 43, 45)),
-        *((DeviceReading(xids=(number,)), HealthState.DEGRADED, "xid") for number in (63, 92, 94, 999)),
-        *((DeviceReading(xids=(31, number, 45)), HealthState.FAILED, "xid") for number in (48, 64, 74, 79, 95, 119, 120)),
+        *(
+            (DeviceReading(xids=(number,)), HealthState.DEGRADED, "xid")
+            for number in (63, 92, 94, 999)
+        ),
+        *(
+            (DeviceReading(xids=(31, number, 45)), HealthState.FAILED, "xid")
+            for number in (48, 64, 74, 79, 95, 119, 120)
+        ),
         (DeviceReading(untold="Unknown Error", xids=(79,)), HealthState.FAILED, "xid"),
     ],
 )
@@ -84,14 +96,25 @@ def test_memory_of_others_counts_where_it_was_promised_to_models() -> None:
     health = judged(crowded, promised_bytes=70 * GIB).health
     assert health.state is HealthState.DEGRADED
     assert health.reason.startswith("memory: others use 30 GiB; 20 GiB")
-    assert judged(SILENT, promised_bytes=79 * GIB).health.state is HealthState.HEALTHY, "who uses it is not known"
+    assert judged(SILENT, promised_bytes=79 * GIB).health.state is HealthState.HEALTHY, (
+        "which process uses it is not known"
+    )
 
 
-@pytest.mark.parametrize("bad", [DeviceReading(late_s=6.0), DeviceReading(lost="GPU is lost"), DeviceReading(remap_failed=True)])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        DeviceReading(late_s=6.0),
+        DeviceReading(lost="GPU is lost"),
+        DeviceReading(remap_failed=True),
+    ],
+)
 def test_what_readings_showed_ends_with_as_many_good_ones(bad: DeviceReading) -> None:
     for count in range(1, GOOD_READINGS):
         assert judged(bad, *[SILENT] * count).health == judged(bad).health
-        assert not judged(bad, *[SILENT] * count, bad, *[SILENT] * (GOOD_READINGS - 1)).usable, "not in a row"
+        assert not judged(bad, *[SILENT] * count, bad, *[SILENT] * (GOOD_READINGS - 1)).usable, (
+            "not in a row"
+        )
     assert judged(bad, *[SILENT] * GOOD_READINGS).health.state is HealthState.HEALTHY
 
 
@@ -109,14 +132,28 @@ def test_wear_stays_until_the_worker_is_started_anew() -> None:
     assert "94" in worn.health.reason
 
 
-@pytest.mark.parametrize("before", [(GOOD,), (DeviceReading(uncorrected_errors=2),), (DeviceReading(lost="GPU is lost"), SILENT)])
-def test_an_error_of_the_driver_is_a_finding_only_when_it_stays(before: tuple[DeviceReading, ...]) -> None:
+@pytest.mark.parametrize(
+    "before",
+    [(GOOD,), (DeviceReading(uncorrected_errors=2),), (DeviceReading(lost="GPU is lost"), SILENT)],
+)
+def test_an_error_of_the_driver_is_a_finding_only_when_it_stays(
+    before: tuple[DeviceReading, ...],
+) -> None:
     for count in range(1, UNTOLD_READINGS):
         assert judged(*before, *[UNTOLD] * count).health == judged(*before).health
     health = judged(*before, *[UNTOLD] * UNTOLD_READINGS).health
-    assert (health.state, health.reason) == (HealthState.FAILED, "untold: the driver answers with errors alone: Unknown Error")
-    assert judged(*before, *[UNTOLD] * (UNTOLD_READINGS - 1), SILENT, UNTOLD).health.reason != health.reason, "not in a row"
-    assert judged(*before, *[UNTOLD] * UNTOLD_READINGS, *[SILENT] * GOOD_READINGS).health.state is HealthState.HEALTHY
+    assert (health.state, health.reason) == (
+        HealthState.FAILED,
+        "untold: the driver answers with errors alone: Unknown Error",
+    )
+    assert (
+        judged(*before, *[UNTOLD] * (UNTOLD_READINGS - 1), SILENT, UNTOLD).health.reason
+        != health.reason
+    ), "not in a row"
+    assert (
+        judged(*before, *[UNTOLD] * UNTOLD_READINGS, *[SILENT] * GOOD_READINGS).health.state
+        is HealthState.HEALTHY
+    )
 
 
 def test_an_error_of_the_driver_is_no_good_reading() -> None:
@@ -125,7 +162,9 @@ def test_an_error_of_the_driver_is_no_good_reading() -> None:
     assert judged(lost, SILENT, SILENT, UNTOLD, SILENT, SILENT, SILENT).usable
 
 
-@pytest.mark.parametrize("worn", [DeviceReading(xids=(94,)), DeviceReading(lost="GPU is lost", xids=(94,))])
+@pytest.mark.parametrize(
+    "worn", [DeviceReading(xids=(94,)), DeviceReading(lost="GPU is lost", xids=(94,))]
+)
 def test_an_xid_that_comes_while_the_device_has_failed_is_remembered(worn: DeviceReading) -> None:
     after = judged(DeviceReading(lost="GPU is lost"), worn, *[SILENT] * GOOD_READINGS)
     assert (after.health.state, after.xid) == (HealthState.DEGRADED, 94)
@@ -153,14 +192,26 @@ def test_the_last_reading_alone_can_fail_a_device_and_one_alone_cannot_restore_i
     assert judge(Judgement(), calm) == judge(Judgement(), DeviceReading(recovery=Recovery.NONE))
 
 
-def test_nothing_is_placed_on_a_failed_device_and_on_a_degraded_one_only_if_there_is_no_other() -> None:
-    failed = worker(0, memory_bytes=10_000, health=DeviceHealth(state=HealthState.FAILED, reason="xid: 79, gone"))
-    degraded = worker(1, memory_bytes=10_000, health=DeviceHealth(state=HealthState.DEGRADED, reason="xid: 94, contained"))
+def test_nothing_is_placed_on_a_failed_device_and_on_a_degraded_one_only_if_there_is_no_other() -> (
+    None
+):
+    failed = worker(
+        0,
+        memory_bytes=10_000,
+        health=DeviceHealth(state=HealthState.FAILED, reason="xid: 79, gone"),
+    )
+    degraded = worker(
+        1,
+        memory_bytes=10_000,
+        health=DeviceHealth(state=HealthState.DEGRADED, reason="xid: 94, contained"),
+    )
     healthy = worker(2, memory_bytes=10_000, health=DeviceHealth(state=HealthState.HEALTHY))
     asked = model("m")
 
     def world(*workers: WorkerFacts) -> Snapshot:
-        return Snapshot(now_s=NOW_S, epoch=Epoch(1), models=(asked,), nodes=(node(),), workers=workers)
+        return Snapshot(
+            now_s=NOW_S, epoch=Epoch(1), models=(asked,), nodes=(node(),), workers=workers
+        )
 
     def chosen(*workers: WorkerFacts) -> tuple[str | None, str]:
         choice = choose_scheme(asked, world(*workers), SchemeRules())

@@ -34,11 +34,18 @@ def some_candidates(draw: st.DrawFn) -> list[EvictionCandidate]:
     ]
 
 
-@given(some_candidates(), st.integers(0, 200), st.integers(0, 60), st.sets(st.sampled_from(["s0", "s3"])))
+@given(
+    some_candidates(),
+    st.integers(0, 200),
+    st.integers(0, 60),
+    st.sets(st.sampled_from(["s0", "s3"])),
+)
 def test_eviction_is_safe_exact_and_explained(
     candidates: list[EvictionCandidate], need: int, free: int, protected: set[str]
 ) -> None:
-    request = RoomRequest(need_bytes=need, free_bytes=free, now_s=NOW_S, protected=frozenset(protected))
+    request = RoomRequest(
+        need_bytes=need, free_bytes=free, now_s=NOW_S, protected=frozenset(protected)
+    )
     plan = Lru().plan(request, candidates, RULES)
     by_subject = {one.subject: one for one in candidates}
     victims = [by_subject[victim.subject] for victim in plan.victims]
@@ -62,7 +69,9 @@ def test_eviction_is_safe_exact_and_explained(
     if plan.enough:
         freed = sum(victim.size_bytes for victim in victims)
         assert plan.freed_bytes == freed >= request.missing_bytes
-        assert all(freed - victim.size_bytes < request.missing_bytes for victim in victims), "a victim was not needed"
+        assert all(freed - victim.size_bytes < request.missing_bytes for victim in victims), (
+            "a victim was not needed"
+        )
     else:
         assert not victims
 

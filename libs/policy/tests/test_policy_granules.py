@@ -36,9 +36,13 @@ def test_a_small_model_is_granted_whole_granules() -> None:
     def granted(granule_bytes: int) -> int:
         one = worker(0, memory_bytes=1 << 30)
         one = replace(one, device=replace(one.device, granule_bytes=granule_bytes))
-        world = Snapshot(now_s=NOW_S, epoch=Epoch(1), models=(wanted,), nodes=(node(),), workers=(one,))
+        world = Snapshot(
+            now_s=NOW_S, epoch=Epoch(1), models=(wanted,), nodes=(node(),), workers=(one,)
+        )
         choice = choose_scheme(wanted, world, SchemeRules())
         assert choice.scheme is not None
         return choice.scheme.placements[0].device_bytes
 
-    assert granted(GRANULE) >= stage_room(wanted, wanted.spec.whole, GRANULE).least_bytes > granted(1)
+    assert (
+        granted(GRANULE) >= stage_room(wanted, wanted.spec.whole, GRANULE).least_bytes > granted(1)
+    )

@@ -4,7 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from pilotlight.policy.hang import Doing, Patience, Sight, StepTimes, Watched, allowed_s, hung, watched
+from pilotlight.policy.hang import (
+    Doing,
+    Patience,
+    Sight,
+    StepTimes,
+    Watched,
+    allowed_s,
+    hung,
+    watched,
+)
 
 LOOK_S = 0.25
 PATIENCE = Patience()
@@ -12,7 +21,9 @@ NOTHING = StepTimes()
 STEPPING = Sight(word=1, doing=Doing.STEPPING, tokens=8)
 
 
-def after(seconds: float, sight: Sight, times: StepTimes = NOTHING, starved_share: float = 0.0) -> str:
+def after(
+    seconds: float, sight: Sight, times: StepTimes = NOTHING, starved_share: float = 0.0
+) -> str:
     """What is said of an engine that has looked the same for so long."""
     seen = Watched()
     for look in range(int(seconds / LOOK_S) + 1):
@@ -29,7 +40,10 @@ def known(tokens: int, *seconds: float) -> StepTimes:
 
 def test_a_step_hangs_when_it_takes_far_longer_than_such_steps_do() -> None:
     assert not after(7.5, STEPPING, known(8, 0.02))
-    assert after(8, STEPPING, known(8, 0.02)) == "a step of 8 tokens has not ended for 8 s, where 0.02 s are usual"
+    assert (
+        after(8, STEPPING, known(8, 0.02))
+        == "a step of 8 tokens has not ended for 8 s, where 0.02 s are usual"
+    )
     assert not after(19, STEPPING, known(8, 2.0)), "ten times as long as usual"
     assert after(20, STEPPING, known(8, 2.0))
     assert not after(59, STEPPING), "of the first steps of a model nothing is known"
@@ -72,7 +86,9 @@ def test_a_stop_that_ends_is_nobodys_fault() -> None:
             for _ in range(looks):
                 seen = watched(seen, replace(STEPPING, stopped=stopped), LOOK_S)
                 assert not hung(seen, known(8, 0.02), PATIENCE)
-    assert seen.still_s == pytest.approx(10 * LOOK_S), "what it was stopped for does not count as a step's"
+    assert seen.still_s == pytest.approx(10 * LOOK_S), (
+        "what it was stopped for does not count as a step's"
+    )
 
 
 def test_time_without_a_processor_or_with_a_disk_is_not_its_own() -> None:
@@ -86,7 +102,9 @@ def test_time_without_a_processor_or_with_a_disk_is_not_its_own() -> None:
 
 
 def test_a_wait_for_a_processor_counts_though_it_is_told_late() -> None:
-    """The system adds it up when the process gets on a processor: of a second, three looks see nothing."""
+    """The system adds it up when the process gets on a processor: of a second, three looks see
+    nothing.
+    """
     seen = Watched()
     for look in range(4000):
         seen = watched(seen, replace(STEPPING, starved_s=float(look // 4)), LOOK_S)
@@ -100,7 +118,9 @@ def test_an_engine_that_waits_hangs_only_when_it_takes_nothing() -> None:
     assert after(8.25, replace(waiting, handed=True)) == "it has taken no command for 8 s"
 
 
-@pytest.mark.parametrize(("doing", "limit_s"), [(Doing.OBEYING, 90.0), (Doing.COMPILING, 180.0), (Doing.TELLING, 300.0)])
+@pytest.mark.parametrize(
+    ("doing", "limit_s"), [(Doing.OBEYING, 90.0), (Doing.COMPILING, 180.0), (Doing.TELLING, 300.0)]
+)
 def test_loading_compiling_and_telling_have_their_own_times(doing: Doing, limit_s: float) -> None:
     sight = replace(STEPPING, doing=doing)
     assert allowed_s(sight, known(8, 0.02), PATIENCE) == limit_s

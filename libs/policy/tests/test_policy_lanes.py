@@ -1,11 +1,13 @@
-"""Lanes: who goes next, and what is kept for others."""
+"""Lanes: which job goes next, and what is kept for others."""
 
 from dataclasses import replace
 
 from pilotlight.policy.lanes import LaneJob, next_job, turn_of
 
 
-def job(number: int, owner: str = "a", model: str = "m", *, long: bool = False, turn: int = 0) -> LaneJob:
+def job(
+    number: int, owner: str = "a", model: str = "m", *, long: bool = False, turn: int = 0
+) -> LaneJob:
     return LaneJob(number=number, owner=owner, model=model, long=long, turn=turn or number)
 
 
@@ -20,7 +22,9 @@ def test_nothing_begins_when_every_process_works():
 def test_one_process_is_kept_for_short_jobs():
     running = [job(1, "b", "x", long=True)]
     assert next_job([job(2, model="y", long=True)], running, 2) is None
-    assert next_job([job(2, model="y", long=True), job(3, model="z")], running, 2) == job(3, model="z")
+    assert next_job([job(2, model="y", long=True), job(3, model="z")], running, 2) == job(
+        3, model="z"
+    )
 
 
 def test_no_model_has_every_process():
@@ -40,7 +44,9 @@ def test_what_runs_no_models_code_is_bounded_by_its_length_alone():
 
 
 def test_owners_take_turns():
-    """One owner's hundred do not stand in front of another's one, and nobody who comes later overtakes for ever."""
+    """One owner's hundred do not stand in front of another's one, and no owner that comes later
+    overtakes for ever.
+    """
     waiting: list[LaneJob] = []
     now_turn = 0
     for number, owner in enumerate(["a"] * 100 + ["b", "b", "c"]):
@@ -54,4 +60,4 @@ def test_owners_take_turns():
         waiting.remove(chosen)
         order.append(chosen.owner)
     assert order[:5] == ["a", "b", "c", "a", "b"]
-    assert turn_of("c", [], now_turn) == now_turn + 1, "whoever was away has saved nothing up"
+    assert turn_of("c", [], now_turn) == now_turn + 1, "an owner that was away has saved nothing up"

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from pilotlight.policy.cluster import Copy, Liveness, NodeFacts, Tier
 from pilotlight.policy.ids import NodeId
 from pilotlight.policy.model import Stage
-from pilotlight.policy.multicast import MAX_UPSTREAMS, ChainPlan, Source, Target, chains_of, plan_chains
+from pilotlight.policy.multicast import (
+    MAX_UPSTREAMS,
+    ChainPlan,
+    Source,
+    Target,
+    chains_of,
+    plan_chains,
+)
 from pilotlight.policy.plan import Instance, InstanceState, Placement
 from pilotlight.policy.testing import instance, model, node
 
@@ -27,12 +34,16 @@ def source(name: str, speed: float = 1.0, parts: Sequence[int] = (0,)) -> Source
     return Source(node_id=NodeId(name), parts=frozenset(parts), bytes_per_s=speed)
 
 
-def target(name: str, speed: float = 1.0, parts: Sequence[int] = (0,), upstreams: str | None = None) -> Target:
+def target(
+    name: str, speed: float = 1.0, parts: Sequence[int] = (0,), upstreams: str | None = None
+) -> Target:
     told = nodes_named(upstreams) if upstreams is not None else None
     return Target(node_id=NodeId(name), parts=frozenset(parts), bytes_per_s=speed, upstreams=told)
 
 
-def planned(sources: Sequence[Source], targets: Sequence[Target], size: int = MODEL_BYTES) -> ChainPlan:
+def planned(
+    sources: Sequence[Source], targets: Sequence[Target], size: int = MODEL_BYTES
+) -> ChainPlan:
     """A plan of a model of one part, whose size and unit are as told."""
     return plan_chains((size,), sources, targets, unit_bytes=1)
 
@@ -54,7 +65,10 @@ def makespan(plan: ChainPlan) -> float:
 
 
 def replayed_s(speeds: Sequence[float], size: int) -> list[float]:
-    """When each member of a chain has everything. ``speeds`` begin with the source's; a member forwards whole units, one at a time."""
+    """When each member of a chain has everything.
+
+    ``speeds`` begin with the source's; a member forwards whole units, one at a time.
+    """
     had_at = [0.0] * size
     finished: list[float] = []
     for before, after in itertools.pairwise(speeds):
@@ -79,7 +93,9 @@ def best_makespan(sources: Sequence[Source], targets: Sequence[Target], size: in
     def takes(plan: list[list[int]]) -> float:
         chains = zip(sources, plan, strict=True)
         return max(
-            replayed_s([first.bytes_per_s, *(targets[index].bytes_per_s for index in chain)], size)[-1]
+            replayed_s([first.bytes_per_s, *(targets[index].bytes_per_s for index in chain)], size)[
+                -1
+            ]
             for first, chain in chains
             if chain
         )
@@ -103,7 +119,11 @@ def test_predictions_are_what_units_take_hop_by_hop(chain: list[float], size: in
 
 
 @settings(deadline=None)
-@given(st.lists(speeds, min_size=1, max_size=3), st.lists(speeds, min_size=1, max_size=4), st.sampled_from([1, 2, 8, 64]))
+@given(
+    st.lists(speeds, min_size=1, max_size=3),
+    st.lists(speeds, min_size=1, max_size=4),
+    st.sampled_from([1, 2, 8, 64]),
+)
 def test_no_other_plan_is_done_earlier_by_more_than_a_unit_takes(
     source_speeds: list[float], target_speeds: list[float], size: int
 ) -> None:
@@ -111,7 +131,10 @@ def test_no_other_plan_is_done_earlier_by_more_than_a_unit_takes(
     targets = [target(f"t{index}", speed) for index, speed in enumerate(target_speeds)]
     plan = planned(sources, targets, size)
     speed_of = {str(one.node_id): one.bytes_per_s for one in (*sources, *targets)}
-    chains = [[speed_of[str(node_id)] for node_id in (chain.source, *chain.members)] for chain in plan.chains]
+    chains = [
+        [speed_of[str(node_id)] for node_id in (chain.source, *chain.members)]
+        for chain in plan.chains
+    ]
     took_s = max(replayed_s(chain, size)[-1] for chain in chains)
     assert took_s <= best_makespan(sources, targets, size) * (1 + 1 / size) * (1 + 1e-9)
 
@@ -124,14 +147,16 @@ def test_a_chain_takes_little_longer_than_one_transfer() -> None:
 
 
 def test_the_fastest_come_first() -> None:
-    """BlitzScale, Fig. 13 (b): behind a slow node everybody is slow."""
+    """BlitzScale, Fig. 13 (b): behind a slow node all nodes are slow."""
     plan = planned([source("s", 2.0)], [target("slow", 1.0), target("fast", 2.0)])
     assert members(plan) == {"s": ("fast", "slow")}
     assert plan.chains[0].finish_s[0] == MODEL_BYTES / 2
 
 
 def test_each_source_begins_a_chain_and_they_end_at_about_the_same_time() -> None:
-    plan = planned([source("a"), source("b"), source("c")], [target(f"t{index}") for index in range(8)])
+    plan = planned(
+        [source("a"), source("b"), source("c")], [target(f"t{index}") for index in range(8)]
+    )
     assert members(plan) == {"a": ("t0", "t3", "t6"), "b": ("t1", "t4", "t7"), "c": ("t2", "t5")}
     assert plan.upstreams[NodeId("t6")] == nodes_named("t3 t0 a b")
     ends = [chain.finish_s[-1] for chain in plan.chains]
@@ -147,16 +172,32 @@ def test_where_nobody_has_anything_one_fetches_from_the_models_own_source_for_al
 
 def test_parts_that_the_predecessor_has_not_come_from_who_has_them() -> None:
     """Stages of a pipeline lie on different nodes, and a whole copy is to be made of them."""
-    sources = [source("all", 1.0, (0, 1, 2)), source("first", 9.0, (0,)), source("last", 8.0, (2,)), source("middle", 7.0, (1,))]
+    sources = [
+        source("all", 1.0, (0, 1, 2)),
+        source("first", 9.0, (0,)),
+        source("last", 8.0, (2,)),
+        source("middle", 7.0, (1,)),
+    ]
     whole = plan_chains((10, 10, 10), sources[1:], [target("t", 1.0, (0, 1, 2))], unit_bytes=1)
     assert whole.upstreams[NodeId("t")] == nodes_named("first last middle")
-    # Who has everything is worth more than who is fast.
-    assert members(plan_chains((10, 10, 10), sources, [target("t", 1.0, (0, 1, 2))], unit_bytes=1)) == {"all": ("t",)}
+    # A node that has everything is worth more than a fast one.
+    assert members(
+        plan_chains((10, 10, 10), sources, [target("t", 1.0, (0, 1, 2))], unit_bytes=1)
+    ) == {"all": ("t",)}
     # Two that want different parts have nothing for one another.
-    apart = plan_chains((10, 10, 10), [], [target("t0", 1.0, (0,)), target("t1", 1.0, (1, 2))], unit_bytes=1)
-    assert [(chain.source, chain.members) for chain in apart.chains] == [(None, ("t0",)), (None, ("t1",))]
+    apart = plan_chains(
+        (10, 10, 10), [], [target("t0", 1.0, (0,)), target("t1", 1.0, (1, 2))], unit_bytes=1
+    )
+    assert [(chain.source, chain.members) for chain in apart.chains] == [
+        (None, ("t0",)),
+        (None, ("t1",)),
+    ]
     # The tail has but one part of two; the source of its chain has the other.
-    behind = plan_chains((10, 10), [source("s", 1.0, (0, 1))], [target("t0", 1.0, (0,), "s"), target("t1", 1.0, (0, 1), "t0 s")])
+    behind = plan_chains(
+        (10, 10),
+        [source("s", 1.0, (0, 1))],
+        [target("t0", 1.0, (0,), "s"), target("t1", 1.0, (0, 1), "t0 s")],
+    )
     assert behind.upstreams[NodeId("t1")] == nodes_named("t0 s")
 
 
@@ -169,17 +210,26 @@ def test_of_more_than_can_be_named_those_are_that_have_what_is_missing() -> None
 
 def test_two_that_lost_those_before_them_may_meet_at_one_node() -> None:
     plan = planned([source("s")], [target("t0", upstreams="s"), target("t1", upstreams="gone s")])
-    assert [(chain.source, chain.members) for chain in plan.chains] == [("s", ("t0",)), ("s", ("t1",))]
+    assert [(chain.source, chain.members) for chain in plan.chains] == [
+        ("s", ("t0",)),
+        ("s", ("t1",)),
+    ]
     assert plan.upstreams[NodeId("t1")] == ("s",)
 
 
 def test_a_node_that_has_some_parts_and_joins_for_others_is_not_before_itself() -> None:
     some = source("n", parts=(0,))
-    known = [target("t0", parts=(0,), upstreams="n"), target("n", parts=(1,), upstreams="t0"), target("t1", parts=(0, 1))]
+    known = [
+        target("t0", parts=(0,), upstreams="n"),
+        target("n", parts=(1,), upstreams="t0"),
+        target("t1", parts=(0, 1)),
+    ]
     plan = plan_chains((10, 10), [some], known, unit_bytes=1)
     for upstreams in plan.ahead.values():
         assert len(set(upstreams)) == len(upstreams)
-    again = plan_chains((10, 10), [some], [known[0], target("n", parts=(1, 0), upstreams=None)], unit_bytes=1)
+    again = plan_chains(
+        (10, 10), [some], [known[0], target("n", parts=(1, 0), upstreams=None)], unit_bytes=1
+    )
     assert "n" not in again.ahead[NodeId("n")]
 
 
@@ -194,7 +244,9 @@ def test_a_dead_member_is_skipped_and_a_finished_one_begins_a_chain() -> None:
     assert members(finished) == {"s": ("t0",), "t1": ("t2", "t3")}
     assert finished.upstreams[NodeId("t2")] == plan.upstreams[NodeId("t2")]
     late = planned([*sources, source("t1"), source("t3")], [*known[0:1], known[2], target("late")])
-    assert members(late) == {"s": ("t0",), "t1": ("t2",), "t3": ("late",)}, "who has finished is a source at once"
+    assert members(late) == {"s": ("t0",), "t1": ("t2",), "t3": ("late",)}, (
+        "a node that has finished is a source at once"
+    )
     orphaned = planned([source("other")], known[3:])
     assert members(orphaned) == {None: ("t3",)}
     assert orphaned.upstreams[NodeId("t3")] == ("other",)
@@ -202,7 +254,11 @@ def test_a_dead_member_is_skipped_and_a_finished_one_begins_a_chain() -> None:
 
 def test_who_comes_back_is_behind_those_that_were_behind_it() -> None:
     """A node that lost its instance and starts another must not wait for one that waits for it."""
-    known = [target("t0", upstreams="s"), target("t1", upstreams="t0 s"), target("t2", upstreams="t1 t0 s")]
+    known = [
+        target("t0", upstreams="s"),
+        target("t1", upstreams="t0 s"),
+        target("t2", upstreams="t1 t0 s"),
+    ]
     again = planned([source("s")], [known[0], known[2], target("t1")])
     assert members(again) == {"s": ("t0", "t2", "t1")}
     assert again.upstreams[NodeId("t2")] == nodes_named("t0 s")
@@ -223,17 +279,29 @@ def checked(plan: ChainPlan, sources: Sequence[Source], targets: Sequence[Target
         assert len(upstreams) == len(set(upstreams)) <= MAX_UPSTREAMS
         assert one.node_id not in upstreams
         for part in one.parts:
-            having = {node_id for node_id, parts in offers.items() if part in parts and node_id not in waiting}
+            having = {
+                node_id
+                for node_id, parts in offers.items()
+                if part in parts and node_id not in waiting
+            }
             accepting = {each.node_id for each in sources if each.accepting} & having
-            offered = {node_id for node_id in upstreams if node_id in having or part in _wanted(waiting, node_id)}
-            assert offered or not accepting, "a part that somebody has is reached"
-    # Nobody waits in a circle: all of them can be put in an order in which each asks only those before it.
+            offered = {
+                node_id
+                for node_id in upstreams
+                if node_id in having or part in _wanted(waiting, node_id)
+            }
+            assert offered or not accepting, "a part that some node has is reached"
+    # No circle of waiting: all of them can be put in an order in which each asks only those before
+    # it.
     left = set(waiting)
     while left:
         ready = {
             node_id
             for node_id in left
-            if all(one in settled or waiting[node_id].parts <= offers.get(one, frozenset()) for one in plan.upstreams[node_id])
+            if all(
+                one in settled or waiting[node_id].parts <= offers.get(one, frozenset())
+                for one in plan.upstreams[node_id]
+            )
         }
         assert ready, f"{left} wait for one another"
         settled |= ready
@@ -270,7 +338,9 @@ def test_plans_hold_through_joins_ends_and_deaths(data: st.DataObject) -> None:
             targets[name] = Target(node_id=name, parts=wanted, bytes_per_s=speed_of[name])
         elif event == "end" and name in targets:
             held = sources[name].parts if name in sources else frozenset[int]()
-            sources[name] = Source(node_id=name, parts=held | targets.pop(name).parts, bytes_per_s=speed_of[name])
+            sources[name] = Source(
+                node_id=name, parts=held | targets.pop(name).parts, bytes_per_s=speed_of[name]
+            )
         elif event == "die":
             sources.pop(name, None)
             targets.pop(name, None)
@@ -279,33 +349,66 @@ def test_plans_hold_through_joins_ends_and_deaths(data: st.DataObject) -> None:
         plan = plan_chains(part_bytes, sources.values(), targets.values(), unit_bytes=1)
         checked(plan, list(sources.values()), list(targets.values()))
         if event == "join" and name not in before.ahead and name not in sources:
-            without = [(chain.source, tuple(one for one in chain.members if one != name)) for chain in plan.chains]
+            without = [
+                (chain.source, tuple(one for one in chain.members if one != name))
+                for chain in plan.chains
+            ]
             assert all((chain.source, chain.members) in without for chain in before.chains)
-            assert all(name not in chain.members[:-1] for chain in plan.chains), "who joins late is the last of a chain"
-        targets = {node_id: replace(one, upstreams=plan.ahead[node_id]) for node_id, one in targets.items()}
+            assert all(name not in chain.members[:-1] for chain in plan.chains), (
+                "a node that joins late is the last of a chain"
+            )
+        targets = {
+            node_id: replace(one, upstreams=plan.ahead[node_id]) for node_id, one in targets.items()
+        }
         again = plan_chains(part_bytes, sources.values(), targets.values(), unit_bytes=1)
-        assert (again.chains, again.upstreams) == (plan.chains, plan.upstreams), "planned again, it is the same"
+        assert (again.chains, again.upstreams) == (plan.chains, plan.upstreams), (
+            "planned again, it is the same"
+        )
         for node_id, upstreams in before.upstreams.items():
             kept = [one for one in upstreams if one in plan.upstreams.get(node_id, ())]
-            assert kept == [one for one in plan.upstreams.get(node_id, ()) if one in kept], "and in the same order"
+            assert kept == [one for one in plan.upstreams.get(node_id, ()) if one in kept], (
+                "and in the same order"
+            )
 
 
 # From facts
 
 
-def facts(name: str, *, parts: tuple[int, ...] = (), port: int = 7000, **changes: object) -> NodeFacts:
-    copies = (Copy(digest=model().digest, node_id=NodeId(name), tier=Tier.HOST, parts=parts, size_bytes=1),) if parts else ()
-    made = replace(node(copies=copies), node_id=NodeId(name), dataplane_host=name, dataplane_port=port)
+def facts(
+    name: str, *, parts: tuple[int, ...] = (), port: int = 7000, **changes: object
+) -> NodeFacts:
+    copies = (
+        (
+            Copy(
+                digest=model().digest,
+                node_id=NodeId(name),
+                tier=Tier.HOST,
+                parts=parts,
+                size_bytes=1,
+            ),
+        )
+        if parts
+        else ()
+    )
+    made = replace(
+        node(copies=copies), node_id=NodeId(name), dataplane_host=name, dataplane_port=port
+    )
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
-def starting(name: str, upstreams: str = "", state: InstanceState = InstanceState.FETCHING) -> Instance:
-    return replace(instance(instance_id=f"i-{name}", state=state), placements=(placement(name, upstreams),))
+def starting(
+    name: str, upstreams: str = "", state: InstanceState = InstanceState.FETCHING
+) -> Instance:
+    return replace(
+        instance(instance_id=f"i-{name}", state=state), placements=(placement(name, upstreams),)
+    )
 
 
 def placement(name: str, upstreams: str = "", stage: Stage | None = None) -> Placement:
     made = instance().placements[0]
-    return replace(made, node_id=NodeId(name), upstreams=nodes_named(upstreams), stage=stage or made.stage)
+    return replace(
+        made, node_id=NodeId(name), upstreams=nodes_named(upstreams), stage=stage or made.stage
+    )
 
 
 EVERY = (0, 1, 2, 3, 4, 5)
@@ -327,8 +430,28 @@ def test_a_node_that_has_them_begins_and_those_that_start_follow() -> None:
         {"liveness": Liveness.SUSPECT},
         {"draining": True},
         {"dataplane_port": 0},
-        {"copies": (Copy(digest=model("x").digest, node_id=NodeId("a"), tier=Tier.HOST, parts=EVERY, size_bytes=1),)},
-        {"copies": (Copy(digest=model().digest, node_id=NodeId("a"), tier=Tier.DISK, parts=EVERY, size_bytes=1),)},
+        {
+            "copies": (
+                Copy(
+                    digest=model("x").digest,
+                    node_id=NodeId("a"),
+                    tier=Tier.HOST,
+                    parts=EVERY,
+                    size_bytes=1,
+                ),
+            )
+        },
+        {
+            "copies": (
+                Copy(
+                    digest=model().digest,
+                    node_id=NodeId("a"),
+                    tier=Tier.DISK,
+                    parts=EVERY,
+                    size_bytes=1,
+                ),
+            )
+        },
     ],
 )
 def test_who_cannot_give_is_asked_for_nothing(away: dict[str, object]) -> None:
@@ -339,14 +462,21 @@ def test_who_cannot_give_is_asked_for_nothing(away: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("change", [{"liveness": Liveness.SUSPECT}, {"draining": True}])
-def test_who_is_silent_or_drains_keeps_those_behind_it_and_gets_nobody_new(change: dict[str, object]) -> None:
+def test_who_is_silent_or_drains_keeps_those_behind_it_and_gets_nobody_new(
+    change: dict[str, object],
+) -> None:
     nodes = [facts("a", parts=EVERY, **change), facts("b"), facts("c")]
     plan = chains_of(model(), nodes, [starting("b", "a")], [placement("c")])
     assert plan.upstreams[NodeId("b")] == ("a",)
     assert plan.upstreams[NodeId("c")] == nodes_named("b a")
     nodes = [facts("a", parts=EVERY), facts("b", **change), facts("c")]
-    assert chains_of(model(), nodes, [starting("b", "a"), starting("c", "b a")]).upstreams[NodeId("c")] == nodes_named("b a")
-    assert members(chains_of(model(), nodes, [starting("b", "a")], [placement("c")])) == {"a": ("b",), None: ("c",)}
+    assert chains_of(model(), nodes, [starting("b", "a"), starting("c", "b a")]).upstreams[
+        NodeId("c")
+    ] == nodes_named("b a")
+    assert members(chains_of(model(), nodes, [starting("b", "a")], [placement("c")])) == {
+        "a": ("b",),
+        None: ("c",),
+    }
 
 
 def test_who_is_dead_is_before_nobody_though_its_row_says_that_it_starts() -> None:
@@ -358,10 +488,14 @@ def test_who_is_dead_is_before_nobody_though_its_row_says_that_it_starts() -> No
 
 def test_a_node_joins_once_for_what_its_workers_lack_together() -> None:
     nodes = [facts("a", parts=EVERY), facts("b", parts=(0, 1)), facts("c")]
-    stages = [placement("b", stage=Stage(0, 2)), placement("b", stage=Stage(2, 4)), placement("c", stage=Stage(0, 1))]
+    stages = [
+        placement("b", stage=Stage(0, 2)),
+        placement("b", stage=Stage(2, 4)),
+        placement("c", stage=Stage(0, 1)),
+    ]
     plan = chains_of(model(), nodes, [], stages)
     assert members(plan) == {"a": ("b", "c")}
     # Of what c wants (0 and 1), b has both.
     assert plan.upstreams[NodeId("c")] == nodes_named("b a")
     complete = chains_of(model(), nodes, [], [placement("a")])
-    assert (complete.chains, complete.upstreams) == ((), {}), "what is there is fetched from nobody"
+    assert (complete.chains, complete.upstreams) == ((), {}), "what is there is not fetched"

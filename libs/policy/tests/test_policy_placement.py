@@ -3,7 +3,15 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pilotlight.policy.cluster import Copy, DeviceHealth, HealthState, HeldState, Liveness, Tier, WorkerFacts
+from pilotlight.policy.cluster import (
+    Copy,
+    DeviceHealth,
+    HealthState,
+    HeldState,
+    Liveness,
+    Tier,
+    WorkerFacts,
+)
 from pilotlight.policy.cost import stage_room
 from pilotlight.policy.ids import Epoch, WorkerId
 from pilotlight.policy.parallelism import SchemeRules, choose_scheme
@@ -16,7 +24,11 @@ RULES = SchemeRules()
 
 @st.composite
 def snapshots(draw: st.DrawFn) -> Snapshot:
-    models = [model("m", part_bytes=draw(st.integers(1, 60))), model("other", pinned=draw(st.booleans())), model("third")]
+    models = [
+        model("m", part_bytes=draw(st.integers(1, 60))),
+        model("other", pinned=draw(st.booleans())),
+        model("third"),
+    ]
     workers: list[WorkerFacts] = []
     instances = []
     for index in range(draw(st.integers(0, 4))):
@@ -33,9 +45,19 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
             )
             stages.append(stage)
             if draw(st.booleans()):
-                row = draw(st.sampled_from([InstanceState.LOADING, InstanceState.READY, InstanceState.DRAINING]))
+                row = draw(
+                    st.sampled_from(
+                        [InstanceState.LOADING, InstanceState.READY, InstanceState.DRAINING]
+                    )
+                )
                 instances.append(
-                    instance(name, stage.instance_id, worker_id=f"w{index}", state=row, device_bytes=stage.device_bytes)
+                    instance(
+                        name,
+                        stage.instance_id,
+                        worker_id=f"w{index}",
+                        state=row,
+                        device_bytes=stage.device_bytes,
+                    )
                 )
         if draw(st.booleans()):
             instances.append(
@@ -47,7 +69,9 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
                     device_bytes=draw(st.integers(1, 300)),
                 )
             )
-        liveness = draw(st.sampled_from([Liveness.ALIVE, Liveness.ALIVE, Liveness.SUSPECT, Liveness.DEAD]))
+        liveness = draw(
+            st.sampled_from([Liveness.ALIVE, Liveness.ALIVE, Liveness.SUSPECT, Liveness.DEAD])
+        )
         workers.append(
             worker(
                 index,
@@ -63,7 +87,12 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
         else ()
     )
     return Snapshot(
-        now_s=NOW_S, epoch=Epoch(1), models=tuple(models), nodes=nodes, workers=tuple(workers), instances=tuple(instances)
+        now_s=NOW_S,
+        epoch=Epoch(1),
+        models=tuple(models),
+        nodes=nodes,
+        workers=tuple(workers),
+        instances=tuple(instances),
     )
 
 
@@ -85,7 +114,11 @@ def test_a_scheme_never_overcommits_a_worker(snapshot: Snapshot) -> None:
     assert placement.stage == wanted.spec.whole
     assert placement.device_bytes >= stage_room(wanted, placement.stage).least_bytes
     if choice.needs_eviction:
-        stay = sum(one.device_bytes for one in chosen.held if one.in_flight and one.state is not HeldState.EVICTED)
+        stay = sum(
+            one.device_bytes
+            for one in chosen.held
+            if one.in_flight and one.state is not HeldState.EVICTED
+        )
         assert placement.device_bytes + stay <= chosen.device.memory_bytes
     else:
         assert placement.device_bytes <= free
@@ -95,7 +128,9 @@ def test_a_scheme_never_overcommits_a_worker(snapshot: Snapshot) -> None:
 def test_every_worker_is_in_exactly_one_bucket(snapshot: Snapshot) -> None:
     wanted = snapshot.models[0]
     found = candidates(wanted, wanted.spec.whole, snapshot, PlacementRules())
-    names = [one.worker.worker_id for one in (*found.fitting, *found.makeable)] + [one.worker_id for one in found.rejected]
+    names = [one.worker.worker_id for one in (*found.fitting, *found.makeable)] + [
+        one.worker_id for one in found.rejected
+    ]
     assert sorted(names) == sorted(one.worker_id for one in snapshot.workers)
     assert all(one.reason for one in found.rejected)
 
@@ -105,10 +140,23 @@ def test_a_node_that_has_the_bytes_is_preferred() -> None:
     near = replace(
         node(),
         node_id="n1",
-        copies=(Copy(digest=wanted.digest, node_id="n1", tier=Tier.HOST, parts=tuple(range(6)), size_bytes=600),),
+        copies=(
+            Copy(
+                digest=wanted.digest,
+                node_id="n1",
+                tier=Tier.HOST,
+                parts=tuple(range(6)),
+                size_bytes=600,
+            ),
+        ),
     )  # type: ignore[arg-type]
-    workers = (worker(0, memory_bytes=10_000), replace(worker(1, memory_bytes=10_000), node_id="n1"))  # type: ignore[arg-type]
-    snapshot = Snapshot(now_s=NOW_S, epoch=Epoch(1), models=(wanted,), nodes=(node(), near), workers=workers)
+    workers = (
+        worker(0, memory_bytes=10_000),
+        replace(worker(1, memory_bytes=10_000), node_id="n1"),
+    )  # type: ignore[arg-type]
+    snapshot = Snapshot(
+        now_s=NOW_S, epoch=Epoch(1), models=(wanted,), nodes=(node(), near), workers=workers
+    )
     choice = choose_scheme(wanted, snapshot, RULES)
     assert choice.scheme is not None
     assert choice.scheme.placements[0].worker_id == "w1"
@@ -117,7 +165,9 @@ def test_a_node_that_has_the_bytes_is_preferred() -> None:
 def test_a_worker_that_refused_or_failed_is_avoided() -> None:
     wanted = model()
     workers = (worker(0), worker(1))
-    snapshot = Snapshot(now_s=NOW_S, epoch=Epoch(1), models=(wanted,), nodes=(node(),), workers=workers)
+    snapshot = Snapshot(
+        now_s=NOW_S, epoch=Epoch(1), models=(wanted,), nodes=(node(),), workers=workers
+    )
     other = choose_scheme(wanted, snapshot, RULES, frozenset({WorkerId("w0")}))
     assert other.scheme is not None
     assert other.scheme.placements[0].worker_id == "w1"
@@ -125,7 +175,9 @@ def test_a_worker_that_refused_or_failed_is_avoided() -> None:
     choice = choose_scheme(wanted, replace(snapshot, instances=(failed,)), RULES)
     assert choice.scheme is not None
     assert choice.scheme.placements[0].worker_id == "w1"
-    alone = choose_scheme(wanted, replace(snapshot, instances=(failed,), workers=workers[:1]), RULES)
+    alone = choose_scheme(
+        wanted, replace(snapshot, instances=(failed,), workers=workers[:1]), RULES
+    )
     assert alone.scheme is not None, "better there than nowhere"
 
 
@@ -138,7 +190,9 @@ def test_kv_takes_what_is_free_and_evicts_nobody_for_more_than_the_least() -> No
 
 
 def test_a_model_larger_than_every_device_is_said_to_be_so() -> None:
-    snapshot = Snapshot(now_s=NOW_S, epoch=Epoch(1), nodes=(node(),), workers=(worker(memory_bytes=10),))
+    snapshot = Snapshot(
+        now_s=NOW_S, epoch=Epoch(1), nodes=(node(),), workers=(worker(memory_bytes=10),)
+    )
     choice = choose_scheme(model(), snapshot, RULES)
     assert choice.scheme is None
     assert choice.no_worker_ever
@@ -147,8 +201,15 @@ def test_a_model_larger_than_every_device_is_said_to_be_so() -> None:
 
 def test_a_worker_that_does_not_serve_says_nothing_of_what_fits() -> None:
     """A device that has failed since its worker's start has reported no memory."""
-    failed = worker(memory_bytes=0, engine_up=False, health=DeviceHealth(state=HealthState.FAILED, reason="lost: gone"))
-    starting, down = worker(1, memory_bytes=0, engine_up=False), worker(2, memory_bytes=10_000, engine_up=False)
+    failed = worker(
+        memory_bytes=0,
+        engine_up=False,
+        health=DeviceHealth(state=HealthState.FAILED, reason="lost: gone"),
+    )
+    starting, down = (
+        worker(1, memory_bytes=0, engine_up=False),
+        worker(2, memory_bytes=10_000, engine_up=False),
+    )
     small = worker(3, memory_bytes=10)
 
     def reason(*workers: WorkerFacts) -> tuple[bool, str]:
@@ -160,8 +221,10 @@ def test_a_worker_that_does_not_serve_says_nothing_of_what_fits() -> None:
     none_serves = "none of {} workers serves: their devices have failed, or their engines are down"
     assert reason(failed) == (True, none_serves.format(1))
     assert reason(failed, starting) == (True, none_serves.format(2))
-    assert reason(failed, down) == (False, "none of 2 workers has room or can make it"), "its engine comes back"
+    assert reason(failed, down) == (False, "none of 2 workers has room or can make it"), (
+        "its engine comes back"
+    )
     assert reason(failed, small)[1].endswith("more than any worker has that serves")
-    # What it had is of no use to anybody now.
+    # What it had is of no use now.
     lost = replace(failed, device=down.device)
     assert reason(lost) == (True, none_serves.format(1))

@@ -18,7 +18,14 @@ S = InstanceState
 
 def plan(models: list[Model], instances: list[Instance], waiting: list[Demand]) -> ScalePlan:
     return plan_scaling(
-        Snapshot(now_s=NOW_S, epoch=Epoch(1), models=tuple(models), instances=tuple(instances), demand=tuple(waiting)), RULES
+        Snapshot(
+            now_s=NOW_S,
+            epoch=Epoch(1),
+            models=tuple(models),
+            instances=tuple(instances),
+            demand=tuple(waiting),
+        ),
+        RULES,
     )
 
 
@@ -59,7 +66,9 @@ def worlds(draw: st.DrawFn) -> tuple[list[Model], list[Instance], list[Demand]]:
 
 
 @given(worlds())
-def test_scaling_never_breaks_bounds(world: tuple[list[Model], list[Instance], list[Demand]]) -> None:
+def test_scaling_never_breaks_bounds(
+    world: tuple[list[Model], list[Instance], list[Demand]],
+) -> None:
     models, instances, waiting = world
     result = plan(models, instances, waiting)
     by_name = {one.name: one for one in models}
@@ -70,11 +79,17 @@ def test_scaling_never_breaks_bounds(world: tuple[list[Model], list[Instance], l
         assert by_id[drain.instance_id].state in STARTING | SERVING
         assert drain.reason
     for one in models:
-        current = [i for i in instances if i.model == one.name and i.digest == one.digest and i.state in STARTING | SERVING]
+        current = [
+            i
+            for i in instances
+            if i.model == one.name and i.digest == one.digest and i.state in STARTING | SERVING
+        ]
         left = [i for i in current if i.instance_id not in drained]
         starts = [start for start in result.starts if start.model == one.name]
         assert len(left) + len(starts) <= max(one.scaling.max_instances, 0)
-        assert len(left) >= min(one.scaling.min_instances, len(current)), "drained below the minimum"
+        assert len(left) >= min(one.scaling.min_instances, len(current)), (
+            "drained below the minimum"
+        )
         waits = any(d.waiting for d in waiting if d.model == one.name)
         for i in current:
             if i.instance_id in drained and len(current) <= one.scaling.max_instances:
@@ -82,11 +97,18 @@ def test_scaling_never_breaks_bounds(world: tuple[list[Model], list[Instance], l
                 assert i.in_flight == 0 or i.state in STARTING
         count = sum(d.waiting for d in waiting if d.model == one.name)
         starting = sum(i.state in STARTING for i in left)
-        needed = max(math.ceil(count / RULES.instance_requests) - starting, one.scaling.min_instances - len(left), 0)
+        needed = max(
+            math.ceil(count / RULES.instance_requests) - starting,
+            one.scaling.min_instances - len(left),
+            0,
+        )
         assert len(starts) <= needed
     assert all(start.model in by_name for start in result.starts)
     orphans = [
-        i for i in instances if i.state in STARTING | SERVING and (i.model not in by_name or by_name[i.model].digest != i.digest)
+        i
+        for i in instances
+        if i.state in STARTING | SERVING
+        and (i.model not in by_name or by_name[i.model].digest != i.digest)
     ]
     assert {i.instance_id for i in orphans} <= set(drained)
 
@@ -97,9 +119,15 @@ def test_a_quiet_model_shrinks_to_its_minimum_and_stays_there(
 ) -> None:
     the_model = model(min_instances=minimum, max_instances=4, keep_alive_s=keep_alive_s)
     state = S.FETCHING if starting else S.READY
-    instances = [instance(instance_id=f"i{n}", state=state, used_s=NOW_S - 61) for n in range(count)]
+    instances = [
+        instance(instance_id=f"i{n}", state=state, used_s=NOW_S - 61) for n in range(count)
+    ]
     result = plan([the_model], instances, [])
-    left = [one for one in instances if one.instance_id not in {drain.instance_id for drain in result.drains}]
+    left = [
+        one
+        for one in instances
+        if one.instance_id not in {drain.instance_id for drain in result.drains}
+    ]
     assert len(left) + len(result.starts) == max(minimum, 0)
     again = plan([the_model], [replace(one) for one in left], [])
     assert not again.drains
@@ -120,13 +148,17 @@ def test_a_fresh_instance_is_given_time_to_take_the_held_requests() -> None:
     result = plan([model(max_instances=2)], [ready], [demand()])
     assert not result.starts
     assert "takes over" in result.held[0].reason
-    assert plan([model(max_instances=2)], [replace(ready, state_since_s=NOW_S - 2)], [demand()]).starts
+    assert plan(
+        [model(max_instances=2)], [replace(ready, state_since_s=NOW_S - 2)], [demand()]
+    ).starts
 
 
 def test_a_cold_start_that_nobody_waits_for_is_cancelled_after_a_while() -> None:
     assert not plan([model()], [instance(state=S.LOADING, used_s=NOW_S - 0.5)], []).drains
     assert plan([model()], [instance(state=S.LOADING, used_s=NOW_S - 1.5)], []).drains
-    assert not plan([model(min_instances=1)], [instance(state=S.LOADING, used_s=NOW_S - 1.5)], []).drains
+    assert not plan(
+        [model(min_instances=1)], [instance(state=S.LOADING, used_s=NOW_S - 1.5)], []
+    ).drains
 
 
 def test_a_pinned_model_outlives_its_keep_alive() -> None:
@@ -136,9 +168,13 @@ def test_a_pinned_model_outlives_its_keep_alive() -> None:
 
 def test_failed_cold_starts_slow_the_next_ones_down() -> None:
     failed = [instance(instance_id=f"f{n}", state=S.FAILED, since_s=NOW_S - 0.1) for n in range(3)]
-    assert plan([model()], failed[:1], [demand()]).starts, "the first failure is tried again at once"
+    assert plan([model()], failed[:1], [demand()]).starts, (
+        "the first failure is tried again at once"
+    )
     assert not plan([model()], failed, [demand()]).starts
     served = [replace(one, served=True) for one in failed]
-    assert plan([model()], served, [demand()]).starts, "a worker's death under a serving instance says nothing against the model"
+    assert plan([model()], served, [demand()]).starts, (
+        "a worker's death under a serving instance says nothing against the model"
+    )
     later = [replace(one, state_since_s=NOW_S - 2) for one in failed]
     assert plan([model()], later, [demand()]).starts

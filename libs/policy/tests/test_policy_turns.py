@@ -1,4 +1,6 @@
-"""Whose turn it is: each rule by example, safety rules over random worlds, and bounded waits in a small simulation."""
+"""Whose turn it is: each rule by example, safety rules over random worlds, and bounded waits in a
+small simulation.
+"""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -31,7 +33,14 @@ def waits(name: str, age_s: float) -> Demand:
 
 
 def serves(
-    name: str, on: int, *, since_s: float = 50.0, in_flight: int = 2, load_s: float = 1.0, state: S = S.READY, **more: float
+    name: str,
+    on: int,
+    *,
+    since_s: float = 50.0,
+    in_flight: int = 2,
+    load_s: float = 1.0,
+    state: S = S.READY,
+    **more: float,
 ) -> Instance:
     """An instance that has served for so long; its worker's report is made by ``world``."""
     used_s = NOW_S if in_flight else NOW_S - 20
@@ -56,12 +65,22 @@ def world(
     models: tuple[Model, ...] = (),
 ) -> Snapshot:
     """Workers whose devices hold one instance, unless told otherwise."""
-    states = {S.READY: HeldState.READY, S.DRAINING: HeldState.DRAINING, S.LOADING: HeldState.LOADING}
+    states = {
+        S.READY: HeldState.READY,
+        S.DRAINING: HeldState.DRAINING,
+        S.LOADING: HeldState.LOADING,
+    }
 
     def there(index: int) -> WorkerFacts:
         here = [one for one in instances if one.lead == f"w{index}" and one.state in states]
         stages = tuple(
-            held(one.model, one.instance_id, state=states[one.state], in_flight=one.in_flight, device_bytes=ROOM_BYTES)
+            held(
+                one.model,
+                one.instance_id,
+                state=states[one.state],
+                in_flight=one.in_flight,
+                device_bytes=ROOM_BYTES,
+            )
             for one in here
         )
         return worker(index, memory_bytes=place_bytes, held_stages=stages)
@@ -81,7 +100,9 @@ def world(
 
 def plan(snapshot: Snapshot, blocked: tuple[str, ...] = ()) -> TurnPlan:
     starts = plan_scaling(snapshot, ScalingRules()).starts
-    return plan_turns(snapshot, (start.model for start in starts), RULES, frozenset(map(ModelName, blocked)))
+    return plan_turns(
+        snapshot, (start.model for start in starts), RULES, frozenset(map(ModelName, blocked))
+    )
 
 
 def drained(snapshot: Snapshot) -> list[tuple[str, str | None]]:
@@ -108,13 +129,31 @@ def test_who_has_waited_for_too_long_gets_the_place_that_has_served_for_the_long
         world(*BUSY, waiting=(waits("x", PATIENCE_S - 0.1),)),  # 3: it has patience left
         world(*BUSY, waiting=(waits("a", 100.0),)),  # 3: it is served
         world(*BUSY[:2], waiting=(waits("x", 100.0),)),  # 1: a place is empty
-        world(*BUSY[:2], serves("c", 2, in_flight=0), waiting=(waits("x", 100.0),)),  # 1: one is idle
-        world(*BUSY[:2], serves("c", 2, state=S.DRAINING, since_s=1), waiting=(waits("x", 100.0),)),  # 2: one drains
-        world(*(replace(one, load_s=26.0) for one in BUSY), waiting=(waits("x", 100.0),), places=3),  # none has served for 52 s
-        world(*BUSY, waiting=(waits("x", 100.0),), models=tuple(model(name, pinned=True) for name in "abc")),
-        world(*BUSY, waiting=(waits("x", 100.0),), models=tuple(model(name, min_instances=1) for name in "abc")),
-        world(*BUSY, waiting=(waits("x", 100.0),), models=(model("x", part_bytes=1000),)),  # it fits nowhere
-        replace(world(*BUSY, waiting=(waits("x", 100.0),)), nodes=(node(pool_bytes=50),)),  # nor in the host pool
+        world(
+            *BUSY[:2], serves("c", 2, in_flight=0), waiting=(waits("x", 100.0),)
+        ),  # 1: one is idle
+        world(
+            *BUSY[:2], serves("c", 2, state=S.DRAINING, since_s=1), waiting=(waits("x", 100.0),)
+        ),  # 2: one drains
+        world(
+            *(replace(one, load_s=26.0) for one in BUSY), waiting=(waits("x", 100.0),), places=3
+        ),  # none has served for 52 s
+        world(
+            *BUSY,
+            waiting=(waits("x", 100.0),),
+            models=tuple(model(name, pinned=True) for name in "abc"),
+        ),
+        world(
+            *BUSY,
+            waiting=(waits("x", 100.0),),
+            models=tuple(model(name, min_instances=1) for name in "abc"),
+        ),
+        world(
+            *BUSY, waiting=(waits("x", 100.0),), models=(model("x", part_bytes=1000),)
+        ),  # it fits nowhere
+        replace(
+            world(*BUSY, waiting=(waits("x", 100.0),)), nodes=(node(pool_bytes=50),)
+        ),  # nor in the host pool
     ],
 )
 def test_nobody_makes_room_without_need_or_before_its_time(snapshot: Snapshot) -> None:
@@ -130,7 +169,11 @@ def test_a_drain_that_does_not_end_is_not_counted_on() -> None:
 
 def test_a_model_that_could_not_be_loaded_twice_disturbs_nobody() -> None:
     failed = [
-        replace(instance("x", f"f{n}", state=S.FAILED, worker_id="w0", since_s=NOW_S - 40 - n), served=False) for n in range(2)
+        replace(
+            instance("x", f"f{n}", state=S.FAILED, worker_id="w0", since_s=NOW_S - 40 - n),
+            served=False,
+        )
+        for n in range(2)
     ]
     assert drained(world(*BUSY, failed[0], waiting=(waits("x", 100.0),))) == [("i-b-1", "x")]
     assert drained(world(*BUSY, *failed, waiting=(waits("x", 100.0),))) == []
@@ -141,7 +184,11 @@ def test_the_oldest_goes_first_and_the_others_leave_its_room() -> None:
     first, second, third = plan(empty).turns
     assert (first.model, second.model, third.model) == ("y", "x", "z")
     assert (first.left, second.left, third.left) == (frozenset(), {"w2"}, {"w2"})
-    making = world(*BUSY[:2], serves("c", 2, state=S.DRAINING, since_s=1), waiting=(waits("x", 3.0), waits("y", 5.0)))
+    making = world(
+        *BUSY[:2],
+        serves("c", 2, state=S.DRAINING, since_s=1),
+        waiting=(waits("x", 3.0), waits("y", 5.0)),
+    )
     assert [turn.left for turn in plan(making).turns] == [frozenset(), {"w2"}]
 
 
@@ -153,19 +200,32 @@ def test_ages_count_in_the_patience_of_each() -> None:
 
 def test_whom_no_room_on_a_device_helps_nothing_is_kept_for() -> None:
     snapshot = world(*BUSY[:2], waiting=(waits("x", 100.0), waits("y", 5.0)))
-    assert [(turn.model, turn.left) for turn in plan(snapshot, ("x",)).turns] == [("y", frozenset()), ("x", {"w2"})]
+    assert [(turn.model, turn.left) for turn in plan(snapshot, ("x",)).turns] == [
+        ("y", frozenset()),
+        ("x", {"w2"}),
+    ]
     assert plan(world(*BUSY, waiting=(waits("x", 100.0),)), ("x",)).drains == ()
 
 
 def test_a_second_instance_goes_before_an_only_one() -> None:
-    snapshot = world(serves("a", 0), serves("b", 1, since_s=90), serves("a", 2, since_s=10), waiting=(waits("x", 100.0),))
+    snapshot = world(
+        serves("a", 0),
+        serves("b", 1, since_s=90),
+        serves("a", 2, since_s=10),
+        waiting=(waits("x", 100.0),),
+    )
     assert drained(snapshot) == [("i-a-0", "x")]
 
 
 def test_a_large_model_takes_the_worker_where_the_fewest_have_to_go() -> None:
     small = [replace(serves(name, 0), instance_id=f"i-{name}") for name in "abc"]
     mixed = (*small[:2], serves("d", 1, in_flight=1), serves("e", 2, since_s=0.5))
-    snapshot = world(*mixed, waiting=(waits("x", 100.0),), models=(model("x", part_bytes=40),), place_bytes=2 * ROOM_BYTES)
+    snapshot = world(
+        *mixed,
+        waiting=(waits("x", 100.0),),
+        models=(model("x", part_bytes=40),),
+        place_bytes=2 * ROOM_BYTES,
+    )
     assert len(plan(snapshot).drains) == 1
 
 
@@ -184,8 +244,12 @@ def test_an_instance_on_several_workers_makes_room_on_all_of_them_at_once() -> N
 
 def test_what_is_between_two_requests_is_not_evicted_before_its_time() -> None:
     rules = PlacementRules(service=ServiceRules(min_loads=2.0))
-    snapshot = world(serves("a", 0, since_s=3, in_flight=0, load_s=2.0), waiting=(waits("x", 1.0),), places=1)
-    between = replace(snapshot, instances=(replace(snapshot.instances[0], last_used_s=NOW_S - 0.1),))
+    snapshot = world(
+        serves("a", 0, since_s=3, in_flight=0, load_s=2.0), waiting=(waits("x", 1.0),), places=1
+    )
+    between = replace(
+        snapshot, instances=(replace(snapshot.instances[0], last_used_s=NOW_S - 0.1),)
+    )
     for seen, makeable in ((snapshot, 1), (between, 0)):
         assert len(candidates(model("x"), model("x").spec.whole, seen, rules).makeable) == makeable
 
@@ -193,7 +257,10 @@ def test_what_is_between_two_requests_is_not_evicted_before_its_time() -> None:
 @st.composite
 def worlds(draw: st.DrawFn) -> Snapshot:
     places = draw(st.integers(1, 4))
-    pinned = [model(name, pinned=draw(st.booleans()), min_instances=draw(st.integers(0, 1))) for name in "abcdef"]
+    pinned = [
+        model(name, pinned=draw(st.booleans()), min_instances=draw(st.integers(0, 1)))
+        for name in "abcdef"
+    ]
     instances = [
         replace(
             serves(
@@ -202,7 +269,9 @@ def worlds(draw: st.DrawFn) -> Snapshot:
                 since_s=draw(st.sampled_from([0.5, 3.0, 30.0])),
                 in_flight=draw(st.sampled_from([0, 1, 5])),
                 load_s=draw(st.sampled_from([0.0, 1.0, 10.0, 1000.0])),
-                state=draw(st.sampled_from([S.READY, S.READY, S.READY, S.DRAINING, S.LOADING, S.GONE])),
+                state=draw(
+                    st.sampled_from([S.READY, S.READY, S.READY, S.DRAINING, S.LOADING, S.GONE])
+                ),
             ),
             instance_id=f"i{index}-{number}",
         )
@@ -240,16 +309,22 @@ def test_drains_are_never_unsafe_nor_more_than_needed(snapshot: Snapshot) -> Non
         assert drain.makes_way_for not in served
         assert drain.within_s is not None
     for name in {one.model for one in gone}:
-        left = sum(one.model == name and one.state in SERVING and one not in gone for one in snapshot.instances)
+        left = sum(
+            one.model == name and one.state in SERVING and one not in gone
+            for one in snapshot.instances
+        )
         assert left >= models[name].scaling.min_instances
-    # One worker's worth of room for each that waits too long, less what is there and what drains already.
+    # One worker's worth of room for each that waits too long, less what is there and what drains
+    # already.
     drained_on = {one.lead for one in gone}
     starved = [name for name in starts - served if ages.get(name, 0.0) >= PATIENCE_S]
     assert len(drained_on) <= len(starved)
     after = replace(
         snapshot,
         instances=tuple(
-            replace(one, state=S.DRAINING, state_since_s=NOW_S, drain_within_s=1.0) if one in gone else one
+            replace(one, state=S.DRAINING, state_since_s=NOW_S, drain_within_s=1.0)
+            if one in gone
+            else one
             for one in snapshot.instances
         ),
     )
@@ -261,7 +336,9 @@ TICK_S = 0.5
 
 @dataclass
 class Shop:
-    """Closed-loop clients of more models than there are places, in steps of a tick; the policies decide, the rest is clockwork."""
+    """Closed-loop clients of more models than there are places, in steps of a tick; the policies
+    decide, the rest is clockwork.
+    """
 
     models: int
     places: int
@@ -281,7 +358,9 @@ class Shop:
     lives_s: list[float] = field(default_factory=list[float])
 
     def run(self, for_s: float) -> None:
-        self.registered = {one.name: one for one in (model(f"m{index:02}") for index in range(self.models))}
+        self.registered = {
+            one.name: one for one in (model(f"m{index:02}") for index in range(self.models))
+        }
         self.waiting = {name: [self.now_s] * self.clients for name in self.registered}
         until_s = self.now_s + for_s
         while self.now_s < until_s:
@@ -296,7 +375,12 @@ class Shop:
             for name, arrivals in self.waiting.items()
             if arrivals
         )
-        snapshot = world(*self.instances.values(), waiting=waiting, places=self.places, models=tuple(self.registered.values()))
+        snapshot = world(
+            *self.instances.values(),
+            waiting=waiting,
+            places=self.places,
+            models=tuple(self.registered.values()),
+        )
         return replace(snapshot, now_s=self.now_s, models=tuple(self.registered.values()))
 
     def _step(self) -> None:
@@ -316,11 +400,15 @@ class Shop:
 
     def _start(self, name: ModelName, left: frozenset[WorkerId]) -> None:
         snapshot = self._snapshot()
-        choice = choose_scheme(self.registered[name], snapshot, SchemeRules(placement=RULES.placement), left)
+        choice = choose_scheme(
+            self.registered[name], snapshot, SchemeRules(placement=RULES.placement), left
+        )
         if choice.scheme is None:
             return
         on = choice.scheme.placements[0].worker_id
-        for evicted in [key for key, one in self.instances.items() if one.lead == on and one.state is S.READY]:
+        for evicted in [
+            key for key, one in self.instances.items() if one.lead == on and one.state is S.READY
+        ]:
             self.lives_s.append(self.now_s - self.instances[evicted].state_since_s)
             del self.instances[evicted]
         self.loads += 1
@@ -339,7 +427,9 @@ class Shop:
 
     def _serve(self, instance_id: str, one: Instance) -> None:
         running = self.running[instance_id]
-        overdue = one.drain_within_s is not None and self.now_s - one.state_since_s >= one.drain_within_s
+        overdue = (
+            one.drain_within_s is not None and self.now_s - one.state_since_s >= one.drain_within_s
+        )
         ended = [end_s for end_s in running if end_s <= self.now_s or overdue]
         self.running[instance_id] = running = [end_s for end_s in running if end_s not in ended]
         arrivals = self.waiting[one.model]
@@ -354,7 +444,13 @@ class Shop:
             if self.now_s < self.ready_at_s[instance_id]:
                 self.instances[instance_id] = replace(one, last_used_s=self.now_s)
                 return
-            one = replace(one, state=S.READY, load_s=self.now_s - one.state_since_s, state_since_s=self.now_s, served=True)
+            one = replace(
+                one,
+                state=S.READY,
+                load_s=self.now_s - one.state_since_s,
+                state_since_s=self.now_s,
+                served=True,
+            )
         for number, arrived_s in enumerate(arrivals):
             self.longest_s = max(self.longest_s, self.now_s - arrived_s)
             # Staggered, so that an instance is never idle by chance.
@@ -372,8 +468,12 @@ class Shop:
     request_s=st.sampled_from([0.5, 1.5, 1000.0]),
     load_s=st.sampled_from([0.25, 1.0, 4.0]),
 )
-def test_waits_are_bounded_and_most_of_the_time_is_service(models: int, places: int, request_s: float, load_s: float) -> None:
-    """Each place turns over at least once in (service owed + drain + load), and the line is first come, first served."""
+def test_waits_are_bounded_and_most_of_the_time_is_service(
+    models: int, places: int, request_s: float, load_s: float
+) -> None:
+    """Each place turns over at least once in (service owed + drain + load), and the line is first
+    come, first served.
+    """
     shop = Shop(models=models, places=places, request_s=request_s, load_s=load_s)
     shop.run(60.0)
     slack_s = 4 * TICK_S

@@ -10,7 +10,11 @@ from tokenizers import Tokenizer
 from pilotlight.text.bounds import UNKNOWN, bound_of
 from pilotlight.text.testing import CORPUS, byte_fallback_json, byte_level_json, unigram_json
 
-KINDS = {"byte-level": byte_level_json, "byte-fallback": byte_fallback_json, "unigram": unigram_json}
+KINDS = {
+    "byte-level": byte_level_json,
+    "byte-fallback": byte_fallback_json,
+    "unigram": unigram_json,
+}
 NFC = {"type": "NFC"}
 STRIPPING = {
     "id": 500,
@@ -31,7 +35,16 @@ def texts() -> list[str]:
     rng = random.Random(1)
     alphabet = "a  bé😀你\n\t\u1fbe\u0308\u0301K한글<s><end>▁"
     made = ["".join(rng.choices(alphabet, k=rng.randrange(200))) for _ in range(200)]
-    return [*made, *CORPUS, " " * 5000, "a" * 5000, "\u1fbe\u0308\u0301" * 999, "K" * 999, "<s>" * 999, " <end> " * 999]
+    return [
+        *made,
+        *CORPUS,
+        " " * 5000,
+        "a" * 5000,
+        "\u1fbe\u0308\u0301" * 999,
+        "K" * 999,
+        "<s>" * 999,
+        " <end> " * 999,
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -45,7 +58,9 @@ def test_no_text_has_fewer_tokens_than_said(kind, stripping):
     assert bound.longest > 0
     assert bound.blanks != stripping
     for text in texts():
-        assert bound.least_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False).ids), text
+        assert bound.least_tokens(text) <= len(
+            tokenizer.encode(text, add_special_tokens=False).ids
+        ), text
 
 
 def test_normalizing_is_allowed_for():
@@ -53,7 +68,9 @@ def test_normalizing_is_allowed_for():
     bound = bound_of(tokenizer)
     assert bound.longest > bound_of(changed("byte-level")).longest
     for text in texts():
-        assert bound.least_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False).ids), text
+        assert bound.least_tokens(text) <= len(
+            tokenizer.encode(text, add_special_tokens=False).ids
+        ), text
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -65,9 +82,15 @@ def test_blanks_count(kind):
     ("kind", "fields"),
     [
         ("byte-level", {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}}),
-        ("byte-level", {"normalizer": {"type": "Replace", "pattern": {"Regex": "a+"}, "content": ""}}),
+        (
+            "byte-level",
+            {"normalizer": {"type": "Replace", "pattern": {"Regex": "a+"}, "content": ""}},
+        ),
         ("byte-level", {"pre_tokenizer": {"type": "Whitespace"}}),
-        ("byte-fallback", {"normalizer": {"type": "Replace", "pattern": {"String": "aa"}, "content": "a"}}),
+        (
+            "byte-fallback",
+            {"normalizer": {"type": "Replace", "pattern": {"String": "aa"}, "content": "a"}},
+        ),
         ("unigram", {"pre_tokenizer": {"type": "WhitespaceSplit"}}),
     ],
 )

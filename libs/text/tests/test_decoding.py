@@ -18,13 +18,17 @@ def changed(**fields: Any) -> Tokenizer:
 
 @pytest.mark.parametrize("skip", [True, False])
 def test_decodes_as_the_whole_tokenizer(tokenizer, skip):
-    decoder = TokenDecoder.of(decoder_json(tokenizer.raw), tokenizer.eos_token_ids, tokenizer.added_tokens)
+    decoder = TokenDecoder.of(
+        decoder_json(tokenizer.raw), tokenizer.eos_token_ids, tokenizer.added_tokens
+    )
     rng = random.Random(1)
     ids = range(tokenizer.vocab_size + 3)
     samples = [rng.choices(ids, k=rng.randrange(40)) for _ in range(500)]
     samples += [tokenizer.encode(text, add_special_tokens=True) for text in CORPUS]
     for sample in samples:
-        assert decoder.decode(sample, skip_special_tokens=skip) == tokenizer.decode(sample, skip_special_tokens=skip)
+        assert decoder.decode(sample, skip_special_tokens=skip) == tokenizer.decode(
+            sample, skip_special_tokens=skip
+        )
     assert decoder.vocab_size == tokenizer.vocab_size
     assert decoder.added_tokens == tokenizer.added_tokens
     assert decoder.eos_token_ids == tokenizer.eos_token_ids
@@ -35,7 +39,9 @@ def test_decodes_as_the_whole_tokenizer(tokenizer, skip):
 
 def test_it_can_only_decode(tokenizer):
     described = json.loads(decoder_json(tokenizer.raw))
-    assert described["normalizer"] is described["pre_tokenizer"] is described["post_processor"] is None
+    assert (
+        described["normalizer"] is described["pre_tokenizer"] is described["post_processor"] is None
+    )
     assert described["model"]["type"] == "WordLevel"
 
 
@@ -69,7 +75,10 @@ def test_what_panics_fails():
     described = json.loads(byte_fallback_json())
     blank = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
     # Of a blank alone it takes one more than there is.
-    described["decoder"] = {"type": "Sequence", "decoders": [blank, {"type": "Strip", "content": " ", "start": 1, "stop": 1}]}
+    described["decoder"] = {
+        "type": "Sequence",
+        "decoders": [blank, {"type": "Strip", "content": " ", "start": 1, "stop": 1}],
+    }
     decoder = TokenDecoder.of(decoder_json(Tokenizer.from_str(json.dumps(described))), (), {})
     token_id = described["model"]["vocab"]["▁"]
     with pytest.raises(TextFailed):

@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from pilotlight.text.detokenize import KEPT_TOKENS, WINDOW_TOKENS, Detokenizer
 from pilotlight.text.testing import CORPUS
 
-TEXT = st.text(max_size=40) | st.lists(st.sampled_from([*CORPUS, "é", "👩‍👩‍👧", " ", "你好", "\n", "a"]), max_size=8).map("".join)
+TEXT = st.text(max_size=40) | st.lists(
+    st.sampled_from([*CORPUS, "é", "👩‍👩‍👧", " ", "你好", "\n", "a"]), max_size=8
+).map("".join)
 relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -23,7 +25,9 @@ def test_a_text_comes_back_in_pieces(tokenizer, text):
     assert "".join(pieces) == tokenizer.decode(token_ids)
     assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
     # What is whole is not held back: only a run of byte-fallback tokens makes the output lag.
-    assert sum(map(bool, pieces)) > sum(not tokenizer.is_byte(token_id) for token_id in token_ids) / 8
+    assert (
+        sum(map(bool, pieces)) > sum(not tokenizer.is_byte(token_id) for token_id in token_ids) / 8
+    )
 
 
 def test_a_character_of_several_tokens_comes_with_its_last_one(byte_level):
@@ -46,7 +50,10 @@ def test_any_ids_in_any_pieces_give_what_decode_gives(tokenizer, data):
     token_ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=120))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(token_ids)), max_size=5)))
     detokenizer = Detokenizer(tokenizer)
-    pieces = [detokenizer.feed(token_ids[a:b]) for a, b in zip([0, *cuts], [*cuts, len(token_ids)], strict=True)]
+    pieces = [
+        detokenizer.feed(token_ids[a:b])
+        for a, b in zip([0, *cuts], [*cuts, len(token_ids)], strict=True)
+    ]
     assert "".join(pieces) + detokenizer.flush() == tokenizer.decode(token_ids)
 
 
@@ -85,7 +92,11 @@ def test_the_window_stays_short(tokenizer):
         def __getattr__(self, name):
             return getattr(tokenizer, name)
 
-    invalid = next(i for i in range(tokenizer.vocab_size) if tokenizer.decode([i]) == "\N{REPLACEMENT CHARACTER}")
+    invalid = next(
+        i
+        for i in range(tokenizer.vocab_size)
+        if tokenizer.decode([i]) == "\N{REPLACEMENT CHARACTER}"
+    )
     word = tokenizer.encode("fox", add_special_tokens=False)[-1]
     counting = Counting()
     detokenizer = Detokenizer(counting)

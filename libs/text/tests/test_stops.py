@@ -67,7 +67,9 @@ def test_what_may_become_a_stop_string_is_held_back():
     assert matcher.feed("a").text == "\n\nUsa"
 
 
-@pytest.mark.parametrize("stops", [[""], ["a", ""], ["a"] * (MAX_STOPS + 1), ["a" * (MAX_STOP_CHARS + 1)]])
+@pytest.mark.parametrize(
+    "stops", [[""], ["a", ""], ["a"] * (MAX_STOPS + 1), ["a" * (MAX_STOP_CHARS + 1)]]
+)
 def test_bounds(stops):
     with pytest.raises(BadRequest) as caught:
         StopMatcher(stops)
@@ -75,7 +77,9 @@ def test_bounds(stops):
 
 
 def test_a_hostile_stop_string_costs_no_more_than_another():
-    """One step a character: with the text and the stop strings below, a naive search takes ten million."""
+    """One step a character: with the text and the stop strings below, a naive search takes ten
+    million.
+    """
     stops = ["a" * (MAX_STOP_CHARS - 1 - number) + "b" for number in range(MAX_STOPS)]
     matcher = StopMatcher(stops)
     shown = sum(len(matcher.feed("aaaa").text) for _ in range(1000))

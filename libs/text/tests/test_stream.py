@@ -12,7 +12,11 @@ def run(output, batches) -> tuple[str, int, str | None]:
     deltas = [*(output.feed(batch) for batch in batches), output.finish()]
     stops = [delta.stop for delta in deltas if delta.stop is not None]
     assert len(stops) <= 1
-    return "".join(d.text for d in deltas), sum(d.used_tokens for d in deltas), stops[0] if stops else None
+    return (
+        "".join(d.text for d in deltas),
+        sum(d.used_tokens for d in deltas),
+        stops[0] if stops else None,
+    )
 
 
 def test_without_stop_strings_every_token_counts(byte_level):
@@ -50,15 +54,23 @@ def test_a_stop_string_in_what_the_detokenizer_held(tokenizer):
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.data())
 def test_batches_do_not_matter(tokenizer, data):
     token_ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size), max_size=40))
     whole = tokenizer.decode(token_ids)
-    stops = data.draw(st.lists(st.sampled_from([*whole, "he", "▁"]), max_size=3)) + ([whole[3:6]] if len(whole) > 5 else [])
+    stops = data.draw(st.lists(st.sampled_from([*whole, "he", "▁"]), max_size=3)) + (
+        [whole[3:6]] if len(whole) > 5 else []
+    )
     cuts = sorted(data.draw(st.lists(st.integers(0, len(token_ids)), max_size=5)))
     batches = [token_ids[a:b] for a, b in zip([0, *cuts], [*cuts, len(token_ids)], strict=True)]
     shown, used, stop = run(OutputText(tokenizer, stops), batches)
-    assert (shown, used, stop) == run(OutputText(tokenizer, stops), [[token_id] for token_id in token_ids])
-    assert shown == min((whole[: whole.find(s)] for s in stops if s in whole), key=len, default=whole)
+    assert (shown, used, stop) == run(
+        OutputText(tokenizer, stops), [[token_id] for token_id in token_ids]
+    )
+    assert shown == min(
+        (whole[: whole.find(s)] for s in stops if s in whole), key=len, default=whole
+    )
     assert used <= len(token_ids)

@@ -14,7 +14,13 @@ SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
 USER = {"role": "user", "content": 'Hi <b>"there"</b> & 你好'}
 SYSTEM = {"role": "system", "content": " Be brief. "}
 ASSISTANT = {"role": "assistant", "content": "Hello!"}
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"ä": {"type": "string"}}}}}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "parameters": {"type": "object", "properties": {"ä": {"type": "string"}}},
+    },
+}
 
 CHATML = """\
 {%- if messages[0]['role'] == 'system' %}
@@ -94,7 +100,9 @@ def reference():
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 def test_parity_with_transformers(reference, name, chat, tools, add_generation_prompt):
     options = {"tools": tools, "add_generation_prompt": add_generation_prompt}
-    (expected,), _ = reference.render_jinja_template([CHATS[chat]], chat_template=TEMPLATES[name], **options, **SPECIALS)
+    (expected,), _ = reference.render_jinja_template(
+        [CHATS[chat]], chat_template=TEMPLATES[name], **options, **SPECIALS
+    )
     assert render(TEMPLATES[name], CHATS[chat], **options) == expected
 
 
@@ -108,7 +116,12 @@ ENDS = ("Hello", "Hello! ", "\n 你好", "", "  ", "CONTINUE_FINAL_MESSAGE_TAG")
 def test_a_message_is_continued_as_transformers_would(reference, name, end, tools):
     chat = [SYSTEM, USER, ASSISTANT, USER, {"role": "assistant", "content": end}]
     (expected,), _ = reference.render_jinja_template(
-        [chat], chat_template=TEMPLATES[name], tools=tools, continue_final_message=True, add_generation_prompt=False, **SPECIALS
+        [chat],
+        chat_template=TEMPLATES[name],
+        tools=tools,
+        continue_final_message=True,
+        add_generation_prompt=False,
+        **SPECIALS,
     )
     options = {"tools": tools, "continue_final_message": True, "add_generation_prompt": False}
     assert render(TEMPLATES[name], chat, **options) == expected
@@ -116,7 +129,12 @@ def test_a_message_is_continued_as_transformers_would(reference, name, end, tool
 
 
 @pytest.mark.parametrize(
-    "source", ["{{ messages[0].content }}", "{{ messages[-1].content | upper }}", "{{ messages[-1].content[:3] }}"]
+    "source",
+    [
+        "{{ messages[0].content }}",
+        "{{ messages[-1].content | upper }}",
+        "{{ messages[-1].content[:3] }}",
+    ],
 )
 def test_a_template_that_does_not_write_the_last_message_cannot_continue_it(source):
     with pytest.raises(BadRequest, match="cannot be continued") as caught:
@@ -142,7 +160,10 @@ def test_the_date_is_the_clocks():
 
 def test_variables_add_to_what_a_template_knows_and_replace_nothing():
     source = "{{ enable_thinking }} {{ bos_token }} {{ messages | length }}"
-    assert render(source, variables={"enable_thinking": False, "bos_token": "x", "messages": []}) == "False <s> 1"
+    assert (
+        render(source, variables={"enable_thinking": False, "bos_token": "x", "messages": []})
+        == "False <s> 1"
+    )
 
 
 def test_a_model_without_a_template_points_to_completions():
@@ -223,7 +244,12 @@ HUGE = "{% for i in range(100000) %}"
         "{% set ns = namespace(s='aa') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
         "{% set ns = namespace(s=[1]) %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
         "{% set ns = namespace(n=9) %}{% for i in range(60) %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
-        "{% macro twice(x) %}{{ x }}{{ x }}{% endmacro %}" + "{{ " + "twice(" * 60 + "'aa'" + ")" * 60 + " }}",
+        "{% macro twice(x) %}{{ x }}{{ x }}{% endmacro %}"
+        + "{{ "
+        + "twice(" * 60
+        + "'aa'"
+        + ")" * 60
+        + " }}",
         "{% set ns = namespace(s='aa') %}{% for i in range(60) %}{% set ns.s %}{{ ns.s }}{{ ns.s }}{% endset %}{% endfor %}",
         "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
         "{{ 'a' * 10000000000 }}",

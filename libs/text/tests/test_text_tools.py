@@ -1,4 +1,6 @@
-"""Reading tool calls: the same however the text is cut, nothing lost, JSON as Python's own reader sees it."""
+"""Reading tool calls: the same however the text is cut, nothing lost, JSON as Python's own reader
+sees it.
+"""
 
 import itertools
 import json
@@ -15,9 +17,48 @@ from pilotlight.text.tools.testing import written_calls
 NAMES = ("f", "get_weather")
 BY_NAME = {dialect.name: dialect for dialect in (*DIALECTS, PLAIN)}
 PIECES = [
-    *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<tool", "_call>", "</", "<", "[TOOL", "<|"),
-    *('{"name": "f"', ', "arguments": ', '"parameters": ', '{"x": 1}', '{"x": "}"', "}", "{", "[", "]", ",", ";", ":", '"'),
-    *(" ", "\n", "\t ", "text", "é", "\\", "1e5", "-", "null", "nope", '"name": "zz"', '"id": "a"', "f"),
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        "[TOOL_CALLS]",
+        "<|python_tag|>",
+        "<tool",
+        "_call>",
+        "</",
+        "<",
+        "[TOOL",
+        "<|",
+    ),
+    *(
+        '{"name": "f"',
+        ', "arguments": ',
+        '"parameters": ',
+        '{"x": 1}',
+        '{"x": "}"',
+        "}",
+        "{",
+        "[",
+        "]",
+        ",",
+        ";",
+        ":",
+        '"',
+    ),
+    *(
+        " ",
+        "\n",
+        "\t ",
+        "text",
+        "é",
+        "\\",
+        "1e5",
+        "-",
+        "null",
+        "nope",
+        '"name": "zz"',
+        '"id": "a"',
+        "f",
+    ),
     '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>',
     '{"arguments": {"x": [{}, "\\""]}, "name": "get_weather"}',
     '[TOOL_CALLS] [{"name": "f", "arguments": {}}, ',
@@ -42,7 +83,12 @@ def read(dialect, pieces, *, single=False, names=NAMES):
 
 
 @settings(max_examples=600, deadline=None)
-@given(st.sampled_from(sorted(BY_NAME)), TEXTS, st.booleans(), st.lists(st.integers(0, 400), max_size=30))
+@given(
+    st.sampled_from(sorted(BY_NAME)),
+    TEXTS,
+    st.booleans(),
+    st.lists(st.integers(0, 400), max_size=30),
+)
 @example("hermes", '<tool_call>{"name": "f", "arguments": {"x": 1}\n</tool_call> end', False, [1])
 def test_the_same_however_it_is_cut(name, text, single, cuts):
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
@@ -60,13 +106,21 @@ def test_nothing_is_lost(name, text):
         assert content == text
     # With calls too: what is left out are markers, names and the like, never what a call carries.
     assert all(arguments in text for _, arguments in calls)
-    missing = len("".join(text.split())) - len("".join((content + "".join(arguments for _, arguments in calls)).split()))
+    missing = len("".join(text.split())) - len(
+        "".join((content + "".join(arguments for _, arguments in calls)).split())
+    )
     assert missing >= 0
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 OBJECTS = st.dictionaries(st.text(max_size=5), JSON, max_size=3)
@@ -105,7 +159,12 @@ def loads(text):
 
 @settings(max_examples=1000, deadline=None)
 @given(
-    OBJECTS, LAYOUTS, st.lists(st.tuples(st.integers(0, 60), st.sampled_from(list('{}[]",:\\ue019.-+ \nxtnf\x01'))), max_size=3)
+    OBJECTS,
+    LAYOUTS,
+    st.lists(
+        st.tuples(st.integers(0, 60), st.sampled_from(list('{}[]",:\\ue019.-+ \nxtnf\x01'))),
+        max_size=3,
+    ),
 )
 @example({"a": 1}, {}, [(5, "0")])
 def test_json_is_recognised_as_pythons_reader_does(value, layout, changes):
@@ -141,7 +200,12 @@ F = [("f", '{"x": 1}')]
     [
         (HERMES, "no call at all \n", "no call at all \n", []),
         (HERMES, f"Sure.\n<tool_call>\n{call()}\n</tool_call>\n", "Sure.", F),
-        (HERMES, f"<tool_call>{call()}</tool_call> and <tool_call>{call()}</tool_call> end", "and end", F * 2),
+        (
+            HERMES,
+            f"<tool_call>{call()}</tool_call> and <tool_call>{call()}</tool_call> end",
+            "and end",
+            F * 2,
+        ),
         # The last brace, or the closing marker, is missing: models do that.
         (HERMES, f"<tool_call>{call()[:-1]}\n</tool_call>", "", F),
         (HERMES, f"<tool_call>{call()}", "", F),
@@ -152,15 +216,35 @@ F = [("f", '{"x": 1}')]
         (HERMES, '<tool_call>{"name": "f"', '<tool_call>{"name": "f"', []),
         (HERMES, "a <tool_ca", "a <tool_ca", []),
         # No calls, though they begin like ones.
-        (HERMES, '<tool_call>{"name": "f"}</tool_call>', '<tool_call>{"name": "f"}</tool_call>', []),
-        (HERMES, f"<tool_call>{call('[1]')}</tool_call>", f"<tool_call>{call('[1]')}</tool_call>", []),
-        (HERMES, f"<tool_call>{call(name='')}</tool_call>", f"<tool_call>{call(name='')}</tool_call>", []),
+        (
+            HERMES,
+            '<tool_call>{"name": "f"}</tool_call>',
+            '<tool_call>{"name": "f"}</tool_call>',
+            [],
+        ),
+        (
+            HERMES,
+            f"<tool_call>{call('[1]')}</tool_call>",
+            f"<tool_call>{call('[1]')}</tool_call>",
+            [],
+        ),
+        (
+            HERMES,
+            f"<tool_call>{call(name='')}</tool_call>",
+            f"<tool_call>{call(name='')}</tool_call>",
+            [],
+        ),
         (HERMES, "<tool_call>nothing</tool_call>", "<tool_call>nothing</tool_call>", []),
         (HERMES, f"<tool_call>\n<tool_call>{call()}</tool_call>", "<tool_call>", F),
         # A marker says that a call is meant, whatever it is of.
         (HERMES, f"<tool_call>{call(name='other')}</tool_call>", "", [("other", '{"x": 1}')]),
         # Wrong only after it was made.
-        (HERMES, "<tool_call>" + call('{"x": nope}') + "</tool_call> end", "end", [("f", '{"x": nope}}')]),
+        (
+            HERMES,
+            "<tool_call>" + call('{"x": nope}') + "</tool_call> end",
+            "end",
+            [("f", '{"x": nope}}')],
+        ),
         (MISTRAL, f"[TOOL_CALLS] [{call()}, {call()}]", "", F * 2),
         (MISTRAL, f"[TOOL_CALLS][{call()[:-1]}, " + '"id": "abcdefghi"}]', "", F),
         (MISTRAL, f"[1] [TOOL_CALLS][{call()}", "[1]", F),

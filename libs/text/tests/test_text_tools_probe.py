@@ -53,9 +53,10 @@ def test_a_marker_that_no_token_is_is_not_looked_for_where_calls_need_none():
         ("{{ raise_exception('no') }}", TemplateTools()),
         # A role is just a word to it, and calls are left out.
         (CHATML, TemplateTools(writes_results=True)),
-        # It tells of tools, and writes calls in a way that nobody knows.
+        # It tells of tools, and writes calls in an unknown way.
         (
-            CHATML + "{{ tools | tojson if tools }}{% for m in messages if m.tool_calls %}{% for c in m.tool_calls %}"
+            CHATML
+            + "{{ tools | tojson if tools }}{% for m in messages if m.tool_calls %}{% for c in m.tool_calls %}"
             "<call:{{ c.function.name }}>{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}",
             TemplateTools(describes=True, writes_calls=True, writes_results=True),
         ),
@@ -71,14 +72,17 @@ def test_what_other_templates_do(source, expected):
 
 
 def test_a_template_may_want_arguments_as_text():
-    tools = found(HERMES_TEMPLATE.replace("call.function.arguments | tojson", "'' + call.function.arguments"))
+    tools = found(
+        HERMES_TEMPLATE.replace("call.function.arguments | tojson", "'' + call.function.arguments")
+    )
     assert tools.arguments_as_text
     assert tools.dialect.name == "hermes"
 
 
 def test_a_dialect_of_another_kind_between_the_same_markers_is_not_mistaken():
     source = HERMES_TEMPLATE.replace(
-        '{"name": "\' + call.function.name + \'", "arguments": \'', "<function=' + call.function.name + '>'"
+        '{"name": "\' + call.function.name + \'", "arguments": \'',
+        "<function=' + call.function.name + '>'",
     )
     assert source != HERMES_TEMPLATE
     tools = found(source)
@@ -88,7 +92,9 @@ def test_a_dialect_of_another_kind_between_the_same_markers_is_not_mistaken():
 @pytest.mark.parametrize("make", [byte_level_json, byte_fallback_json, unigram_json])
 @pytest.mark.parametrize("special", [True, False])
 def test_markers_survive_decoding(make, special):
-    tokenizer = TextTokenizer(TextBundle(tokenizer_json=with_tokens(make(), "[TOOL_CALLS]", PYTHON_TAG, special=special)))
+    tokenizer = TextTokenizer(
+        TextBundle(tokenizer_json=with_tokens(make(), "[TOOL_CALLS]", PYTHON_TAG, special=special))
+    )
     marker = tokenizer.added_tokens["[TOOL_CALLS]"]
     text = "the fox[TOOL_CALLS] [" + json.dumps({"name": "f"}) + "]"
     token_ids = tokenizer.encode(text, add_special_tokens=False)

@@ -19,7 +19,12 @@ from pilotlight.common.db import tables
 from pilotlight.common.db.mapping import to_row_json
 from pilotlight.common.errors import BusUnavailable, NoWorker
 from pilotlight.common.messages.arrivals import Arrivals, arrivals_subject
-from pilotlight.common.messages.reports import LoaderReport, WorkerReport, loader_report_subject, worker_report_subject
+from pilotlight.common.messages.reports import (
+    LoaderReport,
+    WorkerReport,
+    loader_report_subject,
+    worker_report_subject,
+)
 from pilotlight.common.messages.room import (
     RESERVE_SUBJECT,
     Drop,
@@ -48,7 +53,10 @@ GATEWAY = GatewayId("gw")
 
 
 def told(age_s: float, **totals: int) -> Arrivals:
-    counts = tuple(ArrivalCount(model=ModelName(name), total=total, idle_s=0.0) for name, total in totals.items())
+    counts = tuple(
+        ArrivalCount(model=ModelName(name), total=total, idle_s=0.0)
+        for name, total in totals.items()
+    )
     return Arrivals(life=CounterLife(gateway_id=GATEWAY, number="1", age_s=age_s), counts=counts)
 
 
@@ -89,7 +97,9 @@ def test_books_keep_what_the_policy_has_observed() -> None:
 
 
 def test_candidates_have_the_penalty_of_estimates_and_the_rate_of_arrivals() -> None:
-    books = Books(models=registered((model(),)), estimates=with_estimates({}, (learned("m", 100.0),)))
+    books = Books(
+        models=registered((model(),)), estimates=with_estimates({}, (learned("m", 100.0),))
+    )
     books.listen(NOW_S)
     message = told(0.0, m=20)
     books.hear_arrivals(message.life, message.counts, NOW_S)
@@ -114,7 +124,11 @@ def test_the_minimum_residency_begins_when_a_stage_can_be_used() -> None:
 
 
 STAGES = st.tuples(
-    st.sampled_from(list(HeldState)), st.integers(0, 1), st.sampled_from(["m", "pinned"]), st.floats(0, 4), st.integers(1, 300)
+    st.sampled_from(list(HeldState)),
+    st.integers(0, 1),
+    st.sampled_from(["m", "pinned"]),
+    st.floats(0, 4),
+    st.integers(1, 300),
 )
 
 
@@ -126,7 +140,9 @@ def test_the_scheduler_counts_on_just_what_the_cache_may_evict(
     rules = EvictionRules(min_residency_s=min_residency_s)
     books, held_stages, instances = Books(models=registered(models)), [], []
     for index, (state, in_flight, name, _, size) in enumerate(stages):
-        held_stages.append(held(name, f"i{index}", device_bytes=size, state=state, in_flight=in_flight))
+        held_stages.append(
+            held(name, f"i{index}", device_bytes=size, state=state, in_flight=in_flight)
+        )
     for since_s in sorted({each[3] for each in stages}):
         ready = [one for one, each in zip(held_stages, stages, strict=True) if each[3] <= since_s]
         hear(books, worker(held_stages=tuple(ready)), NOW_S + since_s)
@@ -134,8 +150,12 @@ def test_the_scheduler_counts_on_just_what_the_cache_may_evict(
         instances.append(instance(name, one.instance_id, since_s=NOW_S + since_s))
     facts, now_s = worker(held_stages=tuple(held_stages)), NOW_S + 5
     request = RoomRequest(need_bytes=0, free_bytes=0, now_s=now_s)
-    free_to_go = [one for one in books.on_device(facts, now_s) if why_kept(one, request, rules) is None]
-    snapshot = Snapshot(now_s=now_s, epoch=Epoch(1), models=models, workers=(facts,), instances=tuple(instances))
+    free_to_go = [
+        one for one in books.on_device(facts, now_s) if why_kept(one, request, rules) is None
+    ]
+    snapshot = Snapshot(
+        now_s=now_s, epoch=Epoch(1), models=models, workers=(facts,), instances=tuple(instances)
+    )
     # What an instance is still owed is the scheduler's alone to know.
     placing = PlacementRules(eviction=rules, service=ServiceRules(min_loads=0.0))
     assert evictable_bytes(facts, snapshot, placing) == sum(one.size_bytes for one in free_to_go)
@@ -154,7 +174,13 @@ def settings(database_settings: DatabaseSettingsOf, tmp_path: Path) -> CacheSett
 def owner(module_database: URL):
     """The database as others have written it: a model, and an estimate of it."""
     engine = create_engine(module_database, poolclass=NullPool)
-    row = {"name": "m", "digest": "d-m", "body": to_row_json(model()), "created_at": func.now(), "updated_at": func.now()}
+    row = {
+        "name": "m",
+        "digest": "d-m",
+        "body": to_row_json(model()),
+        "created_at": func.now(),
+        "updated_at": func.now(),
+    }
     estimate = {"model": "m", "device_kind": "sim", "body": to_row_json(learned("m", 100.0))}
     with engine.begin() as connection:
         connection.execute(insert(tables.models).values(**row))
@@ -210,7 +236,10 @@ async def test_an_eviction_is_recorded_with_its_loss(
     async def granted() -> bool:
         report = WorkerReport(facts=facts, incarnation="i", epoch_seen=Epoch(1))
         await bus.publish(worker_report_subject(facts.worker_id), report)
-        await bus.publish(loader_report_subject(pool.node_id), LoaderReport(facts=pool, incarnation="i", epoch_seen=Epoch(1)))
+        await bus.publish(
+            loader_report_subject(pool.node_id),
+            LoaderReport(facts=pool, incarnation="i", epoch_seen=Epoch(1)),
+        )
         try:
             return bool(await bus.request(RESERVE_SUBJECT, wanted, Reserved, deadline_s=5.0))
         except (BusUnavailable, NoWorker):
@@ -219,7 +248,12 @@ async def test_an_eviction_is_recorded_with_its_loss(
     await until(granted)
     with owner.connect() as connection:
         (row,) = connection.execute(select(tables.evictions)).all()
-    assert (row.kind, row.subject, row.inputs["model"], row.inputs["for_model"]) == ("instance", "i", "m", "next")
+    assert (row.kind, row.subject, row.inputs["model"], row.inputs["for_model"]) == (
+        "instance",
+        "i",
+        "m",
+        "next",
+    )
     assert (row.inputs["penalty_s"], row.inputs["size_bytes"]) == (0.6, 100)
     assert row.inputs["arrivals_per_s"] > 0
     assert row.inputs["loss"] == row.inputs["penalty_s"] * row.inputs["arrivals_per_s"]

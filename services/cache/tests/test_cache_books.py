@@ -85,7 +85,10 @@ def test_a_copy_was_last_used_by_the_age_that_its_loader_tells() -> None:
 
 
 def test_an_evicted_stage_takes_no_room() -> None:
-    assert Books().device_free_bytes(worker(held_stages=(stage("a", 400, HeldState.EVICTED),))) == MEMORY
+    assert (
+        Books().device_free_bytes(worker(held_stages=(stage("a", 400, HeldState.EVICTED),)))
+        == MEMORY
+    )
 
 
 def test_a_fetch_under_way_counts_what_is_still_missing() -> None:
@@ -104,7 +107,12 @@ def test_a_loaded_stage_needs_no_room_in_the_pool() -> None:
 
 
 def test_two_instances_of_one_model_share_its_host_copy() -> None:
-    books = Books(grants={GrantId("g"): grant("g", "a", 0, host=500), GrantId("h"): grant("h", "a", 0, host=500)})
+    books = Books(
+        grants={
+            GrantId("g"): grant("g", "a", 0, host=500),
+            GrantId("h"): grant("h", "a", 0, host=500),
+        }
+    )
     assert books.host_free_bytes(pool(1000)) == 500
 
 
@@ -117,12 +125,24 @@ def test_a_silent_worker_is_not_known() -> None:
     assert books.worker(WORKER) is None
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 200)), max_size=8), st.lists(st.integers(1, 200), max_size=6))
-def test_free_bytes_never_exceed_what_is_left_over(grants: list[tuple[int, int]], sizes: list[int]) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 200)), max_size=8),
+    st.lists(st.integers(1, 200), max_size=6),
+)
+def test_free_bytes_never_exceed_what_is_left_over(
+    grants: list[tuple[int, int]], sizes: list[int]
+) -> None:
     stages = [stage(str(index), size) for index, size in enumerate(sizes)]
-    books = Books(grants={GrantId(str(i)): grant(str(i), str(instance), size) for i, (instance, size) in enumerate(grants)})
+    books = Books(
+        grants={
+            GrantId(str(i)): grant(str(i), str(instance), size)
+            for i, (instance, size) in enumerate(grants)
+        }
+    )
     facts = worker(held_stages=tuple(stages))
     free = books.device_free_bytes(facts)
     assert free <= MEMORY - sum(sizes)
-    promised = {str(instance) for instance, _ in grants} - {str(index) for index in range(len(sizes))}
+    promised = {str(instance) for instance, _ in grants} - {
+        str(index) for index in range(len(sizes))
+    }
     assert free <= MEMORY - sum(sizes) - len(promised)

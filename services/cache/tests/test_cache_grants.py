@@ -13,24 +13,41 @@ from pilotlight.cache.books import Books, Grant
 from pilotlight.cache.repository import CacheRepository, Orphans
 from pilotlight.cache.settings import CacheSettings
 from pilotlight.cache.sole import NotSole
-from pilotlight.cache.testing import MEMORY, NODE, WORKER, Peers, answers, change, hear, heard, reserve, stage, start, stop
+from pilotlight.cache.testing import (
+    MEMORY,
+    NODE,
+    WORKER,
+    Peers,
+    answers,
+    change,
+    hear,
+    heard,
+    reserve,
+    stage,
+    start,
+    stop,
+)
 from pilotlight.common.bus import Bus
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.db import tables
 from pilotlight.common.db.session import Database
-from pilotlight.common.errors import NoRoom, StaleCommand
+from pilotlight.common.errors import HostPoolFull, NoRoom, StaleCommand
 from pilotlight.common.messages.room import RELEASE_SUBJECT, Release, Released, Reserve
 from pilotlight.common.service import Application, Background
 from pilotlight.common.testing import DatabaseSettingsOf, MakeContext, until
 from pilotlight.policy.eviction.base import EvictionRules
-from pilotlight.policy.ids import Digest, Epoch, GrantId, InstanceId, ModelName
+from pilotlight.policy.ids import Digest, Epoch, Generation, GrantId, InstanceId, ModelName
 from pilotlight.policy.testing import worker
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
 async def test_grants_outlive_the_process(
-    settings: CacheSettings, make_context: MakeContext, bus: Bus, peers: Peers, database_settings: DatabaseSettingsOf
+    settings: CacheSettings,
+    make_context: MakeContext,
+    bus: Bus,
+    peers: Peers,
+    database_settings: DatabaseSettingsOf,
 ) -> None:
     first = await build(make_context("cache", settings))
     await start(first)
@@ -52,13 +69,17 @@ async def test_grants_outlive_the_process(
     await stop(second)
 
 
-async def test_a_grant_grows_with_the_generation_of_its_stage(cache: Application, bus: Bus, peers: Peers) -> None:
+async def test_a_grant_grows_with_the_generation_of_its_stage(
+    cache: Application, bus: Bus, peers: Peers
+) -> None:
     """What it has counts for what it asks; what others have goes for the rest alone."""
     idle = replace(stage("idle", 300), idle_s=60.0)
     await heard(bus, peers, idle)
     first = await reserve(bus, "a", 400)
     await heard(bus, peers, idle, replace(stage("a", 400), in_flight=1))
-    assert (await reserve(bus, "a", 600)).grant_id == first.grant_id, "the same generation is the same grant"
+    assert (await reserve(bus, "a", 600)).grant_id == first.grant_id, (
+        "the same generation is the same grant"
+    )
     grown = await reserve(bus, "a", 600, generation=2)
     assert grown.grant_id != first.grant_id
     assert grown.evicted_instances == ()
@@ -73,10 +94,41 @@ async def test_a_grant_grows_with_the_generation_of_its_stage(cache: Application
     assert await reserve(bus, "b", 100)
 
 
+async def test_a_cache_that_starts_anew_knows_of_which_generation_a_grant_is(
+    settings: CacheSettings, make_context: MakeContext, bus: Bus, peers: Peers
+) -> None:
+    """A stage that is loaded at its old generation still brings the layers that it was granted more
+    room for.
+    """
+    loaded = stage("a", 400)
+    first = await build(make_context("cache", settings))
+    await start(first)
+    await until(lambda: answers(bus))
+    await heard(bus, peers)
+    await reserve(bus, "a", 400)
+    await heard(bus, peers, loaded)
+    grown = await reserve(bus, "a", 600, host=800, generation=2)
+    await stop(first)
+    second = await build(make_context("cache", settings))
+    await start(second)
+    await until(lambda: answers(bus))
+    await heard(bus, peers, loaded)
+    assert (await reserve(bus, "a", 900, generation=2)).grant_id == grown.grant_id, (
+        "the same generation is the same grant"
+    )
+    with pytest.raises(HostPoolFull):
+        await reserve(bus, "b", 100, host=300)
+    await heard(bus, peers, replace(loaded, device_bytes=600, generation=Generation(2)))
+    assert await reserve(bus, "b", 100, host=300)
+    await stop(second)
+
+
 async def test_a_second_cache_waits(
     cache: Application, settings: CacheSettings, make_context: MakeContext, bus: Bus, peers: Peers
 ) -> None:
-    """With two that answer, NATS would hand each request to both, and the books of neither would be right."""
+    """With two that answer, NATS would hand each request to both, and the books of neither would be
+    right.
+    """
     context = make_context("cache", settings)
     standby = await build(context)
     await start(standby)
@@ -116,11 +168,17 @@ async def test_a_cache_that_lost_its_lock_grants_nothing(
     with pytest.raises(NotSole):
         await repository.add_grant(grant, message, [])
     async with database.reading() as connection:
-        assert (await connection.execute(select(tables.grants).where(tables.grants.c.grant_id == "late"))).first() is None
+        assert (
+            await connection.execute(
+                select(tables.grants).where(tables.grants.c.grant_id == "late")
+            )
+        ).first() is None
     await database.stop()
 
 
-async def test_an_old_leader_gets_no_room_and_evicts_nothing(cache: Application, bus: Bus, peers: Peers) -> None:
+async def test_an_old_leader_gets_no_room_and_evicts_nothing(
+    cache: Application, bus: Bus, peers: Peers
+) -> None:
     await heard(bus, peers, replace(stage("idle", 900), idle_s=60.0))
     await reserve(bus, "new", 50, epoch=7)
     with pytest.raises(StaleCommand):
@@ -142,11 +200,15 @@ async def test_an_old_leader_gets_no_room_and_evicts_nothing(cache: Application,
 async def test_a_cache_that_starts_anew_refuses_an_old_leader(
     settings: CacheSettings, make_context: MakeContext, bus: Bus, peers: Peers, module_database: URL
 ) -> None:
-    """It reads from the lease who leads, whatever its predecessor was asked and whatever reports say."""
+    """It reads from the lease which scheduler leads, whatever its predecessor was asked and
+    whatever reports say.
+    """
     owner = create_engine(module_database, poolclass=NullPool)
     with owner.begin() as connection:
         connection.execute(delete(tables.lease))
-        connection.execute(insert(tables.lease).values(id=1, holder="new", epoch=12, expires_at=func.now()))
+        connection.execute(
+            insert(tables.lease).values(id=1, holder="new", epoch=12, expires_at=func.now())
+        )
     application = await build(make_context("cache", settings))
     await start(application)
     await until(lambda: answers(bus))
@@ -177,8 +239,13 @@ async def test_the_grant_of_an_instance_that_has_ended_lapses_before_its_lease(
     await heard(bus, peers)
     await reserve(bus, "lives", 500)
     await reserve(bus, "ended", 500)
-    change(module_database, insert(tables.instances).values(instance_id="lives", state="fetching", **row))
-    change(module_database, insert(tables.instances).values(instance_id="ended", state="failed", **row))
+    change(
+        module_database,
+        insert(tables.instances).values(instance_id="lives", state="fetching", **row),
+    )
+    change(
+        module_database, insert(tables.instances).values(instance_id="ended", state="failed", **row)
+    )
     try:
         await until(lambda: has_room(bus, "next", 500))
         assert not await has_room(bus, "another", 1)
@@ -198,21 +265,35 @@ async def test_a_newer_leader_finds_no_grants_that_its_predecessor_made_and_neve
 
 
 async def test_a_grant_whose_instance_is_never_written_down_lapses(
-    cache: Application, bus: Bus, peers: Peers, module_database: URL, monkeypatch: pytest.MonkeyPatch
+    cache: Application,
+    bus: Bus,
+    peers: Peers,
+    module_database: URL,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not at once: between the grant and the row lies the scheduler's transaction. Nor because the time of day jumped."""
+    """Not at once: between the grant and the row lies the scheduler's transaction.
+
+    Nor because the time of day jumped.
+    """
     await heard(bus, peers)
     await reserve(bus, "never-written", MEMORY)
     assert not await has_room(bus, "next", MEMORY)
     an_hour = timedelta(hours=1)
-    change(module_database, update(tables.grants).values(created_at=func.now() - an_hour, expires_at=func.now() - an_hour))
+    change(
+        module_database,
+        update(tables.grants).values(
+            created_at=func.now() - an_hour, expires_at=func.now() - an_hour
+        ),
+    )
     assert not await has_room(bus, "next", MEMORY)
     monkeypatch.setattr(room, "UNPLANNED_S", 0.1)
     await until(lambda: has_room(bus, "next", MEMORY))
 
 
 async def test_a_worker_that_reports_while_rows_are_read_keeps_its_grant(bus: Bus) -> None:
-    """A cache that has just been started hears of a worker, and of what it holds, in the middle of its first sweep."""
+    """A cache that has just been started hears of a worker, and of what it holds, in the middle of
+    its first sweep.
+    """
     clock = SystemClock()
     books = Books(listening_since_s=clock.monotonic_s())
     expired = Grant(
@@ -238,7 +319,9 @@ async def test_a_worker_that_reports_while_rows_are_read_keeps_its_grant(bus: Bu
             assert not self.shown
 
     rows = Rows()
-    maker = room.RoomMaker(books, rows, bus, clock, Background(), EvictionRules(min_residency_s=0.0))
+    maker = room.RoomMaker(
+        books, rows, bus, clock, Background(), EvictionRules(min_residency_s=0.0)
+    )
     await maker.lapse()
     assert list(books.grants) == [expired.grant_id]
     rows.shown = ()

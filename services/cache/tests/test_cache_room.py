@@ -25,17 +25,23 @@ async def test_grants_room_once_for_each_stage(cache: Application, bus: Bus, pee
     assert (await reserve(bus, "a", 600)).grant_id == first.grant_id
     with pytest.raises(NoRoom):
         await reserve(bus, "b", 600)
-    await bus.request(RELEASE_SUBJECT, Release(grant_id=first.grant_id), Released, deadline_s=DEADLINE_S)
+    await bus.request(
+        RELEASE_SUBJECT, Release(grant_id=first.grant_id), Released, deadline_s=DEADLINE_S
+    )
     assert (await reserve(bus, "b", 600)).grant_id != first.grant_id
 
 
-async def test_a_grant_grows_with_the_generation_of_its_stage(cache: Application, bus: Bus, peers: Peers) -> None:
+async def test_a_grant_grows_with_the_generation_of_its_stage(
+    cache: Application, bus: Bus, peers: Peers
+) -> None:
     """What it has counts for what it asks; what others have goes for the rest alone."""
     idle = replace(stage("idle", 300), idle_s=60.0)
     await heard(bus, peers, idle)
     first = await reserve(bus, "a", 400)
     await heard(bus, peers, idle, replace(stage("a", 400), in_flight=1))
-    assert (await reserve(bus, "a", 600)).grant_id == first.grant_id, "the same generation is the same grant"
+    assert (await reserve(bus, "a", 600)).grant_id == first.grant_id, (
+        "the same generation is the same grant"
+    )
     grown = await reserve(bus, "a", 600, generation=2)
     assert grown.grant_id != first.grant_id
     assert grown.evicted_instances == ()
@@ -50,7 +56,9 @@ async def test_a_grant_grows_with_the_generation_of_its_stage(cache: Application
     assert await reserve(bus, "b", 100)
 
 
-async def test_evicts_the_idle_and_spares_the_busy(cache: Application, bus: Bus, peers: Peers) -> None:
+async def test_evicts_the_idle_and_spares_the_busy(
+    cache: Application, bus: Bus, peers: Peers
+) -> None:
     old, young = replace(stage("old", 500), idle_s=60.0), replace(stage("young", 500), idle_s=1.0)
     await heard(bus, peers, old, young)
     granted = await reserve(bus, "new", 400)
@@ -63,14 +71,18 @@ async def test_evicts_no_more_than_is_needed(cache: Application, bus: Bus, peers
     await heard(bus, peers)
     for name in ("a", "b", "c"):
         await reserve(bus, name, 300)
-    idle = [replace(stage(name, 300), idle_s=60.0 - age) for age, name in enumerate(("a", "b", "c"))]
+    idle = [
+        replace(stage(name, 300), idle_s=60.0 - age) for age, name in enumerate(("a", "b", "c"))
+    ]
     await heard(bus, peers, *idle)
     granted = await reserve(bus, "new", 400)
     assert granted.evicted_instances == (InstanceId("a"),)
     assert [one.instance_id for one in peers.facts.held] == ["b", "c"]
 
 
-async def test_a_refused_victim_is_replanned_and_in_the_end_there_is_no_room(cache: Application, bus: Bus, peers: Peers) -> None:
+async def test_a_refused_victim_is_replanned_and_in_the_end_there_is_no_room(
+    cache: Application, bus: Bus, peers: Peers
+) -> None:
     peers.busy = {"a"}
     await heard(bus, peers, replace(stage("a", 900), idle_s=60.0))
     with pytest.raises(NoRoom):
@@ -84,8 +96,12 @@ async def test_drops_copies_from_the_host_pool(cache: Application, bus: Bus, pee
     assert granted.dropped_copies == (Digest("d-x"),)
 
 
-async def test_frees_more_where_free_bytes_do_not_lie_in_a_row(cache: Application, bus: Bus, peers: Peers) -> None:
-    """400 bytes are free, but no 300 of them in a row: the least recently used copy goes, then the next, until the parts fit."""
+async def test_frees_more_where_free_bytes_do_not_lie_in_a_row(
+    cache: Application, bus: Bus, peers: Peers
+) -> None:
+    """400 bytes are free, but no 300 of them in a row: the least recently used copy goes, then the
+    next, until the parts fit.
+    """
     await heard(bus, peers, where=peers.lay_out(("", 200), ("b", 290), ("", 200), ("a", 310)))
     granted = await reserve(bus, "new", 100, parts=(100, 300))
     assert granted.dropped_copies == ("d-a",)
@@ -98,24 +114,39 @@ async def test_goes_on_until_the_parts_fit(cache: Application, bus: Bus, peers: 
     ranges = (("e", 200), ("a", 110), ("d", 190), ("b", 105), ("c", 195), ("", 200))
     facts = peers.lay_out(*ranges)
     idle_s = {"d-a": 90.0, "d-b": 80.0, "d-c": 70.0, "d-d": 60.0, "d-e": 50.0}
-    await heard(bus, peers, where=replace(facts, copies=tuple(replace(one, idle_s=idle_s[one.digest]) for one in facts.copies)))
+    await heard(
+        bus,
+        peers,
+        where=replace(
+            facts, copies=tuple(replace(one, idle_s=idle_s[one.digest]) for one in facts.copies)
+        ),
+    )
     granted = await reserve(bus, "new", 100, parts=(300,))
     assert granted.dropped_copies == ("d-a", "d-b", "d-c")
     assert [drop.digests for drop in peers.dropped] == [("d-a",), ("d-b", "d-c")]
 
 
-async def test_asks_the_loader_for_nothing_where_free_bytes_lie_in_a_row(cache: Application, bus: Bus, peers: Peers) -> None:
+async def test_asks_the_loader_for_nothing_where_free_bytes_lie_in_a_row(
+    cache: Application, bus: Bus, peers: Peers
+) -> None:
     await heard(bus, peers, where=peers.lay_out(("", 100), ("a", 300), ("", 600)))
     assert (await reserve(bus, "new", 100, parts=(300, 300))).dropped_copies == ()
     assert peers.dropped == []
-    # Those 600 are promised now; the 100 that are left lie in a row as far as the loader can tell, and it is asked.
+    # Those 600 are promised now; the 100 that are left lie in a row as far as the loader can tell,
+    # and it is asked.
     assert (await reserve(bus, "small", 100, parts=(100,))).dropped_copies == ()
     assert [drop.digests for drop in peers.dropped] == [()]
 
 
-async def test_copies_in_use_may_keep_free_bytes_apart(cache: Application, bus: Bus, peers: Peers) -> None:
+async def test_copies_in_use_may_keep_free_bytes_apart(
+    cache: Application, bus: Bus, peers: Peers
+) -> None:
     facts = peers.lay_out(("", 300), ("a", 100), ("", 300), ("b", 100), ("", 200))
-    await heard(bus, peers, where=replace(facts, copies=tuple(replace(one, leases=1) for one in facts.copies)))
+    await heard(
+        bus,
+        peers,
+        where=replace(facts, copies=tuple(replace(one, leases=1) for one in facts.copies)),
+    )
     with pytest.raises(HostPoolFull, match="in a row") as caught:
         await reserve(bus, "new", 100, parts=(400,))
     assert caught.value.retry_after_s
@@ -123,7 +154,9 @@ async def test_copies_in_use_may_keep_free_bytes_apart(cache: Application, bus: 
     assert (await reserve(bus, "new", 100, parts=(300, 300))).dropped_copies == ()
 
 
-async def test_a_scheduler_of_the_release_before_gets_its_grant(cache: Application, bus: Bus, peers: Peers) -> None:
+async def test_a_scheduler_of_the_release_before_gets_its_grant(
+    cache: Application, bus: Bus, peers: Peers
+) -> None:
     """It does not say which parts it wants; whether they fit is seen when they are fetched."""
     await heard(bus, peers, where=peers.lay_out(("", 200), ("b", 290), ("", 200), ("a", 310)))
     assert (await reserve(bus, "new", 100, host=300)).dropped_copies == ()
@@ -140,26 +173,39 @@ async def test_says_when_a_model_can_never_fit(cache: Application, bus: Bus, pee
 async def test_a_node_that_drains_gets_no_grant_and_its_copies_are_struck(
     cache: Application, bus: Bus, peers: Peers, module_database: URL
 ) -> None:
-    """A copy goes when nobody reads it and no instance there has a grant for it; afterwards the node is granted room again."""
+    """A copy goes when no lease reads it and no instance there has a grant for it; afterwards the
+    node is granted room again.
+    """
 
     def struck() -> set[str]:
         engine = create_engine(module_database, poolclass=NullPool)
-        of_node = select(tables.evictions.c.subject).where(tables.evictions.c.reason == "its node is being drained")
+        of_node = select(tables.evictions.c.subject).where(
+            tables.evictions.c.reason == "its node is being drained"
+        )
         with engine.connect() as connection:
             found = set(connection.execute(of_node).scalars())
         engine.dispose()
         return found
 
-    copies = (copy("idle", size_bytes=10), replace(copy("read", size_bytes=10), leases=1), copy("used", size_bytes=10))
+    copies = (
+        copy("idle", size_bytes=10),
+        replace(copy("read", size_bytes=10), leases=1),
+        copy("used", size_bytes=10),
+    )
     await heard(bus, peers, where=node(pool_bytes=MEMORY, copies=copies))
     granted = await reserve(bus, "used", 100)
-    change(module_database, insert(tables.drains).values(node_id=NODE, key_id="", requested_at=func.now()))
+    change(
+        module_database,
+        insert(tables.drains).values(node_id=NODE, key_id="", requested_at=func.now()),
+    )
     try:
         await until(lambda: [one.digest for one in peers.node.copies] == ["d-read", "d-used"])
         with pytest.raises(NoRoom, match="is being drained"):
             await reserve(bus, "new", 1)
         assert (await reserve(bus, "used", 100)).grant_id == granted.grant_id
-        await bus.request(RELEASE_SUBJECT, Release(grant_id=granted.grant_id), Released, deadline_s=DEADLINE_S)
+        await bus.request(
+            RELEASE_SUBJECT, Release(grant_id=granted.grant_id), Released, deadline_s=DEADLINE_S
+        )
         await until(lambda: [one.digest for one in peers.node.copies] == ["d-read"])
         await until(lambda: struck() == {"d-idle", "d-used"})
     finally:

@@ -1,4 +1,6 @@
-"""Books and rows of grants agree in the end, whoever gives up in the middle: who asked, who gives back, or the database."""
+"""Books and rows of grants agree in the end, whether the caller, the cache or the database gives up
+in the middle.
+"""
 
 import asyncio
 from collections.abc import Coroutine
@@ -74,7 +76,7 @@ class Rig:
         return self.room.reserve(wanted)
 
     async def given_up(self, asking: Coroutine[Any, Any, object], begun: str) -> None:
-        """Somebody asks, and is gone when the database is at it."""
+        """A caller asks, and is gone when the database is at it."""
         task, before = asyncio.create_task(asking), getattr(self.rows, begun)
         await until(lambda: getattr(self.rows, begun) > before)
         task.cancel()

@@ -77,10 +77,18 @@ class World:
         """Wait for what arrives over the bus to make this true."""
         await until(condition)
 
-    async def worker(self, name: str = "w0", answer: str = ANSWER, *, ready: bool = True) -> ScriptedWorker:
+    async def worker(
+        self, name: str = "w0", answer: str = ANSWER, *, ready: bool = True
+    ) -> ScriptedWorker:
         """Start a worker that answers everything with one text."""
         token_ids = self.ids(answer)
-        worker = ScriptedWorker(self.bus, name, f"inst-{name}", self.entry.model, lambda submit: entries_of(submit, token_ids))
+        worker = ScriptedWorker(
+            self.bus,
+            name,
+            f"inst-{name}",
+            self.entry.model,
+            lambda submit: entries_of(submit, token_ids),
+        )
         self.workers.append(worker)
         await worker.start()
         if ready:
@@ -94,27 +102,47 @@ MakeWorld = Callable[..., Awaitable[World]]
 @pytest.fixture
 def bundle() -> TextBundle:
     return TextBundle(
-        tokenizer_json=byte_level_json(), chat_template=TEMPLATE, special_tokens={"bos_token": "<s>", "eos_token": "</s>"}
+        tokenizer_json=byte_level_json(),
+        chat_template=TEMPLATE,
+        special_tokens={"bos_token": "<s>", "eos_token": "</s>"},
     )
 
 
 @pytest.fixture
-async def make_world(make_context: MakeContext, bundle: TextBundle, tmp_path: Path) -> AsyncIterator[MakeWorld]:
+async def make_world(
+    make_context: MakeContext, bundle: TextBundle, tmp_path: Path
+) -> AsyncIterator[MakeWorld]:
     async with AsyncExitStack() as stack:
 
-        async def make(*, max_context_tokens: int = 4096, text: TextBundle = bundle, **changes: object) -> World:
-            context = make_context("gateway", GatewaySettings(port=0, run_dir=tmp_path, **{"drain_s": 1.0, **changes}))
+        async def make(
+            *, max_context_tokens: int = 4096, text: TextBundle = bundle, **changes: object
+        ) -> World:
+            context = make_context(
+                "gateway", GatewaySettings(port=0, run_dir=tmp_path, **{"drain_s": 1.0, **changes})
+            )
             await context.store.put_if_absent(text_key(text.digest()), encode(text))
-            world = _world(context, text, entry_of(MODEL, text, context.clock, max_context_tokens=max_context_tokens))
+            world = _world(
+                context,
+                text,
+                entry_of(MODEL, text, context.clock, max_context_tokens=max_context_tokens),
+            )
             serving = world.serving
             told: list[Component] = [serving.demand, serving.arrivals]
-            components: list[Component] = [world.texts, serving.fleet, serving.relay, *told, world.server]
+            components: list[Component] = [
+                world.texts,
+                serving.fleet,
+                serving.relay,
+                *told,
+                world.server,
+            ]
             for component in components:
                 await component.start()
                 stack.push_async_callback(component.stop)
             url = f"http://127.0.0.1:{world.server.port}"
             world.client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=API_KEY, max_retries=0)
-            world.http = httpx2.AsyncClient(base_url=url, headers={"authorization": f"Bearer {API_KEY}"}, timeout=30)
+            world.http = httpx2.AsyncClient(
+                base_url=url, headers={"authorization": f"Bearer {API_KEY}"}, timeout=30
+            )
             stack.push_async_callback(world.client.close)
             stack.push_async_callback(world.http.aclose)
             stack.push_async_callback(_end_workers, world)
@@ -138,7 +166,9 @@ def _world(context: Context[GatewaySettings], bundle: TextBundle, entry: Catalog
     serving = build_serving(context, NoDecisions())
     usage = NotedUsage()
     measures = Measures(context.metrics, serving.queue, serving.relay)
-    exchanges = ExchangeParts(requests=serving.requests, usage=usage, measures=measures, clock=context.clock)
+    exchanges = ExchangeParts(
+        requests=serving.requests, usage=usage, measures=measures, clock=context.clock
+    )
     texts = build_texts(context, RESERVED_HELPERS)
     api = OpenAiApi(
         KnownModels([entry]),
@@ -157,7 +187,12 @@ def _world(context: Context[GatewaySettings], bundle: TextBundle, entry: Catalog
     bodies = BodyBudget(settings.bodies_bytes, settings.body_pause_s)
     edge = Edge(app, TRACED_PATHS, bodies, HttpMeasures(context.metrics, bodies))
     server = HttpServer(
-        edge, serving.queue.close, context.background, host=settings.host, port=settings.port, drain_s=settings.drain_s
+        edge,
+        serving.queue.close,
+        context.background,
+        host=settings.host,
+        port=settings.port,
+        drain_s=settings.drain_s,
     )
     nowhere = openai.AsyncOpenAI(base_url="http://127.0.0.1:1/v1", api_key=API_KEY)
     return World(

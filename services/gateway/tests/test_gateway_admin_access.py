@@ -1,4 +1,6 @@
-"""Who may use the admin API, and for how long: every route, keys from files, rotation, the cache of keys."""
+"""Who may use the admin API, and for how long: every route, keys from files, rotation, the cache of
+keys.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -17,7 +19,15 @@ from pilotlight.common.db.session import Database
 from pilotlight.common.errors import DatabaseUnavailable, Forbidden, SettingsInvalid, Unauthorized
 from pilotlight.common.testing import DatabaseSettingsOf, MakeContext
 from pilotlight.gateway.admin.gate import MAX_BODY_BYTES, OPEN_PATHS
-from pilotlight.gateway.admin.testing import ADMIN_KEY, API_KEY, AdminWorld, admin_world, database_away, emptied, settings_in
+from pilotlight.gateway.admin.testing import (
+    ADMIN_KEY,
+    API_KEY,
+    AdminWorld,
+    admin_world,
+    database_away,
+    emptied,
+    settings_in,
+)
 from pilotlight.gateway.auth import CACHE_S, MAX_KEY_CHARS, Authenticator
 from pilotlight.gateway.settings import GatewaySettings
 
@@ -27,7 +37,9 @@ OTHER_KEY = "pl-admin-another-key-for-tests"
 
 
 @pytest.fixture
-def settings(database_settings: DatabaseSettingsOf, module_database: URL, tmp_path: Path) -> GatewaySettings:
+def settings(
+    database_settings: DatabaseSettingsOf, module_database: URL, tmp_path: Path
+) -> GatewaySettings:
     emptied(module_database)
     return settings_in(tmp_path, database_settings("gateway").database_url)
 
@@ -55,7 +67,9 @@ class Keys:
         """What a key is good for."""
         for role in ("admin", "inference"):
             try:
-                return (await self.authenticator.require({"authorization": f"Bearer {key}"}, role)).role
+                return (
+                    await self.authenticator.require({"authorization": f"Bearer {key}"}, role)
+                ).role
             except Forbidden:
                 continue
             except Unauthorized:
@@ -76,7 +90,11 @@ async def test_every_route_is_closed_unless_it_is_listed(world: AdminWorld) -> N
     for route in world.app.routes:
         assert isinstance(route, Route | APIRoute), f"{route} would not be walked"
         walked.add(route.path)
-        path = route.path.replace("{name:path}", "org/name").replace("{trace_id}", "0" * 32).replace("{node_id}", "node-1")
+        path = (
+            route.path.replace("{name:path}", "org/name")
+            .replace("{trace_id}", "0" * 32)
+            .replace("{node_id}", "node-1")
+        )
         path = path.replace("{verification_id}", "node-1.check")
         assert "{" not in path, f"{path}: give this test a value"
         for method in sorted(route.methods or ()):
@@ -86,15 +104,22 @@ async def test_every_route_is_closed_unless_it_is_listed(world: AdminWorld) -> N
                 (f"Basic {ADMIN_KEY}", "invalid_api_key"),
                 (f"Bearer {API_KEY}", "forbidden"),
             ):
-                # A body that is no JSON: nobody without a key has it looked at.
+                # A body that is no JSON: without a key it is not looked at.
                 headers = {"content-type": "application/json", "authorization": key or ""}
                 answer = await world.http.request(
-                    method, path, headers=headers, content=b"{" if method in ("POST", "PATCH") else b""
+                    method,
+                    path,
+                    headers=headers,
+                    content=b"{" if method in ("POST", "PATCH") else b"",
                 )
                 if path in OPEN_PATHS:
                     assert answer.status_code == 200, path
                     continue
-                assert answer.status_code == (403 if code == "forbidden" else 401), (method, path, key)
+                assert answer.status_code == (403 if code == "forbidden" else 401), (
+                    method,
+                    path,
+                    key,
+                )
                 if method != "HEAD":
                     assert answer.json()["error"]["code"] == code
                     assert answer.json()["error"]["what_to_do"]
@@ -105,7 +130,16 @@ async def test_every_route_is_closed_unless_it_is_listed(world: AdminWorld) -> N
 
 
 @pytest.mark.parametrize(
-    "path", ["/nothing", "/docs/oauth2-redirect", "/redoc", "/models/org/name/warm/", "/", "//models", "/docs/"]
+    "path",
+    [
+        "/nothing",
+        "/docs/oauth2-redirect",
+        "/redoc",
+        "/models/org/name/warm/",
+        "/",
+        "//models",
+        "/docs/",
+    ],
 )
 async def test_what_is_no_route_is_closed_too(world: AdminWorld, path: str) -> None:
     assert (await world.http.get(path, headers={"authorization": ""})).status_code == 401
@@ -119,7 +153,16 @@ async def test_a_wrong_method_names_the_right_ones(world: AdminWorld) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["", "Bearer", "Bearer ", ADMIN_KEY, f"Bearer {ADMIN_KEY}x", f"Bearer {'x' * (MAX_KEY_CHARS + 1)}", "Bearer é"]
+    "key",
+    [
+        "",
+        "Bearer",
+        "Bearer ",
+        ADMIN_KEY,
+        f"Bearer {ADMIN_KEY}x",
+        f"Bearer {'x' * (MAX_KEY_CHARS + 1)}",
+        "Bearer é",
+    ],
 )
 async def test_what_is_no_key(world: AdminWorld, key: str) -> None:
     answer = await world.http.get("/models", headers={"authorization": key.encode("latin-1")})
@@ -132,9 +175,13 @@ async def test_a_body_must_arrive_and_be_small(world: AdminWorld) -> None:
             yield b" " * 1024
 
     for content in (b" " * (MAX_BODY_BYTES + 1), pieces(MAX_BODY_BYTES // 1024 + 1)):
-        answer = await world.http.post("/models", content=content, headers={"content-type": "application/json"})
+        answer = await world.http.post(
+            "/models", content=content, headers={"content-type": "application/json"}
+        )
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_large")
-    answer = await world.http.post("/models", content=pieces(3), headers={"content-type": "application/json"})
+    answer = await world.http.post(
+        "/models", content=pieces(3), headers={"content-type": "application/json"}
+    )
     assert answer.status_code == 400
 
 
@@ -175,17 +222,27 @@ async def test_two_keys_may_change_places(keys: Keys, tmp_path: Path) -> None:
     assert (await keys.role_of(API_KEY), await keys.role_of(ADMIN_KEY)) == ("admin", "inference")
 
 
-async def test_gateways_that_start_together_make_one_row_of_a_key(keys: Keys, tmp_path: Path) -> None:
+async def test_gateways_that_start_together_make_one_row_of_a_key(
+    keys: Keys, tmp_path: Path
+) -> None:
     (tmp_path / "admin.key").write_text(OTHER_KEY)
     await asyncio.gather(*(keys.fresh().start() for _ in range(4)))
     async with keys.database.reading() as connection:
-        valid = select(func.count()).select_from(tables.api_keys).where(tables.api_keys.c.revoked_at.is_(None))
+        valid = (
+            select(func.count())
+            .select_from(tables.api_keys)
+            .where(tables.api_keys.c.revoked_at.is_(None))
+        )
         assert (await connection.execute(valid)).scalar_one() == 2
     assert await keys.role_of(OTHER_KEY) == "admin"
 
 
-@pytest.mark.parametrize("content", ["", "short", "x" * (MAX_KEY_CHARS + 1), b"\xff" * 30, None, API_KEY])
-async def test_a_file_without_a_good_key_is_named(keys: Keys, tmp_path: Path, content: str | bytes | None) -> None:
+@pytest.mark.parametrize(
+    "content", ["", "short", "x" * (MAX_KEY_CHARS + 1), b"\xff" * 30, None, API_KEY]
+)
+async def test_a_file_without_a_good_key_is_named(
+    keys: Keys, tmp_path: Path, content: str | bytes | None
+) -> None:
     file = tmp_path / "admin.key"
     if content is None:
         file.unlink()
@@ -224,7 +281,9 @@ async def test_known_keys_outlive_the_database(keys: Keys, module_database: URL)
 
 
 @pytest.mark.slow
-async def test_known_keys_do_not_wait_for_a_database_that_does_not_answer(keys: Keys, module_database: URL) -> None:
+async def test_known_keys_do_not_wait_for_a_database_that_does_not_answer(
+    keys: Keys, module_database: URL
+) -> None:
     assert await keys.role_of(ADMIN_KEY) == "admin"
     keys.clock.advance(CACHE_S)
     engine = create_engine(module_database, poolclass=NullPool)
@@ -243,7 +302,9 @@ async def test_without_a_pepper_there_is_no_gateway(keys: Keys, tmp_path: Path) 
         keys.fresh()
 
 
-async def test_an_unknown_key_while_the_database_is_away_is_a_503(world: AdminWorld, module_database: URL) -> None:
+async def test_an_unknown_key_while_the_database_is_away_is_a_503(
+    world: AdminWorld, module_database: URL
+) -> None:
     with database_away(module_database):
         answer: httpx2.Response = await world.http.get("/workers")
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "database_unavailable")

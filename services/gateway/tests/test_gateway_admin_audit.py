@@ -1,4 +1,6 @@
-"""The audit log: what was done is in it, with the action or not at all; what was refused is, up to a bound; no secret ever."""
+"""The audit log: what was done is in it, with the action or not at all; what was refused is, up to
+a bound; no secret ever.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -13,7 +15,14 @@ from sqlalchemy import URL, func, select
 from pilotlight.common.clock import ManualClock
 from pilotlight.common.db import tables
 from pilotlight.common.errors import NoRoom
-from pilotlight.common.messages.demand import EVICT_SUBJECT, WARM_SUBJECT, Evict, Evicting, Warm, Warming
+from pilotlight.common.messages.demand import (
+    EVICT_SUBJECT,
+    WARM_SUBJECT,
+    Evict,
+    Evicting,
+    Warm,
+    Warming,
+)
 from pilotlight.common.testing import DatabaseSettingsOf, MakeContext, until
 from pilotlight.gateway.admin.gate import WRITES, action_of
 from pilotlight.gateway.admin.testing import (
@@ -28,7 +37,13 @@ from pilotlight.gateway.admin.testing import (
     write_folder,
 )
 from pilotlight.gateway.records import audit as audit_module
-from pilotlight.gateway.records.audit import MAX_WAITING, RECORDED_PER_MINUTE, SYSTEM, AuditFilter, AuditLog
+from pilotlight.gateway.records.audit import (
+    MAX_WAITING,
+    RECORDED_PER_MINUTE,
+    SYSTEM,
+    AuditFilter,
+    AuditLog,
+)
 from pilotlight.policy.ids import InstanceId
 
 pytestmark = pytest.mark.anyio
@@ -56,7 +71,7 @@ async def records(world: AdminWorld, **wanted: Any) -> list[dict[str, Any]]:
 
 
 async def recorded(world: AdminWorld, count: int, **wanted: Any) -> list[dict[str, Any]]:
-    """Wait until there are so many."""
+    """Wait until there are this many."""
 
     async def there() -> bool:
         return len(await records(world, **wanted)) >= count
@@ -69,9 +84,15 @@ async def test_what_is_done_is_recorded_with_what_changed(world: AdminWorld) -> 
     folder = write_folder(world.models / "tiny", checkpoint_files())
     registered = await world.register(folder, "org/tiny", keep_alive_s=5)
     await world.http.patch("/models/org/tiny", json={"pinned": True})
-    await world.http.delete("/models/org/tiny", headers={"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"})
+    await world.http.delete(
+        "/models/org/tiny", headers={"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
+    )
     deleted, changed, added = await records(world)
-    assert [one["action"] for one in (added, changed, deleted)] == ["model_register", "model_change", "model_delete"]
+    assert [one["action"] for one in (added, changed, deleted)] == [
+        "model_register",
+        "model_change",
+        "model_delete",
+    ]
     for one in (added, changed, deleted):
         assert (one["entity"], one["outcome"], one["principal"]) == ("org/tiny", "ok", "bootstrap")
         assert one["key_id"].startswith("key-")
@@ -116,10 +137,18 @@ async def test_no_record_without_its_action_and_no_action_without_its_record(
     ],
 )
 async def test_refused_writes_are_recorded(
-    world: AdminWorld, key: str | None, method: str, path: str, status: int, outcome: str, principal: str
+    world: AdminWorld,
+    key: str | None,
+    method: str,
+    path: str,
+    status: int,
+    outcome: str,
+    principal: str,
 ) -> None:
     headers = {"authorization": f"Bearer {key}" if key else ""}
-    answer = await world.http.request(method, path, headers=headers, json={"name": "m", "uri": 3, "slo": None})
+    answer = await world.http.request(
+        method, path, headers=headers, json={"name": "m", "uri": 3, "slo": None}
+    )
     assert answer.status_code == status
     (one,) = await recorded(world, 1)
     assert (one["outcome"], one["status"], one["principal"]) == (outcome, status, principal)
@@ -139,7 +168,11 @@ async def test_reads_are_not_recorded(world: AdminWorld) -> None:
 async def test_no_secret_is_ever_recorded(world: AdminWorld, module_database: URL) -> None:
     secrets = (ADMIN_KEY, API_KEY, "pl-admin-guessed-key-0123456789")
     for key in secrets:
-        await world.http.post("/models", headers={"authorization": f"Bearer {key}"}, json={"name": "m", "token": "s3cret"})
+        await world.http.post(
+            "/models",
+            headers={"authorization": f"Bearer {key}"},
+            json={"name": "m", "token": "s3cret"},
+        )
     await recorded(world, 3)
     async with world.database.reading() as connection:
         rows = str((await connection.execute(select(tables.audit))).all())
@@ -156,7 +189,12 @@ async def test_a_flood_is_counted_and_not_written(world: AdminWorld) -> None:
     clock.advance(61)
     (summary,) = await recorded(world, 1, action="refusals_not_recorded")
     assert summary["changes"] == {"attempts": 40}
-    assert world.context.metrics.get_sample_value("pilotlight_admin_refusals_total", {"code": "invalid_api_key"}) == 100
+    assert (
+        world.context.metrics.get_sample_value(
+            "pilotlight_admin_refusals_total", {"code": "invalid_api_key"}
+        )
+        == 100
+    )
     await world.http.post("/models", headers={"authorization": ""})
     assert len(await recorded(world, RECORDED_PER_MINUTE + 1)) == RECORDED_PER_MINUTE + 1
 
@@ -182,7 +220,10 @@ async def test_what_others_do_is_recorded_before_and_after(world: AdminWorld) ->
     assert (await world.http.post("/models/tiny/warm")).status_code == 202
     assert (await world.http.post("/models/tiny/evict")).status_code == 202
     assert seen == ["asked"]
-    warmed, evicted = await records(world, action="model_warm"), await records(world, action="model_evict")
+    warmed, evicted = (
+        await records(world, action="model_warm"),
+        await records(world, action="model_evict"),
+    )
     assert (warmed[0]["outcome"], warmed[0]["changes"]) == ("ok", {"instance_id": "i"})
     assert evicted[0]["changes"] == {"instance_ids": ["i", "j"]}
     assert (await world.http.post("/models/tiny/warm")).status_code == 429
@@ -193,7 +234,9 @@ async def test_what_others_do_is_recorded_before_and_after(world: AdminWorld) ->
         await subscription.end()
 
 
-async def test_what_is_refused_while_the_database_is_away_is_recorded_later(world: AdminWorld, module_database: URL) -> None:
+async def test_what_is_refused_while_the_database_is_away_is_recorded_later(
+    world: AdminWorld, module_database: URL
+) -> None:
     await world.http.get("/models")  # the key is known from now on
     with database_away(module_database):
         assert (await world.http.delete("/models/m")).status_code == 503
@@ -222,9 +265,17 @@ async def test_pages_and_filters(world: AdminWorld) -> None:
     await recorded(world, 5)
     first = (await world.http.get("/audit", params={"limit": 2, "action": "model_delete"})).json()
     second = (
-        await world.http.get("/audit", params={"limit": 4, "action": "model_delete", "before": first["next_before"]})
+        await world.http.get(
+            "/audit", params={"limit": 4, "action": "model_delete", "before": first["next_before"]}
+        )
     ).json()
-    assert [one["entity"] for one in (*first["audit"], *second["audit"])] == ["m4", "m3", "m2", "m1", "m0"]
+    assert [one["entity"] for one in (*first["audit"], *second["audit"])] == [
+        "m4",
+        "m3",
+        "m2",
+        "m1",
+        "m0",
+    ]
     assert second["next_before"] is None
     assert [one["entity"] for one in await records(world, entity="m3")] == ["m3"]
     assert await records(world, outcome="ok", entity="m3") == []
@@ -247,7 +298,9 @@ async def test_keys_that_come_and_go_are_recorded_once(world: AdminWorld) -> Non
     await world.authenticator.start()
     async with world.database.reading() as connection:
         table = tables.audit
-        found = (await connection.execute(select(table.c.action, func.count()).group_by(table.c.action))).all()
+        found = (
+            await connection.execute(select(table.c.action, func.count()).group_by(table.c.action))
+        ).all()
     assert {row[0]: row[1] for row in found} == {"key_install": 3, "key_revoke": 1}
 
 

@@ -1,4 +1,6 @@
-"""What registration refuses: at once, with the right status, saying what to do, and leaving nothing behind."""
+"""What registration refuses: at once, with the right status, saying what to do, and leaving nothing
+behind.
+"""
 
 import asyncio
 import json
@@ -34,10 +36,15 @@ Files = dict[str, bytes]
 
 @pytest.fixture
 async def world(
-    make_context: MakeContext, database_settings: DatabaseSettingsOf, module_database: URL, tmp_path: Path
+    make_context: MakeContext,
+    database_settings: DatabaseSettingsOf,
+    module_database: URL,
+    tmp_path: Path,
 ) -> AsyncIterator[AdminWorld]:
     emptied(module_database)
-    async with admin_world(make_context("gateway", settings_in(tmp_path, database_settings("gateway").database_url))) as made:
+    async with admin_world(
+        make_context("gateway", settings_in(tmp_path, database_settings("gateway").database_url))
+    ) as made:
         yield made
         async with asyncio.timeout(5):
             assert (await made.http.get("/models")).json() == {"models": []}
@@ -68,7 +75,9 @@ def put(name: str, content: bytes) -> Callable[[Files], None]:
 
 
 def config(**changes: Any) -> Callable[[Files], None]:
-    return put("config.json", json.dumps(tiny_config(**{"vocab_size": VOCAB_SIZE, **changes})).encode())
+    return put(
+        "config.json", json.dumps(tiny_config(**{"vocab_size": VOCAB_SIZE, **changes})).encode()
+    )
 
 
 def lying_header(change: Callable[[dict[str, Any]], object]) -> Callable[[Files], None]:
@@ -86,7 +95,9 @@ def lying_header(change: Callable[[dict[str, Any]], object]) -> Callable[[Files]
 
 def tokenizer(**changes: Any) -> Callable[[Files], None]:
     def apply(files: Files) -> None:
-        files["tokenizer.json"] = json.dumps({**json.loads(files["tokenizer.json"]), **changes}).encode()
+        files["tokenizer.json"] = json.dumps(
+            {**json.loads(files["tokenizer.json"]), **changes}
+        ).encode()
 
     return apply
 
@@ -114,8 +125,16 @@ def pickled(files: Files) -> None:
         (put(WEIGHTS, struct.pack("<Q", 1 << 63) + b"{}"), "bad_checkpoint", [WEIGHTS]),
         (put(WEIGHTS, b"\xff" * 64), "bad_checkpoint", [WEIGHTS]),
         (put(WEIGHTS, frame_header(b"[" * 5000)), "bad_checkpoint", [WEIGHTS]),
-        (lying_header(lambda entry: entry.update(data_offsets=[0, 1 << 60])), "bad_checkpoint", [WEIGHTS]),
-        (lying_header(lambda entry: entry.update(data_offsets=[0, 64])), "bad_checkpoint", [WEIGHTS]),
+        (
+            lying_header(lambda entry: entry.update(data_offsets=[0, 1 << 60])),
+            "bad_checkpoint",
+            [WEIGHTS],
+        ),
+        (
+            lying_header(lambda entry: entry.update(data_offsets=[0, 64])),
+            "bad_checkpoint",
+            [WEIGHTS],
+        ),
         (lying_header(lambda entry: entry.update(shape=[1 << 40])), "bad_checkpoint", [WEIGHTS]),
         (lying_header(lambda entry: entry.update(shape=[-32])), "bad_checkpoint", [WEIGHTS]),
         (lying_header(lambda entry: entry.update(dtype="I64")), "bad_checkpoint", [WEIGHTS]),
@@ -152,7 +171,11 @@ async def test_a_tokenizer_of_another_model(world: AdminWorld) -> None:
     files = checkpoint_files()
     files.update(tiny_files(tiny_config(vocab_size=96)))
     refused(
-        await world.register(write_folder(world.models / "bad", files)), 422, "bad_checkpoint", "vocab_size", "tokenizer.json"
+        await world.register(write_folder(world.models / "bad", files)),
+        422,
+        "bad_checkpoint",
+        "vocab_size",
+        "tokenizer.json",
     )
 
 
@@ -228,13 +251,22 @@ async def test_uris_outside_the_roots(world: AdminWorld, tmp_path: Path) -> None
     escape = world.models / "escape"
     escape.symlink_to(outside)
     for uri in OUTSIDE:
-        answer = await world.register(inside, uri=uri.format(inside=inside, escape=escape, root=world.models))
+        answer = await world.register(
+            inside, uri=uri.format(inside=inside, escape=escape, root=world.models)
+        )
         refused(answer, 422, "uri_not_allowed")
         assert "PILOTLIGHT_MODEL_ROOTS" in answer.json()["error"]["what_to_do"]
 
 
 @pytest.mark.parametrize(
-    "uri", ["{root}/missing", "file://{root}/x{long}", "{root}/circle", "{inside}/config.json", "{root}/tiny/config.json/x"]
+    "uri",
+    [
+        "{root}/missing",
+        "file://{root}/x{long}",
+        "{root}/circle",
+        "{inside}/config.json",
+        "{root}/tiny/config.json/x",
+    ],
 )
 async def test_uris_of_no_folder(world: AdminWorld, uri: str) -> None:
     inside = write_folder(world.models / "tiny", checkpoint_files())
@@ -244,13 +276,24 @@ async def test_uris_of_no_folder(world: AdminWorld, uri: str) -> None:
 
 
 async def test_an_empty_folder(world: AdminWorld) -> None:
-    refused(await world.register(write_folder(world.models / "bad", {})), 422, "bad_checkpoint", "config.json")
+    refused(
+        await world.register(write_folder(world.models / "bad", {})),
+        422,
+        "bad_checkpoint",
+        "config.json",
+    )
 
 
 BAD_VALUES: list[tuple[dict[str, Any], str]] = [
-    *[({"slo": {**SLO, "ttft_ms": value}}, "slo.ttft_ms") for value in (0, -1, 1e300, "1000", True, None, [1], 10**400, 1e-400)],
+    *[
+        ({"slo": {**SLO, "ttft_ms": value}}, "slo.ttft_ms")
+        for value in (0, -1, 1e300, "1000", True, None, [1], 10**400, 1e-400)
+    ],
     *[({"slo": {**SLO, "tpot_ms": value}}, "slo.tpot_ms") for value in (0, -0.0, "50")],
-    *[({"slo": {**SLO, "attainment": value}}, "slo.attainment") for value in (0, 1.01, -1, "1", False)],
+    *[
+        ({"slo": {**SLO, "attainment": value}}, "slo.attainment")
+        for value in (0, 1.01, -1, "1", False)
+    ],
     ({"slo": {"ttft_ms": 1}}, "slo.tpot_ms"),
     ({"slo": {**SLO, "ttft": 1}}, "slo.ttft"),
     ({"slo": None}, "slo"),
@@ -294,7 +337,9 @@ async def test_numbers_that_are_none(world: AdminWorld) -> None:
         for literal in ("NaN", "Infinity", "-Infinity", "1e999", "1" + "0" * 5000):
             content = good.replace(field, f"{field.partition(' ')[0]} {literal}")
             assert literal in content
-            answer = await world.http.post("/models", content=content, headers={"content-type": "application/json"})
+            answer = await world.http.post(
+                "/models", content=content, headers={"content-type": "application/json"}
+            )
             assert answer.status_code in (400, 422), (field, literal[:10], answer.text)
             assert answer.json()["error"]["message"]
 
@@ -307,7 +352,9 @@ async def test_names_that_will_not_do(world: AdminWorld) -> None:
     folder = write_folder(world.models / "tiny", checkpoint_files())
     for name in BAD_NAMES:
         content = json.dumps(world.body(folder, name))
-        answer = await world.http.post("/models", content=content, headers={"content-type": "application/json"})
+        answer = await world.http.post(
+            "/models", content=content, headers={"content-type": "application/json"}
+        )
         refused(answer, 422, "unprocessable", "name")
 
 
@@ -343,7 +390,9 @@ BAD_BODIES = [
 async def test_bodies_that_will_not_do(world: AdminWorld) -> None:
     for content, status in BAD_BODIES:
         async with asyncio.timeout(5):
-            answer = await world.http.post("/models", content=content, headers={"content-type": "application/json"})
+            answer = await world.http.post(
+                "/models", content=content, headers={"content-type": "application/json"}
+            )
         assert answer.status_code == status, answer.text
         assert answer.json()["error"]["message"]
 
@@ -355,7 +404,9 @@ async def test_a_body_that_is_not_said_to_be_json(world: AdminWorld) -> None:
     folder = write_folder(world.models / "tiny", checkpoint_files())
     content = json.dumps(world.body(folder))
     for content_type in NO_JSON:
-        answer = await world.http.post("/models", content=content, headers={"content-type": content_type})
+        answer = await world.http.post(
+            "/models", content=content, headers={"content-type": content_type}
+        )
         refused(answer, 422, "unprocessable", "Content-Type: application/json")
 
 
@@ -372,14 +423,27 @@ async def test_paths_and_queries_that_will_not_do(world: AdminWorld) -> None:
         answer = await world.http.get(path)
         refused(answer, 422, "unprocessable")
         if path.startswith("/models/"):
-            for method, action in (("DELETE", ""), ("POST", "/warm"), ("POST", "/evict"), ("PATCH", "")):
-                answer = await world.http.request(method, path + action, json={} if method == "PATCH" else None)
+            for method, action in (
+                ("DELETE", ""),
+                ("POST", "/warm"),
+                ("POST", "/evict"),
+                ("PATCH", ""),
+            ):
+                answer = await world.http.request(
+                    method, path + action, json={} if method == "PATCH" else None
+                )
                 refused(answer, 422, "unprocessable")
 
 
 async def test_what_is_not_there_is_a_404(world: AdminWorld) -> None:
     refused(await world.http.get("/models/none"), 404, "model_not_found", "none")
     refused(await world.http.get(f"/traces/{'0' * 32}"), 404, "trace_not_found", "0" * 32)
-    for path in ("/instances", "/decisions?model=none", "/cold-starts?model=none", "/nodes", "/workers"):
+    for path in (
+        "/instances",
+        "/decisions?model=none",
+        "/cold-starts?model=none",
+        "/nodes",
+        "/workers",
+    ):
         answer = await world.http.get(path)
         assert (answer.status_code, next(iter(answer.json().values()))) == (200, [])

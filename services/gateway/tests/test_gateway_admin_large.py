@@ -1,4 +1,6 @@
-"""Large answers of the admin API: bounded, page by page, and without stopping the gateway's event loop."""
+"""Large answers of the admin API: bounded, page by page, and without stopping the gateway's event
+loop.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -25,21 +27,36 @@ NOW = datetime.now(UTC)
 
 @pytest.fixture
 async def world(
-    make_context: MakeContext, database_settings: DatabaseSettingsOf, module_database: URL, tmp_path: Path
+    make_context: MakeContext,
+    database_settings: DatabaseSettingsOf,
+    module_database: URL,
+    tmp_path: Path,
 ) -> AsyncIterator[AdminWorld]:
     emptied(module_database)
-    async with admin_world(make_context("gateway", settings_in(tmp_path, database_settings("gateway").database_url))) as made:
+    async with admin_world(
+        make_context("gateway", settings_in(tmp_path, database_settings("gateway").database_url))
+    ) as made:
         yield made
 
 
 @pytest.fixture
 def decisions(module_database: URL) -> None:
-    worker = {"worker_id": "w", "held": [{"model": "m" * 20, "stage": [0, 4], "bytes": number} for number in range(10)]}
+    worker = {
+        "worker_id": "w",
+        "held": [{"model": "m" * 20, "stage": [0, 4], "bytes": number} for number in range(10)],
+    }
     inputs: dict[str, Any] = {"workers": [worker] * 100}
     engine = create_engine(module_database, poolclass=NullPool)
     with engine.begin() as connection:
         connection.execute(text("TRUNCATE scheduler.decisions"))
-        row = {"kind": "cold_start", "model": "m", "epoch": 1, "inputs": inputs, "outcome": {}, "reasons": ["because"]}
+        row = {
+            "kind": "cold_start",
+            "model": "m",
+            "epoch": 1,
+            "inputs": inputs,
+            "outcome": {},
+            "reasons": ["because"],
+        }
         for number in range(ROWS):
             values = {**row, "decision_id": f"{number:04}", "at": NOW - timedelta(seconds=number)}
             connection.execute(insert(tables.decisions).values(**values))
@@ -47,7 +64,10 @@ def decisions(module_database: URL) -> None:
 
 
 async def longest_stall_s(asking: Any) -> tuple[Any, float]:
-    """What is asked for, and the longest computation between two turns of the event loop. Time without a processor is none."""
+    """What is asked for, and the longest computation between two turns of the event loop.
+
+    Time without a processor is none.
+    """
     longest = 0.0
     task = asyncio.create_task(asking)
     last_s = thread_time()
@@ -78,7 +98,9 @@ async def test_pages_join_without_gap_or_repetition(world: AdminWorld) -> None:
     seen: list[str] = []
     before: str | None = None
     while True:
-        parameters = {"limit": 120, "model": "m"} | ({"before": before} if before is not None else {})
+        parameters = {"limit": 120, "model": "m"} | (
+            {"before": before} if before is not None else {}
+        )
         page = (await world.http.get("/decisions", params=parameters)).json()
         seen += [one["decision_id"] for one in page["decisions"]]
         before = page["next_before"]

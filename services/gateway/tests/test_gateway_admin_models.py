@@ -10,7 +10,14 @@ from sqlalchemy import URL, select
 from pilotlight.common.db import tables
 from pilotlight.common.db.mapping import from_row_json
 from pilotlight.common.errors import DeadlineExceeded, ModelNotFound
-from pilotlight.common.messages.demand import EVICT_SUBJECT, WARM_SUBJECT, Evict, Evicting, Warm, Warming
+from pilotlight.common.messages.demand import (
+    EVICT_SUBJECT,
+    WARM_SUBJECT,
+    Evict,
+    Evicting,
+    Warm,
+    Warming,
+)
 from pilotlight.common.store import manifest_key, text_key
 from pilotlight.common.testing import DatabaseSettingsOf, MakeContext
 from pilotlight.gateway.admin.testing import (
@@ -33,10 +40,15 @@ EMBER = Path(__file__).parents[3] / "models" / "ember-7m"
 
 @pytest.fixture
 async def world(
-    make_context: MakeContext, database_settings: DatabaseSettingsOf, module_database: URL, tmp_path: Path
+    make_context: MakeContext,
+    database_settings: DatabaseSettingsOf,
+    module_database: URL,
+    tmp_path: Path,
 ) -> AsyncIterator[AdminWorld]:
     emptied(module_database)
-    async with admin_world(make_context("gateway", settings_in(tmp_path, database_settings("gateway").database_url))) as made:
+    async with admin_world(
+        make_context("gateway", settings_in(tmp_path, database_settings("gateway").database_url))
+    ) as made:
         yield made
 
 
@@ -60,19 +72,29 @@ async def test_a_good_folder_is_registered_and_can_be_served_at_once(world: Admi
     entry = world.catalog.get("org/tiny")
     assert entry is not None
     tokenizer = TextTokenizer(TextBundle(tokenizer_json=(folder / "tokenizer.json").read_text()))
-    assert entry.text.tokenizer.decode(tokenizer.encode("hello world", add_special_tokens=False)) == "hello world"
+    assert (
+        entry.text.tokenizer.decode(tokenizer.encode("hello world", add_special_tokens=False))
+        == "hello world"
+    )
     async with world.database.reading() as connection:
         (event,) = (await connection.execute(select(tables.outboxes["gateway"]))).all()
         row = (await connection.execute(select(tables.models.c.body))).scalar_one()
     assert "engine" not in body, "no client chooses it yet"
     assert row.pop("engine") == "native"
     assert from_row_json(row, Model) == entry.model, "a row of an earlier release"
-    assert (event.kind, event.entity, event.data) == ("model_registered", "org/tiny", {"digest": body["digest"]})
+    assert (event.kind, event.entity, event.data) == (
+        "model_registered",
+        "org/tiny",
+        {"digest": body["digest"]},
+    )
 
 
 @pytest.mark.slow
 async def test_the_demo_model_is_registered(
-    make_context: MakeContext, database_settings: DatabaseSettingsOf, module_database: URL, tmp_path: Path
+    make_context: MakeContext,
+    database_settings: DatabaseSettingsOf,
+    module_database: URL,
+    tmp_path: Path,
 ) -> None:
     emptied(module_database)
     settings = settings_in(tmp_path, database_settings("gateway").database_url)
@@ -105,7 +127,9 @@ async def test_a_name_is_taken_once(world: AdminWorld) -> None:
 async def test_changes_are_kept_and_what_is_left_out_stays(world: AdminWorld) -> None:
     folder = write_folder(world.models / "tiny", checkpoint_files())
     before = (await world.register(folder, "org/tiny")).json()
-    answer = await world.http.patch("/models/org/tiny", json={"pinned": True, "max_instances": 4, "keep_alive_s": 7})
+    answer = await world.http.patch(
+        "/models/org/tiny", json={"pinned": True, "max_instances": 4, "keep_alive_s": 7}
+    )
     assert answer.status_code == 200
     after = answer.json()
     assert after["pinned"] is True
@@ -114,7 +138,9 @@ async def test_changes_are_kept_and_what_is_left_out_stays(world: AdminWorld) ->
     assert after["created_at"] == before["created_at"]
     assert after["updated_at"] > before["updated_at"]
     assert (await world.http.get("/models/org/tiny")).json() == after
-    answer = await world.http.patch("/models/org/tiny", json={"slo": {"ttft_ms": 5, "tpot_ms": 6, "attainment": 0.5}})
+    answer = await world.http.patch(
+        "/models/org/tiny", json={"slo": {"ttft_ms": 5, "tpot_ms": 6, "attainment": 0.5}}
+    )
     assert answer.json()["slo"] == {"ttft_ms": 5.0, "tpot_ms": 6.0, "attainment": 0.5}
     entry = world.catalog.get("org/tiny")
     assert entry is not None
@@ -123,8 +149,15 @@ async def test_changes_are_kept_and_what_is_left_out_stays(world: AdminWorld) ->
 
 async def test_changes_at_the_same_moment_are_all_kept(world: AdminWorld) -> None:
     await world.register(write_folder(world.models / "tiny", checkpoint_files()))
-    changes: list[dict[str, object]] = [{"pinned": True}, {"max_instances": 9}, {"keep_alive_s": 3}, {"min_instances": 1}]
-    answers = await asyncio.gather(*(world.http.patch("/models/tiny", json=change) for change in changes))
+    changes: list[dict[str, object]] = [
+        {"pinned": True},
+        {"max_instances": 9},
+        {"keep_alive_s": 3},
+        {"min_instances": 1},
+    ]
+    answers = await asyncio.gather(
+        *(world.http.patch("/models/tiny", json=change) for change in changes)
+    )
     assert {answer.status_code for answer in answers} == {200}
     model = (await world.http.get("/models/tiny")).json()
     assert model["pinned"] is True
@@ -144,7 +177,9 @@ async def test_changes_at_the_same_moment_are_all_kept(world: AdminWorld) -> Non
         ([], 422, "body"),
     ],
 )
-async def test_bad_changes_change_nothing(world: AdminWorld, change: object, status: int, word: str) -> None:
+async def test_bad_changes_change_nothing(
+    world: AdminWorld, change: object, status: int, word: str
+) -> None:
     before = (await world.register(write_folder(world.models / "tiny", checkpoint_files()))).json()
     answer = await world.http.patch("/models/tiny", json=change)
     assert answer.status_code == status
@@ -166,7 +201,10 @@ async def test_a_deleted_model_is_gone(world: AdminWorld) -> None:
         ("POST", "/models/org/tiny/evict"),
     ):
         answer = await world.http.request(method, path, json={} if method == "PATCH" else None)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found"), (method, path)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found"), (
+            method,
+            path,
+        )
     assert (await world.register(folder, "org/tiny")).status_code == 201
 
 
@@ -202,7 +240,10 @@ async def test_without_a_scheduler_it_is_said_at_once(world: AdminWorld, action:
     await world.register(write_folder(world.models / "tiny", checkpoint_files()))
     async with asyncio.timeout(5):
         answer = await world.http.post(f"/models/tiny/{action}")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "control_plane_unavailable")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (
+        503,
+        "control_plane_unavailable",
+    )
     assert "pilotlight logs scheduler" in answer.json()["error"]["what_to_do"]
 
 
@@ -226,7 +267,9 @@ async def test_what_the_scheduler_refuses_reaches_the_client(
     await serving.end()
 
 
-async def test_a_database_that_is_away_is_a_503_and_warm_models_stay(world: AdminWorld, module_database: URL) -> None:
+async def test_a_database_that_is_away_is_a_503_and_warm_models_stay(
+    world: AdminWorld, module_database: URL
+) -> None:
     folder = write_folder(world.models / "tiny", checkpoint_files())
     await world.register(folder)
     with database_away(module_database):
@@ -243,7 +286,10 @@ async def test_a_database_that_is_away_is_a_503_and_warm_models_stay(world: Admi
             ("GET", f"/traces/{'0' * 32}", None),
         ):
             answer = await world.http.request(method, path, json=body)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "database_unavailable"), (method, path)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (
+                503,
+                "database_unavailable",
+            ), (method, path)
         assert world.catalog.get("tiny") is not None
         assert (await world.http.get("/workers")).json() == {"workers": []}
     assert (await world.register(folder, "second")).status_code == 201

@@ -1,4 +1,6 @@
-"""Registration from a bucket and from a hub: what is read, what is pinned, and what a wrong place is told."""
+"""Registration from a bucket and from a hub: what is read, what is pinned, and what a wrong place
+is told.
+"""
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -7,12 +9,28 @@ from typing import Any
 import httpx2
 import pytest
 from sqlalchemy import URL
-from standin_sources import ACCESS_KEY, SECRET_KEY, Fault, StandinHub, StandinS3, running_hub, running_s3
+from standin_sources import (
+    ACCESS_KEY,
+    SECRET_KEY,
+    Fault,
+    StandinHub,
+    StandinS3,
+    running_hub,
+    running_s3,
+)
 
 from pilotlight.checkpoint.manifest import decode
 from pilotlight.common.store import manifest_key, text_key
 from pilotlight.common.testing import DatabaseSettingsOf, MakeContext
-from pilotlight.gateway.admin.testing import SLO, AdminWorld, admin_world, checkpoint_files, emptied, settings_in, write_folder
+from pilotlight.gateway.admin.testing import (
+    SLO,
+    AdminWorld,
+    admin_world,
+    checkpoint_files,
+    emptied,
+    settings_in,
+    write_folder,
+)
 
 pytestmark = pytest.mark.anyio
 TOKEN = "hf_for_these_tests"
@@ -42,7 +60,11 @@ async def world(
 ) -> AsyncIterator[AdminWorld]:
     emptied(module_database)
     settings = settings_in(tmp_path, database_settings("gateway").database_url)
-    for name, content in {"s3-access-key": ACCESS_KEY, "s3-secret-key": SECRET_KEY, "hub-token": TOKEN}.items():
+    for name, content in {
+        "s3-access-key": ACCESS_KEY,
+        "s3-secret-key": SECRET_KEY,
+        "hub-token": TOKEN,
+    }.items():
         (tmp_path / name).write_text(content)
     roots = f"{settings.model_roots}, s3://models/team, s3://nobodys, hf://org"
     changes = {
@@ -56,7 +78,9 @@ async def world(
         yield made
 
 
-async def register(world: AdminWorld, uri: str, name: str = "tiny", **changes: Any) -> httpx2.Response:
+async def register(
+    world: AdminWorld, uri: str, name: str = "tiny", **changes: Any
+) -> httpx2.Response:
     return await world.http.post("/models", json={"name": name, "uri": uri, "slo": SLO, **changes})
 
 
@@ -75,7 +99,9 @@ async def test_a_bucket(world: AdminWorld, s3: StandinS3) -> None:
     assert read
     assert all("range" in asked.headers and "if-match" in asked.headers for asked in read)
     s3.put("models", "team/tiny", checkpoint_files(rope_theta=5.0))
-    assert (await register(world, "s3://models/team/tiny", "again")).json()["source_version"] != body["source_version"]
+    assert (await register(world, "s3://models/team/tiny", "again")).json()[
+        "source_version"
+    ] != body["source_version"]
 
 
 async def test_the_weights_are_not_read(world: AdminWorld, s3: StandinS3, hub: StandinHub) -> None:
@@ -86,7 +112,11 @@ async def test_the_weights_are_not_read(world: AdminWorld, s3: StandinS3, hub: S
     hub.push(big)
     for uri, server in (("s3://models/team/big", s3), ("hf://org/name", hub.cdn)):
         assert (await register(world, uri, uri.partition(":")[0])).status_code == 201
-        ranges = [asked.headers["range"] for asked in server.asked if weights in asked.target or "blobs" in asked.target]
+        ranges = [
+            asked.headers["range"]
+            for asked in server.asked
+            if weights in asked.target or "blobs" in asked.target
+        ]
         longest = max(int(asked.rpartition("-")[2]) for asked in ranges)
         assert longest < 100_000
 
@@ -99,7 +129,8 @@ async def test_a_hub(world: AdminWorld, hub: StandinHub) -> None:
     assert (body["uri"], body["revision"]) == (f"hf://org/name@{commit}", "main")
     manifest = decode(await world.context.store.get(manifest_key(body["digest"])))
     assert {file.version[:7] for file in manifest.files} == {"sha256-"}
-    # The branch moves on with other weights: it is another model under another name, and the first is what it was.
+    # The branch moves on with other weights: it is another model under another name, and the first
+    # is what it was.
     hub.push(checkpoint_files(hidden_size=64))
     other = (await register(world, "hf://org/name", "other", revision="main")).json()
     assert other["digest"] != body["digest"]
@@ -108,7 +139,9 @@ async def test_a_hub(world: AdminWorld, hub: StandinHub) -> None:
 
 
 async def test_what_the_same_bytes_are_called(world: AdminWorld) -> None:
-    """A hub tells what a file holds, a folder and a bucket only that it is still the same: their digests differ, the layout does not."""
+    """A hub tells what a file holds, a folder and a bucket only that it is still the same: their
+    digests differ, the layout does not.
+    """
     folder = write_folder(world.context.settings.roots().folders[0] / "tiny", checkpoint_files())
     bodies = [
         (await register(world, uri, f"m{number}")).json()
@@ -116,7 +149,9 @@ async def test_what_the_same_bytes_are_called(world: AdminWorld) -> None:
     ]
     assert len({body["digest"] for body in bodies}) == 3
     assert len({body["text_digest"] for body in bodies}) == 1
-    manifests = [decode(await world.context.store.get(manifest_key(body["digest"]))) for body in bodies]
+    manifests = [
+        decode(await world.context.store.get(manifest_key(body["digest"]))) for body in bodies
+    ]
     assert len({(manifest.spec, manifest.parts) for manifest in manifests}) == 1
 
 
@@ -137,7 +172,9 @@ async def test_what_the_same_bytes_are_called(world: AdminWorld) -> None:
         ("hf://org/name@missing", 422, "bad_checkpoint", "RevisionNotFound"),
     ],
 )
-async def test_a_wrong_place_is_told(world: AdminWorld, uri: str, status: int, code: str, told: str) -> None:
+async def test_a_wrong_place_is_told(
+    world: AdminWorld, uri: str, status: int, code: str, told: str
+) -> None:
     answer = await register(world, uri)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["param"]) == (status, code, "uri"), error
@@ -147,7 +184,9 @@ async def test_a_wrong_place_is_told(world: AdminWorld, uri: str, status: int, c
 
 
 @pytest.mark.parametrize("uri", ["s3://models/team/tiny", "hf://org/name"])
-async def test_who_refuses_us_is_told(world: AdminWorld, s3: StandinS3, hub: StandinHub, uri: str) -> None:
+async def test_who_refuses_us_is_told(
+    world: AdminWorld, s3: StandinS3, hub: StandinHub, uri: str
+) -> None:
     server = s3 if uri.startswith("s3") else hub
     server.faults.append(Fault("", "status", 403, times=99))
     answer = await register(world, uri)
@@ -158,6 +197,10 @@ async def test_who_refuses_us_is_told(world: AdminWorld, s3: StandinS3, hub: Sta
 
 
 async def test_a_revision_is_the_hubs_alone(world: AdminWorld) -> None:
-    for uri, revision in (("s3://models/team/tiny", "main"), ("hf://org/name@main", "v1"), ("hf://org/name", "a b")):
+    for uri, revision in (
+        ("s3://models/team/tiny", "main"),
+        ("hf://org/name@main", "v1"),
+        ("hf://org/name", "a b"),
+    ):
         error = (await register(world, uri, revision=revision)).json()["error"]
         assert (error["code"], error["param"]) == ("unprocessable", "revision")

@@ -1,4 +1,6 @@
-"""Verifications over the admin API: a node is asked, the same one for the same model, and asked again how far it is."""
+"""Verifications over the admin API: a node is asked, the same one for the same model, and asked
+again how far it is.
+"""
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -18,7 +20,14 @@ from pilotlight.common.messages.verify import (
     verify_subject,
 )
 from pilotlight.common.testing import DatabaseSettingsOf, MakeContext, until
-from pilotlight.gateway.admin.testing import AdminWorld, admin_world, checkpoint_files, emptied, settings_in, write_folder
+from pilotlight.gateway.admin.testing import (
+    AdminWorld,
+    admin_world,
+    checkpoint_files,
+    emptied,
+    settings_in,
+    write_folder,
+)
 from pilotlight.policy.ids import Epoch, NodeId
 from pilotlight.policy.testing import node
 
@@ -28,10 +37,15 @@ NODES = tuple(NodeId(f"node-{number}") for number in range(3))
 
 @pytest.fixture
 async def world(
-    make_context: MakeContext, database_settings: DatabaseSettingsOf, module_database: URL, tmp_path: Path
+    make_context: MakeContext,
+    database_settings: DatabaseSettingsOf,
+    module_database: URL,
+    tmp_path: Path,
 ) -> AsyncIterator[AdminWorld]:
     emptied(module_database)
-    async with admin_world(make_context("gateway", settings_in(tmp_path, database_settings("gateway").database_url))) as made:
+    async with admin_world(
+        make_context("gateway", settings_in(tmp_path, database_settings("gateway").database_url))
+    ) as made:
         await made.fleet.start()
         yield made
         await made.fleet.stop()
@@ -42,7 +56,12 @@ async def report(world: AdminWorld, *node_ids: NodeId, draining: bool = False) -
         facts = replace(node(), node_id=node_id, draining=draining)
         loader = LoaderReport(facts=facts, incarnation="a", epoch_seen=Epoch(0))
         await world.context.bus.publish(loader_report_subject(node_id), loader)
-    await until(lambda: {one.node_id for one in world.fleet.nodes() if one.draining is draining} >= set(node_ids))
+    await until(
+        lambda: (
+            {one.node_id for one in world.fleet.nodes() if one.draining is draining}
+            >= set(node_ids)
+        )
+    )
 
 
 async def test_a_node_reads_the_model_and_is_asked_how_far_it_is(world: AdminWorld) -> None:
@@ -56,7 +75,9 @@ async def test_a_node_reads_the_model_and_is_asked_how_far_it_is(world: AdminWor
         async def on_ask(message: AskVerification) -> Verification:
             if message.verification_id != f"{node_id}.check":
                 raise NotFound("no such verification")
-            return state(node_id, VerificationStatus.DONE, differences=("part 1",), difference_count=1)
+            return state(
+                node_id, VerificationStatus.DONE, differences=("part 1",), difference_count=1
+            )
 
         await world.context.bus.serve(verify_subject(node_id), Verify, on_verify)
         await world.context.bus.serve(verification_subject(node_id), AskVerification, on_ask)
@@ -72,7 +93,10 @@ async def test_a_node_reads_the_model_and_is_asked_how_far_it_is(world: AdminWor
     [(chosen, message)] = asked
     assert isinstance(message, Verify)
     assert (message.model.name, message.deadline_s) == ("org/verify", 60.0)
-    assert (found.json()["verification_id"], found.json()["status"]) == (f"{chosen}.check", "running")
+    assert (found.json()["verification_id"], found.json()["status"]) == (
+        f"{chosen}.check",
+        "running",
+    )
     assert (await world.http.post("/models/org/verify/verify")).status_code == 202
     assert [node_id for node_id, _ in asked] == [chosen, chosen]
     ended = (await world.http.get(f"/verifications/{chosen}.check")).json()
@@ -102,10 +126,16 @@ async def test_without_a_node_it_is_said_at_once(world: AdminWorld) -> None:
     assert (await world.http.post("/models/none/verify")).status_code == 404
     await world.register(write_folder(world.models / "tiny", checkpoint_files()))
     answer = await world.http.post("/models/tiny/verify")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "control_plane_unavailable")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (
+        503,
+        "control_plane_unavailable",
+    )
     await report(world, NODES[0], draining=True)
     assert (await world.http.post("/models/tiny/verify")).status_code == 503
     await report(world, NODES[1])
     answer = await world.http.post("/models/tiny/verify")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "control_plane_unavailable")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (
+        503,
+        "control_plane_unavailable",
+    )
     assert NODES[1] in answer.json()["error"]["message"], "it reports, and does not answer"

@@ -47,7 +47,9 @@ async def test_whole_gateway(make_context, settings, bundle, bus):
     context = make_context("gateway", settings)
     clock = SystemClock()
     tokenizer = TextTokenizer(bundle)
-    model = replace(model_of("org/fox", vocab_size=tokenizer.vocab_size), text_digest=bundle.digest())
+    model = replace(
+        model_of("org/fox", vocab_size=tokenizer.vocab_size), text_digest=bundle.digest()
+    )
     await context.store.put_if_absent(text_key(bundle.digest()), encode(bundle))
     database = Database(settings, "gateway", clock)
     await ModelRepository(database, clock).add(model)
@@ -55,9 +57,15 @@ async def test_whole_gateway(make_context, settings, bundle, bus):
     for component in application.components:
         await component.start()
     assert application.ready() is None
-    (server,) = [component for component in application.components if isinstance(component, HttpServer)]
+    (server,) = [
+        component for component in application.components if isinstance(component, HttpServer)
+    ]
     worker = ScriptedWorker(
-        bus, "w0", "inst-0", model, lambda submit: entries_of(submit, tokenizer.encode("hello", add_special_tokens=False))
+        bus,
+        "w0",
+        "inst-0",
+        model,
+        lambda submit: entries_of(submit, tokenizer.encode("hello", add_special_tokens=False)),
     )
     await worker.start()
     await worker.ready()
@@ -80,5 +88,9 @@ async def test_whole_gateway(make_context, settings, bundle, bus):
         await component.stop()
     async with database.reading() as connection:
         (row,) = (await connection.execute(select(tables.usage))).all()
-    assert (row.model, row.status, row.output_tokens) == ("org/fox", "ok", answer["usage"]["completion_tokens"])
+    assert (row.model, row.status, row.output_tokens) == (
+        "org/fox",
+        "ok",
+        answer["usage"]["completion_tokens"],
+    )
     await database.stop()

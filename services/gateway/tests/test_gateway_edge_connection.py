@@ -1,4 +1,6 @@
-"""What a connection is to a client: half-closed, of an older HTTP, with a body that is late, too much, or encoded."""
+"""What a connection is to a client: half-closed, of an older HTTP, with a body that is late, too
+much, or encoded.
+"""
 
 import asyncio
 import itertools
@@ -46,7 +48,9 @@ class Client:
             return await self.reader.read()
 
     def reset(self):
-        self.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.writer.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+        )
         self.writer.transport.abort()
 
 
@@ -64,7 +68,11 @@ def parted(answer):
     """An answer's status, its headers and its body."""
     head, _, body = answer.partition(b"\r\n\r\n")
     first, *lines = head.decode().split("\r\n")
-    return int(first.split()[1]), {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}, body
+    return (
+        int(first.split()[1]),
+        {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)},
+        body,
+    )
 
 
 def unchunked(body):
@@ -174,7 +182,9 @@ async def test_half_a_request_is_none(world):
 
 async def test_an_older_client_gets_no_chunks(world):
     await world.worker()
-    for header, body in itertools.product(("connection: keep-alive", "expect: 100-continue", "x: y"), (WHOLE, STREAM, {})):
+    for header, body in itertools.product(
+        ("connection: keep-alive", "expect: 100-continue", "x: y"), (WHOLE, STREAM, {})
+    ):
         status, told, content = parted(await ask(world, request(body, header, version="1.0")))
         assert status == (200 if body else 400)
         assert "transfer-encoding" not in told
@@ -197,7 +207,9 @@ async def test_a_stream_of_todays_clients_is_chunked(world):
 async def test_encoded_bodies_are_refused(world):
     await world.worker()
     for header, expected in (("gzip", 415), ("identity, br", 415), ("Identity", 200), ("", 200)):
-        answer = await ask(world, request(WHOLE, f"Content-Encoding: {header}", "connection: close"))
+        answer = await ask(
+            world, request(WHOLE, f"Content-Encoding: {header}", "connection: close")
+        )
         status, told, content = parted(answer)
         assert (header, status) == (header, expected)
         if expected == 415:
@@ -210,11 +222,18 @@ async def test_bodies_in_codings_of_the_transfer_are_refused(world):
     chunked = b"5\r\nabcde\r\n0\r\n\r\n"
     for coding, expected in (("gzip, chunked", 415), ("gzip", 400), ("chunked, chunked", 400)):
         status, _, content = parted(
-            await ask(world, request(chunked, f"transfer-encoding: {coding}", "connection: close", length="none"))
+            await ask(
+                world,
+                request(
+                    chunked, f"transfer-encoding: {coding}", "connection: close", length="none"
+                ),
+            )
         )
         assert (coding, status) == (coding, expected)
         assert json.loads(content)["error"]["type"] == "invalid_request_error"
-    status, _, _ = parted(await ask(world, request(chunked, "transfer-encoding: chunked", length=5)))
+    status, _, _ = parted(
+        await ask(world, request(chunked, "transfer-encoding: chunked", length=5))
+    )
     assert status == 400
 
 
@@ -238,7 +257,10 @@ async def test_a_refusal_can_be_read_while_the_body_still_comes(world):
 
 async def test_a_body_that_waits_to_be_asked_for(world):
     await world.worker()
-    for key, first in ((API_KEY, b"HTTP/1.1 100 Continue"), ("nobody", b"HTTP/1.1 401 Unauthorized")):
+    for key, first in (
+        (API_KEY, b"HTTP/1.1 100 Continue"),
+        ("nobody", b"HTTP/1.1 401 Unauthorized"),
+    ):
         client = await Client.of(world)
         head, _, body = request(WHOLE, "expect: 100-continue", key=key).partition(b"\r\n\r\n")
         await client.say(head + b"\r\n\r\n")

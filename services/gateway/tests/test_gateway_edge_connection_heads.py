@@ -13,7 +13,9 @@ START = b"GET /healthz HTTP/1.1\r\nhost: x\r\n"
 
 
 async def answer_to(world, *pieces, count=1):
-    """What comes back for these bytes until the server closes, or until ``count`` answers are there."""
+    """What comes back for these bytes until the server closes, or until ``count`` answers are
+    there.
+    """
     reader, writer = await asyncio.open_connection("127.0.0.1", world.server.port)
     received = b""
     try:

@@ -1,4 +1,6 @@
-"""Which errors official clients send again by themselves, what that costs, and that every answer is counted."""
+"""Which errors official clients send again by themselves, what that costs, and that every answer is
+counted.
+"""
 
 import httpx2
 import openai
@@ -15,14 +17,18 @@ PROMPT = {"model": "fox", "prompt": "x"}
 
 def official(world, **changes):
     """The client as its users make it: with its own retries."""
-    return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{world.server.port}/v1", api_key=API_KEY, **changes)
+    return openai.AsyncOpenAI(
+        base_url=f"http://127.0.0.1:{world.server.port}/v1", api_key=API_KEY, **changes
+    )
 
 
 def counted(world):
     """Answers by route, method, status and code."""
     (family,) = [one for one in world.metrics.collect() if one.name == "pilotlight_http_answers"]
     return {
-        tuple(sample.labels[label] for label in ("route", "method", "status", "code")): int(sample.value)
+        tuple(sample.labels[label] for label in ("route", "method", "status", "code")): int(
+            sample.value
+        )
         for sample in family.samples
         if sample.name.endswith("_total")
     }
@@ -55,7 +61,9 @@ async def test_where_there_is_no_room_clients_come_back(make_world):
 
 
 def test_what_an_error_says_of_a_retry_is_what_its_header_says():
-    again = {kind.code for kind in all_errors() if error_headers(kind())["x-should-retry"] == "true"}
+    again = {
+        kind.code for kind in all_errors() if error_headers(kind())["x-should-retry"] == "true"
+    }
     known = {kind.code for kind in all_errors() if issubclass(kind, CapacityError | TransientError)}
     assert known - again == {"deadline_exceeded"}
     assert again < known
@@ -65,7 +73,9 @@ async def test_every_answer_is_counted(world):
     worker = await world.worker()
     await world.client.completions.create(**PROMPT)
     await world.http.post("/v1/completions", content=b"{")
-    await world.http.post("/v1/chat/completions", json={}, headers={"authorization": "Bearer nobody"})
+    await world.http.post(
+        "/v1/chat/completions", json={}, headers={"authorization": "Bearer nobody"}
+    )
     await world.http.post("/v1/completions", json={**PROMPT, "model": "none"})
     await world.http.get("/v1/models/some/name")
     await world.http.get("/v1/models/another/name")

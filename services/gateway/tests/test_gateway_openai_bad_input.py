@@ -1,4 +1,6 @@
-"""Whatever a client sends, it gets the right status and an error in OpenAI's shape: never a 500, never a hang."""
+"""Whatever a client sends, it gets the right status and an error in OpenAI's shape: never a 500,
+never a hang.
+"""
 
 import json
 
@@ -42,9 +44,19 @@ CASES = [
     (CHAT, chat(messages=[{"role": "king", "content": "x"}]), 400, "messages[0].role"),
     (CHAT, chat(messages=[{"role": "tool", "content": "x"}]), 400, "messages[0].tool_call_id"),
     (CHAT, chat(messages=[{"role": "user", "content": 3}]), 400, "messages[0].content"),
-    (CHAT, chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]), 400, None),
+    (
+        CHAT,
+        chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]),
+        400,
+        None,
+    ),
     (CHAT, chat(messages=[{"role": "user", "content": [{"type": "text"}]}]), 400, None),
-    (CHAT, chat(messages=[{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]), 400, None),
+    (
+        CHAT,
+        chat(messages=[{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]),
+        400,
+        None,
+    ),
     (CHAT, chat(model=""), 400, "model"),
     (CHAT, chat(model=3), 400, "model"),
     (CHAT, chat(model=None), 400, "model"),
@@ -54,8 +66,18 @@ CASES = [
     (CHAT, chat(temperature=-0.1), 400, "temperature"),
     (CHAT, chat(temperature=2.1), 400, "temperature"),
     (CHAT, chat(temperature=True), 400, "temperature"),
-    (CHAT, '{"model": "fox", "messages": [{"role": "user", "content": "x"}], "temperature": NaN}', 400, None),
-    (CHAT, '{"model": "fox", "messages": [{"role": "user", "content": "x"}], "temperature": 1e999}', 400, "temperature"),
+    (
+        CHAT,
+        '{"model": "fox", "messages": [{"role": "user", "content": "x"}], "temperature": NaN}',
+        400,
+        None,
+    ),
+    (
+        CHAT,
+        '{"model": "fox", "messages": [{"role": "user", "content": "x"}], "temperature": 1e999}',
+        400,
+        "temperature",
+    ),
     (CHAT, chat(top_p=0), 400, "top_p"),
     (CHAT, chat(top_p=1.01), 400, "top_p"),
     (CHAT, chat(top_k=-2), 400, "top_k"),
@@ -71,7 +93,9 @@ CASES = [
     (CHAT, chat(max_tokens=10**30), 400, "max_tokens"),
     (
         CHAT,
-        '{"model": "fox", "messages": [{"role": "user", "content": "x"}], "max_tokens": ' + "9" * 5000 + "}",
+        '{"model": "fox", "messages": [{"role": "user", "content": "x"}], "max_tokens": '
+        + "9" * 5000
+        + "}",
         400,
         "max_tokens",
     ),
@@ -84,7 +108,12 @@ CASES = [
     (CHAT, chat(stop="x" * 2000), 400, "stop"),
     (CHAT, chat(stream="yes"), 400, "stream"),
     (CHAT, chat(stream_options={"include_usage": True}), 400, "stream_options"),
-    (CHAT, chat(stream=True, stream_options={"include_usage": 1}), 400, "stream_options.include_usage"),
+    (
+        CHAT,
+        chat(stream=True, stream_options={"include_usage": 1}),
+        400,
+        "stream_options.include_usage",
+    ),
     (CHAT, chat(n=0), 400, "n"),
     (CHAT, chat(n=17), 400, "n"),
     (CHAT, chat(n=1.5), 400, "n"),
@@ -104,7 +133,12 @@ CASES = [
         "response_format.json_schema.schema",
     ),
     (CHAT, chat(response_format={"type": "json_object"}, guided_regex="a"), 400, "guided_regex"),
-    (CHAT, chat(structured_outputs={"regex": "a", "choice": ["a"]}), 400, "structured_outputs.choice"),
+    (
+        CHAT,
+        chat(structured_outputs={"regex": "a", "choice": ["a"]}),
+        400,
+        "structured_outputs.choice",
+    ),
     (CHAT, chat(structured_outputs={"choice": []}), 400, "structured_outputs.choice"),
     (CHAT, chat(guided_json="{"), 400, "guided_json"),
     (CHAT, chat(guided_json="[]"), 400, "guided_json"),
@@ -170,12 +204,15 @@ async def test_bad_bodies(world):
     wrong = []
     for path, body, status, param in CASES:
         data = body.encode("utf-8", "surrogatepass") if isinstance(body, str) else body
-        response = await world.http.post(path, content=data, headers={"content-type": "application/json"})
+        response = await world.http.post(
+            path, content=data, headers={"content-type": "application/json"}
+        )
         error = response.json()["error"]
         right = (
             set(error) == {"message", "type", "param", "code"}
             and error["type"] == "invalid_request_error"
-            and (error["param"] or "the body" if error["code"] == "invalid_request" else "") in error["message"]
+            and (error["param"] or "the body" if error["code"] == "invalid_request" else "")
+            in error["message"]
         )
         if (
             response.status_code != status
@@ -196,7 +233,10 @@ async def test_context_limit_is_named(world):
 
 @pytest.mark.parametrize(
     ("path", "body"),
-    [(TEXT, text(prompt="fox " * 50_000)), (CHAT, chat(messages=[{"role": "user", "content": "fox " * 50_000}]))],
+    [
+        (TEXT, text(prompt="fox " * 50_000)),
+        (CHAT, chat(messages=[{"role": "user", "content": "fox " * 50_000}])),
+    ],
 )
 async def test_a_prompt_far_beyond_the_context_is_not_even_encoded(world, monkeypatch, path, body):
     monkeypatch.delattr(TextTokenizer, "encode")
@@ -297,7 +337,9 @@ async def test_accepted_though_unusual(world):
     )
     response = await world.http.post(CHAT, content=body)
     assert response.status_code == 200, response.text
-    assert (await world.http.post(TEXT, content=text(echo=False, best_of=1, logprobs=None, stop=[]))).status_code == 200
+    assert (
+        await world.http.post(TEXT, content=text(echo=False, best_of=1, logprobs=None, stop=[]))
+    ).status_code == 200
 
 
 async def test_a_bug_is_told_and_ends_nothing(world):
@@ -325,4 +367,8 @@ async def test_openapi_document(world):
         ((method, operation),) = path.items()
         answer = operation["responses"]["200"]
         # Only what is asked for with POST can be streamed.
-        assert ("text/event-stream" in answer["content"]) == ("stream" in answer["description"]) == (method == "post")
+        assert (
+            ("text/event-stream" in answer["content"])
+            == ("stream" in answer["description"])
+            == (method == "post")
+        )

@@ -33,9 +33,17 @@ async def test_chat(world):
     assert tokenizer.decode(submit.prompt_ids, skip_special_tokens=False) == prompt
     assert submit.sampling.max_tokens == 4096 - len(submit.prompt_ids)
     assert submit.sampling.stop_token_ids == tokenizer.eos_token_ids
-    assert (submit.sampling.temperature, submit.sampling.top_p, submit.sampling.top_k) == (1.0, 1.0, 0)
+    assert (submit.sampling.temperature, submit.sampling.top_p, submit.sampling.top_k) == (
+        1.0,
+        1.0,
+        0,
+    )
     (row,) = world.usage.rows
-    assert (row["status"], row["output_tokens"], row["key_id"]) == ("ok", len(world.ids(ANSWER)), "key-inference")
+    assert (row["status"], row["output_tokens"], row["key_id"]) == (
+        "ok",
+        len(world.ids(ANSWER)),
+        "key-inference",
+    )
 
 
 async def test_chat_stream(world):
@@ -45,7 +53,9 @@ async def test_chat_stream(world):
     )
     chunks = [chunk async for chunk in stream]
     assert chunks[0].choices[0].delta.role == "assistant"
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == ANSWER
+    assert (
+        "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == ANSWER
+    )
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "stop"
     assert chunks[-1].choices == []
     assert chunks[-1].usage.completion_tokens == len(world.ids(ANSWER))
@@ -59,11 +69,20 @@ async def test_chat_stream_wire_shape(world):
     response = await world.http.post("/v1/chat/completions", json=body)
     assert response.headers["content-type"].startswith("text/event-stream")
     assert response.headers["x-request-id"].startswith("req-")
-    events = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line.startswith("data: ")]
+    events = [
+        line.removeprefix("data: ")
+        for line in response.text.split("\n\n")
+        if line.startswith("data: ")
+    ]
     assert events[-1] == "[DONE]"
     parsed = [json.loads(event) for event in events[:-1]]
     assert parsed[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    assert parsed[-1]["choices"][0] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}
+    assert parsed[-1]["choices"][0] == {
+        "index": 0,
+        "delta": {},
+        "logprobs": None,
+        "finish_reason": "stop",
+    }
     assert all("usage" not in event for event in parsed)
     assert all(event["object"] == "chat.completion.chunk" for event in parsed)
 
@@ -77,8 +96,14 @@ async def test_completion_and_its_stream(world):
     assert answer.object == "text_completion"
     submit = worker.submits[0]
     assert submit.prompt_ids == world.tokenizer.encode("once upon a time", add_special_tokens=True)
-    assert (submit.sampling.seed, submit.sampling.temperature, submit.sampling.top_p) == (7, 0.0, 0.5)
-    stream = await world.client.completions.create(model="fox", prompt="once upon a time", stream=True, max_tokens=99)
+    assert (submit.sampling.seed, submit.sampling.temperature, submit.sampling.top_p) == (
+        7,
+        0.0,
+        0.5,
+    )
+    stream = await world.client.completions.create(
+        model="fox", prompt="once upon a time", stream=True, max_tokens=99
+    )
     chunks = [chunk async for chunk in stream]
     assert "".join(chunk.choices[0].text for chunk in chunks) == ANSWER
     assert chunks[-1].choices[0].finish_reason == "stop"
@@ -108,7 +133,9 @@ async def test_long_prompt_is_encoded_in_a_thread(make_world):
 
 async def test_max_tokens_ends_with_length(world):
     worker = await world.worker()
-    answer = await world.client.chat.completions.create(model="fox", messages=MESSAGES, max_completion_tokens=5)
+    answer = await world.client.chat.completions.create(
+        model="fox", messages=MESSAGES, max_completion_tokens=5
+    )
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage.completion_tokens == 5
     assert worker.submits[0].sampling.max_tokens == 5
@@ -117,8 +144,12 @@ async def test_max_tokens_ends_with_length(world):
 async def test_content_in_parts(world):
     worker = await world.worker()
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    await world.client.chat.completions.create(model="fox", messages=[{"role": "user", "content": parts}])
-    prompt = world.entry.text.tokenizer.decode(worker.submits[0].prompt_ids, skip_special_tokens=False)
+    await world.client.chat.completions.create(
+        model="fox", messages=[{"role": "user", "content": parts}]
+    )
+    prompt = world.entry.text.tokenizer.decode(
+        worker.submits[0].prompt_ids, skip_special_tokens=False
+    )
     assert "one\ntwo" in prompt
 
 
@@ -127,7 +158,9 @@ async def test_stop_string_cancels_and_bills_no_more(world):
     token_ids = world.ids(ANSWER)
     # The engine never ends by itself: only the stop string does.
     worker.script = lambda submit: entries_of(submit, token_ids, finish=None)
-    answer = await world.client.chat.completions.create(model="fox", messages=MESSAGES, stop=["fox", "never"])
+    answer = await world.client.chat.completions.create(
+        model="fox", messages=MESSAGES, stop=["fox", "never"]
+    )
     assert answer.choices[0].message.content == "The quick brown "
     assert answer.choices[0].finish_reason == "stop"
     assert answer.usage.completion_tokens == len(world.ids("The quick brown fox"))
@@ -137,13 +170,17 @@ async def test_stop_string_cancels_and_bills_no_more(world):
 
 async def test_stop_string_in_a_stream(world):
     await world.worker()
-    stream = await world.client.completions.create(model="fox", prompt="x", stop=" jumps", stream=True)
+    stream = await world.client.completions.create(
+        model="fox", prompt="x", stop=" jumps", stream=True
+    )
     assert "".join([chunk.choices[0].text async for chunk in stream]) == "The quick brown fox 😀"
 
 
 async def test_ignore_eos_and_top_k(world):
     worker = await world.worker()
-    await world.client.completions.create(model="fox", prompt="x", extra_body={"ignore_eos": True, "top_k": 40})
+    await world.client.completions.create(
+        model="fox", prompt="x", extra_body={"ignore_eos": True, "top_k": 40}
+    )
     sampling = worker.submits[0].sampling
     assert (sampling.ignore_eos, sampling.stop_token_ids, sampling.top_k) == (True, (), 40)
 
@@ -160,14 +197,23 @@ async def test_logprobs(world):
     assert len(logprobs.tokens) == len(logprobs.token_logprobs) == plain.usage.completion_tokens
     assert logprobs.text_offset[0] == 0
     assert logprobs.text_offset == sorted(logprobs.text_offset)
-    stream = await world.client.chat.completions.create(model="fox", messages=MESSAGES, logprobs=True, stream=True)
-    streamed = [entry async for chunk in stream if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content]
+    stream = await world.client.chat.completions.create(
+        model="fox", messages=MESSAGES, logprobs=True, stream=True
+    )
+    streamed = [
+        entry
+        async for chunk in stream
+        if chunk.choices[0].logprobs
+        for entry in chunk.choices[0].logprobs.content
+    ]
     assert [entry.token for entry in streamed] == [entry.token for entry in content]
 
 
 async def test_stop_drops_logprobs_past_it(world):
     await world.worker()
-    chat = await world.client.chat.completions.create(model="fox", messages=MESSAGES, logprobs=True, stop="fox")
+    chat = await world.client.chat.completions.create(
+        model="fox", messages=MESSAGES, logprobs=True, stop="fox"
+    )
     assert len(chat.choices[0].logprobs.content) == chat.usage.completion_tokens
 
 
@@ -230,7 +276,9 @@ async def test_one_trace_with_a_handful_of_spans(world):
     worker = await world.worker()
     start_telemetry("gateway", ServiceSettings(), world.bus)
     try:
-        response = await world.http.post("/v1/completions", json={"model": "fox", "prompt": "x", "stream": True})
+        response = await world.http.post(
+            "/v1/completions", json={"model": "fox", "prompt": "x", "stream": True}
+        )
     finally:
         await stop_telemetry()
     await world.until(lambda: any(span.name == "POST /v1/completions" for span in spans))
@@ -251,12 +299,27 @@ async def test_sampling_parameters_reach_the_worker(world):
         frequency_penalty=-1.5,
         logit_bias={"50": 7, "3": -100},
         max_completion_tokens=40,
-        extra_body={"min_p": 0.1, "repetition_penalty": 1.3, "min_tokens": 4, "stop_token_ids": [9, 9], "ignore_eos": True},
+        extra_body={
+            "min_p": 0.1,
+            "repetition_penalty": 1.3,
+            "min_tokens": 4,
+            "stop_token_ids": [9, 9],
+            "ignore_eos": True,
+        },
     )
     sampling = worker.submits[0].sampling
-    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.5, -1.5, 1.3)
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (
+        0.5,
+        -1.5,
+        1.3,
+    )
     assert sampling.logit_bias == ((3, -100.0), (50, 7.0))
-    assert (sampling.min_p, sampling.min_tokens, sampling.stop_token_ids, sampling.grammar) == (0.1, 4, (9,), None)
+    assert (sampling.min_p, sampling.min_tokens, sampling.stop_token_ids, sampling.grammar) == (
+        0.1,
+        4,
+        (9,),
+        None,
+    )
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -267,12 +330,21 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
     [
         ({"response_format": {"type": "json_object"}}, "json_schema", '{"type":"object"}'),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": SCHEMA, "strict": True},
+                }
+            },
             "json_schema",
             json.dumps(SCHEMA, separators=(",", ":")),
         ),
         ({"structured_outputs": {"regex": "[ab]+"}}, "regex", "[ab]+"),
-        ({"guided_json": json.dumps(SCHEMA)}, "json_schema", json.dumps(SCHEMA, separators=(",", ":"))),
+        (
+            {"guided_json": json.dumps(SCHEMA)},
+            "json_schema",
+            json.dumps(SCHEMA, separators=(",", ":")),
+        ),
         ({"guided_choice": ["yes", "no"]}, "choice", '["yes", "no"]'),
         ({"guided_grammar": 'start: "x"'}, "lark", 'start: "x"'),
     ],
@@ -282,7 +354,9 @@ async def test_what_an_answer_must_look_like_reaches_the_worker(world, body, kin
     await world.client.chat.completions.create(model="fox", messages=MESSAGES, extra_body=body)
     grammar = worker.submits[0].sampling.grammar
     assert (grammar.kind.value, grammar.text) == (kind, text)
-    await world.client.chat.completions.create(model="fox", messages=MESSAGES, response_format={"type": "text"})
+    await world.client.chat.completions.create(
+        model="fox", messages=MESSAGES, response_format={"type": "text"}
+    )
     assert worker.submits[1].sampling.grammar is None
 
 
@@ -300,9 +374,14 @@ async def test_the_likeliest_tokens_are_told(world):
             finish=FinishReason.LENGTH,
         )
     ]
-    answer = await world.client.chat.completions.create(model="fox", messages=MESSAGES, logprobs=True, top_logprobs=2)
+    answer = await world.client.chat.completions.create(
+        model="fox", messages=MESSAGES, logprobs=True, top_logprobs=2
+    )
     (token,) = answer.choices[0].logprobs.content
-    assert [(other.token, other.logprob, other.bytes) for other in token.top_logprobs] == [("a", -0.5, [97]), ("b", -1.5, [98])]
+    assert [(other.token, other.logprob, other.bytes) for other in token.top_logprobs] == [
+        ("a", -0.5, [97]),
+        ("b", -1.5, [98]),
+    ]
     assert worker.submits[0].sampling.top_logprobs == 2
     text = await world.client.completions.create(model="fox", prompt="x", logprobs=2)
     assert text.choices[0].logprobs.top_logprobs == [{"a": -0.5, "b": -1.5}]

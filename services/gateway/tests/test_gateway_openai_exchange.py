@@ -1,4 +1,6 @@
-"""Several answers to one request: each is a request of its own to the fleet, all of them are one to the client."""
+"""Several answers to one request: each is a request of its own to the fleet, all of them are one to
+the client.
+"""
 
 import asyncio
 from collections import defaultdict
@@ -37,7 +39,9 @@ async def streamed(stream):
             rest.append(chunk)
         for choice in chunk.choices:
             assert choice.index not in ends, "nothing follows a choice's end"
-            texts[choice.index] += (choice.delta.content if hasattr(choice, "delta") else choice.text) or ""
+            texts[choice.index] += (
+                choice.delta.content if hasattr(choice, "delta") else choice.text
+            ) or ""
             if choice.finish_reason is not None:
                 ends[choice.index] = choice.finish_reason
     return dict(texts), ends, rest
@@ -57,8 +61,14 @@ def failure(submit, seq, code):
 
 def test_seeds_of_choices_stay_what_they_are():
     """A seed that a client has noted gives the same answers with the next release."""
-    assert [seed_of_choice(7, number) for number in range(3)] == [7, 6064367806889537054, 6335935501756667560]
-    assert len({seed_of_choice(seed, number) for seed in range(100) for number in range(16)}) == 1600
+    assert [seed_of_choice(7, number) for number in range(3)] == [
+        7,
+        6064367806889537054,
+        6335935501756667560,
+    ]
+    assert (
+        len({seed_of_choice(seed, number) for seed in range(100) for number in range(16)}) == 1600
+    )
     assert all(0 <= seed_of_choice(2**63 - 1, number) < 2**63 for number in range(16))
 
 
@@ -70,14 +80,25 @@ async def test_chat_in_order_with_its_usage(world):
     main = min(by_id, key=len)
     assert set(by_id) == {main, *(f"{main}-{index}" for index in (1, 2, 3))}
     ordered = [by_id[main], *(by_id[f"{main}-{index}"] for index in (1, 2, 3))]
-    assert [submit.sampling.seed for submit in ordered] == [seed_of_choice(7, index) for index in range(4)]
-    assert [choice.message.content for choice in answer.choices] == [answer_of(submit) for submit in ordered]
+    assert [submit.sampling.seed for submit in ordered] == [
+        seed_of_choice(7, index) for index in range(4)
+    ]
+    assert [choice.message.content for choice in answer.choices] == [
+        answer_of(submit) for submit in ordered
+    ]
     assert {choice.finish_reason for choice in answer.choices} == {"stop"}
     prompt_tokens = len(ordered[0].prompt_ids)
     output_tokens = sum(len(world.ids(answer_of(submit))) for submit in ordered)
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (prompt_tokens, output_tokens)
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (
+        prompt_tokens,
+        output_tokens,
+    )
     (row,) = world.usage.rows
-    assert (row["request_id"], row["prompt_tokens"], row["output_tokens"]) == (main, prompt_tokens, output_tokens)
+    assert (row["request_id"], row["prompt_tokens"], row["output_tokens"]) == (
+        main,
+        prompt_tokens,
+        output_tokens,
+    )
     assert world.serving.requests.live == 0
 
 
@@ -85,7 +106,12 @@ async def test_stream_has_the_same_answers(world):
     await seeded(world)
     whole = await world.client.chat.completions.create(model="fox", messages=MESSAGES, n=3, seed=7)
     stream = await world.client.chat.completions.create(
-        model="fox", messages=MESSAGES, n=3, seed=7, stream=True, stream_options={"include_usage": True}
+        model="fox",
+        messages=MESSAGES,
+        n=3,
+        seed=7,
+        stream=True,
+        stream_options={"include_usage": True},
     )
     texts, ends, (usage,) = await streamed(stream)
     assert texts == {choice.index: choice.message.content for choice in whole.choices}
@@ -95,16 +121,24 @@ async def test_stream_has_the_same_answers(world):
 
 async def test_each_choice_of_a_chat_stream_begins_with_its_role(world):
     await seeded(world)
-    stream = await world.client.chat.completions.create(model="fox", messages=MESSAGES, n=3, stream=True)
+    stream = await world.client.chat.completions.create(
+        model="fox", messages=MESSAGES, n=3, stream=True
+    )
     chunks = [chunk async for chunk in stream]
-    assert sorted(chunk.choices[0].index for chunk in chunks if chunk.choices[0].delta.role) == [0, 1, 2]
+    assert sorted(chunk.choices[0].index for chunk in chunks if chunk.choices[0].delta.role) == [
+        0,
+        1,
+        2,
+    ]
     assert len({chunk.id for chunk in chunks}) == 1
 
 
 async def test_choice_0_is_what_one_answer_would_be(world):
     await seeded(world)
     alone = await world.client.completions.create(model="fox", prompt="x", max_tokens=99, seed=3)
-    among = await world.client.completions.create(model="fox", prompt="x", max_tokens=99, seed=3, n=3)
+    among = await world.client.completions.create(
+        model="fox", prompt="x", max_tokens=99, seed=3, n=3
+    )
     assert among.choices[0] == alone.choices[0]
     assert len({choice.text for choice in among.choices}) == 3
 
@@ -117,13 +151,21 @@ async def test_without_a_seed_the_answers_differ(world):
 
 async def test_several_prompts_each_with_several_answers(world):
     worker = await seeded(world)
-    answer = await world.client.completions.create(model="fox", prompt=["one", "two, longer"], max_tokens=99, n=2, seed=5)
-    alone = await world.client.completions.create(model="fox", prompt="two, longer", max_tokens=99, n=2, seed=5)
+    answer = await world.client.completions.create(
+        model="fox", prompt=["one", "two, longer"], max_tokens=99, n=2, seed=5
+    )
+    alone = await world.client.completions.create(
+        model="fox", prompt="two, longer", max_tokens=99, n=2, seed=5
+    )
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
-    assert [choice.text for choice in answer.choices[2:]] == [choice.text for choice in alone.choices]
+    assert [choice.text for choice in answer.choices[2:]] == [
+        choice.text for choice in alone.choices
+    ]
     encode = world.tokenizer.encode
     prompts = [encode(text, add_special_tokens=True) for text in ("one", "two, longer")]
-    assert sorted(submit.prompt_ids for submit in worker.submits[:4]) == sorted([*prompts, *prompts])
+    assert sorted(submit.prompt_ids for submit in worker.submits[:4]) == sorted(
+        [*prompts, *prompts]
+    )
     assert answer.usage.prompt_tokens == sum(map(len, prompts))
 
 
@@ -145,7 +187,9 @@ async def test_all_go_to_one_instance_and_others_elsewhere(world):
     await world.until(lambda: len(world.serving.fleet.serving(world.entry.model.name)) == 3)
     await world.client.completions.create(model="fox", prompt="x", max_tokens=99, n=6)
     assert sorted(len(worker.submits) for worker in workers) == [0, 0, 6]
-    await asyncio.gather(*(world.client.completions.create(model="fox", prompt="x", max_tokens=99) for _ in range(6)))
+    await asyncio.gather(
+        *(world.client.completions.create(model="fox", prompt="x", max_tokens=99) for _ in range(6))
+    )
     assert sorted(len(worker.submits) for worker in workers) != [0, 0, 12]
 
 
@@ -153,8 +197,12 @@ async def test_a_refused_choice_goes_elsewhere(world):
     first, second = await seeded(world, "w0"), await seeded(world, "w1")
     await world.until(lambda: len(world.serving.fleet.serving(world.entry.model.name)) == 2)
     for worker in (first, second):
-        worker.refuse = [SubmitReply(accepted=False, code="queue_full", message="full", retry_after_s=30.0)]
-    asking = asyncio.create_task(world.client.completions.create(model="fox", prompt="x", max_tokens=99, n=3, seed=1))
+        worker.refuse = [
+            SubmitReply(accepted=False, code="queue_full", message="full", retry_after_s=30.0)
+        ]
+    asking = asyncio.create_task(
+        world.client.completions.create(model="fox", prompt="x", max_tokens=99, n=3, seed=1)
+    )
     await first.until(lambda: not first.refuse or not second.refuse)
     third = await seeded(world, "w2")
     answer = await asking
@@ -165,7 +213,9 @@ async def test_a_refused_choice_goes_elsewhere(world):
 @pytest.mark.parametrize("stream", [False, True])
 async def test_one_choice_is_resumed_in_mid_stream(world, stream):
     worker = await seeded(world)
-    undisturbed = await world.client.completions.create(model="fox", prompt="x", max_tokens=99, n=3, seed=11)
+    undisturbed = await world.client.completions.create(
+        model="fox", prompt="x", max_tokens=99, n=3, seed=11
+    )
     cut = seed_of_choice(11, 1)
 
     def script(submit):
@@ -210,7 +260,9 @@ async def test_an_error_of_one_is_the_error_of_all(world):
 async def test_an_error_in_mid_stream_ends_the_stream(world):
     worker = await seeded(world)
     worker.script = lambda submit: entries_of(submit, world.ids(answer_of(submit)), finish=None)
-    stream = await world.client.completions.create(model="fox", prompt="x", max_tokens=99, n=2, seed=5, stream=True)
+    stream = await world.client.completions.create(
+        model="fox", prompt="x", max_tokens=99, n=2, seed=5, stream=True
+    )
     await anext(aiter(stream))
     await worker.until(lambda: len(worker.ran) == 2)
     wrong, other = sorted(worker.ran.values(), key=lambda ran: ran.submit.sampling.seed == 5)
@@ -223,16 +275,23 @@ async def test_an_error_in_mid_stream_ends_the_stream(world):
 
 async def test_a_stop_string_ends_its_choice_alone(world):
     worker = await seeded(world)
-    answer = await world.client.completions.create(model="fox", prompt="x", max_tokens=99, n=5, seed=0, stop=["birch", "elm"])
+    answer = await world.client.completions.create(
+        model="fox", prompt="x", max_tokens=99, n=5, seed=0, stop=["birch", "elm"]
+    )
     texts = {submit.sampling.seed: answer_of(submit) for submit in worker.submits}
-    expected = [texts[seed_of_choice(0, index)].partition("birch")[0].partition("elm")[0] for index in range(5)]
+    expected = [
+        texts[seed_of_choice(0, index)].partition("birch")[0].partition("elm")[0]
+        for index in range(5)
+    ]
     assert [choice.text for choice in answer.choices] == expected
 
 
 async def test_a_client_that_leaves_ends_all(world):
     worker = await seeded(world)
     worker.script = lambda submit: entries_of(submit, world.ids(answer_of(submit)), finish=None)
-    stream = await world.client.completions.create(model="fox", prompt="x", max_tokens=99, n=4, stream=True)
+    stream = await world.client.completions.create(
+        model="fox", prompt="x", max_tokens=99, n=4, stream=True
+    )
     await anext(aiter(stream))
     await worker.until(lambda: len(worker.ran) == 4)
     await stream.close()
@@ -247,13 +306,17 @@ async def test_a_slow_reader_gets_all(world):
     long = world.ids("tree " * 300)
     worker.script = lambda submit: entries_of(submit, long)
     texts, _, _ = await streamed(
-        await world.client.completions.create(model="fox", prompt="x", max_tokens=2000, n=3, stream=True)
+        await world.client.completions.create(
+            model="fox", prompt="x", max_tokens=2000, n=3, stream=True
+        )
     )
     assert texts == dict.fromkeys(range(3), "tree " * 300)
 
 
 async def test_each_choice_counts_as_demand_and_takes_a_place(world):
-    asking = asyncio.create_task(world.client.completions.create(model="fox", prompt="x", max_tokens=99, n=3))
+    asking = asyncio.create_task(
+        world.client.completions.create(model="fox", prompt="x", max_tokens=99, n=3)
+    )
     await world.until(lambda: world.serving.queue.held == 3)
     (demand,) = world.serving.queue.demand()
     assert demand.waiting == 3
@@ -266,7 +329,9 @@ async def test_each_choice_counts_as_demand_and_takes_a_place(world):
 async def test_too_many_for_the_hold_is_one_refusal(make_world, stream):
     world = await make_world(max_held_per_model=2)
     with pytest.raises(openai.RateLimitError) as caught:
-        await world.client.completions.create(model="fox", prompt="x", max_tokens=99, n=3, stream=stream)
+        await world.client.completions.create(
+            model="fox", prompt="x", max_tokens=99, n=3, stream=stream
+        )
     assert caught.value.code == "too_many_held"
     assert (world.serving.queue.held, world.serving.requests.live) == (0, 0)
 
@@ -274,7 +339,14 @@ async def test_too_many_for_the_hold_is_one_refusal(make_world, stream):
 async def test_too_many_for_the_gateway_is_one_refusal(make_world):
     world = await make_world(max_requests=3)
     await seeded(world)
-    assert len((await world.client.completions.create(model="fox", prompt="x", max_tokens=99, n=3)).choices) == 3
+    assert (
+        len(
+            (
+                await world.client.completions.create(model="fox", prompt="x", max_tokens=99, n=3)
+            ).choices
+        )
+        == 3
+    )
     with pytest.raises(openai.RateLimitError) as caught:
         await world.client.completions.create(model="fox", prompt="x", max_tokens=99, n=4)
     assert caught.value.code == "queue_full"
@@ -283,7 +355,10 @@ async def test_too_many_for_the_gateway_is_one_refusal(make_world):
 async def test_the_bound_is_a_setting(make_world):
     world = await make_world(max_choices=4)
     await seeded(world)
-    assert len((await world.client.completions.create(model="fox", prompt=["x", "y"], n=2)).choices) == 4
+    assert (
+        len((await world.client.completions.create(model="fox", prompt=["x", "y"], n=2)).choices)
+        == 4
+    )
     with pytest.raises(openai.BadRequestError, match="5 answers are more than the 4"):
         await world.client.completions.create(model="fox", prompt="x", max_tokens=99, n=5)
 

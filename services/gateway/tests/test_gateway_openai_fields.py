@@ -1,4 +1,6 @@
-"""Fields beyond OpenAI's own, sent by the official client: those that work, those that are refused by name, those that change nothing."""
+"""Fields beyond OpenAI's own, sent by the official client: those that work, those that are refused
+by name, those that change nothing.
+"""
 
 import json
 
@@ -26,17 +28,23 @@ ANSWER = "The quick brown fox 😀 jumps over naïve 你好 dogs."
 
 @pytest.fixture
 def bundle() -> TextBundle:
-    return TextBundle(tokenizer_json=byte_level_json(), chat_template=THINKING, special_tokens=SPECIALS)
+    return TextBundle(
+        tokenizer_json=byte_level_json(), chat_template=THINKING, special_tokens=SPECIALS
+    )
 
 
 def chat(world, *messages, **extra):
-    return world.client.chat.completions.create(model="fox", messages=list(messages) or [USER], extra_body=extra)
+    return world.client.chat.completions.create(
+        model="fox", messages=list(messages) or [USER], extra_body=extra
+    )
 
 
 async def prompt(world, *messages, **extra):
     worker = world.workers[0] if world.workers else await world.worker()
     await chat(world, *messages, **extra)
-    return world.entry.text.tokenizer.decode(worker.submits[-1].prompt_ids, skip_special_tokens=False)
+    return world.entry.text.tokenizer.decode(
+        worker.submits[-1].prompt_ids, skip_special_tokens=False
+    )
 
 
 async def refused(world, *messages, **extra):
@@ -57,24 +65,44 @@ async def test_what_the_prompt_ends_with(world):
     assert await prompt(world, add_generation_prompt=False) == TURN
     continued = TURN + "<|im_start|>assistant\nThe quick "
     assert await prompt(world, USER, BEGUN, continue_final_message=True) == continued
-    assert await prompt(world, USER, BEGUN, continue_final_message=True, add_generation_prompt=False) == continued
+    assert (
+        await prompt(world, USER, BEGUN, continue_final_message=True, add_generation_prompt=False)
+        == continued
+    )
     parts = {"role": "assistant", "content": [{"type": "text", "text": "The quick "}]}
     assert await prompt(world, USER, parts, continue_final_message=True) == continued
 
 
 async def test_what_cannot_be_continued_is_said(world):
-    both = await refused(world, USER, BEGUN, continue_final_message=True, add_generation_prompt=True)
+    both = await refused(
+        world, USER, BEGUN, continue_final_message=True, add_generation_prompt=True
+    )
     assert (both.param, "add_generation_prompt" in both.message) == ("continue_final_message", True)
-    assert (await refused(world, USER, continue_final_message=True)).param == "continue_final_message"
-    called = {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}
+    assert (
+        await refused(world, USER, continue_final_message=True)
+    ).param == "continue_final_message"
+    called = {
+        "role": "assistant",
+        "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        ],
+    }
     assert (await refused(world, USER, called, continue_final_message=True)).status_code == 400
-    assert (await refused(world, USER, BEGUN, continue_final_message="yes")).param == "continue_final_message"
+    assert (
+        await refused(world, USER, BEGUN, continue_final_message="yes")
+    ).param == "continue_final_message"
 
 
 async def test_a_templates_variables(world):
-    assert (await prompt(world, chat_template_kwargs={"enable_thinking": False})).endswith("<think>\n\n</think>\n\n")
-    assert (await prompt(world, chat_template_kwargs={"enable_thinking": True})).endswith("assistant\n")
-    assert (await prompt(world, chat_template_kwargs={"unknown": [1, {"a": None}]})).endswith("assistant\n")
+    assert (await prompt(world, chat_template_kwargs={"enable_thinking": False})).endswith(
+        "<think>\n\n</think>\n\n"
+    )
+    assert (await prompt(world, chat_template_kwargs={"enable_thinking": True})).endswith(
+        "assistant\n"
+    )
+    assert (await prompt(world, chat_template_kwargs={"unknown": [1, {"a": None}]})).endswith(
+        "assistant\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -103,8 +131,14 @@ async def test_the_stop_string_is_shown_where_that_is_asked_for(world, stream):
     token_ids = world.ids(ANSWER)
     worker.script = lambda submit: entries_of(submit, token_ids, finish=None)
     extra = {"stop": ["own fo", "never"], "include_stop_str_in_output": True, "stream": stream}
-    answer = await world.http.post("/v1/completions", json={"model": "fox", "prompt": "x", "max_tokens": 99, **extra})
-    events = [line for line in answer.text.split("\n\n") if "text_completion" in line] if stream else [answer.text]
+    answer = await world.http.post(
+        "/v1/completions", json={"model": "fox", "prompt": "x", "max_tokens": 99, **extra}
+    )
+    events = (
+        [line for line in answer.text.split("\n\n") if "text_completion" in line]
+        if stream
+        else [answer.text]
+    )
     choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
     assert "".join(choice["text"] for choice in choices) == "The quick brown fo"
     assert choices[-1]["finish_reason"] == "stop"
@@ -194,9 +228,17 @@ LITELLM = "this model's maximum context length is"
     ("path", "body", "param"),
     [
         ("chat/completions", {"messages": [{"role": "user", "content": "fox " * 100}]}, "messages"),
-        ("chat/completions", {"messages": [{"role": "user", "content": "fox " * 50_000}]}, "messages"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "fox " * 50_000}]},
+            "messages",
+        ),
         ("chat/completions", {"messages": [USER], "max_tokens": 100}, "max_tokens"),
-        ("chat/completions", {"messages": [USER], "max_completion_tokens": 100}, "max_completion_tokens"),
+        (
+            "chat/completions",
+            {"messages": [USER], "max_completion_tokens": 100},
+            "max_completion_tokens",
+        ),
         ("completions", {"prompt": [5] * 64}, "prompt"),
         ("completions", {"prompt": "fox " * 50_000}, "prompt"),
         ("completions", {"prompt": "x", "max_tokens": 64}, "max_tokens"),
@@ -211,12 +253,20 @@ async def test_the_context_error_is_worded_as_openais(make_world, path, body, pa
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "refusal", "video_url"])
 async def test_a_part_that_is_no_text_is_named(world, kind):
-    error = await refused(world, {"role": "user", "content": [{"type": "text", "text": "x"}, {"type": kind, kind: {"url": "x"}}]})
+    error = await refused(
+        world,
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "x"}, {"type": kind, kind: {"url": "x"}}],
+        },
+    )
     assert error.param == "messages[0].content[1].type"
     assert f"takes text only, and no part of type '{kind}'" in error.message
 
 
-@pytest.mark.parametrize("body", ["{", "[]", '{"model": "fox", "messages": [{"role": "user", "content": "\\ud800"}]}'])
+@pytest.mark.parametrize(
+    "body", ["{", "[]", '{"model": "fox", "messages": [{"role": "user", "content": "\\ud800"}]}']
+)
 async def test_a_field_is_not_spoken_of_where_none_is_named(world, body):
     error = (await world.http.post("/v1/chat/completions", content=body)).json()["error"]
     assert error["param"] is None
@@ -227,13 +277,28 @@ async def test_a_field_is_not_spoken_of_where_none_is_named(world, body):
     ("asked", "guidance"),
     [
         ({"structured_outputs": {"json": {"type": "object"}}}, None),
-        ({"structured_outputs": {"json": {"type": "object"}, "disable_any_whitespace": True}}, None),
-        ({"structured_outputs": {"json_object": True, "disable_any_whitespace": False}}, {"whitespace_flexible": True}),
-        ({"structured_outputs": {"json": '{"type": "object"}', "whitespace_pattern": " ?"}}, {"whitespace_pattern": " ?"}),
-        ({"guided_json": {"type": "object"}, "guided_whitespace_pattern": "~"}, {"whitespace_pattern": "~"}),
+        (
+            {"structured_outputs": {"json": {"type": "object"}, "disable_any_whitespace": True}},
+            None,
+        ),
+        (
+            {"structured_outputs": {"json_object": True, "disable_any_whitespace": False}},
+            {"whitespace_flexible": True},
+        ),
+        (
+            {"structured_outputs": {"json": '{"type": "object"}', "whitespace_pattern": " ?"}},
+            {"whitespace_pattern": " ?"},
+        ),
+        (
+            {"guided_json": {"type": "object"}, "guided_whitespace_pattern": "~"},
+            {"whitespace_pattern": "~"},
+        ),
         ({"guided_json": {"x-guidance": {"item_separator": ", "}}}, {"item_separator": ", "}),
         (
-            {"response_format": {"type": "json_object"}, "structured_outputs": {"disable_any_whitespace": False}},
+            {
+                "response_format": {"type": "json_object"},
+                "structured_outputs": {"disable_any_whitespace": False},
+            },
             {"whitespace_flexible": True},
         ),
     ],
@@ -243,10 +308,15 @@ async def test_blanks_in_json_are_asked_for(world, asked, guidance):
     await chat(world, **asked)
     grammar = worker.submits[0].sampling.grammar
     assert json.loads(grammar.text).get("x-guidance") == guidance
-    assert (await refused(world, structured_outputs={"json_object": True, "spaces": 1})).param == "structured_outputs.spaces"
+    assert (
+        await refused(world, structured_outputs={"json_object": True, "spaces": 1})
+    ).param == "structured_outputs.spaces"
 
 
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {}}},
+}
 HERMES = THINKING.replace(
     "{% if add_generation_prompt",
     "{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}{% if add_generation_prompt",
@@ -262,7 +332,9 @@ HERMES = THINKING.replace(
 class TestForcedCalls:
     @pytest.fixture
     def bundle(self, template: str) -> TextBundle:
-        return TextBundle(tokenizer_json=byte_level_json(), chat_template=template, special_tokens=SPECIALS)
+        return TextBundle(
+            tokenizer_json=byte_level_json(), chat_template=template, special_tokens=SPECIALS
+        )
 
     async def test_a_call_that_is_cut_short_leaves_no_content(self, world, template, stream):
         call = (
@@ -273,7 +345,12 @@ class TestForcedCalls:
         await world.worker(answer=call)
         for tokens in range(1, len(world.ids(call)) + 1):
             reply = await world.client.chat.completions.create(
-                model="fox", messages=[USER], tools=[TOOL], tool_choice="required", max_tokens=tokens, stream=stream
+                model="fox",
+                messages=[USER],
+                tools=[TOOL],
+                tool_choice="required",
+                max_tokens=tokens,
+                stream=stream,
             )
             choices = [chunk.choices[0] async for chunk in reply] if stream else reply.choices
             said = [choice.delta if stream else choice.message for choice in choices]
@@ -282,20 +359,31 @@ class TestForcedCalls:
         assert any(one.tool_calls for one in said)
 
 
-@pytest.mark.parametrize("tokenizer_json", [byte_level_json(), byte_fallback_json()], ids=["byte-level", "byte-fallback"])
+@pytest.mark.parametrize(
+    "tokenizer_json", [byte_level_json(), byte_fallback_json()], ids=["byte-level", "byte-fallback"]
+)
 class TestBytes:
     @pytest.fixture
     def bundle(self, tokenizer_json: str) -> TextBundle:
-        return TextBundle(tokenizer_json=tokenizer_json, chat_template=THINKING, special_tokens=SPECIALS)
+        return TextBundle(
+            tokenizer_json=tokenizer_json, chat_template=THINKING, special_tokens=SPECIALS
+        )
 
     async def test_each_token_has_its_own_bytes(self, world):
-        # The last character is in no vocabulary: whatever was trained, it is written in several tokens.
+        # The last character is in no vocabulary: whatever was trained, it is written in several
+        # tokens.
         answer = f"{ANSWER} 🜁"
         await world.worker(answer=answer)
-        reply = await world.client.chat.completions.create(model="fox", messages=[USER], logprobs=True)
+        reply = await world.client.chat.completions.create(
+            model="fox", messages=[USER], logprobs=True
+        )
         tokens = reply.choices[0].logprobs.content
-        assert bytes(byte for token in tokens for byte in token.bytes).decode().lstrip(" ") == answer
+        assert (
+            bytes(byte for token in tokens for byte in token.bytes).decode().lstrip(" ") == answer
+        )
         assert all(token.token == bytes(token.bytes).decode(errors="replace") for token in tokens)
         assert any("\N{REPLACEMENT CHARACTER}" in token.token for token in tokens)
-        plain = await world.client.completions.create(model="fox", prompt="x", logprobs=1, max_tokens=4)
+        plain = await world.client.completions.create(
+            model="fox", prompt="x", logprobs=1, max_tokens=4
+        )
         assert plain.choices[0].logprobs.tokens == [token.token for token in tokens[:4]]

@@ -1,4 +1,6 @@
-"""Calls of tools with the official client: what a model of each dialect writes, and what a conversation with calls becomes."""
+"""Calls of tools with the official client: what a model of each dialect writes, and what a
+conversation with calls becomes.
+"""
 
 import asyncio
 import json
@@ -15,17 +17,28 @@ from pilotlight.text.tools.testing import TEMPLATES, WEATHER, written_calls
 pytestmark = pytest.mark.anyio
 
 CHAT = "/v1/chat/completions"
-MARKERS = {"hermes": ["<tool_call>", "</tool_call>"], "mistral": ["[TOOL_CALLS]"], "llama": ["<|python_tag|>"], "none": []}
+MARKERS = {
+    "hermes": ["<tool_call>", "</tool_call>"],
+    "mistral": ["[TOOL_CALLS]"],
+    "llama": ["<|python_tag|>"],
+    "none": [],
+}
 NO_TOOLS = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
 QUESTION = {"role": "user", "content": "What is the weather in Köln?"}
 
 
 def function(name, parameters=WEATHER, **changes):
-    return {"type": "function", "function": {"name": name, "description": "It tells.", "parameters": parameters, **changes}}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": "It tells.", "parameters": parameters, **changes},
+    }
 
 
 TOOLS = [function("get_weather"), function("get_time", {"type": "object", "properties": {}})]
-STRICT = [function("get_weather", strict=True), function("get_time", {"type": "object", "properties": {}}, strict=True)]
+STRICT = [
+    function("get_weather", strict=True),
+    function("get_time", {"type": "object", "properties": {}}, strict=True),
+]
 CALLS = [("get_weather", '{"city": "Köln 😀", "days": 3}'), ("get_time", "{}")]
 
 
@@ -40,7 +53,9 @@ def bundle(dialect):
     made.add_tokens([AddedToken(token, special=True) for token in MARKERS[dialect]])
     template = TEMPLATES.get(dialect, NO_TOOLS)
     return TextBundle(
-        tokenizer_json=made.to_str(), chat_template=template, special_tokens={"bos_token": "<s>", "eos_token": "</s>"}
+        tokenizer_json=made.to_str(),
+        chat_template=template,
+        special_tokens={"bos_token": "<s>", "eos_token": "</s>"},
     )
 
 
@@ -51,7 +66,9 @@ def answer(dialect):
 
 
 def ask(world, messages=(QUESTION,), **options):
-    return world.client.chat.completions.create(model="fox", messages=list(messages), **{"tools": TOOLS, **options})
+    return world.client.chat.completions.create(
+        model="fox", messages=list(messages), **{"tools": TOOLS, **options}
+    )
 
 
 def prompt_of(world, submit):
@@ -66,7 +83,9 @@ def put_together(chunks):
     """Content, calls and the reason of a stream, by the wire's rules alone."""
     content, calls, reasons = None, {}, []
     for choice in (choice for chunk in chunks for choice in chunk.choices):
-        content = choice.delta.content if content is None else content + (choice.delta.content or "")
+        content = (
+            choice.delta.content if content is None else content + (choice.delta.content or "")
+        )
         reasons.append(choice.finish_reason)
         for piece in choice.delta.tool_calls or ():
             if piece.index not in calls:
@@ -92,7 +111,10 @@ async def test_calls_in_an_answer(world, answer, dialect):
     assert reply.usage.completion_tokens == len(world.ids(answer))
     ids = [call.id for call in choice.message.tool_calls]
     assert len(set(ids)) == 2
-    assert all(len(call_id) == 9 if dialect == "mistral" else call_id.startswith("call_") for call_id in ids)
+    assert all(
+        len(call_id) == 9 if dialect == "mistral" else call_id.startswith("call_")
+        for call_id in ids
+    )
     (submit,) = worker.submits
     assert submit.sampling.grammar is None
     assert "get_weather" in prompt_of(world, submit)
@@ -105,7 +127,11 @@ async def test_calls_in_a_stream(world, answer, dialect):
     chunks = [chunk async for chunk in stream]
     opening = chunks[0].choices[0].delta
     assert (opening.role, opening.content, opening.tool_calls) == ("assistant", None, None)
-    assert put_together(chunks) == (None if dialect == "llama" else "Let me see.", CALLS, "tool_calls")
+    assert put_together(chunks) == (
+        None if dialect == "llama" else "Let me see.",
+        CALLS,
+        "tool_calls",
+    )
     assert chunks[-1].usage.completion_tokens == len(world.ids(answer))
 
 
@@ -126,8 +152,12 @@ async def test_arguments_come_as_they_are_written(world, answer, dialect):
 
 async def test_the_clients_own_accumulation(world, answer, dialect):
     await world.worker(answer=answer)
-    async with world.client.chat.completions.stream(model="fox", messages=[QUESTION], tools=STRICT) as stream:
-        done = [event async for event in stream if event.type == "tool_calls.function.arguments.done"]
+    async with world.client.chat.completions.stream(
+        model="fox", messages=[QUESTION], tools=STRICT
+    ) as stream:
+        done = [
+            event async for event in stream if event.type == "tool_calls.function.arguments.done"
+        ]
         final = await stream.get_final_completion()
     (choice,) = final.choices
     assert called(choice.message) == CALLS
@@ -147,7 +177,9 @@ async def test_an_answer_without_calls(world):
     chunks = [chunk async for chunk in await ask(world, stream=True)]
     assert put_together(chunks) == ("It rains. {1} <tool_c \n", [], "stop")
     body = {"model": "fox", "messages": [QUESTION], "tools": TOOLS}
-    assert "tool_calls" not in (await world.http.post(CHAT, json=body)).json()["choices"][0]["message"]
+    assert (
+        "tool_calls" not in (await world.http.post(CHAT, json=body)).json()["choices"][0]["message"]
+    )
 
 
 async def test_the_next_turn(world, answer, dialect):
@@ -155,13 +187,18 @@ async def test_the_next_turn(world, answer, dialect):
     worker = await world.worker(answer=answer)
     first = (await ask(world)).choices[0].message
     calls = first.tool_calls[:1]
-    message = {"role": "assistant", "content": first.content, "tool_calls": [call.to_dict() for call in calls]}
+    message = {
+        "role": "assistant",
+        "content": first.content,
+        "tool_calls": [call.to_dict() for call in calls],
+    }
     result = {"role": "tool", "tool_call_id": calls[0].id, "content": '{"rain": true}'}
     await ask(world, [QUESTION, message, result])
     prompt = prompt_of(world, worker.submits[1])
     expected = {
         "hermes": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln 😀", "days": 3}}\n</tool_call>',
-        "mistral": '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Köln 😀", "days": 3}, "id": "' + calls[0].id,
+        "mistral": '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Köln 😀", "days": 3}, "id": "'
+        + calls[0].id,
         "llama": '{"name": "get_weather", "parameters": {"city": "Köln 😀", "days": 3}}',
     }
     assert expected[dialect] in prompt
@@ -171,11 +208,19 @@ async def test_the_next_turn(world, answer, dialect):
 @pytest.mark.parametrize("dialect", ["mistral"])
 async def test_ids_that_others_made(world):
     worker = await world.worker(answer="ok")
-    call = {"id": "call_of-another:model", "type": "function", "function": {"name": "get_time", "arguments": ""}}
+    call = {
+        "id": "call_of-another:model",
+        "type": "function",
+        "function": {"name": "get_time", "arguments": ""},
+    }
     messages = [
         QUESTION,
         {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": call["id"], "content": [{"type": "text", "text": "12:00"}]},
+        {
+            "role": "tool",
+            "tool_call_id": call["id"],
+            "content": [{"type": "text", "text": "12:00"}],
+        },
     ]
     await ask(world, messages, tool_choice="none")
     prompt = prompt_of(world, worker.submits[0])
@@ -189,10 +234,25 @@ async def test_ids_that_others_made(world):
     ("options", "forced", "several", "names"),
     [
         ({"tool_choice": "required"}, True, True, ["get_weather", "get_time"]),
-        ({"tool_choice": "required", "parallel_tool_calls": False}, True, False, ["get_weather", "get_time"]),
-        ({"tool_choice": {"type": "function", "function": {"name": "get_time"}}}, True, False, ["get_time"]),
+        (
+            {"tool_choice": "required", "parallel_tool_calls": False},
+            True,
+            False,
+            ["get_weather", "get_time"],
+        ),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "get_time"}}},
+            True,
+            False,
+            ["get_time"],
+        ),
         ({"tools": [STRICT[0], TOOLS[1]]}, False, True, ["get_weather", "get_time"]),
-        ({"tools": STRICT, "tool_choice": "auto", "parallel_tool_calls": False}, False, False, ["get_weather", "get_time"]),
+        (
+            {"tools": STRICT, "tool_choice": "auto", "parallel_tool_calls": False},
+            False,
+            False,
+            ["get_weather", "get_time"],
+        ),
     ],
 )
 @pytest.mark.parametrize("dialect", ["hermes"])
@@ -201,7 +261,9 @@ async def test_what_the_engine_is_held_to(world, options, forced, several, names
     await ask(world, **options)
     grammar = worker.submits[0].sampling.grammar
     assert grammar.kind.value == "lark"
-    assert [name for name in ("get_weather", "get_time") if f'\\"{name}\\"' in grammar.text] == names
+    assert [
+        name for name in ("get_weather", "get_time") if f'\\"{name}\\"' in grammar.text
+    ] == names
     start = grammar.text.splitlines()[0]
     assert ("free" not in start) == forced
     assert start.endswith("*") == several
@@ -259,7 +321,11 @@ async def test_a_worker_that_dies_within_a_call(world, answer, dialect, delivere
     await first.die()
     await first.declare_dead()
     chunks = [chunk async for chunk in await asking]
-    assert put_together(chunks) == (None if dialect == "llama" else "Let me see.", CALLS, "tool_calls")
+    assert put_together(chunks) == (
+        None if dialect == "llama" else "Let me see.",
+        CALLS,
+        "tool_calls",
+    )
     assert second.submits[0].output_ids == world.ids(answer)[:delivered]
     assert second.submits[0].sampling.grammar == first.submits[0].sampling.grammar
 
@@ -270,10 +336,18 @@ async def test_several_answers_and_log_probabilities(world, answer):
     reply = await ask(world, n=2, logprobs=True)
     assert [called(choice.message) for choice in reply.choices] == [CALLS, CALLS]
     assert len({call.id for choice in reply.choices for call in choice.message.tool_calls}) == 4
-    assert [len(choice.logprobs.content) for choice in reply.choices] == [len(world.ids(answer))] * 2
+    assert [len(choice.logprobs.content) for choice in reply.choices] == [
+        len(world.ids(answer))
+    ] * 2
     chunks = [chunk async for chunk in await ask(world, logprobs=True, stream=True)]
     assert put_together(chunks)[1] == CALLS
-    tokens = [token for chunk in chunks for choice in chunk.choices if choice.logprobs for token in choice.logprobs.content]
+    tokens = [
+        token
+        for chunk in chunks
+        for choice in chunk.choices
+        if choice.logprobs
+        for token in choice.logprobs.content
+    ]
     assert len(tokens) == len(world.ids(answer))
 
 
@@ -290,14 +364,22 @@ async def test_a_model_that_knows_no_tools(world):
     assert forced.choices[0].message.content is None
     assert worker.submits[1].sampling.grammar.text.startswith("start: call\n")
     assert "get_weather" not in prompt_of(world, worker.submits[1])
-    message = {"role": "assistant", "content": None, "tool_calls": [forced.choices[0].message.tool_calls[0].to_dict()]}
+    message = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [forced.choices[0].message.tool_calls[0].to_dict()],
+    }
     with pytest.raises(openai.BadRequestError, match="does not write calls") as lost:
         await ask(world, [QUESTION, message], tool_choice="none")
     assert lost.value.param == "messages[1].tool_calls"
 
 
 def call(**changes):
-    return {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}", **changes}}
+    return {
+        "id": "call_1",
+        "type": "function",
+        "function": {"name": "f", "arguments": "{}", **changes},
+    }
 
 
 BAD = [
@@ -320,13 +402,22 @@ BAD = [
     ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
     ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
     ({"tools": None, "tool_choice": "required"}, "tool_choice"),
-    ({"tools": [], "tool_choice": {"type": "function", "function": {"name": "get_time"}}}, "tool_choice"),
+    (
+        {"tools": [], "tool_choice": {"type": "function", "function": {"name": "get_time"}}},
+        "tool_choice",
+    ),
     ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
     ({"response_format": {"type": "json_object"}}, "tools"),
     ({"tool_choice": "required", "guided_regex": "a"}, "tools"),
     ({"functions": [{"name": "f"}]}, "functions"),
-    ({"messages": [QUESTION, {"role": "user", "content": "x", "tool_calls": [call()]}]}, "messages[1].tool_calls"),
-    ({"messages": [QUESTION, {"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages[1].tool_calls[0].function"),
+    (
+        {"messages": [QUESTION, {"role": "user", "content": "x", "tool_calls": [call()]}]},
+        "messages[1].tool_calls",
+    ),
+    (
+        {"messages": [QUESTION, {"role": "assistant", "tool_calls": [{"id": "1"}]}]},
+        "messages[1].tool_calls[0].function",
+    ),
     (
         {"messages": [QUESTION, {"role": "assistant", "tool_calls": [call(arguments="{")]}]},
         "messages[1].tool_calls[0].function.arguments",
@@ -336,12 +427,23 @@ BAD = [
         "messages[1].tool_calls[0].function.arguments",
     ),
     (
-        {"messages": [QUESTION, {"role": "assistant", "tool_calls": [call(arguments='{"a":' * 5000)]}]},
+        {
+            "messages": [
+                QUESTION,
+                {"role": "assistant", "tool_calls": [call(arguments='{"a":' * 5000)]},
+            ]
+        },
         "messages[1].tool_calls[0].function.arguments",
     ),
-    ({"messages": [QUESTION, {"role": "assistant", "function_call": {"name": "f"}}]}, "messages[1].function_call"),
+    (
+        {"messages": [QUESTION, {"role": "assistant", "function_call": {"name": "f"}}]},
+        "messages[1].function_call",
+    ),
     ({"messages": [QUESTION, {"role": "tool", "content": "1"}]}, "messages[1].tool_call_id"),
-    ({"messages": [QUESTION, {"role": "tool", "content": "1", "tool_call_id": "call_9"}]}, "messages[1].tool_call_id"),
+    (
+        {"messages": [QUESTION, {"role": "tool", "content": "1", "tool_call_id": "call_9"}]},
+        "messages[1].tool_call_id",
+    ),
     ({"messages": [QUESTION, {"role": "tool", "tool_call_id": "call_9"}]}, "messages[1].content"),
 ]
 
@@ -357,10 +459,14 @@ async def test_bad_input(world):
             wrong.append((str(changes)[:100], response.status_code, error))
     assert wrong == []
     deep = '{"a":' * 100 + "{}" + "}" * 100
-    body = json.dumps({"model": "fox", "messages": [QUESTION], "tools": [function("f", {"properties": "DEEP"})]})
+    body = json.dumps(
+        {"model": "fox", "messages": [QUESTION], "tools": [function("f", {"properties": "DEEP"})]}
+    )
     response = await world.http.post(CHAT, content=body.replace('"DEEP"', deep))
     assert response.json()["error"]["param"] == "tools[0].function.parameters"
-    response = await world.http.post("/v1/completions", json={"model": "fox", "prompt": "x", "tools": TOOLS})
+    response = await world.http.post(
+        "/v1/completions", json={"model": "fox", "prompt": "x", "tools": TOOLS}
+    )
     assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
 
 
@@ -377,5 +483,7 @@ async def test_accepted_though_unusual(world):
         {"tools": TOOLS, "response_format": {"type": "text"}},
         {"messages": [QUESTION, {"role": "assistant", "content": "x", "tool_calls": []}]},
     ):
-        response = await world.http.post(CHAT, json={"model": "fox", "messages": [QUESTION], **changes})
+        response = await world.http.post(
+            CHAT, json={"model": "fox", "messages": [QUESTION], **changes}
+        )
         assert response.status_code == 200, (changes, response.text)

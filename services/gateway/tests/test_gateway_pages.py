@@ -28,9 +28,14 @@ class Up:
 
 async def test_metrics_of_neighbours(world, tmp_path):
     registry = CollectorRegistry()
-    Counter("pilotlight_decisions", 'Decisions, "quoted"\nand more.', ["kind"], registry=registry).labels(kind='a"b\\c').inc(3)
+    Counter(
+        "pilotlight_decisions", 'Decisions, "quoted"\nand more.', ["kind"], registry=registry
+    ).labels(kind='a"b\\c').inc(3)
     Histogram("pilotlight_step_seconds", "Steps.", registry=registry).observe(0.2)
-    neighbours = [HealthServer(tmp_path / name, registry, Up(), Up()) for name in ("scheduler-77.sock", "worker-78.sock")]
+    neighbours = [
+        HealthServer(tmp_path / name, registry, Up(), Up())
+        for name in ("scheduler-77.sock", "worker-78.sock")
+    ]
     for neighbour in neighbours:
         await neighbour.start()
     (tmp_path / "cache-79.sock").touch()
@@ -41,10 +46,21 @@ async def test_metrics_of_neighbours(world, tmp_path):
     for neighbour in neighbours:
         await neighbour.stop()
     families = {family.name: family for family in text_string_to_metric_families(page)}
-    totals = [sample for sample in families["pilotlight_decisions"].samples if sample.name.endswith("_total")]
-    assert {(sample.labels["service"], sample.labels["process"]) for sample in totals} == {("scheduler", "77"), ("worker", "78")}
+    totals = [
+        sample
+        for sample in families["pilotlight_decisions"].samples
+        if sample.name.endswith("_total")
+    ]
+    assert {(sample.labels["service"], sample.labels["process"]) for sample in totals} == {
+        ("scheduler", "77"),
+        ("worker", "78"),
+    }
     assert all((sample.labels["kind"], sample.value) == ('a"b\\c', 3.0) for sample in totals)
-    (done,) = [sample for sample in families["pilotlight_requests"].samples if sample.name.endswith("_total")]
+    (done,) = [
+        sample
+        for sample in families["pilotlight_requests"].samples
+        if sample.name.endswith("_total")
+    ]
     assert (done.labels["status"], done.labels["service"]) == ("ok", "gateway")
     assert page.count("# TYPE pilotlight_step_seconds histogram") == 1
 
@@ -75,7 +91,9 @@ async def test_presence(bus, make_context):
     watching = asyncio.create_task((await bus.bucket(GATEWAYS)).watch(GatewayInfo, note))
     reconnecting = ReconnectingBus(bus)
     background = make_context("gateway", GatewaySettings()).background
-    presence = Presence(reconnecting, SystemClock(), background, "gw-1", lambda: "http://127.0.0.1:8000")
+    presence = Presence(
+        reconnecting, SystemClock(), background, "gw-1", lambda: "http://127.0.0.1:8000"
+    )
     await presence.start()
     await presence.start()
     await changed.wait()

@@ -1,4 +1,6 @@
-"""What a gateway keeps in its schema beside models and keys: its view of the models, usage, spans."""
+"""What a gateway keeps in its schema beside models and keys: its view of the models, usage,
+spans.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -42,10 +44,15 @@ NOW_S = datetime.now(UTC).timestamp()
 
 @pytest.fixture
 async def world(
-    make_context: MakeContext, database_settings: DatabaseSettingsOf, module_database: URL, tmp_path: Path
+    make_context: MakeContext,
+    database_settings: DatabaseSettingsOf,
+    module_database: URL,
+    tmp_path: Path,
 ) -> AsyncIterator[AdminWorld]:
     emptied(module_database)
-    async with admin_world(make_context("gateway", settings_in(tmp_path, database_settings("gateway").database_url))) as made:
+    async with admin_world(
+        make_context("gateway", settings_in(tmp_path, database_settings("gateway").database_url))
+    ) as made:
         yield made
 
 
@@ -78,8 +85,12 @@ async def test_a_change_by_another_gateway_is_heard(world: AdminWorld, other: Ca
     await outbox.stop()
 
 
-async def test_a_model_that_another_gateway_registered_is_found_at_once(world: AdminWorld, other: Catalog) -> None:
-    """The client has its 201: whichever gateway gets the request, it knows the model, before any event."""
+async def test_a_model_that_another_gateway_registered_is_found_at_once(
+    world: AdminWorld, other: Catalog
+) -> None:
+    """The client has its 201: whichever gateway gets the request, it knows the model, before any
+    event.
+    """
     await world.register(write_folder(world.models / "tiny", checkpoint_files()))
     assert other.get("tiny") is None
     found = await other.find("tiny")
@@ -93,7 +104,9 @@ async def test_a_model_that_another_gateway_registered_is_found_at_once(world: A
 async def test_a_model_that_may_be_registered_elsewhere_is_not_denied(
     world: AdminWorld, other: Catalog, module_database: URL
 ) -> None:
-    """A client does not ask again for what is not there: that is said only by a database that answers."""
+    """A client does not ask again for what is not there: that is said only by a database that
+    answers.
+    """
     await world.register(write_folder(world.models / "tiny", checkpoint_files()))
     with database_away(module_database), pytest.raises(ControlPlaneUnavailable, match="tiny"):
         await other.find("tiny")
@@ -108,7 +121,9 @@ async def test_a_change_that_nobody_told_of_is_found(world: AdminWorld) -> None:
     await catalog.stop()
 
 
-async def test_the_view_outlives_the_database_and_follows_again(world: AdminWorld, module_database: URL) -> None:
+async def test_the_view_outlives_the_database_and_follows_again(
+    world: AdminWorld, module_database: URL
+) -> None:
     await world.register(write_folder(world.models / "tiny", checkpoint_files()))
     catalog = Catalog(world.database, world.context, world.texts, refresh_interval_s=0.01)
     await catalog.start()
@@ -123,7 +138,10 @@ async def test_the_view_outlives_the_database_and_follows_again(world: AdminWorl
 async def test_one_models_missing_text_hides_no_other(world: AdminWorld, other: Catalog) -> None:
     folder = write_folder(world.models / "tiny", checkpoint_files())
     await world.register(folder)
-    broken = write_folder(world.models / "broken", {**checkpoint_files(), "tokenizer_config.json": b'{"chat_template": "x"}'})
+    broken = write_folder(
+        world.models / "broken",
+        {**checkpoint_files(), "tokenizer_config.json": b'{"chat_template": "x"}'},
+    )
     key = text_key((await world.register(broken, "broken")).json()["text_digest"])
     bundle = await world.context.store.get(key)
     await world.context.store.delete(key)
@@ -138,12 +156,25 @@ async def test_one_models_missing_text_hides_no_other(world: AdminWorld, other: 
 
 
 def _record(usage: UsageRecorder, number: int) -> None:
-    usage.record(model="m", key_id="k", request_id=f"r{number}", prompt_tokens=1, output_tokens=2, status="ok")
+    usage.record(
+        model="m",
+        key_id="k",
+        request_id=f"r{number}",
+        prompt_tokens=1,
+        output_tokens=2,
+        status="ok",
+    )
 
 
 async def _requests(database: Database) -> list[str]:
     async with database.reading() as connection:
-        return list((await connection.execute(select(tables.usage.c.request_id).order_by(tables.usage.c.id))).scalars())
+        return list(
+            (
+                await connection.execute(
+                    select(tables.usage.c.request_id).order_by(tables.usage.c.id)
+                )
+            ).scalars()
+        )
 
 
 async def test_usage_is_written_in_order_at_the_latest_at_stop(world: AdminWorld) -> None:
@@ -156,7 +187,9 @@ async def test_usage_is_written_in_order_at_the_latest_at_stop(world: AdminWorld
     assert await _requests(world.database) == ["r0", "r1", "r2"]
 
 
-async def test_usage_survives_an_outage(world: AdminWorld, module_database: URL, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_usage_survives_an_outage(
+    world: AdminWorld, module_database: URL, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(usage_module, "FLUSH_INTERVAL_S", 0.01)
     monkeypatch.setattr(usage_module, "MAX_BATCH_ROWS", 2)
     usage = UsageRecorder(world.database, world.context.clock, world.context.background)
@@ -176,7 +209,9 @@ async def test_usage_survives_an_outage(world: AdminWorld, module_database: URL,
 
 
 class LosesAnswers:
-    """A database that commits, and whose word of it is lost, as when it is killed at that moment."""
+    """A database that commits, and whose word of it is lost, as when it is killed at that
+    moment.
+    """
 
     def __init__(self, database: Database, times: int) -> None:
         self._database = database
@@ -220,7 +255,9 @@ async def test_usage_is_bounded_and_says_what_it_lost(
     assert [(line["action"], line["rows"]) for line in logs] == [("usage_dropped", 3)]
 
 
-async def test_stopping_does_not_cut_off_a_batch(world: AdminWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stopping_does_not_cut_off_a_batch(
+    world: AdminWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(usage_module, "FLUSH_INTERVAL_S", 0.0)
     usage = UsageRecorder(world.database, world.context.clock, world.context.background)
     await usage.start()
@@ -254,7 +291,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def _store(world: AdminWorld, *spans: SpanRecord, kept: int) -> SpanStore:
-    """Send one batch, of which so many are kept, and return the store, stopped."""
+    """Send one batch, of which a number is kept, and return the store, stopped."""
     store = SpanStore(world.database, world.context)
     await store.start()
     await store.start()
@@ -270,7 +307,9 @@ async def _store(world: AdminWorld, *spans: SpanRecord, kept: int) -> SpanStore:
 
 async def _span_ids(world: AdminWorld) -> list[int]:
     async with world.database.reading() as connection:
-        found = await connection.execute(select(tables.spans.c.span_id).order_by(tables.spans.c.span_id))
+        found = await connection.execute(
+            select(tables.spans.c.span_id).order_by(tables.spans.c.span_id)
+        )
         return [int(span_id, 16) for span_id in found.scalars()]
 
 
@@ -288,8 +327,14 @@ async def test_spans_are_found_by_their_trace(world: AdminWorld) -> None:
     assert [found["name"] for found in trace["spans"]] == ["span 1", "span 2"]
     assert trace["cold_starts"] == []
     found = trace["spans"][1]
-    assert (found["parent_id"], found["status"], found["attributes"]) == (f"{1:016x}", "worker_lost", {"tokens": 3})
-    assert datetime.fromisoformat(found["end_at"]).timestamp() == pytest.approx(NOW_S + 2.5, abs=1e-3)
+    assert (found["parent_id"], found["status"], found["attributes"]) == (
+        f"{1:016x}",
+        "worker_lost",
+        {"tokens": 3},
+    )
+    assert datetime.fromisoformat(found["end_at"]).timestamp() == pytest.approx(
+        NOW_S + 2.5, abs=1e-3
+    )
 
 
 @pytest.mark.usefixtures("quick")
@@ -315,7 +360,9 @@ async def test_odd_spans_cost_no_others(world: AdminWorld) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-async def test_spans_that_come_too_fast_are_dropped(world: AdminWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_spans_that_come_too_fast_are_dropped(
+    world: AdminWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(span_module, "MAX_BUFFERED_SPANS", 3)
     with capture_logs() as logs:
         await _store(world, *(span(number) for number in range(5)), kept=3)
@@ -324,7 +371,9 @@ async def test_spans_that_come_too_fast_are_dropped(world: AdminWorld, monkeypat
 
 
 @pytest.mark.usefixtures("quick")
-async def test_spans_are_dropped_while_the_database_is_away(world: AdminWorld, module_database: URL) -> None:
+async def test_spans_are_dropped_while_the_database_is_away(
+    world: AdminWorld, module_database: URL
+) -> None:
     store = SpanStore(world.database, world.context)
     await store.start()
     with capture_logs() as logs, database_away(module_database):

@@ -34,7 +34,10 @@ class Heard:
         self.more.set()
 
     def counts(self) -> dict[ModelName, int]:
-        return {model: self.windows.recent().count(model, self.clock.monotonic_s()) for model in (FOX, CAT)}
+        return {
+            model: self.windows.recent().count(model, self.clock.monotonic_s())
+            for model in (FOX, CAT)
+        }
 
 
 async def listening(bus: Bus, clock: Clock) -> Heard:
@@ -43,7 +46,9 @@ async def listening(bus: Bus, clock: Clock) -> Heard:
     return heard
 
 
-def publisher(bus: Bus, make_context: MakeContext, clock: ManualClock, background: Background) -> ArrivalPublisher:
+def publisher(
+    bus: Bus, make_context: MakeContext, clock: ManualClock, background: Background
+) -> ArrivalPublisher:
     metrics = make_context("gateway", GatewaySettings()).metrics
     return ArrivalPublisher(bus, clock, background, GatewayId("gw"), "inc", metrics)
 
@@ -66,11 +71,16 @@ async def test_what_arrives_is_told_and_told_again(bus: Bus, make_context: MakeC
     await until(lambda: heard.counts() == {FOX: 2, CAT: 2})
 
 
-async def test_nothing_is_said_before_there_is_something(bus: Bus, make_context: MakeContext, monkeypatch) -> None:
+async def test_nothing_is_said_before_there_is_something(
+    bus: Bus, make_context: MakeContext, monkeypatch
+) -> None:
     monkeypatch.setattr("pilotlight.gateway.serving.arrivals.REPEAT_S", 0.001)
     clock, background = ManualClock(), Background()
     heard = await listening(bus, clock)
-    quiet, telling = publisher(bus, make_context, clock, background), publisher(bus, make_context, clock, background)
+    quiet, telling = (
+        publisher(bus, make_context, clock, background),
+        publisher(bus, make_context, clock, background),
+    )
     await quiet.start()
     await telling.start()
     telling.arrived(FOX)

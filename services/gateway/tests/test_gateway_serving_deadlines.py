@@ -1,4 +1,6 @@
-"""How long a request may take: what the engine is told, and what the client is, whoever notices first."""
+"""How long a request may take: what the engine is told, and what the client is, whichever side
+notices first.
+"""
 
 import asyncio
 
@@ -17,7 +19,9 @@ PROMPT = {"model": "fox", "prompt": "x", "max_tokens": 99}
 
 
 async def endless(world, name="w0"):
-    """A worker whose engine never ends anything by itself, as one of a release that knows no deadlines."""
+    """A worker whose engine never ends anything by itself, as one of a release that knows no
+    deadlines.
+    """
     worker = await world.worker(name)
     worker.script = lambda submit: entries_of(submit, world.ids(ANSWER), finish=None)
     return worker
@@ -57,7 +61,9 @@ async def test_all_answers_to_a_request_have_its_deadline(world):
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_gateway_ends_what_its_worker_does_not(world, stream):
     worker = await endless(world)
-    response = await world.http.post("/v1/completions", json={**PROMPT, "timeout_s": 1.0, "stream": stream})
+    response = await world.http.post(
+        "/v1/completions", json={**PROMPT, "timeout_s": 1.0, "stream": stream}
+    )
     if stream:
         assert response.status_code == 200
         assert response.text.strip().split("\n\n")[-1].startswith("event: error\ndata: ")
@@ -77,8 +83,13 @@ async def test_the_engines_word_ends_the_request_and_is_no_loss(world):
     workers = [await world.worker(f"w{number}") for number in range(2)]
     await world.until(lambda: len(world.serving.fleet.serving(world.entry.model.name)) == 2)
     for worker in workers:
-        worker.script = lambda submit: [*entries_of(submit, world.ids(ANSWER))[:3], ended_late(submit, 3)]
-    with pytest.raises(openai.InternalServerError, match="not complete within 20 s; it had 3 tokens") as caught:
+        worker.script = lambda submit: [
+            *entries_of(submit, world.ids(ANSWER))[:3],
+            ended_late(submit, 3),
+        ]
+    with pytest.raises(
+        openai.InternalServerError, match="not complete within 20 s; it had 3 tokens"
+    ) as caught:
         await world.client.completions.create(**PROMPT, extra_body={"timeout_s": 20.0})
     assert (caught.value.status_code, caught.value.code) == (503, "deadline_exceeded")
     assert sum(len(worker.submits) for worker in workers) == 1
@@ -92,7 +103,9 @@ async def test_a_held_request_waits_no_longer_than_it_may_take(world):
 
 
 async def test_the_scheduler_hears_of_the_shorter_deadline(world):
-    asking = asyncio.create_task(world.client.completions.create(**PROMPT, extra_body={"timeout_s": 30.0}))
+    asking = asyncio.create_task(
+        world.client.completions.create(**PROMPT, extra_body={"timeout_s": 30.0})
+    )
     await world.until(lambda: world.serving.queue.held == 1)
     (demand,) = world.serving.queue.demand()
     assert 20 < demand.deadline_in_s < 30
@@ -111,7 +124,14 @@ async def test_a_resumed_request_has_no_more_time_than_before(world):
 
     def failed(submit):
         key = {"request_id": submit.request_id, "attempt": submit.attempt}
-        return TokenEntry(seq=4, token_ids=[], finish=FinishReason.ERROR, code="engine_failed", message="gone", **key)
+        return TokenEntry(
+            seq=4,
+            token_ids=[],
+            finish=FinishReason.ERROR,
+            code="engine_failed",
+            message="gone",
+            **key,
+        )
 
     worker.script = script
     with pytest.raises(openai.InternalServerError) as caught:
@@ -123,7 +143,9 @@ async def test_a_resumed_request_has_no_more_time_than_before(world):
 
 async def test_refusals_end_with_the_deadline(world):
     worker = await world.worker()
-    worker.refuse = [SubmitReply(accepted=False, code="queue_full", message="full", retry_after_s=0.01)] * 1000
+    worker.refuse = [
+        SubmitReply(accepted=False, code="queue_full", message="full", retry_after_s=0.01)
+    ] * 1000
     with pytest.raises(openai.InternalServerError) as caught:
         await world.client.completions.create(**PROMPT, extra_body={"timeout_s": 0.3})
     assert caught.value.status_code == 503
@@ -138,7 +160,9 @@ async def test_a_limit_that_is_none_is_refused(world, timeout_s):
 
 
 async def test_what_was_waited_for_an_instance_that_hung_is_not_the_requests_own(make_world):
-    """Nothing came of it for longer than it may be held; then its engine was ended, and another has to be waited for."""
+    """Nothing came of it for longer than it may be held; then its engine was ended, and another has
+    to be waited for.
+    """
     world = await make_world(hold_timeout_s=1.0, hold_slo_factor=0)
     first = await world.worker("w0")
     first.script = lambda submit: []
@@ -152,7 +176,17 @@ async def test_what_was_waited_for_an_instance_that_hung_is_not_the_requests_own
     await world.until(lambda: not world.serving.fleet.serving("fox"))
     key = {"request_id": ran.submit.request_id, "attempt": ran.submit.attempt}
     await first.send(
-        ran, [TokenEntry(seq=0, token_ids=[], finish=FinishReason.ERROR, code="engine_failed", message="hung", **key)]
+        ran,
+        [
+            TokenEntry(
+                seq=0,
+                token_ids=[],
+                finish=FinishReason.ERROR,
+                code="engine_failed",
+                message="hung",
+                **key,
+            )
+        ],
     )
     await world.until(lambda: world.serving.queue.held == 1)
     second = await world.worker("w1")

@@ -17,7 +17,9 @@ async def test_nobody_leads(make_world):
     with pytest.raises(openai.InternalServerError) as caught:
         await world.client.completions.create(model="fox", prompt="x", max_tokens=99)
     assert (caught.value.status_code, caught.value.code) == (503, "control_plane_unavailable")
-    response = await world.http.post("/v1/completions", json={"model": "fox", "prompt": "x", "max_tokens": 99, "stream": True})
+    response = await world.http.post(
+        "/v1/completions", json={"model": "fox", "prompt": "x", "max_tokens": 99, "stream": True}
+    )
     assert response.status_code == 200
     assert "event: error" in response.text
     assert "control_plane_unavailable" in response.text
@@ -26,7 +28,9 @@ async def test_nobody_leads(make_world):
 async def test_deadline_names_the_failed_start(make_world):
     world = await make_world(hold_timeout_s=0.3, hold_slo_factor=0)
     worker = await world.worker(ready=False)
-    worker.instance = replace(worker.instance, reason="source_unavailable: model.safetensors is gone")
+    worker.instance = replace(
+        worker.instance, reason="source_unavailable: model.safetensors is gone"
+    )
     await worker.ready(InstanceState.FAILED)
     await world.until(lambda: bool(world.serving.fleet.instances()))
     with pytest.raises(openai.InternalServerError, match="is gone") as caught:
@@ -50,12 +54,22 @@ async def test_deadline_names_a_failure_that_is_no_longer_shown(make_world):
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_changed_source_is_told_at_once(world, stream):
     asking = asyncio.create_task(
-        world.http.post("/v1/completions", json={"model": "fox", "prompt": "x", "max_tokens": 99, "stream": stream})
+        world.http.post(
+            "/v1/completions",
+            json={"model": "fox", "prompt": "x", "max_tokens": 99, "stream": stream},
+        )
     )
     await world.until(lambda: world.serving.queue.held == 1)
     worker = await world.worker(ready=False)
-    other = replace(worker.instance, instance_id="inst-other", digest="another", reason="source_changed: as registered before")
-    await (await world.bus.bucket(INSTANCES)).put("inst-other", replace(other, state=InstanceState.FAILED))
+    other = replace(
+        worker.instance,
+        instance_id="inst-other",
+        digest="another",
+        reason="source_changed: as registered before",
+    )
+    await (await world.bus.bucket(INSTANCES)).put(
+        "inst-other", replace(other, state=InstanceState.FAILED)
+    )
     await world.until(lambda: bool(world.serving.fleet.instances()))
     assert world.serving.queue.held == 1, "another checkpoint under that name"
     worker.instance = replace(worker.instance, reason="source_changed: model.safetensors is gone")
@@ -79,13 +93,18 @@ async def test_deadline_names_the_phase(make_world):
 
 async def test_deadline_names_what_failed_meanwhile_and_not_the_next_try(make_world):
     world = await make_world(hold_timeout_s=2.0, hold_slo_factor=0)
-    asking = asyncio.create_task(world.http.post("/v1/completions", json={"model": "fox", "prompt": "x", "max_tokens": 99}))
+    asking = asyncio.create_task(
+        world.http.post("/v1/completions", json={"model": "fox", "prompt": "x", "max_tokens": 99})
+    )
     await world.until(lambda: world.serving.queue.held == 1)
     worker = await world.worker(ready=False)
     worker.instance = replace(worker.instance, reason="host_pool_full: there is no room")
     await worker.ready(InstanceState.FAILED)
     bucket = await world.bus.bucket(INSTANCES)
-    await bucket.put("inst-next", replace(worker.instance, instance_id="inst-next", state=InstanceState.LOADING, reason=""))
+    await bucket.put(
+        "inst-next",
+        replace(worker.instance, instance_id="inst-next", state=InstanceState.LOADING, reason=""),
+    )
     await world.until(lambda: len(world.serving.fleet.instances()) == 2)
     response = await asking
     assert response.status_code == 503

@@ -1,4 +1,6 @@
-"""The view of workers and instances: liveness by this gateway's clock, absence is never deletion."""
+"""The view of workers and instances: liveness by this gateway's clock, absence is never
+deletion.
+"""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -30,16 +32,23 @@ class View:
         self.router = Router(self.fleet, self.clock)
         self.lost = []
         self.fleet.on_lost(lambda worker_id, error: self.lost.append(worker_id))
-        self.workers = {name: ScriptedWorker(self.bus, name, f"inst-{name}", MODEL, lambda _: []) for name in names}
+        self.workers = {
+            name: ScriptedWorker(self.bus, name, f"inst-{name}", MODEL, lambda _: [])
+            for name in names
+        }
 
     async def report(self, name, **facts):
         report = self.workers[name]._report()
         changed = replace(report.facts, **facts)
-        await self.fleet.reports.hear_worker(WorkerReport(facts=changed, incarnation=report.incarnation, epoch_seen=Epoch(1)))
+        await self.fleet.reports.hear_worker(
+            WorkerReport(facts=changed, incarnation=report.incarnation, epoch_seen=Epoch(1))
+        )
 
     async def instance(self, name, state=InstanceState.READY, shown=None):
         instance = self.workers[name].instance
-        await self.fleet._on_instance(instance.instance_id, Timed(replace(instance, state=state), shown))
+        await self.fleet._on_instance(
+            instance.instance_id, Timed(replace(instance, state=state), shown)
+        )
 
     async def up(self, name, **facts):
         await self.instance(name)
@@ -72,10 +81,16 @@ async def test_the_late_word_of_an_old_leader_is_ignored():
     view = View("w0")
     await view.up("w0")
     instance = view.workers["w0"].instance
-    await view.fleet._on_instance(instance.instance_id, Timed(replace(instance, epoch=Epoch(3), state=InstanceState.DRAINING)))
-    await view.fleet._on_instance(instance.instance_id, Timed(replace(instance, epoch=Epoch(2), state=InstanceState.READY)))
+    await view.fleet._on_instance(
+        instance.instance_id, Timed(replace(instance, epoch=Epoch(3), state=InstanceState.DRAINING))
+    )
+    await view.fleet._on_instance(
+        instance.instance_id, Timed(replace(instance, epoch=Epoch(2), state=InstanceState.READY))
+    )
     assert view.picked() is None
-    await view.fleet._on_instance(instance.instance_id, Timed(replace(instance, epoch=Epoch(3), state=InstanceState.READY)))
+    await view.fleet._on_instance(
+        instance.instance_id, Timed(replace(instance, epoch=Epoch(3), state=InstanceState.READY))
+    )
     assert view.picked() == "w0"
 
 
@@ -114,7 +129,9 @@ async def test_a_loader_that_is_silent_is_dead_unless_nothing_can_be_heard():
     assert liveness() == [Liveness.DEAD]
     view.bus.connected = False
     view.fleet.reports.check()
-    assert liveness() == [Liveness.DEAD], "who was away before NATS was does not come back by that"
+    assert liveness() == [Liveness.DEAD], (
+        "a worker that was away before NATS was does not come back by that"
+    )
     view.bus.connected = True
     view.fleet.reports.check()
     view.clock.advance(60.0)
@@ -164,7 +181,9 @@ async def test_only_serving_instances_get_requests():
     await view.report("w0")
     for state in InstanceState:
         await view.instance("w0", state)
-        assert (view.picked() == "w0") is (state in (InstanceState.READY, InstanceState.CONSOLIDATING))
+        assert (view.picked() == "w0") is (
+            state in (InstanceState.READY, InstanceState.CONSOLIDATING)
+        )
     await view.fleet._on_instance("inst-w0", None)
     assert view.picked() is None
     assert view.fleet.instances() == ()
@@ -181,7 +200,9 @@ async def test_serving_since_is_kept_through_consolidation():
     assert view.fleet.instances()[0].serving_since_s == since_s
 
 
-@pytest.mark.parametrize(("told_before_s", "begins_before_s"), [(0.2, 0.2), (None, 0.0), (-0.2, 0.0), (60.0, 0.0)])
+@pytest.mark.parametrize(
+    ("told_before_s", "begins_before_s"), [(0.2, 0.2), (None, 0.0), (-0.2, 0.0), (60.0, 0.0)]
+)
 async def test_an_instance_serves_since_it_was_shown(told_before_s, begins_before_s):
     view = View("w0")
     now = moment_of(view.clock)
@@ -190,7 +211,10 @@ async def test_an_instance_serves_since_it_was_shown(told_before_s, begins_befor
     view.clock.advance(1)
     await view.instance("w0", InstanceState.CONSOLIDATING, shown=moment_of(view.clock))
     (seen,) = view.fleet.instances()
-    assert (seen.serving_since_s, seen.shown_s) == (now.at_s, pytest.approx(now.at_s - begins_before_s))
+    assert (seen.serving_since_s, seen.shown_s) == (
+        now.at_s,
+        pytest.approx(now.at_s - begins_before_s),
+    )
 
 
 async def test_least_expected_wait():
@@ -222,7 +246,12 @@ async def test_an_open_instance_is_taken_where_none_is_ready():
         await view.up(name)
         held = view.fleet.worker(name).held[0]
         await view.instance(name, InstanceState.FETCHING)
-        await view.report(name, held=(replace(held, state=HeldState.LOADING, kv_capacity_tokens=100, open=name == "w0"),))
+        await view.report(
+            name,
+            held=(
+                replace(held, state=HeldState.LOADING, kv_capacity_tokens=100, open=name == "w0"),
+            ),
+        )
 
     def taken(held_tokens=40):
         seen = view.router.pick_open(MODEL.name, held_tokens)
@@ -239,11 +268,15 @@ async def test_an_open_instance_is_taken_where_none_is_ready():
     assert taken(100) == "w0"
     await view.report("w0", engine_up=False)
     assert taken() is None
-    await view.report("w0", held=(replace(held, instance_id="inst-w0", state=HeldState.LOADING, open=True),))
+    await view.report(
+        "w0", held=(replace(held, instance_id="inst-w0", state=HeldState.LOADING, open=True),)
+    )
     assert taken() == "w0"
     for state in InstanceState:
         await view.instance("w0", state)
-        assert (taken() == "w0") is (state in (InstanceState.PLANNED, InstanceState.FETCHING, InstanceState.LOADING))
+        assert (taken() == "w0") is (
+            state in (InstanceState.PLANNED, InstanceState.FETCHING, InstanceState.LOADING)
+        )
     await view.instance("w0", InstanceState.LOADING)
     await view.up("w2")
     assert taken() is None, "another is ready"
@@ -270,7 +303,9 @@ async def test_what_is_not_usable_is_left_out():
     held = view.fleet.worker("w0").held[0]
     for state in HeldState:
         await view.report("w0", held=(replace(held, state=state),))
-        assert (view.picked() is None) is (state in (HeldState.DRAINING, HeldState.FAILED, HeldState.EVICTED))
+        assert (view.picked() is None) is (
+            state in (HeldState.DRAINING, HeldState.FAILED, HeldState.EVICTED)
+        )
     await view.report("w0", engine_up=False)
     assert view.picked() is None
     await view.report("w0")

@@ -1,4 +1,6 @@
-"""Requests that are given to an instance which is still loading: they wait there as they would here, and nothing of them is lost."""
+"""Requests that are given to an instance which is still loading: they wait there as they would
+here, and nothing of them is lost.
+"""
 
 import asyncio
 import re
@@ -46,11 +48,22 @@ class Told:
 
 def fails(submit, code="not_loaded"):
     key = {"request_id": submit.request_id, "attempt": submit.attempt}
-    return [TokenEntry(seq=len(submit.output_ids), token_ids=[], finish=FinishReason.ERROR, code=code, message="gone", **key)]
+    return [
+        TokenEntry(
+            seq=len(submit.output_ids),
+            token_ids=[],
+            finish=FinishReason.ERROR,
+            code=code,
+            message="gone",
+            **key,
+        )
+    ]
 
 
 async def loading(world, name="w0", kv_tokens=1000):
-    """A worker whose instance loads; what it has for its requests it sends when the test says so."""
+    """A worker whose instance loads; what it has for its requests it sends when the test says
+    so.
+    """
     worker = await world.worker(name, ready=False)
     worker.kv_capacity_tokens = kv_tokens
     worker.post = lambda ran: ()
@@ -67,7 +80,9 @@ async def ready(worker):
 
 async def test_a_held_request_is_given_to_an_instance_that_loads(world):
     told = await Told().listen(world.bus)
-    asking = asyncio.create_task(world.http.post("/v1/completions", json={**PROMPT, "stream": True}))
+    asking = asyncio.create_task(
+        world.http.post("/v1/completions", json={**PROMPT, "stream": True})
+    )
     await world.until(lambda: world.serving.queue.held == 1)
     worker = await loading(world)
     await worker.until(lambda: len(worker.submits) == 1)
@@ -83,16 +98,30 @@ async def test_a_held_request_is_given_to_an_instance_that_loads(world):
     response = await asking
     comments = [line for line in response.text.split("\n\n") if line.startswith(": pilotlight")]
     assert re.fullmatch(r": pilotlight queue=0 phase=queue elapsed=\d+\.\ds", comments[0])
-    assert len([line for line in comments if re.fullmatch(r": pilotlight queue=0 phase=load elapsed=\d+\.\ds", line)]) >= 2
+    assert (
+        len(
+            [
+                line
+                for line in comments
+                if re.fullmatch(r": pilotlight queue=0 phase=load elapsed=\d+\.\ds", line)
+            ]
+        )
+        >= 2
+    )
     assert " dogs." in response.text
     await world.until(lambda: bool(told.first_tokens))
     phases = {phase.name: phase for report in told.reports for phase in report.phases}
     assert set(phases) == {"queue", "submit", "deliver"}
     (first,) = told.first_tokens
-    assert phases["queue"].start_s == first.arrived_s <= phases["submit"].start_s <= phases["submit"].end_s
+    assert (
+        phases["queue"].start_s
+        == first.arrived_s
+        <= phases["submit"].start_s
+        <= phases["submit"].end_s
+    )
     assert phases["submit"].end_s < phases["deliver"].start_s
     assert len(worker.submits) == 1
-    # Whoever comes now meets a ready instance.
+    # A request that comes now meets a ready instance.
     worker.post = lambda ran: ran.entries
     warm = await world.http.post("/v1/completions", json={**PROMPT, "stream": True})
     assert ": pilotlight" not in warm.text
@@ -142,7 +171,12 @@ async def test_an_instance_that_loads_and_is_not_open_gets_nothing(world):
 async def test_no_more_are_given_than_its_kv_has_room_for(world):
     worker = await loading(world, kv_tokens=25)
     await world.until(lambda: bool(world.serving.fleet.open(world.entry.model.name)))
-    asking = [asyncio.create_task(world.client.completions.create(model="fox", prompt=[5] * 10, max_tokens=4)) for _ in range(4)]
+    asking = [
+        asyncio.create_task(
+            world.client.completions.create(model="fox", prompt=[5] * 10, max_tokens=4)
+        )
+        for _ in range(4)
+    ]
     await worker.until(lambda: len(worker.submits) == 2)
     await world.until(lambda: world.serving.queue.held == 2)
     # One leaves, and the next has its room.
@@ -162,12 +196,18 @@ async def test_loads_that_fail_cost_time_alone(world, stream):
     for number in range(failures):
         worker = await loading(world, f"w{number}")
         if number == 0:
-            asking = asyncio.create_task(world.http.post("/v1/completions", json={**PROMPT, "stream": stream}))
+            asking = asyncio.create_task(
+                world.http.post("/v1/completions", json={**PROMPT, "stream": stream})
+            )
         await worker.until(lambda worker=worker: len(worker.submits) == 1)
         (ran,) = worker.ran.values()
         ran.entries = fails(ran.submit)
         await worker.ready(InstanceState.FAILED)
-        await world.until(lambda number=number: world.serving.fleet.instances()[number].instance.state is InstanceState.FAILED)
+        await world.until(
+            lambda number=number: (
+                world.serving.fleet.instances()[number].instance.state is InstanceState.FAILED
+            )
+        )
         await worker.send(ran, ran.entries)
         await world.until(lambda: world.serving.queue.held == 1)
     last = await world.worker("last")
@@ -221,7 +261,9 @@ async def test_it_waits_no_longer_than_it_may_be_held(make_world):
     (ran,) = worker.ran.values()
     await worker.until(lambda: ran.cancelled)
     # Once it is ready, the time of being held is over.
-    asking = asyncio.create_task(world.http.post("/v1/completions", json={**PROMPT, "stream": True}))
+    asking = asyncio.create_task(
+        world.http.post("/v1/completions", json={**PROMPT, "stream": True})
+    )
     await worker.until(lambda: len(worker.ran) == 2)
     ran = worker.ran[worker.submits[1].request_id, 1]
     entries, ran.entries = ran.entries, []
@@ -253,7 +295,9 @@ async def test_another_instance_that_is_ready_first_takes_over(world):
 async def test_who_leaves_waits_no_more(world, stream):
     told = await Told().listen(world.bus)
     worker = await loading(world)
-    asking = asyncio.create_task(world.http.post("/v1/completions", json={**PROMPT, "stream": stream}))
+    asking = asyncio.create_task(
+        world.http.post("/v1/completions", json={**PROMPT, "stream": stream})
+    )
     await worker.until(lambda: len(worker.submits) == 1)
     await world.until(lambda: bool(told.waiting) and told.waiting[-1] == 1)
     asking.cancel()
@@ -271,7 +315,9 @@ async def test_a_changed_source_ends_it(world, told_first):
     worker.instance = replace(worker.instance, reason="source_changed: model.safetensors is gone")
     if told_first:
         await worker.ready(InstanceState.FAILED)
-        await world.until(lambda: world.serving.fleet.instances()[0].instance.state is InstanceState.FAILED)
+        await world.until(
+            lambda: world.serving.fleet.instances()[0].instance.state is InstanceState.FAILED
+        )
     await worker.send(ran, fails(ran.submit))
     if not told_first:
         await worker.ready(InstanceState.FAILED)
@@ -282,7 +328,10 @@ async def test_a_changed_source_ends_it(world, told_first):
 
 
 async def test_a_changed_source_is_nothing_to_those_who_are_served(world):
-    """Another start of the model failed for it; this one had its bytes by then. It is resumed as any other request."""
+    """Another start of the model failed for it; this one had its bytes by then.
+
+    It is resumed as any other request.
+    """
     first = await loading(world, "w0")
     first.post = lambda ran: ran.entries[:5]
     stream = await world.client.completions.create(**PROMPT, stream=True)
@@ -291,7 +340,9 @@ async def test_a_changed_source_is_nothing_to_those_who_are_served(world):
     other = await loading(world, "w1")
     other.instance = replace(other.instance, reason="source_changed: model.safetensors is gone")
     await other.ready(InstanceState.FAILED)
-    await world.until(lambda: world.serving.fleet.instances()[1].instance.state is InstanceState.FAILED)
+    await world.until(
+        lambda: world.serving.fleet.instances()[1].instance.state is InstanceState.FAILED
+    )
     await first.ready()
     await world.until(lambda: world.serving.queue.demand() == ())
     await world.worker("w2")
@@ -314,7 +365,9 @@ async def test_stopping_lets_it_go(make_world):
 async def test_an_engine_that_dies_of_a_request_is_not_asked_for_ever(world):
     """What has run counts, also on an instance that was loading."""
     worker = await loading(world)
-    worker.script = lambda submit: fails(submit, "engine_failed") if not submit.output_ids else entries_of(submit, [])
+    worker.script = lambda submit: (
+        fails(submit, "engine_failed") if not submit.output_ids else entries_of(submit, [])
+    )
     worker.post = lambda ran: ran.entries
     with pytest.raises(openai.InternalServerError) as caught:
         await world.client.completions.create(**PROMPT)

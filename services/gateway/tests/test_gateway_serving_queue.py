@@ -19,7 +19,7 @@ CAT = ModelName("cat")
 
 @dataclass
 class Slots:
-    """A router with so many free slots, and so many of instances that are loading."""
+    """A router with a number of free slots, and a number of those of instances that are loading."""
 
     free: int = 0
     loading: int = 0
@@ -29,11 +29,19 @@ class Slots:
     seen: list = field(default_factory=list)
 
     def pick(self, model, needed_tokens, siblings):
-        return SimpleNamespace(instance=SimpleNamespace(instance_id="inst-0"), serving=True) if self.free else None
+        return (
+            SimpleNamespace(instance=SimpleNamespace(instance_id="inst-0"), serving=True)
+            if self.free
+            else None
+        )
 
     def pick_open(self, model, held_tokens, siblings):
         found = self.loading and not self.free
-        return SimpleNamespace(instance=SimpleNamespace(instance_id="inst-1"), serving=False) if found else None
+        return (
+            SimpleNamespace(instance=SimpleNamespace(instance_id="inst-1"), serving=False)
+            if found
+            else None
+        )
 
     def handed(self, instance_id, tokens):
         self.handed_tokens += tokens
@@ -187,8 +195,12 @@ async def test_what_an_instance_that_loads_was_given_is_waited_for_until_that_is
     assert (queue.held, slots.handed_tokens) == (1, 7)
     clock.advance(3)
     (demand,) = queue.demand()
-    assert (demand.waiting, demand.oldest_age_s, demand.deadline_in_s) == (2, pytest.approx(3), pytest.approx(7))
-    # Ready: whoever was given to it waits no more, although its attempt goes on.
+    assert (demand.waiting, demand.oldest_age_s, demand.deadline_in_s) == (
+        2,
+        pytest.approx(3),
+        pytest.approx(7),
+    )
+    # Ready: a request that was given to it waits no more, although its attempt goes on.
     slots.ready = True
     queue.pump(FOX)
     (demand,) = queue.demand()

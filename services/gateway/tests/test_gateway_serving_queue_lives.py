@@ -1,4 +1,6 @@
-"""The queue with its router and fleet, while instances and requests come and go in any order: its books are right after each move."""
+"""The queue with its router and fleet, while instances and requests come and go in any order: its
+books are right after each move.
+"""
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -60,7 +62,9 @@ class Gateway:
         self.bus = SimpleNamespace(connected=True)
         self.fleet = Fleet(self.bus, self.clock, SimpleNamespace())
         self.router = Router(self.fleet, self.clock)
-        self.queue = PendingQueue(self.router, self.clock, QueueBounds(total_requests=6, model_requests=6))
+        self.queue = PendingQueue(
+            self.router, self.clock, QueueBounds(total_requests=6, model_requests=6)
+        )
         self.fleet.on_change(self.queue.pump)
         self.fleet.on_source_changed(self.queue.refuse)
         self.born = 0
@@ -91,7 +95,11 @@ class Gateway:
             worker.held_state = HeldState.READY
         report = worker._report()
         at_once(
-            self.fleet.reports.hear_worker(WorkerReport(facts=report.facts, incarnation=report.incarnation, epoch_seen=Epoch(1)))
+            self.fleet.reports.hear_worker(
+                WorkerReport(
+                    facts=report.facts, incarnation=report.incarnation, epoch_seen=Epoch(1)
+                )
+            )
         )
 
     def enter(self, tokens, siblings, *, returning=False):
@@ -118,7 +126,11 @@ class Gateway:
             case "next":
                 self.show(index, NEXT[self.workers[index].instance.state])
             case "fail":
-                self.show(index, _S.FAILED, reason="source_changed: other files" if number == 0 else "worker_lost: gone")
+                self.show(
+                    index,
+                    _S.FAILED,
+                    reason="source_changed: other files" if number == 0 else "worker_lost: gone",
+                )
             case "open" | "report":
                 self.report(index, opens=what == "open")
             case "later":
@@ -172,12 +184,21 @@ class Gateway:
                 state = states.get(place.assigned.instance.instance_id)
                 starts = not place.assigned.serving and state in STARTING
                 assert starts <= (place in handed), "it waits still, and the scheduler hears of it"
-                assert (place in handed) <= (not self.fleet.serves(place.assigned.instance.instance_id))
+                assert (place in handed) <= (
+                    not self.fleet.serves(place.assigned.instance.instance_id)
+                )
         for instance_id in states:
-            tokens = sum(place.ticket.held_tokens for place in handed if place.assigned.instance.instance_id == instance_id)
+            tokens = sum(
+                place.ticket.held_tokens
+                for place in handed
+                if place.assigned.instance.instance_id == instance_id
+            )
             load = self.router._loads.get(instance_id)
             assert tokens == (load.handed_tokens if load is not None else 0)
-            assert tokens <= KV_TOKENS or sum(place.assigned.instance.instance_id == instance_id for place in handed) == 1
+            assert (
+                tokens <= KV_TOKENS
+                or sum(place.assigned.instance.instance_id == instance_id for place in handed) == 1
+            )
         assert sum(demand.waiting for demand in self.queue.demand()) == len(waiting) + len(handed)
 
 

@@ -1,4 +1,6 @@
-"""Running requests on workers that lose, repeat and reorder messages: no token is repeated or skipped."""
+"""Running requests on workers that lose, repeat and reorder messages: no token is repeated or
+skipped.
+"""
 
 import asyncio
 import dataclasses
@@ -19,7 +21,9 @@ PROMPT = {"model": "fox", "prompt": "x", "max_tokens": 99}
 
 
 def mangle(entries, rng):
-    """Drop, repeat and reorder; the last entry survives somewhere, so that no silence has to be waited for."""
+    """Drop, repeat and reorder; the last entry survives somewhere, so that no silence has to be
+    waited for.
+    """
     kept = [entry for entry in entries[:-1] if rng.random() > 0.3]
     kept += [entry for entry in kept if rng.random() < 0.2]
     if rng.random() < 0.5:
@@ -98,7 +102,9 @@ async def test_client_leaves_in_mid_stream(world):
 
 
 async def test_client_leaves_while_its_request_waits_to_be_resumed(world):
-    """The worker that ran it is gone, and no other is there yet: nothing of it must run when one comes."""
+    """The worker that ran it is gone, and no other is there yet: nothing of it must run when one
+    comes.
+    """
     first = await world.worker("w0")
     first.script = lambda submit: entries_of(submit, world.ids(ANSWER), finish=None)[:5]
     stream = await world.client.completions.create(**PROMPT, stream=True)
@@ -118,7 +124,9 @@ async def test_client_leaves_while_its_request_waits_to_be_resumed(world):
 
 
 async def with_moved_lead(world):
-    """A request whose first five tokens came from one worker of its instance before another one took the lead."""
+    """A request whose first five tokens came from one worker of its instance before another one
+    took the lead.
+    """
     first, second = await world.worker("w0"), await world.worker("w1", ready=False)
     first.post = lambda ran: ran.entries[:5]
     stream = await world.client.completions.create(**PROMPT, stream=True)
@@ -161,7 +169,10 @@ async def test_log_probabilities_that_are_not_finite_survive_a_resend(world):
 
     def script(submit):
         entries = entries_of(submit, world.ids(ANSWER))
-        return [replace(entry, logprobs=[values[entry.seq % 4]] if entry.token_ids else None) for entry in entries]
+        return [
+            replace(entry, logprobs=[values[entry.seq % 4]] if entry.token_ids else None)
+            for entry in entries
+        ]
 
     worker.script = script
     whole = await world.client.completions.create(**PROMPT, logprobs=1)
@@ -194,7 +205,10 @@ async def test_a_resend_that_is_out_of_date_when_it_arrives(world):
         (ran,) = worker.ran.values()
         await worker.send(ran, ran.entries)
         await world.until(
-            lambda: all(attempt.log.next_seq > resend.from_seq for attempt in world.serving.relay._attempts.values())
+            lambda: all(
+                attempt.log.next_seq > resend.from_seq
+                for attempt in world.serving.relay._attempts.values()
+            )
         )
         raise BadRequest("asked from 1, but only [17, 17) is kept")
 
@@ -208,14 +222,16 @@ async def test_a_resend_that_is_out_of_date_when_it_arrives(world):
 async def test_worker_that_forgot_the_request(world):
     worker = await world.worker()
     ids = world.ids(ANSWER)
-    worker.post = lambda ran: ran.entries if ran.submit.output_ids else [ran.entries[0], *ran.entries[2:]]
+    worker.post = lambda ran: (
+        ran.entries if ran.submit.output_ids else [ran.entries[0], *ran.entries[2:]]
+    )
     worker.answers_resend = False
     assert (await world.client.completions.create(**PROMPT)).choices[0].text == ANSWER
     assert worker.submits[1].output_ids == ids[:1]
 
 
 async def test_all_tokens_but_not_the_end(world):
-    """The worker dies between the last token and the finish: nothing is left to ask anybody for."""
+    """The worker dies between the last token and the finish: nothing is left to ask for."""
     worker = await world.worker()
     worker.script = lambda submit: entries_of(submit, world.ids(ANSWER))[:4]
     asking = asyncio.create_task(world.client.completions.create(**{**PROMPT, "max_tokens": 4}))

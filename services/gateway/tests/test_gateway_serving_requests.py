@@ -1,4 +1,6 @@
-"""Held requests from arrival to first token: told how it goes, refused beyond the bounds, let go when nobody waits."""
+"""Held requests from arrival to first token: told how it goes, refused beyond the bounds, let go
+when nobody waits.
+"""
 
 import asyncio
 import re
@@ -45,7 +47,10 @@ async def test_cold_request_end_to_end(world):
     vectors, heard = await demand_log(world.bus)
     worker = await world.worker(ready=False)
     asking = asyncio.create_task(
-        world.http.post("/v1/completions", json={"model": "fox", "prompt": "x", "max_tokens": 99, "stream": True})
+        world.http.post(
+            "/v1/completions",
+            json={"model": "fox", "prompt": "x", "max_tokens": 99, "stream": True},
+        )
     )
     await heard.wait()
     (demand,) = vectors[0].demands
@@ -65,7 +70,9 @@ async def test_cold_request_end_to_end(world):
     response = await asking
     comments = [line for line in response.text.split("\n\n") if line.startswith(": pilotlight")]
     assert re.fullmatch(r": pilotlight queue=0 phase=queue elapsed=\d+\.\ds", comments[0])
-    assert re.fullmatch(r": pilotlight queue=0 phase=fetch progress=0\.42 elapsed=\d+\.\ds", comments[-1])
+    assert re.fullmatch(
+        r": pilotlight queue=0 phase=fetch progress=0\.42 elapsed=\d+\.\ds", comments[-1]
+    )
     await world.until(lambda: vectors[-1].demands == ())
     await world.until(lambda: any(report.first_token is not None for report in reports))
     phases = {phase.name: phase for report in reports for phase in report.phases}
@@ -75,10 +82,14 @@ async def test_cold_request_end_to_end(world):
     assert phases["submit"].start_s == worker.shown.at_s
     assert phases["deliver"].start_s == worker.sampled.at_s
     assert phases["deliver"].end_s == first.at_s
-    assert all(phase.start_s <= phase.end_s and phase.process == "gateway" for phase in phases.values())
+    assert all(
+        phase.start_s <= phase.end_s and phase.process == "gateway" for phase in phases.values()
+    )
     # Warm: no comment, no phases.
     before = len(reports)
-    warm = await world.http.post("/v1/completions", json={"model": "fox", "prompt": "x", "max_tokens": 99, "stream": True})
+    warm = await world.http.post(
+        "/v1/completions", json={"model": "fox", "prompt": "x", "max_tokens": 99, "stream": True}
+    )
     assert ": pilotlight" not in warm.text
     assert len(reports) == before
 
@@ -92,7 +103,10 @@ async def test_two_held_requests_end_one_cold_start(world):
 
     await world.bus.serve(PHASES_SUBJECT, PhaseReport, keep)
     worker = await world.worker(ready=False)
-    asking = [asyncio.create_task(world.client.completions.create(model="fox", prompt="x", max_tokens=99)) for _ in range(3)]
+    asking = [
+        asyncio.create_task(world.client.completions.create(model="fox", prompt="x", max_tokens=99))
+        for _ in range(3)
+    ]
     await world.until(lambda: world.serving.queue.held == 3)
     await worker.ready()
     answers = await asyncio.gather(*asking)
@@ -103,9 +117,14 @@ async def test_two_held_requests_end_one_cold_start(world):
 
 async def test_a_full_queue_is_429(make_world):
     world = await make_world(max_held=2, max_held_per_model=2)
-    asking = [asyncio.create_task(world.client.completions.create(model="fox", prompt="x", max_tokens=99)) for _ in range(2)]
+    asking = [
+        asyncio.create_task(world.client.completions.create(model="fox", prompt="x", max_tokens=99))
+        for _ in range(2)
+    ]
     await world.until(lambda: world.serving.queue.held == 2)
-    response = await world.http.post("/v1/completions", json={"model": "fox", "prompt": "x", "max_tokens": 99, "stream": True})
+    response = await world.http.post(
+        "/v1/completions", json={"model": "fox", "prompt": "x", "max_tokens": 99, "stream": True}
+    )
     assert response.status_code == 429
     assert int(response.headers["retry-after"]) >= 1
     assert response.json()["error"]["code"] == "too_many_held"
@@ -119,7 +138,10 @@ async def test_a_full_queue_is_429(make_world):
 async def test_a_client_that_leaves_frees_its_place(world, stream):
     vectors, _ = await demand_log(world.bus)
     asking = asyncio.create_task(
-        world.http.post("/v1/completions", json={"model": "fox", "prompt": "x", "max_tokens": 99, "stream": stream})
+        world.http.post(
+            "/v1/completions",
+            json={"model": "fox", "prompt": "x", "max_tokens": 99, "stream": stream},
+        )
     )
     await world.until(lambda: world.serving.queue.held == 1 and bool(vectors))
     asking.cancel()
@@ -132,7 +154,9 @@ async def test_a_client_that_leaves_frees_its_place(world, stream):
 
 async def test_stopping_lets_held_requests_go(make_world):
     world = await make_world(drain_s=20.0)
-    asking = asyncio.create_task(world.http.post("/v1/completions", json={"model": "fox", "prompt": "x", "max_tokens": 99}))
+    asking = asyncio.create_task(
+        world.http.post("/v1/completions", json={"model": "fox", "prompt": "x", "max_tokens": 99})
+    )
     await world.until(lambda: world.serving.queue.held == 1)
     await world.server.stop()
     response = await asking

@@ -1,4 +1,6 @@
-"""Attempts that are refused or lost: another one goes on with the same tokens, as often as the rules allow."""
+"""Attempts that are refused or lost: another one goes on with the same tokens, as often as the
+rules allow.
+"""
 
 import asyncio
 
@@ -49,7 +51,9 @@ async def test_engine_fails_in_mid_stream(world, code):
         if submit.output_ids:
             return entries_of(submit, ids)
         key = {"request_id": submit.request_id, "attempt": submit.attempt}
-        failed = TokenEntry(seq=4, token_ids=[], finish=FinishReason.ERROR, code=code, message="gone", **key)
+        failed = TokenEntry(
+            seq=4, token_ids=[], finish=FinishReason.ERROR, code=code, message="gone", **key
+        )
         return [*entries_of(submit, ids)[:4], failed]
 
     worker.script = script
@@ -69,7 +73,9 @@ def fails_at(world, cuts, code="engine_failed"):
             return entries_of(submit, ids)
         left.remove(cut)
         key = {"request_id": submit.request_id, "attempt": submit.attempt}
-        failed = TokenEntry(seq=cut, token_ids=[], finish=FinishReason.ERROR, code=code, message="gone", **key)
+        failed = TokenEntry(
+            seq=cut, token_ids=[], finish=FinishReason.ERROR, code=code, message="gone", **key
+        )
         return [*entries_of(submit, ids)[: cut - start], failed]
 
     return script
@@ -117,7 +123,9 @@ async def test_too_many_resumes_end_the_request(world, stream):
 
 
 async def test_whose_instance_makes_room_for_others_waits_anew_however_often(world):
-    """It is no loss, and the time in which it was served gives it no claim over those who waited meanwhile."""
+    """It is no loss, and the time in which it was served gives it no claim over requests that
+    waited meanwhile.
+    """
     worker = await world.worker("w0")
     await world.until(lambda: world.serving.fleet.serving(world.entry.model.name))
     undisturbed = await world.client.completions.create(**PROMPT, seed=7)
@@ -142,7 +150,8 @@ async def test_refusals_after_a_loss_do_not_wait_for_ever(make_world):
     worker.script = fails_at(world, [2])
     worker.refuse = []
     worker.post = lambda ran: (
-        worker.refuse.extend([SubmitReply(accepted=False, code="queue_full", message="full")] * 999) or ran.entries
+        worker.refuse.extend([SubmitReply(accepted=False, code="queue_full", message="full")] * 999)
+        or ran.entries
     )
     response = await world.http.post("/v1/completions", json={**PROMPT, "stream": True})
     assert response.text.strip().split("\n\n")[-1].startswith("event: error\ndata: ")
@@ -154,13 +163,26 @@ async def test_a_longer_limit_elsewhere_makes_no_answer_longer(world):
     for worker in (first, second):
         await worker.report()
     fleet = world.serving.fleet
-    await world.until(lambda: fleet.kv_capacity_tokens(first.instance) == 18 and fleet.kv_capacity_tokens(second.instance) == 400)
+    await world.until(
+        lambda: (
+            fleet.kv_capacity_tokens(first.instance) == 18
+            and fleet.kv_capacity_tokens(second.instance) == 400
+        )
+    )
     script = fails_at(world, [2])
     for worker in (first, second):
         worker.script = script
     answer = await world.client.completions.create(model="fox", prompt=[5] * 10)
-    limits = [submit.sampling.max_tokens for submit in (*first.submits, *second.submits) if not submit.output_ids]
-    resumed = [submit.sampling.max_tokens for submit in (*first.submits, *second.submits) if submit.output_ids]
+    limits = [
+        submit.sampling.max_tokens
+        for submit in (*first.submits, *second.submits)
+        if not submit.output_ids
+    ]
+    resumed = [
+        submit.sampling.max_tokens
+        for submit in (*first.submits, *second.submits)
+        if submit.output_ids
+    ]
     assert resumed[0] <= limits[0]
     assert answer.usage.completion_tokens == min(resumed[0], len(world.ids(ANSWER)))
 
@@ -190,7 +212,14 @@ async def test_error_after_the_first_byte_is_an_event(world):
 
     def script(submit):
         key = {"request_id": submit.request_id, "attempt": submit.attempt}
-        failed = TokenEntry(seq=2, token_ids=[], finish=FinishReason.ERROR, code="invalid_request", message="cannot", **key)
+        failed = TokenEntry(
+            seq=2,
+            token_ids=[],
+            finish=FinishReason.ERROR,
+            code="invalid_request",
+            message="cannot",
+            **key,
+        )
         return [*entries_of(submit, ids)[:2], failed]
 
     worker.script = script
@@ -205,7 +234,9 @@ async def test_error_after_the_first_byte_is_an_event(world):
 
 async def test_refused_submit_goes_elsewhere(world):
     first = await world.worker("w0")
-    first.refuse = [SubmitReply(accepted=False, code="not_loaded", message="no", retry_after_s=30.0)] * 3
+    first.refuse = [
+        SubmitReply(accepted=False, code="not_loaded", message="no", retry_after_s=30.0)
+    ] * 3
     second = await world.worker("w1")
     for _ in range(3):
         assert (await world.client.completions.create(**PROMPT)).choices[0].text == ANSWER
@@ -215,7 +246,9 @@ async def test_refused_submit_goes_elsewhere(world):
 
 async def test_refused_by_all_is_held_and_tried_again(world):
     worker = await world.worker()
-    worker.refuse = [SubmitReply(accepted=False, code="queue_full", message="full", retry_after_s=0.1)] * 2
+    worker.refuse = [
+        SubmitReply(accepted=False, code="queue_full", message="full", retry_after_s=0.1)
+    ] * 2
     response = await world.http.post("/v1/completions", json={**PROMPT, "stream": True})
     assert ": pilotlight queue=0" in response.text
     assert worker.submits[0].attempt == 3
@@ -223,7 +256,11 @@ async def test_refused_by_all_is_held_and_tried_again(world):
 
 async def test_caller_error_of_a_worker_is_final(world):
     worker = await world.worker()
-    worker.refuse = [SubmitReply(accepted=False, code="context_length_exceeded", message="too long for the granted room")]
+    worker.refuse = [
+        SubmitReply(
+            accepted=False, code="context_length_exceeded", message="too long for the granted room"
+        )
+    ]
     with pytest.raises(openai.BadRequestError, match="granted room"):
         await world.client.completions.create(**PROMPT)
 
@@ -246,10 +283,14 @@ async def test_an_open_limit_is_cut_to_the_room_of_the_instance(world):
     worker.kv_capacity_tokens = 50
     await worker.report()
     await world.until(lambda: world.serving.fleet.kv_capacity_tokens(worker.instance) == 50)
-    await world.client.chat.completions.create(model="fox", messages=[{"role": "user", "content": "x"}])
+    await world.client.chat.completions.create(
+        model="fox", messages=[{"role": "user", "content": "x"}]
+    )
     assert worker.submits[0].sampling.max_tokens == 50 - len(worker.submits[0].prompt_ids)
     await world.client.completions.create(model="fox", prompt=[5] * 10, max_tokens=100)
     assert worker.submits[1].sampling.max_tokens == 100
-    worker.refuse = [SubmitReply(accepted=False, code="no_room", message="110 tokens do not fit into 50")]
+    worker.refuse = [
+        SubmitReply(accepted=False, code="no_room", message="110 tokens do not fit into 50")
+    ]
     with pytest.raises(openai.RateLimitError, match="do not fit"):
         await world.client.completions.create(model="fox", prompt=[5] * 10, max_tokens=100)

@@ -19,7 +19,9 @@ async def test_an_instance_that_does_both_is_the_whole_way(world):
     await world.worker()
     await world.until(lambda: world.serving.fleet.serving(world.entry.model.name))
     (seen,) = world.serving.fleet.serving(world.entry.model.name)
-    await world.until(lambda: world.serving.requests._parts.router.pick(world.entry.model.name, 1) is not None)
+    await world.until(
+        lambda: world.serving.requests._parts.router.pick(world.entry.model.name, 1) is not None
+    )
     route = world.serving.requests._parts.router.pick(world.entry.model.name, 1)
     assert route == Route(seen, seen)
     assert (route.instance, route.serving) == (seen.instance, True)
@@ -50,7 +52,9 @@ async def test_what_one_instance_is_handed_another_may_answer(world, monkeypatch
     sending = []
 
     def pass_on(submit):
-        ran = decode.ran[submit.request_id, submit.attempt] = Ran(submit, entries_of(submit, token_ids))
+        ran = decode.ran[submit.request_id, submit.attempt] = Ran(
+            submit, entries_of(submit, token_ids)
+        )
         sending.append(asyncio.create_task(decode.send(ran, ran.entries)))
         return []
 

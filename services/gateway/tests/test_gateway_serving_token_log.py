@@ -1,4 +1,6 @@
-"""Safety of the output's order: whatever is dropped, repeated or reordered, the text is exactly right."""
+"""Safety of the output's order: whatever is dropped, repeated or reordered, the text is exactly
+right.
+"""
 
 from itertools import pairwise
 
@@ -15,13 +17,20 @@ REQUEST = RequestId("req-0")
 
 def entry(seq, token_ids, finish=None):
     return TokenEntry(
-        request_id=REQUEST, attempt=1, seq=seq, token_ids=token_ids, logprobs=[float(token) for token in token_ids], finish=finish
+        request_id=REQUEST,
+        attempt=1,
+        seq=seq,
+        token_ids=token_ids,
+        logprobs=[float(token) for token in token_ids],
+        finish=finish,
     )
 
 
 @st.composite
 def outputs(draw):
-    """An output cut into entries, and a delivery of some of them, in any order, any number of times, cut anew by resends."""
+    """An output cut into entries, and a delivery of some of them, in any order, any number of
+    times, cut anew by resends.
+    """
     start = draw(st.integers(0, 5))
     token_ids = draw(st.lists(st.integers(0, 1000), max_size=30))
     cuts = sorted({0, len(token_ids), *draw(st.lists(st.integers(0, len(token_ids)), max_size=8))})

@@ -36,30 +36,51 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 FOLDED = "{% if messages[0].content == 'boom' %}{{ 'x'|center(400000000) }}{% endif %}" + TEMPLATE
-ENDLESS = "{% if messages[0].content == 'boom' %}{{ range(100000)|batch(1)|sum(start=[])|length }}{% endif %}" + TEMPLATE
-HUNGRY = "{% if messages[0].content == 'boom' %}{{ 'x'|center(40000000000)|length }}{% endif %}" + TEMPLATE
+ENDLESS = (
+    "{% if messages[0].content == 'boom' %}{{ range(100000)|batch(1)|sum(start=[])|length }}{% endif %}"
+    + TEMPLATE
+)
+HUNGRY = (
+    "{% if messages[0].content == 'boom' %}{{ 'x'|center(40000000000)|length }}{% endif %}"
+    + TEMPLATE
+)
 PANICS = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
 MANY_PIECES = {"type": "Prepend", "prepend": "x " * 50_000}
 
 
 def bundle_of(template: str = TEMPLATE, **tokenizer: Any) -> TextBundle:
     changed = {**json.loads(byte_level_json()), **tokenizer}
-    return TextBundle(tokenizer_json=json.dumps(changed), chat_template=template, special_tokens={"eos_token": "</s>"})
+    return TextBundle(
+        tokenizer_json=json.dumps(changed),
+        chat_template=template,
+        special_tokens={"eos_token": "</s>"},
+    )
 
 
 async def ask(world, content: str) -> httpx2.Response:
-    return await world.http.post(CHAT, json={"model": MODEL, "messages": [{"role": "user", "content": content}]})
+    return await world.http.post(
+        CHAT, json={"model": MODEL, "messages": [{"role": "user", "content": content}]}
+    )
 
 
 def job(world, content: str = "hello", times: int = 1) -> Chat:
     conversation = Conversation([{"role": "user", "content": content}] * times, None)
-    return Chat(digest=world.entry.model.text_digest, model=MODEL, context_tokens=1_000_000, conversation=conversation)
+    return Chat(
+        digest=world.entry.model.text_digest,
+        model=MODEL,
+        context_tokens=1_000_000,
+        conversation=conversation,
+    )
 
 
 def helpers() -> dict[int, str]:
     """Helper processes of this one, and what the system says of them."""
     found: dict[int, str] = {}
-    for pid in (int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()):
+    for pid in (
+        int(pid)
+        for task in Path("/proc/self/task").iterdir()
+        for pid in (task / "children").read_text().split()
+    ):
         if b"texts.helper" in Path(f"/proc/{pid}/cmdline").read_bytes():
             found[pid] = Path(f"/proc/{pid}/status").read_text()
     return found
@@ -147,7 +168,9 @@ async def test_long_jobs_stand_in_front_of_nobody(world):
 
     flood = [asyncio.create_task(encode("flood", 4000, "flood")) for _ in range(8)]
     await pause(0)
-    await asyncio.gather(encode("long", 4000, "other"), *(encode("short", 1, "flood") for _ in range(20)))
+    await asyncio.gather(
+        encode("long", 4000, "other"), *(encode("short", 1, "flood") for _ in range(20))
+    )
     assert done[-1] == "long"
     assert done.count("flood") <= 3, done
     await asyncio.gather(*flood)
@@ -155,7 +178,9 @@ async def test_long_jobs_stand_in_front_of_nobody(world):
 
 async def test_what_waits_is_bounded(make_context: MakeContext, tmp_path: Path, world):
     """Without a helper everything waits."""
-    texts = build_texts(make_context("gateway", GatewaySettings(run_dir=tmp_path)), RESERVED_HELPERS)
+    texts = build_texts(
+        make_context("gateway", GatewaySettings(run_dir=tmp_path)), RESERVED_HELPERS
+    )
     waiting = [asyncio.create_task(texts.encode(job(world), "one")) for _ in range(128)]
     await pause(0)
     with pytest.raises(QueueFull) as refused:
@@ -181,7 +206,9 @@ async def test_a_body_of_empty_messages_does_not_stop_the_loop(world):
 
     looking = asyncio.create_task(look())
     encoder = PromptEncoder(world.texts)
-    refused = await asyncio.gather(*(encoder.read(body, ChatRequest, "one") for _ in range(3)), return_exceptions=True)
+    refused = await asyncio.gather(
+        *(encoder.read(body, ChatRequest, "one") for _ in range(3)), return_exceptions=True
+    )
     looking.cancel()
     assert {str(error) for error in refused} == {"240000 messages; at most 8192 are taken"}
     assert max(later - earlier for earlier, later in pairwise(seen[1:])) < 1.0
@@ -193,25 +220,41 @@ async def test_a_body_of_empty_messages_does_not_stop_the_loop(world):
     "fields",
     [
         {"chat_template_kwargs": {"x": 2**64}},
-        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"x": -(2**64)}}}], "tool_choice": "required"},
+        {
+            "tools": [
+                {"type": "function", "function": {"name": "f", "parameters": {"x": -(2**64)}}}
+            ],
+            "tool_choice": "required",
+        },
     ],
     ids=["variables", "tools"],
 )
 async def test_numbers_that_no_helper_can_be_told_are_refused(make_world, fields):
-    world = await make_world(text=bundle_of("{% for tool in tools or () %}{{ tool|tojson }}{% endfor %}" + TEMPLATE))
+    world = await make_world(
+        text=bundle_of("{% for tool in tools or () %}{{ tool|tojson }}{% endfor %}" + TEMPLATE)
+    )
     for content in ("hello", "x" * 100_000):
-        response = await world.http.post(CHAT, json={"model": MODEL, "messages": [{**EMPTY, "content": content}], **fields})
-        assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_request"), response.text
+        response = await world.http.post(
+            CHAT, json={"model": MODEL, "messages": [{**EMPTY, "content": content}], **fields}
+        )
+        assert (response.status_code, response.json()["error"]["code"]) == (
+            400,
+            "invalid_request",
+        ), response.text
         assert "64 bits" in response.json()["error"]["message"]
 
 
 class Strange:
-    """Starts processes that are no text helpers: they take a job, answer it with something else, and leave."""
+    """Starts processes that are no text helpers: they take a job, answer it with something else,
+    and leave.
+    """
 
     def launch(self) -> Launched:
         ours, theirs = socket.socketpair()
         fd = theirs.fileno()
-        says = f"import os; os.read({fd}, 100); os.write({fd}, bytes([1, 0, 0, 0, 0, 0, 0, 0, 0xC1]))"
+        says = (
+            f"import os; os.read({fd}, 100); os.write({fd}, bytes([1, 0, 0, 0, 0, 0, 0, 0, 0xC1]))"
+        )
         with theirs:
             return Launched(subprocess.Popen([sys.executable, "-c", says], pass_fds=(fd,)), ours)
 
@@ -221,7 +264,9 @@ class Strange:
 
 @pytest.mark.anyio
 async def test_a_helper_that_says_something_else_is_lost():
-    """Whatever goes wrong with a helper must not end the gateway, as every other error of a background task does."""
+    """Whatever goes wrong with a helper must not end the gateway, as every other error of a
+    background task does.
+    """
     with pytest.raises(HelperLost, match="it did not come up"):
         await HelperProcess.start(Strange())
 
@@ -253,10 +298,19 @@ async def test_a_large_body_is_read_alike(make_world):
     worker = await world.worker()
     for times in (10, 1500):
         messages = [{"role": "user", "content": 'naïve 你好 "quoted" 😀 ' * 9}] * times
-        body = {"model": MODEL, "messages": messages, "tools": [], "max_tokens": 1, "logit_bias": {"5": 1.5}, "stop": ["x"]}
+        body = {
+            "model": MODEL,
+            "messages": messages,
+            "tools": [],
+            "max_tokens": 1,
+            "logit_bias": {"5": 1.5},
+            "stop": ["x"],
+        }
         response = await world.http.post(CHAT, json=body)
         assert response.status_code == 200, response.text
-        expected = "".join(f"<|im_start|>user\n{message['content']}<|im_end|>\n" for message in messages)
+        expected = "".join(
+            f"<|im_start|>user\n{message['content']}<|im_end|>\n" for message in messages
+        )
         submit = worker.submits[-1]
         rendered = f"{expected}<|im_start|>assistant\n"
         assert submit.prompt_ids == world.tokenizer.encode(rendered, add_special_tokens=False)

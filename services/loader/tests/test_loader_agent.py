@@ -1,4 +1,6 @@
-"""A loader obeys and reports: orders, leases, drops, epochs, and what it still has after a restart."""
+"""A loader obeys and reports: orders, leases, drops, epochs, and what it still has after a
+restart.
+"""
 
 import msgspec
 import pytest
@@ -24,8 +26,14 @@ async def test_an_order_is_fetched_reported_and_accounted_for(cluster: Cluster) 
     sent = Moment(at_s=now.at_s - 0.2, wall_offset_s=now.wall_offset_s)
     await cluster.hold(fetch_of(model), epoch=4, sent=sent)
     report = await cluster.heard.report(holds(model.digest))
-    assert (report.epoch_seen, report.facts.node_id, report.dead_workers) == (4, cluster.node_id, ())
-    assert report.facts.pool_bytes - report.facts.pool_free_bytes == report.facts.copies[0].size_bytes
+    assert (report.epoch_seen, report.facts.node_id, report.dead_workers) == (
+        4,
+        cluster.node_id,
+        (),
+    )
+    assert (
+        report.facts.pool_bytes - report.facts.pool_free_bytes == report.facts.copies[0].size_bytes
+    )
     await cluster.heard.until(lambda: cluster.heard.phases)
     [kept] = cluster.heard.phases
     assert (kept.instance_id, [phase.name for phase in kept.phases]) == (ONE, [PhaseName.FETCH])
@@ -63,13 +71,17 @@ async def test_a_lease_is_in_the_way_of_a_drop(cluster: Cluster) -> None:
     async with await cluster.client().lease(WorkerId("w"), ONE, model, ALL) as lease:
         assert [part.part async for part in lease] == list(ALL)
         assert await cluster.drop(model.digest) == ()
-        await cluster.heard.report(lambda report: [copy.leases for copy in report.facts.copies] == [1])
+        await cluster.heard.report(
+            lambda report: [copy.leases for copy in report.facts.copies] == [1]
+        )
     await cluster.heard.report(lambda report: [copy.leases for copy in report.facts.copies] == [0])
     assert await cluster.drop(model.digest) == (model.digest,)
 
 
 async def test_says_whether_what_is_wanted_fits_in_between(cluster: Cluster) -> None:
-    """Sixteen units, four for each of four models: of those of every other one no five lie in a row."""
+    """Sixteen units, four for each of four models: of those of every other one no five lie in a
+    row.
+    """
     unit = 64 * 1024
     models = [cluster.register(f"tiny-{number}", vocab_size=96 + number) for number in range(4)]
     await cluster.start(pool_bytes=16 * unit)
@@ -78,10 +90,15 @@ async def test_says_whether_what_is_wanted_fits_in_between(cluster: Cluster) -> 
     report = await cluster.heard.report(lambda report: len(report.facts.copies) == 4)
     assert (report.facts.pool_free_bytes, report.facts.pool_largest_free_bytes) == (0, 0)
     whole = Wanted(digest=Digest("ab" * 32), parts=(0, 1), part_bytes=(5 * unit, 3 * unit))
-    reply = await cluster.make_room(Drop(digests=(models[0].digest, models[2].digest), wanted=whole))
+    reply = await cluster.make_room(
+        Drop(digests=(models[0].digest, models[2].digest), wanted=whole)
+    )
     assert (set(reply.digests), reply.fits) == ({models[0].digest, models[2].digest}, False)
     report = await cluster.heard.report(lambda report: len(report.facts.copies) == 2)
-    assert (report.facts.pool_free_bytes, report.facts.pool_largest_free_bytes) == (8 * unit, 4 * unit)
+    assert (report.facts.pool_free_bytes, report.facts.pool_largest_free_bytes) == (
+        8 * unit,
+        4 * unit,
+    )
     half = Wanted(digest=Digest("ab" * 32), parts=(0, 1), part_bytes=(4 * unit, 4 * unit))
     assert (await cluster.make_room(Drop(digests=(), wanted=half))).fits
     # What of a model is there already needs no room.
@@ -111,27 +128,43 @@ async def test_what_nobody_wants_any_more_is_not_fetched_on(cluster: Cluster) ->
     assert report.facts.transfers[0].total_bytes == model.spec.total_bytes
     await cluster.hold()
     await cluster.heard.report(lambda report: not report.facts.transfers)
-    await cluster.heard.report(lambda report: report.facts.pool_free_bytes == report.facts.pool_bytes)
+    await cluster.heard.report(
+        lambda report: report.facts.pool_free_bytes == report.facts.pool_bytes
+    )
     assert running.context.metrics.get_sample_value("pilotlight_fetched_bytes_total") == 0
 
 
-async def test_a_report_says_how_far_a_transfer_is_from_whom_it_has_it_and_how_much_it_matters(cluster: Cluster) -> None:
+async def test_a_report_says_how_far_a_transfer_is_from_whom_it_has_it_and_how_much_it_matters(
+    cluster: Cluster,
+) -> None:
     model = cluster.register()
     running = await cluster.start(link="400kbit")
     prefetch = msgspec.structs.replace(fetch_of(model), priority=FetchPriority.PREFETCH)
     await cluster.hold(prefetch)
     report = await cluster.heard.report(lambda report: report.facts.transfers)
     transfer = report.facts.transfers[0]
-    assert (transfer.model, transfer.source, transfer.priority) == (model.name, model.uri, FetchPriority.PREFETCH)
+    assert (transfer.model, transfer.source, transfer.priority) == (
+        model.name,
+        model.uri,
+        FetchPriority.PREFETCH,
+    )
     # Said again, an order is as urgent as it is said to be now.
     await cluster.hold(fetch_of(model))
     report = await cluster.heard.report(
-        lambda report: [one.priority for one in report.facts.transfers] == [FetchPriority.COLD_START]
+        lambda report: (
+            [one.priority for one in report.facts.transfers] == [FetchPriority.COLD_START]
+        )
     )
-    report = await cluster.heard.report(lambda report: any(one.origins for one in report.facts.transfers))
+    report = await cluster.heard.report(
+        lambda report: any(one.origins for one in report.facts.transfers)
+    )
     [share] = report.facts.transfers[0].origins
     assert (share.kind, share.name) == (OriginKind.SOURCE, model.uri)
-    assert 0 < share.size_bytes <= report.facts.transfers[0].total_bytes + report.facts.pool_unit_bytes * len(ALL)
+    assert (
+        0
+        < share.size_bytes
+        <= report.facts.transfers[0].total_bytes + report.facts.pool_unit_bytes * len(ALL)
+    )
     await cluster.heard.report(holds(model.digest))
     report = await cluster.heard.report(lambda report: report.facts.links)
     [link] = report.facts.links
@@ -162,12 +195,18 @@ async def test_older_epochs_are_refused_also_after_a_restart(cluster: Cluster) -
         await cluster.hold(epoch=8 if handover else 7)
         await again.counts("pilotlight_stale_commands_total")
         await again.stop()
-    assert [copy.digest for copy in report.facts.copies] == [], "the pool was removed when the loader stopped for good"
+    assert [copy.digest for copy in report.facts.copies] == [], (
+        "the pool was removed when the loader stopped for good"
+    )
 
 
 @pytest.mark.parametrize("host_restarted", [False, True])
-async def test_a_loader_that_was_away_knows_who_leads_now(cluster: Cluster, host_restarted: bool) -> None:
-    """Its own memory says 7, or nothing; 8 was announced while it was away, and never told to it."""
+async def test_a_loader_that_was_away_knows_who_leads_now(
+    cluster: Cluster, host_restarted: bool
+) -> None:
+    """Its own memory says 7, or nothing; 8 was announced while it was away, and never told to
+    it.
+    """
     model = cluster.register()
     running = await cluster.start(handover=True)
     await cluster.hold(epoch=7)

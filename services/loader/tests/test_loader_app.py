@@ -84,7 +84,9 @@ async def test_a_worker_is_spawned_and_is_dead_at_once_when_killed(
     log = cluster.folder / "logs" / "worker-0.log"
     await running.counts("pilotlight_node_workers")
     assert log.read_text() == f"{worker_id} {cluster.node_id} cpu 1 None\n"
-    pid = int(msgspec.json.decode((cluster.folder / "state" / "workers" / "0.json").read_bytes())["pid"])
+    pid = int(
+        msgspec.json.decode((cluster.folder / "state" / "workers" / "0.json").read_bytes())["pid"]
+    )
     os.kill(pid, 9)
     await cluster.heard.report(lambda report: report.dead_workers == (worker_id,))
     await cluster.heard.report(lambda report: report.dead_workers == ())

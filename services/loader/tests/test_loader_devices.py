@@ -12,7 +12,15 @@ from structlog.testing import capture_logs
 from pilotlight.common.errors import BadRequest, MachineUnfit
 from pilotlight.common.nvml import Gpu, NvmlFailed, NvmlUnavailable
 from pilotlight.loader import devices
-from pilotlight.loader.devices import FoundGpus, WorkerDevices, find_gpus, plan_workers, unopened, unusable, visible
+from pilotlight.loader.devices import (
+    FoundGpus,
+    WorkerDevices,
+    find_gpus,
+    plan_workers,
+    unopened,
+    unusable,
+    visible,
+)
 from pilotlight.loader.settings import LoaderSettings
 
 GPUS = tuple(
@@ -52,21 +60,31 @@ def each(*devices: str) -> tuple[tuple[str, ...], ...]:
     ],
 )
 def test_each_setting(
-    kind: str, workers: int | None, found: FoundGpus, expected: tuple[str, tuple[tuple[str, ...], ...]]
+    kind: str,
+    workers: int | None,
+    found: FoundGpus,
+    expected: tuple[str, tuple[tuple[str, ...], ...]],
 ) -> None:
-    assert plan_workers(kind, workers, found) == WorkerDevices(kind=expected[0], devices=expected[1])
+    assert plan_workers(kind, workers, found) == WorkerDevices(
+        kind=expected[0], devices=expected[1]
+    )
 
 
 @pytest.mark.parametrize(
-    ("workers", "found", "why"), [(None, NONE, "there is no driver"), (5, FOUR, "5 GPUs are needed: there are 4")]
+    ("workers", "found", "why"),
+    [(None, NONE, "there is no driver"), (5, FOUR, "5 GPUs are needed: there are 4")],
 )
-def test_gpus_that_are_asked_for_and_not_there_are_an_error(workers: int | None, found: FoundGpus, why: str) -> None:
+def test_gpus_that_are_asked_for_and_not_there_are_an_error(
+    workers: int | None, found: FoundGpus, why: str
+) -> None:
     with pytest.raises(BadRequest, match=why):
         plan_workers("cuda", workers, found)
 
 
 @pytest.mark.parametrize("workers", [None, 1, 3])
-def test_a_driver_that_does_not_say_which_gpus_there_are_does_not_mean_cores(workers: int | None) -> None:
+def test_a_driver_that_does_not_say_which_gpus_there_are_does_not_mean_cores(
+    workers: int | None,
+) -> None:
     with pytest.raises(MachineUnfit, match=r"NVML: Unknown Error.*PILOTLIGHT_WORKER_KIND=cpu"):
         plan_workers("auto", workers, UNTOLD)
     with pytest.raises(BadRequest, match="Unknown Error"):
@@ -132,7 +150,9 @@ async def test_gpus_are_found_where_an_engine_can_use_them(machine: Machine) -> 
     assert await find_gpus("auto", {}) == FOUR
     assert (await find_gpus("cuda", {"CUDA_VISIBLE_DEVICES": "3"})).gpus == GPUS[3:]
     assert machine.opens[-1] == GPUS[3:]
-    assert (await find_gpus("auto", {"CUDA_VISIBLE_DEVICES": ""})).why_none == "of 4 GPUs CUDA_VISIBLE_DEVICES shows none"
+    assert (
+        await find_gpus("auto", {"CUDA_VISIBLE_DEVICES": ""})
+    ).why_none == "of 4 GPUs CUDA_VISIBLE_DEVICES shows none"
     machine.unusable = "triton is not installed"
     assert await find_gpus("auto", {}) == FoundGpus(why_none="triton is not installed")
     machine.gpus = ()
@@ -140,17 +160,23 @@ async def test_gpus_are_found_where_an_engine_can_use_them(machine: Machine) -> 
 
 
 @pytest.mark.anyio
-async def test_gpus_that_torch_does_not_open_leave_the_cores_with_a_warning(machine: Machine, tmp_path: Path) -> None:
+async def test_gpus_that_torch_does_not_open_leave_the_cores_with_a_warning(
+    machine: Machine, tmp_path: Path
+) -> None:
     machine.unopened = "torch does not open H200 with driver 470.1: too old"
     with capture_logs() as logs:
         found = await find_gpus("auto", {}, tmp_path / "gpus.json")
     assert found == FoundGpus(why_none=machine.unopened)
     assert plan_workers("auto", None, found).kind == "cpu"
-    assert [(one["log_level"], one["action"], one["error"]) for one in logs] == [("warning", "gpus_unusable", machine.unopened)]
+    assert [(one["log_level"], one["action"], one["error"]) for one in logs] == [
+        ("warning", "gpus_unusable", machine.unopened)
+    ]
 
 
 @pytest.mark.anyio
-async def test_torch_opens_a_gpu_once_for_each_driver(machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_torch_opens_a_gpu_once_for_each_driver(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     kept = tmp_path / "gpus.json"
     monkeypatch.setattr(devices.importlib.metadata, "version", lambda name: "2.9")
     machine.unopened = "too old"
@@ -171,18 +197,24 @@ async def test_a_lost_gpu_keeps_its_place_and_is_named(machine: Machine, tmp_pat
     machine.gpus = LOST
     with capture_logs() as logs:
         assert (await find_gpus("auto", {}, kept)).gpus == LOST
-    assert [(one["action"], one["index"], one["error"]) for one in logs] == [("gpu_lost", 1, "GPU is lost")]
+    assert [(one["action"], one["index"], one["error"]) for one in logs] == [
+        ("gpu_lost", 1, "GPU is lost")
+    ]
     machine.gpus = GPUS
     await find_gpus("auto", {}, kept)
     machine.gpus = LOST
     for _ in range(2):
-        assert plan_workers("auto", None, await find_gpus("auto", {}, kept)).devices == each(*UUIDS), "it is known from before"
+        assert plan_workers("auto", None, await find_gpus("auto", {}, kept)).devices == each(
+            *UUIDS
+        ), "it is known from before"
     found = await find_gpus("auto", {"CUDA_VISIBLE_DEVICES": "GPU-1b,GPU-3d"}, kept)
     assert plan_workers("auto", None, found).devices == each(UUIDS[1], UUIDS[3])
 
 
 @pytest.mark.anyio
-async def test_workers_find_themselves_in_the_plan_while_the_driver_does_not_tell(machine: Machine, tmp_path: Path) -> None:
+async def test_workers_find_themselves_in_the_plan_while_the_driver_does_not_tell(
+    machine: Machine, tmp_path: Path
+) -> None:
     """A loader that comes while its predecessor's workers run."""
     kept = tmp_path / "gpus.json"
     await find_gpus("auto", {"CUDA_VISIBLE_DEVICES": "2,0"}, kept)
@@ -193,7 +225,9 @@ async def test_workers_find_themselves_in_the_plan_while_the_driver_does_not_tel
     kept.write_text("{")
     found = await find_gpus("auto", {}, kept)
     assert found == UNTOLD
-    assert (await find_gpus("auto", {"CUDA_VISIBLE_DEVICES": ""}, kept)).untold is False, "none are wanted"
+    assert (await find_gpus("auto", {"CUDA_VISIBLE_DEVICES": ""}, kept)).untold is False, (
+        "none are wanted"
+    )
 
 
 @pytest.mark.anyio
@@ -214,7 +248,9 @@ async def test_a_driver_that_is_absent_leaves_the_cores_and_one_that_hangs_does_
 
 
 @pytest.mark.anyio
-async def test_native_code_that_takes_too_long_is_not_the_drivers(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_native_code_that_takes_too_long_is_not_the_drivers(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     machine.compiles.clear()
     monkeypatch.setattr(devices, "COMPILE_DEADLINE_S", 0.1)
     with capture_logs() as logs:
@@ -234,7 +270,9 @@ async def test_native_code_that_takes_too_long_is_not_the_drivers(machine: Machi
         ({"gcc"}, "/opt/cc", "CC names /opt/cc"),
     ],
 )
-def test_triton_needs_a_c_compiler(monkeypatch: pytest.MonkeyPatch, installed: set[str], named: str | None, why: str) -> None:
+def test_triton_needs_a_c_compiler(
+    monkeypatch: pytest.MonkeyPatch, installed: set[str], named: str | None, why: str
+) -> None:
     monkeypatch.setattr(devices.importlib.util, "find_spec", lambda package: package)
     monkeypatch.setattr(devices, "unavailable", lambda: "")
     monkeypatch.setattr(devices.shutil, "which", lambda name: name if name in installed else None)
@@ -252,17 +290,28 @@ def program(text: str) -> tuple[str, ...]:
 def test_one_gpu_that_is_opened_is_enough() -> None:
     only_the_last = "import os, sys; sys.exit(0 if os.environ['CUDA_VISIBLE_DEVICES'] == 'GPU-3d' else 'old driver')"
     assert unopened(GPUS, program(only_the_last)) == ""
-    assert unopened(GPUS[:3], program(only_the_last)) == "torch does not open H200 GPU-2c with driver 580.0: old driver"
-    assert unopened(GPUS, program("import os; os.abort()")) == "torch does not open H200 GPU-3d with driver 580.0: exit code -6"
+    assert (
+        unopened(GPUS[:3], program(only_the_last))
+        == "torch does not open H200 GPU-2c with driver 580.0: old driver"
+    )
+    assert (
+        unopened(GPUS, program("import os; os.abort()"))
+        == "torch does not open H200 GPU-3d with driver 580.0: exit code -6"
+    )
     assert unopened((LOST[1],), ("/no/such/program",)) == "", "a lost one is not tried"
 
 
-def test_a_process_that_hangs_in_the_driver_is_left_to_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_process_that_hangs_in_the_driver_is_left_to_itself(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(devices, "OPEN_DEADLINE_S", 0.2)
     hangs = program("import sys; sys.stdin = open(sys.argv[1])")
     fifo = tmp_path / "never"
     os.mkfifo(fifo)
-    assert unopened(GPUS, (*hangs, str(fifo))) == "torch has not opened H200 GPU-0a in 0.2 s, with driver 580.0"
+    assert (
+        unopened(GPUS, (*hangs, str(fifo)))
+        == "torch has not opened H200 GPU-0a in 0.2 s, with driver 580.0"
+    )
 
 
 def test_an_empty_number_of_workers_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,17 +16,23 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_what_is_on_the_disk_needs_no_source(cluster: Cluster) -> None:
-    """The host pool is removed with the first loader, the source before the second one: its bytes are on the disk, but for a torn file."""
+    """The host pool is removed with the first loader, the source before the second one: its bytes
+    are on the disk, but for a torn file.
+    """
     model = cluster.register()
     tier = {"disk_tier_dir": cluster.folder / "tier", "disk_tier_bytes": 64 * 1024 * 1024}
     first = await cluster.start(**tier)
     assert await cluster.lease(model) == list(ALL)
     manifest = msgspec.json.decode(cluster.objects[manifest_key(model.digest)], type=Manifest)
     chunks = sum(len(part.chunks) for part in manifest.parts)
-    stored = await cluster.heard.report(lambda report: len(list((cluster.folder / "tier").rglob("*.chunk"))) == chunks)
+    stored = await cluster.heard.report(
+        lambda report: len(list((cluster.folder / "tier").rglob("*.chunk"))) == chunks
+    )
     assert stored.facts.disk_tier_bytes == tier["disk_tier_bytes"]
     await until(lambda: first.context.store.exists(all_digests_key(model.digest)))
-    cluster.objects[all_digests_key(model.digest)] = await first.context.store.get(all_digests_key(model.digest))
+    cluster.objects[all_digests_key(model.digest)] = await first.context.store.get(
+        all_digests_key(model.digest)
+    )
     with pytest.raises(DiskTierTaken):
         await cluster.start(**tier, pool_path=cluster.folder / "other")
     await first.stop()
@@ -40,7 +46,9 @@ async def test_what_is_on_the_disk_needs_no_source(cluster: Cluster) -> None:
     assert report.facts.disk_tier_used_bytes >= stored.facts.disk_tier_used_bytes > 0
 
     def count(event: str) -> float | None:
-        return again.context.metrics.get_sample_value("pilotlight_disk_tier_chunks_total", {"event": event})
+        return again.context.metrics.get_sample_value(
+            "pilotlight_disk_tier_chunks_total", {"event": event}
+        )
 
     assert (count("read"), count("damaged")) == (chunks, 0)
     assert await cluster.drop(model.digest) == (model.digest,)

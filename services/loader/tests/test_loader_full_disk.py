@@ -66,13 +66,19 @@ class Node:
         found: set[int] = set()
         for thread in Path(f"/proc/{self.process.pid}/task").iterdir():
             found.update(int(pid) for pid in (thread / "children").read_text().split())
-        return {pid for pid in found if "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]}
+        return {
+            pid
+            for pid in found
+            if "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        }
 
     def connected(self, workers: set[int]) -> Callable[[], bool]:
-        """All of these, and nobody else, are there, and say so."""
+        """All of these, and no others, are there, and say so."""
 
         def holds() -> bool:
-            return self.workers() == workers and self.last is not None and self.last.dead_workers == ()
+            return (
+                self.workers() == workers and self.last is not None and self.last.dead_workers == ()
+            )
 
         return holds
 
@@ -114,7 +120,10 @@ async def test_what_is_warm_goes_on_and_what_died_comes_back(
     node.start()
     assert node.process is not None
     try:
-        await until(lambda: len(list((node.place / "run").glob("worker-*.sock"))) == WORKERS, deadline_s=DEADLINE_S)
+        await until(
+            lambda: len(list((node.place / "run").glob("worker-*.sock"))) == WORKERS,
+            deadline_s=DEADLINE_S,
+        )
         first = node.workers()
         await until(node.connected(first), deadline_s=DEADLINE_S)
         assert (len(first), node.recorded()) == (WORKERS, first)
@@ -124,7 +133,10 @@ async def test_what_is_warm_goes_on_and_what_died_comes_back(
             os.kill(killed, signal.SIGKILL)
             await until(lambda: node.workers() - first, deadline_s=DEADLINE_S)
             (second,) = node.workers() - first
-            await until(lambda: (node.place / "run" / f"worker-{second}.sock").exists(), deadline_s=DEADLINE_S)
+            await until(
+                lambda: (node.place / "run" / f"worker-{second}.sock").exists(),
+                deadline_s=DEADLINE_S,
+            )
             await until(node.connected({left, second}), deadline_s=DEADLINE_S)
             assert node.process.poll() is None, "the loader goes on"
             assert node.recorded() == {left}

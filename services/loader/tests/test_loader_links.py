@@ -19,7 +19,9 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-async def cluster(tmp_path: Path, bus: Bus, bus_settings: BusSettings) -> AsyncIterator[LoaderProcesses]:
+async def cluster(
+    tmp_path: Path, bus: Bus, bus_settings: BusSettings
+) -> AsyncIterator[LoaderProcesses]:
     built = LoaderProcesses(tmp_path, bus, bus_settings)
     await built.listen()
     yield built
@@ -28,13 +30,19 @@ async def cluster(tmp_path: Path, bus: Bus, bus_settings: BusSettings) -> AsyncI
 
 def register(cluster: LoaderProcesses) -> Model:
     """24 MiB, with layers of several chunks."""
-    return cluster.register(tiny_files(tiny_config(hidden_size=512, intermediate_size=4096, vocab_size=512, num_hidden_layers=2)))
+    return cluster.register(
+        tiny_files(
+            tiny_config(
+                hidden_size=512, intermediate_size=4096, vocab_size=512, num_hidden_layers=2
+            )
+        )
+    )
 
 
 async def test_nodes_meet_and_pass_a_model_on(cluster: LoaderProcesses) -> None:
     model = register(cluster)
     first, second, third = [await cluster.start(name) for name in ("first", "second", "third")]
-    # Nobody has said a word of a model yet: they have met.
+    # Before any word of a model: they have met.
     for loader in (first, second, third):
         await until(lambda loader=loader: len(loader.said("link_up")) == 2)
     await cluster.order(first, fetch_of(first, model))
@@ -49,7 +57,9 @@ async def test_nodes_meet_and_pass_a_model_on(cluster: LoaderProcesses) -> None:
 
 
 @pytest.mark.parametrize(("does", "seed"), [("dies", 1), ("dies", 2), ("hangs", 3), ("hangs", 4)])
-async def test_a_node_whose_upstream_dies_or_hangs_goes_on_at_the_byte(cluster: LoaderProcesses, does: str, seed: int) -> None:
+async def test_a_node_whose_upstream_dies_or_hangs_goes_on_at_the_byte(
+    cluster: LoaderProcesses, does: str, seed: int
+) -> None:
     model = register(cluster)
     first, second = await cluster.start("first"), await cluster.start("second")
     await cluster.order(first, fetch_of(first, model))
@@ -59,7 +69,7 @@ async def test_a_node_whose_upstream_dies_or_hangs_goes_on_at_the_byte(cluster: 
     await cluster.order(second, fetch_of(second, model, behind))
     await until(lambda: gate.is_held_up)
     first.signal(signal.SIGKILL if does == "dies" else signal.SIGSTOP)
-    # A connection that is up to somebody who hangs passes nothing on.
+    # A connection to a node that hangs passes nothing on.
     if does == "dies":
         gate.open()
     await cluster.has(second, model)
@@ -70,7 +80,9 @@ async def test_a_node_whose_upstream_dies_or_hangs_goes_on_at_the_byte(cluster: 
 
 
 async def test_a_node_that_comes_back_elsewhere_is_met_again(cluster: LoaderProcesses) -> None:
-    """A loader that is killed and starts again listens at another port: the others hear of it, and it gives what it has kept."""
+    """A loader that is killed and starts again listens at another port: the others hear of it, and
+    it gives what it has kept.
+    """
     model = register(cluster)
     first, second = await cluster.start("first"), await cluster.start("second")
     await cluster.order(first, fetch_of(first, model))
@@ -87,17 +99,28 @@ async def test_a_node_that_comes_back_elsewhere_is_met_again(cluster: LoaderProc
     await cluster.has(second, model)
 
 
-async def test_nodes_of_two_clusters_have_nothing_to_say_to_each_other(cluster: LoaderProcesses) -> None:
+async def test_nodes_of_two_clusters_have_nothing_to_say_to_each_other(
+    cluster: LoaderProcesses,
+) -> None:
     model = register(cluster)
-    first, stranger = await cluster.start("first"), await cluster.start("stranger", key="the key of another cluster")
+    first, stranger = (
+        await cluster.start("first"),
+        await cluster.start("stranger", key="the key of another cluster"),
+    )
     silent = await cluster.start("silent", key=None)
     await cluster.order(first, fetch_of(first, model))
     await cluster.has(first, model)
     facts = cluster.facts(silent)
     assert facts is not None
     assert (facts.dataplane_host, facts.dataplane_port) == ("", 0)
-    await until(lambda: first.said("link_down") and stranger.said("link_down") and first.said("link_refused"))
-    assert all("peer_refused" in line for line in (*first.said("link_down"), *stranger.said("link_down")))
+    await until(
+        lambda: (
+            first.said("link_down") and stranger.said("link_down") and first.said("link_refused")
+        )
+    )
+    assert all(
+        "peer_refused" in line for line in (*first.said("link_down"), *stranger.said("link_down"))
+    )
     # Each takes the model from its source.
     await cluster.order(stranger, fetch_of(stranger, model, cluster.peer(first)))
     await cluster.has(stranger, model)

@@ -1,4 +1,6 @@
-"""Digests of chunks: whoever reads a part first writes them down, and they bind every node."""
+"""Digests of chunks: the first node that reads a part writes them down, and they bind every
+node.
+"""
 
 import asyncio
 import os
@@ -11,7 +13,13 @@ from pilotlight.checkpoint.manifest import Manifest
 from pilotlight.common.errors import CorruptChunk, PilotlightError, SourceUnavailable
 from pilotlight.common.store import manifest_key
 from pilotlight.common.testing import until
-from pilotlight.loader.manifests import StoredManifests, all_digests_key, digests_key, recorded_digests, unknown_parts
+from pilotlight.loader.manifests import (
+    StoredManifests,
+    all_digests_key,
+    digests_key,
+    recorded_digests,
+    unknown_parts,
+)
 from pilotlight.loader.testing import ALL, Cluster, recorded
 from pilotlight.policy.ids import Digest
 
@@ -24,8 +32,10 @@ async def test_the_first_fetch_writes_digests_that_bind_every_node(cluster: Clus
     assert await cluster.lease(model, (1, 3)) == [1, 3]
     parts = await recorded(first, model, (1, 3))
     manifest = msgspec.json.decode(cluster.objects[manifest_key(model.digest)], type=Manifest)
-    assert {part: len(digests) for part, digests in parts.items()} == {part: len(manifest.parts[part].chunks) for part in (1, 3)}
-    assert not await first.context.store.exists(digests_key(model.digest, 0)), "nobody has read it"
+    assert {part: len(digests) for part, digests in parts.items()} == {
+        part: len(manifest.parts[part].chunks) for part in (1, 3)
+    }
+    assert not await first.context.store.exists(digests_key(model.digest, 0)), "no node has read it"
     assert not await first.context.store.exists(all_digests_key(model.digest))
     assert await cluster.lease(model) == list(ALL)
     await until(lambda: first.context.store.exists(all_digests_key(model.digest)))
@@ -41,7 +51,10 @@ async def test_the_first_fetch_writes_digests_that_bind_every_node(cluster: Clus
     os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
     # The whole list binds, and so does a part's own.
     last = digests_key(model.digest, ALL[-1])
-    for key, data in ((all_digests_key(model.digest), every), (last, await first.context.store.get(last))):
+    for key, data in (
+        (all_digests_key(model.digest), every),
+        (last, await first.context.store.get(last)),
+    ):
         cluster.objects[key] = data
         again = await cluster.start()
         with pytest.raises(CorruptChunk):
@@ -50,11 +63,15 @@ async def test_the_first_fetch_writes_digests_that_bind_every_node(cluster: Clus
         del cluster.objects[key]
 
 
-async def test_two_nodes_that_read_other_bytes_at_once_are_bound_by_one_of_them(cluster: Cluster) -> None:
+async def test_two_nodes_that_read_other_bytes_at_once_are_bound_by_one_of_them(
+    cluster: Cluster,
+) -> None:
     model = cluster.register()
     running = await cluster.start()
     for part in ALL:
-        nodes = [StoredManifests(running.context.store, running.context.background) for _ in range(3)]
+        nodes = [
+            StoredManifests(running.context.store, running.context.background) for _ in range(3)
+        ]
         read = [Digest(f"{number:02x}" * 32) for number in range(3)]
         disputed: dict[int, PilotlightError] = {}
         for node in nodes:
@@ -90,7 +107,9 @@ async def test_two_nodes_that_read_the_same_agree(cluster: Cluster) -> None:
     parts = await recorded(running, model, ALL)
     for node in nodes:
         await node.get(model)
-    await asyncio.gather(*(node.publish(model, part, tuple(parts[part])) for node in nodes for part in ALL))
+    await asyncio.gather(
+        *(node.publish(model, part, tuple(parts[part])) for node in nodes for part in ALL)
+    )
     assert await recorded(running, model, ALL) == parts
     fresh = StoredManifests(running.context.store, running.context.background)
     assert unknown_parts(await fresh.latest(model)) == ()
@@ -99,18 +118,24 @@ async def test_two_nodes_that_read_the_same_agree(cluster: Cluster) -> None:
 async def test_what_others_record_later_is_noticed_by_the_next_fetch(cluster: Cluster) -> None:
     model = cluster.register()
     running = await cluster.start()
-    one, two = (StoredManifests(running.context.store, running.context.background) for _ in range(2))
+    one, two = (
+        StoredManifests(running.context.store, running.context.background) for _ in range(2)
+    )
     assert unknown_parts(await one.latest(model)) == ALL
     await two.get(model)
     manifest = await one.get(model)
-    digests = {part: tuple(Digest(f"{part:02x}" * 32) for _ in manifest.parts[part].chunks) for part in ALL}
+    digests = {
+        part: tuple(Digest(f"{part:02x}" * 32) for _ in manifest.parts[part].chunks) for part in ALL
+    }
     await two.publish(model, 1, digests[1])
     assert unknown_parts(await one.get(model)) == ALL
     assert unknown_parts(await one.latest(model)) == (0, 2, 3)
     for part in (0, 2, 3):
         await two.publish(model, part, digests[part])
     assert unknown_parts(await one.latest(model)) == ()
-    assert recorded_digests(await one.get(model)) == {(p, c): one for p in ALL for c, one in enumerate(digests[p])}
+    assert recorded_digests(await one.get(model)) == {
+        (p, c): one for p in ALL for c, one in enumerate(digests[p])
+    }
 
 
 async def test_a_manifest_that_is_gone(cluster: Cluster) -> None:

@@ -59,7 +59,9 @@ class Supervised:
         self.changes = Changes()
         self.background = Background()
 
-    def supervisor(self, *, handover: bool = False, plan: WorkerPlan | None = None) -> WorkerSupervisor:
+    def supervisor(
+        self, *, handover: bool = False, plan: WorkerPlan | None = None
+    ) -> WorkerSupervisor:
         return WorkerSupervisor(
             plans=[plan or self.plan],
             handover=handover,
@@ -151,7 +153,9 @@ async def test_a_closed_connection_is_a_dead_worker_until_it_says_hello(tmp_path
     assert supervisor.dead_workers == {WORKER}
     supervisor.on_hello(new)
     supervisor.on_goodbye(old)
-    assert supervisor.dead_workers == frozenset(), "the close of an old connection says nothing of the new one"
+    assert supervisor.dead_workers == frozenset(), (
+        "the close of an old connection says nothing of the new one"
+    )
 
 
 async def test_workers_are_handed_over(tmp_path: Path) -> None:
@@ -177,13 +181,22 @@ async def test_workers_are_handed_over(tmp_path: Path) -> None:
 
 
 async def test_a_stubborn_worker_and_its_children_are_killed(tmp_path: Path) -> None:
-    child = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {FOREVER!r}]);{STUBBORN}"
+    child = (
+        f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {FOREVER!r}]);{STUBBORN}"
+    )
     supervised = Supervised(tmp_path, child)
     supervisor = supervised.supervisor()
     await supervisor.start()
-    await until(lambda: supervised.plan.log_path.exists() and supervised.plan.log_path.read_text().count("up") == 2)
+    await until(
+        lambda: (
+            supervised.plan.log_path.exists()
+            and supervised.plan.log_path.read_text().count("up") == 2
+        )
+    )
     pid = supervised.pid
-    session = [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and sid_of(int(entry)) == pid]
+    session = [
+        int(entry) for entry in os.listdir("/proc") if entry.isdigit() and sid_of(int(entry)) == pid
+    ]
     assert len(session) == 2
     await supervisor.stop()
     await until(lambda: not any(alive(member) for member in session))
@@ -224,7 +237,9 @@ async def test_a_worker_that_is_stopped_for_good_is_replaced(tmp_path: Path) -> 
     await supervised.background.stop()
 
 
-async def test_a_worker_that_the_next_loader_could_not_find_is_not_handed_over(tmp_path: Path) -> None:
+async def test_a_worker_that_the_next_loader_could_not_find_is_not_handed_over(
+    tmp_path: Path,
+) -> None:
     supervised = Supervised(tmp_path, FOREVER)
     # No file can be made in the place of its folder, as on a full disk.
     supervised.plan.pid_path.parent.touch()

@@ -29,7 +29,14 @@ def test_memory_is_known() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"link": "fast"}, {"pool_bytes": 1000}, {"workers": -1}, {"worker_kind": "tpu"}, {"nic_bandwidth": "0"}]
+    "wrong",
+    [
+        {"link": "fast"},
+        {"pool_bytes": 1000},
+        {"workers": -1},
+        {"worker_kind": "tpu"},
+        {"nic_bandwidth": "0"},
+    ],
 )
 def test_wrong_settings_are_refused(wrong: dict) -> None:
     with pytest.raises(SettingsInvalid, match=f"^PILOTLIGHT_{next(iter(wrong)).upper()}: .*"):

@@ -28,13 +28,18 @@ pytestmark = pytest.mark.anyio
 async def verified(cluster: Cluster, model: Model, deadline_s: float = 60.0) -> Verification:
     """Ask for a verification and wait for its end."""
     asked = Verify(model=model, deadline_s=deadline_s)
-    found = await cluster.bus.request(verify_subject(cluster.node_id), asked, Verification, deadline_s=5)
+    found = await cluster.bus.request(
+        verify_subject(cluster.node_id), asked, Verification, deadline_s=5
+    )
     subject = verification_subject(cluster.node_id)
 
     async def ended() -> bool:
         nonlocal found
         found = await cluster.bus.request(
-            subject, AskVerification(verification_id=found.verification_id), Verification, deadline_s=5
+            subject,
+            AskVerification(verification_id=found.verification_id),
+            Verification,
+            deadline_s=5,
         )
         return found.status in (VerificationStatus.DONE, VerificationStatus.FAILED)
 
@@ -49,7 +54,11 @@ async def test_a_verification_fills_in_what_nobody_has_recorded(cluster: Cluster
     before = await recorded(running, model, (1,))
     found = await verified(cluster, model)
     assert (found.status, found.filled_parts, found.differences) == (VerificationStatus.DONE, 3, ())
-    assert found.done_bytes == found.total_bytes == sum(file.size_bytes for file in registered_files(cluster, model))
+    assert (
+        found.done_bytes
+        == found.total_bytes
+        == sum(file.size_bytes for file in registered_files(cluster, model))
+    )
     assert (await recorded(running, model, ALL))[1] == before[1]
     assert await running.context.store.exists(all_digests_key(model.digest))
     again = await verified(cluster, model)
@@ -73,13 +82,22 @@ async def test_a_verification_names_what_differs(cluster: Cluster) -> None:
     weights.write_bytes(content)
     os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
     found = await verified(cluster, model)
-    assert (found.status, found.difference_count, found.filled_parts) == (VerificationStatus.DONE, 1, 0)
+    assert (found.status, found.difference_count, found.filled_parts) == (
+        VerificationStatus.DONE,
+        1,
+        0,
+    )
     assert "model.safetensors" in found.differences[0]
     assert found.differences[0].startswith(f"part {ALL[-1]}, bytes [0, ")
     os.utime(weights, ns=(1, 1))
     changed = await verified(cluster, model)
     assert (changed.status, changed.code) == (VerificationStatus.FAILED, "source_changed")
-    assert running.context.metrics.get_sample_value("pilotlight_fetches_total", {"code": "corrupt_chunk"}) == 0
+    assert (
+        running.context.metrics.get_sample_value(
+            "pilotlight_fetches_total", {"code": "corrupt_chunk"}
+        )
+        == 0
+    )
 
 
 async def test_a_verification_has_a_deadline_and_is_one_at_a_time(cluster: Cluster) -> None:
@@ -87,12 +105,17 @@ async def test_a_verification_has_a_deadline_and_is_one_at_a_time(cluster: Clust
     await cluster.start(link="8kbit")
     subject = verify_subject(cluster.node_id)
     asks = [Verify(model=one, deadline_s=2.0) for one in (model, model, other)]
-    first, same, waiting = await asyncio.gather(*(cluster.bus.request(subject, ask, Verification, deadline_s=5) for ask in asks))
+    first, same, waiting = await asyncio.gather(
+        *(cluster.bus.request(subject, ask, Verification, deadline_s=5) for ask in asks)
+    )
     assert first.verification_id == same.verification_id != waiting.verification_id
     assert waiting.status is VerificationStatus.WAITING
     found = await verified(cluster, model)
     assert (found.status, found.code) == (VerificationStatus.FAILED, "deadline_exceeded")
     with pytest.raises(NotFound, match="start another"):
         await cluster.bus.request(
-            verification_subject(cluster.node_id), AskVerification(verification_id="n.gone"), Verification, deadline_s=5
+            verification_subject(cluster.node_id),
+            AskVerification(verification_id="n.gone"),
+            Verification,
+            deadline_s=5,
         )

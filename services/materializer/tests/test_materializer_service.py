@@ -1,4 +1,6 @@
-"""The materializer on a real NATS server and a real PostgreSQL: artifacts published, found, and not believed."""
+"""The materializer on a real NATS server and a real PostgreSQL: artifacts published, found, and not
+believed.
+"""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -14,7 +16,14 @@ from structlog.testing import capture_logs
 from pilotlight.common.bus import Bus
 from pilotlight.common.db import tables
 from pilotlight.common.db.session import Database
-from pilotlight.common.errors import BusUnavailable, CallerError, CorruptChunk, DatabaseUnavailable, NotFound, SettingsInvalid
+from pilotlight.common.errors import (
+    BusUnavailable,
+    CallerError,
+    CorruptChunk,
+    DatabaseUnavailable,
+    NotFound,
+    SettingsInvalid,
+)
 from pilotlight.common.messages.artifacts import (
     FIND_ARTIFACTS_SUBJECT,
     PUBLISH_ARTIFACT_SUBJECT,
@@ -63,22 +72,34 @@ class Rig:
             **changes,
         }
         message = PublishArtifact(**values)
-        return (await self.bus.request(PUBLISH_ARTIFACT_SUBJECT, message, ArtifactPublished, deadline_s=DEADLINE_S)).artifact
+        return (
+            await self.bus.request(
+                PUBLISH_ARTIFACT_SUBJECT, message, ArtifactPublished, deadline_s=DEADLINE_S
+            )
+        ).artifact
 
     async def find(self, fingerprint: Digest = FINGERPRINT) -> tuple[ArtifactInfo, ...]:
         """What is found of a fingerprint."""
         message = FindArtifacts(fingerprint=fingerprint)
-        return (await self.bus.request(FIND_ARTIFACTS_SUBJECT, message, ArtifactsFound, deadline_s=DEADLINE_S)).artifacts
+        return (
+            await self.bus.request(
+                FIND_ARTIFACTS_SUBJECT, message, ArtifactsFound, deadline_s=DEADLINE_S
+            )
+        ).artifacts
 
 
 @pytest.fixture
-def settings(database_settings: DatabaseSettingsOf, module_database: URL, tmp_path: Path) -> MaterializerSettings:
+def settings(
+    database_settings: DatabaseSettingsOf, module_database: URL, tmp_path: Path
+) -> MaterializerSettings:
     engine = create_engine(module_database, poolclass=NullPool)
     with engine.begin() as connection:
         connection.execute(text("TRUNCATE materializer.artifacts, materializer.outbox"))
     engine.dispose()
     (tmp_path / "cluster-key").write_text("the cluster's key")
-    return MaterializerSettings(database_url=database_settings("materializer").database_url, secrets_dir=tmp_path)
+    return MaterializerSettings(
+        database_url=database_settings("materializer").database_url, secrets_dir=tmp_path
+    )
 
 
 @pytest.fixture
@@ -87,8 +108,12 @@ async def rig(make_context: MakeContext, settings: MaterializerSettings) -> Asyn
     application = await build(context)
     for component in application.components:
         await component.start()
-    (database,) = [component for component in application.components if isinstance(component, Database)]
-    (serving,) = [component for component in application.components if isinstance(component, Serving)]
+    (database,) = [
+        component for component in application.components if isinstance(component, Database)
+    ]
+    (serving,) = [
+        component for component in application.components if isinstance(component, Serving)
+    ]
     yield Rig(bus=context.bus, store=context.store, database=database, serving=serving)
     for component in reversed(application.components):
         await component.stop()
@@ -138,7 +163,9 @@ async def test_a_forged_row_is_not_returned(rig: Rig, forged: dict[str, object])
     kept = await rig.publish(await rig.put(), kind="profile")
     await rig.publish(kept.blob_digest)
     async with rig.database.unit_of_work() as work:
-        await work.connection.execute(update(tables.artifacts).where(tables.artifacts.c.kind == "graphs").values(**forged))
+        await work.connection.execute(
+            update(tables.artifacts).where(tables.artifacts.c.kind == "graphs").values(**forged)
+        )
     with capture_logs() as logs:
         assert await rig.find() == (kept,)
         assert await rig.find(Digest("cd" * 32)) == ()
@@ -185,7 +212,9 @@ async def test_a_blob_that_is_not_what_it_says_is_refused(rig: Rig) -> None:
         ({"blob_digest": "\0" * 64}, "blob_digest"),
     ],
 )
-async def test_malformed_requests_are_refused(rig: Rig, changes: dict[str, Any], param: str) -> None:
+async def test_malformed_requests_are_refused(
+    rig: Rig, changes: dict[str, Any], param: str
+) -> None:
     with pytest.raises(CallerError, match=param):
         await rig.publish(**{"blob_digest": Digest("0" * 64), **changes})
     with pytest.raises(CallerError, match="fingerprint"):
@@ -203,16 +232,22 @@ async def test_it_serves_once_however_often_it_is_started(rig: Rig) -> None:
 
 
 async def test_an_outage_of_the_database_is_told(rig: Rig, module_database: URL) -> None:
-    engine = create_engine(module_database.set(database="postgres"), poolclass=NullPool, isolation_level="AUTOCOMMIT")
+    engine = create_engine(
+        module_database.set(database="postgres"), poolclass=NullPool, isolation_level="AUTOCOMMIT"
+    )
     ends = text("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = :name")
     with engine.connect() as connection:
-        connection.execute(text(f"ALTER DATABASE {module_database.database} WITH ALLOW_CONNECTIONS false"))
+        connection.execute(
+            text(f"ALTER DATABASE {module_database.database} WITH ALLOW_CONNECTIONS false")
+        )
         connection.execute(ends, {"name": module_database.database})
         try:
             with pytest.raises(DatabaseUnavailable):
                 await rig.find()
         finally:
-            connection.execute(text(f"ALTER DATABASE {module_database.database} WITH ALLOW_CONNECTIONS true"))
+            connection.execute(
+                text(f"ALTER DATABASE {module_database.database} WITH ALLOW_CONNECTIONS true")
+            )
     engine.dispose()
     assert await rig.find() == ()
 

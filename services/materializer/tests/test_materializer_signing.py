@@ -5,14 +5,24 @@ import pytest
 from pilotlight.materializer.signing import is_signed, sign
 from pilotlight.policy.ids import Digest
 
-FIELDS = {"fingerprint": Digest("ab" * 32), "kind": "graphs", "blob_digest": Digest("cd" * 32), "size_bytes": 10}
+FIELDS = {
+    "fingerprint": Digest("ab" * 32),
+    "kind": "graphs",
+    "blob_digest": Digest("cd" * 32),
+    "size_bytes": 10,
+}
 
 
 def test_a_signature_is_of_these_fields_and_this_key() -> None:
     signature = sign(b"key", **FIELDS)
     assert is_signed(b"key", signature, **FIELDS)
     assert not is_signed(b"other key", signature, **FIELDS)
-    for field, value in (("fingerprint", "x"), ("kind", "profile"), ("blob_digest", "y"), ("size_bytes", 11)):
+    for field, value in (
+        ("fingerprint", "x"),
+        ("kind", "profile"),
+        ("blob_digest", "y"),
+        ("size_bytes", 11),
+    ):
         assert not is_signed(b"key", signature, **{**FIELDS, field: value})
 
 

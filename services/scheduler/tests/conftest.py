@@ -68,9 +68,13 @@ async def new_scheduler(
 
     async def start(clock: ManualClock) -> Application:
         settings = SchedulerSettings(
-            nats_url=bus_settings.nats_url, prefix=bus_settings.prefix, database_url=database_settings("scheduler").database_url
+            nats_url=bus_settings.nats_url,
+            prefix=bus_settings.prefix,
+            database_url=database_settings("scheduler").database_url,
         )
-        application = await build(make_context("scheduler", settings, clock=clock, bus=reconnecting))
+        application = await build(
+            make_context("scheduler", settings, clock=clock, bus=reconnecting)
+        )
         for component in application.components:
             await component.start()
         started.append(application)
@@ -83,7 +87,9 @@ async def new_scheduler(
 
 
 @pytest.fixture
-async def rig(bus: Bus, owner: Database, new_scheduler: Callable[[ManualClock], Awaitable[Application]]) -> AsyncGenerator[Rig]:
+async def rig(
+    bus: Bus, owner: Database, new_scheduler: Callable[[ManualClock], Awaitable[Application]]
+) -> AsyncGenerator[Rig]:
     clock = ManualClock()
     rig = Rig(bus=bus, clock=clock, owner=owner, application=Application())
     await rig.register(a_model(keep_alive_s=0.5))

@@ -1,4 +1,6 @@
-"""The newest epoch is known before anything is commanded under it, and nothing older ever takes its place."""
+"""The newest epoch is known before anything is commanded under it, and nothing older ever takes its
+place.
+"""
 
 import asyncio
 from typing import Any

@@ -24,13 +24,18 @@ FOX = ModelName("fox")
 
 def told(gateway: str, total: int, *, age_s: float = 0.0) -> Arrivals:
     counts = (ArrivalCount(model=FOX, total=total, idle_s=0.0),)
-    return Arrivals(life=CounterLife(gateway_id=GatewayId(gateway), number="1", age_s=age_s), counts=counts)
+    return Arrivals(
+        life=CounterLife(gateway_id=GatewayId(gateway), number="1", age_s=age_s), counts=counts
+    )
 
 
 def test_arrivals_are_those_of_all_gateways() -> None:
     world = World(listening_since_s=0.0)
     world.listen(NOW_S)
-    new = [world.hear_arrivals(one.life, one.counts, NOW_S + 1) for one in (told("a", 3), told("b", 2), told("a", 3))]
+    new = [
+        world.hear_arrivals(one.life, one.counts, NOW_S + 1)
+        for one in (told("a", 3), told("b", 2), told("a", 3))
+    ]
     assert new == [3, 2, 0]
     assert world.arrivals.recent().rate_per_s(FOX, NOW_S + 1) == 5 / SLOT_S
     assert world.listening_since_s == NOW_S
@@ -50,7 +55,9 @@ def test_a_decision_keeps_arrivals_and_estimates() -> None:
         samples=1,
     )
     estimates = with_estimates({}, (known,))
-    snapshot = Snapshot(now_s=NOW_S + 1, epoch=Epoch(1), estimates=estimates, arrivals=world.arrivals.recent())
+    snapshot = Snapshot(
+        now_s=NOW_S + 1, epoch=Epoch(1), estimates=estimates, arrivals=world.arrivals.recent()
+    )
     assert from_row_json(json.loads(json.dumps(to_row_json(snapshot))), Snapshot) == snapshot
 
 
@@ -72,7 +79,9 @@ async def test_who_listens_hears_every_gateway(bus: Bus, make_context: MakeConte
     await listening.start()
     await bus.publish(arrivals_subject(GatewayId("a")), told("a", 3))
     await bus.publish(arrivals_subject(GatewayId("b")), told("b", 1))
-    await until(lambda: context.metrics.get_sample_value("pilotlight_scheduler_arrivals_total") == 4)
+    await until(
+        lambda: context.metrics.get_sample_value("pilotlight_scheduler_arrivals_total") == 4
+    )
     assert context.metrics.get_sample_value("pilotlight_scheduler_arrival_gateways") == 2
     assert world.arrivals.recent().last_s(FOX) is not None
     assert not wake.is_set(), "nothing is decided by them yet"

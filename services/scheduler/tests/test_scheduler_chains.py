@@ -19,7 +19,7 @@ from pilotlight.policy.control.plan import ControlFacts, ControlRules, Memory, T
 from pilotlight.policy.control.reconcile import ReconcileRules
 from pilotlight.policy.control.tick import tick
 from pilotlight.policy.ids import Epoch, NodeId
-from pilotlight.policy.instance import STARTING
+from pilotlight.policy.instance import BRINGING
 from pilotlight.policy.plan import Instance, InstanceState, Snapshot
 from pilotlight.policy.testing import NOW_S, demand, instance, model, node
 from pilotlight.scheduler.chains import joined
@@ -32,7 +32,9 @@ EVERY = tuple(range(6))
 
 
 def facts(name: str, *, complete: bool = False, liveness: Liveness = Liveness.ALIVE) -> NodeFacts:
-    held = Copy(digest=MODEL.digest, node_id=NodeId(name), tier=Tier.HOST, parts=EVERY, size_bytes=60)
+    held = Copy(
+        digest=MODEL.digest, node_id=NodeId(name), tier=Tier.HOST, parts=EVERY, size_bytes=60
+    )
     made = node(copies=(held,) if complete else (), liveness=liveness)
     return replace(made, node_id=NodeId(name), dataplane_host=f"host-{name}", dataplane_port=7000)
 
@@ -44,7 +46,9 @@ class Cluster:
         self.nodes = {NodeId(name): facts(name, complete=name == "a") for name in NAMES}
         self.entries: list[Record] = []
 
-    def change(self, name: str, *, complete: bool = False, liveness: Liveness = Liveness.ALIVE) -> None:
+    def change(
+        self, name: str, *, complete: bool = False, liveness: Liveness = Liveness.ALIVE
+    ) -> None:
         self.nodes[NodeId(name)] = facts(name, complete=complete, liveness=liveness)
 
     def start(self, name: str) -> Instance:
@@ -63,7 +67,9 @@ class Cluster:
 
     def end(self, name: str, state: InstanceState) -> None:
         self.entries = [
-            replace(one, instance=replace(one.instance, state=state)) if one.instance.instance_id == f"i-{name}" else one
+            replace(one, instance=replace(one.instance, state=state))
+            if one.instance.instance_id == f"i-{name}"
+            else one
             for one in self.entries
         ]
 
@@ -77,7 +83,9 @@ def test_those_that_start_one_after_the_other_are_one_chain_whatever_ends_or_die
     for name in "bcd":
         before = cluster.told()
         cluster.start(name)
-        assert before.items() <= cluster.told().items(), "who joined before stays where it is"
+        assert before.items() <= cluster.told().items(), (
+            "a node that joined before stays where it is"
+        )
     assert cluster.told() == {"b": "a", "c": "b a", "d": "c b a"}
     cluster.change("c", liveness=Liveness.SUSPECT)
     assert cluster.told() == {"b": "a", "c": "b a", "d": "c b a"}
@@ -87,12 +95,14 @@ def test_those_that_start_one_after_the_other_are_one_chain_whatever_ends_or_die
     cluster.start("e")
     assert cluster.told() == {"b": "a", "d": "b a", "e": "d b a"}
     cluster.change("b", complete=True)
-    assert cluster.told() == {"d": "b a", "e": "d b a"}, "what is there is fetched from nobody"
+    assert cluster.told() == {"d": "b a", "e": "d b a"}, "what is there is not fetched"
     cluster.end("b", InstanceState.READY)
     assert cluster.told() == {"d": "b a", "e": "d b a"}
     cluster.change("c")
     cluster.start("c")
-    assert cluster.told() == {"d": "b a", "e": "d b a", "c": "a b"}, "the first source gives nobody anything at this moment"
+    assert cluster.told() == {"d": "b a", "e": "d b a", "c": "a b"}, (
+        "the first source gives no node anything at this moment"
+    )
 
 
 def test_without_rows_that_start_there_is_nothing_to_plan() -> None:
@@ -100,14 +110,15 @@ def test_without_rows_that_start_there_is_nothing_to_plan() -> None:
     cluster.start("b")
     for state in InstanceState:
         cluster.end("b", state)
-        assert bool(cluster.told()) is (state in STARTING)
+        assert bool(cluster.told()) is (state in BRINGING)
 
 
 def test_a_row_of_a_release_without_chains_gets_whoever_has_the_parts() -> None:
     cluster = Cluster()
     one = cluster.start("b")
     cluster.entries[0] = replace(
-        cluster.entries[0], instance=replace(one, placements=(replace(one.placements[0], upstreams=()),))
+        cluster.entries[0],
+        instance=replace(one, placements=(replace(one.placements[0], upstreams=()),)),
     )
     assert cluster.told() == {"b": "a"}
 
@@ -115,7 +126,13 @@ def test_a_row_of_a_release_without_chains_gets_whoever_has_the_parts() -> None:
 def test_a_change_of_upstreams_is_told_at_once_and_the_rest_by_the_second() -> None:
     cluster, memory = Cluster(), Memory()
     rules = ControlRules(reconcile=ReconcileRules(term_started_s=NOW_S, hold_deadline_s=10.0))
-    term = Term(epoch=Epoch(1), started_s=NOW_S - 10, listening_since_s=NOW_S - 20, deaf=False, announced=True)
+    term = Term(
+        epoch=Epoch(1),
+        started_s=NOW_S - 10,
+        listening_since_s=NOW_S - 20,
+        deaf=False,
+        announced=True,
+    )
     for name in "bc":
         cluster.start(name)
 
@@ -128,14 +145,20 @@ def test_a_change_of_upstreams_is_told_at_once_and_the_rest_by_the_second() -> N
                 books=Books().put(*cluster.entries),
                 workers={},
                 nodes=cluster.nodes,
-                models={MODEL.name: replace(MODEL, scaling=replace(MODEL.scaling, max_instances=4))},
+                models={
+                    MODEL.name: replace(MODEL, scaling=replace(MODEL.scaling, max_instances=4))
+                },
                 demand=(demand(MODEL.name, 1),),
             ),
             memory,
             rules,
         )
         memory = plan.memory
-        return {str(one.node_id): list(one.fetches[0].upstreams) for one in (*plan.tell.nodes, *plan.repeat.nodes) if one.fetches}
+        return {
+            str(one.node_id): list(one.fetches[0].upstreams)
+            for one in (*plan.tell.nodes, *plan.repeat.nodes)
+            if one.fetches
+        }
 
     assert told(NOW_S) == {"b": ["a"], "c": ["b", "a"]}
     assert told(NOW_S + 0.25) == {}
@@ -169,14 +192,27 @@ async def test_the_next_leader_reads_rows_in_the_order_in_which_they_were_planne
         }
         for index, entry in enumerate(cluster.entries)
     ]
-    decided = {"kind": "cold_start", "model": MODEL.name, "epoch": 1, "at": begun, "outcome": {}, "reasons": []}
+    decided = {
+        "kind": "cold_start",
+        "model": MODEL.name,
+        "epoch": 1,
+        "at": begun,
+        "outcome": {},
+        "reasons": [],
+    }
     async with database.unit_of_work() as work:
         # As a table is that was written to for a while: in no order.
         for index, row in reversed(list(enumerate(rows))):
             await work.connection.execute(insert(tables.instances).values(**row))
             inputs = {"models": [to_row_json(MODEL)]}
-            await work.connection.execute(insert(tables.decisions).values(decision_id=f"dec-{index}", inputs=inputs, **decided))
-    stored = await SchedulerRepository(database, Fence(database, "leader", Epoch(2)), SystemClock()).load()
+            await work.connection.execute(
+                insert(tables.decisions).values(
+                    decision_id=f"dec-{index}", inputs=inputs, **decided
+                )
+            )
+    stored = await SchedulerRepository(
+        database, Fence(database, "leader", Epoch(2)), SystemClock()
+    ).load()
     cluster.entries = [Record(instance=one.instance, model=one.model) for one in stored.instances]
     assert [one.instance.instance_id for one in stored.instances] == ["i-d", "i-b", "i-c"]
     assert cluster.told() == told == {"d": "a", "b": "d a", "c": "b d a"}

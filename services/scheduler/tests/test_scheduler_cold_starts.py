@@ -36,19 +36,35 @@ async def test_what_is_sent_says_when_and_activation_begins_with_the_last_load(r
     ready = await rig.shown_as(S.READY)
     assert rig.sent["instance"] == moment_of(rig.clock)
     offset_s = loaded.wall_offset_s
-    first = FirstToken(request_id=RequestId("r"), at_s=loaded.at_s + 0.5, wall_offset_s=offset_s, arrived_s=begun_s)
+    first = FirstToken(
+        request_id=RequestId("r"), at_s=loaded.at_s + 0.5, wall_offset_s=offset_s, arrived_s=begun_s
+    )
     report = PhaseReport(instance_id=ready.instance_id, phases=(), first_token=first)
     await rig.bus.request(PHASES_SUBJECT, report, PhasesKept, deadline_s=DEADLINE_S)
     (cold,) = await rig.rows(select(tables.cold_starts))
     (activate,) = [one for one in cold.phases if one["name"] == "activate"]
-    assert (activate["start_s"], activate["end_s"]) == (loaded.at_s, pytest.approx(loaded.at_s + 0.21))
+    assert (activate["start_s"], activate["end_s"]) == (
+        loaded.at_s,
+        pytest.approx(loaded.at_s + 0.21),
+    )
 
 
 async def test_a_finished_cold_start_teaches_the_estimate(rig: Rig) -> None:
     ready = await rig.ready()
-    now_s, offset_s = rig.clock.monotonic_s(), rig.clock.wall().timestamp() - rig.clock.monotonic_s()
-    first = FirstToken(request_id=RequestId("r"), at_s=now_s + 2, wall_offset_s=offset_s, arrived_s=now_s)
-    fetch = Phase(name=PhaseName.FETCH, start_s=now_s, end_s=now_s + 0.5, wall_offset_s=offset_s, process="loader")
+    now_s, offset_s = (
+        rig.clock.monotonic_s(),
+        rig.clock.wall().timestamp() - rig.clock.monotonic_s(),
+    )
+    first = FirstToken(
+        request_id=RequestId("r"), at_s=now_s + 2, wall_offset_s=offset_s, arrived_s=now_s
+    )
+    fetch = Phase(
+        name=PhaseName.FETCH,
+        start_s=now_s,
+        end_s=now_s + 0.5,
+        wall_offset_s=offset_s,
+        process="loader",
+    )
     report = PhaseReport(instance_id=ready.instance_id, phases=(fetch,), first_token=first)
     await rig.bus.request(PHASES_SUBJECT, report, PhasesKept, deadline_s=DEADLINE_S)
     await rig.later(10.5)

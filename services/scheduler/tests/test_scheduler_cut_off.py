@@ -35,12 +35,16 @@ async def test_a_lease_taken_while_nats_is_away_ends_nothing(
     settings = database_settings("scheduler")
     database = Database(settings, "scheduler", SystemClock())
     await database.start()
-    bus = await NatsBus.connect(BusSettings(nats_url=nats_url, prefix=PREFIX), user="test", name="test")
+    bus = await NatsBus.connect(
+        BusSettings(nats_url=nats_url, prefix=PREFIX), user="test", name="test"
+    )
     leader = await bus.bucket(LEADER)
 
     async def lease() -> tuple[str, int]:
         async with database.unit_of_work() as work:
-            row = (await work.connection.execute(select(tables.lease.c.holder, tables.lease.c.epoch))).one_or_none()
+            row = (
+                await work.connection.execute(select(tables.lease.c.holder, tables.lease.c.epoch))
+            ).one_or_none()
         return (row.holder, row.epoch) if row is not None else ("", 0)
 
     async def led() -> int:
@@ -65,7 +69,9 @@ async def test_a_lease_taken_while_nats_is_away_ends_nothing(
         # Another takes the lease and is gone: the process has it again while it cannot be heard.
         expiry = func.clock_timestamp() + literal(timedelta(seconds=1.0))
         async with database.unit_of_work() as work:
-            taken = update(tables.lease).values(holder="another", epoch=tables.lease.c.epoch + 1, expires_at=expiry)
+            taken = update(tables.lease).values(
+                holder="another", epoch=tables.lease.c.epoch + 1, expires_at=expiry
+            )
             await work.connection.execute(taken)
         (_, others) = await lease()
 

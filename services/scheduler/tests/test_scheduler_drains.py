@@ -33,7 +33,9 @@ async def intend_drain(rig: Rig, *node_ids: str) -> None:
 async def test_a_node_that_drains_is_emptied_and_gets_nothing_until_it_is_used_again(
     rig: Rig, new_scheduler: Callable[[ManualClock], Awaitable[Application]]
 ) -> None:
-    """The only node: there is no room elsewhere, so what runs there ends its requests and goes; a new leader keeps to it."""
+    """The only node: there is no room elsewhere, so what runs there ends its requests and goes; a
+    new leader keeps to it.
+    """
     ready = await rig.ready()
     await rig.hold(ready.instance_id, H.READY, in_flight=1)
     await rig.later(1.1)
@@ -51,7 +53,9 @@ async def test_a_node_that_drains_is_emptied_and_gets_nothing_until_it_is_used_a
 
     async def refusals() -> list[Any]:
         refused = tables.decisions.c.outcome["refused"].astext == "no_room"
-        return await rig.rows(select(tables.decisions).where(refused).order_by(tables.decisions.c.epoch))
+        return await rig.rows(
+            select(tables.decisions).where(refused).order_by(tables.decisions.c.epoch)
+        )
 
     await rig.passing(rig.waited, refusals)
     assert any("its node is draining" in reason for reason in (await refusals())[0].reasons)

@@ -77,7 +77,10 @@ async def seen(event: asyncio.Event) -> None:
 
 
 def stand(
-    lease: DecidedLease, leading: Leading, clock: ManualClock | None = None, epoch_seen: Callable[[], Epoch] = lambda: Epoch(0)
+    lease: DecidedLease,
+    leading: Leading,
+    clock: ManualClock | None = None,
+    epoch_seen: Callable[[], Epoch] = lambda: Epoch(0),
 ) -> tuple[Election, Background]:
     background = Background()
     lead: Callable[[Epoch], Awaitable[None]] = leading.lead

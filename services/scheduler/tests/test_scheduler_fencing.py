@@ -1,4 +1,6 @@
-"""A leader whose lease has run out says nothing more: to workers, loaders, gateways, or the cache."""
+"""A leader whose lease has run out says nothing more: to workers, loaders, gateways, or the
+cache.
+"""
 
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -13,8 +15,8 @@ from pilotlight.policy.ids import Epoch, InstanceId
 from pilotlight.policy.phase import Moment
 from pilotlight.policy.plan import Instance, InstanceState
 from pilotlight.policy.testing import instance, model
-from pilotlight.scheduler.board import InstanceBoard
 from pilotlight.scheduler.book import Book
+from pilotlight.scheduler.publisher import InstancePublisher
 from pilotlight.scheduler.room import RoomClient
 from pilotlight.scheduler.teller import Teller
 
@@ -30,7 +32,9 @@ class Said:
     async def publish(self, subject: str, message: object, *, sent: Moment | None = None) -> None:
         self.words.append(subject)
 
-    async def request(self, subject: str, message: object, reply_type: type[Any], *, deadline_s: float) -> Any:
+    async def request(
+        self, subject: str, message: object, reply_type: type[Any], *, deadline_s: float
+    ) -> Any:
         self.words.append(subject)
         return None
 
@@ -40,7 +44,9 @@ class Said:
     async def delete(self, key: str) -> None:
         self.words.append(f"delete {key}")
 
-    async def watch(self, value_type: type[Any], on_change: Callable[[str, Any], Awaitable[None]]) -> None:
+    async def watch(
+        self, value_type: type[Any], on_change: Callable[[str, Any], Awaitable[None]]
+    ) -> None:
         raise AssertionError
 
 
@@ -80,15 +86,15 @@ async def test_commands_end_with_the_lease() -> None:
 
 async def test_the_board_ends_with_the_lease() -> None:
     said, term, one = Said(), Term(), an_instance()
-    board = InstanceBoard(said, ManualClock(), term)  # type: ignore[arg-type]
-    board.show(one)
+    publisher = InstancePublisher(said, ManualClock(), term)  # type: ignore[arg-type]
+    publisher.publish(one)
     term.over = True
     with pytest.raises(NotLeader):
-        await board.run()
-    board = InstanceBoard(said, ManualClock(), term)  # type: ignore[arg-type]
-    await board._on_value("left-by-another", one)
+        await publisher.run()
+    publisher = InstancePublisher(said, ManualClock(), term)  # type: ignore[arg-type]
+    await publisher._on_value("left-by-another", one)
     with pytest.raises(NotLeader):
-        await board.run()
+        await publisher.run()
     assert said.words == []
 
 

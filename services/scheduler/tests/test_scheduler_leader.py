@@ -47,18 +47,37 @@ async def test_demand_becomes_an_instance_a_command_readiness_and_a_record(rig: 
     assert decision.outcome["evicted_instances"] == ["evicted"]
     assert decision.reasons
 
-    now_s, offset_s = rig.clock.monotonic_s(), rig.clock.wall().timestamp() - rig.clock.monotonic_s()
-    phase = Phase(name=PhaseName.PREFILL, start_s=now_s, end_s=now_s + 1, wall_offset_s=offset_s, process="worker")
-    first = FirstToken(request_id=RequestId("r"), at_s=now_s + 1, wall_offset_s=offset_s, arrived_s=now_s - 0.25)
+    now_s, offset_s = (
+        rig.clock.monotonic_s(),
+        rig.clock.wall().timestamp() - rig.clock.monotonic_s(),
+    )
+    phase = Phase(
+        name=PhaseName.PREFILL,
+        start_s=now_s,
+        end_s=now_s + 1,
+        wall_offset_s=offset_s,
+        process="worker",
+    )
+    first = FirstToken(
+        request_id=RequestId("r"), at_s=now_s + 1, wall_offset_s=offset_s, arrived_s=now_s - 0.25
+    )
     report = PhaseReport(instance_id=instance_id, phases=(phase,), first_token=first)
     await rig.bus.request(PHASES_SUBJECT, report, PhasesKept, deadline_s=DEADLINE_S)
     (cold,) = await rig.rows(select(tables.cold_starts))
-    assert (cold.status, cold.trace_id, cold.ttft_s) == ("done", TRACE.split("-")[1], pytest.approx(1.25))
+    assert (cold.status, cold.trace_id, cold.ttft_s) == (
+        "done",
+        TRACE.split("-")[1],
+        pytest.approx(1.25),
+    )
     assert cold.coverage > 0.95
     assert {one["name"] for one in cold.phases} == {"schedule", "dispatch", "activate", "prefill"}
 
     def told() -> bool:
-        return {one.kind for one in rig.events} >= {"instance_planned", "instance_ready", "cold_start_finished"}
+        return {one.kind for one in rig.events} >= {
+            "instance_planned",
+            "instance_ready",
+            "cold_start_finished",
+        }
 
     await rig.until(told)
     seen = [state for key, state in rig.states if key == instance_id]
@@ -126,11 +145,15 @@ async def test_an_idle_instance_drains_to_zero_after_its_keep_alive(rig: Rig) ->
     await rig.later(0.6)
     draining = await rig.shown_as(S.DRAINING)
     assert "idle" in draining.reason
-    await rig.until(lambda: rig.worker_hold is not None and any(one.draining for one in rig.worker_hold.holds))
+    await rig.until(
+        lambda: rig.worker_hold is not None and any(one.draining for one in rig.worker_hold.holds)
+    )
     rig.held.clear()
     await rig.later(0.1)
     await rig.shown_as(S.GONE)
-    assert [row.kind for row in await rig.rows(select(tables.decisions).order_by(tables.decisions.c.at))] == [
+    assert [
+        row.kind for row in await rig.rows(select(tables.decisions).order_by(tables.decisions.c.at))
+    ] == [
         "cold_start",
         "drain",
     ]
@@ -165,12 +188,15 @@ async def test_a_busy_instance_makes_room_for_who_has_waited_for_too_long(
     assert decision.reasons == [draining.reason]
 
     def told() -> Any:
-        return rig.worker_hold and [one.drain_within_s for one in rig.worker_hold.holds if one.draining]
+        return rig.worker_hold and [
+            one.drain_within_s for one in rig.worker_hold.holds if one.draining
+        ]
 
     (within_s,) = await rig.until(told)
     assert within_s > 0
 
-    # Another leads now: it knows the limit, and for whom the room is, though others ask for it first.
+    # Another leads now: it knows the limit, and for which model the room is, though others ask for
+    # it first.
     for component in reversed(rig.application.components):
         await component.stop()
     await new_scheduler(rig.clock)
@@ -190,6 +216,8 @@ async def test_a_deleted_model_is_drained_and_its_stage_still_described(rig: Rig
     await rig.register()
     draining = await rig.shown_as(S.DRAINING)
     assert draining.reason == "its model was deleted"
-    await rig.until(lambda: rig.worker_hold is not None and any(one.draining for one in rig.worker_hold.holds))
+    await rig.until(
+        lambda: rig.worker_hold is not None and any(one.draining for one in rig.worker_hold.holds)
+    )
     assert rig.worker_hold is not None
     assert rig.worker_hold.holds[0].instance_id == ready.instance_id

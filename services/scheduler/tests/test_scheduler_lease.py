@@ -1,4 +1,6 @@
-"""The lease, on a real PostgreSQL: one leader, by the database's clock, and no write after it is lost."""
+"""The lease, on a real PostgreSQL: one leader, by the database's clock, and no write after it is
+lost.
+"""
 
 from collections.abc import AsyncGenerator, Callable
 
@@ -22,7 +24,9 @@ ESTIMATE = {"model": "m", "device_kind": "sim", "body": {}}
 
 
 @pytest.fixture
-async def database(database_settings: Callable[[str], DatabaseSettings]) -> AsyncGenerator[Database]:
+async def database(
+    database_settings: Callable[[str], DatabaseSettings],
+) -> AsyncGenerator[Database]:
     database = Database(database_settings("scheduler"), "scheduler", SystemClock())
     await database.start()
     async with database.unit_of_work() as work:
@@ -34,7 +38,9 @@ async def database(database_settings: Callable[[str], DatabaseSettings]) -> Asyn
 
 async def expire(database: Database) -> None:
     async with database.unit_of_work() as work:
-        await work.connection.execute(update(tables.lease).values(expires_at=func.clock_timestamp()))
+        await work.connection.execute(
+            update(tables.lease).values(expires_at=func.clock_timestamp())
+        )
 
 
 async def test_one_leads_and_the_next_has_a_higher_epoch(database: Database) -> None:
@@ -43,7 +49,9 @@ async def test_one_leads_and_the_next_has_a_higher_epoch(database: Database) -> 
     assert await second.take(Epoch(1)) is None
     assert await first.renew(Epoch(1))
     await expire(database)
-    assert not await first.renew(Epoch(1)), "an expired lease is lost even when nobody has taken it"
+    assert not await first.renew(Epoch(1)), (
+        "an expired lease is lost even before another scheduler takes it"
+    )
     assert await second.take(Epoch(1)) == 2
     assert not await first.renew(Epoch(1))
     assert not await second.renew(Epoch(1)), "the epoch before is not mine"
@@ -76,7 +84,9 @@ async def test_a_stale_leader_cannot_write(database: Database) -> None:
         assert (await connection.execute(select(tables.estimates.c.body))).scalar_one() == {}
 
 
-async def test_the_lease_cannot_change_hands_while_a_fenced_write_is_under_way(database: Database) -> None:
+async def test_the_lease_cannot_change_hands_while_a_fenced_write_is_under_way(
+    database: Database,
+) -> None:
     old, new = Lease(database, "old"), Lease(database, "new")
     epoch = await old.take(Epoch(1))
     assert epoch is not None
@@ -103,7 +113,9 @@ async def test_a_standby_knows_how_long_it_has_to_wait(database: Database) -> No
 async def test_a_leader_that_is_stopped_in_the_middle_of_a_write_does_not_keep_the_lease(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It holds the row's lock: the database takes it back, and what was half written is not written."""
+    """It holds the row's lock: the database takes it back, and what was half written is not
+    written.
+    """
     assert IDLE_S < LEASE_S
     monkeypatch.setattr(lease, "IDLE_S", STOPPED_S)
     old, new = Lease(database, "old"), Lease(database, "new")

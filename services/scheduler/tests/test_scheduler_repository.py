@@ -1,4 +1,4 @@
-"""A row of an instance is changed by whoever has seen it as it is, and by nobody else."""
+"""A row of an instance is changed only by a writer that has seen it as it is."""
 
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
@@ -21,7 +21,9 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
 @pytest.fixture
-async def database(database_settings: Callable[[str], DatabaseSettings]) -> AsyncGenerator[Database]:
+async def database(
+    database_settings: Callable[[str], DatabaseSettings],
+) -> AsyncGenerator[Database]:
     database = Database(database_settings("scheduler"), "scheduler", SystemClock())
     await database.start()
     yield database
@@ -51,7 +53,9 @@ async def stored(database: Database, one: Instance) -> None:
     [{"generation": Generation(1)}, {"epoch": Epoch(3)}, {"state": InstanceState.LOADING}, {}],
     ids=["generation", "epoch", "state", "as it is"],
 )
-async def test_a_row_moves_only_from_what_was_seen(database: Database, seen: dict[str, object]) -> None:
+async def test_a_row_moves_only_from_what_was_seen(
+    database: Database, seen: dict[str, object]
+) -> None:
     now = replace(instance(state=InstanceState.READY), generation=Generation(2), epoch=Epoch(4))
     await stored(database, now)
     lease = Lease(database, "leader")

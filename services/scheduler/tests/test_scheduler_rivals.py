@@ -1,4 +1,5 @@
-"""Schedulers that fight for the lease, on a real PostgreSQL: however they are stopped and go on, and whatever becomes of their
+"""Schedulers that fight for the lease, on a real PostgreSQL: however they are stopped and go on,
+and whatever becomes of their
 connections, one leads at a time, and what an older leader says or writes counts for nothing.
 """
 
@@ -69,9 +70,11 @@ async def write(fence: Fence, holder: str, *, slowly: bool = False) -> None:
 
 
 async def written(owner: Database) -> list[tuple[str, int]]:
-    """Who wrote under which epoch, in order."""
+    """Which scheduler wrote under which epoch, in order."""
     async with owner.reading() as connection:
-        rows = (await connection.execute(select(ROWS.c.kind, ROWS.c.entity).order_by(ROWS.c.id))).all()
+        rows = (
+            await connection.execute(select(ROWS.c.kind, ROWS.c.entity).order_by(ROWS.c.id))
+        ).all()
     return [(row.kind, int(row.entity)) for row in rows]
 
 
@@ -118,7 +121,9 @@ async def test_every_operation_does_what_the_model_says(
                 held_by = None if held_by == holder else held_by
             case "expire":
                 async with owner.unit_of_work() as work:
-                    await work.connection.execute(update(tables.lease).values(expires_at=func.clock_timestamp()))
+                    await work.connection.execute(
+                        update(tables.lease).values(expires_at=func.clock_timestamp())
+                    )
                 held_by = None
             case _:
                 await cut_all(owner)
@@ -129,12 +134,16 @@ async def test_every_operation_does_what_the_model_says(
 async def test_of_many_that_take_at_once_one_gets_it(
     owner: Database, database_settings: Callable[[str], DatabaseSettings]
 ) -> None:
-    databases = [Database(database_settings("scheduler"), "scheduler", SystemClock()) for _ in HOLDERS]
+    databases = [
+        Database(database_settings("scheduler"), "scheduler", SystemClock()) for _ in HOLDERS
+    ]
     leases = [Lease(database, holder) for database, holder in zip(databases, HOLDERS, strict=True)]
     for term in range(1, 11):
         taken = await asyncio.gather(*(lease.take(Epoch(1)) for lease in leases))
         assert [epoch for epoch in taken if epoch is not None] == [term]
-        winner = next(lease for lease, epoch in zip(leases, taken, strict=True) if epoch is not None)
+        winner = next(
+            lease for lease, epoch in zip(leases, taken, strict=True) if epoch is not None
+        )
         await winner.give_back(Epoch(term))
     for database in databases:
         await database.stop()
@@ -179,7 +188,10 @@ class Receiver:
 
 
 class Rival:
-    """One scheduler: while it leads it writes and commands. It can be stopped, with its clock or without."""
+    """One scheduler: while it leads it writes and commands.
+
+    It can be stopped, with its clock or without.
+    """
 
     def __init__(self, holder: str, settings: DatabaseSettings, receiver: Receiver) -> None:
         self.holder = holder
@@ -262,11 +274,15 @@ async def test_one_leads_at_a_time_whoever_is_stopped_and_whatever_breaks(
     ends_s = clock.monotonic_s() + FIGHT_S
     while clock.monotonic_s() < ends_s:
         await pause(rng.uniform(0.0, LEASE_S))
-        leading = next((rival for rival in rivals if rival.election.epoch is not None), rng.choice(rivals))
+        leading = next(
+            (rival for rival in rivals if rival.election.epoch is not None), rng.choice(rivals)
+        )
         if rng.random() < 0.25:
             await cut_all(owner)
         else:
-            await leading.stand_still(rng.uniform(LEASE_S / 2, 2 * LEASE_S), clock_too=rng.random() < 0.4)
+            await leading.stand_still(
+                rng.uniform(LEASE_S / 2, 2 * LEASE_S), clock_too=rng.random() < 0.4
+            )
     before = len(receiver.obeyed)
     await until(lambda: len(receiver.obeyed) > before)
     for rival in rivals:
@@ -279,4 +295,6 @@ async def test_one_leads_at_a_time_whoever_is_stopped_and_whatever_breaks(
         for at_s, epoch in rival.believed:
             spans.setdefault(epoch, []).append(at_s)
     terms = sorted(spans)
-    assert all(max(spans[one]) < min(spans[other]) for one, other in pairwise(terms)), "two led at once"
+    assert all(max(spans[one]) < min(spans[other]) for one, other in pairwise(terms)), (
+        "two led at once"
+    )

@@ -51,11 +51,25 @@ async def test_a_node_is_told_at_once_from_whom_to_fetch_and_the_next_leader_say
     parts = tuple(range(6))
     has = replace(copy(), node_id=NodeId("n1"), parts=parts)
     rig.others = (
-        replace(node(copies=(has,)), node_id=NodeId("n1"), dataplane_host="10.0.0.2", dataplane_port=7001),
         replace(
-            node(copies=(replace(has, parts=parts[:3]),)), node_id=NodeId("n2"), dataplane_host="10.0.0.3", dataplane_port=7002
+            node(copies=(has,)),
+            node_id=NodeId("n1"),
+            dataplane_host="10.0.0.2",
+            dataplane_port=7001,
         ),
-        replace(node(copies=(has,)), node_id=NodeId("n3"), dataplane_host="10.0.0.4", dataplane_port=7003, draining=True),
+        replace(
+            node(copies=(replace(has, parts=parts[:3]),)),
+            node_id=NodeId("n2"),
+            dataplane_host="10.0.0.3",
+            dataplane_port=7002,
+        ),
+        replace(
+            node(copies=(has,)),
+            node_id=NodeId("n3"),
+            dataplane_host="10.0.0.4",
+            dataplane_port=7003,
+            draining=True,
+        ),
     )
     await rig.report()
     orders: list[NodeHold | WorkerHold] = []
@@ -72,7 +86,9 @@ async def test_a_node_is_told_at_once_from_whom_to_fetch_and_the_next_leader_say
     await rig.ordered(instance.instance_id)
     fetched = [one for one in orders if isinstance(one, NodeHold) and one.fetches]
     held = [one for one in orders if isinstance(one, WorkerHold) and one.holds]
-    assert fetched[0].seq + 1 == held[0].seq, "bytes move while the worker gets ready: its node is told just before it"
+    assert fetched[0].seq + 1 == held[0].seq, (
+        "bytes move while the worker gets ready: its node is told just before it"
+    )
     upstreams = fetched[0].fetches[0].upstreams
     assert upstreams == (
         Peer(node_id=NodeId("n1"), host="10.0.0.2", port=7001),
@@ -80,7 +96,9 @@ async def test_a_node_is_told_at_once_from_whom_to_fetch_and_the_next_leader_say
     )
     assert instance.placements[0].upstreams == ("n1",)
     (decision,) = await rig.rows(select(tables.decisions))
-    assert [(chain["source"], chain["members"]) for chain in decision.outcome["chains"]] == [("n1", ["n0"])]
+    assert [(chain["source"], chain["members"]) for chain in decision.outcome["chains"]] == [
+        ("n1", ["n0"])
+    ]
     assert "n0 takes the parts from n1, then n2, then file:///m" in decision.reasons
 
     await new_scheduler(rig.clock)
@@ -92,5 +110,10 @@ async def test_a_node_is_told_at_once_from_whom_to_fetch_and_the_next_leader_say
     await rig.until(lambda: rig.epoch > epoch)
     for one in listening:
         await one.end()
-    told = {fetch.upstreams for command in orders if isinstance(command, NodeHold) for fetch in command.fetches}
+    told = {
+        fetch.upstreams
+        for command in orders
+        if isinstance(command, NodeHold)
+        for fetch in command.fetches
+    }
     assert told == {upstreams}

@@ -1,4 +1,6 @@
-"""Leaders that follow one another, and what a leader does without its lease, its database or its bus."""
+"""Leaders that follow one another, and what a leader does without its lease, its database or its
+bus.
+"""
 
 from collections.abc import Awaitable, Callable
 
@@ -43,7 +45,9 @@ async def test_a_standby_takes_over_and_drops_nothing(
         await rig.later(0.5)
     await rig.until(lambda: rig.epoch > epoch)
     await listening.end()
-    assert all([one.instance_id for one in command.holds] == [ready.instance_id] for command in holds)
+    assert all(
+        [one.instance_id for one in command.holds] == [ready.instance_id] for command in holds
+    )
     traces = {one.trace_parent.split("-")[1] for command in holds for one in command.holds}
     assert traces == {TRACE.split("-")[1]}, "its cold start is not done: it stays one trace"
     assert [one.instance_id for one in rig.instances(S.READY)] == [ready.instance_id]
@@ -56,7 +60,9 @@ async def test_a_leader_whose_lease_was_taken_writes_and_commands_no_more(rig: R
     ready = await rig.ready()
     in_half_a_second = func.clock_timestamp() + func.make_interval(0, 0, 0, 0, 0, 0, 0.5)
     async with rig.owner.unit_of_work() as work:
-        stolen = update(tables.lease).values(holder="another", epoch=tables.lease.c.epoch + 1, expires_at=in_half_a_second)
+        stolen = update(tables.lease).values(
+            holder="another", epoch=tables.lease.c.epoch + 1, expires_at=in_half_a_second
+        )
         await work.connection.execute(stolen)
     rig.held.clear()
     rig.incarnation = "b"
@@ -66,16 +72,24 @@ async def test_a_leader_whose_lease_was_taken_writes_and_commands_no_more(rig: R
     assert failed.epoch >= ready.epoch + 2, "nothing was written until the lease was its own again"
 
 
-async def test_without_a_database_nothing_is_started_and_nothing_is_lost(rig: Rig, module_database: URL) -> None:
+async def test_without_a_database_nothing_is_started_and_nothing_is_lost(
+    rig: Rig, module_database: URL
+) -> None:
     ready = await rig.ready()
     await rig.register(a_model(keep_alive_s=0.5), a_model("other"))
     await rig.hold(ready.instance_id, H.READY, in_flight=1)
-    server = create_engine(module_database.set(database="postgres"), poolclass=NullPool, isolation_level="AUTOCOMMIT")
+    server = create_engine(
+        module_database.set(database="postgres"), poolclass=NullPool, isolation_level="AUTOCOMMIT"
+    )
 
     def allow(connections: bool) -> None:
         with server.connect() as connection:
-            connection.execute(text(f"ALTER DATABASE {module_database.database} ALLOW_CONNECTIONS {connections}"))
-            gone = text("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = :name")
+            connection.execute(
+                text(f"ALTER DATABASE {module_database.database} ALLOW_CONNECTIONS {connections}")
+            )
+            gone = text(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = :name"
+            )
             connection.execute(gone, {"name": module_database.database})
 
     allow(False)
@@ -91,14 +105,17 @@ async def test_without_a_database_nothing_is_started_and_nothing_is_lost(rig: Ri
     assert [one.instance_id for one in rig.instances(S.READY)] == [ready.instance_id]
 
 
-async def test_the_epoch_is_known_to_who_was_away_before_anything_is_commanded(rig: Rig, reconnecting: ReconnectingBus) -> None:
+async def test_the_epoch_is_known_to_who_was_away_before_anything_is_commanded(
+    rig: Rig, reconnecting: ReconnectingBus
+) -> None:
     bucket = await rig.bus.bucket(LEADER)
     assert rig.epoch > 0
     assert (await bucket.get(LEADING_KEY, Leading)).value == Leading(epoch=rig.epoch)
     await bucket.delete(LEADING_KEY)
     await reconnecting.reconnect()
     await until_says(bucket, rig.epoch)
-    # Whatever the lease's row says, for example one from a backup: nobody would obey an epoch below this one.
+    # Whatever the lease's row says, for example one from a backup: no worker would obey an epoch
+    # below this one.
     await bucket.put(LEADING_KEY, Leading(epoch=Epoch(50)))
     await reconnecting.reconnect()
     await rig.passing(lambda: rig.later(0.3), lambda: rig.epoch > 50)
@@ -123,4 +140,6 @@ async def test_a_leader_that_the_cache_knows_to_be_replaced_leads_no_more(rig: R
     rig.clock.advance(0.5)
     await rig.demand()
     await rig.until(lambda: len(rig.reserved) > 1)
-    assert rig.reserved[-1].epoch > before, "it leads again under an epoch of its own, or not at all"
+    assert rig.reserved[-1].epoch > before, (
+        "it leads again under an epoch of its own, or not at all"
+    )

@@ -26,7 +26,9 @@ OLD = NOW - timedelta(days=SchedulerSettings().instances_keep_days, minutes=1)
 
 
 @pytest.fixture
-async def database(database_settings: Callable[[str], DatabaseSettings]) -> AsyncGenerator[Database]:
+async def database(
+    database_settings: Callable[[str], DatabaseSettings],
+) -> AsyncGenerator[Database]:
     database = Database(database_settings("scheduler"), "scheduler", SystemClock())
     await database.start()
     yield database
@@ -78,7 +80,9 @@ async def add(database: Database, name: str, at: datetime, *, state: str, status
 def pruner_of(database: Database, fence: Fence) -> Pruner:
     metrics = PruneMetrics(CollectorRegistry())
     rules = retention(SchedulerSettings())
-    return Pruner(rules, database, SystemClock(), metrics, interval_s=60.0, unit_of_work=fence.unit_of_work)
+    return Pruner(
+        rules, database, SystemClock(), metrics, interval_s=60.0, unit_of_work=fence.unit_of_work
+    )
 
 
 async def test_what_ended_long_ago_goes(database: Database) -> None:

@@ -7,7 +7,16 @@ from pilotlight.common.messages.phases import FirstToken, PhaseReport
 from pilotlight.common.messages.reports import LoaderReport, WorkerReport
 from pilotlight.policy.cluster import DeviceKind, HeldStage, HeldState
 from pilotlight.policy.control.focus import Focus
-from pilotlight.policy.ids import DecisionId, Epoch, GatewayId, InstanceId, ModelName, NodeId, RequestId, WorkerId
+from pilotlight.policy.ids import (
+    DecisionId,
+    Epoch,
+    GatewayId,
+    InstanceId,
+    ModelName,
+    NodeId,
+    RequestId,
+    WorkerId,
+)
 from pilotlight.policy.instance import InstanceEvent
 from pilotlight.policy.phase import Phase, PhaseName
 from pilotlight.policy.plan import InstanceState, NodeDrain
@@ -21,18 +30,34 @@ H = HeldState
 E = InstanceEvent
 
 
-def report(index: int = 0, *, stages: tuple[HeldStage, ...] = (), incarnation: str = "a", epoch_seen: int = 0) -> WorkerReport:
-    return WorkerReport(facts=worker(index, held_stages=stages), incarnation=incarnation, epoch_seen=Epoch(epoch_seen))
+def report(
+    index: int = 0,
+    *,
+    stages: tuple[HeldStage, ...] = (),
+    incarnation: str = "a",
+    epoch_seen: int = 0,
+) -> WorkerReport:
+    return WorkerReport(
+        facts=worker(index, held_stages=stages),
+        incarnation=incarnation,
+        epoch_seen=Epoch(epoch_seen),
+    )
 
 
 def loader(*dead: str) -> LoaderReport:
     return LoaderReport(
-        facts=node(), incarnation="l", epoch_seen=Epoch(0), dead_workers=tuple(WorkerId(worker_id) for worker_id in dead)
+        facts=node(),
+        incarnation="l",
+        epoch_seen=Epoch(0),
+        dead_workers=tuple(WorkerId(worker_id) for worker_id in dead),
     )
 
 
 def vector(gateway: str, *demands: tuple[str, int]) -> DemandVector:
-    return DemandVector(gateway_id=GatewayId(gateway), demands=tuple(demand(name, waiting) for name, waiting in demands))
+    return DemandVector(
+        gateway_id=GatewayId(gateway),
+        demands=tuple(demand(name, waiting) for name, waiting in demands),
+    )
 
 
 # World
@@ -42,7 +67,9 @@ def told(world: World, report: WorkerReport | LoaderReport, now_s: float) -> boo
     """Whether what the roster takes from a report may change a decision."""
     roster = world.roster
     return world.follow(
-        roster.hear_worker(report, now_s) if isinstance(report, WorkerReport) else roster.hear_loader(report, now_s)
+        roster.hear_worker(report, now_s)
+        if isinstance(report, WorkerReport)
+        else roster.hear_loader(report, now_s)
     )
 
 
@@ -83,7 +110,9 @@ def test_demand_is_kept_while_nothing_can_be_heard() -> None:
     assert world.demand(NOW_S + 33) == ()
 
 
-def test_demand_that_was_heard_just_after_a_standstill_is_dropped_with_its_gateway_all_the_same() -> None:
+def test_demand_that_was_heard_just_after_a_standstill_is_dropped_with_its_gateway_all_the_same() -> (
+    None
+):
     world = World(listening_since_s=0.0)
     world.hear_demand(vector("a", ("llama", 2)), NOW_S)
     world.roster.was_away(60.0, NOW_S)
@@ -100,7 +129,9 @@ def test_a_drain_is_as_old_as_the_database_says_when_it_was_first_heard_of() -> 
     assert not world.hear_drains({NodeId("n0"): 5.9}, NOW_S + 1.0)
     assert world.drains(NOW_S + 1.0) == (NodeDrain(node_id=NodeId("n0"), age_s=6.0),)
     assert world.nodes()[NodeId("n0")].draining
-    assert world.hear_drains({NodeId("n0"): 0.5}, NOW_S + 2.0), "taken back and asked for again between two lists"
+    assert world.hear_drains({NodeId("n0"): 0.5}, NOW_S + 2.0), (
+        "taken back and asked for again between two lists"
+    )
     assert world.drains(NOW_S + 3.0) == (NodeDrain(node_id=NodeId("n0"), age_s=1.5),)
     assert world.hear_drains({}, NOW_S + 3.0)
     assert not world.nodes()[NodeId("n0")].draining
@@ -119,7 +150,9 @@ def test_what_was_heard_of_is_passed_on_once_by_name() -> None:
     assert world.take_changed() == Focus()
     assert world.hear_models([model("m", pinned=True), model("n")])
     assert world.hear_drains({NodeId("n0"): 5.0}, NOW_S)
-    assert world.take_changed() == Focus(models=frozenset({ModelName("m")}), nodes=frozenset({NodeId("n0")}))
+    assert world.take_changed() == Focus(
+        models=frozenset({ModelName("m")}), nodes=frozenset({NodeId("n0")})
+    )
     assert not world.hear_models([model("m", pinned=True), model("n")])
     assert not world.hear_drains({NodeId("n0"): 5.0}, NOW_S)
     assert world.take_changed() == Focus()
@@ -127,7 +160,9 @@ def test_what_was_heard_of_is_passed_on_once_by_name() -> None:
     assert world.hear_drains({}, NOW_S)
     assert world.follow(world.roster.check(NOW_S + 3.5))
     assert world.take_changed() == Focus(
-        models=frozenset({ModelName("m")}), workers=frozenset({WorkerId("w0")}), nodes=frozenset({NodeId("n0")})
+        models=frozenset({ModelName("m")}),
+        workers=frozenset({WorkerId("w0")}),
+        nodes=frozenset({NodeId("n0")}),
     )
 
 
@@ -158,7 +193,10 @@ def record() -> ColdStart:
 
 
 def test_a_cold_start_ends_with_its_first_token_and_takes_late_phases() -> None:
-    one = reported(record(), PhaseReport(instance_id=InstanceId("i"), phases=(phase(PhaseName.FETCH, 100.1, 100.6),)))
+    one = reported(
+        record(),
+        PhaseReport(instance_id=InstanceId("i"), phases=(phase(PhaseName.FETCH, 100.1, 100.6),)),
+    )
     assert not one.closed
     end = FirstToken(request_id=RequestId("r"), at_s=101.1, wall_offset_s=50.0, arrived_s=99.9)
     one = reported(one, PhaseReport(instance_id=InstanceId("i"), phases=(), first_token=end))
@@ -178,5 +216,7 @@ def test_a_start_that_nobody_waited_for_ends_when_it_is_ready() -> None:
     one = readied(record(), 100.6)
     assert (one.status, one.ttft_s, one.end_s) == ("done", None, 100.6)
     end = FirstToken(request_id=RequestId("r"), at_s=999.0, wall_offset_s=50.0, arrived_s=998.0)
-    assert reported(one, PhaseReport(instance_id=InstanceId("i"), phases=(), first_token=end)) == one
+    assert (
+        reported(one, PhaseReport(instance_id=InstanceId("i"), phases=(), first_token=end)) == one
+    )
     assert sample_of(one, model(), DeviceKind.SIM) is None

@@ -1,4 +1,6 @@
-"""A tiny Llama with random weights in a file laid out as a host pool is, leases on it, and workers and children on it."""
+"""A tiny Llama with random weights in a file laid out as a host pool is, leases on it, and workers
+and children on it.
+"""
 
 import asyncio
 import random
@@ -66,13 +68,16 @@ class TinyPool:
 
     def places(self, instance_id: str = "inst-1") -> list[PlacePart]:
         return [
-            PlacePart(instance_id=InstanceId(instance_id), part=part, tensors=tensors) for part, tensors in self.parts.items()
+            PlacePart(instance_id=InstanceId(instance_id), part=part, tensors=tensors)
+            for part, tensors in self.parts.items()
         ]
 
 
 @dataclass
 class PoolLeases:
-    """``PartSource`` on a ``TinyPool``: gives as many parts as ``release`` allowed, and counts open leases."""
+    """``PartSource`` on a ``TinyPool``: gives as many parts as ``release`` allowed, and counts open
+    leases.
+    """
 
     pool: TinyPool
     open: int = 0
@@ -84,7 +89,12 @@ class PoolLeases:
     """Cleared, a load lasts after its last part."""
 
     async def lease(
-        self, worker_id: WorkerId, instance_id: InstanceId, model: Model, parts: tuple[int, ...], trace_parent: str = ""
+        self,
+        worker_id: WorkerId,
+        instance_id: InstanceId,
+        model: Model,
+        parts: tuple[int, ...],
+        trace_parent: str = "",
     ) -> "_OpenLease":
         self.asked.append((instance_id, parts, trace_parent))
         return _OpenLease(self, parts)
@@ -121,7 +131,9 @@ class _OpenLease:
 
 def _shapes(spec: ModelSpec) -> dict[int, dict[str, tuple[int, ...]]]:
     hidden, wide, kv = spec.hidden_size, spec.intermediate_size, spec.num_kv_heads * spec.head_dim
-    parts: dict[int, dict[str, tuple[int, ...]]] = {0: {"model.embed_tokens.weight": (spec.vocab_size, hidden)}}
+    parts: dict[int, dict[str, tuple[int, ...]]] = {
+        0: {"model.embed_tokens.weight": (spec.vocab_size, hidden)}
+    }
     for layer in range(spec.num_layers):
         prefix = f"model.layers.{layer}."
         parts[1 + layer] = {
@@ -135,7 +147,10 @@ def _shapes(spec: ModelSpec) -> dict[int, dict[str, tuple[int, ...]]]:
             prefix + "mlp.up_proj.weight": (wide, hidden),
             prefix + "mlp.down_proj.weight": (hidden, wide),
         }
-    parts[spec.num_layers + 1] = {"model.norm.weight": (hidden,), "lm_head.weight": (spec.vocab_size, hidden)}
+    parts[spec.num_layers + 1] = {
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (spec.vocab_size, hidden),
+    }
     return parts
 
 
@@ -145,7 +160,9 @@ def _aligned(size_bytes: int) -> int:
 
 def _spec(num_layers: int = 2) -> ModelSpec:
     bare = tiny_spec(num_layers=num_layers)
-    sizes = tuple(sum(4 * prod(shape) for shape in shapes.values()) for shapes in _shapes(bare).values())
+    sizes = tuple(
+        sum(4 * prod(shape) for shape in shapes.values()) for shapes in _shapes(bare).values()
+    )
     return replace(bare, part_bytes=sizes)
 
 
@@ -172,9 +189,13 @@ def pool(model: Model, tmp_path_factory: pytest.TempPathFactory) -> TinyPool:
 
 @pytest.fixture(scope="session")
 def deep_pool(model: Model, tmp_path_factory: pytest.TempPathFactory) -> TinyPool:
-    """The same model with four layers and a long context, computed in float64: no batch rounds otherwise than another."""
+    """The same model with four layers and a long context, computed in float64: no batch rounds
+    otherwise than another.
+    """
     spec = replace(_spec(4), max_context_tokens=8192)
-    return make_pool(replace(model, spec=spec, dtype=Dtype.FLOAT64), tmp_path_factory.mktemp("deep"))
+    return make_pool(
+        replace(model, spec=spec, dtype=Dtype.FLOAT64), tmp_path_factory.mktemp("deep")
+    )
 
 
 def make_pool(model: Model, folder: Path) -> TinyPool:
@@ -189,7 +210,15 @@ def make_pool(model: Model, folder: Path) -> TinyPool:
             count = prod(shape)
             centre = 1.0 if "norm" in name else 0.0
             values = struct.pack(f"<{count}f", *(rng.gauss(centre, 0.3) for _ in range(count)))
-            places.append(TensorPlace(name=name, dtype=Dtype.FLOAT32, shape=shape, offset=len(image), size_bytes=len(values)))
+            places.append(
+                TensorPlace(
+                    name=name,
+                    dtype=Dtype.FLOAT32,
+                    shape=shape,
+                    offset=len(image),
+                    size_bytes=len(values),
+                )
+            )
             image.extend(values)
         parts[part] = tuple(places)
     path = folder / "pool"
@@ -209,22 +238,35 @@ def leases(pool: TinyPool) -> Iterator[PoolLeases]:
 
 @pytest.fixture(scope="session")
 def greedy() -> Callable[[int], Sampling]:
-    """Sampling of so many tokens, the most likely each."""
-    return lambda max_tokens: Sampling(seed=1, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    """Sampling of ``max_tokens`` tokens, the most likely each."""
+    return lambda max_tokens: Sampling(
+        seed=1, max_tokens=max_tokens, temperature=0.0, ignore_eos=True
+    )
 
 
 @pytest.fixture
-async def make_rig(make_context: Any, connect_bus: Any, leases: Any, model: Any, tmp_path: Path) -> AsyncIterator[MakeRig]:
+async def make_rig(
+    make_context: Any, connect_bus: Any, leases: Any, model: Any, tmp_path: Path
+) -> AsyncIterator[MakeRig]:
     rigs: list[Rig] = []
 
-    async def make(step_s: float = FAST_S, process: bool = False, max_requests: int = 8, pool_path: Path | None = None) -> Rig:
+    async def make(
+        step_s: float = FAST_S,
+        process: bool = False,
+        max_requests: int = 8,
+        pool_path: Path | None = None,
+    ) -> Rig:
         context = make_context("worker", WorkerSettings())
         engine: EngineClient
         if process:
             faults = f"step={step_s}" if step_s > FAST_S else ""
-            engine = ProcessEngine(ChildOptions(threads=1, log_path=tmp_path / "engine.log", faults=faults))
+            engine = ProcessEngine(
+                ChildOptions(threads=1, log_path=tmp_path / "engine.log", faults=faults)
+            )
         else:
-            speed = EngineSpeed(load_bytes_per_s=1e9, prefill_tokens_per_s=1e6, decode_step_s=step_s)
+            speed = EngineSpeed(
+                load_bytes_per_s=1e9, prefill_tokens_per_s=1e6, decode_step_s=step_s
+            )
             engine = SimEngine(speed, context.clock)
         core = WorkerCore(
             worker_id=WORKER,
@@ -242,7 +284,15 @@ async def make_rig(make_context: Any, connect_bus: Any, leases: Any, model: Any,
         bucket = await context.bus.bucket(WORKERS)
         kind = DeviceKind.CPU if process else DeviceKind.SIM
         groups = Groups(core, "127.0.0.1", tmp_path)
-        worker = Worker(core, kind, StageLoader(core, leases, pool_path), bucket, context.incarnation, None, groups)
+        worker = Worker(
+            core,
+            kind,
+            StageLoader(core, leases, pool_path),
+            bucket,
+            context.incarnation,
+            None,
+            groups,
+        )
         rig = Rig(worker, await connect_bus("gateway"), model)
         rigs.append(rig)
         await rig.listen()
@@ -278,7 +328,9 @@ def start_child(scripted: ScriptedEngine) -> Iterator[Callable[..., Parent]]:
 
 @pytest.fixture
 def work_alone(scripted: ScriptedEngine, monkeypatch: pytest.MonkeyPatch) -> ManualClock:
-    """Time passes by computations and injected delays alone, so that phases can be told to the microsecond."""
+    """Time passes by computations and injected delays alone, so that phases can be told to the
+    microsecond.
+    """
     clock = scripted.clock = ManualClock()
     for module in (loop, stages):
         monkeypatch.setattr(module, "pause_blocking", clock.advance)

@@ -16,9 +16,16 @@ from pilotlight.worker.worker import Worker
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
-@pytest.mark.parametrize(("named", "shown", "meant"), [("", "2,3", "2"), ("1", "2,3", "1"), ("", "", "")])
+@pytest.mark.parametrize(
+    ("named", "shown", "meant"), [("", "2,3", "2"), ("1", "2,3", "1"), ("", "", "")]
+)
 async def test_engine_and_watch_mean_the_same_device(
-    make_context: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str, shown: str, meant: str
+    make_context: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    named: str,
+    shown: str,
+    meant: str,
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
     settings = WorkerSettings(device="cuda", cuda_device=named, pool_socket=tmp_path / "pool.sock")
@@ -31,7 +38,9 @@ async def test_engine_and_watch_mean_the_same_device(
     assert worker._watch.each[0]._reader._device == (meant or "0")
 
 
-async def test_a_gpus_worker_is_built_with_a_watch_and_a_child_of_its_device(make_context: Any, tmp_path: Path) -> None:
+async def test_a_gpus_worker_is_built_with_a_watch_and_a_child_of_its_device(
+    make_context: Any, tmp_path: Path
+) -> None:
     settings = WorkerSettings(
         device="cuda",
         cuda_device="GPU-1a",

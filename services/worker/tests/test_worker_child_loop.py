@@ -41,7 +41,9 @@ def test_a_request_that_waits_for_parts_is_looked_at_when_its_time_is_over(
     assert [(one.request_id, one.code) for one in step.produced] == [("req-1", "deadline_exceeded")]
 
 
-def test_a_request_that_is_refused_ends_with_an_error_and_the_others_go_on(start_child: Any, pool: Any) -> None:
+def test_a_request_that_is_refused_ends_with_an_error_and_the_others_go_on(
+    start_child: Any, pool: Any
+) -> None:
     parent = start_child()
     parent.send(pool.load(), *pool.places())
     parent.until(StageLoaded)
@@ -54,12 +56,18 @@ def test_a_request_that_is_refused_ends_with_an_error_and_the_others_go_on(start
     assert parent.until(StepDone).produced[0].request_id == "req-1"
 
 
-def test_what_a_step_says_of_a_request_has_a_code_of_the_taxonomy(start_child: Any, scripted: ScriptedEngine, pool: Any) -> None:
+def test_what_a_step_says_of_a_request_has_a_code_of_the_taxonomy(
+    start_child: Any, scripted: ScriptedEngine, pool: Any
+) -> None:
     """A grammar that cannot be used shows in a step, long after its request was taken in."""
     parent = start_child()
     parent.send(pool.load(), *pool.places())
     parent.until(StageLoaded)
-    wrong = {"finish": FinishReason.ERROR, "code": "invalid_request", "message": "the grammar is too large"}
+    wrong = {
+        "finish": FinishReason.ERROR,
+        "code": "invalid_request",
+        "message": "the grammar is too large",
+    }
     scripted.ended.append(Produced(request_id=RequestId("req-2"), attempt=1, position=0, **wrong))
     parent.send(run())
     step = parent.until(StepDone, lambda step: any(one.finish for one in step.produced))
@@ -77,31 +85,43 @@ def test_every_error_of_the_engine_has_its_code_in_the_taxonomy() -> None:
     assert {error_of(code, "as told").code for code in codes} == codes
 
 
-def test_a_deadline_counts_from_when_the_request_was_sent(start_child: Any, scripted: ScriptedEngine, pool: Any) -> None:
+def test_a_deadline_counts_from_when_the_request_was_sent(
+    start_child: Any, scripted: ScriptedEngine, pool: Any
+) -> None:
     parent = start_child()
     parent.send(pool.load(), *pool.places())
     parent.until(StageLoaded)
     now = moment_of(SystemClock())
     sent = Moment(at_s=now.at_s - 2.0, wall_offset_s=now.wall_offset_s)
     late = msgspec.structs.replace(run("req-late"), deadline_in_s=3.0)
-    parent.send(run(), Timed(msgspec.structs.replace(late, request_id=RequestId("req-2")), sent), late)
+    parent.send(
+        run(), Timed(msgspec.structs.replace(late, request_id=RequestId("req-2")), sent), late
+    )
     parent.until(StepDone, lambda step: len(scripted.deadlines) == 3)
     assert scripted.deadlines["req-1"] is None
     assert scripted.deadlines["req-2"] == pytest.approx(sent.at_s + 3.0, abs=1e-6)
-    assert now.at_s + 3.0 <= scripted.deadlines["req-late"] <= SystemClock().monotonic_s() + 3.0, "no moment: now"
+    assert now.at_s + 3.0 <= scripted.deadlines["req-late"] <= SystemClock().monotonic_s() + 3.0, (
+        "no moment: now"
+    )
 
 
-def test_an_abort_is_obeyed_within_one_step_even_behind_a_load(start_child: Any, scripted: ScriptedEngine, pool: Any) -> None:
+def test_an_abort_is_obeyed_within_one_step_even_behind_a_load(
+    start_child: Any, scripted: ScriptedEngine, pool: Any
+) -> None:
     parent = start_child()
     parent.send(pool.load(), *pool.places())
     parent.until(StageLoaded)
     parent.send(run("req-1"))
     parent.until(StepDone, lambda step: step.running == 1)
     scripted.may_step.clear()
-    parent.send(pool.load("inst-2"), *pool.places("inst-2"), Abort(request_id=RequestId("req-1"), attempt=1))
+    parent.send(
+        pool.load("inst-2"), *pool.places("inst-2"), Abort(request_id=RequestId("req-1"), attempt=1)
+    )
     # Whatever step is going on ends; the next one must know.
     scripted.may_step.set()
-    parent.until(StepDone, lambda step: any(one.finish is FinishReason.CANCELLED for one in step.produced))
+    parent.until(
+        StepDone, lambda step: any(one.finish is FinishReason.CANCELLED for one in step.produced)
+    )
     assert parent.until(StageLoaded).instance_id == "inst-2"
 
 
@@ -116,7 +136,9 @@ def test_shutdown_and_the_parents_death_end_it(start_child: Any) -> None:
     assert not left.thread.is_alive()
 
 
-def test_a_step_that_raises_ends_the_process(start_child: Any, scripted: ScriptedEngine, pool: Any) -> None:
+def test_a_step_that_raises_ends_the_process(
+    start_child: Any, scripted: ScriptedEngine, pool: Any
+) -> None:
     parent = start_child()
     scripted.step_error = RuntimeError("boom")
     parent.send(pool.load(), *pool.places())
@@ -142,7 +164,9 @@ class Slabs:
         self.pinned.clear()
 
 
-def test_what_was_loaded_from_is_pinned_when_nothing_is_to_be_done(start_child: Any, scripted: ScriptedEngine, pool: Any) -> None:
+def test_what_was_loaded_from_is_pinned_when_nothing_is_to_be_done(
+    start_child: Any, scripted: ScriptedEngine, pool: Any
+) -> None:
     slabs = Slabs()
     parent = start_child(pins=Pins(lambda view, slab_bytes: slabs, slab_bytes=4096))
     parent.send(pool.load(), *pool.places()[:-1])

@@ -1,4 +1,6 @@
-"""A worker whose device fails, hangs and comes back: what it reports, what becomes of its engine and its requests."""
+"""A worker whose device fails, hangs and comes back: what it reports, what becomes of its engine
+and its requests.
+"""
 
 import asyncio
 import os
@@ -47,7 +49,9 @@ XID_79 = DeviceReading(xids=(79,), lost="GPU is lost")
 class DeviceRig(Rig):
     """A worker with a real engine child on cores, whose device is a fake."""
 
-    def __init__(self, worker: Worker, engine: ProcessEngine, nvml: FakeNvml, bus: Bus, model: Model) -> None:
+    def __init__(
+        self, worker: Worker, engine: ProcessEngine, nvml: FakeNvml, bus: Bus, model: Model
+    ) -> None:
         super().__init__(worker, bus, model)
         self.engine, self.nvml = engine, nvml
         self.starts = 0
@@ -74,22 +78,34 @@ class DeviceRig(Rig):
         return self.worker._watch
 
     async def health(self, state: HealthState) -> WorkerFacts:
-        return await self.until(lambda: self.facts and self.facts.health.state is state and self.facts)
+        return await self.until(
+            lambda: self.facts and self.facts.health.state is state and self.facts
+        )
 
 
 MakeRig = Callable[..., Awaitable[DeviceRig]]
 
 
 @pytest.fixture
-async def make_rig(make_context: Any, connect_bus: Any, leases: Any, model: Any, tmp_path: Path) -> AsyncIterator[MakeRig]:
+async def make_rig(
+    make_context: Any, connect_bus: Any, leases: Any, model: Any, tmp_path: Path
+) -> AsyncIterator[MakeRig]:
     rigs: list[DeviceRig] = []
 
     async def make(
-        nvml: FakeNvml, *, spare: bool = False, module: str = "pilotlight.worker.engine_child.child", times: WatchTimes = PATIENT
+        nvml: FakeNvml,
+        *,
+        spare: bool = False,
+        module: str = "pilotlight.worker.engine_child.child",
+        times: WatchTimes = PATIENT,
     ) -> DeviceRig:
         context = make_context("worker", WorkerSettings())
-        options = ChildOptions(threads=1, log_path=tmp_path / "engine.log", module=module, faults=f"step={SLOW_S}")
-        engine = ProcessEngine(options, Spare(options, Backoff(first_s=0.01, limit_s=0.05)) if spare else None)
+        options = ChildOptions(
+            threads=1, log_path=tmp_path / "engine.log", module=module, faults=f"step={SLOW_S}"
+        )
+        engine = ProcessEngine(
+            options, Spare(options, Backoff(first_s=0.01, limit_s=0.05)) if spare else None
+        )
         core = WorkerCore(
             worker_id=WORKER,
             node_id=NodeId("node-1"),
@@ -105,7 +121,14 @@ async def make_rig(make_context: Any, connect_bus: Any, leases: Any, model: Any,
         )
         bucket = await context.bus.bucket(WORKERS)
         watch = DeviceWatch((nvml,), context.clock, context.background, lambda: engine.pids, times)
-        worker = Worker(core, DeviceKind.CUDA, StageLoader(core, leases, None), bucket, context.incarnation, watch)
+        worker = Worker(
+            core,
+            DeviceKind.CUDA,
+            StageLoader(core, leases, None),
+            bucket,
+            context.incarnation,
+            watch,
+        )
         rig = DeviceRig(worker, engine, nvml, await connect_bus("gateway"), model)
         rigs.append(rig)
         await rig.listen()
@@ -129,7 +152,9 @@ async def readings(rig: DeviceRig, count: int) -> None:
     await until(lambda: rig.nvml.reads >= seen + count, deadline_s=DEADLINE_S)
 
 
-async def test_a_device_that_fails_ends_its_engine_and_none_is_started_before_it_is_well(make_rig: MakeRig) -> None:
+async def test_a_device_that_fails_ends_its_engine_and_none_is_started_before_it_is_well(
+    make_rig: MakeRig,
+) -> None:
     rig = await make_rig(FakeNvml())
     await serving(rig)
     assert rig.nvml.pids == {rig.engine.pid}
@@ -167,7 +192,9 @@ async def test_a_device_that_fails_ends_its_engine_and_none_is_started_before_it
     assert (await rig.finish_of("req-3")).code == ""
 
 
-async def test_a_driver_that_does_not_answer_is_the_finding_and_is_asked_nothing_more(make_rig: MakeRig) -> None:
+async def test_a_driver_that_does_not_answer_is_the_finding_and_is_asked_nothing_more(
+    make_rig: MakeRig,
+) -> None:
     rig = await make_rig(FakeNvml())
     await serving(rig)
     rig.hang()
@@ -203,7 +230,9 @@ async def test_a_program_that_the_driver_ended_is_replaced_by_the_spare(make_rig
     assert (await rig.health(HealthState.HEALTHY)).device.name == "cpu (1 threads)"
 
 
-async def test_an_engine_that_dies_of_its_device_is_not_started_though_nobody_knew_before(make_rig: MakeRig) -> None:
+async def test_an_engine_that_dies_of_its_device_is_not_started_though_nobody_knew_before(
+    make_rig: MakeRig,
+) -> None:
     """The reading that tells is asked for between the death and the next start."""
     nvml = FakeNvml()
     rig = await make_rig(nvml)
@@ -244,7 +273,9 @@ async def test_a_device_that_fails_while_the_spare_starts_gets_no_other_engine(
     assert rig.starts == 3
 
 
-async def test_an_engine_that_comes_up_on_a_failed_device_all_the_same_is_ended(make_rig: MakeRig) -> None:
+async def test_an_engine_that_comes_up_on_a_failed_device_all_the_same_is_ended(
+    make_rig: MakeRig,
+) -> None:
     """As with an engine that cannot be killed before it is up."""
     rig = await make_rig(FakeNvml())
     await rig.health(HealthState.HEALTHY)
@@ -286,7 +317,9 @@ async def test_two_who_want_the_engine_back_in_one_turn_get_one_start(make_rig: 
     assert rig.starts == 2
 
 
-async def test_a_worker_on_a_device_that_hangs_from_the_beginning_reports_it_and_starts_nothing(make_rig: MakeRig) -> None:
+async def test_a_worker_on_a_device_that_hangs_from_the_beginning_reports_it_and_starts_nothing(
+    make_rig: MakeRig,
+) -> None:
     nvml = FakeNvml()
     nvml.hang()
     rig = await make_rig(nvml, times=IMPATIENT)
@@ -337,17 +370,23 @@ async def test_a_degraded_device_goes_on_and_says_so(make_rig: MakeRig) -> None:
     assert rig.starts == 1
 
 
-async def test_memory_that_others_use_is_told_where_it_was_promised_to_models(make_rig: MakeRig) -> None:
+async def test_memory_that_others_use_is_told_where_it_was_promised_to_models(
+    make_rig: MakeRig,
+) -> None:
     rig = await make_rig(FakeNvml())
     await rig.health(HealthState.HEALTHY)
     rig.worker._watch.promise(70 * GIB)
     rig.nvml.reading = DeviceReading(memory_bytes=80 * GIB, used_bytes=60 * GIB, own_bytes=10 * GIB)
-    assert (await rig.health(HealthState.DEGRADED)).health.reason.startswith("memory: others use 50 GiB; 40 GiB")
+    assert (await rig.health(HealthState.DEGRADED)).health.reason.startswith(
+        "memory: others use 50 GiB; 40 GiB"
+    )
     rig.nvml.reading = GOOD
     await rig.health(HealthState.HEALTHY)
 
 
-async def test_without_nvml_the_worker_works_and_says_that_nobody_watches(make_rig: MakeRig) -> None:
+async def test_without_nvml_the_worker_works_and_says_that_nobody_watches(
+    make_rig: MakeRig,
+) -> None:
     rig = await make_rig(FakeNvml(absent="NVML: library not found"))
     facts = await rig.health(HealthState.UNWATCHED)
     assert facts.health.reason == "not watched: NVML: library not found"

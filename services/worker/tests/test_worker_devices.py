@@ -38,7 +38,11 @@ async def test_one_lost_device_is_the_loss_of_all_until_it_is_back() -> None:
         assert watch.each[0].usable
         drivers[1].reading = GOOD
         await until(lambda: watch.usable)
-        assert [health.state for health in told] == [HealthState.HEALTHY, HealthState.FAILED, HealthState.HEALTHY]
+        assert [health.state for health in told] == [
+            HealthState.HEALTHY,
+            HealthState.FAILED,
+            HealthState.HEALTHY,
+        ]
     finally:
         await watch.stop()
         await background.stop()
@@ -49,7 +53,11 @@ async def test_a_device_that_is_not_watched_makes_all_of_them_so() -> None:
     watch, told, background = await watching(FakeNvml(), FakeNvml(absent="NVML: library not found"))
     try:
         await until(lambda: watch.health.reason == "not watched: NVML: library not found")
-        assert (watch.health.state, watch.usable, watch.names) == (HealthState.UNWATCHED, True, (GPU.name,))
+        assert (watch.health.state, watch.usable, watch.names) == (
+            HealthState.UNWATCHED,
+            True,
+            (GPU.name,),
+        )
         assert told[-1] == watch.health
     finally:
         await watch.stop()

@@ -1,4 +1,6 @@
-"""A child whose device runs out of memory, or whose context is lost: what it says, and what goes on."""
+"""A child whose device runs out of memory, or whose context is lost: what it says, and what goes
+on.
+"""
 
 import asyncio
 import os
@@ -54,7 +56,9 @@ class Listener:
 async def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ProcessEngine]:
     # The child finds this program, too.
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    made = ProcessEngine(ChildOptions(threads=1, log_path=tmp_path / "engine.log", module="faulty_child"))
+    made = ProcessEngine(
+        ChildOptions(threads=1, log_path=tmp_path / "engine.log", module="faulty_child")
+    )
     yield made
     await made.stop()
 
@@ -128,7 +132,9 @@ async def test_a_child_that_is_killed_and_keeps_its_socket_is_left_to_itself(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     holder = tmp_path / "holder"
     monkeypatch.setenv("HOLDING_PID_FILE", str(holder))
-    engine = ProcessEngine(ChildOptions(threads=1, log_path=tmp_path / "engine.log", module="holding_child"))
+    engine = ProcessEngine(
+        ChildOptions(threads=1, log_path=tmp_path / "engine.log", module="holding_child")
+    )
     events = engine.events()
     await engine.start()
     try:
@@ -144,15 +150,20 @@ async def test_a_child_that_is_killed_and_keeps_its_socket_is_left_to_itself(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stuck", [False, True])
-async def test_a_stop_does_not_wait_for_a_socket_that_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stuck: bool) -> None:
+async def test_a_stop_does_not_wait_for_a_socket_that_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stuck: bool
+) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     holder = tmp_path / "holder"
     monkeypatch.setenv("HOLDING_PID_FILE", str(holder))
-    engine = ProcessEngine(ChildOptions(threads=1, log_path=tmp_path / "engine.log", module="holding_child"))
+    engine = ProcessEngine(
+        ChildOptions(threads=1, log_path=tmp_path / "engine.log", module="holding_child")
+    )
     up = await engine.start()
     try:
         if stuck:
-            # It reads no more, and more is to be sent than the socket holds: what is closed in order waits for that.
+            # It reads no more, and more is to be sent than the socket holds: what is closed in
+            # order waits for that.
             os.kill(up.pid, signal.SIGSTOP)
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.5):
@@ -168,20 +179,27 @@ async def test_a_stop_does_not_wait_for_a_socket_that_stays(tmp_path: Path, monk
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", ["open_device", "warm_up"])
-async def test_a_device_that_fails_at_the_start_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+async def test_a_device_that_fails_at_the_start_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     monkeypatch.setenv("UNREADY_DIR", str(tmp_path))
     monkeypatch.setenv("UNREADY_AT", step)
     log_path = tmp_path / "engine.log"
     engine = ProcessEngine(ChildOptions(threads=1, log_path=log_path, module="unready_child"))
-    with pytest.raises(Refused, match="did not start: RuntimeError: CUDA error: uncorrectable ECC error encountered"):
+    with pytest.raises(
+        Refused,
+        match="did not start: RuntimeError: CUDA error: uncorrectable ECC error encountered",
+    ):
         await engine.start()
     assert "engine_fault" in log_path.read_text()
     await engine.stop()
 
 
 @pytest.mark.slow
-async def test_a_spare_that_has_opened_its_device_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_spare_that_has_opened_its_device_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     spare = Spare(ChildOptions(threads=1, log_path=tmp_path / "engine.log", module="opening_child"))
     with pytest.raises(Refused, match="opened its device"):

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from pilotlight.common.errors import SourceUnavailable
+from pilotlight.common.messages.engine import PipelineLeft
 from pilotlight.common.messages.hold import Hold
 from pilotlight.common.testing import until
 from pilotlight.policy.cluster import HeldState, Member
@@ -19,7 +20,9 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.parametrize("process", [False, True])
-async def test_a_stage_grows_in_place_under_a_newer_generation(make_rig: MakeRig, leases: Any, process: bool) -> None:
+async def test_a_stage_grows_in_place_under_a_newer_generation(
+    make_rig: MakeRig, leases: Any, process: bool
+) -> None:
     rig = await make_rig(process=process)
     await rig.command(msgspec.structs.replace(rig.a_hold(), stage=Stage(0, 1)))
     await rig.state(HeldState.READY)
@@ -27,7 +30,9 @@ async def test_a_stage_grows_in_place_under_a_newer_generation(make_rig: MakeRig
     leases.gate.clear()
     await rig.command(longer)
     await rig.until(lambda: leases.open == 1)
-    assert [parts for _, parts, _ in leases.asked] == [(0, 1), (2, 3)], "what it has is not asked for again"
+    assert [parts for _, parts, _ in leases.asked] == [(0, 1), (2, 3)], (
+        "what it has is not asked for again"
+    )
     held = rig.held()
     assert held is not None
     assert (held.state, held.generation, held.stage) == (HeldState.READY, 1, Stage(0, 1))
@@ -35,7 +40,11 @@ async def test_a_stage_grows_in_place_under_a_newer_generation(make_rig: MakeRig
     await rig.until(lambda: rig.held() is not None and rig.held().generation == 2)
     held = rig.held()
     assert held is not None
-    assert (held.state, held.stage, held.device_bytes) == (HeldState.READY, Stage(0, 2), longer.device_bytes)
+    assert (held.state, held.stage, held.device_bytes) == (
+        HeldState.READY,
+        Stage(0, 2),
+        longer.device_bytes,
+    )
     assert (await rig.submit()).accepted
     assert (await rig.finish_of()).finish is FinishReason.LENGTH
     await rig.command()
@@ -46,13 +55,19 @@ async def test_a_stage_grows_in_place_under_a_newer_generation(make_rig: MakeRig
 async def joined(rig: Rig) -> Hold:
     """The leading one of two stages; the other one is taken to be there."""
     first = Member(worker_id=WORKER, node_id=NodeId("node-1"), stage=Stage(0, 1))
-    last = Member(worker_id=WorkerId("other"), node_id=NodeId("node-2"), stage=Stage(1, 2), host="h", port=7)
+    last = Member(
+        worker_id=WorkerId("other"), node_id=NodeId("node-2"), stage=Stage(1, 2), host="h", port=7
+    )
     short = msgspec.structs.replace(rig.a_hold(), stage=Stage(0, 1), members=(first, last))
     await rig.command(short)
     await rig.state(HeldState.READY)
     held = await rig.until(lambda: next((one for one in rig.facts.held if one.port), None))
-    assert (await rig.submit("req-early")).code == "not_loaded", "its own address was not in the command"
-    reached = msgspec.structs.replace(short, members=(replace(first, host="h", port=held.port), last))
+    assert (await rig.submit("req-early")).code == "not_loaded", (
+        "its own address was not in the command"
+    )
+    reached = msgspec.structs.replace(
+        short, members=(replace(first, host="h", port=held.port), last)
+    )
     await rig.command(reached)
 
     async def accepted() -> bool:
@@ -62,13 +77,17 @@ async def joined(rig: Rig) -> Hold:
     return reached
 
 
-async def test_a_stage_of_a_group_is_joined_when_every_member_can_be_reached(make_rig: MakeRig) -> None:
+async def test_a_stage_of_a_group_is_joined_when_every_member_can_be_reached(
+    make_rig: MakeRig,
+) -> None:
     rig = await make_rig()
     await joined(rig)
     assert (await rig.finish_of("req-joined")).finish is FinishReason.LENGTH
 
 
-async def test_the_death_of_an_engine_of_another_kind_leaves_door_and_channels(make_rig: MakeRig) -> None:
+async def test_the_death_of_an_engine_of_another_kind_leaves_door_and_channels(
+    make_rig: MakeRig,
+) -> None:
     rig = await make_rig()
     await joined(rig)
     groups = rig.worker._groups
@@ -80,7 +99,30 @@ async def test_the_death_of_an_engine_of_another_kind_leaves_door_and_channels(m
     assert (groups.port, groups._joined) == (0, set())
 
 
-async def test_a_stage_whose_growth_fails_serves_on_and_is_tried_again(make_rig: MakeRig, leases: Any) -> None:
+async def test_what_lost_its_pipeline_while_it_grew_is_not_joined_again(
+    make_rig: MakeRig, leases: Any
+) -> None:
+    """Not while parts come, and not among members whose ranges overlap: a refusal would be taken
+    for one to grow.
+    """
+    rig = await make_rig()
+    reached = await joined(rig)
+    groups, (first, last) = rig.worker._groups, reached.members
+    leases.gate.clear()
+    members = (replace(first, stage=Stage(0, 2)), last)
+    await rig.command(msgspec.structs.replace(rig.a_hold(generation=2), members=members))
+    await rig.until(lambda: leases.open == 1)
+    for generation in (1, 2):
+        await rig.until(lambda generation=generation: rig.held().generation == generation)
+        groups.on_left(PipelineLeft(instance_id=INSTANCE, code="worker_lost"))
+        groups.follow(rig.worker.stages.held)
+        assert not groups._joined
+        leases.gate.set()
+
+
+async def test_a_stage_whose_growth_fails_serves_on_and_is_tried_again(
+    make_rig: MakeRig, leases: Any
+) -> None:
     rig = await make_rig()
     await joined(rig)
     leases.failure = SourceUnavailable("the source says nothing")
@@ -96,7 +138,9 @@ async def test_a_stage_whose_growth_fails_serves_on_and_is_tried_again(make_rig:
     assert (await rig.finish_of("req-3")).finish is FinishReason.LENGTH
 
 
-async def test_a_stage_that_serves_nothing_fails_with_its_growth(make_rig: MakeRig, leases: Any) -> None:
+async def test_a_stage_that_serves_nothing_fails_with_its_growth(
+    make_rig: MakeRig, leases: Any
+) -> None:
     rig = await make_rig()
     await rig.command(msgspec.structs.replace(rig.a_hold(), stage=Stage(0, 1)))
     await rig.state(HeldState.READY)
@@ -107,7 +151,9 @@ async def test_a_stage_that_serves_nothing_fails_with_its_growth(make_rig: MakeR
     assert "says nothing" in held.reason
 
 
-async def test_a_stage_that_grew_with_parts_that_were_not_whole_fails(make_rig: MakeRig, leases: Any) -> None:
+async def test_a_stage_that_grew_with_parts_that_were_not_whole_fails(
+    make_rig: MakeRig, leases: Any
+) -> None:
     rig = await make_rig()
     await rig.command(msgspec.structs.replace(rig.a_hold(), stage=Stage(0, 1)))
     await rig.state(HeldState.READY)

@@ -1,4 +1,6 @@
-"""Two engines in processes of their own run one model; the leading one takes the other's layers over in mid-generation."""
+"""Two engines in processes of their own run one model; the leading one takes the other's layers
+over in mid-generation.
+"""
 
 import asyncio
 import os
@@ -108,7 +110,7 @@ class Child:
         return found
 
     async def speaks(self, request_id: str, count: int) -> None:
-        """So many tokens more."""
+        """Waits for ``count`` tokens more."""
         wanted = len(self.tokens[request_id]) + count
         await self.until(lambda: len(self.tokens[request_id]) >= wanted)
 
@@ -144,17 +146,28 @@ async def load(one: Child, pool: Any, stage: Stage, instance_id: InstanceId = IN
     await one.says(StageLoaded)
 
 
-async def place(one: Child, pool: Any, parts: Iterable[int], instance_id: InstanceId = INSTANCE) -> None:
+async def place(
+    one: Child, pool: Any, parts: Iterable[int], instance_id: InstanceId = INSTANCE
+) -> None:
     for part in parts:
-        await one.engine.place_part(PlacePart(instance_id=instance_id, part=part, tensors=pool.parts[part]))
+        await one.engine.place_part(
+            PlacePart(instance_id=instance_id, part=part, tensors=pool.parts[part])
+        )
 
 
 async def extend(one: Child, pool: Any, stage: Stage) -> None:
-    command = ExtendStage(instance_id=INSTANCE, stage=stage, device_bytes=bytes_of(pool, stage), pool_path=str(pool.path))
+    command = ExtendStage(
+        instance_id=INSTANCE,
+        stage=stage,
+        device_bytes=bytes_of(pool, stage),
+        pool_path=str(pool.path),
+    )
     await one.engine.extend_stage(command)
 
 
-async def speak(one: Child, request_id: str, sampling: Sampling, instance_id: InstanceId = INSTANCE) -> None:
+async def speak(
+    one: Child, request_id: str, sampling: Sampling, instance_id: InstanceId = INSTANCE
+) -> None:
     await one.engine.run(
         Run(
             request_id=RequestId(request_id),
@@ -173,15 +186,22 @@ async def group(folder: Path, pool: Any, stages: list[Stage]) -> AsyncIterator[l
     (folder / "cluster-key").write_text("a key of this cluster")
     (folder / "cluster-key").chmod(0o600)
     async with AsyncExitStack() as stack:
-        members = [await stack.enter_async_context(child(folder, f"node-{stage.start}")) for stage in stages]
+        members = [
+            await stack.enter_async_context(child(folder, f"node-{stage.start}"))
+            for stage in stages
+        ]
         addresses: list[StageAddress] = []
         for one, stage in zip(members, stages, strict=True):
             await load(one, pool, stage)
-            await one.engine.open_door(OpenDoor(node_id=one.node_id, host=HOST, secrets_dir=str(folder)))
+            await one.engine.open_door(
+                OpenDoor(node_id=one.node_id, host=HOST, secrets_dir=str(folder))
+            )
             port = (await one.says(DoorOpened)).port
             addresses.append(StageAddress(node_id=one.node_id, stage=stage, host=HOST, port=port))
         for one, stage, behind in zip(members, stages, [*addresses[1:], addresses[0]], strict=True):
-            command = ConnectStage(instance_id=INSTANCE, stage=stage, behind=behind, timeout_s=WAIT_S)
+            command = ConnectStage(
+                instance_id=INSTANCE, stage=stage, behind=behind, timeout_s=WAIT_S
+            )
             await one.engine.connect_stage(command)
         for one in members:
             await one.says(StageConnected)
@@ -193,7 +213,9 @@ async def tokens_alone(one: Child, pool: Any, count: int) -> list[int]:
     """What an engine says that has the model whole."""
     alone = InstanceId("alone")
     await load(one, pool, pool.model.spec.whole, alone)
-    await speak(one, "alone", Sampling(seed=5, max_tokens=count, temperature=0.8, ignore_eos=True), alone)
+    await speak(
+        one, "alone", Sampling(seed=5, max_tokens=count, temperature=0.8, ignore_eos=True), alone
+    )
     await one.until(lambda: "alone" in one.ends)
     return one.tokens["alone"]
 
@@ -213,7 +235,9 @@ async def test_a_stage_grows_twice_in_mid_stream(deep_pool: Any, tmp_path: Path)
         await other.engine.unload_stage(UnloadStage(instance_id=INSTANCE))
         await other.says(StageUnloaded)
         await lead.speaks("a", 10)
-        await lead.engine.resize_stage(ResizeStage(instance_id=INSTANCE, device_bytes=bytes_of(deep_pool, Stage(0, 4)) * 2))
+        await lead.engine.resize_stage(
+            ResizeStage(instance_id=INSTANCE, device_bytes=bytes_of(deep_pool, Stage(0, 4)) * 2)
+        )
         assert (await lead.says(StageResized)).kv_capacity_tokens > KV_TOKENS
         await lead.speaks("a", 10)
         assert "a" not in lead.ends, "it grew in mid-stream"
@@ -222,11 +246,17 @@ async def test_a_stage_grows_twice_in_mid_stream(deep_pool: Any, tmp_path: Path)
         spoken = lead.tokens["a"]
         assert len(spoken) >= 60
         assert await tokens_alone(other, deep_pool, len(spoken)) == spoken
-        assert not [event for event in (*lead.said, *other.said) if isinstance(event, PipelineLeft | EngineDied)]
+        assert not [
+            event
+            for event in (*lead.said, *other.said)
+            if isinstance(event, PipelineLeft | EngineDied)
+        ]
 
 
 @pytest.mark.parametrize("placed", [[], [3], [3, 4]])
-async def test_the_other_engine_is_killed_while_a_stage_grows(placed: list[int], deep_pool: Any, tmp_path: Path) -> None:
+async def test_the_other_engine_is_killed_while_a_stage_grows(
+    placed: list[int], deep_pool: Any, tmp_path: Path
+) -> None:
     """The request is not lost: it runs again from its tokens, as soon as the parts are there."""
     async with group(tmp_path, deep_pool, [Stage(0, 2), Stage(2, 4)]) as (lead, other):
         await speak(lead, "a", SAMPLING)
@@ -247,12 +277,55 @@ async def test_the_other_engine_is_killed_while_a_stage_grows(placed: list[int],
         assert await tokens_alone(lead, deep_pool, len(spoken)) == spoken
 
 
-async def test_what_cannot_be_done_leaves_the_stages_as_they_are(deep_pool: Any, tmp_path: Path) -> None:
+async def test_the_following_stage_grows_to_the_whole_model_and_goes_on_with_the_requests(
+    deep_pool: Any, tmp_path: Path
+) -> None:
+    stages, whole = [Stage(0, 2), Stage(2, 4)], deep_pool.model.spec.whole
+    async with group(tmp_path, deep_pool, stages) as (lead, other):
+        await speak(lead, "a", SAMPLING)
+        await lead.speaks("a", 10)
+        await extend(other, deep_pool, whole)
+        await place(other, deep_pool, [0, 1, 2])
+        assert (await other.says(StageGrown)).stage == whole
+        await lead.speaks("a", 10)
+        assert not [event for event in other.said if isinstance(event, StageOpened)]
+        request = {"instance_id": INSTANCE, "request_id": RequestId("a"), "attempt": 1}
+        pieces: list[KvBytes] = []
+        for one, layers in zip((lead, other), stages, strict=True):
+            await one.engine.export_kv(ExportKv(layers=layers, **request))
+            pieces += (await one.says(KvExported)).kv
+        await lead.engine.release_request(ReleaseRequest(**request))
+        outputs = (await lead.says(RequestReleased)).output_ids
+        await lead.engine.unload_stage(UnloadStage(instance_id=INSTANCE))
+        assert (await other.says(PipelineLeft)).code == "worker_lost"
+        assert (await other.says(StageOpened)).kv_capacity_tokens == KV_TOKENS
+        other.tokens["a"], before = list(outputs), len(other.steps)
+        await other.engine.run(
+            Run(
+                prompt_ids=[*range(1, 70)],
+                output_ids=outputs,
+                sampling=SAMPLING,
+                kv=tuple(pieces),
+                **request,
+            )
+        )
+        await other.speaks("a", 20)
+        first = next(step for step in other.steps[before:] if step.batch_tokens)
+        assert first.batch_tokens < 69, "what was computed is not computed again"
+        await other.engine.abort(Abort(request_id=RequestId("a"), attempt=1))
+        await other.until(lambda: other.ends.get("a") is FinishReason.CANCELLED)
+        spoken = other.tokens["a"]
+        assert await tokens_alone(lead, deep_pool, len(spoken)) == spoken
+
+
+async def test_what_cannot_be_done_leaves_the_stages_as_they_are(
+    deep_pool: Any, tmp_path: Path
+) -> None:
     async with group(tmp_path, deep_pool, [Stage(0, 2), Stage(2, 4)]) as (lead, other):
         await speak(lead, "a", SAMPLING)
         await lead.speaks("a", 10)
         await extend(lead, deep_pool, Stage(0, 2))
-        await extend(other, deep_pool, Stage(2, 4))
+        await extend(other, deep_pool, Stage(2, 3))
         await lead.engine.resize_stage(ResizeStage(instance_id=INSTANCE, device_bytes=1))
         for one, codes in ((lead, ["invalid_request", "conflict"]), (other, ["invalid_request"])):
             for code in codes:
@@ -261,13 +334,17 @@ async def test_what_cannot_be_done_leaves_the_stages_as_they_are(deep_pool: Any,
         await lead.speaks("a", 10)
 
 
-async def test_parts_that_cannot_be_had_leave_the_stage_as_it_was(deep_pool: Any, tmp_path: Path) -> None:
+async def test_parts_that_cannot_be_had_leave_the_stage_as_it_was(
+    deep_pool: Any, tmp_path: Path
+) -> None:
     async with group(tmp_path, deep_pool, [Stage(0, 2), Stage(2, 4)]) as (lead, _):
         await speak(lead, "a", SAMPLING)
         await lead.speaks("a", 10)
         await extend(lead, deep_pool, Stage(0, 4))
         await place(lead, deep_pool, [3])
-        call_off = CallOffExtend(instance_id=INSTANCE, code="source_unavailable", message="it is gone")
+        call_off = CallOffExtend(
+            instance_id=INSTANCE, code="source_unavailable", message="it is gone"
+        )
         await lead.engine.call_off_extend(call_off)
         refused = await lead.refuses()
         assert (refused.code, refused.message) == ("source_unavailable", "it is gone")
@@ -278,7 +355,9 @@ async def test_parts_that_cannot_be_had_leave_the_stage_as_it_was(deep_pool: Any
         await lead.speaks("a", 10)
 
 
-async def test_a_request_moves_to_another_engine_with_its_kv(deep_pool: Any, tmp_path: Path) -> None:
+async def test_a_request_moves_to_another_engine_with_its_kv(
+    deep_pool: Any, tmp_path: Path
+) -> None:
     whole = deep_pool.model.spec.whole
     async with child(tmp_path, "one") as one, child(tmp_path, "other") as other:
         for each in (one, other):
@@ -295,11 +374,20 @@ async def test_a_request_moves_to_another_engine_with_its_kv(deep_pool: Any, tmp
         outputs = (await one.says(RequestReleased)).output_ids
         assert outputs == one.tokens["a"], "nothing is told of it after that"
         other.tokens["a"] = list(outputs)
-        run = Run(prompt_ids=[*range(1, 70)], output_ids=outputs, sampling=SAMPLING, kv=tuple(pieces), **request)
+        run = Run(
+            prompt_ids=[*range(1, 70)],
+            output_ids=outputs,
+            sampling=SAMPLING,
+            kv=tuple(pieces),
+            **request,
+        )
         await other.engine.run(run)
         await other.speaks("a", 20)
         first = next(step for step in other.steps if step.batch_tokens)
-        assert first.batch_tokens <= len(outputs) - min(piece.start + piece.shape[2] for piece in pieces) + 69
+        assert (
+            first.batch_tokens
+            <= len(outputs) - min(piece.start + piece.shape[2] for piece in pieces) + 69
+        )
         await other.engine.abort(Abort(request_id=RequestId("a"), attempt=1))
         await other.until(lambda: other.ends.get("a") is FinishReason.CANCELLED)
         assert await tokens_alone(one, deep_pool, len(other.tokens["a"])) == other.tokens["a"]

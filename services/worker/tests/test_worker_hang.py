@@ -1,4 +1,8 @@
-"""Engines that hang, stopped or in a step that never ends: found within the patience they are given. And engines that only take long."""
+"""Engines that hang, stopped or in a step that never ends: found within the patience they are
+given.
+
+And engines that only take long.
+"""
 
 import asyncio
 import os
@@ -29,7 +33,8 @@ from pilotlight.worker.engines.spare import Spare
 pytestmark = pytest.mark.anyio
 
 DEADLINE_S = 40.0
-"""Far beyond every patience here, and far below what an engine without a watch would take: 300 s."""
+"""Far beyond every patience here, and far below what an engine without a watch would take: 300 s.
+"""
 PATIENCE = Patience(floor_s=1.0)
 INSTANCE = InstanceId("inst-1")
 
@@ -63,7 +68,12 @@ class Listener:
         await self.until(StageLoaded)
 
     async def run(
-        self, name: str, prompt_tokens: int = 7, tokens: int = 40, output_ids: list[int] | None = None, first: int = 1
+        self,
+        name: str,
+        prompt_tokens: int = 7,
+        tokens: int = 40,
+        output_ids: list[int] | None = None,
+        first: int = 1,
     ) -> None:
         """``first``: the prompt's first token; another one shares no prefix."""
         sampling = Sampling(seed=1, max_tokens=tokens, temperature=0.0, ignore_eos=True)
@@ -86,12 +96,16 @@ MakeEngine = Callable[..., Awaitable[Listener]]
 
 
 @pytest.fixture
-async def make_engine(tmp_path: Path, pool: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[MakeEngine]:
+async def make_engine(
+    tmp_path: Path, pool: Any, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[MakeEngine]:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     made: list[ProcessEngine] = []
 
     async def make(faults: str = "", spare: bool = False) -> Listener:
-        options = ChildOptions(threads=1, log_path=tmp_path / "engine.log", module="faulty_child", faults=faults)
+        options = ChildOptions(
+            threads=1, log_path=tmp_path / "engine.log", module="faulty_child", faults=faults
+        )
         kept = Spare(options, Backoff(first_s=0.01, limit_s=0.05)) if spare else None
         engine = ProcessEngine(options, kept, patience=PATIENCE)
         made.append(engine)
@@ -104,7 +118,9 @@ async def make_engine(tmp_path: Path, pool: Any, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-async def test_an_engine_that_is_stopped_in_mid_stream_is_replaced_and_the_same_tokens_follow(make_engine: MakeEngine) -> None:
+async def test_an_engine_that_is_stopped_in_mid_stream_is_replaced_and_the_same_tokens_follow(
+    make_engine: MakeEngine,
+) -> None:
     one = await make_engine(faults="step=0.02")
     await one.load()
     await one.run("calm")
@@ -124,7 +140,9 @@ async def test_an_engine_that_is_stopped_in_mid_stream_is_replaced_and_the_same_
 
 
 @pytest.mark.slow
-async def test_a_step_that_never_ends_is_ended_and_one_that_takes_long_is_not(make_engine: MakeEngine) -> None:
+async def test_a_step_that_never_ends_is_ended_and_one_that_takes_long_is_not(
+    make_engine: MakeEngine,
+) -> None:
     """Nothing is known of a model's first steps; then what they took is."""
     one = await make_engine()
     await one.load()
@@ -143,11 +161,15 @@ async def test_a_step_that_never_ends_is_ended_and_one_that_takes_long_is_not(ma
     await one.run("endless", faulty_child.ENDLESS_TOKENS, first=50)
     died = await one.until(EngineDied)
     assert died.hung
-    assert died.reason.startswith(f"a step of {faulty_child.ENDLESS_TOKENS} tokens has not ended for")
+    assert died.reason.startswith(
+        f"a step of {faulty_child.ENDLESS_TOKENS} tokens has not ended for"
+    )
 
 
 @pytest.mark.slow
-async def test_an_engine_that_is_stopped_while_it_has_nothing_to_do_or_loads_is_found_too(make_engine: MakeEngine) -> None:
+async def test_an_engine_that_is_stopped_while_it_has_nothing_to_do_or_loads_is_found_too(
+    make_engine: MakeEngine,
+) -> None:
     one = await make_engine(spare=True)
     first = one.engine.pid
     assert first is not None
@@ -199,9 +221,12 @@ async def test_a_spare_that_is_stopped_serves_nobody_for_long(make_engine: MakeE
 
 @pytest.mark.slow
 async def test_a_start_that_is_stopped_says_so_and_the_next_one_works(tmp_path: Path) -> None:
-    # Nor can its log be written: here the name is one that no folder can have, elsewhere the disk is full.
+    # Nor can its log be written: here the name is one that no folder can have, elsewhere the disk
+    # is full.
     (tmp_path / "file").touch()
-    engine = ProcessEngine(ChildOptions(threads=1, log_path=tmp_path / "file" / "engine.log"), patience=PATIENCE)
+    engine = ProcessEngine(
+        ChildOptions(threads=1, log_path=tmp_path / "file" / "engine.log"), patience=PATIENCE
+    )
     starting = asyncio.create_task(engine.start())
     await until(lambda: engine.pid is not None)
     os.kill(engine.pid or 0, signal.SIGSTOP)

@@ -11,5 +11,7 @@ print([name for name in ("torch", "transformers", "pilotlight.engine") if name i
 
 
 def test_the_parent_imports_no_torch() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=30, check=True
+    )
     assert done.stdout.strip() == "[]"

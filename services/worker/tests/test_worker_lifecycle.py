@@ -14,14 +14,25 @@ from pilotlight.dataplane.pool import HostPool
 from pilotlight.policy.cluster import HeldState
 from pilotlight.policy.ids import Epoch, Generation, InstanceId
 from pilotlight.policy.model import Model, Stage
-from pilotlight.worker.lifecycle import RESIDENT, TRANSITIONS, HeldEvent, HeldView, HoldPlan, IllegalMove, plan, step
+from pilotlight.worker.lifecycle import (
+    RESIDENT,
+    TRANSITIONS,
+    HeldEvent,
+    HeldView,
+    HoldPlan,
+    IllegalMove,
+    plan,
+    step,
+)
 from pilotlight.worker.loading import epoch_in_pool
 
 ROOM = 100
 NAMES = [InstanceId(f"inst-{index}") for index in range(4)]
 
 
-def hold(model: Model, name: str = "inst-0", generation: int = 1, size: int = 40, **other: object) -> Hold:
+def hold(
+    model: Model, name: str = "inst-0", generation: int = 1, size: int = 40, **other: object
+) -> Hold:
     return Hold(
         instance_id=InstanceId(name),
         generation=Generation(generation),
@@ -45,11 +56,18 @@ def test_every_state_can_be_left_and_reached() -> None:
 
 
 @st.composite
-def situations(draw: st.DrawFn) -> tuple[dict[str, tuple[int, int, HeldState, int]], list[tuple[str, int, int, bool, int]]]:
+def situations(
+    draw: st.DrawFn,
+) -> tuple[dict[str, tuple[int, int, HeldState, int]], list[tuple[str, int, int, bool, int]]]:
     """Generations, sizes, states or drains, and where stages end."""
     stops = st.integers(1, 2)
     held = {
-        name: (draw(st.integers(1, 3)), draw(st.integers(1, 50)), draw(st.sampled_from(list(HeldState))), draw(stops))
+        name: (
+            draw(st.integers(1, 3)),
+            draw(st.integers(1, 50)),
+            draw(st.sampled_from(list(HeldState))),
+            draw(stops),
+        )
         for name in draw(st.sets(st.sampled_from(NAMES)))
     }
     desired = [
@@ -76,15 +94,27 @@ def test_safety_of_every_plan(model: Model, situation: tuple[dict, list]) -> Non
 
     resident = sum(view.hold.device_bytes for view in held.values() if view.state in RESIDENT)
     started = sum(one.device_bytes for one in todo.start)
-    started += sum(max(0, one.device_bytes - held[one.instance_id].device_bytes) for one in todo.grow)
-    assert not started or resident + started <= ROOM, "no device is over-committed, the leaving counted"
-    acted = [one.instance_id for one in (*todo.start, *todo.refuse, *todo.renew, *todo.grow)] + list(todo.let_go)
+    started += sum(
+        max(0, one.device_bytes - held[one.instance_id].device_bytes) for one in todo.grow
+    )
+    assert not started or resident + started <= ROOM, (
+        "no device is over-committed, the leaving counted"
+    )
+    acted = [
+        one.instance_id for one in (*todo.start, *todo.refuse, *todo.renew, *todo.grow)
+    ] + list(todo.let_go)
     assert len(acted) == len(set(acted))
-    assert all(one.instance_id not in held and not one.draining for one in (*todo.start, *todo.refuse))
+    assert all(
+        one.instance_id not in held and not one.draining for one in (*todo.start, *todo.refuse)
+    )
     for name, view in held.items():
         if name not in wanted and view.state is not HeldState.DRAINING:
             assert name in todo.let_go, "what is not desired is let go"
-        if name in wanted and wanted[name].generation == view.hold.generation and not wanted[name].draining:
+        if (
+            name in wanted
+            and wanted[name].generation == view.hold.generation
+            and not wanted[name].draining
+        ):
             assert name not in todo.let_go, "what is desired as it is stays"
         if name in wanted and wanted[name].generation < view.hold.generation:
             assert name not in acted, "an older generation changes nothing"
@@ -155,6 +185,15 @@ def test_a_newer_generation_of_the_same_stage_is_taken_over(model: Model) -> Non
     assert plan(ready, {}, [moved], ROOM) == HoldPlan(let_go=(NAMES[0],), later=(moved,))
 
 
+@pytest.mark.parametrize("stage", [Stage(0, 1), Stage(1, 2)])
+def test_a_stage_grows_at_either_end(model: Model, stage: Stage) -> None:
+    ready = {NAMES[0]: HeldView(hold=hold(model, stage=stage, size=30), state=HeldState.READY)}
+    longer = hold(model, generation=2, size=60)
+    assert plan(ready, {}, [longer], 60) == HoldPlan(grow=(longer,))
+    other = hold(model, generation=2, stage=Stage(1 - stage.start, 2 - stage.start))
+    assert plan(ready, {}, [other], ROOM) == HoldPlan(let_go=(NAMES[0],), later=(other,))
+
+
 def test_a_ready_stage_grows_in_place_where_there_is_room(model: Model) -> None:
     short, longer = hold(model, stage=Stage(0, 1), size=30), hold(model, generation=2, size=60)
     ready = {NAMES[0]: HeldView(hold=short, state=HeldState.READY)}
@@ -164,7 +203,9 @@ def test_a_ready_stage_grows_in_place_where_there_is_room(model: Model) -> None:
     both = plan(ready, {}, [longer, hold(model, "inst-1")], ROOM)
     assert both == HoldPlan(grow=(longer,), start=(hold(model, "inst-1"),))
     both = plan(ready, {}, [longer, hold(model, "inst-1")], ROOM - 1)
-    assert both == HoldPlan(grow=(longer,), refuse=(hold(model, "inst-1"),)), "what it is to take counts"
+    assert both == HoldPlan(grow=(longer,), refuse=(hold(model, "inst-1"),)), (
+        "what it is to take counts"
+    )
 
 
 def test_one_growth_at_a_time_and_none_while_a_stage_loads(model: Model) -> None:

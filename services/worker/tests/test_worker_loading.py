@@ -17,7 +17,9 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.parametrize("process", [False, True])
-async def test_a_stage_takes_requests_while_it_loads(make_rig: MakeRig, leases: Any, process: bool) -> None:
+async def test_a_stage_takes_requests_while_it_loads(
+    make_rig: MakeRig, leases: Any, process: bool
+) -> None:
     rig = await make_rig(process=process)
     leases.gate.clear()
     await rig.command(rig.a_hold())
@@ -40,7 +42,10 @@ async def test_a_stage_takes_requests_while_it_loads(make_rig: MakeRig, leases: 
     assert not ready.open
     for name in ("req-1", "req-2"):
         assert (await rig.finish_of(name)).finish is FinishReason.LENGTH
-    tokens = [[token for entry in rig.of(name) for token in entry.token_ids] for name in ("req-1", "req-2")]
+    tokens = [
+        [token for entry in rig.of(name) for token in entry.token_ids]
+        for name in ("req-1", "req-2")
+    ]
     assert len(tokens[0]) == 4
     assert tokens[0] == tokens[1]
     assert rig.of("req-gone") == []
@@ -68,8 +73,13 @@ async def test_requests_on_a_stage_that_is_not_loaded_in_the_end_can_run_elsewhe
         leases.gate.set()
     for name in ("req-1", "req-2"):
         last = await rig.finish_of(name)
-        assert (last.finish, last.code) == (FinishReason.ERROR, "engine_failed" if how == "engine" else "not_loaded")
-        assert [token for entry in rig.of(name) for token in entry.token_ids] == [], "also where every part was placed"
+        assert (last.finish, last.code) == (
+            FinishReason.ERROR,
+            "engine_failed" if how == "engine" else "not_loaded",
+        )
+        assert [token for entry in rig.of(name) for token in entry.token_ids] == [], (
+            "also where every part was placed"
+        )
     if how == "called off":
         await rig.state(None)
     else:
@@ -83,7 +93,11 @@ async def test_requests_on_a_stage_that_is_not_loaded_in_the_end_can_run_elsewhe
     await rig.command(rig.a_hold(generation=2))
     await rig.state(HeldState.READY)
     assert (await rig.submit(attempt=2)).accepted
-    await rig.until(lambda: any(entry.attempt == 2 and entry.finish is FinishReason.LENGTH for entry in rig.of()))
+    await rig.until(
+        lambda: any(
+            entry.attempt == 2 and entry.finish is FinishReason.LENGTH for entry in rig.of()
+        )
+    )
 
 
 @pytest.mark.parametrize("intact", [True, False])
@@ -98,7 +112,12 @@ async def test_no_token_leaves_before_its_parts_were_found_whole(
     await rig.until(lambda: (held := rig.held()) and held.open)
     await rig.submit()
     leases.gate.set()
-    await until(lambda: sum(len(produced.token_ids) for produced, _ in rig.worker._unproven.get(INSTANCE, [])) == 4)
+    await until(
+        lambda: (
+            sum(len(produced.token_ids) for produced, _ in rig.worker._unproven.get(INSTANCE, []))
+            == 4
+        )
+    )
     leases.intact = intact
     assert rig.entries == []
     assert (await rig.resend(0)).entries == []
@@ -108,7 +127,9 @@ async def test_no_token_leaves_before_its_parts_were_found_whole(
     assert (last.code, len(tokens)) == (("", 4) if intact else ("not_loaded", 0))
 
 
-async def test_a_stage_of_several_takes_no_requests_while_it_loads(make_rig: MakeRig, leases: Any) -> None:
+async def test_a_stage_of_several_takes_no_requests_while_it_loads(
+    make_rig: MakeRig, leases: Any
+) -> None:
     rig = await make_rig()
     leases.gate.clear()
     await rig.command(msgspec.structs.replace(rig.a_hold(), stage=Stage(0, 1)))
@@ -121,7 +142,9 @@ async def test_a_stage_of_several_takes_no_requests_while_it_loads(make_rig: Mak
     assert not held.open
 
 
-async def test_a_load_that_is_not_wanted_any_more_is_called_off(make_rig: MakeRig, leases: Any) -> None:
+async def test_a_load_that_is_not_wanted_any_more_is_called_off(
+    make_rig: MakeRig, leases: Any
+) -> None:
     rig = await make_rig()
     leases.gate.clear()
     await rig.command(rig.a_hold(size=ROOM))

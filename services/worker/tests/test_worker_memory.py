@@ -11,7 +11,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from pilotlight.common.messages.engine import Run, StageFailed, StageLoaded, StageUnloaded, StepDone, UnloadStage
+from pilotlight.common.messages.engine import (
+    Run,
+    StageFailed,
+    StageLoaded,
+    StageUnloaded,
+    StepDone,
+    UnloadStage,
+)
 from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.policy.model import Dtype
 from pilotlight.policy.request import Sampling
@@ -28,7 +35,8 @@ CONTEXT_TOKENS = 256
 REQUESTS = 100
 INSTANCE = InstanceId("inst-1")
 BESIDE_BYTES = 112 * MIB
-"""Compiled kernels are 65 MiB at most; the rest is what the heap keeps between two steps. Without a bound these prompts alone take 670."""
+"""Compiled kernels are 65 MiB at most; the rest is what the heap keeps between two steps. Without a
+bound these prompts alone take 670."""
 
 
 @pytest.fixture
@@ -42,7 +50,9 @@ async def engine(tmp_path: Path) -> AsyncIterator[ProcessEngine]:
 async def load(engine: ProcessEngine, events: AsyncIterator[Any], pool: Any) -> None:
     """In bfloat16: what torch compiles kernels for."""
     command = pool.load(kv_tokens=8192)
-    await engine.load_stage(msgspec.structs.replace(command, model=replace(command.model, dtype=Dtype.BFLOAT16)))
+    await engine.load_stage(
+        msgspec.structs.replace(command, model=replace(command.model, dtype=Dtype.BFLOAT16))
+    )
     for place in pool.places():
         await engine.place_part(place)
     await until(events, StageLoaded)
@@ -61,8 +71,10 @@ async def until(events: AsyncIterator[Any], kind: type) -> None:
             return
 
 
-async def serve(engine: ProcessEngine, events: AsyncIterator[Any], lengths: Sequence[int], at_once: int) -> None:
-    """Prompts of some lengths, so many at once; each gets all of its tokens."""
+async def serve(
+    engine: ProcessEngine, events: AsyncIterator[Any], lengths: Sequence[int], at_once: int
+) -> None:
+    """Prompts of some lengths, ``at_once`` of them together; each gets all of its tokens."""
     missing: dict[str, int] = {}
     numbers = iter(range(len(lengths)))
     rng = random.Random(len(lengths))
@@ -97,7 +109,9 @@ async def serve(engine: ProcessEngine, events: AsyncIterator[Any], lengths: Sequ
 
 
 def resident_bytes(engine: ProcessEngine) -> int:
-    return int(Path(f"/proc/{engine.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(Path(f"/proc/{engine.pid}/statm").read_text().split()[1]) * os.sysconf(
+        "SC_PAGE_SIZE"
+    )
 
 
 async def test_batches_of_all_shapes_take_a_bounded_amount_of_memory_and_an_evicted_model_gives_back_its_own(
@@ -113,10 +127,14 @@ async def test_batches_of_all_shapes_take_a_bounded_amount_of_memory_and_an_evic
         await load(engine, events, pool)
         given = pool.load(kv_tokens=8192).device_bytes
         await serve(engine, events, range(2, CONTEXT_TOKENS - 8), 1)
-        await serve(engine, events, [rng.randrange(2, CONTEXT_TOKENS - 8) for _ in range(REQUESTS)], AT_ONCE)
+        await serve(
+            engine, events, [rng.randrange(2, CONTEXT_TOKENS - 8) for _ in range(REQUESTS)], AT_ONCE
+        )
         busy = resident_bytes(engine)
         await unload(engine, events)
         kept = resident_bytes(engine)
-    print(f"idle {idle / MIB:.0f}, busy {busy / MIB:.0f}, given {given / MIB:.0f}, kept {kept / MIB:.0f} MiB")
+    print(
+        f"idle {idle / MIB:.0f}, busy {busy / MIB:.0f}, given {given / MIB:.0f}, kept {kept / MIB:.0f} MiB"
+    )
     assert busy - idle < given + BESIDE_BYTES
     assert kept - idle < BESIDE_BYTES

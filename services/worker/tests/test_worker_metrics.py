@@ -33,7 +33,12 @@ def test_steps_are_counted_and_a_death_leaves_nothing_held() -> None:
 
     held = ("requests_queued", "kv_used_tokens", "kv_free_tokens", "kv_cached_tokens")
     assert seen(*held) == [3, 96, 64, 32]
-    counted = ("batch_tokens_total", "prefix_looked_up_tokens_total", "prefix_hit_tokens_total", "preemptions_total")
+    counted = (
+        "batch_tokens_total",
+        "prefix_looked_up_tokens_total",
+        "prefix_hit_tokens_total",
+        "preemptions_total",
+    )
     assert seen(*counted, "step_seconds_count", "engine_deaths_total") == [40, 80, 32, 3, 2, 0]
     metrics.engine_died(hung=False)
     assert seen(*held, "engine_deaths_total") == [0, 0, 0, 0, 1]

@@ -14,7 +14,16 @@ import msgspec
 import pytest
 
 from pilotlight.common.errors import EngineFailed
-from pilotlight.common.messages.engine import Abort, Prefilled, Run, StageFailed, StageLoaded, StageOpened, StepDone, UnloadStage
+from pilotlight.common.messages.engine import (
+    Abort,
+    Prefilled,
+    Run,
+    StageFailed,
+    StageLoaded,
+    StageOpened,
+    StepDone,
+    UnloadStage,
+)
 from pilotlight.common.testing import until
 from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.policy.phase import PhaseName
@@ -61,7 +70,9 @@ async def engine(tmp_path: Path) -> AsyncIterator[ProcessEngine]:
     assert not made.alive
 
 
-def run(pool: Any, sampling: Sampling, request_id: str = "req-1", outputs: list[int] | None = None) -> Run:
+def run(
+    pool: Any, sampling: Sampling, request_id: str = "req-1", outputs: list[int] | None = None
+) -> Run:
     return Run(
         request_id=RequestId(request_id),
         attempt=1,
@@ -121,7 +132,9 @@ async def test_it_serves_dies_in_mid_stream_and_serves_the_same_tokens_again(
     assert (await listener.until(StageFailed)).code == "no_room"
 
 
-async def test_requests_run_while_parts_come(engine: ProcessEngine, pool: Any, greedy: Callable[[int], Sampling]) -> None:
+async def test_requests_run_while_parts_come(
+    engine: ProcessEngine, pool: Any, greedy: Callable[[int], Sampling]
+) -> None:
     await engine.start()
     listener = Listener(engine)
     await load(engine, listener, pool)
@@ -140,18 +153,26 @@ async def test_requests_run_while_parts_come(engine: ProcessEngine, pool: Any, g
     await listener.until(StepDone, lambda step: step.running == 1 or step.running == 4)
     await engine.abort(Abort(request_id=RequestId("req-3"), attempt=1))
     assert (await listener.until_end("req-3")).finish is FinishReason.CANCELLED
-    assert (await listener.until_end("req-5")).code == "deadline_exceeded", "nothing came, and it ended all the same"
+    assert (await listener.until_end("req-5")).code == "deadline_exceeded", (
+        "nothing came, and it ended all the same"
+    )
     await engine.place_part(pool.places()[-1])
     loaded = await listener.until(StageLoaded)
     prefilled = await listener.until(Prefilled)
     await listener.until_end("req-4")
     assert listener.tokens["req-2"] == listener.tokens["req-4"] == listener.tokens["req-1"]
-    assert PhaseName.PREFILL in {phase.name for phase in loaded.phases}, "what ran before it was loaded"
-    assert all(phase.end_s <= prefilled.phase.start_s for phase in (*prefilled.earlier, *loaded.phases))
+    assert PhaseName.PREFILL in {phase.name for phase in loaded.phases}, (
+        "what ran before it was loaded"
+    )
+    assert all(
+        phase.end_s <= prefilled.phase.start_s for phase in (*prefilled.earlier, *loaded.phases)
+    )
 
     # Called off, they can run elsewhere.
     await engine.load_stage(pool.load("inst-2"))
-    await engine.run(msgspec.structs.replace(run(pool, greedy(12), "req-6"), instance_id=InstanceId("inst-2")))
+    await engine.run(
+        msgspec.structs.replace(run(pool, greedy(12), "req-6"), instance_id=InstanceId("inst-2"))
+    )
     await engine.place_part(pool.places("inst-2")[0])
     await engine.unload_stage(UnloadStage(instance_id=InstanceId("inst-2")))
     assert (await listener.until_end("req-6")).code == "not_loaded"
@@ -172,7 +193,9 @@ async def main():
 asyncio.run(main())
 """
     command = [sys.executable, "-c", program]
-    parent = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60, check=False)
+    parent = await asyncio.to_thread(
+        subprocess.run, command, capture_output=True, text=True, timeout=60, check=False
+    )
     assert parent.returncode == -signal.SIGKILL, parent.stderr
     child = int(parent.stdout.splitlines()[-1])
     try:
@@ -220,8 +243,15 @@ def environment_of(pid: int) -> bytes:
     return Path(f"/proc/{pid}/environ").read_bytes()
 
 
-async def test_a_child_inherits_no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "AWS_SECRET_ACCESS_KEY", "PILOTLIGHT_SECRETS_DIR"):
+async def test_a_child_inherits_no_credentials(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in (
+        "HF_TOKEN",
+        "HUGGING_FACE_HUB_TOKEN",
+        "AWS_SECRET_ACCESS_KEY",
+        "PILOTLIGHT_SECRETS_DIR",
+    ):
         monkeypatch.setenv(name, "secret")
     child = await spawn(ChildOptions(threads=1, log_path=tmp_path / "log"), spare=True)
     try:

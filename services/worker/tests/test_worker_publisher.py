@@ -1,4 +1,6 @@
-"""Token batches on a real NATS server: one message for each step and gateway, joined while the last one is recent."""
+"""Token batches on a real NATS server: one message for each step and gateway, joined while the last
+one is recent.
+"""
 
 import asyncio
 from typing import Any
@@ -19,8 +21,12 @@ pytestmark = pytest.mark.anyio
 ONE, OTHER = GatewayId("gw-1"), GatewayId("gw-2")
 
 
-def outgoing(seq: int, *token_ids: int, gateway: GatewayId = ONE, request: str = "req-1", **other: Any) -> Outgoing:
-    entry = TokenEntry(request_id=RequestId(request), attempt=1, seq=seq, token_ids=list(token_ids), **other)
+def outgoing(
+    seq: int, *token_ids: int, gateway: GatewayId = ONE, request: str = "req-1", **other: Any
+) -> Outgoing:
+    entry = TokenEntry(
+        request_id=RequestId(request), attempt=1, seq=seq, token_ids=list(token_ids), **other
+    )
     return Outgoing(gateway, entry)
 
 
@@ -31,7 +37,9 @@ async def received(bus: Any, gateway: GatewayId, batches: asyncio.Queue[Timed[To
     await bus.subscribe(tokens_subject(gateway), Timed[TokenBatch], on_batch, binary=True)
 
 
-async def test_a_batch_holds_what_every_request_of_a_gateway_got(make_context: Any, connect_bus: Any) -> None:
+async def test_a_batch_holds_what_every_request_of_a_gateway_got(
+    make_context: Any, connect_bus: Any
+) -> None:
     context = make_context("worker", ServiceSettings())
     publisher = TokenPublisher(context.bus, context.background, WorkerId("w"))
     gateways = await connect_bus("gateway")
@@ -46,7 +54,9 @@ async def test_a_batch_holds_what_every_request_of_a_gateway_got(make_context: A
     publisher.add(outgoing(7, 1, request="req-2"), later)
     publisher.add(outgoing(0, 8, request="req-4"), later)
     publisher.add(outgoing(0, 9, gateway=OTHER, request="req-3"))
-    publisher.add(outgoing(1, 6, logprobs=[-0.6], top_logprobs=[[(6, -0.6)]], finish=FinishReason.STOP))
+    publisher.add(
+        outgoing(1, 6, logprobs=[-0.6], top_logprobs=[[(6, -0.6)]], finish=FinishReason.STOP)
+    )
     publisher.flush()
     async with asyncio.timeout(5):
         told = await ones.get()
@@ -55,7 +65,14 @@ async def test_a_batch_holds_what_every_request_of_a_gateway_got(make_context: A
     assert batch.worker_id == "w"
     assert told.sent == sampled, "that of its first token"
     assert batch.entries == [
-        outgoing(0, 5, 6, logprobs=[-0.5, -0.6], top_logprobs=[[(5, -0.5)], [(6, -0.6)]], finish=FinishReason.STOP).entry,
+        outgoing(
+            0,
+            5,
+            6,
+            logprobs=[-0.5, -0.6],
+            top_logprobs=[[(5, -0.5)], [(6, -0.6)]],
+            finish=FinishReason.STOP,
+        ).entry,
         outgoing(7, 1, request="req-2").entry,
         outgoing(0, 8, request="req-4").entry,
     ]

@@ -1,4 +1,6 @@
-"""The request table: every token arrives exactly once and in order, whatever is lost, repeated or late."""
+"""The request table: every token arrives exactly once and in order, whatever is lost, repeated or
+late.
+"""
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +17,9 @@ GATEWAY = GatewayId("gw-1")
 INSTANCE = InstanceId("inst-1")
 
 
-def submit(request_id: str = "req-1", attempt: int = 1, earlier: int = 0, logprobs: bool = False) -> Submit:
+def submit(
+    request_id: str = "req-1", attempt: int = 1, earlier: int = 0, logprobs: bool = False
+) -> Submit:
     return Submit(
         request_id=RequestId(request_id),
         attempt=attempt,
@@ -28,7 +32,12 @@ def submit(request_id: str = "req-1", attempt: int = 1, earlier: int = 0, logpro
     )
 
 
-def produced(position: int, token_ids: list[int], finish: FinishReason | None = None, request_id: str = "req-1") -> Produced:
+def produced(
+    position: int,
+    token_ids: list[int],
+    finish: FinishReason | None = None,
+    request_id: str = "req-1",
+) -> Produced:
     return Produced(
         request_id=RequestId(request_id),
         attempt=1,
@@ -48,7 +57,9 @@ def ask(from_seq: int) -> Resend:
 
 
 class Receiver:
-    """A gateway's end, as design.md describes it: takes what follows, drops what it has, asks for what is missing."""
+    """A gateway's end, as design.md describes it: takes what follows, drops what it has, asks for
+    what is missing.
+    """
 
     def __init__(self, first: int) -> None:
         self.first = first
@@ -82,7 +93,9 @@ STEPS = st.lists(
 
 @given(steps=STEPS, earlier=st.integers(0, 5))
 @settings(max_examples=200, deadline=None)
-def test_any_interleaving_delivers_every_token_once_in_order(steps: list[tuple[str, int, bool]], earlier: int) -> None:
+def test_any_interleaving_delivers_every_token_once_in_order(
+    steps: list[tuple[str, int, bool]], earlier: int
+) -> None:
     table = RequestTable(8)
     table.accept(submit(earlier=earlier, logprobs=True))
     receiver = Receiver(earlier)
@@ -223,7 +236,7 @@ def test_done_before_the_engine_is_done_aborts() -> None:
     table.accept(submit())
     table.produced(produced(0, [1, 2]), 0.0)
     assert table.acknowledge(GATEWAY, ack(2, done=True), 0.0) == RequestKey(RequestId("req-1"), 1)
-    # It was on its way when the abort was sent; nobody hears of it.
+    # It was on its way when the abort was sent; no client hears of it.
     assert table.produced(produced(2, [3]), 0.0) is None
     assert table.produced(produced(3, [], FinishReason.CANCELLED), 0.0) is None
     assert len(table) == 0

@@ -1,4 +1,6 @@
-"""A spare engine child: ready without a device, promoted when the engine dies, made again, never left behind."""
+"""A spare engine child: ready without a device, promoted when the engine dies, made again, never
+left behind.
+"""
 
 import asyncio
 import os
@@ -114,7 +116,9 @@ async def test_nothing_is_left_after_the_stop(options: ChildOptions) -> None:
     assert engine._spare.pid is None
 
 
-async def test_a_stop_while_the_spare_is_promoted_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stop_while_the_spare_is_promoted_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     opened = tmp_path / "opened"
     opened.mkdir()
@@ -135,11 +139,15 @@ async def test_a_stop_while_the_spare_is_promoted_leaves_nothing(tmp_path: Path,
     with pytest.raises(EngineFailed, match="stopped for good"):
         await starting
     assert not lives(spare)
-    assert {path.name for path in opened.iterdir()} == {"hang", str(up.pid), str(spare)}, "none in its place"
+    assert {path.name for path in opened.iterdir()} == {"hang", str(up.pid), str(spare)}, (
+        "none in its place"
+    )
 
 
 class Hesitating(Spare):
-    """None is ready, and the engine is killed when one is asked for: before another child is spawned, or while it is."""
+    """None is ready, and the engine is killed when one is asked for: before another child is
+    spawned, or while it is.
+    """
 
     engine: ProcessEngine
 
@@ -155,7 +163,9 @@ class Hesitating(Spare):
 
 
 @pytest.mark.parametrize("in_time", [True, False])
-async def test_a_kill_before_there_is_a_child_is_not_forgotten(options: ChildOptions, in_time: bool) -> None:
+async def test_a_kill_before_there_is_a_child_is_not_forgotten(
+    options: ChildOptions, in_time: bool
+) -> None:
     spare = Hesitating(options, in_time=in_time)
     spare.engine = engine = ProcessEngine(options, spare)
     with pytest.raises(EngineFailed, match="lost: GPU is lost"):
@@ -185,7 +195,9 @@ async def main():
 asyncio.run(main())
 """
     command = [sys.executable, "-c", program]
-    parent = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60, check=False)
+    parent = await asyncio.to_thread(
+        subprocess.run, command, capture_output=True, text=True, timeout=60, check=False
+    )
     assert parent.returncode == -signal.SIGKILL, parent.stderr
     spare = int(parent.stdout.splitlines()[-1])
     await until(lambda: not lives(spare))

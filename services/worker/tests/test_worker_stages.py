@@ -27,7 +27,9 @@ async def test_an_older_epoch_is_refused(make_rig: MakeRig) -> None:
     await rig.state(None)
 
 
-async def test_a_worker_that_starts_anew_refuses_what_its_loader_would(make_rig: MakeRig, tmp_path: Path) -> None:
+async def test_a_worker_that_starts_anew_refuses_what_its_loader_would(
+    make_rig: MakeRig, tmp_path: Path
+) -> None:
     """Before its first lease too: the worker that it follows may have obeyed a newer leader."""
     pool = HostPool.open(tmp_path / "x.pool", 64 * 2**20, SystemClock())
     pool.raise_epoch(Epoch(5))

@@ -1,4 +1,6 @@
-"""Several kinds of engine in one worker: each model on its own, and what one loses is no loss of the others."""
+"""Several kinds of engine in one worker: each model on its own, and what one loses is no loss of
+the others.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -23,6 +25,7 @@ from pilotlight.common.messages.engine import (
     Run,
     StageAddress,
     StageConnected,
+    StageFailed,
     StageLoaded,
     StageRefused,
     StageResized,
@@ -32,12 +35,27 @@ from pilotlight.common.messages.engine import (
 )
 from pilotlight.common.messages.hold import Hold, WorkerHold, worker_hold_subject
 from pilotlight.common.messages.reports import WORKER_REPORTS, WorkerReport
-from pilotlight.common.messages.tokens import Submit, SubmitReply, TokenBatch, TokenEntry, submit_subject, tokens_subject
+from pilotlight.common.messages.tokens import (
+    Submit,
+    SubmitReply,
+    TokenBatch,
+    TokenEntry,
+    submit_subject,
+    tokens_subject,
+)
 from pilotlight.common.service import Background
 from pilotlight.common.testing import until
 from pilotlight.policy.cluster import HeldState
 from pilotlight.policy.cost import EngineSpeed
-from pilotlight.policy.ids import Epoch, GatewayId, Generation, InstanceId, ModelName, NodeId, RequestId
+from pilotlight.policy.ids import (
+    Epoch,
+    GatewayId,
+    Generation,
+    InstanceId,
+    ModelName,
+    NodeId,
+    RequestId,
+)
 from pilotlight.policy.model import EngineKind, Model
 from pilotlight.policy.request import FinishReason, Sampling
 from pilotlight.worker.app import build
@@ -69,7 +87,9 @@ class Followed:
             self.engines[kind] = SimEngine(SPEED, SystemClock())
             return self.engines[kind]
 
-        self.switch = EngineSwitch({kind: lambda kind=kind: make(kind) for kind in kinds}, self.background)
+        self.switch = EngineSwitch(
+            {kind: lambda kind=kind: make(kind) for kind in kinds}, self.background
+        )
         self.switch.follow(self._on_event)
 
     async def _on_event(self, told: Timed[EngineEvent]) -> None:
@@ -87,9 +107,17 @@ class Followed:
 
     async def load(self, instance_id: str, engine: EngineKind) -> None:
         name, model = InstanceId(instance_id), replace(self.model, engine=engine)
-        room = model.device_bytes(model.spec.whole) + 512 * model.spec.kv_bytes_per_token(model.spec.whole, model.dtype)
+        room = model.device_bytes(model.spec.whole) + 512 * model.spec.kv_bytes_per_token(
+            model.spec.whole, model.dtype
+        )
         await self.switch.load_stage(
-            LoadStage(instance_id=name, model=model, stage=model.spec.whole, device_bytes=room, pool_path="")
+            LoadStage(
+                instance_id=name,
+                model=model,
+                stage=model.spec.whole,
+                device_bytes=room,
+                pool_path="",
+            )
         )
         for part in model.spec.parts_of(model.spec.whole):
             await self.switch.place_part(PlacePart(instance_id=name, part=part, tensors=()))
@@ -151,10 +179,15 @@ async def test_an_engine_is_made_for_the_first_model_that_asks_for_its_kind(foll
     await followed.load("two", SIM)
     await followed.load("three", SIM)
     assert followed.made == [NATIVE, SIM]
-    assert {kind: set(engine._stages) for kind, engine in followed.engines.items()} == {NATIVE: {"one"}, SIM: {"two", "three"}}
+    assert {kind: set(engine._stages) for kind, engine in followed.engines.items()} == {
+        NATIVE: {"one"},
+        SIM: {"two", "three"},
+    }
 
 
-async def test_requests_run_where_their_instance_is_and_a_step_says_what_all_have(follow: Follow) -> None:
+async def test_requests_run_where_their_instance_is_and_a_step_says_what_all_have(
+    follow: Follow,
+) -> None:
     followed = await follow()
     await followed.load("one", NATIVE)
     await followed.load("two", SIM)
@@ -169,7 +202,9 @@ async def test_requests_run_where_their_instance_is_and_a_step_says_what_all_hav
     assert (await followed.end_of("lost")).code == "not_loaded"
 
 
-async def test_a_dead_engine_takes_its_own_instances_along_and_starts_again_for_the_next(follow: Follow) -> None:
+async def test_a_dead_engine_takes_its_own_instances_along_and_starts_again_for_the_next(
+    follow: Follow,
+) -> None:
     followed = await follow()
     await followed.load("one", NATIVE)
     await followed.load("two", SIM)
@@ -209,9 +244,13 @@ async def test_what_grows_a_stage_goes_to_the_engine_that_has_it(follow: Follow)
         )
     )
     await followed.until(StageConnected)
-    await switch.extend_stage(ExtendStage(instance_id=two, stage=spec.whole, device_bytes=2 * room, pool_path=""))
+    await switch.extend_stage(
+        ExtendStage(instance_id=two, stage=spec.whole, device_bytes=2 * room, pool_path="")
+    )
     refused = await followed.until(StageRefused)
-    assert refused.code == "invalid_request", "it is whole; the main engine has no such stage, and would say so"
+    assert refused.code == "invalid_request", (
+        "it is whole; the main engine has no such stage, and would say so"
+    )
 
 
 async def test_the_death_of_the_only_engine_is_the_end_of_everything(follow: Follow) -> None:
@@ -227,13 +266,18 @@ async def test_a_kind_that_the_worker_does_not_have_is_refused(follow: Follow) -
         await followed.load("one", SIM)
 
 
-async def test_an_unload_of_what_no_engine_has_is_confirmed_by_the_main_one_or_by_its_death(follow: Follow) -> None:
+async def test_an_unload_of_what_no_engine_has_is_confirmed_by_the_main_one_or_by_its_death(
+    follow: Follow,
+) -> None:
     followed = await follow()
     await followed.load("two", SIM)
     await followed.switch.unload_stage(UnloadStage(instance_id=InstanceId("never")))
     await followed.until(StageUnloaded, lambda event: event.instance_id == "never")
     assert set(followed.switch._routes) == {"two"}
-    confirmed, followed.engines[NATIVE].unload_stage = followed.engines[NATIVE].unload_stage, unheard
+    confirmed, followed.engines[NATIVE].unload_stage = (
+        followed.engines[NATIVE].unload_stage,
+        unheard,
+    )
     await followed.switch.unload_stage(UnloadStage(instance_id=InstanceId("unheard")))
     followed.engines[NATIVE].unload_stage = confirmed
     await followed.engines[NATIVE].kill("a test")
@@ -243,7 +287,9 @@ async def test_an_unload_of_what_no_engine_has_is_confirmed_by_the_main_one_or_b
     assert set(followed.switch._routes) == {"two"}
 
 
-async def test_an_instance_may_come_back_on_another_engine_while_its_unload_is_confirmed(follow: Follow) -> None:
+async def test_an_instance_may_come_back_on_another_engine_while_its_unload_is_confirmed(
+    follow: Follow,
+) -> None:
     followed = await follow()
     await followed.load("one", NATIVE)
     await followed.switch.unload_stage(UnloadStage(instance_id=InstanceId("one")))
@@ -253,6 +299,35 @@ async def test_an_instance_may_come_back_on_another_engine_while_its_unload_is_c
     assert not followed.engines[NATIVE]._stages
     await followed.switch.unload_stage(UnloadStage(instance_id=InstanceId("one")))
     await until(lambda: not followed.switch._routes)
+
+
+async def test_an_engine_that_dies_has_freed_what_is_on_another_one_by_now(follow: Follow) -> None:
+    followed = await follow()
+    one = InstanceId("one")
+    await followed.load(one, SIM)
+    followed.engines[SIM].unload_stage = unheard
+    await followed.switch.unload_stage(UnloadStage(instance_id=one))
+    await followed.load(one, NATIVE)
+    await followed.engines[SIM].kill("a test")
+    assert (await followed.until(EngineDied)).instances == set(), "it has been moved"
+    await followed.until(StageUnloaded)
+    await followed.run("after", one)
+    assert (await followed.end_of("after")).finish is FinishReason.LENGTH
+
+
+async def test_what_an_engine_says_of_an_instance_that_has_moved_is_not_heard(
+    follow: Follow,
+) -> None:
+    followed = await follow()
+    one = InstanceId("one")
+    await followed.load(one, SIM)
+    await followed.switch.unload_stage(UnloadStage(instance_id=one))
+    await followed.load(one, NATIVE)
+    followed.events.clear()
+    await followed.engines[SIM]._say(StageFailed(instance_id=one, code="no_room", message="late"))
+    await followed.engines[SIM].kill("a test")
+    await followed.until(EngineDied)
+    assert not [event for event in followed.events if isinstance(event, StageFailed)]
 
 
 class Observer:
@@ -266,7 +341,9 @@ class Observer:
 
     async def listen(self) -> None:
         await self.bus.subscribe(WORKER_REPORTS, WorkerReport, self._on_report)
-        await self.bus.subscribe(tokens_subject(GatewayId("gw-1")), TokenBatch, self._on_tokens, binary=True)
+        await self.bus.subscribe(
+            tokens_subject(GatewayId("gw-1")), TokenBatch, self._on_tokens, binary=True
+        )
 
     async def _on_report(self, report: WorkerReport) -> None:
         self.states = {held.instance_id: held.state for held in report.facts.held}
@@ -295,11 +372,14 @@ class Observer:
             for model in models
         )
         worker_id = self.worker.core.worker_id
-        await self.bus.publish(worker_hold_subject(worker_id), WorkerHold(worker_id=worker_id, epoch=Epoch(1), holds=holds))
+        await self.bus.publish(
+            worker_hold_subject(worker_id),
+            WorkerHold(worker_id=worker_id, epoch=Epoch(1), holds=holds),
+        )
 
-    async def submit(self, model: Model, max_tokens: int) -> None:
+    async def submit(self, model: Model, max_tokens: int, name: str = "") -> None:
         submit = Submit(
-            request_id=RequestId(f"to {model.name}"),
+            request_id=RequestId(f"{name} to {model.name}".strip()),
             attempt=1,
             gateway_id=GatewayId("gw-1"),
             instance_id=InstanceId(model.name),
@@ -307,12 +387,18 @@ class Observer:
             prompt_ids=[1, 2, 3],
             sampling=Sampling(seed=5, max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
         )
-        reply = await self.bus.request(submit_subject(self.worker.core.worker_id), submit, SubmitReply, deadline_s=2.0)
+        reply = await self.bus.request(
+            submit_subject(self.worker.core.worker_id), submit, SubmitReply, deadline_s=2.0
+        )
         assert reply.accepted
 
-    async def end_of(self, model: Model) -> TokenEntry:
+    async def end_of(self, model: Model, name: str = "") -> TokenEntry:
         def ended() -> TokenEntry | None:
-            mine = (entry for entry in self.entries if entry.request_id == f"to {model.name}")
+            mine = (
+                entry
+                for entry in self.entries
+                if entry.request_id == f"{name} to {model.name}".strip()
+            )
             return next((entry for entry in mine if entry.finish), None)
 
         return await self.until(ended)
@@ -322,7 +408,10 @@ async def test_a_worker_serves_models_of_two_engines_and_loses_only_what_died(
     make_context: Any, connect_bus: Any, model: Model
 ) -> None:
     """On a simulated device both kinds are simulated, each by an engine of its own."""
-    one, two = (replace(model, name=ModelName(name), engine=kind) for name, kind in (("one", NATIVE), ("two", SIM)))
+    one, two = (
+        replace(model, name=ModelName(name), engine=kind)
+        for name, kind in (("one", NATIVE), ("two", SIM))
+    )
     settings = WorkerSettings(node_id="node-1", device_bytes=1 << 20, sim_decode_step_s=0.001)
     (worker,) = (await build(make_context("worker", settings), simulated=1)).components
     assert isinstance(worker, Worker)
@@ -331,16 +420,38 @@ async def test_a_worker_serves_models_of_two_engines_and_loses_only_what_died(
     await worker.start()
     try:
         await observer.hold(one, two)
-        await observer.until(lambda: observer.states == {"one": HeldState.READY, "two": HeldState.READY})
+        await observer.until(
+            lambda: observer.states == {"one": HeldState.READY, "two": HeldState.READY}
+        )
         await observer.submit(one, 200)
         await observer.submit(two, 200)
-        await observer.until(lambda: {entry.request_id for entry in observer.entries} == {"to one", "to two"})
+        await observer.until(
+            lambda: {entry.request_id for entry in observer.entries} == {"to one", "to two"}
+        )
         await worker.core.engine._engines[SIM].kill("a test")
         lost = await observer.end_of(two)
         assert (lost.finish, lost.code) == (FinishReason.ERROR, "engine_failed")
         assert (await observer.end_of(one)).finish is FinishReason.LENGTH
-        await observer.until(lambda: observer.states == {"one": HeldState.READY, "two": HeldState.FAILED})
+        await observer.until(
+            lambda: observer.states == {"one": HeldState.READY, "two": HeldState.FAILED}
+        )
+        assert (worker._failures, worker._restarting) == (0, False), (
+            "nothing is wrong with the main engine"
+        )
         await observer.hold(one, two, generation=2)
-        await observer.until(lambda: observer.states == {"one": HeldState.READY, "two": HeldState.READY})
+        await observer.until(
+            lambda: observer.states == {"one": HeldState.READY, "two": HeldState.READY}
+        )
+        await observer.submit(one, 200, "long")
+        await observer.submit(two, 200, "wrong")
+        wrong = Produced(
+            request_id=RequestId("wrong to two"), attempt=1, position=999, token_ids=[1]
+        )
+        step = StepDone(produced=(wrong,), waiting=0, running=1, kv_free_tokens=0, step_time_s=0.0)
+        await worker.core.engine._engines[SIM]._say(step)
+        assert (await observer.end_of(two, "wrong")).code == "engine_failed"
+        assert (await observer.end_of(one, "long")).finish is FinishReason.LENGTH, (
+            "only the engine that talks nonsense ends"
+        )
     finally:
         await worker.stop()

@@ -34,7 +34,10 @@ async def test_a_tokenizer_is_fetched_once_and_another_process_reads_it(tmp_path
 async def test_only_some_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(vocabularies, "KEPT", 1)
     store = ObjectStore.from_url(tmp_path.as_uri())
-    bundles = [TextBundle(tokenizer_json=ascii_json(), special_tokens={"eos_token": name}) for name in ("a", "b")]
+    bundles = [
+        TextBundle(tokenizer_json=ascii_json(), special_tokens={"eos_token": name})
+        for name in ("a", "b")
+    ]
     for bundle in bundles:
         await store.put_if_absent(text_key(bundle.digest()), encode(bundle))
     known = Vocabularies(store)

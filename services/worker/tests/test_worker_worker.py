@@ -1,4 +1,6 @@
-"""A whole worker on a real NATS server: hold, load, submit, tokens, acknowledgement, and the end of its engine or of itself."""
+"""A whole worker on a real NATS server: hold, load, submit, tokens, acknowledgement, and the end of
+its engine or of itself.
+"""
 
 import asyncio
 import os
@@ -41,13 +43,17 @@ async def test_hold_load_submit_tokens_ack(make_rig: MakeRig, leases: Any) -> No
     with pytest.raises(NotFound):
         await rig.resend(6)
     assert rig.facts.held[0].in_flight == 0
-    await rig.until(lambda: {PhaseName.INIT, PhaseName.LOAD, PhaseName.PREFILL} <= rig.phases.keys())
+    await rig.until(
+        lambda: {PhaseName.INIT, PhaseName.LOAD, PhaseName.PREFILL} <= rig.phases.keys()
+    )
     (prefill,) = rig.phases[PhaseName.PREFILL]
     assert all(phase.end_s <= prefill.start_s for phase in rig.phases[PhaseName.LOAD])
 
 
 @pytest.mark.parametrize("process", [False, True])
-async def test_phases_touch_from_the_command_to_the_first_token(make_rig: MakeRig, process: bool) -> None:
+async def test_phases_touch_from_the_command_to_the_first_token(
+    make_rig: MakeRig, process: bool
+) -> None:
     """Whatever the messages between two processes take belongs to the phase that they lead to."""
     rig = await make_rig(process=process)
     now = moment_of(SystemClock())
@@ -57,7 +63,9 @@ async def test_phases_touch_from_the_command_to_the_first_token(make_rig: MakeRi
     submitted_s = SystemClock().monotonic_s()
     await rig.submit()
     await rig.finish_of()
-    await rig.until(lambda: {PhaseName.INIT, PhaseName.LOAD, PhaseName.PREFILL} <= rig.phases.keys())
+    await rig.until(
+        lambda: {PhaseName.INIT, PhaseName.LOAD, PhaseName.PREFILL} <= rig.phases.keys()
+    )
     inits = rig.phases[PhaseName.INIT]
     assert min(phase.start_s for phase in inits) == sent.at_s
     if process:
@@ -114,18 +122,23 @@ async def test_cancel_is_obeyed_and_nothing_more_is_sent(make_rig: MakeRig) -> N
 
 
 @pytest.mark.parametrize("process", [False, True])
-async def test_a_deadline_ends_a_request_with_its_error_and_frees_its_room(make_rig: MakeRig, process: bool) -> None:
+async def test_a_deadline_ends_a_request_with_its_error_and_frees_its_room(
+    make_rig: MakeRig, process: bool
+) -> None:
     rig = await make_rig(process=process)
     await rig.ready()
     await rig.submit("req-other", max_tokens=200)
     await rig.submit("req-none", max_tokens=200, deadline_in_s=0.0)
     await rig.submit("req-late", max_tokens=200, deadline_in_s=0.05)
     await rig.submit("req-in-time", max_tokens=5, deadline_in_s=60.0)
-    none, late, other = [await rig.finish_of(name) for name in ("req-none", "req-late", "req-other")]
+    none, late, other = [
+        await rig.finish_of(name) for name in ("req-none", "req-late", "req-other")
+    ]
     for entry in (none, late):
         assert (entry.finish, entry.code) == (FinishReason.ERROR, "deadline_exceeded")
     tokens = {
-        name: [token for entry in rig.of(name) for token in entry.token_ids] for name in ("req-none", "req-late", "req-other")
+        name: [token for entry in rig.of(name) for token in entry.token_ids]
+        for name in ("req-none", "req-late", "req-other")
     }
     assert tokens["req-none"] == []
     assert late.message == f"the deadline passed after {len(tokens['req-late'])} output tokens"
@@ -134,7 +147,11 @@ async def test_a_deadline_ends_a_request_with_its_error_and_frees_its_room(make_
     assert other.finish is (await rig.finish_of("req-in-time")).finish is FinishReason.LENGTH
     assert tokens["req-other"][: len(tokens["req-late"])] == tokens["req-late"]
     assert rig.worker.core.table.running == 0
-    await rig.until(lambda: rig.facts and rig.held() and rig.facts.kv_free_tokens == rig.held().kv_capacity_tokens)
+    await rig.until(
+        lambda: (
+            rig.facts and rig.held() and rig.facts.kv_free_tokens == rig.held().kv_capacity_tokens
+        )
+    )
 
 
 async def test_a_simulated_worker_refuses_a_grammar_by_name(make_rig: MakeRig) -> None:
@@ -143,7 +160,11 @@ async def test_a_simulated_worker_refuses_a_grammar_by_name(make_rig: MakeRig) -
     await rig.submit("req-other", max_tokens=20)
     await rig.submit(grammar=Grammar(kind=GrammarKind.REGEX, text="a+"))
     refused = await rig.finish_of()
-    assert (refused.finish, refused.code, refused.token_ids) == (FinishReason.ERROR, "invalid_request", [])
+    assert (refused.finish, refused.code, refused.token_ids) == (
+        FinishReason.ERROR,
+        "invalid_request",
+        [],
+    )
     assert "simulated worker" in refused.message
     assert (await rig.finish_of("req-other")).finish is FinishReason.LENGTH
     assert rig.worker.core.table.running == 0
@@ -190,7 +211,9 @@ async def test_the_engines_death_in_mid_stream(make_rig: MakeRig, process: bool)
     assert failed is not None
     assert failed.reason.startswith("engine_failed:")
     received = [token for entry in rig.of() for token in entry.token_ids]
-    assert last.seq + len(last.token_ids) == len(received), "no token was skipped or repeated before the end"
+    assert last.seq + len(last.token_ids) == len(received), (
+        "no token was skipped or repeated before the end"
+    )
     assert (await rig.resend(0)).entries[0].token_ids == received
 
     await rig.command(rig.a_hold("inst-1", generation=2))
@@ -198,7 +221,9 @@ async def test_the_engines_death_in_mid_stream(make_rig: MakeRig, process: bool)
     await rig.state(HeldState.READY)
     resumed = await rig.submit(attempt=2, max_tokens=len(received) + 4, output_ids=received)
     assert resumed.accepted
-    more = await rig.until(lambda: next((entry for entry in rig.of() if entry.attempt == 2 and entry.finish), None))
+    more = await rig.until(
+        lambda: next((entry for entry in rig.of() if entry.attempt == 2 and entry.finish), None)
+    )
     assert more.finish is FinishReason.LENGTH
 
 
@@ -220,7 +245,9 @@ async def test_the_last_value_is_there_for_late_joiners(make_rig: MakeRig) -> No
 
 
 @pytest.mark.slow
-async def test_two_hundred_simulated_workers_in_one_process(make_context: Any, connect_bus: Any) -> None:
+async def test_two_hundred_simulated_workers_in_one_process(
+    make_context: Any, connect_bus: Any
+) -> None:
     context = make_context("worker", WorkerSettings(node_id="node-sim", device_bytes=ROOM))
     application = await build(context, simulated=200)
     reported: set[str] = set()

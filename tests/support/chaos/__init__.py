@@ -1,1 +1,3 @@
-"""What the kill matrix is made of: processes and faults, situations, clients, checks, and the tally at the end."""
+"""What the kill matrix is made of: processes and faults, situations, clients, checks, and the tally
+at the end.
+"""

@@ -24,7 +24,14 @@ SETTLE_S = 15.0
 COLD = frozenset({Situation.HELD, Situation.HALF})
 """No instance has been ready yet."""
 HELD_STATES = frozenset({"loading", "ready", "draining"})
-SERVICES = (Target.GATEWAY, Target.SCHEDULER, Target.CACHE, Target.MATERIALIZER, Target.LOADER, Target.WORKER)
+SERVICES = (
+    Target.GATEWAY,
+    Target.SCHEDULER,
+    Target.CACHE,
+    Target.MATERIALIZER,
+    Target.LOADER,
+    Target.WORKER,
+)
 
 
 @dataclass(frozen=True)
@@ -34,14 +41,17 @@ class Allowed:
     gateway_dies: bool = False
     """Clients are cut off, and ask again."""
     instances: int = 0
-    """More than were there before: one for a cold model, and one for each that the fault destroys."""
+    """More than were there before: one for a cold model, and one for each that the fault destroys.
+    """
     healthy_s: float = HEALTHY_S
 
 
 async def check(system: ChaosSystem, scene: Scene, allowed: Allowed, cell: str) -> None:
     """Everything, in the order in which a user would notice it."""
     own_time = OwnTime(system.processes)
-    healthy = asyncio.create_task(until(lambda: _unhealthy(system), allowed.healthy_s, "health", own_time.seconds))
+    healthy = asyncio.create_task(
+        until(lambda: _unhealthy(system), allowed.healthy_s, "health", own_time.seconds)
+    )
     try:
         retried = await _requests(system, scene, allowed)
         healthy_s = await healthy
@@ -49,7 +59,11 @@ async def check(system: ChaosSystem, scene: Scene, allowed: Allowed, cell: str) 
         healthy.cancel()
     await _writes(system, scene)
     fresh = await _fresh(system, scene)
-    await until(lambda: _misbilled(system, scene, [*scene.requests, *retried, *fresh], allowed), SETTLE_S, "usage")
+    await until(
+        lambda: _misbilled(system, scene, [*scene.requests, *retried, *fresh], allowed),
+        SETTLE_S,
+        "usage",
+    )
     await _loaded_once(system, scene, allowed)
     await until(lambda: _unbalanced(system), SETTLE_S, "the cache's books")
     await until(lambda: _strays(system), SETTLE_S, "processes")
@@ -58,11 +72,17 @@ async def check(system: ChaosSystem, scene: Scene, allowed: Allowed, cell: str) 
 
 
 def _cost(scene: Scene, retried: list[Running], healthy_s: float) -> Cost:
-    """What the streams of a scene noticed of its fault: in front of their first token, or after it."""
+    """What the streams of a scene noticed of its fault: in front of their first token, or after
+    it.
+    """
     streams = [one.answer for one in scene.requests if one.ask.stream and one.answer.complete]
     waiting = [one.answer for one in retried] + (streams if scene.situation in COLD else [])
     waited = [one.first_token_s for one in waiting if one.first_token_s is not None]
-    paused = [] if scene.situation in COLD else [one.pause_s for one in streams if one.pause_s is not None]
+    paused = (
+        []
+        if scene.situation in COLD
+        else [one.pause_s for one in streams if one.pause_s is not None]
+    )
     return Cost(healthy_s, max(waited, default=None), max(paused, default=None))
 
 
@@ -74,10 +94,14 @@ async def _requests(system: ChaosSystem, scene: Scene, allowed: Allowed) -> list
     cut_off = [one for one in scene.requests if not one.answer.complete]
     silent = [one for one in cut_off if "Timeout" in one.answer.broken]
     TALLY.lost += len(silent)
-    assert not silent, f"nobody told them of the end: {[f'{one.ask.name}: {one.answer}' for one in silent]}"
+    assert not silent, (
+        f"they were not told of the end: {[f'{one.ask.name}: {one.answer}' for one in silent]}"
+    )
     for one in scene.requests:
         reference = system.reference(one)
-        right = one.answer.same_as(reference) if one.answer.complete else one.answer.begins(reference)
+        right = (
+            one.answer.same_as(reference) if one.answer.complete else one.answer.begins(reference)
+        )
         TALLY.wrong_tokens += not right
         assert right, f"{one.ask.name}: expected {reference}, got {one.answer}"
     if not allowed.gateway_dies:
@@ -111,7 +135,9 @@ async def _again(system: ChaosSystem, cut_off: Running) -> Running:
 
 
 async def _unhealthy(system: ChaosSystem) -> str | None:
-    """Why not everything is as it should be: every process there, ready by its own socket, every worker's engine up."""
+    """Why not everything is as it should be: every process there, ready by its own socket, every
+    worker's engine up.
+    """
     census = system.processes.census()
     missing = system.census - census
     if missing:
@@ -134,7 +160,9 @@ async def _unhealthy(system: ChaosSystem) -> str | None:
 
 
 async def _fresh(system: ChaosSystem, scene: Scene) -> list[Running]:
-    """A request that begins when all is over: to the model of the scene, which may be loaded or not."""
+    """A request that begins when all is over: to the model of the scene, which may be loaded or
+    not.
+    """
     fresh = [system.ask(index, scene.model) for index in (0, 3)]
     late = await ended(fresh, END_DEADLINE_S)
     assert not late, "a fresh request did not end"
@@ -143,7 +171,9 @@ async def _fresh(system: ChaosSystem, scene: Scene) -> list[Running]:
     return fresh
 
 
-async def _misbilled(system: ChaosSystem, scene: Scene, requests: list[Running], allowed: Allowed) -> str | None:
+async def _misbilled(
+    system: ChaosSystem, scene: Scene, requests: list[Running], allowed: Allowed
+) -> str | None:
     rows = await system.query(
         "SELECT request_id, status, output_tokens FROM gateway.usage WHERE model = %s AND id > %s",
         scene.model,
@@ -154,21 +184,36 @@ async def _misbilled(system: ChaosSystem, scene: Scene, requests: list[Running],
         return f"billed twice: {counts}"
     billed = {row[0]: (row[1], row[2]) for row in rows}
     for one in requests:
-        if one.answer.complete and billed.get(one.answer.request_id) != ("ok", one.answer.usage_tokens):
-            # What a gateway has not written when it is killed is gone with it: in the client's favour.
-            if allowed.gateway_dies and one in scene.requests and one.answer.request_id not in billed:
+        if one.answer.complete and billed.get(one.answer.request_id) != (
+            "ok",
+            one.answer.usage_tokens,
+        ):
+            # What a gateway has not written when it is killed is gone with it: in the client's
+            # favour.
+            if (
+                allowed.gateway_dies
+                and one in scene.requests
+                and one.answer.request_id not in billed
+            ):
                 continue
             return f"{one.answer} is billed as {billed.get(one.answer.request_id)}"
     strangers = set(billed) - {one.answer.request_id for one in system.asked}
-    return f"billed, and nobody's: {strangers}" if strangers and not allowed.gateway_dies else None
+    return (
+        f"billed, and of no request: {strangers}"
+        if strangers and not allowed.gateway_dies
+        else None
+    )
 
 
 async def _loaded_once(system: ChaosSystem, scene: Scene, allowed: Allowed) -> None:
     rows = await system.query(
-        "SELECT instance_id, state, body->>'reason' FROM scheduler.instances WHERE model = %s ORDER BY created_at", scene.model
+        "SELECT instance_id, state, body->>'reason' FROM scheduler.instances WHERE model = %s ORDER BY created_at",
+        scene.model,
     )
     new = [row for row in rows if row[0] not in scene.before.instances]
-    assert len(new) <= allowed.instances, f"{len(new)} instances were started, {allowed.instances} are justified: {new}"
+    assert len(new) <= allowed.instances, (
+        f"{len(new)} instances were started, {allowed.instances} are justified: {new}"
+    )
     alive = [row for row in rows if row[1] not in ("gone", "failed")]
     assert len(alive) <= 1, f"at the same time: {alive}"
     twice = {instance_id: count for instance_id, count in system.stage_loads().items() if count > 1}
@@ -178,7 +223,10 @@ async def _loaded_once(system: ChaosSystem, scene: Scene, allowed: Allowed) -> N
 async def _unbalanced(system: ChaosSystem) -> str | None:
     """Every grant belongs to a stage that is held, and the other way round."""
     try:
-        grants = {(row[0], row[1]) for row in await system.query("SELECT instance_id, worker_id FROM cache.grants")}
+        grants = {
+            (row[0], row[1])
+            for row in await system.query("SELECT instance_id, worker_id FROM cache.grants")
+        }
         workers = await system.view("workers")
     except (psycopg.Error, httpx2.HTTPError) as error:
         return repr(error)
@@ -188,7 +236,11 @@ async def _unbalanced(system: ChaosSystem) -> str | None:
         for stage in worker["held"]
         if stage["state"] in HELD_STATES
     }
-    return None if grants == held else f"granted and not held: {grants - held}; held and not granted: {held - grants}"
+    return (
+        None
+        if grants == held
+        else f"granted and not held: {grants - held}; held and not granted: {held - grants}"
+    )
 
 
 async def _strays(system: ChaosSystem) -> str | None:
@@ -249,7 +301,9 @@ async def _whole(system: ChaosSystem, write: Write) -> None:
 
 
 async def _usable(system: ChaosSystem, registered: list[Write]) -> None:
-    """What is registered after a fault can be served: its manifest and text are where its row says."""
+    """What is registered after a fault can be served: its manifest and text are where its row
+    says.
+    """
     asked = [system.ask(0, write.name) for write in registered]
     late = await ended(asked, END_DEADLINE_S)
     assert not late, "a model that was registered under a fault does not answer"
@@ -260,14 +314,21 @@ async def _usable(system: ChaosSystem, registered: list[Write]) -> None:
 def justified(target: Target, situation: Situation, fault: Fault) -> Allowed:
     """What a fault may cost.
 
-    A cold model needs one instance. Another one is needed where the first is destroyed: its engine or worker killed, or its worker
-    silent for longer than a dead one is waited for. A stopped engine belongs to a worker that still speaks for it, until it has been
-    stopped for too long.
+    A cold model needs one instance. Another one is needed where the first is destroyed: its engine
+    or worker killed, or its worker silent for longer than a dead one is waited for. A stopped
+    engine belongs to a worker that still speaks for it, until it has been stopped for too long.
     """
     cold = situation in COLD
-    destroys = target is Target.WORKER or (target is Target.ENGINE and fault in (Fault.KILL, Fault.HANG))
+    destroys = target is Target.WORKER or (
+        target is Target.ENGINE and fault in (Fault.KILL, Fault.HANG)
+    )
     gateway_dies = target is Target.GATEWAY and fault is not Fault.STOP
-    # Nobody waits while the gateway is away, so the cold start may be cancelled; it begins anew when the clients ask again.
+    # No request waits while the gateway is away, so the cold start may be cancelled; it begins anew
+    # when the clients ask again.
     cancelled = gateway_dies and cold
     healthy_s = HEALTHY_S + NOTICED_S if fault is Fault.HANG else HEALTHY_S
-    return Allowed(gateway_dies=gateway_dies, instances=int(cold) + int(destroys) + int(cancelled), healthy_s=healthy_s)
+    return Allowed(
+        gateway_dies=gateway_dies,
+        instances=int(cold) + int(destroys) + int(cancelled),
+        healthy_s=healthy_s,
+    )

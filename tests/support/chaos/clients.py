@@ -119,7 +119,9 @@ class Running:
     async def _run(self) -> None:
         headers = {"Authorization": f"Bearer {self._key}"}
         try:
-            async with httpx2.AsyncClient(base_url=self._url, headers=headers, timeout=READ_DEADLINE_S) as http:
+            async with httpx2.AsyncClient(
+                base_url=self._url, headers=headers, timeout=READ_DEADLINE_S
+            ) as http:
                 if self.ask.stream:
                     await self._stream(http)
                 else:
@@ -144,7 +146,9 @@ class Running:
         self.answer.done = True
 
     async def _stream(self, http: httpx2.AsyncClient) -> None:
-        async with http.stream("POST", "/v1/chat/completions", json=self.ask.body(self.model)) as response:
+        async with http.stream(
+            "POST", "/v1/chat/completions", json=self.ask.body(self.model)
+        ) as response:
             self.answer.request_id = response.headers.get("x-request-id", "")
             if response.status_code != 200:
                 await response.aread()
@@ -170,7 +174,9 @@ class Running:
                 self._time_passed()
             for choice in event["choices"]:
                 self.answer.text += choice["delta"].get("content") or ""
-                self.answer.tokens += [one["token"] for one in (choice.get("logprobs") or {}).get("content", [])]
+                self.answer.tokens += [
+                    one["token"] for one in (choice.get("logprobs") or {}).get("content", [])
+                ]
                 self.answer.finish_reason = choice["finish_reason"] or self.answer.finish_reason
 
     def _time_passed(self) -> None:
@@ -198,7 +204,8 @@ async def until(
     what: str,
     passed_s: Callable[[], float] | None = None,
 ) -> float:
-    """Wait until a condition has nothing to complain of; the seconds that it took, as ``passed_s`` counts them.
+    """Wait until a condition has nothing to complain of; the seconds that it took, as ``passed_s``
+    counts them.
 
     Raises:
         AssertionError: it still complains at the deadline; with its last complaint.

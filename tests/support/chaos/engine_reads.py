@@ -1,4 +1,6 @@
-"""What an engine does with the host pool, with every byte looked at: it leases a model as a worker does, and hashes what it is given."""
+"""What an engine does with the host pool, with every byte looked at: it leases a model as a worker
+does, and hashes what it is given.
+"""
 
 import asyncio
 import mmap
@@ -29,7 +31,9 @@ def expected_of(files: Mapping[str, bytes]) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     for name, content in files.items():
         if name.endswith(".safetensors"):
-            found.update((tensor, blake3(told["data"]).digest()) for tensor, told in deserialize(content))
+            found.update(
+                (tensor, blake3(told["data"]).digest()) for tensor, told in deserialize(content)
+            )
     return found
 
 
@@ -49,12 +53,18 @@ class EngineRead:
     seconds: float = 0.0
 
 
-async def read_model(socket: Path, name: str, model: Model, expected: Expected, *, grace_s: float) -> EngineRead:
-    """Lease a whole model, look at each part as it comes, and at all of them again before the lease is given back."""
+async def read_model(
+    socket: Path, name: str, model: Model, expected: Expected, *, grace_s: float
+) -> EngineRead:
+    """Lease a whole model, look at each part as it comes, and at all of them again before the lease
+    is given back.
+    """
     read, client = EngineRead(), PoolClient(socket, SystemClock(), grace_s=grace_s)
     parts = tuple(range(len(model.spec.part_bytes)))
     try:
-        async with await client.lease(WorkerId(f"{name}-w0"), InstanceId(f"i-{name}"), model, parts) as lease:
+        async with await client.lease(
+            WorkerId(f"{name}-w0"), InstanceId(f"i-{name}"), model, parts
+        ) as lease:
             await _read(lease, expected, read)
     except PilotlightError as error:
         read.outcome, read.message = error.code, error.message
@@ -73,11 +83,20 @@ async def _read(lease: PoolLease, expected: Expected, read: EngineRead) -> None:
         async for part in lease:
             given.append(part)
             read.parts += 1
-            read.places.update({place.name: (place.offset, place.size_bytes) for place in part.tensors})
-            read.wrong += [f"part {part.part}: {why}" for why in await asyncio.to_thread(_wrong, mapped, part, expected)]
+            read.places.update(
+                {place.name: (place.offset, place.size_bytes) for place in part.tensors}
+            )
+            read.wrong += [
+                f"part {part.part}: {why}"
+                for why in await asyncio.to_thread(_wrong, mapped, part, expected)
+            ]
         if read.places.keys() != expected.keys():
-            read.wrong.append(f"tensors {sorted(expected.keys() ^ read.places.keys())} are missing or too many")
-        again = [why for part in given for why in await asyncio.to_thread(_wrong, mapped, part, expected)]
+            read.wrong.append(
+                f"tensors {sorted(expected.keys() ^ read.places.keys())} are missing or too many"
+            )
+        again = [
+            why for part in given for why in await asyncio.to_thread(_wrong, mapped, part, expected)
+        ]
         if lease.intact:
             read.wrong += [f"under the lease: {why}" for why in again]
             read.outcome = RIGHT

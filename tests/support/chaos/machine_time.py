@@ -1,4 +1,6 @@
-"""Seconds of this machine, less what others take of it: a limit in them means the same whether or not something else runs here."""
+"""Seconds of this machine, less what others take of it: a limit in them means the same whether or
+not something else runs here.
+"""
 
 import os
 import time
@@ -13,14 +15,15 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _IDLE = (3, 4)
 """Fields of /proc/stat: idle, and waiting for disks."""
 _COUNTED = 8
-"""Up to and with what the host of a virtual machine took. What follows is counted within the others."""
+"""Up to and with what the host of a virtual machine took. What follows is counted within the
+others."""
 
 
 @dataclass(frozen=True)
 class _Reading:
     wall_s: float
     busy_s: float
-    """All cores, of everybody."""
+    """All cores, of all processes."""
     own_s: float
 
 
@@ -42,6 +45,13 @@ class OwnTime:
         return wall_s * min(1.0, max(LEAST_SHARE, left))
 
     def _read(self) -> _Reading:
-        ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1 : 1 + _COUNTED]]
+        ticks = [
+            int(word)
+            for word in Path("/proc/stat").read_text().splitlines()[0].split()[1 : 1 + _COUNTED]
+        ]
         busy = sum(ticks) - sum(ticks[index] for index in _IDLE)
-        return _Reading(time.monotonic(), busy / _TICKS_PER_S, (self._processes.ticks() / _TICKS_PER_S) + time.process_time())
+        return _Reading(
+            time.monotonic(),
+            busy / _TICKS_PER_S,
+            (self._processes.ticks() / _TICKS_PER_S) + time.process_time(),
+        )

@@ -10,7 +10,8 @@ from enum import StrEnum
 from pathlib import Path
 
 MARK = "CHAOS_SYSTEM"
-"""Environment variable of a system under test: whoever has it and does not descend from the supervisor is an orphan."""
+"""Environment variable of a system under test: a process that has it and does not descend from the
+supervisor is an orphan."""
 
 
 ENGINES_OF_A_WORKER = 2
@@ -24,7 +25,7 @@ class Fault(StrEnum):
     STOP = "stop"
     """Stopped for five seconds, as by a machine that swaps, or a debugger."""
     HANG = "hang"
-    """Stopped for good: whoever notices has to end it."""
+    """Stopped for good: its supervisor has to notice and end it."""
     RESTART = "restart"
     """Asked to end, and started again by its supervisor."""
 
@@ -52,7 +53,8 @@ class Found:
     started_ticks: int
     words: tuple[str, ...]
     kind: str
-    """A target's name; ``postgres-child`` for the processes that the database's server starts; else the program's name."""
+    """A target's name; ``postgres-child`` for the processes that the database's server starts; else
+    the program's name."""
 
     def environment(self) -> dict[str, str]:
         try:
@@ -76,7 +78,7 @@ class Processes:
         self._mark = mark
 
     def all(self) -> dict[int, Found]:
-        """Everyone who descends from the supervisor and has not ended."""
+        """Every descendant of the supervisor that has not ended."""
         known = _every_process()
         inside: dict[int, Found] = {}
         for found in known.values():
@@ -93,13 +95,18 @@ class Processes:
         return sorted(found, key=lambda one: (one.started_ticks, one.pid))
 
     def census(self) -> Counter[str]:
-        """How many there are of each kind; of engines one for each worker that has any, for spares come late.
+        """How many there are of each kind; of engines one for each worker that has any, for spares
+        come late.
 
         The database's own children come and go.
         """
         everyone = self.all().values()
-        counts = Counter(one.kind for one in everyone if one.kind not in ("postgres-child", Target.ENGINE.value))
-        counts[Target.ENGINE.value] = len({one.parent for one in everyone if one.kind == Target.ENGINE.value})
+        counts = Counter(
+            one.kind for one in everyone if one.kind not in ("postgres-child", Target.ENGINE.value)
+        )
+        counts[Target.ENGINE.value] = len(
+            {one.parent for one in everyone if one.kind == Target.ENGINE.value}
+        )
         return counts
 
     def crowds(self) -> dict[int, int]:
@@ -108,29 +115,41 @@ class Processes:
         return {worker: count for worker, count in counts.items() if count > ENGINES_OF_A_WORKER}
 
     def ticks(self) -> int:
-        """Processor time of the supervisor and everyone who descends from it, with those who have ended; in the kernel's ticks."""
+        """Processor time of the supervisor and its descendants, with those that have ended; in the
+        kernel's ticks.
+        """
         return sum(_ticks(pid) for pid in (self.root, *self.all()))
 
     def orphans(self) -> list[Found]:
-        """Processes of this system that nobody would stop."""
+        """Processes of this system that no supervisor would stop."""
         inside = self.all()
         return [
             one
             for one in _every_process().values()
-            if one.pid not in inside and one.pid != self.root and one.environment().get(MARK) == self._mark
+            if one.pid not in inside
+            and one.pid != self.root
+            and one.environment().get(MARK) == self._mark
         ]
 
     def worker_of(self, worker_id: str) -> Found:
         """The process of one worker."""
-        return next(one for one in self.of(Target.WORKER) if one.environment().get("PILOTLIGHT_WORKER_ID") == worker_id)
+        return next(
+            one
+            for one in self.of(Target.WORKER)
+            if one.environment().get("PILOTLIGHT_WORKER_ID") == worker_id
+        )
 
     def engine_of(self, worker: Found) -> Found:
-        """The engine that a worker uses: of its children the one that has the host pool mapped, or else the oldest."""
+        """The engine that a worker uses: of its children the one that has the host pool mapped, or
+        else the oldest.
+        """
         children = [one for one in self.of(Target.ENGINE) if one.parent == worker.pid]
         return next((one for one in children if one.maps(".pool")), children[0])
 
     def hit(self, target: Target, worker_id: str | None) -> list[Found]:
-        """Whom a fault of a target hits; ``worker_id`` says which of several workers, where it matters."""
+        """The processes that a fault of a target hits; ``worker_id`` says which of several workers,
+        where it matters.
+        """
         if target in (Target.WORKER, Target.ENGINE):
             worker = self.worker_of(worker_id) if worker_id else self.of(Target.WORKER)[0]
             return [worker] if target is Target.WORKER else [self.engine_of(worker)]
@@ -153,14 +172,21 @@ def inflict(fault: Fault, processes: Processes, victims: list[Found]) -> None:
             stop(processes, victims)
         case Fault.RESTART:
             for one in victims:
-                # To PostgreSQL this is a fast shutdown; SIGTERM would wait for its clients to leave.
+                # To PostgreSQL this is a fast shutdown; SIGTERM would wait for its clients to
+                # leave.
                 _shut_down(one.pid, signal.SIGINT)
 
 
 def stop(processes: Processes, victims: list[Found]) -> list[int]:
-    """SIGSTOP; returns whom to wake. A database's server is stopped with everyone who works for it."""
+    """SIGSTOP; returns the processes to wake. A database's server is stopped with all its
+    children.
+    """
     everyone = {one.pid for one in victims}
-    everyone |= {one.pid for one in processes.all().values() if one.kind == "postgres-child" and one.parent in everyone}
+    everyone |= {
+        one.pid
+        for one in processes.all().values()
+        if one.kind == "postgres-child" and one.parent in everyone
+    }
     for pid in sorted(everyone):
         _signal(pid, signal.SIGSTOP)
     return sorted(everyone)
@@ -182,7 +208,9 @@ def hold_stopped(processes: Processes, victims: list[Found], seconds: float) -> 
 
 
 def _shut_down(pid: int, number: signal.Signals) -> None:
-    """Returns when the process has ended, or its parent would be found waiting for that and taken for healthy."""
+    """Returns when the process has ended, or its parent would be found waiting for that and taken
+    for healthy.
+    """
     process = os.pidfd_open(pid)
     try:
         signal.pidfd_send_signal(process, number)
@@ -213,7 +241,11 @@ def _read(pid: int) -> Found | None:
     try:
         # The name of the program, in parentheses, may hold anything.
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        words = tuple(os.fsdecode(word) for word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") if word)
+        words = tuple(
+            os.fsdecode(word)
+            for word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if word
+        )
     except OSError:
         return None
     if state in "ZX":

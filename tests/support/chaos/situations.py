@@ -56,7 +56,7 @@ class Scene:
     requests: list[Running] = field(default_factory=list[Running])
     writes: list[Write] = field(default_factory=list[Write])
     worker_id: str | None = None
-    """Who leads the instance, where there is one."""
+    """The worker that leads the instance, where there is one."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,9 @@ async def arrange(system: ChaosSystem, situation: Situation) -> Scene:
 
 
 async def _before(system: ChaosSystem, model: str) -> Before:
-    instances = await system.query("SELECT instance_id FROM scheduler.instances WHERE model = %s", model)
+    instances = await system.query(
+        "SELECT instance_id FROM scheduler.instances WHERE model = %s", model
+    )
     usage = await system.query("SELECT coalesce(max(id), 0) FROM gateway.usage")
     return Before(frozenset(row[0] for row in instances), usage[0][0])
 
@@ -87,7 +89,12 @@ async def _warm(system: ChaosSystem) -> None:
 
 async def _idle(system: ChaosSystem) -> Scene:
     await _warm(system)
-    return Scene(Situation.IDLE, WARM_MODEL, await _before(system, WARM_MODEL), worker_id=await system.lead_of(WARM_MODEL))
+    return Scene(
+        Situation.IDLE,
+        WARM_MODEL,
+        await _before(system, WARM_MODEL),
+        worker_id=await system.lead_of(WARM_MODEL),
+    )
 
 
 async def _held(system: ChaosSystem) -> Scene:
@@ -96,24 +103,48 @@ async def _held(system: ChaosSystem) -> Scene:
     scene = Scene(Situation.HELD, model, await _before(system, model))
     scene.requests = [system.ask(index, model) for index in range(len(ASKS))]
     # A comment is what a held client is sent; the whole answers are held with the streamed ones.
-    await asyncio.gather(*(one.when(lambda answer: bool(answer.comments)) for one in scene.requests if one.ask.stream))
+    await asyncio.gather(
+        *(
+            one.when(lambda answer: bool(answer.comments))
+            for one in scene.requests
+            if one.ask.stream
+        )
+    )
     return scene
 
 
 async def _half(system: ChaosSystem) -> Scene:
-    """Half of the bytes are there, and the requests run on the instance that loads, as far as it has come."""
+    """Half of the bytes are there, and the requests run on the instance that loads, as far as it
+    has come.
+    """
     scene = await _held(system)
     scene.situation = Situation.HALF
-    digest = next(one["digest"] for one in await system.view("models") if one["name"] == scene.model)
+    digest = next(
+        one["digest"] for one in await system.view("models") if one["name"] == scene.model
+    )
 
     async def fetched() -> str | None:
-        transfers = [each for node in await system.view("nodes") for each in node["transfers"] if each["digest"] == digest]
-        done, total = (sum(each[key] for each in transfers) for key in ("done_bytes", "total_bytes"))
+        transfers = [
+            each
+            for node in await system.view("nodes")
+            for each in node["transfers"]
+            if each["digest"] == digest
+        ]
+        done, total = (
+            sum(each[key] for each in transfers) for key in ("done_bytes", "total_bytes")
+        )
         if not total or done / total < 0.5:
             return f"{done} of {total} bytes are fetched"
-        held = [stage for worker in await system.view("workers") for stage in worker["held"] if stage["digest"] == digest]
+        held = [
+            stage
+            for worker in await system.view("workers")
+            for stage in worker["held"]
+            if stage["digest"] == digest
+        ]
         given = sum(stage["in_flight"] for stage in held if stage["state"] == "loading")
-        return None if given == len(scene.requests) else f"{given} requests are where it loads: {held}"
+        return (
+            None if given == len(scene.requests) else f"{given} requests are where it loads: {held}"
+        )
 
     await until(fetched, ARRANGE_DEADLINE_S, "a cold start at 50 %")
     scene.worker_id = await system.lead_of(scene.model)
@@ -126,7 +157,9 @@ async def _streaming(system: ChaosSystem, requests: int = len(ASKS)) -> Scene:
     scene.worker_id = await system.lead_of(WARM_MODEL)
     scene.requests = [system.ask(index % len(ASKS), WARM_MODEL) for index in range(requests)]
     streams = [one for one in scene.requests if one.ask.stream]
-    await asyncio.gather(*(one.when(lambda answer: len(answer.tokens) >= STREAMED_TOKENS) for one in streams))
+    await asyncio.gather(
+        *(one.when(lambda answer: len(answer.tokens) >= STREAMED_TOKENS) for one in streams)
+    )
     return scene
 
 
@@ -137,7 +170,9 @@ async def _load(system: ChaosSystem) -> Scene:
 
 
 async def _writing(system: ChaosSystem) -> Scene:
-    """Several writes at once: when the first is answered, the others are at whatever point they are."""
+    """Several writes at once: when the first is answered, the others are at whatever point they
+    are.
+    """
     await _warm(system)
     scene = Scene(Situation.WRITING, WARM_MODEL, await _before(system, WARM_MODEL))
     doomed, pinned = system.new_name("doomed"), system.new_name("pinned")
@@ -151,7 +186,9 @@ async def _writing(system: ChaosSystem) -> Scene:
     calls.append(("delete", "DELETE", f"/models/{doomed}", doomed, {}))
     for kind, method, path, name, body in calls:
         options = {"json": body} if body else {}
-        scene.writes.append(Write(kind, name, body, asyncio.create_task(system.admin(method, path, **options))))
+        scene.writes.append(
+            Write(kind, name, body, asyncio.create_task(system.admin(method, path, **options)))
+        )
     await asyncio.wait([write.task for write in scene.writes], return_when=asyncio.FIRST_COMPLETED)
     return scene
 

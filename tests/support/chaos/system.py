@@ -1,4 +1,4 @@
-"""A system under test, with what it answers when nobody disturbs it."""
+"""A system under test, with what it answers when nothing disturbs it."""
 
 import asyncio
 import contextlib
@@ -41,9 +41,17 @@ class ChaosSystem:
         self.folder = Path(tempfile.mkdtemp(prefix="pilotlight-chaos-"))
         os.chmod(self.folder, 0o711)
         mark = secrets.token_hex(8)
-        # Set here as well: what descends from nobody any more is known by it.
+        # Set here as well: a process without a parent of ours is known by it.
         environment = {MARK: mark, "PILOTLIGHT_FAULTS": FAULTS}
-        started = running(self.folder / "home", "--workers", str(WORKERS), "--link", LINK, *arguments, environment=environment)
+        started = running(
+            self.folder / "home",
+            "--workers",
+            str(WORKERS),
+            "--link",
+            LINK,
+            *arguments,
+            environment=environment,
+        )
         try:
             self.running: RunningSystem = self._stack.enter_context(started)
         except BaseException:
@@ -56,7 +64,9 @@ class ChaosSystem:
         self.asked: list[Running] = []
         """Every request that was ever sent to it."""
         self.spoiled = False
-        self._owner_url = PostgresServer(self.home.root / "postgres", self.home.secret("postgres-owner")).owner_url
+        self._owner_url = PostgresServer(
+            self.home.root / "postgres", self.home.secret("postgres-owner")
+        ).owner_url
 
     def close(self) -> None:
         """Stop it; what it leaves is kept when a test failed on it."""
@@ -65,7 +75,10 @@ class ChaosSystem:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     async def calm_down(self) -> None:
-        """Register the warm model and note what undisturbed requests give. Every answer of the same question must be the same."""
+        """Register the warm model and note what undisturbed requests give.
+
+        Every answer of the same question must be the same.
+        """
         await self.register(WARM_MODEL)
         for _ in range(2):
             calm = [self.ask(index, WARM_MODEL) for index in range(len(ASKS))]
@@ -95,7 +108,9 @@ class ChaosSystem:
         return f"{what}-{next(self._numbers)}"
 
     def copy_model(self, name: str) -> Path:
-        """A copy of the demo model with a digest of its own, so that nothing of it lies in the host pool."""
+        """A copy of the demo model with a digest of its own, so that nothing of it lies in the host
+        pool.
+        """
         folder = self.home.models / name
         shutil.copytree(DEMO_FOLDER, folder, copy_function=shutil.copy)
         return folder
@@ -104,14 +119,17 @@ class ChaosSystem:
         return {
             "name": name,
             "uri": folder.as_uri(),
-            # In float32, so that a request that is resumed elsewhere, in other batches, gives the very same tokens.
+            # In float32, so that a request that is resumed elsewhere, in other batches, gives the
+            # very same tokens.
             "dtype": "float32",
             "slo": {"ttft_ms": 20000, "tpot_ms": 1000},
             "keep_alive_s": KEEP_ALIVE_S,
         }
 
     async def register(self, name: str) -> None:
-        answer = await self.admin("POST", "/models", json=self.registration(name, self.copy_model(name)))
+        answer = await self.admin(
+            "POST", "/models", json=self.registration(name, self.copy_model(name))
+        )
         assert answer.status_code == 201, answer.text
 
     async def forget(self, name: str) -> None:
@@ -123,7 +141,9 @@ class ChaosSystem:
 
     async def admin(self, method: str, path: str, **options: Any) -> httpx2.Response:
         headers = {"Authorization": f"Bearer {self.running.key('admin')}"}
-        async with httpx2.AsyncClient(base_url=f"{self.running.url}/admin/v1", headers=headers, timeout=20.0) as http:
+        async with httpx2.AsyncClient(
+            base_url=f"{self.running.url}/admin/v1", headers=headers, timeout=20.0
+        ) as http:
             return await http.request(method, path, **options)
 
     async def view(self, what: str) -> list[dict[str, Any]]:
@@ -134,7 +154,9 @@ class ChaosSystem:
 
     async def query(self, statement: str, *parameters: object) -> list[tuple[Any, ...]]:
         """Rows, read as the database's owner."""
-        async with await psycopg.AsyncConnection.connect(self._owner_url, autocommit=True, connect_timeout=5) as connection:
+        async with await psycopg.AsyncConnection.connect(
+            self._owner_url, autocommit=True, connect_timeout=5
+        ) as connection:
             return await (await connection.execute(statement, parameters)).fetchall()
 
     def stage_loads(self) -> Counter[str]:
@@ -159,7 +181,9 @@ class ChaosSystem:
     async def socket_says(self, name: str, pid: int) -> str | None:
         """What is wrong with a service by its own socket; None when it is ready."""
         transport = httpx2.AsyncHTTPTransport(uds=str(self.home.run_dir / f"{name}-{pid}.sock"))
-        async with httpx2.AsyncClient(transport=transport, base_url="http://local", timeout=2.0) as http:
+        async with httpx2.AsyncClient(
+            transport=transport, base_url="http://local", timeout=2.0
+        ) as http:
             try:
                 answer = await http.get("/readyz")
             except httpx2.HTTPError as error:

@@ -9,9 +9,11 @@ class Cost:
     """What one fault cost, in seconds."""
 
     healthy_s: float
-    """From the end of the fault until everything was well again, less what others took of the machine meanwhile."""
+    """From the end of the fault until everything was well again, less what others took of the
+    machine meanwhile."""
     first_token_s: float | None
-    """The longest that a stream waited for its first token; None when none had to wait for the model."""
+    """The longest that a stream waited for its first token; None when none had to wait for the
+    model."""
     pause_s: float | None
     """The longest pause between two tokens of a stream; None when none was running."""
 
@@ -54,7 +56,9 @@ class Tally:
             f"wrong tokens: {self.wrong_tokens}",
         ]
         if self.schedules:
-            parts.append(f"of schedules: {self.tried_again} tried again, {self.resumed} resumed, {self.resends} resends")
+            parts.append(
+                f"of schedules: {self.tried_again} tried again, {self.resumed} resumed, {self.resends} resends"
+            )
         if self.costs:
             slowest = max(self.costs, key=lambda cell: self.costs[cell].healthy_s)
             parts.append(f"slowest recovery: {self.costs[slowest].healthy_s:.1f} s ({slowest})")

@@ -1,4 +1,8 @@
-"""What befalls the transfer of one model between nodes: drawn from a seed, so that it can be drawn again. Pure."""
+"""What befalls the transfer of one model between nodes: drawn from a seed, so that it can be drawn
+again.
+
+Pure.
+"""
 
 import itertools
 import random
@@ -30,7 +34,7 @@ HANDING_OVER = "c"
 """The node whose loader leaves its pool to the next one when it is stopped in order."""
 
 Edge = tuple[str, str]
-"""Who gives, and who asks."""
+"""The sender, and the receiver."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +43,7 @@ class Fault:
 
     kind: Kind
     node: str = ""
-    """Whom it befalls: who dies, stalls, lies, restarts, or has no room."""
+    """The node that dies, stalls, lies, restarts, or has no room."""
     edge: Edge | None = None
     """The link that is held up when it happens; None: it happens by the clock."""
     at_share: float = 0.0
@@ -60,9 +64,9 @@ class Plan:
     store: str
     """``folder`` or ``s3``."""
     head: str | None
-    """Who has all of the model beforehand."""
+    """The node that has all of the model beforehand."""
     recorded: bool
-    """Whether anybody has read the model before, so that its digests are recorded."""
+    """Whether a node has read the model before, so that its digests are recorded."""
     receivers: tuple[str, ...]
     upstreams: dict[str, tuple[str, ...]]
     starts_s: dict[str, float]
@@ -71,7 +75,7 @@ class Plan:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Everybody who has to do with it."""
+        """All nodes that have to do with it."""
         return (*((self.head,) if self.head is not None else ()), *self.receivers)
 
     def of(self, *kinds: Kind) -> list[Fault]:
@@ -85,7 +89,9 @@ class Plan:
             f"{f', {fault.edge[0]}>{fault.edge[1]} after {fault.at_share:.0%}' if fault.edge else f', after {fault.after_s:.2f} s'}"
             for fault in self.faults
         )
-        chain = ", ".join(f"{node}<{'/'.join(self.upstreams[node]) or '-'}" for node in self.receivers)
+        chain = ", ".join(
+            f"{node}<{'/'.join(self.upstreams[node]) or '-'}" for node in self.receivers
+        )
         head = self.head or ("recorded" if self.recorded else "nobody")
         return f"shape {self.shape} in {self.store}, has it: {head}; {chain}; {faults}"
 
@@ -100,7 +106,11 @@ class Plan:
         mine = {fault.kind: fault for fault in self.faults if fault.node == node}
         if Kind.POOL_FULL in mine:
             allowed.add("host_pool_full")
-        if Kind.LOADER_RESTARTS in mine and mine[Kind.LOADER_RESTARTS].how == "stopped" and node != HANDING_OVER:
+        if (
+            Kind.LOADER_RESTARTS in mine
+            and mine[Kind.LOADER_RESTARTS].how == "stopped"
+            and node != HANDING_OVER
+        ):
             # Its memory is gone, and the worker's lease with it.
             allowed.add("source_unavailable")
         if not self.is_source_sound and not self._has_sound_head(node):
@@ -113,12 +123,16 @@ class Plan:
 
     def _has_sound_head(self, node: str) -> bool:
         """Whether it may ask a node that has everything, which nothing befalls."""
-        touched = {fault.node for fault in self.faults} | {giver for giver, _ in self._held_up(node)}
+        touched = {fault.node for fault in self.faults} | {
+            sender for sender, _ in self._held_up(node)
+        }
         restarted = any(fault.node == node for fault in self.of(Kind.LOADER_RESTARTS))
         return self.head in self.upstreams[node] and self.head not in touched and not restarted
 
     def _held_up(self, node: str) -> list[Edge]:
-        return [fault.edge for fault in self.faults if fault.edge is not None and fault.edge[1] == node]
+        return [
+            fault.edge for fault in self.faults if fault.edge is not None and fault.edge[1] == node
+        ]
 
 
 SHAPES = 3
@@ -128,7 +142,9 @@ LARGEST = 2
 
 def draw(seed: int) -> Plan:
     """The schedule of a seed: in each of them something goes wrong."""
-    plans = (_draw(seed, random.Random(f"transfer {seed} {attempt}")) for attempt in itertools.count())
+    plans = (
+        _draw(seed, random.Random(f"transfer {seed} {attempt}")) for attempt in itertools.count()
+    )
     return next(plan for plan in plans if plan.faults)
 
 
@@ -140,7 +156,10 @@ def _draw(seed: int, rng: random.Random) -> Plan:
     receivers = names[: rng.randint(least, len(names))]
     if Kind.DISK_FULL in kinds or rng.random() < 0.3:
         receivers.insert(rng.randint(0, len(receivers)), FULL_DISK)
-    upstreams = {receiver: _upstreams(rng, head, receivers[:place]) for place, receiver in enumerate(receivers)}
+    upstreams = {
+        receiver: _upstreams(rng, head, receivers[:place])
+        for place, receiver in enumerate(receivers)
+    }
     drawing = _Drawing(rng, head, receivers, upstreams)
     faults = tuple(drawing.fault(kind) for kind in sorted(kinds, key=list(Kind).index))
     return Plan(
@@ -151,13 +170,16 @@ def _draw(seed: int, rng: random.Random) -> Plan:
         recorded=head is not None or Kind.OBJECT_CORRUPTED in kinds or rng.random() < 0.5,
         receivers=tuple(receivers),
         upstreams=upstreams,
-        starts_s={receiver: rng.choice((0.0, rng.uniform(0, 0.1), rng.uniform(0, 0.5))) for receiver in receivers},
+        starts_s={
+            receiver: rng.choice((0.0, rng.uniform(0, 0.1), rng.uniform(0, 0.5)))
+            for receiver in receivers
+        },
         faults=tuple(fault for fault in faults if fault is not None),
     )
 
 
 def _upstreams(rng: random.Random, head: str | None, before: list[str]) -> tuple[str, ...]:
-    """Whom a receiver is to ask: its predecessor first, mostly."""
+    """The nodes that a receiver is to ask: its predecessor first, mostly."""
     known = [*reversed(before), *([head] if head is not None else [])]
     how = rng.random()
     if how < 0.15:
@@ -172,7 +194,13 @@ def _upstreams(rng: random.Random, head: str | None, before: list[str]) -> tuple
 class _Drawing:
     """Deals faults out to nodes and links that nothing else befalls."""
 
-    def __init__(self, rng: random.Random, head: str | None, receivers: list[str], upstreams: dict[str, tuple[str, ...]]) -> None:
+    def __init__(
+        self,
+        rng: random.Random,
+        head: str | None,
+        receivers: list[str],
+        upstreams: dict[str, tuple[str, ...]],
+    ) -> None:
         self._rng = rng
         self._head = head
         self._receivers = receivers
@@ -196,7 +224,9 @@ class _Drawing:
                 how = how if edge is not None else "process"
             case Kind.PEER_LIES:
                 how = rng.choice(("link", "memory")) if self._head in self._free else "link"
-                node = self._take([self._head] if how == "memory" else [self._head, *self._receivers[:-1]])
+                node = self._take(
+                    [self._head] if how == "memory" else [self._head, *self._receivers[:-1]]
+                )
                 edge = self._edge_from(node, fresh=how == "link")
             case Kind.DISK_FULL:
                 node = FULL_DISK
@@ -204,9 +234,15 @@ class _Drawing:
                 node = self._take(self._receivers)
             case Kind.LOADER_RESTARTS:
                 node = self._take([*self._receivers, self._head])
-                how, edge = rng.choice(("killed", "stopped")), self._edge_to(node) or self._edge_from(node)
+                how, edge = (
+                    rng.choice(("killed", "stopped")),
+                    self._edge_to(node) or self._edge_from(node),
+                )
             case _:
-                how, edge = rng.choice(("before", "meanwhile")), self._edge_from(rng.choice([self._head, *self._receivers]))
+                how, edge = (
+                    rng.choice(("before", "meanwhile")),
+                    self._edge_from(rng.choice([self._head, *self._receivers])),
+                )
         if kind not in (Kind.OBJECT_CORRUPTED, Kind.OBJECT_REPLACED) and not node:
             return None
         if kind is Kind.PEER_LIES and edge is None:
@@ -214,7 +250,11 @@ class _Drawing:
         if how == "memory":
             # It is wrong from the begin.
             edge = None
-        shares = {"at_share": rng.uniform(0, 1), "after_s": rng.uniform(0, 0.4), "byte_share": rng.uniform(0, 1)}
+        shares = {
+            "at_share": rng.uniform(0, 1),
+            "after_s": rng.uniform(0, 0.4),
+            "byte_share": rng.uniform(0, 1),
+        }
         return Fault(kind=kind, node=node, edge=edge, how=how, **shares)
 
     def _take(self, among: list[str | None] | list[str]) -> str:
@@ -226,20 +266,24 @@ class _Drawing:
         self._free.remove(taken)
         return taken or ""
 
-    def _edge_from(self, giver: str | None, *, fresh: bool = True) -> Edge | None:
-        """A link over which a node gives: whoever is told to ask it asks it first."""
-        edges = [(giver, node) for node in self._receivers if giver in self._upstreams[node]]
+    def _edge_from(self, sender: str | None, *, fresh: bool = True) -> Edge | None:
+        """A link over which a node sends: its receivers ask it first."""
+        edges = [(sender, node) for node in self._receivers if sender in self._upstreams[node]]
         return self._free_edge([edge for edge in edges if edge[0] is not None], fresh=fresh)
 
     def _edge_to(self, node: str) -> Edge | None:
-        return self._free_edge([(giver, node) for giver in self._upstreams.get(node, ())[:1]])
+        return self._free_edge([(sender, node) for sender in self._upstreams.get(node, ())[:1]])
 
     def _free_edge(self, edges: list[tuple[str | None, str]], *, fresh: bool = True) -> Edge | None:
-        free = [(giver, node) for giver, node in edges if giver is not None and (not fresh or (giver, node) not in self._edges)]
+        free = [
+            (sender, node)
+            for sender, node in edges
+            if sender is not None and (not fresh or (sender, node) not in self._edges)
+        ]
         if not free:
             return None
-        giver, node = self._rng.choice(free)
-        self._edges.add((giver, node))
-        others = [one for one in self._upstreams[node] if one != giver]
-        self._upstreams[node] = (giver, *others)
-        return giver, node
+        sender, node = self._rng.choice(free)
+        self._edges.add((sender, node))
+        others = [one for one in self._upstreams[node] if one != sender]
+        self._upstreams[node] = (sender, *others)
+        return sender, node

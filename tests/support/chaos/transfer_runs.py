@@ -25,12 +25,12 @@ from pilotlight.policy.ids import InstanceId, WorkerId
 from pilotlight.policy.model import Model
 
 ORDERS_S = 0.3
-"""Between two repetitions of everybody's orders, as the scheduler's."""
+"""Between two repetitions of all nodes' orders, as the scheduler's."""
 END_S = 60.0
 """For each worker to have the right bytes or a typed error, from when it asked."""
 FAULT_S = 80.0
 CLEAN_S = 30.0
-"""For the pools to be empty, once nobody wants anything any more."""
+"""For the pools to be empty, once nothing is wanted any more."""
 GRACE_S = 10.0
 """How long a worker waits for its loader to come back."""
 DEATHS = (Kind.SOURCE_DIES, Kind.MIDDLE_DIES)
@@ -48,7 +48,7 @@ class Run:
         self._rng = random.Random(f"run {plan.seed}")
         self._gates: dict[Edge, GatedLink] = {}
         self._behind: dict[Edge, Peer] = {}
-        """Where a gate stands, for as long as whoever is behind it stays where it is."""
+        """Where a gate stands, for as long as the node behind it stays where it is."""
         self._ordered: set[str] = set()
         self._reading: dict[str, asyncio.Task[None]] = {}
         self._dirty: set[str] = set()
@@ -87,12 +87,20 @@ class Run:
         try:
             await self._before()
             helpers.append(asyncio.create_task(self._order_for_ever(), name="orders"))
-            helpers += [asyncio.create_task(self._fill_pool(fault.node), name="filler") for fault in plan.of(Kind.POOL_FULL)]
+            helpers += [
+                asyncio.create_task(self._fill_pool(fault.node), name="filler")
+                for fault in plan.of(Kind.POOL_FULL)
+            ]
             if plan.of(Kind.POOL_FULL):
                 await within(END_S, self._filled.wait(), "filling a pool")
             for name in plan.receivers:
-                self._reading[name] = asyncio.create_task(self._read(name), name=f"engine of {name}")
-            befalling = [asyncio.create_task(self._befall(fault), name=str(fault.kind)) for fault in plan.faults]
+                self._reading[name] = asyncio.create_task(
+                    self._read(name), name=f"engine of {name}"
+                )
+            befalling = [
+                asyncio.create_task(self._befall(fault), name=str(fault.kind))
+                for fault in plan.faults
+            ]
             await asyncio.gather(*self._reading.values())
             self._over.set()
             for task in befalling:
@@ -107,12 +115,16 @@ class Run:
         self._judge()
 
     async def _before(self) -> None:
-        """Who has the model beforehand gets it, what is wrong from the begin goes wrong, and gates are put up."""
+        """The node that has the model beforehand gets it, what is wrong from the begin goes wrong,
+        and gates are put up.
+        """
         plan = self.plan
         if plan.head is not None:
             loader = self.node(plan.head)
             await self._processes.order(loader, fetch_of(loader, self.model))
-            read = await read_model(loader.socket, plan.head, self.model, self._expected, grace_s=GRACE_S)
+            read = await read_model(
+                loader.socket, plan.head, self.model, self._expected, grace_s=GRACE_S
+            )
             if read.outcome != RIGHT or read.wrong:
                 self.problems.append(f"{plan.head}, undisturbed: {read}")
             for fault in plan.of(Kind.PEER_LIES):
@@ -128,11 +140,13 @@ class Run:
                 gate = GatedLink(None if lies else int(fault.at_share * size_bytes))
                 gate.flipped_at = int(fault.at_share * size_bytes) if lies else None
                 self._gates[fault.edge] = gate
-                self._behind[fault.edge] = await gate.start(self._processes.peer(self.node(fault.edge[0])))
+                self._behind[fault.edge] = await gate.start(
+                    self._processes.peer(self.node(fault.edge[0]))
+                )
         self._dirty |= {fault.node for fault in plan.of(Kind.PEER_LIES, *DEATHS)}
 
     def _alter(self, read: EngineRead, fault: Fault) -> None:
-        """A bit of the pool of whoever has the model changes, as in memory that fails."""
+        """A bit of the pool of a node that has the model changes, as in memory that fails."""
         places = sorted(read.places.values())
         offset, size_bytes = places[int(fault.byte_share * len(places))]
         at = offset + self._rng.randrange(size_bytes)
@@ -154,23 +168,27 @@ class Run:
                 await self._order(name)
 
     async def _order(self, name: str) -> None:
-        def place_of(giver: str) -> Peer:
-            return self._behind.get((giver, name)) or self._processes.peer(self.node(giver))
+        def place_of(sender: str) -> Peer:
+            return self._behind.get((sender, name)) or self._processes.peer(self.node(sender))
 
         loader = self.node(name)
         if loader.is_alive:
-            upstreams = [place_of(giver) for giver in self.plan.upstreams[name]]
+            upstreams = [place_of(sender) for sender in self.plan.upstreams[name]]
             await self._processes.order(loader, fetch_of(loader, self.model, *upstreams))
 
     async def _read(self, name: str) -> None:
-        """What a worker does: it is told to load a model, about when its loader is told to fetch it."""
+        """What a worker does: it is told to load a model, about when its loader is told to fetch
+        it.
+        """
         await pause(self.plan.starts_s[name])
         self._ordered.add(name)
         await self._order(name)
         await pause(self._rng.choice((0.0, 0.05)))
         clock = SystemClock()
         began_s, grace_s = clock.monotonic_s(), 1.0 if name in self.dead else GRACE_S
-        reading = read_model(self.node(name).socket, name, self.model, self._expected, grace_s=grace_s)
+        reading = read_model(
+            self.node(name).socket, name, self.model, self._expected, grace_s=grace_s
+        )
         try:
             self.reads[name] = await within(END_S, reading, f"the model on {name}")
         except DeadlineExceeded as error:
@@ -183,14 +201,18 @@ class Run:
         assert filler is not None
         client = PoolClient(self.node(name).socket, SystemClock(), grace_s=GRACE_S)
         parts = tuple(range(len(filler.spec.part_bytes)))
-        async with await client.lease(WorkerId("filler"), InstanceId("filler"), filler, parts) as lease:
+        async with await client.lease(
+            WorkerId("filler"), InstanceId("filler"), filler, parts
+        ) as lease:
             async for _ in lease:
                 pass
             self._filled.set()
             await self._over.wait()
 
     async def _moment(self, fault: Fault) -> None:
-        """Return when it is to happen: when so much has passed the link, or after a while; or when there is nothing to disturb."""
+        """Return when it is to happen: when so much has passed the link, or after a while; or when
+        there is nothing to disturb.
+        """
         gate = self._gates.get(fault.edge) if fault.edge is not None else None
         if gate is None:
             await pause(fault.after_s)
@@ -204,7 +226,11 @@ class Run:
         gate = self._gates.get(fault.edge) if fault.edge is not None else None
         open_gate: Callable[[], None] = gate.open if gate is not None else _nothing
         loader = self.node(fault.node) if fault.node else None
-        if fault.how in ("before", "memory") or fault.kind in (Kind.PEER_LIES, Kind.DISK_FULL, Kind.POOL_FULL):
+        if fault.how in ("before", "memory") or fault.kind in (
+            Kind.PEER_LIES,
+            Kind.DISK_FULL,
+            Kind.POOL_FULL,
+        ):
             return
         await self._moment(fault)
         if loader is None:
@@ -225,7 +251,9 @@ class Run:
         else:
             await self._restart(fault, loader, open_gate)
 
-    async def _restart(self, fault: Fault, loader: LoaderProcess, open_gate: Callable[[], None]) -> None:
+    async def _restart(
+        self, fault: Fault, loader: LoaderProcess, open_gate: Callable[[], None]
+    ) -> None:
         loader.signal(signal.SIGKILL if fault.how == "killed" else signal.SIGTERM)
         open_gate()
         await loader.ended()
@@ -235,12 +263,15 @@ class Run:
             del self._behind[edge]
 
     async def _clean(self) -> None:
-        """Nobody wants anything any more: the pools are empty soon, in those nodes that go on."""
+        """Nothing is wanted any more: the pools are empty soon, in those nodes that go on."""
         for gate in self._gates.values():
             await gate.cut()
         for loader in self._transfers.nodes.values():
             loader.signal(signal.SIGCONT)
-        if self.plan.of(Kind.DISK_FULL) and self.reads.get(FULL_DISK, EngineRead()).outcome == RIGHT:
+        if (
+            self.plan.of(Kind.DISK_FULL)
+            and self.reads.get(FULL_DISK, EngineRead()).outcome == RIGHT
+        ):
             with suppress(DeadlineExceeded):
                 await until(lambda: self.node(FULL_DISK).said("disk_tier_off"), deadline_s=CLEAN_S)
             if not self.node(FULL_DISK).said("disk_tier_off"):
@@ -270,7 +301,9 @@ class Run:
         async def is_empty() -> bool:
             # A loader that has just come back does not listen yet.
             with suppress(PilotlightError):
-                await self._processes.bus.request(drop_subject(loader.node_id), Drop(digests=digests), Dropped, deadline_s=5)
+                await self._processes.bus.request(
+                    drop_subject(loader.node_id), Drop(digests=digests), Dropped, deadline_s=5
+                )
             await pause(0.02)
             facts = self._processes.facts(loader)
             return facts is not None and facts.pool_free_bytes == facts.pool_bytes
@@ -279,14 +312,22 @@ class Run:
         try:
             await until(is_empty, deadline_s=CLEAN_S)
         except PilotlightError as error:
-            self.problems.append(f"the pool of {name} does not become empty: {error}; {self._processes.facts(loader)}")
+            self.problems.append(
+                f"the pool of {name} does not become empty: {error}; {self._processes.facts(loader)}"
+            )
             self._dirty.add(name)
 
     def _judge(self) -> None:
         for name, read in self.reads.items():
             self.problems += [f"{name} was given wrong bytes: {why}" for why in read.wrong]
-            if name not in self.dead and read.outcome != RIGHT and read.outcome not in self.plan.errors_of(name):
-                self.problems.append(f"{name} ended with {read.outcome}: {read.message}, after {read.seconds:.1f} s")
+            if (
+                name not in self.dead
+                and read.outcome != RIGHT
+                and read.outcome not in self.plan.errors_of(name)
+            ):
+                self.problems.append(
+                    f"{name} ended with {read.outcome}: {read.message}, after {read.seconds:.1f} s"
+                )
 
 
 def _nothing() -> None:

@@ -35,14 +35,19 @@ class TransferTally:
             self.parts += read.parts
             self.wrong += len(read.wrong)
             for kind in {str(fault.kind) for fault in run.plan.faults}:
-                self.outcomes.setdefault(kind, Counter())[DEAD if name in dead else read.outcome] += 1
+                self.outcomes.setdefault(kind, Counter())[
+                    DEAD if name in dead else read.outcome
+                ] += 1
             if name not in dead:
                 self.slowest_s = max(self.slowest_s, read.seconds)
 
     def counts(self) -> dict[str, Any]:
         """As what a test's report can carry from one process to another."""
         outcomes = {kind: dict(counts) for kind, counts in self.outcomes.items()}
-        plain = {name: getattr(self, name) for name in ("schedules", "failed", "parts", "wrong", "slowest_s")}
+        plain = {
+            name: getattr(self, name)
+            for name in ("schedules", "failed", "parts", "wrong", "slowest_s")
+        }
         return {**plain, "faults": dict(self.faults), "outcomes": outcomes}
 
     def take(self, counts: dict[str, Any]) -> None:
@@ -61,7 +66,9 @@ class TransferTally:
             f"{self.wrong} wrong; slowest answer {self.slowest_s:.1f} s"
         )
         for kind, count in sorted(self.faults.items()):
-            outcomes = ", ".join(f"{number} {outcome}" for outcome, number in self.outcomes[kind].most_common())
+            outcomes = ", ".join(
+                f"{number} {outcome}" for outcome, number in self.outcomes[kind].most_common()
+            )
             yield f"  {kind:<36}{count:>4} schedules; receivers: {outcomes}"
 
 

@@ -1,4 +1,6 @@
-"""Four loaders that stay from one schedule to the next, a folder and an S3 server with models: real processes and a real bus."""
+"""Four loaders that stay from one schedule to the next, a folder and an S3 server with models: real
+processes and a real bus.
+"""
 
 import asyncio
 import json
@@ -43,7 +45,9 @@ FILLER = tiny_config(hidden_size=512, intermediate_size=4096, vocab_size=512, nu
 class Stored:
     """The files of one model, where its source has them."""
 
-    def __init__(self, name: str, files: Mapping[str, bytes], folder: Path, s3: StandinS3 | None) -> None:
+    def __init__(
+        self, name: str, files: Mapping[str, bytes], folder: Path, s3: StandinS3 | None
+    ) -> None:
         self.name = name
         self.files = dict(files)
         self._folder = folder / name
@@ -56,12 +60,17 @@ class Stored:
             self._folder.mkdir(parents=True)
             for file, content in self.files.items():
                 (self._folder / file).write_bytes(content)
-            return processes.register_source(FolderSource(self._folder), self._folder.as_uri(), self.name)
+            return processes.register_source(
+                FolderSource(self._folder), self._folder.as_uri(), self.name
+            )
         for file, content in self.files.items():
             self._put(file, content, f'"{self.name}-{file}"')
         secrets = processes.folder / "secrets"
         settings = ModelRootsSettings(
-            model_roots=f"s3://{BUCKET}", s3_endpoint=self._s3.url, s3_allow_http=True, secrets_dir=secrets
+            model_roots=f"s3://{BUCKET}",
+            s3_endpoint=self._s3.url,
+            s3_allow_http=True,
+            secrets_dir=secrets,
         )
         pinned = Sources(settings, Patience(stall_timeout_s=5.0)).pin(f"s3://{BUCKET}/{self.name}")
         try:
@@ -70,7 +79,7 @@ class Stored:
             pinned.source.close()
 
     def corrupt(self, share: float) -> None:
-        """Alter a byte, and nothing by which anybody could tell."""
+        """Alter a byte, and nothing that would tell of it."""
         content = bytearray(self.files[self._largest])
         # Behind its header.
         start = 8 + int.from_bytes(content[:8], "little")
@@ -112,7 +121,9 @@ class Stored:
 
 
 def its_own(content: bytes, name: str) -> bytes:
-    """A file of tensors that has the same layout, and chunks that no other one has: each tensor begins with bytes of its own."""
+    """A file of tensors that has the same layout, and chunks that no other one has: each tensor
+    begins with bytes of its own.
+    """
     own, size_bytes = bytearray(content), int.from_bytes(content[:8], "little")
     for tensor, told in json.loads(content[8 : 8 + size_bytes]).items():
         if tensor != "__metadata__":
@@ -133,7 +144,9 @@ class Transfers:
         self.filler: Model | None = None
         self._s3 = s3
         self._made = 0
-        self._templates = [tiny_files(config, shards=1 + (at == 0)) for at, config in enumerate(CONFIGS)]
+        self._templates = [
+            tiny_files(config, shards=1 + (at == 0)) for at, config in enumerate(CONFIGS)
+        ]
 
     async def start(self) -> None:
         """Start every node."""
@@ -157,12 +170,20 @@ class Transfers:
         await asyncio.gather(*(self._start(name) for name in NODES))
 
     async def register(self, plan: Plan) -> tuple[Stored, Model, Expected]:
-        """A model that nobody has ever seen, and what an engine has to be given of it."""
+        """A model that no node has ever seen, and what an engine has to be given of it."""
         name, template = f"s{plan.seed}", self._templates[plan.shape]
 
         def make() -> tuple[Stored, Model, Expected]:
-            files = {file: its_own(data, name) if file.endswith(".safetensors") else data for file, data in template.items()}
-            stored = Stored(name, files, self.processes.folder / "models", self._s3 if plan.store == "s3" else None)
+            files = {
+                file: its_own(data, name) if file.endswith(".safetensors") else data
+                for file, data in template.items()
+            }
+            stored = Stored(
+                name,
+                files,
+                self.processes.folder / "models",
+                self._s3 if plan.store == "s3" else None,
+            )
             model = stored.register(self.processes)
             if plan.recorded and plan.head is None:
                 self._record(model, files)
@@ -180,10 +201,14 @@ class Transfers:
             for segment in chunk.segments:
                 start, file_start = segment.image_offset - chunk.image_offset, segment.file_offset
                 stored = files[manifest.files[segment.file].name]
-                data[start : start + segment.size_bytes] = stored[file_start : file_start + segment.size_bytes]
+                data[start : start + segment.size_bytes] = stored[
+                    file_start : file_start + segment.size_bytes
+                ]
             return data
 
-        digests = [[chunk_digest(content(chunk)) for chunk in part.chunks] for part in manifest.parts]
+        digests = [
+            [chunk_digest(content(chunk)) for chunk in part.chunks] for part in manifest.parts
+        ]
         path = objects / all_digests_key(model.digest)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(digests))
@@ -209,5 +234,7 @@ class Transfers:
                 # A file where the folder should be: nothing can be written there either.
                 disk.touch()
             changes["PILOTLIGHT_DISK_TIER_DIR"] = str(disk / "tier")
-        loader = self.nodes[name] = self.processes.make(f"{name}{self._made}", disk=small, **changes)
+        loader = self.nodes[name] = self.processes.make(
+            f"{name}{self._made}", disk=small, **changes
+        )
         await self.processes.begin(loader)

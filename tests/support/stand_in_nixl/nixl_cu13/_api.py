@@ -1,4 +1,5 @@
-"""A stand-in for NIXL, in the place of its package: it opens the file that the other process has mapped.
+"""A stand-in for NIXL, in the place of its package: it opens the file that the other process has
+mapped.
 
 ``STAND_IN_NIXL`` says what it does:
 
@@ -62,10 +63,15 @@ class nixl_agent:  # noqa: N801 - NIXL's name
         address, size_bytes, _ = descriptors[0]
         return address, size_bytes
 
-    def initialize_xfer(self, operation: str, ours: tuple[int, int], theirs: tuple[int, int], name: str) -> Any:
+    def initialize_xfer(
+        self, operation: str, ours: tuple[int, int], theirs: tuple[int, int], name: str
+    ) -> Any:
         assert operation == "READ"
         assert ours[1] == theirs[1]
-        assert any(start <= ours[0] and sum(ours) <= start + size_bytes for start, size_bytes in self._memory)
+        assert any(
+            start <= ours[0] and sum(ours) <= start + size_bytes
+            for start, size_bytes in self._memory
+        )
         self._left -= 1
         return name, theirs[0], ours[0], ours[1], self._left < 0
 

@@ -1,7 +1,9 @@
-"""Which families of models are supported: the tensors of each part, and what their configurations mean where they say nothing.
+"""Which families of models are supported: the tensors of each part, and what their configurations
+mean where they say nothing.
 
-A part is what can be held on its own: part 0 is the embedding, part 1 + l is layer l, and part ``num_layers + 1`` is the head
-(final norm and output projection). With tied embeddings the head has no projection of its own: it uses part 0's.
+A part is what can be held on its own: part 0 is the embedding, part 1 + l is layer l, and part
+``num_layers + 1`` is the head (final norm and output projection). With tied embeddings the head has
+no projection of its own: it uses part 0's.
 """
 
 import re
@@ -26,7 +28,8 @@ class Windows(Enum):
     SWITCHED = auto()
     """All of them, if ``use_sliding_window`` is true."""
     UPPER = auto()
-    """If ``use_sliding_window`` is true: those in ``layer_types``, or else from ``max_window_layers`` on."""
+    """If ``use_sliding_window`` is true: those in ``layer_types``, or else from
+    ``max_window_layers`` on."""
     MIXED = auto()
     """Those in ``layer_types``, or else all but every ``sliding_window_pattern``-th."""
 
@@ -75,7 +78,10 @@ _INPUT_BIASES: Mapping[str, _Dims] = {
     "self_attn.v_proj.bias": ("key",),
 }
 _ALL_BIASES: Mapping[str, _Dims] = {**_INPUT_BIASES, "self_attn.o_proj.bias": ("hidden",)}
-_HEAD_NORMS: Mapping[str, _Dims] = {"self_attn.q_norm.weight": ("head",), "self_attn.k_norm.weight": ("head",)}
+_HEAD_NORMS: Mapping[str, _Dims] = {
+    "self_attn.q_norm.weight": ("head",),
+    "self_attn.k_norm.weight": ("head",),
+}
 _GEMMA_NORMS: Mapping[str, _Dims] = {
     **_HEAD_NORMS,
     "pre_feedforward_layernorm.weight": ("hidden",),
@@ -86,9 +92,15 @@ SUPPORTED_ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         "LlamaForCausalLM": Architecture(bias=_ALL_BIASES),
         "MistralForCausalLM": Architecture(windows=Windows.EVERY),
-        "Qwen2ForCausalLM": Architecture(bias=_INPUT_BIASES, always_bias=True, windows=Windows.UPPER),
-        "Qwen3ForCausalLM": Architecture(norms=_HEAD_NORMS, bias=_ALL_BIASES, windows=Windows.UPPER, default_head_dim=128),
-        "Qwen3MoeForCausalLM": Architecture(norms=_HEAD_NORMS, bias=_ALL_BIASES, experts=True, windows=Windows.SWITCHED),
+        "Qwen2ForCausalLM": Architecture(
+            bias=_INPUT_BIASES, always_bias=True, windows=Windows.UPPER
+        ),
+        "Qwen3ForCausalLM": Architecture(
+            norms=_HEAD_NORMS, bias=_ALL_BIASES, windows=Windows.UPPER, default_head_dim=128
+        ),
+        "Qwen3MoeForCausalLM": Architecture(
+            norms=_HEAD_NORMS, bias=_ALL_BIASES, experts=True, windows=Windows.SWITCHED
+        ),
         "Gemma3ForCausalLM": Architecture(
             norms=_GEMMA_NORMS,
             bias=_ALL_BIASES,
@@ -104,24 +116,34 @@ SUPPORTED_ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     }
 )
 
-# Older exports saved buffers that everybody computes anew.
-_BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
+# Older exports saved buffers that every engine computes anew.
+_BUFFER = re.compile(
+    r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)"
+)
 
 
 def expected_parts(spec: ModelSpec) -> tuple[dict[str, Shape], ...]:
-    """The tensors of each part with their shapes, in execution order. ``spec.part_bytes`` is not looked at."""
+    """The tensors of each part with their shapes, in execution order.
+
+    ``spec.part_bytes`` is not looked at.
+    """
     sizes = _sizes(spec)
 
     def shaped(dims: Mapping[str, _Dims], prefix: str = "") -> dict[str, Shape]:
         return {prefix + name: tuple(sizes[dim] for dim in words) for name, words in dims.items()}
 
-    layers = (shaped(dict(_in_layer(spec, layer)), f"model.layers.{layer}.") for layer in range(spec.num_layers))
+    layers = (
+        shaped(dict(_in_layer(spec, layer)), f"model.layers.{layer}.")
+        for layer in range(spec.num_layers)
+    )
     head = {**_FINAL_NORM, **({} if spec.tied_embeddings else _PROJECTION)}
     return (shaped(_EMBEDDING), *layers, shaped(head))
 
 
 def is_ignored(spec: ModelSpec, name: str) -> bool:
-    """Whether a tensor that no part expects is harmless: a rotary buffer, or a tied model's second copy of its embedding."""
+    """Whether a tensor that no part expects is harmless: a rotary buffer, or a tied model's second
+    copy of its embedding.
+    """
     tied_copy = spec.tied_embeddings and name in _PROJECTION
     return tied_copy or _BUFFER.fullmatch(name) is not None
 

@@ -1,7 +1,9 @@
-"""Large ranges of files, piece by piece: through the system's memory for files, or past it, straight from the disk.
+"""Large ranges of files, piece by piece: through the system's memory for files, or past it,
+straight from the disk.
 
-Through it is faster, and what is read again is there. A file that is larger than all that is free there would push out what others need,
-and its own beginning: that is read past it, but for ranges that lie there already.
+Through it is faster, and what is read again is there. A file that is larger than all that is free
+there would push out what others need, and its own beginning: that is read past it, but for ranges
+that lie there already.
 """
 
 import ctypes
@@ -13,9 +15,11 @@ from contextlib import contextmanager
 from pilotlight.checkpoint.free_memory import memory_facts, reads_past
 
 PIECE_BYTES = 1024 * 1024
-"""What is read of a file at once where the reader hands it on: little enough to stay in a core's cache until it is hashed."""
+"""What is read of a file at once where the reader hands it on: little enough to stay in a core's
+cache until it is hashed."""
 ALIGNMENT = 4096
-"""Of places, sizes and memory in reads past the system's memory: what the disks of our day want, or a multiple of it."""
+"""Of places, sizes and memory in reads past the system's memory: what the disks of our day want, or
+a multiple of it."""
 LARGE_BYTES = 256 * 1024 * 1024
 """Smaller files are not worth the question how much memory is free."""
 RESIDENT_SHARE = 0.5
@@ -23,21 +27,32 @@ RESIDENT_SHARE = 0.5
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p
-_LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
+_LIBC.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int64,
+)
 _LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _LIBC.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
-def pieces_of(descriptor: int, start: int, stop: int, *, past: bool | None = None) -> Generator[memoryview]:
-    """Bytes [start, stop) of an open file, ``PIECE_BYTES`` each but for the last; fewer where the file ends before. A piece is good until
+def pieces_of(
+    descriptor: int, start: int, stop: int, *, past: bool | None = None
+) -> Generator[memoryview]:
+    """Bytes [start, stop) of an open file, ``PIECE_BYTES`` each but for the last; fewer where the
+    file ends before. A piece is good until
     the next one is asked for.
 
     Args:
         descriptor: of the file.
         start: first byte.
         stop: the byte behind the last.
-        past: whether the file is read past the system's memory; None: as ``reads_past`` says of its size and what is free now.
+        past: whether the file is read past the system's memory; None: as ``reads_past`` says of its
+            size and what is free now.
 
     Raises:
         OSError: the file cannot be read.
@@ -72,7 +87,9 @@ def pieces_of(descriptor: int, start: int, stop: int, *, past: bool | None = Non
 
 
 def resident_share(descriptor: int, start: int, stop: int) -> float:
-    """How much of [start, stop) of an open file the system has in memory; 1 where it does not tell: of others' files, for one."""
+    """How much of [start, stop) of an open file the system has in memory; 1 where it does not tell:
+    of others' files, for one.
+    """
     start -= start % mmap.PAGESIZE
     size_bytes = stop - start
     if size_bytes <= 0:

@@ -44,7 +44,8 @@ def read_checkpoint(source: Source) -> Checkpoint:
     """Read configuration and headers, and check that each fits the other.
 
     Raises:
-        BadCheckpoint: files are missing, damaged or contradict each other; the message names file and fault.
+        BadCheckpoint: files are missing, damaged or contradict each other; the message names file
+            and fault.
         UnsupportedModel: a sound checkpoint of a kind that cannot be served.
         SourceUnavailable, SourceChanged: the files cannot be read, or changed meanwhile.
     """
@@ -78,7 +79,8 @@ def read_chunk(source: Source, manifest: Manifest, chunk: Chunk) -> bytes:
     """A chunk's image bytes, padding included; ``bytes_digest`` of them is the chunk's digest.
 
     Raises:
-        SourceUnavailable, SourceChanged: the files cannot be read, or are not those of the manifest.
+        SourceUnavailable, SourceChanged: the files cannot be read, or are not those of the
+            manifest.
     """
     image = bytearray(chunk.size_bytes)
     for segment in chunk.segments:
@@ -98,12 +100,17 @@ def _refuse_other_kinds(files: Collection[str]) -> None:
     converted = sorted(name for name in files if name.lower().endswith(".gguf"))
     if converted:
         raise UnsupportedModel(
-            "GGUF files are not served: register the safetensors checkpoint that it was converted from", file=converted[0]
+            "GGUF files are not served: register the safetensors checkpoint that it was converted from",
+            file=converted[0],
         )
 
 
-def _read_generation(source: Source, files: dict[str, SourceFile], config: bytes) -> GenerationDefaults:
+def _read_generation(
+    source: Source, files: dict[str, SourceFile], config: bytes
+) -> GenerationDefaults:
     generation: JsonObject | None = None
     if GENERATION_FILE in files:
-        generation = JsonObject.parse(read_small(source, files[GENERATION_FILE], MAX_CONFIG_BYTES), GENERATION_FILE)
+        generation = JsonObject.parse(
+            read_small(source, files[GENERATION_FILE], MAX_CONFIG_BYTES), GENERATION_FILE
+        )
     return parse_generation(generation, JsonObject.parse(config, CONFIG_FILE))

@@ -1,12 +1,16 @@
 """``config.json`` to ``ModelSpec``.
 
-What the engine would compute differently from what the configuration says is refused here, by name: a model that loads and then
-speaks nonsense is worse than one that does not load.
+What the engine would compute differently from what the configuration says is refused here, by name:
+a model that loads and then speaks nonsense is worse than one that does not load.
 """
 
 from dataclasses import replace
 
-from pilotlight.checkpoint.architectures import SUPPORTED_ARCHITECTURES, Architecture, expected_parts
+from pilotlight.checkpoint.architectures import (
+    SUPPORTED_ARCHITECTURES,
+    Architecture,
+    expected_parts,
+)
 from pilotlight.checkpoint.errors import UnsupportedModel, quote
 from pilotlight.checkpoint.layout import image_bytes
 from pilotlight.checkpoint.rope import MAX_CONTEXT_TOKENS, parse_rope
@@ -36,7 +40,8 @@ def parse_config(data: bytes, stored: Dtype) -> ModelSpec:
 
     Raises:
         BadCheckpoint: a value is missing, of the wrong type or out of bounds.
-        UnsupportedModel: the architecture, or something that the configuration asks for, is not supported.
+        UnsupportedModel: the architecture, or something that the configuration asks for, is not
+            supported.
     """
     config = JsonObject.parse(data, CONFIG_FILE)
     architecture = _architecture(config)
@@ -47,7 +52,9 @@ def parse_config(data: bytes, stored: Dtype) -> ModelSpec:
     num_heads = config.integer("num_attention_heads", 1, MAX_HEADS)
     num_kv_heads = config.integer("num_key_value_heads", 1, num_heads, default=num_heads)
     if num_heads % num_kv_heads:
-        raise config.fault("num_key_value_heads", f"does not divide the {num_heads} attention heads")
+        raise config.fault(
+            "num_key_value_heads", f"does not divide the {num_heads} attention heads"
+        )
     max_context_tokens = config.integer("max_position_embeddings", 1, MAX_CONTEXT_TOKENS)
     rope = parse_rope(config, family, max_context_tokens)
     windows = parse_windows(config, family, num_layers)
@@ -75,11 +82,14 @@ def parse_config(data: bytes, stored: Dtype) -> ModelSpec:
         logit_softcap=_logit_softcap(config, family),
         experts=_experts(config, num_layers) if family.experts else None,
     )
-    return replace(spec, part_bytes=tuple(image_bytes(part.values(), stored) for part in expected_parts(spec)))
+    return replace(
+        spec, part_bytes=tuple(image_bytes(part.values(), stored) for part in expected_parts(spec))
+    )
 
 
 def declared_dtype(data: bytes) -> Dtype | None:
-    """The element type that the configuration says the model should run in; None when it does not say.
+    """The element type that the configuration says the model should run in; None when it does not
+    say.
 
     Raises:
         UnsupportedModel: it is none that an engine runs.
@@ -89,7 +99,9 @@ def declared_dtype(data: bytes) -> Dtype | None:
         if config.has(key):
             name = config.text(key).removeprefix("torch.")
             if name not in tuple(Dtype):
-                raise UnsupportedModel(f"{key} {quote(name)} is none of {', '.join(Dtype)}", file=CONFIG_FILE)
+                raise UnsupportedModel(
+                    f"{key} {quote(name)} is none of {', '.join(Dtype)}", file=CONFIG_FILE
+                )
             return Dtype(name)
     return None
 
@@ -107,7 +119,9 @@ def _architecture(config: JsonObject) -> str:
 
 def _refuse_unsupported(config: JsonObject, family: Architecture) -> None:
     if config.has("quantization_config"):
-        raise UnsupportedModel("quantized weights (quantization_config) are not supported", file=CONFIG_FILE)
+        raise UnsupportedModel(
+            "quantized weights (quantization_config) are not supported", file=CONFIG_FILE
+        )
     for flag in ("mlp_bias", "use_bidirectional_attention"):
         if config.flag(flag, default=False):
             raise UnsupportedModel(f"{flag} is not supported", file=CONFIG_FILE)
@@ -116,13 +130,19 @@ def _refuse_unsupported(config: JsonObject, family: Architecture) -> None:
     key, supported = family.activation
     activation = config.text(key, default=supported)
     if activation != supported:
-        raise UnsupportedModel(f"the activation {quote(activation)} ({key}) is not supported, only {supported}", file=CONFIG_FILE)
+        raise UnsupportedModel(
+            f"the activation {quote(activation)} ({key}) is not supported, only {supported}",
+            file=CONFIG_FILE,
+        )
 
 
 def _head_dim(config: JsonObject, family: Architecture, hidden_size: int, num_heads: int) -> int:
     default = family.default_head_dim or hidden_size // num_heads
     if not config.has("head_dim") and family.default_head_dim is None and hidden_size % num_heads:
-        raise config.fault("hidden_size", f"is no multiple of the {num_heads} attention heads, and there is no head_dim")
+        raise config.fault(
+            "hidden_size",
+            f"is no multiple of the {num_heads} attention heads, and there is no head_dim",
+        )
     head_dim = config.integer("head_dim", 2, MAX_HEAD_DIM, default=default)
     if head_dim % 2:
         raise config.fault("head_dim", "is odd: rotary embeddings turn pairs")
@@ -131,7 +151,9 @@ def _head_dim(config: JsonObject, family: Architecture, hidden_size: int, num_he
 
 def _attention_bias(config: JsonObject, family: Architecture) -> bool:
     # A family without biases has none whatever the configuration says, and so has transformers.
-    return family.always_bias or (bool(family.bias) and config.flag("attention_bias", default=False))
+    return family.always_bias or (
+        bool(family.bias) and config.flag("attention_bias", default=False)
+    )
 
 
 def _attention_scale(config: JsonObject) -> float:
@@ -148,12 +170,16 @@ def _logit_softcap(config: JsonObject, family: Architecture) -> float | None:
 
 
 def _experts(config: JsonObject, num_layers: int) -> Experts:
-    """Layers have experts, unless they are in ``mlp_only_layers`` or between the steps of ``decoder_sparse_step``."""
+    """Layers have experts, unless they are in ``mlp_only_layers`` or between the steps of
+    ``decoder_sparse_step``.
+    """
     step = config.integer("decoder_sparse_step", 1, MAX_LAYERS, default=1)
     dense = config.items("mlp_only_layers")
     if any(type(layer) is not int for layer in dense):
         raise config.fault("mlp_only_layers", "is not a list of integers")
-    layers = tuple(layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0)
+    layers = tuple(
+        layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0
+    )
     # transformers 5 has a second name for it.
     key = "num_experts" if config.has("num_experts") else "num_local_experts"
     num_experts = config.integer(key, 1, MAX_EXPERTS // num_layers)

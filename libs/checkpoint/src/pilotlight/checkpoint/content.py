@@ -1,4 +1,5 @@
-"""Versions of files that are digests of their content, as hubs give them: whoever has all of a file can tell whether it is that file.
+"""Versions of files that are digests of their content, as hubs give them: with all of a file one
+can tell whether it is that file.
 
 A folder's times and a bucket's ETags are no such versions.
 """
@@ -23,8 +24,12 @@ class ContentHash:
         if file.version.startswith(SHA256):
             self._prefix, self._hash = SHA256, hashlib.sha256()
         else:
-            # That SHA-1 is not safe against forgers is known, and the reason for SHA-256 where it counts.
-            self._prefix, self._hash = GIT, hashlib.sha1(b"blob %d\0" % file.size_bytes, usedforsecurity=False)
+            # That SHA-1 is not safe against forgers is known, and the reason for SHA-256 where it
+            # counts.
+            self._prefix, self._hash = (
+                GIT,
+                hashlib.sha1(b"blob %d\0" % file.size_bytes, usedforsecurity=False),
+            )
 
     @classmethod
     def of(cls, file: SourceFile, data: bytes) -> Self:

@@ -1,4 +1,5 @@
-"""The digest of a chunk: a small Merkle tree, so that a chunk's bytes can be verified and passed on before all of it is there.
+"""The digest of a chunk: a small Merkle tree, so that a chunk's bytes can be verified and passed on
+before all of it is there.
 
 ::
 
@@ -6,7 +7,8 @@
     BLAKE3         d0       d1            d7            32 bytes each: the chunk's *list*
     BLAKE3        (d0 d1 ... d7)                        its digest
 
-Who sends a chunk may send its list ahead. Whoever knows the digest can check the list, and then every unit as soon as it is there.
+The sender of a chunk may send its list ahead. A receiver that knows the digest can check the list,
+and then every unit as soon as it is there.
 """
 
 from collections.abc import Sequence

@@ -8,11 +8,12 @@
     ├── UriNotAllowed        a file lies where nothing may be read
     ├── SourceUnavailable    the files cannot be read
     │   ├── SourceMissing    there is no such source
-    │   └── SourceDenied     whoever holds the files refuses to give them
+    │   └── SourceDenied     the server that has the files refuses to give them
     └── SourceChanged        the files are no longer those that were listed
 
-This library lies below ``pilotlight.common`` and so has a tree of its own. Each ``code`` is that of the class of the same name in
-``pilotlight.common.errors``: what maps one to the other needs no table.
+This library lies below ``pilotlight.common`` and so has a tree of its own. Each ``code`` is that of
+the class of the same name in ``pilotlight.common.errors``: what maps one to the other needs no
+table.
 """
 
 from typing import ClassVar
@@ -59,7 +60,7 @@ class SourceMissing(SourceUnavailable):
 
 
 class SourceDenied(SourceUnavailable):
-    """Whoever holds the checkpoint's files refuses to give them."""
+    """The server that has the checkpoint's files refuses to give them."""
 
     code = "source_denied"
 
@@ -71,7 +72,9 @@ class SourceChanged(CheckpointError):
 
 
 def quote(name: str) -> str:
-    """A name from a foreign file, fit for a message: short, on one line, without control characters or lone surrogates."""
+    """A name from a foreign file, fit for a message: short, on one line, without control characters
+    or lone surrogates.
+    """
     shown = name if len(name) <= 120 else f"{name[:117]}..."
     return shown if shown.isprintable() else ascii(shown)
 

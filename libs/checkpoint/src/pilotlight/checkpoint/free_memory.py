@@ -1,4 +1,6 @@
-"""How much memory there is for a file that is read through the system's: of the machine, or of the container that it is to us."""
+"""How much memory there is for a file that is read through the system's: of the machine, or of the
+container that it is to us.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,17 +25,22 @@ class MemoryFacts:
 
 
 def free_bytes(facts: MemoryFacts) -> int | None:
-    """What a file may take at most without anything but files having to go; None where nobody says it."""
+    """What a file may take at most without anything but files having to go; None where no limit is
+    known.
+    """
     group_bytes = None
     if facts.limit_bytes is not None and facts.used_bytes is not None:
         group_bytes = max(0, facts.limit_bytes - facts.used_bytes + facts.files_bytes)
-    return min((known for known in (facts.available_bytes, group_bytes) if known is not None), default=None)
+    return min(
+        (known for known in (facts.available_bytes, group_bytes) if known is not None), default=None
+    )
 
 
 def reads_past(size_bytes: int, memory: MemoryFacts) -> bool:
     """Whether a file is read past the system's memory: it is larger than all that is free there.
 
-    What fits is read faster through it, and is there the next time; what does not fit pushes out all other files, itself first.
+    What fits is read faster through it, and is there the next time; what does not fit pushes out
+    all other files, itself first.
     """
     free = free_bytes(memory)
     return free is not None and size_bytes > free
@@ -46,11 +53,18 @@ def memory_facts(meminfo: Path = MEMINFO, group: Path = GROUP) -> MemoryFacts:
     old = group / "memory"
     for limit, used, stat, prefix in (
         (group / "memory.max", group / "memory.current", group / "memory.stat", ""),
-        (old / "memory.limit_in_bytes", old / "memory.usage_in_bytes", old / "memory.stat", "total_"),
+        (
+            old / "memory.limit_in_bytes",
+            old / "memory.usage_in_bytes",
+            old / "memory.stat",
+            "total_",
+        ),
     ):
         if (limit_bytes := _number(limit)) is not None:
             words = _words(stat)
-            files_bytes = sum(words.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
+            files_bytes = sum(
+                words.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive")
+            )
             return MemoryFacts(available_bytes, limit_bytes, _number(used), files_bytes)
     return MemoryFacts(available_bytes)
 

@@ -21,12 +21,15 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int | None = None
 
 
-def parse_generation(generation: JsonObject | None, config: JsonObject | None) -> GenerationDefaults:
+def parse_generation(
+    generation: JsonObject | None, config: JsonObject | None
+) -> GenerationDefaults:
     """Read the defaults.
 
     Args:
         generation: ``generation_config.json``, where there is one.
-        config: ``config.json``; it says which tokens end an output where the generation configuration does not.
+        config: ``config.json``; it says which tokens end an output where the generation
+            configuration does not.
 
     Raises:
         BadCheckpoint: a value is of the wrong type or out of bounds.
@@ -39,7 +42,9 @@ def parse_generation(generation: JsonObject | None, config: JsonObject | None) -
         return GenerationDefaults(eos_token_ids=eos_token_ids)
     return GenerationDefaults(
         eos_token_ids=eos_token_ids,
-        temperature=generation.number("temperature", 0.0, 100.0) if generation.has("temperature") else None,
+        temperature=generation.number("temperature", 0.0, 100.0)
+        if generation.has("temperature")
+        else None,
         top_p=generation.number("top_p", 0.0, 1.0) if generation.has("top_p") else None,
         top_k=generation.integer("top_k", 0, _MAX_TOKEN_ID) if generation.has("top_k") else None,
     )

@@ -5,7 +5,15 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from pilotlight.checkpoint.architectures import Shape, expected_parts, is_ignored
 from pilotlight.checkpoint.errors import BadCheckpoint, UnsupportedModel, quote, quote_some
-from pilotlight.checkpoint.manifest import ALIGNMENT_BYTES, CHUNK_BYTES, Chunk, Manifest, Part, Segment, Tensor
+from pilotlight.checkpoint.manifest import (
+    ALIGNMENT_BYTES,
+    CHUNK_BYTES,
+    Chunk,
+    Manifest,
+    Part,
+    Segment,
+    Tensor,
+)
 from pilotlight.checkpoint.reader import SourceFile
 from pilotlight.checkpoint.safetensors import StoredTensor
 from pilotlight.policy.model import Dtype, ModelSpec
@@ -14,12 +22,17 @@ _DTYPES = {"BF16": Dtype.BFLOAT16, "F16": Dtype.FLOAT16, "F32": Dtype.FLOAT32, "
 
 
 def image_bytes(shapes: Iterable[Shape], dtype: Dtype) -> int:
-    """Bytes of the image of a part with these tensors. Their order does not matter: each takes a whole number of alignments."""
+    """Bytes of the image of a part with these tensors.
+
+    Their order does not matter: each takes a whole number of alignments.
+    """
     return sum(_aligned(math.prod(shape) * dtype.size_bytes) for shape in shapes)
 
 
 def stored_dtype(tensors: Mapping[str, StoredTensor]) -> Dtype:
-    """The element type of a checkpoint's weights, going by the tensor that has most bytes. ``build_manifest`` checks the others.
+    """The element type of a checkpoint's weights, going by the tensor that has most bytes.
+
+    ``build_manifest`` checks the others.
 
     Raises:
         BadCheckpoint: there are no tensors.
@@ -31,16 +44,20 @@ def stored_dtype(tensors: Mapping[str, StoredTensor]) -> Dtype:
     return _dtype_of(largest)
 
 
-def build_manifest(spec: ModelSpec, files: Iterable[SourceFile], tensors: Mapping[str, StoredTensor]) -> Manifest:
+def build_manifest(
+    spec: ModelSpec, files: Iterable[SourceFile], tensors: Mapping[str, StoredTensor]
+) -> Manifest:
     """Lay out every tensor that the architecture expects.
 
     Args:
-        spec: what the configuration says; its ``part_bytes`` follow from the same table as the layout.
+        spec: what the configuration says; its ``part_bytes`` follow from the same table as the
+            layout.
         files: the files of the source; those that hold a tensor enter the manifest.
         tensors: what the headers say, by name.
 
     Raises:
-        BadCheckpoint: tensors are missing, left over, or of another shape than the configuration gives them.
+        BadCheckpoint: tensors are missing, left over, or of another shape than the configuration
+            gives them.
         UnsupportedModel: element types are mixed.
     """
     expected = expected_parts(spec)
@@ -52,14 +69,21 @@ def build_manifest(spec: ModelSpec, files: Iterable[SourceFile], tensors: Mappin
     return Manifest(spec=spec, files=kept, parts=parts)
 
 
-def _check_tensors(spec: ModelSpec, expected: tuple[dict[str, Shape], ...], tensors: Mapping[str, StoredTensor]) -> None:
+def _check_tensors(
+    spec: ModelSpec, expected: tuple[dict[str, Shape], ...], tensors: Mapping[str, StoredTensor]
+) -> None:
     shapes = {name: shape for part in expected for name, shape in part.items()}
     missing = [name for name in shapes if name not in tensors]
     if missing:
-        raise BadCheckpoint(f"tensors that {spec.architecture} needs are missing: {quote_some(missing)}")
+        raise BadCheckpoint(
+            f"tensors that {spec.architecture} needs are missing: {quote_some(missing)}"
+        )
     extra = sorted(name for name in tensors if name not in shapes and not is_ignored(spec, name))
     if extra:
-        raise BadCheckpoint(f"{spec.architecture} has no tensors such as {quote_some(extra)}", file=tensors[extra[0]].file)
+        raise BadCheckpoint(
+            f"{spec.architecture} has no tensors such as {quote_some(extra)}",
+            file=tensors[extra[0]].file,
+        )
     for name, shape in shapes.items():
         tensor = tensors[name]
         if tensor.shape != shape:
@@ -105,11 +129,16 @@ def _lay_out(tensors: list[StoredTensor], index: Mapping[str, int]) -> Part:
 
 
 def _cut(segments: list[Segment], image_end: int) -> Iterator[Chunk]:
-    """Cut an image at multiples of ``CHUNK_BYTES``, and with it the segments that lie across a cut."""
+    """Cut an image at multiples of ``CHUNK_BYTES``, and with it the segments that lie across a
+    cut.
+    """
     first = 0
     for start in range(0, image_end, CHUNK_BYTES):
         stop = min(start + CHUNK_BYTES, image_end)
-        while first < len(segments) and segments[first].image_offset + segments[first].size_bytes <= start:
+        while (
+            first < len(segments)
+            and segments[first].image_offset + segments[first].size_bytes <= start
+        ):
             first += 1
         inside: list[Segment] = []
         for segment in segments[first:]:
@@ -123,11 +152,15 @@ def _clipped(segment: Segment, start: int, stop: int) -> Segment:
     low = max(segment.image_offset, start)
     high = min(segment.image_offset + segment.size_bytes, stop)
     file_offset = segment.file_offset + low - segment.image_offset
-    return Segment(file=segment.file, file_offset=file_offset, image_offset=low, size_bytes=high - low)
+    return Segment(
+        file=segment.file, file_offset=file_offset, image_offset=low, size_bytes=high - low
+    )
 
 
 def _adjoins(left: Segment, right: Segment) -> bool:
-    """Whether ``right`` goes on where ``left`` ends, in the file as in the image (padding between them breaks that)."""
+    """Whether ``right`` goes on where ``left`` ends, in the file as in the image (padding between
+    them breaks that).
+    """
     return (
         left.file == right.file
         and left.file_offset + left.size_bytes == right.file_offset

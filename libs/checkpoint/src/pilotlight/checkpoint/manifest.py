@@ -1,7 +1,9 @@
-"""The manifest: which bytes of which files make up each part of a model, in chunks that can be fetched and verified one by one.
+"""The manifest: which bytes of which files make up each part of a model, in chunks that can be
+fetched and verified one by one.
 
-A part has an *image*, which is how it lies in memory: its tensors back to back in the order of the files, each aligned. A chunk
-is a piece of one image and lists the file ranges that fill it; what no segment fills is zero.
+A part has an *image*, which is how it lies in memory: its tensors back to back in the order of the
+files, each aligned. A chunk is a piece of one image and lists the file ranges that fill it; what no
+segment fills is zero.
 
 ::
 
@@ -11,7 +13,8 @@ is a piece of one image and lists the file ranges that fill it; what no segment 
     chunks              | chunk 0        | chunk 1   |      every chunk but the last is of CHUNK_BYTES
     segments            |s0 |  |s1       |s2         |      a segment ends at padding and at a chunk's end
 
-``digest`` names a checkpoint: it covers files, layout and spec, but no chunk digests, since those are learned later.
+``digest`` names a checkpoint: it covers files, layout and spec, but no chunk digests, since those
+are learned later.
 """
 
 import dataclasses
@@ -53,13 +56,15 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
-    """[image_offset, image_offset + size_bytes) of a part's image: what is fetched, verified and forwarded as one."""
+    """[image_offset, image_offset + size_bytes) of a part's image: what is fetched, verified and
+    forwarded as one.
+    """
 
     image_offset: int
     size_bytes: int
     segments: tuple[Segment, ...]
     digest: Digest | None = None
-    """BLAKE3 of the image's bytes; None until somebody has read them."""
+    """BLAKE3 of the image's bytes; None until a node has read them."""
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,20 +86,28 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def digest(self) -> Digest:
         """What ``Model.digest`` is: BLAKE3 over the canonical encoding without chunk digests.
 
-        Fields of the spec that hold their default are left out. So a checkpoint that an earlier release could describe keeps its
-        digest, and an earlier release, which drops the fields that it does not know, refuses a checkpoint that needs them.
+        Fields of the spec that hold their default are left out. So a checkpoint that an earlier
+        release could describe keeps its digest, and an earlier release, which drops the fields that
+        it does not know, refuses a checkpoint that needs them.
         """
         bare = _map_chunks(self, lambda _, chunk: msgspec.structs.replace(chunk, digest=None))
-        return bytes_digest(msgspec.json.encode(_Digested(spec=_stated(self.spec), files=bare.files, parts=bare.parts)))
+        return bytes_digest(
+            msgspec.json.encode(
+                _Digested(spec=_stated(self.spec), files=bare.files, parts=bare.parts)
+            )
+        )
 
     def with_digests(self, digests: Mapping[tuple[int, int], Digest]) -> "Manifest":
         """The manifest with more chunk digests, by (part, chunk within the part).
 
         Raises:
-            BadCheckpoint: a chunk already has another digest: the source's bytes are no longer what they were.
+            BadCheckpoint: a chunk already has another digest: the source's bytes are no longer what
+                they were.
             KeyError: there is no such chunk.
         """
-        unknown = digests.keys() - {(p, c) for p, part in enumerate(self.parts) for c in range(len(part.chunks))}
+        unknown = digests.keys() - {
+            (p, c) for p, part in enumerate(self.parts) for c in range(len(part.chunks))
+        }
         if unknown:
             raise KeyError(min(unknown))
 
@@ -102,7 +115,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             digest = digests.get(place, chunk.digest)
             if chunk.digest not in (None, digest):
                 part, index = place
-                raise BadCheckpoint(f"chunk {index} of part {part} has digest {digest}, recorded is {chunk.digest}")
+                raise BadCheckpoint(
+                    f"chunk {index} of part {part} has digest {digest}, recorded is {chunk.digest}"
+                )
             return msgspec.structs.replace(chunk, digest=digest)
 
         return _map_chunks(self, add)
@@ -117,7 +132,9 @@ class _Digested(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _stated(value: Any) -> Any:
-    """A dataclass as a dictionary in the order of its fields, without those that hold their default; other values as they are."""
+    """A dataclass as a dictionary in the order of its fields, without those that hold their
+    default; other values as they are.
+    """
     if not dataclasses.is_dataclass(value):
         return value
     fields = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
@@ -134,9 +151,10 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(data: bytes) -> Manifest:
-    """Decode and check: every segment lies within its file and its chunk, chunks tile their image, tensors lie within it.
+    """Decode and check: every segment lies within its file and its chunk, chunks tile their image,
+    tensors lie within it.
 
-    Whoever writes a chunk into memory where a manifest says may rely on that.
+    Code that writes a chunk into memory where a manifest says may rely on that.
 
     Raises:
         BadCheckpoint: the bytes are no manifest, or one that contradicts itself.
@@ -160,7 +178,9 @@ def bytes_digest(data: bytes | bytearray | memoryview) -> Digest:
 
 def _map_chunks(manifest: Manifest, change: Callable[[tuple[int, int], Chunk], Chunk]) -> Manifest:
     parts = tuple(
-        msgspec.structs.replace(part, chunks=tuple(change((p, c), chunk) for c, chunk in enumerate(part.chunks)))
+        msgspec.structs.replace(
+            part, chunks=tuple(change((p, c), chunk) for c, chunk in enumerate(part.chunks))
+        )
         for p, part in enumerate(manifest.parts)
     )
     return msgspec.structs.replace(manifest, parts=parts)
@@ -174,7 +194,11 @@ def _is_sound(part: Part, files: tuple[SourceFile, ...]) -> bool:
         filled = end
         end += chunk.size_bytes
         for segment in chunk.segments:
-            if segment.image_offset < filled or segment.size_bytes <= 0 or not 0 <= segment.file < len(files):
+            if (
+                segment.image_offset < filled
+                or segment.size_bytes <= 0
+                or not 0 <= segment.file < len(files)
+            ):
                 return False
             filled = segment.image_offset + segment.size_bytes
             last = segment.file_offset + segment.size_bytes

@@ -1,6 +1,8 @@
-"""Where a checkpoint's bytes come from: one protocol. Folders and memory are here; buckets and hubs need a network, so they lie above.
+"""Where a checkpoint's bytes come from: one protocol.
 
-Reads are synchronous: whoever has an event loop calls them in a thread, several at a time.
+Folders and memory are here; buckets and hubs need a network, so they lie above.
+
+Reads are synchronous: a caller with an event loop makes them in threads, several at a time.
 """
 
 import os
@@ -31,24 +33,25 @@ MAX_BUFFERS = 1024
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 Progress = Callable[[int], None]
-"""Told of bytes as they arrive. May raise, which ends the read: whoever asked for it has gone."""
+"""Told of bytes as they arrive. May raise, which ends the read: its caller has gone."""
 
 
 class SourceFile(msgspec.Struct, frozen=True, kw_only=True):
-    """One file of a checkpoint, pinned: whoever reads it later checks that it still is this version."""
+    """One file of a checkpoint, pinned: a later read checks that it still is this version."""
 
     name: str
     size_bytes: int
     version: str
-    """Changes whenever the content may have changed: a folder's mtime, an S3 ETag, a hub's SHA-256."""
+    """Changes whenever the content may have changed: a folder's mtime, an S3 ETag, a hub's SHA-256.
+    """
 
 
 def unobserved(_: int) -> None:
-    """Progress that nobody follows."""
+    """Progress that is not followed."""
 
 
 def unhurried() -> None:
-    """What a read asks now and then that nobody ends: see ``Source.pieces``."""
+    """The check of a read that is never ended early: see ``Source.pieces``."""
 
 
 class Source(Protocol):
@@ -66,7 +69,13 @@ class Source(Protocol):
         """
         ...
 
-    def read_into(self, file: SourceFile, offset: int, buffers: Sequence[memoryview], progress: Progress = unobserved) -> None:
+    def read_into(
+        self,
+        file: SourceFile,
+        offset: int,
+        buffers: Sequence[memoryview],
+        progress: Progress = unobserved,
+    ) -> None:
         """Fill buffers, one after the other, with what a listed file holds from ``offset`` on.
 
         Raises:
@@ -77,7 +86,9 @@ class Source(Protocol):
     def pieces(
         self, file: SourceFile, offset: int, size_bytes: int, check: Callable[[], None] = unhurried
     ) -> Generator[memoryview]:
-        """Exactly [offset, offset + size_bytes) of a listed file, as it comes. A piece is good until the next one is asked for.
+        """Exactly [offset, offset + size_bytes) of a listed file, as it comes.
+
+        A piece is good until the next one is asked for.
 
         ``check`` is called where the next piece is waited for; it may raise, which ends the read.
 
@@ -99,7 +110,13 @@ class BufferedSource(ABC):
         """As ``Source.list_files``."""
 
     @abstractmethod
-    def read_into(self, file: SourceFile, offset: int, buffers: Sequence[memoryview], progress: Progress = unobserved) -> None:
+    def read_into(
+        self,
+        file: SourceFile,
+        offset: int,
+        buffers: Sequence[memoryview],
+        progress: Progress = unobserved,
+    ) -> None:
         """As ``Source.read_into``."""
 
     def pieces(
@@ -128,7 +145,8 @@ class BufferedSource(ABC):
 class FolderSource(BufferedSource):
     """A folder of this machine.
 
-    Links are followed, because a hub cache is made of them: to where ``allowed`` says of the file's real path that it may be read.
+    Links are followed, because a hub cache is made of them: to where ``allowed`` says of the file's
+    real path that it may be read.
     """
 
     def __init__(self, root: Path, allowed: Callable[[Path], bool] | None = None) -> None:
@@ -140,7 +158,8 @@ class FolderSource(BufferedSource):
         try:
             with os.scandir(self._root) as entries:
                 for entry in entries:
-                    # A name that cannot be printed cannot be written into a manifest either, and no checkpoint has one.
+                    # A name that cannot be printed cannot be written into a manifest either, and no
+                    # checkpoint has one.
                     if not entry.is_file() or not entry.name.isprintable():
                         continue
                     if len(found) == MAX_FILES:
@@ -150,7 +169,13 @@ class FolderSource(BufferedSource):
             raise _unreadable(error, f"cannot list {self._root}") from error
         return tuple(sorted(found, key=lambda file: file.name))
 
-    def read_into(self, file: SourceFile, offset: int, buffers: Sequence[memoryview], progress: Progress = unobserved) -> None:
+    def read_into(
+        self,
+        file: SourceFile,
+        offset: int,
+        buffers: Sequence[memoryview],
+        progress: Progress = unobserved,
+    ) -> None:
         check_range(file, offset, sum(map(len, buffers)))
         with self._opened(file) as descriptor:
             _fill(descriptor, file, offset, buffers, progress)
@@ -163,7 +188,10 @@ class FolderSource(BufferedSource):
         check_range(file, offset, size_bytes)
         left_bytes = size_bytes
         check()
-        with self._opened(file) as descriptor, closing(pieces_of(descriptor, offset, offset + size_bytes)) as pieces:
+        with (
+            self._opened(file) as descriptor,
+            closing(pieces_of(descriptor, offset, offset + size_bytes)) as pieces,
+        ):
             for piece in pieces:
                 self._check_still(file)
                 left_bytes -= len(piece)
@@ -174,7 +202,10 @@ class FolderSource(BufferedSource):
 
     @contextmanager
     def _opened(self, file: SourceFile) -> Generator[int]:
-        """A descriptor of the version that was listed. What goes wrong with it is raised as ``Source`` says."""
+        """A descriptor of the version that was listed.
+
+        What goes wrong with it is raised as ``Source`` says.
+        """
         try:
             # Where a file was there may be a pipe now, whose opening would wait for a writer.
             descriptor = os.open(self._root / file.name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -194,7 +225,9 @@ class FolderSource(BufferedSource):
             os.close(descriptor)
 
     def _check_still(self, file: SourceFile) -> None:
-        """After reading: a file that was written to meanwhile has another time of modification now, and one that was replaced is gone."""
+        """After reading: a file that was written to meanwhile has another time of modification now,
+        and one that was replaced is gone.
+        """
         _check_version(os.stat(self._root / file.name), file)
 
     def _check_place(self, descriptor: int, file: SourceFile) -> None:
@@ -202,11 +235,16 @@ class FolderSource(BufferedSource):
         if self._allowed is not None:
             place = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
             if not self._allowed(place):
-                raise UriNotAllowed(f"is a link to {place}, which is not below an allowed root", file=file.name)
+                raise UriNotAllowed(
+                    f"is a link to {place}, which is not below an allowed root", file=file.name
+                )
 
 
 class MemorySource(BufferedSource):
-    """Files in memory, for tests and for content that is already there. A version is the content's digest."""
+    """Files in memory, for tests and for content that is already there.
+
+    A version is the content's digest.
+    """
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         self._files = dict(files)
@@ -214,7 +252,13 @@ class MemorySource(BufferedSource):
     def list_files(self) -> tuple[SourceFile, ...]:
         return tuple(_pin_bytes(name, self._files[name]) for name in sorted(self._files))
 
-    def read_into(self, file: SourceFile, offset: int, buffers: Sequence[memoryview], progress: Progress = unobserved) -> None:
+    def read_into(
+        self,
+        file: SourceFile,
+        offset: int,
+        buffers: Sequence[memoryview],
+        progress: Progress = unobserved,
+    ) -> None:
         check_range(file, offset, sum(map(len, buffers)))
         data = self._files.get(file.name)
         if data is None:
@@ -235,24 +279,32 @@ def read_small(source: Source, file: SourceFile, limit_bytes: int) -> bytes:
         SourceUnavailable, SourceChanged: it cannot be read, or is another version.
     """
     if file.size_bytes > limit_bytes:
-        raise BadCheckpoint(f"{file.size_bytes} bytes; at most {limit_bytes} are read", file=file.name)
+        raise BadCheckpoint(
+            f"{file.size_bytes} bytes; at most {limit_bytes} are read", file=file.name
+        )
     data = source.read(file, 0, file.size_bytes)
     refuse_pointer(data, file)
     return data
 
 
 def refuse_pointer(first: bytes, file: SourceFile) -> None:
-    """What git leaves in the place of a large file, where git-lfs is not installed or has not fetched it.
+    """What git leaves in the place of a large file, where git-lfs is not installed or has not
+    fetched it.
 
     Raises:
         BadCheckpoint: the file, of which these are the first bytes, is such a pointer.
     """
     if first.startswith(_LFS_POINTER):
-        raise BadCheckpoint("is a git-lfs pointer and not the file itself: run `git lfs pull` in the repository", file=file.name)
+        raise BadCheckpoint(
+            "is a git-lfs pointer and not the file itself: run `git lfs pull` in the repository",
+            file=file.name,
+        )
 
 
 def source_version(files: Iterable[SourceFile]) -> str:
-    """The pinned version of a set of files: BLAKE3, in hex, over their names, sizes and versions."""
+    """The pinned version of a set of files: BLAKE3, in hex, over their names, sizes and
+    versions.
+    """
     listed = sorted((file.name, file.size_bytes, file.version) for file in files)
     return blake3(msgspec.json.encode(listed)).hexdigest()
 
@@ -266,13 +318,15 @@ def _pin_bytes(name: str, data: bytes) -> SourceFile:
 
 
 def check_range(file: SourceFile, offset: int, size_bytes: int) -> None:
-    """A read outside of a file is a mistake of whoever asks for it.
+    """A read outside of a file is a mistake of its caller.
 
     Raises:
         ValueError: the range does not lie within the file.
     """
     if offset < 0 or size_bytes < 0 or offset + size_bytes > file.size_bytes:
-        raise ValueError(f"[{offset}, {offset + size_bytes}) is not within the {file.size_bytes} bytes of {file.name}")
+        raise ValueError(
+            f"[{offset}, {offset + size_bytes}) is not within the {file.size_bytes} bytes of {file.name}"
+        )
 
 
 def rest(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
@@ -289,8 +343,15 @@ def _check_version(stat: os.stat_result, file: SourceFile) -> None:
         raise SourceChanged("the file has changed since it was listed", file=file.name)
 
 
-def _fill(descriptor: int, file: SourceFile, offset: int, buffers: Sequence[memoryview], progress: Progress) -> None:
-    # One preadv returns at most 2 GiB, and a network file system may return less than was asked for.
+def _fill(
+    descriptor: int,
+    file: SourceFile,
+    offset: int,
+    buffers: Sequence[memoryview],
+    progress: Progress,
+) -> None:
+    # One preadv returns at most 2 GiB, and a network file system may return less than was asked
+    # for.
     left = rest(buffers, 0)
     while left:
         count = os.preadv(descriptor, left[:MAX_BUFFERS], offset)
@@ -305,4 +366,8 @@ def _unreadable(error: OSError, what: str, file: str | None = None) -> SourceUna
     message = f"{what}: {error.strerror}"
     if isinstance(error, PermissionError):
         return SourceDenied(message, file=file)
-    return SourceMissing(message) if isinstance(error, FileNotFoundError) else SourceUnavailable(message, file=file)
+    return (
+        SourceMissing(message)
+        if isinstance(error, FileNotFoundError)
+        else SourceUnavailable(message, file=file)
+    )

@@ -1,7 +1,7 @@
 """JSON from foreign files: parsed without surprises, read with bounds.
 
-A repeated key is refused: which of the two values holds depends on who reads, and a header that two readers understand
-differently is a way to smuggle bytes past one of them.
+A repeated key is refused: which of the two values holds depends on the reader, and a header that
+two readers understand differently is a way to smuggle bytes past one of them.
 """
 
 import json
@@ -27,7 +27,8 @@ def parse_object(data: bytes, file: str) -> dict[str, Any]:
     """Parse a file that holds one JSON object.
 
     Raises:
-        BadCheckpoint: not UTF-8, not JSON, not an object, nested too deeply, a key twice, or NaN and infinities.
+        BadCheckpoint: not UTF-8, not JSON, not an object, nested too deeply, a key twice, or NaN
+            and infinities.
     """
     try:
         value = _decoder(file).decode(data.decode())
@@ -41,10 +42,12 @@ def parse_object(data: bytes, file: str) -> dict[str, Any]:
 
 
 class ObjectCursor:
-    """Walks through one large JSON object member by member, with the strictness of ``parse_object``.
+    """Walks through one large JSON object member by member, with the strictness of
+    ``parse_object``.
 
-    JSON takes up to thirty times its bytes once it is made of objects, which a hostile file of many small values makes use of. Here
-    only one member is made at a time, and of each it is known beforehand how long it may be::
+    JSON takes up to thirty times its bytes once it is made of objects, which a hostile file of many
+    small values makes use of. Here only one member is made at a time, and of each it is known
+    beforehand how long it may be::
 
         {"name": {...}, "name": {...}, ...}
          text    value   text   value         each from the bytes where it stands to a limit, not further
@@ -58,7 +61,9 @@ class ObjectCursor:
         self._decoder = _decoder(file)
 
     def members(self) -> Iterator[str]:
-        """The keys of the object that begins here. Whoever asks for the next one has taken this one's value.
+        """The keys of the object that begins here.
+
+        The caller takes a key's value before it asks for the next key.
 
         Raises:
             BadCheckpoint: as ``parse_object``, and where a key is longer than ``MAX_KEY_BYTES``.
@@ -95,7 +100,9 @@ class ObjectCursor:
         return text
 
     def value(self, limit_bytes: int) -> Any:
-        """What begins here, for looking at its structure: characters beyond ASCII are not put together in its strings."""
+        """What begins here, for looking at its structure: characters beyond ASCII are not put
+        together in its strings.
+        """
         self.peek()
         return self._value(limit_bytes)
 
@@ -138,8 +145,8 @@ class ObjectCursor:
 class JsonObject:
     """One JSON object of a file, with checked access. A null counts as absent.
 
-    Every method raises ``BadCheckpoint`` when the value is of another type or out of bounds, and when it is absent and there is
-    no default.
+    Every method raises ``BadCheckpoint`` when the value is of another type or out of bounds, and
+    when it is absent and there is no default.
     """
 
     def __init__(self, values: dict[str, Any], file: str, path: str = "") -> None:
@@ -232,13 +239,17 @@ def _decoder(file: str) -> json.JSONDecoder:
             seen: set[str] = set()
             twice = next(key for key, _ in pairs if key in seen or seen.add(key))
             raise BadCheckpoint(f"the key {quote(twice)!r} appears twice", file=file)
-        _refuse_halves((*found, *(value for value in found.values() if isinstance(value, str))), file)
+        _refuse_halves(
+            (*found, *(value for value in found.values() if isinstance(value, str))), file
+        )
         return found
 
     def refuse_constant(name: str) -> NoReturn:
         raise BadCheckpoint(f"{name} is not a JSON number", file=file)
 
-    return json.JSONDecoder(object_pairs_hook=unique, parse_constant=refuse_constant, parse_int=_integer_of)
+    return json.JSONDecoder(
+        object_pairs_hook=unique, parse_constant=refuse_constant, parse_int=_integer_of
+    )
 
 
 def _integer_of(text: str) -> int | float:

@@ -1,4 +1,6 @@
-"""Small checkpoints for tests: written by hand, the same bytes every time, no machine-learning library needed."""
+"""Small checkpoints for tests: written by hand, the same bytes every time, no machine-learning
+library needed.
+"""
 
 import json
 import math
@@ -13,13 +15,27 @@ from pilotlight.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE
 from pilotlight.checkpoint.strict_json import CONFIG_FILE
 from pilotlight.policy.model import Dtype
 
-_FORMAT_NAMES = {Dtype.BFLOAT16: "BF16", Dtype.FLOAT16: "F16", Dtype.FLOAT32: "F32", Dtype.FLOAT64: "F64"}
+_FORMAT_NAMES = {
+    Dtype.BFLOAT16: "BF16",
+    Dtype.FLOAT16: "F16",
+    Dtype.FLOAT32: "F32",
+    Dtype.FLOAT64: "F64",
+}
 
 
 _FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": {"head_dim": 8},
-    "Qwen3MoeForCausalLM": {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
-    "Gemma3ForCausalLM": {"head_dim": 8, "rope_theta": None, "sliding_window": 16, "sliding_window_pattern": 2},
+    "Qwen3MoeForCausalLM": {
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+    },
+    "Gemma3ForCausalLM": {
+        "head_dim": 8,
+        "rope_theta": None,
+        "sliding_window": 16,
+        "sliding_window_pattern": 2,
+    },
 }
 
 
@@ -50,30 +66,46 @@ def tiny_tensors(config: Mapping[str, Any], dtype: Dtype = Dtype.BFLOAT16) -> di
 
 
 def tensor_bytes(name: str, size_bytes: int) -> bytes:
-    """Content that depends on the tensor's name, so that a misplaced byte is noticed. Not sensible as weights."""
+    """Content that depends on the tensor's name, so that a misplaced byte is noticed.
+
+    Not sensible as weights.
+    """
     return blake3(name.encode()).digest(length=size_bytes)
 
 
-def encode_safetensors(tensors: Iterable[tuple[str, Shape]], dtype: Dtype = Dtype.BFLOAT16) -> bytes:
+def encode_safetensors(
+    tensors: Iterable[tuple[str, Shape]], dtype: Dtype = Dtype.BFLOAT16
+) -> bytes:
     """A safetensors file with these tensors in this order, each filled by ``tensor_bytes``."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     data = bytearray()
     for name, shape in tensors:
         content = tensor_bytes(name, math.prod(shape) * dtype.size_bytes)
         offsets = [len(data), len(data) + len(content)]
-        header[name] = {"dtype": _FORMAT_NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
+        header[name] = {
+            "dtype": _FORMAT_NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": offsets,
+        }
         data += content
     return frame_header(json.dumps(header).encode()) + bytes(data)
 
 
 def frame_header(header: bytes) -> bytes:
-    """A header as it stands at the start of a file: its length, itself, and spaces up to a multiple of eight bytes."""
+    """A header as it stands at the start of a file: its length, itself, and spaces up to a multiple
+    of eight bytes.
+    """
     padded = header + b" " * (-len(header) % 8)
     return len(padded).to_bytes(8, "little") + padded
 
 
-def tiny_files(config: Mapping[str, Any], dtype: Dtype = Dtype.BFLOAT16, shards: int = 1) -> dict[str, bytes]:
-    """The files of a whole checkpoint, without text files. Tensors are dealt out to the shards in turn."""
+def tiny_files(
+    config: Mapping[str, Any], dtype: Dtype = Dtype.BFLOAT16, shards: int = 1
+) -> dict[str, bytes]:
+    """The files of a whole checkpoint, without text files.
+
+    Tensors are dealt out to the shards in turn.
+    """
     files = {CONFIG_FILE: json.dumps(config).encode()}
     tensors = list(tiny_tensors(config, dtype).items())
     if shards == 1:

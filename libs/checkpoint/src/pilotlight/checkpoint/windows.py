@@ -24,7 +24,8 @@ def parse_windows(config: JsonObject, family: Architecture, num_layers: int) -> 
     """Read which layers have a sliding window.
 
     Raises:
-        BadCheckpoint: a value is of the wrong type or out of bounds, or ``layer_types`` names a window that is switched off.
+        BadCheckpoint: a value is of the wrong type or out of bounds, or ``layer_types`` names a
+            window that is switched off.
         UnsupportedModel: ``layer_types`` asks for layers that the family does not have.
     """
     declared = _declared(config, num_layers)
@@ -37,26 +38,36 @@ def parse_windows(config: JsonObject, family: Architecture, num_layers: int) -> 
             layers = tuple(range(num_layers))
         case Windows.UPPER:
             switched_on = config.flag("use_sliding_window", default=False)
-            first = config.integer("max_window_layers", 0, MAX_CONTEXT_TOKENS, default=_DEFAULT_WINDOW_LAYERS)
+            first = config.integer(
+                "max_window_layers", 0, MAX_CONTEXT_TOKENS, default=_DEFAULT_WINDOW_LAYERS
+            )
             layers = tuple(range(first, num_layers)) if declared is None else declared
             if declared and not switched_on:
-                raise config.fault("layer_types", f"has {_SLIDING}, but use_sliding_window is not true")
+                raise config.fault(
+                    "layer_types", f"has {_SLIDING}, but use_sliding_window is not true"
+                )
         case Windows.MIXED:
             switched_on = True
             layers = _all_but_every(_pattern(config), num_layers) if declared is None else declared
         case Windows.NEVER:
             if config.flag("use_sliding_window", default=False):
-                raise UnsupportedModel("use_sliding_window is not supported for this architecture", file=CONFIG_FILE)
+                raise UnsupportedModel(
+                    "use_sliding_window is not supported for this architecture", file=CONFIG_FILE
+                )
             switched_on, layers = False, ()
     if not switched_on:
         layers = ()
     if declared is not None and declared != layers:
         strange = _FULL if layers else _SLIDING
-        raise UnsupportedModel(f"layer_types with {strange} is not supported for this architecture", file=CONFIG_FILE)
+        raise UnsupportedModel(
+            f"layer_types with {strange} is not supported for this architecture", file=CONFIG_FILE
+        )
     if not layers:
         return SlidingLayers(None, ())
     default = None if "sliding_window" in config.names() else _DEFAULT_WINDOW_TOKENS
-    return SlidingLayers(config.integer("sliding_window", 1, MAX_CONTEXT_TOKENS, default=default), layers)
+    return SlidingLayers(
+        config.integer("sliding_window", 1, MAX_CONTEXT_TOKENS, default=default), layers
+    )
 
 
 def _declared(config: JsonObject, num_layers: int) -> tuple[int, ...] | None:
@@ -64,7 +75,10 @@ def _declared(config: JsonObject, num_layers: int) -> tuple[int, ...] | None:
     kinds = config.items("layer_types")
     for kind in kinds:
         if kind not in (_FULL, _SLIDING):
-            raise UnsupportedModel(f"layer_types {_show(kind)} is not supported, only {_FULL} and {_SLIDING}", file=CONFIG_FILE)
+            raise UnsupportedModel(
+                f"layer_types {_show(kind)} is not supported, only {_FULL} and {_SLIDING}",
+                file=CONFIG_FILE,
+            )
     if not config.has("layer_types"):
         return None
     if len(kinds) != num_layers:

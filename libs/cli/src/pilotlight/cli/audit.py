@@ -27,7 +27,11 @@ def show(client: AdminClient, filters: dict[str, str | int | None], *, as_json: 
         )
         for one in page["audit"]
     ]
-    show_table(("at (UTC)", "who", "from", "action", "entity", "outcome", "changes"), rows, "nothing is recorded")
+    show_table(
+        ("at (UTC)", "who", "from", "action", "entity", "outcome", "changes"),
+        rows,
+        "nothing is recorded",
+    )
     if page["next_before"] is not None:
         console.print(f"older ones: --before {page['next_before']}")
     return 0

@@ -1,8 +1,11 @@
-"""``pilotlight backup`` and ``pilotlight restore``: what an embedded system cannot make again, in one file, and back.
+"""``pilotlight backup`` and ``pilotlight restore``: what an embedded system cannot make again, in
+one file, and back.
 
-The file is a tar archive: a dump of the database, the object store, secrets, keys, the node's id, and last a list of all of it with
-digests, by which a file that was cut off or changed is known. Logs and sockets are not in it, nor is what NATS holds: buckets are
-written anew by their owners, events are notifications. Checkpoints are not in it either: they stay where models were registered from.
+The file is a tar archive: a dump of the database, the object store, secrets, keys, the node's id,
+and last a list of all of it with digests, by which a file that was cut off or changed is known.
+Logs and sockets are not in it, nor is what NATS holds: buckets are written anew by their owners,
+events are notifications. Checkpoints are not in it either: they stay where models were registered
+from.
 """
 
 import asyncio
@@ -66,7 +69,9 @@ class HomeNotEmpty(PilotlightError):
 
     code = "home_not_empty"
     status = 409
-    action = "Choose an empty PILOTLIGHT_HOME, or remove what is there with `pilotlight down --purge`."
+    action = (
+        "Choose an empty PILOTLIGHT_HOME, or remove what is there with `pilotlight down --purge`."
+    )
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -92,7 +97,8 @@ async def back_up(home: Home, file: Path, *, as_json: bool) -> int:
     """Write a backup of a system that runs or is stopped.
 
     Raises:
-        BackupFailed: the database is not the embedded one, the file exists, or something cannot be read or written.
+        BackupFailed: the database is not the embedded one, the file exists, or something cannot be
+            read or written.
         HomeInUse: a system is just being started.
     """
     file = _target(home, file)
@@ -109,7 +115,8 @@ async def back_up(home: Home, file: Path, *, as_json: bool) -> int:
                         revision = await _dump(postgres, home, dump)
                     finally:
                         await postgres.stop()
-            # After the dump: objects are written before the rows that name them, so every row's object is there.
+            # After the dump: objects are written before the rows that name them, so every row's
+            # object is there.
             archive = Path(folder) / "backup.tar"
             manifest = await asyncio.to_thread(_write, home, dump, revision, archive)
             archive.rename(file)
@@ -117,15 +124,22 @@ async def back_up(home: Home, file: Path, *, as_json: bool) -> int:
         raise BackupFailed(f"the backup {file} cannot be written: {error}") from error
     size_bytes = sum(entry.size_bytes for entry in manifest.files.values())
     if manifest.object_store:
-        message = (
-            f"The objects are not in it, for they are in {manifest.object_store}: copy that too, now, with its server's tools."
-        )
+        message = f"The objects are not in it, for they are in {manifest.object_store}: copy that too, now, with its server's tools."
         told.print(message, markup=False, soft_wrap=True)
     if as_json:
-        made = {"file": str(file), "bytes": size_bytes, "files": len(manifest.files), "made_at": manifest.made_at}
+        made = {
+            "file": str(file),
+            "bytes": size_bytes,
+            "files": len(manifest.files),
+            "made_at": manifest.made_at,
+        }
         emit_json({**made, "object_store": manifest.object_store})
     else:
-        console.print(f"wrote {file}: {len(manifest.files)} files, {size_bytes:,} bytes", markup=False, soft_wrap=True)
+        console.print(
+            f"wrote {file}: {len(manifest.files)} files, {size_bytes:,} bytes",
+            markup=False,
+            soft_wrap=True,
+        )
         console.print("It holds keys and secrets: keep it where nobody else can read it.")
     return 0
 
@@ -137,12 +151,13 @@ async def restore(home: Home, file: Path, *, as_json: bool) -> int:
         BackupInvalid: the file is cut off, changed, no backup, or of a newer release.
         HomeNotEmpty: there is state already.
         HomeInUse: a system is being started there, or restored.
-        BackupFailed: the database could not be read back, or a file not be written. What was made has been removed.
+        BackupFailed: the database could not be read back, or a file not be written. What was made
+            has been removed.
         HomeUnusable: the folder cannot be written to.
     """
     _check_empty(home)
     with home.lock():
-        # Again: whoever had the lock a moment ago may have made a system.
+        # Again: the process that had the lock a moment ago may have made a system.
         before = _check_empty(home)
         try:
             with tempfile.TemporaryDirectory(dir=home.root, prefix=".restoring-") as folder:
@@ -151,12 +166,17 @@ async def restore(home: Home, file: Path, *, as_json: bool) -> int:
         except OSError as error:
             raise BackupFailed(f"{file} cannot be restored into {home.root}: {error}") from error
     if manifest.object_store:
-        message = (
-            f"Its objects were not in the backup, but in {manifest.object_store}: start it with PILOTLIGHT_OBJECT_STORE_URL set."
-        )
+        message = f"Its objects were not in the backup, but in {manifest.object_store}: start it with PILOTLIGHT_OBJECT_STORE_URL set."
         told.print(message, markup=False, soft_wrap=True)
     if as_json:
-        emit_json({"restored": True, "home": str(home.root), "made_at": manifest.made_at, "release": manifest.release})
+        emit_json(
+            {
+                "restored": True,
+                "home": str(home.root),
+                "made_at": manifest.made_at,
+                "release": manifest.release,
+            }
+        )
     else:
         console.print(
             f"restored the state of {manifest.made_at} into {home.root}; start it with `pilotlight up`",
@@ -171,7 +191,9 @@ def _check_empty(home: Home) -> Collection[str]:
     try:
         before = {path.name for path in home.root.iterdir()} if home.root.is_dir() else set[str]()
     except OSError as error:
-        raise HomeUnusable(f"cannot read the state folder {home.root}: {error.strerror or error}") from error
+        raise HomeUnusable(
+            f"cannot read the state folder {home.root}: {error.strerror or error}"
+        ) from error
     taken = [name for name in STATE if name in before]
     if taken:
         raise HomeNotEmpty(f"{home.root} has {', '.join(taken)} already")
@@ -179,7 +201,9 @@ def _check_empty(home: Home) -> Collection[str]:
 
 
 async def _place(home: Home, staged: Path, before: Collection[str]) -> None:
-    """Move what was unpacked to its place, and fill the database; when that fails the folder is as it was ``before``."""
+    """Move what was unpacked to its place, and fill the database; when that fails the folder is as
+    it was ``before``.
+    """
     try:
         for name in (*FOLDERS, *FILES):
             if (staged / name).exists():
@@ -211,13 +235,25 @@ def _target(home: Home, file: Path) -> Path:
 
 
 def _server(home: Home) -> PostgresServer:
-    return PostgresServer(home.root / "postgres", home.secret("postgres-owner"), log_file=home.logs / "postgres.log")
+    return PostgresServer(
+        home.root / "postgres", home.secret("postgres-owner"), log_file=home.logs / "postgres.log"
+    )
 
 
 async def _dump(postgres: PostgresServer, home: Home, target: Path) -> str:
     """Dump the database at one moment; the revision of its schema."""
-    await _run(postgres, home, "pg_dump", "--format=custom", "--no-owner", "--no-privileges", f"--file={target}")
-    revision = await _run(postgres, home, "psql", "-XAtc", "SELECT version_num FROM public.alembic_version")
+    await _run(
+        postgres,
+        home,
+        "pg_dump",
+        "--format=custom",
+        "--no-owner",
+        "--no-privileges",
+        f"--file={target}",
+    )
+    revision = await _run(
+        postgres, home, "psql", "-XAtc", "SELECT version_num FROM public.alembic_version"
+    )
     return revision.strip()
 
 
@@ -226,9 +262,17 @@ async def _fill_database(home: Home, dump: Path) -> None:
     await postgres.start()
     try:
         await _run(
-            postgres, home, "pg_restore", "--exit-on-error", "--single-transaction", "--no-owner", "--no-privileges", str(dump)
+            postgres,
+            home,
+            "pg_restore",
+            "--exit-on-error",
+            "--single-transaction",
+            "--no-owner",
+            "--no-privileges",
+            str(dump),
         )
-        # Roles with their passwords, grants, and what this release has beyond the one that made the backup.
+        # Roles with their passwords, grants, and what this release has beyond the one that made the
+        # backup.
         settings = MigrateSettings(database_url=postgres.owner_url, secrets_dir=home.secrets)
         await asyncio.to_thread(migrate, settings)
     finally:
@@ -240,7 +284,11 @@ async def _run(postgres: PostgresServer, home: Home, program: str, *arguments: s
     url = make_url(postgres.owner_url)
     # The operator's own PG* variables are for other databases.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PG")}
-    environment |= {"PGHOST": str(url.query["host"]), "PGPORT": str(url.query["port"]), "PGDATABASE": str(url.database)}
+    environment |= {
+        "PGHOST": str(url.query["host"]),
+        "PGPORT": str(url.query["port"]),
+        "PGDATABASE": str(url.database),
+    }
     environment |= {"PGUSER": OWNER, "PGPASSWORD": home.secret("postgres-owner"), "LC_ALL": "C"}
     database = () if program != "pg_restore" else (f"--dbname={url.database}",)
     process = await asyncio.create_subprocess_exec(
@@ -305,7 +353,9 @@ def _sources(home: Home, dump: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _unfinished(folder: str, name: str) -> bool:
-    """Whether a file is still being written: beside its place, an object as ``key#1``, a secret with a dot before its name."""
+    """Whether a file is still being written: beside its place, an object as ``key#1``, a secret
+    with a dot before its name.
+    """
     return "#" in name if folder == OBJECTS else name.startswith(".")
 
 
@@ -385,7 +435,12 @@ def _expected(name: str) -> bool:
     parts = Path(name).parts
     if name in (DUMP, MANIFEST, *FILES):
         return True
-    return len(parts) > 1 and parts[0] in FOLDERS and ".." not in parts and not Path(name).is_absolute()
+    return (
+        len(parts) > 1
+        and parts[0] in FOLDERS
+        and ".." not in parts
+        and not Path(name).is_absolute()
+    )
 
 
 def _extract(source: IO[bytes], target: Path) -> Entry:

@@ -31,10 +31,14 @@ class AdminClient:
         """
         try:
             self._http = httpx2.Client(
-                base_url=url.rstrip("/") + "/admin/v1", headers={"Authorization": f"Bearer {key}"}, timeout=DEADLINE_S
+                base_url=url.rstrip("/") + "/admin/v1",
+                headers={"Authorization": f"Bearer {key}"},
+                timeout=DEADLINE_S,
             )
         except (httpx2.InvalidURL, UnicodeEncodeError) as error:
-            raise BadRequest(f"PILOTLIGHT_URL or PILOTLIGHT_ADMIN_KEY is not valid: {error}") from error
+            raise BadRequest(
+                f"PILOTLIGHT_URL or PILOTLIGHT_ADMIN_KEY is not valid: {error}"
+            ) from error
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str], home: Home) -> "AdminClient":
@@ -54,7 +58,9 @@ class AdminClient:
             try:
                 key = home.admin_key.read_text().strip()
             except OSError as error:
-                raise SystemNotRunning(f"cannot read the admin key {home.admin_key}: {error.strerror}") from error
+                raise SystemNotRunning(
+                    f"cannot read the admin key {home.admin_key}: {error.strerror}"
+                ) from error
         return cls(url, key)
 
     def __enter__(self) -> "AdminClient":
@@ -79,7 +85,9 @@ class AdminClient:
         try:
             response = self._http.request(method, path, **arguments)
         except httpx2.TimeoutException as error:
-            raise SystemNotRunning(f"no answer from {self._http.base_url} within {DEADLINE_S:g} s") from error
+            raise SystemNotRunning(
+                f"no answer from {self._http.base_url} within {DEADLINE_S:g} s"
+            ) from error
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise SystemNotRunning(f"cannot reach {self._http.base_url}: {error}") from error
         if response.status_code >= 400:
@@ -87,7 +95,9 @@ class AdminClient:
         try:
             return response.json() if response.content else None
         except ValueError as error:
-            raise SystemNotRunning(f"what answers at {self._http.base_url} is no Pilotlight: {response.text[:200]!r}") from error
+            raise SystemNotRunning(
+                f"what answers at {self._http.base_url} is no Pilotlight: {response.text[:200]!r}"
+            ) from error
 
 
 def _error_from(response: httpx2.Response) -> PilotlightError:
@@ -95,4 +105,6 @@ def _error_from(response: httpx2.Response) -> PilotlightError:
         error = response.json()["error"]
         return error_of(str(error["code"]), str(error["message"]))
     except (ValueError, KeyError, TypeError):
-        return PilotlightError(f"the gateway answered {response.status_code}: {response.text[:200]}")
+        return PilotlightError(
+            f"the gateway answered {response.status_code}: {response.text[:200]}"
+        )

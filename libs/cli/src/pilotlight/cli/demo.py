@@ -53,7 +53,9 @@ async def run_demo(home: Home, link: str, *, as_json: bool) -> int:
         DemoFailed: it got no answer, or no record of the cold start.
     """
     own = Home(home.root / "demo")
-    options = SystemOptions(port=free_port(), link=link, pool_bytes=POOL_BYTES, model_roots=(demo_model_folder(),))
+    options = SystemOptions(
+        port=free_port(), link=link, pool_bytes=POOL_BYTES, model_roots=(demo_model_folder(),)
+    )
     clock = SystemClock()
 
     def progress(what: str) -> None:
@@ -69,7 +71,9 @@ async def run_demo(home: Home, link: str, *, as_json: bool) -> int:
     return 0
 
 
-def _converse(home: Home, options: SystemOptions, clock: Clock, progress: Any, as_json: bool) -> dict[str, Any]:
+def _converse(
+    home: Home, options: SystemOptions, clock: Clock, progress: Any, as_json: bool
+) -> dict[str, Any]:
     with AdminClient(options.url, home.admin_key.read_text().strip()) as admin:
         _forget_demo_model(admin)
         ensure_demo_model(admin)
@@ -79,7 +83,9 @@ def _converse(home: Home, options: SystemOptions, clock: Clock, progress: Any, a
             cold = _chat(options, home, clock)
             warm = _chat(options, home, clock)
         except OpenAIError as error:
-            raise DemoFailed(f"{DEMO_MODEL} did not answer: {error}; the logs are in {home.logs}") from error
+            raise DemoFailed(
+                f"{DEMO_MODEL} did not answer: {error}; the logs are in {home.logs}"
+            ) from error
         record = _cold_start_of(admin, home, cold.trace_id, clock)
         devices = [worker["device"] for worker in admin.get("/workers")["workers"]]
     phases: dict[str, float] = {}
@@ -87,9 +93,13 @@ def _converse(home: Home, options: SystemOptions, clock: Clock, progress: Any, a
     for bar in bars:
         phases[bar.name] = round(phases.get(bar.name, 0.0) + bar.total_s, 4)
     if not as_json:
-        console.print(Panel(f"[bold]{DEMO_PROMPT}[/]\n{escape(cold.text)}", title=DEMO_MODEL, expand=False))
+        console.print(
+            Panel(f"[bold]{DEMO_PROMPT}[/]\n{escape(cold.text)}", title=DEMO_MODEL, expand=False)
+        )
         cold_ms, warm_ms = cold.ttft_s * 1000, warm.ttft_s * 1000
-        console.print(f"What the client saw: the first token after {cold_ms:,.0f} ms cold, after {warm_ms:,.0f} ms warm.")
+        console.print(
+            f"What the client saw: the first token after {cold_ms:,.0f} ms cold, after {warm_ms:,.0f} ms warm."
+        )
         console.print("Where the time of the cold start went:\n")
         console.print(draw(record, console.width))
     return {
@@ -98,7 +108,9 @@ def _converse(home: Home, options: SystemOptions, clock: Clock, progress: Any, a
         "warm_ttft_s": round(warm.ttft_s, 4),
         "output_tokens": cold.output_tokens,
         "phases": phases,
-        "while_fetching": {name: round(seconds_within(bars, name, "fetch"), 4) for name in ("load", "prefill")},
+        "while_fetching": {
+            name: round(seconds_within(bars, name, "fetch"), 4) for name in ("load", "prefill")
+        },
         "phase_coverage": round(record["coverage"], 4),
         "trace_id": cold.trace_id,
         "devices": [{"kind": device["kind"], "name": device["name"]} for device in devices],
@@ -107,7 +119,9 @@ def _converse(home: Home, options: SystemOptions, clock: Clock, progress: Any, a
 
 def _chat(options: SystemOptions, home: Home, clock: Clock) -> Chat:
     key = home.api_key.read_text().strip()
-    with OpenAI(base_url=options.url + "/v1", api_key=key, timeout=CHAT_DEADLINE_S, max_retries=0) as client:
+    with OpenAI(
+        base_url=options.url + "/v1", api_key=key, timeout=CHAT_DEADLINE_S, max_retries=0
+    ) as client:
         # The client connects and imports when it is first used, and its time is not the system's.
         client.models.list()
         completions = client.chat.completions.with_streaming_response
@@ -129,7 +143,9 @@ def _chat(options: SystemOptions, home: Home, clock: Clock) -> Chat:
                 if chunk.usage is not None:
                     tokens = chunk.usage.completion_tokens
     if first_s is None:
-        raise DemoFailed(f"{DEMO_MODEL} answered without a single token; the logs are in {home.logs}")
+        raise DemoFailed(
+            f"{DEMO_MODEL} answered without a single token; the logs are in {home.logs}"
+        )
     return Chat(text=text, ttft_s=first_s - began_s, output_tokens=tokens, trace_id=trace_id)
 
 
@@ -141,10 +157,14 @@ def _cold_start_of(admin: AdminClient, home: Home, trace_id: str, clock: Clock) 
         # Its rows are written a moment after the answer.
         with contextlib.suppress(NotFound):
             record = next(iter(admin.get(f"/traces/{trace_id}")["cold_starts"]), record)
-        if record["status"] == "done" and any(bar.name == "prefill" for bar in bars_of(record["phases"])):
+        if record["status"] == "done" and any(
+            bar.name == "prefill" for bar in bars_of(record["phases"])
+        ):
             return record
         asyncio.run(pause(0.1))
-    raise DemoFailed(f"no finished cold start belongs to trace {trace_id}; the logs are in {home.logs}")
+    raise DemoFailed(
+        f"no finished cold start belongs to trace {trace_id}; the logs are in {home.logs}"
+    )
 
 
 def _forget_demo_model(admin: AdminClient) -> None:

@@ -26,7 +26,10 @@ def demo_model_folder() -> Path:
 
 
 def ensure_demo_model(client: AdminClient) -> None:
-    """Register it unless it already is. It is asked for first: what is refused is recorded in the audit log."""
+    """Register it unless it already is.
+
+    It is asked for first: what is refused is recorded in the audit log.
+    """
     with contextlib.suppress(ModelNotFound):
         client.get(f"/models/{DEMO_MODEL}")
         return

@@ -1,4 +1,6 @@
-"""Checks of the machine: each says what it found and, when that will not do, what to do about it."""
+"""Checks of the machine: each says what it found and, when that will not do, what to do about
+it.
+"""
 
 import os
 import queue
@@ -48,7 +50,10 @@ class Check:
 def examine(home: Home, host: str, port: int) -> tuple[Check, ...]:
     """Run every check."""
     checks: tuple[Callable[[], Check], ...] = (
-        *(partial(_told, name, look) for name, look in looks(home, SystemOptions(host=host, port=port), os.environ).items()),
+        *(
+            partial(_told, name, look)
+            for name, look in looks(home, SystemOptions(host=host, port=port), os.environ).items()
+        ),
         lambda: check_port(home, host, port),
         lambda: check_room("disk", home.root, MIN_DISK_BYTES),
         lambda: check_room("shared memory", SHARED_MEMORY, MIN_SHM_BYTES),
@@ -65,7 +70,11 @@ def check_port(home: Home, host: str, port: int) -> Check:
     """Is the gateway's port free, or taken by our own system?"""
     running = home.running()
     if running is not None and running.url.endswith(f":{port}"):
-        return Check(name="port", verdict=Verdict.OK, found=f"{port} is in use by process {running.pid}, this system")
+        return Check(
+            name="port",
+            verdict=Verdict.OK,
+            found=f"{port} is in use by process {running.pid}, this system",
+        )
     return _told("port", lambda: fitness.check_port(host, port))
 
 
@@ -78,7 +87,9 @@ def check_room(name: str, folder: Path, sensible_bytes: int) -> Check:
     if free_bytes >= sensible_bytes:
         return Check(name=f"{name} to work with", verdict=Verdict.OK, found=found)
     advice = f"{sensible_bytes // MIB:,} MiB are a sensible minimum: free some, or enlarge it"
-    return Check(name=f"{name} to work with", verdict=Verdict.WARNING, found=found, what_to_do=advice)
+    return Check(
+        name=f"{name} to work with", verdict=Verdict.WARNING, found=found, what_to_do=advice
+    )
 
 
 def _told(name: str, look: Callable[[], str]) -> Check:
@@ -86,7 +97,9 @@ def _told(name: str, look: Callable[[], str]) -> Check:
     try:
         return Check(name=name, verdict=Verdict.OK, found=look())
     except PilotlightError as error:
-        return Check(name=name, verdict=Verdict.FAILED, found=error.message, what_to_do=error.action)
+        return Check(
+            name=name, verdict=Verdict.FAILED, found=error.message, what_to_do=error.action
+        )
 
 
 def check_memory(meminfo: Path) -> Check:
@@ -99,9 +112,23 @@ def check_memory(meminfo: Path) -> Check:
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) * 1024
             verdict = Verdict.OK if available >= MIN_MEMORY_BYTES else Verdict.WARNING
-            advice = "" if verdict is Verdict.OK else f"an engine needs about {MIN_MEMORY_BYTES // MIB:,} MiB beside the model"
-            return Check(name="memory", verdict=verdict, found=f"{available // MIB:,} MiB available", what_to_do=advice)
-    return Check(name="memory", verdict=Verdict.WARNING, found="unknown", what_to_do="this kernel does not say MemAvailable")
+            advice = (
+                ""
+                if verdict is Verdict.OK
+                else f"an engine needs about {MIN_MEMORY_BYTES // MIB:,} MiB beside the model"
+            )
+            return Check(
+                name="memory",
+                verdict=verdict,
+                found=f"{available // MIB:,} MiB available",
+                what_to_do=advice,
+            )
+    return Check(
+        name="memory",
+        verdict=Verdict.WARNING,
+        found="unknown",
+        what_to_do="this kernel does not say MemAvailable",
+    )
 
 
 def check_compiler() -> Check:
@@ -134,12 +161,24 @@ def check_driver() -> Check:
     version = Path("/proc/driver/nvidia/version")
     if version.exists():
         return Check(name="driver", verdict=Verdict.OK, found=version.read_text().splitlines()[0])
-    return Check(name="driver", verdict=Verdict.WARNING, found="no NVIDIA driver", what_to_do="nothing, for CPU workers")
+    return Check(
+        name="driver",
+        verdict=Verdict.WARNING,
+        found="no NVIDIA driver",
+        what_to_do="nothing, for CPU workers",
+    )
 
 
-def check_gpus(read: Callable[[], tuple[DeviceState, ...]] = device_states, deadline_s: float = GPU_DEADLINE_S) -> Check:
-    """Which GPUs there are, how they are by their driver, and whether workers can use them. The driver may hang."""
-    answers: queue.SimpleQueue[tuple[DeviceState, ...] | NvmlUnavailable | NvmlFailed] = queue.SimpleQueue()
+def check_gpus(
+    read: Callable[[], tuple[DeviceState, ...]] = device_states, deadline_s: float = GPU_DEADLINE_S
+) -> Check:
+    """Which GPUs there are, how they are by their driver, and whether workers can use them.
+
+    The driver may hang.
+    """
+    answers: queue.SimpleQueue[tuple[DeviceState, ...] | NvmlUnavailable | NvmlFailed] = (
+        queue.SimpleQueue()
+    )
 
     def ask() -> None:
         try:
@@ -152,19 +191,38 @@ def check_gpus(read: Callable[[], tuple[DeviceState, ...]] = device_states, dead
         found = answers.get(timeout=deadline_s)
     except queue.Empty:
         wedged = f"the driver has not answered for {deadline_s:g} s"
-        return Check(name="GPUs", verdict=Verdict.WARNING, found=wedged, what_to_do="a device hangs: `dmesg | grep Xid`, reboot")
+        return Check(
+            name="GPUs",
+            verdict=Verdict.WARNING,
+            found=wedged,
+            what_to_do="a device hangs: `dmesg | grep Xid`, reboot",
+        )
     if isinstance(found, NvmlFailed):
         advice = "no worker starts: `dmesg | grep -e NVRM -e Xid`, reload the driver or reboot; or set PILOTLIGHT_WORKER_KIND=cpu"
         return Check(name="GPUs", verdict=Verdict.WARNING, found=str(found), what_to_do=advice)
     if isinstance(found, NvmlUnavailable) or not found:
         told = str(found) if found else "the driver has none"
-        return Check(name="GPUs", verdict=Verdict.WARNING, found=f"none: {told}", what_to_do="nothing, for CPU workers")
+        return Check(
+            name="GPUs",
+            verdict=Verdict.WARNING,
+            found=f"none: {told}",
+            what_to_do="nothing, for CPU workers",
+        )
     lines = "; ".join(_state(one) for one in found)
     if why := unusable() or unopened([one.gpu for one in found]):
-        return Check(name="GPUs", verdict=Verdict.WARNING, found=lines, what_to_do=f"workers run on CPU cores: {why}")
+        return Check(
+            name="GPUs",
+            verdict=Verdict.WARNING,
+            found=lines,
+            what_to_do=f"workers run on CPU cores: {why}",
+        )
     bad = any(one.health.state in (HealthState.FAILED, HealthState.DEGRADED) for one in found)
-    advice = "docs/operations/bad-day.md, A GPU fails, says what each reason asks for" if bad else ""
-    return Check(name="GPUs", verdict=Verdict.WARNING if bad else Verdict.OK, found=lines, what_to_do=advice)
+    advice = (
+        "docs/operations/bad-day.md, A GPU fails, says what each reason asks for" if bad else ""
+    )
+    return Check(
+        name="GPUs", verdict=Verdict.WARNING if bad else Verdict.OK, found=lines, what_to_do=advice
+    )
 
 
 def _state(one: DeviceState) -> str:

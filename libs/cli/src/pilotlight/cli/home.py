@@ -1,4 +1,6 @@
-"""The state folder of an embedded system: where everything lies, who may read it, and who runs it at the moment."""
+"""The state folder of an embedded system: where everything lies, which users may read it, and which
+process runs it.
+"""
 
 import contextlib
 import fcntl
@@ -20,7 +22,8 @@ from pilotlight.common.fitness import folder_error
 SHARED_MEMORY = Path("/dev/shm")
 
 MAX_SOCKET_PATH_BYTES = 107
-"""Longest path of a Unix socket on Linux; the longest name that we put into the run folder takes 40 of them."""
+"""Longest path of a Unix socket on Linux; the longest name that we put into the run folder takes 40
+of them."""
 
 
 MARKER = "pilotlight-home"
@@ -37,7 +40,9 @@ class HomeUnusable(FolderUnusable):
     """The state folder cannot be used."""
 
     code = "home_unusable"
-    action = "Set PILOTLIGHT_HOME to a folder that you may write to, with a path of ordinary characters."
+    action = (
+        "Set PILOTLIGHT_HOME to a folder that you may write to, with a path of ordinary characters."
+    )
 
 
 class HomeInUse(PilotlightError):
@@ -53,7 +58,8 @@ class RunningSystem(msgspec.Struct, frozen=True, kw_only=True):
 
     pid: int
     started_ticks: int
-    """When the process began, in clock ticks since boot: tells it from a later one that was given the same id."""
+    """When the process began, in clock ticks since boot: tells it from a later one that was given
+    the same id."""
     url: str
 
 
@@ -102,7 +108,9 @@ class Home:
 
     @property
     def run_dir(self) -> Path:
-        """Folder for Unix sockets: below the home where their paths fit, else in the temporary folder under a name of its own."""
+        """Folder for Unix sockets: below the home where their paths fit, else in the temporary
+        folder under a name of its own.
+        """
         inside = self.root / "run"
         if len(os.fsencode(inside)) + 40 <= MAX_SOCKET_PATH_BYTES:
             return inside
@@ -111,15 +119,20 @@ class Home:
 
     @property
     def pool_path(self) -> Path:
-        """The host pool's file: by the folder, for a copy of the folder has the node's id too, and runs on a pool of its own."""
+        """The host pool's file: by the folder, for a copy of the folder has the node's id too, and
+        runs on a pool of its own.
+        """
         name = hashlib.sha256(os.fsencode(os.path.realpath(self.root))).hexdigest()[:12]
         return SHARED_MEMORY / f"pilotlight-home-{name}.pool"
 
     def check_name(self) -> None:
-        """See that the path is one that everything in the system takes. Spaces and letters of all languages are.
+        """See that the path is one that everything in the system takes.
+
+        Spaces and letters of all languages are.
 
         Raises:
-            HomeUnusable: it is too long, or has a character that a list of paths, a URL or a log could not carry.
+            HomeUnusable: it is too long, or has a character that a list of paths, a URL or a log
+                could not carry.
         """
         size_bytes = len(os.fsencode(self.root))
         if size_bytes > MAX_HOME_BYTES:
@@ -134,7 +147,9 @@ class Home:
         wrong = sorted({one for one in str(self.root) if one == "," or not one.isprintable()})
         if wrong:
             named = ", ".join(repr(one) for one in wrong)
-            raise HomeUnusable(f"the state folder's path {str(self.root)!a} has {named} in it, which will not do")
+            raise HomeUnusable(
+                f"the state folder's path {str(self.root)!a} has {named} in it, which will not do"
+            )
 
     def _failed(self, error: OSError) -> PilotlightError:
         told = folder_error(self.root, "state folder", "PILOTLIGHT_HOME", error)
@@ -149,24 +164,36 @@ class Home:
         """
         self.check_name()
         try:
-            for folder in (self.root, self.secrets, self.logs, self.models, self.objects, self.state, self.run_dir):
+            for folder in (
+                self.root,
+                self.secrets,
+                self.logs,
+                self.models,
+                self.objects,
+                self.state,
+                self.run_dir,
+            ):
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if not self.run_dir.is_relative_to(self.root):
                 _check_own(self.run_dir)
-            # PostgreSQL runs as another user when we are root, and must be able to pass through to its own folder.
+            # PostgreSQL runs as another user when we are root, and must be able to pass through to
+            # its own folder.
             if os.getuid() == 0:
                 self.root.chmod(0o711)
             write_once(self.root / MARKER, MARKER_TEXT)
             write_once(self.admin_key, f"pl-admin-{secrets.token_urlsafe(32)}")
             write_once(self.api_key, f"pl-api-{secrets.token_urlsafe(32)}")
-            names = [f"nats-{user}" for user in NATS_USERS] + [f"postgres-{service}" for service in OWNERS]
+            names = [f"nats-{user}" for user in NATS_USERS] + [
+                f"postgres-{service}" for service in OWNERS
+            ]
             for name in (*names, "postgres-owner", "cluster-key", "key-pepper"):
                 write_once(self.secrets / name, secrets.token_urlsafe(32))
             for service, own in SECRETS_OF.items():
                 folder = self.secrets_of(service)
                 folder.mkdir(exist_ok=True, mode=0o700)
                 for name in (*own, *BROUGHT_TO.get(service, ())):
-                    # A link, so that a secret that is replaced, or brought later, is so for everybody.
+                    # A link, so that a secret that is replaced, or brought later, is so for all
+                    # services.
                     with contextlib.suppress(FileExistsError):
                         (folder / name).symlink_to(Path("..") / name)
         except OSError as error:
@@ -203,9 +230,13 @@ class Home:
         return handle
 
     def running(self) -> RunningSystem | None:
-        """The system that runs on this folder, as it announced itself; None when its process is gone."""
+        """The system that runs on this folder, as it announced itself; None when its process is
+        gone.
+        """
         try:
-            announced = msgspec.json.decode((self.root / "up.json").read_bytes(), type=RunningSystem)
+            announced = msgspec.json.decode(
+                (self.root / "up.json").read_bytes(), type=RunningSystem
+            )
         except (OSError, msgspec.DecodeError):
             return None
         return announced if _started_ticks(announced.pid) == announced.started_ticks else None
@@ -224,7 +255,9 @@ class Home:
             raise self._failed(error) from error
 
     def tidy(self) -> None:
-        """Remove the run folder where it lies outside the state folder; what somebody else left in it keeps it."""
+        """Remove the run folder where it lies outside the state folder; files of others in it keep
+        it.
+        """
         if not self.run_dir.is_relative_to(self.root):
             with contextlib.suppress(OSError):
                 for left in self.run_dir.glob("*.sock"):
@@ -237,7 +270,9 @@ class Home:
 
 
 def _check_own(folder: Path) -> None:
-    """Where everybody can make folders, somebody may have made this one before us: it is not for our sockets."""
+    """Where all users can make folders, another user may have made this one before us: it is not
+    for our sockets.
+    """
     if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
         raise HomeUnusable(f"{folder} belongs to somebody else; remove it")
     folder.chmod(0o700)

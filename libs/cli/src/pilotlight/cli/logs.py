@@ -20,20 +20,23 @@ class LogNotFound(NotFound):
     """There is no such log."""
 
     code = "log_not_found"
-    action = (
-        "Name one that the message lists, or none to see them all. Logs are where the system was started: see PILOTLIGHT_HOME."
-    )
+    action = "Name one that the message lists, or none to see them all. Logs are where the system was started: see PILOTLIGHT_HOME."
 
 
 def show(home: Home, service: str | None, lines: int, *, follow: bool, as_json: bool) -> int:
-    """Print the end of each log, or of one service's: ``scheduler`` names those of ``scheduler-2`` too.
+    """Print the end of each log, or of one service's: ``scheduler`` names those of ``scheduler-2``
+    too.
 
     Raises:
         LogNotFound: there is no such log.
     """
     files = sorted(home.logs.glob("*.log"))
     if service is not None:
-        files = [file for file in files if file.stem == service or re.fullmatch(rf"{re.escape(service)}-\d+", file.stem)]
+        files = [
+            file
+            for file in files
+            if file.stem == service or re.fullmatch(rf"{re.escape(service)}-\d+", file.stem)
+        ]
         if not files:
             known = ", ".join(sorted(file.stem for file in home.logs.glob("*.log"))) or "none yet"
             raise LogNotFound(f"there is no log of {service!r}; there is {known}")

@@ -1,6 +1,7 @@
 """The ``pilotlight`` command.
 
-Each command imports what it needs when it runs: `pilotlight --version` and `--help` would otherwise wait for all of it.
+Each command imports what it needs when it runs: `pilotlight --version` and `--help` would otherwise
+wait for all of it.
 """
 
 import os
@@ -74,13 +75,24 @@ def up(
         ),
     ] = "auto",
     schedulers: Annotated[
-        int, Parameter(help="Schedulers: one leads, the others stand by.", validator=validators.Number(gte=1, lte=MAX_REPLICAS))
+        int,
+        Parameter(
+            help="Schedulers: one leads, the others stand by.",
+            validator=validators.Number(gte=1, lte=MAX_REPLICAS),
+        ),
     ] = 1,
     caches: Annotated[
-        int, Parameter(help="Caches: one answers, the others stand by.", validator=validators.Number(gte=1, lte=MAX_REPLICAS))
+        int,
+        Parameter(
+            help="Caches: one answers, the others stand by.",
+            validator=validators.Number(gte=1, lte=MAX_REPLICAS),
+        ),
     ] = 1,
     gateways: Annotated[
-        int, Parameter(help="Gateways, all on one port.", validator=validators.Number(gte=1, lte=MAX_REPLICAS))
+        int,
+        Parameter(
+            help="Gateways, all on one port.", validator=validators.Number(gte=1, lte=MAX_REPLICAS)
+        ),
     ] = 1,
     link: Annotated[
         str,
@@ -91,7 +103,12 @@ def up(
         ),
     ] = "",
     with_demo_model: Annotated[
-        bool, Parameter(help="Register the demo model, ember-7m, unless it is registered.", negative="", show_default=False)
+        bool,
+        Parameter(
+            help="Register the demo model, ember-7m, unless it is registered.",
+            negative="",
+            show_default=False,
+        ),
     ] = False,
     host: Host = None,
     port: Port = None,
@@ -112,7 +129,9 @@ def up(
         worker_kind=worker_kind,
         link=link,
     )
-    return run_stoppable(run_up(home_folder(), options, with_demo_model=with_demo_model, as_json=json))
+    return run_stoppable(
+        run_up(home_folder(), options, with_demo_model=with_demo_model, as_json=json)
+    )
 
 
 @app.command
@@ -120,7 +139,11 @@ def down(
     *,
     purge: Annotated[
         bool,
-        Parameter(help="Remove database, keys, secrets, objects and logs, too. It asks first.", negative="", show_default=False),
+        Parameter(
+            help="Remove database, keys, secrets, objects and logs, too. It asks first.",
+            negative="",
+            show_default=False,
+        ),
     ] = False,
     yes: Annotated[bool, Parameter(help="Do not ask.", negative="", show_default=False)] = False,
     json: Json = False,
@@ -135,7 +158,9 @@ def down(
 
 @app.command
 def backup(
-    file: Annotated[Path, Parameter(help="File to write, for example pilotlight.backup. It must not exist.")],
+    file: Annotated[
+        Path, Parameter(help="File to write, for example pilotlight.backup. It must not exist.")
+    ],
     /,
     *,
     json: Json = False,
@@ -167,12 +192,14 @@ def demo(
     link: Annotated[
         str,
         Parameter(
-            help="Limit on how fast parameters are fetched: slow enough that the phases can be seen.", validator=_check_link
+            help="Limit on how fast parameters are fetched: slow enough that the phases can be seen.",
+            validator=_check_link,
         ),
     ] = "200mbit",
     json: Json = False,
 ) -> int:
-    """Show a cold start: start a system, chat with a model that is loaded nowhere, chat again, say where the time went, stop.
+    """Show a cold start: start a system, chat with a model that is loaded nowhere, chat again, say
+    where the time went, stop.
 
     It has a state folder and a port of its own, so that it disturbs nothing.
     """
@@ -184,40 +211,65 @@ def demo(
 
 @app.command
 def doctor(*, host: Host = None, port: Port = None, json: Json = False) -> int:
-    """Check this machine: settings, port, shared memory, file limit, disk, memory, torch, compiler, driver."""
+    """Check this machine: settings, port, shared memory, file limit, disk, memory, torch, compiler,
+    driver.
+    """
     from rich.markup import escape
 
     from pilotlight.cli.doctor import Verdict, examine
     from pilotlight.cli.output import console, emit_json
 
     home = home_folder()
-    checks = examine(home, host_of(host), port if port is not None else _running_port(home) or port_of(None))
+    checks = examine(
+        home, host_of(host), port if port is not None else _running_port(home) or port_of(None)
+    )
     failed = any(check.verdict is Verdict.FAILED for check in checks)
     if json:
         listed = [
-            {"name": check.name, "verdict": check.verdict.value, "found": check.found, "what_to_do": check.what_to_do}
+            {
+                "name": check.name,
+                "verdict": check.verdict.value,
+                "found": check.found,
+                "what_to_do": check.what_to_do,
+            }
             for check in checks
         ]
         emit_json({"ok": not failed, "checks": listed})
     else:
-        marks = {Verdict.OK: "[green]ok[/]     ", Verdict.WARNING: "[yellow]warning[/]", Verdict.FAILED: "[red]failed[/] "}
+        marks = {
+            Verdict.OK: "[green]ok[/]     ",
+            Verdict.WARNING: "[yellow]warning[/]",
+            Verdict.FAILED: "[red]failed[/] ",
+        }
         for check in checks:
             advice = f"; {check.what_to_do}" if check.what_to_do else ""
-            console.print(f"{marks[check.verdict]} {check.name}: {escape(check.found + advice)}", soft_wrap=True)
+            console.print(
+                f"{marks[check.verdict]} {check.name}: {escape(check.found + advice)}",
+                soft_wrap=True,
+            )
     return 1 if failed else 0
 
 
 @app.command(name="logs")
 def show_logs(
-    service: Annotated[str | None, Parameter(help="One log, for example gateway; without it, all of them.")] = None,
+    service: Annotated[
+        str | None, Parameter(help="One log, for example gateway; without it, all of them.")
+    ] = None,
     /,
     *,
     lines: Annotated[
         int,
-        Parameter(name=["--lines", "-n"], help="How many lines of each log, from its end.", validator=validators.Number(gte=0)),
+        Parameter(
+            name=["--lines", "-n"],
+            help="How many lines of each log, from its end.",
+            validator=validators.Number(gte=0),
+        ),
     ] = 50,
     follow: Annotated[
-        bool, Parameter(name=["--follow", "-f"], help="Go on until Ctrl-C.", negative="", show_default=False)
+        bool,
+        Parameter(
+            name=["--follow", "-f"], help="Go on until Ctrl-C.", negative="", show_default=False
+        ),
     ] = False,
     json: Json = False,
 ) -> int:
@@ -229,7 +281,10 @@ def show_logs(
 
 @app.command
 def trace(
-    trace_id: Annotated[str, Parameter(help="32 hex digits: the x-trace-id header of an answer, or trace_id in a log.")],
+    trace_id: Annotated[
+        str,
+        Parameter(help="32 hex digits: the x-trace-id header of an answer, or trace_id in a log."),
+    ],
     /,
     *,
     json: Json = False,
@@ -245,7 +300,10 @@ def trace(
 def show_transfers(
     *,
     watch: Annotated[
-        bool, Parameter(name=["--watch", "-w"], help="Go on until Ctrl-C.", negative="", show_default=False)
+        bool,
+        Parameter(
+            name=["--watch", "-w"], help="Go on until Ctrl-C.", negative="", show_default=False
+        ),
     ] = False,
     json: Json = False,
 ) -> int:
@@ -260,17 +318,37 @@ def show_transfers(
 def show_audit(
     *,
     limit: Annotated[
-        int, Parameter(name=["--limit", "-n"], help="Records at most.", validator=validators.Number(gte=1, lte=1000))
+        int,
+        Parameter(
+            name=["--limit", "-n"],
+            help="Records at most.",
+            validator=validators.Number(gte=1, lte=1000),
+        ),
     ] = 50,
-    before: Annotated[int | None, Parameter(help="Only older ones than this number: the next page.")] = None,
-    action: Annotated[str | None, Parameter(help="Only this action, for example model_delete.")] = None,
-    entity: Annotated[str | None, Parameter(help="Only what was done to this model, node or key.")] = None,
-    outcome: Annotated[str | None, Parameter(help="Only this outcome: ok, asked, or an error's code.")] = None,
+    before: Annotated[
+        int | None, Parameter(help="Only older ones than this number: the next page.")
+    ] = None,
+    action: Annotated[
+        str | None, Parameter(help="Only this action, for example model_delete.")
+    ] = None,
+    entity: Annotated[
+        str | None, Parameter(help="Only what was done to this model, node or key.")
+    ] = None,
+    outcome: Annotated[
+        str | None, Parameter(help="Only this outcome: ok, asked, or an error's code.")
+    ] = None,
     key_id: Annotated[str | None, Parameter(help="Only what was done with this key.")] = None,
     json: Json = False,
 ) -> int:
     """Show what administrators did and tried, the newest first."""
-    filters = {"limit": limit, "before": before, "action": action, "entity": entity, "outcome": outcome, "key_id": key_id}
+    filters = {
+        "limit": limit,
+        "before": before,
+        "action": action,
+        "entity": entity,
+        "outcome": outcome,
+        "key_id": key_id,
+    }
     from pilotlight.cli import audit
 
     with admin_client() as client:
@@ -281,7 +359,9 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command; its exit status. Errors become a sentence, or JSON, and status 1."""
     as_json = "--json" in arguments
     try:
-        status = app(arguments, result_action="return_value", exit_on_error=False, print_error=not as_json)
+        status = app(
+            arguments, result_action="return_value", exit_on_error=False, print_error=not as_json
+        )
     except PilotlightError as error:
         return _said(error, as_json=as_json)
     except CycloptsError as error:

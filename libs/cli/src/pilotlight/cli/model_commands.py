@@ -14,7 +14,9 @@ VERIFY_TIMEOUT_S = 24 * 3600.0
 
 @model_app.command(name="add")
 def model_add(
-    name: Annotated[str, Parameter(help="What requests call it, for example qwen2-0.5b or org/name.")],
+    name: Annotated[
+        str, Parameter(help="What requests call it, for example qwen2-0.5b or org/name.")
+    ],
     source: Annotated[
         str,
         Parameter(
@@ -24,17 +26,30 @@ def model_add(
     ],
     /,
     *,
-    revision: Annotated[str | None, Parameter(help="Of hf://: branch, tag or commit; by default main.")] = None,
+    revision: Annotated[
+        str | None, Parameter(help="Of hf://: branch, tag or commit; by default main.")
+    ] = None,
     ttft_ms: Annotated[float, Parameter(help="SLO: time to first token.")] = 10_000.0,
     tpot_ms: Annotated[float, Parameter(help="SLO: time per output token.")] = 200.0,
-    dtype: Annotated[str, Parameter(help="auto (the checkpoint's), bfloat16, float16, float32 or float64.")] = "auto",
-    min_instances: Annotated[int, Parameter(help="Instances that are kept loaded even when nobody asks.")] = 0,
+    dtype: Annotated[
+        str, Parameter(help="auto (the checkpoint's), bfloat16, float16, float32 or float64.")
+    ] = "auto",
+    min_instances: Annotated[
+        int, Parameter(help="Instances that are kept loaded even when nobody asks.")
+    ] = 0,
     max_instances: Annotated[int, Parameter(help="Instances at most.")] = 1,
-    keep_alive_s: Annotated[float, Parameter(help="Seconds for which an idle instance is kept.")] = 60.0,
-    pinned: Annotated[bool, Parameter(help="Never evict it for another model.", negative="", show_default=False)] = False,
+    keep_alive_s: Annotated[
+        float, Parameter(help="Seconds for which an idle instance is kept.")
+    ] = 60.0,
+    pinned: Annotated[
+        bool, Parameter(help="Never evict it for another model.", negative="", show_default=False)
+    ] = False,
     json: Json = False,
 ) -> int:
-    """Register a model. It can be asked at once; its parameters are fetched when the first request comes."""
+    """Register a model.
+
+    It can be asked at once; its parameters are fetched when the first request comes.
+    """
     from pilotlight.cli import models
 
     body: dict[str, object] = {
@@ -85,10 +100,13 @@ def model_verify(
     name: Name,
     /,
     *,
-    timeout: Annotated[float, Parameter(help="Seconds that reading it may take.")] = VERIFY_TIMEOUT_S,
+    timeout: Annotated[
+        float, Parameter(help="Seconds that reading it may take.")
+    ] = VERIFY_TIMEOUT_S,
     json: Json = False,
 ) -> int:
-    """Read all of a model from its source and compare it with the recorded digests; record those that are missing.
+    """Read all of a model from its source and compare it with the recorded digests; record those
+    that are missing.
 
     Ends with 1 when something differs, and says what.
     """

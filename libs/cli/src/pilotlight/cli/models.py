@@ -34,15 +34,22 @@ def uri_of(source: str, *, elsewhere: bool) -> str:
         return source
     scheme = source.partition(":")[0].lower()
     if ":" in source and scheme in ("s3", "hf", "file") and not Path(source).exists():
-        raise BadRequest(f"{source!r}: a URI has two slashes after the colon: {FORMS}", param="source")
+        raise BadRequest(
+            f"{source!r}: a URI has two slashes after the colon: {FORMS}", param="source"
+        )
     folder = Path(source).expanduser()
     if folder.is_file():
         raise BadRequest(
-            f"{folder} is a file; a model is a folder with config.json, tokenizer.json and safetensors", param="source"
+            f"{folder} is a file; a model is a folder with config.json, tokenizer.json and safetensors",
+            param="source",
         )
-    # A folder that is not here may be there, where the gateway is; but not one that is named from here.
+    # A folder that is not here may be there, where the gateway is; but not one that is named from
+    # here.
     if not folder.exists() and not (elsewhere and folder.is_absolute()):
-        raise BadRequest(f"there is no folder {folder.resolve()}; a model elsewhere is named {FORMS}", param="source")
+        raise BadRequest(
+            f"there is no folder {folder.resolve()}; a model elsewhere is named {FORMS}",
+            param="source",
+        )
     return folder.resolve().as_uri()
 
 
@@ -53,7 +60,9 @@ def add(client: AdminClient, body: Mapping[str, Any], *, as_json: bool) -> int:
         emit_json(model)
     else:
         size = sum(model["spec"]["part_bytes"]) / MIB
-        console.print(f"registered [bold]{model['name']}[/]: {model['spec']['architecture']}, {size:,.1f} MiB, {model['dtype']}")
+        console.print(
+            f"registered [bold]{model['name']}[/]: {model['spec']['architecture']}, {size:,.1f} MiB, {model['dtype']}"
+        )
     return 0
 
 
@@ -70,7 +79,9 @@ def show(client: AdminClient, *, as_json: bool) -> int:
             model["spec"]["architecture"],
             f"{sum(model['spec']['part_bytes']) / MIB:,.1f}",
             f"{model['slo']['ttft_ms']:g} / {model['slo']['tpot_ms']:g}",
-            _states([instance["state"] for instance in instances if instance["model"] == model["name"]]),
+            _states(
+                [instance["state"] for instance in instances if instance["model"] == model["name"]]
+            ),
         )
         for model in models
     ]
@@ -92,7 +103,9 @@ def remove(client: AdminClient, name: str, *, as_json: bool) -> int:
 def warm(client: AdminClient, name: str, *, as_json: bool) -> int:
     """Start an instance."""
     reply = client.post(f"/models/{quote(name)}/warm")
-    emit_json(reply) if as_json else console.print(f"{name} is loading, or ready, as {reply['instance_id']}")
+    emit_json(reply) if as_json else console.print(
+        f"{name} is loading, or ready, as {reply['instance_id']}"
+    )
     return 0
 
 
@@ -103,7 +116,12 @@ def verify(client: AdminClient, name: str, timeout_s: float, *, as_json: bool) -
         PilotlightError: it could not be read to its end.
     """
     found = client.post(f"/models/{quote(name)}/verify", {"deadline_s": timeout_s})
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+    )
     with Progress(*columns, console=errors, transient=True, disable=as_json) as progress:
         bar = progress.add_task(f"reading {escape(name)}", total=None)
         while found["status"] not in ("done", "failed"):
@@ -115,15 +133,26 @@ def verify(client: AdminClient, name: str, timeout_s: float, *, as_json: bool) -
     if as_json:
         emit_json(found)
     elif found["difference_count"]:
-        console.print(f"[bold red]{escape(name)} differs[/] in {found['difference_count']} places from what is recorded:")
+        console.print(
+            f"[bold red]{escape(name)} differs[/] in {found['difference_count']} places from what is recorded:"
+        )
         for difference in found["differences"]:
             console.print(f"  {difference}", markup=False, soft_wrap=True)
     else:
-        filled = f"; digests of {found['filled_parts']} parts were missing and are recorded now" if found["filled_parts"] else ""
-        console.print(f"{name} is what is recorded: {found['done_bytes'] / MIB:,.1f} MiB were read{filled}", markup=False)
+        filled = (
+            f"; digests of {found['filled_parts']} parts were missing and are recorded now"
+            if found["filled_parts"]
+            else ""
+        )
+        console.print(
+            f"{name} is what is recorded: {found['done_bytes'] / MIB:,.1f} MiB were read{filled}",
+            markup=False,
+        )
     return 1 if found["difference_count"] else 0
 
 
 def _states(states: list[str]) -> str:
     alive = [state for state in states if state not in ("gone", "failed")]
-    return ", ".join(f"{alive.count(state)} {state}" for state in sorted(set(alive))) or "none (cold)"
+    return (
+        ", ".join(f"{alive.count(state)} {state}" for state in sorted(set(alive))) or "none (cold)"
+    )

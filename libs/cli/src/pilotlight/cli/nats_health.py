@@ -1,7 +1,8 @@
 """Whether an embedded nats-server can still write its streams.
 
-A stream whose disk was full once stores nothing until the server is started again, also when there has been room for long. The server
-names each such stream; whether it takes anything at all shows when something is written.
+A stream whose disk was full once stores nothing until the server is started again, also when there
+has been room for long. The server names each such stream; whether it takes anything at all shows
+when something is written.
 """
 
 import os
@@ -59,9 +60,12 @@ async def _write_error_met(url: str, password: str) -> str | None:
     try:
         async with _connection(url, ADMIN, password) as client:
             try:
-                await jetstream(client).publish(f"$KV.{HEALTH}.{ADMIN}", b"null", timeout=DEADLINE_S)
+                await jetstream(client).publish(
+                    f"$KV.{HEALTH}.{ADMIN}", b"null", timeout=DEADLINE_S
+                )
             except nats.js.errors.Error as error:
-                # Not one that takes long: a busy server must not be started again for it, and a stream that is broken is told of.
+                # Not one that takes long: a busy server must not be started again for it, and a
+                # stream that is broken is told of.
                 return str(error) or repr(error)
     except (nats.errors.Error, OSError, TimeoutError):
         return None

@@ -24,12 +24,20 @@ def node_drain(
     node: Annotated[str, Parameter(help="A name that `pilotlight node list` shows.")],
     /,
     *,
-    undo: Annotated[bool, Parameter(help="Use the node again.", negative="", show_default=False)] = False,
-    wait: Annotated[bool, Parameter(help="Return when nothing is left on it.", negative="", show_default=False)] = False,
-    timeout_s: Annotated[float, Parameter(help="With --wait: give up waiting after so long; it goes on draining.")] = 600.0,
+    undo: Annotated[
+        bool, Parameter(help="Use the node again.", negative="", show_default=False)
+    ] = False,
+    wait: Annotated[
+        bool, Parameter(help="Return when nothing is left on it.", negative="", show_default=False)
+    ] = False,
+    timeout_s: Annotated[
+        float, Parameter(help="With --wait: give up waiting after so long; it goes on draining.")
+    ] = 600.0,
     json: Json = False,
 ) -> int:
-    """Empty a node: nothing new is placed on it, requests there end, its models are started elsewhere where there is room."""
+    """Empty a node: nothing new is placed on it, requests there end, its models are started
+    elsewhere where there is room.
+    """
     from pilotlight.cli import nodes
 
     if undo and wait:

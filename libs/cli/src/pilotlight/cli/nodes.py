@@ -70,7 +70,10 @@ def drain(client: AdminClient, node_id: str, *, wait_s: float | None, as_json: b
     elif node["state"] == "drained":
         console.print(f"{node_id} is drained: nothing is left on it", markup=False)
     else:
-        console.print(f"{node_id} is being drained; {_left(node)} left. `pilotlight node list` shows how far it is", markup=False)
+        console.print(
+            f"{node_id} is being drained; {_left(node)} left. `pilotlight node list` shows how far it is",
+            markup=False,
+        )
     return 0
 
 
@@ -85,12 +88,16 @@ def undrain(client: AdminClient, node_id: str, *, as_json: bool) -> int:
     return 0
 
 
-def _wait(client: AdminClient, node: Mapping[str, Any], wait_s: float, *, as_json: bool) -> Mapping[str, Any]:
+def _wait(
+    client: AdminClient, node: Mapping[str, Any], wait_s: float, *, as_json: bool
+) -> Mapping[str, Any]:
     until_s = time.monotonic() + wait_s  # noqa: TID251 - a command of its own, without an event loop or a clock to be handed
     with console.status(f"draining {escape(node['node_id'])}") as status:
         while node["state"] != "drained":
             if time.monotonic() > until_s:  # noqa: TID251
-                raise DeadlineExceeded(f"{_left(node)} left on {node['node_id']} after {wait_s:g} s; it goes on draining")
+                raise DeadlineExceeded(
+                    f"{_left(node)} left on {node['node_id']} after {wait_s:g} s; it goes on draining"
+                )
             if not as_json:
                 status.update(f"draining {escape(node['node_id'])}: {_left(node)} left")
             time.sleep(POLL_INTERVAL_S)  # noqa: TID251
@@ -102,17 +109,29 @@ def _wait(client: AdminClient, node: Mapping[str, Any], wait_s: float, *, as_jso
 def _devices(node: Mapping[str, Any]) -> str:
     """How many devices there are of each sort; of those that are not well, why."""
     devices = node.get("devices", ())
-    well = Counter(one["name"] or one["kind"] for one in devices if one["health"] in ("healthy", "unwatched"))
+    well = Counter(
+        one["name"] or one["kind"] for one in devices if one["health"] in ("healthy", "unwatched")
+    )
     told = [name if count == 1 else f"{count} x {name}" for name, count in sorted(well.items())]
-    ill = [f"{one['worker_id']} {one['health']}: {one['reason']}" for one in devices if one["health"] in ("degraded", "failed")]
+    ill = [
+        f"{one['worker_id']} {one['health']}: {one['reason']}"
+        for one in devices
+        if one["health"] in ("degraded", "failed")
+    ]
     return "; ".join((*told, *ill))
 
 
 def _disk(node: Mapping[str, Any]) -> str:
     limit_bytes = node.get("disk_tier_bytes")
-    return f"{node['disk_tier_used_bytes'] / MIB:,.0f} / {limit_bytes / MIB:,.0f}" if limit_bytes else ""
+    return (
+        f"{node['disk_tier_used_bytes'] / MIB:,.0f} / {limit_bytes / MIB:,.0f}"
+        if limit_bytes
+        else ""
+    )
 
 
 def _left(node: Mapping[str, Any]) -> str:
     left = node["left"]
-    return f"{left['instances']} instances, {left['requests']} requests, {left['copies']} host copies"
+    return (
+        f"{left['instances']} instances, {left['requests']} requests, {left['copies']} host copies"
+    )

@@ -11,12 +11,20 @@ if TYPE_CHECKING:
     from pilotlight.cli.client import AdminClient
     from pilotlight.cli.home import Home
 
-Json = Annotated[bool, Parameter(name="--json", help="Print JSON instead of text.", negative="", show_default=False)]
-Host = Annotated[str | None, Parameter(help="Address to listen on (PILOTLIGHT_HOST, else 127.0.0.1).")]
+Json = Annotated[
+    bool,
+    Parameter(name="--json", help="Print JSON instead of text.", negative="", show_default=False),
+]
+Host = Annotated[
+    str | None, Parameter(help="Address to listen on (PILOTLIGHT_HOST, else 127.0.0.1).")
+]
 Name = Annotated[str, Parameter(help="A name that `pilotlight model list` shows.")]
 Port = Annotated[
     int | None,
-    Parameter(help="Port to listen on (PILOTLIGHT_PORT, else 8000).", validator=validators.Number(gte=1, lte=65535)),
+    Parameter(
+        help="Port to listen on (PILOTLIGHT_PORT, else 8000).",
+        validator=validators.Number(gte=1, lte=65535),
+    ),
 ]
 
 
@@ -33,7 +41,9 @@ def port_of(given: int | None) -> int:
     """
     text = os.environ.get("PILOTLIGHT_PORT") or "8000"
     if given is None and not (text.isascii() and text.isdigit() and 1 <= int(text) <= 65535):
-        raise UnprocessableInput(f"PILOTLIGHT_PORT is {text!r}, and a port is a number from 1 to 65535")
+        raise UnprocessableInput(
+            f"PILOTLIGHT_PORT is {text!r}, and a port is a number from 1 to 65535"
+        )
     return given if given is not None else int(text)
 
 

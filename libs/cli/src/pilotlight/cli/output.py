@@ -24,7 +24,10 @@ def emit_json(value: Any) -> None:
 
 
 def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]], empty: str) -> None:
-    """A table, or a sentence when there is nothing to show. Nothing in it is cut or wrapped: names in it are there to be typed."""
+    """A table, or a sentence when there is nothing to show.
+
+    Nothing in it is cut or wrapped: names in it are there to be typed.
+    """
     listed = list(rows)
     if not listed:
         console.print(empty)
@@ -39,14 +42,18 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]], empty: str
 
 def print_whole(content: RenderableType) -> None:
     """Print something as wide as it is: beyond the screen's width it is the terminal that wraps."""
-    needed = Measurement.get(console, console.options.update(max_width=MAX_TABLE_CHARS), content).maximum
+    needed = Measurement.get(
+        console, console.options.update(max_width=MAX_TABLE_CHARS), content
+    ).maximum
     Console(highlight=False, width=needed).print(content, crop=False)
 
 
 def show_error(error: PilotlightError, *, as_json: bool = False) -> int:
     """Say what is wrong and what to do; the exit status."""
     if as_json:
-        emit_json({"error": {"code": error.code, "message": error.message, "what_to_do": error.action}})
+        emit_json(
+            {"error": {"code": error.code, "message": error.message, "what_to_do": error.action}}
+        )
     else:
         errors.print(f"[bold red]{error.code}[/]: {escape(error.message)}", soft_wrap=True)
         errors.print(f"  {error.action}", soft_wrap=True, markup=False)

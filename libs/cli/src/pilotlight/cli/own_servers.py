@@ -1,4 +1,6 @@
-"""Whether servers of the user's own, in the place of the embedded ones, let us in: looked at by ``up`` and by ``doctor``."""
+"""Whether servers of the user's own, in the place of the embedded ones, let us in: looked at by
+``up`` and by ``doctor``.
+"""
 
 import asyncio
 import contextlib
@@ -21,8 +23,13 @@ NO_SUCH_KEY = "manifests/none.json"
 
 
 def server_looks(home: Home, environment: Mapping[str, str]) -> dict[str, Callable[[], str]]:
-    """A check for each server that the environment names. They block, and start event loops of their own."""
-    database, bus, store = (environment.get(f"PILOTLIGHT_{name}_URL") for name in ("DATABASE", "NATS", "OBJECT_STORE"))
+    """A check for each server that the environment names.
+
+    They block, and start event loops of their own.
+    """
+    database, bus, store = (
+        environment.get(f"PILOTLIGHT_{name}_URL") for name in ("DATABASE", "NATS", "OBJECT_STORE")
+    )
     found: dict[str, Callable[[], str]] = {}
     if database:
         found["database"] = lambda: look_at_database(database)
@@ -43,7 +50,8 @@ def look_at_database(url: str) -> str:
     """
     try:
         plain = make_url(url).set(drivername="postgresql+psycopg")
-        # Not as text: a password may hold characters that its place in a URL reads differently in each library.
+        # Not as text: a password may hold characters that its place in a URL reads differently in
+        # each library.
         arguments, options = plain.get_dialect()().create_connect_args(plain)
     except (ArgumentError, ValueError) as error:
         raise SettingsInvalid(
@@ -82,7 +90,8 @@ async def look_at_store(home: Home, url: str) -> str:
         with contextlib.suppress(NotFound):
             await store.get(NO_SUCH_KEY)
     except SourceDenied as error:
-        # Who may not list a bucket is told so of what is not there, with credentials that are right.
+        # An account that may not list a bucket is told so of what is not there, with credentials
+        # that are right.
         if "AccessDenied" not in error.message:
             raise
     return f"{url} answers"

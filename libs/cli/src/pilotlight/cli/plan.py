@@ -1,4 +1,8 @@
-"""What an embedded system consists of: its processes, their order, and the environment that each is given. No I/O."""
+"""What an embedded system consists of: its processes, their order, and the environment that each is
+given.
+
+No I/O.
+"""
 
 import sys
 from collections.abc import Mapping
@@ -42,7 +46,10 @@ class SystemOptions:
     def processes_of(self, service: str) -> tuple[str, ...]:
         """Names of a service's processes: ``scheduler``, ``scheduler-2``, and so on."""
         counts = {"scheduler": self.schedulers, "cache": self.caches, "gateway": self.gateways}
-        return (service, *(f"{service}-{number}" for number in range(2, counts.get(service, 1) + 1)))
+        return (
+            service,
+            *(f"{service}-{number}" for number in range(2, counts.get(service, 1) + 1)),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +75,10 @@ def child_specs(
         "PILOTLIGHT_LOG_DIR": str(home.logs),
         "PILOTLIGHT_POOL_PATH": environment.get("PILOTLIGHT_POOL_PATH") or str(home.pool_path),
         "PILOTLIGHT_MODEL_ROOTS": ",".join(
-            [environment.get("PILOTLIGHT_MODEL_ROOTS") or str(home.models), *(str(root) for root in options.model_roots)]
+            [
+                environment.get("PILOTLIGHT_MODEL_ROOTS") or str(home.models),
+                *(str(root) for root in options.model_roots),
+            ]
         ),
     }
     # Only the migrations know the owner's credentials; a service gets its own role's below.

@@ -1,4 +1,6 @@
-"""What ``pilotlight up`` needs of this machine: looked at before anything is made, and by ``pilotlight doctor``."""
+"""What ``pilotlight up`` needs of this machine: looked at before anything is made, and by
+``pilotlight doctor``.
+"""
 
 import importlib.util
 import os
@@ -35,7 +37,11 @@ SETTINGS: Mapping[str, type[ServiceSettings]] = {
     "loader": LoaderSettings,
     "gateway": GatewaySettings,
 }
-NOT_STARTED = Endpoints(nats_url="nats://127.0.0.1", database_url="postgresql:///pilotlight", object_store_url="file:///objects")
+NOT_STARTED = Endpoints(
+    nats_url="nats://127.0.0.1",
+    database_url="postgresql:///pilotlight",
+    object_store_url="file:///objects",
+)
 """In the place of servers, when settings are looked at."""
 
 Look = Callable[[], str]
@@ -85,7 +91,8 @@ def look_at_home(home: Home) -> str:
 
 
 def look_at_settings(home: Home, options: SystemOptions, environment: Mapping[str, str]) -> str:
-    """Whether every process can read its settings: each does so itself, but only after the servers were started.
+    """Whether every process can read its settings: each does so itself, but only after the servers
+    were started.
 
     Raises:
         SettingsInvalid: one has a value that will not do.
@@ -115,19 +122,25 @@ def look_at_engine(worker_kind: str) -> str:
     if worker_kind == "sim":
         return f"workers of kind {worker_kind} need none"
     if importlib.util.find_spec("torch") is None:
-        raise EngineMissing(f"torch is not installed for {sys.executable}, and workers run models on it")
+        raise EngineMissing(
+            f"torch is not installed for {sys.executable}, and workers run models on it"
+        )
     return "torch is installed"
 
 
 def needed_room(home: Home, environment: Mapping[str, str]) -> tuple[int, str]:
     """Bytes that must be free on the disk of the state folder, and what for."""
     needed_bytes, what_for = RUN_BYTES, "for the database's log and the services' logs"
-    if not environment.get("PILOTLIGHT_DATABASE_URL") and not os.path.exists(home.root / "postgres" / "data"):
+    if not environment.get("PILOTLIGHT_DATABASE_URL") and not os.path.exists(
+        home.root / "postgres" / "data"
+    ):
         needed_bytes, what_for = FIRST_START_BYTES, "for a new database and logs"
     if not environment.get("PILOTLIGHT_NATS_URL") and not os.path.exists(home.root / "nats"):
         events_bytes = _number(environment.get("PILOTLIGHT_EVENTS_BYTES")) or EVENTS_BYTES
         needed_bytes += events_bytes
-        what_for += f", and for up to {events_bytes // MIB:,} MiB of events (PILOTLIGHT_EVENTS_BYTES)"
+        what_for += (
+            f", and for up to {events_bytes // MIB:,} MiB of events (PILOTLIGHT_EVENTS_BYTES)"
+        )
     return needed_bytes, what_for
 
 

@@ -1,7 +1,7 @@
 """``pilotlight down --purge``: what a system left behind is removed, and nothing else.
 
-Only what we make goes, each by its name; whatever else lies in the folder stays, and so does the folder then. Links are removed as
-links: what they point to is not ours.
+Only what we make goes, each by its name; whatever else lies in the folder stays, and so does the
+folder then. Links are removed as links: what they point to is not ours.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ FILES = ("admin.key", "api.key", "up.json", "up.json.new")
 NODE_ID = "node-id"
 """Where a loader keeps its node's name, below ``state``."""
 LOCK = "up.lock"
-"""Goes last but for the marker: while it is held nobody starts a system on what is being removed."""
+"""Goes last but for the marker: while it is held no system starts on what is being removed."""
 DEMO = "demo"
 
 
@@ -41,15 +41,19 @@ def purge(home: Home, *, yes: bool, as_json: bool) -> int:
 
     Raises:
         HomeNotOurs: the folder has no marker of ours.
-        UnprocessableInput: nobody is there to be asked, and ``--yes`` is not given.
+        UnprocessableInput: there is no terminal to ask at, and ``--yes`` is not given.
         HomeInUse: a system was started meanwhile.
         DeadlineExceeded: the system did not stop.
     """
     if not home.root.exists():
-        emit_json({"purged": False}) if as_json else console.print(f"there is no {home.root}", markup=False)
+        emit_json({"purged": False}) if as_json else console.print(
+            f"there is no {home.root}", markup=False
+        )
         return 0
     if not _anything(home):
-        emit_json({"purged": False}) if as_json else console.print(f"there is nothing to remove in {home.root}", markup=False)
+        emit_json({"purged": False}) if as_json else console.print(
+            f"there is nothing to remove in {home.root}", markup=False
+        )
         return 0
     _check(home)
     if not yes and not _confirmed(home, as_json=as_json):
@@ -62,7 +66,11 @@ def purge(home: Home, *, yes: bool, as_json: bool) -> int:
     else:
         console.print(f"removed the state in {home.root}", markup=False, soft_wrap=True)
         if kept:
-            console.print(f"kept, for it is not ours to delete: {', '.join(kept)}", markup=False, soft_wrap=True)
+            console.print(
+                f"kept, for it is not ours to delete: {', '.join(kept)}",
+                markup=False,
+                soft_wrap=True,
+            )
     return 0
 
 
@@ -97,7 +105,9 @@ def remove(home: Home) -> list[str]:
 
 
 def remove_new(home: Home, before: Collection[str]) -> None:
-    """Remove what we made in a folder since it held the names ``before``, under its lock, which stays."""
+    """Remove what we made in a folder since it held the names ``before``, under its lock, which
+    stays.
+    """
     for name in (*FOLDERS, *FILES, MARKER):
         if name not in before:
             _remove(home.root / name)
@@ -117,35 +127,49 @@ def outside(home: Home) -> Iterator[Path]:
 
 
 def pools(home: Home) -> Iterator[Path]:
-    """Host pools that a killed loader may have left in shared memory: by the name of this release, and by that of the one before."""
+    """Host pools that a killed loader may have left in shared memory: by the name of this release,
+    and by that of the one before.
+    """
     yield home.pool_path
     with contextlib.suppress(OSError):
         node_id = (home.state / NODE_ID).read_text().strip()
-        # The name is ours; what a file that anybody may have written says is not taken for a path.
+        # The name is ours; what a file that any user may have written says is not taken for a path.
         if node_id.replace("-", "").isalnum():
             yield SHARED_MEMORY / f"pilotlight-{node_id}.pool"
 
 
 def _anything(home: Home) -> bool:
-    """Whether there is something by a name of ours. Models are not: they stay where everything else was removed."""
+    """Whether there is something by a name of ours.
+
+    Models are not: they stay where everything else was removed.
+    """
     return any(os.path.lexists(home.root / name) for name in (*FOLDERS, *FILES, LOCK, MARKER, DEMO))
 
 
 def _check(home: Home) -> None:
     if not (home.root / MARKER).is_file():
-        raise HomeNotOurs(f"{home.root} has no file {MARKER}: it is not known to be a state folder, and nothing in it is removed")
+        raise HomeNotOurs(
+            f"{home.root} has no file {MARKER}: it is not known to be a state folder, and nothing in it is removed"
+        )
 
 
 def _confirmed(home: Home, *, as_json: bool) -> bool:
     if as_json or not sys.stdin.isatty():
-        raise UnprocessableInput("nobody can be asked here: say --yes to remove the state without being asked")
-    console.print(f"This removes database, keys, secrets, objects and logs in {home.root}; models/ stays.", markup=False)
+        raise UnprocessableInput(
+            "nobody can be asked here: say --yes to remove the state without being asked"
+        )
+    console.print(
+        f"This removes database, keys, secrets, objects and logs in {home.root}; models/ stays.",
+        markup=False,
+    )
     console.print("It cannot be undone; `pilotlight backup FILE` makes a copy.", markup=False)
     return console.input("Remove it? [y/N] ", markup=False).strip().lower() in ("y", "yes")
 
 
 def _remove(path: Path) -> None:
-    """Remove a file, a link, or a folder with what is in it, if it is ours; links in it are removed, not followed."""
+    """Remove a file, a link, or a folder with what is in it, if it is ours; links in it are
+    removed, not followed.
+    """
     try:
         found = path.lstat()
     except FileNotFoundError:
@@ -159,9 +183,11 @@ def _remove(path: Path) -> None:
 
 
 def _remove_pool(path: Path) -> None:
-    """Remove a host pool that nobody holds: one that is locked is a running loader's, whatever its name says."""
+    """Remove a host pool that is not locked: one that is is a running loader's, whatever its name
+    says.
+    """
     try:
-        # What is no file of ours there, a link or somebody else's, is left.
+        # What is no file of ours there, a link or another user's, is left.
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return

@@ -19,21 +19,25 @@ def stop_running(home: Home, *, as_json: bool) -> int:
     """
     pid = stop_process(home)
     if pid is None:
-        emit_json({"stopped": False}) if as_json else console.print(f"no system runs on {home.root}", markup=False)
+        emit_json({"stopped": False}) if as_json else console.print(
+            f"no system runs on {home.root}", markup=False
+        )
     else:
         emit_json({"stopped": True, "pid": pid}) if as_json else console.print("stopped")
     return 0
 
 
 def stop_process(home: Home) -> int | None:
-    """Ask the process on the state folder to stop, and wait until it is gone; its id, or None when there is none.
+    """Ask the process on the state folder to stop, and wait until it is gone; its id, or None when
+    there is none.
 
     Raises:
         DeadlineExceeded: it is still there after the deadline.
     """
     running = home.running()
     handle = _handle_of(running) if running is not None else None
-    # Looked up again: the handle is then surely of the process that announced itself, whatever became of its id.
+    # Looked up again: the handle is then surely of the process that announced itself, whatever
+    # became of its id.
     if running is None or handle is None or home.running() != running:
         return None
     try:
@@ -42,7 +46,9 @@ def stop_process(home: Home) -> int | None:
     finally:
         os.close(handle)
     if not ended:
-        raise DeadlineExceeded(f"process {running.pid} did not stop within {STOP_DEADLINE_S:g} s; see {home.logs}")
+        raise DeadlineExceeded(
+            f"process {running.pid} did not stop within {STOP_DEADLINE_S:g} s; see {home.logs}"
+        )
     return running.pid
 
 

@@ -1,8 +1,9 @@
 """A server program that runs as a child process of ours.
 
-Every server obeys one contract: ``start`` returns when the server takes connections, ``stop`` returns when its process is gone, both may
-be called again, and a server starts again on the folder that it left, also after a crash. Output goes to a log file. A server
-ends when the process that started it does, however that ended.
+Every server obeys one contract: ``start`` returns when the server takes connections, ``stop``
+returns when its process is gone, both may be called again, and a server starts again on the folder
+that it left, also after a crash. Output goes to a log file. A server ends when the process that
+started it does, however that ended.
 """
 
 import asyncio
@@ -43,14 +44,20 @@ class Server(ABC):
     @property
     def pid(self) -> int | None:
         """Process id; None while it does not run."""
-        return self._process.pid if self._process is not None and self._process.poll() is None else None
+        return (
+            self._process.pid
+            if self._process is not None and self._process.poll() is None
+            else None
+        )
 
     @abstractmethod
     async def start(self, deadline_s: float = START_DEADLINE_S) -> None:
         """Return when the server takes connections; at once when it runs already."""
 
     async def wait(self) -> int:
-        """Return the exit status when the process has ended; 0 when it was never started or was stopped."""
+        """Return the exit status when the process has ended; 0 when it was never started or was
+        stopped.
+        """
         process = self._process
         if process is None:
             return 0

@@ -1,8 +1,10 @@
-"""Starts processes by readiness, restarts them when they die, stops them in reverse order, and leaves none behind.
+"""Starts processes by readiness, restarts them when they die, stops them in reverse order, and
+leaves none behind.
 
-A child says ``READY=1`` on the datagram socket in its NOTIFY_SOCKET (as systemd asks for it). Its output goes to a file, never to a
-pipe that a grandchild could keep open. The supervisor is a child subreaper: workers that outlive their loader become its children,
-so that at stop nobody is left.
+A child says ``READY=1`` on the datagram socket in its NOTIFY_SOCKET (as systemd asks for it). Its
+output goes to a file, never to a pipe that a grandchild could keep open. The supervisor is a child
+subreaper: workers that outlive their loader become its children, so that at stop no process is
+left.
 """
 
 import asyncio
@@ -85,7 +87,7 @@ class Supervisor:
         *,
         orphan_patience_s: float = ORPHAN_PATIENCE_S,
     ) -> None:
-        """``others`` names children of this process that somebody else owns."""
+        """``others`` names children of this process that others own."""
         self._run_dir = run_dir
         self._clock = clock
         self._on_change = on_change
@@ -154,7 +156,11 @@ class Supervisor:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    env={**child.spec.environment, "NOTIFY_SOCKET": notify_socket, END_WITH_PARENT: str(os.getpid())},
+                    env={
+                        **child.spec.environment,
+                        "NOTIFY_SOCKET": notify_socket,
+                        END_WITH_PARENT: str(os.getpid()),
+                    },
                     start_new_session=True,
                 )
         except OSError as error:
@@ -168,7 +174,11 @@ class Supervisor:
         ended = asyncio.create_task(child.process.wait(), name=f"end of {child.spec.name}")
         ready = asyncio.create_task(child.ready.wait(), name=f"readiness of {child.spec.name}")
         try:
-            await asyncio.wait({ended, ready}, timeout=child.spec.ready_deadline_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                {ended, ready},
+                timeout=child.spec.ready_deadline_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
             if ended.done():
                 raise _why(child, ended.result())
             if ready.done():
@@ -185,7 +195,12 @@ class Supervisor:
             assert child.process is not None
             since_s = self._clock.monotonic_s()
             status = await child.process.wait()
-            log.warning("process ended; starting it again", action="child_restart", child=child.spec.name, status=status)
+            log.warning(
+                "process ended; starting it again",
+                action="child_restart",
+                child=child.spec.name,
+                status=status,
+            )
             self._on_change(child.spec.name, "restarting")
             if self._clock.monotonic_s() - since_s > STABLE_AFTER_S:
                 child.restarts = 0
@@ -195,7 +210,12 @@ class Supervisor:
                 try:
                     await self._launch(child)
                 except (PilotlightError, OSError) as error:
-                    log.error("process does not start", action="child_restart_failed", child=child.spec.name, error=str(error))
+                    log.error(
+                        "process does not start",
+                        action="child_restart_failed",
+                        child=child.spec.name,
+                        error=str(error),
+                    )
                     continue
                 self._on_change(child.spec.name, "ready")
                 break
@@ -207,7 +227,9 @@ class Supervisor:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
         try:
-            await within(child.spec.stop_deadline_s, process.wait(), f"the stop of {child.spec.name}")
+            await within(
+                child.spec.stop_deadline_s, process.wait(), f"the stop of {child.spec.name}"
+            )
         except DeadlineExceeded as error:
             log.error("killed", action="child_killed", child=child.spec.name, error=error.message)
             with contextlib.suppress(ProcessLookupError):
@@ -221,7 +243,12 @@ class Supervisor:
             # Each that ends may leave us children of its own.
             while (orphans := self._orphans()) and self._clock.monotonic_s() < deadline_s:
                 for pid in orphans - told:
-                    log.warning("ending a process that was left", action="orphan_ended", pid=pid, signal=number.name)
+                    log.warning(
+                        "ending a process that was left",
+                        action="orphan_ended",
+                        pid=pid,
+                        signal=number.name,
+                    )
                     _signal(pid, number)
                 told |= orphans
                 self._reap_orphans()
@@ -239,12 +266,16 @@ class Supervisor:
                 continue
 
     def _orphans(self) -> set[int]:
-        ours = {child.process.pid for child in self._children if child.process is not None} | self._others()
+        ours = {
+            child.process.pid for child in self._children if child.process is not None
+        } | self._others()
         return _children_of_this_process() - ours
 
 
 def _why(child: _Child, status: int) -> PilotlightError:
-    """What a child that ended while it started said of that in its log: its own error, told as ours."""
+    """What a child that ended while it started said of that in its log: its own error, told as
+    ours.
+    """
     spec = child.spec
     with contextlib.suppress(OSError), spec.log_path.open("rb") as log_file:
         log_file.seek(max(child.log_from, log_file.seek(0, os.SEEK_END) - MAX_LOG_BYTES))

@@ -39,7 +39,8 @@ STABLE_AFTER_S = 10.0
 RESTART_BACKOFF = Backoff(first_s=0.2, limit_s=3.0)
 MENDED_AFTER_S = 120.0
 MENDING_BACKOFF = Backoff(first_s=1.0, limit_s=60.0)
-"""Between two restarts of a nats-server that does not store: should they not help, they must not be all that it does."""
+"""Between two restarts of a nats-server that does not store: should they not help, they must not be
+all that it does."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -71,14 +72,20 @@ class System:
             raise
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         await self.stop()
 
     async def start(self) -> None:
         """Start everything and return when a request can be served.
 
         Raises:
-            MachineUnfit: the machine lacks something, or the state folder or the port cannot be had.
+            MachineUnfit: the machine lacks something, or the state folder or the port cannot be
+                had.
             SettingsInvalid: a setting has a value that will not do.
             HomeInUse: another system runs on the state folder.
             ChildFailed: a process did not start, or a worker's engine.
@@ -86,20 +93,23 @@ class System:
         for look in looks(self._home, self._options, os.environ).values():
             await asyncio.to_thread(look)
         if not self._home.root.exists():
-            # Nobody can be running there, and a folder that is only the lock's would be left.
+            # No system can be running there, and a folder that is only the lock's would be left.
             check_port(self._options.host, self._options.port)
-        # Before anything is made: somebody may be restoring a system there.
+        # Before anything is made: another process may be restoring a system there.
         self._lock = self._home.lock()
         check_port(self._options.host, self._options.port)
         self._home.prepare()
         endpoints = self.endpoints = await self._start_servers()
-        # Not before: while the servers are prepared there are children of ours that the supervisor would take for orphans.
+        # Not before: while the servers are prepared there are children of ours that the supervisor
+        # would take for orphans.
         self._supervisor.adopt_orphans()
         specs = child_specs(self._home, self._options, endpoints, os.environ)
-        # Before the gateway answers: whoever sees by its readiness that the system is there must find it.
+        # Before the gateway answers: a client that sees by its readiness that the system is there
+        # must find it.
         self._home.announce(self._options.url)
         self._progress("services")
-        # All at once: each waits by itself for what it needs, and readiness of all is readiness of the system.
+        # All at once: each waits by itself for what it needs, and readiness of all is readiness of
+        # the system.
         await _together(self._supervisor.start(spec) for spec in specs)
         self._progress("workers")
         await self._until_workers_are_warm()
@@ -138,20 +148,31 @@ class System:
         database_url = owner_url
         if owner_url is None:
             postgres = PostgresServer(
-                self._home.root / "postgres", self._home.secret("postgres-owner"), log_file=self._home.logs / "postgres.log"
+                self._home.root / "postgres",
+                self._home.secret("postgres-owner"),
+                log_file=self._home.logs / "postgres.log",
             )
             owner_url, database_url = postgres.owner_url, postgres.url
             self._servers.append(postgres)
         await _together(server.start() for server in self._servers)
-        self._keepers = [asyncio.create_task(self._keep(server), name=f"keep {server.name}") for server in self._servers]
+        self._keepers = [
+            asyncio.create_task(self._keep(server), name=f"keep {server.name}")
+            for server in self._servers
+        ]
         if self._nats is not None:
-            self._keepers.append(asyncio.create_task(self._keep_writable(self._nats), name="keep streams writable"))
+            self._keepers.append(
+                asyncio.create_task(self._keep_writable(self._nats), name="keep streams writable")
+            )
         self._progress("migrations")
         settings = MigrateSettings(database_url=owner_url, secrets_dir=self._home.secrets)
         await asyncio.to_thread(migrate, settings)
         await ensure_streams(StreamSettings(nats_url=nats_url, secrets_dir=self._home.secrets))
         store_url = os.environ.get("PILOTLIGHT_OBJECT_STORE_URL") or self._home.objects.as_uri()
-        return Endpoints(nats_url=nats_url, database_url=without_role(database_url or owner_url), object_store_url=store_url)
+        return Endpoints(
+            nats_url=nats_url,
+            database_url=without_role(database_url or owner_url),
+            object_store_url=store_url,
+        )
 
     async def _keep(self, server: Server) -> None:
         """Start a server again when it ends by itself."""
@@ -161,7 +182,12 @@ class System:
             status = await server.wait()
             if self._clock.monotonic_s() - since_s > STABLE_AFTER_S:
                 attempt = 0
-            log.warning("server ended; starting it again", action="server_restart", server=server.name, status=status)
+            log.warning(
+                "server ended; starting it again",
+                action="server_restart",
+                server=server.name,
+                status=status,
+            )
             self._progress(f"{server.name}: restarting")
             while True:
                 await pause(RESTART_BACKOFF.delay_s(attempt, self._rng))
@@ -169,15 +195,24 @@ class System:
                 try:
                     await server.start()
                 except (PilotlightError, OSError) as error:
-                    log.error("server does not start", action="server_restart_failed", server=server.name, error=str(error))
+                    log.error(
+                        "server does not start",
+                        action="server_restart_failed",
+                        server=server.name,
+                        error=str(error),
+                    )
                     continue
                 except Exception:  # whatever it is, without another try the server is down for good
-                    log.exception("server does not start", action="server_restart_failed", server=server.name)
+                    log.exception(
+                        "server does not start", action="server_restart_failed", server=server.name
+                    )
                     continue
                 break
 
     async def _keep_writable(self, nats: NatsServer) -> None:
-        """Start nats-server again when its disk was full and has room again: by itself it would store nothing for ever."""
+        """Start nats-server again when its disk was full and has room again: by itself it would
+        store nothing for ever.
+        """
         password = self._home.nats_passwords()[ADMIN]
         found, restarts, since_s = 0, 0, self._clock.monotonic_s()
         async for _ in every(LOOK_AT_NATS_S):
@@ -189,7 +224,11 @@ class System:
             if found < LOOKS:
                 continue
             if has_room(nats.folder):
-                log.warning("streams cannot be written; starting nats-server again", action="nats_write_error", error=reason)
+                log.warning(
+                    "streams cannot be written; starting nats-server again",
+                    action="nats_write_error",
+                    error=reason,
+                )
                 await nats.stop()
                 now_s = self._clock.monotonic_s()
                 restarts = restarts + 1 if now_s - since_s < MENDED_AFTER_S else 0
@@ -208,7 +247,9 @@ class System:
         deadline_s = self._clock.monotonic_s() + READY_DEADLINE_S
         headers = {"Authorization": f"Bearer {key}"}
         wanted = self._options.workers or 1
-        async with httpx2.AsyncClient(base_url=self._options.url, headers=headers, timeout=5.0) as http:
+        async with httpx2.AsyncClient(
+            base_url=self._options.url, headers=headers, timeout=5.0
+        ) as http:
             while self._clock.monotonic_s() < deadline_s:
                 # A gateway that has just been started again may not answer yet.
                 with contextlib.suppress(httpx2.TransportError):
@@ -216,7 +257,9 @@ class System:
                     if sum(1 for worker in workers if worker["engine_up"]) >= wanted:
                         return
                 await pause(0.1)
-        raise ChildFailed(f"{wanted} workers were not up within {READY_DEADLINE_S:g} s; their logs are in {self._home.logs}")
+        raise ChildFailed(
+            f"{wanted} workers were not up within {READY_DEADLINE_S:g} s; their logs are in {self._home.logs}"
+        )
 
     def _on_change(self, name: str, state: str) -> None:
         self._progress(f"{name}: {state}")
@@ -236,7 +279,7 @@ async def _together(work: Iterable[Coroutine[Any, Any, None]]) -> None:
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on at the moment."""
+    """A port of the loopback interface that is free at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -244,11 +287,19 @@ def free_port() -> int:
 
 def without_role(database_url: str) -> str:
     """The URL without user and password, so that every service takes its own."""
-    return make_url(database_url)._replace(username=None, password=None).render_as_string(hide_password=False)
+    return (
+        make_url(database_url)
+        ._replace(username=None, password=None)
+        .render_as_string(hide_password=False)
+    )
 
 
 def run_stoppable(work: Coroutine[Any, Any, int]) -> int:
-    """Run to the end. SIGINT and SIGTERM cancel it, once: what it has started is then stopped in order, and the status is 130."""
+    """Run to the end.
+
+    SIGINT and SIGTERM cancel it, once: what it has started is then stopped in order, and the status
+    is 130.
+    """
 
     async def run() -> int:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()

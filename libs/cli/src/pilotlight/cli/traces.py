@@ -26,7 +26,9 @@ def show(client: AdminClient, trace_id: str, *, as_json: bool) -> int:
         TraceNotFound: nothing is kept of it.
     """
     if re.fullmatch(r"[0-9a-f]{32}", trace_id) is None:
-        raise BadRequest(f"a trace id is 32 hex digits, as in the header x-trace-id of an answer, and not {trace_id[:100]!r}")
+        raise BadRequest(
+            f"a trace id is 32 hex digits, as in the header x-trace-id of an answer, and not {trace_id[:100]!r}"
+        )
     trace = client.get(f"/traces/{trace_id}")
     if as_json:
         emit_json(trace)
@@ -34,7 +36,9 @@ def show(client: AdminClient, trace_id: str, *, as_json: bool) -> int:
     if trace["spans"]:
         console.print(_tree(trace["spans"], max(MIN_WIDTH, console.width - LABELS_WIDTH)))
     for cold_start in trace["cold_starts"]:
-        console.print(f"\ncold start of [bold]{cold_start['model']}[/] as {cold_start['instance_id']}: {cold_start['status']}")
+        console.print(
+            f"\ncold start of [bold]{cold_start['model']}[/] as {cold_start['instance_id']}: {cold_start['status']}"
+        )
         console.print(draw(cold_start, console.width))
     return 0
 
@@ -62,7 +66,11 @@ def _tree(spans: Sequence[Mapping[str, Any]], width: int) -> Table:
             bar = " " * first + "█" * (last - first + 1)
             style = "red" if span["status"] != "ok" else None
             table.add_row(
-                "  " * depth + escape(span["name"]), escape(span["service"]), f"{(end - begin) * 1000:,.1f}", bar, style=style
+                "  " * depth + escape(span["name"]),
+                escape(span["service"]),
+                f"{(end - begin) * 1000:,.1f}",
+                bar,
+                style=style,
             )
             add(span["span_id"], depth + 1)
 

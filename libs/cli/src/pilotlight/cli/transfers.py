@@ -74,7 +74,9 @@ def _origins(origins: Sequence[Mapping[str, Any]]) -> str:
 def _links(links: Sequence[Mapping[str, Any]]) -> Table:
     table = _table("node", "from", "MiB/s")
     for one in links:
-        table.add_row(escape(one["node_id"]), escape(one["name"]), f"{one['bytes_per_s'] / MIB:,.1f}")
+        table.add_row(
+            escape(one["node_id"]), escape(one["name"]), f"{one['bytes_per_s'] / MIB:,.1f}"
+        )
     return table
 
 

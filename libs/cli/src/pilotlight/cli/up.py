@@ -21,7 +21,9 @@ from pilotlight.cli.system import System, until_signalled
 from pilotlight.common.errors import NotFound
 
 
-async def run_up(home: Home, options: SystemOptions, *, with_demo_model: bool, as_json: bool) -> int:
+async def run_up(
+    home: Home, options: SystemOptions, *, with_demo_model: bool, as_json: bool
+) -> int:
     """Start, say what to try next, wait for a signal, stop.
 
     Raises:
@@ -54,16 +56,27 @@ async def run_up(home: Home, options: SystemOptions, *, with_demo_model: bool, a
 
 
 def told_workers(workers: Sequence[Mapping[str, Any]]) -> str:
-    """So many of each kind of device."""
+    """How many of each kind of device."""
     kinds = Counter(worker["device"]["kind"] for worker in workers)
     names = {"cpu": "CPU", "cuda": "GPU"}
-    told = [f"{count} {names.get(kind, kind)} worker" + ("" if count == 1 else "s") for kind, count in sorted(kinds.items())]
+    told = [
+        f"{count} {names.get(kind, kind)} worker" + ("" if count == 1 else "s")
+        for kind, count in sorted(kinds.items())
+    ]
     return " and ".join(told) or "no worker"
 
 
-def _say_what_to_try(home: Home, options: SystemOptions, workers: Sequence[Mapping[str, Any]], *, with_demo_model: bool) -> None:
+def _say_what_to_try(
+    home: Home,
+    options: SystemOptions,
+    workers: Sequence[Mapping[str, Any]],
+    *,
+    with_demo_model: bool,
+) -> None:
     command = _this_command()
-    console.print(f"\n[bold green]Pilotlight is up[/] at {options.url}, with {escape(told_workers(workers))}.")
+    console.print(
+        f"\n[bold green]Pilotlight is up[/] at {options.url}, with {escape(told_workers(workers))}."
+    )
     lines = ["Ctrl-C stops it.", "", "In another terminal, in this folder:"]
     if os.environ.get("PILOTLIGHT_HOME"):
         lines.append(f"  export PILOTLIGHT_HOME={shlex.quote(str(home.root))}")
@@ -88,7 +101,11 @@ def _say_what_to_try(home: Home, options: SystemOptions, workers: Sequence[Mappi
 def _this_command() -> str:
     """How this program was called, or its name alone where a shell finds it by that."""
     found = shutil.which("pilotlight")
-    return "pilotlight" if found and Path(found).resolve() == Path(sys.argv[0]).resolve() else shlex.quote(sys.argv[0])
+    return (
+        "pilotlight"
+        if found and Path(found).resolve() == Path(sys.argv[0]).resolve()
+        else shlex.quote(sys.argv[0])
+    )
 
 
 def _short(path: Path) -> str:

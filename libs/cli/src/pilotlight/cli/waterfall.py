@@ -44,22 +44,36 @@ class Bar:
 
 
 def bars_of(phases: Sequence[Mapping[str, Any]]) -> tuple[Bar, ...]:
-    """Group phases (as the admin API gives them) into bars, by first start; times of several hosts are laid on one axis."""
+    """Group phases (as the admin API gives them) into bars, by first start; times of several hosts
+    are laid on one axis.
+    """
     if not phases:
         return ()
     origin_s = min(phase["start_s"] + phase["wall_offset_s"] for phase in phases)
     grouped: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for phase in phases:
         shift_s = phase["wall_offset_s"] - origin_s
-        grouped.setdefault((phase["name"], phase["process"]), []).append((phase["start_s"] + shift_s, phase["end_s"] + shift_s))
-    bars = [Bar(name, process, tuple(sorted(intervals))) for (name, process), intervals in grouped.items()]
+        grouped.setdefault((phase["name"], phase["process"]), []).append(
+            (phase["start_s"] + shift_s, phase["end_s"] + shift_s)
+        )
+    bars = [
+        Bar(name, process, tuple(sorted(intervals)))
+        for (name, process), intervals in grouped.items()
+    ]
     return tuple(sorted(bars, key=lambda bar: (bar.intervals[0][0], bar.name)))
 
 
 def seconds_within(bars: Sequence[Bar], name: str, outer: str) -> float:
     """Seconds of one phase while another was going on, somewhere."""
-    inside, around = (union(interval for bar in bars if bar.name == one for interval in bar.intervals) for one in (name, outer))
-    return sum(max(0.0, min(end, stop) - max(start, begin)) for start, end in inside for begin, stop in around)
+    inside, around = (
+        union(interval for bar in bars if bar.name == one for interval in bar.intervals)
+        for one in (name, outer)
+    )
+    return sum(
+        max(0.0, min(end, stop) - max(start, begin))
+        for start, end in inside
+        for begin, stop in around
+    )
 
 
 def draw(cold_start: Mapping[str, Any], console_width: int) -> RenderableType:
@@ -78,7 +92,9 @@ def draw(cold_start: Mapping[str, Any], console_width: int) -> RenderableType:
         table.add_row(bar.name, bar.process, f"{bar.total_s * 1000:,.1f}", row)
     ttft = cold_start.get("ttft_s")
     coverage = cold_start.get("coverage")
-    summary = f"first token after {ttft * 1000:,.0f} ms" if ttft is not None else "no first token yet"
+    summary = (
+        f"first token after {ttft * 1000:,.0f} ms" if ttft is not None else "no first token yet"
+    )
     if coverage is not None:
         summary += f"; the phases explain {coverage:.1%} of the time from the first command to it"
     return Group(table, Text(summary, style="bold"))

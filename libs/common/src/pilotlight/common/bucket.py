@@ -1,6 +1,8 @@
-"""Makes the object store's bucket where there is none: ``python -m pilotlight.common.bucket``; does nothing for a folder.
+"""Makes the object store's bucket where there is none: ``python -m pilotlight.common.bucket``; does
+nothing for a folder.
 
-For an S3 server of one's own, such as the one beside the services in a container. At a provider, make the bucket as the provider says.
+For an S3 server of one's own, such as the one beside the services in a container. At a provider,
+make the bucket as the provider says.
 """
 
 import asyncio
@@ -51,7 +53,9 @@ async def ensure_bucket(url: str, settings: S3Settings) -> bool:
         except (BaseError, OSError) as error:
             refused = isinstance(error, urllib.error.HTTPError) and error.code < 500
             if refused or clock.monotonic_s() > until_s:
-                raise SourceUnavailable(f"the bucket {name} cannot be made: {_first_line(error)}") from error
+                raise SourceUnavailable(
+                    f"the bucket {name} cannot be made: {_first_line(error)}"
+                ) from error
         await pause(_BACKOFF.delay_s(attempt, rng))
         attempt += 1
 
@@ -61,17 +65,22 @@ def _first_line(error: Exception) -> str:
 
 
 def _ensure(store: S3Store) -> bool:
-    """Ask for the bucket, and for its making. The store's client has no calls for either, but signs whatever is asked for."""
+    """Ask for the bucket, and for its making.
+
+    The store's client has no calls for either, but signs whatever is asked for.
+    """
     if _status(store, "HEAD") != 404:
         return False
-    # 409: somebody else made it since we looked.
+    # 409: another process made it since we looked.
     return _status(store, "PUT") != 409
 
 
 def _status(store: S3Store, method: Literal["HEAD", "PUT"]) -> int:
     where = obstore.sign(store, method, "", timedelta(minutes=1))
     try:
-        with urllib.request.urlopen(urllib.request.Request(where, method=method), timeout=REQUEST_DEADLINE_S) as answer:
+        with urllib.request.urlopen(
+            urllib.request.Request(where, method=method), timeout=REQUEST_DEADLINE_S
+        ) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         if error.code in (404, 409):

@@ -1,4 +1,5 @@
-"""Last-value buckets (NATS KV): the last state of every gateway, node, worker, instance and copy, and who leads, for late joiners.
+"""Last-value buckets (NATS KV): the last state of every gateway, node, worker, instance and copy,
+and the leader, for late joiners.
 
 Written on change, without TTL. An empty bucket says nothing: absence is never deletion.
 """
@@ -19,7 +20,13 @@ from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, KeyValueConfig
 from nats.js.kv import KV_DEL, KV_OP, KV_PURGE
 
 from pilotlight.common.envelope import opened, stamped
-from pilotlight.common.errors import BadRequest, BusFull, BusUnavailable, Conflict, MessageUndecodable
+from pilotlight.common.errors import (
+    BadRequest,
+    BusFull,
+    BusUnavailable,
+    Conflict,
+    MessageUndecodable,
+)
 from pilotlight.common.messages.codec import decode_json, encode_json
 from pilotlight.common.waiting import Backoff, pause
 from pilotlight.policy.phase import Moment
@@ -33,7 +40,7 @@ NODES = "nodes"
 WORKERS = "workers"
 LEADER = "leader"
 HEALTH = "health"
-"""Of no interest to anybody: written to see whether what is written is stored."""
+"""Read by no service: written to see whether what is written is stored."""
 
 DEADLINE_S = 3.0
 """For one answer of the server."""
@@ -43,7 +50,8 @@ SILENCE_S = 3 * HEARTBEAT_S
 CONSUMER_LINGERS_S = 10.0
 """How long the server keeps what a broken watch left there."""
 MAX_QUEUED = 8192
-"""Changes that wait for a watcher; past it the watch starts anew, and gets last values instead of each change."""
+"""Changes that wait for a watcher; past it the watch starts anew, and gets last values instead of
+each change."""
 
 T = TypeVar("T")
 OnChange = Callable[[str, T | None], Awaitable[None]]
@@ -68,12 +76,15 @@ class Bucket(Protocol):
     """One bucket. Keys are ids; values are messages or fact dataclasses as JSON."""
 
     async def put(self, key: str, value: object, *, sent: Moment | None = None) -> None:
-        """Write the last value of a key. Writes of one key through one bus are kept in the order of the calls.
+        """Write the last value of a key.
+
+        Writes of one key through one bus are kept in the order of the calls.
 
         ``sent`` is for the value's envelope: a phase of its watchers begins then.
 
         Raises:
-            BusUnavailable: the server did not confirm. The value may have been written, and no later one is overtaken by it.
+            BusUnavailable: the server did not confirm. The value may have been written, and no
+                later one is overtaken by it.
         """
         ...
 
@@ -103,12 +114,15 @@ class Bucket(Protocol):
         """
         ...
 
-    async def watch(self, value_type: type[T], on_change: Callable[[str, T | None], Awaitable[None]]) -> None:
+    async def watch(
+        self, value_type: type[T], on_change: Callable[[str, T | None], Awaitable[None]]
+    ) -> None:
         """Deliver every present value, then every change, for ever; None for a removed key.
 
         A watcher that asks for ``Timed[X]`` hears when each value was sent, too.
 
-        Resumes after a break by itself: present values are then delivered again, so that nothing is missed.
+        Resumes after a break by itself: present values are then delivered again, so that nothing is
+        missed.
         """
         ...
 
@@ -116,7 +130,12 @@ class Bucket(Protocol):
 class NatsBucket:
     """``Bucket`` on JetStream key-value."""
 
-    def __init__(self, client: Client, name: str, on_reconnect: Callable[[Callable[[], Awaitable[None]]], None]) -> None:
+    def __init__(
+        self,
+        client: Client,
+        name: str,
+        on_reconnect: Callable[[Callable[[], Awaitable[None]]], None],
+    ) -> None:
         self._client = client
         self._stream = jetstream(client)
         self._name = name
@@ -153,7 +172,9 @@ class NatsBucket:
                 await self.open()
             return Found(None, 0)
         except (nats.errors.Error, TimeoutError, OSError) as error:
-            raise BusUnavailable(f"cannot read {key} in the bucket {self._name}: {error!r}") from error
+            raise BusUnavailable(
+                f"cannot read {key} in the bucket {self._name}: {error!r}"
+            ) from error
         headers: dict[str, str] = found.headers or {}
         if headers.get(KV_OP) in (KV_DEL, KV_PURGE):
             return Found(None, found.seq)
@@ -162,7 +183,9 @@ class NatsBucket:
     async def replace(self, key: str, value: object, revision: int) -> None:
         await self._write(key, encode_json(value), {_EXPECTED: str(revision)})
 
-    async def watch(self, value_type: type[T], on_change: Callable[[str, T | None], Awaitable[None]]) -> None:
+    async def watch(
+        self, value_type: type[T], on_change: Callable[[str, T | None], Awaitable[None]]
+    ) -> None:
         backoff, rng, failures = Backoff(first_s=0.05, limit_s=2.0), random.Random(), 0
         while True:
             try:
@@ -170,22 +193,38 @@ class NatsBucket:
                     failures = 0
                     await self._deliver(queue, value_type, on_change)
             except (nats.errors.Error, BusUnavailable, OSError) as error:
-                log.warning("watch broke; starting anew", action="bucket_watch_restart", bucket=self._name, error=repr(error))
+                log.warning(
+                    "watch broke; starting anew",
+                    action="bucket_watch_restart",
+                    bucket=self._name,
+                    error=repr(error),
+                )
                 await pause(backoff.delay_s(failures, rng))
                 failures += 1
 
     async def _write(self, key: str, data: bytes, headers: dict[str, str] | None) -> None:
-        if not key or any(character in key for character in " \t\r\n*>") or key[0] == "." or key[-1] == ".":
+        if (
+            not key
+            or any(character in key for character in " \t\r\n*>")
+            or key[0] == "."
+            or key[-1] == "."
+        ):
             raise BadRequest(f"{key!r} cannot be a key of a bucket")
         async with self._turn(key):
             try:
                 await self._stream.publish(self._subject + key, data, headers=headers)
             except nats.js.errors.APIError as error:
                 if error.err_code in _WRONG_SEQUENCE:
-                    raise Conflict(f"{key} in the bucket {self._name} was written meanwhile") from error
-                raise write_failure(f"cannot write {key} to the bucket {self._name}", error) from error
+                    raise Conflict(
+                        f"{key} in the bucket {self._name} was written meanwhile"
+                    ) from error
+                raise write_failure(
+                    f"cannot write {key} to the bucket {self._name}", error
+                ) from error
             except (nats.errors.Error, TimeoutError, OSError) as error:
-                raise write_failure(f"cannot write {key} to the bucket {self._name}", error) from error
+                raise write_failure(
+                    f"cannot write {key} to the bucket {self._name}", error
+                ) from error
 
     @asynccontextmanager
     async def _turn(self, key: str) -> AsyncGenerator[None]:
@@ -205,7 +244,9 @@ class NatsBucket:
 
     @asynccontextmanager
     async def _consumer(self) -> AsyncGenerator[asyncio.Queue[Msg | None]]:
-        """A queue that gets every last value, then every change; None in it says that something was missed."""
+        """A queue that gets every last value, then every change; None in it says that something was
+        missed.
+        """
         queue: asyncio.Queue[Msg | None] = asyncio.Queue(MAX_QUEUED)
         inbox = self._client.new_inbox()
 
@@ -216,7 +257,8 @@ class NatsBucket:
         subscription = await client.subscribe(inbox, cb=on_message)
         self._queues.add(queue)
         try:
-            # Not nats-py's own watcher: it takes more than ten seconds to see that a restarted server has forgotten it.
+            # Not nats-py's own watcher: it takes more than ten seconds to see that a restarted
+            # server has forgotten it.
             config = ConsumerConfig(
                 deliver_subject=inbox,
                 deliver_policy=DeliverPolicy.LAST_PER_SUBJECT,
@@ -239,7 +281,9 @@ class NatsBucket:
             if not self._client.is_closed:
                 await subscription.unsubscribe()
 
-    async def _deliver(self, queue: asyncio.Queue[Msg | None], value_type: type[T], on_change: OnChange[T]) -> None:
+    async def _deliver(
+        self, queue: asyncio.Queue[Msg | None], value_type: type[T], on_change: OnChange[T]
+    ) -> None:
         """Hand on what comes; return when the watch must start anew."""
         expected = 1
         while True:
@@ -247,7 +291,11 @@ class NatsBucket:
                 async with asyncio.timeout(SILENCE_S):
                     msg = await queue.get()
             except TimeoutError:
-                log.warning("watch is silent; starting anew", action="bucket_watch_silent", bucket=self._name)
+                log.warning(
+                    "watch is silent; starting anew",
+                    action="bucket_watch_silent",
+                    bucket=self._name,
+                )
                 return
             if msg is None:
                 return
@@ -255,7 +303,11 @@ class NatsBucket:
             if headers.get("Status") == "100":
                 continue
             if msg.metadata.sequence.consumer != expected:
-                log.warning("watch missed a change; starting anew", action="bucket_watch_gap", bucket=self._name)
+                log.warning(
+                    "watch missed a change; starting anew",
+                    action="bucket_watch_gap",
+                    bucket=self._name,
+                )
                 return
             expected += 1
             key = msg.subject.removeprefix(self._subject)
@@ -265,7 +317,13 @@ class NatsBucket:
             try:
                 value = opened(msg.data, headers, value_type, decode_json)
             except MessageUndecodable as error:
-                log.error("value dropped", action="bucket_undecodable", bucket=self._name, key=key, error=error.message)
+                log.error(
+                    "value dropped",
+                    action="bucket_undecodable",
+                    bucket=self._name,
+                    key=key,
+                    error=error.message,
+                )
                 continue
             await on_change(key, value)
 
@@ -279,7 +337,9 @@ class _Turn:
 
 
 def _offer(queue: asyncio.Queue[Msg | None], msg: Msg | None) -> None:
-    """Queue a message; where there is no room, everything queued gives way to the word that something was missed."""
+    """Queue a message; where there is no room, everything queued gives way to the word that
+    something was missed.
+    """
     try:
         queue.put_nowait(msg)
     except asyncio.QueueFull:

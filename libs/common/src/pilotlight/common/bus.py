@@ -1,8 +1,10 @@
-"""The bus as services see it: request/reply with deadlines, notifications, events and last-value buckets.
+"""The bus as services see it: request/reply with deadlines, notifications, events and last-value
+buckets.
 
-Everything that crosses it carries W3C trace context in its headers, a request the time that its sender still waits, and
-a message that begins a phase the moment at which it was sent (``envelope``). Subjects carry the major version (``v1.…``).
-``nats_bus.NatsBus`` is the real one; tests wrap it in ``faulty_bus.FaultyBus``, which loses, delays and repeats messages.
+Everything that crosses it carries W3C trace context in its headers, a request the time that its
+sender still waits, and a message that begins a phase the moment at which it was sent
+(``envelope``). Subjects carry the major version (``v1.…``). ``nats_bus.NatsBus`` is the real one;
+tests wrap it in ``faulty_bus.FaultyBus``, which loses, delays and repeats messages.
 """
 
 from collections.abc import Awaitable, Callable
@@ -21,7 +23,9 @@ class Subscription(Protocol):
     """Something that delivers until it is ended."""
 
     async def end(self) -> None:
-        """Deliver no more, and return when what is being handled has ended (at once when called from within it)."""
+        """Deliver no more, and return when what is being handled has ended (at once when called
+        from within it).
+        """
         ...
 
 
@@ -31,48 +35,88 @@ class Bus(Protocol):
 
     @property
     def connected(self) -> bool:
-        """False while the server cannot be reached, or does not answer: nobody's silence says anything then."""
+        """False while the server cannot be reached, or does not answer: silence of other services
+        says nothing then.
+        """
         ...
 
     @property
     def unwritable(self) -> str | None:
-        """Why the server, which answers, does not store what is written to it; None while it does, or nobody has looked."""
+        """Why the server, which answers, does not store what is written to it; None while it does,
+        or before the first look.
+        """
         ...
 
-    async def publish(self, subject: str, message: object, *, binary: bool = False, sent: Moment | None = None) -> None:
-        """Send a notification. It may be lost; whoever needs it reconciles.
+    async def publish(
+        self, subject: str, message: object, *, binary: bool = False, sent: Moment | None = None
+    ) -> None:
+        """Send a notification. It may be lost; services that need it reconcile.
 
-        ``sent`` is for its envelope: a phase of its receiver begins then.
+        Args:
+            subject: where to, without the installation's prefix.
+            message: a type of ``common.messages``.
+            binary: encode as MessagePack in place of JSON, for messages with many numbers.
+            sent: for its envelope: a phase of its receiver begins then.
 
         Raises:
             MessageTooLarge: it is beyond the bus's limit.
         """
         ...
 
-    async def request(self, subject: str, message: object, reply_type: type[T], *, deadline_s: float) -> T:
+    async def request(
+        self, subject: str, message: object, reply_type: type[T], *, deadline_s: float
+    ) -> T:
         """Send a request and wait for its reply.
+
+        Args:
+            subject: where to, without the installation's prefix.
+            message: a type of ``common.messages``.
+            reply_type: what the reply is decoded as.
+            deadline_s: how long to wait, in seconds; the server hears of it, too.
 
         Raises:
             DeadlineExceeded: no reply in time. The request may have been carried out.
-            BusUnavailable: nobody serves the subject, or the server cannot be reached.
+            BusUnavailable: no service listens on the subject, or the server cannot be reached.
             MessageTooLarge: the request is beyond the bus's limit.
             PilotlightError: what the server of the subject raised.
         """
         ...
 
-    async def serve(self, subject: str, request_type: type[Req], handler: Handler[Req], *, queue: str = "") -> Subscription:
-        """Answer requests, several at a time; what ``handler`` raises reaches the requester as the same error.
+    async def serve(
+        self, subject: str, request_type: type[Req], handler: Handler[Req], *, queue: str = ""
+    ) -> Subscription:
+        """Answer requests, several at a time; what ``handler`` raises reaches the requester as the
+        same error.
 
-        Servers that name the same ``queue`` share the requests. A handler is cancelled at the requester's deadline.
+        A handler is cancelled at the requester's deadline.
+
+        Args:
+            subject: what to answer, without the installation's prefix.
+            request_type: what requests are decoded as.
+            handler: makes the reply.
+            queue: servers that name the same one share the requests; empty: each server gets all.
         """
         ...
 
     async def subscribe(
-        self, subject: str, message_type: type[Req], listener: Listener[Req], *, queue: str = "", binary: bool = False
+        self,
+        subject: str,
+        message_type: type[Req],
+        listener: Listener[Req],
+        *,
+        queue: str = "",
+        binary: bool = False,
     ) -> Subscription:
         """Listen to notifications, one after the other, in order.
 
         A listener that asks for ``Timed[X]`` hears when each was sent, too.
+
+        Args:
+            subject: what to hear, without the installation's prefix; ``*`` and ``>`` as of NATS.
+            message_type: what notifications are decoded as.
+            listener: is called with each of them.
+            queue: listeners that name the same one share the notifications; empty: each gets all.
+            binary: they are encoded as MessagePack.
         """
         ...
 
@@ -102,5 +146,9 @@ class Bus(Protocol):
 
 
 def subject_family(subject: str) -> str:
-    """The subject with its version and ids left out: there are few of them, so they name spans and edges."""
-    return ".".join("*" if any(c.isdigit() for c in token[1:]) else token for token in subject.split(".")[1:])
+    """The subject with its version and ids left out: there are few of them, so they name spans and
+    edges.
+    """
+    return ".".join(
+        "*" if any(c.isdigit() for c in token[1:]) else token for token in subject.split(".")[1:]
+    )

@@ -1,4 +1,7 @@
-"""Time, for services. Policies take ``now_s``; nothing else may ask the operating system (a lint rule says so)."""
+"""Time, for services.
+
+Policies take ``now_s``; nothing else may ask the operating system (a lint rule says so).
+"""
 
 import time
 from datetime import UTC, datetime, timedelta
@@ -11,7 +14,10 @@ class Clock(Protocol):
     """Where a service gets its time from."""
 
     def monotonic_s(self) -> float:
-        """Seconds on the host's CLOCK_MONOTONIC: one for all its processes, never set back. For durations and phases."""
+        """Seconds on the host's CLOCK_MONOTONIC: one for all its processes, never set back.
+
+        For durations and phases.
+        """
         ...
 
     def wall(self) -> datetime:

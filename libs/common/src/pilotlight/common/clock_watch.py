@@ -1,4 +1,7 @@
-"""Notices when the time of day jumps. Nothing here depends on it: durations, deadlines and leases go by clocks that do not jump with it."""
+"""Notices when the time of day jumps.
+
+Nothing here depends on it: durations, deadlines and leases go by clocks that do not jump with it.
+"""
 
 import structlog
 

@@ -1,7 +1,8 @@
 """The cluster's key: what nodes prove to each other, and what artifacts are signed with.
 
-It is the secret ``cluster-key``, made once for an installation, the same for every node. Nothing that is sent gives it away: from it a
-key for each purpose is derived, and of that only keyed digests of fresh nonces are shown.
+It is the secret ``cluster-key``, made once for an installation, the same for every node. Nothing
+that is sent gives it away: from it a key for each purpose is derived, and of that only keyed
+digests of fresh nonces are shown.
 """
 
 import hmac
@@ -21,13 +22,15 @@ class ClusterKey:
     """The key, for one purpose."""
 
     def __init__(self, secret: bytes, purpose: str) -> None:
-        self._key = blake3(secret, derive_key_context=f"pilotlight cluster key 2026: {purpose}").digest()
+        self._key = blake3(
+            secret, derive_key_context=f"pilotlight cluster key 2026: {purpose}"
+        ).digest()
 
     def __repr__(self) -> str:
         return "ClusterKey()"
 
     def proof(self, *fields: bytes) -> bytes:
-        """What only who knows the key can tell of these fields: 32 bytes."""
+        """The keyed hash of these fields, which proves the key: 32 bytes."""
         mac = blake3(key=self._key)
         for field in fields:
             # With their lengths, so that no two lists of fields are the same bytes.
@@ -50,5 +53,7 @@ def find_cluster_key(secrets_dir: Path | None, purpose: str) -> ClusterKey | Non
     if secret is None:
         return None
     if len(secret) < MIN_CHARS:
-        raise SettingsInvalid(f"the secret {SECRET} has {len(secret)} characters: it needs {MIN_CHARS}, the same on every node")
+        raise SettingsInvalid(
+            f"the secret {SECRET} has {len(secret)} characters: it needs {MIN_CHARS}, the same on every node"
+        )
     return ClusterKey(secret.encode(), purpose)

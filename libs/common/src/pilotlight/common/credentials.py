@@ -1,8 +1,8 @@
-"""The secrets of an installation: which there are, how they are made, who is given which.
+"""The secrets of an installation: which there are, how they are made, which service is given which.
 
-``python -m pilotlight.common.credentials FOLDER`` makes what is missing below ``FOLDER/all`` and gives each holder a folder beside it
-with its own secrets and nobody else's. It may be run again at any time: a secret that is there stays, one that was replaced in ``all``
-is replaced for its holders.
+``python -m pilotlight.common.credentials FOLDER`` makes what is missing below ``FOLDER/all`` and
+gives each holder a folder beside it with its own secrets and no others. It may be run again at any
+time: a secret that is there stays, one that was replaced in ``all`` is replaced for its holders.
 """
 
 import argparse
@@ -36,8 +36,13 @@ SECRETS_OF: dict[str, tuple[str, ...]] = {
 
 _S3 = ("s3-access-key", "s3-secret-key")
 _SOURCES = (*_S3, "s3-session-token", "hub-token")
-BROUGHT_TO: dict[str, tuple[str, ...]] = {"gateway": _SOURCES, "materializer": (*_S3, "s3-session-token"), "loader": _SOURCES}
-"""What each service is given besides, where an operator has put it among the secrets: it is for servers of others."""
+BROUGHT_TO: dict[str, tuple[str, ...]] = {
+    "gateway": _SOURCES,
+    "materializer": (*_S3, "s3-session-token"),
+    "loader": _SOURCES,
+}
+"""What each service is given besides, where an operator has put it among the secrets: it is for
+servers of others."""
 HOLDERS: dict[str, tuple[str, ...]] = {
     "gateway": (*SECRETS_OF["gateway"], "admin-key", "api-key", *_S3),
     "scheduler": SECRETS_OF["scheduler"],
@@ -48,7 +53,8 @@ HOLDERS: dict[str, tuple[str, ...]] = {
     "postgres": ("postgres-owner",),
     "grafana": ("grafana-admin",),
 }
-"""What each container is given; beside these, NATS and the S3 server get their configuration and migrations the owner's ``pgpass``."""
+"""What each container is given; beside these, NATS and the S3 server get their configuration and
+migrations the owner's ``pgpass``."""
 
 DATABASE_OWNER = "pilotlight"
 S3_ACCESS_KEY = "pilotlight"
@@ -61,7 +67,7 @@ _OWNER_READS = 0o400
 
 
 def hand_out(folder: Path, store_bytes: int = STORE_BYTES) -> None:
-    """Make what is missing and give everybody what is theirs; ``store_bytes`` is what NATS may store.
+    """Make what is missing and give every holder its own; ``store_bytes`` is what NATS may store.
 
     Raises:
         OSError: a file cannot be read or written.
@@ -72,21 +78,34 @@ def hand_out(folder: Path, store_bytes: int = STORE_BYTES) -> None:
     nats = {user: write_once(known / f"nats-{user}", _new("")) for user in NATS_USERS}
     for holder, names in HOLDERS.items():
         content = {name: write_once(known / name, _new(_PREFIXES.get(name, ""))) for name in names}
-        brought = (name for name in BROUGHT_TO.get("loader" if holder == "node" else holder, ()) if (known / name).is_file())
-        _fill(folder / holder, content | {name: (known / name).read_text().strip() for name in brought})
+        brought = (
+            name
+            for name in BROUGHT_TO.get("loader" if holder == "node" else holder, ())
+            if (known / name).is_file()
+        )
+        _fill(
+            folder / holder,
+            content | {name: (known / name).read_text().strip() for name in brought},
+        )
     owner = (known / "postgres-owner").read_text().strip()
     s3_access, s3_secret = ((known / name).read_text().strip() for name in _S3)
-    # libpq takes a password file only when nobody else can read it.
+    # libpq takes a password file only when no other user can read it.
     _place(folder / "migrations" / "pgpass", f"*:*:*:{DATABASE_OWNER}:{owner}", _OWNER_READS)
-    configured = server_config(nats, store_bytes=store_bytes, store_dir=NATS_STORE, monitor=NATS_MONITOR)
+    configured = server_config(
+        nats, store_bytes=store_bytes, store_dir=NATS_STORE, monitor=NATS_MONITOR
+    )
     _fill(folder / "nats", {"nats-server.conf": configured})
     _fill(folder / "s3", {"s3.json": _s3_identities(s3_access, s3_secret)})
 
 
 def write_once(path: Path, content: str) -> str:
-    """Make a file that its owner alone can read, with its content or not at all, also when two processes do it; what it then holds."""
+    """Make a file that its owner alone can read, with its content or not at all, also when two
+    processes do it; what it then holds.
+    """
     if not path.exists():
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-") as unfinished:
+        with tempfile.NamedTemporaryFile(
+            "w", dir=path.parent, prefix=f".{path.name}-"
+        ) as unfinished:
             unfinished.write(content + "\n")
             unfinished.flush()
             with contextlib.suppress(FileExistsError):
@@ -95,7 +114,9 @@ def write_once(path: Path, content: str) -> str:
 
 
 def _fill(folder: Path, content: Mapping[str, str]) -> None:
-    """Let a folder hold exactly this; its group reads it, for servers that run as a user of their own."""
+    """Let a folder hold exactly this; its group reads it, for servers that run as a user of their
+    own.
+    """
     folder.mkdir(exist_ok=True, mode=0o750)
     for found in folder.iterdir():
         if found.name not in content:
@@ -119,7 +140,7 @@ def _new(prefix: str) -> str:
 
 
 def _s3_identities(access_key: str, secret_key: str) -> str:
-    """SeaweedFS's list of who may do what."""
+    """SeaweedFS's list of identities and their rights."""
     identity = {
         "name": "pilotlight",
         "credentials": [{"accessKey": access_key, "secretKey": secret_key}],
@@ -130,14 +151,21 @@ def _s3_identities(access_key: str, secret_key: str) -> str:
 
 def main() -> int:
     """Hand out the secrets below a folder; the process's exit status."""
-    parser = argparse.ArgumentParser(prog="python -m pilotlight.common.credentials", description="Makes and hands out secrets.")
+    parser = argparse.ArgumentParser(
+        prog="python -m pilotlight.common.credentials", description="Makes and hands out secrets."
+    )
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
     configure_logging("credentials")
     try:
         hand_out(folder, StreamSettings().store_bytes)
     except (OSError, SettingsInvalid) as error:
-        log.error("cannot hand out secrets", action="credentials_failed", error=str(error), folder=str(folder))
+        log.error(
+            "cannot hand out secrets",
+            action="credentials_failed",
+            error=str(error),
+            folder=str(folder),
+        )
         return 1
     log.info("secrets are in place", action="credentials_ready", holders=len(HOLDERS))
     return 0

@@ -6,7 +6,8 @@
                    ^                                │ what is lost, late or unusable comes back: by as many good readings
                    └── the findings that stay ──────┘ what an Xid said stays, until the driver says that nothing is to be done
 
-A finding names the reading that it is from. No I/O and no clock: the worker reads (``worker.device_watch``), this judges.
+A finding names the reading that it is from. No I/O and no clock: the worker reads
+(``worker.device_watch``), this judges.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,12 +17,14 @@ from enum import StrEnum
 from pilotlight.policy.cluster import DeviceHealth, HealthState
 
 GOOD_READINGS = 3
-"""So many in a row end a failure that the readings themselves had shown."""
+"""This many in a row end a failure that the readings themselves had shown."""
 UNTOLD_READINGS = 6
-"""So many in a row in which the driver answered with an error fail a device: one may be a hiccup of the driver's."""
+"""This many in a row in which the driver answered with an error fail a device: one may be a hiccup
+of the driver's."""
 GIB = 1 << 30
 CROWDED_SHARE = 0.02
-"""Of the device's memory: as much of what was promised to models may be others' before that is said."""
+"""Of the device's memory: as much of what was promised to models may be others' before that is
+said."""
 
 
 class XidClass(StrEnum):
@@ -76,8 +79,9 @@ XIDS: Mapping[int, Xid] = {
     143: Xid(_DEVICE, "the device does not start"),
     154: Xid(_APP, "what the driver says is to be done has changed"),
 }
-"""The classes follow the column of immediate actions: what asks for a new program is the program's, what asks for a reset or more the
-device's. 154 is an announcement: what it announces is a reading of its own (``Recovery``)."""
+"""The classes follow the column of immediate actions: what asks for a new program is the program's,
+what asks for a reset or more the device's. 154 is an announcement: what it announces is a reading
+of its own (``Recovery``)."""
 UNKNOWN = Xid(_WEAR, "not one of those that are known here")
 _GRAVITY = {_DEVICE: 0, _WEAR: 1, _APP: 2}
 
@@ -93,10 +97,15 @@ class Recovery(StrEnum):
     DRAIN = "drain"
     """It goes on with less; a reset, when nothing runs, gives the rest back."""
     IMEX = "imex"
-    """The domain of machines that share their devices' memory is to be recovered, and the device with it."""
+    """The domain of machines that share their devices' memory is to be recovered, and the device
+    with it."""
 
 
-_ASKS = {Recovery.RESET: "a reset", Recovery.REBOOT: "a reboot", Recovery.IMEX: "a recovery of its IMEX domain"}
+_ASKS = {
+    Recovery.RESET: "a reset",
+    Recovery.REBOOT: "a reboot",
+    Recovery.IMEX: "a recovery of its IMEX domain",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +117,8 @@ class DeviceReading:
     lost: str = ""
     """The driver's words, if it has no such device any more, or none that works."""
     untold: str = ""
-    """The driver's words, if it answered with an error that says nothing of the device. Then only the Xids are known."""
+    """The driver's words, if it answered with an error that says nothing of the device. Then only
+    the Xids are known."""
     xids: tuple[int, ...] = ()
     """Since the reading before."""
     recovery: Recovery = Recovery.UNKNOWN
@@ -125,7 +135,7 @@ class DeviceReading:
 
     @property
     def others_bytes(self) -> int | None:
-        """Memory that somebody else uses, and the driver itself."""
+        """Memory that other processes use, and the driver itself."""
         if self.used_bytes is None or self.own_bytes is None:
             return None
         return max(0, self.used_bytes - self.own_bytes)
@@ -159,10 +169,12 @@ def judge(before: Judgement, reading: DeviceReading, promised_bytes: int = 0) ->
     5. The driver answered with errors in ``UNTOLD_READINGS`` in a row: failed, ``untold``.
     6. An Xid of the device came: failed, ``xid``.
     7. The driver answered with an error: as before; this is no good reading.
-    8. It had failed, and not enough good readings came since: failed still, as before. After an Xid of the device only those are good
-       that say that nothing is to be done; a driver that does not say so leaves it failed.
-    9. The driver wants it drained, a row is to be replaced, ECC errors were not corrected, an Xid of wear came, now or earlier, or
-       others use memory that was promised to models: degraded, by the first of these.
+    8. It had failed, and not enough good readings came since: failed still, as before. After an Xid
+       of the device only those are good that say that nothing is to be done; a driver that does not
+       say so leaves it failed.
+    9. The driver wants it drained, a row is to be replaced, ECC errors were not corrected, an Xid
+       of wear came, now or earlier, or others use memory that was promised to models: degraded, by
+       the first of these.
     10. Healthy.
 
     An Xid is remembered whatever else the reading says, and while the device has failed, too.
@@ -187,7 +199,9 @@ def judge(before: Judgement, reading: DeviceReading, promised_bytes: int = 0) ->
         return Judgement(health=health, xid=xid, untold_readings=untold_readings)
     if not before.usable:  # 8
         by_xid = before.xid is not None and xid_of(before.xid).kind is XidClass.DEVICE
-        good_readings = 0 if by_xid and reading.recovery is not Recovery.NONE else before.good_readings + 1
+        good_readings = (
+            0 if by_xid and reading.recovery is not Recovery.NONE else before.good_readings + 1
+        )
         if good_readings < GOOD_READINGS:
             return replace(before, good_readings=good_readings, xid=xid, untold_readings=0)
         xid = came if by_xid else xid

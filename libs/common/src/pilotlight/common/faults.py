@@ -1,12 +1,15 @@
-"""Injected delays, for tests: a setting names points in the code and how long each one takes longer."""
+"""Injected delays, for tests: a setting names points in the code and how long each one takes
+longer.
+"""
 
 from dataclasses import dataclass, field
 
 from pilotlight.common.waiting import pause
 
 POINTS = frozenset({"fetch", "load", "prefill", "step"})
-"""``fetch``: once for each fetch order. ``load``: once for each stage. ``prefill``: once for the first prefill of a stage. Each lies
-within the phase of its name. ``step``: before each step of an engine, so that a stream lasts as long as a test needs."""
+"""``fetch``: once for each fetch order. ``load``: once for each stage. ``prefill``: once for the
+first prefill of a stage. Each lies within the phase of its name. ``step``: before each step of an
+engine, so that a stream lasts as long as a test needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +29,14 @@ class Faults:
         for entry in filter(None, (part.strip() for part in text.split(","))):
             point, _, seconds = entry.partition("=")
             if point not in POINTS:
-                raise ValueError(f"no fault can be injected at {point!r}; points are {', '.join(sorted(POINTS))}")
+                raise ValueError(
+                    f"no fault can be injected at {point!r}; points are {', '.join(sorted(POINTS))}"
+                )
             delays_s[point] = float(seconds)
             if not 0 <= delays_s[point] < 3600:
-                raise ValueError(f"a delay of {seconds} s at {point}: give 0 or more, and less than 3600")
+                raise ValueError(
+                    f"a delay of {seconds} s at {point}: give 0 or more, and less than 3600"
+                )
         return cls(delays_s)
 
     def delay_s(self, point: str) -> float:

@@ -1,24 +1,30 @@
-"""``FaultyBus``: a real bus on which messages are lost, late, repeated and overtaken, as a seed says. For tests.
+"""``FaultyBus``: a real bus on which messages are lost, late, repeated and overtaken, as a seed
+says.
 
-It stands between a service and its ``NatsBus``; the messages still go through a real server. What may happen is what the real thing
-may do to a service, and no more:
+For tests.
+
+It stands between a service and its ``NatsBus``; the messages still go through a real server. What
+may happen is what the real thing may do to a service, and no more:
 
 ================  ============================================================================================================
 notification      *lost* for one subscriber (it reconnected, or its queue was full); *late*, with all that come after it (a link
-                  stalls); *overtaken* by those that come after it (its sender reconnected to another server of a cluster);
-                  *twice*, the second time late (its sender repeats itself, as every level-triggered sender does)
+                  stalls); *overtaken* by those that come after it (its sender reconnected to
+                  another server of a cluster); *twice*, the second time late (its sender repeats
+                  itself, as every level-triggered sender does)
 request           *lost*, or its *reply lost* after it was carried out: either way ``DeadlineExceeded`` at the deadline; *late* on
-                  the way there or back; carried out *twice* (whoever got no answer asks again)
+                  the way there or back; carried out *twice* (a client without an answer asks again)
 bucket, write     not confirmed, written or not: ``BusUnavailable``; confirmed late. Writes of a key keep their order
 bucket, watch     late, in order; *anew*: every last value again, as after a break. Nothing is lost, altered or overtaken
 event             not confirmed, stored or not: ``BusUnavailable``
 connection        ``breaking_off``: for a while nothing is heard or sent, ``connected`` is False, requests fail; notifications that
-                  are sent meanwhile leave when it is over; then everybody who asked is told of the reconnect, and watches start anew
+                  are sent meanwhile leave when it is over; then every listener is told of the
+                  reconnect, and watches start anew
 ================  ============================================================================================================
 
-Each edge (endpoint, kind, subject without ids) has a generator of its own, made from the seed and the edge's name, and takes two
-numbers from it for each message: what becomes of the n-th message of an edge depends on the seed and on n alone. Run again, a schedule
-is the same as far as asyncio and the server deliver in the same order.
+Each edge (endpoint, kind, subject without ids) has a generator of its own, made from the seed and
+the edge's name, and takes two numbers from it for each message: what becomes of the n-th message of
+an edge depends on the seed and on n alone. Run again, a schedule is the same as far as asyncio and
+the server deliver in the same order.
 """
 
 import asyncio
@@ -189,24 +195,35 @@ class FaultyBus:
         self._callbacks.append(callback)
         self._bus.on_reconnect(callback)
 
-    async def publish(self, subject: str, message: object, *, binary: bool = False, sent: Moment | None = None) -> None:
-        """Send; faults of notifications are dealt out where they are delivered, for each subscriber its own."""
+    async def publish(
+        self, subject: str, message: object, *, binary: bool = False, sent: Moment | None = None
+    ) -> None:
+        """As ``Bus.publish``.
+
+        Faults of notifications are dealt out where they are delivered, for each subscriber its own.
+        """
         if self._up.is_set():
             await self._bus.publish(subject, message, binary=binary, sent=sent)
         else:
             self._unsent.append(_Unsent(subject, message, binary, sent))
 
-    async def request(self, subject: str, message: object, reply_type: type[T], *, deadline_s: float) -> T:
+    async def request(
+        self, subject: str, message: object, reply_type: type[T], *, deadline_s: float
+    ) -> T:
         drawn = self.draw("request", subject)
         asking = self._ask(subject, message, reply_type, deadline_s, drawn)
         try:
             return await within(deadline_s, asking, f"an answer on {subject}")
         except DeadlineExceeded:
             if not self._up.is_set():
-                raise BusUnavailable(f"the connection is broken off: nobody was asked on {subject}") from None
+                raise BusUnavailable(
+                    f"the connection is broken off: nobody was asked on {subject}"
+                ) from None
             raise
 
-    async def serve(self, subject: str, request_type: type[Req], handler: Handler[Req], *, queue: str = "") -> Subscription:
+    async def serve(
+        self, subject: str, request_type: type[Req], handler: Handler[Req], *, queue: str = ""
+    ) -> Subscription:
         async def answer(request: Req) -> object:
             if not self._up.is_set():
                 raise BusUnavailable(f"{self._endpoint} is broken off")
@@ -215,14 +232,24 @@ class FaultyBus:
         return await self._bus.serve(subject, request_type, answer, queue=queue)
 
     async def subscribe(
-        self, subject: str, message_type: type[Req], listener: Listener[Req], *, queue: str = "", binary: bool = False
+        self,
+        subject: str,
+        message_type: type[Req],
+        listener: Listener[Req],
+        *,
+        queue: str = "",
+        binary: bool = False,
     ) -> Subscription:
         deliveries = _Deliveries(self, subject, listener)
-        deliveries.inner = await self._bus.subscribe(subject, message_type, deliveries.take, queue=queue, binary=binary)
+        deliveries.inner = await self._bus.subscribe(
+            subject, message_type, deliveries.take, queue=queue, binary=binary
+        )
         return deliveries
 
     async def publish_event(self, subject: str, event_id: str, message: object) -> None:
-        await self.confirmed("event", subject, lambda: self._bus.publish_event(subject, event_id, message))
+        await self.confirmed(
+            "event", subject, lambda: self._bus.publish_event(subject, event_id, message)
+        )
 
     async def bucket(self, name: str) -> Bucket:
         return _FaultyBucket(self, await self._bus.bucket(name), f"bucket.{name}")
@@ -231,7 +258,9 @@ class FaultyBus:
         await cancel_all(self._tasks)
         await self._bus.close()
 
-    async def confirmed(self, kind: str, subject: str, write: Callable[[], Awaitable[None]]) -> None:
+    async def confirmed(
+        self, kind: str, subject: str, write: Callable[[], Awaitable[None]]
+    ) -> None:
         """Write something that the server confirms.
 
         Raises:
@@ -247,13 +276,18 @@ class FaultyBus:
         if drawn.fault is Fault.LOST:
             raise BusUnavailable(f"the server did not confirm {subject}")
 
-    async def _ask(self, subject: str, message: object, reply_type: type[T], deadline_s: float, drawn: Drawn) -> T:
+    async def _ask(
+        self, subject: str, message: object, reply_type: type[T], deadline_s: float, drawn: Drawn
+    ) -> T:
         await self._up.wait()
         if not drawn.on_the_way_back:
             await self._travel(drawn, deadline_s)
         if drawn.fault is Fault.TWICE:
-            self._spawn("ask twice", self._ask_again(subject, message, reply_type, deadline_s, drawn.late_s))
-        # Its own deadline ends it, not a cancellation: like that, who serves is given the time that is left.
+            self._spawn(
+                "ask twice", self._ask_again(subject, message, reply_type, deadline_s, drawn.late_s)
+            )
+        # Its own deadline ends it, not a cancellation: so the service is given the time that is
+        # left.
         try:
             reply = await self._bus.request(subject, message, reply_type, deadline_s=deadline_s)
         except (BusUnavailable, DeadlineExceeded):
@@ -267,13 +301,15 @@ class FaultyBus:
         return reply
 
     async def _travel(self, drawn: Drawn, deadline_s: float) -> None:
-        """What is lost takes longer than anybody waits for it."""
+        """What is lost takes longer than any caller waits for it."""
         if drawn.fault is Fault.LOST:
             await pause(deadline_s)
         elif drawn.fault in (Fault.LATE, Fault.OVERTAKEN):
             await pause(drawn.late_s)
 
-    async def _ask_again(self, subject: str, message: object, reply_type: type[Any], deadline_s: float, late_s: float) -> None:
+    async def _ask_again(
+        self, subject: str, message: object, reply_type: type[Any], deadline_s: float, late_s: float
+    ) -> None:
         await pause(late_s)
         try:
             await self._bus.request(subject, message, reply_type, deadline_s=deadline_s)
@@ -290,7 +326,9 @@ class FaultyBus:
 
 
 class _Deliveries(Generic[Req]):
-    """The way of one subscription's notifications to its listener: one at a time, in order but for what is overtaken."""
+    """The way of one subscription's notifications to its listener: one at a time, in order but for
+    what is overtaken.
+    """
 
     def __init__(self, bus: FaultyBus, subject: str, listener: Listener[Req]) -> None:
         self.inner: Subscription | None = None
@@ -320,7 +358,9 @@ class _Deliveries(Generic[Req]):
         await cancel_all(self._tasks - {asyncio.current_task()})
 
     def _later(self, message: Req, late_s: float) -> None:
-        task = asyncio.create_task(self._deliver_late(message, late_s), name=f"late on {self._subject}")
+        task = asyncio.create_task(
+            self._deliver_late(message, late_s), name=f"late on {self._subject}"
+        )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -329,9 +369,16 @@ class _Deliveries(Generic[Req]):
         try:
             await self._hand(message)
         except PilotlightError as error:
-            log.debug("listener refused", action="faulty_bus_refused", subject=self._subject, error=error.message)
+            log.debug(
+                "listener refused",
+                action="faulty_bus_refused",
+                subject=self._subject,
+                error=error.message,
+            )
         except Exception:  # as on the real bus: a listener's bug ends nothing
-            log.exception("listener failed", action="faulty_bus_listener_failed", subject=self._subject)
+            log.exception(
+                "listener failed", action="faulty_bus_listener_failed", subject=self._subject
+            )
 
     async def _hand(self, message: Req) -> None:
         async with self._turn:
@@ -345,7 +392,9 @@ class _FaultyBucket:
         self._name = name
 
     async def put(self, key: str, value: object, *, sent: Moment | None = None) -> None:
-        await self._bus.confirmed("put", self._name, lambda: self._bucket.put(key, value, sent=sent))
+        await self._bus.confirmed(
+            "put", self._name, lambda: self._bucket.put(key, value, sent=sent)
+        )
 
     async def delete(self, key: str) -> None:
         await self._bus.confirmed("put", self._name, lambda: self._bucket.delete(key))
@@ -360,9 +409,13 @@ class _FaultyBucket:
         return found[0]
 
     async def replace(self, key: str, value: object, revision: int) -> None:
-        await self._bus.confirmed("put", self._name, lambda: self._bucket.replace(key, value, revision))
+        await self._bus.confirmed(
+            "put", self._name, lambda: self._bucket.replace(key, value, revision)
+        )
 
-    async def watch(self, value_type: type[T], on_change: Callable[[str, T | None], Awaitable[None]]) -> None:
+    async def watch(
+        self, value_type: type[T], on_change: Callable[[str, T | None], Awaitable[None]]
+    ) -> None:
         last: dict[str, T | None] = {}
         breaks = self._bus.breaks
 

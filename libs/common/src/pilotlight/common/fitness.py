@@ -1,7 +1,8 @@
-"""What a machine must have: one check for each thing, used at start-up and by ``pilotlight doctor``, which so say the same.
+"""What a machine must have: one check for each thing, used at start-up and by ``pilotlight
+doctor``, which so say the same.
 
-A check raises what is wrong, with what to do; else it returns a sentence about what there is. It changes nothing but the process's
-own limits, and leaves nothing behind.
+A check raises what is wrong, with what to do; else it returns a sentence about what there is. It
+changes nothing but the process's own limits, and leaves nothing behind.
 """
 
 import errno
@@ -11,7 +12,14 @@ import socket
 import tempfile
 from pathlib import Path
 
-from pilotlight.common.errors import DiskFull, FileLimitTooLow, FolderUnusable, MachineUnfit, PortTaken, SharedMemoryTooSmall
+from pilotlight.common.errors import (
+    DiskFull,
+    FileLimitTooLow,
+    FolderUnusable,
+    MachineUnfit,
+    PortTaken,
+    SharedMemoryTooSmall,
+)
 
 MIB = 1024 * 1024
 MIN_FILES = 1024
@@ -34,7 +42,9 @@ def check_files() -> str:
         resource.setrlimit(resource.RLIMIT_NOFILE, (reachable, hard))
         soft = reachable
     if soft != resource.RLIM_INFINITY and soft < MIN_FILES:
-        raise FileLimitTooLow(f"a process may open {soft} files here (RLIMIT_NOFILE), and at least {MIN_FILES} are needed")
+        raise FileLimitTooLow(
+            f"a process may open {soft} files here (RLIMIT_NOFILE), and at least {MIN_FILES} are needed"
+        )
     return f"{soft} open files a process"
 
 
@@ -55,7 +65,14 @@ def check_folder(folder: Path, what: str, setting: str) -> str:
 
 
 def folder_error(folder: Path, what: str, setting: str, error: OSError) -> MachineUnfit:
-    """What to tell of a folder in which a file could not be made."""
+    """What to tell of a folder in which a file could not be made.
+
+    Args:
+        folder: the folder.
+        what: what it is for, in words ("folder for sockets").
+        setting: the environment variable that names it.
+        error: what the system said.
+    """
     reason = error.strerror or str(error)
     if error.errno in FULL:
         return DiskFull(f"the {what} {folder} has no room left: {reason}")
@@ -71,7 +88,9 @@ def check_disk(folder: Path, needed_bytes: int, what_for: str) -> str:
     found = os.statvfs(_existing(folder))
     free_bytes = found.f_bavail * found.f_frsize
     if free_bytes < needed_bytes:
-        raise DiskFull(f"{folder} has {free_bytes // MIB:,} MiB free, and {-(-needed_bytes // MIB):,} MiB are needed: {what_for}")
+        raise DiskFull(
+            f"{folder} has {free_bytes // MIB:,} MiB free, and {-(-needed_bytes // MIB):,} MiB are needed: {what_for}"
+        )
     return f"{free_bytes // MIB:,} MiB free at {folder}"
 
 
@@ -84,7 +103,9 @@ def check_shared_memory(folder: Path, pool_bytes: int | None) -> str:
     try:
         found = os.statvfs(folder)
     except OSError as error:
-        raise SharedMemoryTooSmall(f"there is no {folder}: {error.strerror}; mount a tmpfs there") from error
+        raise SharedMemoryTooSmall(
+            f"there is no {folder}: {error.strerror}; mount a tmpfs there"
+        ) from error
     size_bytes, free_bytes = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
     if size_bytes == 0:  # a tmpfs without a limit says so
         return f"{folder} is as large as memory"

@@ -1,17 +1,21 @@
-"""Two nodes prove to each other that they know the cluster's key, before a link or a channel. Pure: a message in, a message out.
+"""Two nodes prove to each other that they know the cluster's key, before a link or a channel.
+
+Pure: a message in, a message out.
 
 ::
 
-    asker                                         giver
+    initiator                                     responder
     Hello(version, a, nonce_a)         ->
                                        <-         Welcome(version, g, nonce_g, proof "gives" of both ids and nonces)
     Proof("asks" of the same)          ->
                                        <-         Accepted
 
-Nonces are fresh, so no proof is of use a second time; a proof names who gave it, so neither side's can be sent back as the other's. Links
-and channels have keys of their own, so a proof for one is none for the other; what a channel is about is proved with the rest.
-What follows is authenticated by the connection alone and not encrypted: bytes are verified by their recorded digests whoever sends
-them, and parameters can be read by whoever can read the network's packets.
+Nonces are fresh, so no proof is of use a second time; a proof names its side, so neither side's can
+be sent back as the other's. Links and channels have keys of their own, so a proof for one is none
+for the other; what a channel is about is proved with the rest. What follows is authenticated by the
+connection alone and not encrypted: bytes are verified by their recorded digests, and parameters can
+be read by everyone who can read the network's packets. "gives" and "asks" are on the wire, so they
+stay as they are.
 """
 
 import secrets
@@ -28,7 +32,7 @@ LINK_PURPOSE, CHANNEL_PURPOSE = "link", "channel"
 
 
 def new_nonce() -> bytes:
-    """Bytes that nobody has seen before."""
+    """Random bytes, for one handshake."""
     return secrets.token_bytes(NONCE_BYTES)
 
 
@@ -41,12 +45,13 @@ class Identity:
 
 
 @dataclass(slots=True)
-class AskingSide:
-    """The node that makes the connection."""
+class Initiator:
+    """The side of the node that makes the connection."""
 
     me: Identity
     expected: NodeId
-    """Whom it means to reach: where an address was given to another node meanwhile, nothing is asked of that one."""
+    """The node that it means to reach. Where another node has its address by now, nothing is asked
+    of that one."""
     beat_s: float = 1.0
     """How often it wants to hear that what it asked for is on its way."""
     nonce: bytes = field(default_factory=new_nonce)
@@ -94,15 +99,15 @@ class AskingSide:
 
 
 @dataclass(slots=True)
-class GivingSide:
-    """The node that listens."""
+class Responder:
+    """The side of the node that listens."""
 
     me: Identity
     nonce: bytes = field(default_factory=new_nonce)
     peer: NodeId | None = None
-    """Who says it connects; proved once ``on_proof`` has returned."""
+    """The node that claims to connect; proved once ``on_proof`` has returned."""
     about: str = ""
-    """What it says the connection is for; proved then too."""
+    """What that node says the connection is for; proved then, too."""
     _fields: tuple[bytes, ...] = ()
 
     def on_hello(self, hello: Hello) -> Welcome:
@@ -129,8 +134,16 @@ class GivingSide:
         return Accepted()
 
 
-def _fields(asker: NodeId, asker_nonce: bytes, giver: NodeId, giver_nonce: bytes, about: str) -> tuple[bytes, ...]:
-    fields = LINK_VERSION.to_bytes(4, "big"), asker.encode(), asker_nonce, giver.encode(), giver_nonce
+def _fields(
+    initiator: NodeId, initiator_nonce: bytes, responder: NodeId, responder_nonce: bytes, about: str
+) -> tuple[bytes, ...]:
+    fields = (
+        LINK_VERSION.to_bytes(4, "big"),
+        initiator.encode(),
+        initiator_nonce,
+        responder.encode(),
+        responder_nonce,
+    )
     return (*fields, about.encode()) if about else fields
 
 

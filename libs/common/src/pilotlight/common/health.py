@@ -1,7 +1,8 @@
 """Liveness, readiness and metrics of a service, over HTTP on a Unix socket.
 
-``/healthz`` says that the event loop turns, ``/readyz`` that work can be done or why not; ``/metrics`` is for Prometheus. Try
-``curl --unix-socket run/scheduler-4711.sock http://local/readyz``.
+``/healthz`` says that the event loop turns, ``/readyz`` that work can be done or why not;
+``/metrics`` is for Prometheus. Try ``curl --unix-socket run/scheduler-4711.sock
+http://local/readyz``.
 """
 
 import asyncio
@@ -43,7 +44,9 @@ class Readiness(Protocol):
 class HealthServer:
     """A component that answers three questions, one connection each."""
 
-    def __init__(self, path: Path, metrics: CollectorRegistry, bus: Connection, application: Readiness) -> None:
+    def __init__(
+        self, path: Path, metrics: CollectorRegistry, bus: Connection, application: Readiness
+    ) -> None:
         self.path = path
         self._metrics = metrics
         self._bus = bus
@@ -53,7 +56,8 @@ class HealthServer:
         self._rng = random.Random()
 
     async def start(self) -> None:
-        """Listen, and remove the sockets that killed processes left beside ours. Where no socket can be made, as on a disk without an
+        """Listen, and remove the sockets that killed processes left beside ours. Where no socket
+        can be made, as on a disk without an
         inode, that is tried again: the service does not depend on it.
 
         Raises:
@@ -67,7 +71,12 @@ class HealthServer:
             self._server = await listen_unix(self.path, self._serve, limit_bytes=MAX_HEAD_BYTES)
             swept = sweep(self.path)
         except OSError as error:
-            log.error("nobody can ask how this process is", action="health_unheard", path=str(self.path), error=str(error))
+            log.error(
+                "nobody can ask how this process is",
+                action="health_unheard",
+                path=str(self.path),
+                error=str(error),
+            )
             return False
         if swept:
             log.info("sockets of killed processes removed", action="sockets_swept", sockets=swept)
@@ -103,7 +112,7 @@ class HealthServer:
                 writer.write(self._answer(head))
                 await writer.drain()
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # the client left, or does not speak HTTP: there is nobody to tell
+            pass  # the client left, or does not speak HTTP: no answer is possible
         finally:
             writer.close()
 
@@ -122,7 +131,9 @@ class HealthServer:
                 else _response("503 Service Unavailable", f"{reason}\n".encode())
             )
         if path == b"/metrics":
-            return _response("200 OK", generate_latest(self._metrics), "text/plain; version=0.0.4; charset=utf-8")
+            return _response(
+                "200 OK", generate_latest(self._metrics), "text/plain; version=0.0.4; charset=utf-8"
+            )
         return _response("404 Not Found", b"there are /healthz, /readyz and /metrics\n")
 
 

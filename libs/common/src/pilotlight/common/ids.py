@@ -1,8 +1,18 @@
-"""Ids: a prefix that says what it names, then 96 random bits, safe in a NATS subject and in a URL."""
+"""Ids: a prefix that says what it names, then 96 random bits, safe in a NATS subject and in a
+URL.
+"""
 
 import secrets
 
-from pilotlight.policy.ids import DecisionId, GatewayId, GrantId, InstanceId, NodeId, RequestId, WorkerId
+from pilotlight.policy.ids import (
+    DecisionId,
+    GatewayId,
+    GrantId,
+    InstanceId,
+    NodeId,
+    RequestId,
+    WorkerId,
+)
 
 
 def _random(prefix: str) -> str:

@@ -1,14 +1,20 @@
-"""What this machine, or the container that it is to us, has; and where processes that we start write to."""
+"""What this machine, or the container that it is to us, has; and where processes that we start
+write to.
+"""
 
 import os
 from pathlib import Path
 
 STANDARD_ERROR = Path("/dev/stderr")
-"""Stands for our own standard error: whoever writes there takes the descriptor, for a socket cannot be opened by this name."""
+"""Stands for our own standard error: a writer takes the descriptor, for a socket cannot be opened
+by this name."""
 STANDARD_ERROR_DESCRIPTOR = 2
 INHERITED = Path("-")
-"""As a folder for logs: none; whoever is started writes where the process that starts it does."""
-_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""As a folder for logs: none; a child writes where the process that starts it does."""
+_CGROUP_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
 
 
 def memory_bytes() -> int:
@@ -19,5 +25,7 @@ def memory_bytes() -> int:
 
 
 def log_file(folder: Path, name: str) -> Path:
-    """Where a process that we start writes its output: a file of that name, or our own standard error."""
+    """Where a process that we start writes its output: a file of that name, or our own standard
+    error.
+    """
     return STANDARD_ERROR if folder == INHERITED else folder / name

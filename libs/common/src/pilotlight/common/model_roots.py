@@ -1,4 +1,6 @@
-"""Which places models may come from: ``PILOTLIGHT_MODEL_ROOTS``, checked by the gateway at registration and by every loader again."""
+"""Which places models may come from: ``PILOTLIGHT_MODEL_ROOTS``, checked by the gateway at
+registration and by every loader again.
+"""
 
 import os
 from dataclasses import dataclass
@@ -7,7 +9,16 @@ from pathlib import Path
 from pydantic import Field, field_validator
 
 from pilotlight.common.errors import SourceMissing, UriNotAllowed
-from pilotlight.common.model_uris import FORMS, FolderUri, HubUri, ModelUri, S3Uri, parse_bucket, parse_repository, parse_uri
+from pilotlight.common.model_uris import (
+    FORMS,
+    FolderUri,
+    HubUri,
+    ModelUri,
+    S3Uri,
+    parse_bucket,
+    parse_repository,
+    parse_uri,
+)
 from pilotlight.common.settings import S3Settings, checked_endpoint
 
 
@@ -23,7 +34,8 @@ class ModelRootsSettings(S3Settings):
         "every organisation), each with all that is below it. Nothing else is ever read.",
     )
     hub_endpoint: str = Field(
-        "https://huggingface.co", description="URL of the hub that `hf://` models come from, or of a mirror of it."
+        "https://huggingface.co",
+        description="URL of the hub that `hf://` models come from, or of a mirror of it.",
     )
     hub_private_hosts: str = Field(
         "",
@@ -55,7 +67,8 @@ class ModelRoots:
     """With symbolic links resolved."""
     buckets: tuple[S3Uri, ...] = ()
     hub: tuple[tuple[str, ...], ...] = ()
-    """Leading names of repositories: none for the whole hub, an organisation, or organisation and name."""
+    """Leading names of repositories: none for the whole hub, an organisation, or organisation and
+    name."""
 
     @classmethod
     def parse(cls, text: str) -> "ModelRoots":
@@ -86,7 +99,9 @@ class ModelRoots:
         return cls(folders=tuple(folders), buckets=tuple(buckets), hub=tuple(hub))
 
     def check(self, uri: str) -> ModelUri:
-        """What a model's URI names, if it may be read. Of a folder, links and dots are resolved; nothing is sent anywhere.
+        """What a model's URI names, if it may be read.
+
+        Of a folder, links and dots are resolved; nothing is sent anywhere.
 
         Raises:
             UriNotAllowed: the URI is malformed, or lies below no root.
@@ -96,7 +111,10 @@ class ModelRoots:
         if isinstance(parsed, FolderUri):
             return self._check_folder(parsed.path)
         if isinstance(parsed, S3Uri):
-            allowed = any(parsed.bucket == root.bucket and _below(parsed.prefix, root.prefix) for root in self.buckets)
+            allowed = any(
+                parsed.bucket == root.bucket and _below(parsed.prefix, root.prefix)
+                for root in self.buckets
+            )
         else:
             allowed = any(_below((parsed.org, parsed.name), root) for root in self.hub)
         if not allowed:
@@ -112,30 +130,38 @@ class ModelRoots:
         return ", ".join((*map(str, self.folders), *map(str, self.buckets), *hub)) or "none"
 
     def _check_folder(self, path: Path) -> FolderUri:
-        # Path.resolve() raises for links that lead in a circle, and until Python 3.13 it is a RuntimeError.
+        # Path.resolve() raises for links that lead in a circle, and until Python 3.13 it is a
+        # RuntimeError.
         resolved = Path(os.path.realpath(path))
         if not self.hold(resolved):
             raise self._refusal(str(resolved))
         try:
             resolved.stat()
         except OSError as error:
-            raise SourceMissing(f"there is no folder {resolved}: {error.strerror}", param="uri") from error
+            raise SourceMissing(
+                f"there is no folder {resolved}: {error.strerror}", param="uri"
+            ) from error
         if not resolved.is_dir():
             raise SourceMissing(f"{resolved} is not a folder", param="uri")
         return FolderUri(resolved)
 
     def _refusal(self, place: str) -> UriNotAllowed:
-        return UriNotAllowed(f"{place} is not below an allowed root (PILOTLIGHT_MODEL_ROOTS: {self})", param="uri")
+        return UriNotAllowed(
+            f"{place} is not below an allowed root (PILOTLIGHT_MODEL_ROOTS: {self})", param="uri"
+        )
 
 
 def pinned(uri: ModelUri) -> None:
-    """Check what a loader is told to read: of a hub, only commits, since a branch may move between two reads.
+    """Check what a loader is told to read: of a hub, only commits, since a branch may move between
+    two reads.
 
     Raises:
         UriNotAllowed: it is a branch or a tag.
     """
     if isinstance(uri, HubUri) and not uri.pinned:
-        raise UriNotAllowed(f"{uri} names no commit: register the model again ({FORMS})", param="uri")
+        raise UriNotAllowed(
+            f"{uri} names no commit: register the model again ({FORMS})", param="uri"
+        )
 
 
 def _hub_root(rest: str) -> tuple[str, ...]:
@@ -146,5 +172,7 @@ def _hub_root(rest: str) -> tuple[str, ...]:
 
 
 def _below(names: tuple[str, ...], root: tuple[str, ...]) -> bool:
-    """Whether a root's segments are the first of these: whole ones, so that ``models`` does not hold ``models-of-others``."""
+    """Whether a root's segments are the first of these: whole ones, so that ``models`` does not
+    hold ``models-of-others``.
+    """
     return names[: len(root)] == root

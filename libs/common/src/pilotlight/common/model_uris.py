@@ -1,7 +1,9 @@
-"""What a model's URI says: ``file:///folder``, ``s3://bucket/prefix`` or ``hf://org/name[@revision]``.
+"""What a model's URI says: ``file:///folder``, ``s3://bucket/prefix`` or
+``hf://org/name[@revision]``.
 
-Strict, since a URI comes from outside and decides what is read: nothing is decoded, normalised or guessed that could make two readers
-understand two things. A URI names a place; servers, credentials and options are settings.
+Strict, since a URI comes from outside and decides what is read: nothing is decoded, normalised or
+guessed that could make two readers understand two things. A URI names a place; servers, credentials
+and options are settings.
 """
 
 import re
@@ -61,7 +63,9 @@ class HubUri:
         return self.revision is not None and _COMMIT.fullmatch(self.revision) is not None
 
     def __str__(self) -> str:
-        return f"hf://{self.repository}" + (f"@{self.revision}" if self.revision is not None else "")
+        return f"hf://{self.repository}" + (
+            f"@{self.revision}" if self.revision is not None else ""
+        )
 
 
 ModelUri = FolderUri | S3Uri | HubUri
@@ -80,14 +84,18 @@ def parse_uri(uri: str) -> ModelUri:
 
 
 def parse_bucket(text: str) -> tuple[str, tuple[str, ...]]:
-    """Bucket and prefix segments of what stands behind ``s3://``. One slash at the end is of no meaning.
+    """Bucket and prefix segments of what stands behind ``s3://``.
+
+    One slash at the end is of no meaning.
 
     Raises:
         ValueError: it is not ``bucket`` or ``bucket/prefix``.
     """
     bucket, slash, rest = text.partition("/")
     if _BUCKET.fullmatch(bucket) is None or ".." in bucket:
-        raise ValueError(f"{bucket!r} is not the name of a bucket: 3 to 63 lower-case letters, digits, dots and hyphens")
+        raise ValueError(
+            f"{bucket!r} is not the name of a bucket: 3 to 63 lower-case letters, digits, dots and hyphens"
+        )
     rest = rest.removesuffix("/")
     prefix = tuple(rest.split("/")) if slash and rest else ()
     for segment in prefix:
@@ -96,7 +104,9 @@ def parse_bucket(text: str) -> tuple[str, tuple[str, ...]]:
         if not segment:
             raise ValueError("a prefix has no empty segment (`//`)")
         if "%" in segment or _SEGMENT.fullmatch(segment) is None:
-            raise ValueError(f"{segment!r} holds characters that a prefix may not have; nothing is percent-encoded in one")
+            raise ValueError(
+                f"{segment!r} holds characters that a prefix may not have; nothing is percent-encoded in one"
+            )
     return bucket, prefix
 
 
@@ -119,7 +129,12 @@ def parse_repository(text: str) -> tuple[str, ...]:
     """
     names = tuple(text.split("/"))
     for name in names:
-        if _HUB_NAME.fullmatch(name) is None or ".." in name or "--" in name or name.endswith((".git", ".")):
+        if (
+            _HUB_NAME.fullmatch(name) is None
+            or ".." in name
+            or "--" in name
+            or name.endswith((".git", "."))
+        ):
             raise ValueError(f"{name!r} is not a name on the hub")
     return names
 
@@ -142,7 +157,9 @@ def _parse(uri: str) -> ModelUri:
         raise ValueError("it takes no `?` or `#`: endpoints and options are settings")
     if kind == "s3":
         if "@" in rest.partition("/")[0] or ":" in rest.partition("/")[0]:
-            raise ValueError("it holds a bucket and a prefix alone: endpoint and credentials are settings and secrets")
+            raise ValueError(
+                "it holds a bucket and a prefix alone: endpoint and credentials are settings and secrets"
+            )
         return S3Uri(*parse_bucket(rest))
     return _hub(rest)
 

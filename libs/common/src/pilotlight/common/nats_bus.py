@@ -26,7 +26,13 @@ from pilotlight.common.errors import (
     QueueFull,
     error_of,
 )
-from pilotlight.common.messages.codec import MAX_PAYLOAD_BYTES, decode_json, decode_msgpack, encode_json, encode_msgpack
+from pilotlight.common.messages.codec import (
+    MAX_PAYLOAD_BYTES,
+    decode_json,
+    decode_msgpack,
+    encode_json,
+    encode_msgpack,
+)
 from pilotlight.common.nats_client import KeptClient
 from pilotlight.common.nats_subscription import BusSubscription, hear
 from pilotlight.common.pulse import Pulse
@@ -49,7 +55,8 @@ MAX_QUEUED_NOTIFICATIONS = 65536
 """Notifications of one subscription that wait for its listener; more are lost."""
 MAX_QUEUED_BYTES = 64 * 1024 * 1024
 HEADERS_ROOM_BYTES = 4096
-"""What is left for headers: the server counts them too, and ends the connection of whoever sends more."""
+"""What is left for headers: the server counts them too, and ends the connection of a client that
+sends more."""
 CONNECT_DEADLINE_S = 10.0
 SUBSCRIBE_DEADLINE_S = 2.0
 DEFAULT_DEADLINE_S = 30.0
@@ -86,7 +93,11 @@ class NatsBus:
         """
         bus = cls(settings.prefix, user)
         connecting = asyncio.create_task(bus._connect(settings, user, name))
-        await asyncio.wait({connecting, bus._refused}, timeout=CONNECT_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            {connecting, bus._refused},
+            timeout=CONNECT_DEADLINE_S,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
         if connecting.done() and connecting.exception() is None:
             bus._up.set()
             bus._pulse.start()
@@ -95,10 +106,20 @@ class NatsBus:
         await bus._client.leave()
         server = _server_of(settings, user)
         if bus._refused.done():
-            whose = f"with the password of nats-{user}" if settings.password_of(user) else "without a password"
-            named = f"as {user} {whose}" if server.user in (user, None) else f"as {server.user}, whom PILOTLIGHT_NATS_URL names"
+            whose = (
+                f"with the password of nats-{user}"
+                if settings.password_of(user)
+                else "without a password"
+            )
+            named = (
+                f"as {user} {whose}"
+                if server.user in (user, None)
+                else f"as {server.user}, whom PILOTLIGHT_NATS_URL names"
+            )
             raise BusDenied(f"{server.url} refuses a connection {named}: {bus._refused.result()}")
-        raise BusUnavailable(f"cannot connect to {server.url} as {user}: {bus._client.last_error or 'no answer'}")
+        raise BusUnavailable(
+            f"cannot connect to {server.url} as {user}: {bus._client.last_error or 'no answer'}"
+        )
 
     async def _connect(self, settings: BusSettings, user: str, name: str) -> None:
         server = _server_of(settings, user)
@@ -127,7 +148,9 @@ class NatsBus:
 
     @property
     def task(self) -> asyncio.Task[None] | None:
-        """What runs as long as the bus is open, for the process to own: should it die, ``connected`` is False for ever."""
+        """What runs as long as the bus is open, for the process to own: should it die,
+        ``connected`` is False for ever.
+        """
         return self._pulse.task
 
     @property
@@ -145,15 +168,23 @@ class NatsBus:
     def on_reconnect(self, callback: Callable[[], Awaitable[None]]) -> None:
         self._reconnect_callbacks.append(callback)
 
-    async def publish(self, subject: str, message: object, *, binary: bool = False, sent: Moment | None = None) -> None:
+    async def publish(
+        self, subject: str, message: object, *, binary: bool = False, sent: Moment | None = None
+    ) -> None:
         data = self._fitting(encode_msgpack(message) if binary else encode_json(message))
         try:
-            await self._client.publish(self._prefix + subject, data, headers=stamped(inject({}), sent) or None)
+            await self._client.publish(
+                self._prefix + subject, data, headers=stamped(inject({}), sent) or None
+            )
         except nats.errors.Error as error:
             # A notification that cannot be sent is a lost notification: its reader reconciles.
-            log.warning("notification lost", action="bus_publish_failed", subject=subject, error=str(error))
+            log.warning(
+                "notification lost", action="bus_publish_failed", subject=subject, error=str(error)
+            )
 
-    async def request(self, subject: str, message: object, reply_type: type[T], *, deadline_s: float) -> T:
+    async def request(
+        self, subject: str, message: object, reply_type: type[T], *, deadline_s: float
+    ) -> T:
         data = self._fitting(encode_json(message))
         with client_span(f"request {subject_family(subject)}"):
             reply = await self._exchange(subject, data, deadline_s)
@@ -161,24 +192,38 @@ class NatsBus:
             code = headers.get(ERROR_HEADER)
             if code is not None:
                 retry = headers.get(RETRY_HEADER)
-                raise error_of(code, reply.data.decode(errors="replace"), float(retry) if retry else None)
+                raise error_of(
+                    code, reply.data.decode(errors="replace"), float(retry) if retry else None
+                )
             return decode_json(reply.data, reply_type)
 
-    async def serve(self, subject: str, request_type: type[Req], handler: Handler[Req], *, queue: str = "") -> Subscription:
+    async def serve(
+        self, subject: str, request_type: type[Req], handler: Handler[Req], *, queue: str = ""
+    ) -> Subscription:
         subscribed = BusSubscription(self._subscriptions)
 
         async def on_message(msg: Msg) -> None:
             if len(subscribed.tasks) >= MAX_CONCURRENT_REQUESTS:
-                await self._reply_error(msg, QueueFull(f"{subject} has {len(subscribed.tasks)} requests under way"))
+                await self._reply_error(
+                    msg, QueueFull(f"{subject} has {len(subscribed.tasks)} requests under way")
+                )
                 return
-            task = asyncio.create_task(self._answer(msg, subject, request_type, handler), name=f"serve {subject}")
+            task = asyncio.create_task(
+                self._answer(msg, subject, request_type, handler), name=f"serve {subject}"
+            )
             subscribed.tasks.add(task)
             task.add_done_callback(subscribed.tasks.discard)
 
         return await self._subscribe(subject, queue, on_message, subscribed)
 
     async def subscribe(
-        self, subject: str, message_type: type[Req], listener: Listener[Req], *, queue: str = "", binary: bool = False
+        self,
+        subject: str,
+        message_type: type[Req],
+        listener: Listener[Req],
+        *,
+        queue: str = "",
+        binary: bool = False,
     ) -> Subscription:
         subscribed = BusSubscription(self._subscriptions)
         decode = decode_msgpack if binary else decode_json
@@ -187,7 +232,12 @@ class NatsBus:
             try:
                 message = opened(msg.data, msg.headers, message_type, decode)
             except MessageUndecodable as error:
-                log.error("message dropped", action="bus_undecodable", subject=msg.subject, error=error.message)
+                log.error(
+                    "message dropped",
+                    action="bus_undecodable",
+                    subject=msg.subject,
+                    error=error.message,
+                )
                 return
             with subscribed.listening() as wanted, server_span("", msg.headers, record=False):
                 if wanted:
@@ -225,11 +275,16 @@ class NatsBus:
             log.warning("left the bus without draining", action="bus_close", error=repr(error))
         finally:
             await self._client.leave()
-            # Not before: an answer that nobody waits for ends the reading, and with it the draining.
+            # Not before: an answer without a waiting request ends the reading, and with it the
+            # draining.
             await self._pulse.stop()
 
     async def _subscribe(
-        self, subject: str, queue: str, on_message: Callable[[Msg], Awaitable[None]], subscribed: "BusSubscription"
+        self,
+        subject: str,
+        queue: str,
+        on_message: Callable[[Msg], Awaitable[None]],
+        subscribed: "BusSubscription",
     ) -> "BusSubscription":
         client: Any = self._client
         try:
@@ -240,10 +295,11 @@ class NatsBus:
                 pending_msgs_limit=MAX_QUEUED_NOTIFICATIONS,
                 pending_bytes_limit=MAX_QUEUED_BYTES,
             )
-            # A round trip, so that whoever hears that we serve finds us serving.
+            # A round trip, so that a client that hears that we serve finds us serving.
             await self._pulse.round_trip(SUBSCRIBE_DEADLINE_S)
         except (nats.errors.Error, TimeoutError, OSError) as error:
-            # It would be made all the same when the server is back, for somebody who was told that it is not.
+            # It would be made all the same when the server is back, for a caller that was told that
+            # it is not.
             await subscribed.end()
             raise BusUnavailable(f"cannot subscribe to {subject}: {error!r}") from error
         return subscribed
@@ -255,15 +311,20 @@ class NatsBus:
             # The word of the break comes a moment after it.
             self._up.clear()
         try:
-            # While there is no connection nothing is sent: a request that leaves after its deadline is worse than none.
+            # While there is no connection nothing is sent: a request that leaves after its deadline
+            # is worse than none.
             async with asyncio.timeout_at(until_s):
                 await self._up.wait()
         except TimeoutError as error:
-            raise BusUnavailable(f"NATS cannot be reached, so nobody was asked on {subject}") from error
+            raise BusUnavailable(
+                f"NATS cannot be reached, so nobody was asked on {subject}"
+            ) from error
         left_s = max(0.001, until_s - clock.time())
         headers = inject({DEADLINE_HEADER: str(max(1, int(left_s * 1000)))})
         try:
-            return await self._client.request(self._prefix + subject, data, timeout=left_s, headers=headers)
+            return await self._client.request(
+                self._prefix + subject, data, timeout=left_s, headers=headers
+            )
         except nats.errors.NoRespondersError as error:
             raise BusUnavailable(f"nobody answers on {subject}") from error
         except (nats.errors.TimeoutError, TimeoutError) as error:
@@ -271,7 +332,9 @@ class NatsBus:
         except (nats.errors.Error, OSError) as error:
             raise BusUnavailable(f"cannot send on {subject}: {error!r}") from error
 
-    async def _answer(self, msg: Msg, subject: str, request_type: type[Req], handler: Handler[Req]) -> None:
+    async def _answer(
+        self, msg: Msg, subject: str, request_type: type[Req], handler: Handler[Req]
+    ) -> None:
         deadline_s = _deadline_s(msg)
         deadline = asyncio.timeout(deadline_s)
         try:
@@ -287,11 +350,18 @@ class NatsBus:
             log.warning("reply lost", action="bus_reply_failed", subject=subject, error=str(error))
         except Exception as error:  # the requester must hear of a bug at once, not by its deadline
             if isinstance(error, TimeoutError) and deadline.expired():
-                # The requester has given up at the same moment: there is nobody to answer.
-                log.warning("request outlived its deadline", action="bus_deadline", subject=subject, deadline_s=deadline_s)
+                # The requester has given up at the same moment: no answer is awaited.
+                log.warning(
+                    "request outlived its deadline",
+                    action="bus_deadline",
+                    subject=subject,
+                    deadline_s=deadline_s,
+                )
                 return
             log.exception("handler failed", action="bus_handler_failed", subject=subject)
-            await self._reply_error(msg, InternalError(f"the handler of {subject} failed; see its log"))
+            await self._reply_error(
+                msg, InternalError(f"the handler of {subject} failed; see its log")
+            )
 
     def _fitting(self, data: bytes) -> bytes:
         limit = min(MAX_PAYLOAD_BYTES, self._client.max_payload) - HEADERS_ROOM_BYTES
@@ -306,21 +376,28 @@ class NatsBus:
         if error.retry_after_s is not None:
             headers[RETRY_HEADER] = f"{error.retry_after_s:g}"
         try:
-            await self._client.publish(msg.reply, error.message.encode()[:MAX_ERROR_BYTES], headers=headers)
+            await self._client.publish(
+                msg.reply, error.message.encode()[:MAX_ERROR_BYTES], headers=headers
+            )
         except nats.errors.Error as failure:
             log.warning("reply lost", action="bus_reply_failed", error=str(failure))
 
     async def _on_error(self, error: Exception) -> None:
-        reconnecting: Any = self._client._reconnection_task  # pyright: ignore[reportPrivateUsage]
+        reconnecting: Any = self._client._reconnection_task  # pyright: ignore[reportPrivateUsage] - nats-py has no public name for it
         if reconnecting is asyncio.current_task():
-            # A try to reconnect has failed: nats-py opens the next connection without closing this one.
+            # A try to reconnect has failed: nats-py opens the next connection without closing this
+            # one.
             self._client.abandon()
         self._writes.hear(error)
-        if isinstance(error, nats.errors.AuthorizationError) or "authorization violation" in str(error).lower():
+        if (
+            isinstance(error, nats.errors.AuthorizationError)
+            or "authorization violation" in str(error).lower()
+        ):
             if not self._refused.done():
                 self._refused.set_result(error)
         elif self._client.is_connected:
-            # While there is no connection each of many tries ends here, and the break itself has been logged.
+            # While there is no connection each of many tries ends here, and the break itself has
+            # been logged.
             log.warning("bus error", action="bus_error", error=repr(error))
 
     async def _on_disconnect(self) -> None:
@@ -353,7 +430,7 @@ def bucket_name(prefix: str, name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Server:
-    """Where to connect, and as whom. The URL holds no password: it stands in messages."""
+    """Where to connect, and as which user. The URL holds no password: it stands in messages."""
 
     url: str
     user: str | None
@@ -361,7 +438,9 @@ class _Server:
 
 
 def _server_of(settings: BusSettings, user: str) -> _Server:
-    """Credentials in the URL are an operator's own and go first: a server that was not set up by us does not know our users."""
+    """Credentials in the URL are an operator's own and go first: a server that was not set up by us
+    does not know our users.
+    """
     parts = urlsplit(settings.nats_url)
     if parts.username:
         bare = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()

@@ -1,9 +1,10 @@
 """A NATS client whose connection comes back whatever ended it.
 
-nats-py holds its connection with four tasks: one reads, one writes, one pings, one makes the next connection. Whatever it did not foresee
-ends such a task and nobody hears of it: the client is then cut off for good while the server is well. uvloop brings that about, for
-it answers a write to a closed connection with RuntimeError where asyncio says ConnectionResetError. So the tasks have an owner here,
-by overriding them: nats-py has no other place for that.
+nats-py holds its connection with four tasks: one reads, one writes, one pings, one makes the next
+connection. Whatever it did not foresee ends such a task without an error anywhere: the client is
+then cut off for good while the server is well. uvloop brings that about, for it answers a write to
+a closed connection with RuntimeError where asyncio says ConnectionResetError. So the tasks have an
+owner here, by overriding them: nats-py has no other place for that.
 """
 
 import asyncio
@@ -31,7 +32,9 @@ class _Lost(nats.errors.Error):
 
 
 class _Closed(nats.errors.Error, ConnectionResetError):
-    """A write to a connection that is closed already: of the kind that nats-py expects, and of the kind that its callers do."""
+    """A write to a connection that is closed already: of the kind that nats-py expects, and of the
+    kind that its callers do.
+    """
 
 
 class _Connection(TcpTransport):
@@ -54,7 +57,9 @@ class _Connection(TcpTransport):
             await super().drain()
 
     def abort(self) -> None:
-        """Close at once; what was not sent yet is not waited for, a silent server would never take it."""
+        """Close at once; what was not sent yet is not waited for, a silent server would never take
+        it.
+        """
         if self._io_writer is not None:
             self._io_writer.transport.abort()
 
@@ -70,14 +75,18 @@ class KeptClient(Client):
             self._transport.abort()
 
     async def leave(self) -> None:
-        """Close, whatever state the connection is in; what it holds for a server that is away is lost."""
+        """Close, whatever state the connection is in; what it holds for a server that is away is
+        lost.
+        """
         if not self.is_connected:
             self._pending, self._pending_data_size = [], 0
         try:
             async with asyncio.timeout(CLOSE_DEADLINE_S):
                 await self.close()
         except (nats.errors.Error, TimeoutError, OSError) as error:
-            log.warning("the connection was not closed in order", action="bus_close", error=repr(error))
+            log.warning(
+                "the connection was not closed in order", action="bus_close", error=repr(error)
+            )
         finally:
             self.abandon()
 
@@ -93,7 +102,9 @@ class KeptClient(Client):
             try:
                 await super()._attempt_reconnect()
                 return
-            except Exception:  # whatever it is, without another try this process is cut off for good
+            except (
+                Exception
+            ):  # whatever it is, without another try this process is cut off for good
                 log.exception("reconnecting failed; trying again", action="bus_reconnect_failed")
             if self.is_closed or self._reconnection_task is not asyncio.current_task():
                 return
@@ -111,7 +122,9 @@ class KeptClient(Client):
         await self._while_it_lasts(super()._ping_interval, "_ping_interval_task")
 
     async def _while_it_lasts(self, work: Callable[[], Awaitable[None]], own: str) -> None:
-        """Reconnect when a connection's task, held as ``own``, ends while the connection does not: it does its part no more."""
+        """Reconnect when a connection's task, held as ``own``, ends while the connection does not:
+        it does its part no more.
+        """
         try:
             await work()
         except Exception:  # what ended it does not matter: the next connection is a new one
@@ -123,7 +136,8 @@ class KeptClient(Client):
         if PERMISSIONS_ERR in err_msg:
             await super()._process_err(err_msg)
             return
-        # nats-py would close for good: whatever the server minds now (a slow reader, too many connections), it may not mind later.
+        # nats-py would close for good: whatever the server minds now (a slow reader, too many
+        # connections), it may not mind later.
         error = _Lost("nats: " + err_msg.strip("'"))
         await self._error_cb(error)
         await self._process_op_err(error)

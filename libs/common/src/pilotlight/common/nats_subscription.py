@@ -1,4 +1,6 @@
-"""One subscription of ``NatsBus``, and its orderly end: what is being handled comes to its end first."""
+"""One subscription of ``NatsBus``, and its orderly end: what is being handled comes to its end
+first.
+"""
 
 import asyncio
 from collections.abc import Generator
@@ -45,11 +47,13 @@ class BusSubscription:
             self._idle.set()
 
     async def end(self) -> None:
-        """Take no more; returns when what is being handled has ended, or is cut off after ``END_DEADLINE_S``."""
+        """Take no more; returns when what is being handled has ended, or is cut off after
+        ``END_DEADLINE_S``.
+        """
         self._ended = True
         self._registry.discard(self)
         if asyncio.current_task() in (self._listener, *self.tasks):
-            # Whoever ends it from within is not waited for: it would wait for itself.
+            # A task of its own that ends it is not waited for: it would wait for itself.
             task = asyncio.create_task(self._unsubscribe(), name="end of a subscription")
             self.tasks.add(task)
             task.add_done_callback(self.tasks.discard)
@@ -64,11 +68,14 @@ class BusSubscription:
         if subscription is None:
             return
         try:
-            # nats-py cancels a listener in the middle of its work when it is unsubscribed, so it is let come to its end first.
+            # nats-py cancels a listener in the middle of its work when it is unsubscribed, so it is
+            # let come to its end first.
             async with asyncio.timeout(END_DEADLINE_S):
                 await self._idle.wait()
         except TimeoutError:
-            log.warning("a listener is cut off", action="bus_listener_cut_off", subject=subscription.subject)
+            log.warning(
+                "a listener is cut off", action="bus_listener_cut_off", subject=subscription.subject
+            )
         try:
             await subscription.unsubscribe()
         except nats.errors.Error:
@@ -80,6 +87,8 @@ async def hear(listener: Listener[Req], message: Req, subject: str) -> None:
     try:
         await listener(message)
     except PilotlightError as error:
-        log.warning("listener refused", action="bus_listener_refused", subject=subject, error=error.message)
+        log.warning(
+            "listener refused", action="bus_listener_refused", subject=subject, error=error.message
+        )
     except Exception:  # a listener's bug must not end the subscription
         log.exception("listener failed", action="bus_listener_failed", subject=subject)

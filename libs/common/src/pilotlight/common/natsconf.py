@@ -1,7 +1,9 @@
-"""Who may say and hear what on NATS: one user for each service, and the streams that they share.
+"""Rights to publish and subscribe on NATS: one user for each service, and the streams that they
+share.
 
-``python -m pilotlight.common.natsconf config`` prints a server configuration from the secrets ``nats-<user>``;
-``python -m pilotlight.common.natsconf streams`` makes the streams and buckets, as the user ``admin``.
+``python -m pilotlight.common.natsconf config`` prints a server configuration from the secrets
+``nats-<user>``; ``python -m pilotlight.common.natsconf streams`` makes the streams and buckets, as
+the user ``admin``.
 """
 
 import argparse
@@ -20,9 +22,30 @@ from nats.aio.client import Client
 from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
 from pydantic import Field
 
-from pilotlight.common.buckets import COPIES, GATEWAYS, HEALTH, INSTANCES, LEADER, NODES, WORKERS, jetstream
+from pilotlight.common.buckets import (
+    COPIES,
+    GATEWAYS,
+    HEALTH,
+    INSTANCES,
+    LEADER,
+    NODES,
+    WORKERS,
+    jetstream,
+)
 from pilotlight.common.errors import BusFull, BusUnavailable, PilotlightError
-from pilotlight.common.messages import arrivals, artifacts, demand, events, hold, phases, reports, room, spans, tokens, verify
+from pilotlight.common.messages import (
+    arrivals,
+    artifacts,
+    demand,
+    events,
+    hold,
+    phases,
+    reports,
+    room,
+    spans,
+    tokens,
+    verify,
+)
 from pilotlight.common.messages.codec import MAX_PAYLOAD_BYTES
 from pilotlight.common.nats_bus import NatsBus, bucket_name
 from pilotlight.common.settings import BusSettings
@@ -38,24 +61,42 @@ ADMIN = "admin"
 EVENTS_KEPT_DAYS = 7.0
 EVENTS_BYTES = 1 << 30
 BUCKETS_BYTES = 256 << 20
-"""Far beyond what the last values of everybody take."""
+"""Far beyond what the last values of all keys take."""
 STORE_BYTES = 64 << 30
-"""A limit, nothing is reserved. The server refuses to change a stream while all may take more than this, also to make one smaller."""
+"""A limit, nothing is reserved. The server refuses to change a stream while all may take more than
+this, also to make one smaller."""
 MEMORY_BYTES = 64 << 20
 """For streams in memory: there are none, only what the server keeps of each watch."""
 DUPLICATES_SEEN_FOR_S = 600
 """An event that is published again within this time is stored once."""
 _NO_STORAGE = 10047
 """What the server says when streams may together take more than it has."""
-_OF_EVENTS = ("subjects", "retention", "storage", "discard", "max_age", "max_bytes", "duplicate_window")
+_OF_EVENTS = (
+    "subjects",
+    "retention",
+    "storage",
+    "discard",
+    "max_age",
+    "max_bytes",
+    "duplicate_window",
+)
 BUCKETS = (GATEWAYS, INSTANCES, COPIES, NODES, WORKERS, LEADER, HEALTH)
 
 
 class StreamSettings(BusSettings):
-    """How long the stream of events keeps them: whichever comes first. Set where streams are made, and by `pilotlight up`."""
+    """How long the stream of events keeps them: whichever comes first.
 
-    events_keep_days: float = Field(default=EVENTS_KEPT_DAYS, gt=0, description="Days for which events are kept.")
-    events_bytes: int = Field(default=EVENTS_BYTES, ge=1 << 20, description="Bytes of events that are kept at most, the newest.")
+    Set where streams are made, and by `pilotlight up`.
+    """
+
+    events_keep_days: float = Field(
+        default=EVENTS_KEPT_DAYS, gt=0, description="Days for which events are kept."
+    )
+    events_bytes: int = Field(
+        default=EVENTS_BYTES,
+        ge=1 << 20,
+        description="Bytes of events that are kept at most, the newest.",
+    )
     nats_store_bytes: int = Field(
         default=STORE_BYTES,
         ge=1 << 20,
@@ -77,7 +118,10 @@ _REPORTS = (reports.WORKER_REPORTS, reports.LOADER_REPORTS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rights:
-    """What one user may do. Everybody may also publish their own events and spans, and answer requests."""
+    """What one user may do.
+
+    Every user may also publish its own events and spans, and answer requests.
+    """
 
     publish: tuple[str, ...] = ()
     subscribe: tuple[str, ...] = ()
@@ -102,7 +146,12 @@ RIGHTS: dict[str, Rights] = {
             tokens.ack_subject(_ANY_WORKER),
             tokens.resend_subject(_ANY_WORKER),
         ),
-        subscribe=(tokens.tokens_subject(_ANY_GATEWAY), spans.SPANS_SUBJECT, events.GATEWAY_EVENTS, *_REPORTS),
+        subscribe=(
+            tokens.tokens_subject(_ANY_GATEWAY),
+            spans.SPANS_SUBJECT,
+            events.GATEWAY_EVENTS,
+            *_REPORTS,
+        ),
         write=(GATEWAYS,),
         read=(INSTANCES, GATEWAYS),
     ),
@@ -128,7 +177,12 @@ RIGHTS: dict[str, Rights] = {
     ),
     "cache": Rights(
         publish=(room.give_up_subject(_ANY_WORKER), room.drop_subject(_ANY_NODE)),
-        subscribe=(room.RESERVE_SUBJECT, room.RELEASE_SUBJECT, arrivals.ARRIVAL_SUBJECTS, *_REPORTS),
+        subscribe=(
+            room.RESERVE_SUBJECT,
+            room.RELEASE_SUBJECT,
+            arrivals.ARRIVAL_SUBJECTS,
+            *_REPORTS,
+        ),
         write=(COPIES,),
         read=(COPIES,),
     ),
@@ -161,7 +215,9 @@ RIGHTS: dict[str, Rights] = {
         ),
         write=(WORKERS,),
     ),
-    "materializer": Rights(subscribe=(artifacts.FIND_ARTIFACTS_SUBJECT, artifacts.PUBLISH_ARTIFACT_SUBJECT)),
+    "materializer": Rights(
+        subscribe=(artifacts.FIND_ARTIFACTS_SUBJECT, artifacts.PUBLISH_ARTIFACT_SUBJECT)
+    ),
 }
 """By user. What is not listed is refused by the server."""
 
@@ -194,10 +250,17 @@ def server_config(
     store_dir: Path | None = None,
     monitor: str = "",
 ) -> str:
-    """The configuration of a nats-server: limits, JetStream, and one user for each password; without passwords, no authentication.
+    """The configuration of a nats-server: limits, JetStream, and one user for each password;
+    without passwords, no authentication.
 
-    The limits are fixed: without them the server takes what is free when it starts, and on a full disk that is nothing, for good.
-    Address and port are given on the command line. ``monitor`` is the address of its health and metrics; without it, there are none.
+    The limits are fixed: without them the server takes what is free when it starts, and on a full
+    disk that is nothing, for good. Address and port are given on the command line.
+
+    Args:
+        passwords: by user; empty: no authentication.
+        store_bytes: what JetStream may store on disk at most.
+        store_dir: where; None: the command line says so.
+        monitor: address of its health and metrics; empty: there are none.
     """
     stored: dict[str, Any] = {"max_file_store": store_bytes, "max_memory_store": MEMORY_BYTES}
     if store_dir is not None:
@@ -224,7 +287,7 @@ def _user(user: str, password: str) -> dict[str, Any]:
     permissions = {
         "publish": {"allow": list(allowed_publish(user))},
         "subscribe": {"allow": list(allowed_subscribe(user))},
-        # A service answers whoever asked it, once.
+        # A service answers each request once.
         "allow_responses": {"max": 1, "expires": "2m"},
     }
     return {"user": user, "password": password, "permissions": permissions}
@@ -234,19 +297,30 @@ async def ensure_streams(settings: StreamSettings) -> None:
     """Make the stream of events and the buckets, or make them equal to this release's.
 
     Raises:
-        BusUnavailable: the server cannot be reached, refuses the user ``admin``, or has no room for the stream.
+        BusUnavailable: the server cannot be reached, refuses the user ``admin``, or has no room for
+            the stream.
     """
     bus = await NatsBus.connect(settings, user=ADMIN, name="streams")
     try:
-        await ensure_events(bus.client, settings.prefix, settings.events_bytes, settings.events_keep_days)
+        await ensure_events(
+            bus.client, settings.prefix, settings.events_bytes, settings.events_keep_days
+        )
         for name in BUCKETS:
             await bus.bucket(name)
     finally:
         await bus.close()
 
 
-async def ensure_events(client: Client, prefix: str, size_bytes: int, keep_days: float = EVENTS_KEPT_DAYS) -> None:
+async def ensure_events(
+    client: Client, prefix: str, size_bytes: int, keep_days: float = EVENTS_KEPT_DAYS
+) -> None:
     """Make the stream of events, or make it equal to this release's.
+
+    Args:
+        client: a connection with the right to manage streams.
+        prefix: the installation's, before every subject.
+        size_bytes: beyond it the oldest events go.
+        keep_days: after which an event goes.
 
     Raises:
         BusUnavailable: the server did not confirm.
@@ -289,7 +363,9 @@ def events_stream(prefix: str) -> str:
 
 def main() -> int:
     """Print a server's configuration, or make the streams; the process's exit status."""
-    parser = argparse.ArgumentParser(prog="python -m pilotlight.common.natsconf", description="NATS users and streams.")
+    parser = argparse.ArgumentParser(
+        prog="python -m pilotlight.common.natsconf", description="NATS users and streams."
+    )
     parser.add_argument("what", choices=["config", "streams"])
     what = parser.parse_args().what
     configure_logging("natsconf")

@@ -1,7 +1,8 @@
-"""Which whole states are news: where each message replaces the last one, an old one that comes late must replace nothing.
+"""Which whole states are news: where each message replaces the last one, an old one that comes late
+must replace nothing.
 
-NATS keeps the order of one connection; a sender that reconnects to another server of a cluster can overtake itself. So senders of whole
-states count them.
+NATS keeps the order of one connection; a sender that reconnects to another server of a cluster can
+overtake itself. So senders of whole states count them.
 """
 
 from collections import OrderedDict
@@ -38,10 +39,11 @@ class Newest:
         """Take note of a message; False when it was overtaken by a later one, or is a repetition.
 
         Args:
-            sender: Who it is from, whichever of its lives.
-            life: Its incarnation, or whatever else it counts anew in. A past life that goes on counting has not ended: it was a late
-                message of an earlier one that made it past.
-            seq: Its number in that life, from 1. 0 is that of a release that does not count: always news.
+            sender: The service that it is from, in whichever of its lives.
+            life: Its incarnation, or whatever else it counts anew in. A past life that goes on
+                counting has not ended: it was a late message of an earlier one that made it past.
+            seq: Its number in that life, from 1. 0 is that of a release that does not count: always
+                news.
         """
         heard = self._heard.get(sender)
         if heard is None:

@@ -1,6 +1,9 @@
-"""NVIDIA's management library: which GPUs there are, and how one is. It opens no context on a device.
+"""NVIDIA's management library: which GPUs there are, and how one is.
 
-Any call may hang where a device does: make them where nobody has to wait for them (``apart``).
+It opens no context on a device.
+
+Any call may hang where a device does: make them in a thread that nothing has to wait for
+(``driver_thread``).
 """
 
 import importlib
@@ -28,7 +31,8 @@ RECOVERIES: Mapping[int, Recovery] = {
     6: Recovery.RESET,
     7: Recovery.REBOOT,
 }
-"""``NVML_GPU_RECOVERY_ACTION_*``, by number: which of the names there are depends on the release of nvidia-ml-py."""
+"""``NVML_GPU_RECOVERY_ACTION_*``, by number: which of the names there are depends on the release of
+nvidia-ml-py."""
 
 
 class NvmlUnavailable(Exception):
@@ -61,12 +65,15 @@ class DeviceReader(Protocol):
         """Finds the device. One that cannot be asked is ``lost``; each reading looks for it again.
 
         Raises:
-            NvmlUnavailable: there is nobody to ask.
+            NvmlUnavailable: there is no driver to ask.
         """
         ...
 
     def read(self, own_pids: Collection[int]) -> DeviceReading:
-        """Reads everything, and what happened since the last time. ``own_pids``: whose memory is the worker's own."""
+        """Reads everything, and what happened since the last time.
+
+        ``own_pids``: whose memory is the worker's own.
+        """
         ...
 
     def close(self) -> None:
@@ -75,7 +82,8 @@ class DeviceReader(Protocol):
 
 
 def list_gpus() -> tuple[Gpu, ...]:
-    """Every GPU that the driver shows this process, the lost ones too; not those that it may not ask.
+    """Every GPU that the driver shows this process, the lost ones too; not those that it may not
+    ask.
 
     Raises:
         NvmlUnavailable: there is no library or no driver.
@@ -85,7 +93,9 @@ def list_gpus() -> tuple[Gpu, ...]:
     try:
         _begin(nvml)
         try:
-            return tuple(filter(None, (_gpu_at(nvml, index) for index in range(nvml.nvmlDeviceGetCount()))))
+            return tuple(
+                filter(None, (_gpu_at(nvml, index) for index in range(nvml.nvmlDeviceGetCount())))
+            )
         finally:
             nvml.nvmlShutdown()
     except nvml.NVMLError as error:
@@ -106,7 +116,10 @@ def device_states() -> tuple[DeviceState, ...]:
     Raises:
         NvmlUnavailable, NvmlFailed: as ``list_gpus``.
     """
-    return tuple(DeviceState(gpu=gpu, health=judge(Judgement(), _read_once(gpu)).health) for gpu in list_gpus())
+    return tuple(
+        DeviceState(gpu=gpu, health=judge(Judgement(), _read_once(gpu)).health)
+        for gpu in list_gpus()
+    )
 
 
 def _read_once(gpu: Gpu) -> DeviceReading:
@@ -137,7 +150,11 @@ class NvmlReader:
             return self._find()
         except nvml.NVMLError as error:
             by_index = self._device.isdecimal()
-            return Gpu(index=int(self._device) if by_index else -1, uuid="" if by_index else self._device, lost=str(error))
+            return Gpu(
+                index=int(self._device) if by_index else -1,
+                uuid="" if by_index else self._device,
+                lost=str(error),
+            )
 
     def read(self, own_pids: Collection[int]) -> DeviceReading:
         nvml, xids = self._nvml, list[int]()
@@ -147,7 +164,8 @@ class NvmlReader:
             self._take_xids(xids)
             return self._reading(tuple(xids), own_pids)
         except nvml.NVMLError as error:
-            # What its Xids said before the error is told with it: after a fall from the bus nobody tells it again.
+            # What its Xids said before the error is told with it: after a fall from the bus it is
+            # not told again.
             if self._handle is not None and error.value not in _losses(nvml):
                 return DeviceReading(untold=str(error), xids=tuple(xids))
             # Found anew with the next reading: a device that was reset has another handle.
@@ -167,7 +185,9 @@ class NvmlReader:
         self._find()
 
     def _find(self) -> Gpu:
-        """Finds it by its index the first time, from then on by its UUID: another device may get the index."""
+        """Finds it by its index the first time, from then on by its UUID: another device may get
+        the index.
+        """
         nvml = self._nvml
         by_index = self._device.isdecimal()
         find = nvml.nvmlDeviceGetHandleByIndex if by_index else nvml.nvmlDeviceGetHandleByUUID
@@ -209,7 +229,9 @@ class NvmlReader:
             xids=xids,
             recovery=self._recovery(),
             uncorrected_errors=self._told(
-                nvml.nvmlDeviceGetTotalEccErrors, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+                nvml.nvmlDeviceGetTotalEccErrors,
+                nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+                nvml.NVML_VOLATILE_ECC,
             ),
             remap_pending=bool(pending),
             remap_failed=bool(failed),
@@ -231,7 +253,9 @@ class NvmlReader:
         return RECOVERIES.get(int(value.value.uiVal), Recovery.RESET)
 
     def _own_bytes(self, own_pids: Collection[int]) -> int | None:
-        """None where the driver shows no process of ours: in a container it may know them by other numbers."""
+        """None where the driver shows no process of ours: in a container it may know them by other
+        numbers.
+        """
         processes = self._told(self._nvml.nvmlDeviceGetComputeRunningProcesses) or ()
         own = [one.usedGpuMemory for one in processes if one.pid in own_pids]
         return sum(own) if own and None not in own else None
@@ -257,14 +281,21 @@ def _begin(nvml: Any) -> None:
 
 
 def _gpu_at(nvml: Any, index: int) -> Gpu | None:
-    """The GPU of an index; where it cannot be asked, what is known of it all the same. None for one that is somebody else's."""
+    """The GPU of an index; where it cannot be asked, what is known of it all the same.
+
+    None for one that is not this container's.
+    """
     uuid = ""
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         uuid = str(nvml.nvmlDeviceGetUUID(handle))
         return _gpu(nvml, handle)
     except nvml.NVMLError as error:
-        return None if error.value == nvml.NVML_ERROR_NO_PERMISSION else Gpu(index=index, uuid=uuid, lost=str(error))
+        return (
+            None
+            if error.value == nvml.NVML_ERROR_NO_PERMISSION
+            else Gpu(index=index, uuid=uuid, lost=str(error))
+        )
 
 
 def _gpu(nvml: Any, handle: Any) -> Gpu:

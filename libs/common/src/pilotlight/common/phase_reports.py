@@ -26,7 +26,14 @@ KEEP_FOR_S = 60.0
 
 
 def reported_phases(bus: Bus, clock: Clock, background: Background, process: str) -> PhaseRecorder:
-    """A recorder whose phases are sent to the leader in the background."""
+    """A recorder whose phases are sent to the leader in the background.
+
+    Args:
+        bus: to the leading scheduler.
+        clock: what phases are measured by.
+        background: owns the task that sends.
+        process: the kind of process that measures, as it stands in the record.
+    """
     recorder = PhaseRecorder(clock, process)
     background.spawn("phase reports", _Sender(bus, clock, recorder).run())
     return recorder
@@ -65,9 +72,13 @@ class _Sender:
             if not taken.phases and taken.first_token is None:
                 continue  # It was dropped meanwhile: too many wait.
             phases = tuple(dict.fromkeys(taken.phases))
-            report = PhaseReport(instance_id=instance_id, phases=phases, first_token=taken.first_token)
+            report = PhaseReport(
+                instance_id=instance_id, phases=phases, first_token=taken.first_token
+            )
             try:
-                await self._bus.request(PHASES_SUBJECT, report, PhasesKept, deadline_s=REQUEST_DEADLINE_S)
+                await self._bus.request(
+                    PHASES_SUBJECT, report, PhasesKept, deadline_s=REQUEST_DEADLINE_S
+                )
             except PilotlightError as error:
                 if not error.retryable or self._clock.monotonic_s() - taken.since_s > KEEP_FOR_S:
                     log.warning(

@@ -40,7 +40,9 @@ class PhaseRecorder:
     """The phases that one process measures, by instance, until they are taken."""
 
     def __init__(self, clock: Clock, process: str, detail: str = "") -> None:
-        """``process`` and ``detail`` are those of its phases; ``record`` may override the detail."""
+        """``process`` and ``detail`` are those of its phases; ``record`` may override the
+        detail.
+        """
         self._clock = clock
         self._process = process
         self._detail = detail
@@ -68,8 +70,8 @@ class PhaseRecorder:
             instance_id: whose cold start it belongs to.
             name: of the phase.
             start_s: when it began, on the host's monotonic clock.
-            end_s: when it ended, on the same clock; None: now. If it is before ``start_s``, the phase
-                takes no time.
+            end_s: when it ended, on the same clock; None: now. If it is before ``start_s``, the
+                phase takes no time.
             detail: what is told beside its name; None: the recorder's own.
         """
         phase = Phase(
@@ -96,7 +98,8 @@ class PhaseRecorder:
         self._tell()
 
     def start_s(self, instance_id: InstanceId, begun_s: float) -> float:
-        """When an interval that began at ``begun_s`` starts, in a process that does one thing at a time.
+        """When an interval that began at ``begun_s`` starts, in a process that does one thing at a
+        time.
 
         Not before the end of the last one, and with that end if they touch.
         """
@@ -138,7 +141,9 @@ class PhaseRecorder:
             if len(self._pending) >= MAX_PENDING:
                 dropped = next(iter(self._pending))
                 self.drop(dropped)
-                log.warning("phases dropped: too many wait", action="phases_dropped", instance_id=dropped)
+                log.warning(
+                    "phases dropped: too many wait", action="phases_dropped", instance_id=dropped
+                )
             pending = self._pending[instance_id] = Recorded(since_s=self._clock.monotonic_s())
         return pending
 

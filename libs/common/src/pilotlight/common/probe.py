@@ -1,6 +1,8 @@
-"""Whether services on this machine can work: ``python -m pilotlight.common.probe scheduler``, a container's health check.
+"""Whether services on this machine can work: ``python -m pilotlight.common.probe scheduler``, a
+container's health check.
 
-Asks ``/readyz`` on the Unix sockets of the run folder. It is started every few seconds, so it imports the standard library alone.
+Asks ``/readyz`` on the Unix sockets of the run folder. It is started every few seconds, so it
+imports the standard library alone.
 """
 
 import os
@@ -18,7 +20,9 @@ def not_ready(run_dir: Path, service: str) -> str | None:
     reasons = [_ask(path) for path in sorted(run_dir.glob(f"{service}-*.sock"))]
     if None in reasons:
         return None
-    return f"{service}: " + ("; ".join(reason for reason in reasons if reason) or "it has not started")
+    return f"{service}: " + (
+        "; ".join(reason for reason in reasons if reason) or "it has not started"
+    )
 
 
 def _ask(path: Path) -> str | None:
@@ -34,13 +38,19 @@ def _ask(path: Path) -> str | None:
         # A socket outlives a process that was killed.
         return f"{path.name} does not answer ({error})"
     head, _, body = answer.partition(b"\r\n\r\n")
-    return None if b" 200 " in head.partition(b"\r\n")[0] else body.decode(errors="replace").strip() or "no answer"
+    return (
+        None
+        if b" 200 " in head.partition(b"\r\n")[0]
+        else body.decode(errors="replace").strip() or "no answer"
+    )
 
 
 def main() -> int:
     """Ask for each service named; 0 when all can work, 1 when one cannot."""
     run_dir = Path(os.environ.get("PILOTLIGHT_RUN_DIR", ".pilotlight/run"))
-    reasons = [reason for service in sys.argv[1:] if (reason := not_ready(run_dir, service)) is not None]
+    reasons = [
+        reason for service in sys.argv[1:] if (reason := not_ready(run_dir, service)) is not None
+    ]
     sys.stdout.write("\n".join(reasons or ["ready"]) + "\n")
     return 1 if reasons else 0
 

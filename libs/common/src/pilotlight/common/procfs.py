@@ -18,7 +18,8 @@ class ProcessStat:
     cpu_s: float
     """Processor time of all its threads."""
     start_ticks: int
-    """When it started, in clock ticks since boot: with its id it names a process, for ids are used again."""
+    """When it started, in clock ticks since boot: with its id it names a process, for ids are used
+    again."""
 
 
 def look_at(pid: int) -> ProcessStat | None:
@@ -34,7 +35,9 @@ def look_at(pid: int) -> ProcessStat | None:
 
 
 def starved_s(pid: int) -> float:
-    """How long the threads of a process have waited for a processor, all together; 0 where the system does not count that."""
+    """How long the threads of a process have waited for a processor, all together; 0 where the
+    system does not count that.
+    """
     waited_ns = 0
     try:
         for thread in Path(f"/proc/{pid}/task").iterdir():

@@ -1,7 +1,8 @@
 """Whether the server at the other end of a connection answers.
 
-A connection to a server that is frozen stays open for a long time, and nothing comes through it. Whoever judges others by their silence
-must know that: a silent server makes everybody seem dead.
+A connection to a server that is frozen stays open for a long time, and nothing comes through it. A
+service that judges others by their silence must know that: a silent server makes every service seem
+dead.
 """
 
 import asyncio
@@ -35,7 +36,10 @@ class Pulse:
 
     @property
     def task(self) -> asyncio.Task[None] | None:
-        """What asks; None while it does not. Should it die, the server is taken for silent for ever: somebody must own it."""
+        """What asks; None while it does not.
+
+        Should it die, the server is taken for silent for ever: it needs an owner.
+        """
         return self._task
 
     def start(self) -> None:
@@ -65,8 +69,11 @@ class Pulse:
             TimeoutError: it has not answered in time.
             nats.errors.Error, OSError: the connection is gone.
         """
-        # nats-py stops reading for good when an answer comes that is not waited for any more, so the question outlives our patience.
-        asking = asyncio.create_task(self._client.rtt(timeout=int(LOST_S)), name="round trip to the bus")
+        # nats-py stops reading for good when an answer comes that is not waited for any more, so
+        # the question outlives our patience.
+        asking = asyncio.create_task(
+            self._client.rtt(timeout=int(LOST_S)), name="round trip to the bus"
+        )
         self._asking.add(asking)
         asking.add_done_callback(self._asked)
         await asyncio.wait({asking}, timeout=deadline_s)

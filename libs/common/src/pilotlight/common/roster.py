@@ -1,22 +1,31 @@
-"""The roster: workers and nodes by their reports, with liveness. One rule for every service that listens.
+"""The roster: workers and nodes by their reports, with liveness.
+
+One rule for every service that listens.
 
 1. Silent for 1 s: suspect, no new work. For 3 s: dead, what it held is lost. For 60 s: forgotten.
-2. Ages count time in which something could be heard. They stand still while the bus is lost, or while this process does not run: a silent
-   bus is no dead worker.
-3. A loader's word that a worker's process has ended is a death at once. Reports of the same incarnation that come within 0.5 s are its last
-   words; one that comes later shows that it lives.
-4. A loader repeats a death in its reports. Only the first of them counts: the worker may have been started anew since.
+2. Ages count time in which something could be heard. They stand still while the bus is lost, or
+   while this process does not run: a silent bus is no dead worker.
+3. A loader's word that a worker's process has ended is a death at once. Reports of the same
+   incarnation that come within 0.5 s are its last words; one that comes later shows that it lives.
+4. A loader repeats a death in its reports. Only the first of them counts: the worker may have been
+   started anew since.
 5. A new incarnation of a worker is a new worker: what the old one held is lost.
 6. Nothing else is a death. A report that was overtaken by a later one is left out.
 
-No I/O and no clock: reports and the time go in, views and losses come out. ``RosterFeed`` connects a roster to the bus.
+No I/O and no clock: reports and the time go in, views and losses come out. ``RosterFeed`` connects
+a roster to the bus.
 """
 
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from pilotlight.common.messages.reports import LoaderReport, WorkerReport, loader_report_subject, worker_report_subject
+from pilotlight.common.messages.reports import (
+    LoaderReport,
+    WorkerReport,
+    loader_report_subject,
+    worker_report_subject,
+)
 from pilotlight.common.newest import Newest
 from pilotlight.policy.cluster import Liveness, NodeFacts, WorkerView
 from pilotlight.policy.ids import Epoch, NodeId, WorkerId
@@ -38,7 +47,8 @@ class News:
     """What a report, or the passing of time, has changed."""
 
     workers: tuple[WorkerId, ...] = ()
-    """Workers whose view is another one now; ``Roster.worker`` has no view of those that were forgotten."""
+    """Workers whose view is another one now; ``Roster.worker`` has no view of those that were
+    forgotten."""
     nodes: tuple[NodeId, ...] = ()
     losses: tuple[Loss, ...] = ()
     """Each death once."""
@@ -48,7 +58,9 @@ NOTHING = News()
 
 
 class _ByAge(OrderedDict[Key, float], Generic[Key]):
-    """When each sender was heard, on the roster's listening clock. The longest silent is the first."""
+    """When each sender was heard, on the roster's listening clock. The longest silent is the
+    first.
+    """
 
     def heard(self, key: Key, at_s: float) -> None:
         """Take note of a sender."""
@@ -61,7 +73,9 @@ class _ByAge(OrderedDict[Key, float], Generic[Key]):
             self[key] = min(self[key], at_s)
 
     def silent(self, since_s: float) -> list[Key]:
-        """Senders that were not heard after ``since_s``, the longest silent first; visits no others."""
+        """Senders that were not heard after ``since_s``, the longest silent first; visits no
+        others.
+        """
         found: list[Key] = []
         for key, at_s in self.items():
             if at_s > since_s:
@@ -99,7 +113,9 @@ class Roster:
         """
         worker_id = report.facts.worker_id
         self.epoch_seen = max(self.epoch_seen, report.epoch_seen)
-        if not self._newest.is_news(worker_report_subject(worker_id), report.incarnation, report.seq):
+        if not self._newest.is_news(
+            worker_report_subject(worker_id), report.incarnation, report.seq
+        ):
             return NOTHING
         before = self.workers.get(worker_id)
         restarted = before is not None and before.incarnation != report.incarnation
@@ -109,7 +125,9 @@ class Roster:
         self._declared_dead.pop(worker_id, None)
         self._worker_heard.heard(worker_id, self.listened_s(now_s))
         self.workers[worker_id] = WorkerView(
-            facts=report.facts if report.facts.liveness is Liveness.ALIVE else replace(report.facts, liveness=Liveness.ALIVE),
+            facts=report.facts
+            if report.facts.liveness is Liveness.ALIVE
+            else replace(report.facts, liveness=Liveness.ALIVE),
             heard_s=now_s,
             incarnation=report.incarnation,
             epoch_seen=report.epoch_seen,
@@ -128,7 +146,9 @@ class Roster:
         self._listed_dead[node_id] = frozenset(report.dead_workers)
         self._node_heard.heard(node_id, self.listened_s(now_s))
         self.nodes[node_id] = (
-            report.facts if report.facts.liveness is Liveness.ALIVE else replace(report.facts, liveness=Liveness.ALIVE)
+            report.facts
+            if report.facts.liveness is Liveness.ALIVE
+            else replace(report.facts, liveness=Liveness.ALIVE)
         )
         ended: list[WorkerId] = []
         losses: list[Loss] = []
@@ -151,7 +171,9 @@ class Roster:
             self.deaf_since_s = None
 
     def was_away(self, seconds: float, now_s: float) -> None:
-        """This process did not run for ``seconds`` until now: silence in that time says nothing about others."""
+        """This process did not run for ``seconds`` until now: silence in that time says nothing
+        about others.
+        """
         if self.deaf_since_s is not None:
             return
         self._unheard_s += seconds
@@ -161,7 +183,10 @@ class Roster:
         self._node_heard.cap(listened_s)
 
     def check(self, now_s: float) -> News:
-        """Find out who has been silent for too long. Costs what is silent, not what there is."""
+        """Find the workers and nodes that have been silent for too long.
+
+        Costs what is silent, not what there is.
+        """
         listened_s = self.listened_s(now_s)
         workers: list[WorkerId] = []
         losses: list[Loss] = []
@@ -176,8 +201,12 @@ class Roster:
                 continue
             workers.append(worker_id)
             if self._judge(worker_id, view, liveness_of(age_s)):
-                losses.append(Loss(worker_id=worker_id, why=f"it has been silent for {age_s:.1f} s"))
-        return News(workers=tuple(workers), nodes=self._check_nodes(listened_s), losses=tuple(losses))
+                losses.append(
+                    Loss(worker_id=worker_id, why=f"it has been silent for {age_s:.1f} s")
+                )
+        return News(
+            workers=tuple(workers), nodes=self._check_nodes(listened_s), losses=tuple(losses)
+        )
 
     # What others ask.
 

@@ -6,7 +6,12 @@ import structlog
 
 from pilotlight.common.bus import Bus, Subscription
 from pilotlight.common.clock import Clock
-from pilotlight.common.messages.reports import LOADER_REPORTS, WORKER_REPORTS, LoaderReport, WorkerReport
+from pilotlight.common.messages.reports import (
+    LOADER_REPORTS,
+    WORKER_REPORTS,
+    LoaderReport,
+    WorkerReport,
+)
 from pilotlight.common.roster import News, Roster
 from pilotlight.common.service import Background
 from pilotlight.common.waiting import every
@@ -16,7 +21,8 @@ log = structlog.get_logger()
 CHECK_INTERVAL_S = 0.1
 """A lost connection and a silent sender are noticed within this time."""
 STALL_S = 0.5
-"""A check that is later than this says that this process did not run: whatever was sent to it meanwhile lies unread."""
+"""A check that is later than this says that this process did not run: whatever was sent to it
+meanwhile lies unread."""
 
 
 class RosterFeed:
@@ -66,7 +72,11 @@ class RosterFeed:
 
     def was_away(self, seconds: float) -> None:
         """This process did not run for so long, until now."""
-        log.warning("this process did not run for a while", action="process_stalled", seconds=round(seconds, 3))
+        log.warning(
+            "this process did not run for a while",
+            action="process_stalled",
+            seconds=round(seconds, 3),
+        )
         self.roster.was_away(seconds, self._clock.monotonic_s())
 
     async def _reconnected(self) -> None:

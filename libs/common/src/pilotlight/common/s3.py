@@ -1,11 +1,19 @@
-"""S3 clients: made from settings and secrets, never from what a URI says; and what a client's error means."""
+"""S3 clients: made from settings and secrets, never from what a URI says; and what a client's error
+means.
+"""
 
 import re
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, PreconditionError, UnauthenticatedError
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    PermissionDeniedError,
+    PreconditionError,
+    UnauthenticatedError,
+)
 from obstore.store import S3Store
 
 from pilotlight.common.errors import SettingsInvalid
@@ -30,7 +38,14 @@ _KINDS = {
 }
 
 
-def s3_store(settings: S3Settings, bucket: str, prefix: str = "", *, read_timeout_s: float = 30.0, retries: int = 4) -> S3Store:
+def s3_store(
+    settings: S3Settings,
+    bucket: str,
+    prefix: str = "",
+    *,
+    read_timeout_s: float = 30.0,
+    retries: int = 4,
+) -> S3Store:
     """A client of one bucket; nothing is sent yet.
 
     Args:
@@ -63,10 +78,15 @@ def s3_store(settings: S3Settings, bucket: str, prefix: str = "", *, read_timeou
             prefix=prefix or None,
             config=config,
             client_options=client,
-            retry_config={"max_retries": retries, "retry_timeout": timedelta(seconds=read_timeout_s)},
+            retry_config={
+                "max_retries": retries,
+                "retry_timeout": timedelta(seconds=read_timeout_s),
+            },
         )
     except (BaseError, ValueError) as error:
-        raise SettingsInvalid(f"the S3 settings cannot be used: {_first_line(error)}; see PILOTLIGHT_S3_ENDPOINT") from error
+        raise SettingsInvalid(
+            f"the S3 settings cannot be used: {_first_line(error)}; see PILOTLIGHT_S3_ENDPOINT"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +113,9 @@ class S3Fault:
     @property
     def lasting(self) -> bool:
         """Trying again changes nothing: the request itself is what the server does not like."""
-        return self.status is not None and 300 <= self.status < 500 and self.status not in (408, 429)
+        return (
+            self.status is not None and 300 <= self.status < 500 and self.status not in (408, 429)
+        )
 
     @classmethod
     def of(cls, error: Exception) -> "S3Fault":
@@ -109,7 +131,12 @@ class S3Fault:
 
 
 def _status_of(error: Exception) -> int | None:
-    known = ((PreconditionError, 412), (PermissionDeniedError, 403), (UnauthenticatedError, 401), (AlreadyExistsError, 409))
+    known = (
+        (PreconditionError, 412),
+        (PermissionDeniedError, 403),
+        (UnauthenticatedError, 401),
+        (AlreadyExistsError, 409),
+    )
     for kind, status in known:
         if isinstance(error, kind):
             return status
@@ -120,10 +147,13 @@ def _credentials(settings: S3Settings) -> "S3Config":
     """Those of the secrets; what is not there is left to the environment."""
     try:
         access, secret, token = (
-            read_secret(settings.secrets_dir, name) for name in ("s3-access-key", "s3-secret-key", "s3-session-token")
+            read_secret(settings.secrets_dir, name)
+            for name in ("s3-access-key", "s3-secret-key", "s3-session-token")
         )
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsInvalid(f"the S3 secrets in {settings.secrets_dir} cannot be read: {error}") from error
+        raise SettingsInvalid(
+            f"the S3 secrets in {settings.secrets_dir} cannot be read: {error}"
+        ) from error
     config: S3Config = {}
     if access:
         config["access_key_id"] = access

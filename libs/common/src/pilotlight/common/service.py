@@ -1,8 +1,9 @@
 """The life of a service process.
 
-One contract for everything long-lived: ``start`` returns when it is ready, ``stop`` returns when it has stopped, both may be
-called twice. ``Application`` starts its components in order and stops them in reverse, each with a deadline. A background task
-has an owner, and its death ends the process: the supervisor starts it again, on a clean state.
+One contract for everything long-lived: ``start`` returns when it is ready, ``stop`` returns when it
+has stopped, both may be called twice. ``Application`` starts its components in order and stops them
+in reverse, each with a deadline. A background task has an owner, and its death ends the process:
+the supervisor starts it again, on a clean state.
 """
 
 import asyncio
@@ -38,11 +39,13 @@ STOP_DEADLINE_S = 10.0
 """For each component; past it the next one is stopped all the same."""
 
 END_WITH_PARENT = "PILOTLIGHT_END_WITH_PARENT"
-"""Environment variable with the supervisor's pid: the service stops in order when that process dies."""
+"""Environment variable with the supervisor's pid: the service stops in order when that process
+dies."""
 PR_SET_PDEATHSIG = 1
 START_FAILED = "start_failed"
 SETTINGS_INVALID = "settings_invalid"
-"""``action`` of the last log line of a service that cannot start: whoever started it tells of it in these words."""
+"""``action`` of the last log line of a service that cannot start: the process that started it tells
+of it in these words."""
 
 S = TypeVar("S", bound=ServiceSettings)
 S_co = TypeVar("S_co", bound=ServiceSettings, covariant=True)
@@ -74,7 +77,7 @@ class Background:
         return task
 
     def own(self, task: asyncio.Task[Any]) -> None:
-        """Own a task that was begun before there was anybody to own it."""
+        """Own a task that was begun before there was an owner."""
         self._tasks.add(task)
         task.add_done_callback(self._on_done)
 
@@ -88,7 +91,9 @@ class Background:
             return
         error = task.exception()
         if error is not None:
-            log.error("background task died", action="task_died", task=task.get_name(), exc_info=error)
+            log.error(
+                "background task died", action="task_died", task=task.get_name(), exc_info=error
+            )
             if not self.failed.done():
                 self.failed.set_result(f"{task.get_name()}: {error!r}")
 
@@ -120,30 +125,51 @@ class Application:
 Build = Callable[[Context[S]], Awaitable[Application]]
 
 
-def run_service(service: str, settings_type: type[S], build: Build[S], *, user: str | None = None) -> int:
+def run_service(
+    service: str, settings_type: type[S], build: Build[S], *, user: str | None = None
+) -> int:
     """Run a service until SIGTERM or SIGINT; the process's exit status.
 
-    ``user`` is the service's NATS user where it differs from its name. Readiness is told to whoever started the process as
+    Readiness is told to the process that started this one as
     systemd does it: ``READY=1`` on the socket that NOTIFY_SOCKET names.
+
+    Args:
+        service: its name, in logs, metrics and subjects.
+        settings_type: read from the environment.
+        build: makes the application within the event loop.
+        user: its NATS user; None: the service's name.
     """
     configure_logging(service)
     _end_with_parent()
     try:
         settings = settings_type()
     except SettingsInvalid as error:
-        log.error("settings are wrong", action=SETTINGS_INVALID, code=error.code, error=error.message, what_to_do=error.action)
+        log.error(
+            "settings are wrong",
+            action=SETTINGS_INVALID,
+            code=error.code,
+            error=error.message,
+            what_to_do=error.action,
+        )
         return 2
     try:
         check_files()
         check_or_warn(settings.run_dir, "folder for sockets", "PILOTLIGHT_RUN_DIR")
         return uvloop.run(_run(service, settings, build, user or service))
     except PilotlightError as error:
-        log.error("cannot start", action=START_FAILED, code=error.code, error=error.message, what_to_do=error.action)
+        log.error(
+            "cannot start",
+            action=START_FAILED,
+            code=error.code,
+            error=error.message,
+            what_to_do=error.action,
+        )
         return 1
 
 
 def check_or_warn(folder: Path, what: str, setting: str) -> None:
-    """As ``fitness.check_folder``, but for a full disk: what died on one comes back at once, as far as it has nothing to write.
+    """As ``fitness.check_folder``, but for a full disk: what died on one comes back at once, as far
+    as it has nothing to write.
 
     Raises:
         FolderUnusable: it cannot be written to.
@@ -151,7 +177,9 @@ def check_or_warn(folder: Path, what: str, setting: str) -> None:
     try:
         check_folder(folder, what, setting)
     except DiskFull as error:
-        log.warning("a disk is full", action="disk_full", error=error.message, what_to_do=error.action)
+        log.warning(
+            "a disk is full", action="disk_full", error=error.message, what_to_do=error.action
+        )
 
 
 async def _run(service: str, settings: S, build: Build[S], user: str) -> int:
@@ -183,7 +211,9 @@ async def _run(service: str, settings: S, build: Build[S], user: str) -> int:
     started: list[Component] = []
     try:
         application = await build(context)
-        health = HealthServer(settings.run_dir / f"{service}-{os.getpid()}.sock", metrics, bus, application)
+        health = HealthServer(
+            settings.run_dir / f"{service}-{os.getpid()}.sock", metrics, bus, application
+        )
         for component in (*application.components, health):
             await component.start()
             started.append(component)
@@ -212,15 +242,23 @@ async def _stop(component: Component) -> None:
         async with asyncio.timeout(STOP_DEADLINE_S):
             await component.stop()
     except TimeoutError:
-        log.error("component did not stop in time", action="stop_deadline", component=type(component).__name__)
+        log.error(
+            "component did not stop in time",
+            action="stop_deadline",
+            component=type(component).__name__,
+        )
     except Exception:  # the components below it must still be stopped
-        log.exception("component failed to stop", action="stop_failed", component=type(component).__name__)
+        log.exception(
+            "component failed to stop", action="stop_failed", component=type(component).__name__
+        )
 
 
 def _end_with_parent() -> None:
-    """Get SIGTERM when the supervisor dies, where it asks for that; its pid tells whether it died before we could ask for it.
+    """Get SIGTERM when the supervisor dies, where it asks for that; its pid tells whether it died
+    before we could ask for it.
 
-    The variable is taken out of the environment: what a service starts has ties of its own (workers outlive their loader).
+    The variable is taken out of the environment: what a service starts has ties of its own (workers
+    outlive their loader).
     """
     parent = os.environ.pop(END_WITH_PARENT, None)
     if parent is None:

@@ -1,7 +1,8 @@
 """Settings: environment variables named ``PILOTLIGHT_*``, checked at start, each with its meaning.
 
-A service's own settings extend ``ServiceSettings`` in its ``settings.py``. ``docs/settings.md`` is generated from the field
-descriptions; a test keeps it current. Secrets may be given as files: ``PILOTLIGHT_SECRETS_DIR`` holds one file per secret.
+A service's own settings extend ``ServiceSettings`` in its ``settings.py``. ``docs/settings.md`` is
+generated from the field descriptions; a test keeps it current. Secrets may be given as files:
+``PILOTLIGHT_SECRETS_DIR`` holds one file per secret.
 """
 
 from pathlib import Path
@@ -53,7 +54,8 @@ class BusSettings(PilotlightSettings):
 
     nats_url: str = Field(default="nats://127.0.0.1:4222", description="URL of the NATS server.")
     prefix: str = Field(
-        default="", description="Put before every subject and bucket: several systems on one server, as in tests."
+        default="",
+        description="Put before every subject and bucket: several systems on one server, as in tests.",
     )
 
     def password_of(self, user: str) -> str | None:
@@ -64,20 +66,26 @@ class BusSettings(PilotlightSettings):
 class S3Settings(PilotlightSettings):
     """How to reach S3, for the object store and for models at `s3://bucket/prefix`.
 
-    Credentials are the secrets `s3-access-key` and `s3-secret-key` (and `s3-session-token`), else what the environment gives in the
-    usual names (AWS_ACCESS_KEY_ID and so on, or the machine's role).
+    Credentials are the secrets `s3-access-key` and `s3-secret-key` (and `s3-session-token`), else
+    what the environment gives in the usual names (AWS_ACCESS_KEY_ID and so on, or the machine's
+    role).
     """
 
     s3_endpoint: str = Field(
         default="",
         description="URL of the S3 server, without a bucket: `https://s3.example.org`. Empty: AWS_ENDPOINT_URL, else Amazon's.",
     )
-    s3_region: str = Field(default="", description="Region that requests are signed for. Empty: AWS_REGION, else `us-east-1`.")
+    s3_region: str = Field(
+        default="",
+        description="Region that requests are signed for. Empty: AWS_REGION, else `us-east-1`.",
+    )
     s3_allow_http: bool = Field(
-        default=False, description="Let the endpoint be `http://`: parameters and manifests then travel unprotected."
+        default=False,
+        description="Let the endpoint be `http://`: parameters and manifests then travel unprotected.",
     )
     s3_virtual_hosts: bool = Field(
-        default=False, description="Put the bucket before the endpoint's host name instead of into the path."
+        default=False,
+        description="Put the bucket before the endpoint's host name instead of into the path.",
     )
 
     @field_validator("s3_endpoint")
@@ -98,7 +106,8 @@ class ServiceSettings(BusSettings, S3Settings):
     """What every service needs."""
 
     run_dir: Path = Field(
-        default=Path(".pilotlight/run"), description="Folder for Unix sockets: health, metrics, and the host pool's."
+        default=Path(".pilotlight/run"),
+        description="Folder for Unix sockets: health, metrics, and the host pool's.",
     )
     object_store_url: str = Field(
         default="file://.pilotlight/objects",
@@ -106,13 +115,18 @@ class ServiceSettings(BusSettings, S3Settings):
     )
     log_level: str = Field(default="info", description="`debug`, `info`, `warning` or `error`.")
     otlp_endpoint: str = Field(
-        default="", description="OTLP/HTTP endpoint to which spans are also sent, for example `http://collector:4318`."
+        default="",
+        description="OTLP/HTTP endpoint to which spans are also sent, for example `http://collector:4318`.",
     )
     trace_sample_ratio: float = Field(
-        default=1.0, ge=0, le=1, description="Share of requests that are traced; failures and cold starts always are."
+        default=1.0,
+        ge=0,
+        le=1,
+        description="Share of requests that are traced; failures and cold starts always are.",
     )
     faults: str = Field(
-        default="", description="For tests: delays at named points, for example `fetch=0.2,load=0.2`, in seconds."
+        default="",
+        description="For tests: delays at named points, for example `fetch=0.2,load=0.2`, in seconds.",
     )
 
     @field_validator("faults")
@@ -123,21 +137,27 @@ class ServiceSettings(BusSettings, S3Settings):
 
 
 class DatabaseSettings(PilotlightSettings):
-    """How to reach PostgreSQL. Only gateway, scheduler, cache and materializer have these, each with its own role."""
+    """How to reach PostgreSQL.
+
+    Only gateway, scheduler, cache and materializer have these, each with its own role.
+    """
 
     database_url: str = Field(
         default="postgresql://127.0.0.1:5432/pilotlight",
         description="URL of the database. Without a user in it, a service takes its own role, `pilotlight_<service>`, with the "
         "password from the secret `postgres-<service>`.",
     )
-    database_pool_size: int = Field(default=5, ge=1, le=100, description="Connections that one service process keeps at most.")
+    database_pool_size: int = Field(
+        default=5, ge=1, le=100, description="Connections that one service process keeps at most."
+    )
 
 
 def checked_endpoint(value: str) -> str:
     """The URL of a server, without a slash at its end.
 
     Raises:
-        ValueError: it is no http or https URL, or it carries what has no place in one: credentials, a query.
+        ValueError: it is no http or https URL, or it carries what has no place in one: credentials,
+            a query.
     """
     parts = urlsplit(value)
     # Asking for the port checks it.
@@ -146,12 +166,16 @@ def checked_endpoint(value: str) -> str:
             f"{parts.scheme}://{parts.hostname or ''} is not the URL of a server: give https://host or https://host:port"
         )
     if parts.username is not None or parts.query or parts.fragment:
-        raise ValueError(f"the URL of {parts.hostname} holds more than host, port and path: credentials belong into secrets")
+        raise ValueError(
+            f"the URL of {parts.hostname} holds more than host, port and path: credentials belong into secrets"
+        )
     return value.rstrip("/")
 
 
 def _told(error: "ErrorDetails") -> str:
-    """One wrong setting by the name that its operator knows, what is wrong, and the value where it can be no secret."""
+    """One wrong setting by the name that its operator knows, what is wrong, and the value where it
+    can be no secret.
+    """
     own = error.get("ctx", {}).get("error")
     if own is not None and not error["loc"]:
         return str(own)

@@ -1,6 +1,7 @@
 """The object store: manifests, text bundles and artifacts, content-addressed, on S3 or in a folder.
 
-An object's key holds the digest of its content, so it is written once and never changes: whoever finds the key taken is done.
+An object's key holds the digest of its content, so it is written once and never changes: a writer
+that finds the key taken is done.
 """
 
 from collections.abc import Awaitable
@@ -28,7 +29,8 @@ from pilotlight.common.waiting import within
 from pilotlight.policy.ids import Digest
 
 DEADLINE_S = 60.0
-"""For one object: manifests, bundles and artifacts are megabytes. Parameters do not come through here."""
+"""For one object: manifests, bundles and artifacts are megabytes. Parameters do not come through
+here."""
 NO_SUCH_BUCKET = "NoSuchBucket"
 NO_SPACE = "No space left on device"
 SKEWED = ("RequestTimeTooSkewed", "RequestExpired")
@@ -65,8 +67,9 @@ class ObjectStore:
     def from_url(cls, url: str, s3: S3Settings | None = None) -> "ObjectStore":
         """Open a store; a folder is made where it does not exist.
 
-        ``file:///folder`` (or ``file://folder``, relative to the working directory), ``s3://bucket/prefix`` (endpoint and
-        credentials from ``s3``, by default from the environment), or ``memory://`` for tests.
+        ``file:///folder`` (or ``file://folder``, relative to the working directory),
+        ``s3://bucket/prefix`` (endpoint and credentials from ``s3``, by default from the
+        environment), or ``memory://`` for tests.
 
         Raises:
             BadRequest: the scheme is not one of these, or the folder cannot be made.
@@ -77,12 +80,16 @@ class ObjectStore:
             try:
                 return cls(LocalStore(Path(unquote(rest)).expanduser().resolve(), mkdir=True), url)
             except (BaseError, OSError) as error:
-                raise BadRequest(f"the object store {url} cannot be opened: {error}; see PILOTLIGHT_OBJECT_STORE_URL") from error
+                raise BadRequest(
+                    f"the object store {url} cannot be opened: {error}; see PILOTLIGHT_OBJECT_STORE_URL"
+                ) from error
         if scheme == "s3" and rest:
             try:
                 bucket, prefix = parse_bucket(rest)
             except ValueError as error:
-                raise BadRequest(f"the object store {url!r}: {error}; see PILOTLIGHT_OBJECT_STORE_URL") from error
+                raise BadRequest(
+                    f"the object store {url!r}: {error}; see PILOTLIGHT_OBJECT_STORE_URL"
+                ) from error
             store = s3_store(s3 or S3Settings(), bucket, "/".join(prefix))
             return cls(store, url)
         if scheme == "memory" and separator:
@@ -98,7 +105,9 @@ class ObjectStore:
             SourceUnavailable: the store cannot be written.
         """
         try:
-            await self._within(obstore.put_async(self._store, key, data, mode="create"), f"writing {key}")
+            await self._within(
+                obstore.put_async(self._store, key, data, mode="create"), f"writing {key}"
+            )
         except AlreadyExistsError:
             return False
         except (BaseError, OSError) as error:
@@ -168,7 +177,9 @@ class ObjectStore:
         if fault.denied:
             return SourceDenied(f"{what}: {fault.text}")
         if fault.missing:
-            return SourceMissing(f"{what}: there is no such bucket ({fault.text}); make it, or see PILOTLIGHT_OBJECT_STORE_URL")
+            return SourceMissing(
+                f"{what}: there is no such bucket ({fault.text}); make it, or see PILOTLIGHT_OBJECT_STORE_URL"
+            )
         return SourceUnavailable(f"{what}: {fault.text}; see PILOTLIGHT_S3_ENDPOINT")
 
     async def _within(self, work: Awaitable[T], what: str) -> T:

@@ -1,8 +1,9 @@
 """Logs and traces.
 
-Logs are JSON lines on standard error, each with the trace that it belongs to. Spans are OpenTelemetry's; they cross processes as
-W3C trace context in headers, and go in batches over the bus to a gateway, which keeps them for the trace viewer, and to an OTLP
-endpoint where one is set. A request makes a handful of spans, never one for each token.
+Logs are JSON lines on standard error, each with the trace that it belongs to. Spans are
+OpenTelemetry's; they cross processes as W3C trace context in headers, and go in batches over the
+bus to a gateway, which keeps them for the trace viewer, and to an OTLP endpoint where one is set. A
+request makes a handful of spans, never one for each token.
 """
 
 import asyncio
@@ -22,7 +23,17 @@ from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.sampling import Decision, Sampler, SamplingResult, TraceIdRatioBased
-from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, StatusCode, TraceFlags, Tracer, TraceState
+from opentelemetry.trace import (
+    Link,
+    Span,
+    SpanContext,
+    SpanKind,
+    Status,
+    StatusCode,
+    TraceFlags,
+    Tracer,
+    TraceState,
+)
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import Attributes, AttributeValue
 from prometheus_client import CollectorRegistry, Counter
@@ -41,7 +52,12 @@ FLUSH_INTERVAL_S = 0.25
 STOP_DEADLINE_S = 2.0
 OTLP_TIMEOUT_S = 5.0
 
-_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+_LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
 _TRACEPARENT = "traceparent"
 _propagator = TraceContextTextMapPropagator()
 
@@ -83,17 +99,22 @@ def configure_logging(service: str, level: str = "info") -> None:
     structlog.configure(
         processors=[*shared, render],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS.get(level, logging.INFO)),
-        # Looked up for each line: who redirects standard error (a test, a daemon) means the log too.
+        # Looked up for each line: a test or a daemon that redirects standard error means the log
+        # too.
         logger_factory=lambda *_: _LogLines(sys.stderr),
         cache_logger_on_first_use=False,
     )
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(structlog.stdlib.ProcessorFormatter(processor=render, foreign_pre_chain=shared))
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(processor=render, foreign_pre_chain=shared)
+    )
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
 
 
 class _LogLines(structlog.WriteLogger):
-    """Writes lines as long as they can be written: where logs go to a disk that is full, the service goes on without."""
+    """Writes lines as long as they can be written: where logs go to a disk that is full, the
+    service goes on without.
+    """
 
     def msg(self, message: str) -> None:
         with contextlib.suppress(OSError):
@@ -103,15 +124,37 @@ class _LogLines(structlog.WriteLogger):
     fatal = failure = err = error = critical = exception = msg
 
 
-def start_telemetry(service: str, settings: ServiceSettings, bus: SpanSink, *, metrics: CollectorRegistry | None = None) -> None:
-    """Make spans from now on and send them. Call within the event loop; does nothing when it runs already."""
+def start_telemetry(
+    service: str,
+    settings: ServiceSettings,
+    bus: SpanSink,
+    *,
+    metrics: CollectorRegistry | None = None,
+) -> None:
+    """Make spans from now on and send them.
+
+    Call within the event loop; does nothing when it runs already.
+
+    Args:
+        service: its name, in every span.
+        settings: the share of requests that is traced, and the collector's address.
+        bus: takes spans for ``pilotlight trace``.
+        metrics: counts spans that were lost; None: they are not counted.
+    """
     configure_logging(service, settings.log_level)
     if _telemetry.provider is not None:
         return
-    dropped = Counter("pilotlight_spans_dropped", "Finished spans that were lost.", ["destination"], registry=metrics)
+    dropped = Counter(
+        "pilotlight_spans_dropped",
+        "Finished spans that were lost.",
+        ["destination"],
+        registry=metrics,
+    )
 
     async def over_bus(spans: Sequence[ReadableSpan]) -> None:
-        await bus.publish(SPANS_SUBJECT, SpanBatch(spans=tuple(_record_of(service, span) for span in spans)))
+        await bus.publish(
+            SPANS_SUBJECT, SpanBatch(spans=tuple(_record_of(service, span) for span in spans))
+        )
 
     senders = [_Sender("bus", over_bus, dropped)]
     if settings.otlp_endpoint:
@@ -142,7 +185,8 @@ async def stop_telemetry() -> None:
 def span(name: str, **attributes: AttributeValue) -> Generator[Span]:
     """A span around a piece of work.
 
-    An error that leaves the body marks it by its code; its message is not recorded, for it may quote input.
+    An error that leaves the body marks it by its code; its message is not recorded, for it may
+    quote input.
     """
     with _spanned(name, SpanKind.INTERNAL, None, attributes) as current:
         yield current
@@ -156,10 +200,13 @@ def client_span(name: str) -> Generator[Span]:
 
 
 @contextmanager
-def server_span(name: str, headers: Mapping[str, str] | None, record: bool = True) -> Generator[Span]:
+def server_span(
+    name: str, headers: Mapping[str, str] | None, record: bool = True
+) -> Generator[Span]:
     """A span around the answer to a request, in the trace that its headers name.
 
-    With ``record=False`` the trace context becomes current and there is no span: for what happens often.
+    With ``record=False`` the trace context becomes current and there is no span: for what happens
+    often.
     """
     parent = _context_of(headers)
     if record:
@@ -194,7 +241,8 @@ def inject(headers: dict[str, str]) -> dict[str, str]:
 def current_traceparent(*, keep: bool = False) -> str:
     """The current W3C trace context; empty where there is none.
 
-    ``keep`` marks the trace as sampled for whoever joins it: a cold start is always traced, whatever share of requests is.
+    ``keep`` marks the trace as sampled for every service that joins it: a cold start is always
+    traced, whatever share of requests is.
     """
     context = trace.get_current_span().get_span_context()
     if not context.is_valid:
@@ -204,7 +252,9 @@ def current_traceparent(*, keep: bool = False) -> str:
 
 
 @contextmanager
-def _spanned(name: str, kind: SpanKind, parent: Context | None, attributes: Attributes) -> Generator[Span]:
+def _spanned(
+    name: str, kind: SpanKind, parent: Context | None, attributes: Attributes
+) -> Generator[Span]:
     tracer = _telemetry.tracer
     if tracer is None:
         token = otel_context.attach(parent) if parent is not None else None
@@ -215,13 +265,21 @@ def _spanned(name: str, kind: SpanKind, parent: Context | None, attributes: Attr
                 otel_context.detach(token)
         return
     with tracer.start_as_current_span(
-        name, context=parent, kind=kind, attributes=attributes, record_exception=False, set_status_on_exception=False
+        name,
+        context=parent,
+        kind=kind,
+        attributes=attributes,
+        record_exception=False,
+        set_status_on_exception=False,
     ) as current:
         try:
             yield current
         except Exception as error:
             current.set_status(
-                Status(StatusCode.ERROR, error.code if isinstance(error, PilotlightError) else type(error).__name__)
+                Status(
+                    StatusCode.ERROR,
+                    error.code if isinstance(error, PilotlightError) else type(error).__name__,
+                )
             )
             raise
 
@@ -233,7 +291,9 @@ def _context_of(headers: Mapping[str, str] | None) -> Context | None:
 
 
 class _KeepFailures(Sampler):
-    """Samples a share of the traces, and records the rest all the same: a failure is only known at its end."""
+    """Samples a share of the traces, and records the rest all the same: a failure is only known at
+    its end.
+    """
 
     def __init__(self, ratio: float) -> None:
         self._by_ratio = TraceIdRatioBased(ratio)
@@ -252,8 +312,13 @@ class _KeepFailures(Sampler):
         if parent.is_valid:
             sampled = parent.trace_flags.sampled
         else:
-            sampled = self._by_ratio.should_sample(None, trace_id, name).decision is Decision.RECORD_AND_SAMPLE
-        return SamplingResult(Decision.RECORD_AND_SAMPLE if sampled else Decision.RECORD_ONLY, attributes, trace_state)
+            sampled = (
+                self._by_ratio.should_sample(None, trace_id, name).decision
+                is Decision.RECORD_AND_SAMPLE
+            )
+        return SamplingResult(
+            Decision.RECORD_AND_SAMPLE if sampled else Decision.RECORD_ONLY, attributes, trace_state
+        )
 
     def get_description(self) -> str:
         return "KeepFailures"
@@ -265,15 +330,21 @@ class _Fan(SpanProcessor):
 
     def on_end(self, span: ReadableSpan) -> None:
         context = span.get_span_context()
-        if context is not None and (context.trace_flags.sampled or span.status.status_code is StatusCode.ERROR):
+        if context is not None and (
+            context.trace_flags.sampled or span.status.status_code is StatusCode.ERROR
+        ):
             for sender in self._senders:
                 sender.add(span)
 
 
 class _Sender:
-    """Sends finished spans to one destination, in batches, from the event loop; whatever does not fit is dropped and counted."""
+    """Sends finished spans to one destination, in batches, from the event loop; whatever does not
+    fit is dropped and counted.
+    """
 
-    def __init__(self, name: str, send: Callable[[Sequence[ReadableSpan]], Awaitable[None]], dropped: Counter) -> None:
+    def __init__(
+        self, name: str, send: Callable[[Sequence[ReadableSpan]], Awaitable[None]], dropped: Counter
+    ) -> None:
         self._name = name
         self._send = send
         self._dropped = dropped.labels(destination=name)
@@ -306,12 +377,20 @@ class _Sender:
         while not stopping:
             stopping = await woken(self._stopping, FLUSH_INTERVAL_S)
             while self._queue:
-                batch = [self._queue.popleft() for _ in range(min(MAX_BATCH_SPANS, len(self._queue)))]
+                batch = [
+                    self._queue.popleft() for _ in range(min(MAX_BATCH_SPANS, len(self._queue)))
+                ]
                 try:
                     await self._send(batch)
                 except Exception as error:  # noqa: BLE001 - whatever an exporter raises, tracing must not end the service
                     self._dropped.inc(len(batch))
-                    log.warning("spans lost", action="spans_lost", destination=self._name, spans=len(batch), error=repr(error))
+                    log.warning(
+                        "spans lost",
+                        action="spans_lost",
+                        destination=self._name,
+                        spans=len(batch),
+                        error=repr(error),
+                    )
 
 
 def _otlp_export(endpoint: str) -> Callable[[Sequence[ReadableSpan]], Awaitable[None]]:
@@ -319,7 +398,9 @@ def _otlp_export(endpoint: str) -> Callable[[Sequence[ReadableSpan]], Awaitable[
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.trace.export import SpanExportResult
 
-    exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces", timeout=OTLP_TIMEOUT_S)
+    exporter = OTLPSpanExporter(
+        endpoint=f"{endpoint.rstrip('/')}/v1/traces", timeout=OTLP_TIMEOUT_S
+    )
 
     async def export(spans: Sequence[ReadableSpan]) -> None:
         if await asyncio.to_thread(exporter.export, spans) is not SpanExportResult.SUCCESS:

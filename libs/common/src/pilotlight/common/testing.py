@@ -1,7 +1,9 @@
-"""Fixtures for tests: a prefix on the real nats-server for each test, a database on the real PostgreSQL for each module.
+"""Fixtures for tests: a prefix on the real nats-server for each test, a database on the real
+PostgreSQL for each module.
 
-A pytest plugin, loaded by the root ``conftest.py``, which also starts the two servers (``nats_url``, ``postgres_url``, one of each for
-the whole run). There is no in-memory twin of either: it would be a second semantics.
+A pytest plugin, loaded by the root ``conftest.py``, which also starts the two servers
+(``nats_url``, ``postgres_url``, one of each for the whole run). There is no in-memory twin of
+either: it would be a second semantics.
 """
 
 import secrets
@@ -39,10 +41,14 @@ DatabaseSettingsOf = Callable[[str], DatabaseSettings]
 class MakeContext(Protocol):
     """Builds a service's context on the test's bus, with an object store in memory."""
 
-    def __call__(self, service: str, settings: S, *, clock: Clock | None = None, bus: Bus | None = None) -> Context[S]: ...
+    def __call__(
+        self, service: str, settings: S, *, clock: Clock | None = None, bus: Bus | None = None
+    ) -> Context[S]: ...
 
 
-async def until(condition: Callable[[], object | Awaitable[object]], *, deadline_s: float = 10.0) -> None:
+async def until(
+    condition: Callable[[], object | Awaitable[object]], *, deadline_s: float = 10.0
+) -> None:
     """Return as soon as a condition holds that no event tells of.
 
     Raises:
@@ -60,7 +66,7 @@ async def until(condition: Callable[[], object | Awaitable[object]], *, deadline
 
 
 class ReconnectingBus:
-    """A bus that reconnects when a test says so: everybody who waits for that is called."""
+    """A bus that reconnects when a test says so: every listener for that is called."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -120,11 +126,15 @@ async def bus(connect_bus: ConnectBus, bus_settings: BusSettings) -> NatsBus:
 
 @pytest.fixture
 async def make_context(bus: NatsBus, anyio_backend: str) -> AsyncGenerator[MakeContext]:
-    """Builds contexts; their background tasks end with the test, which fails when one of them died."""
+    """Builds contexts; their background tasks end with the test, which fails when one of them
+    died.
+    """
     backgrounds: list[Background] = []
     bus_of_test: Bus = bus
 
-    def make(service: str, settings: S, *, clock: Clock | None = None, bus: Bus | None = None) -> Context[S]:
+    def make(
+        service: str, settings: S, *, clock: Clock | None = None, bus: Bus | None = None
+    ) -> Context[S]:
         background = Background()
         backgrounds.append(background)
         return Context(
@@ -149,14 +159,17 @@ def module_database(postgres_url: str) -> Generator[URL]:
     """A fresh, migrated database for the tests of one module: its URL as the owner."""
     owner = make_url(postgres_url).set(drivername="postgresql+psycopg")
     name = f"test_{secrets.token_hex(6)}"
-    engine = create_engine(owner.set(database="postgres"), poolclass=NullPool, isolation_level="AUTOCOMMIT")
+    engine = create_engine(
+        owner.set(database="postgres"), poolclass=NullPool, isolation_level="AUTOCOMMIT"
+    )
     with engine.connect() as connection:
         connection.execute(text(f"CREATE DATABASE {name} TEMPLATE {owner.database}"))
     try:
         yield owner.set(database=name)
     finally:
         with engine.connect() as connection:
-            # A connection that was left in the middle of its handshake holds it up for as long as the server waits for the rest of it.
+            # A connection that was left in the middle of its handshake holds it up for as long as
+            # the server waits for the rest of it.
             connection.execute(text(f"SET statement_timeout = '{DROP_DEADLINE_S}s'"))
             connection.execute(text(f"DROP DATABASE {name} WITH (FORCE)"))
         engine.dispose()
@@ -168,10 +181,20 @@ def database_settings(module_database: URL, postgres_secrets: Path) -> DatabaseS
 
     def settings_of(service: str) -> DatabaseSettings:
         server = module_database
-        anonymous = URL.create("postgresql", host=server.host, port=server.port, database=server.database, query=server.query)
-        settings = DatabaseSettings(database_url=anonymous.render_as_string(), secrets_dir=postgres_secrets)
+        anonymous = URL.create(
+            "postgresql",
+            host=server.host,
+            port=server.port,
+            database=server.database,
+            query=server.query,
+        )
+        settings = DatabaseSettings(
+            database_url=anonymous.render_as_string(), secrets_dir=postgres_secrets
+        )
         url = service_url(settings, service).set(drivername="postgresql")
-        return settings.model_copy(update={"database_url": url.render_as_string(hide_password=False)})
+        return settings.model_copy(
+            update={"database_url": url.render_as_string(hide_password=False)}
+        )
 
     return settings_of
 

@@ -26,7 +26,9 @@ _OF_A_PROCESS = re.compile(r".+-\d+\.sock")
 Accept = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-async def listen_unix(path: Path, accept: Accept, *, limit_bytes: int = DEFAULT_LIMIT_BYTES) -> asyncio.Server:
+async def listen_unix(
+    path: Path, accept: Accept, *, limit_bytes: int = DEFAULT_LIMIT_BYTES
+) -> asyncio.Server:
     """Serve on a socket file, in the place of one that a killed process left there.
 
     Args:
@@ -42,13 +44,19 @@ async def listen_unix(path: Path, accept: Accept, *, limit_bytes: int = DEFAULT_
 
 
 def sweep(ours: Path) -> int:
-    """Remove the sockets ``NAME-PID.sock`` that killed processes left beside ours, which was made just now; how many.
+    """Remove the sockets ``NAME-PID.sock`` that killed processes left beside ours, which was made
+    just now; how many.
 
-    Whom nobody listens to is dead, whatever his process id may be by now, and in whichever container he was: a process that lives, were
-    it stopped, has its connections taken by the system. What is new may be about to be listened to, and stays for the next time.
+    A socket without a listener is dead, whatever process has its process id by now, and in
+    whichever container it was: the system takes the connections of a process that lives, even while
+    it is stopped. A new socket may be about to get its listener, and stays for the next time.
     """
     swept = 0
-    others = (path for path in ours.parent.glob("*.sock") if _OF_A_PROCESS.fullmatch(path.name) and path != ours)
+    others = (
+        path
+        for path in ours.parent.glob("*.sock")
+        if _OF_A_PROCESS.fullmatch(path.name) and path != ours
+    )
     for path in islice(others, MAX_SWEPT):
         try:
             is_old = ours.lstat().st_mtime - path.lstat().st_mtime > NEW_S
@@ -75,7 +83,7 @@ def _bound(path: Path) -> socket.socket:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    # Set before the file is there: with a later chmod anybody could connect in between.
+    # Set before the file is there: with a later chmod any user could connect in between.
     before = os.umask(0o177)
     try:
         listener.bind(str(path))

@@ -1,4 +1,4 @@
-"""Waiting with a limit. The only module that may sleep; everyone else waits for something to happen."""
+"""Waiting with a limit. The only module that may sleep; all others wait for something to happen."""
 
 import asyncio
 import random
@@ -15,7 +15,8 @@ from pilotlight.common.errors import DeadlineExceeded
 T = TypeVar("T")
 
 CANCEL_AGAIN_S = 0.2
-"""Longer than a task that has heard of its cancellation takes to end, if it has nothing to clean up."""
+"""Longer than a task that has heard of its cancellation takes to end, if it has nothing to clean
+up."""
 GROUP_AGAIN_S = 1.0
 """The same for one that may have a transaction to roll back."""
 
@@ -55,7 +56,7 @@ async def woken(event: asyncio.Event, at_most_s: float) -> bool:
 
 
 class Signal:
-    """Wakes everybody who waits at this moment. For one event loop."""
+    """Wakes every task that waits at this moment. For one event loop."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -66,18 +67,20 @@ class Signal:
         event.set()
 
     async def wait(self, at_most_s: float | None = None) -> None:
-        """Return when something changes, or after so many seconds."""
+        """Return when something changes, or after this number of seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(at_most_s):
                 await self._event.wait()
 
 
-async def cancel_all(tasks: Iterable[asyncio.Task[Any]], *, again_s: float = CANCEL_AGAIN_S) -> None:
+async def cancel_all(
+    tasks: Iterable[asyncio.Task[Any]], *, again_s: float = CANCEL_AGAIN_S
+) -> None:
     """Cancel tasks and return when they have ended; what they raise is not raised here.
 
-    Asks more than once: until Python 3.12, ``asyncio.wait_for`` (and so every library that uses it) loses a cancellation that comes in
-    the same turn of the loop as the result it waits for. Asking again breaks a clean-up off that is under way: give ``again_s`` where
-    one takes longer.
+    Asks more than once: until Python 3.12, ``asyncio.wait_for`` (and so every library that uses it)
+    loses a cancellation that comes in the same turn of the loop as the result it waits for. Asking
+    again breaks a clean-up off that is under way: give ``again_s`` where one takes longer.
     """
     pending = set(tasks)
     while pending:
@@ -90,10 +93,12 @@ async def cancel_all(tasks: Iterable[asyncio.Task[Any]], *, again_s: float = CAN
 
 
 class Group(asyncio.TaskGroup):
-    """A task group that an error ends while the body runs, the body's or that of a task; every other task ends with it.
+    """A task group that an error ends while the body runs, the body's or that of a task; every
+    other task ends with it.
 
-    As ``cancel_all`` it asks more than once: ``asyncio.TaskGroup`` alone waits for ever for a task that has lost its cancellation. So
-    does this one when a task fails after the body's end: it is for bodies that run as long as their tasks.
+    As ``cancel_all`` it asks more than once: ``asyncio.TaskGroup`` alone waits for ever for a task
+    that has lost its cancellation. So does this one when a task fails after the body's end: it is
+    for bodies that run as long as their tasks.
     """
 
     def __init__(self) -> None:
@@ -101,23 +106,31 @@ class Group(asyncio.TaskGroup):
         self._running: set[asyncio.Task[Any]] = set()
 
     def create_task(
-        self, coro: Coroutine[Any, Any, T] | Generator[Any, None, T], *, name: str | None = None, context: Context | None = None
+        self,
+        coro: Coroutine[Any, Any, T] | Generator[Any, None, T],
+        *,
+        name: str | None = None,
+        context: Context | None = None,
     ) -> asyncio.Task[T]:
         task = super().create_task(coro, name=name, context=context)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return task
 
-    async def __aexit__(self, et: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+    async def __aexit__(
+        self, et: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
         while et is not None and self._running:
             with suppress(asyncio.CancelledError):
-                # Whoever cancels it again is impatient; there is nothing that could be done faster.
+                # A second cancellation changes nothing: there is nothing that could be done faster.
                 await cancel_all(self._running, again_s=GROUP_AGAIN_S)
         await super().__aexit__(et, exc, tb)
 
 
 async def every(seconds: float) -> AsyncIterator[None]:
-    """Yield now and then every ``seconds``, counted from the end of the body: a slow body never piles up."""
+    """Yield now and then every ``seconds``, counted from the end of the body: a slow body never
+    piles up.
+    """
     while True:
         yield
         await pause(seconds)

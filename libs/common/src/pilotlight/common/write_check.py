@@ -1,7 +1,7 @@
 """Whether NATS stores what is written to it.
 
-A server whose disk is full, or was full when it started, answers and delivers as ever; it only stores nothing, and says so to nobody who
-does not write. What is written here is of no other use.
+A server whose disk is full, or was full when it started, answers and delivers as ever; it only
+stores nothing, and says so only to clients that write. What is written here is of no other use.
 """
 
 import asyncio
@@ -22,7 +22,8 @@ LOOK_AGAIN_S = 0.5
 """While it is not."""
 CONFIRMED_WITHIN_S = 1.5
 PATIENCE = 2
-"""So many writes in a row without an answer say that nothing is stored: one may be slow, or cut off. A refusal says it at once."""
+"""This many writes in a row without an answer say that nothing is stored: one may be slow, or cut
+off. A refusal says it at once."""
 
 
 class Writable(Protocol):
@@ -43,12 +44,16 @@ class WriteCheck:
         self._rng = random.Random()
         self._denied = False
         self.reason: str | None = None
-        """Why nothing is stored; None while it is, or nobody knows."""
+        """Why nothing is stored; None while it is, or while that is not known."""
 
     def hear(self, error: Exception) -> None:
         """An error of the connection: the server says only there that a user may not write."""
         told = str(error).lower()
-        if not self._denied and "permissions violation" in told and (f"$kv.{HEALTH}." in told or f"kv_{HEALTH}" in told):
+        if (
+            not self._denied
+            and "permissions violation" in told
+            and (f"$kv.{HEALTH}." in told or f"kv_{HEALTH}" in told)
+        ):
             self._denied, self.reason = True, None
             log.warning(
                 "writes are not checked: the server's users are those of an earlier release",
@@ -65,8 +70,12 @@ class WriteCheck:
                 await self._write()
             except BusUnavailable as error:
                 failures += 1
-                # Who cannot be reached cannot be asked; that is told otherwise.
-                self._judge(error if self._bus.connected and (failures >= PATIENCE or isinstance(error, BusFull)) else None)
+                # A server that cannot be reached is not asked; that is told otherwise.
+                self._judge(
+                    error
+                    if self._bus.connected and (failures >= PATIENCE or isinstance(error, BusFull))
+                    else None
+                )
             else:
                 failures = 0
                 self._judge(None)
@@ -78,13 +87,20 @@ class WriteCheck:
             async with asyncio.timeout(CONFIRMED_WITHIN_S):
                 await bucket.put(self._user, None)
         except TimeoutError as error:
-            raise BusUnavailable(f"no write is confirmed within {CONFIRMED_WITHIN_S:g} s") from error
+            raise BusUnavailable(
+                f"no write is confirmed within {CONFIRMED_WITHIN_S:g} s"
+            ) from error
 
     def _judge(self, error: BusUnavailable | None) -> None:
         was, self.reason = self.reason, None
         if error is not None and not self._denied:
             self.reason = f"NATS stores nothing (was its disk full?): {error.message}"
         if self.reason is not None and was is None:
-            log.error("NATS stores nothing", action="bus_unwritable", error=self.reason, what_to_do=BusFull.action)
+            log.error(
+                "NATS stores nothing",
+                action="bus_unwritable",
+                error=self.reason,
+                what_to_do=BusFull.action,
+            )
         elif was is not None and self.reason is None:
             log.info("NATS stores again", action="bus_writable")

@@ -1,4 +1,7 @@
-"""Bandwidth: how it is written, and a limit on what is taken from one source. Links between nodes are in ``link``."""
+"""Bandwidth: how it is written, and a limit on what is taken from one source.
+
+Links between nodes are in ``link``.
+"""
 
 import math
 import re
@@ -6,19 +9,27 @@ from urllib.parse import urlsplit
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.waiting import pause
-from pilotlight.dataplane.priority_semaphore import Permit, PrioritySemaphore, Rank, in_order_of_arrival
+from pilotlight.dataplane.priority_semaphore import (
+    Permit,
+    PrioritySemaphore,
+    Rank,
+    in_order_of_arrival,
+)
 
 LATE_S = 0.005
 """By how much a timer may be late without the link losing that time."""
 QUANTUM_S = 0.02
 """For how long a read of a lower rank may keep the link from one of a higher rank."""
 
-_BANDWIDTH = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<prefix>[kKmMgGtT]?)(?P<binary>i?)(?P<unit>[bB]it/s|[bB]it|bps|B/s)?")
+_BANDWIDTH = re.compile(
+    r"(?P<number>\d+(?:\.\d+)?)\s*(?P<prefix>[kKmMgGtT]?)(?P<binary>i?)(?P<unit>[bB]it/s|[bB]it|bps|B/s)?"
+)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def parse_bandwidth(text: str) -> float | None:
-    """Bytes per second of ``200mbit``, ``25g``, ``1000000`` (bits per second) or ``125MB/s``; None, no limit, for an empty text.
+    """Bytes per second of ``200mbit``, ``25g``, ``1000000`` (bits per second) or ``125MB/s``; None,
+    no limit, for an empty text.
 
     Raises:
         ValueError: it is none of these, or it is zero.
@@ -27,17 +38,23 @@ def parse_bandwidth(text: str) -> float | None:
         return None
     match = _BANDWIDTH.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"{text!r} is not a bandwidth; give for example 200mbit, 25gbit or 125MB/s")
+        raise ValueError(
+            f"{text!r} is not a bandwidth; give for example 200mbit, 25gbit or 125MB/s"
+        )
     scale = (1024 if match["binary"] else 1000) ** _POWERS[match["prefix"].lower()]
     bits = 8 if match["unit"] == "B/s" else 1
     bytes_per_s = float(match["number"]) * scale * bits / 8
     if bytes_per_s <= 0:
-        raise ValueError(f"{text!r}: a link needs a bandwidth above zero; give nothing for no limit")
+        raise ValueError(
+            f"{text!r}: a link needs a bandwidth above zero; give nothing for no limit"
+        )
     return bytes_per_s
 
 
 def link_of(uri: str) -> str:
-    """What a model's bytes share their link with: a bucket, the hub, or the folders of this host together."""
+    """What a model's bytes share their link with: a bucket, the hub, or the folders of this host
+    together.
+    """
     parts = urlsplit(uri)
     # A hub is one server, whatever the organisation.
     return f"{parts.scheme or 'file'}://{'' if parts.scheme == 'hf' else parts.netloc}"
@@ -78,7 +95,8 @@ class BandwidthLimit:
     async def take(self, size_bytes: int, rank: Rank = in_order_of_arrival) -> None:
         """Return when these bytes have come over the link, at once where there is no limit.
 
-        The higher rank comes first, also between the bytes of a lower one; among equals, the first that asked.
+        The higher rank comes first, also between the bytes of a lower one; among equals, the first
+        that asked.
         """
         if self._schedule is None or self._bytes_per_s is None:
             return

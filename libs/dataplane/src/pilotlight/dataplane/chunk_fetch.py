@@ -20,7 +20,15 @@ from pilotlight.common.clock import Clock
 from pilotlight.common.errors import CorruptChunk, HostPoolFull, PilotlightError, SourceUnavailable
 from pilotlight.common.waiting import Backoff, pause
 from pilotlight.dataplane.lanes import Lanes
-from pilotlight.dataplane.origin import ChunkFill, MixedBytes, Nearby, NotHere, Origin, RecordedNow, WrongBytes
+from pilotlight.dataplane.origin import (
+    ChunkFill,
+    MixedBytes,
+    Nearby,
+    NotHere,
+    Origin,
+    RecordedNow,
+    WrongBytes,
+)
 from pilotlight.dataplane.priority_semaphore import Recalled
 from pilotlight.dataplane.readers import Reading
 from pilotlight.policy.cluster import OriginKind
@@ -29,7 +37,8 @@ from pilotlight.policy.model import Model
 log = structlog.get_logger()
 
 DISTRUST_S = 600.0
-"""For so long nobody asks a node or a disk that gave wrong bytes. A model's own source is asked again by the next fetch."""
+"""How long a node or a disk that gave wrong bytes is not asked. A model's own source is asked again
+by the next fetch."""
 
 RECORD_TRIES = 6
 _RECORD_BACKOFF = Backoff(first_s=0.05, limit_s=0.5)
@@ -40,7 +49,7 @@ class OriginObserver(Protocol):
     """Hears what comes from where. Calls come within the event loop and must not block."""
 
     def on_chunk(self, kind: OriginKind, name: str, size_bytes: int) -> None:
-        """An origin gave so many bytes of a chunk that was found to be right."""
+        """An origin gave ``size_bytes`` of a chunk that was found to be right."""
         ...
 
     def on_origin_failed(self, kind: OriginKind, name: str, code: str) -> None:
@@ -49,7 +58,7 @@ class OriginObserver(Protocol):
 
 
 class Distrusted:
-    """Who gave wrong bytes, and is not asked for a while."""
+    """Origins that gave wrong bytes, and are not asked for a while."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -63,7 +72,9 @@ class Distrusted:
     def names(self) -> tuple[str, ...]:
         """Those that are not asked at this moment."""
         now_s = self._clock.monotonic_s()
-        self._until_s = {name: until_s for name, until_s in self._until_s.items() if now_s < until_s}
+        self._until_s = {
+            name: until_s for name, until_s in self._until_s.items() if now_s < until_s
+        }
         return tuple(sorted(self._until_s))
 
     def __contains__(self, name: str) -> bool:
@@ -88,14 +99,18 @@ class ChunkFetch:
     relearn: Callable[[], Awaitable[Manifest]]
     """Gets the manifest with every digest that is recorded by now."""
     _are_recorded: bool = True
-    """Whether digests are recorded soon after a node has read a part. Those of a source that is checked as a whole are not."""
+    """Whether digests are recorded soon after a node has read a part. Those of a source that is
+    checked as a whole are not."""
     _aside: dict[str, PilotlightError] = field(default_factory=dict[str, PilotlightError])
 
     async def fetch(self, part: int, index: int, fill: ChunkFill) -> OriginKind:
-        """Fill one chunk of a part: whole and, where its digest is recorded, verified. What its last bytes came from.
+        """Fill one chunk of a part: whole and, where its digest is recorded, verified.
+
+        What its last bytes came from.
 
         Raises:
-            PilotlightError: no origin can give it: what the model's own source says, if it was asked.
+            PilotlightError: no origin can give it: what the model's own source says, if it was
+                asked.
             HostPoolFull: there is no memory for it.
         """
         chunk = self.manifest.parts[part].chunks[index]
@@ -112,7 +127,13 @@ class ChunkFetch:
             except RecordedNow:
                 self._are_recorded = await self._learn(part, index, fill)
             except MixedBytes as error:
-                log.warning("chunk is read again", action="chunk_mixed", model=self.model.name, part=part, error=str(error))
+                log.warning(
+                    "chunk is read again",
+                    action="chunk_mixed",
+                    model=self.model.name,
+                    part=part,
+                    error=str(error),
+                )
             except WrongBytes as error:
                 where = f"part {part}, bytes [{chunk.image_offset}, {chunk.image_offset + chunk.size_bytes})"
                 self._set_aside(origin, CorruptChunk(f"{origin.name}: {where}: {error}"))
@@ -127,14 +148,23 @@ class ChunkFetch:
                     for name, size_bytes in fill.shares.items():
                         self.observer.on_chunk(asked[name], name, size_bytes)
                     return origin.kind
-                self._set_aside(origin, SourceUnavailable(f"{origin.name} ended a chunk {fill.left_bytes} bytes early"))
+                self._set_aside(
+                    origin,
+                    SourceUnavailable(f"{origin.name} ended a chunk {fill.left_bytes} bytes early"),
+                )
         raise self._failure(part)
 
     def _best(self, fill: ChunkFill, missing: set[str]) -> Origin | None:
         """The nearest origin that may still have the chunk."""
-        nearer = [origin for nearby in self.nearby for origin in nearby.origins(self.model, self.manifest)]
+        nearer = [
+            origin for nearby in self.nearby for origin in nearby.origins(self.model, self.manifest)
+        ]
         for origin in (*nearer, self.source):
-            usable = origin.name not in self._aside and origin.name not in missing and origin.name not in self.distrusted
+            usable = (
+                origin.name not in self._aside
+                and origin.name not in missing
+                and origin.name not in self.distrusted
+            )
             may_learn = origin.kind is OriginKind.PEER and self._are_recorded
             if usable and (origin.trusted or fill.digest is not None or may_learn):
                 return origin
@@ -152,7 +182,9 @@ class ChunkFetch:
             await pause(_RECORD_BACKOFF.delay_s(attempt, rng))
         return False
 
-    async def _try(self, origin: Origin, place: tuple[int, int], chunk: Chunk, fill: ChunkFill) -> None:
+    async def _try(
+        self, origin: Origin, place: tuple[int, int], chunk: Chunk, fill: ChunkFill
+    ) -> None:
         recalled, lane = asyncio.Event(), self.lanes.of(origin)
 
         def rank() -> tuple[int, ...]:
@@ -162,7 +194,9 @@ class ChunkFetch:
             work = fill.begin(origin.name, progress, trusted=origin.trusted)
             try:
                 what = f"part {place[0]} of {self.model.name} from {origin.name}"
-                await self.reading.run(what, lambda _: origin.read(place[0], chunk, work), progress, rank, recalled)
+                await self.reading.run(
+                    what, lambda _: origin.read(place[0], chunk, work), progress, rank, recalled
+                )
             finally:
                 work.revoke()
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 GAIN = 1.05
 """What a step up has to bring to be kept."""
 LOSS = 0.5
-"""A throughput below this share of the last one means another link than before: what was learned of it is forgotten."""
+"""A throughput below this share of the last one means another link than before: what was learned of
+it is forgotten."""
 STEP_SHARE = 4
 """A step is a quarter of what there is, at least one."""
 FIRST_REST = 4
@@ -43,11 +44,15 @@ class Concurrency:
             ValueError: there is nothing between them.
         """
         if not 1 <= self.least <= self.most:
-            raise ValueError(f"from {self.least} to {self.most} reads at once: give 1 <= least <= most")
+            raise ValueError(
+                f"from {self.least} to {self.most} reads at once: give 1 <= least <= most"
+            )
         self.limit = self.least
 
     def measured(self, bytes_per_s: float) -> int:
-        """Throughput with ``limit`` reads at work all the time; how many there are to be from now on."""
+        """Throughput with ``limit`` reads at work all the time; how many there are to be from now
+        on.
+        """
         if self._before is not None:
             self._judge(bytes_per_s, self._before)
         elif self._steady is not None and bytes_per_s < LOSS * self._steady:
@@ -61,7 +66,9 @@ class Concurrency:
         return self.limit
 
     def broke(self) -> int:
-        """The origin broke a read off, as a server does that is asked for too much: half as many from now on."""
+        """The origin broke a read off, as a server does that is asked for too much: half as many
+        from now on.
+        """
         self._before = self._steady = None
         self.limit = max(self.least, self.limit // 2)
         self._rest = self._next_rest

@@ -1,8 +1,9 @@
-"""What a node's host pool holds, for whom, and what is on its way there.
+"""What a node's host pool holds, for which claims, and what is on its way there.
 
-Holders of one model share one fetch. One that fails fails everybody who waits for it, and is forgotten: the next holder starts
-another. Where a fetch finds that the bytes are not the source's, the copy is spoiled: nobody new gets it, and its parts are given up
-as soon as nobody reads them.
+Claims of one model share one fetch. One that fails fails every claim that waits for it, and is
+forgotten: the next claim starts another. Where a fetch finds that the bytes are not the source's,
+the copy is spoiled: no new claim gets it, and its parts are given up as soon as no lease reads
+them.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ from pilotlight.common.messages.pool import RETURN_S, PartReady
 from pilotlight.dataplane.chunk_fetch import OriginObserver
 from pilotlight.dataplane.held import HeldChunk, held_chunk
 from pilotlight.dataplane.layout import tensor_places
-from pilotlight.dataplane.model_fetch import FetchTools, Holder, ModelFetch
+from pilotlight.dataplane.model_fetch import FetchTools, ModelFetch, PartsClaim
 from pilotlight.policy.cluster import Copy, FetchPriority, LinkSpeed, OriginKind, Tier, Transfer
 from pilotlight.policy.ids import Digest, InstanceId, NodeId
 from pilotlight.policy.model import Model
@@ -46,13 +47,13 @@ class Observer(OriginObserver, Protocol):
 
 
 class HostCopies:
-    """Holders, and the fetches that serve them."""
+    """Claims, and the fetches that serve them."""
 
     def __init__(self, tools: FetchTools, owner: Owner, observer: Observer) -> None:
         self._tools = tools
         self._owner = owner
         self._observer = observer
-        self._holders: dict[Digest, list[Holder]] = {}
+        self._claims: dict[Digest, list[PartsClaim]] = {}
         self._fetches: dict[Digest, ModelFetch] = {}
         self._runs: dict[Digest, asyncio.Task[None]] = {}
         self._drivers: set[asyncio.Task[None]] = set()
@@ -60,7 +61,7 @@ class HostCopies:
         self._adopted = frozenset(held.digest for held in tools.pool.copies())
         self._adopted_until_s = tools.clock.monotonic_s() + RETURN_S
 
-    def hold(
+    def claim(
         self,
         model: Model,
         parts: Iterable[int],
@@ -70,22 +71,27 @@ class HostCopies:
         trace_parent: str = "",
         since_s: float | None = None,
         priority: FetchPriority = FetchPriority.COLD_START,
-    ) -> Holder:
-        """Want parts of a model: what is missing is fetched, what is ready stays for as long as a lease holds it.
+    ) -> PartsClaim:
+        """Claim parts of a model: what is missing is fetched, what is ready stays for as long as a
+        lease claims it.
 
-        ``since_s`` is when it was asked for, None: now; the fetch counts from then. A fetch matters as much as the first of its holders
-        does; a lease is for a cold start.
+        ``since_s`` is when it was asked for, None: now; the fetch counts from then. A fetch matters
+        as much as the first of its claims does; a lease is for a cold start.
 
         Raises:
             BadRequest: the model has no such part.
         """
         wanted = tuple(sorted(set(parts)))
         if not wanted or wanted[0] < 0 or wanted[-1] >= len(model.spec.part_bytes):
-            raise BadRequest(f"{model.name} has parts 0 to {len(model.spec.part_bytes) - 1}, not {wanted}")
+            raise BadRequest(
+                f"{model.name} has parts 0 to {len(model.spec.part_bytes) - 1}, not {wanted}"
+            )
         now_s = self._tools.clock.monotonic_s()
         spoiled = self._spoiled.get(model.digest)
-        found = {part: now_s for part in wanted if self._tools.pool.find(model.digest, part) is not None}
-        holder = Holder(
+        found = {
+            part: now_s for part in wanted if self._tools.pool.find(model.digest, part) is not None
+        }
+        claim = PartsClaim(
             instance_id=instance_id,
             model=model,
             parts=wanted,
@@ -96,50 +102,55 @@ class HostCopies:
             ready=found if spoiled is None else {},
             error=spoiled,
         )
-        self._holders.setdefault(model.digest, []).append(holder)
+        self._claims.setdefault(model.digest, []).append(claim)
         self._tools.pool.touch(model.digest)
-        if holder.missing and spoiled is None:
-            self._join(holder)
-        return holder
+        if claim.missing and spoiled is None:
+            self._join(claim)
+        return claim
 
-    def release(self, holder: Holder) -> None:
-        """Want them no more. A fetch that nobody else waits for is cancelled."""
-        digest = holder.model.digest
-        holders = self._holders.get(digest, [])
-        if holder not in holders:
+    def release(self, claim: PartsClaim) -> None:
+        """End a claim. A fetch that no other claim waits for is cancelled."""
+        digest = claim.model.digest
+        claims = self._claims.get(digest, [])
+        if claim not in claims:
             return
-        holders.remove(holder)
-        if not holders:
-            del self._holders[digest]
+        claims.remove(claim)
+        if not claims:
+            del self._claims[digest]
         self._tools.pool.touch(digest)
         fetch = self._fetches.get(digest)
-        if fetch is not None and holder in fetch.holders:
-            fetch.account(holder.instance_id)
-            fetch.holders.remove(holder)
+        if fetch is not None and claim in fetch.claims:
+            fetch.account(claim.instance_id)
+            fetch.claims.remove(claim)
             run = self._runs.get(digest)
-            if not fetch.holders and run is not None:
+            if not fetch.claims and run is not None:
                 run.cancel()
         self._give_up_spoiled(digest)
         self._observer.on_copies_changed()
 
-    async def ready_parts(self, holder: Holder) -> AsyncIterator[PartReady]:
-        """A holder's parts with the places of their tensors, in execution order, each as soon as it is ready. For one reader.
+    async def ready_parts(self, claim: PartsClaim) -> AsyncIterator[PartReady]:
+        """A claim's parts with the places of their tensors, in execution order, each as soon as it
+        is ready.
+
+        For one reader.
 
         Raises:
             PilotlightError: a part cannot be had.
         """
-        for number in holder.parts:
-            while number not in holder.ready:
-                if holder.error is not None:
-                    raise holder.error
-                await holder.changed.wait()
-                holder.changed.clear()
-            manifest = await self._tools.manifests.get(holder.model)
-            image = self._tools.pool.find(holder.model.digest, number)
+        for number in claim.parts:
+            while number not in claim.ready:
+                if claim.error is not None:
+                    raise claim.error
+                await claim.changed.wait()
+                claim.changed.clear()
+            manifest = await self._tools.manifests.get(claim.model)
+            image = self._tools.pool.find(claim.model.digest, number)
             if image is None:
-                raise InternalError(f"part {number} of {holder.model.name} is held and yet not in the pool")
+                raise InternalError(
+                    f"part {number} of {claim.model.name} is held and yet not in the pool"
+                )
             places = tensor_places(manifest.parts[number], self._tools.pool.file_offset(image))
-            ready = Moment(at_s=holder.ready[number], wall_offset_s=wall_offset_s(self._tools.clock))
+            ready = Moment(at_s=claim.ready[number], wall_offset_s=wall_offset_s(self._tools.clock))
             yield PartReady(part=number, tensors=places, ready=ready, serial=image.serial)
 
     def drop(self, digests: Iterable[Digest]) -> tuple[Digest, ...]:
@@ -147,7 +158,11 @@ class HostCopies:
         dropped: list[Digest] = []
         for digest in digests:
             is_sent = self._tools.pool.is_pinned(digest)
-            in_use = is_sent or digest in self._fetches or any(holder.leased for holder in self._holders.get(digest, []))
+            in_use = (
+                is_sent
+                or digest in self._fetches
+                or any(claim.leased for claim in self._claims.get(digest, []))
+            )
             if not in_use and not self._may_return(digest) and self._tools.pool.drop(digest):
                 dropped.append(digest)
         if dropped:
@@ -164,7 +179,7 @@ class HostCopies:
                 tier=Tier.HOST,
                 parts=held.parts,
                 size_bytes=held.size_bytes,
-                leases=sum(holder.leased for holder in self._holders.get(held.digest, [])),
+                leases=sum(claim.leased for claim in self._claims.get(held.digest, [])),
                 idle_s=now_s - held.last_used_s,
             )
             for held in self._tools.pool.copies()
@@ -172,7 +187,7 @@ class HostCopies:
 
     def transfers(self) -> tuple[Transfer, ...]:
         """The fetches that are under way, as facts."""
-        return tuple(fetch.transfer() for fetch in self._fetches.values() if fetch.holders)
+        return tuple(fetch.transfer() for fetch in self._fetches.values() if fetch.claims)
 
     def held(self, digest: Digest, part: int, index: int) -> HeldChunk | None:
         """A chunk that is in the pool or on its way there, and may be passed on."""
@@ -205,34 +220,38 @@ class HostCopies:
     async def stop(self) -> None:
         """End every fetch, and wait until no thread writes to the pool any more."""
         for digest, run in self._runs.items():
-            self._fetches[digest].holders.clear()
+            self._fetches[digest].claims.clear()
             run.cancel()
         await asyncio.gather(*self._drivers, return_exceptions=True)
         self._tools.readers.stop()
 
-    def _join(self, holder: Holder) -> None:
-        digest = holder.model.digest
+    def _join(self, claim: PartsClaim) -> None:
+        digest = claim.model.digest
         fetch = self._fetches.get(digest)
         if fetch is not None:
-            fetch.holders.append(holder)
+            fetch.claims.append(claim)
             self._tools.moved.send()
             return
-        self._start(holder.model, [holder], holder.since_s)
+        self._start(claim.model, [claim], claim.since_s)
 
-    def _start(self, model: Model, holders: list[Holder], start_s: float) -> None:
+    def _start(self, model: Model, claims: list[PartsClaim], start_s: float) -> None:
         digest = model.digest
         fetch = ModelFetch(model, self._tools, _Listener(self, self._observer, digest), start_s)
-        fetch.holders.extend(holders)
+        fetch.claims.extend(claims)
         self._fetches[digest] = fetch
         self._tools.moved.send()
-        run = self._runs[digest] = asyncio.create_task(fetch.run(), name=f"fetch {fetch.model.name}")
+        run = self._runs[digest] = asyncio.create_task(
+            fetch.run(), name=f"fetch {fetch.model.name}"
+        )
         driver = self._owner.spawn(f"drive fetch {fetch.model.name}", self._drive(fetch, run))
         self._drivers.add(driver)
         driver.add_done_callback(self._drivers.discard)
         self._observer.on_copies_changed()
 
     async def _drive(self, fetch: ModelFetch, run: "asyncio.Task[None]") -> None:
-        """See a fetch to its end and clean up after it; then serve whoever came too late for it with another one."""
+        """See a fetch to its end and clean up after it; then serve the claims that came too late
+        for it with another one.
+        """
         digest, clock = fetch.model.digest, self._tools.clock
         try:
             await asyncio.wait({run})
@@ -241,21 +260,29 @@ class HostCopies:
             del self._runs[digest]
         error = self._spoiled.get(digest) or _error_of(run)
         if error is not None:
-            log.warning("fetch failed", action="fetch_failed", model=fetch.model.name, code=error.code, error=error.message)
-            for holder in fetch.holders:
-                fetch.account(holder.instance_id)
-                holder.error = error
-                holder.changed.set()
-            fetch.holders.clear()
+            log.warning(
+                "fetch failed",
+                action="fetch_failed",
+                model=fetch.model.name,
+                code=error.code,
+                error=error.message,
+            )
+            for claim in fetch.claims:
+                fetch.account(claim.instance_id)
+                claim.error = error
+                claim.changed.set()
+            fetch.claims.clear()
             if fetch.is_spoiled:
                 self._spoiled[digest] = error
-        self._observer.on_fetch_ended(clock.monotonic_s() - fetch.start_s, fetch.done_bytes, error.code if error else "")
+        self._observer.on_fetch_ended(
+            clock.monotonic_s() - fetch.start_s, fetch.done_bytes, error.code if error else ""
+        )
         await fetch.cleaned_up()
         self._owner.spawn(f"close the source of {fetch.model.name}", fetch.closed())
         del self._fetches[digest]
         self._tools.moved.send()
         self._give_up_spoiled(digest)
-        late = [holder for holder in fetch.holders if holder.missing]
+        late = [claim for claim in fetch.claims if claim.missing]
         if late:
             self._start(fetch.model, late, clock.monotonic_s())
         else:
@@ -264,13 +291,15 @@ class HostCopies:
     def on_ready(self, digest: Digest) -> None:
         """A part of a model is ready."""
         fetch = self._fetches[digest]
-        for holder in [holder for holder in fetch.holders if not holder.missing]:
-            fetch.account(holder.instance_id)
-            fetch.holders.remove(holder)
+        for claim in [claim for claim in fetch.claims if not claim.missing]:
+            fetch.account(claim.instance_id)
+            fetch.claims.remove(claim)
         self._observer.on_copies_changed()
 
     def on_disputed(self, digest: Digest, error: PilotlightError) -> None:
-        """Another node read other bytes of a model, and was first: nobody new gets what is here."""
+        """Another node read other bytes of a model, and was first: no new claim gets what is
+        here.
+        """
         self._spoiled.setdefault(digest, error)
         run = self._runs.get(digest)
         if run is not None:
@@ -279,14 +308,23 @@ class HostCopies:
         self._observer.on_copies_changed()
 
     def _give_up_spoiled(self, digest: Digest) -> None:
-        """Free a spoiled copy, unless somebody reads it still: the next holder has it fetched anew."""
-        is_read = any(holder.leased and holder.ready for holder in self._holders.get(digest, []))
-        if digest in self._spoiled and digest not in self._fetches and not is_read and not self._may_return(digest):
+        """Free a spoiled copy, unless a lease still reads it: the next claim has it fetched
+        anew.
+        """
+        is_read = any(claim.leased and claim.ready for claim in self._claims.get(digest, []))
+        if (
+            digest in self._spoiled
+            and digest not in self._fetches
+            and not is_read
+            and not self._may_return(digest)
+        ):
             del self._spoiled[digest]
             self._tools.pool.drop(digest)
 
     def _may_return(self, digest: Digest) -> bool:
-        """Whether workers may be reading it by a lease that they had of the loader before this one."""
+        """Whether workers may be reading it by a lease that they had of the loader before this
+        one.
+        """
         return digest in self._adopted and self._tools.clock.monotonic_s() < self._adopted_until_s
 
 
@@ -312,7 +350,7 @@ class _Listener:
 
 
 def _error_of(run: "asyncio.Task[None]") -> PilotlightError | None:
-    """What a fetch ended with; None when it was done or nobody wanted it any more."""
+    """What a fetch ended with; None when it was done or no claim wanted it any more."""
     if run.cancelled():
         return None
     error = run.exception()

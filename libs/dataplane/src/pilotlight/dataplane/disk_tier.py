@@ -4,11 +4,12 @@
 
     DIR/.lock                     held by the loader that uses the folder
     DIR/ab/abcdef….chunk          a chunk's bytes, as they lie in a part's image
-    DIR/ab/abcdef….part           one that is being written; nobody reads it, and what a killed loader left is removed
+    DIR/ab/abcdef….part           one that is being written; it is not read, and what a killed loader left is removed
 
-A file gets its name when all of it was written, but nothing waits for the disk: after a power failure it may be torn. So every file
-is verified whenever it is read, and one that is not what its name says is removed. What was used last stays longest, also over a
-restart: a file's time of modification is when it was last used.
+A file gets its name when all of it was written, but nothing waits for the disk: after a power
+failure it may be torn. So every file is verified whenever it is read, and one that is not what its
+name says is removed. What was used last stays longest, also over a restart: a file's time of
+modification is when it was last used.
 """
 
 import fcntl
@@ -61,11 +62,14 @@ Count = Callable[[DiskEvent], None]
 
 
 class Unwritten(Exception):
-    """A chunk was not stored, which is no fault of anybody."""
+    """A chunk was not stored, and nothing is wrong."""
 
 
 class DiskTier:
-    """The folder. Reading and asking: any thread; opening and writing: one at a time, and they block."""
+    """The folder.
+
+    Reading and asking: any thread; opening and writing: one at a time, and they block.
+    """
 
     def __init__(self, folder: Path, limit_bytes: int, clock: Clock, count: Count) -> None:
         self.folder = folder
@@ -98,7 +102,9 @@ class DiskTier:
         return digest in self._files
 
     def open(self) -> None:
-        """Lock the folder and take over what lies in it. Where it cannot be written to, the tier is off, and this is tried again.
+        """Lock the folder and take over what lies in it.
+
+        Where it cannot be written to, the tier is off, and this is tried again.
 
         Raises:
             DiskTierTaken: another loader uses it.
@@ -118,7 +124,9 @@ class DiskTier:
                 self._lock_descriptor = -1
 
     def read(self, digest: Digest, work: ChunkWork) -> None:
-        """As ``Origin.read``: a file that is gone, torn or wrong is forgotten, and nothing is wrong with the others."""
+        """As ``Origin.read``: a file that is gone, torn or wrong is forgotten, and nothing is wrong
+        with the others.
+        """
         try:
             descriptor = os.open(self._path(digest), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as error:
@@ -126,7 +134,9 @@ class DiskTier:
             raise NotHere from error
         try:
             if os.fstat(descriptor).st_size != work.size_bytes:
-                raise WrongBytes(f"the file has {os.fstat(descriptor).st_size} bytes, the chunk {work.size_bytes}")
+                raise WrongBytes(
+                    f"the file has {os.fstat(descriptor).st_size} bytes, the chunk {work.size_bytes}"
+                )
             with closing(pieces_of(descriptor, work.position, work.size_bytes)) as pieces:
                 for piece in pieces:
                     work.write(piece)
@@ -136,7 +146,12 @@ class DiskTier:
         except MixedBytes:
             raise
         except WrongBytes as error:
-            log.warning("chunk on disk is damaged", action="disk_chunk_damaged", digest=digest, error=str(error))
+            log.warning(
+                "chunk on disk is damaged",
+                action="disk_chunk_damaged",
+                digest=digest,
+                error=str(error),
+            )
             with suppress(OSError):
                 self._path(digest).unlink(missing_ok=True)
             self._forget(digest, DiskEvent.DAMAGED)
@@ -152,7 +167,9 @@ class DiskTier:
         self._count(DiskEvent.READ)
 
     def write(self, digest: Digest, size_bytes: int, pieces: Iterable[memoryview]) -> None:
-        """Store a chunk, and give up others for it. Its bytes are of this digest; ``pieces`` says so by ending without an error.
+        """Store a chunk, and give up others for it.
+
+        Its bytes are of this digest; ``pieces`` says so by ending without an error.
 
         Raises:
             Unwritten: it was not stored.
@@ -177,7 +194,9 @@ class DiskTier:
         with self._mutex:
             self._used_bytes += taken
         try:
-            descriptor = os.open(making, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            descriptor = os.open(
+                making, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+            )
             try:
                 for piece in pieces:
                     _write_all(descriptor, piece)
@@ -204,7 +223,9 @@ class DiskTier:
     def _open(self) -> None:
         self.close()
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        descriptor = os.open(
+            self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+        )
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -219,12 +240,24 @@ class DiskTier:
                 self._files[digest] = taken
                 self._used_bytes += taken
         self._make_room(0)
-        log.info("disk tier opened", action="disk_tier_opened", folder=str(self.folder), chunks=len(self._files))
+        log.info(
+            "disk tier opened",
+            action="disk_tier_opened",
+            folder=str(self.folder),
+            chunks=len(self._files),
+        )
 
     def _adopt(self) -> Iterator[tuple[int, Digest, int]]:
-        """The chunks that lie there: when each was used, its digest, what it takes. What cannot be one is removed."""
+        """The chunks that lie there: when each was used, its digest, what it takes.
+
+        What cannot be one is removed.
+        """
         for below in self.folder.iterdir():
-            if not re.fullmatch("[0-9a-f]{2}", below.name) or below.is_symlink() or not below.is_dir():
+            if (
+                not re.fullmatch("[0-9a-f]{2}", below.name)
+                or below.is_symlink()
+                or not below.is_dir()
+            ):
                 continue
             with os.scandir(below) as entries:
                 for entry in entries:
@@ -232,13 +265,19 @@ class DiskTier:
                     if name is None or not entry.is_file(follow_symlinks=False):
                         continue
                     stat = entry.stat(follow_symlinks=False)
-                    if name[2] == "chunk" and name[1].startswith(below.name) and 0 < stat.st_size <= CHUNK_BYTES:
+                    if (
+                        name[2] == "chunk"
+                        and name[1].startswith(below.name)
+                        and 0 < stat.st_size <= CHUNK_BYTES
+                    ):
                         yield stat.st_mtime_ns, Digest(name[1]), _on_disk(stat.st_size)
                     else:
                         os.unlink(entry.path)
 
     def _is_ours(self) -> bool:
-        """Whether the folder is still the one that is locked, and not one that was made anew in its place."""
+        """Whether the folder is still the one that is locked, and not one that was made anew in its
+        place.
+        """
         if self._lock_descriptor < 0:
             return False
         try:
@@ -247,7 +286,9 @@ class DiskTier:
             return False
 
     def _lose(self, digest: Digest, error: OSError) -> None:
-        log.warning("chunk on disk is lost", action="disk_chunk_lost", digest=digest, error=str(error))
+        log.warning(
+            "chunk on disk is lost", action="disk_chunk_lost", digest=digest, error=str(error)
+        )
         self._forget(digest, DiskEvent.DAMAGED)
 
     def _forget(self, digest: Digest, event: DiskEvent) -> None:

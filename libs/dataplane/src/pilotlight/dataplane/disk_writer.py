@@ -1,4 +1,5 @@
-"""Brings verified chunks from the host pool to the disk tier, in the background, behind everything else.
+"""Brings verified chunks from the host pool to the disk tier, in the background, behind everything
+else.
 
 ::
 
@@ -6,7 +7,8 @@
     queue       [note][note] ... at most QUEUE_CHUNKS      full: the chunk is not kept
     thread      pool's file ──1 MiB──> hash ──> file       nice 19; one part of work in WAY of waiting while a fetch goes on
 
-The bytes stay in the pool while they wait, or they are gone when their turn comes: then the digest tells.
+The bytes stay in the pool while they wait, or they are gone when their turn comes: then the digest
+tells.
 """
 
 import os
@@ -31,7 +33,8 @@ QUEUE_CHUNKS = 4096
 BUSY_S = 0.5
 """A fetch goes on while a chunk was verified this lately."""
 WAY = 4
-"""While a fetch goes on, for how many times as long as each piece took the thread waits before the next one."""
+"""While a fetch goes on, for how many times as long as each piece took the thread waits before the
+next one."""
 LONGEST_WAY_S = 1.0
 NICE = 19
 """The least that the system knows; a thread's place in the queue of a disk goes by it, too."""
@@ -44,7 +47,15 @@ _Note = tuple[Digest, int, int]
 class DiskWriter:
     """A keeper (``origin.Keeper``) with one thread."""
 
-    def __init__(self, tier: DiskTier, pool_path: Path, clock: Clock, count: Count, *, queue_chunks: int = QUEUE_CHUNKS) -> None:
+    def __init__(
+        self,
+        tier: DiskTier,
+        pool_path: Path,
+        clock: Clock,
+        count: Count,
+        *,
+        queue_chunks: int = QUEUE_CHUNKS,
+    ) -> None:
         self._tier = tier
         self._pool_path = pool_path
         self._clock = clock
@@ -66,7 +77,9 @@ class DiskWriter:
             self._thread.start()
 
     def stop(self) -> None:
-        """Write no more; what waits is not kept. Blocks until the piece that is being written is."""
+        """Write no more; what waits is not kept. Blocks until the piece that is being written
+        is.
+        """
         self._stopping.set()
         with suppress(Full):
             self._notes.put_nowait(None)

@@ -5,8 +5,9 @@ Ranges are half-open, counted in bytes from the start of the pool's data, and cu
     0          u         2u         3u         4u         5u
     [taken .............)[free ....)[taken ...)[free ......)
 
-What goes together is put together, right behind what came before it, and what begins anew into the largest free range: so what is
-given up together leaves a large range. (Decision 13 has the figures.)
+What goes together is put together, right behind what came before it, and what begins anew into the
+largest free range: so what is given up together leaves a large range. (Decision 13 has the
+figures.)
 """
 
 from bisect import bisect_left
@@ -51,7 +52,9 @@ class Extents:
 
     @property
     def fragmentation(self) -> float:
-        """Share of the free bytes that lie outside the largest free range: 0 when one range holds them all, always below 1."""
+        """Share of the free bytes that lie outside the largest free range: 0 when one range holds
+        them all, always below 1.
+        """
         free_bytes = self.free_bytes
         return 1.0 - self.largest_free_bytes / free_bytes if free_bytes else 0.0
 
@@ -65,11 +68,23 @@ class Extents:
         return max(1, -(-size_bytes // self.unit_bytes)) * self.unit_bytes
 
     def take(self, size_bytes: int, after: int | None = None) -> Extent | None:
-        """The range from ``after`` on, or else the start of the largest free range, in whole units; None when there is no room."""
+        """The range from ``after`` on, or else the start of the largest free range, in whole units;
+        None when there is no room.
+        """
         needed = self.rounded(size_bytes)
-        index = bisect_left(self._free, after, key=lambda free: free.offset) if after is not None else len(self._free)
-        if index == len(self._free) or self._free[index].offset != after or self._free[index].size_bytes < needed:
-            index = max(range(len(self._free)), key=lambda index: self._free[index].size_bytes, default=-1)
+        index = (
+            bisect_left(self._free, after, key=lambda free: free.offset)
+            if after is not None
+            else len(self._free)
+        )
+        if (
+            index == len(self._free)
+            or self._free[index].offset != after
+            or self._free[index].size_bytes < needed
+        ):
+            index = max(
+                range(len(self._free)), key=lambda index: self._free[index].size_bytes, default=-1
+            )
         if index < 0 or self._free[index].size_bytes < needed:
             return None
         extent = Extent(self._free[index].offset, needed)
@@ -78,7 +93,9 @@ class Extents:
         return extent
 
     def fits(self, sizes_bytes: Iterable[int], after: int | None = None) -> bool:
-        """Whether ranges of these sizes could be taken one after the other, each behind the one before where that is free."""
+        """Whether ranges of these sizes could be taken one after the other, each behind the one
+        before where that is free.
+        """
         trial = Extents(self.size_bytes, self.unit_bytes)
         trial._free = list(self._free)
         for size_bytes in sizes_bytes:
@@ -89,13 +106,23 @@ class Extents:
         return True
 
     def take_at(self, offset: int, size_bytes: int) -> Extent | None:
-        """This very range, as found in a pool that is adopted; None when it is not aligned, not free or not within the pool."""
+        """This very range, as found in a pool that is adopted; None when it is not aligned, not
+        free or not within the pool.
+        """
         needed = self.rounded(size_bytes)
         index = bisect_left(self._free, offset + 1, key=lambda extent: extent.offset) - 1
-        if offset < 0 or offset % self.unit_bytes or index < 0 or self._free[index].stop < offset + needed:
+        if (
+            offset < 0
+            or offset % self.unit_bytes
+            or index < 0
+            or self._free[index].stop < offset + needed
+        ):
             return None
         free = self._free[index]
-        around = [Extent(free.offset, offset - free.offset), Extent(offset + needed, free.stop - offset - needed)]
+        around = [
+            Extent(free.offset, offset - free.offset),
+            Extent(offset + needed, free.stop - offset - needed),
+        ]
         self._free[index : index + 1] = [extent for extent in around if extent.size_bytes]
         self._taken[offset] = Extent(offset, needed)
         return self._taken[offset]

@@ -1,4 +1,4 @@
-"""A chunk of the pool, whole or on its way, for who passes it on."""
+"""A chunk of the pool, whole or on its way, for a sender that passes it on."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ class HeldChunk:
     image_offset: int
     size_bytes: int
     digest: Digest | None
-    """Recorded or found; None: of a chunk on its way whose digest nobody has recorded."""
+    """Recorded or found; None: of a chunk on its way whose digest is not recorded."""
     fill: ChunkFill | None
     """None: it is whole, and entered."""
 

@@ -1,4 +1,6 @@
-"""A lane for each link that chunks come over: how many are read at once, what the link lets through, and how fast it is."""
+"""A lane for each link that chunks come over: how many are read at once, what the link lets
+through, and how fast it is.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -53,8 +55,10 @@ class Lane:
         return self._permits.held
 
     @asynccontextmanager
-    async def permit(self, size_bytes: int, rank: Rank, recalled: asyncio.Event) -> AsyncGenerator[ReadProgress]:
-        """One read of so many bytes, once the link has room for it.
+    async def permit(
+        self, size_bytes: int, rank: Rank, recalled: asyncio.Event
+    ) -> AsyncGenerator[ReadProgress]:
+        """One read of ``size_bytes``, once the link has room for it.
 
         Raises:
             Recalled: ``recalled`` was set while it was waited for.
@@ -93,7 +97,9 @@ class Lane:
             return
         bytes_per_s = (self._bytes - self._since_bytes) / seconds
         known = self.bytes_per_s
-        self.bytes_per_s = bytes_per_s if known is None else known + SMOOTHING * (bytes_per_s - known)
+        self.bytes_per_s = (
+            bytes_per_s if known is None else known + SMOOTHING * (bytes_per_s - known)
+        )
         if self._permits.wanted:
             # Else it is not the number of reads that holds it back.
             self._permits.resize(self._concurrency.measured(bytes_per_s))
@@ -113,7 +119,11 @@ class Lanes:
     def of(self, origin: Origin) -> Lane:
         """The lane of an origin's link."""
         if origin.link not in self._lanes:
-            limit = self._source_limits.of(origin.link) if origin.kind is OriginKind.SOURCE else BandwidthLimit(None, self._clock)
+            limit = (
+                self._source_limits.of(origin.link)
+                if origin.kind is OriginKind.SOURCE
+                else BandwidthLimit(None, self._clock)
+            )
             self._lanes[origin.link] = origin.kind, Lane(self._limits, limit, self._clock)
         return self._lanes[origin.link][1]
 

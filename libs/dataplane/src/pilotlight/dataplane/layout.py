@@ -5,7 +5,9 @@ from pilotlight.common.messages.pool import TensorPlace
 
 
 def tensor_places(part: Part, file_offset: int) -> tuple[TensorPlace, ...]:
-    """Where the tensors of a part lie in the pool's file, when its image starts at ``file_offset``."""
+    """Where the tensors of a part lie in the pool's file, when its image starts at
+    ``file_offset``.
+    """
     return tuple(
         TensorPlace(
             name=tensor.name,

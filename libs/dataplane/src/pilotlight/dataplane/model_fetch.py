@@ -2,12 +2,13 @@
 
 ::
 
-    wanted parts    0 1 2 3 4 ...       the lowest that is missing comes first, whoever wants it
+    wanted parts    0 1 2 3 4 ...       the lowest that is missing comes first, for all claims
     chunks          [0a][0b][1a][2a]    a few are read at once; a part is announced as soon as its last chunk is verified
 
-Chunks in flight are the only parallelism: parts become ready in order. The digests of a part that nobody has read before are
-recorded as soon as it is whole. But where the source names its files by their content, the last part is ready only when the files have
-been checked as a whole, and until then nothing that was learned is passed on. So no copy is ever whole that was not checked.
+Chunks in flight are the only parallelism: parts become ready in order. The digests of a part that
+is read for the first time are recorded as soon as it is whole. But where the source names its files
+by their content, the last part is ready only when the files have been checked as a whole, and until
+then nothing that was learned is passed on. So no copy is ever whole that was not checked.
 """
 
 import asyncio
@@ -55,11 +56,19 @@ class Manifests(Protocol):
         ...
 
     async def latest(self, model: Model) -> Manifest:
-        """The manifest with every chunk digest that is recorded by now. Raises what ``get`` raises."""
+        """The manifest with every chunk digest that is recorded by now. Raises what ``get``
+        raises.
+        """
         ...
 
-    def learned(self, model: Model, part: int, digests: tuple[Digest, ...], disputed: Callable[[PilotlightError], None]) -> None:
-        """Record the digests of a part's chunks, which somebody read for the first time.
+    def learned(
+        self,
+        model: Model,
+        part: int,
+        digests: tuple[Digest, ...],
+        disputed: Callable[[PilotlightError], None],
+    ) -> None:
+        """Record the digests of a part's chunks, which were read for the first time.
 
         ``disputed`` is called when another node was first, and read other bytes.
         """
@@ -80,11 +89,12 @@ class FetchTools:
     clock: Clock
     phases: PhaseRecorder
     nearby: tuple[Nearby, ...] = ()
-    """Who knows of origins that are nearer than a model's source, the nearest first."""
+    """What knows of origins that are nearer than a model's source, the nearest first."""
     keepers: tuple[Keeper, ...] = ()
-    """Who hears of verified chunks, to have them nearer next time."""
+    """What is told of verified chunks, to have them nearer next time."""
     moved: Signal = field(default_factory=Signal)
-    """Sent when a chunk is begun or entered, and when a fetch begins or ends: for who passes chunks on."""
+    """Sent when a chunk is begun or entered, and when a fetch begins or ends: for senders that pass
+    chunks on."""
 
 
 class FetchListener(OriginObserver, Protocol):
@@ -95,19 +105,25 @@ class FetchListener(OriginObserver, Protocol):
         ...
 
     def on_disputed(self, error: PilotlightError) -> None:
-        """Another node read other bytes of this model before: what is in the pool is worth nothing. May come after the fetch."""
+        """Another node read other bytes of this model before: what is in the pool is worth nothing.
+
+        May come after the fetch.
+        """
         ...
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Holder:
-    """Somebody who wants parts of a model to be in the pool, and stay: a worker's lease, or an order of the scheduler."""
+class PartsClaim:
+    """A claim on parts of a model, to be in the pool and stay: a worker's lease, or an order of the
+    scheduler.
+    """
 
     instance_id: InstanceId
     model: Model
     parts: tuple[int, ...]
     leased: bool
-    """A lease: its parts may be read at any moment. An order only asks for the bytes to be moved."""
+    """A lease: its parts may be read at any moment. An order only asks for the bytes to be moved.
+    """
     trace_parent: str
     since_s: float
     priority: FetchPriority = FetchPriority.COLD_START
@@ -137,16 +153,21 @@ class _InFlight:
 
 
 class ModelFetch:
-    """The fetch of one model: from the first part that is missing to the last that somebody wants."""
+    """The fetch of one model: from the first part that is missing to the last that a claim
+    wants.
+    """
 
-    def __init__(self, model: Model, tools: FetchTools, listener: FetchListener, start_s: float) -> None:
+    def __init__(
+        self, model: Model, tools: FetchTools, listener: FetchListener, start_s: float
+    ) -> None:
         """``start_s`` is when the word was sent that began it."""
         self.model = model
         self.start_s = start_s
         self.done_bytes = 0
-        self.holders: list[Holder] = []
+        self.claims: list[PartsClaim] = []
         self.is_spoiled = False
-        """The files were checked and are not those that were registered: no part in the pool is worth anything."""
+        """The files were checked and are not those that were registered: no part in the pool is
+        worth anything."""
         self._tools = tools
         self._listener = listener
         self._shares = Shares(listener)
@@ -161,13 +182,17 @@ class ModelFetch:
     @property
     def priority(self) -> FetchPriority:
         """How much it matters: what a worker leases, or is about to, is for a cold start."""
-        return FetchPriority.COLD_START if any(holder.is_urgent for holder in self.holders) else FetchPriority.PREFETCH
+        return (
+            FetchPriority.COLD_START
+            if any(claim.is_urgent for claim in self.claims)
+            else FetchPriority.PREFETCH
+        )
 
     @property
     def wanted(self) -> tuple[int, ...]:
-        """Parts that somebody waits for: those for a cold start first, then in execution order."""
-        missing = {part for holder in self.holders for part in holder.missing}
-        urgent = {part for holder in self.holders if holder.is_urgent for part in holder.missing}
+        """Parts that a claim waits for: those for a cold start first, then in execution order."""
+        missing = {part for claim in self.claims for part in claim.missing}
+        urgent = {part for claim in self.claims if claim.is_urgent for part in claim.missing}
         return (*sorted(urgent), *sorted(missing - urgent))
 
     def transfer(self) -> Transfer:
@@ -189,25 +214,33 @@ class ModelFetch:
         )
 
     async def run(self) -> None:
-        """Fetch until nobody waits for a part.
+        """Fetch until no claim waits for a part.
 
         Raises:
             PilotlightError: a part cannot be had. Parts that were ready before stay.
         """
-        first = self.holders[0]
-        with with_parent(first.trace_parent), span("fetch", model=self.model.name, source=self.model.uri) as current:
+        first = self.claims[0]
+        with (
+            with_parent(first.trace_parent),
+            span("fetch", model=self.model.name, source=self.model.uri) as current,
+        ):
             try:
                 await self._tools.faults.delay("fetch")
                 manifest = await self._tools.manifests.latest(self.model)
                 await self._fill(manifest)
             finally:
                 current.set_attribute("bytes", self.done_bytes)
-                current.set_attribute("origins", ", ".join(share.name for share in self._shares.given))
+                current.set_attribute(
+                    "origins", ", ".join(share.name for share in self._shares.given)
+                )
                 for kind in OriginKind:
                     current.set_attribute(f"bytes_{kind}", self._shares.of_kind(kind))
 
     async def cleaned_up(self) -> None:
-        """Return when what it did not finish is free again. A thread that hangs writes nothing any more when it wakes."""
+        """Return when what it did not finish is free again.
+
+        A thread that hangs writes nothing any more when it wakes.
+        """
         await cancel_all(waiting.reading for waiting in self._in_flight)
         for waiting in self._in_flight:
             waiting.fill.lose()
@@ -224,7 +257,9 @@ class ModelFetch:
         for waiting in self._in_flight:
             if waiting.image.part == part and waiting.index == index:
                 chunk, fill = waiting.chunk, waiting.fill
-                return HeldChunk(waiting.image, index, chunk.image_offset, chunk.size_bytes, chunk.digest, fill)
+                return HeldChunk(
+                    waiting.image, index, chunk.image_offset, chunk.size_bytes, chunk.digest, fill
+                )
         return None
 
     async def closed(self) -> None:
@@ -251,7 +286,10 @@ class ModelFetch:
             relearn=lambda: tools.manifests.latest(self.model),
         )
         while True:
-            while len(self._in_flight) < tools.readers.threads and (following := self._next_chunk(manifest)) is not None:
+            while (
+                len(self._in_flight) < tools.readers.threads
+                and (following := self._next_chunk(manifest)) is not None
+            ):
                 self._in_flight.append(self._begin(chunks, *following))
             if not self._in_flight:
                 return
@@ -263,7 +301,9 @@ class ModelFetch:
             self._enter(oldest, manifest, kind)
 
     def _next_chunk(self, manifest: Manifest) -> tuple[PartImage, int] | None:
-        """The next chunk to read, of the first part that has one; what was begun and nobody wants any more is the last."""
+        """The next chunk to read, of the first part that has one; what was begun and is not wanted
+        any more is the last.
+        """
         pool, digest = self._tools.pool, self.model.digest
         for part in dict.fromkeys((*self.wanted, *self._filling)):
             image = self._filling.get(part)
@@ -288,7 +328,9 @@ class ModelFetch:
             pool.write(image, chunk.image_offset + offset, data)
 
         fill = ChunkFill(chunk.digest, chunk.size_bytes, place)
-        reading = asyncio.create_task(chunks.fetch(image.part, index, fill), name=f"fetch part {image.part} chunk {index}")
+        reading = asyncio.create_task(
+            chunks.fetch(image.part, index, fill), name=f"fetch part {image.part} chunk {index}"
+        )
         self._tools.moved.send()
         return _InFlight(image=image, index=index, chunk=chunk, fill=fill, reading=reading)
 
@@ -296,24 +338,31 @@ class ModelFetch:
         return (0 if self.priority is FetchPriority.COLD_START else 1,)
 
     def _rank_of(self, part: int) -> tuple[int, ...]:
-        """The second half of a model may be on its way while a cold start waits for the first: each part has a rank of its own."""
-        return (0 if any(holder.is_urgent and part in holder.parts for holder in self.holders) else 1,)
+        """The second half of a model may be on its way while a cold start waits for the first: each
+        part has a rank of its own.
+        """
+        return (0 if any(claim.is_urgent and part in claim.parts for claim in self.claims) else 1,)
 
     def _is_last(self, manifest: Manifest, read: _InFlight) -> bool:
         """Whether the pool holds all of the model once this is entered."""
         others = (part for part in range(len(manifest.parts)) if part != read.image.part)
         entered = read.image.entered + 1 == len(read.image.slots)
-        return entered and all(self._tools.pool.find(self.model.digest, part) is not None for part in others)
+        return entered and all(
+            self._tools.pool.find(self.model.digest, part) is not None for part in others
+        )
 
     async def _check_files(self, source: OpenedLate, manifest: Manifest, last: _InFlight) -> None:
-        """Check the files as a whole, several at a time; then every digest in the pool is one that may be passed on.
+        """Check the files as a whole, several at a time; then every digest in the pool is one that
+        may be passed on.
 
         Raises:
             SourceChanged: they are not those that were registered.
         """
         pool = self._tools.pool
         found = {part: pool.find(self.model.digest, part) for part in range(len(manifest.parts))}
-        images = {last.image.part: last.image} | {part: image for part, image in found.items() if image is not None}
+        images = {last.image.part: last.image} | {
+            part: image for part, image in found.items() if image is not None
+        }
 
         def view(part: int, offset: int, size_bytes: int) -> memoryview:
             return pool.view(images[part], offset, size_bytes)
@@ -323,9 +372,15 @@ class ModelFetch:
             return await self._reading.run(what, lambda progress: file.run(source, view, progress))
 
         with span("check", model=self.model.name, files=len(manifest.files)):
-            checks = [asyncio.create_task(check(file), name=f"check {file.file.name}") for file in FileCheck.every(manifest)]
+            checks = [
+                asyncio.create_task(check(file), name=f"check {file.file.name}")
+                for file in FileCheck.every(manifest)
+            ]
             try:
-                check_layout(manifest, (tensor for tensors in await asyncio.gather(*checks) for tensor in tensors))
+                check_layout(
+                    manifest,
+                    (tensor for tensors in await asyncio.gather(*checks) for tensor in tensors),
+                )
             except SourceChanged as error:
                 self.is_spoiled = True
                 raise SourceChanged(f"{self.model.uri}: {error.message}") from error
@@ -341,7 +396,12 @@ class ModelFetch:
         self._tools.pool.enter_chunk(image, chunk_range, digest, read.fill.units)
         self._tools.moved.send()
         for keeper in self._tools.keepers:
-            keeper.keep(digest, self._tools.pool.file_offset(image) + chunk.image_offset, chunk.size_bytes, kind)
+            keeper.keep(
+                digest,
+                self._tools.pool.file_offset(image) + chunk.image_offset,
+                chunk.size_bytes,
+                kind,
+            )
         if image.ready:
             del self._filling[image.part]
             self.done_bytes += image.image_bytes
@@ -350,31 +410,42 @@ class ModelFetch:
             self._announce(image)
 
     def _learn(self, manifest: Manifest, image: PartImage) -> None:
-        """Record a part's digests, unless somebody has."""
+        """Record a part's digests, unless they are recorded."""
         if any(chunk.digest is None for chunk in manifest.parts[image.part].chunks):
             digests = self._tools.pool.chunk_digests(image)
-            self._tools.manifests.learned(self.model, image.part, digests, self._listener.on_disputed)
+            self._tools.manifests.learned(
+                self.model, image.part, digests, self._listener.on_disputed
+            )
 
     def _announce(self, image: PartImage) -> None:
         now_s = self._tools.clock.monotonic_s()
-        for holder in self.holders:
-            if image.part in holder.parts:
-                holder.ready.setdefault(image.part, now_s)
-                holder.changed.set()
+        for claim in self.claims:
+            if image.part in claim.parts:
+                claim.ready.setdefault(image.part, now_s)
+                claim.changed.set()
         self._listener.on_ready()
 
     def account(self, instance_id: InstanceId) -> None:
-        """Record what it did for an instance since it was last asked. It works without a break: that is one interval."""
+        """Record what it did for an instance since it was last asked.
+
+        It works without a break: that is one interval.
+        """
         tools, now_s = self._tools, self._tools.clock.monotonic_s()
-        wanted_since_s = min(holder.since_s for holder in self.holders if holder.instance_id == instance_id)
+        wanted_since_s = min(
+            claim.since_s for claim in self.claims if claim.instance_id == instance_id
+        )
         start_s = max(self.start_s, wanted_since_s, self._reported_until_s.get(instance_id, 0.0))
         if now_s <= start_s:
             return
         self._reported_until_s[instance_id] = now_s
-        detail = ", ".join(f"{share.size_bytes} bytes from {share.name}" for share in self._shares.given)
+        detail = ", ".join(
+            f"{share.size_bytes} bytes from {share.name}" for share in self._shares.given
+        )
         tools.phases.record(instance_id, PhaseName.FETCH, start_s, now_s, detail=detail)
 
     def _filled_bytes(self, image: PartImage) -> int:
         entered = image.image_bytes * image.entered // max(1, len(image.slots))
-        coming = sum(reading.fill.received_bytes for reading in self._in_flight if reading.image is image)
+        coming = sum(
+            reading.fill.received_bytes for reading in self._in_flight if reading.image is image
+        )
         return min(image.image_bytes, entered + coming)

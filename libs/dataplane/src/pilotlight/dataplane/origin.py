@@ -1,8 +1,9 @@
 """Where a chunk can come from, and how far one is on its way into the pool.
 
-A fetch takes each chunk from one of several *origins*: the node's disk, another node, the model's own source. It makes a
-``ChunkFill`` for the chunk and gives an origin a ``ChunkWork``, into which the origin writes the chunk's bytes in order. A try
-that breaks off leaves what came: the next one goes on there.
+A fetch takes each chunk from one of several *origins*: the node's disk, another node, the model's
+own source. It makes a ``ChunkFill`` for the chunk and gives an origin a ``ChunkWork``, into which
+the origin writes the chunk's bytes in order. A try that breaks off leaves what came: the next one
+goes on there.
 
 ::
 
@@ -10,7 +11,8 @@ that breaks off leaves what came: the next one goes on there.
                                    x breaks       list of the units' digests is known
     verified    [unit 0][unit 1]                  where it is known, units are verified one by one; else all at the end
 
-No bytes are given to anybody before they are verified, and none is written once a try was revoked, however late its thread wakes.
+No bytes are passed on before they are verified, and none is written once a try was revoked, however
+late its thread wakes.
 """
 
 import threading
@@ -33,11 +35,16 @@ Place = Callable[[int, memoryview], None]
 
 
 class NotHere(Exception):
-    """An origin has not got this chunk, or not any more. Nothing is wrong with it: it is asked for others."""
+    """An origin has not got this chunk, or not any more.
+
+    Nothing is wrong with it: it is asked for others.
+    """
 
 
 class RecordedNow(Exception):
-    """A chunk was asked for of which nobody here knew the digest; by now it is recorded, or will be in a moment."""
+    """A chunk was asked for whose digest was not known here; by now it is recorded, or will be in a
+    moment.
+    """
 
 
 class WrongBytes(Exception):
@@ -45,7 +52,7 @@ class WrongBytes(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Sound:
+class VerifiedPrefix:
     """What of a chunk may be passed on while the rest is on its way."""
 
     units: tuple[bytes, ...] | None = None
@@ -57,16 +64,16 @@ class Sound:
 
 
 class ChunkFill:
-    """How much of one chunk has come, from whomever. Its tries are one after the other."""
+    """How much of one chunk has come, from all its origins. Its tries are one after the other."""
 
     def __init__(self, digest: Digest | None, size_bytes: int, place: Place) -> None:
-        """``digest`` is the recorded one; None: nobody has recorded any."""
+        """``digest`` is the recorded one; None: none is recorded."""
         self.digest = digest
         self.size_bytes = size_bytes
         self.lock = threading.Lock()
         self.received_bytes = 0
         """From the chunk's start on."""
-        self.sound = Sound()
+        self.prefix = VerifiedPrefix()
         """As it was when something of it changed last; any thread may look."""
         self._watchers: list[Callable[[], None]] = []
         self._place = place
@@ -75,10 +82,11 @@ class ChunkFill:
         self._open_unit = blake3()
         self._origins: set[str] = set()
         self._shares: list[tuple[str, int]] = []
-        """Who gave the bytes up to where."""
+        """Which origin gave the bytes up to where."""
         self._takes_unchecked = False
         self._alone = False
-        """Bytes of several origins were wrong together, so nobody knows whose: from now on each begins at the start."""
+        """Bytes of several origins were wrong together, and one cannot tell whose: from now on each
+        origin begins at the start."""
 
     @property
     def left_bytes(self) -> int:
@@ -98,7 +106,7 @@ class ChunkFill:
 
     @property
     def shares(self) -> dict[str, int]:
-        """Bytes that are there, by who gave them."""
+        """Bytes that are there, by the origin that gave them."""
         found: dict[str, int] = {}
         start = 0
         for origin, stop in self._shares:
@@ -119,7 +127,8 @@ class ChunkFill:
     def begin(self, origin: str, progress: ReadProgress, *, trusted: bool = False) -> "ChunkWork":
         """The next try, by an origin of this name. The one before was revoked.
 
-        From one that is not trusted no byte is taken as long as no digest is recorded that it could be checked against.
+        From one that is not trusted no byte is taken as long as no digest is recorded that it could
+        be checked against.
         """
         self._takes_unchecked = trusted
         if self._origins - {origin}:
@@ -130,7 +139,7 @@ class ChunkFill:
         return ChunkWork(self, origin, progress)
 
     def watch(self, watcher: Callable[[], None]) -> None:
-        """Call it, in whatever thread, whenever ``sound`` changes. It must not block."""
+        """Call it, in whatever thread, whenever ``prefix`` changes. It must not block."""
         self._watchers.append(watcher)
 
     def unwatch(self, watcher: Callable[[], None]) -> None:
@@ -139,16 +148,16 @@ class ChunkFill:
             self._watchers.remove(watcher)
 
     def lose(self) -> None:
-        """Nobody fills it any more: tell those who pass it on, unless it is whole."""
+        """It is not filled any more: tell the senders that pass it on, unless it is whole."""
         with self.lock:
-            if self.sound.size_bytes < self.size_bytes:
+            if self.prefix.size_bytes < self.size_bytes:
                 self._tell(is_lost=True)
 
     def _tell(self, *, is_lost: bool = False) -> None:
         units = self._list if self._list is not None else self.units if self.is_whole else None
-        sound = Sound(units, self.verified_bytes, is_lost)
-        if sound != self.sound:
-            self.sound = sound
+        prefix = VerifiedPrefix(units, self.verified_bytes, is_lost)
+        if prefix != self.prefix:
+            self.prefix = prefix
             for watcher in tuple(self._watchers):
                 watcher()
 
@@ -157,7 +166,7 @@ class ChunkFill:
         self.rewind(len(self._units) if self._list is not None else 0)
 
     def rewind(self, units: int) -> None:
-        """Forget what came after so many units."""
+        """Forget what came after this number of units."""
         del self._units[units:]
         self.received_bytes = min(len(self._units) * UNIT_BYTES, self.size_bytes)
         self._open_unit = blake3()
@@ -172,14 +181,18 @@ class ChunkFill:
         """As ``ChunkWork.expect``."""
         if self.digest is None:
             raise WrongBytes("a list of units came of a chunk whose digest nobody has recorded")
-        fits = len(units) == units_of(self.size_bytes) and all(len(unit) == UNIT_DIGEST_BYTES for unit in units)
+        fits = len(units) == units_of(self.size_bytes) and all(
+            len(unit) == UNIT_DIGEST_BYTES for unit in units
+        )
         if not fits or chunk_digest_of(units) != self.digest:
             raise WrongBytes("the list of the units' digests is not this chunk's")
         if self._list is None:
             self._list = tuple(units)
-            agreeing = next((at for at, unit in enumerate(self._units) if unit != units[at]), len(self._units))
+            agreeing = next(
+                (at for at, unit in enumerate(self._units) if unit != units[at]), len(self._units)
+            )
             if agreeing < len(self._units) or self._origins - {origin}:
-                # Of a unit that others began nobody would know whose fault it is.
+                # Of a unit that others began one could not tell whose fault it is.
                 self.rewind(agreeing)
             self._tell()
 
@@ -188,7 +201,9 @@ class ChunkFill:
         if len(data) > self.size_bytes - self.received_bytes:
             raise WrongBytes("more bytes came than the chunk has")
         if self.digest is None and not self._takes_unchecked:
-            raise WrongBytes("bytes came of a chunk whose digest nobody has recorded, so nobody can check them")
+            raise WrongBytes(
+                "bytes came of a chunk whose digest nobody has recorded, so nobody can check them"
+            )
         self._place(self.received_bytes, data)
         self._origins.add(origin)
         self._open_unit.update(data)
@@ -211,14 +226,16 @@ class ChunkFill:
             self.rewind(0)
             self._alone = self._alone or mixed
             if mixed:
-                raise MixedBytes(f"what several origins gave has digest {found[:16]}…, recorded is {self.digest[:16]}…")
+                raise MixedBytes(
+                    f"what several origins gave has digest {found[:16]}…, recorded is {self.digest[:16]}…"
+                )
             raise WrongBytes(f"it has digest {found[:16]}…, recorded is {self.digest[:16]}…")
         if self._list is not None or self.is_whole:
             self._tell()
 
 
 class MixedBytes(WrongBytes):
-    """The same, of bytes that several origins gave: nobody knows whose are wrong."""
+    """The same, of bytes that several origins gave: one cannot tell whose are wrong."""
 
 
 class ChunkWork:
@@ -241,7 +258,10 @@ class ChunkWork:
 
     @property
     def position(self) -> int:
-        """Where the next byte goes, from the chunk's start: what comes before is there already. ``expect`` may move it back."""
+        """Where the next byte goes, from the chunk's start: what comes before is there already.
+
+        ``expect`` may move it back.
+        """
         return self._fill.received_bytes
 
     @property
@@ -250,7 +270,8 @@ class ChunkWork:
         return self._fill.left_bytes
 
     def expect(self, units: Sequence[bytes]) -> None:
-        """Tell the digests of all of the chunk's units; from now on each unit is verified as soon as it is there.
+        """Tell the digests of all of the chunk's units; from now on each unit is verified as soon
+        as it is there.
 
         Raises:
             WrongBytes: they are not this chunk's.
@@ -263,7 +284,7 @@ class ChunkWork:
         """The chunk's next bytes, in pieces of any size.
 
         Raises:
-            Abandoned: nobody waits for them any more.
+            Abandoned: no fetch waits for them any more.
             WrongBytes: they, or those before them, are not the chunk's, which was noticed now.
             HostPoolFull: the host has no memory for them.
         """
@@ -283,7 +304,7 @@ class ChunkWork:
         """For an origin that waits for bytes, now and then.
 
         Raises:
-            Abandoned: nobody waits for them any more.
+            Abandoned: no fetch waits for them any more.
         """
         with self._fill.lock:
             self._check()
@@ -302,31 +323,41 @@ class ChunkWork:
 
 
 class Origin(Protocol):
-    """Gives chunks of one model. ``read`` blocks and runs in threads, for several chunks at a time; the rest must not block."""
+    """Gives chunks of one model.
+
+    ``read`` blocks and runs in threads, for several chunks at a time; the rest must not block.
+    """
 
     @property
     def kind(self) -> OriginKind: ...
 
     @property
     def name(self) -> str:
-        """For reports, metrics and logs, and what it is known by when it lies: a node's id, a model's URI, ``disk``."""
+        """For reports, metrics and logs, and what it is known by when it lies: a node's id, a
+        model's URI, ``disk``.
+        """
         ...
 
     @property
     def link(self) -> str:
-        """What its bytes share their way with: those of one link are counted, limited and measured together."""
+        """What its bytes share their way with: those of one link are counted, limited and measured
+        together.
+        """
         ...
 
     @property
     def trusted(self) -> bool:
-        """Whether it may give chunks of which nobody has recorded the digest. Only the source that was registered may."""
+        """Whether it may give chunks whose digest is not recorded.
+
+        Only the source that was registered may.
+        """
         ...
 
     def read(self, part: int, chunk: Chunk, work: ChunkWork) -> None:
         """Write the chunk's bytes from ``work.position`` on to ``work``, until nothing is left.
 
-        It must raise when no byte came for its stall timeout, and let pass on what ``work`` raises (having cleaned up: a file that
-        turned out to be wrong may be removed).
+        It must raise when no byte came for its stall timeout, and let pass on what ``work`` raises
+        (having cleaned up: a file that turned out to be wrong may be removed).
 
         Raises:
             NotHere: it has not got the chunk.
@@ -339,7 +370,9 @@ class Nearby(Protocol):
     """Knows origins that are nearer than a model's own source."""
 
     def origins(self, model: Model, manifest: Manifest) -> Sequence[Origin]:
-        """Those there are at this moment, the best first. Asked before each chunk; must not block."""
+        """Those there are at this moment, the best first. Asked before each chunk; must not
+        block.
+        """
         ...
 
 
@@ -347,8 +380,11 @@ class Keeper(Protocol):
     """Keeps chunks that came from further away, so that they are nearer next time."""
 
     def keep(self, digest: Digest, file_offset: int, size_bytes: int, kind: OriginKind) -> None:
-        """A chunk was verified: its digest, where it lies in the pool's file, and what it came from. Must not block.
+        """A chunk was verified: its digest, where it lies in the pool's file, and what it came
+        from.
 
-        The bytes stay there as long as the copy does. Whoever reads them later has to verify them.
+        Must not block.
+
+        The bytes stay there as long as the copy does. A later reader has to verify them.
         """
         ...

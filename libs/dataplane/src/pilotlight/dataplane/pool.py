@@ -1,8 +1,10 @@
-"""The host pool: one file of shared memory, written by the loader alone, mapped read-only by its workers.
+"""The host pool: one file of shared memory, written by the loader alone, mapped read-only by its
+workers.
 
-A model's part is one contiguous *image* in it. An image is reserved, filled and verified chunk by chunk, and then ready; a loader
-that starts again adopts the images that were ready. Everything here runs on one thread, but for the bytes of an image that is not
-ready yet: those belong to whoever reserved it.
+A model's part is one contiguous *image* in it. An image is reserved, filled and verified chunk by
+chunk, and then ready; a loader that starts again adopts the images that were ready. Everything here
+runs on one thread, but for the bytes of an image that is not ready yet: those belong to the fetch
+that reserved it.
 """
 
 import errno
@@ -60,7 +62,8 @@ class PartImage:
     entered: int = 0
     """Chunks that are verified."""
     units: dict[int, tuple[bytes, ...]] = field(default_factory=dict[int, tuple[bytes, ...]])
-    """The digests of a chunk's units, as far as they are known; whoever needs others computes and adds them."""
+    """The digests of a chunk's units, as far as they are known; code that needs others computes and
+    adds them."""
     pins: int = 0
     """Sends that read it: its bytes stay where they are, whatever becomes of it."""
     given_up: bool = False
@@ -106,17 +109,20 @@ class HostPool:
 
     @classmethod
     def open(cls, path: Path, size_bytes: int, clock: Clock) -> Self:
-        """Adopt the pool that lies at a path, or make a new one where there is none of this size and boot.
+        """Adopt the pool that lies at a path, or make a new one where there is none of this size
+        and boot.
 
-        A pool of another size is replaced by a new file: workers that still map the old one keep it. The highest epoch carries
-        over. Takes a while for a large pool, because what is adopted is verified.
+        A pool of another size is replaced by a new file: workers that still map the old one keep
+        it. The highest epoch carries over. Takes a while for a large pool, because what is adopted
+        is verified.
 
         Raises:
             HostPoolTaken: another loader holds the pool.
             OSError: the file cannot be made.
         """
         geometry = Geometry(
-            data_bytes=size_bytes // unit_bytes_of(size_bytes) * unit_bytes_of(size_bytes), unit_bytes=unit_bytes_of(size_bytes)
+            data_bytes=size_bytes // unit_bytes_of(size_bytes) * unit_bytes_of(size_bytes),
+            unit_bytes=unit_bytes_of(size_bytes),
         )
         found: Header | None = None
         try:
@@ -126,15 +132,31 @@ class HostPool:
         else:
             lock(descriptor, path)
             found = read_header(os.pread(descriptor, HEADER_BYTES, 0))
-            intact = found is not None and os.fstat(descriptor).st_size == found.geometry.file_bytes and found.version == VERSION
-            if found is not None and intact and found.geometry == geometry and found.boot_id == boot_id():
+            intact = (
+                found is not None
+                and os.fstat(descriptor).st_size == found.geometry.file_bytes
+                and found.version == VERSION
+            )
+            if (
+                found is not None
+                and intact
+                and found.geometry == geometry
+                and found.boot_id == boot_id()
+            ):
                 return cls(path, descriptor, found, clock)
             os.close(descriptor)
-        header = Header(geometry=geometry, boot_id=boot_id(), highest_epoch=found.highest_epoch if found else Epoch(0))
+        header = Header(
+            geometry=geometry,
+            boot_id=boot_id(),
+            highest_epoch=found.highest_epoch if found else Epoch(0),
+        )
         return cls(path, make_file(path, header), header, clock)
 
     def close(self, *, remove: bool) -> None:
-        """Unmap, and let another loader have the file; ``remove`` deletes it. Nobody may write through a view after this."""
+        """Unmap, and let another loader have the file; ``remove`` deletes it.
+
+        No view may be written after this.
+        """
         if self._mapped.closed:
             return
         if remove:
@@ -143,7 +165,10 @@ class HostPool:
         try:
             self._mapped.close()
         except BufferError:
-            log.warning("pool is still being written; it is unmapped when the process ends", action="pool_unmap_late")
+            log.warning(
+                "pool is still being written; it is unmapped when the process ends",
+                action="pool_unmap_late",
+            )
         os.close(self._descriptor)
 
     @property
@@ -179,7 +204,7 @@ class HostPool:
         return self._extents.fragmentation
 
     def reserve(self, digest: Digest, part: int, image_bytes: int, chunks: int) -> PartImage:
-        """Room for one part's image; it is nobody else's until it is ready or discarded.
+        """Room for one part's image; it is not given to another until it is ready or discarded.
 
         Raises:
             HostPoolFull: there is no contiguous room.
@@ -189,56 +214,84 @@ class HostPool:
             raise Conflict(f"part {part} of {digest[:12]} is in the pool already")
         slots = self._table.take(chunks)
         if slots is None:
-            raise HostPoolFull(f"a part of {chunks} chunks; the host pool has no entries left for them")
+            raise HostPoolFull(
+                f"a part of {chunks} chunks; the host pool has no entries left for them"
+            )
         extent = self._extents.take(image_bytes, self._behind(digest, part))
         if extent is None:
             self._free_slots(slots)
             largest, free = self._extents.largest_free_bytes, self._extents.free_bytes
-            raise HostPoolFull(f"a part of {image_bytes} bytes; the host pool has {free} bytes free, {largest} of them in a row")
+            raise HostPoolFull(
+                f"a part of {image_bytes} bytes; the host pool has {free} bytes free, {largest} of them in a row"
+            )
         serial = secrets.randbits(SERIAL_BITS)
-        image = PartImage(digest=digest, part=part, image_bytes=image_bytes, extent=extent, slots=slots, serial=serial)
+        image = PartImage(
+            digest=digest,
+            part=part,
+            image_bytes=image_bytes,
+            extent=extent,
+            slots=slots,
+            serial=serial,
+        )
         self._images[digest][part] = image
         return image
 
     def fits(self, digest: Digest, part_bytes: Mapping[int, int]) -> bool:
-        """Whether those of a model's parts that are not here could be reserved now, in their order; ``part_bytes``: of each image."""
+        """Whether those of a model's parts that are not here could be reserved now, in their order;
+        ``part_bytes``: of each image.
+        """
         missing = sorted(part for part in part_bytes if part not in self._images.get(digest, {}))
-        return not missing or self._extents.fits((part_bytes[part] for part in missing), self._behind(digest, missing[0]))
+        return not missing or self._extents.fits(
+            (part_bytes[part] for part in missing), self._behind(digest, missing[0])
+        )
 
     def view(self, image: PartImage, offset: int, size_bytes: int) -> memoryview:
         """Writable bytes [offset, offset + size_bytes) of an image; release it when done."""
         if offset < 0 or offset + size_bytes > image.image_bytes:
-            raise ValueError(f"[{offset}, {offset + size_bytes}) is not within an image of {image.image_bytes} bytes")
+            raise ValueError(
+                f"[{offset}, {offset + size_bytes}) is not within an image of {image.image_bytes} bytes"
+            )
         start = self.file_offset(image) + offset
         return self._view[start : start + size_bytes]
 
     def write(self, image: PartImage, offset: int, data: memoryview) -> None:
         """Put bytes at an offset of an image that is not ready yet; any thread.
 
-        Through the file rather than through the mapping: the system makes no page that is overwritten at once, nor maps one here, and
-        says so where it has no memory, which a mapping answers by ending the process.
+        Through the file rather than through the mapping: the system makes no page that is
+        overwritten at once, nor maps one here, and says so where it has no memory, which a mapping
+        answers by ending the process.
 
         Raises:
             HostPoolFull: the host's shared memory is used up.
             ValueError: the range does not lie within the image.
         """
         if offset < 0 or offset + len(data) > image.image_bytes:
-            raise ValueError(f"[{offset}, {offset + len(data)}) is not within an image of {image.image_bytes} bytes")
+            raise ValueError(
+                f"[{offset}, {offset + len(data)}) is not within an image of {image.image_bytes} bytes"
+            )
         try:
             self._put(self.file_offset(image) + offset, data)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-            raise HostPoolFull(f"{self.path.parent} is full: make it larger than PILOTLIGHT_POOL_BYTES") from error
+            raise HostPoolFull(
+                f"{self.path.parent} is full: make it larger than PILOTLIGHT_POOL_BYTES"
+            ) from error
 
     def file_offset(self, image: PartImage) -> int:
         """Where an image starts, from the start of the file."""
         return self.geometry.data_offset + image.extent.offset
 
     def enter_chunk(
-        self, image: PartImage, chunk_range: tuple[int, int], digest: Digest, units: tuple[bytes, ...] | None = None
+        self,
+        image: PartImage,
+        chunk_range: tuple[int, int],
+        digest: Digest,
+        units: tuple[bytes, ...] | None = None,
     ) -> None:
-        """Record the next chunk of an image: its bytes [start, stop) are complete and have this digest; ``units``: theirs."""
+        """Record the next chunk of an image: its bytes [start, stop) are complete and have this
+        digest; ``units``: theirs.
+        """
         start, stop = chunk_range
         entry = ChunkEntry(
             digest=image.digest,
@@ -264,7 +317,10 @@ class HostPool:
         return tuple(self._table.read(slot).chunk_digest for slot in image.slots[: image.entered])
 
     def discard(self, image: PartImage) -> None:
-        """Give an image up, ready or not. Nobody may read or write it any more, but for sends that have begun."""
+        """Give an image up, ready or not.
+
+        It may not be read or written any more, but by sends that have begun.
+        """
         self._free_slots(image.slots)
         image.given_up = True
         if not image.pins:
@@ -280,7 +336,9 @@ class HostPool:
         return self._table.read(image.slots[index])
 
     def pin(self, image: PartImage) -> None:
-        """Keep its bytes where they are until ``unpin``: the system reads them for a while after they were sent."""
+        """Keep its bytes where they are until ``unpin``: the system reads them for a while after
+        they were sent.
+        """
         image.pins += 1
 
     def unpin(self, image: PartImage) -> None:
@@ -295,7 +353,7 @@ class HostPool:
 
     @property
     def descriptor(self) -> int:
-        """Of the file, for who sends from it."""
+        """Of the file, for a sender that sends from it."""
         return self._descriptor
 
     def find(self, digest: Digest, part: int) -> PartImage | None:
@@ -304,20 +362,28 @@ class HostPool:
         return image if image is not None and image.ready else None
 
     def drop(self, digest: Digest) -> int:
-        """Give up every ready part of a model; the bytes that were freed. Nobody may read them any more."""
+        """Give up every ready part of a model; the bytes that were freed.
+
+        They may not be read any more.
+        """
         ready = [image for image in self._images.get(digest, {}).values() if image.ready]
         for image in ready:
             self.discard(image)
         return sum(image.extent.size_bytes for image in ready)
 
     def touch(self, digest: Digest) -> None:
-        """Somebody uses the model now."""
+        """The model is used now."""
         self._last_used_s[digest] = self._clock.monotonic_s()
 
     def copies(self) -> tuple[HeldCopy, ...]:
         """The models that have ready parts, the least recently used first."""
         held = [self._copy_of(digest) for digest in self._images]
-        return tuple(sorted((copy for copy in held if copy.parts), key=lambda copy: (copy.last_used_s, copy.digest)))
+        return tuple(
+            sorted(
+                (copy for copy in held if copy.parts),
+                key=lambda copy: (copy.last_used_s, copy.digest),
+            )
+        )
 
     def _put(self, start: int, data: memoryview) -> None:
         done = 0
@@ -351,7 +417,9 @@ class HostPool:
         )
 
     def _adopt(self) -> None:
-        """Take over the parts of which every chunk is entered and still has its digest; free all other entries."""
+        """Take over the parts of which every chunk is entered and still has its digest; free all
+        other entries.
+        """
         found: dict[tuple[Digest, int, int], list[tuple[int, ChunkEntry]]] = defaultdict(list)
         for slot, entry in self._table.found():
             found[entry.digest, entry.part, entry.extent_offset].append((slot, entry))
@@ -360,7 +428,12 @@ class HostPool:
             sound = part not in self._images.get(digest, {}) and self._sound(chunks)
             extent = self._extents.take_at(offset, chunks[0].image_bytes) if sound else None
             if extent is None:
-                log.warning("part in the pool is not whole; dropped", action="pool_part_dropped", digest=digest, part=part)
+                log.warning(
+                    "part in the pool is not whole; dropped",
+                    action="pool_part_dropped",
+                    digest=digest,
+                    part=part,
+                )
                 self._free_slots(slot for slot, _ in entries)
                 continue
             slots = [slot for slot, _ in sorted(entries, key=lambda found: found[1].index)]
@@ -377,17 +450,25 @@ class HostPool:
             self._images[digest][part] = image
             self.touch(digest)
         if self._images:
-            log.info("pool adopted", action="pool_adopted", models=len(self._images), free_bytes=self.free_bytes)
+            log.info(
+                "pool adopted",
+                action="pool_adopted",
+                models=len(self._images),
+                free_bytes=self.free_bytes,
+            )
 
     def _sound(self, entries: list[ChunkEntry]) -> bool:
         """Whether the entries are all the chunks of one image, and their bytes have the digests."""
         first = entries[0]
-        if len(entries) != first.chunks_in_part or {entry.index for entry in entries} != set(range(len(entries))):
+        if len(entries) != first.chunks_in_part or {entry.index for entry in entries} != set(
+            range(len(entries))
+        ):
             return False
         if sum(entry.chunk_bytes for entry in entries) != first.image_bytes:
             return False
         return all(
-            (entry.chunks_in_part, entry.image_bytes, entry.serial) == (first.chunks_in_part, first.image_bytes, first.serial)
+            (entry.chunks_in_part, entry.image_bytes, entry.serial)
+            == (first.chunks_in_part, first.image_bytes, first.serial)
             and entry.chunk_offset + entry.chunk_bytes <= entry.image_bytes
             and entry.extent_offset + entry.image_bytes <= self._extents.size_bytes
             and self._digest_of(entry) == entry.chunk_digest

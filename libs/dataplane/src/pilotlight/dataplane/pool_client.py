@@ -1,7 +1,7 @@
 """A worker's end of the node's Unix socket.
 
-A worker outlives its loader: both connections are made again when they break, for as long as the grace lasts. A restarted loader
-adopts the pool's file, so what was mapped stays valid.
+A worker outlives its loader: both connections are made again when they break, for as long as the
+grace lasts. A restarted loader adopts the pool's file, so what was mapped stays valid.
 """
 
 import asyncio
@@ -15,9 +15,23 @@ from typing import Self
 import structlog
 
 from pilotlight.common.clock import Clock
-from pilotlight.common.errors import MessageUndecodable, PilotlightError, SourceUnavailable, error_of
+from pilotlight.common.errors import (
+    MessageUndecodable,
+    PilotlightError,
+    SourceUnavailable,
+    error_of,
+)
 from pilotlight.common.messages.codec import frame, read_frame
-from pilotlight.common.messages.pool import RETURN_S, FromLoader, Hello, Lease, LeaseDone, LeaseFailed, LeaseGranted, PartReady
+from pilotlight.common.messages.pool import (
+    RETURN_S,
+    FromLoader,
+    Hello,
+    Lease,
+    LeaseDone,
+    LeaseFailed,
+    LeaseGranted,
+    PartReady,
+)
 from pilotlight.common.waiting import Backoff, cancel_all, pause, within
 from pilotlight.policy.ids import InstanceId, WorkerId
 from pilotlight.policy.model import Model
@@ -34,7 +48,14 @@ GRANT_S = 5.0
 class PoolClient:
     """Connects one worker to its node's loader."""
 
-    def __init__(self, path: Path, clock: Clock, *, grace_s: float = GRACE_S, rng: random.Random | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        clock: Clock,
+        *,
+        grace_s: float = GRACE_S,
+        rng: random.Random | None = None,
+    ) -> None:
         self._path = path
         self.clock = clock
         self._grace_s = grace_s
@@ -44,7 +65,8 @@ class PoolClient:
         """Set while the loader knows of this worker."""
 
     async def hello(self, worker_id: WorkerId, pid: int | None = None) -> None:
-        """Keep the supervision connection; return when there has been no loader for the grace: the worker is then on its own and
+        """Keep the supervision connection; return when there has been no loader for the grace: the
+        worker is then on its own and
         should end.
         """
         hello = Hello(worker_id=worker_id, pid=pid if pid is not None else os.getpid())
@@ -60,7 +82,11 @@ class PoolClient:
                 self.connected.set()
                 await reader.read(1)
             except (PilotlightError, OSError) as error:
-                log.info("connection to the loader broke", action="loader_connection_broke", error=str(error))
+                log.info(
+                    "connection to the loader broke",
+                    action="loader_connection_broke",
+                    error=str(error),
+                )
             finally:
                 self.connected.clear()
                 writer.close()
@@ -68,7 +94,12 @@ class PoolClient:
             await pause(self._backoff.delay_s(0, self._rng))
 
     async def lease(
-        self, worker_id: WorkerId, instance_id: InstanceId, model: Model, parts: tuple[int, ...], trace_parent: str = ""
+        self,
+        worker_id: WorkerId,
+        instance_id: InstanceId,
+        model: Model,
+        parts: tuple[int, ...],
+        trace_parent: str = "",
     ) -> "PoolLease":
         """Ask for parts of a model; returns when the lease is granted.
 
@@ -76,24 +107,38 @@ class PoolClient:
             SourceUnavailable: there is no loader within the grace.
             PilotlightError: the loader refused.
         """
-        request = Lease(worker_id=worker_id, instance_id=instance_id, model=model, parts=parts, trace_parent=trace_parent)
+        request = Lease(
+            worker_id=worker_id,
+            instance_id=instance_id,
+            model=model,
+            parts=parts,
+            trace_parent=trace_parent,
+        )
         reader, writer, granted = await self.ask(request)
         return PoolLease(self, request, reader, writer, granted)
 
-    async def ask(self, request: Lease) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, LeaseGranted]:
+    async def ask(
+        self, request: Lease
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, LeaseGranted]:
         """A new connection on which a lease is granted. Raises what ``lease`` raises."""
         until_s = self.clock.monotonic_s() + self._grace_s
         while self.clock.monotonic_s() <= until_s:
             reader, writer = await self._connect()
             try:
                 writer.write(frame(request))
-                answer = await within(GRANT_S, read_frame(reader, FromLoader), "the grant of a lease")
+                answer = await within(
+                    GRANT_S, read_frame(reader, FromLoader), "the grant of a lease"
+                )
                 if isinstance(answer, LeaseGranted):
                     return reader, writer, answer
                 if isinstance(answer, LeaseFailed):
                     raise error_of(answer.code, answer.message)
             except (OSError, MessageUndecodable) as error:
-                log.info("connection to the loader broke", action="lease_connection_broke", error=str(error))
+                log.info(
+                    "connection to the loader broke",
+                    action="lease_connection_broke",
+                    error=str(error),
+                )
             except BaseException:
                 writer.close()
                 raise
@@ -111,10 +156,14 @@ class PoolClient:
         attempt = 0
         while True:
             try:
-                return await within(CONNECT_S, asyncio.open_unix_connection(self._path), "connecting to the loader")
+                return await within(
+                    CONNECT_S, asyncio.open_unix_connection(self._path), "connecting to the loader"
+                )
             except (OSError, PilotlightError) as error:
                 if self.clock.monotonic_s() >= until_s:
-                    raise SourceUnavailable(f"no loader at {self._path} for {self._grace_s:g} s: {error}") from error
+                    raise SourceUnavailable(
+                        f"no loader at {self._path} for {self._grace_s:g} s: {error}"
+                    ) from error
             await pause(self._backoff.delay_s(attempt, self._rng))
             attempt += 1
 
@@ -153,14 +202,19 @@ class PoolLease:
         """Those among them of which a loader that came back has not said yet that it kept them."""
         self._broken_s = 0.0
         # A lease has as many frames as parts, and a loader that restarts says each of them again.
-        self._frames: asyncio.Queue[PartReady | LeaseDone | PilotlightError] = asyncio.Queue(len(request.parts) + 2)
+        self._frames: asyncio.Queue[PartReady | LeaseDone | PilotlightError] = asyncio.Queue(
+            len(request.parts) + 2
+        )
         self._keeping = asyncio.create_task(self._keep(), name=f"lease for {request.instance_id}")
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         await self.close()
 
@@ -169,7 +223,10 @@ class PoolLease:
 
     @property
     def intact(self) -> bool:
-        """Whether the parts have stayed in the pool since they were ready. Ask after copying the last one."""
+        """Whether the parts have stayed in the pool since they were ready.
+
+        Ask after copying the last one.
+        """
         kept = not self._unconfirmed or self._clock.monotonic_s() < self._broken_s + RETURN_S
         return kept and not self._keeping.done()
 
@@ -195,7 +252,9 @@ class PoolLease:
                 yield received
 
     async def _keep(self) -> None:
-        """Receive frames; hold the connection until the lease is closed, making it again when the loader restarts."""
+        """Receive frames; hold the connection until the lease is closed, making it again when the
+        loader restarts.
+        """
         complete = False
         try:
             while True:
@@ -224,7 +283,9 @@ class PoolLease:
 
     def _confirm(self, again: PartReady) -> None:
         if again.serial != self._delivered[again.part]:
-            raise SourceUnavailable(f"the loader came back without part {again.part}: it was given up and is in the pool anew")
+            raise SourceUnavailable(
+                f"the loader came back without part {again.part}: it was given up and is in the pool anew"
+            )
         self._unconfirmed.discard(again.part)
 
     async def _renew(self) -> None:
@@ -234,7 +295,9 @@ class PoolLease:
         self._unconfirmed = set(self._delivered)
         self._reader, self._writer, granted = await self._client.ask(self._request)
         if (granted.pool_path, _inode_of(granted.pool_path)) != (self.pool_path, self._inode):
-            raise SourceUnavailable("the loader came back with another host pool: what was mapped is not kept any more")
+            raise SourceUnavailable(
+                "the loader came back with another host pool: what was mapped is not kept any more"
+            )
         log.info("lease renewed", action="lease_renewed", instance_id=self._request.instance_id)
 
 
@@ -242,4 +305,6 @@ def _inode_of(path: str) -> int:
     try:
         return os.stat(path).st_ino
     except OSError as error:
-        raise SourceUnavailable(f"the host pool {path} cannot be found: {error.strerror}") from error
+        raise SourceUnavailable(
+            f"the host pool {path} cannot be found: {error.strerror}"
+        ) from error

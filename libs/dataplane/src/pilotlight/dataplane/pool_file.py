@@ -1,4 +1,6 @@
-"""The file of a host pool: made whole, locked by one loader, known by the boot of the host that it was made in."""
+"""The file of a host pool: made whole, locked by one loader, known by the boot of the host that it
+was made in.
+"""
 
 import fcntl
 import mmap
@@ -12,7 +14,10 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def boot_id() -> str:
-    """Names this boot of the host. What an earlier one left in a file was perhaps never written back whole."""
+    """Names this boot of the host.
+
+    What an earlier one left in a file was perhaps never written back whole.
+    """
     return _BOOT_ID.read_text().strip()
 
 

@@ -1,6 +1,7 @@
 """The loader's end of the node's Unix socket: supervision connections and leases.
 
-A connection is what it stands for: a worker lives as long as its first one is open, a lease holds as long as its own is.
+A connection is what it stands for: a worker lives as long as its first one is open, a lease holds
+as long as its own is.
 """
 
 import asyncio
@@ -11,11 +12,18 @@ import structlog
 
 from pilotlight.common.errors import BadRequest, PilotlightError
 from pilotlight.common.messages.codec import frame, read_frame
-from pilotlight.common.messages.pool import FromWorker, Hello, Lease, LeaseDone, LeaseFailed, LeaseGranted
+from pilotlight.common.messages.pool import (
+    FromWorker,
+    Hello,
+    Lease,
+    LeaseDone,
+    LeaseFailed,
+    LeaseGranted,
+)
 from pilotlight.common.unix_socket import listen_unix
 from pilotlight.common.waiting import cancel_all, within
 from pilotlight.dataplane.copies import HostCopies
-from pilotlight.dataplane.model_fetch import Holder
+from pilotlight.dataplane.model_fetch import PartsClaim
 from pilotlight.dataplane.pool import HostPool
 
 log = structlog.get_logger()
@@ -42,7 +50,13 @@ class PoolServer:
     """Serves the workers of one node."""
 
     def __init__(
-        self, path: Path, pool: HostPool, copies: HostCopies, supervisor: Supervisor, *, write_s: float = WRITE_S
+        self,
+        path: Path,
+        pool: HostPool,
+        copies: HostCopies,
+        supervisor: Supervisor,
+        *,
+        write_s: float = WRITE_S,
     ) -> None:
         self.path = path
         self._pool = pool
@@ -60,7 +74,8 @@ class PoolServer:
         """
         if self._server is not None:
             return
-        # What a killed loader left there is replaced: the lock on the pool says that there is no other one.
+        # What a killed loader left there is replaced: the lock on the pool says that there is no
+        # other one.
         self._server = await listen_unix(self.path, self._accept)
 
     async def stop(self) -> None:
@@ -79,7 +94,9 @@ class PoolServer:
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._connections) >= MAX_CONNECTIONS:
-            log.warning("too many connections", action="pool_connections_full", limit=MAX_CONNECTIONS)
+            log.warning(
+                "too many connections", action="pool_connections_full", limit=MAX_CONNECTIONS
+            )
             writer.close()
             return
         task = asyncio.create_task(self._serve(reader, writer), name="pool connection")
@@ -94,7 +111,12 @@ class PoolServer:
             elif isinstance(first, Lease):
                 await self._lease(first, reader, writer)
         except PilotlightError as error:
-            log.warning("connection ended", action="pool_connection_refused", code=error.code, error=error.message)
+            log.warning(
+                "connection ended",
+                action="pool_connection_refused",
+                code=error.code,
+                error=error.message,
+            )
         except OSError as error:
             log.info("connection broke", action="pool_connection_broke", error=str(error))
         finally:
@@ -107,28 +129,38 @@ class PoolServer:
         finally:
             self._supervisor.on_goodbye(hello)
 
-    async def _lease(self, lease: Lease, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _lease(
+        self, lease: Lease, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         try:
-            holder = self._copies.hold(lease.model, lease.parts, lease.instance_id, leased=True, trace_parent=lease.trace_parent)
+            claim = self._copies.claim(
+                lease.model,
+                lease.parts,
+                lease.instance_id,
+                leased=True,
+                trace_parent=lease.trace_parent,
+            )
         except BadRequest as error:
             await self._send(writer, LeaseFailed(code=error.code, message=error.message))
             return
         closed = asyncio.create_task(_closed(reader), name=f"lease of {lease.worker_id}")
-        pushing = asyncio.create_task(self._push(holder, writer), name=f"parts for {lease.worker_id}")
+        pushing = asyncio.create_task(
+            self._push(claim, writer), name=f"parts for {lease.worker_id}"
+        )
         try:
             await asyncio.wait({closed, pushing}, return_when=asyncio.FIRST_COMPLETED)
             if pushing.done() and pushing.result():
                 await closed
         finally:
             # First of all, and whatever else ends this: the connection is closed, so the lease is.
-            self._copies.release(holder)
+            self._copies.release(claim)
             await cancel_all((closed, pushing))
 
-    async def _push(self, holder: Holder, writer: asyncio.StreamWriter) -> bool:
+    async def _push(self, claim: PartsClaim, writer: asyncio.StreamWriter) -> bool:
         """Tell a worker of each part as it becomes ready; whether all of them did."""
         path = str(self._pool.path.absolute())
         await self._send(writer, LeaseGranted(pool_path=path))
-        parts = self._copies.ready_parts(holder)
+        parts = self._copies.ready_parts(claim)
         while True:
             try:
                 part = await anext(parts, None)
@@ -146,7 +178,10 @@ class PoolServer:
 
 
 async def _closed(reader: asyncio.StreamReader) -> None:
-    """Return when the peer closed the connection. It has nothing more to say: what it says all the same is a closed one."""
+    """Return when the peer closed the connection.
+
+    It has nothing more to say: what it says all the same is a closed one.
+    """
     try:
         await reader.read(1)
     except ConnectionError:

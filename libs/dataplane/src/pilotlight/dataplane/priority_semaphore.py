@@ -1,4 +1,6 @@
-"""A semaphore with ranks: a bounded number of permits, the highest rank first; the holders of lower ranks are asked to give way."""
+"""A semaphore with ranks: a bounded number of permits, the highest rank first; the holders of lower
+ranks are asked to give way.
+"""
 
 import asyncio
 import itertools
@@ -9,8 +11,8 @@ from typing import Any
 from pilotlight.common.waiting import cancel_all
 
 Rank = Callable[[], tuple[int, ...]]
-"""The rank of a holder or waiter at this moment: the least number is the highest rank; then its place among equals. It may change
-while it waits."""
+"""The rank of a holder or waiter at this moment: the least number is the highest rank; then its
+place among equals. It may change while it waits."""
 
 
 class Recalled(Exception):
@@ -88,13 +90,20 @@ class PrioritySemaphore:
         self._limit = limit
         self._serve()
 
-    async def take(self, rank: Rank, recalled: asyncio.Event | None = None, *, after: Permit | None = None) -> Permit:
+    async def take(
+        self, rank: Rank, recalled: asyncio.Event | None = None, *, after: Permit | None = None
+    ) -> Permit:
         """Wait for a permit. ``recalled`` is set when it is wanted back; by default one of its own.
 
         ``after`` is a permit of the same work, which is given back: the work is in the queue at
         that moment, so nothing that matters less comes between the two.
         """
-        waiting = _Waiting(rank, next(self._numbers), recalled or asyncio.Event(), asyncio.get_running_loop().create_future())
+        waiting = _Waiting(
+            rank,
+            next(self._numbers),
+            recalled or asyncio.Event(),
+            asyncio.get_running_loop().create_future(),
+        )
         self._waiting.append(waiting)
         if after is not None:
             self._held.remove(after)
@@ -124,11 +133,17 @@ class PrioritySemaphore:
         self._recall()
 
     def _recall(self) -> None:
-        """Ask as many back as higher ranks wait for; of those that are held, the newest of the lowest rank."""
+        """Ask as many back as higher ranks wait for; of those that are held, the newest of the
+        lowest rank.
+        """
         coming = sum(permit.recalled.is_set() for permit in self._held)
         for waiting in sorted(self._waiting, key=lambda waiting: waiting.order)[coming:]:
             matters = waiting.rank()[0]
-            lesser = [permit for permit in self._held if not permit.recalled.is_set() and permit.rank()[0] > matters]
+            lesser = [
+                permit
+                for permit in self._held
+                if not permit.recalled.is_set() and permit.rank()[0] > matters
+            ]
             if not lesser:
                 return
             lesser.reverse()

@@ -6,23 +6,31 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from pilotlight.common.errors import SourceUnavailable
-from pilotlight.dataplane.priority_semaphore import Permit, PrioritySemaphore, Rank, Recalled, in_order_of_arrival
+from pilotlight.dataplane.priority_semaphore import (
+    Permit,
+    PrioritySemaphore,
+    Rank,
+    Recalled,
+    in_order_of_arrival,
+)
 
 LOOKS = 4
-"""How often within the stall timeout a read is looked at: it stalls when nothing has come between so many looks."""
+"""How often within the stall timeout a read is looked at: it stalls when nothing has come between
+this many looks."""
 
 SPARES = 4
-"""For each thread, how many more may hang, given up: one that stalls must not keep others from reading from elsewhere."""
+"""For each thread, how many more may hang, given up: one that stalls must not keep others from
+reading from elsewhere."""
 
 T = TypeVar("T")
 
 
 class Abandoned(Exception):
-    """Nobody waits for what is being read any more."""
+    """What is being read is not awaited any more."""
 
 
 class ReadProgress:
-    """Counts the bytes of one read, across threads, and ends it once nobody waits for it."""
+    """Counts the bytes of one read, across threads, and ends it once no fetch waits for it."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -44,17 +52,19 @@ class ReadProgress:
         self.signs += 1
 
     def check(self) -> None:
-        """For who waits for bytes.
+        """For a reader that waits for bytes.
 
         Raises:
-            Abandoned: nobody waits for them any more.
+            Abandoned: no fetch waits for them any more.
         """
         if self.abandoned:
             raise Abandoned
 
 
 class Readers:
-    """The threads that read, apart from everybody else's, so that a disk that hangs holds up nothing but fetches."""
+    """The threads that read, apart from all others, so that a disk that hangs holds up nothing but
+    fetches.
+    """
 
     def __init__(self, threads: int, stall_timeout_s: float) -> None:
         self.threads = threads
@@ -73,16 +83,21 @@ class Readers:
         rank: Rank = in_order_of_arrival,
         recalled: asyncio.Event | None = None,
     ) -> "asyncio.Future[T]":
-        """Start blocking work as soon as a thread is idle. ``recalled`` is set when the thread is wanted for what matters more.
+        """Start blocking work as soon as a thread is idle.
+
+        ``recalled`` is set when the thread is wanted for what matters more.
 
         Raises:
-            SourceUnavailable: none became idle, and no byte came to any of them, for the stall timeout.
+            SourceUnavailable: none became idle, and no byte came to any of them, for the stall
+                timeout.
             Recalled: ``recalled`` was set before one did.
         """
         waiting = asyncio.ensure_future(self._permits.take(rank, recalled))
         try:
             if not await self.ended(waiting, self._moved, recalled):
-                raise SourceUnavailable(f"the sources hang: no thread that reads got a byte for {self.stall_timeout_s:g} s")
+                raise SourceUnavailable(
+                    f"the sources hang: no thread that reads got a byte for {self.stall_timeout_s:g} s"
+                )
         except BaseException:
             if not waiting.cancel() and not waiting.cancelled():
                 self._permits.give_back(waiting.result())
@@ -93,15 +108,19 @@ class Readers:
         return future
 
     def give_up(self, future: "asyncio.Future[Any]") -> None:
-        """Nobody waits for work any more: let others read, though its thread may hang on."""
+        """A read is not awaited any more: let others read, though its thread may hang on."""
         if future in self._running and len(self._given_up) < SPARES * self.threads:
             self._permits.give_back(self._running.pop(future)[1])
             self._given_up.add(future)
 
     async def ended(
-        self, future: "asyncio.Future[Any]", moved: Callable[[], object], recalled: asyncio.Event | None = None
+        self,
+        future: "asyncio.Future[Any]",
+        moved: Callable[[], object],
+        recalled: asyncio.Event | None = None,
     ) -> bool:
-        """Wait for a future as long as something moves; False once nothing has for the stall timeout.
+        """Wait for a future as long as something moves; False once nothing has for the stall
+        timeout.
 
         Raises:
             Recalled: the event was set first.
@@ -111,7 +130,11 @@ class Readers:
         seen, still = moved(), 0
         try:
             while still < LOOKS:
-                done, _ = await asyncio.wait(awaited, timeout=self.stall_timeout_s / LOOKS, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(
+                    awaited,
+                    timeout=self.stall_timeout_s / LOOKS,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
                 if future in done:
                     return True
                 if done:
@@ -136,12 +159,15 @@ class Readers:
         self._given_up.discard(future)
         self._ended += 1
         if not future.cancelled():
-            # Its reader may have given it up as stalled; then nobody else asks.
+            # Its reader may have given it up as stalled; then no other asks.
             future.exception()
 
 
 class Reading:
-    """The blocking work of one fetch. Given up or cancelled, a piece of it ends as soon as its thread gets another byte."""
+    """The blocking work of one fetch.
+
+    Given up or cancelled, a piece of it ends as soon as its thread gets another byte.
+    """
 
     def __init__(self, readers: Readers, rank: Rank = in_order_of_arrival) -> None:
         """``rank`` is how much the fetch matters."""
@@ -169,7 +195,9 @@ class Reading:
         future.add_done_callback(self._busy.discard)
         try:
             if not await self._readers.ended(future, lambda: progress.moves, recalled):
-                raise SourceUnavailable(f"{what} stalled: no bytes for {self._readers.stall_timeout_s:g} s")
+                raise SourceUnavailable(
+                    f"{what} stalled: no bytes for {self._readers.stall_timeout_s:g} s"
+                )
         finally:
             progress.abandoned = True
             self._readers.give_up(future)

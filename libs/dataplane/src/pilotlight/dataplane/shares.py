@@ -1,4 +1,4 @@
-"""What came of one fetch: from whom, and how fast. For the event loop alone."""
+"""What came of one fetch: from which origins, and how fast. For the event loop alone."""
 
 from pilotlight.dataplane.chunk_fetch import OriginObserver
 from pilotlight.policy.cluster import OriginKind, OriginShare
@@ -19,7 +19,9 @@ class Rate:
         self._bytes_per_s: float | None = None
 
     def of(self, done_bytes: int, now_s: float) -> float | None:
-        """What came lately, when so much has come by now; None until it was measured for the first time."""
+        """What came lately, when so much has come by now; None until it was measured for the first
+        time.
+        """
         seconds = now_s - self._at_s
         if seconds >= SAMPLE_S:
             # Bytes that turn out to be wrong are taken back.
@@ -49,7 +51,10 @@ class Shares:
     @property
     def given(self) -> tuple[OriginShare, ...]:
         """By origin, in the order in which they gave the first chunk."""
-        return tuple(OriginShare(kind=kind, name=name, size_bytes=count) for (kind, name), count in self._bytes.items())
+        return tuple(
+            OriginShare(kind=kind, name=name, size_bytes=count)
+            for (kind, name), count in self._bytes.items()
+        )
 
     def of_kind(self, kind: OriginKind) -> int:
         """Bytes that came from origins of a kind."""

@@ -24,10 +24,16 @@ from pilotlight.policy.model import Model
 
 
 class ModelSource(Origin, Protocol):
-    """What a model was registered from. Its methods block: they run in threads, several at a time."""
+    """What a model was registered from. Its methods block: they run in threads, several at a
+    time.
+    """
 
-    def read_range(self, file: int, start: int, stop: int, check: Callable[[], None]) -> Generator[memoryview]:
-        """Bytes [start, stop) of a file, by its number in the manifest, as they come. A piece is good until the next is asked for.
+    def read_range(
+        self, file: int, start: int, stop: int, check: Callable[[], None]
+    ) -> Generator[memoryview]:
+        """Bytes [start, stop) of a file, by its number in the manifest, as they come.
+
+        A piece is good until the next is asked for.
 
         Raises:
             SourceChanged: the source is not what the manifest pinned.
@@ -41,11 +47,14 @@ class ModelSource(Origin, Protocol):
 
 
 OpenSource = Callable[[Model, Manifest], ModelSource]
-"""Opens the source of a model; blocks. Raises what ``ModelSource.read_range`` raises, and ``UriNotAllowed``."""
+"""Opens the source of a model; blocks. Raises what ``ModelSource.read_range`` raises, and
+``UriNotAllowed``."""
 
 
 class OpenedLate:
-    """A model's source, opened when it is first needed: what lies nearer may make it unnecessary."""
+    """A model's source, opened when it is first needed: what lies nearer may make it
+    unnecessary.
+    """
 
     kind = OriginKind.SOURCE
     trusted = True
@@ -64,7 +73,9 @@ class OpenedLate:
         """As ``Origin.read``; also raises what opening raises."""
         self._opened().read(part, chunk, work)
 
-    def read_range(self, file: int, start: int, stop: int, check: Callable[[], None]) -> Generator[memoryview]:
+    def read_range(
+        self, file: int, start: int, stop: int, check: Callable[[], None]
+    ) -> Generator[memoryview]:
         """As ``ModelSource.read_range``; also raises what opening raises."""
         return self._opened().read_range(file, start, stop, check)
 
@@ -131,7 +142,11 @@ class SourceOrigin:
             gaps = iter(run.pieces)
             start, stop = next(gaps)
             work.write(bytes(start - work.position))
-            with closing(self.read_range(run.file, run.file_offset, run.file_offset + run.size_bytes, work.check)) as pieces:
+            with closing(
+                self.read_range(
+                    run.file, run.file_offset, run.file_offset + run.size_bytes, work.check
+                )
+            ) as pieces:
                 for piece in pieces:
                     done = 0
                     while done < len(piece):
@@ -143,10 +158,14 @@ class SourceOrigin:
                             done += len(fitting)
         work.write(bytes(work.left_bytes))
 
-    def read_range(self, file: int, start: int, stop: int, check: Callable[[], None]) -> Generator[memoryview]:
+    def read_range(
+        self, file: int, start: int, stop: int, check: Callable[[], None]
+    ) -> Generator[memoryview]:
         """As ``ModelSource.read_range``."""
         try:
-            with closing(self._source.pieces(self._files[file], start, stop - start, check)) as pieces:
+            with closing(
+                self._source.pieces(self._files[file], start, stop - start, check)
+            ) as pieces:
                 yield from pieces
         except CheckpointError as error:
             raise error_of(error.code, str(error)) from error
@@ -157,7 +176,9 @@ class SourceOrigin:
 
 
 def runs_from(chunk: Chunk, position: int) -> list[Run]:
-    """What fills a chunk from a position on, counted from its own start: what follows one another in one file is one run."""
+    """What fills a chunk from a position on, counted from its own start: what follows one another
+    in one file is one run.
+    """
     runs: list[Run] = []
     for segment in sorted(chunk.segments, key=lambda segment: segment.image_offset):
         start = segment.image_offset - chunk.image_offset
@@ -167,7 +188,10 @@ def runs_from(chunk: Chunk, position: int) -> list[Run]:
         skipped = max(0, position - start)
         file_offset, piece = segment.file_offset + skipped, (start + skipped, stop)
         last = runs[-1] if runs else None
-        if last is not None and (last.file, last.file_offset + last.size_bytes) == (segment.file, file_offset):
+        if last is not None and (last.file, last.file_offset + last.size_bytes) == (
+            segment.file,
+            file_offset,
+        ):
             runs[-1] = Run(last.file, last.file_offset, (*last.pieces, piece))
         else:
             runs.append(Run(segment.file, file_offset, (piece,)))

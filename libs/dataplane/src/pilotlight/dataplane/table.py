@@ -1,4 +1,5 @@
-"""The header and the chunk table of a host pool: what of it lies in the file, and in which order it is written.
+"""The header and the chunk table of a host pool: what of it lies in the file, and in which order it
+is written.
 
 ::
 
@@ -6,8 +7,8 @@
     4096     chunk table: one fixed-size entry for each chunk, free or ready
     data     part images, each contiguous, chunk by chunk
 
-One process writes. An entry's state byte is set last and cleared first, so a crash between any two steps leaves entries that are
-free, or that describe bytes which were complete and verified.
+One process writes. An entry's state byte is set last and cleared first, so a crash between any two
+steps leaves entries that are free, or that describe bytes which were complete and verified.
 """
 
 import mmap
@@ -30,8 +31,8 @@ DATA_ALIGNMENT_BYTES = 2 * 1024 * 1024
 _HEADER = struct.Struct("<8sIIQQ36s")
 _EPOCH = struct.Struct("<Q")
 _EPOCH_OFFSET = 128
-# Part, index of the chunk, chunks of the part, extent, bytes of the image, the chunk's range in it, the image's serial number, model and
-# chunk digest.
+# Part, index of the chunk, chunks of the part, extent, bytes of the image, the chunk's range in it,
+# the image's serial number, model and chunk digest.
 _ENTRY = struct.Struct("<IIIQQQQQ32s32s")
 _ENTRY_OFFSET = 1
 
@@ -102,7 +103,9 @@ class Header:
 
 
 def read_header(page: bytes) -> Header | None:
-    """The header of a file's first page; None when it is not that of a pool of this version or an earlier one."""
+    """The header of a file's first page; None when it is not that of a pool of this version or an
+    earlier one.
+    """
     if len(page) < HEADER_BYTES:
         return None
     magic, version, unit_bytes, data_bytes, _reserved, boot_id = _HEADER.unpack_from(page)
@@ -110,13 +113,20 @@ def read_header(page: bytes) -> Header | None:
         return None
     (epoch,) = _EPOCH.unpack_from(page, _EPOCH_OFFSET)
     geometry = Geometry(data_bytes=data_bytes, unit_bytes=unit_bytes)
-    return Header(geometry=geometry, boot_id=boot_id.decode("ascii", "replace"), highest_epoch=Epoch(epoch), version=version)
+    return Header(
+        geometry=geometry,
+        boot_id=boot_id.decode("ascii", "replace"),
+        highest_epoch=Epoch(epoch),
+        version=version,
+    )
 
 
 def write_header(mapped: mmap.mmap, header: Header) -> None:
     """Write the first page of a new file; the magic last."""
     geometry = header.geometry
-    packed = _HEADER.pack(MAGIC, VERSION, geometry.unit_bytes, geometry.data_bytes, 0, header.boot_id.encode())
+    packed = _HEADER.pack(
+        MAGIC, VERSION, geometry.unit_bytes, geometry.data_bytes, 0, header.boot_id.encode()
+    )
     write_epoch(mapped, header.highest_epoch)
     mapped[len(MAGIC) : len(packed)] = packed[len(MAGIC) :]
     mapped[: len(MAGIC)] = MAGIC
@@ -138,7 +148,10 @@ class ChunkTable:
         self._used = [slot for slot, state in enumerate(states) if state == EntryState.READY]
 
     def take(self, count: int) -> list[int] | None:
-        """Slots for so many chunks; None when there are too few. They stay free in the file until something is entered."""
+        """Slots for this number of chunks; None when there are too few.
+
+        They stay free in the file until something is entered.
+        """
         return [heappop(self._free) for _ in range(count)] if count <= len(self._free) else None
 
     def found(self) -> Iterator[tuple[int, ChunkEntry]]:
@@ -149,7 +162,13 @@ class ChunkTable:
     def enter(self, slot: int, entry: ChunkEntry) -> None:
         """Write an entry whose bytes are complete and verified."""
         start = self._start(slot)
-        place = (entry.extent_offset, entry.image_bytes, entry.chunk_offset, entry.chunk_bytes, entry.serial)
+        place = (
+            entry.extent_offset,
+            entry.image_bytes,
+            entry.chunk_offset,
+            entry.chunk_bytes,
+            entry.serial,
+        )
         digests = (bytes.fromhex(entry.digest), bytes.fromhex(entry.chunk_digest))
         numbers = (entry.part, entry.index, entry.chunks_in_part)
         body = _ENTRY.pack(*numbers, *place, *digests)
@@ -163,8 +182,8 @@ class ChunkTable:
 
     def read(self, slot: int) -> ChunkEntry:
         """The entry of a slot, which must be ready."""
-        part, index, chunks, extent, image_bytes, offset, size, serial, digest, chunk_digest = _ENTRY.unpack_from(
-            self._mapped, self._start(slot) + _ENTRY_OFFSET
+        part, index, chunks, extent, image_bytes, offset, size, serial, digest, chunk_digest = (
+            _ENTRY.unpack_from(self._mapped, self._start(slot) + _ENTRY_OFFSET)
         )
         return ChunkEntry(
             digest=Digest(digest.hex()),

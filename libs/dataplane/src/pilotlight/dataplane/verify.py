@@ -1,4 +1,5 @@
-"""Reading all of a model, file by file in order, and telling the digests of its chunks: what is compared with what is recorded.
+"""Reading all of a model, file by file in order, and telling the digests of its chunks: what is
+compared with what is recorded.
 
 ::
 
@@ -16,7 +17,12 @@ from dataclasses import dataclass, field
 from pilotlight.checkpoint.content import ContentHash, names_content
 from pilotlight.checkpoint.errors import CheckpointError
 from pilotlight.checkpoint.manifest import Chunk, Manifest, Segment
-from pilotlight.checkpoint.safetensors import MAX_HEADER_BYTES, StoredTensor, header_bytes, parse_header
+from pilotlight.checkpoint.safetensors import (
+    MAX_HEADER_BYTES,
+    StoredTensor,
+    header_bytes,
+    parse_header,
+)
 from pilotlight.common.errors import BadRequest, SourceChanged
 from pilotlight.dataplane.origin import ChunkFill
 from pilotlight.dataplane.readers import ReadProgress
@@ -38,7 +44,10 @@ class _Filling:
 
 @dataclass(slots=True, kw_only=True)
 class ModelReading:
-    """One pass over a model's files. ``run`` blocks; broken off, it goes on where it was when it is called again."""
+    """One pass over a model's files.
+
+    ``run`` blocks; broken off, it goes on where it was when it is called again.
+    """
 
     manifest: Manifest
     done_bytes: int = 0
@@ -52,7 +61,9 @@ class ModelReading:
     _head: bytearray = field(default_factory=bytearray)
     _tensors: list[StoredTensor] = field(default_factory=list[StoredTensor])
     _filling: dict[_Place, _Filling] = field(default_factory=dict[tuple[int, int], _Filling])
-    _segments: list[tuple[_Place, Chunk, Segment]] = field(default_factory=list[tuple[tuple[int, int], Chunk, Segment]])
+    _segments: list[tuple[_Place, Chunk, Segment]] = field(
+        default_factory=list[tuple[tuple[int, int], Chunk, Segment]]
+    )
 
     @property
     def total_bytes(self) -> int:
@@ -65,21 +76,26 @@ class ModelReading:
         return self._file == len(self.manifest.files)
 
     def run(self, source: ModelSource, size_bytes: int, progress: ReadProgress) -> None:
-        """Read on, about so many bytes.
+        """Read on, about this many bytes.
 
         Raises:
             SourceChanged: the source is not what was registered, as its versions tell.
             SourceUnavailable: it cannot be read.
-            Abandoned: nobody waits for it; ``run`` goes on there.
+            Abandoned: it is not awaited; ``run`` goes on there.
         """
         until_bytes = self.done_bytes + size_bytes
         while not self.ended and self.done_bytes < until_bytes:
             file = self.manifest.files[self._file]
             stop = min(file.size_bytes, self._position + until_bytes - self.done_bytes)
             if not self._position:
-                self._content, self._head = (ContentHash(file) if names_content(file) else None), bytearray()
+                self._content, self._head = (
+                    (ContentHash(file) if names_content(file) else None),
+                    bytearray(),
+                )
                 self._segments = list(self._of_file(self._file))
-            with closing(source.read_range(self._file, self._position, stop, progress.check)) as pieces:
+            with closing(
+                source.read_range(self._file, self._position, stop, progress.check)
+            ) as pieces:
                 for piece in pieces:
                     self._take(piece)
                     progress(len(piece))
@@ -111,7 +127,12 @@ class ModelReading:
             stop = segment.file_offset + segment.size_bytes
             begin = max(start, segment.file_offset)
             with piece[begin - start : min(stop, end) - start] as data:
-                self._put(place, chunk, segment.image_offset - chunk.image_offset + begin - segment.file_offset, data)
+                self._put(
+                    place,
+                    chunk,
+                    segment.image_offset - chunk.image_offset + begin - segment.file_offset,
+                    data,
+                )
             if stop > end:
                 break
             self._segments.pop()
@@ -146,12 +167,16 @@ class ModelReading:
         if self._content is None:
             return
         if not self._content.agrees:
-            self.wrong_files.append(f"{file.name}: its bytes do not have the digest that was registered")
+            self.wrong_files.append(
+                f"{file.name}: its bytes do not have the digest that was registered"
+            )
             return
         try:
             self._tensors += parse_header(bytes(self._head[: header_bytes(self._head, file)]), file)
         except CheckpointError as error:
-            self.wrong_files.append(f"{file.name}: its header is not the one that was registered: {error}")
+            self.wrong_files.append(
+                f"{file.name}: its header is not the one that was registered: {error}"
+            )
 
     def _check_layout(self) -> None:
         if self.wrong_files or not all(names_content(file) for file in self.manifest.files):
@@ -162,17 +187,22 @@ class ModelReading:
             self.wrong_files.append(error.message)
 
     def differences(self, recorded: Manifest) -> list[str]:
-        """What is not as it was registered, or recorded by those who read it before."""
+        """What is not as it was registered, or recorded when it was read before."""
         different = list(self.wrong_files)
         for (part, index), digest in sorted(self.found.items()):
             chunk = recorded.parts[part].chunks[index]
             if chunk.digest not in (None, digest):
                 stop = chunk.image_offset + chunk.size_bytes
-                different.append(f"part {part}, bytes [{chunk.image_offset}, {stop}), from {self._ranges(chunk)}")
+                different.append(
+                    f"part {part}, bytes [{chunk.image_offset}, {stop}), from {self._ranges(chunk)}"
+                )
         return different
 
     def learned(self, recorded: Manifest) -> dict[int, tuple[Digest, ...]]:
-        """The digests of parts of which some are not recorded. Empty where anything differs: then nobody knows what is right."""
+        """The digests of parts of which some are not recorded.
+
+        Empty where anything differs: then what is right is not known.
+        """
         if self.differences(recorded):
             return {}
         return {

@@ -1,6 +1,8 @@
-"""Whether what lies in the pool is the files that were registered, where a file's version names its content.
+"""Whether what lies in the pool is the files that were registered, where a file's version names its
+content.
 
-A range cannot be checked against the digest of a whole file. Once all of a model is in the pool, every file can::
+A range cannot be checked against the digest of a whole file. Once all of a model is in the pool,
+every file can::
 
     file        | header | q     | k   | left out | v     |
     source      |--------|       |     |----------|       |    read again: what no part has
@@ -19,12 +21,17 @@ from pilotlight.checkpoint.errors import CheckpointError
 from pilotlight.checkpoint.layout import build_manifest
 from pilotlight.checkpoint.manifest import Manifest, Segment
 from pilotlight.checkpoint.reader import Progress, SourceFile
-from pilotlight.checkpoint.safetensors import MAX_HEADER_BYTES, StoredTensor, header_bytes, parse_header
+from pilotlight.checkpoint.safetensors import (
+    MAX_HEADER_BYTES,
+    StoredTensor,
+    header_bytes,
+    parse_header,
+)
 from pilotlight.common.errors import SourceChanged
 from pilotlight.dataplane.source_origin import ModelSource
 
 ImageView = Callable[[int, int, int], memoryview]
-"""Of a part: the bytes from an offset in its image on, so many; whoever asks releases them."""
+"""Of a part: bytes from an offset in its image on, and how many; the caller releases them."""
 
 _Placed = tuple[int, Segment]
 _HEAD_BYTES = MAX_HEADER_BYTES + 8
@@ -54,9 +61,13 @@ class FileCheck:
                     placed[segment.file].append((number, segment))
         for of_file in placed:
             of_file.sort(key=lambda found: found[1].file_offset)
-        return tuple(cls(number, file, placed[number]) for number, file in enumerate(manifest.files))
+        return tuple(
+            cls(number, file, placed[number]) for number, file in enumerate(manifest.files)
+        )
 
-    def run(self, source: ModelSource, view: ImageView, progress: Progress) -> tuple[StoredTensor, ...]:
+    def run(
+        self, source: ModelSource, view: ImageView, progress: Progress
+    ) -> tuple[StoredTensor, ...]:
         """Hash the whole file; its tensors, as its header tells them.
 
         Raises:
@@ -72,11 +83,18 @@ class FileCheck:
             end = segment.file_offset + segment.size_bytes
         self._read(source, (end, self.file.size_bytes), found, head, progress)
         if not found.agrees:
-            raise SourceChanged(f"{self.file.name}: the bytes that came do not have the digest that was registered")
+            raise SourceChanged(
+                f"{self.file.name}: the bytes that came do not have the digest that was registered"
+            )
         return self._tensors(bytes(head))
 
     def _read(
-        self, source: ModelSource, missing: tuple[int, int], found: ContentHash, head: bytearray, progress: Progress
+        self,
+        source: ModelSource,
+        missing: tuple[int, int],
+        found: ContentHash,
+        head: bytearray,
+        progress: Progress,
     ) -> None:
         """Bytes [start, stop) from the source; what comes before the first tensor is kept."""
         start, stop = missing
@@ -96,7 +114,9 @@ class FileCheck:
             if len(head) >= size_bytes:
                 return parse_header(head[:size_bytes], self.file)
         except CheckpointError as error:
-            raise SourceChanged(f"its header is not the one that was registered: {error}") from error
+            raise SourceChanged(
+                f"its header is not the one that was registered: {error}"
+            ) from error
         raise SourceChanged(f"{self.file.name}: its header is longer than what was registered")
 
 
@@ -107,7 +127,9 @@ def check_layout(manifest: Manifest, tensors: Iterable[StoredTensor]) -> None:
         SourceChanged: it is not: what was read at registration was something else.
     """
     try:
-        told = build_manifest(manifest.spec, manifest.files, {tensor.name: tensor for tensor in tensors})
+        told = build_manifest(
+            manifest.spec, manifest.files, {tensor.name: tensor for tensor in tensors}
+        )
     except CheckpointError as error:
         raise SourceChanged(f"the headers are not those that were registered: {error}") from error
     if told.digest() != manifest.digest():

@@ -10,18 +10,18 @@ from torch import Tensor
 from pilotlight.engine.core.batch import Batch
 from pilotlight.engine.device.arena_protocol import Scratch
 from pilotlight.engine.device.kv import KvCache
-from pilotlight.engine.device.logits import Draw
+from pilotlight.engine.device.logits import SampleSpec
 from pilotlight.engine.device.memory import StageMemory
 from pilotlight.engine.device.parameters import Parameters
 from pilotlight.engine.device.runner import RangeRunner
-from pilotlight.engine.device.sampler import Drawn, PendingTokens, Undrawn, sample
+from pilotlight.engine.device.sampler import NotSampled, PendingTokens, SampledToken, sample
 from pilotlight.policy.model import Stage
 
 if TYPE_CHECKING:
     from pilotlight.engine.cuda.graphs import GraphSupplier
 
-Sampler = Callable[[Tensor, Sequence[Draw]], "list[Drawn | Undrawn]"]
-"""Draws one token from each row of logits; see ``device.sampler.sample``."""
+Sampler = Callable[[Tensor, Sequence[SampleSpec]], "list[SampledToken | NotSampled]"]
+"""Samples one token from each row of logits; see ``device.sampler.sample``."""
 
 
 class Runner(Protocol):
@@ -32,8 +32,8 @@ class Runner(Protocol):
         ...
 
 
-Launcher = Callable[[Tensor, Sequence[Draw]], PendingTokens]
-"""The same for draws that are all simple, without waiting for the device."""
+Launcher = Callable[[Tensor, Sequence[SampleSpec]], PendingTokens]
+"""The same for specs that are all simple, without waiting for the device."""
 
 
 def _nothing() -> None:
@@ -65,7 +65,8 @@ def compute_on(
         memory: the stage's.
         parameters: the stage's.
         kv: the stage's.
-        supplier_of: makes what gives the stage its graphs, where the device has any. None: they are captured as they are used.
+        supplier_of: makes what gives the stage its graphs, where the device has any. None: they are
+            captured as they are used.
 
     Raises:
         UnsupportedModel: the device does not run the stage's dtype.

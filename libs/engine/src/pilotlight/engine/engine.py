@@ -14,15 +14,28 @@ from pilotlight.engine.device.arena import CpuArena
 from pilotlight.engine.device.arena_protocol import Arena
 from pilotlight.engine.device.copying import Source
 from pilotlight.engine.device.heap import give_back_heap
-from pilotlight.engine.drawing import ended, released
-from pilotlight.engine.errors import BadCheckpoint, BadRequest, EngineError, StageBusy, UnknownInstance
+from pilotlight.engine.errors import (
+    BadCheckpoint,
+    BadRequest,
+    EngineError,
+    StageBusy,
+    UnknownInstance,
+)
 from pilotlight.engine.faults import out_of_memory
 from pilotlight.engine.grammar.client import GrammarHelper, Session
 from pilotlight.engine.kv_pieces import KvPiece
 from pilotlight.engine.pipeline.entering import enter
 from pilotlight.engine.pipeline_protocol import StageStep
 from pilotlight.engine.resident import ResidentStage
-from pilotlight.engine.results import GrownStage, LostPipeline, PlacedPart, Released, StageRoom, StepResult
+from pilotlight.engine.results import (
+    GrownStage,
+    LostPipeline,
+    PlacedPart,
+    Released,
+    StageRoom,
+    StepResult,
+)
+from pilotlight.engine.sampling import ended, released
 from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.policy.model import Dtype, ModelSpec, Stage
 from pilotlight.policy.request import FinishReason, Grammar, RequestKey, Sampling, Vocabulary
@@ -36,8 +49,9 @@ class Engine:
         begin_load ─> place_part (each part) ─> (connect) ─> add / abort / step ... ─> unload
                                                   extend ─> place_part (each further part)
 
-    A whole model takes requests as soon as its load has begun: they run as far as its parts are in place. Refusals are raised where
-    they are made. What was added ends in exactly one ``Produced`` with a finish, from some later ``step``.
+    A whole model takes requests as soon as its load has begun: they run as far as its parts are in
+    place. Refusals are raised where they are made. What was added ends in exactly one ``Produced``
+    with a finish, from some later ``step``.
     """
 
     def __init__(
@@ -47,7 +61,8 @@ class Engine:
         limits: BatchLimits | None = None,
         arena: Arena | None = None,
     ) -> None:
-        """Takes the process over for torch: the number of threads is a setting of the process, not of this object.
+        """Takes the process over for torch: the number of threads is a setting of the process, not
+        of this object.
 
         Raises:
             NoRoom: there are no addresses for an arena, if none is given.
@@ -66,7 +81,10 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """A step would do or report something. Requests that wait for parts are no work before they are overdue."""
+        """A step would do or report something.
+
+        Requests that wait for parts are no work before they are overdue.
+        """
         if self._ended or self._grown or any(stage.has_work for stage in self._stages.values()):
             return True
         due_s = self.due_s
@@ -74,10 +92,16 @@ class Engine:
 
     @property
     def due_s(self) -> float | None:
-        """When, on the engine's clock, there is work though nothing happens: the next deadline of those that wait for parts."""
+        """When, on the engine's clock, there is work though nothing happens: the next deadline of
+        those that wait for parts.
+        """
         loading = (stage for stage in self._stages.values() if not stage.complete)
-        deadlines_s = (request.deadline_s for stage in loading for request in stage.scheduler.requests)
-        return min((deadline_s for deadline_s in deadlines_s if deadline_s is not None), default=None)
+        deadlines_s = (
+            request.deadline_s for stage in loading for request in stage.scheduler.requests
+        )
+        return min(
+            (deadline_s for deadline_s in deadlines_s if deadline_s is not None), default=None
+        )
 
     @property
     def channels(self) -> tuple[Channel, ...]:
@@ -119,37 +143,48 @@ class Engine:
         """
         if instance_id in self._stages:
             raise BadRequest(f"{instance_id} is held already")
-        resident = ResidentStage(instance_id, spec, stage, dtype, device_bytes, self._limits, self._arena, slot)
+        resident = ResidentStage(
+            instance_id, spec, stage, dtype, device_bytes, self._limits, self._arena, slot
+        )
         self._stages[instance_id] = resident
         return resident.room
 
-    def place_part(self, instance_id: InstanceId, part: int, tensors: Mapping[str, Source]) -> PlacedPart:
-        """Copies one part out of the given buffers. The last part makes the stage ready; until then a device may read pinned buffers.
+    def place_part(
+        self, instance_id: InstanceId, part: int, tensors: Mapping[str, Source]
+    ) -> PlacedPart:
+        """Copies one part out of the given buffers.
 
-        While no request waits for the stage, its parts give way to the batches of the others; those of a stage that grows, to its own.
+        The last part makes the stage ready; until then a device may read pinned buffers.
+
+        While no request waits for the stage, its parts give way to the batches of the others; those
+        of a stage that grows, to its own.
 
         Raises:
-            BadCheckpoint: the tensors are not those that the architecture has in this part. The stage can never be ready: its
-                memory is free, its requests have ended, and it is held no longer. One that grows stays.
+            BadCheckpoint: the tensors are not those that the architecture has in this part. The
+                stage can never be ready: its memory is free, its requests have ended, and it is
+                held no longer. One that grows stays.
             UnknownInstance: no such load began, or it failed before.
             BadRequest: the stage has no such part. It stays as it is.
         """
         resident = self._resident(instance_id)
         try:
-            others_run = any(stage.has_work for stage in self._stages.values() if stage is not resident)
+            others_run = any(
+                stage.has_work for stage in self._stages.values() if stage is not resident
+            )
             background = resident.grows or (others_run and not resident.in_flight)
             placed = resident.place(part, tensors, self._monotonic_s, background=background)
         except BadCheckpoint:
             if not extension.call_off(resident):
                 self.drop(instance_id)
             raise
-        if placed.ready and resident.target is not None and resident.pipeline is None:
-            resident.target = None
+        if placed.ready and extension.has_all(resident):
             self._grown.append(resident.grown)
         return placed
 
     def unload(self, instance_id: InstanceId) -> None:
-        """Frees a stage, and all of its memory. An instance that is not held is as free as it can be.
+        """Frees a stage, and all of its memory.
+
+        An instance that is not held is as free as it can be.
 
         Raises:
             StageBusy: requests are in flight on it. Nothing has changed.
@@ -162,12 +197,19 @@ class Engine:
         self._free(instance_id)
 
     def drop(self, instance_id: InstanceId) -> None:
-        """Ends the requests on a stage, then frees it: as cancelled, or, where parts are missing, with the error
+        """Ends the requests on a stage, then frees it: as cancelled, or, where parts are missing,
+        with the error
         ``not_loaded``, for they can run elsewhere. The other stages of its pipeline notice.
         """
         if resident := self._stages.get(instance_id):
-            lost = None if resident.complete else UnknownInstance(f"{instance_id} was given up before it was loaded")
-            self._ended.extend(resident.cancel(request, lost) for request in resident.scheduler.requests)
+            lost = (
+                None
+                if resident.complete
+                else UnknownInstance(f"{instance_id} was given up before it was loaded")
+            )
+            self._ended.extend(
+                resident.cancel(request, lost) for request in resident.scheduler.requests
+            )
             self._free(instance_id)
 
     def resize(self, instance_id: InstanceId, device_bytes: int) -> StageRoom:
@@ -175,17 +217,20 @@ class Engine:
 
         Raises:
             UnknownInstance: it is not held.
-            NoRoom: its parameters and what its requests may reach do not fit, or the device does not have so much.
+            NoRoom: its parameters and what its requests may reach do not fit, or the device does
+                not have as much.
             StageBusy: it is one of a pipeline.
         """
         return self._resident(instance_id).resize(device_bytes)
 
     def extend(self, instance_id: InstanceId, stage: Stage, device_bytes: int) -> StageRoom:
-        """Begins to give a stage more layers behind its own, while it runs; parts that it lacks follow by ``place_part``.
+        """Begins to give a stage more layers at either end, while it runs; parts follow by
+        ``place_part``.
 
-        It serves its old range until the longer one is whole. In a pipeline it must be the one that leads; KV comes from the stages
-        behind, which drop out when it has all of their layers. A later step says that the stage has grown. ``device_bytes`` is what it has
-        from now on.
+        A stage that leads a pipeline takes KV over from the stages behind, and runs its old range
+        meanwhile. One that follows runs its old range until the pipeline ends. A later step says
+        that the stage has grown: of one that follows, that all parts are in place. ``device_bytes``
+        is what it has from now on.
 
         Raises:
             UnknownInstance: it is not held.
@@ -194,16 +239,21 @@ class Engine:
         return extension.begin(self._resident(instance_id), stage, device_bytes)
 
     def call_off(self, instance_id: InstanceId) -> bool:
-        """Ends an ``extend`` whose parts cannot be had; False if there is none that leaves a stage that works."""
+        """Ends an ``extend`` whose parts cannot be had; False if there is none that leaves a stage
+        that works.
+        """
         resident = self._stages.get(instance_id)
         return resident is not None and extension.call_off(resident)
 
     def connect(self, instance_id: InstanceId, before: Channel, behind: Channel) -> None:
-        """Makes a stage one of a pipeline. The stage that begins the model leads, as soon as all have answered.
+        """Makes a stage one of a pipeline.
+
+        The stage that begins the model leads, as soon as all have answered.
 
         Args:
             instance_id: the stage; every part is in place.
-            before: from the stage before; for the first stage, from the last. The stage owns both channels from now on.
+            before: from the stage before; for the first stage, from the last. The stage owns both
+                channels from now on.
             behind: to the next stage; for the last stage, to the first.
 
         Raises:
@@ -214,12 +264,16 @@ class Engine:
         enter(self._resident(instance_id), before, behind, self._monotonic_s())
 
     def serves(self, instance_id: InstanceId) -> bool:
-        """``add`` would take requests for it: a whole model, loaded or not, or the leading stage of a connected pipeline."""
+        """``add`` would take requests for it: a whole model, loaded or not, or the leading stage of
+        a connected pipeline.
+        """
         resident = self._stages.get(instance_id)
         return resident is not None and resident.serves
 
     def kv_capacity_tokens(self, instance_id: InstanceId) -> int:
-        """Room for tokens that a stage can use, in a pipeline as much as all of its stages have; 0 if it is not held."""
+        """Room for tokens that a stage can use, in a pipeline as much as all of its stages have; 0
+        if it is not held.
+        """
         resident = self._stages.get(instance_id)
         return resident.scheduler.kv_capacity_tokens if resident is not None else 0
 
@@ -238,19 +292,23 @@ class Engine:
         """Queues a request, or goes on with one that was moved here with its KV.
 
         Args:
-            request_id: whose tokens these are.
+            request_id: of the tokens.
             attempt: another attempt at the same request is another request here.
             instance_id: the model that runs it.
             prompt_ids: at least one token.
             output_ids: what another engine sampled already: positions go on after them.
-            sampling: how tokens are drawn.
-            deadline_s: on the engine's clock. The first step after it ends the request with the error ``deadline_exceeded``.
-            pieces: what ``export_kv`` gave of it, of all layers, wherever they were. What they lack at its end is computed here.
+            sampling: how tokens are sampled.
+            deadline_s: on the engine's clock. The first step after it ends the request with the
+                error ``deadline_exceeded``.
+            pieces: what ``export_kv`` gave of it, of all layers, wherever they were. What they lack
+                at its end is computed here.
             vocabulary: the model's; a grammar needs it.
 
         Raises:
-            UnknownInstance: no whole model of this name is held here; with pieces, also: not every part is in place.
-            BadRequest: the request makes no sense, has no room in the model's context, or is here already.
+            UnknownInstance: no whole model of this name is held here; with pieces, also: not every
+                part is in place.
+            BadRequest: the request makes no sense, has no room in the model's context, or is here
+                already.
             NoRoom: it can never fit into the instance's KV cache; with pieces, also: not now.
             PeerLost: another stage did not take its share of the pieces.
             Overloaded: too many grammars are being compiled.
@@ -259,7 +317,9 @@ class Engine:
         if self._find(key) is not None:
             raise BadRequest(f"request {request_id}, attempt {attempt}, is here already")
         resident = self._resident(instance_id)
-        request = Request(key, prompt_ids, output_ids, sampling, resident.spec.max_context_tokens, deadline_s)
+        request = Request(
+            key, prompt_ids, output_ids, sampling, resident.spec.max_context_tokens, deadline_s
+        )
         resident.check(request)
         if request.exhausted:
             # Resumed after its last token, which its finish did not follow in time.
@@ -277,7 +337,9 @@ class Engine:
             raise
 
     def abort(self, request_id: RequestId, attempt: int) -> None:
-        """Cancels a request; nothing, if it has ended: it may have done so while the abort was on its way."""
+        """Cancels a request; nothing, if it has ended: it may have done so while the abort was on
+        its way.
+        """
         if found := self._find(RequestKey(request_id, attempt)):
             resident, request = found
             self._ended.append(resident.cancel(request))
@@ -285,10 +347,11 @@ class Engine:
     def export_kv(
         self, instance_id: InstanceId, keys: Sequence[RequestKey], layers: Stage, since: int = 0
     ) -> tuple[KvPiece, ...]:
-        """Copies the KV that requests have here in some layers, from position ``since`` on; all of them go on.
+        """Copies the KV that requests have here in some layers, from position ``since`` on; all of
+        them go on.
 
-        A request that owns no blocks, or has nothing from there on, gives nothing. A stage that does not lead has what it has run so
-        far, which may be less than the stages before it.
+        A request that owns no blocks, or has nothing from there on, gives nothing. A stage that
+        does not lead has what it has run so far, which may be less than the stages before it.
 
         Raises:
             UnknownInstance: it is not held.
@@ -310,12 +373,16 @@ class Engine:
         return released(request)
 
     def wait(self, timeout_s: float) -> None:
-        """Returns when another stage may have sent something, or after the time; at once if there is work."""
+        """Returns when another stage may have sent something, or after the time; at once if there
+        is work.
+        """
         if not self.has_work:
             wait_for_any(self.channels, timeout_s)
 
     def step(self) -> StepResult:
-        """Ends what is overdue, runs one batch of the stage whose turn it is, and reports what ended since the last step."""
+        """Ends what is overdue, runs one batch of the stage whose turn it is, and reports what
+        ended since the last step.
+        """
         start_s = self._monotonic_s()
         self._grammars.pump()
         produced, self._ended = self._ended, []
@@ -351,7 +418,8 @@ class Engine:
         """One batch. Where the device has no memory for it, one of its requests ends in its place.
 
         Raises:
-            Exception: whatever else the device says; its context may be lost (``faults.context_lost``).
+            Exception: whatever else the device says; its context may be lost
+                (``faults.context_lost``).
         """
         try:
             return resident.step(self._monotonic_s, may_wait=may_wait)
@@ -363,9 +431,16 @@ class Engine:
             return relieved
 
     def _open_grammar(
-        self, grammar: Grammar, vocabulary: Vocabulary | None, resident: ResidentStage, output_ids: Sequence[int]
+        self,
+        grammar: Grammar,
+        vocabulary: Vocabulary | None,
+        resident: ResidentStage,
+        output_ids: Sequence[int],
     ) -> Session:
-        """Has a grammar compiled, while the prompt runs and others go on. That it is wrong ends the request in a later step."""
+        """Has a grammar compiled, while the prompt runs and others go on.
+
+        That it is wrong ends the request in a later step.
+        """
         if vocabulary is None:
             raise UnknownInstance("a grammar needs the model's vocabulary, which is not here")
         return self._grammars.open(vocabulary, resident.spec.vocab_size, grammar, output_ids)
@@ -375,7 +450,10 @@ class Engine:
         give_back_heap()
 
     def _take_turn(self) -> ResidentStage | None:
-        """The stage with work whose turn is longest ago. One model a step: its tokens need not wait for another's batch."""
+        """The stage with work whose turn is longest ago.
+
+        One model a step: its tokens need not wait for another's batch.
+        """
         for instance_id, resident in self._stages.items():
             if resident.has_work:
                 self._stages[instance_id] = self._stages.pop(instance_id)

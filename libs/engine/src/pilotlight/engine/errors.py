@@ -18,8 +18,8 @@
     └── EngineFailed             engine_failed             the model computed nonsense, or a bug of ours
         └── OutOfDeviceMemory                              a batch needs more than the device has beside its models
 
-The codes are those of ``pilotlight.common.errors``; the engine raises none of those errors. A gateway
-takes an unknown code for one where trying again can help.
+The codes are those of ``pilotlight.common.errors``; the engine raises none of those errors. A
+gateway takes an unknown code for one where trying again can help.
 """
 
 from typing import ClassVar
@@ -78,7 +78,10 @@ class StageBusy(EngineError):
 
 
 class PeerLost(EngineError):
-    """The other end of a channel is gone, or sends what nobody could mean. What it held has to be computed elsewhere."""
+    """The other end of a channel is gone, or sends what makes no sense.
+
+    What it held has to be computed elsewhere.
+    """
 
     code = "worker_lost"
 
@@ -88,7 +91,9 @@ class PeerSilent(PeerLost):
 
 
 class PeerRefused(PeerLost):
-    """The other end of a channel does not know the cluster's key, is not whom it should be, or takes this end for such a one."""
+    """The other end of a channel does not know the cluster's key, is another node than it should
+    be, or takes this end for such a one.
+    """
 
     code = "peer_refused"
 

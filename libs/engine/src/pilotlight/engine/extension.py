@@ -1,4 +1,4 @@
-"""A stage gets a longer range of layers in place: [a, b) becomes [a, c).
+"""A stage gets a longer range of layers in place: [a, b) becomes [a', b') with a' <= a and b <= b'.
 
 ::
 
@@ -7,8 +7,12 @@
     take_over   between two steps: the stage runs the longer range from now on
     call_off    the memory of the new layers goes; the stage stays what it was
 
-A stage of no pipeline serves nothing yet: it has the longer range at once, like a stage that is being
-loaded and has some of its parts already.
+The stage that leads a pipeline takes over when it has the KV (``pipeline.growth``). One that
+follows has no books of the requests: it runs its old range as long as the pipeline lasts, and takes
+over when that ends. Requests then come to it from the stage that led, with their KV or without.
+
+A stage of no pipeline serves nothing yet: it has the longer range at once, like a stage that is
+being loaded and has some of its parts already.
 """
 
 from dataclasses import replace
@@ -26,34 +30,38 @@ def begin(resident: ResidentStage, stage: Stage, device_bytes: int) -> StageRoom
 
     Args:
         resident: the stage that grows.
-        stage: its range afterwards; it begins with the same layer.
+        stage: its range afterwards, with all layers that it has now.
         device_bytes: what the stage has from now on, the new layers included.
 
     Returns:
-        How the bytes are divided. In a pipeline the KV cache keeps its size until the stage is a whole
-        model, since the blocks are those of all stages.
+        How the bytes are divided. In a pipeline the KV cache keeps its size until the stage is a
+        whole model, since the blocks are those of all stages.
 
     Raises:
         BadRequest: the range is not a longer one of this model.
-        StageBusy: it loads or grows already, or is in a pipeline that it does not lead.
-        NoRoom: the bytes do not hold the parameters and the KV blocks in use, or the device does not have
-            them. The stage is what it was, but for KV blocks that its pipeline does not use.
+        StageBusy: it loads, or a growth is not over. That of a stage that follows lasts as long as
+            its pipeline.
+        NoRoom: the bytes do not hold the parameters and the KV blocks in use, or the device does
+            not have them. The stage is what it was, but for KV blocks that its pipeline does not
+            use.
     """
     old = resident.stage
-    if stage.start != old.start or not old.stop < stage.stop <= resident.spec.num_layers:
+    if stage == old or not old.is_within(stage) or stage.stop > resident.spec.num_layers:
         raise BadRequest(
             f"a stage [{old.start}, {old.stop}) of {resident.spec.num_layers} layers cannot grow to [{stage.start}, {stage.stop})"
         )
     if resident.target is not None or not resident.complete:
         raise StageBusy(f"{resident.instance_id} is loading or growing already")
-    if resident.pipeline is not None and not resident.pipeline.leads:
-        raise StageBusy(f"{resident.instance_id} is in a pipeline that it does not lead")
+    if resident.pipeline is not None and old.start == 0 and not resident.pipeline.leads:
+        raise StageBusy(f"{resident.instance_id} waits for the other stages of its pipeline")
     memory = resident.memory
     room = divide(memory.arena, memory.decoder, stage, resident.dtype, device_bytes)
     num_blocks = room.kv_capacity_tokens // BLOCK_TOKENS
     used_blocks = resident.scheduler.kv_capacity_tokens // BLOCK_TOKENS
     if resident.pipeline is not None and num_blocks < used_blocks:
-        raise NoRoom(f"{device_bytes} bytes hold {num_blocks} KV blocks of the longer range; its pipeline uses {used_blocks}")
+        raise NoRoom(
+            f"{device_bytes} bytes hold {num_blocks} KV blocks of the longer range; its pipeline uses {used_blocks}"
+        )
     if num_blocks < resident.num_blocks:
         if resident.pipeline is None:
             resident.limit_blocks(num_blocks)
@@ -73,15 +81,46 @@ def begin(resident: ResidentStage, stage: Stage, device_bytes: int) -> StageRoom
 
 
 def take_over(resident: ResidentStage) -> None:
-    """The stage runs its longer range from now on; the caller has seen to the KV of the new layers."""
+    """The stage runs its longer range from now on; the caller has seen to the KV of the new
+    layers.
+    """
     assert resident.target is not None, "the stage grows"
     resident.stage = resident.target
     if resident.parameters.complete:
         resident.target = None
 
 
+def has_all(resident: ResidentStage) -> bool:
+    """Whether a stage whose parts are all in place has grown with that.
+
+    One that leads still lacks KV.
+    """
+    if resident.target is None or (resident.pipeline is not None and resident.stage.start == 0):
+        return False
+    if resident.pipeline is None:
+        resident.target = None
+    return True
+
+
+def leave_pipeline(resident: ResidentStage) -> bool:
+    """A stage that followed is in no pipeline any more; it has its longer range now, if there is
+    one.
+
+    Returns:
+        Whether it runs a longer range, of which parts may be missing.
+    """
+    resident.pipeline = None
+    if resident.target is None:
+        return False
+    take_over(resident)
+    resident.use_all()
+    return True
+
+
 def call_off(resident: ResidentStage) -> bool:
-    """Ends a growth whose parts cannot be had; False if there is none that leaves a stage that works."""
+    """Ends a growth whose parts cannot be had; False if there is none that leaves a stage that
+    works.
+    """
     if resident.target is None or resident.pipeline is None or resident.parameters.complete:
         return False
     resident.pipeline.grow(None)

@@ -43,7 +43,10 @@ class KvPiece:
             return None
         rows = self.keys_and_values[first - self.layers.start : last - self.layers.start]
         return replace(
-            self, layers=Stage(first, last), start=start, keys_and_values=rows[:, :, start - self.start : stop - self.start]
+            self,
+            layers=Stage(first, last),
+            start=start,
+            keys_and_values=rows[:, :, start - self.start : stop - self.start],
         )
 
 
@@ -59,7 +62,9 @@ def check_pieces(pieces: Sequence[KvPiece], spec: ModelSpec, dtype: Dtype) -> No
         if shape != expected or piece.layers.stop > spec.num_layers or piece.start < 0:
             raise BadRequest(f"a KV piece of shape {shape} does not fit layers of shape {expected}")
         if piece.keys_and_values.dtype is not TORCH_DTYPES[dtype]:
-            raise BadRequest(f"a KV piece is {piece.keys_and_values.dtype}, the instance {dtype.value}")
+            raise BadRequest(
+                f"a KV piece is {piece.keys_and_values.dtype}, the instance {dtype.value}"
+            )
 
 
 def covered_tokens(pieces: Sequence[KvPiece], layers: Stage) -> int:

@@ -27,7 +27,7 @@ class StageStep:
     left: bool = False
     """The stage belongs to no pipeline any more: all of its layers were taken over."""
     grown: bool = False
-    """The stage runs its longer range from now on."""
+    """The stage leads, and runs its longer range from now on."""
 
 
 class Pipeline(Protocol):
@@ -54,7 +54,9 @@ class Pipeline(Protocol):
         ...
 
     def step(self, monotonic_s: Callable[[], float], *, may_wait: bool) -> StageStep:
-        """Does what can be done now; with ``may_wait``, looks out for a moment for what comes next."""
+        """Does what can be done now; with ``may_wait``, looks out for a moment for what comes
+        next.
+        """
         ...
 
     def placed(self, key: RequestKey) -> Segment | None:
@@ -70,10 +72,10 @@ class Pipeline(Protocol):
         ...
 
     def grow(self, stage: Stage | None) -> None:
-        """Begins to take layers over from the stages behind, up to this range; None: gives that up.
+        """The stage gets this range; None: it does not, after all.
 
-        Raises:
-            StageBusy: this stage does not lead.
+        One that leads takes the layers over from the stages behind. One that follows goes on as
+        before until the pipeline ends.
         """
         ...
 

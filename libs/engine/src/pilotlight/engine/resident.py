@@ -22,8 +22,7 @@ from pilotlight.engine.device.copying import Source
 from pilotlight.engine.device.kv import KvCache
 from pilotlight.engine.device.memory import StageMemory
 from pilotlight.engine.device.parameters import Parameters
-from pilotlight.engine.device.sampler import Drawn, Undrawn
-from pilotlight.engine.drawing import Outcome, draw, ended, told, unanswered, wait_for_late
+from pilotlight.engine.device.sampler import NotSampled, SampledToken
 from pilotlight.engine.errors import (
     BadRequest,
     DeadlinePassed,
@@ -34,12 +33,20 @@ from pilotlight.engine.errors import (
     StageBusy,
     UnknownInstance,
 )
-from pilotlight.engine.flight import Flight, take_off
 from pilotlight.engine.kv_pieces import KvPiece, check_pieces, covered_tokens
+from pilotlight.engine.lookahead import LaunchedStep, launch_step
 from pilotlight.engine.models.registry import decoder_of
 from pilotlight.engine.pipeline_protocol import Pipeline, StageStep
 from pilotlight.engine.results import FirstPrefill, GrownStage, PlacedPart, StageRoom
 from pilotlight.engine.room import divide
+from pilotlight.engine.sampling import (
+    Outcome,
+    ended,
+    sample_requests,
+    told,
+    unanswered,
+    wait_for_late,
+)
 from pilotlight.engine.watching import stepping
 from pilotlight.policy.ids import InstanceId
 from pilotlight.policy.model import Dtype, ModelSpec, Stage
@@ -62,8 +69,8 @@ class _UnderWay:
 class ResidentStage:
     """Owns a stage's parameters, its KV cache and the requests on it.
 
-    A whole model takes requests from the beginning. Until every part is in place, one batch is under way: it runs as far as parts
-    are in place, and goes on with the next ones::
+    A whole model takes requests from the beginning. Until every part is in place, one batch is
+    under way: it runs as far as parts are in place, and goes on with the next ones::
 
         parts   [ embedding | layer 0 | layer 1 )[ layer 2 | ... | head ]
                   in place                         on their way
@@ -82,14 +89,17 @@ class ResidentStage:
         slot: int | None = None,
     ) -> None:
         if stage.stop > spec.num_layers:
-            raise BadRequest(f"the model has {spec.num_layers} layers, so none of [{stage.start}, {stage.stop})")
+            raise BadRequest(
+                f"the model has {spec.num_layers} layers, so none of [{stage.start}, {stage.stop})"
+            )
         decoder = decoder_of(spec)
         self.spec = spec
         self.instance_id = instance_id
         self.stage = stage
         """The layers that it runs."""
         self.target: Stage | None = None
-        """The longer range that it is to have, while parts or KV of that are missing (``extension``)."""
+        """The longer range that it is to have, while parts or KV of that are missing
+        (``extension``)."""
         self.target_bytes = 0
         self.dtype = dtype
         self.pipeline: Pipeline | None = None
@@ -104,16 +114,22 @@ class ResidentStage:
             self.memory.close()
             raise
         self.sample = self._compute.sample
-        # An instance is one model in one dtype: its name tells contents apart, also between the stages that share it.
+        # An instance is one model in one dtype: its name tells contents apart, also between the
+        # stages that share it.
         tables = BlockTables(BlockPool(num_blocks), instance_id, prefix_cache=limits.prefix_cache)
         self.scheduler = BatchScheduler(tables, limits)
         self._has_sampled = False
         self._under_way: _UnderWay | None = None
-        self._flight: Flight | None = None
-        """A batch that runs ahead: its tokens are not known yet."""
+        self._launched: LaunchedStep | None = None
+        """The lookahead: a batch whose tokens are not known yet."""
 
     def place(
-        self, part: int, tensors: Mapping[str, Source], monotonic_s: Callable[[], float], *, background: bool = False
+        self,
+        part: int,
+        tensors: Mapping[str, Source],
+        monotonic_s: Callable[[], float],
+        *,
+        background: bool = False,
     ) -> PlacedPart:
         """Copies one part's tensors to their place; see ``Parameters.place``."""
         return self.parameters.place(part, tensors, monotonic_s, background=background)
@@ -122,7 +138,10 @@ class ResidentStage:
     def complete(self) -> bool:
         """Every part of the layers that it runs is in place."""
         placed = self.parameters
-        return placed.complete or (self.target is not None and all(part in placed for part in self.spec.parts_of(self.stage)))
+        return placed.complete or (
+            self.target is not None
+            and all(part in placed for part in self.spec.parts_of(self.stage))
+        )
 
     @property
     def has_work(self) -> bool:
@@ -158,7 +177,11 @@ class ResidentStage:
     def grown(self) -> GrownStage:
         """What is told of a stage that has its longer range."""
         capacity_tokens = self.scheduler.kv_capacity_tokens
-        return GrownStage(instance_id=self.instance_id, stage=self.stage, kv_capacity_tokens=capacity_tokens)
+        return GrownStage(
+            instance_id=self.instance_id,
+            stage=self.target or self.stage,
+            kv_capacity_tokens=capacity_tokens,
+        )
 
     @property
     def num_blocks(self) -> int:
@@ -182,16 +205,20 @@ class ResidentStage:
             BadRequest, NoRoom: the request can never be served; see ``check_request``.
         """
         if not self.serves:
-            raise UnknownInstance(f"only layers [{self.stage.start}, {self.stage.stop}) of {self.instance_id} are here")
+            raise UnknownInstance(
+                f"only layers [{self.stage.start}, {self.stage.stop}) of {self.instance_id} are here"
+            )
         check_request(self.spec, self.scheduler.kv_capacity_tokens, request)
 
     def step(self, monotonic_s: Callable[[], float], *, may_wait: bool = False) -> StageStep:
-        """Runs one batch, as far as parts are in place, and samples at its end; in a pipeline, see ``Pipeline.step``."""
+        """Runs one batch, as far as parts are in place, and samples at its end; in a pipeline, see
+        ``Pipeline.step``.
+        """
         if self.pipeline is not None:
             return self.pipeline.step(monotonic_s, may_wait=may_wait)
-        flight, self._flight = self._flight, None
-        if flight is not None:
-            return self._land(flight, monotonic_s, may_wait=may_wait)
+        launched, self._launched = self._launched, None
+        if launched is not None:
+            return self._finish(launched, monotonic_s, may_wait=may_wait)
         batch, self._under_way = self._going(), None
         if batch is None:
             plan = self.scheduler.schedule(monotonic_s())
@@ -204,44 +231,68 @@ class ResidentStage:
         if reach < self.spec.num_layers:
             self._under_way = _UnderWay(plan, outputs, reach)
             return StageStep()
-        if self._compute.launch is not None and all(request.state is RequestState.RUNNING for request in plan.requests):
-            flight = take_off(plan, outputs, self._compute.launch, ahead=0)
-            if flight is not None:
-                return self._land(flight, monotonic_s, may_wait=may_wait)
+        if self._compute.launch is not None and all(
+            request.state is RequestState.RUNNING for request in plan.requests
+        ):
+            launched = launch_step(plan, outputs, self._compute.launch, ahead=0)
+            if launched is not None:
+                return self._finish(launched, monotonic_s, may_wait=may_wait)
         self.scheduler.advance(plan)
-        # Some may have ended while the batch waited for parts: their rows ran for nobody.
-        left = [row for row, request in enumerate(plan.sampled) if request.state is RequestState.RUNNING]
+        # Some may have ended while the batch waited for parts: what their rows give is dropped.
+        left = [
+            row for row, request in enumerate(plan.sampled) if request.state is RequestState.RUNNING
+        ]
         requests = tuple(plan.sampled[row] for row in left)
-        logits = outputs if len(left) == len(outputs) else outputs[torch.tensor(left, dtype=torch.int64)]
-        return self.hand_out(plan, requests, draw(logits, requests, self.sample), monotonic_s())
+        logits = (
+            outputs if len(left) == len(outputs) else outputs[torch.tensor(left, dtype=torch.int64)]
+        )
+        return self.hand_out(
+            plan, requests, sample_requests(logits, requests, self.sample), monotonic_s()
+        )
 
     def relieve(self) -> StageStep:
-        """After a batch that the device had no memory for: ends the request with most to run, since it may run elsewhere.
+        """After a batch that the device had no memory for: ends the request with most to run, since
+        it may run elsewhere.
 
         Of the batch nothing is booked, so the others are where they were. Nothing, where none ran.
         """
-        self._under_way = self._flight = None
-        running = [request for request in self.scheduler.requests if request.state is RequestState.RUNNING]
+        self._under_way = self._launched = None
+        running = [
+            request for request in self.scheduler.requests if request.state is RequestState.RUNNING
+        ]
         if self.pipeline is not None or not running:
             return StageStep()
-        largest = max(reversed(running), key=lambda request: len(request.token_ids) - request.computed)
-        error = OutOfDeviceMemory(f"the device has no memory for a batch of {len(running)} requests")
+        largest = max(
+            reversed(running), key=lambda request: len(request.token_ids) - request.computed
+        )
+        error = OutOfDeviceMemory(
+            f"the device has no memory for a batch of {len(running)} requests"
+        )
         return StageStep(produced=(self.cancel(largest, error),))
 
-    def _land(self, flight: Flight, monotonic_s: Callable[[], float], *, may_wait: bool) -> StageStep:
-        """Hands out what a batch gave, after starting the next one if nothing else can want the device meanwhile."""
+    def _finish(
+        self, launched: LaunchedStep, monotonic_s: Callable[[], float], *, may_wait: bool
+    ) -> StageStep:
+        """Hands out what a batch gave, after starting the next one if nothing else can want the
+        device meanwhile.
+        """
         launch = self._compute.launch
-        following = self.scheduler.follow_on(flight.plan) if may_wait and launch is not None else None
+        following = (
+            self.scheduler.follow_on(launched.plan) if may_wait and launch is not None else None
+        )
         if following is not None and launch is not None:
-            logits = self.run(following.batch, flight.inputs_of(following))
-            self._flight = take_off(following, logits, launch, ahead=1)
-        landed = flight.land()
-        self.scheduler.advance(landed.plan)
-        return self.hand_out(landed.plan, landed.requests, landed.drawn, monotonic_s())
+            logits = self.run(following.batch, launched.inputs_of(following))
+            self._launched = launch_step(following, logits, launch, ahead=1)
+        finished = launched.wait()
+        self.scheduler.advance(finished.plan)
+        return self.hand_out(finished.plan, finished.requests, finished.sampled, monotonic_s())
 
     @property
     def _reach(self) -> int:
-        """Layers [0, here) of a whole model can run. The last one runs with the head, and so waits for it, too."""
+        """Layers [0, here) of a whole model can run.
+
+        The last one runs with the head, and so waits for it, too.
+        """
         if self.complete:
             return self.spec.num_layers
         missing = next(part for part in self.parameters.parts if part not in self.parameters)
@@ -250,7 +301,9 @@ class ResidentStage:
     def _going(self) -> _UnderWay | None:
         """The batch under way, unless all of its requests have ended."""
         batch = self._under_way
-        alive = batch is not None and any(request.state is RequestState.RUNNING for request in batch.plan.requests)
+        alive = batch is not None and any(
+            request.state is RequestState.RUNNING for request in batch.plan.requests
+        )
         return batch if alive else None
 
     def run(self, batch: Batch, inputs: Tensor, layers: Stage | None = None) -> Tensor:
@@ -258,21 +311,43 @@ class ResidentStage:
         stepping(self.instance_id, batch.num_tokens)
         return self._compute.runner.run(batch, inputs, layers or self.stage)
 
-    def hand_out(self, plan: Plan | None, requests: Sequence[Request], drawn: Sequence[Outcome], sampled_s: float) -> StageStep:
-        """Gives requests what was drawn for them."""
-        given = [self._hand_out(request, outcome) for request, outcome in zip(requests, drawn, strict=True)]
+    def hand_out(
+        self,
+        plan: Plan | None,
+        requests: Sequence[Request],
+        sampled: Sequence[Outcome],
+        sampled_s: float,
+    ) -> StageStep:
+        """Gives requests what was sampled for them."""
+        given = [
+            self._hand_out(request, outcome)
+            for request, outcome in zip(requests, sampled, strict=True)
+        ]
         produced = tuple(one for one in given if one is not None)
-        first = next((request for request, outcome in zip(requests, drawn, strict=True) if isinstance(outcome, Drawn)), None)
-        return StageStep(plan=plan, produced=produced, first_prefill=self._first_prefill(first, sampled_s))
+        first = next(
+            (
+                request
+                for request, outcome in zip(requests, sampled, strict=True)
+                if isinstance(outcome, SampledToken)
+            ),
+            None,
+        )
+        return StageStep(
+            plan=plan, produced=produced, first_prefill=self._first_prefill(first, sampled_s)
+        )
 
     def export(self, keys: Sequence[RequestKey], layers: Stage, since: int) -> tuple[KvPiece, ...]:
-        """Copies what the stage has of requests in some of its layers, from position ``since`` on. They go on undisturbed.
+        """Copies what the stage has of requests in some of its layers, from position ``since`` on.
+
+        They go on undisturbed.
 
         Raises:
             BadRequest: the layers are not the stage's.
         """
         if not self.stage.start <= layers.start < layers.stop <= self.stage.stop:
-            raise BadRequest(f"layers [{layers.start}, {layers.stop}) are not within [{self.stage.start}, {self.stage.stop})")
+            raise BadRequest(
+                f"layers [{layers.start}, {layers.stop}) are not within [{self.stage.start}, {self.stage.stop})"
+            )
         segments = ((key, self._placed(key)) for key in keys)
         return tuple(
             KvPiece(
@@ -292,7 +367,8 @@ class ResidentStage:
         return self.scheduler.placed(request) if request is not None else None
 
     def adopt(self, request: Request, pieces: Sequence[KvPiece], now_s: float) -> None:
-        """Takes up a request, checked before, whose keys and values were computed elsewhere; what they lack runs here.
+        """Takes up a request, checked before, whose keys and values were computed elsewhere; what
+        they lack runs here.
 
         Raises:
             UnknownInstance: not every part is in place.
@@ -301,14 +377,17 @@ class ResidentStage:
         """
         if not self.complete:
             raise UnknownInstance(f"{self.instance_id} is still loading")
-        self._under_way = None  # Blocks may be given out that one of its ended requests had: its rows would be written there.
+        # Blocks may be given out that one of its ended requests had: its rows would be written
+        # there.
+        self._under_way = None
         check_pieces(pieces, self.spec, self.dtype)
         stop = min(covered_tokens(pieces, self.spec.whole), len(request.token_ids) - 1)
         segment = self.scheduler.adopt(request, now_s)
         if segment is None:
             raise NoRoom(f"{self.instance_id} has no room now to take a running request over")
         for piece in pieces:
-            # Also into layers that the stage is to take over: nothing of this request is copied there later.
+            # Also into layers that the stage is to take over: nothing of this request is copied
+            # there later.
             if cut := piece.cut(self.memory.stage, segment.start, stop):
                 self.kv.write(cut.layers, segment.blocks, cut.start, cut.keys_and_values)
         if self.pipeline is not None:
@@ -322,15 +401,22 @@ class ResidentStage:
         request.computed = max(segment.start, stop)
 
     def resize(self, device_bytes: int) -> StageRoom:
-        """Has so many bytes from now on: KV grows or shrinks in place. Requests that lose their blocks run again later.
+        """Has ``device_bytes`` from now on: KV grows or shrinks in place.
+
+        Requests that lose their blocks run again later.
 
         Raises:
-            NoRoom: the bytes do not hold the parameters and what the requests here may reach, or the device does not have them.
+            NoRoom: the bytes do not hold the parameters and what the requests here may reach, or
+                the device does not have them.
             StageBusy: the stage is one of a pipeline, whose stages have the same blocks.
         """
         if self.pipeline is not None:
-            raise StageBusy(f"{self.instance_id} is a stage of a pipeline: its blocks are those of all stages")
-        room = divide(self.memory.arena, self.memory.decoder, self.memory.stage, self.dtype, device_bytes)
+            raise StageBusy(
+                f"{self.instance_id} is a stage of a pipeline: its blocks are those of all stages"
+            )
+        room = divide(
+            self.memory.arena, self.memory.decoder, self.memory.stage, self.dtype, device_bytes
+        )
         self._under_way = None  # Its blocks may move.
         num_blocks = room.kv_capacity_tokens // BLOCK_TOKENS
         if num_blocks > self.num_blocks:
@@ -343,7 +429,9 @@ class ResidentStage:
         return room
 
     def use_all(self) -> None:
-        """Gives KV what a grown stage's bytes leave, or as much as there is: no other stage has the same blocks."""
+        """Gives KV what a grown stage's bytes leave, or as much as there is: no other stage has the
+        same blocks.
+        """
         with suppress(NoRoom):
             self.resize(self.target_bytes)
         self.scheduler.resize(self.num_blocks)
@@ -358,7 +446,9 @@ class ResidentStage:
             self.kv.move(moves)
 
     def cancel(self, request: Request, error: EngineError | None = None) -> Produced:
-        """Ends a request at once, wherever it stands; with ``error``, not at somebody's wish."""
+        """Ends a request at once, wherever it stands; with ``error``, for that, otherwise because
+        it was asked for.
+        """
         self.scheduler.end(request, RequestEvent.DROP)
         return ended(request, FinishReason.ERROR if error else FinishReason.CANCELLED, error)
 
@@ -368,28 +458,37 @@ class ResidentStage:
         for request in overdue:
             self.scheduler.end(request, RequestEvent.DROP)
         return tuple(
-            ended(request, FinishReason.ERROR, DeadlinePassed(f"the deadline passed after {request.position} output tokens"))
+            ended(
+                request,
+                FinishReason.ERROR,
+                DeadlinePassed(f"the deadline passed after {request.position} output tokens"),
+            )
             for request in overdue
         )
 
-    def _hand_out(self, request: Request, drawn: Outcome) -> Produced | None:
+    def _hand_out(self, request: Request, sampled: Outcome) -> Produced | None:
         """Gives a request its token, and ends it if that was the last, or if there is none."""
-        if drawn is Undrawn.LATE:
+        if sampled is NotSampled.LATE:
             self.scheduler.postpone(request)
             return None
-        if not isinstance(drawn, Drawn):
+        if not isinstance(sampled, SampledToken):
             self.scheduler.end(request, RequestEvent.FINISH)
-            return unanswered(request, drawn)
+            return unanswered(request, sampled)
         self.scheduler.vouch(request)
         position = request.position
-        finish = request.accept(drawn.token_id)
+        finish = request.accept(sampled.token_id)
         if finish is not None:
             self.scheduler.end(request, RequestEvent.FINISH)
-        return told(request, position, drawn, finish)
+        return told(request, position, sampled, finish)
 
     def _first_prefill(self, first: Request | None, sampled_s: float) -> FirstPrefill | None:
         """The record of the stage's first token, once."""
         if first is None or self._has_sampled:
             return None
         self._has_sampled = True
-        return FirstPrefill(instance_id=self.instance_id, request_id=first.key.request_id, start_s=first.taken_s, end_s=sampled_s)
+        return FirstPrefill(
+            instance_id=self.instance_id,
+            request_id=first.key.request_id,
+            start_s=first.taken_s,
+            end_s=sampled_s,
+        )

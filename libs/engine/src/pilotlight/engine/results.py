@@ -49,7 +49,9 @@ class FirstPrefill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostPipeline:
-    """A stage that is connected to no others any more. It is still held; its requests have ended."""
+    """A stage that is connected to no others any more. It is still held; its requests have
+    ended.
+    """
 
     instance_id: InstanceId
     code: str
@@ -67,7 +69,9 @@ class GrownStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Released:
-    """A request that left in mid-generation: what another engine needs to go on with it, beside its KV."""
+    """A request that left in mid-generation: what another engine needs to go on with it, beside its
+    KV.
+    """
 
     prompt_ids: tuple[int, ...]
     output_ids: tuple[int, ...]
@@ -76,10 +80,13 @@ class Released:
 
 
 class StepResult(StepDone, frozen=True, kw_only=True):
-    """What a step's worker is told, with sums over all resident stages, and what of it stays in the engine's process."""
+    """What a step's worker is told, with sums over all resident stages, and what of it stays in the
+    engine's process.
+    """
 
     first_prefills: tuple[FirstPrefill, ...] = ()
     lost: tuple[LostPipeline, ...] = ()
     left: tuple[InstanceId, ...] = ()
-    """Stages that are in no pipeline any more, since the leading one has taken all of their layers over."""
+    """Stages that are in no pipeline any more, since the leading one has taken all of their layers
+    over."""
     grown: tuple[GrownStage, ...] = ()

@@ -9,11 +9,14 @@ from pilotlight.engine.results import StageRoom
 from pilotlight.policy.model import Dtype, Stage
 
 
-def divide(arena: Arena, decoder: Decoder, stage: Stage, dtype: Dtype, device_bytes: int) -> StageRoom:
+def divide(
+    arena: Arena, decoder: Decoder, stage: Stage, dtype: Dtype, device_bytes: int
+) -> StageRoom:
     """Gives the KV cache what the parameters leave.
 
-    Where granules are large, everything is counted in whole ones: parameters and KV never have more memory behind them than was given.
-    What captured steps read and write, some 10 MiB, comes beside it.
+    Where granules are large, everything is counted in whole ones: parameters and KV never have more
+    memory behind them than was given. What captured steps read and write, some 10 MiB, comes beside
+    it.
 
     Raises:
         NoRoom: that is less than one block, or the model is larger than a slot.
@@ -22,11 +25,15 @@ def divide(arena: Arena, decoder: Decoder, stage: Stage, dtype: Dtype, device_by
     parts = decoder.spec.parts_of(stage)
     parameters = parameter_bytes(decoder, stage, dtype)
     counted_bytes = arena.granule_bytes if arena.whole_granules else 1
-    held_bytes = sum(layout.part(part).num_bytes for part in parts) if arena.whole_granules else parameters
+    held_bytes = (
+        sum(layout.part(part).num_bytes for part in parts) if arena.whole_granules else parameters
+    )
     num_blocks = layout.blocks_in(device_bytes - held_bytes, layers, counted_bytes)
     if not num_blocks:
         needed_bytes = held_bytes + layout.kv_bytes(1, layers, counted_bytes)
-        raise NoRoom(f"the stage needs at least {needed_bytes} bytes for parameters and one KV block; {device_bytes} are given")
+        raise NoRoom(
+            f"the stage needs at least {needed_bytes} bytes for parameters and one KV block; {device_bytes} are given"
+        )
     return StageRoom(
         parts=parts,
         parameter_bytes=parameters,

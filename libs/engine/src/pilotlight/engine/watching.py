@@ -1,4 +1,5 @@
-"""What the engine's thread turns to, for whoever watches it from outside: one listener a process, as there is one engine.
+"""What the engine's thread turns to, for a process that watches it from outside: one listener a
+process, as there is one engine.
 
 Said before it is done: what never ends can say nothing any more.
 """
@@ -11,17 +12,17 @@ from pilotlight.policy.hang import Doing
 from pilotlight.policy.ids import InstanceId
 
 
-def _nobody(doing: Doing, instance_id: InstanceId, tokens: int) -> None:
+def _unheard(doing: Doing, instance_id: InstanceId, tokens: int) -> None:
     return
 
 
 Listener = Callable[[Doing, InstanceId, int], None]
-"""What is done, whose batch it is, and how many tokens it has."""
+"""What is done, for a batch of which instance, and how many tokens that has."""
 
 
 @dataclass(slots=True)
 class _Watched:
-    listener: Listener = _nobody
+    listener: Listener = _unheard
     batch: tuple[InstanceId, int] = field(default=(InstanceId(""), 0))
 
 
@@ -29,7 +30,10 @@ _watched = _Watched()
 
 
 def listen(listener: Listener) -> None:
-    """Tell this one from now on, and nobody else. It is called in the engine's thread, and must cost next to nothing."""
+    """Tell this listener from now on, and no other.
+
+    It is called in the engine's thread, and must cost next to nothing.
+    """
     _watched.listener = listener
 
 
@@ -41,7 +45,9 @@ def stepping(instance_id: InstanceId, tokens: int) -> None:
 
 @contextmanager
 def compiling() -> Generator[None]:
-    """Within a batch, something is done that later ones of its kind need not do: it may take far longer."""
+    """Within a batch, something is done that later ones of its kind need not do: it may take far
+    longer.
+    """
     _watched.listener(Doing.COMPILING, *_watched.batch)
     try:
         yield

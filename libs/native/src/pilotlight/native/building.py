@@ -1,4 +1,7 @@
-"""Compiles the library. Needs the standard library alone: it also runs while the package is being installed."""
+"""Compiles the library.
+
+Needs the standard library alone: it also runs while the package is being installed.
+"""
 
 import hashlib
 import os
@@ -32,7 +35,9 @@ def library_name() -> str:
 def compiler() -> str | None:
     """The C++ compiler: what CXX names, or the first that is installed."""
     wanted = os.environ.get("CXX")
-    return shutil.which(wanted) if wanted else next(filter(None, map(shutil.which, COMPILERS)), None)
+    return (
+        shutil.which(wanted) if wanted else next(filter(None, map(shutil.which, COMPILERS)), None)
+    )
 
 
 def compile_library(target: Path) -> None:
@@ -53,7 +58,10 @@ def compile_library(target: Path) -> None:
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".compiling-") as scratch:
             sources = sorted(SOURCES.glob("*.cpp"))
             objects = [str(Path(scratch) / f"{source.stem}.o") for source in sources]
-            commands = [[found, *FLAGS, "-c", str(source), "-o", made] for source, made in zip(sources, objects, strict=True)]
+            commands = [
+                [found, *FLAGS, "-c", str(source), "-o", made]
+                for source, made in zip(sources, objects, strict=True)
+            ]
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 list(pool.map(_run, commands))
             made = Path(scratch) / target.name
@@ -66,6 +74,8 @@ def compile_library(target: Path) -> None:
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_DEADLINE_S, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=COMPILE_DEADLINE_S, check=False
+    )
     if done.returncode != 0:
         raise CannotCompile(f"{command[0]} fails: {done.stderr.strip()[-1500:]}")

@@ -1,4 +1,6 @@
-"""Copies from the host's memory to a device, in a thread of the library's own: Python's lock is not needed for them."""
+"""Copies from the host's memory to a device, in a thread of the library's own: Python's lock is not
+needed for them.
+"""
 
 from collections.abc import Sequence
 from ctypes import c_uint64, c_void_p
@@ -10,7 +12,8 @@ from pilotlight.native.library import out
 
 SLAB_BYTES = 16 << 20
 DEPTH = 2
-"""Units of as many bytes, and so many of them, are on their way at once: what else wants the bus waits for no more."""
+"""Units of ``SLAB_BYTES`` that are on their way at once, at most: what else wants the bus waits for
+no more."""
 NUM_STREAMS = 2
 NUM_MOVERS = 8
 """Threads that fill slabs, where memory is not pinned."""
@@ -57,11 +60,14 @@ class Copier:
         """
         self._library = device.library
         pointer, copier = out(c_void_p)
-        self._library.call("copier_open", device.context, slab_bytes, depth, num_streams, num_movers, pointer)
+        self._library.call(
+            "copier_open", device.context, slab_bytes, depth, num_streams, num_movers, pointer
+        )
         self._pointer = copier()
 
     def pin(self, address: int, num_bytes: int) -> None:
-        """Makes memory of the host one that the device reads directly; whole pages, which stay mapped until ``unpin``.
+        """Makes memory of the host one that the device reads directly; whole pages, which stay
+        mapped until ``unpin``.
 
         Raises:
             NativeError: it is pinned already, or the driver refuses.
@@ -77,7 +83,9 @@ class Copier:
         self._library.call("copier_unpin", self._pointer, address)
 
     def submit(self, copies: Sequence[Copy], *, background: bool = False) -> int:
-        """Orders copies; their ticket. Pinned sources are read until the order is done, others until it is on its way.
+        """Orders copies; their ticket.
+
+        Pinned sources are read until the order is done, others until it is on its way.
 
         Args:
             copies: joined where they lie side by side in both memories.
@@ -95,7 +103,8 @@ class Copier:
         self._library.call("copier_wait", self._pointer, ticket, timeout_s)
 
     def order_before(self, ticket: int, stream: int, timeout_s: float = DEADLINE_S) -> None:
-        """Has what comes to a stream from now on wait for an order; returns when that is on its way.
+        """Has what comes to a stream from now on wait for an order; returns when that is on its
+        way.
 
         Raises:
             NativeError: a copy failed, or it takes too long.

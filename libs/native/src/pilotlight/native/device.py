@@ -50,7 +50,10 @@ class Device:
 
 
 class DeviceArena:
-    """An address range of a device, and memory behind parts of it. All places are bytes from its beginning, whole granules."""
+    """An address range of a device, and memory behind parts of it.
+
+    All places are bytes from its beginning, whole granules.
+    """
 
     def __init__(self, device: Device, num_bytes: int, address: int = 0) -> None:
         """Reserves the addresses.
@@ -66,7 +69,9 @@ class DeviceArena:
         """
         self._library = device.library
         pointer, arena = out(c_void_p)
-        self._library.call("arena_open", device.context, device.ordinal, address, num_bytes, pointer)
+        self._library.call(
+            "arena_open", device.context, device.ordinal, address, num_bytes, pointer
+        )
         self.pointer = arena()
         self.num_bytes = num_bytes
         self.address = self._library.get("arena_address", self.pointer)
@@ -85,7 +90,8 @@ class DeviceArena:
         return DriverCalls(*counts)
 
     def back(self, start: int, stop: int, chunk_bytes: int) -> None:
-        """Puts memory behind [start, stop), all or nothing, in chunks that end at multiples of ``chunk_bytes``.
+        """Puts memory behind [start, stop), all or nothing, in chunks that end at multiples of
+        ``chunk_bytes``.
 
         Raises:
             OutOfMemory: the device has no such memory.
@@ -94,13 +100,15 @@ class DeviceArena:
         self._library.call("arena_back", self.pointer, start, stop, chunk_bytes)
 
     def unback(self, start: int, stop: int) -> None:
-        """Takes the memory behind [start, stop) away, when the device has done what was asked of it before.
+        """Takes the memory behind [start, stop) away, when the device has done what was asked of it
+        before.
 
         What stays of a chunk is moved to memory of its own, and keeps its place.
 
         Raises:
-            NativeError: it is not all backed, or cuts through a chunk that is shared; or the driver refuses. Nothing has changed then,
-                unless a full device had to give the memory first that is refused afterwards: ``backed`` tells.
+            NativeError: it is not all backed, or cuts through a chunk that is shared; or the driver
+                refuses. Nothing has changed then, unless a full device had to give the memory first
+                that is refused afterwards: ``backed`` tells.
         """
         self._library.call("arena_unback", self.pointer, start, stop)
 
@@ -117,7 +125,8 @@ class DeviceArena:
         return found
 
     def share(self, start: int, stop: int, source: int) -> None:
-        """Puts the memory that lies behind as many bytes from ``source`` on behind [start, stop), too.
+        """Puts the memory that lies behind as many bytes from ``source`` on behind [start, stop),
+        too.
 
         Raises:
             NativeError: those are not whole chunks, or [start, stop) is backed already.
@@ -125,7 +134,10 @@ class DeviceArena:
         self._library.call("arena_share", self.pointer, start, stop, source)
 
     def export(self, place: int) -> tuple[int, int, int]:
-        """A file descriptor of the chunk behind a place, for another process, and the chunk's [start, stop). The caller closes it.
+        """A file descriptor of the chunk behind a place, for another process, and the chunk's
+        [start, stop).
+
+        The caller closes it.
 
         Raises:
             NativeError: nothing is behind it.
@@ -135,7 +147,9 @@ class DeviceArena:
         return fd(), start(), stop()
 
     def adopt(self, start: int, num_bytes: int, fd: int) -> None:
-        """Puts a chunk that another process exported behind a place. The descriptor stays the caller's.
+        """Puts a chunk that another process exported behind a place.
+
+        The descriptor stays the caller's.
 
         Raises:
             NativeError: it is none, or of another length, or something is there already.
@@ -143,11 +157,26 @@ class DeviceArena:
         self._library.call("arena_import", self.pointer, start, num_bytes, fd)
 
     def capsule(
-        self, place: int, shape: tuple[int, ...], type_code: int, type_bits: int, device_type: int, ordinal: int
+        self,
+        place: int,
+        shape: tuple[int, ...],
+        type_code: int,
+        type_bits: int,
+        device_type: int,
+        ordinal: int,
     ) -> object:
         """A tensor over what lies at a place, as ``torch.from_dlpack`` takes it."""
         sizes = (ctypes.c_int64 * len(shape))(*shape)
-        tensor = self._library.get("dlpack", self.address + place, device_type, ordinal, type_code, type_bits, len(shape), sizes)
+        tensor = self._library.get(
+            "dlpack",
+            self.address + place,
+            device_type,
+            ordinal,
+            type_code,
+            type_bits,
+            len(shape),
+            sizes,
+        )
         if not tensor:
             raise MemoryError("no memory for a tensor's description")
         return _new_capsule(tensor, b"dltensor", None)
@@ -162,12 +191,18 @@ class DeviceArena:
 class Pool:
     """A region of an arena that torch's allocator takes segments from.
 
-    The same calls give the same addresses in every process. Pools of one group share their memory: what lies in one is gone when another
-    is used.
+    The same calls give the same addresses in every process. Pools of one group share their memory:
+    what lies in one is gone when another is used.
     """
 
     def __init__(
-        self, device: Device, arena: DeviceArena, start: int, stop: int, chunk_bytes: int, group_of: "Pool | None" = None
+        self,
+        device: Device,
+        arena: DeviceArena,
+        start: int,
+        stop: int,
+        chunk_bytes: int,
+        group_of: "Pool | None" = None,
     ) -> None:
         """Makes a pool of [start, stop), without any memory yet.
 
@@ -201,11 +236,17 @@ class Pool:
 
     @property
     def sequence(self) -> tuple[int, int]:
-        """How many segments it has given, and a hash over their lengths and places: equal in two processes that did the same."""
+        """How many segments it has given, and a hash over their lengths and places: equal in two
+        processes that did the same.
+        """
         return self._state()[1:]
 
     def _state(self) -> tuple[int, int, int]:
-        (mapped, mapped_bytes), (count, allocations), (digest, sequence_hash) = out(c_uint64), out(c_uint64), out(c_uint64)
+        (mapped, mapped_bytes), (count, allocations), (digest, sequence_hash) = (
+            out(c_uint64),
+            out(c_uint64),
+            out(c_uint64),
+        )
         self._library.call("pool_state", self.number, mapped, count, digest)
         return mapped_bytes(), allocations(), sequence_hash()
 

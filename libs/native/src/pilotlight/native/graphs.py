@@ -1,4 +1,6 @@
-"""Captured graphs as bytes, and graphs from such bytes: in another process whose arena lies at the same addresses."""
+"""Captured graphs as bytes, and graphs from such bytes: in another process whose arena lies at the
+same addresses.
+"""
 
 import ctypes
 import importlib.util
@@ -16,7 +18,7 @@ class GraphDump:
     """Graphs, written down with the images of their kernels."""
 
     archive: bytes
-    """Executable: whoever loads it has checked where it comes from."""
+    """Executable: a process that loads it has checked where it comes from."""
     nodes: int
     kernels: int
     images: int
@@ -24,21 +26,26 @@ class GraphDump:
     addresses_inside: int
     """Words of parameters that are addresses of the arena."""
     addresses_outside: int
-    """Those that are addresses of other device memory or of pinned memory: unless it is 0, the archive fits this process alone."""
+    """Those that are addresses of other device memory or of pinned memory: unless it is 0, the
+    archive fits this process alone."""
 
 
 def cupti_path() -> str:
     """Where CUPTI is: among NVIDIA's packages, or where the system's loader finds it."""
     found = importlib.util.find_spec("nvidia")
     folders = (found.submodule_search_locations or ()) if found is not None else ()
-    return next((str(path) for folder in folders for path in sorted(Path(folder).rglob("libcupti.so*"))), "libcupti.so")
+    return next(
+        (str(path) for folder in folders for path in sorted(Path(folder).rglob("libcupti.so*"))),
+        "libcupti.so",
+    )
 
 
 def record_images(cupti: str | None = None) -> None:
-    """From now on, the image of every kernel module that this process loads is kept; to be called before the first.
+    """From now on, the image of every kernel module that this process loads is kept; to be called
+    before the first.
 
     Raises:
-        NoDriver: there is no CUPTI, or it serves somebody else already.
+        NoDriver: there is no CUPTI, or another tool in this process has it already.
     """
     library().call("images_record", (cupti or cupti_path()).encode())
 
@@ -75,18 +82,33 @@ def dump_graphs(graphs: Mapping[int, int], arena: DeviceArena, *, prune: bool = 
     """Writes captured graphs down.
 
     Args:
-        graphs: the driver's handles (``torch.cuda.CUDAGraph.raw_cuda_graph()``) by tags of the caller's, such as batch sizes.
+        graphs: the driver's handles (``torch.cuda.CUDAGraph.raw_cuda_graph()``) by tags of the
+            caller's, such as batch sizes.
         arena: where their memory lies.
         prune: leave out the kernels that no graph uses.
 
     Raises:
-        NativeError: a node is of a kind that cannot be written down, or a kernel's image was not recorded.
+        NativeError: a node is of a kind that cannot be written down, or a kernel's image was not
+            recorded.
     """
     native = library()
-    handles, tags = ((c_uint64 * len(graphs))(*numbers) for numbers in (graphs.values(), graphs.keys()))
+    handles, tags = (
+        (c_uint64 * len(graphs))(*numbers) for numbers in (graphs.values(), graphs.keys())
+    )
     (place, archive), (length, num_bytes) = out(c_void_p), out(c_uint64)
     report = (c_uint64 * 6)()
-    native.call("graphs_dump", handles, tags, len(graphs), arena.address, arena.num_bytes, int(prune), place, length, report)
+    native.call(
+        "graphs_dump",
+        handles,
+        tags,
+        len(graphs),
+        arena.address,
+        arena.num_bytes,
+        int(prune),
+        place,
+        length,
+        report,
+    )
     try:
         return GraphDump(ctypes.string_at(archive(), num_bytes()), *report)
     finally:
@@ -94,7 +116,10 @@ def dump_graphs(graphs: Mapping[int, int], arena: DeviceArena, *, prune: bool = 
 
 
 class GraphArchive:
-    """Graphs that were written down, made again one by one. It needs the device's context and the arena, and no torch."""
+    """Graphs that were written down, made again one by one.
+
+    It needs the device's context and the arena, and no torch.
+    """
 
     def __init__(self, device: Device, archive: bytes, arena: DeviceArena) -> None:
         """Reads it; builds nothing yet.
@@ -105,9 +130,14 @@ class GraphArchive:
         """
         self._library = device.library
         (pointer, handle), (count, num_graphs) = out(c_void_p), out(c_uint64)
-        self._library.call("archive_open", device.context, archive, len(archive), arena.address, pointer, count)
+        self._library.call(
+            "archive_open", device.context, archive, len(archive), arena.address, pointer, count
+        )
         self._pointer = handle()
-        self._numbers = {self._library.get("archive_tag", self._pointer, number): number for number in range(num_graphs())}
+        self._numbers = {
+            self._library.get("archive_tag", self._pointer, number): number
+            for number in range(num_graphs())
+        }
 
     @property
     def tags(self) -> tuple[int, ...]:
@@ -118,7 +148,8 @@ class GraphArchive:
         """Makes a graph ready to be launched; what its memory copies touch is backed by now.
 
         Raises:
-            NativeError: the driver refuses a part of it. The process cannot be trusted with it any more.
+            NativeError: the driver refuses a part of it. The process cannot be trusted with it any
+                more.
         """
         self._library.call("archive_build", self._pointer, self._number(tag), stream)
 

@@ -3,7 +3,17 @@
 import ctypes
 import os
 from collections.abc import Callable
-from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from ctypes import (
+    POINTER,
+    c_char_p,
+    c_double,
+    c_int,
+    c_int64,
+    c_size_t,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
 from functools import cache
 from pathlib import Path
 
@@ -47,7 +57,10 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "images_add": (c_int, (c_char_p, c_uint64)),
     "images_count": (c_int, (_U64,)),
     "image_prune": (c_int, (c_char_p, c_uint64, c_char_p, c_uint64, c_char_p, c_uint64, _U64)),
-    "graphs_dump": (c_int, (_U64, _U64, c_int, c_uint64, c_uint64, c_int, POINTER(c_void_p), _U64, _U64)),
+    "graphs_dump": (
+        c_int,
+        (_U64, _U64, c_int, c_uint64, c_uint64, c_int, POINTER(c_void_p), _U64, _U64),
+    ),
     "free": (None, (c_void_p,)),
     "archive_check": (c_int, (c_char_p, c_uint64)),
     "archive_open": (c_int, (c_void_p, c_char_p, c_uint64, c_uint64, POINTER(c_void_p), _U64)),
@@ -87,7 +100,12 @@ class TooSlow(NativeError):
     """It did not come to an end in time."""
 
 
-_ERRORS: dict[int, type[NativeError]] = {OUT_OF_MEMORY: OutOfMemory, TAKEN: AddressTaken, NO_DRIVER: NoDriver, TIMED_OUT: TooSlow}
+_ERRORS: dict[int, type[NativeError]] = {
+    OUT_OF_MEMORY: OutOfMemory,
+    TAKEN: AddressTaken,
+    NO_DRIVER: NoDriver,
+    TIMED_OUT: TooSlow,
+}
 
 
 class Library:

@@ -94,7 +94,9 @@ class ArrivalCounters:
         self._known[model] = (total + 1, now_s)
         self._changed[model] = None
 
-    def tell(self, now_s: float, limit: int = MAX_TOLD, repeated: int = REPEATED) -> tuple[ArrivalCount, ...]:
+    def tell(
+        self, now_s: float, limit: int = MAX_TOLD, repeated: int = REPEATED
+    ) -> tuple[ArrivalCount, ...]:
         """What the next message says; it is then taken for told.
 
         1. models whose totals have changed, the first that changed first, ``limit`` at most
@@ -143,7 +145,9 @@ class RecentArrivals:
 
     since_s: float = 0.0
     """When the listener began: arrivals before that are not counted."""
-    models: Mapping[ModelName, ModelArrivals] = field(default_factory=dict[ModelName, ModelArrivals])
+    models: Mapping[ModelName, ModelArrivals] = field(
+        default_factory=dict[ModelName, ModelArrivals]
+    )
 
     def last_s(self, model: ModelName) -> float | None:
         """When a model was asked for last; None when that is not known."""
@@ -214,7 +218,9 @@ class ArrivalWindows:
         """Models of which it is known when they were asked for last."""
         return len(self._models)
 
-    def hear(self, life: CounterLife, counts: Iterable[ArrivalCount], now_s: float, listened_s: float) -> tuple[Access, ...]:
+    def hear(
+        self, life: CounterLife, counts: Iterable[ArrivalCount], now_s: float, listened_s: float
+    ) -> tuple[Access, ...]:
         """Take a message.
 
         Args:
@@ -259,7 +265,10 @@ class ArrivalWindows:
         self._lives.move_to_end(key)
         while len(self._lives) > 1:  # 4
             silent = next(iter(self._lives))
-            if len(self._lives) <= MAX_LIVES and listened_s - self._lives[silent].heard_s < FORGET_AFTER_S:
+            if (
+                len(self._lives) <= MAX_LIVES
+                and listened_s - self._lives[silent].heard_s < FORGET_AFTER_S
+            ):
                 break
             del self._lives[silent]
             self._whole_since_s = now_s

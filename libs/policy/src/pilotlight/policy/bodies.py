@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 SMALL_BYTES = 256 * 1024
-"""Bodies that take up to so many bytes have a part of the budget for themselves: large ones never shut them out. Decoded, 64 KiB of JSON
-mostly take less."""
+"""Bodies that take up to this many bytes have a part of the budget for themselves: large ones never
+shut them out. Decoded, 64 KiB of JSON mostly take less."""
 _SMALL_SHARE = 4
 _COMMA_BYTES = 64
 _LIST_BYTES = 64
@@ -19,7 +19,7 @@ class BodiesHeld:
     part_bytes: int
     """All of this part."""
     held_bytes: int
-    """By everybody."""
+    """By all keys together."""
     owner_bytes: int
     """By the key that the body came with."""
 
@@ -31,18 +31,25 @@ def part_bytes(total_bytes: int, body_bytes: int) -> int:
 
 
 def admit_body(held: BodiesHeld, body_bytes: int) -> bool:
-    """Decide over a body that is to hold so many bytes.
+    """Decide over a body that is to hold ``body_bytes``.
 
-    A key may hold as much as everybody leaves free: alone it gets half, and whoever comes next finds room, however much one sends.
+    A key may hold as much as all keys leave free: alone it gets half, and the next key finds room,
+    however much one sends.
     """
     return held.owner_bytes + body_bytes <= held.part_bytes - held.held_bytes
 
 
 def decoded_bytes(body: bytes) -> int:
-    """About the memory of a body with what is decoded from it, from above: what JSON can make of so many commas and brackets.
+    """About the memory of a body with what is decoded from it, from above: what JSON can make of
+    its commas and brackets.
 
-    Text takes four times its bytes as soon as one character of it is beyond the basic plane, and escapes can name such a character.
+    Text takes four times its bytes as soon as one character of it is beyond the basic plane, and
+    escapes can name such a character.
     """
     text = len(body) * (1 if body.isascii() and b"\\u" not in body else _WIDE)
-    made = body.count(b",") * _COMMA_BYTES + body.count(b"[") * _LIST_BYTES + body.count(b"{") * _OBJECT_BYTES
+    made = (
+        body.count(b",") * _COMMA_BYTES
+        + body.count(b"[") * _LIST_BYTES
+        + body.count(b"{") * _OBJECT_BYTES
+    )
     return len(body) + text + made

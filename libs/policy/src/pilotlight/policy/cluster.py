@@ -1,7 +1,8 @@
 """What is known of workers and nodes: their devices, stages, copies, transfers and links.
 
-Everything here is frozen and carries its unit in its name. Messages embed these classes, and the simulator builds them: there is no
-second class with the same fields anywhere. Times are seconds on one monotonic clock.
+Everything here is frozen and carries its unit in its name. Messages embed these classes, and the
+simulator builds them: there is no second class with the same fields anywhere. Times are seconds on
+one monotonic clock.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,8 +20,9 @@ class DeviceKind(StrEnum):
     CPU = "cpu"
     CUDA = "cuda"
     SIM = "sim"
-    """A stand-in that exists in its size and speed alone: every model on it is simulated, whatever engine it asks for. It is a kind
-    of its own so that nothing that was learned there is believed of a device that computes."""
+    """A stand-in that exists in its size and speed alone: every model on it is simulated, whatever
+    engine it asks for. It is a kind of its own so that nothing that was learned there is believed
+    of a device that computes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,13 +35,16 @@ class Device:
     load_bytes_per_s: float
     """Bandwidth from the host pool into device memory."""
     granule_bytes: int = 1
-    """Memory comes in whole granules of this: each part of a model, and each layer's keys and values, take so many."""
+    """Memory comes in whole granules of this: each part of a model, and each layer's keys and
+    values, take a whole number of them."""
 
 
 def together(devices: Sequence[Device]) -> Device:
-    """Devices of one host and one kind, each of which holds an equal share of every layer, as the one that policies count with.
+    """Devices of one host and one kind, each of which holds an equal share of every layer, as the
+    one that policies count with.
 
-    So the smallest bounds what all have, the slowest how soon all have it, and each share takes whole granules of its own device.
+    So the smallest bounds what all have, the slowest how soon all have it, and each share takes
+    whole granules of its own device.
 
     Raises:
         ValueError: there is none, or they are of different kinds.
@@ -62,7 +67,8 @@ class HealthState(StrEnum):
     """How a worker's device is; ``policy.device_health`` judges."""
 
     UNWATCHED = "unwatched"
-    """Nobody looks: cores, a simulation, a device whose driver cannot be asked, or of a release that does not say."""
+    """Not watched: cores, a simulation, a device whose driver cannot be asked, or of a release that
+    does not say."""
     HEALTHY = "healthy"
     DEGRADED = "degraded"
     """It works, with less than it should have, or not for long: taken where there is no other."""
@@ -76,15 +82,22 @@ class DeviceHealth:
 
     state: HealthState = HealthState.UNWATCHED
     reason: str = ""
-    """Which reading says so, and what it says: `xid: 79, the device has fallen off the bus`. Of a device that nothing is said of: why an
-    engine on it was found hanging not long ago."""
+    """Which reading says so, and what it says: `xid: 79, the device has fallen off the bus`. Of a
+    device that nothing is said of: why an engine on it was found hanging not long ago."""
 
 
-_WORST_FIRST = (HealthState.FAILED, HealthState.DEGRADED, HealthState.UNWATCHED, HealthState.HEALTHY)
+_WORST_FIRST = (
+    HealthState.FAILED,
+    HealthState.DEGRADED,
+    HealthState.UNWATCHED,
+    HealthState.HEALTHY,
+)
 
 
 def worst_of(healths: Iterable[DeviceHealth]) -> DeviceHealth:
-    """How a worker's devices are together: as the worst of them is, since a model needs all. The first of the worst is quoted.
+    """How a worker's devices are together: as the worst of them is, since a model needs all.
+
+    The first of the worst is quoted.
 
     Raises:
         ValueError: there is none.
@@ -136,7 +149,8 @@ class HeldStage:
     reason: str = ""
     """Why it failed or was evicted: a code of the error taxonomy and a sentence."""
     kv_capacity_tokens: int = 0
-    """Tokens of prompt and output for which its KV has room, all requests together; 0 while that is not known."""
+    """Tokens of prompt and output for which its KV has room, all requests together; 0 while that is
+    not known."""
     loaded: Moment | None = None
     """When the last part was in its place; None before."""
     open: bool = False
@@ -147,7 +161,9 @@ class HeldStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One worker of a pipeline group: its stage, and where its engine listens for those of the others."""
+    """One worker of a pipeline group: its stage, and where its engine listens for those of the
+    others.
+    """
 
     worker_id: WorkerId
     node_id: NodeId
@@ -173,7 +189,8 @@ class WorkerFacts:
     engine_up: bool = True
     health: DeviceHealth = DeviceHealth()
     devices: tuple[Device, ...] = ()
-    """Each by itself, in the order of their shares; ``device`` is all of them ``together``. Empty: of a release that does not say."""
+    """Each by itself, in the order of their shares; ``device`` is all of them ``together``. Empty:
+    of a release that does not say."""
 
     @property
     def used_bytes(self) -> int:
@@ -228,7 +245,8 @@ class Copy:
     size_bytes: int
     leases: int = 0
     idle_s: float = 0.0
-    """Since it was last leased or asked for: an age, because a loader and its reader may be on two hosts."""
+    """Since it was last leased or asked for: an age, because a loader and its reader may be on two
+    hosts."""
 
 
 class FetchPriority(StrEnum):
@@ -277,7 +295,9 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSpeed:
-    """What a link gave a node when it was last busy, all reads together, by the loader's measurement."""
+    """What a link gave a node when it was last busy, all reads together, by the loader's
+    measurement.
+    """
 
     kind: OriginKind
     name: str
@@ -306,12 +326,13 @@ class NodeFacts:
     """What chunks on the node's disk may take; 0: none are kept there."""
     disk_tier_used_bytes: int = 0
     dataplane_host: str = ""
-    """Where other nodes' loaders reach this one. Empty: of a release that sends no chunks, or one that has no key."""
+    """Where other nodes' loaders reach this one. Empty: of a release that sends no chunks, or one
+    that has no key."""
     dataplane_port: int = 0
     links: tuple[LinkSpeed, ...] = ()
     """Those over which chunks came."""
     distrusted: tuple[str, ...] = ()
-    """Who gave this node wrong bytes, and is not asked for any until some time has passed."""
+    """Nodes that gave this node wrong bytes, and are not asked until some time has passed."""
 
     def pool_room_bytes(self, part_bytes: tuple[int, ...]) -> int:
         """What parts of these sizes take of the host pool."""

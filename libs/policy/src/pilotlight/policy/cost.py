@@ -1,4 +1,6 @@
-"""Bytes, bandwidths and tokens to seconds. The only cost model: policies and the simulator both ask here.
+"""Bytes, bandwidths and tokens to seconds.
+
+The only cost model: policies and the simulator both ask here.
 
 ::
 
@@ -21,9 +23,11 @@ GUESSED_PREFILL_S = 0.1
 HOP_S = 0.001
 """Activations from one stage to the next."""
 LEAST_KV_TOKENS = 4096
-"""An instance without room for these many tokens (or for its whole context, if that is less) is not worth its load."""
+"""An instance without room for these many tokens (or for its whole context, if that is less) is not
+worth its load."""
 USUAL_KV_TOKENS = 8192
-"""Granted where there is room, even to models with a shorter context: several requests run at once."""
+"""Granted where there is room, even to models with a shorter context: several requests run at once.
+"""
 
 
 def transfer_s(size_bytes: float, bytes_per_s: float) -> float:
@@ -34,7 +38,10 @@ def transfer_s(size_bytes: float, bytes_per_s: float) -> float:
 
 
 def known_rate(bytes_per_s: float) -> float:
-    """A measured bandwidth, as exactly as it is known: two digits. Equal devices then count as equal."""
+    """A measured bandwidth, as exactly as it is known: two digits.
+
+    Equal devices then count as equal.
+    """
     if not 0 < bytes_per_s < math.inf:
         return bytes_per_s
     unit = 10.0 ** (math.floor(math.log10(bytes_per_s)) - 1)
@@ -42,7 +49,9 @@ def known_rate(bytes_per_s: float) -> float:
 
 
 def share_bytes_per_s(link_bytes_per_s: float, running: int, newcomers: int = 1) -> float:
-    """What one newcomer gets of a link that is shared equally by ``running`` flows and ``newcomers`` that start together."""
+    """What one newcomer gets of a link that is shared equally by ``running`` flows and
+    ``newcomers`` that start together.
+    """
     return link_bytes_per_s / (running + max(1, newcomers))
 
 
@@ -75,7 +84,9 @@ def part_load_s(model: Model, part: int, load_bytes_per_s: float) -> float:
 
 
 def step_s(speed: EngineSpeed, prompt_tokens: int) -> float:
-    """Time of one batch of an engine that runs so many tokens of new prompts beside one token of each running request."""
+    """Time of one batch of an engine that runs ``prompt_tokens`` of new prompts beside one token of
+    each running request.
+    """
     return speed.decode_step_s + prompt_tokens / speed.prefill_tokens_per_s
 
 
@@ -101,7 +112,8 @@ class StageCost:
 
 
 def group_ttft_s(stages: Sequence[StageCost], wait_s: float = 0.0, hop_s: float = HOP_S) -> float:
-    """Predicted time to first token of a group whose stages run in order; infinite when a stage never becomes ready.
+    """Predicted time to first token of a group whose stages run in order; infinite when a stage
+    never becomes ready.
 
     ParaServe, equation 5. It departs in two places: stage i delays only the prefill of the stages
     from i on, and each stage has a prefill time of its own in place of a share of t_p.
@@ -116,21 +128,44 @@ def group_ttft_s(stages: Sequence[StageCost], wait_s: float = 0.0, hop_s: float 
 
 
 def group_tpot_s(stages: Sequence[StageCost], hop_s: float = HOP_S) -> float:
-    """Predicted time per output token of a group: ParaServe, equation 2, without a hop for one stage."""
+    """Predicted time per output token of a group: ParaServe, equation 2, without a hop for one
+    stage.
+    """
     hop = hop_s if len(stages) > 1 else 0.0
     return sum(stage.decode_s + hop for stage in stages)
 
 
 def missing_bytes(model: Model, stage: Stage, node: NodeFacts) -> int:
     """Bytes of a stage that are not yet in the node's host pool."""
-    present = {part for copy in node.copies if copy.tier is Tier.HOST and copy.digest == model.digest for part in copy.parts}
-    return sum(model.spec.part_bytes[part] for part in model.spec.parts_of(stage) if part not in present)
+    present = {
+        part
+        for copy in node.copies
+        if copy.tier is Tier.HOST and copy.digest == model.digest
+        for part in copy.parts
+    }
+    return sum(
+        model.spec.part_bytes[part] for part in model.spec.parts_of(stage) if part not in present
+    )
 
 
 def stage_cost(
-    model: Model, stage: Stage, worker: WorkerFacts, node: NodeFacts, estimate: Estimate | None, newcomers: int = 1
+    model: Model,
+    stage: Stage,
+    worker: WorkerFacts,
+    node: NodeFacts,
+    estimate: Estimate | None,
+    newcomers: int = 1,
 ) -> StageCost:
-    """Times of one stage on one worker. ``newcomers``: as for ``fetch_bytes_per_s``."""
+    """Times of one stage on one worker.
+
+    Args:
+        model: what the stage is of.
+        stage: the layers, [start, stop), that the worker would hold.
+        worker: gives the speed of its device where nothing was learned.
+        node: gives the link's speed, and the parts that are in its host pool.
+        estimate: what was learned of the model on this kind of device; None: nothing yet.
+        newcomers: as for ``fetch_bytes_per_s``.
+    """
     share = model.spec.stage_bytes(stage) / max(1, model.spec.total_bytes)
     fetch_rate = fetch_bytes_per_s(node, estimate, newcomers)
     device_rate = load_rate = known_rate(worker.device.load_bytes_per_s)
@@ -143,7 +178,8 @@ def stage_cost(
         fetch_s=transfer_s(missing_bytes(model, stage, node), fetch_rate),
         load_s=transfer_s(device_bytes, load_rate),
         prefill_s=prefill_s * share,
-        # One token reads every parameter once, and a device reads its memory no slower than it is filled from outside.
+        # One token reads every parameter once, and a device reads its memory no slower than it is
+        # filled from outside.
         decode_s=transfer_s(device_bytes, device_rate),
     )
 
@@ -160,18 +196,21 @@ class StageRoom:
     def granted_bytes(self, free_bytes: int) -> int:
         """What to ask for where ``free_bytes`` are free.
 
-        Nothing is evicted for more than the least, and KV takes no more than half of what the least leaves free: a long context must
-        not fill a device on which other models could start.
+        Nothing is evicted for more than the least, and KV takes no more than half of what the least
+        leaves free: a long context must not fill a device on which other models could start.
         """
         beyond = max(0, free_bytes - self.least_bytes) // 2
         return min(max(self.least_bytes, self.usual_bytes), self.least_bytes + beyond)
 
 
 def stage_room(model: Model, stage: Stage, granule_bytes: int = 1) -> StageRoom:
-    """Room that a stage needs at least, and takes where it can, on a device whose memory comes in granules."""
+    """Room that a stage needs at least, and takes where it can, on a device whose memory comes in
+    granules.
+    """
     per_token = model.spec.kv_bytes_per_token(stage, model.dtype)
     context = model.spec.max_context_tokens
-    # What whole granules waste at most: less than one for each part, and for each layer's keys and values.
+    # What whole granules waste at most: less than one for each part, and for each layer's keys and
+    # values.
     wasted = (granule_bytes - 1) * (len(model.spec.parts_of(stage)) + 2 * stage.num_layers)
     parameters = model.device_bytes(stage) + wasted
     return StageRoom(
@@ -180,7 +219,9 @@ def stage_room(model: Model, stage: Stage, granule_bytes: int = 1) -> StageRoom:
     )
 
 
-def estimate_for(model: Model, device_kind: DeviceKind | None, estimates: Estimates) -> Estimate | None:
+def estimate_for(
+    model: Model, device_kind: DeviceKind | None, estimates: Estimates
+) -> Estimate | None:
     """What is known of a model on a kind of device; on any, without one."""
     for estimate in estimates.get(model.name, ()):
         if device_kind is None or estimate.device_kind is device_kind:

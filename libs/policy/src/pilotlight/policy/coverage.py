@@ -1,4 +1,5 @@
-"""From the phases of a cold start to its figures: which time was work, and how much of the cold start it explains.
+"""From the phases of a cold start to its figures: which time was work, and how much of the cold
+start it explains.
 
 ::
 
@@ -19,9 +20,11 @@ from dataclasses import dataclass
 from pilotlight.policy.phase import Moment, Phase, PhaseName
 
 SAME_HOST_S = 0.05
-"""Offsets of one host, taken at different moments, differ by less: its intervals are compared as they are."""
+"""Offsets of one host, taken at different moments, differ by less: its intervals are compared as
+they are."""
 MAX_TRANSIT_S = 10.0
-"""What seems to have been under way for longer comes from a clock that cannot be compared, or is no news."""
+"""What seems to have been under way for longer comes from a clock that cannot be compared, or is no
+news."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,14 +73,24 @@ def coverage_of(phases: Iterable[Phase], dispatched: Moment, first_token: Moment
     start_s = dispatched.at_s
     end_s = max(start_s, aligned_s(first_token.at_s, first_token.wall_offset_s, offset_s))
     by_name: dict[PhaseName, list[Interval]] = {}
-    for phase in sorted(phases, key=lambda one: aligned_s(one.start_s, one.wall_offset_s, offset_s)):  # 1
+    for phase in sorted(
+        phases, key=lambda one: aligned_s(one.start_s, one.wall_offset_s, offset_s)
+    ):  # 1
         interval = (
             aligned_s(phase.start_s, phase.wall_offset_s, offset_s),
             aligned_s(phase.end_s, phase.wall_offset_s, offset_s),
         )
         by_name.setdefault(phase.name, []).append(interval)
-    seconds = tuple(PhaseSeconds(name=name, seconds=total_s(union(intervals))) for name, intervals in by_name.items())  # 2
-    work = [interval for name, intervals in by_name.items() if name is not PhaseName.QUEUE for interval in intervals]
+    seconds = tuple(
+        PhaseSeconds(name=name, seconds=total_s(union(intervals)))
+        for name, intervals in by_name.items()
+    )  # 2
+    work = [
+        interval
+        for name, intervals in by_name.items()
+        if name is not PhaseName.QUEUE
+        for interval in intervals
+    ]
     covered = union((max(a, start_s), min(b, end_s)) for a, b in work)  # 3
     window_s = end_s - start_s
     covered_s = total_s(covered)
@@ -91,16 +104,19 @@ def coverage_of(phases: Iterable[Phase], dispatched: Moment, first_token: Moment
 
 
 def aligned_s(at_s: float, wall_offset_s: float, to_wall_offset_s: float) -> float:
-    """A reading of one host's monotonic clock as a reading of another's; unchanged within one host."""
+    """A reading of one host's monotonic clock as a reading of another's; unchanged within one
+    host.
+    """
     shift_s = wall_offset_s - to_wall_offset_s
     return at_s if abs(shift_s) < SAME_HOST_S else at_s + shift_s
 
 
 def departed_s(sent: Moment | None, received: Moment) -> float:
-    """When the transit began that ended at ``received``, on the receiver's clock: a phase begins with what led to it.
+    """When the transit began that ended at ``received``, on the receiver's clock: a phase begins
+    with what led to it.
 
-    ``received`` itself where the sender does not say (an earlier release), or where it cannot be believed: it lies after
-    ``received``, or more than ``MAX_TRANSIT_S`` before.
+    ``received`` itself where the sender does not say (an earlier release), or where it cannot be
+    believed: it lies after ``received``, or more than ``MAX_TRANSIT_S`` before.
     """
     if sent is None:
         return received.at_s
@@ -109,7 +125,9 @@ def departed_s(sent: Moment | None, received: Moment) -> float:
 
 
 def union(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
-    """Disjoint intervals that cover the same points, in order; empty and reversed ones are dropped."""
+    """Disjoint intervals that cover the same points, in order; empty and reversed ones are
+    dropped.
+    """
     merged: list[Interval] = []
     for start, end in sorted(interval for interval in intervals if interval[0] < interval[1]):
         if merged and start <= merged[-1][1]:

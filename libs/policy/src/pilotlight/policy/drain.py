@@ -1,8 +1,10 @@
-"""Emptying a node: which instances leave it now, which wait for their replacement, which copies are struck from its host pool.
+"""Emptying a node: which instances leave it now, which wait for their replacement, which copies are
+struck from its host pool.
 
-Nothing is placed on a node that drains: ``placement`` sees to that. What is there leaves within a bounded time, whatever happens
-elsewhere: at once where nobody needs it, else when its replacement serves, else when there is no room for one or it takes too long.
-Leaving is draining: requests in flight end where they run.
+Nothing is placed on a node that drains: ``placement`` sees to that. What is there leaves within a
+bounded time, whatever happens elsewhere: at once where no request needs it, else when its
+replacement serves, else when there is no room for one or it takes too long. Leaving is draining:
+requests in flight end where they run.
 """
 
 from collections.abc import Set
@@ -26,7 +28,8 @@ class DrainRules:
     recent_s: float = 10.0
     """An instance whose last request ended within this time is in use."""
     settle_s: float = 1.0
-    """After an instance became ready, those who waited for it are given this long to reach it."""
+    """After an instance became ready, the requests that waited for it have this long to reach it.
+    """
     placement: PlacementRules = field(default_factory=PlacementRules)
 
 
@@ -44,7 +47,8 @@ class DrainPlan:
 
     drains: tuple[Drain, ...] = ()
     wanted: tuple[Wanted, ...] = ()
-    """Until it serves elsewhere; also while its start is under way, for a start that nobody wants is cancelled."""
+    """Until it serves elsewhere; also while its start is under way, for a start without demand is
+    cancelled."""
     held: tuple[Held, ...] = ()
     """What stays for now, and why."""
 
@@ -52,13 +56,21 @@ class DrainPlan:
 def leaving(snapshot: Snapshot) -> tuple[Instance, ...]:
     """Instances that start or serve with a stage on a node that drains."""
     drained = {drain.node_id for drain in snapshot.drains}
-    return tuple(one for one in snapshot.instances if one.state in STARTING | SERVING and _is_on(one, drained))
+    return tuple(
+        one
+        for one in snapshot.instances
+        if one.state in STARTING | SERVING and _is_on(one, drained)
+    )
 
 
 def staying(snapshot: Snapshot) -> Snapshot:
-    """The snapshot without what leaves: scaling neither counts it nor drains it, so that replacements fit within the bounds."""
+    """The snapshot without what leaves: scaling neither counts it nor drains it, so that
+    replacements fit within the bounds.
+    """
     gone = {one.instance_id for one in leaving(snapshot)}
-    return replace(snapshot, instances=tuple(one for one in snapshot.instances if one.instance_id not in gone))
+    return replace(
+        snapshot, instances=tuple(one for one in snapshot.instances if one.instance_id not in gone)
+    )
 
 
 def plan_drain(snapshot: Snapshot, rules: DrainRules) -> DrainPlan:
@@ -67,10 +79,13 @@ def plan_drain(snapshot: Snapshot, rules: DrainRules) -> DrainPlan:
     1. its model was deleted, or changed its digest: it drains
     2. another instance of the model serves elsewhere: it drains
     3. the drain was asked for too long ago to wait for anything: it drains
-    4. nobody needs it (nothing waits, nothing runs, not used of late, no minimum to keep): it drains
+    4. it is not needed (nothing waits, nothing runs, not used of late, no minimum to keep): it
+       drains
     5. its replacement is under way: it stays until that serves
-    6. there is room elsewhere, or it can be made: a replacement is wanted, and it stays until that serves
-    7. no room elsewhere, but it still starts, or has just become ready: it stays for those who wait for it
+    6. there is room elsewhere, or it can be made: a replacement is wanted, and it stays until that
+       serves
+    7. no room elsewhere, but it still starts, or has just become ready: it stays for the requests
+       that wait for it
     8. no room elsewhere: it drains
     """
     drains: list[Drain] = []
@@ -79,9 +94,13 @@ def plan_drain(snapshot: Snapshot, rules: DrainRules) -> DrainPlan:
     models = {model.name: model for model in snapshot.models}
     gone = leaving(snapshot)
     for instance in gone:
-        why = _why_it_drains(instance, models.get(instance.model), snapshot, rules, {one.instance_id for one in gone})
+        why = _why_it_drains(
+            instance, models.get(instance.model), snapshot, rules, {one.instance_id for one in gone}
+        )
         if why.drains:
-            drains.append(Drain(instance_id=instance.instance_id, model=instance.model, reason=why.reason))
+            drains.append(
+                Drain(instance_id=instance.instance_id, model=instance.model, reason=why.reason)
+            )
             continue
         held.append(Held(model=instance.model, reason=why.reason))
         if why.replaces:
@@ -98,7 +117,11 @@ class _Verdict:
 
 
 def _why_it_drains(
-    instance: Instance, model: Model | None, snapshot: Snapshot, rules: DrainRules, gone: Set[InstanceId]
+    instance: Instance,
+    model: Model | None,
+    snapshot: Snapshot,
+    rules: DrainRules,
+    gone: Set[InstanceId],
 ) -> _Verdict:
     if model is None or model.digest != instance.digest:  # 1
         return _Verdict(drains=True, reason="its model was deleted, or has another digest now")
@@ -112,7 +135,10 @@ def _why_it_drains(
     nodes = {placement.node_id for placement in instance.placements}
     age_s = max(drain.age_s for drain in snapshot.drains if drain.node_id in nodes)
     if age_s >= rules.replace_within_s:  # 3
-        return _Verdict(drains=True, reason=f"its node is being drained, and no replacement served within {age_s:.0f} s")
+        return _Verdict(
+            drains=True,
+            reason=f"its node is being drained, and no replacement served within {age_s:.0f} s",
+        )
     if not _is_needed(instance, model, snapshot, rules):  # 4
         return _Verdict(drains=True, reason="its node is being drained; nobody needs it")
     if any(one.state in STARTING for one in elsewhere):  # 5
@@ -123,7 +149,9 @@ def _why_it_drains(
     since_s = snapshot.now_s - instance.state_since_s
     if instance.state in STARTING or since_s < rules.settle_s:  # 7
         return _Verdict(drains=False, reason="there is no room elsewhere for those who wait for it")
-    return _Verdict(drains=True, reason="its node is being drained, and there is no room elsewhere")  # 8
+    return _Verdict(
+        drains=True, reason="its node is being drained, and there is no room elsewhere"
+    )  # 8
 
 
 def _is_needed(instance: Instance, model: Model, snapshot: Snapshot, rules: DrainRules) -> bool:
@@ -131,7 +159,11 @@ def _is_needed(instance: Instance, model: Model, snapshot: Snapshot, rules: Drai
         return True
     if any(one.model == model.name and one.waiting > 0 for one in snapshot.demand):
         return True
-    return instance.state in SERVING and instance.served and snapshot.now_s - instance.last_used_s < rules.recent_s
+    return (
+        instance.state in SERVING
+        and instance.served
+        and snapshot.now_s - instance.last_used_s < rules.recent_s
+    )
 
 
 def _is_on(instance: Instance, nodes: Set[NodeId]) -> bool:
@@ -139,10 +171,15 @@ def _is_on(instance: Instance, nodes: Set[NodeId]) -> bool:
 
 
 def copies_to_strike(node: NodeFacts, needed: Set[Digest]) -> tuple[Digest, ...]:
-    """Host copies that a node that drains gives up: nobody reads them, none is being fetched, no instance there needs them."""
+    """Host copies that a node that drains gives up: no lease reads them, none is being fetched, no
+    instance there needs them.
+    """
     fetched = {transfer.digest for transfer in node.transfers}
     return tuple(
         copy.digest
         for copy in node.copies
-        if copy.tier is Tier.HOST and copy.leases == 0 and copy.digest not in needed and copy.digest not in fetched
+        if copy.tier is Tier.HOST
+        and copy.leases == 0
+        and copy.digest not in needed
+        and copy.digest not in fetched
     )

@@ -8,12 +8,16 @@ from pilotlight.policy.ids import ModelName
 from pilotlight.policy.plan import Estimate, Estimates
 
 WEIGHT = 0.3
-"""Of the newest sample: five cold starts forget a change of hardware, one outlier does not own the figure."""
+"""Of the newest sample: five cold starts forget a change of hardware, one outlier does not own the
+figure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColdStartSample:
-    """What one finished cold start showed. None where it shows nothing: a model that was in the host pool was not fetched."""
+    """What one finished cold start showed.
+
+    None where it shows nothing: a model that was in the host pool was not fetched.
+    """
 
     model: ModelName
     device_kind: DeviceKind
@@ -24,7 +28,9 @@ class ColdStartSample:
 
 
 def learn(known: Estimate | None, sample: ColdStartSample) -> Estimate:
-    """The estimate after one more sample: an exponentially weighted mean, the first sample as it is."""
+    """The estimate after one more sample: an exponentially weighted mean, the first sample as it
+    is.
+    """
     if known is None:
         return Estimate(
             model=sample.model,
@@ -46,7 +52,9 @@ def learn(known: Estimate | None, sample: ColdStartSample) -> Estimate:
 
 
 def with_estimates(known: Estimates, learned: Iterable[Estimate]) -> Estimates:
-    """Estimates by name, with newer ones in the place of those of the same model and device kind."""
+    """Estimates by name, with newer ones in the place of those of the same model and device
+    kind.
+    """
     by_name = dict(known)
     for estimate in learned:
         others = by_name.get(estimate.model, ())

@@ -5,10 +5,11 @@
     looks ──> watched ──> hung ──> why, or nothing
               still_s     allowed_s: what it does, and what such steps take
 
-An engine tells what it does whenever it turns to something else. One that turns to nothing else for longer than what it does may take
-hangs: a step that never ends, a command that is not taken. How that time counts depends on what the system says of the process, so that
-one that gets no processor or waits for a disk is not taken for one that hangs. A process that is stopped does nothing, whatever it
-told last. No I/O and no clock: the worker looks (``worker.hang_watch``), this judges.
+An engine tells what it does whenever it turns to something else. One that turns to nothing else for
+longer than what it does may take hangs: a step that never ends, a command that is not taken. How
+that time counts depends on what the system says of the process, so that one that gets no processor
+or waits for a disk is not taken for one that hangs. A process that is stopped does nothing,
+whatever it told last. No I/O and no clock: the worker looks (``worker.hang_watch``), this judges.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from enum import IntEnum
 LARGEST_CLASS = 32
 """Steps are told apart by the power of two that holds their tokens."""
 KEEP = 0.95
-"""Of what is known of a class of steps, with each new one that took less: what is much faster now is so for a hundred steps."""
+"""Of what is known of a class of steps, with each new one that took less: what is much faster now
+is so for a hundred steps."""
 
 
 class Doing(IntEnum):
@@ -46,7 +48,8 @@ class Patience:
     unknown_s: float = 60.0
     """For a model's first steps, of which nothing is known."""
     obeying_s: float = 90.0
-    """Longer than what the engine itself gives a copy to the device (60 s): it knows better what it waits for."""
+    """Longer than what the engine itself gives a copy to the device (60 s): it knows better what it
+    waits for."""
     compiling_s: float = 180.0
     telling_s: float = 300.0
 
@@ -66,7 +69,7 @@ class StepTimes:
         return StepTimes((*self.seconds[:number], mixed, *self.seconds[number + 1 :]))
 
     def expected_s(self, tokens: int) -> float | None:
-        """What a step of so many tokens may take; None where nothing is known.
+        """How long a step of this number of tokens may take; None where nothing is known.
 
         1. No size is known (0 tokens): the longest of any.
         2. Steps of its class ran: as those.
@@ -98,7 +101,8 @@ class Sight:
     on_disk: bool = False
     """It waits for a disk or a driver, and cannot be interrupted."""
     computing: bool = False
-    """It is on a processor or waits for one, and its processors do the work themselves: no device is waited for so."""
+    """It is on a processor or waits for one, and its processors do the work themselves: no device
+    is waited for so."""
     starved_s: float = 0.0
     """How long it has waited for a processor so far."""
 
@@ -115,9 +119,11 @@ class Watched:
 
 
 SLOWLY = 0.25
-"""How much time counts in which an engine computes, or waits for a disk: it may well come to an end."""
+"""How much time counts in which an engine computes, or waits for a disk: it may well come to an
+end."""
 LATE_S = 2.0
-"""So much of the time before a look may be made good by it: that a process waits for a processor is told when it gets one."""
+"""So much of the time before a look may be made good by it: that a process waits for a processor is
+told when it gets one."""
 
 
 def watched(before: Watched, sight: Sight, elapsed_s: float) -> Watched:
@@ -128,8 +134,16 @@ def watched(before: Watched, sight: Sight, elapsed_s: float) -> Watched:
     3. While it waits for a processor no time counts, also where that is told later.
     4. While it computes, or waits for a disk, time counts slowly.
     """
-    stopped_s = before.stopped_s + elapsed_s if sight.stopped and before.sight is not None and before.sight.stopped else 0.0
-    if before.sight is None or sight.word != before.sight.word or (sight.doing is Doing.WAITING and not sight.handed):  # 1
+    stopped_s = (
+        before.stopped_s + elapsed_s
+        if sight.stopped and before.sight is not None and before.sight.stopped
+        else 0.0
+    )
+    if (
+        before.sight is None
+        or sight.word != before.sight.word
+        or (sight.doing is Doing.WAITING and not sight.handed)
+    ):  # 1
         return Watched(sight=sight, stopped_s=stopped_s)
     if sight.stopped:  # 2
         return Watched(sight=sight, still_s=before.still_s, stopped_s=stopped_s)
@@ -139,7 +153,10 @@ def watched(before: Watched, sight: Sight, elapsed_s: float) -> Watched:
 
 
 def allowed_s(sight: Sight, times: StepTimes, patience: Patience) -> float:
-    """How long an engine may be at what it does. ``times`` are those of the model whose batch it is."""
+    """How long an engine may be at what it does.
+
+    ``times`` are those of the model whose batch it is.
+    """
     match sight.doing:
         case Doing.WAITING:
             return patience.floor_s
@@ -151,7 +168,11 @@ def allowed_s(sight: Sight, times: StepTimes, patience: Patience) -> float:
             return patience.telling_s
         case Doing.STEPPING:
             expected_s = times.expected_s(sight.tokens)
-            return patience.unknown_s if expected_s is None else max(patience.floor_s, patience.factor * expected_s)
+            return (
+                patience.unknown_s
+                if expected_s is None
+                else max(patience.floor_s, patience.factor * expected_s)
+            )
 
 
 def hung(seen: Watched, times: StepTimes, patience: Patience) -> str:
@@ -169,8 +190,14 @@ def hung(seen: Watched, times: StepTimes, patience: Patience) -> str:
             return f"it has taken no command for {seen.still_s:.0f} s"
         case Doing.STEPPING:
             expected_s = times.expected_s(sight.tokens)
-            known = f"where {expected_s:.2g} s are usual" if expected_s is not None else "its model's first"
-            return f"a step of {sight.tokens} tokens has not ended for {seen.still_s:.0f} s, {known}"
+            known = (
+                f"where {expected_s:.2g} s are usual"
+                if expected_s is not None
+                else "its model's first"
+            )
+            return (
+                f"a step of {sight.tokens} tokens has not ended for {seen.still_s:.0f} s, {known}"
+            )
         case Doing.OBEYING | Doing.COMPILING | Doing.TELLING:
             return f"it has been {sight.doing.name.lower()} for {seen.still_s:.0f} s"
 

@@ -15,4 +15,5 @@ Digest = NewType("Digest", str)
 Epoch = NewType("Epoch", int)
 """The scheduler's fencing number; a command with an older epoch is refused."""
 Generation = NewType("Generation", int)
-"""The version of one instance's desired stages; commands are idempotent by (instance, generation)."""
+"""The version of one instance's desired stages; commands are idempotent by (instance, generation).
+"""

@@ -1,7 +1,8 @@
 """Lifecycle of an instance: a table of moves, and nothing else.
 
-``docs/states.md`` is rendered from ``TRANSITIONS``; a test keeps them equal. An event that the table does not list for a state is
-an error of ours, never ignored: reports that say nothing new must be filtered before they become events.
+``docs/states.md`` is rendered from ``TRANSITIONS``; a test keeps them equal. An event that the
+table does not list for a state is an error of ours, never ignored: reports that say nothing new
+must be filtered before they become events.
 """
 
 from enum import StrEnum
@@ -57,6 +58,9 @@ TRANSITIONS: dict[tuple[InstanceState, InstanceEvent], InstanceState] = {
 
 STARTING = frozenset({_S.PLANNED, _S.FETCHING, _S.LOADING})
 """On its way to its first token."""
+BRINGING = STARTING | {_S.CONSOLIDATING}
+"""Its nodes bring parts that they may lack: all of a start's, those of the added layers where a
+stage grows."""
 SERVING = frozenset({_S.READY, _S.CONSOLIDATING})
 """Takes new requests."""
 ENDED = frozenset({_S.GONE, _S.FAILED})
@@ -76,10 +80,11 @@ def step(state: InstanceState, event: InstanceEvent) -> InstanceState:
 
 
 def path(state: InstanceState, target: InstanceState) -> tuple[InstanceEvent, ...]:
-    """Shortest series of events from a state to another, for a reader of reports that missed the ones between.
+    """Shortest series of events from a state to another, for a reader of reports that missed the
+    ones between.
 
-    A worker that loads within one report interval is first seen as ready; the moves in between are then made up, one by one, so
-    that history is complete.
+    A worker that loads within one report interval is first seen as ready; the moves in between are
+    then made up, one by one, so that history is complete.
 
     Raises:
         IllegalTransition: no series of events leads there.

@@ -1,7 +1,9 @@
-"""Which of the jobs that wait goes to the next idle process, so that nobody's work stands in front of everybody else's.
+"""Which of the jobs that wait goes to the next idle process, so that one owner's work does not
+delay all others'.
 
-Short jobs go first, and one process is kept for them. Among equals, owners take turns: each job has a ``turn`` from when it came, one
-after the last of its owner's (start-time fair queueing). No model has all processes, and no owner all those for long jobs.
+Short jobs go first, and one process is kept for them. Among equals, owners take turns: each job has
+a ``turn`` from when it came, one after the last of its owner's (start-time fair queueing). No model
+has all processes, and no owner all those for long jobs.
 """
 
 from collections.abc import Sequence
@@ -21,8 +23,13 @@ class LaneJob:
     turn: int = 0
 
 
-def next_job(waiting: Sequence[LaneJob], running: Sequence[LaneJob], processes: int) -> LaneJob | None:
-    """The job to begin now, or None when none may. ``processes``: how many jobs run at a time, at least 2."""
+def next_job(
+    waiting: Sequence[LaneJob], running: Sequence[LaneJob], processes: int
+) -> LaneJob | None:
+    """The job to begin now, or None when none may.
+
+    ``processes``: how many jobs run at a time, at least 2.
+    """
     if len(running) >= processes:
         return None
     allowed = [job for job in waiting if _allowed(job, running, processes)]
@@ -40,4 +47,6 @@ def _allowed(job: LaneJob, running: Sequence[LaneJob], processes: int) -> bool:
     if not job.long:
         return True
     others = [other for other in running if other.long]
-    return len(others) < processes - 1 and sum(other.owner == job.owner for other in others) < max(1, processes - 2)
+    return len(others) < processes - 1 and sum(other.owner == job.owner for other in others) < max(
+        1, processes - 2
+    )

@@ -13,7 +13,9 @@ LAST_WORDS_S = 0.5
 
 
 def liveness_of(age_s: float) -> Liveness:
-    """Liveness of a worker or loader whose last report came ``age_s`` ago, by the receiver's monotonic clock."""
+    """Liveness of a worker or loader whose last report came ``age_s`` ago, by the receiver's
+    monotonic clock.
+    """
     if age_s >= DEAD_AFTER_S:
         return Liveness.DEAD
     if age_s >= SUSPECT_AFTER_S:

@@ -56,6 +56,10 @@ class Stage:
         """Decoder layers in the range."""
         return self.stop - self.start
 
+    def is_within(self, other: "Stage") -> bool:
+        """All layers of the range are the other's, too."""
+        return other.start <= self.start and self.stop <= other.stop
+
 
 class RopeKind(StrEnum):
     """Ways to stretch rotary embeddings over a longer context than a model was trained on first."""
@@ -67,7 +71,10 @@ class RopeKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """How the frequencies of rotary embeddings are changed. What a kind has no use for keeps its default."""
+    """How the frequencies of rotary embeddings are changed.
+
+    What a kind has no use for keeps its default.
+    """
 
     factor: float
     low_freq_factor: float = 0.0
@@ -77,7 +84,8 @@ class RopeScaling:
     """Of ``LLAMA3`` and ``YARN``: the context before stretching."""
     kind: RopeKind = RopeKind.LLAMA3
     beta_fast: float = 32.0
-    """Of ``YARN``, as are those that follow: turns within the original context above which a frequency stays as it is."""
+    """Of ``YARN``, as are those that follow: turns within the original context above which a
+    frequency stays as it is."""
     beta_slow: float = 1.0
     """Turns below which a frequency is divided by the whole factor."""
     attention_factor: float = 1.0
@@ -102,13 +110,16 @@ class Experts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """What a checkpoint is, read from its configuration and headers. Nothing here is an operator's choice.
+    """What a checkpoint is, read from its configuration and headers.
 
-    ``part_bytes`` has ``num_layers + 2`` entries in execution order: the embedding, each decoder layer, the head (final norm
-    and output projection). Embedding and head are not split; a tied embedding lies in part 0 alone.
+    Nothing here is an operator's choice.
 
-    A field with a default came with a later release. Its default is what models had before: such a model's digest does not
-    change with the release.
+    ``part_bytes`` has ``num_layers + 2`` entries in execution order: the embedding, each decoder
+    layer, the head (final norm and output projection). Embedding and head are not split; a tied
+    embedding lies in part 0 alone.
+
+    A field with a default came with a later release. Its default is what models had before: such a
+    model's digest does not change with the release.
     """
 
     architecture: str
@@ -132,7 +143,8 @@ class ModelSpec:
     sliding_layers: tuple[int, ...] = ()
     """Layers with that window; the others see the whole context."""
     sliding_rope_theta: float | None = None
-    """Of the sliding layers, whose frequencies are then not scaled; None: they turn as the others do."""
+    """Of the sliding layers, whose frequencies are then not scaled; None: they turn as the others
+    do."""
     attention_scale: float | None = None
     """What attention scores are multiplied with; None: 1 / sqrt(head_dim)."""
     logit_softcap: float | None = None
@@ -152,10 +164,14 @@ class ModelSpec:
     def parts_of(self, stage: Stage) -> tuple[int, ...]:
         """Parts that a stage needs, in execution order.
 
-        Part 0 is the embedding (first stage; the last stage too when it is tied to the head), part 1 + l is layer l, and part
-        ``num_layers + 1`` is the head (last stage).
+        Part 0 is the embedding (first stage; the last stage too when it is tied to the head), part
+        1 + l is layer l, and part ``num_layers + 1`` is the head (last stage).
         """
-        first = (0,) if stage.start == 0 or (self.tied_embeddings and stage.stop == self.num_layers) else ()
+        first = (
+            (0,)
+            if stage.start == 0 or (self.tied_embeddings and stage.stop == self.num_layers)
+            else ()
+        )
         last = (self.num_layers + 1,) if stage.stop == self.num_layers else ()
         return (*first, *range(1 + stage.start, 1 + stage.stop), *last)
 
@@ -170,7 +186,9 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
-    """What a model must meet: time to first token, time per output token, and for which share of its requests."""
+    """What a model must meet: time to first token, time per output token, and for which share of
+    its requests.
+    """
 
     ttft_ms: float
     tpot_ms: float
@@ -211,9 +229,11 @@ class Model:
 
     @property
     def slot(self) -> int:
-        """The range of addresses in which the model lies on every device, where no other model lies there already.
+        """The range of addresses in which the model lies on every device, where no other model lies
+        there already.
 
-        It follows from the checkpoint and the dtype alone, so every process knows it and nothing has to store it.
+        It follows from the checkpoint and the dtype alone, so every process knows it and nothing
+        has to store it.
         """
         return crc32(f"{self.digest} {self.dtype.value}".encode()) % SLOTS
 

@@ -1,13 +1,17 @@
-"""Chains: through which nodes a model's parameters reach those that are to have them (BlitzScale, section 5.1). Pure.
+"""Chains: through which nodes a model's parameters reach those that are to have them (BlitzScale,
+section 5.1).
+
+Pure.
 
 ::
 
     n0 (has them) ──> n1 ──> n2        each takes units from the one before it, which may be receiving them at that moment:
     n7 (has them) ──> n5 ──> n3        a chain of any length takes little longer than one transfer
-    own source    ──> n4 ──> n6        only where nobody has, or gets, what is wanted
+    own source    ──> n4 ──> n6        only where no node has, or gets, what is wanted
 
-A target that finishes is a source, and begins a chain with whoever is behind it. Who joined stays where it is: what it was told
-(``Placement.upstreams``) is all that a later plan needs, so that plans do not change from one second, or one leader, to the next.
+A target that finishes is a source, and begins a chain with the nodes behind it. A node that joined
+keeps its place: what it was told (``Placement.upstreams``) is all that a later plan needs, so that
+plans do not change from one second, or one leader, to the next.
 """
 
 import math
@@ -17,7 +21,7 @@ from dataclasses import dataclass, field
 from pilotlight.policy.cluster import Liveness, NodeFacts, Tier
 from pilotlight.policy.cost import transfer_s
 from pilotlight.policy.ids import NodeId
-from pilotlight.policy.instance import STARTING
+from pilotlight.policy.instance import BRINGING
 from pilotlight.policy.model import Model
 from pilotlight.policy.plan import Instance, Placement
 
@@ -46,7 +50,7 @@ class Target:
     parts: frozenset[int]
     bytes_per_s: float
     upstreams: tuple[NodeId, ...] | None = None
-    """Who was before it when it joined, the nearest first; None: it joins now."""
+    """The nodes before it when it joined, the nearest first; None: it joins now."""
     accepting: bool = True
 
 
@@ -68,10 +72,10 @@ class ChainPlan:
     chains: tuple[Chain, ...]
     """Those that have members."""
     ahead: Mapping[NodeId, tuple[NodeId, ...]]
-    """Who was before each target when it joined: to be kept with it."""
+    """The nodes before each target when it joined: to be kept with it."""
     upstreams: Mapping[NodeId, tuple[NodeId, ...]]
-    """Whom each target asks, in this order: its predecessor, then who comes before that one, then others that have parts. Nobody
-    among them waits for bytes that only the target could give it."""
+    """The nodes that each target asks, in order: its predecessor, then those before that one, then
+    others that have parts. None of them waits for bytes that only the target could give it."""
 
 
 @dataclass(slots=True)
@@ -92,10 +96,16 @@ class _Growing:
         return self.members[-1] if self.members else self.source
 
     def finish_of(self, target: Target, size_bytes: int, unit_bytes: int) -> float:
-        """When a target would be done, at this chain's end: the first unit hop by hop, the rest at the slowest link's speed."""
+        """When a target would be done, at this chain's end: the first unit hop by hop, the rest at
+        the slowest link's speed.
+        """
         link = min(self.tail_bytes_per_s, target.bytes_per_s)
         first = min(unit_bytes, size_bytes)
-        return self.fill_s + transfer_s(first, link) + transfer_s(size_bytes - first, min(self.slowest_bytes_per_s, link))
+        return (
+            self.fill_s
+            + transfer_s(first, link)
+            + transfer_s(size_bytes - first, min(self.slowest_bytes_per_s, link))
+        )
 
     def append(self, target: Target, size_bytes: int, unit_bytes: int) -> None:
         self.finish_s.append(self.finish_of(target, size_bytes, unit_bytes))
@@ -117,9 +127,10 @@ def plan_chains(
     """Plan one model's chains (BlitzScale, section 5.1).
 
     1. each source that waits for nothing begins a chain
-    2. who joined before goes behind the nearest of those that were before it and are still there, else to the model's own source
-    3. newcomers, the fastest link first: to the end of the chain that has most of what they want, and of those the one by which they
-       are done first; to the model's own source if there is none
+    2. a target that joined before goes behind the nearest of those that were before it and are
+       still there, else to the model's own source
+    3. newcomers, the fastest link first: to the end of the chain that has most of what they want,
+       and of those the one by which they are done first; to the model's own source if there is none
     4. ties are broken by node id, so that equal facts give equal plans
 
     Args:
@@ -144,26 +155,36 @@ class _Plan:
     """A plan in the making."""
 
     def __init__(
-        self, part_bytes: Sequence[int], sources: Mapping[NodeId, Source], targets: list[Target], limit: int, unit_bytes: int
+        self,
+        part_bytes: Sequence[int],
+        sources: Mapping[NodeId, Source],
+        targets: list[Target],
+        limit: int,
+        unit_bytes: int,
     ) -> None:
         self._part_bytes = part_bytes
         self._sources = sources
         self._sizes: dict[tuple[frozenset[int], frozenset[int]], int] = {}
-        """Bytes that two sets of parts have in common: there are few sets, and many pairs of nodes."""
+        """Bytes that two sets of parts have in common: there are few sets, and many pairs of nodes.
+        """
         self._limit = limit
         self._unit_bytes = unit_bytes
         waiting = {target.node_id for target in targets}
         self._offers = {node_id: source.parts for node_id, source in sources.items()}
         for target in targets:
-            self._offers[target.node_id] = target.parts | self._offers.get(target.node_id, frozenset())
+            self._offers[target.node_id] = target.parts | self._offers.get(
+                target.node_id, frozenset()
+            )
         free = sorted(
             (source for node_id, source in sources.items() if node_id not in waiting),
             key=lambda source: (-source.bytes_per_s, source.node_id),
         )
         self._free = {source.node_id: source for source in free}
         self._chains = [_Growing(one.node_id, one.bytes_per_s, one.accepting) for one in free]
-        self._place = {source.node_id: chain for source, chain in zip(free, self._chains, strict=True)}
-        """Who has a place: nobody gets one behind a node without."""
+        self._place = {
+            source.node_id: chain for source, chain in zip(free, self._chains, strict=True)
+        }
+        """Nodes with a place in a chain: a node gets one only behind a node that has one."""
         self._ahead: dict[NodeId, tuple[NodeId, ...]] = {}
         self._upstreams: dict[NodeId, tuple[NodeId, ...]] = {}
 
@@ -186,9 +207,14 @@ class _Plan:
             rank = (-size_bytes, chain.finish_of(target, size_bytes, self._unit_bytes))
             if best is None or rank < best[0]:
                 best = rank, chain
-        chain = best[1] if best is not None else self._opened(_Growing(None, math.inf, accepting=True))
-        # A node that has some parts and is to have others may be both, the source of a chain and a member of it.
-        first = (chain.source,) if chain.source not in (None, target.node_id, *chain.members) else ()
+        chain = (
+            best[1] if best is not None else self._opened(_Growing(None, math.inf, accepting=True))
+        )
+        # A node that has some parts and is to have others may be both, the source of a chain and a
+        # member of it.
+        first = (
+            (chain.source,) if chain.source not in (None, target.node_id, *chain.members) else ()
+        )
         nearest = tuple(reversed(chain.members))[: self._limit - len(first)]
         self._append(chain, target, (*nearest, *first))
 
@@ -212,12 +238,13 @@ class _Plan:
         self._place[target.node_id] = chain
 
     def _upstreams_of(self, target: Target, ahead: tuple[NodeId, ...]) -> tuple[NodeId, ...]:
-        """Whom a target asks.
+        """The nodes that a target asks.
 
         1. its predecessor
-        2. who has what the predecessor will not have, the most of it first
-        3. one that waits for nobody
-        4. as many more as there is room for: who comes before, the nearest first; then sources, the fastest first
+        2. one that has what the predecessor will not have, the most of it first
+        3. one that waits for no other node
+        4. as many more as there is room for: those before it, the nearest first; then sources, the
+           fastest first
         """
         before = [node_id for node_id in ahead if self._may_ask(target, node_id)]
         others = [
@@ -237,7 +264,9 @@ class _Plan:
             missing -= self._offers[node_id]
         if not any(node_id in self._free for node_id in chosen):  # 3
             chosen += [node_id for node_id in order if node_id in self._free][:1]
-        chosen += [node_id for node_id in order if node_id not in chosen][: max(0, self._limit - len(chosen))]  # 4
+        chosen += [node_id for node_id in order if node_id not in chosen][
+            : max(0, self._limit - len(chosen))
+        ]  # 4
         return tuple(node_id for node_id in order if node_id in chosen[: self._limit])
 
     def _offered_by(self, node_ids: Iterable[NodeId]) -> frozenset[int]:
@@ -253,7 +282,9 @@ class _Plan:
         return sum(self._part_bytes[part] for part in parts)
 
     def _may_ask(self, target: Target, node_id: NodeId) -> bool:
-        """Whether a node that was before a target has something for it, and does not wait for it: it joined earlier, or has it all."""
+        """Whether a node that was before a target has something for it, and does not wait for it:
+        it joined earlier, or has it all.
+        """
         if node_id in self._place:
             return self._bytes_from(node_id, target) > 0
         return node_id in self._sources and target.parts <= self._sources[node_id].parts
@@ -266,15 +297,32 @@ class _Plan:
 
 
 def chains_of(
-    model: Model, nodes: Iterable[NodeFacts], instances: Iterable[Instance], newcomers: Iterable[Placement] = ()
+    model: Model,
+    nodes: Iterable[NodeFacts],
+    instances: Iterable[Instance],
+    newcomers: Iterable[Placement] = (),
 ) -> ChainPlan:
-    """The chains of a model, from facts alone. ``instances`` come in the order in which they were planned.
+    """The chains of a model, from facts alone.
 
-    A node takes part when its loader listens for others and is not dead. One that is silent, or drains, keeps those that are behind
-    it, and gets nobody new.
+    A node takes part when its loader listens for others and is not dead. One that is silent, or
+    drains, keeps the nodes behind it, and gets no new ones.
+
+    Args:
+        model: whose parts travel.
+        nodes: every node, as last reported.
+        instances: of this model, in the order in which they were planned.
+        newcomers: placements of a start that is being decided: they join at the end of a chain.
     """
-    there = {one.node_id: one for one in nodes if one.dataplane_port and one.liveness is not Liveness.DEAD}
-    accepting = {node_id for node_id, one in there.items() if one.liveness is Liveness.ALIVE and not one.draining}
+    there = {
+        one.node_id: one
+        for one in nodes
+        if one.dataplane_port and one.liveness is not Liveness.DEAD
+    }
+    accepting = {
+        node_id
+        for node_id, one in there.items()
+        if one.liveness is Liveness.ALIVE and not one.draining
+    }
     held = {
         node_id: frozenset(
             part
@@ -286,14 +334,14 @@ def chains_of(
         for node_id, one in there.items()
     }
     targets: dict[NodeId, Target] = {}
-    starting = [one for one in instances if one.digest == model.digest and one.state in STARTING]
+    starting = [one for one in instances if one.digest == model.digest and one.state in BRINGING]
     joined = [(placement, placement.upstreams) for one in starting for placement in one.placements]
     for placement, upstreams in (*joined, *((placement, None) for placement in newcomers)):
         node_id = placement.node_id
         if node_id not in there:
             continue
         known = targets.get(node_id)
-        missing = frozenset(model.spec.parts_of(placement.stage)) - held[node_id]
+        missing = frozenset(placement.parts_of(model.spec)) - held[node_id]
         if missing:
             targets[node_id] = Target(
                 node_id=node_id,
@@ -303,7 +351,12 @@ def chains_of(
                 accepting=node_id in accepting,
             )
     sources = (
-        Source(node_id=node_id, parts=parts, bytes_per_s=there[node_id].nic_bytes_per_s, accepting=node_id in accepting)
+        Source(
+            node_id=node_id,
+            parts=parts,
+            bytes_per_s=there[node_id].nic_bytes_per_s,
+            accepting=node_id in accepting,
+        )
         for node_id, parts in held.items()
         if parts
     )

@@ -1,7 +1,9 @@
-"""The cold-start scheme: how many workers share a model's first start, which, and with which layers.
+"""The cold-start scheme: how many workers share a model's first start, which, and with which
+layers.
 
-Today every scheme has one stage (s = 1, w = 1). The signature is that of the full choice: it sees estimates, links, copies and
-the model's SLO, and answers with the workers, their stages and what it predicts.
+Today every scheme has one stage (s = 1, w = 1). The signature is that of the full choice: it sees
+estimates, links, copies and the model's SLO, and answers with the workers, their stages and what it
+predicts.
 """
 
 from collections import Counter
@@ -13,7 +15,13 @@ from pilotlight.policy.cost import estimate_for, group_tpot_s, group_ttft_s, sta
 from pilotlight.policy.eviction.base import EvictionPlan
 from pilotlight.policy.ids import WorkerId
 from pilotlight.policy.model import Model
-from pilotlight.policy.placement import Candidate, PlacementRules, Rejection, candidates, eviction_plan
+from pilotlight.policy.placement import (
+    Candidate,
+    PlacementRules,
+    Rejection,
+    candidates,
+    eviction_plan,
+)
 from pilotlight.policy.plan import Placement, Scheme, Snapshot
 
 
@@ -30,14 +38,18 @@ class Fleet:
 
     workers: int
     sizes: Mapping[tuple[int, int], int]
-    """How many devices there are of each granule and memory, in bytes; without those of which nothing is known."""
+    """How many devices there are of each granule and memory, in bytes; without those of which
+    nothing is known."""
 
     @classmethod
     def of(cls, workers: Iterable[WorkerFacts]) -> "Fleet":
         """Counted."""
         listed = tuple(workers)
         known = (one.device for one in listed if has_known_room(one))
-        return cls(workers=len(listed), sizes=Counter((one.granule_bytes, one.memory_bytes) for one in known))
+        return cls(
+            workers=len(listed),
+            sizes=Counter((one.granule_bytes, one.memory_bytes) for one in known),
+        )
 
 
 CONSIDERED = 8
@@ -54,7 +66,8 @@ class SchemeChoice:
     eviction: EvictionPlan | None = None
     """What would have to go for it, at what loss, by the rule of the cache, which decides."""
     no_worker_ever: bool = False
-    """No worker that serves could hold the model even if it were empty: waiting for room does not help."""
+    """No worker that serves could hold the model even if it were empty: waiting for room does not
+    help."""
     considered: tuple[Scheme, ...] = ()
     """The best ones, the chosen one first."""
     rejected: tuple[Rejection, ...] = ()
@@ -75,7 +88,8 @@ def choose_scheme(
 
     Args:
         model: Which is to be started.
-        snapshot: The facts. They may be of those workers alone that can be the answer (``control.rooms``).
+        snapshot: The facts. They may be of those workers alone that can be the answer
+            (``control.rooms``).
         rules: Bounds of the choice.
         excluding: Workers that have just refused, or are left to others.
         fleet: All workers, in numbers; None: the snapshot's are all.
@@ -96,15 +110,28 @@ def choose_scheme(
         misses_slo = not _meets_slo(model, scheme)
         evicts = candidate in found.makeable
         worker, ttft_s = candidate.worker, scheme.predicted_ttft_s
-        key = (candidate.failed_here, candidate.degraded, misses_slo, evicts, ttft_s, worker.worker_id)  # 3 - 5
+        key = (
+            candidate.failed_here,
+            candidate.degraded,
+            misses_slo,
+            evicts,
+            ttft_s,
+            worker.worker_id,
+        )  # 3 - 5
         ranked.append((key, scheme, candidate))
     ranked.sort(key=lambda one: one[0])
     (failed_here, degraded, misses_slo, evicts, _, worker_id), scheme, chosen = ranked[0]
     eviction = eviction_plan(model, whole, chosen, snapshot, rules.placement) if evicts else None
-    notes = [f"{worker_id} gives the first token in {scheme.predicted_ttft_s:.2f} s, the SLO is {model.slo.ttft_ms / 1000:.2f} s"]
+    notes = [
+        f"{worker_id} gives the first token in {scheme.predicted_ttft_s:.2f} s, the SLO is {model.slo.ttft_ms / 1000:.2f} s"
+    ]
     notes += ["the model has just failed there, and there is no other"] if failed_here else []
     notes += ["its device is degraded, and there is no other"] if degraded else []
-    notes += [f"room must be made first: {eviction.reason}, at a loss of {eviction.loss:.3g}"] if eviction is not None else []
+    notes += (
+        [f"room must be made first: {eviction.reason}, at a loss of {eviction.loss:.3g}"]
+        if eviction is not None
+        else []
+    )
     return SchemeChoice(
         scheme=scheme,
         meets_slo=not misses_slo,
@@ -124,7 +151,9 @@ def _whole_on(model: Model, candidate: Candidate, snapshot: Snapshot) -> Scheme:
         worker_id=candidate.worker.worker_id,
         node_id=candidate.node.node_id,
         stage=whole,
-        device_bytes=stage_room(model, whole, candidate.worker.device.granule_bytes).granted_bytes(candidate.free_bytes),
+        device_bytes=stage_room(model, whole, candidate.worker.device.granule_bytes).granted_bytes(
+            candidate.free_bytes
+        ),
     )
     return Scheme(
         pipeline_size=1,
@@ -136,12 +165,18 @@ def _whole_on(model: Model, candidate: Candidate, snapshot: Snapshot) -> Scheme:
 
 
 def _meets_slo(model: Model, scheme: Scheme) -> bool:
-    return scheme.predicted_ttft_s * 1000 <= model.slo.ttft_ms and scheme.predicted_tpot_s * 1000 <= model.slo.tpot_ms
+    return (
+        scheme.predicted_ttft_s * 1000 <= model.slo.ttft_ms
+        and scheme.predicted_tpot_s * 1000 <= model.slo.tpot_ms
+    )
 
 
 def _none(model: Model, fleet: Fleet, rejected: tuple[Rejection, ...]) -> SchemeChoice:
     least = {size: stage_room(model, model.spec.whole, size[0]).least_bytes for size in fleet.sizes}
-    hopeless = all(memory_bytes < least[granule_bytes, memory_bytes] for granule_bytes, memory_bytes in fleet.sizes)
+    hopeless = all(
+        memory_bytes < least[granule_bytes, memory_bytes]
+        for granule_bytes, memory_bytes in fleet.sizes
+    )
     serving = sum(fleet.sizes.values())
     if not fleet.workers:
         reason = "no worker has reported"
@@ -156,7 +191,10 @@ def _none(model: Model, fleet: Fleet, rejected: tuple[Rejection, ...]) -> Scheme
 
 
 def has_known_room(worker: WorkerFacts) -> bool:
-    """Its device's memory says something of what it can hold: one that has failed holds nothing, and an engine that has not been up
+    """Its device's memory says something of what it can hold: one that has failed holds nothing,
+    and an engine that has not been up
     has not said how much there is.
     """
-    return worker.health.state is not HealthState.FAILED and (worker.engine_up or worker.device.memory_bytes > 0)
+    return worker.health.state is not HealthState.FAILED and (
+        worker.engine_up or worker.device.memory_bytes > 0
+    )

@@ -31,10 +31,11 @@ class PhaseName(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """A leaf interval of a cold start, reported by the process that did the work: the work, and the transit that led to it.
+    """A leaf interval of a cold start, reported by the process that did the work: the work, and the
+    transit that led to it.
 
-    ``start_s`` and ``end_s`` are the host's CLOCK_MONOTONIC; ``wall_offset_s`` is what to add to get wall-clock time, so that
-    intervals of several hosts can be laid on one axis.
+    ``start_s`` and ``end_s`` are the host's CLOCK_MONOTONIC; ``wall_offset_s`` is what to add to
+    get wall-clock time, so that intervals of several hosts can be laid on one axis.
     """
 
     name: PhaseName

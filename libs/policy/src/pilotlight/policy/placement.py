@@ -1,7 +1,8 @@
 """Which workers may take a stage of a model, and which may not, and why.
 
-The contention books (pending bytes and deadline of each running fetch, at each node and each source) refine the bandwidth that a
-candidate is given; today a newcomer shares its node's link equally with the transfers that are reported there.
+The contention books (pending bytes and deadline of each running fetch, at each node and each
+source) refine the bandwidth that a candidate is given; today a newcomer shares its node's link
+equally with the transfers that are reported there.
 """
 
 from collections import defaultdict
@@ -10,7 +11,14 @@ from dataclasses import dataclass, field, replace
 
 from pilotlight.policy.cluster import HealthState, Liveness, NodeFacts, WorkerFacts
 from pilotlight.policy.cost import stage_room
-from pilotlight.policy.eviction.base import EvictionCandidate, EvictionPlan, EvictionPolicy, EvictionRules, RoomRequest, why_kept
+from pilotlight.policy.eviction.base import (
+    EvictionCandidate,
+    EvictionPlan,
+    EvictionPolicy,
+    EvictionRules,
+    RoomRequest,
+    why_kept,
+)
 from pilotlight.policy.eviction.candidates import CandidateFacts, MissFacts, on_device, registered
 from pilotlight.policy.eviction.lru import Lru
 from pilotlight.policy.ids import ModelName, WorkerId
@@ -24,14 +32,18 @@ class ServiceRules:
     """What an instance is owed for its load: to serve for a multiple of what that took."""
 
     min_loads: float = 2.0
-    """Of its life, at least ``min_loads / (1 + min_loads)`` is then service, however many others wait."""
+    """Of its life, at least ``min_loads / (1 + min_loads)`` is then service, however many others
+    wait."""
     limit_s: float = 60.0
-    """However long its load took: those who wait are given up in the end."""
+    """However long its load took: requests that wait are given up in the end."""
     recent_s: float = 0.5
-    """An instance that has been idle for longer is not between two requests of one client: it may go before its time."""
+    """An instance that has been idle for longer is not between two requests of one client: it may
+    go before its time."""
 
     def owed_s(self, instance: Instance) -> float:
-        """How long an instance may serve before it makes room for others, in seconds since it became ready."""
+        """How long an instance may serve before it makes room for others, in seconds since it
+        became ready.
+        """
         return min(self.min_loads * instance.load_s, self.limit_s)
 
     def has_served(self, instance: Instance, now_s: float) -> bool:
@@ -39,7 +51,9 @@ class ServiceRules:
         return now_s - instance.state_since_s >= self.owed_s(instance)
 
     def is_settling_in(self, instance: Instance, now_s: float) -> bool:
-        """Whether an instance is in use, and too young to be evicted as soon as it is idle for a moment."""
+        """Whether an instance is in use, and too young to be evicted as soon as it is idle for a
+        moment.
+        """
         in_use = instance.idle_s(now_s) < self.recent_s
         return instance.state in SERVING and in_use and not self.has_served(instance, now_s)
 
@@ -94,20 +108,32 @@ class Candidates:
 
 
 def candidates(
-    model: Model, stage: Stage, snapshot: Snapshot, rules: PlacementRules, excluding: frozenset[WorkerId] = frozenset()
+    model: Model,
+    stage: Stage,
+    snapshot: Snapshot,
+    rules: PlacementRules,
+    excluding: frozenset[WorkerId] = frozenset(),
 ) -> Candidates:
     """Sort every worker into fitting, makeable or rejected.
 
     The servers that fit, of ParaServe's algorithm 1. The check of fetch deadlines (algorithm 2,
     section 4.2) is not there yet.
 
-    1. the caller excludes it: it has just refused, or is left to those who have waited longer
+    1. the caller excludes it: it has just refused, or is left to models that have waited longer
     2. it is not alive, its device has failed, or its engine is down
     3. its node is not known, not alive, or draining
-    4. it holds, or is about to hold, an instance of the model that serves or starts: a second one there adds nothing
+    4. it holds, or is about to hold, an instance of the model that serves or starts: a second one
+       there adds nothing
     5. the least room is free: fitting
     6. eviction could free the least room: makeable
     7. otherwise there is no room
+
+    Args:
+        model: what is to be started.
+        stage: the layers, [start, stop), that the worker is to hold.
+        snapshot: workers, nodes and instances, as of its ``now_s``.
+        rules: limits of eviction, and how long a failure counts.
+        excluding: workers that rule 1 rejects.
     """
     nodes = {node.node_id: node for node in snapshot.nodes}
     on, models = by_worker(snapshot), {model.name: model for model in snapshot.models}
@@ -120,7 +146,9 @@ def candidates(
         here = seen_on(worker, snapshot, on, models)
         refusal = _refusal(model, worker, node, here, excluding)  # 1 - 4
         if refusal is not None or node is None:
-            rejected.append(Rejection(worker_id=worker.worker_id, reason=refusal or "its node is not known"))
+            rejected.append(
+                Rejection(worker_id=worker.worker_id, reason=refusal or "its node is not known")
+            )
             continue
         candidate = Candidate(
             worker=worker,
@@ -134,9 +162,7 @@ def candidates(
         elif candidate.free_bytes + candidate.evictable_bytes >= least_bytes:  # 6
             makeable.append(candidate)
         else:  # 7
-            reason = (
-                f"{least_bytes} bytes are needed, {candidate.free_bytes} are free, {candidate.evictable_bytes} could be freed"
-            )
+            reason = f"{least_bytes} bytes are needed, {candidate.free_bytes} are free, {candidate.evictable_bytes} could be freed"
             rejected.append(Rejection(worker_id=worker.worker_id, reason=reason))
     return Candidates(fitting=tuple(fitting), makeable=tuple(makeable), rejected=tuple(rejected))
 
@@ -151,9 +177,13 @@ def by_worker(snapshot: Snapshot) -> Mapping[WorkerId, list[Instance]]:
 
 
 def seen_on(
-    worker: WorkerFacts, snapshot: Snapshot, on: Mapping[WorkerId, Sequence[Instance]], models: Mapping[ModelName, Model]
+    worker: WorkerFacts,
+    snapshot: Snapshot,
+    on: Mapping[WorkerId, Sequence[Instance]],
+    models: Mapping[ModelName, Model],
 ) -> Snapshot:
-    """The snapshot with the instances and held models of one worker alone: what is asked of it is then no matter of all others.
+    """The snapshot with the instances and held models of one worker alone: what is asked of it is
+    then no matter of all others.
 
     Args:
         worker: The worker.
@@ -163,21 +193,31 @@ def seen_on(
     """
     held = (models.get(name) for name in dict.fromkeys(one.model for one in worker.held))
     instances = tuple(on.get(worker.worker_id, ()))
-    return replace(snapshot, instances=instances, models=tuple(one for one in held if one is not None))
+    return replace(
+        snapshot, instances=instances, models=tuple(one for one in held if one is not None)
+    )
 
 
 def committed_bytes(worker: WorkerFacts, snapshot: Snapshot) -> int:
-    """Device bytes that are held, or promised to an instance that the worker does not report yet."""
+    """Device bytes that are held, or promised to an instance that the worker does not report
+    yet.
+    """
     reported = {held.instance_id for held in worker.held}
     promised = sum(
-        placement.device_bytes for instance_id, placement in _promised(worker, snapshot) if instance_id not in reported
+        placement.device_bytes
+        for instance_id, placement in _promised(worker, snapshot)
+        if instance_id not in reported
     )
     return worker.used_bytes + promised
 
 
 def room_on(worker: WorkerFacts, snapshot: Snapshot, rules: PlacementRules) -> int:
     """Device bytes that are free, or free as soon as they are asked for."""
-    return worker.device.memory_bytes - committed_bytes(worker, snapshot) + evictable_bytes(worker, snapshot, rules)
+    return (
+        worker.device.memory_bytes
+        - committed_bytes(worker, snapshot)
+        + evictable_bytes(worker, snapshot, rules)
+    )
 
 
 def _promised(worker: WorkerFacts, snapshot: Snapshot) -> Iterator[tuple[str, Placement]]:
@@ -189,7 +229,11 @@ def _promised(worker: WorkerFacts, snapshot: Snapshot) -> Iterator[tuple[str, Pl
 
 
 def _refusal(
-    model: Model, worker: WorkerFacts, node: NodeFacts | None, snapshot: Snapshot, excluding: frozenset[WorkerId]
+    model: Model,
+    worker: WorkerFacts,
+    node: NodeFacts | None,
+    snapshot: Snapshot,
+    excluding: frozenset[WorkerId],
 ) -> str | None:
     if worker.worker_id in excluding:  # 1
         return "it has just refused, or is left to those who have waited longer"
@@ -221,13 +265,19 @@ def why_unusable(worker: WorkerFacts, node: NodeFacts | None) -> str | None:
 
 
 def evictable_bytes(worker: WorkerFacts, snapshot: Snapshot, rules: PlacementRules) -> int:
-    """What eviction could free on a worker at most, of what it holds and of what need not stay for now."""
+    """What eviction could free on a worker at most, of what it holds and of what need not stay for
+    now.
+    """
     request, found = _eviction(worker, None, snapshot, rules, None)
     return sum(one.size_bytes for one in found if why_kept(one, request, rules.eviction) is None)
 
 
-def eviction_plan(model: Model, stage: Stage, candidate: Candidate, snapshot: Snapshot, rules: PlacementRules) -> EvictionPlan:
-    """What would go for the least room of a stage, and at what loss. The cache decides, by newer facts.
+def eviction_plan(
+    model: Model, stage: Stage, candidate: Candidate, snapshot: Snapshot, rules: PlacementRules
+) -> EvictionPlan:
+    """What would go for the least room of a stage, and at what loss.
+
+    The cache decides, by newer facts.
 
     Args:
         model: Whose stage it is.
@@ -251,22 +301,34 @@ def _eviction(
     rules: PlacementRules,
     misses: MissFacts | None,
 ) -> tuple[RoomRequest, tuple[EvictionCandidate, ...]]:
-    """What the cache would ask of its policy. Instances that are owed service are protected: of them the cache knows nothing."""
+    """What the cache would ask of its policy.
+
+    Instances that are owed service are protected: of them the cache knows nothing.
+    """
     here = {held.instance_id for held in worker.held}
-    known = [one for one in snapshot.instances if one.instance_id in here and one.state not in ENDED]
+    known = [
+        one for one in snapshot.instances if one.instance_id in here and one.state not in ENDED
+    ]
     named = {held.model for held in worker.held}
     facts = CandidateFacts(
         now_s=snapshot.now_s,
         models=registered(model for model in snapshot.models if model.name in named),
-        since_s={**dict.fromkeys(here, 0.0), **{one.instance_id: one.state_since_s for one in known}},
+        since_s={
+            **dict.fromkeys(here, 0.0),
+            **{one.instance_id: one.state_since_s for one in known},
+        },
         misses=misses,
     )
     owed = (one.instance_id for one in known if rules.service.is_settling_in(one, snapshot.now_s))
-    request = RoomRequest(need_bytes=0, free_bytes=0, now_s=snapshot.now_s, protected=frozenset(owed))
+    request = RoomRequest(
+        need_bytes=0, free_bytes=0, now_s=snapshot.now_s, protected=frozenset(owed)
+    )
     return request, on_device(worker, node, facts)
 
 
-def _failed_here(model: Model, worker: WorkerFacts, snapshot: Snapshot, rules: PlacementRules) -> bool:
+def _failed_here(
+    model: Model, worker: WorkerFacts, snapshot: Snapshot, rules: PlacementRules
+) -> bool:
     return any(
         instance.state is InstanceState.FAILED
         and instance.digest == model.digest

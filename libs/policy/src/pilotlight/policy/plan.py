@@ -1,4 +1,6 @@
-"""What is decided: instances and their placements, schemes, and the snapshot that a decision looks at."""
+"""What is decided: instances and their placements, schemes, and the snapshot that a decision looks
+at.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,8 +8,18 @@ from enum import StrEnum
 
 from pilotlight.policy.arrivals import NO_ARRIVALS, RecentArrivals
 from pilotlight.policy.cluster import DeviceKind, NodeFacts, WorkerFacts
-from pilotlight.policy.ids import DecisionId, Digest, Epoch, Generation, GrantId, InstanceId, ModelName, NodeId, WorkerId
-from pilotlight.policy.model import Model, Stage
+from pilotlight.policy.ids import (
+    DecisionId,
+    Digest,
+    Epoch,
+    Generation,
+    GrantId,
+    InstanceId,
+    ModelName,
+    NodeId,
+    WorkerId,
+)
+from pilotlight.policy.model import Model, ModelSpec, Stage
 from pilotlight.policy.request import Demand
 
 
@@ -45,7 +57,20 @@ class Placement:
     """Parameters plus the KV room that was granted."""
     grant_id: GrantId | None = None
     upstreams: tuple[NodeId, ...] = ()
-    """Who was before the node in the chain of its model when it joined it, the nearest first (``policy.multicast``). Empty: nobody."""
+    """Who was before the node in the chain of its model when it joined it, the nearest first
+    (``policy.multicast``). Empty: nobody."""
+    held: Stage | None = None
+    """While its instance consolidates: the range that the worker has already. None: nothing yet."""
+
+    def parts_of(self, spec: ModelSpec) -> tuple[int, ...]:
+        """Parts of a model that the node brings for this stage; not those that the worker has
+        already.
+        """
+        parts = spec.parts_of(self.stage)
+        if self.held is None:
+            return tuple(parts)
+        have = frozenset(spec.parts_of(self.held))
+        return tuple(part for part in parts if part not in have)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,11 +90,14 @@ class Instance:
     in_flight: int = 0
     reason: str = ""
     served: bool = False
-    """It has been ready at least once: that it ends says nothing against the next start of its model."""
+    """It has been ready at least once: that it ends says nothing against the next start of its
+    model."""
     load_s: float = 0.0
-    """How long it was on its way, from its commands until it was ready; so far, while it is. 0: of a release that does not say."""
+    """How long it was on its way, from its commands until it was ready; so far, while it is. 0: of
+    a release that does not say."""
     drain_within_s: float | None = None
-    """While it drains: how long its requests may run on before they go on elsewhere. None: until they end."""
+    """While it drains: how long its requests may run on before they go on elsewhere. None: until
+    they end."""
     role: InstanceRole = InstanceRole.BOTH
 
     @property
@@ -126,7 +154,9 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """A cold-start scheme: pipeline size s, full-memory workers w, and the workers with their stages."""
+    """A cold-start scheme: pipeline size s, full-memory workers w, and the workers with their
+    stages.
+    """
 
     pipeline_size: int
     full_memory_workers: int

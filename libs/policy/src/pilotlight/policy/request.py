@@ -8,7 +8,10 @@ from pilotlight.policy.ids import Digest, ModelName, RequestId
 
 
 class RequestKey(NamedTuple):
-    """One attempt at a request: what a submit is idempotent by. To an engine another attempt is another request."""
+    """One attempt at a request: what a submit is idempotent by.
+
+    To an engine another attempt is another request.
+    """
 
     request_id: RequestId
     attempt: int
@@ -21,7 +24,8 @@ class Demand:
     model: ModelName
     waiting: int
     oldest_age_s: float
-    """Ages, not times: gateways and schedulers share no clock. A reader adds what has passed since it heard."""
+    """Ages, not times: gateways and schedulers share no clock. A reader adds what has passed since
+    it heard."""
     deadline_in_s: float
     """Until the earliest deadline among the held requests; negative when it has passed."""
     arrivals: int = 0
@@ -63,7 +67,9 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """Where a worker has a model's tokenizer: what its grammars need to know which token writes what."""
+    """Where a worker has a model's tokenizer: what its grammars need to know which token writes
+    what.
+    """
 
     path: str
     """Of a ``tokenizer.json``. Another one may be there later."""
@@ -74,11 +80,12 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How a request's tokens are drawn. Stateless: noise for token i is Philox(key = seed, counter = i), and all else follows from
+    """How a request's tokens are drawn. Stateless: noise for token i is Philox(key = seed, counter
+    = i), and all else follows from
     the tokens before it.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 switch their filters off, ``presence_penalty`` and
-    ``frequency_penalty`` 0 and ``repetition_penalty`` 1 the penalties.
+    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 switch their filters off,
+    ``presence_penalty`` and ``frequency_penalty`` 0 and ``repetition_penalty`` 1 the penalties.
     """
 
     seed: int
@@ -96,11 +103,12 @@ class Sampling:
     frequency_penalty: float = 0.0
     """Taken from a token's logit as often as the output has it."""
     repetition_penalty: float = 1.0
-    """Divides positive logits, and multiplies negative ones, of tokens that prompt or output have."""
+    """Divides positive logits, and multiplies negative ones, of tokens that prompt or output have.
+    """
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Added to the logits of tokens, by id."""
     min_tokens: int = 0
-    """No stop token before so many others."""
+    """No stop token before this number of others."""
     top_logprobs: int = 0
-    """So many of the most probable tokens are told with each token, when ``logprobs`` is set."""
+    """How many of the most probable tokens are told with each token, when ``logprobs`` is set."""
     grammar: Grammar | None = None

@@ -19,11 +19,14 @@ class ScalingRules:
     instance_requests: int = 16
     """Waiting requests that one instance is expected to carry within its SLO."""
     settle_s: float = 1.0
-    """After an instance became ready, its held requests are given this long to reach it before another is started for them."""
+    """After an instance became ready, its held requests are given this long to reach it before
+    another is started for them."""
     cancel_after_s: float = 1.0
-    """A cold start that nobody has waited for this long is cancelled: longer than any gap between two demand vectors."""
+    """A cold start without a waiting request for this long is cancelled: longer than any gap
+    between two demand vectors."""
     failure_pause_s: float = 0.5
-    """Pause after a second failed cold start in a row, doubled with each further one. The first is tried again at once."""
+    """Pause after a second failed cold start in a row, doubled with each further one. The first is
+    tried again at once."""
     failure_pause_limit_s: float = 15.0
 
 
@@ -45,7 +48,7 @@ class Drain:
     within_s: float | None = None
     """Its requests may run on for so long, then they go on elsewhere. None: until they end."""
     makes_way_for: ModelName | None = None
-    """Who waits for its room."""
+    """The model that waits for its room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +79,14 @@ def plan_scaling(snapshot: Snapshot, rules: ScalingRules) -> ScalePlan:
     """Compare each model's instances with its demand and bounds.
 
     1. an instance whose model was deleted, or changed its digest, drains
-    2. more instances than ``max_instances``: the surplus drains, what starts first, then what is idle longest
-    3. a cold start that nobody waits for any more drains, down to ``min_instances``
-    4. an instance that has been idle for the keep-alive time drains, the longest idle first, down to ``min_instances``; a pinned
-       model's stays
-    5. wanted: one instance for every ``instance_requests`` that wait, at least ``min_instances``, at most ``max_instances``; what
-       starts already counts, so one start is under way for each such share of the waiting requests
+    2. more instances than ``max_instances``: the surplus drains, what starts first, then what is
+       idle longest
+    3. a cold start without a waiting request drains, down to ``min_instances``
+    4. an instance that has been idle for the keep-alive time drains, the longest idle first, down
+       to ``min_instances``; a pinned model's stays
+    5. wanted: one instance for every ``instance_requests`` that wait, at least ``min_instances``,
+       at most ``max_instances``; what starts already counts, so one start is under way for each
+       such share of the waiting requests
     6. no start while an instance that has just become ready takes over the held requests
     7. no start within the pause that follows failed ones
     """
@@ -94,7 +99,9 @@ def plan_scaling(snapshot: Snapshot, rules: ScalingRules) -> ScalePlan:
         model = models.get(instance.model)
         if model is None or model.digest != instance.digest:  # 1
             why = "its model was deleted" if model is None else "its model has another digest now"
-            draft.drains.append(Drain(instance_id=instance.instance_id, model=instance.model, reason=why))
+            draft.drains.append(
+                Drain(instance_id=instance.instance_id, model=instance.model, reason=why)
+            )
         else:
             active[instance.model].append(instance)
     waiting = {demand.model: demand for demand in snapshot.demand if demand.waiting > 0}
@@ -106,15 +113,25 @@ def plan_scaling(snapshot: Snapshot, rules: ScalingRules) -> ScalePlan:
 
 
 def _shrink(
-    model: Model, active: list[Instance], demand: Demand | None, now_s: float, rules: ScalingRules, draft: _Draft
+    model: Model,
+    active: list[Instance],
+    demand: Demand | None,
+    now_s: float,
+    rules: ScalingRules,
+    draft: _Draft,
 ) -> list[Instance]:
     """Rules 2 to 4; the instances that stay."""
     bounds = model.scaling
-    left = sorted(active, key=lambda one: (one.state in SERVING, one.in_flight > 0, one.last_used_s, one.instance_id))
+    left = sorted(
+        active,
+        key=lambda one: (one.state in SERVING, one.in_flight > 0, one.last_used_s, one.instance_id),
+    )
 
     def drain(instance: Instance, reason: str) -> None:
         left.remove(instance)
-        draft.drains.append(Drain(instance_id=instance.instance_id, model=model.name, reason=reason))
+        draft.drains.append(
+            Drain(instance_id=instance.instance_id, model=model.name, reason=reason)
+        )
 
     for instance in left[: max(0, len(left) - bounds.max_instances)]:  # 2
         drain(instance, f"at most {bounds.max_instances} instances are allowed")
@@ -133,38 +150,73 @@ def _shrink(
 
 
 def _grow(
-    model: Model, left: list[Instance], demand: Demand | None, snapshot: Snapshot, rules: ScalingRules, draft: _Draft
+    model: Model,
+    left: list[Instance],
+    demand: Demand | None,
+    snapshot: Snapshot,
+    rules: ScalingRules,
+    draft: _Draft,
 ) -> None:
     """Rules 5 to 7."""
     bounds = model.scaling
     starting = sum(instance.state in STARTING for instance in left)
     waiting = demand.waiting if demand is not None else 0
     for_demand = math.ceil(waiting / rules.instance_requests) - starting
-    count = min(max(for_demand, bounds.min_instances - len(left)), bounds.max_instances - len(left))  # 5
+    count = min(
+        max(for_demand, bounds.min_instances - len(left)), bounds.max_instances - len(left)
+    )  # 5
     if count <= 0:
         if waiting > 0 and starting == 0:
-            draft.held.append(Held(model=model.name, reason=f"it has its {bounds.max_instances} instances already"))
+            draft.held.append(
+                Held(
+                    model=model.name, reason=f"it has its {bounds.max_instances} instances already"
+                )
+            )
         return
     for_minimum = len(left) < bounds.min_instances
-    settling = any(one.state in SERVING and snapshot.now_s - one.state_since_s < rules.settle_s for one in left)
+    settling = any(
+        one.state in SERVING and snapshot.now_s - one.state_since_s < rules.settle_s for one in left
+    )
     if settling and not for_minimum:  # 6
-        draft.held.append(Held(model=model.name, reason="an instance that has just become ready takes over"))
+        draft.held.append(
+            Held(model=model.name, reason="an instance that has just become ready takes over")
+        )
         return
     pause_s = failure_pause_s(model, snapshot, rules)
     if pause_s > 0:  # 7
-        draft.held.append(Held(model=model.name, reason=f"its last cold start failed: the next one in {pause_s:.1f} s"))
+        draft.held.append(
+            Held(
+                model=model.name,
+                reason=f"its last cold start failed: the next one in {pause_s:.1f} s",
+            )
+        )
         return
-    why = f"{waiting} requests wait" if for_demand > 0 else f"at least {bounds.min_instances} instances are asked for"
+    why = (
+        f"{waiting} requests wait"
+        if for_demand > 0
+        else f"at least {bounds.min_instances} instances are asked for"
+    )
     draft.starts.extend(Start(model=model.name, reason=why) for _ in range(count))
 
 
-def next_change_s(model: Model, active: Iterable[Instance], after_s: float, rules: ScalingRules) -> float:
-    """When, after a time, rule 3 or 4 could next drain one of a model's instances if nothing happens; infinite: never."""
+def next_change_s(
+    model: Model, active: Iterable[Instance], after_s: float, rules: ScalingRules
+) -> float:
+    """When, after a time, rule 3 or 4 could next drain one of a model's instances if nothing
+    happens; infinite: never.
+
+    Args:
+        model: gives its minimum of instances and how long an idle one is kept.
+        active: the model's instances.
+        after_s: only times after this one count, in seconds of the snapshot's clock.
+        rules: give how long a start without a waiting request is kept.
+    """
     instances = [one for one in active if one.state in STARTING | SERVING]
     if len(instances) <= model.scaling.min_instances:
         return math.inf
     times = (
-        one.last_used_s + (rules.cancel_after_s if one.state in STARTING else model.scaling.keep_alive_s)
+        one.last_used_s
+        + (rules.cancel_after_s if one.state in STARTING else model.scaling.keep_alive_s)
         for one in instances
         if one.state in STARTING or (one.in_flight == 0 and not model.pinned)
     )
@@ -172,25 +224,35 @@ def next_change_s(model: Model, active: Iterable[Instance], after_s: float, rule
 
 
 def failure_pause_s(model: Model, snapshot: Snapshot, rules: ScalingRules) -> float:
-    """How long the next cold start of a model must still wait because the last ones failed; 0 when it need not."""
+    """How long the next cold start of a model must still wait because the last ones failed; 0 when
+    it need not.
+    """
     failed_s = failed_starts_s(model, snapshot)
     if len(failed_s) < 2:
         return 0.0
-    pause_s = min(rules.failure_pause_limit_s, rules.failure_pause_s * 2 ** min(len(failed_s) - 2, 16))
+    pause_s = min(
+        rules.failure_pause_limit_s, rules.failure_pause_s * 2 ** min(len(failed_s) - 2, 16)
+    )
     return max(0.0, failed_s[0] + pause_s - snapshot.now_s)
 
 
 def failed_starts_s(model: Model, snapshot: Snapshot) -> tuple[float, ...]:
     """When the last starts of a model failed, one after the other, the latest first.
 
-    A worker that died under a serving instance says nothing against the next start: only instances that never served count, and
-    those that ended before the last one that did serve are forgiven.
+    A worker that died under a serving instance says nothing against the next start: only instances
+    that never served count, and those that ended before the last one that did serve are forgiven.
     """
-    ours = [one for one in snapshot.instances if one.digest == model.digest and one.model == model.name]
-    served_since_s = max((one.state_since_s for one in ours if one.state in SERVING), default=-math.inf)
+    ours = [
+        one for one in snapshot.instances if one.digest == model.digest and one.model == model.name
+    ]
+    served_since_s = max(
+        (one.state_since_s for one in ours if one.state in SERVING), default=-math.inf
+    )
     failed = (
         one.state_since_s
         for one in ours
-        if one.state is InstanceState.FAILED and not one.served and one.state_since_s > served_since_s
+        if one.state is InstanceState.FAILED
+        and not one.served
+        and one.state_since_s > served_since_s
     )
     return tuple(sorted(failed, reverse=True))

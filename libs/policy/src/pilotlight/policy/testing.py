@@ -1,4 +1,6 @@
-"""Small worlds for tests of policies and of services that call them: builders of facts, with defaults."""
+"""Small worlds for tests of policies and of services that call them: builders of facts, with
+defaults.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -15,7 +17,16 @@ from pilotlight.policy.cluster import (
     Tier,
     WorkerFacts,
 )
-from pilotlight.policy.ids import DecisionId, Digest, Epoch, Generation, InstanceId, ModelName, NodeId, WorkerId
+from pilotlight.policy.ids import (
+    DecisionId,
+    Digest,
+    Epoch,
+    Generation,
+    InstanceId,
+    ModelName,
+    NodeId,
+    WorkerId,
+)
 from pilotlight.policy.model import Dtype, Model, ModelSpec, ScalingBounds, Slo, Stage
 from pilotlight.policy.plan import Instance, InstanceState, Placement
 from pilotlight.policy.request import Demand
@@ -25,7 +36,10 @@ CONTEXT_TOKENS = 8
 
 
 def tiny_spec(**changes: Any) -> ModelSpec:
-    """A Llama of two layers, with some fields changed. Its parts have no bytes where ``part_bytes`` is not given."""
+    """A Llama of two layers, with some fields changed.
+
+    Its parts have no bytes where ``part_bytes`` is not given.
+    """
     made = ModelSpec(
         architecture="LlamaForCausalLM",
         dtype=Dtype.FLOAT32,
@@ -45,7 +59,9 @@ def tiny_spec(**changes: Any) -> ModelSpec:
         part_bytes=(),
     )
     made = replace(made, **changes)
-    return made if "part_bytes" in changes else replace(made, part_bytes=(0,) * (made.num_layers + 2))
+    return (
+        made if "part_bytes" in changes else replace(made, part_bytes=(0,) * (made.num_layers + 2))
+    )
 
 
 def spec(part_bytes: int = 10) -> ModelSpec:
@@ -64,7 +80,14 @@ def spec(part_bytes: int = 10) -> ModelSpec:
     )
 
 
-def model(name: str = "m", *, digest: str = "", part_bytes: int = 10, pinned: bool = False, **bounds: float) -> Model:
+def model(
+    name: str = "m",
+    *,
+    digest: str = "",
+    part_bytes: int = 10,
+    pinned: bool = False,
+    **bounds: float,
+) -> Model:
     """A model of 60 bytes, and some more for KV."""
     return Model(
         name=ModelName(name),
@@ -82,7 +105,12 @@ def model(name: str = "m", *, digest: str = "", part_bytes: int = 10, pinned: bo
 
 
 def held(
-    name: str = "m", instance_id: str = "i", *, device_bytes: int = 100, state: HeldState = HeldState.READY, in_flight: int = 0
+    name: str = "m",
+    instance_id: str = "i",
+    *,
+    device_bytes: int = 100,
+    state: HeldState = HeldState.READY,
+    in_flight: int = 0,
 ) -> HeldStage:
     """One whole stage of the model ``name``."""
     return HeldStage(
@@ -110,7 +138,9 @@ def worker(
     return WorkerFacts(
         worker_id=WorkerId(f"w{index}"),
         node_id=NodeId("n0"),
-        device=Device(kind=DeviceKind.SIM, name="sim", memory_bytes=memory_bytes, load_bytes_per_s=1000.0),
+        device=Device(
+            kind=DeviceKind.SIM, name="sim", memory_bytes=memory_bytes, load_bytes_per_s=1000.0
+        ),
         liveness=liveness,
         held=held_stages,
         engine_up=engine_up,
@@ -142,7 +172,13 @@ def node(
 
 def copy(name: str = "m", *, size_bytes: int = 60) -> Copy:
     """A copy of the model ``name`` in the host pool of node ``n0``."""
-    return Copy(digest=Digest(f"d-{name}"), node_id=NodeId("n0"), tier=Tier.HOST, parts=(0,), size_bytes=size_bytes)
+    return Copy(
+        digest=Digest(f"d-{name}"),
+        node_id=NodeId("n0"),
+        tier=Tier.HOST,
+        parts=(0,),
+        size_bytes=size_bytes,
+    )
 
 
 def instance(
@@ -159,7 +195,12 @@ def instance(
     served: bool = False,
 ) -> Instance:
     """An instance with one stage on ``worker_id``."""
-    placement = Placement(worker_id=WorkerId(worker_id), node_id=NodeId("n0"), stage=Stage(0, 4), device_bytes=device_bytes)
+    placement = Placement(
+        worker_id=WorkerId(worker_id),
+        node_id=NodeId("n0"),
+        stage=Stage(0, 4),
+        device_bytes=device_bytes,
+    )
     return Instance(
         instance_id=InstanceId(instance_id),
         model=ModelName(name),

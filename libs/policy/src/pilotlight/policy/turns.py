@@ -1,13 +1,15 @@
 """Whose turn it is when more models are wanted than there are places.
 
-``scaling`` says which models are to have one more instance, ``parallelism`` where one fits. Here is said who goes first, what is kept for
-them, and which busy instance makes room when somebody has waited for too long::
+``scaling`` says which models are to have one more instance, ``parallelism`` where one fits. Here is
+said which model goes first, what is kept for it, and which busy instance makes room when a request
+has waited for too long::
 
     service of one place    | load A | A serves, at least what it is owed   | drains | load B | B serves ...
     waiting for B                          | ...... B's patience ......|                |
                                            '- B's oldest request       '- A stops taking requests
 
-Everything follows from rows, reports and the ages of demand: a new leader decides as the old one did.
+Everything follows from rows, reports and the ages of demand: a new leader decides as the old one
+did.
 """
 
 from collections import Counter
@@ -30,7 +32,8 @@ class TurnRules:
     """Figures of the decision."""
 
     patience_slo_factor: float = 2.0
-    """A model that is served nowhere waits for so many times its TTFT SLO before a busy instance makes room for it."""
+    """A model that is served nowhere waits for this multiple of its TTFT SLO before a busy instance
+    makes room for it."""
     overdue_s: float = 5.0
     """A drain that has gone on for so long beyond its limit, or without one, is not counted on."""
     line_limit: int = 64
@@ -53,7 +56,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnPlan:
-    """Who starts, in this order; who makes room."""
+    """The models that start, in this order; the instances that make room."""
 
     turns: tuple[Turn, ...] = ()
     drains: tuple[Drain, ...] = ()
@@ -78,14 +81,16 @@ class _Place:
     models: frozenset[ModelName]
     """Those of which it has an instance that serves or starts."""
     victims: list[tuple[Instance, int]]
-    """Who may be asked to make room, and what that frees here."""
+    """The instances that may make room, and what that frees here."""
     claimed: bool = False
     least_important: _Importance = (False, 0.0, "")
     """Of the victims, before any was chosen."""
 
     def give(self, victim: Instance) -> None:
         """What the victim has here, if it has anything, is on its way out."""
-        self.coming_bytes += sum(size_bytes for one, size_bytes in self.victims if one.instance_id == victim.instance_id)
+        self.coming_bytes += sum(
+            size_bytes for one, size_bytes in self.victims if one.instance_id == victim.instance_id
+        )
         self.victims = [one for one in self.victims if one[0].instance_id != victim.instance_id]
 
     def claim(self, least_bytes: int) -> None:
@@ -117,29 +122,45 @@ class _Need:
         unit_bytes = place.node.pool_unit_bytes
         if unit_bytes not in self._host_bytes:
             self._host_bytes[unit_bytes] = place.node.pool_room_bytes(self._model.spec.part_bytes)
-        return self._model.name not in place.models and self._host_bytes[unit_bytes] <= place.node.pool_bytes
+        return (
+            self._model.name not in place.models
+            and self._host_bytes[unit_bytes] <= place.node.pool_bytes
+        )
 
 
 def plan_turns(
-    snapshot: Snapshot, wanted: Iterable[ModelName], rules: TurnRules, blocked: frozenset[ModelName] = frozenset()
+    snapshot: Snapshot,
+    wanted: Iterable[ModelName],
+    rules: TurnRules,
+    blocked: frozenset[ModelName] = frozenset(),
 ) -> TurnPlan:
     """Share out what room there is among the models that are to have one more instance.
 
-    The line: models that are served nowhere before those that are; of these the one first that has waited for the most times its
-    patience, so that of models with one SLO the oldest waiter is first. Models that are ``blocked``, because what they lack is not room
-    on a device, come last, and nothing is kept for them. For each in turn:
+    The line: models that are served nowhere before those that are; of these the one first that has
+    waited for the most times its patience, so that of models with one SLO the oldest waiter is
+    first. Models that are ``blocked``, because what they lack is not room on a device, come last,
+    and nothing is kept for them. For each in turn:
 
     1. some worker has room, or eviction makes it at once: that is kept for it
     2. room is on its way, because something drains: that is kept for it
-    3. it has not waited for as long as its patience, is served somewhere, or could not be loaded time and again: it waits
-    4. busy instances make room, as few as possible, the least important first: they take no new requests and end what they have
+    3. it has not waited for as long as its patience, is served somewhere, or could not be loaded
+       time and again: it waits
+    4. busy instances make room, as few as possible, the least important first: they take no new
+       requests and end what they have
 
-    Whoever comes later leaves what is kept for others. No instance makes room before it has served for what its load is owed
-    (``ServiceRules``), when its model is pinned, or when its model would have fewer instances than its minimum. The least important
-    instance is one whose model is served elsewhere too, then the one that has served for the longest.
+    A model that comes later leaves what is kept for others. No instance makes room before it has
+    served for what its load is owed (``ServiceRules``), when its model is pinned, or when its model
+    would have fewer instances than its minimum. The least important instance is one whose model is
+    served elsewhere too, then the one that has served for the longest.
 
-    A request that outlasts its instance's drain goes on elsewhere: the drain lasts no longer than the patience of whoever waits, or
-    than the load that it makes undone.
+    A request that outlasts its instance's drain goes on elsewhere: the drain lasts no longer than
+    the patience of the model that waits, or than the load that it makes undone.
+
+    Args:
+        snapshot: workers, nodes, instances and demand, as of its ``now_s``.
+        wanted: the models that are to have one more instance.
+        rules: patience, and what an instance is owed for its load.
+        blocked: models that lack something else than room on a device.
     """
     models = {model.name: model for model in snapshot.models}
     waiting = {one.model: one for one in snapshot.demand if one.waiting > 0}
@@ -150,7 +171,9 @@ def plan_turns(
         age_s = demand.oldest_age_s if demand is not None else 0.0
         return model.name in served, -age_s / max(rules.patience_s(model), 1e-9), model.name
 
-    longest_wait_s = max((one.oldest_age_s for name, one in waiting.items() if name not in served), default=0.0)
+    longest_wait_s = max(
+        (one.oldest_age_s for name, one in waiting.items() if name not in served), default=0.0
+    )
     everyone = sorted((models[name] for name in set(wanted) if name in models), key=order)
     if not everyone:
         return TurnPlan(longest_wait_s=longest_wait_s)
@@ -164,11 +187,21 @@ def plan_turns(
     for model in line:
         need = _Need(model)
         usable = [place for place in places if need.is_met_by(place)]
-        left = [place for place in usable if place.claimed and place.room_bytes < need.device_bytes(place)]
-        turns.append(Turn(model=model.name, left=frozenset(place.worker.worker_id for place in left)))
+        left = [
+            place
+            for place in usable
+            if place.claimed and place.room_bytes < need.device_bytes(place)
+        ]
+        turns.append(
+            Turn(model=model.name, left=frozenset(place.worker.worker_id for place in left))
+        )
         place = _with_room(usable, need) or _with_room(usable, need, coming=True)  # 1, 2
         demand = waiting.get(model.name)
-        asks = demand is not None and model.name not in served and _may_ask(model, demand, snapshot, rules)  # 3
+        asks = (
+            demand is not None
+            and model.name not in served
+            and _may_ask(model, demand, snapshot, rules)
+        )  # 3
         if place is None and asks:
             place, victims = _cheapest(ranked, need, spare)  # 4
             for victim in victims:
@@ -193,8 +226,12 @@ def _ranked(places: Iterable[_Place], spare: Counter[ModelName]) -> list[_Place]
 
 
 def _may_ask(model: Model, demand: Demand, snapshot: Snapshot, rules: TurnRules) -> bool:
-    """Whether others are to make room: a second failed start in a row is no reason to disturb them a third time."""
-    return demand.oldest_age_s >= rules.patience_s(model) and len(failed_starts_s(model, snapshot)) < 2
+    """Whether others are to make room: a second failed start in a row is no reason to disturb them
+    a third time.
+    """
+    return (
+        demand.oldest_age_s >= rules.patience_s(model) and len(failed_starts_s(model, snapshot)) < 2
+    )
 
 
 def _with_room(usable: list[_Place], need: _Need, *, coming: bool = False) -> _Place | None:
@@ -204,14 +241,20 @@ def _with_room(usable: list[_Place], need: _Need, *, coming: bool = False) -> _P
         return place.room_bytes + (place.coming_bytes if coming else 0) - need.device_bytes(place)
 
     fitting = [place for place in usable if spare_bytes(place) >= 0]
-    return max(fitting, key=lambda place: (spare_bytes(place), place.worker.worker_id), default=None)
+    return max(
+        fitting, key=lambda place: (spare_bytes(place), place.worker.worker_id), default=None
+    )
 
 
-def _cheapest(ranked: list[_Place], need: _Need, spare: Counter[ModelName]) -> tuple[_Place | None, list[Instance]]:
-    """The worker where the fewest instances have to go; of several, where the most important of them is the least so.
+def _cheapest(
+    ranked: list[_Place], need: _Need, spare: Counter[ModelName]
+) -> tuple[_Place | None, list[Instance]]:
+    """The worker where the fewest instances have to go; of several, where the most important of
+    them is the least so.
 
-    ``ranked`` begins with the workers of the least important instances. One instance at least has to go, and instances become no less
-    important while others are chosen, so the search ends where no later worker can be cheaper.
+    ``ranked`` begins with the workers of the least important instances. One instance at least has
+    to go, and instances become no less important while others are chosen, so the search ends where
+    no later worker can be cheaper.
     """
     best: tuple[tuple[int, _Importance, WorkerId], _Place, list[Instance]] | None = None
     for place in ranked:
@@ -221,13 +264,19 @@ def _cheapest(ranked: list[_Place], need: _Need, spare: Counter[ModelName]) -> t
             continue
         chosen = _victims(place, need.device_bytes(place), spare)
         if chosen:
-            key = len(chosen), max(_importance(one, spare) for one in chosen), place.worker.worker_id
+            key = (
+                len(chosen),
+                max(_importance(one, spare) for one in chosen),
+                place.worker.worker_id,
+            )
             if best is None or key < best[0]:
                 best = key, place, chosen
     return (best[1], best[2]) if best is not None else (None, [])
 
 
-def _drain(victim: Instance, model: Model, demand: Demand, snapshot: Snapshot, rules: TurnRules) -> Drain:
+def _drain(
+    victim: Instance, model: Model, demand: Demand, snapshot: Snapshot, rules: TurnRules
+) -> Drain:
     patience_s = rules.patience_s(model)
     served_s, owed_s = snapshot.now_s - victim.state_since_s, rules.placement.service.owed_s(victim)
     return Drain(
@@ -256,13 +305,17 @@ def _victims(place: _Place, least_bytes: int, spare: Counter[ModelName]) -> list
 
 
 def _importance(instance: Instance, spare: Counter[ModelName]) -> _Importance:
-    """The least important first: others of its model serve too, then it has served for the longest."""
+    """The least important first: others of its model serve too, then it has served for the
+    longest.
+    """
     return spare[instance.model] <= 1, instance.state_since_s, instance.instance_id
 
 
 def _places(snapshot: Snapshot, models: dict[ModelName, Model], rules: TurnRules) -> list[_Place]:
     """Every worker on which something can be placed."""
-    snapshot = replace(snapshot, instances=tuple(one for one in snapshot.instances if one.state not in ENDED))
+    snapshot = replace(
+        snapshot, instances=tuple(one for one in snapshot.instances if one.state not in ENDED)
+    )
     nodes = {node.node_id: node for node in snapshot.nodes}
     on = by_worker(snapshot)
     places: list[_Place] = []
@@ -280,7 +333,9 @@ def _places(snapshot: Snapshot, models: dict[ModelName, Model], rules: TurnRules
                 node=node,
                 room_bytes=room_bytes,
                 coming_bytes=sum(
-                    held[one.instance_id].device_bytes for one in here if _is_leaving(one, held[one.instance_id], snapshot, rules)
+                    held[one.instance_id].device_bytes
+                    for one in here
+                    if _is_leaving(one, held[one.instance_id], snapshot, rules)
                 ),
                 models=frozenset(one.model for one in present if one.state in STARTING | SERVING),
                 victims=[
@@ -297,11 +352,23 @@ def _places(snapshot: Snapshot, models: dict[ModelName, Model], rules: TurnRules
 def _may_go(instance: Instance, model: Model | None, now_s: float, rules: TurnRules) -> bool:
     """Whether a busy instance may be asked to make room."""
     busy = instance.state in SERVING and instance.in_flight > 0
-    return busy and model is not None and not model.pinned and rules.placement.service.has_served(instance, now_s)
+    return (
+        busy
+        and model is not None
+        and not model.pinned
+        and rules.placement.service.has_served(instance, now_s)
+    )
 
 
 def _is_leaving(instance: Instance, held: HeldStage, snapshot: Snapshot, rules: TurnRules) -> bool:
-    """Whether its room can be counted on. What its worker still reports as ready and idle is evictable, and counts as that."""
-    if instance.state is not InstanceState.DRAINING or (held.state is HeldState.READY and held.in_flight == 0):
+    """Whether its room can be counted on.
+
+    What its worker still reports as ready and idle is evictable, and counts as that.
+    """
+    if instance.state is not InstanceState.DRAINING or (
+        held.state is HeldState.READY and held.in_flight == 0
+    ):
         return False
-    return snapshot.now_s - instance.state_since_s < (instance.drain_within_s or 0.0) + rules.overdue_s
+    return (
+        snapshot.now_s - instance.state_since_s < (instance.drain_within_s or 0.0) + rules.overdue_s
+    )

@@ -1,7 +1,8 @@
 """How many tokens a text has at least, found without encoding it.
 
-Only for tokenizers of which it can be said for certain: those that drop nothing. A text of n bytes (or characters) has at least
-n / longest tokens then. Others, which may drop or fuse what they do not know, have no such bound, and their texts are encoded.
+Only for tokenizers of which it can be said for certain: those that drop nothing. A text of n bytes
+(or characters) has at least n / longest tokens then. Others, which may drop or fuse what they do
+not know, have no such bound, and their texts are encoded.
 """
 
 import json
@@ -13,7 +14,8 @@ import tokenizers
 from tokenizers import pre_tokenizers
 
 NFC_SHRINKS = 4
-"""Normalizing to NFC makes a text at most so many times shorter in UTF-8: U+1FBE U+0308 U+0301 has 7 bytes and becomes one of 2."""
+"""Normalizing to NFC makes a text at most this many times shorter in UTF-8: U+1FBE U+0308 U+0301
+has 7 bytes and becomes one of 2."""
 _SPLITTERS = frozenset({"Split", "Digits", "Punctuation"})
 
 
@@ -32,7 +34,9 @@ class TokenBound:
         if self.longest == 0:
             return 0
         counted = text if self.blanks else "".join(text.split())
-        return (len(counted.encode(errors="surrogatepass")) if self.in_bytes else len(counted)) // self.longest
+        return (
+            len(counted.encode(errors="surrogatepass")) if self.in_bytes else len(counted)
+        ) // self.longest
 
 
 UNKNOWN = TokenBound()
@@ -47,15 +51,24 @@ def bound_of(tokenizer: tokenizers.Tokenizer) -> TokenBound:
     blanks = not any(token["lstrip"] or token["rstrip"] for token in added)
     normalizers = _parts(described["normalizer"], "normalizers")
     splitters = _parts(described["pre_tokenizer"], "pretokenizers")
-    if _keeps_bytes(model, vocabulary, splitters) and all(step["type"] == "NFC" for step in normalizers):
+    if _keeps_bytes(model, vocabulary, splitters) and all(
+        step["type"] == "NFC" for step in normalizers
+    ):
         longest = max([*map(len, vocabulary), *(len(token["content"].encode()) for token in added)])
-        return TokenBound(longest=longest * (NFC_SHRINKS if normalizers else 1), in_bytes=True, blanks=blanks)
+        return TokenBound(
+            longest=longest * (NFC_SHRINKS if normalizers else 1), in_bytes=True, blanks=blanks
+        )
     if _keeps_chars(model, vocabulary, splitters) and all(map(_is_no_shorter, normalizers)):
-        return TokenBound(longest=max([*map(len, vocabulary), *(len(token["content"]) for token in added)]), blanks=blanks)
+        return TokenBound(
+            longest=max([*map(len, vocabulary), *(len(token["content"]) for token in added)]),
+            blanks=blanks,
+        )
     return UNKNOWN
 
 
-def _keeps_bytes(model: Mapping[str, Any], vocabulary: Mapping[str, int], splitters: Sequence[Mapping[str, Any]]) -> bool:
+def _keeps_bytes(
+    model: Mapping[str, Any], vocabulary: Mapping[str, int], splitters: Sequence[Mapping[str, Any]]
+) -> bool:
     """Byte-level BPE that knows every byte."""
     return (
         model["type"] == "BPE"
@@ -68,14 +81,18 @@ def _keeps_bytes(model: Mapping[str, Any], vocabulary: Mapping[str, int], splitt
     )
 
 
-def _keeps_chars(model: Mapping[str, Any], vocabulary: Mapping[str, int], splitters: Sequence[Mapping[str, Any]]) -> bool:
+def _keeps_chars(
+    model: Mapping[str, Any], vocabulary: Mapping[str, int], splitters: Sequence[Mapping[str, Any]]
+) -> bool:
     """Spells what it does not know in bytes, and knows every byte."""
     return (
         model["type"] in ("BPE", "Unigram")
         and bool(model["byte_fallback"])
         and not model.get("continuing_subword_prefix")
         and not model.get("end_of_word_suffix")
-        and all(splitter["type"] == "Metaspace" or _drops_nothing(splitter) for splitter in splitters)
+        and all(
+            splitter["type"] == "Metaspace" or _drops_nothing(splitter) for splitter in splitters
+        )
         and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
     )
 
@@ -87,7 +104,9 @@ def _drops_nothing(splitter: Mapping[str, Any]) -> bool:
 def _is_no_shorter(step: Mapping[str, Any]) -> bool:
     if step["type"] == "Prepend":
         return True
-    return step["type"] == "Replace" and len(step["content"]) >= len(step["pattern"].get("String", step["content"] + " "))
+    return step["type"] == "Replace" and len(step["content"]) >= len(
+        step["pattern"].get("String", step["content"] + " ")
+    )
 
 
 def _parts(described: Mapping[str, Any] | None, inner: str) -> list[Mapping[str, Any]]:
@@ -95,4 +114,8 @@ def _parts(described: Mapping[str, Any] | None, inner: str) -> list[Mapping[str,
         return []
     if described["type"] != "Sequence":
         return [described]
-    return [part for each in cast("list[Mapping[str, Any]]", described[inner]) for part in _parts(each, inner)]
+    return [
+        part
+        for each in cast("list[Mapping[str, Any]]", described[inner])
+        for part in _parts(each, inner)
+    ]

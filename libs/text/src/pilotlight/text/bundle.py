@@ -1,6 +1,8 @@
-"""The text bundle: everything a gateway needs to turn chats into tokens and tokens into text, in one content-addressed object.
+"""The text bundle: everything a gateway needs to turn chats into tokens and tokens into text, in
+one content-addressed object.
 
-Registration makes it once from a checkpoint's files; every gateway that serves the model loads it by its digest.
+Registration makes it once from a checkpoint's files; every gateway that serves the model loads it
+by its digest.
 """
 
 from collections.abc import Mapping
@@ -29,7 +31,15 @@ MAX_TOKENIZER_BYTES = 64 * 1024 * 1024
 MAX_BUNDLE_BYTES = 2 * MAX_TOKENIZER_BYTES + MAX_CONFIG_BYTES
 MAX_SPECIAL_TOKEN_CHARS = 256
 
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_SPECIAL_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 
 
 class TextBundle(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +79,9 @@ def decode(data: bytes) -> TextBundle:
         BadCheckpoint: the bytes are no bundle, or too many.
     """
     if len(data) > MAX_BUNDLE_BYTES:
-        raise BadCheckpoint(f"a text bundle of {len(data)} bytes; at most {MAX_BUNDLE_BYTES} are taken")
+        raise BadCheckpoint(
+            f"a text bundle of {len(data)} bytes; at most {MAX_BUNDLE_BYTES} are taken"
+        )
     try:
         return _decoder.decode(data)
     except (msgspec.DecodeError, ValueError) as error:
@@ -77,19 +89,29 @@ def decode(data: bytes) -> TextBundle:
 
 
 def bundle_from_files(files: Mapping[str, bytes]) -> TextBundle:
-    """Make a bundle from a checkpoint's text files, by name; files of other names are not looked at.
+    """Make a bundle from a checkpoint's text files, by name; files of other names are not looked
+    at.
 
     Raises:
-        BadCheckpoint: ``tokenizer.json`` is missing, or a file is broken or too large; the message names it.
+        BadCheckpoint: ``tokenizer.json`` is missing, or a file is broken or too large; the message
+            names it.
     """
     if TOKENIZER_FILE not in files:
-        raise BadCheckpoint(f"there is no {TOKENIZER_FILE}: export the tokenizer as a fast tokenizer")
+        raise BadCheckpoint(
+            f"there is no {TOKENIZER_FILE}: export the tokenizer as a fast tokenizer"
+        )
     tokenizer_json = _text(files, TOKENIZER_FILE, MAX_TOKENIZER_BYTES)
     parse_tokenizer(tokenizer_json)
     try:
         tokenizer_config = _json(files, TOKENIZER_CONFIG_FILE)
-        special_tokens = _special_tokens(_json(files, SPECIAL_TOKENS_FILE)) | _special_tokens(tokenizer_config)
-        add_bos_token = tokenizer_config.flag("add_bos_token", default=False) if tokenizer_config.has("add_bos_token") else None
+        special_tokens = _special_tokens(_json(files, SPECIAL_TOKENS_FILE)) | _special_tokens(
+            tokenizer_config
+        )
+        add_bos_token = (
+            tokenizer_config.flag("add_bos_token", default=False)
+            if tokenizer_config.has("add_bos_token")
+            else None
+        )
         generation = parse_generation(_json(files, GENERATION_FILE), _json(files, CONFIG_FILE))
         template = _template(files, tokenizer_config)
     except CheckpointError as error:
@@ -114,7 +136,8 @@ def parse_tokenizer(tokenizer_json: str) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_str(tokenizer_json)
     except BaseException as error:
-        # The binding raises the bare class for whatever is wrong with the text, and some of its parts panic.
+        # The binding raises the bare class for whatever is wrong with the text, and some of its
+        # parts panic.
         if not isinstance(error, Exception) and not is_panic(error):
             raise
         raise BadCheckpoint(f"{TOKENIZER_FILE}: {error}") from error
@@ -132,7 +155,9 @@ def _text(files: Mapping[str, bytes], name: str, limit_bytes: int) -> str:
 
 def _json(files: Mapping[str, bytes], name: str) -> JsonObject:
     """A file that holds an object; an empty one when there is no such file."""
-    return JsonObject.parse(_text(files, name, MAX_CONFIG_BYTES).encode() if name in files else b"{}", name)
+    return JsonObject.parse(
+        _text(files, name, MAX_CONFIG_BYTES).encode() if name in files else b"{}", name
+    )
 
 
 def _special_tokens(place: JsonObject) -> dict[str, str]:
@@ -150,7 +175,9 @@ def _special_tokens(place: JsonObject) -> dict[str, str]:
 
 
 def _template(files: Mapping[str, bytes], tokenizer_config: JsonObject) -> str | None:
-    """The chat template: its own file goes before the configuration, as in transformers; of several, the one named default."""
+    """The chat template: its own file goes before the configuration, as in transformers; of
+    several, the one named default.
+    """
     if TEMPLATE_FILE in files:
         return _text(files, TEMPLATE_FILE, 4 * MAX_TEMPLATE_CHARS)
     if not tokenizer_config.has("chat_template"):

@@ -1,7 +1,8 @@
 """Token ids to text, with the part of a tokenizer that this takes: the vocabulary and the decoder.
 
-A checkpoint's tokenizer is foreign code: its normalizer and its regular expressions can panic, or work for minutes. Decoding needs
-neither. ``decoder_json`` makes a tokenizer without them, and refuses decoders whose work has no bound; whoever streams answers loads that.
+A checkpoint's tokenizer is foreign code: its normalizer and its regular expressions can panic, or
+work for minutes. Decoding needs neither. ``decoder_json`` makes a tokenizer without them, and
+refuses decoders whose work has no bound; the gateway's event loop loads that.
 """
 
 import json
@@ -14,25 +15,35 @@ import tokenizers
 from pilotlight.common.errors import BadCheckpoint, TextFailed
 
 MAX_DECODED_CHARS = 16 * 1024
-"""What one token may be decoded to at most. A streamed answer decodes a window of some thirty tokens with each new one."""
+"""What one token may be decoded to at most. A streamed answer decodes a window of some thirty
+tokens with each new one."""
 MAX_DECODER_STEPS = 16
 
-_PLAIN_STEPS = frozenset({"ByteLevel", "Metaspace", "WordPiece", "BPEDecoder", "CTC", "ByteFallback", "Fuse", "Strip"})
+_PLAIN_STEPS = frozenset(
+    {"ByteLevel", "Metaspace", "WordPiece", "BPEDecoder", "CTC", "ByteFallback", "Fuse", "Strip"}
+)
 _PLAIN_GROWTH = 2
 """What one of these makes of a character at most."""
 _UNUSED = ("normalizer", "pre_tokenizer", "post_processor", "truncation", "padding")
 
 _SHOWN_BYTES = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _BYTES_OF = {chr(byte): bytes([byte]) for byte in _SHOWN_BYTES} | {
-    chr(0x100 + number): bytes([byte]) for number, byte in enumerate(sorted({*range(0x100)} - {*_SHOWN_BYTES}))
+    chr(0x100 + number): bytes([byte])
+    for number, byte in enumerate(sorted({*range(0x100)} - {*_SHOWN_BYTES}))
 }
-"""How byte-level tokenizers write bytes: those that are printable in Latin-1 as themselves, the others from U+0100 on, in order."""
+"""How byte-level tokenizers write bytes: those that are printable in Latin-1 as themselves, the
+others from U+0100 on, in order."""
 
 
 class TokenDecoder:
     """What streaming an answer needs of a tokenizer."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, eos_token_ids: Sequence[int], added_tokens: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        eos_token_ids: Sequence[int],
+        added_tokens: Mapping[str, int],
+    ) -> None:
         self._tokenizer = tokenizer
         self.eos_token_ids = tuple(eos_token_ids)
         """Tokens that end an output: the generation configuration's, and the tokenizer's own."""
@@ -41,15 +52,20 @@ class TokenDecoder:
         self.added_tokens = dict(added_tokens)
         """Tokens beside the vocabulary proper, special or not, by their text."""
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
-        """Tokens that have a text. A model may know more ids: its vocabulary is often rounded up."""
+        """Tokens that have a text. A model may know more ids: its vocabulary is often rounded up.
+        """
         self._byte_tokens = self._find_byte_tokens()
         self._added_texts = {token_id: text for text, token_id in self.added_tokens.items()}
-        # In the letters of byte-level tokenizers é is spelled in two; every other decoder leaves them as they are.
+        # In the letters of byte-level tokenizers é is spelled in two; every other decoder leaves
+        # them as they are.
         self._byte_level = tokenizer.decoder is not None and tokenizer.decoder.decode(["Ã©"]) == "é"
 
     @classmethod
-    def of(cls, decoder: str, eos_token_ids: Sequence[int], added_tokens: Mapping[str, int]) -> "TokenDecoder":
-        """From what ``decoder_json`` made; takes a moment for large vocabularies, so callers with an event loop use a thread.
+    def of(
+        cls, decoder: str, eos_token_ids: Sequence[int], added_tokens: Mapping[str, int]
+    ) -> "TokenDecoder":
+        """From what ``decoder_json`` made; takes a moment for large vocabularies, so callers with
+        an event loop use a thread.
 
         Raises:
             BadCheckpoint: it cannot be used.
@@ -71,8 +87,10 @@ class TokenDecoder:
             return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """A token's own bytes, which may be only parts of characters; those of an output's tokens are together its text in UTF-8,
-        but for a blank that some tokenizers leave out at the beginning. Empty for an id without a text.
+        """A token's own bytes, which may be only parts of characters; those of an output's tokens
+        are together its text in UTF-8,
+        but for a blank that some tokenizers leave out at the beginning. Empty for an id without a
+        text.
 
         Raises:
             TextFailed: the library panics on it.
@@ -102,7 +120,8 @@ class TokenDecoder:
     def _find_byte_tokens(self) -> frozenset[int]:
         found = (self._tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
         byte_tokens = [token_id for token_id in found if token_id is not None]
-        # A vocabulary may have such names without a decoder that gives them a meaning: 0xC3 0xA9 is é in UTF-8.
+        # A vocabulary may have such names without a decoder that gives them a meaning: 0xC3 0xA9 is
+        # é in UTF-8.
         if len(byte_tokens) < 256 or self.decode([byte_tokens[0xC3], byte_tokens[0xA9]]) != "é":
             return frozenset()
         return frozenset(byte_tokens)
@@ -139,7 +158,8 @@ def decoder_json(tokenizer: tokenizers.Tokenizer) -> str:
             f"at most {MAX_DECODED_CHARS} are taken"
         )
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
-    # Decoding looks tokens up by their ids. Any model can do that, and this one has nothing beside; but it cannot hold a piece twice.
+    # Decoding looks tokens up by their ids. Any model can do that, and this one has nothing beside;
+    # but it cannot hold a piece twice.
     if len(set(vocabulary.values())) == tokenizer.get_vocab_size(with_added_tokens=False):
         described["model"] = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"}
     for token in described["added_tokens"]:
@@ -152,7 +172,9 @@ def _growth(decoder: Mapping[str, Any]) -> int:
     """How many characters a decoder makes of one, at most."""
     steps = _steps(decoder)
     if len(steps) > MAX_DECODER_STEPS:
-        raise BadCheckpoint(f"tokenizer.json: its decoder has {len(steps)} steps; at most {MAX_DECODER_STEPS} are taken")
+        raise BadCheckpoint(
+            f"tokenizer.json: its decoder has {len(steps)} steps; at most {MAX_DECODER_STEPS} are taken"
+        )
     growth = 1
     for step in steps:
         if step["type"] in _PLAIN_STEPS:
@@ -161,7 +183,9 @@ def _growth(decoder: Mapping[str, Any]) -> int:
             pattern, content = step["pattern"]["String"], step["content"]
             growth *= max(1, len(content)) if pattern else 1 + len(content)
         else:
-            raise BadCheckpoint(f"tokenizer.json: a decoder with {json.dumps(step)[:100]} is not supported")
+            raise BadCheckpoint(
+                f"tokenizer.json: a decoder with {json.dumps(step)[:100]} is not supported"
+            )
     return growth
 
 

@@ -1,8 +1,8 @@
 """Token ids to text while they come.
 
-A token is not a piece of text: characters are spread over several byte tokens, the first word loses its leading space, a run of
-byte-fallback tokens is decoded as one. So a window of the latest tokens is decoded again with each token, and what goes beyond
-the text given out so far is new.
+A token is not a piece of text: characters are spread over several byte tokens, the first word loses
+its leading space, a run of byte-fallback tokens is decoded as one. So a window of the latest tokens
+is decoded again with each token, and what goes beyond the text given out so far is new.
 
 ::
 
@@ -17,16 +17,20 @@ from pilotlight.text.decoding import TokenDecoder
 WINDOW_TOKENS = 24
 """The window is cut when it is longer."""
 KEPT_TOKENS = 8
-"""Left after a cut. An unfinished character has at most three bytes, so at most three tokens; the others are context."""
+"""Left after a cut. An unfinished character has at most three bytes, so at most three tokens; the
+others are context."""
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer:
-    """One output's text. What ``feed`` and ``flush`` return is, put together, ``decode`` of all ids without special tokens.
+    """One output's text.
 
-    A token costs the decoding of a window, however long the output. A run of byte-fallback tokens is held back until it ends,
-    because one invalid byte in it changes how all of it is decoded.
+    What ``feed`` and ``flush`` return is, put together, ``decode`` of all ids without special
+    tokens.
+
+    A token costs the decoding of a window, however long the output. A run of byte-fallback tokens
+    is held back until it ends, because one invalid byte in it changes how all of it is decoded.
     """
 
     def __init__(self, tokenizer: TokenDecoder, kept: Collection[int] = ()) -> None:
@@ -59,7 +63,8 @@ class Detokenizer:
         self._given_chars = max(self._given_chars, stable_chars)
         if len(self._window) > WINDOW_TOKENS:
             del self._window[:-KEPT_TOKENS]
-            # The shorter window may decode otherwise at its beginning, but it ends alike: what is given out ends where it did.
+            # The shorter window may decode otherwise at its beginning, but it ends alike: what is
+            # given out ends where it did.
             self._given_chars = _stable_chars(self._decoded())
         return new
 

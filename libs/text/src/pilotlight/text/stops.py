@@ -20,9 +20,10 @@ class Stopped(msgspec.Struct, frozen=True):
 class StopMatcher:
     """Finds the stop string that begins first, and gives out what comes before it.
 
-    The answer depends on the text alone, not on the pieces in which it comes: of two stop strings the one that begins first wins,
-    also when the other one is complete earlier; of two that begin together, the shorter. What may yet become a stop string is
-    held back. A character costs one step of a Knuth-Morris-Pratt automaton for each stop string.
+    The answer depends on the text alone, not on the pieces in which it comes: of two stop strings
+    the one that begins first wins, also when the other one is complete earlier; of two that begin
+    together, the shorter. What may yet become a stop string is held back. A character costs one
+    step of a Knuth-Morris-Pratt automaton for each stop string.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -32,14 +33,17 @@ class StopMatcher:
             BadRequest: too many stop strings, an empty one or one too long.
         """
         if len(stops) > MAX_STOPS:
-            raise BadRequest(f"{len(stops)} stop strings; at most {MAX_STOPS} are taken", param="stop")
+            raise BadRequest(
+                f"{len(stops)} stop strings; at most {MAX_STOPS} are taken", param="stop"
+            )
         if not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
             raise BadRequest(f"a stop string needs 1 to {MAX_STOP_CHARS} characters", param="stop")
         # Shortest first: it is the first to be complete, and of two that begin together it wins.
         self._automata = [_Automaton(stop) for stop in sorted(set(stops), key=len)]
         self._held = ""
         self._found: tuple[int, str] | None = None
-        """Where in the held text a stop string begins, while one that began earlier may still become complete."""
+        """Where in the held text a stop string begins, while one that began earlier may still
+        become complete."""
         self._ended = False
 
     def feed(self, text: str) -> Stopped:
@@ -54,7 +58,9 @@ class StopMatcher:
             earliest = self._step(char, end)
             if self._found is not None and earliest >= self._found[0]:
                 return self._end(*self._found)
-        return self._release(min(len(self._held) - automaton.matched for automaton in self._automata))
+        return self._release(
+            min(len(self._held) - automaton.matched for automaton in self._automata)
+        )
 
     def flush(self) -> Stopped:
         """What is held back, at the end of the text; also then a stop string may be found."""
@@ -63,7 +69,9 @@ class StopMatcher:
         return self._release(len(self._held))
 
     def _step(self, char: str, end: int) -> int:
-        """Feed one character; return where the earliest unfinished stop string begins, ``end`` if there is none."""
+        """Feed one character; return where the earliest unfinished stop string begins, ``end`` if
+        there is none.
+        """
         earliest = end
         for automaton in self._automata:
             if automaton.step(char):

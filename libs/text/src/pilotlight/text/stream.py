@@ -14,7 +14,8 @@ class OutputDelta(msgspec.Struct, frozen=True):
 
     text: str
     used_tokens: int
-    """How many of the tokens belong to the output. Those past a stop string do not: they are dropped and not billed."""
+    """How many of the tokens belong to the output. Those past a stop string do not: they are
+    dropped and not billed."""
     stop: str | None = None
     """The stop string that ended the output; the engine can be told to cancel."""
 
@@ -26,7 +27,12 @@ class OutputText:
     """
 
     def __init__(
-        self, tokenizer: TokenDecoder, stops: Sequence[str] = (), kept: Collection[int] = (), *, include_stop: bool = False
+        self,
+        tokenizer: TokenDecoder,
+        stops: Sequence[str] = (),
+        kept: Collection[int] = (),
+        *,
+        include_stop: bool = False,
     ) -> None:
         """Begin an output.
 
@@ -58,7 +64,10 @@ class OutputText:
         return OutputDelta("".join(shown), len(token_ids))
 
     def finish(self) -> OutputDelta:
-        """The engine has ended the output: what was held back. It may still turn out to hold a stop string."""
+        """The engine has ended the output: what was held back.
+
+        It may still turn out to hold a stop string.
+        """
         if self._ended:
             return OutputDelta("", 0)
         self._ended = True
@@ -69,4 +78,6 @@ class OutputText:
         return OutputDelta(rest.text + self._shown(last), 0, last.stop)
 
     def _shown(self, found: Stopped) -> str:
-        return found.text + found.stop if found.stop is not None and self._include_stop else found.text
+        return (
+            found.text + found.stop if found.stop is not None and self._include_stop else found.text
+        )

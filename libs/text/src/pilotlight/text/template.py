@@ -1,15 +1,18 @@
 """Chat templates: Jinja programs that come with a model and write its prompts.
 
-Rendered as transformers renders them: same sandbox, same extensions, same ``tojson``, ``raise_exception`` and ``strftime_now``
-(in UTC here). A template is foreign code that runs on every request, so these are bounded:
+Rendered as transformers renders them: same sandbox, same extensions, same ``tojson``,
+``raise_exception`` and ``strftime_now`` (in UTC here). A template is foreign code that runs on
+every request, so these are bounded:
 
 * its length, and the length of what it writes;
 * its steps (a turn of a loop, a call of a macro) and its time, looked at with each step;
-* texts and numbers that it builds with ``+``, ``*`` and ``~``, and every value that it writes. ``**`` is refused.
+* texts and numbers that it builds with ``+``, ``*`` and ``~``, and every value that it writes.
+  ``**`` is refused.
 
-Not bounded here is the work of a single filter or method call (``'x'|center(10**9)`` written out): it lasts as long and takes as much
-memory as it does. So services compile and render templates in a process with limits of its own, which may be lost (the gateway's
-text helpers). Nothing is computed while compiling: Jinja would fold such a call, when no meter runs.
+Not bounded here is the work of a single filter or method call (``'x'|center(10**9)`` written out):
+it lasts as long and takes as much memory as it does. So services compile and render templates in a
+process with limits of its own, which may be lost (the gateway's text helpers). Nothing is computed
+while compiling: Jinja would fold such a call, when no meter runs.
 """
 
 import json
@@ -37,7 +40,14 @@ MAX_RENDER_S = 5.0
 MAX_NUMBER_BITS = 256
 RESERVED = frozenset(
     {
-        *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"),
+        *(
+            "messages",
+            "tools",
+            "documents",
+            "add_generation_prompt",
+            "continue_final_message",
+            "chat_template",
+        ),
         *(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")),
         *("raise_exception", "strftime_now", "namespace", "dict", "range", "cycler", "joiner"),
     }
@@ -45,7 +55,8 @@ RESERVED = frozenset(
 """Names that a template's variables cannot have: they mean something already."""
 
 _CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
-"""What stands in a rendered prompt for the end of the message that is continued; transformers' word, which some templates know."""
+"""What stands in a rendered prompt for the end of the message that is continued; transformers'
+word, which some templates know."""
 
 _COMPILE_FAULTS = (jinja2.TemplateError, SyntaxError, ValueError, RuntimeError, MemoryError)
 _RENDER_FAULTS = (
@@ -58,7 +69,8 @@ _RENDER_FAULTS = (
     TypeError,
     ValueError,
 )
-"""What a program in Jinja can raise. RuntimeError has RecursionError below it, ValueError has UnicodeError."""
+"""What a program in Jinja can raise. RuntimeError has RecursionError below it, ValueError has
+UnicodeError."""
 
 
 class ChatTemplate:
@@ -94,20 +106,28 @@ class ChatTemplate:
             messages: as in the API, with plain strings as content.
             tools: descriptions of functions; the template sees None when there are none.
             add_generation_prompt: end with the beginning of the assistant's answer.
-            continue_final_message: end with the last message's content, as it is so far: the answer goes on with it. Not together with
-                ``add_generation_prompt``.
-            variables: more of what the template may know (``enable_thinking``); it cannot replace the above.
+            continue_final_message: end with the last message's content, as it is so far: the answer
+                goes on with it. Not together with ``add_generation_prompt``.
+            variables: more of what the template may know (``enable_thinking``); it cannot replace
+                the above.
 
         Raises:
-            BadRequest: there is no template, it refuses these messages, or it fails or works too long on them.
-            TooLarge: the prompt is beyond ``MAX_RENDERED_CHARS``, or writing it takes more memory than there is.
+            BadRequest: there is no template, it refuses these messages, or it fails or works too
+                long on them.
+            TooLarge: the prompt is beyond ``MAX_RENDERED_CHARS``, or writing it takes more memory
+                than there is.
         """
         if self._template is None:
-            raise BadRequest("this model has no chat template: send its prompt to /v1/completions", param="messages")
+            raise BadRequest(
+                "this model has no chat template: send its prompt to /v1/completions",
+                param="messages",
+            )
         visible = {
             **(variables or {}),
             **self._special_tokens,
-            "messages": [*messages[:-1], _marked(messages[-1])] if continue_final_message else messages,
+            "messages": [*messages[:-1], _marked(messages[-1])]
+            if continue_final_message
+            else messages,
             "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
@@ -116,9 +136,14 @@ class ChatTemplate:
         try:
             prompt = "".join(self._template.generate(visible))
         except MemoryError as error:
-            raise TooLarge("the model's chat template takes too much memory on these messages", param="messages") from error
+            raise TooLarge(
+                "the model's chat template takes too much memory on these messages",
+                param="messages",
+            ) from error
         except _RENDER_FAULTS as error:
-            raise BadRequest(f"the model's chat template cannot write these messages: {error}", param="messages") from error
+            raise BadRequest(
+                f"the model's chat template cannot write these messages: {error}", param="messages"
+            ) from error
         finally:
             _meter.reset(running)
         return _unfinished(prompt, messages[-1]) if continue_final_message else prompt
@@ -134,7 +159,9 @@ def _marked(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unfinished(prompt: str, last: Mapping[str, Any]) -> str:
-    """A prompt up to the mark, as transformers cuts it: a template that trims contents has taken the mark's blank, too."""
+    """A prompt up to the mark, as transformers cuts it: a template that trims contents has taken
+    the mark's blank, too.
+    """
     end = prompt.rfind(_CONTINUED.rstrip())
     if end < 0 or last["content"].strip() not in prompt:
         raise BadRequest(
@@ -156,12 +183,17 @@ class _Meter:
     def step(self) -> None:
         self._steps += 1
         if self._steps > MAX_STEPS or self._clock.monotonic_s() > self._until_s:
-            raise BadRequest("the model's chat template works too long on these messages", param="messages")
+            raise BadRequest(
+                "the model's chat template works too long on these messages", param="messages"
+            )
 
     def write(self, chars: int) -> None:
         self._chars += chars
         if self._chars > MAX_RENDERED_CHARS:
-            raise TooLarge(f"the chat template writes more than {MAX_RENDERED_CHARS} characters", param="messages")
+            raise TooLarge(
+                f"the chat template writes more than {MAX_RENDERED_CHARS} characters",
+                param="messages",
+            )
 
 
 _meter: ContextVar[_Meter] = ContextVar("pilotlight_template_meter")
@@ -183,14 +215,19 @@ class _Namespace(Namespace):
 
 
 class _CodeGenerator(CodeGenerator):
-    """Computes no output while compiling: the generator does so by itself, even without the optimizer."""
+    """Computes no output while compiling: the generator does so by itself, even without the
+    optimizer.
+    """
 
     def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:
         raise nodes.Impossible
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, metered. ``step``, ``literal`` and ``join`` are called by what ``_instrument`` puts into a template."""
+    """The sandbox, metered.
+
+    ``step``, ``literal`` and ``join`` are called by what ``_instrument`` puts into a template.
+    """
 
     code_generator_class = _CodeGenerator
     intercepted_binops = frozenset({"+", "*", "**"})
@@ -198,9 +235,15 @@ class _Environment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "**":
             raise SecurityError("chat templates may not use **")
-        size = _size(left) + _size(right) if operator == "+" else _size(left) * _times(right) + _size(right) * _times(left)
+        size = (
+            _size(left) + _size(right)
+            if operator == "+"
+            else _size(left) * _times(right) + _size(right) * _times(left)
+        )
         if size > MAX_RENDERED_CHARS or _bits(left) + _bits(right) > MAX_NUMBER_BITS:
-            raise SecurityError(f"a value beyond {MAX_RENDERED_CHARS} items or {MAX_NUMBER_BITS} bits")
+            raise SecurityError(
+                f"a value beyond {MAX_RENDERED_CHARS} items or {MAX_NUMBER_BITS} bits"
+            )
         return super().call_binop(context, operator, left, right)
 
     def step(self) -> bool:
@@ -209,7 +252,9 @@ class _Environment(ImmutableSandboxedEnvironment):
         return True
 
     def literal(self, text: str) -> str:
-        """Text of the template itself, as a value: values are metered when they are written, and constants are not."""
+        """Text of the template itself, as a value: values are metered when they are written, and
+        constants are not.
+        """
         return text
 
     def join(self, *values: Any) -> str:
@@ -221,7 +266,9 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 def _compile(source: str, clock: Clock | None) -> jinja2.Template:
     if len(source) > MAX_TEMPLATE_CHARS:
-        raise BadCheckpoint(f"the chat template has {len(source)} characters; at most {MAX_TEMPLATE_CHARS} are taken")
+        raise BadCheckpoint(
+            f"the chat template has {len(source)} characters; at most {MAX_TEMPLATE_CHARS} are taken"
+        )
     environment = _Environment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -237,7 +284,12 @@ def _compile(source: str, clock: Clock | None) -> jinja2.Template:
 
     environment.filters["tojson"] = _tojson
     functions: dict[str, Any] = environment.globals
-    functions.update(raise_exception=_raise_exception, strftime_now=strftime_now, namespace=_Namespace, dict=_dict)
+    functions.update(
+        raise_exception=_raise_exception,
+        strftime_now=strftime_now,
+        namespace=_Namespace,
+        dict=_dict,
+    )
     del functions["lipsum"]
     try:
         tree = environment.parse(source)
@@ -248,7 +300,9 @@ def _compile(source: str, clock: Clock | None) -> jinja2.Template:
 
 
 def _instrument(tree: nodes.Template, environment: _Environment) -> None:
-    """Put a step into every loop and macro, ``join`` in the place of ``~``, and ``literal`` around the template's own text."""
+    """Put a step into every loop and macro, ``join`` in the place of ``~``, and ``literal`` around
+    the template's own text.
+    """
     for loop in list(tree.find_all(nodes.For)):
         if loop.test is not None:
             # Items that the condition drops never reach the body.
@@ -286,7 +340,10 @@ def _call(method: str, *args: nodes.Expr) -> nodes.Call:
 
 
 def _metered(value: Any) -> Any:
-    """See every value before it is written, within macros and blocks too. While compiling, no meter runs."""
+    """See every value before it is written, within macros and blocks too.
+
+    While compiling, no meter runs.
+    """
     meter = _meter.get(None)
     if meter is None:
         return value
@@ -315,7 +372,9 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     # Jinja's own filter escapes HTML, which a prompt is not.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -323,5 +382,6 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
-    # The class itself would let ``dict.update(messages[0], ...)`` past the sandbox, which knows instances alone.
+    # The class itself would let ``dict.update(messages[0], ...)`` past the sandbox, which knows
+    # instances alone.
     return dict(*args, **kwargs)

@@ -7,7 +7,10 @@ from pilotlight.text.decoding import TokenDecoder
 
 
 class TextTokenizer(TokenDecoder):
-    """A model's whole tokenizer: foreign code, which may panic or work for long. Services use it in a process that may be lost."""
+    """A model's whole tokenizer: foreign code, which may panic or work for long.
+
+    Services use it in a process that may be lost.
+    """
 
     def __init__(self, bundle: TextBundle) -> None:
         """Build it.
@@ -16,13 +19,17 @@ class TextTokenizer(TokenDecoder):
             BadCheckpoint: the bundle's ``tokenizer.json`` is broken.
         """
         tokenizer = parse_tokenizer(bundle.tokenizer_json)
-        # Some exports carry the settings of their training run; a prompt is neither cut nor filled up behind one's back.
+        # Some exports carry the settings of their training run; a prompt is neither cut nor filled
+        # up behind one's back.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         eos_token = bundle.special_tokens.get("eos_token")
         own_end = None if eos_token is None else tokenizer.token_to_id(eos_token)
         ends = (*bundle.generation.eos_token_ids, *(() if own_end is None else (own_end,)))
-        added = {token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items()}
+        added = {
+            token.content: token_id
+            for token_id, token in tokenizer.get_added_tokens_decoder().items()
+        }
         super().__init__(tokenizer, tuple(dict.fromkeys(ends)), added)
         bos_token = bundle.special_tokens.get("bos_token")
         self._add_bos_token = bundle.add_bos_token
@@ -37,8 +44,8 @@ class TextTokenizer(TokenDecoder):
 
         Args:
             text: anything; names of special tokens within it become those tokens.
-            add_special_tokens: begin as the model was trained to, usually with ``bos_token``. False for what a chat template has
-                written: templates write their own.
+            add_special_tokens: begin as the model was trained to, usually with ``bos_token``. False
+                for what a chat template has written: templates write their own.
 
         Raises:
             BadRequest: the text holds lone surrogates, which are no characters.

@@ -22,7 +22,11 @@ def add_metrics(books: Books, registry: CollectorRegistry) -> None:
     """Gauges that read the books when they are scraped."""
     grants = Gauge("pilotlight_cache_grants", "Grants of room that are open", registry=registry)
     grants.set_function(lambda: len(books.grants))
-    gateways = Gauge("pilotlight_cache_arrival_gateways", "Gateways that tell the cache of arrivals", registry=registry)
+    gateways = Gauge(
+        "pilotlight_cache_arrival_gateways",
+        "Gateways that tell the cache of arrivals",
+        registry=registry,
+    )
     gateways.set_function(lambda: books.arrivals.gateways)
     models = Gauge(
         "pilotlight_cache_arrival_models",

@@ -1,7 +1,10 @@
-"""The cache's books: what lies where by the last reports, what is granted but not there yet. No I/O.
+"""The cache's books: what lies where by the last reports, what is granted but not there yet.
 
-Reports are the truth of what is held; a grant counts until a report shows its stage. What a worker has just given up is left out at
-once, before its next report says so, and so is its grant, which its scheduler releases later.
+No I/O.
+
+Reports are the truth of what is held; a grant counts until a report shows its stage. What a worker
+has just given up is left out at once, before its next report says so, and so is its grant, which
+its scheduler releases later.
 """
 
 from collections.abc import Collection, Iterable
@@ -9,12 +12,35 @@ from dataclasses import dataclass, field
 
 from pilotlight.common.roster import News, Roster
 from pilotlight.policy.arrivals import ArrivalCount, ArrivalWindows, CounterLife
-from pilotlight.policy.cluster import RESIDENT, Copy, HeldState, Liveness, NodeFacts, Tier, WorkerFacts
+from pilotlight.policy.cluster import (
+    RESIDENT,
+    Copy,
+    HeldState,
+    Liveness,
+    NodeFacts,
+    Tier,
+    WorkerFacts,
+)
 from pilotlight.policy.drain import copies_to_strike
 from pilotlight.policy.eviction.base import EvictionCandidate, EvictionPolicy
-from pilotlight.policy.eviction.candidates import CandidateFacts, MissFacts, Registered, in_pool, on_device
+from pilotlight.policy.eviction.candidates import (
+    CandidateFacts,
+    MissFacts,
+    Registered,
+    in_pool,
+    on_device,
+)
 from pilotlight.policy.eviction.lru import Lru
-from pilotlight.policy.ids import Digest, Epoch, Generation, GrantId, InstanceId, ModelName, NodeId, WorkerId
+from pilotlight.policy.ids import (
+    Digest,
+    Epoch,
+    Generation,
+    GrantId,
+    InstanceId,
+    ModelName,
+    NodeId,
+    WorkerId,
+)
 from pilotlight.policy.liveness import DEAD_AFTER_S
 from pilotlight.policy.plan import Estimate, Estimates
 
@@ -35,7 +61,8 @@ class Grant:
     epoch: Epoch = field(default=Epoch(0))
     """Of the leader that asked; 0 where that is not known any more."""
     generation: Generation = field(default=Generation(0))
-    """Of the instance's stages that it was made for; 0 where that is not known any more."""
+    """Of the instance's stages that it was made for; 0 where the release that made it did not say.
+    """
     since_s: float = 0.0
     """On the same clock: when it was made, or found by a cache that has just been started."""
 
@@ -52,11 +79,14 @@ class Books:
     """With what it has observed."""
     grants: dict[GrantId, Grant] = field(default_factory=dict[GrantId, Grant])
     draining: frozenset[NodeId] = frozenset()
-    """Nodes that an operator wants to be empty: nothing is granted there, and copies that nobody needs are struck."""
+    """Nodes that an operator wants to be empty: nothing is granted there, and copies that are not
+    needed are struck."""
     epoch: Epoch = field(default=Epoch(0))
     """The highest that is known, from the lease, from reports or from a leader's request."""
     listening_since_s: float = float("-inf")
-    _given_up: set[tuple[WorkerId, InstanceId]] = field(default_factory=set[tuple[WorkerId, InstanceId]])
+    _given_up: set[tuple[WorkerId, InstanceId]] = field(
+        default_factory=set[tuple[WorkerId, InstanceId]]
+    )
     _dropped: set[tuple[NodeId, Digest]] = field(default_factory=set[tuple[NodeId, Digest]])
     _first_seen_s: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
     """By worker or node, then by instance (that had been loaded) or digest."""
@@ -81,17 +111,32 @@ class Books:
         """Take what the roster has heard."""
         for worker_id in news.workers:
             view = self.roster.worker(worker_id)
-            stages = [one for one in view.facts.held if one.state in RESIDENT] if view is not None else []
+            stages = (
+                [one for one in view.facts.held if one.state in RESIDENT]
+                if view is not None
+                else []
+            )
             held = {one.instance_id for one in stages}
             # The minimum residency is for use: it begins when a stage can be used.
-            self._see(worker_id, [one.instance_id for one in stages if one.state is not HeldState.LOADING], now_s)
-            # A report that was under way when it gave a stage up may still show it; one that does not was made after.
-            self._given_up = {(owner, one) for owner, one in self._given_up if owner != worker_id or one in held}
+            self._see(
+                worker_id,
+                [one.instance_id for one in stages if one.state is not HeldState.LOADING],
+                now_s,
+            )
+            # A report that was under way when it gave a stage up may still show it; one that does
+            # not was made after.
+            self._given_up = {
+                (owner, one) for owner, one in self._given_up if owner != worker_id or one in held
+            }
         for node_id in news.nodes:
             facts = self.roster.node(node_id)
             present = {copy.digest for copy in facts.copies} if facts is not None else set[Digest]()
             self._see(node_id, present, now_s)
-            self._dropped = {(node, digest) for node, digest in self._dropped if node != node_id or digest in present}
+            self._dropped = {
+                (node, digest)
+                for node, digest in self._dropped
+                if node != node_id or digest in present
+            }
 
     def _see(self, owner: str, present: Collection[str], now_s: float) -> None:
         """Keep since when each thing has been with its owner."""
@@ -99,11 +144,17 @@ class Books:
         if present:
             self._first_seen_s[owner] = {subject: seen.get(subject, now_s) for subject in present}
 
-    def give_up(self, worker_id: WorkerId, instance_ids: tuple[InstanceId, ...]) -> tuple[GrantId, ...]:
-        """A worker confirmed that it unloaded these. Their grants are over with that; returns them."""
+    def give_up(
+        self, worker_id: WorkerId, instance_ids: tuple[InstanceId, ...]
+    ) -> tuple[GrantId, ...]:
+        """A worker confirmed that it unloaded these. Their grants are over with that; returns
+        them.
+        """
         self._given_up.update((worker_id, instance_id) for instance_id in instance_ids)
         over = tuple(
-            grant.grant_id for grant in self.grants.values() if grant.worker_id == worker_id and grant.instance_id in instance_ids
+            grant.grant_id
+            for grant in self.grants.values()
+            if grant.worker_id == worker_id and grant.instance_id in instance_ids
         )
         for grant_id in over:
             del self.grants[grant_id]
@@ -133,13 +184,20 @@ class Books:
     def is_held(self, grant: Grant) -> bool:
         """Whether the last report shows the granted stage."""
         view = self.roster.worker(grant.worker_id)
-        return view is not None and any(one.instance_id == grant.instance_id and one.state in RESIDENT for one in view.facts.held)
+        return view is not None and any(
+            one.instance_id == grant.instance_id and one.state in RESIDENT
+            for one in view.facts.held
+        )
 
     def would_show(self, grant: Grant, now_s: float) -> bool:
-        """Whether a granted stage that is held would be known: its worker has reported, or had the time to. A cache that has just
+        """Whether a granted stage that is held would be known: its worker has reported, or had the
+        time to. A cache that has just
         been started has heard of nothing yet.
         """
-        return self.roster.worker(grant.worker_id) is not None or now_s - self.listening_since_s >= DEAD_AFTER_S
+        return (
+            self.roster.worker(grant.worker_id) is not None
+            or now_s - self.listening_since_s >= DEAD_AFTER_S
+        )
 
     def device_free_bytes(self, worker: WorkerFacts) -> int:
         """Bytes of a device that are neither held nor promised."""
@@ -154,35 +212,56 @@ class Books:
         return worker.device.memory_bytes - sum(held.values())
 
     def host_free_bytes(self, node: NodeFacts) -> int:
-        """Bytes of a host pool that are neither taken nor promised. A stage that is loaded needs none any more."""
+        """Bytes of a host pool that are neither taken nor promised.
+
+        A stage that is loaded needs none any more.
+        """
         present = {copy.digest: copy.size_bytes for copy in self.copies(node)}
-        dropped = sum(copy.size_bytes for copy in node.copies if (node.node_id, copy.digest) in self._dropped)
+        dropped = sum(
+            copy.size_bytes for copy in node.copies if (node.node_id, copy.digest) in self._dropped
+        )
         promised: dict[Digest, int] = {}
         for grant in self.grants.values():
             if grant.node_id == node.node_id and not self._is_loaded(grant):
                 missing = grant.host_bytes - present.get(grant.digest, 0)
                 promised[grant.digest] = max(promised.get(grant.digest, 0), missing)
-        return node.pool_free_bytes + dropped - sum(max(0, missing) for missing in promised.values())
+        return (
+            node.pool_free_bytes + dropped - sum(max(0, missing) for missing in promised.values())
+        )
 
     def is_in_a_row(self, node: NodeFacts, need_bytes: int, free_bytes: int) -> bool:
-        """Whether so many bytes lie in a row for sure, next to what is promised to others. ``free_bytes``: see ``host_free_bytes``."""
+        """Whether this many bytes lie in a row for sure, next to what is promised to others.
+
+        ``free_bytes``: see ``host_free_bytes``.
+        """
         promised = max(0, node.pool_free_bytes - free_bytes)
-        return node.pool_largest_free_bytes is None or need_bytes + promised <= node.pool_largest_free_bytes
+        return (
+            node.pool_largest_free_bytes is None
+            or need_bytes + promised <= node.pool_largest_free_bytes
+        )
 
     def _is_loaded(self, grant: Grant) -> bool:
         view = self.roster.worker(grant.worker_id)
         return view is not None and any(
-            one.instance_id == grant.instance_id and one.state is not HeldState.LOADING and one.generation >= grant.generation
+            one.instance_id == grant.instance_id
+            and one.state is not HeldState.LOADING
+            and one.generation >= grant.generation
             for one in view.facts.held
         )
 
     def copies(self, node: NodeFacts) -> tuple[Copy, ...]:
         """Copies in a node's host pool."""
-        return tuple(copy for copy in node.copies if copy.tier is Tier.HOST and (node.node_id, copy.digest) not in self._dropped)
+        return tuple(
+            copy
+            for copy in node.copies
+            if copy.tier is Tier.HOST and (node.node_id, copy.digest) not in self._dropped
+        )
 
     def on_device(self, worker: WorkerFacts, now_s: float) -> tuple[EvictionCandidate, ...]:
         """What could be given up on a device."""
-        given_up = [instance_id for owner, instance_id in self._given_up if owner == worker.worker_id]
+        given_up = [
+            instance_id for owner, instance_id in self._given_up if owner == worker.worker_id
+        ]
         facts = self._facts(worker.worker_id, given_up, now_s)
         return on_device(worker, self.node(worker.node_id), facts)
 
@@ -205,8 +284,14 @@ class Books:
         node = self.node(node_id)
         if node is None:
             return ()
-        granted = frozenset(grant.digest for grant in self.grants.values() if grant.node_id == node_id)
-        return tuple(digest for digest in copies_to_strike(node, granted) if (node_id, digest) not in self._dropped)
+        granted = frozenset(
+            grant.digest for grant in self.grants.values() if grant.node_id == node_id
+        )
+        return tuple(
+            digest
+            for digest in copies_to_strike(node, granted)
+            if (node_id, digest) not in self._dropped
+        )
 
     def missing_host_bytes(self, node: NodeFacts, digest: Digest, host_bytes: int) -> int:
         """What a fetch would still take of the pool."""

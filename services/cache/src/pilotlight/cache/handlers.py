@@ -26,7 +26,8 @@ log = structlog.get_logger()
 
 SWEEP_INTERVAL_S = 1.0
 ESTIMATES_INTERVAL_S = 30.0
-"""Estimates are means over cold starts: nothing is decided worse by ones that are a little older."""
+"""Estimates are means over cold starts: nothing is decided worse by ones that are a little older.
+"""
 
 
 class Handlers:
@@ -55,10 +56,16 @@ class Handlers:
         self._reported: set[NodeId] = set()
         """Nodes whose copies may differ from those that were published."""
         self._reports = asyncio.Event()
-        self._heard = Counter("pilotlight_cache_arrivals", "Arrivals that gateways told the cache of", registry=context.metrics)
+        self._heard = Counter(
+            "pilotlight_cache_arrivals",
+            "Arrivals that gateways told the cache of",
+            registry=context.metrics,
+        )
 
     async def start(self) -> None:
-        """Listen to reports and arrivals: a standby's books are as full as those of the cache that answers."""
+        """Listen to reports and arrivals: a standby's books are as full as those of the cache that
+        answers.
+        """
         bus = self._context.bus
         bus.on_reconnect(self._resync)
         self._books.listen(self._context.clock.monotonic_s())
@@ -73,10 +80,15 @@ class Handlers:
             await arrivals.end()
 
     async def begin(self, holder_pid: int) -> None:
-        """Take over the open grants, then answer. ``holder_pid`` is the database's backend that holds the lock."""
+        """Take over the open grants, then answer.
+
+        ``holder_pid`` is the database's backend that holds the lock.
+        """
         self._repository.holder_pid = holder_pid
         now_s = self._context.clock.monotonic_s()
-        self._books.grants = {grant.grant_id: grant for grant in await self._repository.open_grants(now_s)}
+        self._books.grants = {
+            grant.grant_id: grant for grant in await self._repository.open_grants(now_s)
+        }
         await self._read_models()
         self._books.estimates = await self._repository.estimates()
         self._books.hear_epoch(await self._repository.leading_epoch())
@@ -105,7 +117,9 @@ class Handlers:
         self._reports.set()
 
     async def _on_arrivals(self, message: Arrivals) -> None:
-        new = self._books.hear_arrivals(message.life, message.counts, self._context.clock.monotonic_s())
+        new = self._books.hear_arrivals(
+            message.life, message.counts, self._context.clock.monotonic_s()
+        )
         self._heard.inc(new)
 
     async def _publish(self) -> None:
@@ -128,14 +142,20 @@ class Handlers:
                 await self._room.lapse()
                 await self._room.strike()
             except DatabaseUnavailable as error:
-                log.warning("books are kept as they are", action="sweep_deferred", error=error.message)
+                log.warning(
+                    "books are kept as they are", action="sweep_deferred", error=error.message
+                )
 
     async def _read_estimates(self) -> None:
         async for _ in every(ESTIMATES_INTERVAL_S):
             try:
                 self._books.estimates = await self._repository.estimates()
             except DatabaseUnavailable as error:
-                log.warning("estimates are kept as they are", action="estimates_deferred", error=error.message)
+                log.warning(
+                    "estimates are kept as they are",
+                    action="estimates_deferred",
+                    error=error.message,
+                )
 
     async def _read_models(self) -> None:
         models = await self._repository.models()

@@ -21,20 +21,30 @@ class PublishedCopies:
         self._published = dict.fromkeys(self._published, ())
 
     async def sweep(self) -> None:
-        """Watch the bucket for ever: what an earlier cache wrote there is ours to remove, once its loader no longer has it."""
+        """Watch the bucket for ever: what an earlier cache wrote there is ours to remove, once its
+        loader no longer has it.
+        """
         await self._bucket.watch(Copy, self._on_value)
 
     async def _on_value(self, key: str, value: Copy | None) -> None:
         if value is None:
-            # Whoever removed it: if the loader still has it the next report writes it anew.
+            # Removed by another process: if the loader still has the copy the next report writes it
+            # anew.
             self._published.pop(key, None)
         else:
             self._published.setdefault(key, value.parts)
 
     async def follow(self, node: NodeFacts) -> None:
-        """Bring the bucket to what one report says. What could not be written is tried again with the next report."""
+        """Bring the bucket to what one report says.
+
+        What could not be written is tried again with the next report.
+        """
         present = {_key(copy): copy for copy in node.copies}
-        gone = [key for key in self._published if key.startswith(f"{node.node_id}.") and key not in present]
+        gone = [
+            key
+            for key in self._published
+            if key.startswith(f"{node.node_id}.") and key not in present
+        ]
         try:
             for key, copy in present.items():
                 if self._published.get(key) != copy.parts:

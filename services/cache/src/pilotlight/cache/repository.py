@@ -1,4 +1,6 @@
-"""Rows of schema ``cache``, and what it reads of others: models, drains, instances, the lease and estimates."""
+"""Rows of schema ``cache``, and what it reads of others: models, drains, instances, the lease and
+estimates.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +17,7 @@ from pilotlight.common.db.session import Database
 from pilotlight.common.messages.room import Reserve
 from pilotlight.policy.estimates import with_estimates
 from pilotlight.policy.eviction.base import Victim
-from pilotlight.policy.ids import Digest, Epoch, GrantId, InstanceId, NodeId, WorkerId
+from pilotlight.policy.ids import Digest, Epoch, Generation, GrantId, InstanceId, NodeId, WorkerId
 from pilotlight.policy.instance import ENDED
 from pilotlight.policy.model import Model
 from pilotlight.policy.plan import Estimate, Estimates
@@ -24,12 +26,14 @@ from pilotlight.policy.plan import Estimate, Estimates
 def retention(settings: CacheSettings) -> tuple[Keep, ...]:
     """How long rows of this schema are kept. Grants end by themselves."""
     at = tables.evictions.c.at
-    return Keep(at=at, days=settings.evictions_keep_days, max_rows=settings.evictions_max_rows), keep_outbox("cache", settings)
+    return Keep(
+        at=at, days=settings.evictions_keep_days, max_rows=settings.evictions_max_rows
+    ), keep_outbox("cache", settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Orphans:
-    """Grants that nobody may be using."""
+    """Grants that may be without a user."""
 
     over: frozenset[GrantId]
     """Their instance has ended."""
@@ -64,16 +68,25 @@ class CacheRepository:
 
     async def add_struck(self, node_id: NodeId, digests: tuple[Digest, ...]) -> None:
         """Store that a node that drains gave copies up."""
-        row: dict[str, Any] = {"kind": "copy", "node_id": node_id, "reason": "its node is being drained", "inputs": {}}
+        row: dict[str, Any] = {
+            "kind": "copy",
+            "node_id": node_id,
+            "reason": "its node is being drained",
+            "inputs": {},
+        }
         async with self._database.unit_of_work() as work:
             for digest in digests:
-                await work.connection.execute(insert(tables.evictions).values(at=func.now(), subject=digest, **row))
+                await work.connection.execute(
+                    insert(tables.evictions).values(at=func.now(), subject=digest, **row)
+                )
                 work.emit("copy_evicted", digest, {"node_id": node_id, "for_model": ""})
 
     async def leading_epoch(self) -> Epoch:
         """Of the scheduler that took the lease last; 0 when none ever did."""
         async with self._database.reading() as connection:
-            return Epoch((await connection.execute(select(tables.lease.c.epoch))).scalar_one_or_none() or 0)
+            return Epoch(
+                (await connection.execute(select(tables.lease.c.epoch))).scalar_one_or_none() or 0
+            )
 
     async def open_grants(self, now_s: float) -> tuple[Grant, ...]:
         """Grants that the last cache left open; times are moved to this process's clock."""
@@ -94,20 +107,27 @@ class CacheRepository:
                     device_bytes=row.device_bytes,
                     host_bytes=row.host_bytes,
                     expires_s=now_s + float(row.left_s),
+                    generation=Generation(row.generation),
                     since_s=now_s,
                 )
                 for row in rows
             )
 
-    async def add_grant(self, grant: Grant, request: Reserve, evicted: list[tuple[str, NodeId, Victim]]) -> None:
-        """Store a grant together with the evictions that made room for it. It takes the place of an earlier one of its stage.
+    async def add_grant(
+        self, grant: Grant, request: Reserve, evicted: list[tuple[str, NodeId, Victim]]
+    ) -> None:
+        """Store a grant together with the evictions that made room for it.
+
+        It takes the place of an earlier one of its stage.
 
         Raises:
             NotSole: another cache answers by now.
         """
         async with self._database.unit_of_work() as work:
             await check_sole(work.connection, self.holder_pid)
-            earlier = (tables.grants.c.instance_id == grant.instance_id) & (tables.grants.c.worker_id == grant.worker_id)
+            earlier = (tables.grants.c.instance_id == grant.instance_id) & (
+                tables.grants.c.worker_id == grant.worker_id
+            )
             await work.connection.execute(delete(tables.grants).where(earlier))
             await work.connection.execute(
                 insert(tables.grants).values(
@@ -118,7 +138,9 @@ class CacheRepository:
                     node_id=grant.node_id,
                     device_bytes=grant.device_bytes,
                     host_bytes=grant.host_bytes,
-                    expires_at=func.now() + text("make_interval(secs => :lease_s)").bindparams(lease_s=request.lease_s),
+                    generation=grant.generation,
+                    expires_at=func.now()
+                    + text("make_interval(secs => :lease_s)").bindparams(lease_s=request.lease_s),
                     created_at=func.now(),
                 )
             )
@@ -135,10 +157,19 @@ class CacheRepository:
                 }
                 await work.connection.execute(
                     insert(tables.evictions).values(
-                        at=func.now(), kind=kind, subject=victim.subject, node_id=node_id, reason=victim.reason, inputs=inputs
+                        at=func.now(),
+                        kind=kind,
+                        subject=victim.subject,
+                        node_id=node_id,
+                        reason=victim.reason,
+                        inputs=inputs,
                     )
                 )
-                work.emit(f"{kind}_evicted", victim.subject, {"node_id": node_id, "for_model": request.model})
+                work.emit(
+                    f"{kind}_evicted",
+                    victim.subject,
+                    {"node_id": node_id, "for_model": request.model},
+                )
 
     async def orphans(self) -> Orphans:
         """Which grants may be of no use any more."""
@@ -157,4 +188,6 @@ class CacheRepository:
     async def end_grants(self, grant_ids: list[GrantId]) -> None:
         """Forget grants; ones that are not known any more are no error."""
         async with self._database.unit_of_work() as work:
-            await work.connection.execute(delete(tables.grants).where(tables.grants.c.grant_id.in_(grant_ids)))
+            await work.connection.execute(
+                delete(tables.grants).where(tables.grants.c.grant_id.in_(grant_ids))
+            )

@@ -14,7 +14,14 @@ from pilotlight.cache.books import Books, Grant
 from pilotlight.cache.repository import CacheRepository
 from pilotlight.common.bus import Bus
 from pilotlight.common.clock import Clock
-from pilotlight.common.errors import BusUnavailable, DeadlineExceeded, HostPoolFull, NoRoom, NoWorker, StaleCommand
+from pilotlight.common.errors import (
+    BusUnavailable,
+    DeadlineExceeded,
+    HostPoolFull,
+    NoRoom,
+    NoWorker,
+    StaleCommand,
+)
 from pilotlight.common.ids import new_grant_id
 from pilotlight.common.messages.room import (
     Drop,
@@ -36,7 +43,8 @@ from pilotlight.policy.ids import Digest, GrantId, InstanceId, NodeId
 log = structlog.get_logger()
 
 UNPLANNED_S = 10.0
-"""From a grant to the row of its instance: a scheduler that has written none by then has died, or has not heard of the grant."""
+"""From a grant to the row of its instance: a scheduler that has written none by then has died, or
+has not heard of the grant."""
 HOLDER_DEADLINE_S = 1.0
 MAX_ROUNDS = 4
 """A holder may refuse a victim that has just become busy: plan again, without it, this often."""
@@ -78,7 +86,8 @@ class RoomMaker:
         """Grant room for a stage.
 
         Raises:
-            NoWorker: the worker or its node does not report, or the device can never hold the stage.
+            NoWorker: the worker or its node does not report, or the device can never hold the
+                stage.
             NoRoom: what is loaded may not go.
             HostPoolFull: the host pool has no room, or can never have it.
             StaleCommand: a newer leader is known.
@@ -99,7 +108,9 @@ class RoomMaker:
             if request.node_id in self._books.draining:
                 raise NoRoom(f"node {request.node_id} is being drained", retry_after_s=1.0)
             evicted = _Evicted()
-            await self._make_device_room(request, evicted, known.device_bytes if known is not None else 0)
+            await self._make_device_room(
+                request, evicted, known.device_bytes if known is not None else 0
+            )
             host_bytes = await self._make_host_room(request, evicted)
             grant = Grant(
                 grant_id=new_grant_id(),
@@ -114,13 +125,16 @@ class RoomMaker:
                 generation=request.generation,
                 since_s=self._clock.monotonic_s(),
             )
-            # In the books first: while the row is written, nobody else may count on these bytes.
+            # In the books first: while the row is written, no other grant may count on these bytes.
             self._books.grants[grant.grant_id] = grant
-            writing = self._background.spawn(f"write {grant.grant_id}", self._write(grant, request, evicted))
+            writing = self._background.spawn(
+                f"write {grant.grant_id}", self._write(grant, request, evicted)
+            )
             self._writing[grant.grant_id] = writing
             await self._written(grant.grant_id)
             if known is not None:
-                # Not before: until the row is there, in the place of its own, the stage has what it had.
+                # Not before: until the row is there, in the place of its own, the stage has what it
+                # had.
                 self._books.grants.pop(known.grant_id, None)
             return Reserved(
                 grant_id=grant.grant_id,
@@ -135,10 +149,11 @@ class RoomMaker:
         return Released()
 
     async def lapse(self) -> None:
-        """Forget grants whose stage no report shows, when their lease is over, or their instance is.
+        """Forget grants whose stage no report shows, when their lease is over, or their instance
+        is.
 
-        The word that gives a grant back may be lost, and a grant may be made whose requester never hears of it. What a leader has
-        not written down when there is a newer one, it never will.
+        The word that gives a grant back may be lost, and a grant may be made whose requester never
+        hears of it. What a leader has not written down when there is a newer one, it never will.
 
         Raises:
             DatabaseUnavailable: rows of such grants may be left; the next call deletes them.
@@ -149,14 +164,18 @@ class RoomMaker:
         if all(self._books.is_held(grant) for grant in self._books.grants.values()):
             return
         orphans = await self._repository.orphans()
-        # Reports that have come while the rows were read count, too: the first of a worker may show what nobody knew of.
+        # Reports that have come while the rows were read count, too: the first of a worker may show
+        # what was not known.
         unheld = [grant for grant in self._books.grants.values() if not self._books.is_held(grant)]
         over: list[GrantId] = [
             grant.grant_id
             for grant in unheld
             if (grant.expires_s < now_s and self._books.would_show(grant, now_s))
             or grant.grant_id in orphans.over
-            or (grant.grant_id in orphans.unwritten and (0 < grant.epoch < epoch or now_s - grant.since_s >= UNPLANNED_S))
+            or (
+                grant.grant_id in orphans.unwritten
+                and (0 < grant.epoch < epoch or now_s - grant.since_s >= UNPLANNED_S)
+            )
         ]
         if not over:
             return
@@ -166,7 +185,9 @@ class RoomMaker:
         await self._end(over)
 
     async def strike(self) -> None:
-        """Let nodes that drain give up the copies that nobody there needs. What a loader refuses is tried again later.
+        """Let nodes that drain give up the copies that no instance there needs.
+
+        What a loader refuses is tried again later.
 
         Raises:
             DatabaseUnavailable: copies went that are not recorded.
@@ -178,24 +199,37 @@ class RoomMaker:
                     continue
                 try:
                     reply = await self._bus.request(
-                        drop_subject(node_id), Drop(digests=digests), Dropped, deadline_s=HOLDER_DEADLINE_S
+                        drop_subject(node_id),
+                        Drop(digests=digests),
+                        Dropped,
+                        deadline_s=HOLDER_DEADLINE_S,
                     )
                 except (BusUnavailable, DeadlineExceeded) as error:
-                    log.warning("copies are struck later", action="strike_deferred", node_id=node_id, error=error.message)
+                    log.warning(
+                        "copies are struck later",
+                        action="strike_deferred",
+                        node_id=node_id,
+                        error=error.message,
+                    )
                     continue
                 self._books.drop(node_id, reply.digests)
                 if reply.digests:
-                    log.info("copies struck", action="copies_struck", node_id=node_id, copies=len(reply.digests))
+                    log.info(
+                        "copies struck",
+                        action="copies_struck",
+                        node_id=node_id,
+                        copies=len(reply.digests),
+                    )
                     await self._repository.add_struck(node_id, reply.digests)
 
     async def _write(self, grant: Grant, request: Reserve, evicted: _Evicted) -> Exception | None:
-        """Write a grant's row, whatever becomes of who asked; why that failed."""
+        """Write a grant's row, whatever becomes of its caller; why that failed."""
         victims = [("instance", request.node_id, victim) for victim in evicted.instances]
         victims += [("copy", request.node_id, victim) for victim in evicted.copies]
         failure = None
         try:
             await self._repository.add_grant(grant, request, victims)
-        except Exception as error:  # noqa: BLE001 - raised to whoever asked
+        except Exception as error:  # noqa: BLE001 - raised to the caller
             self._books.grants.pop(grant.grant_id, None)
             failure = error
         finally:
@@ -206,7 +240,10 @@ class RoomMaker:
         return failure
 
     async def _written(self, grant_id: GrantId) -> None:
-        """Return when a grant's row is there. Whoever asks may give up meanwhile: the row would be nobody's if its writing ended with that.
+        """Return when a grant's row is there.
+
+        The caller may give up meanwhile: the row would have no owner if its writing ended with
+        that.
 
         Raises:
             Exception: it could not be written.
@@ -216,7 +253,10 @@ class RoomMaker:
             raise error
 
     async def _end(self, grant_ids: Iterable[GrantId] = ()) -> None:
-        """Delete the rows of grants that are over. What is still being written, or cannot be deleted now, the next call takes."""
+        """Delete the rows of grants that are over.
+
+        What is still being written, or cannot be deleted now, the next call takes.
+        """
         self._over.update(grant_ids)
         over = [grant_id for grant_id in self._over if grant_id not in self._writing]
         await self._repository.end_grants(over)
@@ -230,37 +270,57 @@ class RoomMaker:
             if worker is None:
                 raise NoWorker(f"worker {request.worker_id} does not report")
             if request.device_bytes > worker.device.memory_bytes:
-                raise NoWorker(f"{request.device_bytes} bytes are needed; the device has {worker.device.memory_bytes}")
+                raise NoWorker(
+                    f"{request.device_bytes} bytes are needed; the device has {worker.device.memory_bytes}"
+                )
             wanted = RoomRequest(
                 need_bytes=max(0, request.device_bytes - held_bytes),
                 free_bytes=self._books.device_free_bytes(worker),
                 now_s=now_s,
                 protected=frozenset({request.instance_id}),
             )
-            plan = self._books.policy.plan(wanted, self._books.on_device(worker, now_s), self._rules)
+            plan = self._books.policy.plan(
+                wanted, self._books.on_device(worker, now_s), self._rules
+            )
             if not plan.enough:
-                raise NoRoom(f"no room for {request.model} on {request.worker_id}: {plan.reason}", retry_after_s=1.0)
+                raise NoRoom(
+                    f"no room for {request.model} on {request.worker_id}: {plan.reason}",
+                    retry_after_s=1.0,
+                )
             if not plan.victims:
                 return
-            message = GiveUp(instance_ids=tuple(InstanceId(victim.subject) for victim in plan.victims))
+            message = GiveUp(
+                instance_ids=tuple(InstanceId(victim.subject) for victim in plan.victims)
+            )
             try:
                 reply = await self._bus.request(
-                    give_up_subject(request.worker_id), message, GivenUp, deadline_s=HOLDER_DEADLINE_S
+                    give_up_subject(request.worker_id),
+                    message,
+                    GivenUp,
+                    deadline_s=HOLDER_DEADLINE_S,
                 )
             except (BusUnavailable, DeadlineExceeded) as error:
-                raise NoWorker(f"worker {request.worker_id} does not answer: {error.message}") from error
+                raise NoWorker(
+                    f"worker {request.worker_id} does not answer: {error.message}"
+                ) from error
             over = self._books.give_up(request.worker_id, reply.instance_ids)
             if over:
                 await self._end(over)
-            evicted.instances += [victim for victim in plan.victims if victim.subject in reply.instance_ids]
-        raise NoRoom(f"no room for {request.model} on {request.worker_id}: its models are in use", retry_after_s=1.0)
+            evicted.instances += [
+                victim for victim in plan.victims if victim.subject in reply.instance_ids
+            ]
+        raise NoRoom(
+            f"no room for {request.model} on {request.worker_id}: its models are in use",
+            retry_after_s=1.0,
+        )
 
     async def _make_host_room(self, request: Reserve, evicted: _Evicted) -> int:
-        """Bytes that the stage's parts take of the pool, room for which is there now: enough in all, and in a row for each part.
+        """Bytes that the stage's parts take of the pool, room for which is there now: enough in
+        all, and in a row for each part.
 
         1. free what is missing
-        2. where the loader finds that the parts do not fit in between the copies that are left, free as much again as the largest
-           part takes, until they do
+        2. where the loader finds that the parts do not fit in between the copies that are left,
+           free as much again as the largest part takes, until they do
         """
         fits, apart_bytes = False, 0
         for _ in range(MAX_HOST_ROUNDS):
@@ -270,11 +330,15 @@ class RoomMaker:
                 raise NoWorker(f"the loader of node {request.node_id} does not report")
             host_bytes = node.pool_room_bytes(request.host_part_bytes)
             if host_bytes > node.pool_bytes:
-                raise HostPoolFull(f"{host_bytes} bytes are needed; the host pool has {node.pool_bytes}")
+                raise HostPoolFull(
+                    f"{host_bytes} bytes are needed; the host pool has {node.pool_bytes}"
+                )
             need_bytes = self._books.missing_host_bytes(node, request.digest, host_bytes)
             free_bytes = self._books.host_free_bytes(node)
             wanted = RoomRequest(
-                need_bytes=max(need_bytes, free_bytes + apart_bytes) if apart_bytes else need_bytes,  # 2, 1
+                need_bytes=max(need_bytes, free_bytes + apart_bytes)
+                if apart_bytes
+                else need_bytes,  # 2, 1
                 free_bytes=free_bytes,
                 now_s=now_s,
                 protected=frozenset({request.digest}),
@@ -282,26 +346,41 @@ class RoomMaker:
             plan = self._books.policy.plan(wanted, self._books.in_pool(node, now_s), self._rules)
             if not plan.enough:
                 where = "in the host pool, in a row" if apart_bytes else "in the host pool"
-                raise HostPoolFull(f"no room for {request.model} {where}: {plan.reason}", retry_after_s=1.0)
-            if not plan.victims and (need_bytes == 0 or fits or self._books.is_in_a_row(node, need_bytes, free_bytes)):
+                raise HostPoolFull(
+                    f"no room for {request.model} {where}: {plan.reason}", retry_after_s=1.0
+                )
+            if not plan.victims and (
+                need_bytes == 0 or fits or self._books.is_in_a_row(node, need_bytes, free_bytes)
+            ):
                 return host_bytes
             reply = await self._drop(request, plan.victims)
             evicted.copies += [victim for victim in plan.victims if victim.subject in reply.digests]
             fits = reply.fits
-            apart_bytes = 0 if fits else node.pool_room_bytes((max(request.host_part_bytes, default=1),))
-        raise HostPoolFull(f"no room for {request.model} in the host pool: its copies are in use", retry_after_s=1.0)
+            apart_bytes = (
+                0 if fits else node.pool_room_bytes((max(request.host_part_bytes, default=1),))
+            )
+        raise HostPoolFull(
+            f"no room for {request.model} in the host pool: its copies are in use",
+            retry_after_s=1.0,
+        )
 
     async def _drop(self, request: Reserve, victims: tuple[Victim, ...]) -> Dropped:
         message = Drop(
             digests=tuple(Digest(victim.subject) for victim in victims),
-            wanted=Wanted(digest=request.digest, parts=request.host_parts, part_bytes=request.host_part_bytes)
+            wanted=Wanted(
+                digest=request.digest, parts=request.host_parts, part_bytes=request.host_part_bytes
+            )
             if request.host_parts
             else None,
         )
         try:
-            reply = await self._bus.request(drop_subject(request.node_id), message, Dropped, deadline_s=HOLDER_DEADLINE_S)
+            reply = await self._bus.request(
+                drop_subject(request.node_id), message, Dropped, deadline_s=HOLDER_DEADLINE_S
+            )
         except (BusUnavailable, DeadlineExceeded) as error:
-            raise NoWorker(f"the loader of node {request.node_id} does not answer: {error.message}") from error
+            raise NoWorker(
+                f"the loader of node {request.node_id} does not answer: {error.message}"
+            ) from error
         self._books.drop(request.node_id, reply.digests)
         return reply
 

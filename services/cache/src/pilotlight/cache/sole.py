@@ -1,8 +1,9 @@
 """Exactly one cache answers at a time: two that count the same free bytes would grant them twice.
 
-The right to answer is a session advisory lock in PostgreSQL: it ends with its connection, whatever happens to the process. A cache
-that has lost it without knowing could still grant; so every grant checks the lock within its own transaction, and a successor reads
-the open grants only when no such transaction is under way.
+The right to answer is a session advisory lock in PostgreSQL: it ends with its connection, whatever
+happens to the process. A cache that has lost it without knowing could still grant; so every grant
+checks the lock within its own transaction, and a successor reads the open grants only when no such
+transaction is under way.
 """
 
 import asyncio
@@ -32,7 +33,9 @@ DEADLINE_S = 5.0
 
 
 class SoleHolder:
-    """Calls ``begin`` when this process holds the lock, ``end`` when it no longer does; a component."""
+    """Calls ``begin`` when this process holds the lock, ``end`` when it no longer does; a
+    component.
+    """
 
     def __init__(
         self,
@@ -42,7 +45,9 @@ class SoleHolder:
         end: Callable[[], Awaitable[None]],
     ) -> None:
         url = service_url(settings, "cache")
-        self._conninfo = make_conninfo(**url.get_dialect()().create_connect_args(url)[1], connect_timeout=5)
+        self._conninfo = make_conninfo(
+            **url.get_dialect()().create_connect_args(url)[1], connect_timeout=5
+        )
         self._background = background
         self._begin = begin
         self._end = end
@@ -70,16 +75,24 @@ class SoleHolder:
                 await self._hold()
                 attempt = 0
             except (psycopg.Error, PilotlightError, OSError) as error:
-                log.warning("the cache's lock cannot be held", action="cache_lock_failed", error=str(error))
+                log.warning(
+                    "the cache's lock cannot be held", action="cache_lock_failed", error=str(error)
+                )
             await self._end()
             await pause(self._backoff.delay_s(attempt, self._rng))
             attempt += 1
 
     async def _hold(self) -> None:
-        """Return when another cache has the lock; raise when the connection that holds ours is lost."""
+        """Return when another cache has the lock; raise when the connection that holds ours is
+        lost.
+        """
         connecting = psycopg.AsyncConnection.connect(self._conninfo, autocommit=True)
         async with await within(DEADLINE_S, connecting, "connecting to the database") as connection:
-            taken = await within(DEADLINE_S, connection.execute("SELECT pg_try_advisory_lock(%s)", (LOCK,)), "taking the lock")
+            taken = await within(
+                DEADLINE_S,
+                connection.execute("SELECT pg_try_advisory_lock(%s)", (LOCK,)),
+                "taking the lock",
+            )
             row = await taken.fetchone()
             if row is None or not row[0]:
                 return
@@ -97,7 +110,8 @@ class NotSole(TransientError):
 
 
 async def check_sole(connection: AsyncConnection, holder_pid: int) -> None:
-    """Within a grant's transaction: the lock is still held by our other connection, and stays so for whoever reads grants.
+    """Within a grant's transaction: the lock is still held by our other connection, and stays so
+    for all that read grants.
 
     Raises:
         NotSole: it is not.
@@ -112,5 +126,7 @@ async def check_sole(connection: AsyncConnection, holder_pid: int) -> None:
 
 
 async def wait_for_grants(connection: AsyncConnection) -> None:
-    """Within a successor's transaction: every grant of its predecessor is committed or will be refused."""
+    """Within a successor's transaction: every grant of its predecessor is committed or will be
+    refused.
+    """
     await connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": GRANTING})

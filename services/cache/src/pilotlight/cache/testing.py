@@ -1,4 +1,6 @@
-"""A cache's surroundings for tests: a worker and a loader that the test plays, and the scheduler that asks."""
+"""A cache's surroundings for tests: a worker and a loader that the test plays, and the scheduler
+that asks.
+"""
 
 from dataclasses import replace
 
@@ -8,7 +10,12 @@ from sqlalchemy.pool import NullPool
 from pilotlight.cache.books import Books
 from pilotlight.common.bus import Bus
 from pilotlight.common.errors import BusUnavailable, NoWorker
-from pilotlight.common.messages.reports import LoaderReport, WorkerReport, loader_report_subject, worker_report_subject
+from pilotlight.common.messages.reports import (
+    LoaderReport,
+    WorkerReport,
+    loader_report_subject,
+    worker_report_subject,
+)
 from pilotlight.common.messages.room import (
     RELEASE_SUBJECT,
     RESERVE_SUBJECT,
@@ -27,7 +34,16 @@ from pilotlight.common.service import Application
 from pilotlight.common.testing import until
 from pilotlight.dataplane.extents import Extent, Extents
 from pilotlight.policy.cluster import HeldStage, NodeFacts, WorkerFacts
-from pilotlight.policy.ids import Digest, Epoch, Generation, GrantId, InstanceId, ModelName, NodeId, WorkerId
+from pilotlight.policy.ids import (
+    Digest,
+    Epoch,
+    Generation,
+    GrantId,
+    InstanceId,
+    ModelName,
+    NodeId,
+    WorkerId,
+)
 from pilotlight.policy.testing import copy, held, node, worker
 
 WORKER, NODE = WorkerId("w0"), NodeId("n0")
@@ -65,7 +81,9 @@ class Peers:
         """As a worker: everything but what is busy."""
         self.given_up.append(request)
         gone = tuple(one for one in request.instance_ids if one not in self.busy)
-        self.facts = replace(self.facts, held=tuple(one for one in self.facts.held if one.instance_id not in gone))
+        self.facts = replace(
+            self.facts, held=tuple(one for one in self.facts.held if one.instance_id not in gone)
+        )
         return GivenUp(instance_ids=gone)
 
     async def drop(self, request: Drop) -> Dropped:
@@ -78,11 +96,15 @@ class Peers:
         for one in gone:
             if self.pool is not None:
                 self.pool.give_back(self.places[one.digest])
-        fits = self.pool is None or request.wanted is None or self.pool.fits(request.wanted.part_bytes)
+        fits = (
+            self.pool is None or request.wanted is None or self.pool.fits(request.wanted.part_bytes)
+        )
         return Dropped(digests=tuple(one.digest for one in gone), fits=fits)
 
     def lay_out(self, *ranges: tuple[str, int]) -> NodeFacts:
-        """Copies with these sizes in this order in the host pool; a range without a name is free."""
+        """Copies with these sizes in this order in the host pool; a range without a name is
+        free.
+        """
         self.pool, end = Extents(MEMORY, 1), 0
         for name, size in ranges:
             if name:
@@ -90,17 +112,31 @@ class Peers:
                 assert taken is not None
                 self.places[f"d-{name}"] = taken
             end += size
-        copies = tuple(replace(copy(name, size_bytes=size), idle_s=float(size)) for name, size in ranges if name)
+        copies = tuple(
+            replace(copy(name, size_bytes=size), idle_s=float(size))
+            for name, size in ranges
+            if name
+        )
         free, largest = self.pool.free_bytes, self.pool.largest_free_bytes
-        return replace(node(pool_bytes=MEMORY), copies=copies, pool_free_bytes=free, pool_largest_free_bytes=largest)
+        return replace(
+            node(pool_bytes=MEMORY),
+            copies=copies,
+            pool_free_bytes=free,
+            pool_largest_free_bytes=largest,
+        )
 
-    async def report(self, facts: WorkerFacts | None = None, where: NodeFacts | None = None) -> None:
+    async def report(
+        self, facts: WorkerFacts | None = None, where: NodeFacts | None = None
+    ) -> None:
         """As both; from now on these are their facts."""
         self.facts = facts or self.facts
         self.node = where or self.node
         worker_report = WorkerReport(facts=self.facts, incarnation="i", epoch_seen=self.epoch)
         await self.bus.publish(worker_report_subject(WORKER), worker_report)
-        await self.bus.publish(loader_report_subject(NODE), LoaderReport(facts=self.node, incarnation="i", epoch_seen=self.epoch))
+        await self.bus.publish(
+            loader_report_subject(NODE),
+            LoaderReport(facts=self.node, incarnation="i", epoch_seen=self.epoch),
+        )
 
 
 async def start(application: Application) -> None:
@@ -118,7 +154,9 @@ async def stop(application: Application) -> None:
 async def answers(bus: Bus) -> bool:
     """Whether a cache answers."""
     try:
-        await bus.request(RELEASE_SUBJECT, Release(grant_id=GrantId("none")), Released, deadline_s=DEADLINE_S)
+        await bus.request(
+            RELEASE_SUBJECT, Release(grant_id=GrantId("none")), Released, deadline_s=DEADLINE_S
+        )
     except BusUnavailable:
         return False
     return True
@@ -161,7 +199,9 @@ async def reserve(
 
 
 async def heard(bus: Bus, peers: Peers, *stages: HeldStage, where: NodeFacts | None = None) -> None:
-    """Report, and wait until the cache has heard: a tiny reservation is answered by a worker that it knows."""
+    """Report, and wait until the cache has heard: a tiny reservation is answered by a worker that
+    it knows.
+    """
     await peers.report(worker(held_stages=stages), where)
 
     async def known() -> bool:
@@ -170,7 +210,9 @@ async def heard(bus: Bus, peers: Peers, *stages: HeldStage, where: NodeFacts | N
             probe = await reserve(bus, "probe", 0)
         except NoWorker:
             return False
-        await bus.request(RELEASE_SUBJECT, Release(grant_id=probe.grant_id), Released, deadline_s=DEADLINE_S)
+        await bus.request(
+            RELEASE_SUBJECT, Release(grant_id=probe.grant_id), Released, deadline_s=DEADLINE_S
+        )
         return True
 
     await until(known)
@@ -188,7 +230,11 @@ def hear(books: Books, facts: WorkerFacts | NodeFacts, now_s: float) -> None:
     """Have books take a report, as they do from the bus."""
     roster = books.roster
     if isinstance(facts, WorkerFacts):
-        news = roster.hear_worker(WorkerReport(facts=facts, incarnation="a", epoch_seen=Epoch(0)), now_s)
+        news = roster.hear_worker(
+            WorkerReport(facts=facts, incarnation="a", epoch_seen=Epoch(0)), now_s
+        )
     else:
-        news = roster.hear_loader(LoaderReport(facts=facts, incarnation="a", epoch_seen=Epoch(0)), now_s)
+        news = roster.hear_loader(
+            LoaderReport(facts=facts, incarnation="a", epoch_seen=Epoch(0)), now_s
+        )
     books.follow(news, now_s)

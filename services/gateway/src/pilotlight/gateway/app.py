@@ -76,16 +76,25 @@ class Serving:
 
 def build_serving(context: Context[GatewaySettings], decisions: Decisions) -> Serving:
     """Everything from an accepted request to its tokens."""
-    settings, bus, clock, background = context.settings, context.bus, context.clock, context.background
+    settings, bus, clock, background = (
+        context.settings,
+        context.bus,
+        context.clock,
+        context.background,
+    )
     gateway_id = new_gateway_id()
     fleet = Fleet(bus, clock, background)
     router = Router(fleet, clock)
-    bounds = QueueBounds(total_requests=settings.max_held, model_requests=settings.max_held_per_model)
+    bounds = QueueBounds(
+        total_requests=settings.max_held, model_requests=settings.max_held_per_model
+    )
     queue = PendingQueue(router, clock, bounds)
     fleet.on_change(queue.pump)
     fleet.on_source_changed(queue.refuse)
     relay = Relay(bus, clock, background, fleet, gateway_id)
-    arrivals = ArrivalPublisher(bus, clock, background, gateway_id, context.incarnation, context.metrics)
+    arrivals = ArrivalPublisher(
+        bus, clock, background, gateway_id, context.incarnation, context.metrics
+    )
     parts = RequestParts(
         gateway_id=gateway_id,
         clock=clock,
@@ -122,7 +131,11 @@ class Pages:
 
     def routes(self) -> list[Route]:
         """Health, readiness and metrics."""
-        return [Route("/healthz", self.healthz), Route("/readyz", self.readyz), Route("/metrics", self.metrics_page)]
+        return [
+            Route("/healthz", self.healthz),
+            Route("/readyz", self.readyz),
+            Route("/metrics", self.metrics_page),
+        ]
 
     async def healthz(self, _: Request) -> Response:
         """The event loop turns."""
@@ -131,7 +144,11 @@ class Pages:
     async def readyz(self, _: Request) -> Response:
         """Requests can be served, or why not."""
         reason = self.not_ready()
-        return PlainTextResponse("ready\n") if reason is None else PlainTextResponse(f"{reason}\n", 503)
+        return (
+            PlainTextResponse("ready\n")
+            if reason is None
+            else PlainTextResponse(f"{reason}\n", 503)
+        )
 
     async def metrics_page(self, _: Request) -> Response:
         """Metrics of every service on this machine."""
@@ -143,24 +160,47 @@ def build_http(api: OpenAiApi, pages: Pages, admin: ASGIApp) -> Starlette:
     """Every route of the gateway."""
     app = Starlette(
         routes=[*pages.routes(), *api.routes(), Mount("/admin/v1", app=admin)],
-        exception_handlers={PilotlightError: on_error, HTTPException: on_http_error, Exception: on_bug},
+        exception_handlers={
+            PilotlightError: on_error,
+            HTTPException: on_http_error,
+            Exception: on_bug,
+        },
     )
     # A redirect for a slash too much would be a second meaning for every route.
     app.router.redirect_slashes = False
     return app
 
 
-def build_server(context: Context[GatewaySettings], serving: Serving, api: OpenAiApi, admin: ASGIApp) -> HttpServer:
-    """What listens, and says whether it is ready."""
+def build_server(
+    context: Context[GatewaySettings], serving: Serving, api: OpenAiApi, admin: ASGIApp
+) -> HttpServer:
+    """What listens, and says whether it is ready.
+
+    Args:
+        context: settings, metrics and background of the service.
+        serving: its queue is closed before connections are.
+        api: the OpenAI-compatible routes.
+        admin: the admin API, as an application of its own.
+    """
     settings = context.settings
 
     def not_ready() -> str | None:
         return unready(server, context)
 
-    pages = Pages(metrics=context.metrics, run_dir=settings.run_dir, not_ready=not_ready, metrics_dir=settings.metrics_dir)
+    pages = Pages(
+        metrics=context.metrics,
+        run_dir=settings.run_dir,
+        not_ready=not_ready,
+        metrics_dir=settings.metrics_dir,
+    )
     bodies = BodyBudget(settings.bodies_bytes, settings.body_pause_s)
     server = HttpServer(
-        Edge(build_http(api, pages, admin), TRACED_PATHS, bodies, HttpMeasures(context.metrics, bodies)),
+        Edge(
+            build_http(api, pages, admin),
+            TRACED_PATHS,
+            bodies,
+            HttpMeasures(context.metrics, bodies),
+        ),
         serving.queue.close,
         context.background,
         host=settings.host,
@@ -191,7 +231,9 @@ async def build(context: Context[GatewaySettings]) -> Application:
     usage = UsageRecorder(database, clock, background)
     serving = build_serving(context, DecisionReader(database))
     measures = Measures(context.metrics, serving.queue, serving.relay)
-    exchanges = ExchangeParts(requests=serving.requests, usage=usage, measures=measures, clock=clock)
+    exchanges = ExchangeParts(
+        requests=serving.requests, usage=usage, measures=measures, clock=clock
+    )
     api = OpenAiApi(
         catalog,
         authenticator,

@@ -1,7 +1,7 @@
 """API keys: stored hashed, shown once, admin and inference apart.
 
-A key is ``pl-<role>-<random>``; its first characters find the row, an HMAC with the installation's pepper proves it. Keys have full
-entropy, so a slow hash would buy nothing and cost each request.
+A key is ``pl-<role>-<random>``; its first characters find the row, an HMAC with the installation's
+pepper proves it. Keys have full entropy, so a slow hash would buy nothing and cost each request.
 """
 
 import hashlib
@@ -18,7 +18,13 @@ from sqlalchemy.dialects.postgresql import insert
 from pilotlight.common.clock import Clock
 from pilotlight.common.db import tables
 from pilotlight.common.db.session import Database
-from pilotlight.common.errors import DatabaseUnavailable, DeadlineExceeded, Forbidden, SettingsInvalid, Unauthorized
+from pilotlight.common.errors import (
+    DatabaseUnavailable,
+    DeadlineExceeded,
+    Forbidden,
+    SettingsInvalid,
+    Unauthorized,
+)
 from pilotlight.common.settings import BusSettings, read_secret
 from pilotlight.common.waiting import within
 from pilotlight.gateway.records.audit import SYSTEM, record
@@ -61,27 +67,69 @@ class KeyRepository:
         """The key with this hash, unless it is revoked."""
         keys = tables.api_keys
         async with self._database.reading() as connection:
-            row = (await connection.execute(select(keys).where(keys.c.hash == digest, keys.c.revoked_at.is_(None)))).one_or_none()
+            row = (
+                await connection.execute(
+                    select(keys).where(keys.c.hash == digest, keys.c.revoked_at.is_(None))
+                )
+            ).one_or_none()
         if row is None:
             return None
-        return ApiKey(key_id=row.key_id, prefix=row.prefix, hash=row.hash, role=row.role, label=row.label)
+        return ApiKey(
+            key_id=row.key_id, prefix=row.prefix, hash=row.hash, role=row.role, label=row.label
+        )
 
     async def ensure_bootstrap(self, key: ApiKey) -> None:
-        """Make this the only valid key with its role and label; one that was revoked before is valid again."""
+        """Make this the only valid key with its role and label; one that was revoked before is
+        valid again.
+        """
         keys = tables.api_keys
-        others = (keys.c.role == key.role, keys.c.label == key.label, keys.c.key_id != key.key_id, keys.c.revoked_at.is_(None))
+        others = (
+            keys.c.role == key.role,
+            keys.c.label == key.label,
+            keys.c.key_id != key.key_id,
+            keys.c.revoked_at.is_(None),
+        )
         row = insert(keys).values(
-            key_id=key.key_id, prefix=key.prefix, hash=key.hash, role=key.role, label=key.label, created_at=func.now()
+            key_id=key.key_id,
+            prefix=key.prefix,
+            hash=key.hash,
+            role=key.role,
+            label=key.label,
+            created_at=func.now(),
         )
         valid = {"role": key.role, "label": key.label, "revoked_at": None}
         async with self._database.unit_of_work() as work:
-            revoke = update(keys).where(*others).values(revoked_at=func.now()).returning(keys.c.key_id)
+            revoke = (
+                update(keys).where(*others).values(revoked_at=func.now()).returning(keys.c.key_id)
+            )
             for revoked in (await work.connection.execute(revoke)).scalars().all():
-                await record(work, self._clock, SYSTEM, "key_revoke", revoked, {"role": key.role, "label": key.label})
-            differs = keys.c.revoked_at.is_not(None) | (keys.c.role != key.role) | (keys.c.label != key.label)
-            install = row.on_conflict_do_update(index_elements=["key_id"], set_=valid, where=differs)
-            for installed in (await work.connection.execute(install.returning(keys.c.key_id))).scalars().all():
-                await record(work, self._clock, SYSTEM, "key_install", installed, {"role": key.role, "label": key.label})
+                await record(
+                    work,
+                    self._clock,
+                    SYSTEM,
+                    "key_revoke",
+                    revoked,
+                    {"role": key.role, "label": key.label},
+                )
+            differs = (
+                keys.c.revoked_at.is_not(None)
+                | (keys.c.role != key.role)
+                | (keys.c.label != key.label)
+            )
+            install = row.on_conflict_do_update(
+                index_elements=["key_id"], set_=valid, where=differs
+            )
+            for installed in (
+                (await work.connection.execute(install.returning(keys.c.key_id))).scalars().all()
+            ):
+                await record(
+                    work,
+                    self._clock,
+                    SYSTEM,
+                    "key_install",
+                    installed,
+                    {"role": key.role, "label": key.label},
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +148,18 @@ class _Cached:
 
 
 class Authenticator:
-    """Checks bearer keys; a component, so that bootstrap keys are in place before the first request."""
+    """Checks bearer keys; a component, so that bootstrap keys are in place before the first
+    request.
+    """
 
-    def __init__(self, database: Database, access: AccessSettings, bus: BusSettings, clock: Clock) -> None:
+    def __init__(
+        self, database: Database, access: AccessSettings, bus: BusSettings, clock: Clock
+    ) -> None:
         pepper = read_secret(bus.secrets_dir, "key-pepper")
         if pepper is None:
-            raise SettingsInvalid("the secret key-pepper is missing: PILOTLIGHT_SECRETS_DIR must hold a file of that name")
+            raise SettingsInvalid(
+                "the secret key-pepper is missing: PILOTLIGHT_SECRETS_DIR must hold a file of that name"
+            )
         self._pepper = pepper.encode()
         self._keys = KeyRepository(database, clock)
         self._access = access
@@ -125,7 +179,9 @@ class Authenticator:
         )
         keys = [self._bootstrap_key(path, role) for role, path in files if path is not None]
         if len({key.hash for key in keys}) < len(keys):
-            raise SettingsInvalid("the admin key and the inference key are the same; write another one into one of the files")
+            raise SettingsInvalid(
+                "the admin key and the inference key are the same; write another one into one of the files"
+            )
         for key in keys:
             await self._keys.ensure_bootstrap(key)
 
@@ -163,9 +219,12 @@ class Authenticator:
             key = await self._keys.by_hash(digest)
         else:
             try:
-                key = await within(RECHECK_DEADLINE_S, self._keys.by_hash(digest), "looking up a key")
+                key = await within(
+                    RECHECK_DEADLINE_S, self._keys.by_hash(digest), "looking up a key"
+                )
             except (DatabaseUnavailable, DeadlineExceeded):
-                # A key that was valid a moment ago goes on working: warm models must not stop, nor wait, with the database.
+                # A key that was valid a moment ago goes on working: warm models must not stop, nor
+                # wait, with the database.
                 key = cached.key
         if key is None:
             self._cache.pop(digest, None)
@@ -182,11 +241,20 @@ class Authenticator:
         try:
             plain = path.read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise SettingsInvalid(f"the {role} key's file {path} cannot be read: {error}") from error
+            raise SettingsInvalid(
+                f"the {role} key's file {path} cannot be read: {error}"
+            ) from error
         if not MIN_KEY_CHARS <= len(plain) <= MAX_KEY_CHARS:
             raise SettingsInvalid(
                 f"the {role} key's file {path} must hold a random key of {MIN_KEY_CHARS} to {MAX_KEY_CHARS} characters"
             )
         digest = self._hash(plain)
-        # The id follows from the key, so that gateways that start at the same moment make one row of it.
-        return ApiKey(key_id=f"key-{digest[:16]}", prefix=plain[:PREFIX_CHARS], hash=digest, role=role, label=BOOTSTRAP_LABEL)
+        # The id follows from the key, so that gateways that start at the same moment make one row
+        # of it.
+        return ApiKey(
+            key_id=f"key-{digest[:16]}",
+            prefix=plain[:PREFIX_CHARS],
+            hash=digest,
+            role=role,
+            label=BOOTSTRAP_LABEL,
+        )

@@ -14,27 +14,43 @@ class AccessSettings(PilotlightSettings):
     """Where the first keys come from."""
 
     admin_key_file: Path | None = Field(
-        None, description="File with an admin key that must work. Replacing its content revokes the old key."
+        None,
+        description="File with an admin key that must work. Replacing its content revokes the old key.",
     )
-    api_key_file: Path | None = Field(None, description="File with an inference key that must work, likewise.")
+    api_key_file: Path | None = Field(
+        None, description="File with an inference key that must work, likewise."
+    )
 
 
-class GatewaySettings(ServiceSettings, DatabaseSettings, PruneSettings, AccessSettings, ModelRootsSettings):
+class GatewaySettings(
+    ServiceSettings, DatabaseSettings, PruneSettings, AccessSettings, ModelRootsSettings
+):
     """Where it listens, what it holds, and for how long."""
 
     host: str = Field("127.0.0.1", description="Address on which the gateway serves HTTP.")
-    port: int = Field(8000, ge=0, le=65535, description="Port on which the gateway serves HTTP; 0 takes a free one.")
-    share_port: bool = Field(
-        default=False, description="Let other gateways of the same user on this machine listen on the same port."
+    port: int = Field(
+        8000,
+        ge=0,
+        le=65535,
+        description="Port on which the gateway serves HTTP; 0 takes a free one.",
     )
-    public_url: str = Field("", description="URL at which clients reach this gateway, where it is not `http://host:port`.")
+    share_port: bool = Field(
+        default=False,
+        description="Let other gateways of the same user on this machine listen on the same port.",
+    )
+    public_url: str = Field(
+        "",
+        description="URL at which clients reach this gateway, where it is not `http://host:port`.",
+    )
     metrics_dir: Path | None = Field(
         None,
         description="Folder with the run folders of the services whose metrics `/metrics` shows too. By default the run folder: that is "
         "enough where one is shared by all.",
     )
     max_body_bytes: int = Field(
-        MAX_PAYLOAD_BYTES, ge=1024, description="Longest body of an API request; more is refused with 413."
+        MAX_PAYLOAD_BYTES,
+        ge=1024,
+        description="Longest body of an API request; more is refused with 413.",
     )
     bodies_bytes: int = Field(
         256 * 1024 * 1024,
@@ -42,17 +58,28 @@ class GatewaySettings(ServiceSettings, DatabaseSettings, PruneSettings, AccessSe
         description="Memory for the bodies of all API requests that arrive or are being decoded, with what is made of them; one key gets "
         "at most half. Beyond it 429.",
     )
-    body_pause_s: float = Field(10.0, gt=0, description="How long no byte of a body may arrive before it ends with 408.")
+    body_pause_s: float = Field(
+        10.0, gt=0, description="How long no byte of a body may arrive before it ends with 408."
+    )
     max_requests: int = Field(
         4096,
         ge=1,
         description="Answers that one gateway makes at a time, held ones included; an API request asks for one or more.",
     )
     max_choices: int = Field(
-        16, ge=1, le=4096, description="Answers that one API request may ask for: `n` times the number of its prompts."
+        16,
+        ge=1,
+        le=4096,
+        description="Answers that one API request may ask for: `n` times the number of its prompts.",
     )
-    max_held: int = Field(2048, ge=1, description="Requests that one gateway holds while models load; more are refused with 429.")
-    max_held_per_model: int = Field(512, ge=1, description="Requests that one gateway holds for one model.")
+    max_held: int = Field(
+        2048,
+        ge=1,
+        description="Requests that one gateway holds while models load; more are refused with 429.",
+    )
+    max_held_per_model: int = Field(
+        512, ge=1, description="Requests that one gateway holds for one model."
+    )
     request_timeout_s: float = Field(
         3600.0,
         gt=0,
@@ -71,7 +98,9 @@ class GatewaySettings(ServiceSettings, DatabaseSettings, PruneSettings, AccessSe
         description="Memory that preparing one prompt, or reading one model's text files, may take; beyond it the request is refused.",
     )
     text_short_timeout_s: float = Field(
-        5.0, gt=0, description="Processor time that preparing a prompt of at most 32 KiB may take; three times as long in all."
+        5.0,
+        gt=0,
+        description="Processor time that preparing a prompt of at most 32 KiB may take; three times as long in all.",
     )
     text_timeout_s: float = Field(
         30.0,
@@ -79,20 +108,36 @@ class GatewaySettings(ServiceSettings, DatabaseSettings, PruneSettings, AccessSe
         description="Processor time that preparing a longer prompt, or reading a model's text files, may take; three times as long in all.",
     )
     text_queue_bytes: int = Field(
-        128 * 1024 * 1024, ge=1024 * 1024, description="Bytes of prompts that wait to be prepared; beyond them requests get 429."
+        128 * 1024 * 1024,
+        ge=1024 * 1024,
+        description="Bytes of prompts that wait to be prepared; beyond them requests get 429.",
     )
-    hold_timeout_s: float = Field(120.0, gt=0, description="How long a request waits for an instance before it gets 503.")
+    hold_timeout_s: float = Field(
+        120.0, gt=0, description="How long a request waits for an instance before it gets 503."
+    )
     hold_slo_factor: float = Field(
-        10.0, ge=0, description="A held request waits at least this many times its model's TTFT target."
+        10.0,
+        ge=0,
+        description="A held request waits at least this many times its model's TTFT target.",
     )
-    drain_s: float = Field(8.0, ge=0, description="How long streams may go on after the gateway is told to stop.")
-    usage_keep_days: float = Field(400.0, gt=0, description="Days for which usage is kept: what bills are made from.")
-    usage_max_rows: int = Field(0, ge=0, description="Rows of usage that are kept at most, the newest; 0: no limit.")
+    drain_s: float = Field(
+        8.0, ge=0, description="How long streams may go on after the gateway is told to stop."
+    )
+    usage_keep_days: float = Field(
+        400.0, gt=0, description="Days for which usage is kept: what bills are made from."
+    )
+    usage_max_rows: int = Field(
+        0, ge=0, description="Rows of usage that are kept at most, the newest; 0: no limit."
+    )
     audit_keep_days: float = Field(400.0, gt=0, description="Days for which the audit log is kept.")
     audit_refused_max_rows: int = Field(
         100_000,
         ge=0,
         description="Refused attempts that the audit log keeps at most, the newest; what was done has no such limit.",
     )
-    spans_keep_days: float = Field(1.0, gt=0, description="Days for which spans are kept for the trace viewer.")
-    spans_max_rows: int = Field(1_000_000, ge=0, description="Spans that are kept at most, the newest; 0: no limit.")
+    spans_keep_days: float = Field(
+        1.0, gt=0, description="Days for which spans are kept for the trace viewer."
+    )
+    spans_max_rows: int = Field(
+        1_000_000, ge=0, description="Spans that are kept at most, the newest; 0: no limit."
+    )

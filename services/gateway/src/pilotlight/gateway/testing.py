@@ -1,4 +1,7 @@
-"""Doubles for tests of the gateway: a worker that answers by script, a catalog, keys. All of them stand behind the real interfaces."""
+"""Doubles for tests of the gateway: a worker that answers by script, a catalog, keys.
+
+All of them stand behind the real interfaces.
+"""
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
@@ -10,7 +13,12 @@ from pilotlight.common.bus import Bus, Subscription
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import Forbidden, NotFound, Unauthorized
 from pilotlight.common.ids import new_incarnation
-from pilotlight.common.messages.reports import LoaderReport, WorkerReport, loader_report_subject, worker_report_subject
+from pilotlight.common.messages.reports import (
+    LoaderReport,
+    WorkerReport,
+    loader_report_subject,
+    worker_report_subject,
+)
 from pilotlight.common.messages.tokens import (
     Ack,
     AckEntry,
@@ -31,8 +39,27 @@ from pilotlight.gateway.auth import KeyInfo, Role
 from pilotlight.gateway.models.catalog import CatalogEntry
 from pilotlight.gateway.texts.model_text import ModelText, facts_of
 from pilotlight.gateway.texts.process import HelperLauncher, Launched
-from pilotlight.policy.cluster import Device, DeviceKind, HeldStage, HeldState, Liveness, NodeFacts, Transfer, WorkerFacts
-from pilotlight.policy.ids import DecisionId, Digest, Epoch, Generation, InstanceId, ModelName, NodeId, RequestId, WorkerId
+from pilotlight.policy.cluster import (
+    Device,
+    DeviceKind,
+    HeldStage,
+    HeldState,
+    Liveness,
+    NodeFacts,
+    Transfer,
+    WorkerFacts,
+)
+from pilotlight.policy.ids import (
+    DecisionId,
+    Digest,
+    Epoch,
+    Generation,
+    InstanceId,
+    ModelName,
+    NodeId,
+    RequestId,
+    WorkerId,
+)
 from pilotlight.policy.model import Dtype, Model, ScalingBounds, Slo, Stage
 from pilotlight.policy.phase import Moment
 from pilotlight.policy.plan import Instance, InstanceState, Placement
@@ -49,7 +76,9 @@ TEXT_HELPER_MEMORY_BYTES = 512 * 1024 * 1024
 CREATED_UNIX_S = 1_760_000_000
 
 
-def model_of(name: str, *, vocab_size: int, max_context_tokens: int = 4096, ttft_ms: float = 1000.0) -> Model:
+def model_of(
+    name: str, *, vocab_size: int, max_context_tokens: int = 4096, ttft_ms: float = 1000.0
+) -> Model:
     """A registered model of no size."""
     spec = tiny_spec(
         hidden_size=8,
@@ -76,16 +105,22 @@ def model_of(name: str, *, vocab_size: int, max_context_tokens: int = 4096, ttft
     )
 
 
-def entry_of(name: str, bundle: TextBundle, clock: Clock, *, max_context_tokens: int = 4096) -> CatalogEntry:
+def entry_of(
+    name: str, bundle: TextBundle, clock: Clock, *, max_context_tokens: int = 4096
+) -> CatalogEntry:
     """A model with its text."""
     text = ModelText.of(facts_of(bundle, TextTokenizer(bundle), clock))
-    model = model_of(name, vocab_size=text.tokenizer.vocab_size, max_context_tokens=max_context_tokens)
+    model = model_of(
+        name, vocab_size=text.tokenizer.vocab_size, max_context_tokens=max_context_tokens
+    )
     model = replace(model, text_digest=bundle.digest())
     return CatalogEntry(model=model, text=text, created_unix_s=CREATED_UNIX_S)
 
 
 class ReservedHelpers:
-    """Text helpers that one test leaves to the next: starting a process takes longer than most tests."""
+    """Text helpers that one test leaves to the next: starting a process takes longer than most
+    tests.
+    """
 
     def __init__(self) -> None:
         self._launcher = HelperLauncher(TEXT_HELPER_MEMORY_BYTES)
@@ -174,12 +209,19 @@ Script = Callable[[Submit], list[TokenEntry]]
 Post = Callable[[Ran], Iterable[TokenEntry]]
 
 
-def entries_of(submit: Submit, token_ids: list[int], finish: FinishReason | None = FinishReason.STOP) -> list[TokenEntry]:
+def entries_of(
+    submit: Submit, token_ids: list[int], finish: FinishReason | None = FinishReason.STOP
+) -> list[TokenEntry]:
     """An output of which ``submit`` may already have a part: one token an entry, then the end."""
     key: dict[str, Any] = {"request_id": submit.request_id, "attempt": submit.attempt}
     wanted = token_ids[: submit.sampling.max_tokens]
     entries = [
-        TokenEntry(seq=seq, token_ids=[wanted[seq]], logprobs=[-0.5] if submit.sampling.logprobs else None, **key)
+        TokenEntry(
+            seq=seq,
+            token_ids=[wanted[seq]],
+            logprobs=[-0.5] if submit.sampling.logprobs else None,
+            **key,
+        )
         for seq in range(len(submit.output_ids), len(wanted))
     ]
     if len(wanted) < len(token_ids):
@@ -190,13 +232,17 @@ def entries_of(submit: Submit, token_ids: list[int], finish: FinishReason | None
 
 
 class ScriptedWorker:
-    """Speaks a worker's protocol on a real bus: what it says, and what of it is lost on the way, is scripted.
+    """Speaks a worker's protocol on a real bus: what it says, and what of it is lost on the way, is
+    scripted.
 
-    ``script`` makes the entries of a submit, ``post`` chooses which of them are sent and in what order; all of them can be had by resend,
-    but for what an instance that loads has not made yet: what was not sent.
+    ``script`` makes the entries of a submit, ``post`` chooses which of them are sent and in what
+    order; all of them can be had by resend, but for what an instance that loads has not made yet:
+    what was not sent.
     """
 
-    def __init__(self, bus: Bus, worker_id: str, instance_id: str, model: Model, script: Script) -> None:
+    def __init__(
+        self, bus: Bus, worker_id: str, instance_id: str, model: Model, script: Script
+    ) -> None:
         self.worker_id = WorkerId(worker_id)
         self.script = script
         self.post: Post = lambda ran: ran.entries
@@ -211,7 +257,8 @@ class ScriptedWorker:
         self.kv_capacity_tokens = 0
         self.held_state = HeldState.READY
         self.shown: Moment | None = None
-        """When the instance is said to have been shown as ready, and its tokens to have been sampled."""
+        """When the instance is said to have been shown as ready, and its tokens to have been
+        sampled."""
         self.sampled: Moment | None = None
         self.incarnation = new_incarnation()
         self.instance = Instance(
@@ -221,7 +268,11 @@ class ScriptedWorker:
             state=InstanceState.READY,
             generation=Generation(1),
             epoch=Epoch(1),
-            placements=(Placement(worker_id=self.worker_id, node_id=NODE, stage=Stage(0, 2), device_bytes=1000),),
+            placements=(
+                Placement(
+                    worker_id=self.worker_id, node_id=NODE, stage=Stage(0, 2), device_bytes=1000
+                ),
+            ),
             decision_id=DecisionId("dec-0"),
             state_since_s=0.0,
             last_used_s=0.0,
@@ -242,14 +293,16 @@ class ScriptedWorker:
         self._reporting = asyncio.create_task(self._report_for_ever())
 
     async def ready(self, state: InstanceState = InstanceState.READY) -> None:
-        """Tell everybody that the instance is there (the scheduler's part)."""
+        """Publish that the instance is there (the scheduler's part)."""
         if state is InstanceState.READY:
             self.held_state = HeldState.READY
         self.instance = replace(self.instance, state=state)
-        await (await self._bus.bucket(INSTANCES)).put(self.instance.instance_id, self.instance, sent=self.shown)
+        await (await self._bus.bucket(INSTANCES)).put(
+            self.instance.instance_id, self.instance, sent=self.shown
+        )
 
     async def loading(self) -> None:
-        """Tell everybody that the instance loads, and that it takes requests already."""
+        """Publish that the instance loads, and that it takes requests already."""
         self.held_state = HeldState.LOADING
         await self.ready(InstanceState.LOADING)
         await self.report()
@@ -266,7 +319,9 @@ class ScriptedWorker:
 
     async def declare_dead(self) -> None:
         """What its loader says when its socket closes."""
-        await self._bus.publish(loader_report_subject(NODE), loader_report(dead_workers=(self.worker_id,)))
+        await self._bus.publish(
+            loader_report_subject(NODE), loader_report(dead_workers=(self.worker_id,))
+        )
 
     async def report(self) -> None:
         """Publish one report."""
@@ -281,7 +336,9 @@ class ScriptedWorker:
         """Send entries, each as a batch of its own."""
         for entry in entries:
             batch = TokenBatch(worker_id=self.worker_id, entries=[entry])
-            await self._bus.publish(tokens_subject(ran.submit.gateway_id), batch, binary=True, sent=self.sampled)
+            await self._bus.publish(
+                tokens_subject(ran.submit.gateway_id), batch, binary=True, sent=self.sampled
+            )
 
     def _report(self) -> WorkerReport:
         held = HeldStage(
@@ -298,7 +355,9 @@ class ScriptedWorker:
         facts = WorkerFacts(
             worker_id=self.worker_id,
             node_id=NODE,
-            device=Device(kind=DeviceKind.SIM, name="sim", memory_bytes=1 << 30, load_bytes_per_s=1e9),
+            device=Device(
+                kind=DeviceKind.SIM, name="sim", memory_bytes=1 << 30, load_bytes_per_s=1e9
+            ),
             liveness=Liveness.ALIVE,
             held=(held,),
             kv_free_tokens=1_000_000,
@@ -352,7 +411,9 @@ class ScriptedWorker:
             self.changed.notify_all()
 
 
-def loader_report(*, transfers: tuple[Transfer, ...] = (), dead_workers: tuple[WorkerId, ...] = ()) -> LoaderReport:
+def loader_report(
+    *, transfers: tuple[Transfer, ...] = (), dead_workers: tuple[WorkerId, ...] = ()
+) -> LoaderReport:
     """What the one node's loader says."""
     facts = NodeFacts(
         node_id=NODE,
@@ -363,4 +424,6 @@ def loader_report(*, transfers: tuple[Transfer, ...] = (), dead_workers: tuple[W
         pool_free_bytes=1 << 30,
         transfers=transfers,
     )
-    return LoaderReport(facts=facts, incarnation="loader-1", epoch_seen=Epoch(1), dead_workers=dead_workers)
+    return LoaderReport(
+        facts=facts, incarnation="loader-1", epoch_seen=Epoch(1), dead_workers=dead_workers
+    )

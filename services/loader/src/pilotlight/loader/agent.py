@@ -1,4 +1,6 @@
-"""The node's part in control: what the scheduler wants to be fetched here, and what the cache wants to be dropped."""
+"""The node's part in control: what the scheduler wants to be fetched here, and what the cache wants
+to be dropped.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +15,7 @@ from pilotlight.common.messages.room import Drop, Dropped
 from pilotlight.common.newest import Newest
 from pilotlight.dataplane.copies import HostCopies
 from pilotlight.dataplane.link.peers import Peers
-from pilotlight.dataplane.model_fetch import Holder
+from pilotlight.dataplane.model_fetch import PartsClaim
 from pilotlight.dataplane.pool import HostPool
 from pilotlight.loader.metrics import LoaderMetrics
 from pilotlight.policy.cluster import FetchPriority
@@ -22,7 +24,8 @@ from pilotlight.policy.ids import Digest, Generation, InstanceId, NodeId
 log = structlog.get_logger()
 
 OrderKey = tuple[InstanceId, Generation, tuple[int, ...]]
-"""An order is carried out once: one that failed is not begun again by its repetition, only by a newer generation."""
+"""An order is carried out once: one that failed is not begun again by its repetition, only by a
+newer generation."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,11 +39,11 @@ class Agent:
     clock: Clock
     peers: Peers | None = None
     """Other nodes; None: this one has no links to any."""
-    _orders: dict[OrderKey, Holder] = field(default_factory=dict[OrderKey, Holder])
+    _orders: dict[OrderKey, PartsClaim] = field(default_factory=dict[OrderKey, PartsClaim])
     _newest: Newest = field(default_factory=Newest)
 
     async def on_hold(self, told: Timed[NodeHold]) -> None:
-        """Fetch what is ordered and not here; stop fetching what nobody wants any more.
+        """Fetch what is ordered and not here; stop fetching what no order wants any more.
 
         Raises:
             StaleCommand: a higher epoch has been seen, perhaps by an earlier run of this loader.
@@ -66,9 +69,13 @@ class Agent:
                 self._begin(key, fetch, told.sent_s(self.clock))
 
     def _follow(self, fetches: Sequence[Fetch]) -> None:
-        """Ask the nodes that the orders name; those of several orders for one model one after the other, what matters more first."""
+        """Ask the nodes that the orders name; those of several orders for one model one after the
+        other, what matters more first.
+        """
         upstreams: dict[Digest, dict[NodeId, Peer]] = {}
-        for fetch in sorted(fetches, key=lambda fetch: fetch.priority is not FetchPriority.COLD_START):
+        for fetch in sorted(
+            fetches, key=lambda fetch: fetch.priority is not FetchPriority.COLD_START
+        ):
             for peer in (*upstreams.setdefault(fetch.model.digest, {}).values(), *fetch.upstreams):
                 upstreams[fetch.model.digest].setdefault(peer.node_id, peer)
         if self.peers is not None:
@@ -76,17 +83,27 @@ class Agent:
                 self.peers.follow(digest, tuple(peers.values()))
 
     async def on_drop(self, drop: Drop) -> Dropped:
-        """Free copies, but for those that a worker may be reading and those on their way; say whether there is room now."""
+        """Free copies, but for those that a worker may be reading and those on their way; say
+        whether there is room now.
+        """
         dropped = self.copies.drop(drop.digests)
         wanted = drop.wanted
-        fits = wanted is None or self.pool.fits(wanted.digest, dict(zip(wanted.parts, wanted.part_bytes, strict=False)))
+        fits = wanted is None or self.pool.fits(
+            wanted.digest, dict(zip(wanted.parts, wanted.part_bytes, strict=False))
+        )
         if drop.digests:
-            log.info("copies dropped", action="copies_dropped", asked=len(drop.digests), dropped=len(dropped), fits=fits)
+            log.info(
+                "copies dropped",
+                action="copies_dropped",
+                asked=len(drop.digests),
+                dropped=len(dropped),
+                fits=fits,
+            )
         return Dropped(digests=dropped, fits=fits)
 
     def _begin(self, key: OrderKey, fetch: Fetch, since_s: float) -> None:
         try:
-            holder = self.copies.hold(
+            claim = self.copies.claim(
                 fetch.model,
                 fetch.parts,
                 fetch.instance_id,
@@ -96,16 +113,21 @@ class Agent:
                 priority=fetch.priority,
             )
         except BadRequest as error:
-            log.error("order refused", action="order_refused", instance_id=fetch.instance_id, error=error.message)
+            log.error(
+                "order refused",
+                action="order_refused",
+                instance_id=fetch.instance_id,
+                error=error.message,
+            )
             return
-        self._orders[key] = holder
+        self._orders[key] = claim
         log.info(
             "order taken",
             action="order_taken",
             instance_id=fetch.instance_id,
             model=fetch.model.name,
-            parts=len(holder.parts),
-            missing=len(holder.missing),
+            parts=len(claim.parts),
+            missing=len(claim.missing),
         )
 
 

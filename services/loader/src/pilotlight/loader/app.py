@@ -1,4 +1,6 @@
-"""Builds the loader: the pool first, then whoever fills it, serves it, commands it and reports it."""
+"""Builds the loader: the pool first, then the parts that fill it, serve it, command it and report
+it.
+"""
 
 import asyncio
 import os
@@ -50,9 +52,9 @@ log = structlog.get_logger()
 
 SHARED_MEMORY = Path("/dev/shm")
 NOT_FOR_WORKERS = ("NOTIFY_SOCKET", "HF_", "HUGGING_FACE_")
-"""Of our environment: who supervises us, and the hub's token. Workers read from no hub."""
+"""Of our environment: our supervisor, and the hub's token. Workers read from no hub."""
 ASKS = 5
-"""For the newest epoch, before a loader gives up; whoever supervises it starts it again."""
+"""For the newest epoch, before a loader gives up; its supervisor starts it again."""
 _BACKOFF = Backoff(first_s=0.1, limit_s=2.0)
 
 
@@ -75,8 +77,13 @@ class PoolKeeper:
             try:
                 save_epoch(self._settings.state_dir, self._pool.highest_epoch)
             except OSError as error:
-                # Without the epoch the next loader would obey a leader that is over: the pool, which has it, stays.
-                log.error("the pool stays: its epoch cannot be saved", action="epoch_not_saved", error=str(error))
+                # Without the epoch the next loader would obey a leader that is over: the pool,
+                # which has it, stays.
+                log.error(
+                    "the pool stays: its epoch cannot be saved",
+                    action="epoch_not_saved",
+                    error=str(error),
+                )
                 remove = False
         self._pool.close(remove=remove)
 
@@ -86,11 +93,12 @@ async def build(context: Context[LoaderSettings]) -> Application:
 
     Raises:
         HostPoolTaken, DiskTierTaken: another loader holds the node's pool, or its disk tier.
-        BadRequest: the pool cannot be made as the settings say, or there are not the GPUs that they ask for.
+        BadRequest: the pool cannot be made as the settings say, or there are not the GPUs that they
+            ask for.
         SettingsInvalid: other nodes cannot be listened to as they say.
-        MachineUnfit: the state folder cannot be written to, there is not enough shared memory, or the driver does not say which GPUs
-            there are.
-        BusUnavailable, MessageUndecodable: nobody says which epoch is the newest.
+        MachineUnfit: the state folder cannot be written to, there is not enough shared memory, or
+            the driver does not say which GPUs there are.
+        BusUnavailable, MessageUndecodable: the newest epoch cannot be learned.
     """
     settings = context.settings
     check_or_warn(settings.state_dir, "state folder", "PILOTLIGHT_STATE_DIR")
@@ -117,7 +125,13 @@ async def build(context: Context[LoaderSettings]) -> Application:
     )
     found = await find_gpus(settings.worker_kind, kept=settings.state_dir / "gpus.json")
     workers = plan_workers(settings.worker_kind, settings.workers, found)
-    log.info("workers planned", action="workers_planned", kind=workers.kind, workers=len(workers.devices), no_gpus=found.why_none)
+    log.info(
+        "workers planned",
+        action="workers_planned",
+        kind=workers.kind,
+        workers=len(workers.devices),
+        no_gpus=found.why_none,
+    )
     supervisor = WorkerSupervisor(
         plans=[_plan(settings, node_id, index, workers) for index in range(len(workers.devices))],
         handover=settings.handover,
@@ -170,13 +184,17 @@ async def _open_pool(context: Context[LoaderSettings], node_id: NodeId, epoch: E
         # What is adopted is verified, which takes a second for a few gigabytes.
         pool = await asyncio.to_thread(HostPool.open, path, size_bytes, context.clock)
     except OSError as error:
-        raise BadRequest(f"the host pool {path} cannot be made: {error.strerror}; see PILOTLIGHT_POOL_PATH") from error
+        raise BadRequest(
+            f"the host pool {path} cannot be made: {error.strerror}; see PILOTLIGHT_POOL_PATH"
+        ) from error
     pool.raise_epoch(max(pool.highest_epoch, load_epoch(settings.state_dir), epoch))
     return pool
 
 
 async def _announced_epoch(context: Context[LoaderSettings]) -> Epoch:
-    """Leaders may have changed while no loader was here: one that is replaced must not be obeyed before the new one is heard."""
+    """Leaders may have changed while no loader was here: one that is replaced must not be obeyed
+    before the new one is heard.
+    """
     bucket = await context.bus.bucket(LEADER)
     rng = random.Random()
     for attempt in range(ASKS):
@@ -187,14 +205,23 @@ async def _announced_epoch(context: Context[LoaderSettings]) -> Epoch:
             await pause(_BACKOFF.delay_s(attempt, rng))
         else:
             return found.value.epoch if found.value is not None else Epoch(0)
-    raise BusUnavailable(f"the bucket {LEADER} was asked {ASKS} times which epoch is the newest, without an answer")
+    raise BusUnavailable(
+        f"the bucket {LEADER} was asked {ASKS} times which epoch is the newest, without an answer"
+    )
 
 
 def _tools(
-    context: Context[LoaderSettings], pool: HostPool, disk: NodeDisk | None, links: NodeLinks | None, manifests: StoredManifests
+    context: Context[LoaderSettings],
+    pool: HostPool,
+    disk: NodeDisk | None,
+    links: NodeLinks | None,
+    manifests: StoredManifests,
 ) -> FetchTools:
     settings = context.settings
-    nearby = (*((disk.origin,) if disk is not None else ()), *((links.peers,) if links is not None else ()))
+    nearby = (
+        *((disk.origin,) if disk is not None else ()),
+        *((links.peers,) if links is not None else ()),
+    )
     sources = Sources(settings, Patience(stall_timeout_s=settings.stall_timeout_s))
 
     def open_source(model: Model, manifest: Manifest) -> ModelSource:
@@ -219,9 +246,13 @@ def _tools(
     )
 
 
-def _plan(settings: LoaderSettings, node_id: NodeId, index: int, workers: WorkerDevices) -> WorkerPlan:
+def _plan(
+    settings: LoaderSettings, node_id: NodeId, index: int, workers: WorkerDevices
+) -> WorkerPlan:
     worker_id = worker_id_of(node_id, index)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(NOT_FOR_WORKERS)}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(NOT_FOR_WORKERS)
+    }
     environment.update(
         PILOTLIGHT_WORKER_ID=worker_id,
         PILOTLIGHT_NODE_ID=node_id,

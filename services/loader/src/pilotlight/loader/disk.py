@@ -11,7 +11,9 @@ from pilotlight.loader.settings import LoaderSettings
 
 
 class NodeDisk:
-    """The tier's life: it is written to from start to stop, and read from until the last fetch has ended."""
+    """The tier's life: it is written to from start to stop, and read from until the last fetch has
+    ended.
+    """
 
     def __init__(self, tier: DiskTier, writer: DiskWriter) -> None:
         self.tier = tier
@@ -28,7 +30,9 @@ class NodeDisk:
         self.tier.close()
 
 
-async def open_disk(context: Context[LoaderSettings], pool: HostPool, metrics: LoaderMetrics) -> NodeDisk | None:
+async def open_disk(
+    context: Context[LoaderSettings], pool: HostPool, metrics: LoaderMetrics
+) -> NodeDisk | None:
     """The disk tier that the settings ask for.
 
     Raises:
@@ -38,7 +42,9 @@ async def open_disk(context: Context[LoaderSettings], pool: HostPool, metrics: L
     if settings.disk_tier_dir is None:
         return None
     count = metrics.disk_tier_event
-    tier = DiskTier(settings.disk_tier_dir.absolute(), settings.disk_tier_bytes, context.clock, count)
+    tier = DiskTier(
+        settings.disk_tier_dir.absolute(), settings.disk_tier_bytes, context.clock, count
+    )
     await asyncio.to_thread(tier.open)
     metrics.watch_disk(tier)
     return NodeDisk(tier, DiskWriter(tier, pool.path, context.clock, count))

@@ -1,4 +1,6 @@
-"""What a node keeps of its GPUs between runs of its loader, for when the driver does not say which there are."""
+"""What a node keeps of its GPUs between runs of its loader, for when the driver does not say which
+there are.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -45,4 +47,6 @@ class GpuRecord(msgspec.Struct, frozen=True, kw_only=True):
         """The same, lost ones with the UUID that they had, if no other has it."""
         taken = {gpu.uuid for gpu in gpus}
         known = {index: uuid for index, uuid in self.uuids.items() if uuid not in taken}
-        return tuple(gpu if gpu.uuid else replace(gpu, uuid=known.get(gpu.index, "")) for gpu in gpus)
+        return tuple(
+            gpu if gpu.uuid else replace(gpu, uuid=known.get(gpu.index, "")) for gpu in gpus
+        )

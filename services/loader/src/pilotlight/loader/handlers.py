@@ -4,7 +4,12 @@ from pilotlight.common.bus import Bus, Subscription
 from pilotlight.common.envelope import Timed
 from pilotlight.common.messages.hold import NodeHold, node_hold_subject
 from pilotlight.common.messages.room import Drop, drop_subject
-from pilotlight.common.messages.verify import AskVerification, Verify, verification_subject, verify_subject
+from pilotlight.common.messages.verify import (
+    AskVerification,
+    Verify,
+    verification_subject,
+    verify_subject,
+)
 from pilotlight.loader.agent import Agent
 from pilotlight.loader.verifications import Verifications
 
@@ -24,10 +29,14 @@ class Handlers:
             return
         node_id = self._agent.node_id
         self._subscriptions = [
-            await self._bus.subscribe(node_hold_subject(node_id), Timed[NodeHold], self._agent.on_hold),
+            await self._bus.subscribe(
+                node_hold_subject(node_id), Timed[NodeHold], self._agent.on_hold
+            ),
             await self._bus.serve(drop_subject(node_id), Drop, self._agent.on_drop),
             await self._bus.serve(verify_subject(node_id), Verify, self._verifications.on_verify),
-            await self._bus.serve(verification_subject(node_id), AskVerification, self._verifications.on_ask),
+            await self._bus.serve(
+                verification_subject(node_id), AskVerification, self._verifications.on_ask
+            ),
         ]
 
     async def stop(self) -> None:

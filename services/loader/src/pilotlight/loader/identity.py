@@ -1,4 +1,6 @@
-"""What a node keeps between runs of its loader: its id, and the highest epoch when the pool goes; and how large its pool is."""
+"""What a node keeps between runs of its loader: its id, and the highest epoch when the pool goes;
+and how large its pool is.
+"""
 
 import os
 from pathlib import Path
@@ -20,7 +22,8 @@ def node_id_of(state_dir: Path) -> NodeId:
     """The node's id, made once and kept.
 
     Raises:
-        DiskFull, FolderUnusable: there is none yet, and none can be written down; or it cannot be read.
+        DiskFull, FolderUnusable: there is none yet, and none can be written down; or it cannot be
+            read.
     """
     path = state_dir / _NODE_ID_FILE
     try:
@@ -44,9 +47,13 @@ def save_epoch(state_dir: Path, epoch: Epoch) -> None:
 
 
 def default_pool_bytes(folder: Path) -> int:
-    """A quarter of the memory, and no more than the folder's file system, which shared memory of a container often limits."""
+    """A quarter of the memory, and no more than the folder's file system, which shared memory of a
+    container often limits.
+    """
     found = os.statvfs(folder)
-    return min(int(memory_bytes() * POOL_SHARE), int(found.f_blocks * found.f_frsize * FILE_SYSTEM_SHARE))
+    return min(
+        int(memory_bytes() * POOL_SHARE), int(found.f_blocks * found.f_frsize * FILE_SYSTEM_SHARE)
+    )
 
 
 def _write(path: Path, text: str) -> None:

@@ -1,4 +1,6 @@
-"""The node's links to other nodes: a door for those that ask for chunks, and a connection to each one that may be asked."""
+"""The node's links to other nodes: a door for those that ask for chunks, and a connection to each
+one that may be asked.
+"""
 
 import asyncio
 import socket
@@ -32,9 +34,13 @@ RETRY_S = 2.0
 
 
 class NodeLinks:
-    """The links' life: nodes are met from start to stop, and what they were being sent is let go of before the pool is."""
+    """The links' life: nodes are met from start to stop, and what they were being sent is let go of
+    before the pool is.
+    """
 
-    def __init__(self, context: Context[LoaderSettings], me: Identity, metrics: LoaderMetrics) -> None:
+    def __init__(
+        self, context: Context[LoaderSettings], me: Identity, metrics: LoaderMetrics
+    ) -> None:
         self._context = context
         self._me = me
         self._metrics = metrics
@@ -45,7 +51,12 @@ class NodeLinks:
         self._server: LinkServer | None = None
         self._nixl: NixlProcess | None = None
         self.peers = Peers(
-            me, self._threads[0], context.clock, metrics, context.settings.stall_timeout_s, priority_of=self._priority_of
+            me,
+            self._threads[0],
+            context.clock,
+            metrics,
+            context.settings.stall_timeout_s,
+            priority_of=self._priority_of,
         )
 
     def listen(self, pool: HostPool, tools: FetchTools, copies: HostCopies) -> None:
@@ -59,16 +70,23 @@ class NodeLinks:
         offers = Offers(pool=pool, copies=copies, moved=tools.moved, clock=clock)
         address = (settings.dataplane_host, settings.dataplane_port)
         if takes_nixl(settings.link_transport):
-            memory = PoolMemory(pool.descriptor, pool.geometry.data_offset, pool.geometry.file_bytes)
+            memory = PoolMemory(
+                pool.descriptor, pool.geometry.data_offset, pool.geometry.file_bytes
+            )
             self._nixl = self.peers.memory = NixlProcess(memory, self._threads[0])
-        self._server = LinkServer(self._me, address, offers, self._threads[1], clock, self._metrics, memory=self._nixl)
+        self._server = LinkServer(
+            self._me, address, offers, self._threads[1], clock, self._metrics, memory=self._nixl
+        )
         self._server.listen()
 
     @property
     def address(self) -> tuple[str, int]:
         """Where other nodes find this one."""
         host = self._context.settings.dataplane_host
-        return socket.gethostname() if host in ANY_ADDRESS else host, self._server.port if self._server is not None else 0
+        return (
+            socket.gethostname() if host in ANY_ADDRESS else host,
+            self._server.port if self._server is not None else 0,
+        )
 
     async def start(self) -> None:
         """Serve, and meet every node that is there or comes."""
@@ -96,7 +114,9 @@ class NodeLinks:
                 bucket = await self._context.bus.bucket(NODES)
                 await bucket.watch(NodeFacts, self._on_node)
             except BusUnavailable as error:
-                log.warning("nodes are not heard of", action="nodes_watch_failed", error=error.message)
+                log.warning(
+                    "nodes are not heard of", action="nodes_watch_failed", error=error.message
+                )
                 await pause(RETRY_S)
 
     async def _on_node(self, key: str, facts: NodeFacts | None) -> None:
@@ -120,14 +140,19 @@ async def _watch(thread: LinkThread) -> None:
     await asyncio.wrap_future(thread.died)
 
 
-def find_links(context: Context[LoaderSettings], node_id: NodeId, metrics: LoaderMetrics) -> NodeLinks | None:
-    """The node's links; None where nobody gave it the cluster's key, so that no other node could know it.
+def find_links(
+    context: Context[LoaderSettings], node_id: NodeId, metrics: LoaderMetrics
+) -> NodeLinks | None:
+    """The node's links; None where it has no cluster key, so that no other node could know it.
 
     Raises:
         SettingsInvalid: the key is too short.
     """
     key = find_cluster_key(context.settings.secrets_dir, LINK_PURPOSE)
     if key is None:
-        log.info("no secret cluster-key: chunks come from no other node and go to none", action="links_off")
+        log.info(
+            "no secret cluster-key: chunks come from no other node and go to none",
+            action="links_off",
+        )
         return None
     return NodeLinks(context, Identity(node_id, key), metrics)

@@ -1,11 +1,13 @@
-"""Manifests from the object store, and the chunk digests that the first fetch of each part fills in.
+"""Manifests from the object store, and the chunk digests that the first fetch of each part fills
+in.
 
 Digests lie beside the manifest, under its digest, an object for each part::
 
-    digests/v2/<manifest>/0.json        of part 0's chunks, in order; written once, by whoever has read all of the part first
-    digests/v2/<manifest>/all.json      of all parts, once all are there: what saves everybody else from reading them one by one
+    digests/v2/<manifest>/0.json        of part 0's chunks, in order; written once, by the first node that has read all of the part
+    digests/v2/<manifest>/all.json      of all parts, once all are there: what saves the other nodes from reading them one by one
 
-Everyone who fetches later is checked against them. Who was second and read something else gives up what it has read.
+Every later fetch is checked against them. A node that was second and read something else gives up
+what it has read.
 """
 
 import asyncio
@@ -19,7 +21,14 @@ import structlog
 
 from pilotlight.checkpoint.errors import CheckpointError
 from pilotlight.checkpoint.manifest import Manifest, decode
-from pilotlight.common.errors import CorruptChunk, InternalError, NotFound, PilotlightError, SourceUnavailable, error_of
+from pilotlight.common.errors import (
+    CorruptChunk,
+    InternalError,
+    NotFound,
+    PilotlightError,
+    SourceUnavailable,
+    error_of,
+)
 from pilotlight.common.service import Background
 from pilotlight.common.store import ObjectStore, manifest_key
 from pilotlight.common.waiting import Backoff, pause
@@ -74,7 +83,9 @@ class StoredManifests:
         return known
 
     async def latest(self, model: Model) -> Manifest:
-        """The manifest with every chunk digest that is recorded by now. Raises what ``get`` raises."""
+        """The manifest with every chunk digest that is recorded by now. Raises what ``get``
+        raises.
+        """
         digest = model.digest
         known = self._known.get(digest)
         if known is not None and not unknown_parts(known):
@@ -82,17 +93,27 @@ class StoredManifests:
             return known
         reading = self._reading.get(digest)
         if reading is None:
-            reading = self._reading[digest] = asyncio.create_task(self._read(model), name=f"read manifest {digest[:12]}")
+            reading = self._reading[digest] = asyncio.create_task(
+                self._read(model), name=f"read manifest {digest[:12]}"
+            )
             reading.add_done_callback(lambda _: self._reading.pop(digest, None))
         # Several may wait for it: one that leaves must not take it from the others.
         return await asyncio.shield(reading)
 
-    def learned(self, model: Model, part: int, digests: tuple[Digest, ...], disputed: Disputed) -> None:
-        """Record the digests of a part that somebody here has read; ``disputed`` is called when others are recorded."""
-        self._background.spawn(f"publish digests of part {part} of {model.name}", self._publish(model, part, digests, disputed))
+    def learned(
+        self, model: Model, part: int, digests: tuple[Digest, ...], disputed: Disputed
+    ) -> None:
+        """Record the digests of a part that was read here; ``disputed`` is called when others are
+        recorded.
+        """
+        self._background.spawn(
+            f"publish digests of part {part} of {model.name}",
+            self._publish(model, part, digests, disputed),
+        )
 
     async def publish(self, model: Model, part: int, digests: tuple[Digest, ...]) -> None:
-        """Record the digests of a part, unless they are; and those of all parts together, once all are.
+        """Record the digests of a part, unless they are; and those of all parts together, once all
+        are.
 
         Raises:
             CorruptChunk: others are recorded.
@@ -102,7 +123,9 @@ class StoredManifests:
         if not await self._store.put_if_absent(key, msgspec.json.encode(digests)):
             recorded = await self._read_part(model.digest, part)
             if recorded is not None and tuple(recorded) != digests:
-                raise CorruptChunk(f"{model.uri}: part {part} was read before, and its bytes were others")
+                raise CorruptChunk(
+                    f"{model.uri}: part {part} was read before, and its bytes were others"
+                )
         known = self._known.get(model.digest)
         if known is None:
             return
@@ -111,26 +134,44 @@ class StoredManifests:
         known = self._remember(model.digest, known)
         if not unknown_parts(known):
             every = [[chunk.digest for chunk in found.chunks] for found in known.parts]
-            await self._store.put_if_absent(all_digests_key(model.digest), msgspec.json.encode(every))
+            await self._store.put_if_absent(
+                all_digests_key(model.digest), msgspec.json.encode(every)
+            )
 
-    async def _publish(self, model: Model, part: int, digests: tuple[Digest, ...], disputed: Disputed) -> None:
+    async def _publish(
+        self, model: Model, part: int, digests: tuple[Digest, ...], disputed: Disputed
+    ) -> None:
         backoff = Backoff(first_s=0.5, limit_s=30.0)
         for attempt in range(PUBLISH_TRIES):
             try:
                 await self.publish(model, part, digests)
                 return
             except CorruptChunk as error:
-                # Two nodes read different bytes under one version of the source: only a person can tell which are right.
-                log.error("nodes disagree about a model's bytes", action="digests_disagree", model=model.name, part=part)
+                # Two nodes read different bytes under one version of the source: only a person can
+                # tell which are right.
+                log.error(
+                    "nodes disagree about a model's bytes",
+                    action="digests_disagree",
+                    model=model.name,
+                    part=part,
+                )
                 disputed(error)
                 return
             except PilotlightError as error:
-                log.warning("digests not stored", action="digests_store_failed", model=model.name, error=error.message)
+                log.warning(
+                    "digests not stored",
+                    action="digests_store_failed",
+                    model=model.name,
+                    error=error.message,
+                )
             await pause(backoff.delay_s(attempt, self._rng))
 
     async def _read(self, model: Model) -> Manifest:
         digest, known = model.digest, self._known.get(model.digest)
-        every = asyncio.create_task(self._read_object(all_digests_key(digest), list[_Part]), name=f"read digests {digest[:12]}")
+        every = asyncio.create_task(
+            self._read_object(all_digests_key(digest), list[_Part]),
+            name=f"read digests {digest[:12]}",
+        )
         try:
             if known is None:
                 known = await self._read_manifest(digest)
@@ -140,7 +181,11 @@ class StoredManifests:
         if parts is None:
             missing = unknown_parts(known)
             found = await asyncio.gather(*(self._read_part(digest, part) for part in missing))
-            recorded = {part: digests for part, digests in zip(missing, found, strict=True) if digests is not None}
+            recorded = {
+                part: digests
+                for part, digests in zip(missing, found, strict=True)
+                if digests is not None
+            }
         else:
             recorded = dict(enumerate(parts))
         return self._remember(digest, await asyncio.to_thread(_with_parts, known, recorded))
@@ -149,7 +194,9 @@ class StoredManifests:
         try:
             data = await self._store.get(manifest_key(digest))
         except NotFound as error:
-            raise SourceUnavailable(f"the manifest {digest[:12]} is gone: {error.message}") from error
+            raise SourceUnavailable(
+                f"the manifest {digest[:12]} is gone: {error.message}"
+            ) from error
         # A manifest of a large model takes some milliseconds, which the event loop has not got.
         return await asyncio.to_thread(_decode, data, digest)
 
@@ -181,7 +228,11 @@ class StoredManifests:
 
 def unknown_parts(manifest: Manifest) -> tuple[int, ...]:
     """Parts with a chunk that has no digest."""
-    return tuple(number for number, part in enumerate(manifest.parts) if any(chunk.digest is None for chunk in part.chunks))
+    return tuple(
+        number
+        for number, part in enumerate(manifest.parts)
+        if any(chunk.digest is None for chunk in part.chunks)
+    )
 
 
 def recorded_digests(manifest: Manifest) -> dict[tuple[int, int], Digest]:
@@ -200,12 +251,17 @@ def _decode(data: bytes, digest: Digest) -> Manifest:
     except CheckpointError as error:
         raise error_of(error.code, str(error)) from error
     if manifest.digest() != digest:
-        raise InternalError(f"the object under the manifest's key {digest[:12]} is another manifest")
+        raise InternalError(
+            f"the object under the manifest's key {digest[:12]} is another manifest"
+        )
     return manifest
 
 
 def _with_parts(manifest: Manifest, recorded: Mapping[int, _Part]) -> Manifest:
-    return _with_digests(manifest, {(part, c): known for part, chunks in recorded.items() for c, known in enumerate(chunks)})
+    return _with_digests(
+        manifest,
+        {(part, c): known for part, chunks in recorded.items() for c, known in enumerate(chunks)},
+    )
 
 
 def _with_digests(manifest: Manifest, digests: Mapping[tuple[int, int], Digest]) -> Manifest:
@@ -214,4 +270,6 @@ def _with_digests(manifest: Manifest, digests: Mapping[tuple[int, int], Digest])
     except CheckpointError as error:
         raise error_of(error.code, str(error)) from error
     except KeyError as error:
-        raise InternalError(f"the digests of {manifest.digest()[:12]} name a chunk that it has not got: {error}") from error
+        raise InternalError(
+            f"the digests of {manifest.digest()[:12]} name a chunk that it has not got: {error}"
+        ) from error

@@ -1,4 +1,6 @@
-"""Processes that outlive whoever started them: found again by a file that names them, waited for without being their parent."""
+"""Processes that outlive the process that started them: found again by a file that names them,
+waited for without being their parent.
+"""
 
 import asyncio
 import os
@@ -37,8 +39,10 @@ class Process:
 
     @classmethod
     def spawn(cls, command: Sequence[str], environment: Mapping[str, str], log_path: Path) -> Self:
-        """Start a process that is no part of our session: it goes on when we end. Its output goes to a file, never to a pipe of ours,
-        or to where our standard error goes; nowhere, where the file cannot be written to, as on a full disk.
+        """Start a process that is no part of our session: it goes on when we end. Its output goes
+        to a file, never to a pipe of ours,
+        or to where our standard error goes; nowhere, where the file cannot be written to, as on a
+        full disk.
 
         Raises:
             OSError: it cannot be started.
@@ -46,7 +50,10 @@ class Process:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         if log_path != STANDARD_ERROR:
             log_path = _writable(log_path, flags)
-        opened = [(os.POSIX_SPAWN_OPEN, 1, str(log_path), flags, 0o600), (os.POSIX_SPAWN_DUP2, 1, STANDARD_ERROR_DESCRIPTOR)]
+        opened = [
+            (os.POSIX_SPAWN_OPEN, 1, str(log_path), flags, 0o600),
+            (os.POSIX_SPAWN_DUP2, 1, STANDARD_ERROR_DESCRIPTOR),
+        ]
         inherited = [(os.POSIX_SPAWN_DUP2, STANDARD_ERROR_DESCRIPTOR, 1)]
         pid = os.posix_spawn(
             command[0],
@@ -57,13 +64,13 @@ class Process:
                 *(inherited if log_path == STANDARD_ERROR else opened),
             ],
             setsid=True,
-            # Python ignores it; who is started must not.
+            # Python ignores it; the child must not.
             setsigdef=[signal.SIGPIPE],
         )
         try:
             pidfd = os.pidfd_open(pid)
         except OSError:
-            # Nobody could watch it, and another one would be started beside it.
+            # It could not be watched, and another one would be started beside it.
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             raise
@@ -157,18 +164,23 @@ class ProcessFile:
         """There is no such process any more.
 
         Raises:
-            OSError: the file cannot be removed, which is as good: it names a process that has ended.
+            OSError: the file cannot be removed, which is as good: it names a process that has
+                ended.
         """
         self._path.unlink(missing_ok=True)
 
 
 def _writable(log_path: Path, flags: int) -> Path:
-    """The file, if it can be opened for writing; else the one that takes everything and keeps nothing."""
+    """The file, if it can be opened for writing; else the one that takes everything and keeps
+    nothing.
+    """
     try:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(log_path, flags | os.O_CLOEXEC, 0o600))
     except OSError as error:
-        log.error("a worker has no log", action="worker_log_failed", path=str(log_path), error=str(error))
+        log.error(
+            "a worker has no log", action="worker_log_failed", path=str(log_path), error=str(error)
+        )
         return Path(os.devnull)
     return log_path
 

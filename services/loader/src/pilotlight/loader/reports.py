@@ -1,4 +1,6 @@
-"""What the loader tells everyone: a report every 200 ms and at once on change, and the node's last state for late joiners."""
+"""What the loader tells all services: a report every 200 ms and at once on change, and the node's
+last state for late joiners.
+"""
 
 import asyncio
 from collections.abc import Callable, Collection
@@ -9,7 +11,11 @@ import structlog
 from pilotlight.common.buckets import NODES
 from pilotlight.common.bus import Bus
 from pilotlight.common.errors import BusUnavailable
-from pilotlight.common.messages.reports import REPORT_INTERVAL_S, LoaderReport, loader_report_subject
+from pilotlight.common.messages.reports import (
+    REPORT_INTERVAL_S,
+    LoaderReport,
+    loader_report_subject,
+)
 from pilotlight.common.service import Background
 from pilotlight.common.waiting import cancel_all, pause, woken
 from pilotlight.dataplane.chunk_fetch import Distrusted
@@ -86,7 +92,9 @@ class Reporter:
         ]
 
     async def stop(self) -> None:
-        """Say for the last time what is held, and whether anything may still be planned for this node."""
+        """Say for the last time what is held, and whether anything may still be planned for this
+        node.
+        """
         if not self._tasks:
             return
         tasks, self._tasks = self._tasks, []
@@ -144,7 +152,9 @@ class Reporter:
                     await bucket.put(self.shape.node_id, facts)
                 except BusUnavailable as error:
                     self._written = None
-                    log.warning("node's state not written", action="node_state_failed", error=error.message)
+                    log.warning(
+                        "node's state not written", action="node_state_failed", error=error.message
+                    )
                     await pause(RETRY_S)
                     continue
             await pause(SETTLE_S)
@@ -181,7 +191,14 @@ class CopyObserver:
 def _slow(facts: NodeFacts) -> NodeFacts:
     """Facts without what changes all the time."""
     copies = tuple(sorted((_bare(copy) for copy in facts.copies), key=lambda copy: copy.digest))
-    volatile = replace(facts, transfers=(), links=(), pool_free_bytes=0, pool_largest_free_bytes=None, disk_tier_used_bytes=0)
+    volatile = replace(
+        facts,
+        transfers=(),
+        links=(),
+        pool_free_bytes=0,
+        pool_largest_free_bytes=None,
+        disk_tier_used_bytes=0,
+    )
     return replace(volatile, copies=copies)
 
 

@@ -17,7 +17,8 @@ class LoaderSettings(ServiceSettings, ModelRootsSettings):
     """What a node's agent needs beside what every service does."""
 
     state_dir: Path = Field(
-        Path(".pilotlight/state"), description="Folder for what must outlive a restart: the node's id, its workers."
+        Path(".pilotlight/state"),
+        description="Folder for what must outlive a restart: the node's id, its workers.",
     )
     log_dir: Path = Field(
         Path(".pilotlight/logs"),
@@ -39,16 +40,26 @@ class LoaderSettings(ServiceSettings, ModelRootsSettings):
         description="Folder on a local disk in which chunks of models are kept beyond what fits into the host pool. Empty: none are.",
     )
     disk_tier_bytes: int = Field(
-        64 * 1024**3, ge=CHUNK_BYTES, description="Bytes that the folder's files may take of the disk, at most."
+        64 * 1024**3,
+        ge=CHUNK_BYTES,
+        description="Bytes that the folder's files may take of the disk, at most.",
     )
-    pool_socket: Path | None = Field(None, description="Unix socket for workers. By default pool.sock in the run folder.")
+    pool_socket: Path | None = Field(
+        None, description="Unix socket for workers. By default pool.sock in the run folder."
+    )
     link: str = Field(
         "",
         description="Bandwidth that fetches from one source may take together: `200mbit`, `25gbit`, `125MB/s`. Empty: no limit.",
     )
-    nic_bandwidth: str = Field("10gbit", description="Bandwidth of the node's network interface, which placement counts with.")
+    nic_bandwidth: str = Field(
+        "10gbit",
+        description="Bandwidth of the node's network interface, which placement counts with.",
+    )
     fetch_threads: int = Field(
-        16, ge=1, le=256, description="Threads that read chunks, for all fetches together: most chunks that are read at once."
+        16,
+        ge=1,
+        le=256,
+        description="Threads that read chunks, for all fetches together: most chunks that are read at once.",
     )
     fetch_reads: int = Field(
         4,
@@ -62,14 +73,18 @@ class LoaderSettings(ServiceSettings, ModelRootsSettings):
         description="Address at which other nodes ask for chunks of models, and by which they know it. `0.0.0.0`: every address; they "
         "then know it by the host's name. Needs the secret `cluster-key`.",
     )
-    dataplane_port: int = Field(0, ge=0, le=65535, description="Port at which other nodes ask for chunks. 0: any free one.")
+    dataplane_port: int = Field(
+        0, ge=0, le=65535, description="Port at which other nodes ask for chunks. 0: any free one."
+    )
     link_transport: Literal["tcp", "nixl", "auto"] = Field(
         "tcp",
         description="How chunks come from other nodes that can do the same. `nixl`: NIXL reads them out of the other's memory, by RDMA "
         "where there is a device; needs `pip install 'pilotlight-dataplane[nixl]'`. `auto`: so where there is an RDMA device. Where it "
         "fails they come over TCP.",
     )
-    stall_timeout_s: float = Field(10.0, gt=0, description="A source that gives no byte for this long has stalled.")
+    stall_timeout_s: float = Field(
+        10.0, gt=0, description="A source that gives no byte for this long has stalled."
+    )
     workers: int | None = Field(
         None,
         ge=0,
@@ -82,7 +97,8 @@ class LoaderSettings(ServiceSettings, ModelRootsSettings):
         "worker and they can be used, else CPU cores.",
     )
     handover: bool = Field(
-        False, description="When the loader stops, leave workers and host pool to the next one: streams go on through an upgrade."
+        False,
+        description="When the loader stops, leave workers and host pool to the next one: streams go on through an upgrade.",
     )
 
     @field_validator("disk_tier_dir", "workers", mode="before")
@@ -99,7 +115,9 @@ class LoaderSettings(ServiceSettings, ModelRootsSettings):
     @model_validator(mode="after")
     def _has_threads_to_begin_with(self) -> Self:
         if self.fetch_reads > self.fetch_threads:
-            raise ValueError(f"fetch_reads ({self.fetch_reads}) must not be above fetch_threads ({self.fetch_threads})")
+            raise ValueError(
+                f"fetch_reads ({self.fetch_reads}) must not be above fetch_threads ({self.fetch_threads})"
+            )
         return self
 
     @property

@@ -1,4 +1,5 @@
-"""The workers of a node: spawned, watched, started again when they end, taken over from an earlier loader.
+"""The workers of a node: spawned, watched, started again when they end, taken over from an earlier
+loader.
 
 ::
 
@@ -33,7 +34,8 @@ TERMINATE_S = 6.0
 """Between SIGTERM and SIGKILL, when the loader stops: within the deadline of a component's stop."""
 LOOK_S = 1.0
 STOPPED_S = 10.0
-"""A worker that a signal or a debugger has stopped for this long is ended. Everybody takes it for dead after three seconds."""
+"""A worker that a signal or a debugger has stopped for this long is ended. Other services take it
+for dead after three seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +51,7 @@ class WorkerPlan:
 
 @dataclass(slots=True, kw_only=True)
 class WorkerSupervisor:
-    """Keeps workers running. Their processes outlive it: whoever supervises next adopts them."""
+    """Keeps workers running. Their processes outlive it: the next loader adopts them."""
 
     plans: Sequence[WorkerPlan]
     handover: bool
@@ -68,13 +70,17 @@ class WorkerSupervisor:
     _dead: set[WorkerId] = field(default_factory=set[WorkerId])
     _processes: dict[WorkerId, Process] = field(default_factory=dict[WorkerId, Process])
     _unrecorded: set[WorkerId] = field(default_factory=set[WorkerId])
-    """Workers of which no file says which process they are: the disk is full, or can only be read."""
+    """Workers of which no file says which process they are: the disk is full, or can only be read.
+    """
     _tasks: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
 
     async def start(self) -> None:
         """Keep every worker running from now on. They say themselves when they are ready."""
         if not self._tasks:
-            self._tasks = [self.background.spawn(f"keep {plan.worker_id}", self._keep(plan)) for plan in self.plans]
+            self._tasks = [
+                self.background.spawn(f"keep {plan.worker_id}", self._keep(plan))
+                for plan in self.plans
+            ]
 
     async def stop(self) -> None:
         """End the workers in order, or leave them to the next loader."""
@@ -84,12 +90,20 @@ class WorkerSupervisor:
         await cancel_all(tasks)
         running = [plan for plan in self.plans if plan.worker_id in self._processes]
         # One that the next loader could not find would be there twice.
-        ending = [plan for plan in running if not (self.handover and self._record(plan, self._processes[plan.worker_id]))]
+        ending = [
+            plan
+            for plan in running
+            if not (self.handover and self._record(plan, self._processes[plan.worker_id]))
+        ]
         await asyncio.gather(*(self._end(plan) for plan in ending))
         for process in self._processes.values():
             process.release()
         if self.handover:
-            log.info("workers left to the next loader", action="workers_handed_over", workers=len(self._processes))
+            log.info(
+                "workers left to the next loader",
+                action="workers_handed_over",
+                workers=len(self._processes),
+            )
         self._processes.clear()
 
     @property
@@ -100,8 +114,14 @@ class WorkerSupervisor:
     def on_hello(self, hello: Hello) -> None:
         process = self._processes.get(hello.worker_id)
         if process is not None and process.record.pid != hello.pid:
-            # An earlier loader was killed before it could write down which process its worker is. One of the two has to go.
-            log.error("two processes are one worker", action="worker_twice", worker_id=hello.worker_id, pid=hello.pid)
+            # An earlier loader was killed before it could write down which process its worker is.
+            # One of the two has to go.
+            log.error(
+                "two processes are one worker",
+                action="worker_twice",
+                worker_id=hello.worker_id,
+                pid=hello.pid,
+            )
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(hello.pid, signal.SIGTERM)
             return
@@ -141,23 +161,41 @@ class WorkerSupervisor:
         record = ProcessFile(plan.pid_path).read()
         process = Process.adopt(record) if record is not None else None
         if process is not None:
-            log.info("worker adopted", action="worker_adopted", worker_id=plan.worker_id, pid=process.record.pid)
+            log.info(
+                "worker adopted",
+                action="worker_adopted",
+                worker_id=plan.worker_id,
+                pid=process.record.pid,
+            )
         return process
 
     def _spawn(self, plan: WorkerPlan) -> Process | None:
-        # On the event loop: between the start of a process and its record nobody can be cancelled, and no process is lost.
+        # On the event loop: between the start of a process and its record no task can be cancelled,
+        # and no process is lost.
         try:
             process = Process.spawn(plan.command, plan.environment, plan.log_path)
         except OSError as error:
-            log.error("worker cannot be started", action="worker_spawn_failed", worker_id=plan.worker_id, error=str(error))
+            log.error(
+                "worker cannot be started",
+                action="worker_spawn_failed",
+                worker_id=plan.worker_id,
+                error=str(error),
+            )
             return None
         self._unrecorded.add(plan.worker_id)
         self.metrics.worker_starts.inc()
-        log.info("worker started", action="worker_started", worker_id=plan.worker_id, pid=process.record.pid)
+        log.info(
+            "worker started",
+            action="worker_started",
+            worker_id=plan.worker_id,
+            pid=process.record.pid,
+        )
         return process
 
     def _record(self, plan: WorkerPlan, process: Process) -> bool:
-        """Write down which process the worker is, where that has not been done; whether it is written down now."""
+        """Write down which process the worker is, where that has not been done; whether it is
+        written down now.
+        """
         if plan.worker_id not in self._unrecorded:
             return True
         try:
@@ -177,7 +215,9 @@ class WorkerSupervisor:
         return True
 
     async def _until_ended(self, plan: WorkerPlan, process: Process) -> None:
-        """Return when it has ended; meanwhile write down what was not, and end it if it does not go on after a stop."""
+        """Return when it has ended; meanwhile write down what was not, and end it if it does not go
+        on after a stop.
+        """
         attempt, stopped_looks = 0, 0
         record_s = self.clock.monotonic_s()
         while True:
@@ -191,8 +231,13 @@ class WorkerSupervisor:
             except TimeoutError:
                 stopped_looks = stopped_looks + 1 if process.stopped else 0
             if stopped_looks * LOOK_S >= self.stopped_s:
-                # Its requests have long gone on elsewhere; without it, the device can be used again.
-                log.error("a worker was stopped and is ended", action="worker_stopped", worker_id=plan.worker_id)
+                # Its requests have long gone on elsewhere; without it, the device can be used
+                # again.
+                log.error(
+                    "a worker was stopped and is ended",
+                    action="worker_stopped",
+                    worker_id=plan.worker_id,
+                )
                 process.kill_session()
                 stopped_looks = 0
 
@@ -203,18 +248,26 @@ class WorkerSupervisor:
             async with asyncio.timeout(self.terminate_s):
                 await process.ended()
         except TimeoutError:
-            log.error("worker did not end in time", action="worker_killed", worker_id=plan.worker_id)
+            log.error(
+                "worker did not end in time", action="worker_killed", worker_id=plan.worker_id
+            )
             process.signal(signal.SIGKILL)
             await process.ended()
         self._forget(plan, process)
 
     def _forget(self, plan: WorkerPlan, process: Process) -> None:
-        # Its engine ends by itself when the worker does; one that hangs must not keep the device from the next worker.
+        # Its engine ends by itself when the worker does; one that hangs must not keep the device
+        # from the next worker.
         process.kill_session()
         try:
             ProcessFile(plan.pid_path).remove()
         except OSError as error:
-            log.warning("a worker's file stays", action="worker_file_kept", worker_id=plan.worker_id, error=str(error))
+            log.warning(
+                "a worker's file stays",
+                action="worker_file_kept",
+                worker_id=plan.worker_id,
+                error=str(error),
+            )
         self._unrecorded.discard(plan.worker_id)
         self._processes.pop(plan.worker_id, None)
         self._connected.pop(plan.worker_id, None)

@@ -1,4 +1,6 @@
-"""A node for tests: a loader in this process, tiny models on disk, and the test in the place of everybody else."""
+"""A node for tests: a loader in this process, tiny models on disk, and the test in the place of all
+other services.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -88,7 +90,7 @@ class Running:
 
 @dataclass
 class Cluster:
-    """One node, its models, and the test in the place of everybody else."""
+    """One node, its models, and the test in the place of all other services."""
 
     folder: Path
     bus: Bus
@@ -170,14 +172,23 @@ class Cluster:
             return [part.part async for part in lease]
 
 
-def fetch_of(model: Model, instance_id: str = ONE, generation: int = 1, parts: tuple[int, ...] = ALL) -> Fetch:
+def fetch_of(
+    model: Model, instance_id: str = ONE, generation: int = 1, parts: tuple[int, ...] = ALL
+) -> Fetch:
     """An order to fetch parts."""
-    return Fetch(instance_id=InstanceId(instance_id), generation=Generation(generation), model=model, parts=parts)
+    return Fetch(
+        instance_id=InstanceId(instance_id),
+        generation=Generation(generation),
+        model=model,
+        parts=parts,
+    )
 
 
 def holds(digest: Digest, parts: tuple[int, ...] = ALL) -> Callable[[LoaderReport], bool]:
     """Whether a report names a copy of exactly these parts."""
-    return lambda report: any(copy.digest == digest and copy.parts == parts for copy in report.facts.copies)
+    return lambda report: any(
+        copy.digest == digest and copy.parts == parts for copy in report.facts.copies
+    )
 
 
 async def recorded(running: Running, model: Model, parts: tuple[int, ...]) -> dict[int, list[str]]:
@@ -185,4 +196,7 @@ async def recorded(running: Running, model: Model, parts: tuple[int, ...]) -> di
     store = running.context.store
     for part in parts:
         await until(lambda part=part: store.exists(digests_key(model.digest, part)))
-    return {part: msgspec.json.decode(await store.get(digests_key(model.digest, part))) for part in parts}
+    return {
+        part: msgspec.json.decode(await store.get(digests_key(model.digest, part)))
+        for part in parts
+    }

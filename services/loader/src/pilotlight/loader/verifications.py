@@ -1,4 +1,6 @@
-"""Verifications of models that this node was asked for: one after the other, after everything else that reads."""
+"""Verifications of models that this node was asked for: one after the other, after everything else
+that reads.
+"""
 
 import asyncio
 from collections import OrderedDict
@@ -7,7 +9,14 @@ from functools import partial
 
 import structlog
 
-from pilotlight.common.errors import DeadlineExceeded, InternalError, NotFound, PilotlightError, QueueFull, SourceUnavailable
+from pilotlight.common.errors import (
+    DeadlineExceeded,
+    InternalError,
+    NotFound,
+    PilotlightError,
+    QueueFull,
+    SourceUnavailable,
+)
 from pilotlight.common.ids import new_incarnation
 from pilotlight.common.messages.verify import (
     MAX_DIFFERENCES,
@@ -51,7 +60,9 @@ class _Job:
 class Verifications:
     """What was asked for, and what came of it."""
 
-    def __init__(self, node_id: NodeId, tools: FetchTools, manifests: StoredManifests, background: Background) -> None:
+    def __init__(
+        self, node_id: NodeId, tools: FetchTools, manifests: StoredManifests, background: Background
+    ) -> None:
         self._node_id = node_id
         self._tools = tools
         self._manifests = manifests
@@ -70,7 +81,9 @@ class Verifications:
             if job.asked.model.digest == asked.model.digest:
                 return self._told(job)
         if len(alive) > MAX_WAITING:
-            raise QueueFull(f"{len(alive)} models are being verified on {self._node_id}, or wait for it")
+            raise QueueFull(
+                f"{len(alive)} models are being verified on {self._node_id}, or wait for it"
+            )
         job = _Job(verification_id=f"{self._node_id}.{new_incarnation()}", asked=asked)
         self._jobs[job.verification_id] = job
         ended = [known for known, kept in self._jobs.items() if kept.status in _ENDED]
@@ -83,11 +96,13 @@ class Verifications:
         """How far it is.
 
         Raises:
-            NotFound: nobody asked for it, or this loader has started anew since.
+            NotFound: it was not asked for, or this loader has started anew since.
         """
         job = self._jobs.get(asked.verification_id)
         if job is None:
-            raise NotFound(f"{self._node_id} knows of no verification {asked.verification_id!r}: start another one")
+            raise NotFound(
+                f"{self._node_id} knows of no verification {asked.verification_id!r}: start another one"
+            )
         return self._told(job)
 
     async def _run(self, job: _Job) -> None:
@@ -98,11 +113,15 @@ class Verifications:
                 await self._verify(job)
             job.status = VerificationStatus.DONE
         except TimeoutError:
-            job.error = DeadlineExceeded(f"verifying {model.name} took longer than {job.asked.deadline_s:g} s")
+            job.error = DeadlineExceeded(
+                f"verifying {model.name} took longer than {job.asked.deadline_s:g} s"
+            )
         except PilotlightError as error:
             job.error = error
         except Exception as error:
-            log.error("verification died", action="verification_died", model=model.name, exc_info=error)
+            log.error(
+                "verification died", action="verification_died", model=model.name, exc_info=error
+            )
             job.error = InternalError(f"the verification died: {error!r}")
         if job.error is not None:
             job.status = VerificationStatus.FAILED
@@ -129,7 +148,9 @@ class Verifications:
                 try:
                     async with lane.permit(STEP_BYTES, lambda: _RANK, recalled) as progress:
                         step = partial(reading.run, source, STEP_BYTES)
-                        await threads.run(f"verifying {model.name}", step, progress, recalled=recalled)
+                        await threads.run(
+                            f"verifying {model.name}", step, progress, recalled=recalled
+                        )
                 except Recalled:
                     # It goes on where it was, but only once its thread has noticed.
                     await self._ended(threads)

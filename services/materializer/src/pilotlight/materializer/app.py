@@ -22,7 +22,9 @@ QUEUE = "materializer"
 
 
 class Serving:
-    """The materializer's subjects. Several materializers share them: rows and blobs are the state."""
+    """The materializer's subjects. Several materializers share them: rows and blobs are the
+    state.
+    """
 
     def __init__(self, bus: Bus, handlers: Handlers) -> None:
         self._bus = bus
@@ -33,8 +35,12 @@ class Serving:
         """Answer from now on."""
         if not self._subscriptions:
             self._subscriptions = [
-                await self._bus.serve(FIND_ARTIFACTS_SUBJECT, FindArtifacts, self._handlers.find, queue=QUEUE),
-                await self._bus.serve(PUBLISH_ARTIFACT_SUBJECT, PublishArtifact, self._handlers.publish, queue=QUEUE),
+                await self._bus.serve(
+                    FIND_ARTIFACTS_SUBJECT, FindArtifacts, self._handlers.find, queue=QUEUE
+                ),
+                await self._bus.serve(
+                    PUBLISH_ARTIFACT_SUBJECT, PublishArtifact, self._handlers.publish, queue=QUEUE
+                ),
             ]
 
     async def stop(self) -> None:
@@ -52,7 +58,9 @@ async def build(context: Context[MaterializerSettings]) -> Application:
     """
     cluster_key = read_secret(context.settings.secrets_dir, "cluster-key")
     if cluster_key is None:
-        raise SettingsInvalid("the secret cluster-key is missing: PILOTLIGHT_SECRETS_DIR must hold a file of that name")
+        raise SettingsInvalid(
+            "the secret cluster-key is missing: PILOTLIGHT_SECRETS_DIR must hold a file of that name"
+        )
     database = Database(context.settings, "materializer", context.clock)
     outbox = Outbox(database, context)
     measure(database, outbox, context.metrics)

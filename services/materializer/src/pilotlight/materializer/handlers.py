@@ -26,20 +26,28 @@ HEX_DIGITS = frozenset("0123456789abcdef")
 class Handlers:
     """Finds and publishes artifacts."""
 
-    def __init__(self, repository: ArtifactRepository, store: ObjectStore, cluster_key: bytes) -> None:
+    def __init__(
+        self, repository: ArtifactRepository, store: ObjectStore, cluster_key: bytes
+    ) -> None:
         self._repository = repository
         self._store = store
         self._cluster_key = cluster_key
 
     async def find(self, request: FindArtifacts) -> ArtifactsFound:
-        """Artifacts of a fingerprint that carry this cluster's signature; others are left out, and that is logged."""
+        """Artifacts of a fingerprint that carry this cluster's signature; others are left out, and
+        that is logged.
+        """
         _check_digest(request.fingerprint, "fingerprint")
         trusted: list[ArtifactInfo] = []
         for artifact in await self._repository.of(request.fingerprint):
             if self._is_trusted(artifact):
                 trusted.append(artifact)
             else:
-                log.error("artifact with a foreign signature", action="artifact_untrusted", fingerprint=artifact.fingerprint)
+                log.error(
+                    "artifact with a foreign signature",
+                    action="artifact_untrusted",
+                    fingerprint=artifact.fingerprint,
+                )
         return ArtifactsFound(artifacts=tuple(trusted))
 
     async def publish(self, request: PublishArtifact) -> ArtifactPublished:
@@ -53,11 +61,16 @@ class Handlers:
         _check_digest(request.fingerprint, "fingerprint")
         _check_digest(request.blob_digest, "blob_digest")
         if request.kind not in KINDS:
-            raise BadRequest(f"there is no artifact of kind {request.kind!r}; kinds are {', '.join(sorted(KINDS))}", param="kind")
+            raise BadRequest(
+                f"there is no artifact of kind {request.kind!r}; kinds are {', '.join(sorted(KINDS))}",
+                param="kind",
+            )
         blob = await self._store.get(artifact_key(request.blob_digest))
         found = await asyncio.to_thread(lambda: blake3(blob).hexdigest())
         if found != request.blob_digest or len(blob) != request.size_bytes:
-            raise CorruptChunk(f"the blob {request.blob_digest} has {len(blob)} bytes with the digest {found}")
+            raise CorruptChunk(
+                f"the blob {request.blob_digest} has {len(blob)} bytes with the digest {found}"
+            )
         artifact = ArtifactInfo(
             fingerprint=request.fingerprint,
             kind=request.kind,

@@ -25,16 +25,29 @@ class ArtifactRepository:
             "signature": artifact.signature,
         }
         statement = insert(tables.artifacts).values(**values, created_at=func.now())
-        changed = {key: statement.excluded[key] for key in ("blob_digest", "size_bytes", "signature", "created_at")}
+        changed = {
+            key: statement.excluded[key]
+            for key in ("blob_digest", "size_bytes", "signature", "created_at")
+        }
         async with self._database.unit_of_work() as work:
-            await work.connection.execute(statement.on_conflict_do_update(index_elements=["fingerprint", "kind"], set_=changed))
-            work.emit("artifact_published", artifact.fingerprint, {"kind": artifact.kind, "blob_digest": artifact.blob_digest})
+            await work.connection.execute(
+                statement.on_conflict_do_update(
+                    index_elements=["fingerprint", "kind"], set_=changed
+                )
+            )
+            work.emit(
+                "artifact_published",
+                artifact.fingerprint,
+                {"kind": artifact.kind, "blob_digest": artifact.blob_digest},
+            )
 
     async def of(self, fingerprint: Digest) -> tuple[ArtifactInfo, ...]:
         """Every artifact of a fingerprint, by kind."""
         table = tables.artifacts
         async with self._database.reading() as connection:
-            rows = await connection.execute(select(table).where(table.c.fingerprint == fingerprint).order_by(table.c.kind))
+            rows = await connection.execute(
+                select(table).where(table.c.fingerprint == fingerprint).order_by(table.c.kind)
+            )
             return tuple(
                 ArtifactInfo(
                     fingerprint=Digest(row.fingerprint),

@@ -5,4 +5,6 @@ from pilotlight.common.settings import DatabaseSettings, ServiceSettings
 
 
 class MaterializerSettings(ServiceSettings, DatabaseSettings, PruneSettings):
-    """What the materializer needs: bus, object store, its schema, and the secret ``cluster-key``."""
+    """What the materializer needs: bus, object store, its schema, and the secret
+    ``cluster-key``.
+    """

@@ -1,1 +1,3 @@
-"""Demand to instances: snapshot, policy, conditional apply, commands; and back from reports to states."""
+"""Demand to instances: snapshot, policy, conditional apply, commands; and back from reports to
+states.
+"""

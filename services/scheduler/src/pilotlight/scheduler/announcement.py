@@ -1,7 +1,8 @@
-"""The bucket ``leader``: the newest epoch, written before the first command under it, and never replaced by an older one.
+"""The bucket ``leader``: the newest epoch, written before the first command under it, and never
+replaced by an older one.
 
-Whoever hears a command refuses those that are older than what it heard before. A loader that was away while leaders changed has heard
-nothing of it: it asks here before it listens.
+A receiver of commands refuses those that are older than what it heard before. A loader that was
+away while leaders changed has heard nothing of it: it asks here before it listens.
 """
 
 import asyncio
@@ -49,7 +50,8 @@ class Announcer:
 
 
 async def announce(bucket: Bucket, epoch: Epoch, check: Callable[[], None]) -> Epoch:
-    """Make a term known, however long NATS needs for it; the newest epoch that is known then, which is another's if it is not this one.
+    """Make a term known, however long NATS needs for it; the newest epoch that is known then, which
+    is another's if it is not this one.
 
     Args:
         bucket: ``leader``.
@@ -65,10 +67,15 @@ async def announce(bucket: Bucket, epoch: Epoch, check: Callable[[], None]) -> E
         try:
             return await _announce(bucket, epoch)
         except Conflict:
-            # Somebody else's is there now: it may be newer.
+            # Another leader's is there now: it may be newer.
             continue
         except BusUnavailable as error:
-            log.warning("the term is not known yet", action="announcement_deferred", epoch=epoch, error=error.message)
+            log.warning(
+                "the term is not known yet",
+                action="announcement_deferred",
+                epoch=epoch,
+                error=error.message,
+            )
         await pause(backoff.delay_s(failures, rng))
         failures += 1
 
@@ -77,7 +84,11 @@ async def _announce(bucket: Bucket, epoch: Epoch) -> Epoch:
     try:
         found = await bucket.get(LEADING_KEY, Leading)
     except MessageUndecodable as error:
-        log.error("nonsense in the bucket is replaced", action="announcement_undecodable", error=error.message)
+        log.error(
+            "nonsense in the bucket is replaced",
+            action="announcement_undecodable",
+            error=error.message,
+        )
         await bucket.put(LEADING_KEY, Leading(epoch=epoch))
         return epoch
     if found.value is not None and found.value.epoch >= epoch:

@@ -12,7 +12,7 @@ from pilotlight.common.service import Application, Context
 from pilotlight.policy.ids import Epoch
 from pilotlight.scheduler.election import Election
 from pilotlight.scheduler.handlers import LeaderSubjects, Listening
-from pilotlight.scheduler.leader import Standing, Term
+from pilotlight.scheduler.leader import Term, TermContext
 from pilotlight.scheduler.lease import Fence, Lease
 from pilotlight.scheduler.metrics import SchedulerMetrics
 from pilotlight.scheduler.repository import ModelReader
@@ -28,7 +28,7 @@ async def build(context: Context[SchedulerSettings]) -> Application:
     world = World(listening_since_s=context.clock.monotonic_s())
     wake = asyncio.Event()
     listening = Listening(context, world, ModelReader(database), wake)
-    standing = Standing(
+    term_context = TermContext(
         context=context,
         database=database,
         world=world,
@@ -41,7 +41,9 @@ async def build(context: Context[SchedulerSettings]) -> Application:
     lease = Lease(database, f"{context.service}-{context.incarnation}", context.clock)
 
     async def lead(epoch: Epoch) -> None:
-        term = Term(standing, Fence(database, lease.holder, epoch), lambda: election.check(epoch))
+        term = Term(
+            term_context, Fence(database, lease.holder, epoch), lambda: election.check(epoch)
+        )
         await term.load()
         subjects = LeaderSubjects(context, term, listening, world)
         try:

@@ -1,4 +1,6 @@
-"""Carries a change of an instance out: row first, then memory, then the bucket; grants go back at the end."""
+"""Carries a change of an instance out: row first, then memory, then the bucket; grants go back at
+the end.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -10,10 +12,10 @@ from pilotlight.policy.control.reconcile import Change, moved
 from pilotlight.policy.ids import Epoch
 from pilotlight.policy.instance import ENDED
 from pilotlight.policy.plan import Instance, InstanceState
-from pilotlight.scheduler.board import InstanceBoard
 from pilotlight.scheduler.book import Book
 from pilotlight.scheduler.cold_starts import ColdStarts
 from pilotlight.scheduler.effects import Effects
+from pilotlight.scheduler.publisher import InstancePublisher
 from pilotlight.scheduler.records import Decision
 from pilotlight.scheduler.repository import SchedulerRepository
 
@@ -28,7 +30,7 @@ class Applier:
     clock: Clock
     book: Book
     repository: SchedulerRepository
-    board: InstanceBoard
+    publisher: InstancePublisher
     cold_starts: ColdStarts
     effects: Effects
 
@@ -36,7 +38,8 @@ class Applier:
         """The instance after the change; None when it has ended meanwhile, or is not a row yet.
 
         Raises:
-            NotLeader: the term is over, or the row is not what this leader believes: the next term reads it anew.
+            NotLeader: the term is over, or the row is not what this leader believes: the next term
+                reads it anew.
             DatabaseUnavailable: the database cannot be reached.
             IllegalTransition: the change is not one that the table allows: a bug.
         """
@@ -65,12 +68,14 @@ class Applier:
     def _follow(self, after: Instance, change: Change) -> None:
         if after.state is InstanceState.READY:
             awaited = self.effects.is_awaited(after.model)
-            self.board.show(
+            self.publisher.publish(
                 after,
-                lambda: self.cold_starts.activated(after.instance_id, change.heard_s, change.loaded, awaited=awaited),
+                lambda: self.cold_starts.activated(
+                    after.instance_id, change.heard_s, change.loaded, awaited=awaited
+                ),
             )
         else:
-            self.board.show(after)
+            self.publisher.publish(after)
         if after.state in ENDED:
             for placement in after.placements:
                 if placement.grant_id is not None:

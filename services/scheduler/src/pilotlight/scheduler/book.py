@@ -1,4 +1,6 @@
-"""The leader's books, and the one place that changes them: a row changes here only after its transaction has committed."""
+"""The leader's books, and the one place that changes them: a row changes here only after its
+transaction has committed.
+"""
 
 from dataclasses import dataclass, field
 

@@ -19,14 +19,23 @@ class Joined:
 
 
 def joined(model: Model, placements: Iterable[Placement], seen: Snapshot) -> Joined:
-    """Put the nodes of a new instance into the chains of its model, where they have to fetch anything."""
+    """Put the nodes of a new instance into the chains of its model, where they have to fetch
+    anything.
+    """
     newcomers = tuple(placements)
     plan = chains_of(model, seen.nodes, seen.instances, newcomers)
-    joining = [node_id for node_id in dict.fromkeys(one.node_id for one in newcomers) if node_id in plan.ahead]
+    joining = [
+        node_id
+        for node_id in dict.fromkeys(one.node_id for one in newcomers)
+        if node_id in plan.ahead
+    ]
     return Joined(
-        placements=tuple(replace(one, upstreams=plan.ahead.get(one.node_id, ())) for one in newcomers),
+        placements=tuple(
+            replace(one, upstreams=plan.ahead.get(one.node_id, ())) for one in newcomers
+        ),
         chains=tuple(chain for chain in plan.chains if not set(joining).isdisjoint(chain.members)),
         reasons=tuple(
-            f"{node_id} takes the parts from {', then '.join((*plan.upstreams[node_id], model.uri))}" for node_id in joining
+            f"{node_id} takes the parts from {', then '.join((*plan.upstreams[node_id], model.uri))}"
+            for node_id in joining
         ),
     )

@@ -1,4 +1,6 @@
-"""Keeps the record of each cold start: merges what the processes report, closes it at its first token, learns from it."""
+"""Keeps the record of each cold start: merges what the processes report, closes it at its first
+token, learns from it.
+"""
 
 import asyncio
 from collections.abc import Mapping
@@ -20,7 +22,15 @@ from pilotlight.policy.phase import Moment, PhaseName
 from pilotlight.policy.plan import Estimates
 from pilotlight.scheduler.book import Book
 from pilotlight.scheduler.metrics import SchedulerMetrics
-from pilotlight.scheduler.records import LATE_PHASES_S, ColdStart, figures_of, merged, readied, reported, sample_of
+from pilotlight.scheduler.records import (
+    LATE_PHASES_S,
+    ColdStart,
+    figures_of,
+    merged,
+    readied,
+    reported,
+    sample_of,
+)
 from pilotlight.scheduler.repository import SchedulerRepository
 
 log = structlog.get_logger()
@@ -34,10 +44,17 @@ class _Kept:
 
 
 class ColdStarts:
-    """The records of one term. A record's writes are one after the other; the last has everything."""
+    """The records of one term. A record's writes are one after the other; the last has
+    everything.
+    """
 
     def __init__(
-        self, repository: SchedulerRepository, book: Book, clock: Clock, process: str, metrics: SchedulerMetrics
+        self,
+        repository: SchedulerRepository,
+        book: Book,
+        clock: Clock,
+        process: str,
+        metrics: SchedulerMetrics,
     ) -> None:
         self._repository = repository
         self._book = book
@@ -50,9 +67,13 @@ class ColdStarts:
 
     def open(self, record: ColdStart) -> None:
         """Take in a record that is in the database."""
-        self._kept[record.instance_id] = _Kept(record, self._clock.monotonic_s() if record.closed else None, record)
+        self._kept[record.instance_id] = _Kept(
+            record, self._clock.monotonic_s() if record.closed else None, record
+        )
 
-    def dispatched(self, instance_id: InstanceId, planned_from_s: float, start_s: float, end_s: float) -> None:
+    def dispatched(
+        self, instance_id: InstanceId, planned_from_s: float, start_s: float, end_s: float
+    ) -> None:
         """Note the scheduler's own first phases: planning, and the publishing of the commands."""
         kept = self._kept.get(instance_id)
         if kept is None:
@@ -62,8 +83,11 @@ class ColdStarts:
         own = self._phases.take(instance_id).phases
         kept.record = merged(replace(kept.record, dispatched_s=start_s), own)
 
-    def activated(self, instance_id: InstanceId, heard_s: float, loaded: Moment | None, *, awaited: bool) -> None:
-        """Note that the bucket shows the instance as ready, of which this process heard at ``heard_s`` and which its worker had
+    def activated(
+        self, instance_id: InstanceId, heard_s: float, loaded: Moment | None, *, awaited: bool
+    ) -> None:
+        """Note that the bucket shows the instance as ready, of which this process heard at
+        ``heard_s`` and which its worker had
         ``loaded`` by then; ``awaited`` when some gateway holds requests for it.
         """
         kept = self._kept.get(instance_id)
@@ -90,7 +114,8 @@ class ColdStarts:
         return PhasesKept()
 
     async def settle(self, device_kinds: Mapping[WorkerId, DeviceKind]) -> None:
-        """Write what changed, abandon what ended without a first token, learn from what is complete.
+        """Write what changed, abandon what ended without a first token, learn from what is
+        complete.
 
         Raises:
             NotLeader: the term is over.
@@ -105,7 +130,9 @@ class ColdStarts:
             if kept.closed_s is not None and now_s - kept.closed_s > LATE_PHASES_S:
                 del self._kept[instance_id]
                 if entry is not None:
-                    await self._learn(kept.record, entry.model, device_kinds.get(entry.instance.lead))
+                    await self._learn(
+                        kept.record, entry.model, device_kinds.get(entry.instance.lead)
+                    )
 
     def record(self, instance_id: InstanceId) -> ColdStart | None:
         """A record that is still kept."""
@@ -144,5 +171,7 @@ class ColdStarts:
             status=record.status,
             ttft_s=record.ttft_s,
             coverage=record.coverage,
-            phases={one.name.value: round(one.seconds, 4) for one in figures.seconds} if figures is not None else {},
+            phases={one.name.value: round(one.seconds, 4) for one in figures.seconds}
+            if figures is not None
+            else {},
         )

@@ -1,4 +1,8 @@
-"""Who leads. Any number of schedulers stand by; the one that holds the lease leads, and stops at once when it loses it."""
+"""Leader election.
+
+Any number of schedulers stand by; the one that holds the lease leads, and stops at once when it
+loses it.
+"""
 
 import asyncio
 import random
@@ -17,7 +21,8 @@ from pilotlight.scheduler.lease import LEASE_S, RENEW_S, Lease
 log = structlog.get_logger()
 
 STAND_BY_S = 0.25
-"""Between two looks at a lease that somebody else holds, at most; the next is not before it expires, unless that is further away."""
+"""Between two looks at a lease that another process holds, at most; the next is not before it
+expires, unless that is further away."""
 SHORT_TERM_S = LEASE_S
 """A term that ended sooner could not do its work: the next is not tried at once."""
 SHORTEST_LOOK_S = 0.01
@@ -33,7 +38,14 @@ Lead = Callable[[Epoch], Coroutine[Any, Any, None]]
 class Election:
     """A component: stands for the lease, and leads while it is held."""
 
-    def __init__(self, lease: Lease, lead: Lead, epoch_seen: Callable[[], Epoch], clock: Clock, background: Background) -> None:
+    def __init__(
+        self,
+        lease: Lease,
+        lead: Lead,
+        epoch_seen: Callable[[], Epoch],
+        clock: Clock,
+        background: Background,
+    ) -> None:
         self._lease = lease
         self._lead = lead
         self._epoch_seen = epoch_seen
@@ -49,7 +61,8 @@ class Election:
         """Why the database could not be asked the last time."""
 
     def check(self, epoch: Epoch) -> None:
-        """Before anything is said to others: a process that was stopped for a while may have been replaced meanwhile.
+        """Before anything is said to others: a process that was stopped for a while may have been
+        replaced meanwhile.
 
         Raises:
             NotLeader: the term is over, or its lease has run out.
@@ -76,7 +89,11 @@ class Election:
         try:
             await self._lease.give_back(epoch)
         except (DatabaseUnavailable, DeadlineExceeded) as error:
-            log.warning("the lease has to expire by itself", action="lease_not_given_back", error=error.message)
+            log.warning(
+                "the lease has to expire by itself",
+                action="lease_not_given_back",
+                error=error.message,
+            )
 
     async def _stand_for_ever(self) -> None:
         backoff = Backoff(first_s=0.1, limit_s=2.0)
@@ -100,7 +117,7 @@ class Election:
             if self._clock.monotonic_s() - asked_s >= SHORT_TERM_S:
                 short_terms = 0
                 continue
-            # Whoever can do the work need not wait for the lease that this process could not use.
+            # Another scheduler need not wait for a lease that this process could not use.
             await self._give_back(epoch)
             await pause(backoff.delay_s(short_terms, self._rng))
             short_terms += 1
@@ -109,7 +126,8 @@ class Election:
         log.info("leading", action="lease_taken", epoch=epoch)
         self.epoch, self._valid_until_s = epoch, valid_until_s
         term = asyncio.create_task(self._lead(epoch), name=f"term {epoch}")
-        # Whoever stops this process may not let it wait for the term's end, and then nobody asks how it was.
+        # A stop of this process may not wait for the term's end; then its outcome is never asked
+        # for.
         term.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         try:
             await self._renew_while(term, epoch)
@@ -123,7 +141,9 @@ class Election:
         log.warning("no longer leading", action="lease_lost", epoch=epoch, reason=why)
 
     async def _renew_while(self, term: asyncio.Task[None], epoch: Epoch) -> None:
-        """Return when the term ended, the lease was lost, or it expired unseen because the database does not answer."""
+        """Return when the term ended, the lease was lost, or it expired unseen because the database
+        does not answer.
+        """
         wait_s = RENEW_S
         while True:
             left_s = self._valid_until_s - self._clock.monotonic_s()

@@ -1,4 +1,6 @@
-"""What the scheduler hears and answers: reports, demand and models always; the leader's subjects while it leads."""
+"""What the scheduler hears and answers: reports, demand and models always; the leader's subjects
+while it leads.
+"""
 
 import asyncio
 
@@ -39,7 +41,13 @@ RELIST_S = 5.0
 class Listening:
     """A component: keeps the world current, in leader and standbys alike."""
 
-    def __init__(self, context: Context[SchedulerSettings], world: World, models: ModelReader, wake: asyncio.Event) -> None:
+    def __init__(
+        self,
+        context: Context[SchedulerSettings],
+        world: World,
+        models: ModelReader,
+        wake: asyncio.Event,
+    ) -> None:
         self._context = context
         self._clock = context.clock
         self._world = world
@@ -53,9 +61,15 @@ class Listening:
         self._feed.on_news(self._on_news)
         registry = context.metrics
         self._arrivals = Counter(
-            "pilotlight_scheduler_arrivals", "Arrivals that gateways told the scheduler of", registry=registry
+            "pilotlight_scheduler_arrivals",
+            "Arrivals that gateways told the scheduler of",
+            registry=registry,
         )
-        heard = Gauge("pilotlight_scheduler_arrival_gateways", "Gateways that tell the scheduler of arrivals", registry=registry)
+        heard = Gauge(
+            "pilotlight_scheduler_arrival_gateways",
+            "Gateways that tell the scheduler of arrivals",
+            registry=registry,
+        )
         heard.set_function(lambda: world.arrivals.gateways)
 
     async def start(self) -> None:
@@ -132,13 +146,17 @@ class Listening:
             try:
                 await self.relist()
             except DatabaseUnavailable as error:
-                log.warning("models are kept as they are", action="relist_deferred", error=error.message)
+                log.warning(
+                    "models are kept as they are", action="relist_deferred", error=error.message
+                )
 
 
 class LeaderSubjects:
     """Serves what only the leader answers, for one term."""
 
-    def __init__(self, context: Context[SchedulerSettings], term: Term, listening: Listening, world: World) -> None:
+    def __init__(
+        self, context: Context[SchedulerSettings], term: Term, listening: Listening, world: World
+    ) -> None:
         self._bus = context.bus
         self._term = term
         self._listening = listening

@@ -27,13 +27,13 @@ from pilotlight.policy.plan import Instance
 from pilotlight.policy.scaling import Drain
 from pilotlight.scheduler.announcement import Announcer
 from pilotlight.scheduler.applier import Applier
-from pilotlight.scheduler.asks import Asks
-from pilotlight.scheduler.board import InstanceBoard
 from pilotlight.scheduler.book import Book
 from pilotlight.scheduler.cold_starts import ColdStarts
 from pilotlight.scheduler.lease import Fence
 from pilotlight.scheduler.metrics import SchedulerMetrics
+from pilotlight.scheduler.operator_requests import OperatorRequests
 from pilotlight.scheduler.operators import Operators
+from pilotlight.scheduler.publisher import InstancePublisher
 from pilotlight.scheduler.records import Decision, trace_parent_of
 from pilotlight.scheduler.repository import SchedulerRepository, retention
 from pilotlight.scheduler.room import RoomClient
@@ -50,8 +50,8 @@ SETTLE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
-    """What outlives a term."""
+class TermContext:
+    """What every term of this process works with, and what outlives it."""
 
     context: Context[SchedulerSettings]
     database: Database
@@ -68,13 +68,15 @@ class Standing:
 class Term:
     """Leads under one epoch, until the lease is lost."""
 
-    def __init__(self, standing: Standing, fence: Fence, check: Callable[[], None]) -> None:
-        """``check`` raises ``NotLeader`` once the lease may have run out; asked before anything is said to others."""
-        context, world, metrics = standing.context, standing.world, standing.metrics
+    def __init__(self, term_context: TermContext, fence: Fence, check: Callable[[], None]) -> None:
+        """``check`` raises ``NotLeader`` once the lease may have run out; asked before anything is
+        said to others.
+        """
+        context, world, metrics = term_context.context, term_context.world, term_context.metrics
         settings = context.settings
         self._clock: Clock = context.clock
         self._world = world
-        self._wake = standing.wake
+        self._wake = term_context.wake
         self._background = context.background
         self._metrics = metrics
         self._epoch: Epoch = fence.epoch
@@ -85,27 +87,47 @@ class Term:
         self._got_room: list[ModelName] = []
         self._group = Group()
         self._lease_holds = check
-        self._announcer = Announcer(standing.leader_bucket, self._epoch, check)
+        self._announcer = Announcer(term_context.leader_bucket, self._epoch, check)
         self._announced = False
-        """Nothing is commanded before: who was away must be able to learn whom to obey."""
-        self._shown_after = standing.world.reconnects
-        self._asks = Asks()
+        """Nothing is commanded before: a loader that was away must be able to learn the newest
+        epoch."""
+        self._shown_after = term_context.world.reconnects
+        self._requests = OperatorRequests()
         self._room = RoomClient(context.bus, self._epoch, self)
         self.book = Book()
-        self.operators = Operators(asks=self._asks, book=self.book, world=world, clock=self._clock, wake=standing.wake)
-        self._repository = SchedulerRepository(standing.database, fence, self._clock)
-        rules, counts, every_s = retention(settings), standing.prune_metrics, settings.prune_interval_s
+        self.operators = Operators(
+            requests=self._requests,
+            book=self.book,
+            world=world,
+            clock=self._clock,
+            wake=term_context.wake,
+        )
+        self._repository = SchedulerRepository(term_context.database, fence, self._clock)
+        rules, counts, every_s = (
+            retention(settings),
+            term_context.prune_metrics,
+            settings.prune_interval_s,
+        )
         fenced = fence.unit_of_work
-        self._pruner = Pruner(rules, standing.database, self._clock, counts, interval_s=every_s, unit_of_work=fenced)
-        self.cold_starts = ColdStarts(self._repository, self.book, self._clock, context.service, metrics)
-        self._board = InstanceBoard(standing.bucket, self._clock, self)
+        self._pruner = Pruner(
+            rules,
+            term_context.database,
+            self._clock,
+            counts,
+            interval_s=every_s,
+            unit_of_work=fenced,
+        )
+        self.cold_starts = ColdStarts(
+            self._repository, self.book, self._clock, context.service, metrics
+        )
+        self._publisher = InstancePublisher(term_context.bucket, self._clock, self)
         self._teller = Teller(context.bus, self._epoch, self, self._clock)
         self._applier = Applier(
             epoch=self._epoch,
             clock=self._clock,
             book=self.book,
             repository=self._repository,
-            board=self._board,
+            publisher=self._publisher,
             cold_starts=self.cold_starts,
             effects=self,
         )
@@ -114,7 +136,7 @@ class Term:
             repository=self._repository,
             room=self._room,
             teller=self._teller,
-            board=self._board,
+            publisher=self._publisher,
             cold_starts=self.cold_starts,
             metrics=metrics,
             clock=self._clock,
@@ -134,30 +156,36 @@ class Term:
         parents = {record.instance_id: trace_parent_of(record) for record in stored.cold_starts}
         self.book.put(
             *(
-                Record(instance=one.instance, model=one.model, trace_parent=parents.get(one.instance.instance_id, ""))
+                Record(
+                    instance=one.instance,
+                    model=one.model,
+                    trace_parent=parents.get(one.instance.instance_id, ""),
+                )
                 for one in stored.instances
             )
         )
         for one in stored.instances:
-            self._board.show(one.instance)
+            self._publisher.publish(one.instance)
         for record in stored.cold_starts:
             self.cold_starts.open(record)
         self.cold_starts.estimates = stored.estimates
-        log.info("rows read", action="term_loaded", epoch=self._epoch, instances=len(self.book.rows()))
+        log.info(
+            "rows read", action="term_loaded", epoch=self._epoch, instances=len(self.book.rows())
+        )
 
     async def lead(self) -> None:
         """Lead until cancelled.
 
         Raises:
-            NotLeader: the lease is lost, or the database or NATS do not answer: whatever was being written may be there or not, and
-                the next term reads it anew.
+            NotLeader: the lease is lost, or the database or NATS do not answer: whatever was being
+                written may be there or not, and the next term reads it anew.
         """
         try:
             async with self._group as group:
                 self._metrics.leading(self._epoch)
                 group.create_task(self._announcer.run(self._known), name="announcement")
-                group.create_task(self._board.run(), name="instances bucket")
-                group.create_task(self._board.sweep(), name="instances bucket sweep")
+                group.create_task(self._publisher.run(), name="instances bucket")
+                group.create_task(self._publisher.sweep(), name="instances bucket sweep")
                 group.create_task(self._settle_for_ever(), name="cold starts")
                 group.create_task(self._pruner.prune_for_ever(), name="old rows")
                 await self._decide_for_ever()
@@ -166,7 +194,7 @@ class Term:
             raise NotLeader(f"the term is over: {'; '.join(reasons)}") from None
         finally:
             self._metrics.leading(0)
-            self._asks.close(NotLeader("the term is over"))
+            self._requests.close(NotLeader("the term is over"))
 
     def _known(self, newest: Epoch) -> None:
         self._world.hear_epoch(newest)
@@ -186,19 +214,24 @@ class Term:
             await woken(self._wake, TICK_S)
 
     def _show_anew(self) -> None:
-        """After a reconnect the buckets may be empty: a gateway that starts then would not know of what serves."""
+        """After a reconnect the buckets may be empty: a gateway that starts then would not know of
+        what serves.
+        """
         if self._shown_after != self._world.reconnects:
             self._shown_after = self._world.reconnects
             for record in self.book.rows():
-                self._board.show(record.instance)
+                self._publisher.publish(record.instance)
             self._announcer.again()
 
     def _gather(self) -> ControlFacts:
         """What is known now, and what changed since the last tick."""
         world, now_s = self._world, self._clock.monotonic_s()
         held = world.demand(now_s)
-        demand = self._asks.demand(held, now_s)
-        since_s = {one.model: world.waiting_since_s(one.model) or self._asks.since_s(one.model) for one in demand}
+        demand = self._requests.demand(held, now_s)
+        since_s = {
+            one.model: world.waiting_since_s(one.model) or self._requests.since_s(one.model)
+            for one in demand
+        }
         refusals, self._refusals = tuple(self._refusals), []
         got_room, self._got_room = tuple(self._got_room), []
         return ControlFacts(
@@ -220,7 +253,7 @@ class Term:
             estimates=self.cold_starts.estimates,
             arrivals=world.arrivals.recent(),
             drains=world.drains(now_s),
-            evict=self._asks.evictions(),
+            evict=self._requests.evictions(),
             world_version=world.version,
             refusals=refusals,
             started=got_room,
@@ -233,23 +266,27 @@ class Term:
         for change in plan.changes:
             after = await self._applier.apply(change)
             if after is not None and after.state in SERVING:
-                self._asks.warmed(after.model)
+                self._requests.warmed(after.model)
         for drain in plan.drain:
             await self._drain(drain)
         for model, instance_ids in plan.evicted.items():
-            self._asks.settle_evicted(model, instance_ids)
+            self._requests.settle_evicted(model, instance_ids)
         for order in plan.start:
             # In the background: asking for room takes a while, and nothing else must wait for it.
             record = self._starter.begin(order)
             self._group.create_task(self._start(order, record), name=f"start {order.model.name}")
         for refused in plan.refuse:
             await self._starter.refuse(refused)
-            self._asks.settle_planned(refused.model, None, error_of(refused.code, refused.message))
-            self._asks.warmed(refused.model)
+            self._requests.settle_planned(
+                refused.model, None, error_of(refused.code, refused.message)
+            )
+            self._requests.warmed(refused.model)
         self._metrics.waited(plan.longest_wait_s)
         self._metrics.looked_at(plan.visited)
 
-    async def _command(self, plan: Plan, nodes: Mapping[NodeId, NodeFacts], workers: Mapping[WorkerId, WorkerView]) -> None:
+    async def _command(
+        self, plan: Plan, nodes: Mapping[NodeId, NodeFacts], workers: Mapping[WorkerId, WorkerView]
+    ) -> None:
         """After the rows: holds say what was decided."""
         for holds in (plan.tell, plan.repeat):
             for node_told in holds.nodes:
@@ -268,7 +305,11 @@ class Term:
             instance_id=drain.instance_id,
             epoch=self._epoch,
             inputs={"instance": to_row_json(record.instance), "now_s": self._clock.monotonic_s()},
-            outcome={"drained": drain.instance_id, "within_s": drain.within_s, "makes_way_for": drain.makes_way_for},
+            outcome={
+                "drained": drain.instance_id,
+                "within_s": drain.within_s,
+                "makes_way_for": drain.makes_way_for,
+            },
             reasons=(drain.reason,),
         )
         await self._applier.apply(drain_of(drain), decision)
@@ -281,7 +322,7 @@ class Term:
                 self._refusals.append(outcome)
             else:
                 self._got_room.append(order.model.name)
-                self._asks.settle_planned(order.model.name, outcome, None)
+                self._requests.settle_planned(order.model.name, outcome, None)
         finally:
             self._wake.set()
 
@@ -304,7 +345,10 @@ class Term:
 
     def is_awaited(self, model: ModelName) -> bool:
         """See ``Effects``."""
-        return any(one.model == model and one.waiting > 0 for one in self._world.demand(self._clock.monotonic_s()))
+        return any(
+            one.model == model and one.waiting > 0
+            for one in self._world.demand(self._clock.monotonic_s())
+        )
 
     def nodes(self) -> Mapping[NodeId, NodeFacts]:
         """See ``Effects``."""

@@ -1,9 +1,10 @@
 """The leader's lease: one row, by the database's clock.
 
-A leader's every write happens in a transaction that first locks the lease row for sharing and sees in it the leader's own epoch, not
-expired. A taker updates that row, so it waits until such a transaction has ended: what an old leader could still write is written
-before the new one reads, and nothing is written after. A process that is stopped in the middle of such a transaction loses it before
-its lease expires: it would keep the row from whoever is next.
+A leader's every write happens in a transaction that first locks the lease row for sharing and sees
+in it the leader's own epoch, not expired. A new leader updates that row, so it waits until such a
+transaction has ended: what an old leader could still write is written before the new one reads, and
+nothing is written after. A process that is stopped in the middle of such a transaction loses it
+before its lease expires: it would keep the row from the next leader.
 """
 
 import math
@@ -22,10 +23,11 @@ from pilotlight.common.waiting import within
 from pilotlight.policy.ids import Epoch
 
 LEASE_S = 2.5
-"""After this much silence of its holder anybody may take the lease."""
+"""After this much silence of its holder any scheduler may take the lease."""
 RENEW_S = 1.0
 IDLE_S = 2.0
-"""Silence in the middle of a transaction that locks the lease's row, after which the database ends it: less than a lease."""
+"""Silence in the middle of a transaction that locks the lease's row, after which the database ends
+it: less than a lease."""
 DEADLINE_S = 1.0
 """For one try to take, renew or give back."""
 
@@ -47,7 +49,10 @@ class Lease:
         """Until another's lease expires, as ``take`` saw it the last time."""
 
     async def take(self, at_least: Epoch) -> Epoch | None:
-        """Take the lease if nobody holds it; the new epoch, above every earlier one and not below ``at_least``. None while it is held.
+        """Take the lease if it is free; the new epoch, above every earlier one and not below
+        ``at_least``.
+
+        None while it is held.
 
         Raises:
             DatabaseUnavailable: the database cannot be reached.
@@ -74,26 +79,47 @@ class Lease:
         await within(DEADLINE_S, self._set_expiry(epoch, _now), "giving the lease back")
 
     async def _take(self, at_least: Epoch) -> Epoch | None:
-        looked = select(_lease.c.holder, _lease.c.expires_at, func.extract("epoch", _lease.c.expires_at - _now).label("left_s"))
-        first = insert(_lease).values(id=1, holder=self.holder, epoch=max(1, at_least), expires_at=_now + _term)
+        looked = select(
+            _lease.c.holder,
+            _lease.c.expires_at,
+            func.extract("epoch", _lease.c.expires_at - _now).label("left_s"),
+        )
+        first = insert(_lease).values(
+            id=1, holder=self.holder, epoch=max(1, at_least), expires_at=_now + _term
+        )
         statement = first.on_conflict_do_update(
             index_elements=[_lease.c.id],
-            set_={"holder": self.holder, "epoch": func.greatest(_lease.c.epoch + 1, at_least), "expires_at": _now + _term},
-            # Its own holder may begin a new term at once: it has just ended the last one.
-            # What expires after a whole term was written before the clock was set back. Its holder lives if it is renewing it.
-            where=(_lease.c.expires_at <= _now) | (_lease.c.holder == self.holder) | (_lease.c.expires_at == self._stale),
+            set_={
+                "holder": self.holder,
+                "epoch": func.greatest(_lease.c.epoch + 1, at_least),
+                "expires_at": _now + _term,
+            },
+            # Its own holder may begin a new term at once: it has just ended the last one. What
+            # expires after a whole term was written before the clock was set back. Its holder lives
+            # if it is renewing it.
+            where=(_lease.c.expires_at <= _now)
+            | (_lease.c.holder == self.holder)
+            | (_lease.c.expires_at == self._stale),
         ).returning(_lease.c.epoch)
         async with self._database.unit_of_work(idle_s=IDLE_S) as work:
-            # Looking first spares the row a lock for each look of each standby; who gets it, the statement decides.
+            # Looking first spares the row a lock for each look of each standby; the statement
+            # decides which one gets it.
             seen = (await work.connection.execute(looked)).one_or_none()
             self.left_s = float(seen.left_s) if seen is not None else 0.0
-            if seen is not None and seen.holder != self.holder and self.left_s > 0 and not self._is_stale(seen.expires_at):
+            if (
+                seen is not None
+                and seen.holder != self.holder
+                and self.left_s > 0
+                and not self._is_stale(seen.expires_at)
+            ):
                 return None
             epoch = (await work.connection.execute(statement)).scalar_one_or_none()
         return Epoch(epoch) if epoch is not None else None
 
     def _is_stale(self, expires_at: datetime) -> bool:
-        """Whether a lease that expires impossibly late has stood so, by this process's clock, for a whole term."""
+        """Whether a lease that expires impossibly late has stood so, by this process's clock, for a
+        whole term.
+        """
         now_s = self._clock.monotonic_s()
         if self.left_s <= LEASE_S:
             self._stale = None
@@ -104,9 +130,16 @@ class Lease:
         return self.left_s <= 0
 
     async def _set_expiry(self, epoch: Epoch, expires_at: object) -> bool:
-        mine = (_lease.c.id == 1) & (_lease.c.holder == self.holder) & (_lease.c.epoch == epoch) & (_lease.c.expires_at > _now)
+        mine = (
+            (_lease.c.id == 1)
+            & (_lease.c.holder == self.holder)
+            & (_lease.c.epoch == epoch)
+            & (_lease.c.expires_at > _now)
+        )
         async with self._database.unit_of_work(idle_s=IDLE_S) as work:
-            changed = await work.connection.execute(update(_lease).where(mine).values(expires_at=expires_at))
+            changed = await work.connection.execute(
+                update(_lease).where(mine).values(expires_at=expires_at)
+            )
         return changed.rowcount == 1
 
 
@@ -126,9 +159,15 @@ class Fence:
             NotLeader: it is not any more; nothing was written.
             DatabaseUnavailable: the database cannot be reached.
         """
-        mine = (_lease.c.holder == self._holder) & (_lease.c.epoch == self.epoch) & (_lease.c.expires_at > _now)
+        mine = (
+            (_lease.c.holder == self._holder)
+            & (_lease.c.epoch == self.epoch)
+            & (_lease.c.expires_at > _now)
+        )
         async with self._database.unit_of_work(idle_s=IDLE_S) as work:
-            held = await work.connection.execute(select(_lease.c.epoch).where(mine).with_for_update(read=True))
+            held = await work.connection.execute(
+                select(_lease.c.epoch).where(mine).with_for_update(read=True)
+            )
             if held.scalar_one_or_none() is None:
                 raise NotLeader(f"epoch {self.epoch} is over")
             yield work

@@ -17,24 +17,44 @@ class SchedulerMetrics:
     """Counters and gauges of one process."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._leader = Gauge("pilotlight_scheduler_leader", "1 while this process leads", registry=registry)
-        self._epoch = Gauge("pilotlight_scheduler_epoch", "Epoch of the running term, 0 while another leads", registry=registry)
-        self._instances = Gauge("pilotlight_instances", "Instances by state", ["state"], registry=registry)
+        self._leader = Gauge(
+            "pilotlight_scheduler_leader", "1 while this process leads", registry=registry
+        )
+        self._epoch = Gauge(
+            "pilotlight_scheduler_epoch",
+            "Epoch of the running term, 0 while another leads",
+            registry=registry,
+        )
+        self._instances = Gauge(
+            "pilotlight_instances", "Instances by state", ["state"], registry=registry
+        )
         self._longest_wait = Gauge(
             "pilotlight_longest_wait_seconds",
             "Age of the oldest waiting request for a model that no instance serves or loads",
             registry=registry,
         )
         self._visited = Counter(
-            "pilotlight_control_visited", "Objects that control looked at, by kind", ["kind"], registry=registry
+            "pilotlight_control_visited",
+            "Objects that control looked at, by kind",
+            ["kind"],
+            registry=registry,
         )
-        self._decisions = Counter("pilotlight_decisions", "Recorded decisions", ["kind", "outcome"], registry=registry)
-        self._cold_starts = Counter("pilotlight_cold_starts", "Finished cold starts", ["status"], registry=registry)
+        self._decisions = Counter(
+            "pilotlight_decisions", "Recorded decisions", ["kind", "outcome"], registry=registry
+        )
+        self._cold_starts = Counter(
+            "pilotlight_cold_starts", "Finished cold starts", ["status"], registry=registry
+        )
         self._ttft = Histogram(
-            "pilotlight_cold_ttft_seconds", "Arrival to first token of cold starts", registry=registry, buckets=_BUCKETS_S
+            "pilotlight_cold_ttft_seconds",
+            "Arrival to first token of cold starts",
+            registry=registry,
+            buckets=_BUCKETS_S,
         )
         self._coverage = Gauge(
-            "pilotlight_cold_start_coverage", "Phase coverage of the last finished cold start", registry=registry
+            "pilotlight_cold_start_coverage",
+            "Phase coverage of the last finished cold start",
+            registry=registry,
         )
 
     def leading(self, epoch: int) -> None:
@@ -51,7 +71,7 @@ class SchedulerMetrics:
             self._instances.labels(state=state.value).set(tally[state])
 
     def waited(self, longest_s: float) -> None:
-        """How long somebody waits for a model that is served nowhere."""
+        """How long the oldest request has waited for a model that is served nowhere."""
         self._longest_wait.set(longest_s)
 
     def looked_at(self, visited: Visited) -> None:

@@ -1,4 +1,4 @@
-"""Answers operators: warm a model, evict a model. The ticks do both (``asks``)."""
+"""Answers operators: warm a model, evict a model. The ticks do both (``OperatorRequests``)."""
 
 import asyncio
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from pilotlight.common.errors import ModelNotFound
 from pilotlight.common.messages.demand import Evict, Evicting, Warm, Warming
 from pilotlight.common.telemetry import current_traceparent
 from pilotlight.policy.instance import SERVING
-from pilotlight.scheduler.asks import Asks
 from pilotlight.scheduler.book import Book
+from pilotlight.scheduler.operator_requests import OperatorRequests
 from pilotlight.scheduler.world import World
 
 
@@ -17,7 +17,7 @@ from pilotlight.scheduler.world import World
 class Operators:
     """Serves what operators ask, for one term."""
 
-    asks: Asks
+    requests: OperatorRequests
     book: Book
     world: World
     clock: Clock
@@ -45,10 +45,10 @@ class Operators:
         serving = [instance for instance in known if instance.state in SERVING]
         if serving:
             return Warming(instance_id=serving[0].instance_id)
-        self.asks.warm(ask.model, ask.trace_parent or current_traceparent(), now_s)
+        self.requests.warm(ask.model, ask.trace_parent or current_traceparent(), now_s)
         if known:
             return Warming(instance_id=known[0].instance_id)
-        planned = self.asks.planned(ask.model)
+        planned = self.requests.planned(ask.model)
         self.wake.set()
         return Warming(instance_id=await planned)
 
@@ -61,6 +61,6 @@ class Operators:
         left = any(entry.instance.model == ask.model for entry in self.book.rows())
         if ask.model not in self.world.models and not left:
             raise ModelNotFound(f"no model is named {ask.model}")
-        evicted = self.asks.evict(ask.model)
+        evicted = self.requests.evict(ask.model)
         self.wake.set()
         return Evicting(instance_ids=await evicted)

@@ -1,4 +1,8 @@
-"""What the scheduler writes down beside the instances: decisions, and the record of each cold start. Values and pure functions."""
+"""What the scheduler writes down beside the instances: decisions, and the record of each cold
+start.
+
+Values and pure functions.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +39,9 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColdStart:
-    """A cold start from its demand to its first token, on the monotonic clock of the scheduler that dispatched it."""
+    """A cold start from its demand to its first token, on the monotonic clock of the scheduler that
+    dispatched it.
+    """
 
     instance_id: InstanceId
     model: ModelName
@@ -59,14 +65,18 @@ class ColdStart:
 
 
 def trace_parent_of(record: ColdStart) -> str:
-    """What a later leader's commands carry, so that a cold start stays one trace. Which span dispatched it is not kept: its place is
+    """What a later leader's commands carry, so that a cold start stays one trace. Which span
+    dispatched it is not kept: its place is
     taken by a number made from the trace's own, under which there is no span.
     """
     return f"00-{record.trace_id}-{record.trace_id[:16]}-01" if record.trace_id else ""
 
 
 def merged(record: ColdStart, phases: Sequence[Phase]) -> ColdStart:
-    """The record with more phases; repeated ones count once. A closed record's figures are made anew."""
+    """The record with more phases; repeated ones count once.
+
+    A closed record's figures are made anew.
+    """
     every = tuple(dict.fromkeys((*record.phases, *phases)))[:MAX_PHASES]
     record = replace(record, phases=every)
     figures = figures_of(record)
@@ -76,23 +86,33 @@ def merged(record: ColdStart, phases: Sequence[Phase]) -> ColdStart:
 def reported(record: ColdStart, report: PhaseReport) -> ColdStart:
     """The record after a report; the earliest first token ends it."""
     record = merged(record, report.phases)
-    if report.first_token is None or record.status == "abandoned" or (record.closed and record.ttft_s is None):
+    if (
+        report.first_token is None
+        or record.status == "abandoned"
+        or (record.closed and record.ttft_s is None)
+    ):
         return record
-    at_s = aligned_s(report.first_token.at_s, report.first_token.wall_offset_s, record.wall_offset_s)
+    at_s = aligned_s(
+        report.first_token.at_s, report.first_token.wall_offset_s, record.wall_offset_s
+    )
     if record.end_s is not None and record.end_s <= at_s:
         return record
     return _ended(record, at_s, report.first_token)
 
 
 def readied(record: ColdStart, at_s: float) -> ColdStart:
-    """The record of a start that nobody waited for: it ends when it is ready, without a first token."""
+    """The record of a start without a waiting request: it ends when it is ready, without a first
+    token.
+    """
     record = replace(record, status="done", end_s=at_s)
     figures = figures_of(record)
     return replace(record, coverage=figures.coverage if figures is not None else None)
 
 
 def figures_of(record: ColdStart) -> Coverage | None:
-    """Coverage and seconds by phase; None while the cold start has no end or was never dispatched."""
+    """Coverage and seconds by phase; None while the cold start has no end or was never
+    dispatched.
+    """
     if record.end_s is None or record.dispatched_s is None:
         return None
     offset_s = record.wall_offset_s

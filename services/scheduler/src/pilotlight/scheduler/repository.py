@@ -38,10 +38,15 @@ EVENTS = {
 def retention(settings: SchedulerSettings) -> tuple[Keep, ...]:
     """How long rows of this schema are kept, in the order in which they go: what lives stays.
 
-    The decision that an instance was planned by stays as long as the instance: a new leader reads the instance's model from it.
+    The decision that an instance was planned by stays as long as the instance: a new leader reads
+    the instance's model from it.
     """
     instances, decisions, starts = tables.instances, tables.decisions, tables.cold_starts
-    planned = exists().where(instances.c.body["decision_id"].astext == decisions.c.decision_id).correlate(decisions)
+    planned = (
+        exists()
+        .where(instances.c.body["decision_id"].astext == decisions.c.decision_id)
+        .correlate(decisions)
+    )
     return (
         Keep(
             at=instances.c.updated_at,
@@ -95,11 +100,20 @@ class ModelReader:
             DatabaseUnavailable: the database cannot be reached.
         """
         async with self._database.reading() as connection:
-            rows = (await connection.execute(select(tables.models.c.body).order_by(tables.models.c.name))).scalars().all()
+            rows = (
+                (
+                    await connection.execute(
+                        select(tables.models.c.body).order_by(tables.models.c.name)
+                    )
+                )
+                .scalars()
+                .all()
+            )
         return tuple(from_row_json(body, Model) for body in rows)
 
     async def drains(self) -> dict[NodeId, float]:
-        """Nodes that an operator wants to be empty, and seconds since that was asked for, by the database's clock.
+        """Nodes that an operator wants to be empty, and seconds since that was asked for, by the
+        database's clock.
 
         Raises:
             DatabaseUnavailable: the database cannot be reached.
@@ -131,15 +145,21 @@ class SchedulerRepository:
         living = table.c.state.not_in([state.value for state in ENDED])
         planned_from = (
             select(table, age.label("age_s"), tables.decisions.c.inputs)
-            .outerjoin(tables.decisions, tables.decisions.c.decision_id == table.c.body["decision_id"].astext)
-            # As they were planned: who joined a chain earlier is before who joined it later.
+            .outerjoin(
+                tables.decisions,
+                tables.decisions.c.decision_id == table.c.body["decision_id"].astext,
+            )
+            # As they were planned: a node that joined a chain earlier is before those that joined
+            # it later.
             .order_by(table.c.created_at, table.c.instance_id)
         )
         starts = tables.cold_starts
         late = starts.c.finished_at > func.clock_timestamp() - timedelta(seconds=LATE_PHASES_S)
         async with self._database.reading() as connection:
             rows = (await connection.execute(planned_from.where(living | recent))).all()
-            open_starts = (await connection.execute(select(starts).where((starts.c.status == "open") | late))).all()
+            open_starts = (
+                await connection.execute(select(starts).where((starts.c.status == "open") | late))
+            ).all()
             estimates = (await connection.execute(select(tables.estimates.c.body))).scalars().all()
         return Stored(
             instances=tuple(one for one in map(self._instance_of, rows) if one is not None),
@@ -155,9 +175,15 @@ class SchedulerRepository:
             DatabaseUnavailable: the database cannot be reached.
         """
         async with self._fence.unit_of_work() as work:
-            await work.connection.execute(insert(tables.instances).values(**self._columns(instance), created_at=_NOW))
+            await work.connection.execute(
+                insert(tables.instances).values(**self._columns(instance), created_at=_NOW)
+            )
             await self._decide(work, decision)
-            await work.connection.execute(insert(tables.cold_starts).values(**self._record_columns(cold_start), created_at=_NOW))
+            await work.connection.execute(
+                insert(tables.cold_starts).values(
+                    **self._record_columns(cold_start), created_at=_NOW
+                )
+            )
             data = {
                 "model": instance.model,
                 "decision_id": decision.decision_id,
@@ -175,7 +201,9 @@ class SchedulerRepository:
         async with self._fence.unit_of_work() as work:
             await self._decide(work, decision)
 
-    async def move(self, before: Instance, after: Instance, decision: Decision | None = None) -> None:
+    async def move(
+        self, before: Instance, after: Instance, decision: Decision | None = None
+    ) -> None:
         """Change an instance, if the row still is what the change was made from.
 
         Raises:
@@ -191,7 +219,9 @@ class SchedulerRepository:
             & (table.c.generation == before.generation)
         )
         async with self._fence.unit_of_work() as work:
-            changed = await work.connection.execute(update(table).where(as_seen).values(**self._columns(after)))
+            changed = await work.connection.execute(
+                update(table).where(as_seen).values(**self._columns(after))
+            )
             if changed.rowcount != 1:
                 raise Conflict(
                     f"{before.instance_id} is not {before.state.value} at epoch {before.epoch},"
@@ -219,7 +249,12 @@ class SchedulerRepository:
                 .values(**columns, **({"finished_at": _NOW} if finished else {}))
             )
             if finished:
-                data = {"model": record.model, "status": record.status, "ttft_s": record.ttft_s, "coverage": record.coverage}
+                data = {
+                    "model": record.model,
+                    "status": record.status,
+                    "ttft_s": record.ttft_s,
+                    "coverage": record.coverage,
+                }
                 work.emit("cold_start_finished", record.instance_id, data)
 
     async def save_estimate(self, estimate: Estimate) -> None:
@@ -230,9 +265,15 @@ class SchedulerRepository:
             DatabaseUnavailable: the database cannot be reached.
         """
         body = to_row_json(estimate)
-        new = insert(tables.estimates).values(model=estimate.model, device_kind=estimate.device_kind.value, body=body)
+        new = insert(tables.estimates).values(
+            model=estimate.model, device_kind=estimate.device_kind.value, body=body
+        )
         async with self._fence.unit_of_work() as work:
-            await work.connection.execute(new.on_conflict_do_update(index_elements=["model", "device_kind"], set_={"body": body}))
+            await work.connection.execute(
+                new.on_conflict_do_update(
+                    index_elements=["model", "device_kind"], set_={"body": body}
+                )
+            )
 
     async def _decide(self, work: UnitOfWork, decision: Decision) -> None:
         await work.connection.execute(
@@ -282,13 +323,19 @@ class SchedulerRepository:
     def _instance_of(self, row: Row[Any]) -> StoredInstance | None:
         instance = from_row_json(row.body, Instance)
         since_s = self._clock.monotonic_s() - float(row.age_s)
-        # The body's times are of the clock of whichever host led then; the row's age is what holds here.
+        # The body's times are of the clock of whichever host led then; the row's age is what holds
+        # here.
         instance = replace(instance, state_since_s=since_s, last_used_s=since_s)
         models: list[dict[str, Any]] = row.inputs["models"] if row.inputs is not None else []
         model = next((one for one in models if one["digest"] == instance.digest), None)
         if model is None:
-            # Without its model it cannot be commanded. Its workers let it go, as what is not in a command.
-            log.error("instance without its decision", action="instance_orphaned", instance_id=instance.instance_id)
+            # Without its model it cannot be commanded. Its workers let it go, as what is not in a
+            # command.
+            log.error(
+                "instance without its decision",
+                action="instance_orphaned",
+                instance_id=instance.instance_id,
+            )
             return None
         return StoredInstance(instance=instance, model=from_row_json(model, Model))
 
@@ -311,4 +358,5 @@ class SchedulerRepository:
 
 
 _NOW = text("clock_timestamp()")
-"""Rows' ages are told by the database's clock: a new leader on another host has no other in common with the old one."""
+"""Rows' ages are told by the database's clock: a new leader on another host has no other in common
+with the old one."""

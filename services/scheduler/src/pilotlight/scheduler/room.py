@@ -6,7 +6,14 @@ import structlog
 
 from pilotlight.common.bus import Bus
 from pilotlight.common.errors import DeadlineExceeded, NotLeader, PilotlightError, StaleCommand
-from pilotlight.common.messages.room import RELEASE_SUBJECT, RESERVE_SUBJECT, Release, Released, Reserve, Reserved
+from pilotlight.common.messages.room import (
+    RELEASE_SUBJECT,
+    RESERVE_SUBJECT,
+    Release,
+    Released,
+    Reserve,
+    Reserved,
+)
 from pilotlight.common.waiting import Backoff, pause
 from pilotlight.policy.ids import Epoch, GrantId
 from pilotlight.policy.model import Model
@@ -20,7 +27,8 @@ RESERVE_TRIES = 3
 RELEASE_DEADLINE_S = 1.0
 RELEASE_TRIES = 3
 GRANT_LEASE_S = 30.0
-"""A grant lapses when no report shows its stage within this time: longer than any command takes to be obeyed."""
+"""A grant lapses when no report shows its stage within this time: longer than any command takes to
+be obeyed."""
 
 
 class RoomClient:
@@ -49,19 +57,24 @@ class RoomClient:
             worker_id=placement.worker_id,
             node_id=placement.node_id,
             device_bytes=placement.device_bytes,
-            host_part_bytes=tuple(model.spec.part_bytes[part] for part in model.spec.parts_of(placement.stage)),
-            host_parts=tuple(model.spec.parts_of(placement.stage)),
+            host_part_bytes=tuple(
+                model.spec.part_bytes[part] for part in placement.parts_of(model.spec)
+            ),
+            host_parts=placement.parts_of(model.spec),
             lease_s=GRANT_LEASE_S,
             epoch=self._epoch,
             generation=instance.generation,
         )
         for attempt in range(1, RESERVE_TRIES + 1):
             try:
-                return await self._bus.request(RESERVE_SUBJECT, request, Reserved, deadline_s=RESERVE_DEADLINE_S)
+                return await self._bus.request(
+                    RESERVE_SUBJECT, request, Reserved, deadline_s=RESERVE_DEADLINE_S
+                )
             except StaleCommand as error:
                 raise NotLeader(f"another leads: {error.message}") from error
             except DeadlineExceeded:
-                # It may have been granted all the same: asked again, the cache gives the same grant.
+                # It may have been granted all the same: asked again, the cache gives the same
+                # grant.
                 if attempt == RESERVE_TRIES:
                     raise
             self._effects.check()
@@ -72,8 +85,18 @@ class RoomClient:
         backoff = Backoff(first_s=0.1, limit_s=1.0)
         for attempt in range(RELEASE_TRIES):
             try:
-                await self._bus.request(RELEASE_SUBJECT, Release(grant_id=grant_id), Released, deadline_s=RELEASE_DEADLINE_S)
+                await self._bus.request(
+                    RELEASE_SUBJECT,
+                    Release(grant_id=grant_id),
+                    Released,
+                    deadline_s=RELEASE_DEADLINE_S,
+                )
                 return
             except PilotlightError as error:
-                log.info("grant not released yet", action="release_failed", grant_id=grant_id, code=error.code)
+                log.info(
+                    "grant not released yet",
+                    action="release_failed",
+                    grant_id=grant_id,
+                    code=error.code,
+                )
             await pause(backoff.delay_s(attempt, self._rng))

@@ -18,7 +18,9 @@ def rules_of(settings: SchedulerSettings, term_started_s: float) -> ControlRules
         service=ServiceRules(min_loads=settings.min_service_loads),
     )
     return ControlRules(
-        reconcile=ReconcileRules(term_started_s=term_started_s, hold_deadline_s=settings.hold_deadline_s),
+        reconcile=ReconcileRules(
+            term_started_s=term_started_s, hold_deadline_s=settings.hold_deadline_s
+        ),
         scaling=ScalingRules(instance_requests=settings.instance_requests),
         scheme=SchemeRules(placement=placement),
         drain=DrainRules(replace_within_s=settings.drain_replace_s, placement=placement),

@@ -17,30 +17,44 @@ class SchedulerSettings(ServiceSettings, DatabaseSettings, PruneSettings):
     patience_slo_factor: float = Field(
         2.0,
         gt=0,
-        description="A model that no instance serves waits for so many times its TTFT SLO; then a busy instance of another model makes "
+        description="A model that no instance serves waits for this multiple of its TTFT SLO; then a busy instance of another model makes "
         "room for it.",
     )
     min_service_loads: float = Field(
         2.0,
         ge=0,
-        description="An instance serves for at least so many times what its load took, at most 60 s, before it makes room for others.",
+        description="An instance serves for at least this multiple of what its load took, at most 60 s, before it makes room for others.",
     )
-    min_residency_s: float = Field(1.0, ge=0, description="A copy younger than this is not evicted.")
+    min_residency_s: float = Field(
+        1.0, ge=0, description="A copy younger than this is not evicted."
+    )
     hold_deadline_s: float = Field(
-        10.0, gt=0, description="A live worker that does not take up a stage within this time has failed the instance."
+        10.0,
+        gt=0,
+        description="A live worker that does not take up a stage within this time has failed the instance.",
     )
     drain_replace_s: float = Field(
         30.0,
         ge=0,
         description="A node that drains waits so long for replacements to serve before it lets its instances go anyway.",
     )
-    instances_keep_days: float = Field(7.0, gt=0, description="Days for which instances that have ended are kept.")
-    instances_max_rows: int = Field(100_000, ge=0, description="Ended instances that are kept at most; 0: no limit.")
-    cold_starts_keep_days: float = Field(7.0, gt=0, description="Days for which finished cold starts are kept.")
-    cold_starts_max_rows: int = Field(100_000, ge=0, description="Finished cold starts that are kept at most; 0: no limit.")
+    instances_keep_days: float = Field(
+        7.0, gt=0, description="Days for which instances that have ended are kept."
+    )
+    instances_max_rows: int = Field(
+        100_000, ge=0, description="Ended instances that are kept at most; 0: no limit."
+    )
+    cold_starts_keep_days: float = Field(
+        7.0, gt=0, description="Days for which finished cold starts are kept."
+    )
+    cold_starts_max_rows: int = Field(
+        100_000, ge=0, description="Finished cold starts that are kept at most; 0: no limit."
+    )
     decisions_keep_days: float = Field(
         7.0,
         gt=0,
         description="Days for which decisions are kept; the one that planned an instance is kept as long as the instance.",
     )
-    decisions_max_rows: int = Field(100_000, ge=0, description="Such decisions that are kept at most; 0: no limit.")
+    decisions_max_rows: int = Field(
+        100_000, ge=0, description="Such decisions that are kept at most; 0: no limit."
+    )

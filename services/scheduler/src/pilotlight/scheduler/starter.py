@@ -1,4 +1,7 @@
-"""One start: room, rows, commands. What is to be started, and where, is control's (``policy.control``)."""
+"""One start: room, rows, commands.
+
+What is to be started, and where, is control's (``policy.control``).
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -7,7 +10,13 @@ import structlog
 
 from pilotlight.common.clock import Clock, wall_offset_s
 from pilotlight.common.db.mapping import to_row_json
-from pilotlight.common.errors import CapacityError, DatabaseUnavailable, NotLeader, PilotlightError, TransientError
+from pilotlight.common.errors import (
+    CapacityError,
+    DatabaseUnavailable,
+    NotLeader,
+    PilotlightError,
+    TransientError,
+)
 from pilotlight.common.ids import new_decision_id, new_instance_id
 from pilotlight.common.messages.room import Reserved
 from pilotlight.common.telemetry import current_traceparent, span, with_parent
@@ -16,12 +25,12 @@ from pilotlight.policy.control.plan import Refusal, RefusedStart, StartOrder
 from pilotlight.policy.ids import Generation, InstanceId
 from pilotlight.policy.instance import InstanceEvent, step
 from pilotlight.policy.plan import Instance, InstanceState, Placement, Scheme
-from pilotlight.scheduler.board import InstanceBoard
 from pilotlight.scheduler.book import Book
 from pilotlight.scheduler.chains import Joined, joined
 from pilotlight.scheduler.cold_starts import ColdStarts
 from pilotlight.scheduler.effects import Effects
 from pilotlight.scheduler.metrics import SchedulerMetrics
+from pilotlight.scheduler.publisher import InstancePublisher
 from pilotlight.scheduler.records import ColdStart, Decision
 from pilotlight.scheduler.repository import SchedulerRepository
 from pilotlight.scheduler.room import RoomClient
@@ -38,7 +47,7 @@ class Starter:
     repository: SchedulerRepository
     room: RoomClient
     teller: Teller
-    board: InstanceBoard
+    publisher: InstancePublisher
     cold_starts: ColdStarts
     metrics: SchedulerMetrics
     clock: Clock
@@ -102,7 +111,11 @@ class Starter:
         )
         reasons = list(refused.reasons)
         log.warning(
-            "no room for a cold start", action="cold_start_refused", model=refused.model, code=refused.code, reasons=reasons
+            "no room for a cold start",
+            action="cold_start_refused",
+            model=refused.model,
+            code=refused.code,
+            reasons=reasons,
         )
         self.metrics.decided("cold_start", refused.code)
         await self.repository.decide(decision)
@@ -119,10 +132,17 @@ class Starter:
                 granted.append(replace(placement, grant_id=grant.grant_id))
             places = joined(order.model, granted, order.seen)
             fetching = step(instance.state, InstanceEvent.FETCH_STARTED)
-            instance = replace(instance, placements=places.placements, state=fetching, state_since_s=self.clock.monotonic_s())
+            instance = replace(
+                instance,
+                placements=places.placements,
+                state=fetching,
+                state_since_s=self.clock.monotonic_s(),
+            )
             record = replace(record, instance=instance, tentative=False)
             cold_start = self._cold_start_of(record, order)
-            await self.repository.start(instance, _started(instance, order, grants, places), cold_start)
+            await self.repository.start(
+                instance, _started(instance, order, grants, places), cold_start
+            )
             committed = True
         finally:
             if not committed:
@@ -131,7 +151,7 @@ class Starter:
                     if placement.grant_id is not None:
                         self.effects.release(placement.grant_id)
         self.book.put(record)
-        self.board.show(instance)
+        self.publisher.publish(instance)
         self.metrics.decided("cold_start", "started")
         await self._command(record, cold_start)
 
@@ -140,7 +160,9 @@ class Starter:
         start_s = self.clock.monotonic_s()
         instance = record.instance
         await self.teller.dispatch(instance, self.book, self.effects.nodes())
-        self.cold_starts.dispatched(instance.instance_id, cold_start.demand_seen_s, start_s, self.clock.monotonic_s())
+        self.cold_starts.dispatched(
+            instance.instance_id, cold_start.demand_seen_s, start_s, self.clock.monotonic_s()
+        )
         log.info(
             "cold start under way",
             action="instance_planned",
@@ -176,7 +198,9 @@ def _refusal(order: StartOrder, error: PilotlightError) -> Refusal:
     )
 
 
-def _started(instance: Instance, order: StartOrder, grants: list[Reserved], places: Joined) -> Decision:
+def _started(
+    instance: Instance, order: StartOrder, grants: list[Reserved], places: Joined
+) -> Decision:
     choice, seen = order.choice, order.seen
     outcome: dict[str, Any] = {
         "instance_id": instance.instance_id,
@@ -184,11 +208,16 @@ def _started(instance: Instance, order: StartOrder, grants: list[Reserved], plac
         "meets_slo": choice.meets_slo,
         "needs_eviction": choice.needs_eviction,
         "expected_eviction": to_row_json(choice.eviction),
-        "evicted_instances": [instance_id for grant in grants for instance_id in grant.evicted_instances],
+        "evicted_instances": [
+            instance_id for grant in grants for instance_id in grant.evicted_instances
+        ],
         "dropped_copies": [digest for grant in grants for digest in grant.dropped_copies],
         "chains": to_row_json(places.chains),
         "considered": [
-            {"worker_ids": [one.worker_id for one in scheme.placements], "predicted_ttft_s": scheme.predicted_ttft_s}
+            {
+                "worker_ids": [one.worker_id for one in scheme.placements],
+                "predicted_ttft_s": scheme.predicted_ttft_s,
+            }
             for scheme in choice.considered
         ],
     }

@@ -5,10 +5,25 @@ from dataclasses import dataclass
 
 from pilotlight.common.bus import Bus
 from pilotlight.common.clock import Clock, moment_of
-from pilotlight.common.messages.hold import Fetch, Hold, NodeHold, Peer, WorkerHold, node_hold_subject, worker_hold_subject
+from pilotlight.common.messages.hold import (
+    Fetch,
+    Hold,
+    NodeHold,
+    Peer,
+    WorkerHold,
+    node_hold_subject,
+    worker_hold_subject,
+)
 from pilotlight.common.telemetry import with_parent
 from pilotlight.policy.cluster import NodeFacts, WorkerView
-from pilotlight.policy.control.holds import PartFetch, StageHold, fetches_of, reached_at, stages_of, upstreams_at
+from pilotlight.policy.control.holds import (
+    PartFetch,
+    StageHold,
+    fetches_of,
+    reached_at,
+    stages_of,
+    upstreams_at,
+)
 from pilotlight.policy.control.plan import NodeTold, WorkerTold
 from pilotlight.policy.ids import Epoch, NodeId, WorkerId
 from pilotlight.policy.plan import Instance
@@ -26,8 +41,12 @@ class Teller:
     clock: Clock
     _seq: int = 0
 
-    async def dispatch(self, instance: Instance, book: Book, nodes: Mapping[NodeId, NodeFacts]) -> None:
-        """Tell the nodes and workers of one new instance at once, not with the next tick. The nodes first: bytes take longest.
+    async def dispatch(
+        self, instance: Instance, book: Book, nodes: Mapping[NodeId, NodeFacts]
+    ) -> None:
+        """Tell the nodes and workers of one new instance at once, not with the next tick.
+
+        The nodes first: bytes take longest.
 
         Raises:
             NotLeader: the lease has run out.
@@ -35,14 +54,22 @@ class Teller:
         node_ids = dict.fromkeys(one.node_id for one in instance.placements)
         upstreams = upstreams_at(node_ids, book.books, nodes)
         for node_id in node_ids:
-            await self.tell_node(NodeTold(node_id=node_id, fetches=fetches_of(node_id, book.books, upstreams)), nodes)
+            await self.tell_node(
+                NodeTold(node_id=node_id, fetches=fetches_of(node_id, book.books, upstreams)), nodes
+            )
         for worker_id in dict.fromkeys(one.worker_id for one in instance.placements):
-            await self.tell_worker(WorkerTold(worker_id=worker_id, holds=stages_of(worker_id, book.books)), nodes)
+            await self.tell_worker(
+                WorkerTold(worker_id=worker_id, holds=stages_of(worker_id, book.books)), nodes
+            )
 
     async def tell_worker(
-        self, told: WorkerTold, nodes: Mapping[NodeId, NodeFacts], workers: Mapping[WorkerId, WorkerView] | None = None
+        self,
+        told: WorkerTold,
+        nodes: Mapping[NodeId, NodeFacts],
+        workers: Mapping[WorkerId, WorkerView] | None = None,
     ) -> None:
-        """Send a worker its whole desired state, with the addresses of its groups as far as they are known.
+        """Send a worker its whole desired state, with the addresses of its groups as far as they
+        are known.
 
         Raises:
             NotLeader: the lease has run out.
@@ -56,7 +83,9 @@ class Teller:
                 holds=tuple(_hold_of(one, nodes, workers or {}) for one in told.holds),
                 seq=self._seq,
             )
-            await self.bus.publish(worker_hold_subject(told.worker_id), command, sent=moment_of(self.clock))
+            await self.bus.publish(
+                worker_hold_subject(told.worker_id), command, sent=moment_of(self.clock)
+            )
 
     async def tell_node(self, told: NodeTold, nodes: Mapping[NodeId, NodeFacts]) -> None:
         """Send a node its whole desired state, with the addresses of those it asks.
@@ -68,11 +97,17 @@ class Teller:
         self._seq += 1
         with with_parent(_only_trace(told.fetches)):
             fetches = tuple(_fetch_of(one, nodes) for one in told.fetches)
-            command = NodeHold(node_id=told.node_id, epoch=self.epoch, fetches=fetches, seq=self._seq)
-            await self.bus.publish(node_hold_subject(told.node_id), command, sent=moment_of(self.clock))
+            command = NodeHold(
+                node_id=told.node_id, epoch=self.epoch, fetches=fetches, seq=self._seq
+            )
+            await self.bus.publish(
+                node_hold_subject(told.node_id), command, sent=moment_of(self.clock)
+            )
 
 
-def _hold_of(hold: StageHold, nodes: Mapping[NodeId, NodeFacts], workers: Mapping[WorkerId, WorkerView]) -> Hold:
+def _hold_of(
+    hold: StageHold, nodes: Mapping[NodeId, NodeFacts], workers: Mapping[WorkerId, WorkerView]
+) -> Hold:
     return Hold(
         instance_id=hold.instance_id,
         generation=hold.generation,
@@ -94,11 +129,16 @@ def _fetch_of(fetch: PartFetch, nodes: Mapping[NodeId, NodeFacts]) -> Fetch:
         model=fetch.model,
         parts=fetch.parts,
         trace_parent=fetch.trace_parent,
-        upstreams=tuple(Peer(node_id=one.node_id, host=one.dataplane_host, port=one.dataplane_port) for one in known),
+        upstreams=tuple(
+            Peer(node_id=one.node_id, host=one.dataplane_host, port=one.dataplane_port)
+            for one in known
+        ),
     )
 
 
 def _only_trace(orders: Iterable[StageHold] | Iterable[PartFetch]) -> str:
-    """A command may carry several cold starts; its header can name one trace, each order in it names its own."""
+    """A command may carry several cold starts; its header can name one trace, each order in it
+    names its own.
+    """
     traces = [order.trace_parent for order in orders if order.trace_parent]
     return traces[0] if len(traces) == 1 else ""

@@ -1,4 +1,5 @@
-"""A scheduler's surroundings for tests: a cache, a worker, a loader and a gateway that the test plays, on a real bus and database.
+"""A scheduler's surroundings for tests: a cache, a worker, a loader and a gateway that the test
+plays, on a real bus and database.
 
 Time is set by hand: nothing grows old, and no lease of a worker ends, unless a test says so.
 """
@@ -21,7 +22,12 @@ from pilotlight.common.errors import DeadlineExceeded, PilotlightError
 from pilotlight.common.messages.demand import DemandVector, demand_subject
 from pilotlight.common.messages.events import Event
 from pilotlight.common.messages.hold import NodeHold, WorkerHold
-from pilotlight.common.messages.reports import LoaderReport, WorkerReport, loader_report_subject, worker_report_subject
+from pilotlight.common.messages.reports import (
+    LoaderReport,
+    WorkerReport,
+    loader_report_subject,
+    worker_report_subject,
+)
 from pilotlight.common.messages.room import Release, Released, Reserve, Reserved
 from pilotlight.common.service import Application
 from pilotlight.common.testing import until
@@ -49,7 +55,9 @@ class Rig:
     owner: Database
     application: Application
     shown: dict[str, Instance | None] = field(default_factory=dict[str, Instance | None])
-    states: list[tuple[str, InstanceState | None]] = field(default_factory=list[tuple[str, InstanceState | None]])
+    states: list[tuple[str, InstanceState | None]] = field(
+        default_factory=list[tuple[str, InstanceState | None]]
+    )
     worker_hold: WorkerHold | None = None
     node_hold: NodeHold | None = None
     sent: dict[str, Moment | None] = field(default_factory=dict[str, Moment | None])
@@ -97,7 +105,7 @@ class Rig:
         await self._note()
 
     async def on_event(self, event: Event) -> None:
-        """What everybody may hear."""
+        """What every service may hear."""
         self.events.append(event)
         await self._note()
 
@@ -107,7 +115,10 @@ class Rig:
         await self._note()
         if self.refusal is not None:
             raise self.refusal
-        return Reserved(grant_id=GrantId(f"grant-{len(self.reserved)}"), evicted_instances=(InstanceId("evicted"),))
+        return Reserved(
+            grant_id=GrantId(f"grant-{len(self.reserved)}"),
+            evicted_instances=(InstanceId("evicted"),),
+        )
 
     async def on_release(self, ask: Release) -> Released:
         """The cache takes a grant back."""
@@ -121,7 +132,10 @@ class Rig:
         facts = worker(0, memory_bytes=1000, held_stages=tuple(self.held.values()))
         message = WorkerReport(facts=facts, incarnation=self.incarnation, epoch_seen=self.epoch)
         await self.bus.publish(worker_report_subject(facts.worker_id), message)
-        for facts in (replace(node(), dataplane_host="10.0.0.1", dataplane_port=7000), *self.others):
+        for facts in (
+            replace(node(), dataplane_host="10.0.0.1", dataplane_port=7000),
+            *self.others,
+        ):
             loader = LoaderReport(facts=facts, incarnation="l", epoch_seen=self.epoch)
             await self.bus.publish(loader_report_subject(facts.node_id), loader)
 
@@ -147,16 +161,28 @@ class Rig:
 
     async def demands(self, **ages_s: float) -> None:
         """The gateway's whole demand: one request for each model, of that age."""
-        demands = tuple(replace(demand(name), trace_parent=TRACE, oldest_age_s=age_s) for name, age_s in ages_s.items())
-        await self.bus.publish(demand_subject(GATEWAY), DemandVector(gateway_id=GATEWAY, demands=demands))
+        demands = tuple(
+            replace(demand(name), trace_parent=TRACE, oldest_age_s=age_s)
+            for name, age_s in ages_s.items()
+        )
+        await self.bus.publish(
+            demand_subject(GATEWAY), DemandVector(gateway_id=GATEWAY, demands=demands)
+        )
 
     async def later(self, seconds: float) -> None:
-        """Let time pass for everyone: reports go on, and what is held is held."""
+        """Let time pass for all services: reports go on, and what is held is held."""
         self.clock.advance(seconds)
         await self.report()
 
-    async def passing(self, step: Callable[[], Awaitable[None]], condition: Callable[[], Any], at_most_s: float = 60.0) -> None:
-        """Take a step again and again until a condition holds. Between two of them the scheduler has the time for a turn.
+    async def passing(
+        self,
+        step: Callable[[], Awaitable[None]],
+        condition: Callable[[], Any],
+        at_most_s: float = 60.0,
+    ) -> None:
+        """Take a step again and again until a condition holds.
+
+        Between two of them the scheduler has the time for a turn.
 
         Raises:
             TimeoutError: it did not hold, however often.
@@ -168,12 +194,12 @@ class Rig:
                     return await until(condition, deadline_s=TURN_S)
 
     async def waited(self, name: str = "m", seconds: float = 0.3) -> None:
-        """Let time pass, with somebody who waits."""
+        """Let time pass, with a request that waits."""
         await self.later(seconds)
         await self.demand(name)
 
     async def tried(self, times: int) -> None:
-        """Let time pass, with somebody who waits, until room was asked for so often."""
+        """Let time pass, with a request that waits, until room was asked for this many times."""
         await self.passing(self.waited, lambda: len(self.reserved) >= times)
 
     # shorthand
@@ -184,14 +210,18 @@ class Rig:
 
     async def shown_as(self, state: InstanceState, but: InstanceId | None = None) -> Instance:
         """Wait until an instance is shown in a state; ``but`` is one that does not count."""
-        found: list[Instance] = await self.until(lambda: [one for one in self.instances(state) if one.instance_id != but])
+        found: list[Instance] = await self.until(
+            lambda: [one for one in self.instances(state) if one.instance_id != but]
+        )
         return found[0]
 
     async def ordered(self, instance_id: InstanceId) -> None:
         """Wait until the worker has heard that it is to hold the instance."""
 
         def told() -> bool:
-            return self.worker_hold is not None and any(one.instance_id == instance_id for one in self.worker_hold.holds)
+            return self.worker_hold is not None and any(
+                one.instance_id == instance_id for one in self.worker_hold.holds
+            )
 
         await self.until(told)
 
@@ -217,7 +247,14 @@ class Rig:
         async with self.owner.unit_of_work() as work:
             await work.connection.execute(delete(tables.models))
             for one in models:
-                row = {"name": one.name, "digest": one.digest, "body": to_row_json(one), "created_at": func.now()}
-                await work.connection.execute(insert(tables.models).values(**row, updated_at=func.now()))
+                row = {
+                    "name": one.name,
+                    "digest": one.digest,
+                    "body": to_row_json(one),
+                    "created_at": func.now(),
+                }
+                await work.connection.execute(
+                    insert(tables.models).values(**row, updated_at=func.now())
+                )
         event = Event(event_id=f"e{len(self.events)}", kind="model_registered", entity="m", at="")
         await self.bus.publish("v1.event.gateway.model_registered", event)

@@ -1,7 +1,10 @@
-"""What this process knows of the world by listening: reports, demand, models. Kept by leader and standbys alike.
+"""What this process knows of the world by listening: reports, demand, models.
 
-Workers and nodes are the roster's (``common.roster``), which also has the clock that stands still while nothing can be heard. A silent
-gateway's demand is dropped: it repeats it every 250 ms as long as there is any.
+Kept by leader and standbys alike.
+
+Workers and nodes are the roster's (``common.roster``), which also has the clock that stands still
+while nothing can be heard. A silent gateway's demand is dropped: it repeats it every 250 ms as long
+as there is any.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,9 +21,10 @@ from pilotlight.policy.plan import NodeDrain
 from pilotlight.policy.request import Demand
 
 YOUNGER_S = 1.0
-"""A drain that is younger by so much than it was thought to be is another one: it was taken back, and asked for again."""
+"""A drain that is younger by so much than it was thought to be is another one: it was taken back,
+and asked for again."""
 GATEWAY_SILENT_S = 1.0
-"""Four demand vectors missed: nobody waits there any more, or the gateway is gone."""
+"""Four demand vectors missed: no request waits there any more, or the gateway is gone."""
 
 
 @dataclass(slots=True)
@@ -33,7 +37,9 @@ class _Vector:
 
 @dataclass(slots=True)
 class World:
-    """The view. Methods that take something in say whether a decision may come out differently now."""
+    """The view. Methods that take something in say whether a decision may come out differently
+    now.
+    """
 
     listening_since_s: float
     roster: Roster = field(default_factory=Roster)
@@ -51,7 +57,9 @@ class World:
     _epoch_heard: Epoch = field(default=Epoch(0))
     _vectors: dict[GatewayId, _Vector] = field(default_factory=dict[GatewayId, _Vector])
     _waiting_since_s: dict[ModelName, float] = field(default_factory=dict[ModelName, float])
-    _known: dict[WorkerId | NodeId, tuple[object, ...]] = field(default_factory=dict["WorkerId | NodeId", "tuple[object, ...]"])
+    _known: dict[WorkerId | NodeId, tuple[object, ...]] = field(
+        default_factory=dict["WorkerId | NodeId", "tuple[object, ...]"]
+    )
     """What decisions depend on, of each worker and node."""
 
     def follow(self, news: News) -> bool:
@@ -61,10 +69,14 @@ class World:
         self._changed_nodes.update(news.nodes)
         for worker_id in news.workers:
             view = self.roster.worker(worker_id)
-            changed |= self._is_another(worker_id, None if view is None else (view.incarnation, *_essence(view.facts)))
+            changed |= self._is_another(
+                worker_id, None if view is None else (view.incarnation, *_essence(view.facts))
+            )
         for node_id in news.nodes:
             facts = self.roster.node(node_id)
-            changed |= self._is_another(node_id, None if facts is None else (facts.liveness, facts.draining))
+            changed |= self._is_another(
+                node_id, None if facts is None else (facts.liveness, facts.draining)
+            )
         self.version += changed
         return changed
 
@@ -78,7 +90,9 @@ class World:
         """Take a gateway's whole demand."""
         before = {demand.model: demand.waiting for demand in self.demand(now_s)}
         if vector.demands:
-            self._vectors[vector.gateway_id] = _Vector(vector.demands, now_s, self.roster.listened_s(now_s))
+            self._vectors[vector.gateway_id] = _Vector(
+                vector.demands, now_s, self.roster.listened_s(now_s)
+            )
         else:
             self._vectors.pop(vector.gateway_id, None)
         after = {demand.model: demand.waiting for demand in self.demand(now_s)}
@@ -109,7 +123,9 @@ class World:
         told = {node_id: now_s - ages_s[node_id] for node_id in sorted(ages_s)}
         # Each list is told a little late, so what is known stays where nothing has happened.
         self.draining_since_s = {
-            node_id: known[node_id] if node_id in known and since_s - known[node_id] <= YOUNGER_S else since_s
+            node_id: known[node_id]
+            if node_id in known and since_s - known[node_id] <= YOUNGER_S
+            else since_s
             for node_id, since_s in told.items()
         }
         changed = known != self.draining_since_s
@@ -121,9 +137,14 @@ class World:
         """Waiting requests by model, over every gateway that is heard."""
         listened_s = self.roster.listened_s(now_s)
         for vector in self._vectors.values():
-            # The clock was put back when this process found that it had stood still; what was heard is not of the future.
+            # The clock was put back when this process found that it had stood still; what was heard
+            # is not of the future.
             vector.listened_s = min(vector.listened_s, listened_s)
-        self._vectors = {key: one for key, one in self._vectors.items() if listened_s - one.listened_s <= GATEWAY_SILENT_S}
+        self._vectors = {
+            key: one
+            for key, one in self._vectors.items()
+            if listened_s - one.listened_s <= GATEWAY_SILENT_S
+        }
         merged: dict[ModelName, Demand] = {}
         for vector in self._vectors.values():
             for demand in vector.demands:
@@ -131,15 +152,20 @@ class World:
                 known = merged.get(demand.model)
                 merged[demand.model] = aged if known is None else _joined(known, aged)
         waiting = {model for model, demand in merged.items() if demand.waiting > 0}
-        self._waiting_since_s = {model: self._waiting_since_s.get(model, now_s) for model in waiting}
+        self._waiting_since_s = {
+            model: self._waiting_since_s.get(model, now_s) for model in waiting
+        }
         return tuple(merged[model] for model in sorted(merged))
 
     def waiting_since_s(self, model: ModelName) -> float | None:
-        """When this process first heard that somebody waits for a model; None when nobody does."""
+        """When this process first heard that a request waits for a model; None when none does."""
         return self._waiting_since_s.get(model)
 
     def take_changed(self) -> Focus:
-        """What was heard of since the last call, by name. A new leader looks at everything first, and needs none of it."""
+        """What was heard of since the last call, by name.
+
+        A new leader looks at everything first, and needs none of it.
+        """
         changed = Focus(
             models=frozenset(self._changed_models),
             workers=frozenset(self._changed_workers),
@@ -162,14 +188,18 @@ class World:
 
     def drains(self, now_s: float) -> tuple[NodeDrain, ...]:
         """Nodes that are to be empty, and for how long."""
-        return tuple(NodeDrain(node_id=node_id, age_s=now_s - since_s) for node_id, since_s in self.draining_since_s.items())
+        return tuple(
+            NodeDrain(node_id=node_id, age_s=now_s - since_s)
+            for node_id, since_s in self.draining_since_s.items()
+        )
 
     def hear_epoch(self, epoch: Epoch) -> None:
         """Take an epoch that another leader has announced."""
         self._epoch_heard = max(self._epoch_heard, epoch)
 
     def epoch_seen(self) -> Epoch:
-        """Highest epoch that any worker or loader has obeyed, or was announced: a new leader must be above it, whatever the lease row
+        """Highest epoch that any worker or loader has obeyed, or was announced: a new leader must
+        be above it, whatever the lease row
         says.
         """
         return max(self._epoch_heard, self.roster.epoch_seen)
@@ -178,13 +208,23 @@ class World:
 def _essence(facts: WorkerFacts) -> tuple[object, ...]:
     """What decisions depend on; counters that change with every report are left out."""
     stages = tuple(
-        (held.instance_id, held.generation, held.state, held.device_bytes, held.in_flight > 0, held.reason) for held in facts.held
+        (
+            held.instance_id,
+            held.generation,
+            held.state,
+            held.device_bytes,
+            held.in_flight > 0,
+            held.reason,
+        )
+        for held in facts.held
     )
     return (facts.liveness, facts.engine_up, facts.device, facts.health, stages)
 
 
 def _aged(demand: Demand, by_s: float) -> Demand:
-    return replace(demand, oldest_age_s=demand.oldest_age_s + by_s, deadline_in_s=demand.deadline_in_s - by_s)
+    return replace(
+        demand, oldest_age_s=demand.oldest_age_s + by_s, deadline_in_s=demand.deadline_in_s - by_s
+    )
 
 
 def _joined(one: Demand, other: Demand) -> Demand:

@@ -1,4 +1,4 @@
-"""``python -m pilotlight.worker``: one worker, or with ``--sim N`` so many simulated ones."""
+"""``python -m pilotlight.worker``: one worker, or with ``--sim N`` N simulated ones."""
 
 import argparse
 import sys
@@ -9,7 +9,8 @@ from pilotlight.worker.app import build
 from pilotlight.worker.settings import WorkerSettings
 
 parser = argparse.ArgumentParser(
-    prog="pilotlight.worker", description="Speaks for one device. Settings are PILOTLIGHT_* variables."
+    prog="pilotlight.worker",
+    description="Speaks for one device. Settings are PILOTLIGHT_* variables.",
 )
 parser.add_argument("--sim", type=int, metavar="N", help="run N simulated workers in this process")
 sys.exit(run_service("worker", WorkerSettings, partial(build, simulated=parser.parse_args().sim)))

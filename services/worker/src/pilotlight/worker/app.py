@@ -36,7 +36,7 @@ from pilotlight.worker.worker import Worker
 
 
 async def build(context: Context[WorkerSettings], simulated: int | None = None) -> Application:
-    """The process's worker; ``simulated`` asks for so many simulated ones instead.
+    """The process's worker; ``simulated`` is the number of simulated ones to make instead.
 
     Raises:
         BadRequest: the settings do not fit each other.
@@ -44,7 +44,9 @@ async def build(context: Context[WorkerSettings], simulated: int | None = None) 
     settings = context.settings
     kind = DeviceKind.SIM if simulated else DeviceKind(settings.device)
     if settings.pool_socket is None and kind is not DeviceKind.SIM:
-        raise BadRequest("PILOTLIGHT_POOL_SOCKET is needed: a worker gets its models from the node's loader")
+        raise BadRequest(
+            "PILOTLIGHT_POOL_SOCKET is needed: a worker gets its models from the node's loader"
+        )
     node_id = NodeId(settings.node_id)
     names = [worker_id_of(node_id, index) for index in range(simulated or 1)]
     if settings.worker_id and simulated is None:
@@ -56,23 +58,32 @@ async def build(context: Context[WorkerSettings], simulated: int | None = None) 
     for name in names:
         source: PartSource = EveryPart()
         if settings.pool_socket is not None:
-            source = client = PoolClient(settings.pool_socket, context.clock, grace_s=settings.loader_grace_s)
+            source = client = PoolClient(
+                settings.pool_socket, context.clock, grace_s=settings.loader_grace_s
+            )
             components.append(LoaderLink(client, context.background, name))
         workers.append(builder.worker(name, source))
     components.extend(workers)
-    return Application(components=components, ready=lambda: next(filter(None, (worker.not_ready() for worker in workers)), None))
+    return Application(
+        components=components,
+        ready=lambda: next(filter(None, (worker.not_ready() for worker in workers)), None),
+    )
 
 
 class _Builder:
     """Makes workers that share a process."""
 
-    def __init__(self, context: Context[WorkerSettings], kind: DeviceKind, node_id: NodeId, sharing: int) -> None:
+    def __init__(
+        self, context: Context[WorkerSettings], kind: DeviceKind, node_id: NodeId, sharing: int
+    ) -> None:
         settings = context.settings
         self._context = context
         self._kind = kind
         self._node_id = node_id
         # What a GPU has for models its engine finds out.
-        self._device_bytes = settings.device_bytes or (0 if kind is DeviceKind.CUDA else memory_bytes() // 2 // sharing)
+        self._device_bytes = settings.device_bytes or (
+            0 if kind is DeviceKind.CUDA else memory_bytes() // 2 // sharing
+        )
         self._threads = settings.threads or max(1, len(os.sched_getaffinity(0)) // sharing)
         self._faults = Faults.parse(settings.faults)
         self._metrics = WorkerMetrics(context.metrics)
@@ -103,9 +114,11 @@ class _Builder:
         return Worker(core, self._kind, loader, self._bucket, context.incarnation, watch, groups)
 
     def _engines(self, worker_id: WorkerId) -> tuple[EngineSwitch, DeviceWatch | None]:
-        """The worker's engines, and who watches their device."""
+        """The worker's engines, and the watch over their device."""
         context = self._context
-        native, watch = (self._simulated(), None) if self._kind is DeviceKind.SIM else self._native(worker_id)
+        native, watch = (
+            (self._simulated(), None) if self._kind is DeviceKind.SIM else self._native(worker_id)
+        )
         factories: dict[EngineKind, Callable[[], EngineClient]] = {
             EngineKind.NATIVE: lambda: native,
             EngineKind.SIM: self._simulated,
@@ -122,10 +135,14 @@ class _Builder:
         return SimEngine(speed, self._context.clock, self._faults)
 
     def _native(self, worker_id: WorkerId) -> tuple[EngineClient, DeviceWatch | None]:
-        """The engine of a device that computes, and who watches that."""
+        """The engine of a device that computes, and the watch over that."""
         settings = self._context.settings
-        # The engine and the driver's library are to mean the same device: the one counts what is shown, the other everything.
-        cuda_device = settings.cuda_device or os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip()
+        # The engine and the driver's library are to mean the same device: the one counts what is
+        # shown, the other everything.
+        cuda_device = (
+            settings.cuda_device
+            or os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip()
+        )
         options = ChildOptions(
             threads=self._threads,
             log_path=log_file(settings.log_dir, f"engine-{worker_id}.log"),
@@ -146,4 +163,6 @@ class _Builder:
             return engine, None
         context = self._context
         readers = (NvmlReader(cuda_device),)
-        return engine, DeviceWatch(readers, context.clock, context.background, lambda: engine.pids, WatchTimes())
+        return engine, DeviceWatch(
+            readers, context.clock, context.background, lambda: engine.pids, WatchTimes()
+        )

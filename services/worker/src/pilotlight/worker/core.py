@@ -21,7 +21,8 @@ class WorkerCore:
     worker_id: WorkerId
     node_id: NodeId
     device_bytes: int
-    """Memory for models. Of a GPU for which none is set it is known when the engine has opened it: 0 before."""
+    """Memory for models. Of a GPU for which none is set it is known when the engine has opened it:
+    0 before."""
     engine: EngineSwitch
     table: RequestTable
     bus: Bus

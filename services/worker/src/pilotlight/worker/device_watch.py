@@ -1,11 +1,13 @@
-"""Watches a worker's GPUs through their driver. In the worker's own process, which has no context on a device and no torch.
+"""Watches a worker's GPUs through their driver.
+
+In the worker's own process, which has no context on a device and no torch.
 
 ::
 
     of each GPU
     read ──> judge ──> health ──> of the worst ──> the worker: ends its engine, or starts it again
      ^  │ late: the reading is that it is late, and the call is waited for on; no other is made meanwhile
-     └──┘ every ``poll_s``, and at once when somebody wants to know
+     └──┘ every ``poll_s``, and at once when a caller wants to know
 """
 
 import asyncio
@@ -17,9 +19,9 @@ from typing import TypeVar
 
 import structlog
 
-from pilotlight.common.apart import Apart
 from pilotlight.common.clock import Clock
 from pilotlight.common.device_health import DeviceReading, Judgement, judge
+from pilotlight.common.driver_thread import DriverThread
 from pilotlight.common.errors import DeadlineExceeded
 from pilotlight.common.nvml import DeviceReader, Gpu, NvmlUnavailable
 from pilotlight.common.service import Background
@@ -61,7 +63,9 @@ class DeviceWatch:
             own_pids: processes whose memory on the devices is the worker's own.
             times: how often, and how patiently.
         """
-        self.each = tuple(OneDevice(reader, clock, background, own_pids, times) for reader in readers)
+        self.each = tuple(
+            OneDevice(reader, clock, background, own_pids, times) for reader in readers
+        )
         self._on_change: Callable[[DeviceHealth], None] = lambda health: None
         self._told = DeviceHealth()
 
@@ -81,14 +85,15 @@ class DeviceWatch:
         return all(one.usable for one in self.each)
 
     def promise(self, device_bytes: int) -> None:
-        """So much of their memory is for models, an equal share of each."""
+        """The bytes of their memory that are for models, an equal share of each."""
         for one in self.each:
             one.promise(device_bytes // len(self.each))
 
     async def start(self, on_change: Callable[[DeviceHealth], None]) -> None:
         """Return when the first readings are there, or are late, or no driver is there to ask.
 
-        ``on_change`` is called with each new health of all devices together, in the worker's event loop.
+        ``on_change`` is called with each new health of all devices together, in the worker's event
+        loop.
         """
         self._on_change = on_change
         await asyncio.gather(*(one.start(self._changed) for one in self.each))
@@ -98,7 +103,9 @@ class DeviceWatch:
         await asyncio.gather(*(one.stop() for one in self.each))
 
     async def fresh(self) -> None:
-        """Return after readings that were begun after this was asked for; at once, where no driver is asked."""
+        """Return after readings that were begun after this was asked for; at once, where no driver
+        is asked.
+        """
         await asyncio.gather(*(one.fresh() for one in self.each))
 
     def _changed(self, one: DeviceHealth) -> None:
@@ -121,13 +128,13 @@ class OneDevice:
         self.gpu: Gpu | None = None
         """The device, once the driver answered."""
         self.readings = 0
-        """So many have come, the late ones too."""
+        """The number that have come, the late ones too."""
         self._reader = reader
         self._clock = clock
         self._background = background
         self._own_pids = own_pids
         self._times = times
-        self._apart = Apart("nvml")
+        self._driver = DriverThread("nvml")
         self._judgement = Judgement()
         self._promised_bytes = 0
         self._on_change: Callable[[DeviceHealth], None] = lambda health: None
@@ -147,11 +154,11 @@ class OneDevice:
         return bool(self._unwatched) or self._judgement.usable
 
     def promise(self, device_bytes: int) -> None:
-        """So much of the device's memory is for models."""
+        """The bytes of the device's memory that are for models."""
         self._promised_bytes = device_bytes
 
     async def start(self, on_change: Callable[[DeviceHealth], None]) -> None:
-        """Return when the first reading is there, or is late, or nobody is there to ask."""
+        """Return when the first reading is there, or is late, or no driver is there to ask."""
         self._on_change = on_change
         if self._task is None:
             self._task = self._background.spawn("device watch", self._watch())
@@ -162,11 +169,13 @@ class OneDevice:
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
-        self._apart.call(self._reader.close)
-        self._apart.close()
+        self._driver.call(self._reader.close)
+        self._driver.close()
 
     async def fresh(self) -> None:
-        """Return after a reading that was begun after this was asked for; at once, where nobody is asked."""
+        """Return after a reading that was begun after this was asked for; at once, where no driver
+        is asked.
+        """
         if self._task is None or self._unwatched:
             return
         for _ in range(2):  # One that is under way may have been begun before.
@@ -182,7 +191,7 @@ class OneDevice:
 
     async def _watch(self) -> None:
         try:
-            self.gpu = await self._answer(self._apart.call(self._reader.open))
+            self.gpu = await self._answer(self._driver.call(self._reader.open))
         except NvmlUnavailable as error:
             self._unwatched = f"not watched: {error}"
             log.warning("the device is not watched", action="device_unwatched", error=str(error))
@@ -190,29 +199,44 @@ class OneDevice:
             self._on_change(self.health)
             return
         while True:
-            self._take(await self._answer(self._apart.call(partial(self._reader.read, self._own_pids()))))
+            self._take(
+                await self._answer(self._driver.call(partial(self._reader.read, self._own_pids())))
+            )
             await woken(self._asked, self._times.poll_s)
 
     async def _answer(self, call: "asyncio.Future[T]") -> T:
-        """What the driver answers, however late; each deadline that passes meanwhile is a reading."""
+        """What the driver answers, however late; each deadline that passes meanwhile is a
+        reading.
+        """
         since_s = self._clock.monotonic_s()
         while True:
-            # Twice: when this process itself stood still the first time is over at once, and what was answered is heard in the second.
+            # Twice: when this process itself stood still the first time is over at once, and what
+            # was answered is heard in the second.
             for wait_s in (self._times.deadline_s, self._times.grace_s):
                 with suppress(DeadlineExceeded):
                     return await within(wait_s, asyncio.shield(call), "the driver's answer")
             self._take(DeviceReading(late_s=self._clock.monotonic_s() - since_s))
 
     def _take(self, reading: DeviceReading) -> None:
-        before, self._judgement = self._judgement, judge(self._judgement, reading, self._promised_bytes)
+        before, self._judgement = (
+            self._judgement,
+            judge(self._judgement, reading, self._promised_bytes),
+        )
         self.readings += 1
         if reading.untold and not before.untold_readings:
-            log.warning("the driver answers with an error", action="device_untold", error=reading.untold)
+            log.warning(
+                "the driver answers with an error", action="device_untold", error=reading.untold
+            )
         for number in reading.xids:
             log.warning("Xid", action="device_xid", xid=number)
         health = self._judgement.health
         self._told.send()
         if health != before.health:
             level = log.error if health.state is HealthState.FAILED else log.info
-            level("device health", action="device_health", state=health.state.value, reason=health.reason)
+            level(
+                "device health",
+                action="device_health",
+                state=health.state.value,
+                reason=health.reason,
+            )
             self._on_change(health)

@@ -1,16 +1,25 @@
-"""Joins the stages of pipeline groups: tells the engine where its neighbours are, as soon as all of them are known.
+"""Joins the stages of pipeline groups: tells the engine where its neighbours are, as soon as all of
+them are known.
 
-Level-triggered, as holds are: whatever is missing or was refused is looked at again with the next command or report.
+Level-triggered, as holds are: whatever is missing or was refused is looked at again with the next
+command or report.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import structlog
 
 from pilotlight.common.errors import EngineFailed
-from pilotlight.common.messages.engine import ConnectStage, OpenDoor, PipelineLeft, StageAddress, StageRefused
-from pilotlight.policy.cluster import HeldState, Member
+from pilotlight.common.messages.engine import (
+    ConnectStage,
+    OpenDoor,
+    PipelineLeft,
+    StageAddress,
+    StageRefused,
+)
+from pilotlight.policy.cluster import Member
 from pilotlight.policy.ids import InstanceId
 from pilotlight.worker.core import WorkerCore
 from pilotlight.worker.held import Held
@@ -49,10 +58,12 @@ class Groups:
             return
         if not self._asked_door:
             self._asked_door = True
-            command = OpenDoor(node_id=self._core.node_id, host=self._host, secrets_dir=str(self._secrets_dir))
+            command = OpenDoor(
+                node_id=self._core.node_id, host=self._host, secrets_dir=str(self._secrets_dir)
+            )
             self._core.background.spawn("open the door of stages", self._open(command))
         for held in stages:
-            if held.state is HeldState.READY and held.hold.instance_id not in self._joined:
+            if held.idle and held.hold.instance_id not in self._joined:
                 self._join(held)
 
     def on_door(self, port: int) -> None:
@@ -73,7 +84,9 @@ class Groups:
             self._joined.discard(left.instance_id)
 
     def on_engine_died(self, instances: frozenset[InstanceId] | None = None) -> None:
-        """Channels went with it: those of these instances, or all. The door is the main engine's."""
+        """Channels went with it: those of these instances, or all. The door is the main
+        engine's.
+        """
         if instances is None or not self._core.engine.alive:
             self.port, self._asked_door = 0, False
         self._joined = set() if instances is None else self._joined - instances
@@ -81,7 +94,11 @@ class Groups:
     def _join(self, held: Held) -> None:
         members = held.hold.members
         mine = [index for index, one in enumerate(members) if one.stage == held.hold.stage]
-        if not mine or not all(one.host and one.port for one in members):
+        if (
+            not mine
+            or not _is_pipeline(members)
+            or not all(one.host and one.port for one in members)
+        ):
             return
         behind = members[(mine[0] + 1) % len(members)]
         command = ConnectStage(
@@ -103,8 +120,23 @@ class Groups:
         try:
             await self._core.engine.connect_stage(command)
         except EngineFailed as error:
-            log.warning("a stage is not joined", action="stage_not_joined", instance_id=command.instance_id, error=error.message)
+            log.warning(
+                "a stage is not joined",
+                action="stage_not_joined",
+                instance_id=command.instance_id,
+                error=error.message,
+            )
+
+
+def _is_pipeline(members: Sequence[Member]) -> bool:
+    """Each stage follows on the one before it.
+
+    While one has a longer range, nothing is joined anew.
+    """
+    return all(one.stage.stop == behind.stage.start for one, behind in pairwise(members))
 
 
 def _address_of(member: Member) -> StageAddress:
-    return StageAddress(node_id=member.node_id, stage=member.stage, host=member.host, port=member.port)
+    return StageAddress(
+        node_id=member.node_id, stage=member.stage, host=member.host, port=member.port
+    )

@@ -4,7 +4,14 @@ import structlog
 
 from pilotlight.common.bus import Subscription
 from pilotlight.common.envelope import Timed
-from pilotlight.common.errors import ContextTooLong, EngineFailed, NoRoom, NotFound, NotLoaded, PilotlightError
+from pilotlight.common.errors import (
+    ContextTooLong,
+    EngineFailed,
+    NoRoom,
+    NotFound,
+    NotLoaded,
+    PilotlightError,
+)
 from pilotlight.common.messages.engine import Abort, Produced, Run
 from pilotlight.common.messages.hold import WorkerHold, worker_hold_subject
 from pilotlight.common.messages.room import GivenUp, GiveUp, give_up_subject
@@ -59,30 +66,46 @@ class Handlers:
             await subscription.end()
 
     async def submit(self, submit: Submit) -> SubmitReply:
-        """Take a request, or say why not. The same submit again gets the same answer, and runs once."""
+        """Take a request, or say why not.
+
+        The same submit again gets the same answer, and runs once.
+        """
         key = RequestKey(submit.request_id, submit.attempt)
         if self._core.table.knows(key):
             return SubmitReply(accepted=True)
         trace_parent = current_traceparent()
         try:
             if not self._core.engine.alive:
-                # It has died, and its death is still being told: what is accepted now would wait for that.
+                # It has died, and its death is still being told: what is accepted now would wait
+                # for that.
                 raise NotLoaded(f"the engine of {self._core.worker_id} has ended")
             serving = self._stages.serving(submit.instance_id)
             _check_room(submit, serving)
             superseded = self._core.table.accept(submit)
         except PilotlightError as error:
             self._core.metrics.refused.labels(code=error.code).inc()
-            return SubmitReply(accepted=False, code=error.code, message=error.message, retry_after_s=error.retry_after_s or 0.0)
+            return SubmitReply(
+                accepted=False,
+                code=error.code,
+                message=error.message,
+                retry_after_s=error.retry_after_s or 0.0,
+            )
         self._core.metrics.accepted.inc()
         self._spans.begin(key, submit.instance_id, trace_parent)
-        deadline_s = None if submit.deadline_in_s is None else self._core.clock.monotonic_s() + submit.deadline_in_s
+        deadline_s = (
+            None
+            if submit.deadline_in_s is None
+            else self._core.clock.monotonic_s() + submit.deadline_in_s
+        )
         if submit.sampling.grammar is None:
             await self._run(submit, deadline_s)
         else:
-            # The tokenizer may have to be fetched, which takes longer than a submit may wait for its answer.
+            # The tokenizer may have to be fetched, which takes longer than a submit may wait for
+            # its answer.
             text_digest = serving.hold.model.text_digest
-            self._core.background.spawn("run with a grammar", self._run_with_grammar(submit, deadline_s, text_digest))
+            self._core.background.spawn(
+                "run with a grammar", self._run_with_grammar(submit, deadline_s, text_digest)
+            )
         await self._abort(superseded)
         return SubmitReply(accepted=True)
 
@@ -93,7 +116,7 @@ class Handlers:
         return TokenBatch(worker_id=self._core.worker_id, entries=[] if entry is None else [entry])
 
     async def cancel(self, cancel: Cancel) -> None:
-        """Drop requests that nobody waits for."""
+        """Drop requests that no client waits for."""
         await self._abort(self._core.table.cancel(cancel.gateway_id, cancel.request_ids))
 
     async def acknowledge(self, ack: Ack) -> None:
@@ -114,19 +137,26 @@ class Handlers:
         return GivenUp(instance_ids=await self._stages.give_up(request.instance_ids))
 
     async def expire(self) -> None:
-        """Give up the requests of silent gateways, and forget what nobody asks for any more."""
+        """Give up the requests of silent gateways, and forget what no gateway asks for any more."""
         now_s = self._core.clock.monotonic_s()
         if not self._core.bus.connected:
             self._core.table.bus_was_down(now_s)
         await self._abort(self._core.table.expire(now_s))
 
-    async def _run_with_grammar(self, submit: Submit, deadline_s: float | None, text_digest: Digest) -> None:
+    async def _run_with_grammar(
+        self, submit: Submit, deadline_s: float | None, text_digest: Digest
+    ) -> None:
         vocabulary = None
         try:
             vocabulary = await self._core.vocabularies.get(text_digest)
         except PilotlightError as error:
             # The engine ends the request, which may go on where the tokenizer can be had.
-            log.warning("no vocabulary", action="vocabulary_failed", request_id=submit.request_id, error=error.message)
+            log.warning(
+                "no vocabulary",
+                action="vocabulary_failed",
+                request_id=submit.request_id,
+                error=error.message,
+            )
         key = RequestKey(submit.request_id, submit.attempt)
         if self._core.table.wants(key):
             await self._run(submit, deadline_s, vocabulary)
@@ -134,7 +164,9 @@ class Handlers:
             # Cancelled meanwhile: the engine, which was told so too, never knew it.
             self._core.table.produced(_cancelled(submit), self._core.clock.monotonic_s())
 
-    async def _run(self, submit: Submit, deadline_s: float | None, vocabulary: Vocabulary | None = None) -> None:
+    async def _run(
+        self, submit: Submit, deadline_s: float | None, vocabulary: Vocabulary | None = None
+    ) -> None:
         command = Run(
             request_id=submit.request_id,
             attempt=submit.attempt,
@@ -143,13 +175,21 @@ class Handlers:
             output_ids=submit.output_ids,
             sampling=submit.sampling,
             vocabulary=vocabulary,
-            deadline_in_s=None if deadline_s is None else deadline_s - self._core.clock.monotonic_s(),
+            deadline_in_s=None
+            if deadline_s is None
+            else deadline_s - self._core.clock.monotonic_s(),
         )
         try:
             await self._core.engine.run(command)
         except EngineFailed as error:
-            # Accepted all the same: the engine's death ends it with an error entry, as it does those that ran already.
-            log.warning("engine took no request", action="run_failed", request_id=submit.request_id, error=error.message)
+            # Accepted all the same: the engine's death ends it with an error entry, as it does
+            # those that ran already.
+            log.warning(
+                "engine took no request",
+                action="run_failed",
+                request_id=submit.request_id,
+                error=error.message,
+            )
 
     async def _abort(self, keys: tuple[RequestKey, ...]) -> None:
         for key in keys:
@@ -157,7 +197,11 @@ class Handlers:
             try:
                 await self._core.engine.abort(Abort(request_id=key.request_id, attempt=key.attempt))
             except EngineFailed:
-                log.info("nothing to abort: the engine is gone", action="abort_failed", request_id=key.request_id)
+                log.info(
+                    "nothing to abort: the engine is gone",
+                    action="abort_failed",
+                    request_id=key.request_id,
+                )
 
 
 def _cancelled(submit: Submit) -> Produced:
@@ -184,4 +228,6 @@ def _check_room(submit: Submit, serving: ServingStage) -> None:
             "which leaves no room for an answer"
         )
     if held_tokens > serving.kv_capacity_tokens:
-        raise NoRoom(f"{held_tokens} tokens do not fit into the {serving.kv_capacity_tokens} of this instance's KV cache")
+        raise NoRoom(
+            f"{held_tokens} tokens do not fit into the {serving.kv_capacity_tokens} of this instance's KV cache"
+        )

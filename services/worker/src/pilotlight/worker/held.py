@@ -41,7 +41,10 @@ class Held:
 
     @property
     def serves(self) -> bool:
-        """It takes requests. The engine says whether it can: of a whole model, or of a stage that leads a pipeline."""
+        """It takes requests.
+
+        The engine says whether it can: of a whole model, or of a stage that leads a pipeline.
+        """
         return self.open and self.state in (HeldState.LOADING, HeldState.READY)
 
     @property
@@ -51,14 +54,23 @@ class Held:
 
     @property
     def unproven(self) -> bool:
-        """The engine has every part in place, and it has not been found yet that all of them were whole when they were copied."""
+        """The engine has every part in place, and it has not been found yet that all of them were
+        whole when they were copied.
+        """
         if self.state is HeldState.LOADING:
             return self.loaded is not None and self.loaded.done()
         grown = self.grown
-        return grown is not None and grown.done() and not grown.cancelled() and grown.exception() is None
+        return (
+            grown is not None
+            and grown.done()
+            and not grown.cancelled()
+            and grown.exception() is None
+        )
 
     def hear_grown(self, event: StageGrown | PilotlightError) -> None:
-        """What the engine says of its longer range, or why there is none; nothing, if it does not grow."""
+        """What the engine says of its longer range, or why there is none; nothing, if it does not
+        grow.
+        """
         if self.grown is None or self.grown.done():
             return
         if isinstance(event, PilotlightError):

@@ -1,6 +1,7 @@
 """Life of a stage on its worker: a table of moves, and what a command asks of it.
 
-Everything here is a pure function of what is held and what is desired. A stage that is not held has no state (``None``).
+Everything here is a pure function of what is held and what is desired. A stage that is not held has
+no state (``None``).
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,7 +21,7 @@ class HeldEvent(StrEnum):
     LOADED = "loaded"
     """Every part is in its place."""
     GROW = "grow"
-    """It runs a longer range from now on; it served its old one meanwhile."""
+    """It has a longer range from now on; it served its old one meanwhile."""
     FAIL = "fail"
     """A part cannot be had or placed, or the engine ended."""
     LET_GO = "let_go"
@@ -63,7 +64,9 @@ def step(state: HeldState | None, event: HeldEvent) -> HeldState | None:
         IllegalMove: the table has no such move.
     """
     if (state, event) not in TRANSITIONS:
-        raise IllegalMove(f"a stage that is {state.value if state else 'not held'} cannot take {event.value}")
+        raise IllegalMove(
+            f"a stage that is {state.value if state else 'not held'} cannot take {event.value}"
+        )
     return TRANSITIONS[state, event]
 
 
@@ -85,7 +88,10 @@ class HeldView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldPlan:
-    """What to do so that what is held becomes what is desired. Every instance is named at most once."""
+    """What to do so that what is held becomes what is desired.
+
+    Every instance is named at most once.
+    """
 
     start: tuple[Hold, ...] = ()
     """Load these now."""
@@ -96,7 +102,7 @@ class HoldPlan:
     renew: tuple[Hold, ...] = ()
     """Held as desired under an older generation: only the number changes."""
     grow: tuple[Hold, ...] = ()
-    """Held and ready, and desired with more layers behind its own: it gets them while it serves."""
+    """Held and ready, and desired with its own layers and more: it gets them while it serves."""
     let_go: tuple[InstanceId, ...] = ()
     """Not desired (as it is held), or to be drained."""
 
@@ -110,37 +116,44 @@ def plan(
     """Compare what is held with the complete desired set.
 
     1. Held and not desired: let go.
-    2. Desired at an older generation than is held: the command is older than what is known; nothing.
+    2. Desired at an older generation than is held: the command is older than what is known;
+       nothing.
     3. Desired to drain: let go, if it takes or will take requests.
-    4. Held as desired at this generation, in whatever state: nothing, unless more is known of its group: then it is renewed. So one
-       that failed or was evicted is not loaded again.
-    5. Held with the same stage at an older generation, and resident: renewed. Ready, and desired with more layers behind its own:
-       grown in place, if what that takes more fits beside what is resident; else the next command asks again. So it does while the
-       stage still loads. One that failed or was evicted under the older generation, or whose stage changes otherwise, is let go
+    4. Held as desired at this generation, in whatever state: nothing, unless more is known of its
+       group: then it is renewed. So one that failed or was evicted is not loaded again.
+    5. Held with the same stage at an older generation, and resident: renewed. Ready, and desired
+       with its own layers and more: grown in place, if what that takes more fits beside what is
+       resident; else the next command asks again. So it does while the stage still loads. One that
+       failed or was evicted under the older generation, or whose stage changes otherwise, is let go
        first and started when it is gone.
     6. Not held, and given up or drained at this generation or a later one (``gone``): nothing.
-    7. Not held: started if it fits beside what is resident, in the order of the command; else later, if something leaves.
+    7. Not held: started if it fits beside what is resident, in the order of the command; else
+       later, if something leaves.
     """
     wanted = {hold.instance_id: hold for hold in desired}
-    let_go = [instance_id for instance_id, view in held.items() if instance_id not in wanted and view.state is not _S.DRAINING]
+    let_go = [
+        instance_id
+        for instance_id, view in held.items()
+        if instance_id not in wanted and view.state is not _S.DRAINING
+    ]  # 1
     renew: list[Hold] = []
     longer: list[Hold] = []
     missing: list[Hold] = []
     returning: list[Hold] = []
     for instance_id, hold in wanted.items():
         view = held.get(instance_id)
-        if view is None:
+        if view is None:  # 6; rule 7 is in _with_room
             if not hold.draining and gone.get(instance_id, -1) < hold.generation:
                 missing.append(hold)
-        elif view.state is _S.DRAINING:
+        elif view.state is _S.DRAINING:  # 5, when it is gone
             if not hold.draining and hold.generation > view.hold.generation:
                 returning.append(hold)
-        elif hold.generation < view.hold.generation:
+        elif hold.generation < view.hold.generation:  # 2
             continue
-        elif hold.draining:
+        elif hold.draining:  # 3
             if view.state in RESIDENT:
                 let_go.append(instance_id)
-        elif hold.generation > view.hold.generation:
+        elif hold.generation > view.hold.generation:  # 5
             if view.state in RESIDENT and _same_stage(hold, view.hold):
                 renew.append(hold)
             elif view.state in RESIDENT and _longer(hold, view.hold):
@@ -149,16 +162,27 @@ def plan(
             else:
                 let_go.append(instance_id)
                 returning.append(hold)
-        elif view.state in RESIDENT and _same_stage(hold, view.hold) and hold.members != view.hold.members:
+        elif (
+            view.state in RESIDENT
+            and _same_stage(hold, view.hold)
+            and hold.members != view.hold.members
+        ):  # 4
             renew.append(hold)
     so_far = HoldPlan(renew=tuple(renew), grow=tuple(longer), let_go=tuple(let_go))
     return _with_room(held, so_far, missing, tuple(returning), device_bytes)
 
 
 def _with_room(
-    held: Mapping[InstanceId, HeldView], so_far: HoldPlan, missing: list[Hold], returning: tuple[Hold, ...], device_bytes: int
+    held: Mapping[InstanceId, HeldView],
+    so_far: HoldPlan,
+    missing: list[Hold],
+    returning: tuple[Hold, ...],
+    device_bytes: int,
 ) -> HoldPlan:
-    """Rules 5 and 7: what fits beside everything that still takes memory, the leaving included. What grows comes first."""
+    """Rules 5 and 7: what fits beside everything that still takes memory, the leaving included.
+
+    What grows comes first.
+    """
     free_bytes = device_bytes - sum(view.device_bytes for view in held.values())
     grow: list[Hold] = []
     for hold in so_far.grow:
@@ -189,10 +213,14 @@ def _with_room(
 
 
 def _same_stage(one: Hold, other: Hold) -> bool:
-    return (one.stage, one.model.digest, one.model.dtype) == (other.stage, other.model.digest, other.model.dtype)
+    return (one.stage, one.model.digest, one.model.dtype) == (
+        other.stage,
+        other.model.digest,
+        other.model.dtype,
+    )
 
 
 def _longer(one: Hold, other: Hold) -> bool:
-    """One has the other's layers and more behind them."""
+    """One has the other's layers and more, at either end."""
     same = (one.model.digest, one.model.dtype) == (other.model.digest, other.model.dtype)
-    return same and one.stage.start == other.stage.start and one.stage.stop > other.stage.stop
+    return same and one.stage != other.stage and other.stage.is_within(one.stage)

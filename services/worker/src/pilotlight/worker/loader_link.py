@@ -1,4 +1,6 @@
-"""The supervision connection to the node's loader: its close is how the loader learns at once of this process's death."""
+"""The supervision connection to the node's loader: its close is how the loader learns at once of
+this process's death.
+"""
 
 import asyncio
 import os
@@ -15,7 +17,10 @@ log = structlog.get_logger()
 
 
 class LoaderLink:
-    """A component that keeps one worker's connection. Without a loader for the grace, the whole process ends in order."""
+    """A component that keeps one worker's connection.
+
+    Without a loader for the grace, the whole process ends in order.
+    """
 
     def __init__(self, client: PoolClient, background: Background, worker_id: WorkerId) -> None:
         self._client = client
@@ -37,5 +42,6 @@ class LoaderLink:
     async def _greet(self) -> None:
         await self._client.hello(self._worker_id)
         log.error("the loader is gone: ending", action="worker_orphaned", worker_id=self._worker_id)
-        # As if the loader had asked for it: everything stops in order, and the exit status says that nothing was wrong here.
+        # As if the loader had asked for it: everything stops in order, and the exit status says
+        # that nothing was wrong here.
         os.kill(os.getpid(), signal.SIGTERM)

@@ -1,4 +1,6 @@
-"""One load: a lease on the host pool, its parts handed to the engine as they become ready, until the stage stands."""
+"""One load: a lease on the host pool, its parts handed to the engine as they become ready, until
+the stage stands.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,7 +10,14 @@ from typing import Protocol, TypeVar
 
 from pilotlight.common.clock import moment_of
 from pilotlight.common.errors import EngineFailed, PilotlightError, SourceChanged
-from pilotlight.common.messages.engine import CallOffExtend, ExtendStage, LoadStage, PlacePart, StageGrown, StageLoaded
+from pilotlight.common.messages.engine import (
+    CallOffExtend,
+    ExtendStage,
+    LoadStage,
+    PlacePart,
+    StageGrown,
+    StageLoaded,
+)
 from pilotlight.common.messages.hold import Hold
 from pilotlight.common.messages.pool import PartReady
 from pilotlight.common.telemetry import current_traceparent, span, with_parent
@@ -30,7 +39,10 @@ _Told = TypeVar("_Told", StageLoaded, StageGrown)
 
 
 class PartLease(AbstractAsyncContextManager["PartLease"], Protocol):
-    """Parts that stay in the host pool until this is left. ``dataplane.pool_client.PoolLease`` is the real one."""
+    """Parts that stay in the host pool until this is left.
+
+    ``dataplane.pool_client.PoolLease`` is the real one.
+    """
 
     pool_path: str
 
@@ -48,7 +60,12 @@ class PartSource(Protocol):
     """Where a worker leases parts. ``dataplane.pool_client.PoolClient`` is the real one."""
 
     async def lease(
-        self, worker_id: WorkerId, instance_id: InstanceId, model: Model, parts: tuple[int, ...], trace_parent: str = ""
+        self,
+        worker_id: WorkerId,
+        instance_id: InstanceId,
+        model: Model,
+        parts: tuple[int, ...],
+        trace_parent: str = "",
     ) -> PartLease:
         """Returns when the lease is granted.
 
@@ -67,31 +84,44 @@ class StageLoader:
         self._pool_path = str(pool_path) if pool_path is not None else ""
 
     def pool_epoch(self) -> Epoch:
-        """The highest epoch in the host pool's header: what the node's loader has seen. 0 while no pool is known."""
+        """The highest epoch in the host pool's header: what the node's loader has seen.
+
+        0 while no pool is known.
+        """
         return epoch_in_pool(self._pool_path) if self._pool_path else Epoch(0)
 
-    async def load(self, hold: Hold, asked_s: float, loaded: asyncio.Future[StageLoaded]) -> StageLoaded:
-        """Load a stage; ``loaded`` is what the engine says of it, in whatever way. The lease has ended when this returns.
+    async def load(
+        self, hold: Hold, asked_s: float, loaded: asyncio.Future[StageLoaded]
+    ) -> StageLoaded:
+        """Load a stage; ``loaded`` is what the engine says of it, in whatever way.
+
+        The lease has ended when this returns.
 
         Raises:
             PilotlightError: a part cannot be had or placed, or the engine ended.
         """
-        with with_parent(hold.trace_parent), span("load", instance_id=hold.instance_id, model=hold.model.name):
+        with (
+            with_parent(hold.trace_parent),
+            span("load", instance_id=hold.instance_id, model=hold.model.name),
+        ):
             parts = hold.model.spec.parts_of(hold.stage)
             parent = current_traceparent() or hold.trace_parent
-            lease = await self._source.lease(self._core.worker_id, hold.instance_id, hold.model, parts, parent)
+            lease = await self._source.lease(
+                self._core.worker_id, hold.instance_id, hold.model, parts, parent
+            )
             self._pool_path = lease.pool_path
             async with lease:
                 await self._begin(hold, lease, asked_s)
                 return await self._fed(hold, lease, loaded)
 
     async def grow(self, hold: Hold, held: Stage, grown: asyncio.Future[StageGrown]) -> StageGrown:
-        """Give a stage that is held a longer range; ``grown`` is what the engine says of it, in whatever way.
+        """Give a stage that is held a longer range; ``grown`` is what the engine says of it, in
+        whatever way.
 
         Args:
             hold: the longer range.
             held: the range that is there, and serves.
-            grown: set by whoever hears the engine.
+            grown: set by the listener to the engine's events.
 
         Raises:
             PilotlightError: a part cannot be had or placed, the engine refused, or it ended.
@@ -99,9 +129,14 @@ class StageLoader:
         spec = hold.model.spec
         have = spec.parts_of(held)
         parts = tuple(part for part in spec.parts_of(hold.stage) if part not in have)
-        with with_parent(hold.trace_parent), span("grow", instance_id=hold.instance_id, model=hold.model.name):
+        with (
+            with_parent(hold.trace_parent),
+            span("grow", instance_id=hold.instance_id, model=hold.model.name),
+        ):
             parent = current_traceparent() or hold.trace_parent
-            lease = await self._source.lease(self._core.worker_id, hold.instance_id, hold.model, parts, parent)
+            lease = await self._source.lease(
+                self._core.worker_id, hold.instance_id, hold.model, parts, parent
+            )
             self._pool_path = lease.pool_path
             async with lease:
                 extend = ExtendStage(
@@ -121,7 +156,9 @@ class StageLoader:
             )
 
     async def _fed(self, hold: Hold, lease: PartLease, told: asyncio.Future[_Told]) -> _Told:
-        """Hand the parts of a lease over, and wait for what the engine says at the end, or before."""
+        """Hand the parts of a lease over, and wait for what the engine says at the end, or
+        before.
+        """
         feeding = asyncio.create_task(self._feed(hold, lease), name=f"parts of {hold.instance_id}")
         try:
             # The engine may refuse a part while the next one is still on its way.
@@ -145,11 +182,15 @@ class StageLoader:
             pool_path=lease.pool_path,
         )
         await self._core.engine.load_stage(load, sent)
-        self._core.phases.record(hold.instance_id, PhaseName.INIT, asked_s, sent.at_s, detail="lease")
+        self._core.phases.record(
+            hold.instance_id, PhaseName.INIT, asked_s, sent.at_s, detail="lease"
+        )
 
     async def _feed(self, hold: Hold, lease: PartLease) -> None:
         frames = aiter(lease)
-        while (ready := await within(PART_DEADLINE_S, anext(frames, None), "the next part")) is not None:
+        while (
+            ready := await within(PART_DEADLINE_S, anext(frames, None), "the next part")
+        ) is not None:
             place = PlacePart(instance_id=hold.instance_id, part=ready.part, tensors=ready.tensors)
             await self._core.engine.place_part(place, ready.ready)
 
@@ -165,10 +206,17 @@ def epoch_in_pool(path: str) -> Epoch:
 
 
 class EveryPart:
-    """``PartSource`` of a simulated worker without a loader: every part is ready, and has no bytes."""
+    """``PartSource`` of a simulated worker without a loader: every part is ready, and has no
+    bytes.
+    """
 
     async def lease(
-        self, worker_id: WorkerId, instance_id: InstanceId, model: Model, parts: tuple[int, ...], trace_parent: str = ""
+        self,
+        worker_id: WorkerId,
+        instance_id: InstanceId,
+        model: Model,
+        parts: tuple[int, ...],
+        trace_parent: str = "",
     ) -> PartLease:
         return _EveryPartLease(parts)
 

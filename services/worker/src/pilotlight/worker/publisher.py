@@ -1,6 +1,7 @@
 """Token batches to gateways: one message for each engine step and gateway, at most every 5 ms.
 
-The rate grows with workers, not with requests. A batch may be lost: what it held is in the request table until it is acknowledged.
+The rate grows with workers, not with requests. A batch may be lost: what it held is in the request
+table until it is acknowledged.
 """
 
 import asyncio
@@ -26,7 +27,9 @@ MAX_PENDING_TOKENS = 65_536
 
 
 class TokenPublisher:
-    """Gathers what a step produced and sends it on. The first tokens after a silence leave at once."""
+    """Gathers what a step produced and sends it on. The first tokens after a silence leave at
+    once.
+    """
 
     def __init__(self, bus: Bus, background: Background, worker_id: WorkerId) -> None:
         self._bus = bus
@@ -49,7 +52,11 @@ class TokenPublisher:
         waiting[key] = entry if before is None else _joined(before, entry)
         self._tokens[gateway_id] = self._tokens.get(gateway_id, 0) + len(entry.token_ids)
         if self._tokens[gateway_id] > MAX_PENDING_TOKENS:
-            log.warning("token batch dropped: it waited too long", action="tokens_dropped", gateway_id=gateway_id)
+            log.warning(
+                "token batch dropped: it waited too long",
+                action="tokens_dropped",
+                gateway_id=gateway_id,
+            )
             self._take(gateway_id)
 
     def flush(self) -> None:
@@ -74,15 +81,21 @@ class TokenPublisher:
         self._sampled.pop(gateway_id, None)
         return list(self._pending.pop(gateway_id, {}).values())
 
-    async def _send(self, gateway_id: GatewayId, sampled: Moment | None, entries: list[TokenEntry]) -> None:
+    async def _send(
+        self, gateway_id: GatewayId, sampled: Moment | None, entries: list[TokenEntry]
+    ) -> None:
         if not entries:
             return
         batch = TokenBatch(worker_id=self._worker_id, entries=entries)
         try:
-            publishing = self._bus.publish(tokens_subject(gateway_id), batch, binary=True, sent=sampled)
+            publishing = self._bus.publish(
+                tokens_subject(gateway_id), batch, binary=True, sent=sampled
+            )
             await within(PUBLISH_DEADLINE_S, publishing, "sending a token batch")
         except PilotlightError as error:
-            log.warning("token batch lost", action="tokens_lost", gateway_id=gateway_id, error=error.message)
+            log.warning(
+                "token batch lost", action="tokens_lost", gateway_id=gateway_id, error=error.message
+            )
 
 
 def _joined(before: TokenEntry, after: TokenEntry) -> TokenEntry:
@@ -98,5 +111,7 @@ def _joined(before: TokenEntry, after: TokenEntry) -> TokenEntry:
         finish=after.finish,
         code=after.code,
         message=after.message,
-        top_logprobs=[*(before.top_logprobs or []), *(after.top_logprobs or [])] if both_top else None,
+        top_logprobs=[*(before.top_logprobs or []), *(after.top_logprobs or [])]
+        if both_top
+        else None,
     )

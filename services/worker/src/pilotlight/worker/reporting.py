@@ -1,4 +1,6 @@
-"""Telling everyone what this worker holds: every 200 ms, at once on change, and as a last value for late joiners."""
+"""Telling everyone what this worker holds: every 200 ms, at once on change, and as a last value for
+late joiners.
+"""
 
 import asyncio
 import random
@@ -9,7 +11,11 @@ import structlog
 
 from pilotlight.common.buckets import Bucket
 from pilotlight.common.errors import PilotlightError
-from pilotlight.common.messages.reports import REPORT_INTERVAL_S, WorkerReport, worker_report_subject
+from pilotlight.common.messages.reports import (
+    REPORT_INTERVAL_S,
+    WorkerReport,
+    worker_report_subject,
+)
 from pilotlight.common.waiting import Backoff, pause, within, woken
 from pilotlight.policy.cluster import WorkerFacts
 from pilotlight.policy.ids import Epoch
@@ -24,7 +30,12 @@ class Reporter:
     """Publishes ``WorkerReport``, and keeps the worker's key in the bucket ``workers``."""
 
     def __init__(
-        self, core: WorkerCore, bucket: Bucket, incarnation: str, facts: Callable[[], WorkerFacts], epoch: Callable[[], Epoch]
+        self,
+        core: WorkerCore,
+        bucket: Bucket,
+        incarnation: str,
+        facts: Callable[[], WorkerFacts],
+        epoch: Callable[[], Epoch],
     ) -> None:
         self._core = core
         self._bucket = bucket
@@ -55,9 +66,13 @@ class Reporter:
                 self._kept = _slow(facts)
                 self._stale.set()
             self._seq += 1
-            report = WorkerReport(facts=facts, incarnation=self._incarnation, epoch_seen=self._epoch(), seq=self._seq)
+            report = WorkerReport(
+                facts=facts, incarnation=self._incarnation, epoch_seen=self._epoch(), seq=self._seq
+            )
             try:
-                await within(PUBLISH_DEADLINE_S, self._core.bus.publish(subject, report), "sending a report")
+                await within(
+                    PUBLISH_DEADLINE_S, self._core.bus.publish(subject, report), "sending a report"
+                )
             except PilotlightError as error:
                 log.warning("report lost", action="report_lost", error=error.message)
             await woken(self._core.changed, REPORT_INTERVAL_S)
@@ -74,7 +89,9 @@ class Reporter:
                 failures = 0
             except PilotlightError as error:
                 # It is said again until it is heard: late joiners have nothing else.
-                log.warning("last value not written", action="worker_value_lost", error=error.message)
+                log.warning(
+                    "last value not written", action="worker_value_lost", error=error.message
+                )
                 self._stale.set()
                 await pause(backoff.delay_s(failures, self._rng))
                 failures += 1
@@ -83,4 +100,6 @@ class Reporter:
 def _slow(facts: WorkerFacts) -> WorkerFacts:
     """The facts without those that change with every request."""
     held = tuple(replace(stage, in_flight=0, idle_s=0.0) for stage in facts.held)
-    return replace(facts, held=held, queue_requests=0, running_requests=0, kv_free_tokens=0, step_time_s=0.0)
+    return replace(
+        facts, held=held, queue_requests=0, running_requests=0, kv_free_tokens=0, step_time_s=0.0
+    )

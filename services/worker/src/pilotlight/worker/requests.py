@@ -1,7 +1,8 @@
-"""The requests that a worker has accepted, with every token that their gateways have not acknowledged.
+"""The requests that a worker has accepted, with every token that their gateways have not
+acknowledged.
 
-Bookkeeping alone: no bus, no engine, no clock. Core NATS may drop a token batch, so a token is kept until it is acknowledged and can be
-sent again. Positions of one request::
+Bookkeeping alone: no bus, no engine, no clock. Core NATS may drop a token batch, so a token is kept
+until it is acknowledged and can be sent again. Positions of one request::
 
     0          first        kept         next
     [earlier ..)[acknowledged)[kept ......)
@@ -19,13 +20,16 @@ from pilotlight.policy.ids import GatewayId, InstanceId, RequestId
 from pilotlight.policy.request import FinishReason, RequestKey
 
 FINISHED_KEPT_S = 60.0
-"""A finished request whose end nobody acknowledges is forgotten after this time."""
+"""A finished request whose end is not acknowledged is forgotten after this time."""
 SILENCE_S = 10.0
-"""A gateway that acknowledges nothing for this long, though it was sent tokens, is taken for dead: it should once a second."""
+"""A gateway that acknowledges nothing for this long, though it was sent tokens, is taken for dead:
+it should once a second."""
 KEPT_PER_RUNNING = 4
-"""Requests kept in memory for each that may run: finished ones wait here for their last acknowledgement."""
+"""Requests kept in memory for each that may run: finished ones wait here for their last
+acknowledgement."""
 FORGOTTEN_KEPT = 4096
-"""Keys of forgotten requests that are remembered, so that a late submit, or a late repetition of one, does not run."""
+"""Keys of forgotten requests that are remembered, so that a late submit, or a late repetition of
+one, does not run."""
 RETRY_AFTER_S = 1.0
 
 
@@ -110,12 +114,13 @@ class RequestTable:
         return key in self._kept or key in self._forgotten
 
     def wants(self, key: RequestKey) -> bool:
-        """Whether somebody waits for a request that has not ended."""
+        """Whether a request is here that has not ended, and a client waits for it."""
         kept = self._kept.get(key)
         return kept is not None and kept.finish is None and not kept.cancelled
 
     def accept(self, submit: Submit) -> tuple[RequestKey, ...]:
-        """Take a new request; earlier attempts of it, which the engine should drop now, are returned.
+        """Take a new request; earlier attempts of it, which the engine should drop now, are
+        returned.
 
         Raises:
             QueueFull: as many run, or wait for their last acknowledgement, as may.
@@ -125,8 +130,14 @@ class RequestTable:
         others = tuple(other for other in self._kept if other.request_id == key.request_id)
         if any(other.attempt > key.attempt for other in others):
             raise Conflict(f"a later attempt of {key.request_id} is here already")
-        if self.running >= self._max_running or len(self._kept) >= self._max_running * KEPT_PER_RUNNING:
-            raise QueueFull(f"{self.running} requests run here, of {self._max_running} at most", retry_after_s=RETRY_AFTER_S)
+        if (
+            self.running >= self._max_running
+            or len(self._kept) >= self._max_running * KEPT_PER_RUNNING
+        ):
+            raise QueueFull(
+                f"{self.running} requests run here, of {self._max_running} at most",
+                retry_after_s=RETRY_AFTER_S,
+            )
         self._kept[key] = _Kept(
             key=key,
             gateway_id=submit.gateway_id,
@@ -139,7 +150,7 @@ class RequestTable:
         return self._drop(others)
 
     def produced(self, produced: Produced, now_s: float) -> Outgoing | None:
-        """Keep what a step gave a request; None when nobody waits for it.
+        """Keep what a step gave a request; None when no client waits for it.
 
         Raises:
             InternalError: the engine skipped or repeated a position.
@@ -153,13 +164,17 @@ class RequestTable:
                 self._forget(kept)
             return None
         if produced.position != kept.next:
-            raise InternalError(f"the engine gave {kept.key.request_id} position {produced.position}, not {kept.next}")
+            raise InternalError(
+                f"the engine gave {kept.key.request_id} position {produced.position}, not {kept.next}"
+            )
         start = kept.next
         kept.token_ids.extend(produced.token_ids)
         if kept.logprobs is not None:
             kept.logprobs.extend(produced.logprobs or [None] * len(produced.token_ids))
         if kept.top_logprobs is not None:
-            kept.top_logprobs.extend(map(list, produced.top_logprobs or ([] for _ in produced.token_ids)))
+            kept.top_logprobs.extend(
+                map(list, produced.top_logprobs or ([] for _ in produced.token_ids))
+            )
         if produced.finish is not None:
             kept.finish, kept.code, kept.message = produced.finish, produced.code, produced.message
             self._end(kept, now_s)
@@ -167,12 +182,19 @@ class RequestTable:
             kept.waits_since_s = now_s
         return Outgoing(kept.gateway_id, kept.entry_from(start))
 
-    def acknowledge(self, gateway_id: GatewayId, entry: AckEntry, now_s: float) -> RequestKey | None:
-        """Forget what has arrived. Returns the request when its gateway is done with it before the engine is: it is to be aborted."""
+    def acknowledge(
+        self, gateway_id: GatewayId, entry: AckEntry, now_s: float
+    ) -> RequestKey | None:
+        """Forget what has arrived.
+
+        Returns the request when its gateway is done with it before the engine is: it is to be
+        aborted.
+        """
         key = RequestKey(entry.request_id, entry.attempt)
         kept = self._kept.get(key)
         if kept is None and entry.done:
-            # Its client left while the submit was on its way, and that came in second: it must not run for nobody.
+            # Its client left while the submit was on its way, and that came in second: it must not
+            # run without one.
             self._remember_forgotten(key)
         if kept is None or kept.gateway_id != gateway_id:
             return None
@@ -197,21 +219,34 @@ class RequestTable:
         """
         kept = self._kept.get(RequestKey(request.request_id, request.attempt))
         if kept is None or kept.cancelled:
-            raise NotFound(f"request {request.request_id}, attempt {request.attempt}, is not known here")
+            raise NotFound(
+                f"request {request.request_id}, attempt {request.attempt}, is not known here"
+            )
         if not kept.kept <= request.from_seq <= kept.next:
-            raise BadRequest(f"asked from {request.from_seq}, but only [{kept.kept}, {kept.next}) is kept")
+            raise BadRequest(
+                f"asked from {request.from_seq}, but only [{kept.kept}, {kept.next}) is kept"
+            )
         entry = kept.entry_from(request.from_seq)
         return entry if entry.token_ids or entry.finish is not None else None
 
     def cancel(self, gateway_id: GatewayId, request_ids: list[RequestId]) -> tuple[RequestKey, ...]:
-        """Nobody waits for these: the ones that the engine is to abort. Only their own gateway may say so."""
+        """No client waits for these: returns the ones that the engine is to abort.
+
+        Only their own gateway may say so.
+        """
         wanted = set(request_ids)
         return self._drop(
-            tuple(key for key, kept in self._kept.items() if key.request_id in wanted and kept.gateway_id == gateway_id)
+            tuple(
+                key
+                for key, kept in self._kept.items()
+                if key.request_id in wanted and kept.gateway_id == gateway_id
+            )
         )
 
     def expire(self, now_s: float) -> tuple[RequestKey, ...]:
-        """Forget the finished whose gateway never said so; give up those of silent gateways, which the engine is to abort."""
+        """Forget the finished whose gateway never said so; give up those of silent gateways, which
+        the engine is to abort.
+        """
         silent: list[RequestKey] = []
         for kept in list(self._kept.values()):
             silent_s = 0.0 if kept.waits_since_s is None else now_s - kept.waits_since_s
@@ -227,11 +262,17 @@ class RequestTable:
             if kept.waits_since_s is not None:
                 kept.waits_since_s = now_s
 
-    def fail(self, code: str, message: str, now_s: float, instance_id: InstanceId | None = None) -> tuple[Outgoing, ...]:
-        """End every running request, or those of one instance, because the engine cannot go on with them."""
+    def fail(
+        self, code: str, message: str, now_s: float, instance_id: InstanceId | None = None
+    ) -> tuple[Outgoing, ...]:
+        """End every running request, or those of one instance, because the engine cannot go on with
+        them.
+        """
         failed: list[Outgoing] = []
         for kept in list(self._kept.values()):
-            if kept.finish is not None or (instance_id is not None and kept.instance_id != instance_id):
+            if kept.finish is not None or (
+                instance_id is not None and kept.instance_id != instance_id
+            ):
                 continue
             produced = Produced(
                 request_id=kept.key.request_id,
@@ -258,7 +299,8 @@ class RequestTable:
             if kept.finish is not None:
                 self._forget(kept)
             elif not kept.cancelled:
-                # It stays until the engine confirms: until then it takes the engine's memory, and counts as in flight.
+                # It stays until the engine confirms: until then it takes the engine's memory, and
+                # counts as in flight.
                 kept.cancelled = True
                 kept.token_ids.clear()
                 running.append(key)

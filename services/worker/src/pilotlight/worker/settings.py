@@ -11,10 +11,14 @@ from pilotlight.common.settings import ServiceSettings
 class WorkerSettings(ServiceSettings):
     """What a worker needs to know beside what every service does."""
 
-    worker_id: str = Field("", description="Name of the worker: the same after a restart. By default the node's with an index.")
+    worker_id: str = Field(
+        "",
+        description="Name of the worker: the same after a restart. By default the node's with an index.",
+    )
     node_id: str = Field("node-local", description="Name of the node that the worker belongs to.")
     log_dir: Path = Field(
-        Path(".pilotlight/logs"), description="Folder for the log of the worker's engine. `-`: it writes where the worker does."
+        Path(".pilotlight/logs"),
+        description="Folder for the log of the worker's engine. `-`: it writes where the worker does.",
     )
     device: Literal["cpu", "cuda", "sim"] = Field(
         "cpu", description="What runs models: CPU cores, an NVIDIA GPU, or a simulation."
@@ -30,7 +34,12 @@ class WorkerSettings(ServiceSettings):
         le=1 << 20,
         description="Tokens of prompts and outputs that the engine runs at once, at most. By default 512 on CPU cores, 8,192 on a GPU.",
     )
-    workers: int = Field(1, ge=1, le=1024, description="Workers of the node, among which its memory and cores are divided.")
+    workers: int = Field(
+        1,
+        ge=1,
+        le=1024,
+        description="Workers of the node, among which its memory and cores are divided.",
+    )
     device_bytes: int | None = Field(
         None,
         ge=1,
@@ -44,17 +53,22 @@ class WorkerSettings(ServiceSettings):
         description="Threads that the engine computes with. By default the host's cores, divided by its workers.",
     )
     pool_socket: Path | None = Field(
-        None, description="Unix socket of the node's loader. A simulated worker needs none: it takes every part for ready."
+        None,
+        description="Unix socket of the node's loader. A simulated worker needs none: it takes every part for ready.",
     )
     pool_path: Path | None = Field(
-        None, description="File of the node's host pool: a worker that starts reads there which epoch the loader has seen."
+        None,
+        description="File of the node's host pool: a worker that starts reads there which epoch the loader has seen.",
     )
     dataplane_host: str = Field(
         "127.0.0.1",
         description="Address at which engines of other stages of a model connect to the worker's engine. Needs the secret `cluster-key`.",
     )
     max_requests: int = Field(
-        256, ge=1, le=65_536, description="Requests that run or wait on one worker; more are refused with 429."
+        256,
+        ge=1,
+        le=65_536,
+        description="Requests that run or wait on one worker; more are refused with 429.",
     )
     spare_engine: bool = Field(
         True,
@@ -67,7 +81,15 @@ class WorkerSettings(ServiceSettings):
         description="An engine that has come to nothing for this long may hang, and is ended if steps like its own usually take less than "
         "a tenth of that, or if it is stopped. Its requests go on elsewhere.",
     )
-    loader_grace_s: float = Field(60.0, gt=0, description="A worker whose loader is gone for this long ends itself, in order.")
-    sim_load_bytes_per_s: float = Field(8e9, gt=0, description="Simulated worker: bytes loaded per second.")
-    sim_prefill_tokens_per_s: float = Field(20_000.0, gt=0, description="Simulated worker: prompt tokens per second.")
-    sim_decode_step_s: float = Field(0.005, ge=0, description="Simulated worker: seconds that a step takes.")
+    loader_grace_s: float = Field(
+        60.0, gt=0, description="A worker whose loader is gone for this long ends itself, in order."
+    )
+    sim_load_bytes_per_s: float = Field(
+        8e9, gt=0, description="Simulated worker: bytes loaded per second."
+    )
+    sim_prefill_tokens_per_s: float = Field(
+        20_000.0, gt=0, description="Simulated worker: prompt tokens per second."
+    )
+    sim_decode_step_s: float = Field(
+        0.005, ge=0, description="Simulated worker: seconds that a step takes."
+    )

@@ -1,4 +1,6 @@
-"""The stages that a worker holds: brings what is held to what is desired, and is the only one to write it."""
+"""The stages that a worker holds: brings what is held to what is desired, and is the only one to
+write it.
+"""
 
 import asyncio
 import math
@@ -7,7 +9,15 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from pilotlight.common.errors import DeadlineExceeded, EngineFailed, NoRoom, NotLoaded, PilotlightError, StaleCommand, error_of
+from pilotlight.common.errors import (
+    DeadlineExceeded,
+    EngineFailed,
+    NoRoom,
+    NotLoaded,
+    PilotlightError,
+    StaleCommand,
+    error_of,
+)
 from pilotlight.common.messages.engine import (
     PipelineLeft,
     StageFailed,
@@ -30,23 +40,29 @@ from pilotlight.worker.loading import StageLoader
 log = structlog.get_logger()
 
 UNLOAD_DEADLINE_S = 10.0
-"""So long whoever asks for room is kept waiting for it: an engine frees memory between two steps, of which one may take long."""
+"""How long a command that asks for room waits for it: an engine frees memory between two steps, of
+which one may take long."""
 LOST_UNLOAD_S = 300.0
-"""An engine that has freed no memory by then has lost the command; one that hangs its own watch finds much earlier."""
+"""An engine that has freed no memory by then has lost the command; one that hangs its own watch
+finds much earlier."""
 RETRY_AFTER_S = 0.5
 GONE_KEPT = 1024
-"""Instances that were given up or drained and are remembered, so that a late command does not load them again."""
+"""Instances that were given up or drained and are remembered, so that a late command does not load
+them again."""
 
 
 class Stages:
     """Owns the table of held stages of one worker.
 
-    ``settled`` is called with a stage that takes requests while it loads, once its load has ended: with an error if it is not ready
-    then, and its requests have to go on elsewhere.
+    ``settled`` is called with a stage that takes requests while it loads, once its load has ended:
+    with an error if it is not ready then, and its requests have to go on elsewhere.
     """
 
     def __init__(
-        self, core: WorkerCore, loader: StageLoader, settled: Callable[[InstanceId, PilotlightError | None], None]
+        self,
+        core: WorkerCore,
+        loader: StageLoader,
+        settled: Callable[[InstanceId, PilotlightError | None], None],
     ) -> None:
         self._core = core
         self._loader = loader
@@ -68,15 +84,23 @@ class Stages:
     @property
     def kv_capacity_tokens(self) -> int:
         """Tokens for which the stages that serve have room, all together."""
-        return sum(held.kv_capacity_tokens for held in self._held.values() if held.state is HeldState.READY)
+        return sum(
+            held.kv_capacity_tokens for held in self._held.values() if held.state is HeldState.READY
+        )
 
     @property
     def busy(self) -> bool:
         """Some request waits for nothing but the engine."""
-        return any(self._core.table.in_flight(one) for one, held in self._held.items() if held.state is not HeldState.LOADING)
+        return any(
+            self._core.table.in_flight(one)
+            for one, held in self._held.items()
+            if held.state is not HeldState.LOADING
+        )
 
     def unproven(self, instance_id: InstanceId) -> bool:
-        """Every part is in its place, and it has not been found yet that all of them were whole when they were copied."""
+        """Every part is in its place, and it has not been found yet that all of them were whole
+        when they were copied.
+        """
         held = self._held.get(instance_id)
         return held is not None and held.unproven
 
@@ -97,7 +121,8 @@ class Stages:
         self.reconcile(asked_s)
 
     def reconcile(self, asked_s: float | None = None) -> None:
-        """Do what is missing between held and desired; nothing, when nothing is. ``asked_s`` is when that was asked for: now,
+        """Do what is missing between held and desired; nothing, when nothing is. ``asked_s`` is
+        when that was asked for: now,
         unless it is a command that does.
         """
         if self._desired is None:
@@ -114,7 +139,10 @@ class Stages:
                 self._grow(self._held[hold.instance_id], hold)
         for hold in todo.refuse:
             held = self._hold(hold)
-            self._fail(held, NoRoom(f"{hold.device_bytes} bytes were granted, and the device has no such room"))
+            self._fail(
+                held,
+                NoRoom(f"{hold.device_bytes} bytes were granted, and the device has no such room"),
+            )
         if todo.renew or todo.let_go or todo.start or todo.grow or todo.refuse:
             self._core.changed.set()
         if any(removed):
@@ -122,7 +150,9 @@ class Stages:
             self.reconcile(asked_s)
 
     async def give_up(self, instance_ids: Sequence[InstanceId]) -> tuple[InstanceId, ...]:
-        """Unload these if they are ready and idle; returns the ones whose memory is free, also of an earlier call."""
+        """Unload these if they are ready and idle; returns the ones whose memory is free, also of
+        an earlier call.
+        """
         freed: list[InstanceId] = []
         leaving: list[Held] = []
         for instance_id in instance_ids:
@@ -142,10 +172,18 @@ class Stages:
         unloading = [held.unloaded for held in leaving if held.unloaded is not None]
         if unloading:
             await asyncio.wait(unloading, timeout=UNLOAD_DEADLINE_S)
-        return (*freed, *(held.hold.instance_id for held in leaving if held.unloaded is None or held.unloaded.done()))
+        return (
+            *freed,
+            *(
+                held.hold.instance_id
+                for held in leaving
+                if held.unloaded is None or held.unloaded.done()
+            ),
+        )
 
     def serving(self, instance_id: InstanceId) -> ServingStage:
-        """The stage that takes an instance's requests: it is ready, or loads and has room made for it.
+        """The stage that takes an instance's requests: it is ready, or loads and has room made for
+        it.
 
         Raises:
             NotLoaded: it is not held, or the engine serves it not, or not yet.
@@ -153,7 +191,10 @@ class Stages:
         held = self._held.get(instance_id)
         if held is None or not held.serves:
             state = held.state.value if held else "not held"
-            raise NotLoaded(f"{instance_id} is {state} on {self._core.worker_id}, and not served", retry_after_s=RETRY_AFTER_S)
+            raise NotLoaded(
+                f"{instance_id} is {state} on {self._core.worker_id}, and not served",
+                retry_after_s=RETRY_AFTER_S,
+            )
         return ServingStage(hold=held.hold, kv_capacity_tokens=held.kv_capacity_tokens)
 
     @property
@@ -164,7 +205,10 @@ class Stages:
     def facts(self, now_s: float) -> tuple[HeldStage, ...]:
         """What is held, as it is reported."""
         table = self._core.table
-        return tuple(held.fact(now_s, table.in_flight(one), table.ended_s(one)) for one, held in self._held.items())
+        return tuple(
+            held.fact(now_s, table.in_flight(one), table.ended_s(one))
+            for one, held in self._held.items()
+        )
 
     def on_opened(self, event: StageOpened) -> None:
         """The engine takes requests for a stage."""
@@ -190,17 +234,27 @@ class Stages:
             self._fail(held, error)
 
     def on_growth(self, event: StageGrown | StageRefused) -> None:
-        """The engine runs a longer range; or it cannot do what was asked for a stage, which stays what it was."""
-        if event.instance_id is not None and (held := self._held.get(event.instance_id)) is not None:
-            held.hear_grown(event if isinstance(event, StageGrown) else error_of(event.code, event.message))
+        """The engine runs a longer range; or it cannot do what was asked for a stage, which stays
+        what it was.
+        """
+        if (
+            event.instance_id is not None
+            and (held := self._held.get(event.instance_id)) is not None
+        ):
+            held.hear_grown(
+                event if isinstance(event, StageGrown) else error_of(event.code, event.message)
+            )
 
     def on_pipeline_left(self, event: PipelineLeft) -> None:
-        """A stage is in no pipeline any more, and serves nothing until it is joined again (``Groups``).
+        """A stage is in no pipeline any more, and serves nothing until it is joined again
+        (``Groups``).
 
         One that is to have the whole model goes on alone: it serves.
         """
         held = self._held.get(event.instance_id)
-        if held is not None and (held.growing is None or held.growing.stage != held.growing.model.spec.whole):
+        if held is not None and (
+            held.growing is None or held.growing.stage != held.growing.model.spec.whole
+        ):
             held.open = False
             self._core.changed.set()
 
@@ -212,7 +266,12 @@ class Stages:
         if not waiting:
             del self._unloading[instance_id]
 
-    def on_engine_died(self, reason: str, code: str = EngineFailed.code, instances: frozenset[InstanceId] | None = None) -> None:
+    def on_engine_died(
+        self,
+        reason: str,
+        code: str = EngineFailed.code,
+        instances: frozenset[InstanceId] | None = None,
+    ) -> None:
         """The engine and everything in it is gone: these instances, or all."""
         error = error_of(code, f"the engine ended: {reason}")
         for instance_id, held in list(self._held.items()):
@@ -224,7 +283,9 @@ class Stages:
             elif held.state is HeldState.READY:
                 held.hear_grown(error)
                 self._fail(held, error)
-        for instance_id in list(self._unloading if instances is None else instances & self._unloading.keys()):
+        for instance_id in list(
+            self._unloading if instances is None else instances & self._unloading.keys()
+        ):
             for unloaded in self._unloading.pop(instance_id):
                 unloaded.set_result(None)
         self._core.changed.set()
@@ -234,7 +295,9 @@ class Stages:
         return tuple(
             instance_id
             for instance_id, held in self._held.items()
-            if held.state is HeldState.DRAINING and held.overdue_s <= now_s and self._core.table.in_flight(instance_id) > 0
+            if held.state is HeldState.DRAINING
+            and held.overdue_s <= now_s
+            and self._core.table.in_flight(instance_id) > 0
         )
 
     def on_requests_ended(self) -> None:
@@ -250,11 +313,20 @@ class Stages:
 
     def _grow(self, held: Held, hold: Hold) -> None:
         held.growing, held.grown = hold, asyncio.get_running_loop().create_future()
-        log.info("stage is growing", action="stage_growing", instance_id=hold.instance_id, stop=hold.stage.stop)
-        held.loading = self._core.background.spawn(f"grow {hold.instance_id}", self._extend(held, hold, held.grown))
+        log.info(
+            "stage is growing",
+            action="stage_growing",
+            instance_id=hold.instance_id,
+            stop=hold.stage.stop,
+        )
+        held.loading = self._core.background.spawn(
+            f"grow {hold.instance_id}", self._extend(held, hold, held.grown)
+        )
 
     async def _extend(self, held: Held, hold: Hold, grown: asyncio.Future[StageGrown]) -> None:
-        """What goes wrong before the engine runs the longer range leaves the stage as it was; the next command asks again."""
+        """What goes wrong before the engine runs the longer range leaves the stage as it was; the
+        next command asks again.
+        """
         try:
             result = await self._loader.grow(hold, held.hold.stage, grown)
         except PilotlightError as error:
@@ -272,8 +344,16 @@ class Stages:
             self._core.phases.add(hold.instance_id, *result.phases)
 
     async def _not_grown(self, held: Held, error: PilotlightError, *, broken: bool) -> None:
-        """A growth failed. The stage is ``broken`` when the engine runs parts that may not have been whole."""
-        log.warning("stage does not grow", action="stage_not_grown", instance_id=held.hold.instance_id, error=error.message)
+        """A growth failed.
+
+        The stage is ``broken`` when the engine runs parts that may not have been whole.
+        """
+        log.warning(
+            "stage does not grow",
+            action="stage_not_grown",
+            instance_id=held.hold.instance_id,
+            error=error.message,
+        )
         if held.state is HeldState.READY and broken:
             self._fail(held, error)
             self._unload(held)
@@ -292,8 +372,15 @@ class Stages:
         held = self._hold(hold)
         asked_s = held.since_s if asked_s is None else asked_s
         held.loaded = asyncio.get_running_loop().create_future()
-        log.info("stage is loading", action="stage_loading", instance_id=hold.instance_id, model=hold.model.name)
-        held.loading = self._core.background.spawn(f"load {hold.instance_id}", self._load(held, asked_s, held.loaded))
+        log.info(
+            "stage is loading",
+            action="stage_loading",
+            instance_id=hold.instance_id,
+            model=hold.model.name,
+        )
+        held.loading = self._core.background.spawn(
+            f"load {hold.instance_id}", self._load(held, asked_s, held.loaded)
+        )
 
     async def _load(self, held: Held, asked_s: float, loaded: asyncio.Future[StageLoaded]) -> None:
         try:
@@ -321,13 +408,24 @@ class Stages:
         self._settled(held.hold.instance_id, NotLoaded(f"its load failed: {held.reason}"))
         self._core.metrics.loads.labels(outcome=error.code).inc()
         log.warning(
-            "stage failed", action="stage_failed", instance_id=held.hold.instance_id, code=error.code, error=error.message
+            "stage failed",
+            action="stage_failed",
+            instance_id=held.hold.instance_id,
+            code=error.code,
+            error=error.message,
         )
 
     def _let_go(self, instance_id: InstanceId) -> bool:
         """True when it is gone at once, because it took no memory."""
         held = self._held[instance_id]
-        drained = next((hold for hold in self._desired or () if hold.draining and hold.instance_id == instance_id), None)
+        drained = next(
+            (
+                hold
+                for hold in self._desired or ()
+                if hold.draining and hold.instance_id == instance_id
+            ),
+            None,
+        )
         if drained is not None:
             self._remember_gone(held.hold)
             within_s = math.inf if drained.drain_within_s is None else drained.drain_within_s
@@ -353,15 +451,19 @@ class Stages:
         unloaded = asyncio.get_running_loop().create_future()
         held.unloaded = unloaded
         self._unloading[held.hold.instance_id].append(unloaded)
-        self._core.background.spawn(f"unload {held.hold.instance_id}", self._ask_unload(held, unloaded))
+        self._core.background.spawn(
+            f"unload {held.hold.instance_id}", self._ask_unload(held, unloaded)
+        )
 
     async def _ask_unload(self, held: Held, unloaded: asyncio.Future[None]) -> None:
-        """Have the engine free a stage; an engine that is dead, or is killed because it does not answer, has freed it too."""
+        """Have the engine free a stage; an engine that is dead, or is killed because it does not
+        answer, has freed it too.
+        """
         try:
             await self._core.engine.unload_stage(UnloadStage(instance_id=held.hold.instance_id))
             await within(LOST_UNLOAD_S, asyncio.shield(unloaded), "unloading a stage")
         except EngineFailed:
-            # Its death may have been told before this was asked: then nobody else answers it.
+            # Its death may have been told before this was asked: then nothing else answers it.
             waiting = self._unloading[held.hold.instance_id]
             if unloaded in waiting:
                 waiting.remove(unloaded)

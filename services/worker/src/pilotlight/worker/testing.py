@@ -26,7 +26,15 @@ from pilotlight.common.messages.tokens import (
     tokens_subject,
 )
 from pilotlight.policy.cluster import HeldStage, HeldState, WorkerFacts
-from pilotlight.policy.ids import Epoch, GatewayId, Generation, InstanceId, ModelName, RequestId, WorkerId
+from pilotlight.policy.ids import (
+    Epoch,
+    GatewayId,
+    Generation,
+    InstanceId,
+    ModelName,
+    RequestId,
+    WorkerId,
+)
 from pilotlight.policy.model import Model
 from pilotlight.policy.phase import Moment, Phase, PhaseName
 from pilotlight.policy.request import Sampling
@@ -39,7 +47,8 @@ INSTANCE = InstanceId("inst-1")
 ROOM = 1 << 20
 DEADLINE_S = 30.0
 FAST_S, SLOW_S = 0.001, 0.02
-"""Of a step. At the slow pace a request of 200 tokens still runs when a test, on whatever machine, has seen its first."""
+"""Of a step. At the slow pace a request of 200 tokens still runs when a test, on whatever machine,
+has seen its first."""
 
 
 class Rig:
@@ -61,7 +70,9 @@ class Rig:
     async def listen(self) -> None:
         """Hear everything that the worker says."""
         await self.bus.subscribe(WORKER_REPORTS, WorkerReport, self._on_report)
-        await self.bus.subscribe(tokens_subject(GATEWAY), Timed[TokenBatch], self._on_tokens, binary=True)
+        await self.bus.subscribe(
+            tokens_subject(GATEWAY), Timed[TokenBatch], self._on_tokens, binary=True
+        )
         await self.bus.serve(PHASES_SUBJECT, PhaseReport, self._on_phases)
 
     async def _on_report(self, report: WorkerReport) -> None:
@@ -90,7 +101,14 @@ class Rig:
 
     def held(self, instance_id: str = INSTANCE) -> HeldStage | None:
         """The stage, as it was reported last."""
-        return next((one for one in (self.facts.held if self.facts else ()) if one.instance_id == instance_id), None)
+        return next(
+            (
+                one
+                for one in (self.facts.held if self.facts else ())
+                if one.instance_id == instance_id
+            ),
+            None,
+        )
 
     async def state(self, state: HeldState | None, instance_id: str = INSTANCE) -> HeldStage | None:
         """Wait until the stage is reported so; None: not at all."""
@@ -121,9 +139,13 @@ class Rig:
             drain_within_s=drain_within_s,
         )
 
-    async def command(self, *holds: Hold, epoch: int | None = None, sent: Moment | None = None) -> None:
+    async def command(
+        self, *holds: Hold, epoch: int | None = None, sent: Moment | None = None
+    ) -> None:
         """Say what the worker is to hold, and nothing else."""
-        message = WorkerHold(worker_id=WORKER, epoch=Epoch(epoch if epoch is not None else self.epoch), holds=holds)
+        message = WorkerHold(
+            worker_id=WORKER, epoch=Epoch(epoch if epoch is not None else self.epoch), holds=holds
+        )
         await self.bus.publish(worker_hold_subject(WORKER), message, sent=sent)
 
     async def ready(self) -> None:
@@ -131,7 +153,9 @@ class Rig:
         await self.command(self.a_hold())
         await self.state(HeldState.READY)
 
-    async def submit(self, request_id: str = "req-1", max_tokens: int = 4, **other: Any) -> SubmitReply:
+    async def submit(
+        self, request_id: str = "req-1", max_tokens: int = 4, **other: Any
+    ) -> SubmitReply:
         """Ask as the gateway does."""
         submit = Submit(
             request_id=RequestId(request_id),
@@ -141,11 +165,17 @@ class Rig:
             model=ModelName("tiny"),
             prompt_ids=other.pop("prompt_ids", [1, 2, 3]),
             sampling=Sampling(
-                seed=5, max_tokens=max_tokens, temperature=0.0, ignore_eos=True, grammar=other.pop("grammar", None)
+                seed=5,
+                max_tokens=max_tokens,
+                temperature=0.0,
+                ignore_eos=True,
+                grammar=other.pop("grammar", None),
             ),
             **other,
         )
-        return await self.bus.request(submit_subject(WORKER), submit, SubmitReply, deadline_s=DEADLINE_S)
+        return await self.bus.request(
+            submit_subject(WORKER), submit, SubmitReply, deadline_s=DEADLINE_S
+        )
 
     def of(self, request_id: str = "req-1") -> list[TokenEntry]:
         """What came of a request."""
@@ -153,7 +183,9 @@ class Rig:
 
     async def finish_of(self, request_id: str = "req-1") -> TokenEntry:
         """The last of it."""
-        return await self.until(lambda: next((entry for entry in self.of(request_id) if entry.finish), None))
+        return await self.until(
+            lambda: next((entry for entry in self.of(request_id) if entry.finish), None)
+        )
 
     async def ack(self, seq: int, done: bool = False, request_id: str = "req-1") -> None:
         """Acknowledge tokens."""
@@ -163,16 +195,22 @@ class Rig:
     async def resend(self, from_seq: int, request_id: str = "req-1") -> TokenBatch:
         """Ask for tokens again."""
         ask = Resend(request_id=RequestId(request_id), attempt=1, from_seq=from_seq)
-        return await self.bus.request(resend_subject(WORKER), ask, TokenBatch, deadline_s=DEADLINE_S)
+        return await self.bus.request(
+            resend_subject(WORKER), ask, TokenBatch, deadline_s=DEADLINE_S
+        )
 
     async def give_up(self, *instance_ids: str) -> tuple[str, ...]:
         """Ask for room, as the cache does; what was given up."""
         ask = GiveUp(instance_ids=tuple(InstanceId(name) for name in instance_ids))
-        return (await self.bus.request(give_up_subject(WORKER), ask, GivenUp, deadline_s=DEADLINE_S)).instance_ids
+        return (
+            await self.bus.request(give_up_subject(WORKER), ask, GivenUp, deadline_s=DEADLINE_S)
+        ).instance_ids
 
     async def cancel(self, request_id: str = "req-1") -> None:
         """End a request, as the gateway does."""
-        await self.bus.publish(cancel_subject(WORKER), Cancel(gateway_id=GATEWAY, request_ids=[RequestId(request_id)]))
+        await self.bus.publish(
+            cancel_subject(WORKER), Cancel(gateway_id=GATEWAY, request_ids=[RequestId(request_id)])
+        )
 
     def expected(self, first: int, stop: int, output: tuple[int, ...] = ()) -> list[int]:
         """Output tokens of [first, stop) after an output so far."""

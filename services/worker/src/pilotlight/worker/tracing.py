@@ -1,4 +1,6 @@
-"""Spans of prefills: from a request's acceptance to its first token, in the trace that its submit came with."""
+"""Spans of prefills: from a request's acceptance to its first token, in the trace that its submit
+came with.
+"""
 
 import asyncio
 
@@ -23,7 +25,10 @@ class PrefillSpans:
         """The request is accepted. One without a trace has no span."""
         if trace_parent and key not in self._open:
             self._open[key] = ended = asyncio.Event()
-            self._background.spawn(f"prefill span of {key.request_id}", self._span(key, instance_id, trace_parent, ended))
+            self._background.spawn(
+                f"prefill span of {key.request_id}",
+                self._span(key, instance_id, trace_parent, ended),
+            )
 
     def end(self, key: RequestKey) -> None:
         """It has its first token, or ended without one. Saying it again changes nothing."""
@@ -31,8 +36,15 @@ class PrefillSpans:
         if ended is not None:
             ended.set()
 
-    async def _span(self, key: RequestKey, instance_id: InstanceId, trace_parent: str, ended: asyncio.Event) -> None:
+    async def _span(
+        self, key: RequestKey, instance_id: InstanceId, trace_parent: str, ended: asyncio.Event
+    ) -> None:
         # A task of its own: a span has to begin and end in one context.
-        with with_parent(trace_parent), span("prefill", instance_id=instance_id, request_id=key.request_id, attempt=key.attempt):
+        with (
+            with_parent(trace_parent),
+            span(
+                "prefill", instance_id=instance_id, request_id=key.request_id, attempt=key.attempt
+            ),
+        ):
             await woken(ended, LONGEST_S)
         self._open.pop(key, None)

@@ -1,4 +1,6 @@
-"""Tokenizers for the engine's grammars: fetched when a model's first grammar comes, and handed on as files that need no folder."""
+"""Tokenizers for the engine's grammars: fetched when a model's first grammar comes, and handed on
+as files that need no folder.
+"""
 
 import asyncio
 import os
@@ -12,7 +14,8 @@ from pilotlight.text.bundle import TextBundle, decode
 
 FETCH_S = 30.0
 KEPT = 8
-"""Models whose tokenizer is kept in memory; each takes as much as its ``tokenizer.json``, some megabytes."""
+"""Models whose tokenizer is kept in memory; each takes as much as its ``tokenizer.json``, some
+megabytes."""
 
 
 class Vocabularies:
@@ -32,7 +35,9 @@ class Vocabularies:
         """
         async with self._fetching:
             if digest not in self._kept:
-                data = await within(FETCH_S, self._store.get(text_key(digest)), "fetching a model's tokenizer")
+                data = await within(
+                    FETCH_S, self._store.get(text_key(digest)), "fetching a model's tokenizer"
+                )
                 self._kept[digest] = await asyncio.to_thread(lambda: _written(decode(data), digest))
             self._kept.move_to_end(digest)
             while len(self._kept) > KEPT:
@@ -51,4 +56,6 @@ def _written(bundle: TextBundle, digest: Digest) -> tuple[int, Vocabulary]:
     with open(descriptor, "wb", closefd=False) as file:
         file.write(bundle.tokenizer_json.encode())
     path = f"/proc/{os.getpid()}/fd/{descriptor}"
-    return descriptor, Vocabulary(path=path, eos_token_ids=bundle.generation.eos_token_ids, text_digest=digest)
+    return descriptor, Vocabulary(
+        path=path, eos_token_ids=bundle.generation.eos_token_ids, text_digest=digest
+    )

@@ -7,7 +7,14 @@ import structlog
 
 from pilotlight.common.buckets import Bucket
 from pilotlight.common.envelope import Timed
-from pilotlight.common.errors import DeviceFailed, EngineFailed, InternalError, NotLoaded, PilotlightError, WorkerLost
+from pilotlight.common.errors import (
+    DeviceFailed,
+    EngineFailed,
+    InternalError,
+    NotLoaded,
+    PilotlightError,
+    WorkerLost,
+)
 from pilotlight.common.messages.engine import (
     DoorOpened,
     EngineFault,
@@ -29,7 +36,15 @@ from pilotlight.common.messages.engine import (
     StepDone,
 )
 from pilotlight.common.waiting import Backoff, every, pause
-from pilotlight.policy.cluster import Device, DeviceHealth, DeviceKind, HealthState, Liveness, WorkerFacts, together
+from pilotlight.policy.cluster import (
+    Device,
+    DeviceHealth,
+    DeviceKind,
+    HealthState,
+    Liveness,
+    WorkerFacts,
+    together,
+)
 from pilotlight.policy.ids import InstanceId
 from pilotlight.policy.phase import Moment
 from pilotlight.policy.request import RequestKey
@@ -48,9 +63,10 @@ log = structlog.get_logger()
 
 UPKEEP_S = 1.0
 HANG_S = 300.0
-"""An engine that has requests and says nothing for this long has lost them. One that hangs its own watch finds much earlier."""
+"""An engine that has requests and says nothing for this long has lost them. One that hangs its own
+watch finds much earlier."""
 HANG_TOLD_S = 600.0
-"""So long a worker's health says that its engine has hung."""
+"""How long a worker's health says that its engine has hung."""
 RESTARTS = 8
 """Attempts to start an engine that ends at its start, before the worker ends itself."""
 SETTLED_S = 30.0
@@ -99,7 +115,9 @@ class Worker:
         self._rng = random.Random()
 
     async def start(self) -> None:
-        """Start the engine, listen, report. On a device that has failed no engine is started, until it is well again.
+        """Start the engine, listen, report.
+
+        On a device that has failed no engine is started, until it is well again.
 
         Raises:
             EngineFailed: the engine does not start.
@@ -139,7 +157,11 @@ class Worker:
         """Why it can load nothing at the moment."""
         if not self._usable:
             return f"the device of {self.core.worker_id} has failed: {self._health.reason}"
-        return None if self.core.engine.alive else f"the engine of {self.core.worker_id} is not running"
+        return (
+            None
+            if self.core.engine.alive
+            else f"the engine of {self.core.worker_id} is not running"
+        )
 
     def facts(self) -> WorkerFacts:
         """What is reported."""
@@ -152,10 +174,15 @@ class Worker:
             device=together(devices),
             devices=devices,
             liveness=Liveness.ALIVE,
-            held=tuple(replace(one, port=self._groups.port) for one in self.stages.facts(core.clock.monotonic_s())),
+            held=tuple(
+                replace(one, port=self._groups.port)
+                for one in self.stages.facts(core.clock.monotonic_s())
+            ),
             queue_requests=waiting,
             running_requests=core.table.running - waiting,
-            kv_free_tokens=last.kv_free_tokens if last is not None and last.running else self.stages.kv_capacity_tokens,
+            kv_free_tokens=last.kv_free_tokens
+            if last is not None and last.running
+            else self.stages.kv_capacity_tokens,
             step_time_s=last.step_time_s if last is not None else 0.0,
             engine_up=core.engine.alive and self._usable,
             health=self._health,
@@ -176,7 +203,11 @@ class Worker:
     @property
     def _health(self) -> DeviceHealth:
         health = self._watch.health if self._watch is not None else DeviceHealth()
-        if health.reason or self._hung is None or self.core.clock.monotonic_s() - self._hung[0] >= HANG_TOLD_S:
+        if (
+            health.reason
+            or self._hung is None
+            or self.core.clock.monotonic_s() - self._hung[0] >= HANG_TOLD_S
+        ):
             return health
         return replace(health, reason=f"hung: {self._hung[1]}")
 
@@ -185,14 +216,20 @@ class Worker:
         return self._watch is None or self._watch.usable
 
     def _on_health(self, health: DeviceHealth) -> None:
-        """The device is another than it was. What runs on one that has failed ends; nothing is started there before it is well."""
+        """The device is another than it was.
+
+        What runs on one that has failed ends; nothing is started there before it is well.
+        """
         core = self.core
         core.metrics.device_health(health.state)
         core.changed.set()
         if not self._running:
             return
         if health.state is HealthState.FAILED:
-            core.background.spawn(f"end engine of {core.worker_id}", core.engine.kill(health.reason, DeviceFailed.code))
+            core.background.spawn(
+                f"end engine of {core.worker_id}",
+                core.engine.kill(health.reason, DeviceFailed.code),
+            )
         elif not core.engine.alive and not self._restarting:
             self._failures = 0
             self._restart()
@@ -213,12 +250,26 @@ class Worker:
         try:
             self._on(told.message, told.sent)
         except InternalError as error:
-            await self._distrust(error)
+            await self._distrust(error, self._source_of(told.message))
 
-    async def _distrust(self, error: InternalError) -> None:
-        """The engine's books are wrong, for one request and who knows which others: none of its tokens can be trusted."""
+    def _source_of(self, event: EngineEvent) -> InstanceId | None:
+        """An instance of the engine that took a step, if it is known: a step is one engine's."""
+        produced = event.produced if isinstance(event, StepDone) else ()
+        instances = (
+            self.core.table.instance_of(RequestKey(one.request_id, one.attempt)) for one in produced
+        )
+        return next((one for one in instances if one is not None), None)
+
+    async def _distrust(self, error: InternalError, having: InstanceId | None) -> None:
+        """An engine's books are wrong, for one request or for more: its tokens cannot be trusted.
+
+        Args:
+            error: what is wrong.
+            having: an instance that the engine has; None: it is not known which engine it is, and
+                all of them end.
+        """
         log.error("engine talks nonsense", action="engine_incoherent", error=error.message)
-        await self.core.engine.kill(error.message)
+        await self.core.engine.kill(error.message, having=having)
 
     def _on(self, event: EngineEvent, sent: Moment | None) -> None:
         match event:
@@ -246,7 +297,15 @@ class Worker:
                 self.core.phases.add(event.instance_id, *event.earlier, event.phase)
             case EngineDied():
                 self._on_death(event)
-            case EngineUp() | SpareReady() | EngineFault() | StageConnected() | StageResized() | KvExported() | RequestReleased():
+            case (
+                EngineUp()
+                | SpareReady()
+                | EngineFault()
+                | StageConnected()
+                | StageResized()
+                | KvExported()
+                | RequestReleased()
+            ):
                 pass
 
     def _on_step(self, step: StepDone, sampled: Moment | None) -> None:
@@ -254,7 +313,9 @@ class Worker:
         self.core.metrics.stepped(step)
         now: list[_Sampled] = []
         for produced in step.produced:
-            instance_id = self.core.table.instance_of(RequestKey(produced.request_id, produced.attempt))
+            instance_id = self.core.table.instance_of(
+                RequestKey(produced.request_id, produced.attempt)
+            )
             if instance_id is not None and self.stages.unproven(instance_id):
                 self._unproven.setdefault(instance_id, []).append((produced, sampled))
             else:
@@ -279,7 +340,10 @@ class Worker:
         try:
             self._hand_out(produced)
         except InternalError as nonsense:
-            self.core.background.spawn(f"distrust the engine of {self.core.worker_id}", self._distrust(nonsense))
+            self.core.background.spawn(
+                f"distrust the engine of {self.core.worker_id}",
+                self._distrust(nonsense, instance_id),
+            )
 
     def _on_produced(self, produced: Produced, sampled: Moment | None) -> None:
         self._spans.end(RequestKey(produced.request_id, produced.attempt))
@@ -294,7 +358,13 @@ class Worker:
         self.core.metrics.engine_died(hung=died.hung)
         if died.hung:
             self._hung = (self.core.clock.monotonic_s(), died.reason)
-        log.error("engine died", action="engine_lost", worker_id=self.core.worker_id, reason=died.reason, code=died.code)
+        log.error(
+            "engine died",
+            action="engine_lost",
+            worker_id=self.core.worker_id,
+            reason=died.reason,
+            code=died.code,
+        )
         self._step = None
         message = f"the engine ended: {died.reason}"
         if died.instances is None:
@@ -306,16 +376,21 @@ class Worker:
         self._groups.on_engine_died(died.instances)
         self.stages.on_engine_died(died.reason, died.code, died.instances)
         self.stages.on_requests_ended()
-        if self._running and not self._restarting:
+        # The main engine alone: another one is started for the next stage of its kind.
+        if self._running and not self._restarting and not self.core.engine.alive:
             self._restart()
 
     def _restart(self) -> None:
-        # Not in the task: in the turn of the loop before it begins somebody else may want the same.
+        # Not in the task: in the turn of the loop before it begins another event may want the same.
         self._restarting = True
-        self.core.background.spawn(f"restart engine of {self.core.worker_id}", self._restart_engine())
+        self.core.background.spawn(
+            f"restart engine of {self.core.worker_id}", self._restart_engine()
+        )
 
     async def _restart_engine(self) -> None:
-        """Start the next one, unless the device has failed; raises, which ends the worker, when that fails time and again."""
+        """Start the next one, unless the device has failed; raises, which ends the worker, when
+        that fails time and again.
+        """
         try:
             await self._start_again()
         finally:
@@ -333,7 +408,11 @@ class Worker:
             if self._watch is not None:
                 await self._watch.fresh()
             if not self._usable:
-                log.error("no engine on a device that has failed", action="device_left_alone", reason=self._health.reason)
+                log.error(
+                    "no engine on a device that has failed",
+                    action="device_left_alone",
+                    reason=self._health.reason,
+                )
                 return
             self._failures += 1
             try:
@@ -342,11 +421,20 @@ class Worker:
             except EngineFailed as error:
                 if self._failures >= RESTARTS and self._usable:
                     raise
-                log.error("engine does not start", action="engine_start_failed", attempt=self._failures, error=error.message)
+                log.error(
+                    "engine does not start",
+                    action="engine_start_failed",
+                    attempt=self._failures,
+                    error=error.message,
+                )
 
-    def _fail_requests(self, code: str, message: str, instance_id: InstanceId | None = None) -> None:
+    def _fail_requests(
+        self, code: str, message: str, instance_id: InstanceId | None = None
+    ) -> None:
         """Those of one instance, or all."""
-        for outgoing in self.core.table.fail(code, message, self.core.clock.monotonic_s(), instance_id):
+        for outgoing in self.core.table.fail(
+            code, message, self.core.clock.monotonic_s(), instance_id
+        ):
             self._spans.end(RequestKey(outgoing.entry.request_id, outgoing.entry.attempt))
             self._publisher.add(outgoing)
         self._publisher.flush()
@@ -362,5 +450,9 @@ class Worker:
                 await self.core.engine.kill(f"it said nothing for {HANG_S:g} s")
             for instance_id in self.stages.overdue(now_s):
                 # Unloading it, which is next, ends them in the engine.
-                self._fail_requests(NotLoaded.code, "its instance makes room for others: it goes on elsewhere", instance_id)
+                self._fail_requests(
+                    NotLoaded.code,
+                    "its instance makes room for others: it goes on elsewhere",
+                    instance_id,
+                )
             self.stages.on_requests_ended()

@@ -1,9 +1,15 @@
 """What PostgreSQL means when it refuses: which error of ours tells the operator what to do.
 
-A refused connection carries no SQLSTATE, only the server's words; those of the C locale are known here.
+A refused connection carries no SQLSTATE, only the server's words; those of the C locale are known
+here.
 """
 
-from pilotlight.common.errors import DatabaseCrowded, DatabaseDenied, DatabaseFull, DatabaseUnavailable
+from pilotlight.common.errors import (
+    DatabaseCrowded,
+    DatabaseDenied,
+    DatabaseFull,
+    DatabaseUnavailable,
+)
 
 _BY_STATE: dict[str, type[DatabaseUnavailable]] = {
     "28000": DatabaseDenied,

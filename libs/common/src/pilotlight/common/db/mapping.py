@@ -1,4 +1,7 @@
-"""Facts to and from the JSON of their rows. The dataclasses of ``pilotlight.policy`` are the only types of facts."""
+"""Facts to and from the JSON of their rows.
+
+The dataclasses of ``pilotlight.policy`` are the only types of facts.
+"""
 
 from typing import Any, TypeVar
 

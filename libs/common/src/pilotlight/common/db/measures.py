@@ -7,8 +7,15 @@ from pilotlight.common.db.session import Database, Failure
 
 
 def measure(database: Database, outbox: Outbox, registry: CollectorRegistry) -> None:
-    """Count failures of the database, and tell for how long events have been waiting; once for each process."""
-    errors = Counter("pilotlight_database_errors", "Units of work that the database failed, by how.", ["kind"], registry=registry)
+    """Count failures of the database, and tell for how long events have been waiting; once for each
+    process.
+    """
+    errors = Counter(
+        "pilotlight_database_errors",
+        "Units of work that the database failed, by how.",
+        ["kind"],
+        registry=registry,
+    )
     for kind in Failure:
         errors.labels(kind=kind.value)
     database.on_failure(lambda kind: errors.labels(kind=kind.value).inc())

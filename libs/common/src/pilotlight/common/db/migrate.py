@@ -1,7 +1,7 @@
 """Bring a database to this release's schema: ``python -m pilotlight.common.db.migrate``.
 
-Runs as the database's owner (PILOTLIGHT_DATABASE_URL), may be run again at any time, and by several at once. Migrations only ever
-expand: the release before this one goes on working on the new schema.
+Runs as the database's owner (PILOTLIGHT_DATABASE_URL), may be run again at any time, and by several
+at once. Migrations only ever expand: the release before this one goes on working on the new schema.
 """
 
 import sys
@@ -46,9 +46,17 @@ def migrate(settings: MigrateSettings) -> None:
         NotFound: there are no migrations in the folder.
     """
     if not (settings.migrations_dir / "env.py").is_file():
-        raise NotFound(f"there are no migrations in {settings.migrations_dir}; set PILOTLIGHT_MIGRATIONS_DIR")
+        raise NotFound(
+            f"there are no migrations in {settings.migrations_dir}; set PILOTLIGHT_MIGRATIONS_DIR"
+        )
     url = make_url(settings.database_url).set(drivername="postgresql+psycopg")
-    engine = create_engine(url, connect_args={"connect_timeout": 10, "options": "-c statement_timeout=300s -c lock_timeout=60s"})
+    engine = create_engine(
+        url,
+        connect_args={
+            "connect_timeout": 10,
+            "options": "-c statement_timeout=300s -c lock_timeout=60s",
+        },
+    )
     try:
         with engine.connect() as connection, connection.begin():
             connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": LOCK})
@@ -67,7 +75,9 @@ def migrate(settings: MigrateSettings) -> None:
 
 def known_revisions(folder: Path) -> frozenset[str]:
     """The revisions of the schema that this release knows."""
-    return frozenset(script.revision for script in ScriptDirectory.from_config(_config(folder)).walk_revisions())
+    return frozenset(
+        script.revision for script in ScriptDirectory.from_config(_config(folder)).walk_revisions()
+    )
 
 
 def _config(folder: Path) -> Config:
@@ -77,10 +87,18 @@ def _config(folder: Path) -> Config:
 
 
 def _is_newer(connection: Connection, folder: Path) -> bool:
-    """Whether a newer release has migrated the database. It is then left as it is: this release runs on it while it is the last one."""
-    if connection.execute(text("SELECT to_regclass('public.alembic_version')")).scalar_one() is None:
+    """Whether a newer release has migrated the database.
+
+    It is then left as it is: this release runs on it while it is the last one.
+    """
+    if (
+        connection.execute(text("SELECT to_regclass('public.alembic_version')")).scalar_one()
+        is None
+    ):
         return False
-    revisions = set(connection.execute(text("SELECT version_num FROM public.alembic_version")).scalars())
+    revisions = set(
+        connection.execute(text("SELECT version_num FROM public.alembic_version")).scalars()
+    )
     unknown = revisions - known_revisions(folder)
     if unknown:
         log.warning(

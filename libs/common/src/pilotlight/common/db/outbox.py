@@ -1,8 +1,10 @@
-"""Events leave through here: committed with what they tell of, published after it, in order, at least once, stored once.
+"""Events leave through here: committed with what they tell of, published after it, in order, at
+least once, stored once.
 
-A row goes when the stream has confirmed it. A crash in between publishes the row again under the same event id, which the stream
-drops. One publisher for each schema works at a time, whichever process it is in. Order is that of the rows' ids: two units of
-work that overlap may come in either order, one after the other never.
+A row goes when the stream has confirmed it. A crash in between publishes the row again under the
+same event id, which the stream drops. One publisher for each schema works at a time, whichever
+process it is in. Order is that of the rows' ids: two units of work that overlap may come in either
+order, one after the other never.
 """
 
 import asyncio
@@ -45,14 +47,22 @@ class Outbox:
 
     @property
     def lag_s(self) -> float:
-        """For how long events have been waiting because they could not be published; 0 when none do."""
-        return 0.0 if self._waiting_since_s is None else self._clock.monotonic_s() - self._waiting_since_s
+        """For how long events have been waiting because they could not be published; 0 when none
+        do.
+        """
+        return (
+            0.0
+            if self._waiting_since_s is None
+            else self._clock.monotonic_s() - self._waiting_since_s
+        )
 
     async def start(self) -> None:
         """Publish from now on."""
         if self._task is None:
             self._kicked.set()
-            self._task = self._background.spawn(f"outbox of {self._database.schema}", self._publish_for_ever())
+            self._task = self._background.spawn(
+                f"outbox of {self._database.schema}", self._publish_for_ever()
+            )
 
     async def stop(self) -> None:
         """Publish what is there, if the stream takes it, and no more."""
@@ -63,7 +73,12 @@ class Outbox:
         try:
             await self.publish_all()
         except (BusUnavailable, DatabaseUnavailable) as error:
-            log.warning("events wait for the next start", action="outbox_left", schema=self._database.schema, error=error.message)
+            log.warning(
+                "events wait for the next start",
+                action="outbox_left",
+                schema=self._database.schema,
+                error=error.message,
+            )
 
     async def publish_all(self) -> None:
         """Publish every row that is committed now.
@@ -86,7 +101,12 @@ class Outbox:
             except (BusUnavailable, DatabaseUnavailable) as error:
                 if failures == 0:
                     self._waiting_since_s = self._clock.monotonic_s()
-                    log.warning("events wait", action="outbox_waits", schema=self._database.schema, error=error.message)
+                    log.warning(
+                        "events wait",
+                        action="outbox_waits",
+                        schema=self._database.schema,
+                        error=error.message,
+                    )
                 await pause(backoff.delay_s(failures, self._rng))
                 failures += 1
                 self._kicked.set()
@@ -95,8 +115,14 @@ class Outbox:
         published: list[int] = []
         failure: BusUnavailable | None = None
         async with self._database.unit_of_work() as work:
-            await work.connection.execute(select(func.pg_advisory_xact_lock(func.hashtext(self._table.fullname))))
-            rows = (await work.connection.execute(select(self._table).order_by(self._table.c.id).limit(BATCH))).all()
+            await work.connection.execute(
+                select(func.pg_advisory_xact_lock(func.hashtext(self._table.fullname)))
+            )
+            rows = (
+                await work.connection.execute(
+                    select(self._table).order_by(self._table.c.id).limit(BATCH)
+                )
+            ).all()
             for row in rows:
                 try:
                     await self._publish(row)
@@ -105,12 +131,22 @@ class Outbox:
                     break
                 published.append(row.id)
             if published:
-                await work.connection.execute(delete(self._table).where(self._table.c.id.in_(published)))
+                await work.connection.execute(
+                    delete(self._table).where(self._table.c.id.in_(published))
+                )
         if failure is not None:
             raise failure
         return len(published)
 
     async def _publish(self, row: Row[Any]) -> None:
-        event = Event(event_id=row.event_id, kind=row.kind, entity=row.entity, at=row.at.isoformat(), data=row.data)
+        event = Event(
+            event_id=row.event_id,
+            kind=row.kind,
+            entity=row.entity,
+            at=row.at.isoformat(),
+            data=row.data,
+        )
         with with_parent(row.trace_parent):
-            await self._bus.publish_event(event_subject(self._database.schema, row.kind), row.event_id, event)
+            await self._bus.publish_event(
+                event_subject(self._database.schema, row.kind), row.event_id, event
+            )

@@ -1,10 +1,12 @@
-"""Old rows go: each owner of a schema prunes its own tables, by age and by number, a bounded batch at a time.
+"""Old rows go: each owner of a schema prunes its own tables, by age and by number, a bounded batch
+at a time.
 
-A row is old when both the database's clock and this process's say so: one clock that was set wrong deletes nothing. Of several
-processes of one owner one prunes at a time; the others find its lock and leave it alone.
+A row is old when both the database's clock and this process's say so: one clock that was set wrong
+deletes nothing. Of several processes of one owner one prunes at a time; the others find its lock
+and leave it alone.
 
-What is to go is looked for without any lock, however long that takes, and then deleted by its keys: the scheduler's deletions hold its
-lease's row, and whoever renews the lease waits for them.
+What is to go is looked for without any lock, however long that takes, and then deleted by its keys:
+the scheduler's deletions hold its lease's row, and a renewal of the lease waits for them.
 """
 
 import asyncio
@@ -17,7 +19,18 @@ from datetime import timedelta
 import structlog
 from prometheus_client import CollectorRegistry, Counter
 from pydantic import Field
-from sqlalchemy import Column, ColumnElement, DateTime, delete, func, literal, select, text, true, tuple_
+from sqlalchemy import (
+    Column,
+    ColumnElement,
+    DateTime,
+    delete,
+    func,
+    literal,
+    select,
+    text,
+    true,
+    tuple_,
+)
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.db import tables
@@ -30,7 +43,8 @@ from pilotlight.common.waiting import cancel_all, pause
 log = structlog.get_logger()
 
 BATCH_ROWS = 500
-"""Rows of one deletion: its locks must be held for a moment only, however much there is to delete."""
+"""Rows of one deletion: its locks must be held for a moment only, however much there is to delete.
+"""
 LOOK_BATCHES = 20
 """Of which the keys are looked for at a time."""
 MAX_LOOKS = 20
@@ -42,14 +56,18 @@ class PruneSettings(PilotlightSettings):
     """When old rows are looked for, and how long events wait for a NATS that does not take them."""
 
     prune_interval_s: float = Field(
-        default=60.0, gt=0, description="About how often each owner looks for rows that are too old, or too many."
+        default=60.0,
+        gt=0,
+        description="About how often each owner looks for rows that are too old, or too many.",
     )
     outbox_keep_days: float = Field(
         default=7.0,
         gt=0,
         description="Days for which an event that NATS does not take is kept: as long as the stream would keep it.",
     )
-    outbox_max_rows: int = Field(default=100_000, ge=0, description="Events that wait at most, the newest; 0: no limit.")
+    outbox_max_rows: int = Field(
+        default=100_000, ge=0, description="Events that wait at most, the newest; 0: no limit."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +85,11 @@ class Keep:
 
 def keep_outbox(schema: str, settings: PruneSettings) -> Keep:
     """The rule for a schema's outbox."""
-    return Keep(at=tables.outboxes[schema].c.at, days=settings.outbox_keep_days, max_rows=settings.outbox_max_rows)
+    return Keep(
+        at=tables.outboxes[schema].c.at,
+        days=settings.outbox_keep_days,
+        max_rows=settings.outbox_max_rows,
+    )
 
 
 class PruneMetrics:
@@ -80,7 +102,9 @@ class PruneMetrics:
             ["table", "reason"],
             registry=registry,
         )
-        self.failures = Counter("pilotlight_prune_failures", "Passes that the database cut short.", registry=registry)
+        self.failures = Counter(
+            "pilotlight_prune_failures", "Passes that the database cut short.", registry=registry
+        )
 
 
 UnitsOfWork = Callable[[], AbstractAsyncContextManager[UnitOfWork]]
@@ -100,7 +124,17 @@ class Pruner:
         unit_of_work: UnitsOfWork | None = None,
         background: Background | None = None,
     ) -> None:
-        """``unit_of_work`` is for owners whose writes are fenced; ``background`` is needed by ``start`` alone."""
+        """Make it; nothing is deleted yet.
+
+        Args:
+            rules: which rows of which tables are kept, and for how long.
+            database: of the schema's owner.
+            clock: for the age of rows.
+            metrics: count what was deleted, and why.
+            interval_s: between two passes, in seconds.
+            unit_of_work: for owners whose writes are fenced; None: the database's own.
+            background: owns the task; needed by ``start`` alone.
+        """
         self._rules = tuple(rules)
         self._database = database
         self._unit_of_work = unit_of_work or database.unit_of_work
@@ -111,7 +145,8 @@ class Pruner:
         self._rng = random.Random()
         self._task: asyncio.Task[None] | None = None
         for rule in self._rules:
-            # Shown from the start: an alert sees the first deletion only when there was a 0 before it.
+            # Shown from the start: an alert sees the first deletion only when there was a 0 before
+            # it.
             for reason in ("age", "count"):
                 metrics.rows.labels(table=rule.at.table.fullname, reason=reason)
 
@@ -127,7 +162,8 @@ class Pruner:
             self._task = None
 
     async def prune_for_ever(self) -> None:
-        """One pass after the other, with jitter: processes that started together do not prune together.
+        """One pass after the other, with jitter: processes that started together do not prune
+        together.
 
         Raises:
             PilotlightError: what the unit of work raises beside ``DatabaseUnavailable``.
@@ -138,7 +174,11 @@ class Pruner:
                 await self.prune()
             except DatabaseUnavailable as error:
                 self._metrics.failures.inc()
-                log.warning("old rows are kept a little longer", action="prune_deferred", error=error.message)
+                log.warning(
+                    "old rows are kept a little longer",
+                    action="prune_deferred",
+                    error=error.message,
+                )
 
     async def prune(self) -> int:
         """One pass; rows deleted.
@@ -150,13 +190,16 @@ class Pruner:
 
     async def _prune_table(self, rule: Keep) -> int:
         # Rows are told by their writers' wall clocks, and one of the two that judge may be wrong.
-        now = func.least(func.clock_timestamp(), literal(self._clock.wall(), DateTime(timezone=True)))
+        now = func.least(
+            func.clock_timestamp(), literal(self._clock.wall(), DateTime(timezone=True))
+        )
         by_age = await self._delete(rule, "age", rule.at < now - timedelta(days=rule.days))
         last = await self._last_kept(rule)
         return (
             by_age
             if last is None
-            else by_age + await self._delete(rule, "count", rule.at <= literal(last, DateTime(timezone=True)))
+            else by_age
+            + await self._delete(rule, "count", rule.at <= literal(last, DateTime(timezone=True)))
         )
 
     async def _delete(self, rule: Keep, reason: str, surplus: ColumnElement[bool]) -> int:
@@ -164,7 +207,13 @@ class Pruner:
         gone = await self._delete_batches(rule, reason, surplus)
         if gone:
             tell = log.warning if table is tables.outboxes[str(table.schema)] else log.info
-            tell("old rows deleted", action="rows_pruned", table=table.fullname, rows=gone, reason=reason)
+            tell(
+                "old rows deleted",
+                action="rows_pruned",
+                table=table.fullname,
+                rows=gone,
+                reason=reason,
+            )
         return gone
 
     async def _delete_batches(self, rule: Keep, reason: str, surplus: ColumnElement[bool]) -> int:
@@ -196,10 +245,17 @@ class Pruner:
             return None
         table = rule.at.table
         about = text("SELECT reltuples FROM pg_class WHERE oid = to_regclass(:name)")
-        newest = select(rule.at).where(_may_go(rule)).order_by(rule.at.desc()).offset(rule.max_rows).limit(1)
+        newest = (
+            select(rule.at)
+            .where(_may_go(rule))
+            .order_by(rule.at.desc())
+            .offset(rule.max_rows)
+            .limit(1)
+        )
         async with self._database.reading() as connection:
             rows = (await connection.execute(about, {"name": table.fullname})).scalar_one_or_none()
-            # Counting reads as many entries of the index as may be kept: not when there are far fewer by the planner's estimate.
+            # Counting reads as many entries of the index as may be kept: not when there are far
+            # fewer by the planner's estimate.
             if rows is not None and 0 <= rows < rule.max_rows / 2:
                 return None
             return (await connection.execute(newest)).scalar_one_or_none()
@@ -210,6 +266,8 @@ def _may_go(rule: Keep) -> ColumnElement[bool]:
 
 
 async def _alone(work: UnitOfWork, schema: str) -> bool:
-    """Whether no other process prunes this schema at the moment; none does until this transaction has ended."""
+    """Whether no other process prunes this schema at the moment; none does until this transaction
+    has ended.
+    """
     lock = select(func.pg_try_advisory_xact_lock(func.hashtext(f"prune {schema}")))
     return bool((await work.connection.execute(lock)).scalar_one())

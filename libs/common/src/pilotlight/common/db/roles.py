@@ -1,4 +1,5 @@
-"""Who may do what in the database: one role for each owner, which writes its own schema and reads elsewhere only what is listed.
+"""Rights in the database: one role for each owner, which writes its own schema and reads elsewhere
+only what is listed.
 
 Roles and grants are made equal to this page by every migration: what is not listed is revoked.
 """
@@ -33,10 +34,13 @@ def role_of(owner: str) -> str:
 
 
 def ensure_roles(connection: Connection, secrets_dir: Path | None) -> None:
-    """Make every role that does not exist, and give it the password of its secret (stored as a SCRAM verifier)."""
+    """Make every role that does not exist, and give it the password of its secret (stored as a
+    SCRAM verifier).
+    """
     for owner in tables.OWNERS:
         role = role_of(owner)
-        # Another database of the same cluster may be migrated at the same moment, and roles belong to the cluster.
+        # Another database of the same cluster may be migrated at the same moment, and roles belong
+        # to the cluster.
         connection.execute(
             text(
                 f"DO $$ BEGIN CREATE ROLE {role} LOGIN NOSUPERUSER NOCREATEDB NOCREATEROLE; "
@@ -45,12 +49,18 @@ def ensure_roles(connection: Connection, secrets_dir: Path | None) -> None:
         )
         password = read_secret(secrets_dir, f"postgres-{owner}")
         if password is None:
-            log.warning("role keeps its password: there is no secret for it", action="role_without_secret", role=role)
+            log.warning(
+                "role keeps its password: there is no secret for it",
+                action="role_without_secret",
+                role=role,
+            )
             continue
         driver = connection.connection.driver_connection
         if driver is None:
             raise ConnectionError("the connection to the database is closed")
-        verifier = driver.pgconn.encrypt_password(password.encode(), role.encode(), b"scram-sha-256").decode()
+        verifier = driver.pgconn.encrypt_password(
+            password.encode(), role.encode(), b"scram-sha-256"
+        ).decode()
         connection.exec_driver_sql(f"ALTER ROLE {role} PASSWORD '{verifier}'")
 
 
@@ -73,6 +83,8 @@ def apply_grants(connection: Connection) -> None:
     for owner, readable in READS.items():
         schemas = sorted({str(table.schema) for table in readable})
         statements += [f"GRANT USAGE ON SCHEMA {schema} TO {role_of(owner)}" for schema in schemas]
-        statements += [f"GRANT SELECT ON {table.fullname} TO {role_of(owner)}" for table in readable]
+        statements += [
+            f"GRANT SELECT ON {table.fullname} TO {role_of(owner)}" for table in readable
+        ]
     for statement in statements:
         connection.exec_driver_sql(statement)

@@ -1,7 +1,8 @@
 """Connections and units of work.
 
-A unit of work is one transaction: everything that it wrote is there, with the events that say so, or nothing is. What must follow
-a commit (a command, a bucket's new value) is done when the unit of work has ended.
+A unit of work is one transaction: everything that it wrote is there, with the events that say so,
+or nothing is. What must follow a commit (a command, a bucket's new value) is done when the unit of
+work has ended.
 """
 
 import asyncio
@@ -34,7 +35,8 @@ log = structlog.get_logger()
 CONNECT_TIMEOUT_S = 5
 STATEMENT_TIMEOUT_S = 10
 UNIT_DEADLINE_S = 15.0
-"""For a whole unit of work, commit included: nothing waits longer for a database that does not answer."""
+"""For a whole unit of work, commit included: nothing waits longer for a database that does not
+answer."""
 
 
 class Failure(StrEnum):
@@ -57,7 +59,9 @@ class UnitOfWork:
 
     def emit(self, kind: str, entity: str, data: dict[str, Any] | None = None) -> None:
         """Publish an event when, and only when, this commits. ``data`` must be JSON."""
-        self.events.append({"event_id": new_event_id(), "kind": kind, "entity": entity, "data": data or {}})
+        self.events.append(
+            {"event_id": new_event_id(), "kind": kind, "entity": entity, "data": data or {}}
+        )
 
 
 class Database:
@@ -110,18 +114,21 @@ class Database:
     async def unit_of_work(self, *, idle_s: float | None = None) -> AsyncGenerator[UnitOfWork]:
         """One transaction: committed when the body ends, rolled back when it raises.
 
-        With ``idle_s`` the server ends it, and frees its locks, when nothing is heard of it for so long between two statements: for
-        locks that others wait for, should this process be stopped in the middle.
+        With ``idle_s`` the server ends it, and frees its locks, when nothing is heard of it for so
+        long between two statements: for locks that others wait for, should this process be stopped
+        in the middle.
 
         Raises:
-            DatabaseUnavailable: the database cannot be reached or does not answer in time. Nothing was written, unless the break
-                came during the commit itself.
+            DatabaseUnavailable: the database cannot be reached or does not answer in time. Nothing
+                was written, unless the break came during the commit itself.
             sqlalchemy.exc.IntegrityError: a constraint is violated; for the repository to map.
         """
         async with self._connected() as connection, connection.begin():
             work = UnitOfWork(connection)
             if idle_s is not None:
-                await connection.execute(text(f"SET LOCAL idle_in_transaction_session_timeout = {round(idle_s * 1000)}"))
+                await connection.execute(
+                    text(f"SET LOCAL idle_in_transaction_session_timeout = {round(idle_s * 1000)}")
+                )
             yield work
             await self._write_events(work)
         if work.events:
@@ -136,7 +143,9 @@ class Database:
             DatabaseUnavailable: as ``unit_of_work``.
         """
         async with self._connected() as connection:
-            await connection.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
+            await connection.execution_options(
+                isolation_level="REPEATABLE READ", postgresql_readonly=True
+            )
             async with connection.begin():
                 yield connection
 
@@ -149,12 +158,18 @@ class Database:
         except TimeoutError as error:
             if not deadline.expired():
                 raise
-            raise self._failed(Failure.DEADLINE, f"the database did not answer within {UNIT_DEADLINE_S:g} s") from error
+            raise self._failed(
+                Failure.DEADLINE, f"the database did not answer within {UNIT_DEADLINE_S:g} s"
+            ) from error
         except PoolTimeoutError as error:
-            raise self._failed(Failure.POOL, "every connection to the database is in use") from error
+            raise self._failed(
+                Failure.POOL, "every connection to the database is in use"
+            ) from error
         except DBAPIError as error:
             # A connection that the server ended may be told of by any of them.
-            if not (isinstance(error, OperationalError | InterfaceError) or error.connection_invalidated):
+            if not (
+                isinstance(error, OperationalError | InterfaceError) or error.connection_invalidated
+            ):
                 raise
             self._tell(Failure.CONNECTION)
             raise database_error("the database failed", error.orig) from error
@@ -171,14 +186,17 @@ class Database:
         if not work.events:
             return
         common = {"at": self._clock.wall(), "trace_parent": current_traceparent()}
-        await work.connection.execute(insert(tables.outboxes[self.schema]), [{**event, **common} for event in work.events])
+        await work.connection.execute(
+            insert(tables.outboxes[self.schema]), [{**event, **common} for event in work.events]
+        )
 
 
 async def _connect(*arguments: Any, **options: Any) -> psycopg.AsyncConnection[Any]:
     """Connects; when that fails or is given up, hangs up at once.
 
-    psycopg leaves the socket to whoever last holds the error's frames, often the collector. Until it runs the server waits for the rest
-    of the handshake, up to its ``authentication_timeout``, and a DROP DATABASE, even of another one, waits for that.
+    psycopg leaves the socket to the last owner of the error's frames, often the collector. Until it
+    runs the server waits for the rest of the handshake, up to its ``authentication_timeout``, and a
+    DROP DATABASE, even of another one, waits for that.
     """
     try:
         return await psycopg.AsyncConnection.connect(*arguments, **options)
@@ -188,7 +206,9 @@ async def _connect(*arguments: Any, **options: Any) -> psycopg.AsyncConnection[A
 
 
 def service_url(settings: DatabaseSettings, schema: str) -> URL:
-    """The database's URL with the owner's role and password, where the setting does not name them."""
+    """The database's URL with the owner's role and password, where the setting does not name
+    them.
+    """
     url = make_url(settings.database_url).set(drivername="postgresql+psycopg")
     if url.username is None:
         url = url.set(username=role_of(schema))

@@ -1,7 +1,10 @@
-"""Every table, by owner. Facts are stored whole in ``body`` (JSON of their dataclass) beside the columns that are queried.
+"""Every table, by owner.
 
-One writer each: a schema is written by the service of its name alone (``roles.py`` has the grants). Times are of the writer's
-clock, in UTC; those that gate something (the lease) are of the database's.
+Facts are stored whole in ``body`` (JSON of their dataclass) beside the columns that are queried.
+
+One writer each: a schema is written by the service of its name alone (``roles.py`` has the grants).
+Times are of the writer's clock, in UTC; those that gate something (the lease) are of the
+database's.
 """
 
 from sqlalchemy import (
@@ -102,7 +105,8 @@ api_keys = Table(
     CheckConstraint("role IN ('admin', 'inference')", name="role"),
     schema="gateway",
 )
-"""``hash`` is an HMAC of the key, and what finds its row; ``prefix`` is what people know it by. The key itself is nowhere."""
+"""``hash`` is an HMAC of the key, and what finds its row; ``prefix`` is what people know it by. The
+key itself is nowhere."""
 
 usage = Table(
     "usage",
@@ -150,7 +154,8 @@ audit = Table(
     _json("changes"),
     schema="gateway",
 )
-"""What administrators did and tried. ``outcome`` is ``ok``, a code of the error taxonomy, or ``asked`` while the answer is not known."""
+"""What administrators did and tried. ``outcome`` is ``ok``, a code of the error taxonomy, or
+``asked`` while the answer is not known."""
 
 drains = Table(
     "drains",
@@ -217,7 +222,9 @@ cold_starts = Table(
     schema="scheduler",
 )
 
-estimates = Table("estimates", metadata, _key("model"), _key("device_kind"), _json("body"), schema="scheduler")
+estimates = Table(
+    "estimates", metadata, _key("model"), _key("device_kind"), _json("body"), schema="scheduler"
+)
 """``body`` is an ``Estimate``."""
 
 lease = Table(
@@ -230,7 +237,7 @@ lease = Table(
     CheckConstraint("id = 1", name="one_row"),
     schema="scheduler",
 )
-"""One row: who leads, with which epoch, until when by the database's clock."""
+"""One row: the leader, its epoch, until when by the database's clock."""
 
 # cache
 
@@ -244,6 +251,7 @@ grants = Table(
     Column("node_id", Text, nullable=False, index=True),
     _count("device_bytes"),
     _count("host_bytes"),
+    Column("generation", BigInteger, nullable=False, server_default="0"),
     _time("expires_at"),
     _time("created_at"),
     UniqueConstraint("instance_id", "worker_id"),

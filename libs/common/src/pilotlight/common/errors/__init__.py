@@ -26,7 +26,8 @@
     │   └── FileLimitTooLow, DiskFull, SharedMemoryTooSmall, HostPoolTaken, DiskTierTaken, PortTaken, FolderUnusable
     └── InternalError        a bug: the process says so and, where state may be wrong, ends
 
-``code`` is stable: clients, alerts and runbooks use it. The class docstring's first line is the default message.
+``code`` is stable: clients, alerts and runbooks use it. The class docstring's first line is the
+default message.
 
 Errors are imported from here, whichever module of this package defines them.
 """

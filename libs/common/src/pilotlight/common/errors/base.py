@@ -13,7 +13,9 @@ class PilotlightError(Exception):
     """What the user can do."""
     openai_type: ClassVar[str] = "server_error"
 
-    def __init__(self, message: str = "", *, param: str | None = None, retry_after_s: float | None = None) -> None:
+    def __init__(
+        self, message: str = "", *, param: str | None = None, retry_after_s: float | None = None
+    ) -> None:
         doc = (type(self).__doc__ or "").strip().splitlines()
         self.message = message or (doc[0] if doc else self.code)
         self.param = param

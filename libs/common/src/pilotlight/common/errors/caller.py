@@ -14,12 +14,16 @@ class ContextTooLong(BadRequest):
     action = "Shorten the prompt, or ask for fewer tokens."
 
     @classmethod
-    def by_prompt(cls, limit_tokens: int, prompt_tokens: int, *, chat: bool, more: bool = False) -> "ContextTooLong":
-        """The prompt alone leaves no room for an answer. In OpenAI's words: there are clients that look for them.
+    def by_prompt(
+        cls, limit_tokens: int, prompt_tokens: int, *, chat: bool, more: bool = False
+    ) -> "ContextTooLong":
+        """The prompt alone leaves no room for an answer.
+
+        In OpenAI's words: there are clients that look for them.
 
         Args:
             limit_tokens: the model's context.
-            prompt_tokens: what the prompt has; with ``more`` it has at least so many.
+            prompt_tokens: what the prompt has; with ``more`` it has at least this number.
             chat: it is a conversation's.
             more: the prompt was not counted to its end.
         """
@@ -147,9 +151,7 @@ class TextFailed(UnprocessableInput):
     """The model's chat template or tokenizer fails on this prompt."""
 
     code = "text_failed"
-    action = (
-        "Change the prompt; if others fail, too, the model's chat template or tokenizer has to be mended, and registered anew."
-    )
+    action = "Change the prompt; if others fail, too, the model's chat template or tokenizer has to be mended, and registered anew."
 
 
 class TooLarge(CallerError):

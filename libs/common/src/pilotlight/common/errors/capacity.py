@@ -40,4 +40,6 @@ class NoWorker(NoRoom):
     """No live worker can ever hold the model."""
 
     code = "no_worker"
-    action = "See `pilotlight doctor` and /admin/v1/workers; the message says how much memory is needed."
+    action = (
+        "See `pilotlight doctor` and /admin/v1/workers; the message says how much memory is needed."
+    )

@@ -14,7 +14,9 @@ class MachineUnfit(PilotlightError):
     """This machine, as it is, will not do."""
 
     code = "machine_unfit"
-    action = "Mend what the message names, and start again; `pilotlight doctor` looks at everything."
+    action = (
+        "Mend what the message names, and start again; `pilotlight doctor` looks at everything."
+    )
 
 
 class FileLimitTooLow(MachineUnfit):
@@ -42,18 +44,14 @@ class HostPoolTaken(MachineUnfit):
     """Another loader holds the host pool."""
 
     code = "host_pool_taken"
-    action = (
-        "Stop the loader that holds it (`fuser` on the file names it), or give this one a file of its own: PILOTLIGHT_POOL_PATH."
-    )
+    action = "Stop the loader that holds it (`fuser` on the file names it), or give this one a file of its own: PILOTLIGHT_POOL_PATH."
 
 
 class DiskTierTaken(MachineUnfit):
     """Another loader uses the folder of the disk tier."""
 
     code = "disk_tier_taken"
-    action = (
-        "Stop the loader that uses it (`fuser` on its file `.lock` names it), or give this one its own: PILOTLIGHT_DISK_TIER_DIR."
-    )
+    action = "Stop the loader that uses it (`fuser` on its file `.lock` names it), or give this one its own: PILOTLIGHT_DISK_TIER_DIR."
 
 
 class PortTaken(MachineUnfit):

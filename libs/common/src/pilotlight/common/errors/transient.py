@@ -17,7 +17,7 @@ class ControlPlaneUnavailable(TransientError):
 
 
 class BusUnavailable(TransientError):
-    """NATS cannot be reached, or nobody answers there."""
+    """NATS cannot be reached, or no service answers there."""
 
     code = "bus_unavailable"
     action = "Check that nats-server runs and PILOTLIGHT_NATS_URL is right."
@@ -89,7 +89,7 @@ class SourceMissing(SourceUnavailable):
 
 
 class SourceDenied(SourceUnavailable):
-    """Whoever holds the model's files refuses to give them."""
+    """The server that has the model's files refuses to give them."""
 
     code = "source_denied"
     action = (

@@ -1,7 +1,7 @@
 """Encoding and framing of messages.
 
-JSON on the bus, so that ``nats sub`` shows what goes on; msgpack for token batches and for frames between processes of one host.
-Unknown fields are ignored: releases can mix.
+JSON on the bus, so that ``nats sub`` shows what goes on; msgpack for token batches and for frames
+between processes of one host. Unknown fields are ignored: releases can mix.
 """
 
 import asyncio
@@ -116,7 +116,9 @@ class FrameBuffer:
         while len(self._bytes) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._bytes)
             if length > MAX_FRAME_BYTES:
-                raise MessageTooLarge(f"a frame of {length} bytes; at most {MAX_FRAME_BYTES} are taken")
+                raise MessageTooLarge(
+                    f"a frame of {length} bytes; at most {MAX_FRAME_BYTES} are taken"
+                )
             end = _LENGTH.size + length
             if len(self._bytes) < end:
                 break

@@ -22,7 +22,8 @@ class DemandVector(Message, frozen=True, kw_only=True):
     gateway_id: GatewayId
     demands: tuple[Demand, ...]
     seq: int = 0
-    """Counts the gateway's vectors from 1, so that one that comes late is known to be old. 0: of a release that does not."""
+    """Counts the gateway's vectors from 1, so that one that comes late is known to be old. 0: of a
+    release that does not."""
 
 
 class Warm(Message, frozen=True, kw_only=True):

@@ -1,4 +1,6 @@
-"""Worker and its engine child, over a socketpair: msgpack frames, each of them ``Timed`` (``common.envelope``)."""
+"""Worker and its engine child, over a socketpair: msgpack frames, each of them ``Timed``
+(``common.envelope``).
+"""
 
 from pilotlight.common.envelope import Timed
 from pilotlight.common.messages.codec import Message
@@ -10,7 +12,10 @@ from pilotlight.policy.request import FinishReason, Sampling, Vocabulary
 
 
 class LoadStage(Message, tag="load", frozen=True, kw_only=True):
-    """Make room for a stage; its parts follow as ``PlacePart``. The engine's part of ``init`` begins when it was sent."""
+    """Make room for a stage; its parts follow as ``PlacePart``.
+
+    The engine's part of ``init`` begins when it was sent.
+    """
 
     instance_id: InstanceId
     model: Model
@@ -22,7 +27,8 @@ class LoadStage(Message, tag="load", frozen=True, kw_only=True):
 class PlacePart(Message, tag="part", frozen=True, kw_only=True):
     """Copy one part's tensors from the host pool to their place.
 
-    The envelope says since when the part is ready: ``load`` of it begins then, or with the end of what came before.
+    The envelope says since when the part is ready: ``load`` of it begins then, or with the end of
+    what came before.
     """
 
     instance_id: InstanceId
@@ -31,7 +37,10 @@ class PlacePart(Message, tag="part", frozen=True, kw_only=True):
 
 
 class OpenDoor(Message, tag="door", frozen=True, kw_only=True):
-    """Listen for the engines of other stages. ``DoorOpened`` follows, or ``StageRefused`` without an instance."""
+    """Listen for the engines of other stages.
+
+    ``DoorOpened`` follows, or ``StageRefused`` without an instance.
+    """
 
     node_id: NodeId
     """What this node proves, with the cluster's key."""
@@ -67,7 +76,8 @@ class ConnectStage(Message, tag="connect", frozen=True, kw_only=True):
 class ExtendStage(Message, tag="extend", frozen=True, kw_only=True):
     """Give a stage more layers behind its own; the parts that it lacks follow as ``PlacePart``.
 
-    It serves its old range meanwhile. ``StageGrown`` follows, or ``StageRefused``: then it stays what it was.
+    It serves its old range meanwhile. ``StageGrown`` follows, or ``StageRefused``: then it stays
+    what it was.
     """
 
     instance_id: InstanceId
@@ -79,7 +89,10 @@ class ExtendStage(Message, tag="extend", frozen=True, kw_only=True):
 
 
 class CallOffExtend(Message, tag="call_off", frozen=True, kw_only=True):
-    """Parts of a longer range cannot be had. ``StageRefused`` follows if the stage serves its old range on, else ``StageFailed``."""
+    """Parts of a longer range cannot be had.
+
+    ``StageRefused`` follows if the stage serves its old range on, else ``StageFailed``.
+    """
 
     instance_id: InstanceId
     code: str
@@ -87,7 +100,10 @@ class CallOffExtend(Message, tag="call_off", frozen=True, kw_only=True):
 
 
 class ResizeStage(Message, tag="resize", frozen=True, kw_only=True):
-    """Give a stage more bytes or fewer: its KV grows or shrinks. ``StageResized`` follows, or ``StageRefused``."""
+    """Give a stage more bytes or fewer: its KV grows or shrinks.
+
+    ``StageResized`` follows, or ``StageRefused``.
+    """
 
     instance_id: InstanceId
     device_bytes: int
@@ -100,7 +116,8 @@ class UnloadStage(Message, tag="unload", frozen=True, kw_only=True):
 
 
 class KvBytes(Message, frozen=True, kw_only=True):
-    """Keys and values of one request, positions [start, start + tokens) in some layers: row-major, in the model's dtype.
+    """Keys and values of one request, positions [start, start + tokens) in some layers: row-major,
+    in the model's dtype.
 
     ::
 
@@ -115,7 +132,9 @@ class KvBytes(Message, frozen=True, kw_only=True):
 
 
 class ExportKv(Message, tag="export_kv", frozen=True, kw_only=True):
-    """Copy the KV that a request has in some layers. It goes on. ``KvExported`` follows, or ``StageRefused``.
+    """Copy the KV that a request has in some layers.
+
+    It goes on. ``KvExported`` follows, or ``StageRefused``.
 
     A frame holds 64 MiB: more is asked for in several ranges of layers.
     """
@@ -129,7 +148,10 @@ class ExportKv(Message, tag="export_kv", frozen=True, kw_only=True):
 
 
 class ReleaseRequest(Message, tag="release", frozen=True, kw_only=True):
-    """Let a request go that goes on elsewhere: no end of it is told. ``RequestReleased`` follows, or ``StageRefused``."""
+    """Let a request go that goes on elsewhere: no end of it is told.
+
+    ``RequestReleased`` follows, or ``StageRefused``.
+    """
 
     instance_id: InstanceId
     request_id: RequestId
@@ -137,7 +159,10 @@ class ReleaseRequest(Message, tag="release", frozen=True, kw_only=True):
 
 
 class Run(Message, tag="run", frozen=True, kw_only=True):
-    """Take a request into the batch. ``prefill`` of a stage's first request begins when it was sent."""
+    """Take a request into the batch.
+
+    ``prefill`` of a stage's first request begins when it was sent.
+    """
 
     request_id: RequestId
     attempt: int
@@ -150,7 +175,8 @@ class Run(Message, tag="run", frozen=True, kw_only=True):
     deadline_in_s: float | None = None
     """As in ``Submit``, from when it was sent."""
     kv: tuple[KvBytes, ...] = ()
-    """Of a request that moved here: what other engines had of it, in all layers. What is missing at its end is computed."""
+    """Of a request that moved here: what other engines had of it, in all layers. What is missing at
+    its end is computed."""
 
 
 class Abort(Message, tag="abort", frozen=True, kw_only=True):
@@ -208,14 +234,19 @@ class EngineUp(Message, tag="up", frozen=True, kw_only=True):
 
 
 class EngineFault(Message, tag="fault", frozen=True, kw_only=True):
-    """Last frame of a child that cannot go on: its device's context is lost, or its books are wrong. It ends now."""
+    """Last frame of a child that cannot go on: its device's context is lost, or its books are
+    wrong.
+
+    It ends now.
+    """
 
     code: str
     message: str
 
 
 class StageOpened(Message, tag="opened", frozen=True, kw_only=True):
-    """The stage takes requests: room is made for a whole model, which runs them as far as its parts are in place, or the stage leads
+    """The stage takes requests: room is made for a whole model, which runs them as far as its parts
+    are in place, or the stage leads
     a pipeline whose stages have all answered. Nothing else says that an engine serves an instance.
     """
 
@@ -232,7 +263,10 @@ class StageLoaded(Message, tag="loaded", frozen=True, kw_only=True):
 
 
 class StageFailed(Message, tag="load_failed", frozen=True, kw_only=True):
-    """The stage cannot be loaded: a code of the error taxonomy and a sentence. Its memory is free again."""
+    """The stage cannot be loaded: a code of the error taxonomy and a sentence.
+
+    Its memory is free again.
+    """
 
     instance_id: InstanceId
     code: str
@@ -252,7 +286,9 @@ class StageConnected(Message, tag="connected", frozen=True, kw_only=True):
 
 
 class StageGrown(Message, tag="grown", frozen=True, kw_only=True):
-    """The stage runs its longer range from now on."""
+    """The stage has its longer range. One that follows in a pipeline runs it when the pipeline
+    ends; ``StageOpened`` tells that.
+    """
 
     instance_id: InstanceId
     stage: Stage
@@ -287,7 +323,9 @@ class RequestReleased(Message, tag="released", frozen=True, kw_only=True):
 
 
 class StageRefused(Message, tag="refused", frozen=True, kw_only=True):
-    """The last command about pipelines, ranges, bytes or KV cannot be done: the stage stays what it was."""
+    """The last command about pipelines, ranges, bytes or KV cannot be done: the stage stays what it
+    was.
+    """
 
     code: str
     message: str
@@ -295,7 +333,9 @@ class StageRefused(Message, tag="refused", frozen=True, kw_only=True):
 
 
 class PipelineLeft(Message, tag="left", frozen=True, kw_only=True):
-    """The stage is in no pipeline any more: all of its layers were taken over, or, with a code, others of its stages are lost."""
+    """The stage is in no pipeline any more: all of its layers were taken over, or, with a code,
+    others of its stages are lost.
+    """
 
     instance_id: InstanceId
     code: str = ""
@@ -309,12 +349,16 @@ class StageUnloaded(Message, tag="unloaded", frozen=True, kw_only=True):
 
 
 class Produced(Message, array_like=True, frozen=True, kw_only=True):
-    """What one step gave one request. Every request that was added gets exactly one with a ``finish``."""
+    """What one step gave one request.
+
+    Every request that was added gets exactly one with a ``finish``.
+    """
 
     request_id: RequestId
     attempt: int
     position: int
-    """Output position of the first of ``token_ids``; the number of output tokens so far when there are none."""
+    """Output position of the first of ``token_ids``; the number of output tokens so far when there
+    are none."""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] | None = None
     """As many as tokens, if the request asked for them."""
@@ -322,7 +366,8 @@ class Produced(Message, array_like=True, frozen=True, kw_only=True):
     code: str = ""
     message: str = ""
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
-    """Of each token, ids and log probabilities of the most probable ones, if the request asked for them."""
+    """Of each token, ids and log probabilities of the most probable ones, if the request asked for
+    them."""
 
 
 class StepDone(Message, tag="step", frozen=True, kw_only=True):
@@ -362,7 +407,8 @@ class Prefilled(Message, tag="prefilled", frozen=True, kw_only=True):
     phase: Phase
     """From when every part was in place, or the request came, until the token was sampled."""
     earlier: tuple[Phase, ...] = ()
-    """Whatever else was recorded since the stage was loaded. What ran while parts were on their way left with ``StageLoaded``."""
+    """Whatever else was recorded since the stage was loaded. What ran while parts were on their way
+    left with ``StageLoaded``."""
 
 
 FromEngine = (

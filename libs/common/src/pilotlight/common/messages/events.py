@@ -1,4 +1,7 @@
-"""Notifications in the JetStream stream EVENTS: what happened. The owner's row or reply is the truth."""
+"""Notifications in the JetStream stream EVENTS: what happened.
+
+The owner's row or reply is the truth.
+"""
 
 from typing import Any
 

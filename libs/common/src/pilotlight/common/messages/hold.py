@@ -1,7 +1,8 @@
 """Scheduler to worker and loader: what to hold.
 
-Level-triggered: a command is the whole desired state of its receiver under one epoch. What is not in it is to be let go. It is
-repeated until reports agree, and every second after; hearing one twice, or only the last of many, changes nothing.
+Level-triggered: a command is the whole desired state of its receiver under one epoch. What is not
+in it is to be let go. It is repeated until reports agree, and every second after; hearing one
+twice, or only the last of many, changes nothing.
 """
 
 from pilotlight.common.messages.codec import Message
@@ -25,7 +26,9 @@ LEADING_KEY = "scheduler"
 
 
 class Leading(Message, frozen=True, kw_only=True):
-    """The newest epoch, written before its leader's first command: a loader that was away meanwhile learns from it whom not to obey."""
+    """The newest epoch, written before its leader's first command: a loader that was away learns
+    from it which commands to refuse.
+    """
 
     epoch: Epoch
 
@@ -42,11 +45,13 @@ class Hold(Message, frozen=True, kw_only=True):
     draining: bool = False
     """Take no new request; the stage is let go when the last one has ended."""
     drain_within_s: float | None = None
-    """While ``draining``: requests that have not ended this long after the worker heard of it are to go on elsewhere. None: they end
-    here, however long they take; an earlier release knows nothing else."""
+    """While ``draining``: requests that have not ended this long after the worker heard of it are
+    to go on elsewhere. None: they end here, however long they take; an earlier release knows
+    nothing else."""
     trace_parent: str = ""
     members: tuple[Member, ...] = ()
-    """The pipeline group that the stage is one of, in the order of its stages; empty where one worker holds the model."""
+    """The pipeline group that the stage is one of, in the order of its stages; empty where one
+    worker holds the model."""
 
 
 class WorkerHold(Message, frozen=True, kw_only=True):
@@ -56,8 +61,8 @@ class WorkerHold(Message, frozen=True, kw_only=True):
     epoch: Epoch
     holds: tuple[Hold, ...]
     seq: int = 0
-    """Counts the leader's commands under its epoch from 1, so that one that comes late is known to be old. 0: of a release that
-    does not."""
+    """Counts the leader's commands under its epoch from 1, so that one that comes late is known to
+    be old. 0: of a release that does not."""
 
 
 class Peer(Message, frozen=True, kw_only=True):
@@ -69,7 +74,8 @@ class Peer(Message, frozen=True, kw_only=True):
 
 
 class Fetch(Message, frozen=True, kw_only=True):
-    """Parts of one model that a node's workers are about to lease: move their bytes at once, or, for a prefetch, when nothing that
+    """Parts of one model that a node's workers are about to lease: move their bytes at once, or,
+    for a prefetch, when nothing that
     a cold start waits for is on its way.
     """
 
@@ -80,12 +86,16 @@ class Fetch(Message, frozen=True, kw_only=True):
     trace_parent: str = ""
     priority: FetchPriority = FetchPriority.COLD_START
     upstreams: tuple[Peer, ...] = ()
-    """Nodes that have the parts, or get them at this moment, in the order in which they are to be asked: the predecessor in the
-    chain, then who comes before it. The model's own source is asked when none of them can give a chunk."""
+    """Nodes that have the parts, or get them at this moment, in the order in which they are to be
+    asked: the predecessor in the chain, then the nodes before it. The model's own source is asked
+    when none of them can give a chunk."""
 
 
 class NodeHold(Message, frozen=True, kw_only=True):
-    """Everything that a node is to fetch for its workers. ``fetch`` of what it starts begins when it was sent."""
+    """Everything that a node is to fetch for its workers.
+
+    ``fetch`` of what it starts begins when it was sent.
+    """
 
     node_id: NodeId
     epoch: Epoch

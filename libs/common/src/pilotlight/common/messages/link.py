@@ -1,11 +1,12 @@
 """Loader and loader, over TCP: who is there, and which bytes of which chunk are wanted.
 
-Each connection is one node's: it asks, the other one gives. Frames are told in ``pilotlight.dataplane.link.wire``; these are the
-bodies of those that hold no parameters.
+The node that makes a connection is its receiver, the other one its sender.
+``pilotlight.dataplane.link.wire`` describes the frames; these are the bodies of those that hold no
+parameters.
 
 ::
 
-    asks                             gives
+    receiver                         sender
     Hello                     ->                     who I am, my nonce
                               <-     Welcome         who I am, my nonce; I know the key
     Proof                     ->                     so do I
@@ -19,7 +20,8 @@ bodies of those that hold no parameters.
     Enough (1)                ->                     received, or not wanted any more: let go of it
                               <-     NotHeld (2)
 
-Between two nodes that can, bytes go another way: the giver tells how its memory can be read, and, instead of sending them, where they lie.
+Between two nodes that can, bytes go another way: the sender tells how its memory can be read, and,
+instead of sending them, where they lie.
 
 ::
 
@@ -40,13 +42,13 @@ LINK_VERSION = 1
 
 
 class Hello(Message, tag="hello", frozen=True, kw_only=True):
-    """The first frame of a connection, by who made it."""
+    """The first frame of a connection, by the node that made it."""
 
     version: int
     node_id: NodeId
     nonce: bytes
     beat_s: float = 1.0
-    """Who waits wants to hear at least so often that what it asked for is on its way."""
+    """The longest time without bytes or ``Waiting`` that the receiver accepts."""
     about: str = ""
     """What the connection is for: which channel. A link is for everything, and says nothing."""
     one_sided: bool = False
@@ -54,7 +56,7 @@ class Hello(Message, tag="hello", frozen=True, kw_only=True):
 
 
 class Welcome(Message, tag="welcome", frozen=True, kw_only=True):
-    """The answer, with the proof that whoever listens knows the cluster's key."""
+    """The answer, with the proof that the node that listens knows the cluster's key."""
 
     version: int
     node_id: NodeId
@@ -63,7 +65,7 @@ class Welcome(Message, tag="welcome", frozen=True, kw_only=True):
 
 
 class Proof(Message, tag="proof", frozen=True, kw_only=True):
-    """The proof that whoever connects does."""
+    """The proof that the node that connects knows it, too."""
 
     proof: bytes
 
@@ -87,29 +89,39 @@ class Ask(Message, tag="ask", frozen=True, kw_only=True):
     chunk: int
     """Within the part."""
     digest: Digest | None
-    """The chunk's, as recorded. None: it is not known to be recorded; nothing is sent, and ``Recorded`` says when it is."""
+    """The chunk's, as recorded. None: it is not known to be recorded; nothing is sent, and
+    ``Recorded`` says when it is."""
     from_byte: int
     priority: FetchPriority = FetchPriority.COLD_START
     one_sided: bool = False
-    """The asker reads the bytes itself: say where they lie. Bytes are sent all the same where the giver's memory cannot be read."""
+    """The receiver reads the bytes itself: say where they lie. Bytes are sent all the same where
+    the sender's memory cannot be read."""
 
 
 class Enough(Message, tag="enough", frozen=True, kw_only=True):
-    """All that was asked for came, or it is not wanted any more. What still comes of it is thrown away."""
+    """All that was asked for came, or it is not wanted any more.
+
+    What still comes of it is thrown away.
+    """
 
 
 class Region(Message, tag="region", frozen=True, kw_only=True):
-    """From now on the giver's host pool can be read by one-sided reads. Said only to who said that it can, and again when it changes."""
+    """From now on the sender's host pool can be read by one-sided reads.
+
+    Said only to receivers that can, and again when it changes.
+    """
 
     agent: bytes
-    """What NIXL has to know of the giver."""
+    """What NIXL has to know of the sender."""
     address: int
-    """Where the pool's images begin, as the giver's process sees them."""
+    """Where the pool's images begin, as the sender's process sees them."""
     size_bytes: int
 
 
 class Placed(Message, tag="placed", frozen=True, kw_only=True):
-    """The next bytes of the chunk lie there, and stay until ``Enough``: up to the end of one unit, never beyond."""
+    """The next bytes of the chunk lie there, and stay until ``Enough``: up to the end of one unit,
+    never beyond.
+    """
 
     offset: int
     """From the region's address on."""
@@ -117,7 +129,10 @@ class Placed(Message, tag="placed", frozen=True, kw_only=True):
 
 
 class Units(Message, tag="units", frozen=True, kw_only=True):
-    """The chunk's list: the digests of all its units, 32 bytes each, one after the other. Its bytes follow."""
+    """The chunk's list: the digests of all its units, 32 bytes each, one after the other.
+
+    Its bytes follow.
+    """
 
     digests: bytes
 
@@ -138,5 +153,7 @@ class Waiting(Message, tag="waiting", frozen=True, kw_only=True):
     """A sign of life: what was asked for is on its way here."""
 
 
-FromAsker = Hello | Proof | Ask | Enough
-FromGiver = Welcome | Accepted | Refused | Region | Units | Placed | Sent | NotHeld | Recorded | Waiting
+FromReceiver = Hello | Proof | Ask | Enough
+FromSender = (
+    Welcome | Accepted | Refused | Region | Units | Placed | Sent | NotHeld | Recorded | Waiting
+)

@@ -1,4 +1,4 @@
-"""Everyone to scheduler: the leaf intervals of a cold start."""
+"""All services to the scheduler: the leaf intervals of a cold start."""
 
 from pilotlight.common.messages.codec import Message
 from pilotlight.policy.ids import InstanceId, RequestId
@@ -9,7 +9,9 @@ PHASES_SUBJECT = "v1.scheduler.phases"
 
 
 class FirstToken(Message, frozen=True, kw_only=True):
-    """The end of a cold start: when the gateway had its first token in hand, on its monotonic clock."""
+    """The end of a cold start: when the gateway had its first token in hand, on its monotonic
+    clock.
+    """
 
     request_id: RequestId
     at_s: float
@@ -19,7 +21,10 @@ class FirstToken(Message, frozen=True, kw_only=True):
 
 
 class PhaseReport(Message, frozen=True, kw_only=True):
-    """Phases of one instance's cold start. Reports of one process may repeat intervals; the scheduler keeps a set."""
+    """Phases of one instance's cold start.
+
+    Reports of one process may repeat intervals; the scheduler keeps a set.
+    """
 
     instance_id: InstanceId
     phases: tuple[Phase, ...]

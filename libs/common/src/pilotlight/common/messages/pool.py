@@ -1,6 +1,7 @@
 """Worker and loader, over the node's Unix socket: leases on the host pool.
 
-A lease lives as long as its connection: the kernel's close frees it, so shared memory holds no reference counts.
+A lease lives as long as its connection: the kernel's close frees it, so shared memory holds no
+reference counts.
 """
 
 from pilotlight.common.messages.codec import Message
@@ -9,18 +10,23 @@ from pilotlight.policy.model import Dtype, Model
 from pilotlight.policy.phase import Moment
 
 RETURN_S = 5.0
-"""A loader that took over a pool gives up nothing of it for so long: workers whose leases it does not know of yet may be reading."""
+"""A loader that took over a pool gives up nothing of it for so long: workers whose leases it does
+not know of yet may be reading."""
 
 
 class Hello(Message, tag="hello", frozen=True, kw_only=True):
-    """A worker's first frame on its supervision connection; its death is this connection's close."""
+    """A worker's first frame on its supervision connection; its death is this connection's
+    close.
+    """
 
     worker_id: WorkerId
     pid: int
 
 
 class Lease(Message, tag="lease", frozen=True, kw_only=True):
-    """A worker's first frame on a lease connection: keep these parts, fetch what is missing, tell me as each is verified."""
+    """A worker's first frame on a lease connection: keep these parts, fetch what is missing, tell
+    me as each is verified.
+    """
 
     worker_id: WorkerId
     instance_id: InstanceId
@@ -45,14 +51,18 @@ class PartReady(Message, tag="ready", frozen=True, kw_only=True):
     part: int
     tensors: tuple[TensorPlace, ...]
     ready: Moment | None = None
-    """Since when it was, or, if that is longer ago, the lease's begin. None: of a release that does not say."""
+    """Since when it was, or, if that is longer ago, the lease's begin. None: of a release that does
+    not say."""
     serial: int = 0
-    """Of its image. Said again by a loader that took over the pool, another one says that the bytes are no longer the same ones.
-    0: of a release that does not say."""
+    """Of its image. Said again by a loader that took over the pool, another one says that the bytes
+    are no longer the same ones. 0: of a release that does not say."""
 
 
 class LeaseGranted(Message, tag="granted", frozen=True, kw_only=True):
-    """Map this file read-only, whole. Parts follow as ``PartReady``, in execution order as far as the source allows."""
+    """Map this file read-only, whole.
+
+    Parts follow as ``PartReady``, in execution order as far as the source allows.
+    """
 
     pool_path: str
 

@@ -1,4 +1,4 @@
-"""Workers and loaders to everyone: what is held, every 200 ms and at once on change."""
+"""Workers and loaders to all services: what is held, every 200 ms and at once on change."""
 
 from pilotlight.common.messages.codec import Message
 from pilotlight.policy.cluster import NodeFacts, WorkerFacts
@@ -27,7 +27,8 @@ class WorkerReport(Message, frozen=True, kw_only=True):
     incarnation: str
     epoch_seen: Epoch
     seq: int = 0
-    """Counts the reports of an incarnation from 1, so that one that comes late is known to be old. 0: of a release that does not."""
+    """Counts the reports of an incarnation from 1, so that one that comes late is known to be old.
+    0: of a release that does not."""
 
 
 class LoaderReport(Message, frozen=True, kw_only=True):

@@ -4,7 +4,16 @@ The cache picks victims, their holder confirms, the cache grants. No grant, no l
 """
 
 from pilotlight.common.messages.codec import Message
-from pilotlight.policy.ids import Digest, Epoch, Generation, GrantId, InstanceId, ModelName, NodeId, WorkerId
+from pilotlight.policy.ids import (
+    Digest,
+    Epoch,
+    Generation,
+    GrantId,
+    InstanceId,
+    ModelName,
+    NodeId,
+    WorkerId,
+)
 
 RESERVE_SUBJECT = "v1.cache.reserve"
 """Request/reply: ``Reserve`` → ``Reserved``."""
@@ -23,7 +32,8 @@ def drop_subject(node_id: NodeId) -> str:
 
 
 class Reserve(Message, frozen=True, kw_only=True):
-    """Room for one stage: on its worker's device and in its node's host pool. Idempotent by (instance_id, generation) on a worker: a
+    """Room for one stage: on its worker's device and in its node's host pool. Idempotent by
+    (instance_id, generation) on a worker: a
     later generation may ask for more, and its grant takes the place of the one before.
     """
 
@@ -39,7 +49,8 @@ class Reserve(Message, frozen=True, kw_only=True):
     """Which parts these are; empty: of a release that does not say."""
     lease_s: float
     epoch: Epoch = Epoch(0)
-    """Of the leader that asks; one that is older than another that is known is refused. 0: of a release that does not say."""
+    """Of the leader that asks; one that is older than another that is known is refused. 0: of a
+    release that does not say."""
     generation: Generation = Generation(0)
     """Of the instance's stages. 0: of a release that does not say."""
 

@@ -1,15 +1,19 @@
-"""Everyone to gateway: finished spans, so that the trace viewer needs no collector."""
+"""All services to gateways: finished spans, so that the trace viewer needs no collector."""
 
 from msgspec import field
 
 from pilotlight.common.messages.codec import Message
 
 SPANS_SUBJECT = "v1.spans"
-"""``SpanBatch``: a notification, and like all of them it may be lost. Gateways listen as one queue group."""
+"""``SpanBatch``: a notification, and like all of them it may be lost. Gateways listen as one queue
+group."""
 
 
 class SpanRecord(Message, frozen=True, kw_only=True):
-    """One finished span. Times are Unix time in seconds; ``parent_id`` is empty for the root of a trace."""
+    """One finished span.
+
+    Times are Unix time in seconds; ``parent_id`` is empty for the root of a trace.
+    """
 
     trace_id: str
     span_id: str
@@ -20,7 +24,9 @@ class SpanRecord(Message, frozen=True, kw_only=True):
     end_at_s: float
     status: str = "ok"
     """``ok``, or the code of the error that ended it."""
-    attributes: dict[str, str | int | float | bool] = field(default_factory=dict[str, str | int | float | bool])
+    attributes: dict[str, str | int | float | bool] = field(
+        default_factory=dict[str, str | int | float | bool]
+    )
 
 
 class SpanBatch(Message, frozen=True, kw_only=True):

@@ -1,7 +1,7 @@
 """Gateway and worker: submit, token batches, acknowledgement, resend, cancel.
 
-Output positions count from the request's first output token, whichever instance made it. ``seq`` of an entry is the position of
-its first token::
+Output positions count from the request's first output token, whichever instance made it. ``seq`` of
+an entry is the position of its first token::
 
     position    0  1  2  3  4  5
     entries     [seq 0 ) [seq 3) [seq 4, finish)
@@ -40,7 +40,9 @@ def tokens_subject(gateway_id: GatewayId) -> str:
 
 
 class Submit(Message, frozen=True, kw_only=True):
-    """Run a request. Its key is (request_id, attempt): a repeated submit is answered from memory."""
+    """Run a request. Its key is (request_id, attempt): a repeated submit is answered from
+    memory.
+    """
 
     request_id: RequestId
     attempt: int
@@ -52,7 +54,8 @@ class Submit(Message, frozen=True, kw_only=True):
     """What earlier attempts already delivered; the engine goes on after it."""
     sampling: Sampling
     deadline_in_s: float | None = None
-    """Seconds from now within which it must end; past them it ends with ``deadline_exceeded``. None: it may take its time."""
+    """Seconds from now within which it must end; past them it ends with ``deadline_exceeded``.
+    None: it may take its time."""
 
 
 class SubmitReply(Message, frozen=True, kw_only=True):
@@ -72,18 +75,21 @@ class TokenEntry(Message, frozen=True, kw_only=True):
     seq: int
     token_ids: list[int]
     logprobs: list[float | None] | None = None
-    """Of the chosen tokens, when the request asked for them. None among them: not known, or not finite, which JSON cannot say."""
+    """Of the chosen tokens, when the request asked for them. None among them: not known, or not
+    finite, which JSON cannot say."""
     finish: FinishReason | None = None
     code: str = ""
     message: str = ""
     top_logprobs: list[list[tuple[int, float]]] | None = None
-    """Of each token, ids and log probabilities of the most probable ones, when the request asked for them."""
+    """Of each token, ids and log probabilities of the most probable ones, when the request asked
+    for them."""
 
 
 class TokenBatch(Message, frozen=True, kw_only=True):
     """One engine step's tokens for one gateway.
 
-    The envelope of one with the first tokens of a request says when they were sampled: ``deliver`` begins then.
+    The envelope of one with the first tokens of a request says when they were sampled: ``deliver``
+    begins then.
     """
 
     worker_id: WorkerId
@@ -115,7 +121,7 @@ class Resend(Message, frozen=True, kw_only=True):
 
 
 class Cancel(Message, frozen=True, kw_only=True):
-    """Nobody waits for these any more."""
+    """Requests that no client waits for any more."""
 
     gateway_id: GatewayId
     request_ids: list[RequestId]

@@ -1,4 +1,5 @@
-"""Gateway to loader: reading all of a model from its source, to compare it with the recorded digests and to fill in what is missing.
+"""Gateway to loader: reading all of a model from its source, to compare it with the recorded
+digests and to fill in what is missing.
 
 It takes as long as reading takes, so it is started with one request and asked about with others.
 """
@@ -60,7 +61,7 @@ class Verification(Message, frozen=True, kw_only=True):
     total_bytes: int
     """Of the model's files."""
     filled_parts: int = 0
-    """Parts whose digests nobody had recorded, and that are now."""
+    """Parts whose digests had not been recorded, and are now."""
     difference_count: int = 0
     differences: tuple[str, ...] = ()
     """What is not as it was recorded or registered: file, part and range; the first of them."""

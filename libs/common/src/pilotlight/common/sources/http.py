@@ -1,7 +1,9 @@
-"""HTTP for reading from a hub: redirects are followed by hand, since each may lead to another server.
+"""HTTP for reading from a hub: redirects are followed by hand, since each may lead to another
+server.
 
-A hub answers for large files with a redirect to where the bytes lie. Where that is, is foreign input: our token does not travel there,
-and an address of our own network is not connected to unless it is the hub's own or the settings name it.
+A hub answers for large files with a redirect to where the bytes lie. Where that is, is foreign
+input: our token does not travel there, and an address of our own network is not connected to unless
+it is the hub's own or the settings name it.
 """
 
 import ipaddress
@@ -61,7 +63,8 @@ class Answer:
     headers: dict[str, str]
     """By name in lower case; the last of several."""
     endpoint_headers: dict[str, str]
-    """What the endpoint itself said on the way; where it spoke more than once, what it said first. Nobody else is in here."""
+    """What the endpoint itself said on the way; where it spoke more than once, what it said first.
+    No other server's are in here."""
     url: str
     body: Iterator[bytes]
 
@@ -83,14 +86,20 @@ class GuardedHttp:
     """A client of one endpoint and of the places that it refers to. Threads may share it."""
 
     def __init__(
-        self, endpoint: str, token: str | None, private_hosts: Iterable[str] = (), *, read_timeout_s: float = 10.0
+        self,
+        endpoint: str,
+        token: str | None,
+        private_hosts: Iterable[str] = (),
+        *,
+        read_timeout_s: float = 10.0,
     ) -> None:
         """Nothing is sent yet.
 
         Args:
             endpoint: whose server is trusted wherever it is, and alone gets the token.
             token: for the endpoint.
-            private_hosts: further servers, as ``host`` or ``host:port``, that may have private addresses.
+            private_hosts: further servers, as ``host`` or ``host:port``, that may have private
+                addresses.
             read_timeout_s: a connection that gives no byte for this long is given up.
         """
         self._endpoint = Origin.of(endpoint)
@@ -125,11 +134,16 @@ class GuardedHttp:
                 url = urljoin(base, reference)
                 origin = Origin.of(url)
             except ValueError as error:
-                raise SourceDenied("the server refers to a place that is not a plain http or https URL") from error
+                raise SourceDenied(
+                    "the server refers to a place that is not a plain http or https URL"
+                ) from error
             if self._endpoint.scheme == "https" and origin.scheme != "https":
                 raise SourceDenied(f"the server refers to {origin.host} without encryption")
             with self._request(url, origin, headers or {}) as response:
-                answered = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in response.headers}
+                answered = {
+                    name.decode("latin-1").lower(): value.decode("latin-1")
+                    for name, value in response.headers
+                }
                 if origin == self._endpoint:
                     told = {**answered, **told}
                 if response.status not in _REDIRECTS:
@@ -144,14 +158,18 @@ class GuardedHttp:
         self._pool.close()
 
     @contextmanager
-    def _request(self, url: str, origin: Origin, headers: dict[str, str]) -> Generator[httpcore2.Response]:
+    def _request(
+        self, url: str, origin: Origin, headers: dict[str, str]
+    ) -> Generator[httpcore2.Response]:
         sent = {"accept-encoding": "identity", "user-agent": _USER_AGENT, **headers}
         if self._authorization is not None and origin == self._endpoint:
             sent["authorization"] = self._authorization
         with ExitStack() as stack:
             with _translated(origin):
                 fields = [(name.encode(), value.encode()) for name, value in sent.items()]
-                request = self._pool.stream("GET", url, headers=fields, extensions={"timeout": self._timeouts})
+                request = self._pool.stream(
+                    "GET", url, headers=fields, extensions={"timeout": self._timeouts}
+                )
                 response = stack.enter_context(request)
             yield response
 
@@ -200,7 +218,9 @@ def is_public(address: str) -> bool:
     return ip.is_global and not ip.is_multicast
 
 
-def _first(addresses: list[str], connect: Callable[[str], httpcore2.NetworkStream]) -> httpcore2.NetworkStream:
+def _first(
+    addresses: list[str], connect: Callable[[str], httpcore2.NetworkStream]
+) -> httpcore2.NetworkStream:
     """The connection to the first address that takes one."""
     for address in addresses[:-1]:
         try:
@@ -239,6 +259,8 @@ def _translated(origin: Origin) -> Generator[None]:
     except (httpcore2.ConnectError, ssl.SSLError) as error:
         raise Broken(f"{origin.host}:{origin.port} cannot be connected to: {error}") from error
     except (httpcore2.LocalProtocolError, httpcore2.UnsupportedProtocol, ValueError) as error:
-        raise SourceDenied(f"the server refers to a place that is no URL: {type(error).__name__}") from error
+        raise SourceDenied(
+            f"the server refers to a place that is no URL: {type(error).__name__}"
+        ) from error
     except (httpcore2.NetworkError, httpcore2.ProtocolError) as error:
         raise Broken(f"the connection to {origin.host} broke") from error

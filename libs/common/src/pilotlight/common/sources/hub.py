@@ -1,4 +1,5 @@
-"""Models on a hub: a commit is looked up once, and from then on every file is asked for by that commit, so that it cannot move.
+"""Models on a hub: a commit is looked up once, and from then on every file is asked for by that
+commit, so that it cannot move.
 
 ::
 
@@ -67,8 +68,23 @@ class _Place:
 class HubSource(RangedSource):
     """The files of one repository at one commit."""
 
-    def __init__(self, uri: HubUri, endpoint: str, http: GuardedHttp, patience: Patience, clock: Clock | None = None) -> None:
-        """Nothing is sent yet; ``uri`` must be pinned before files are listed or read: see ``pin``."""
+    def __init__(
+        self,
+        uri: HubUri,
+        endpoint: str,
+        http: GuardedHttp,
+        patience: Patience,
+        clock: Clock | None = None,
+    ) -> None:
+        """Nothing is sent yet.
+
+        Args:
+            uri: the repository; it must be pinned before files are listed or read: see ``pin``.
+            endpoint: the hub's address.
+            http: the connections, with their limits.
+            patience: how often, and for how long, a read is tried.
+            clock: tells for how long a server wants to be left alone; None: the system's.
+        """
         super().__init__(patience)
         self.uri = uri
         self._endpoint = endpoint
@@ -89,13 +105,21 @@ class HubSource(RangedSource):
             BadCheckpoint: there are too many files.
         """
         revision = quote(self.uri.revision or "main", safe="")
-        listing = self._ask(f"{self._endpoint}/api/models/{self.uri.repository}/revision/{revision}?blobs=true")
+        listing = self._ask(
+            f"{self._endpoint}/api/models/{self.uri.repository}/revision/{revision}?blobs=true"
+        )
         pinned = HubUri(self.uri.org, self.uri.name, listing.sha)
         if not pinned.pinned:
-            raise SourceUnavailable(f"the hub names {listing.sha[:80]!r} as the commit of {self.uri}")
+            raise SourceUnavailable(
+                f"the hub names {listing.sha[:80]!r} as the commit of {self.uri}"
+            )
         if len(listing.siblings) > MAX_FILES:
             raise BadCheckpoint(f"the repository holds more than {MAX_FILES} files")
-        flat = [found for found in listing.siblings if "/" not in found.rfilename and found.rfilename.isprintable()]
+        flat = [
+            found
+            for found in listing.siblings
+            if "/" not in found.rfilename and found.rfilename.isprintable()
+        ]
         self._listed = tuple(sorted(map(_pin, flat), key=lambda file: file.name))
         self.uri = pinned
         return pinned
@@ -111,17 +135,24 @@ class HubSource(RangedSource):
         """As ``Source.read``; a whole file is checked against its digest."""
         data = super().read(file, offset, size_bytes)
         if size_bytes == file.size_bytes and not ContentHash.of(file, data).agrees:
-            raise SourceChanged("the bytes do not have the digest that the hub names", file=file.name)
+            raise SourceChanged(
+                "the bytes do not have the digest that the hub names", file=file.name
+            )
         return data
 
     def stream(self, file: SourceFile, start: int, stop: int) -> Generator[bytes]:
         """As ``RangedSource.stream``."""
         place = self._places.get(file.name)
         if place is not None:
-            with self._forgotten_if_broken(file.name, place), self._get(place.url, start, stop) as answer:
+            with (
+                self._forgotten_if_broken(file.name, place),
+                self._get(place.url, start, stop) as answer,
+            ):
                 if answer.status not in _STALE:
                     if answer.status in (200, 206) and _etag(answer.headers) != place.etag:
-                        raise SourceChanged("what the hub referred to is another file now", file=file.name)
+                        raise SourceChanged(
+                            "what the hub referred to is another file now", file=file.name
+                        )
                     yield from _body(answer, file, start, stop)
                     return
             self._forget(file.name, place)
@@ -169,7 +200,9 @@ class HubSource(RangedSource):
                     _refuse(answer, str(self.uri), self._clock)
                     return msgspec.json.decode(answer.read(MAX_LISTING_BYTES), type=_Listing)
             except msgspec.DecodeError as error:
-                raise SourceUnavailable(f"what answers at {self._endpoint} is no hub: {error}") from error
+                raise SourceUnavailable(
+                    f"what answers at {self._endpoint} is no hub: {error}"
+                ) from error
             except Broken as error:
                 self._wait(attempt, error)
         raise AssertionError("the last try returns or raises")
@@ -182,14 +215,24 @@ def _pin(found: _Sibling) -> SourceFile:
     digest = found.lfs.sha256 if found.lfs is not None else found.blob_id
     if digest is None or _HEX.fullmatch(digest) is None:
         raise SourceUnavailable("the hub does not tell the file's digest", file=name)
-    return SourceFile(name=name, size_bytes=found.size, version=f"{SHA256 if found.lfs is not None else GIT}{digest}")
+    return SourceFile(
+        name=name,
+        size_bytes=found.size,
+        version=f"{SHA256 if found.lfs is not None else GIT}{digest}",
+    )
 
 
 def _place(answer: Answer, file: SourceFile) -> _Place:
-    """Where the hub referred to. Without an ETag nothing would tell whether that is another file the next time."""
+    """Where the hub referred to.
+
+    Without an ETag nothing would tell whether that is another file the next time.
+    """
     etag = _etag(answer.headers)
     if not etag:
-        raise SourceUnavailable("the server that the hub refers to does not say which content it gives (ETag)", file=file.name)
+        raise SourceUnavailable(
+            "the server that the hub refers to does not say which content it gives (ETag)",
+            file=file.name,
+        )
     return _Place(answer.url, etag)
 
 
@@ -198,10 +241,14 @@ def _etag(headers: dict[str, str]) -> str:
 
 
 def _check_claims(answer: Answer, file: SourceFile, commit: str) -> None:
-    """That the hub does not say of itself that it gives something else, even where what it refers to cannot be had."""
+    """That the hub does not say of itself that it gives something else, even where what it refers
+    to cannot be had.
+    """
     told = answer.endpoint_headers
     if told.get("x-repo-commit", commit) != commit:
-        raise SourceChanged(f"the hub gives commit {told['x-repo-commit'][:40]!r} for {commit}", file=file.name)
+        raise SourceChanged(
+            f"the hub gives commit {told['x-repo-commit'][:40]!r} for {commit}", file=file.name
+        )
     if "x-linked-etag" in told:
         _check_content(answer, file)
 
@@ -210,7 +257,9 @@ def _check_content(answer: Answer, file: SourceFile) -> None:
     told = answer.endpoint_headers
     given = told.get("x-linked-etag", told.get("etag", "")).removeprefix("W/").strip('"')
     if not given:
-        raise SourceUnavailable("the hub does not say which content it gives (X-Linked-Etag)", file=file.name)
+        raise SourceUnavailable(
+            "the hub does not say which content it gives (X-Linked-Etag)", file=file.name
+        )
     if given != file.version.removeprefix(SHA256).removeprefix(GIT):
         raise SourceChanged(f"the hub gives content {given[:64]!r} now", file=file.name)
 
@@ -222,7 +271,9 @@ def _body(answer: Answer, file: SourceFile, start: int, stop: int) -> Iterator[b
     if answer.status == 206:
         match = _CONTENT_RANGE.fullmatch(answer.headers.get("content-range", ""))
         if match is None or (int(match[1]), int(match[2]) + 1) != (start, stop):
-            raise SourceUnavailable("the server gives another range than it was asked for", file=file.name)
+            raise SourceUnavailable(
+                "the server gives another range than it was asked for", file=file.name
+            )
         if int(match[3]) != file.size_bytes:
             raise SourceChanged(f"the file has {match[3]} bytes now", file=file.name)
         yield from answer.body
@@ -255,7 +306,9 @@ def _refuse(answer: Answer, what: str, clock: Clock, file: str | None = None) ->
     if status in (404, 410):
         raise SourceMissing(f"{what}: {told}: there is no such repository or revision")
     if status >= 500 or status in (408, 429):
-        raise Broken(f"{what}: {told}", _retry_after_s(answer.headers.get("retry-after", ""), clock))
+        raise Broken(
+            f"{what}: {told}", _retry_after_s(answer.headers.get("retry-after", ""), clock)
+        )
     raise SourceUnavailable(f"{what}: {told}; check PILOTLIGHT_HUB_ENDPOINT", file=file)
 
 

@@ -1,4 +1,6 @@
-"""From a model's URI to its source: the one place that decides what is read, used at registration and by every loader."""
+"""From a model's URI to its source: the one place that decides what is read, used at registration
+and by every loader.
+"""
 
 import os
 from dataclasses import dataclass
@@ -16,7 +18,9 @@ from pilotlight.common.sources.s3 import S3Source
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinnedSource:
-    """A source at what it is now, and the URI under which it will be that for ever, or say that it is not."""
+    """A source at what it is now, and the URI under which it will be that for ever, or say that it
+    is not.
+    """
 
     source: Source
     uri: str
@@ -50,7 +54,9 @@ class Sources:
         parsed = self._roots.check(uri)
         if not isinstance(parsed, HubUri):
             if revision is not None:
-                raise UnprocessableInput("a folder or a bucket has no revisions: leave `revision` out", param="revision")
+                raise UnprocessableInput(
+                    "a folder or a bucket has no revisions: leave `revision` out", param="revision"
+                )
             return PinnedSource(source=self._source(parsed), uri=_written(parsed), revision=None)
         asked = _one_revision(parsed, revision)
         source = self._hub(HubUri(parsed.org, parsed.name, asked))
@@ -78,9 +84,13 @@ class Sources:
         return S3Source(uri, self._settings, self._patience)
 
     def _hub(self, uri: HubUri) -> HubSource:
-        private = tuple(host.strip() for host in self._settings.hub_private_hosts.split(",") if host.strip())
+        private = tuple(
+            host.strip() for host in self._settings.hub_private_hosts.split(",") if host.strip()
+        )
         endpoint = self._settings.hub_endpoint
-        http = GuardedHttp(endpoint, self._hub_token, private, read_timeout_s=self._patience.stall_timeout_s)
+        http = GuardedHttp(
+            endpoint, self._hub_token, private, read_timeout_s=self._patience.stall_timeout_s
+        )
         return HubSource(uri, endpoint, http, self._patience)
 
 
@@ -94,7 +104,9 @@ def _one_revision(uri: HubUri, revision: str | None) -> str:
     elif revision == uri.revision:
         asked = revision
     else:
-        raise UnprocessableInput(f"the URI names revision {uri.revision!r} and `revision` says another", param="revision")
+        raise UnprocessableInput(
+            f"the URI names revision {uri.revision!r} and `revision` says another", param="revision"
+        )
     try:
         return parse_revision(asked) if asked is not None else "main"
     except ValueError as error:
@@ -105,7 +117,11 @@ def _hub_token(settings: ModelRootsSettings) -> str | None:
     try:
         token = read_secret(settings.secrets_dir, "hub-token") or os.environ.get("HF_TOKEN")
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsInvalid(f"the secret hub-token in {settings.secrets_dir} cannot be read: {error}") from error
+        raise SettingsInvalid(
+            f"the secret hub-token in {settings.secrets_dir} cannot be read: {error}"
+        ) from error
     if token and not (token.isascii() and token.isprintable()):
-        raise SettingsInvalid("the hub's token holds characters that no token has; see the secret hub-token, or HF_TOKEN")
+        raise SettingsInvalid(
+            "the hub's token holds characters that no token has; see the secret hub-token, or HF_TOKEN"
+        )
     return token or None

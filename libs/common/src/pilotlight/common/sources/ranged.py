@@ -1,4 +1,5 @@
-"""Reading ranges over a network: a connection that breaks is made again, and the range goes on at the byte where it broke.
+"""Reading ranges over a network: a connection that breaks is made again, and the range goes on at
+the byte where it broke.
 
 ::
 
@@ -15,7 +16,15 @@ from contextlib import closing
 from dataclasses import dataclass, field
 
 from pilotlight.checkpoint.errors import SourceUnavailable
-from pilotlight.checkpoint.reader import BufferedSource, Progress, SourceFile, check_range, rest, unhurried, unobserved
+from pilotlight.checkpoint.reader import (
+    BufferedSource,
+    Progress,
+    SourceFile,
+    check_range,
+    rest,
+    unhurried,
+    unobserved,
+)
 from pilotlight.common.waiting import Backoff, block
 
 TRIES = 6
@@ -49,7 +58,8 @@ class RangedSource(BufferedSource):
 
     @abstractmethod
     def stream(self, file: SourceFile, start: int, stop: int) -> Generator[bytes]:
-        """[start, stop) of a file, which is not empty, in pieces as they arrive; only of the very version that was listed.
+        """[start, stop) of a file, which is not empty, in pieces as they arrive; only of the very
+        version that was listed.
 
         Raises:
             Broken: asking again may help.
@@ -65,10 +75,14 @@ class RangedSource(BufferedSource):
         for attempt in range(self._patience.tries):
             check()
             try:
-                with closing(self.stream(file, offset, stop) if offset < stop else _nothing()) as stream:
+                with closing(
+                    self.stream(file, offset, stop) if offset < stop else _nothing()
+                ) as stream:
                     for piece in stream:
                         if len(piece) > stop - offset:
-                            raise SourceUnavailable("the server sends more than it was asked for", file=file.name)
+                            raise SourceUnavailable(
+                                "the server sends more than it was asked for", file=file.name
+                            )
                         offset += len(piece)
                         with memoryview(piece) as view:
                             yield view
@@ -79,10 +93,18 @@ class RangedSource(BufferedSource):
                 broken = error
             self._wait(attempt, broken, file)
 
-    def read_into(self, file: SourceFile, offset: int, buffers: Sequence[memoryview], progress: Progress = unobserved) -> None:
+    def read_into(
+        self,
+        file: SourceFile,
+        offset: int,
+        buffers: Sequence[memoryview],
+        progress: Progress = unobserved,
+    ) -> None:
         """As ``Source.read_into``."""
         left = rest(buffers, 0)
-        with closing(self.pieces(file, offset, sum(map(len, buffers)), lambda: progress(0))) as pieces:
+        with closing(
+            self.pieces(file, offset, sum(map(len, buffers)), lambda: progress(0))
+        ) as pieces:
             for piece in pieces:
                 left = _put(left, piece)
                 progress(len(piece))
@@ -95,11 +117,15 @@ class RangedSource(BufferedSource):
         """
         name = None if file is None else file.name
         if attempt + 1 == self._patience.tries:
-            raise SourceUnavailable(f"{broken}, {self._patience.tries} times", file=name) from broken
+            raise SourceUnavailable(
+                f"{broken}, {self._patience.tries} times", file=name
+            ) from broken
         delay_s = self._patience.backoff.delay_s(attempt, self._rng)
         asked_s = broken.retry_after_s or 0.0
         if asked_s > self._patience.stall_timeout_s:
-            raise SourceUnavailable(f"{broken}; the server wants to be left alone for {asked_s:g} s", file=name) from broken
+            raise SourceUnavailable(
+                f"{broken}; the server wants to be left alone for {asked_s:g} s", file=name
+            ) from broken
         block(max(delay_s, asked_s))
 
 

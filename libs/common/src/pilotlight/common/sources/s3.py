@@ -39,9 +39,13 @@ class S3Source(RangedSource):
         patience = patience or Patience()
         super().__init__(patience)
         self._uri = uri
-        # Whatever can be tried again is tried by us, who know how far we are.
+        # Whatever can be tried again is tried here, where it is known how far the read is.
         self._store: S3Store = s3_store(
-            settings, uri.bucket, "/".join(uri.prefix), read_timeout_s=patience.stall_timeout_s, retries=0
+            settings,
+            uri.bucket,
+            "/".join(uri.prefix),
+            read_timeout_s=patience.stall_timeout_s,
+            retries=0,
         )
 
     def list_files(self) -> tuple[SourceFile, ...]:
@@ -63,11 +67,16 @@ class S3Source(RangedSource):
         """As ``RangedSource.stream``."""
         etag = file.version.removeprefix(_PINNED)
         try:
-            answer = obstore.get(self._store, file.name, options={"range": (start, stop), "if_match": etag})
+            answer = obstore.get(
+                self._store, file.name, options={"range": (start, stop), "if_match": etag}
+            )
             meta = answer.meta
             # Not every server heeds If-Match.
             if meta["e_tag"] != etag or meta["size"] != file.size_bytes:
-                raise SourceChanged(f"the object is another one now: ETag {meta['e_tag']}, {meta['size']} bytes", file=file.name)
+                raise SourceChanged(
+                    f"the object is another one now: ETag {meta['e_tag']}, {meta['size']} bytes",
+                    file=file.name,
+                )
             yield from answer.stream(min_chunk_size=PIECE_BYTES)
         except (BaseError, OSError) as error:
             raise self._failure(error, file.name) from error
@@ -80,7 +89,9 @@ class S3Source(RangedSource):
             for batch in obstore.list(self._store, chunk_size=1000):  # pyright: ignore[reportUnknownMemberType]
                 listed += len(batch)
                 if len(found) > MAX_FILES or listed > MAX_LISTED:
-                    raise BadCheckpoint(f"{self._uri} holds too many objects: name the model's own prefix")
+                    raise BadCheckpoint(
+                        f"{self._uri} holds too many objects: name the model's own prefix"
+                    )
                 for meta in batch:
                     name = meta["path"]
                     if name and "/" not in name and name.isprintable():
@@ -104,16 +115,21 @@ class S3Source(RangedSource):
             return SourceMissing(f"there is no bucket {where} ({fault.text})")
         if fault.denied:
             return SourceDenied(
-                f"{where} refuses what we ask for ({fault.text}): wrong credentials, or they may not do this", file=file
+                f"{where} refuses what we ask for ({fault.text}): wrong credentials, or they may not do this",
+                file=file,
             )
         if fault.lasting:
-            return SourceUnavailable(f"{where}: {fault.text}; check PILOTLIGHT_S3_ENDPOINT and PILOTLIGHT_S3_REGION", file=file)
+            return SourceUnavailable(
+                f"{where}: {fault.text}; check PILOTLIGHT_S3_ENDPOINT and PILOTLIGHT_S3_REGION",
+                file=file,
+            )
         return Broken(f"{where}: {fault.text}")
 
 
 def _pin(name: str, size_bytes: int, etag: str | None) -> SourceFile:
     if not etag or etag.startswith("W/"):
         raise SourceUnavailable(
-            f"the server gives {'a weak' if etag else 'no'} ETag, so that nobody can tell when the object changes", file=name
+            f"the server gives {'a weak' if etag else 'no'} ETag, so that nobody can tell when the object changes",
+            file=name,
         )
     return SourceFile(name=name, size_bytes=size_bytes, version=f"{_PINNED}{etag}")

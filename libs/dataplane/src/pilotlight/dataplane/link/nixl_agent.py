@@ -1,7 +1,9 @@
-"""NIXL, as far as it is used here: memory of this host that others may read, and one-sided reads of theirs.
+"""NIXL, as far as it is used here: memory of this host that others may read, and one-sided reads of
+theirs.
 
-For the reader process alone. NIXL is an optional package (``pip install 'pilotlight-dataplane[nixl]'``) and brings UCX along, which
-chooses the way: RDMA where there is a device, shared memory within a host, TCP (``UCX_TLS``, ``UCX_NET_DEVICES``).
+For the reader process alone. NIXL is an optional package (``pip install
+'pilotlight-dataplane[nixl]'``) and brings UCX along, which chooses the way: RDMA where there is a
+device, shared memory within a host, TCP (``UCX_TLS``, ``UCX_NET_DEVICES``).
 """
 
 import importlib
@@ -9,7 +11,8 @@ import os
 from typing import Any, Protocol
 
 PACKAGES = ("nixl_cu13", "nixl_cu12")
-"""`nixl` itself chooses among them by the CUDA that torch was built for, and imports torch to find out. Host memory needs neither."""
+"""`nixl` itself chooses among them by the CUDA that torch was built for, and imports torch to find
+out. Host memory needs neither."""
 HOST_MEMORY = "DRAM"
 
 
@@ -49,7 +52,8 @@ class Agent(Protocol):
         ...
 
     def is_done(self, read: Any) -> bool:
-        """Whether all bytes have come; then nothing is written any more, and the handle is of no use.
+        """Whether all bytes have come; then nothing is written any more, and the handle is of no
+        use.
 
         Raises:
             ReadFailed: not all of them will.
@@ -72,7 +76,8 @@ class NixlAgent:
         config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         self._agent = api.nixl_agent(name, config)
         self._begun: list[Any] = []
-        """Reads that could not be begun: a handle that is dropped lets go of memory that may still be written to."""
+        """Reads that could not be begun: a handle that is dropped lets go of memory that may still
+        be written to."""
         if "UCX" not in self._agent.backends:
             raise NotInstalled("NIXL has no UCX here")
 
@@ -137,7 +142,9 @@ def _api() -> Any:
         except ImportError as error:
             if error.name != package:
                 broken.append(f"{package} cannot be imported: {error}")
-    raise NotInstalled("; ".join(broken) or "NIXL is not installed: pip install 'pilotlight-dataplane[nixl]'")
+    raise NotInstalled(
+        "; ".join(broken) or "NIXL is not installed: pip install 'pilotlight-dataplane[nixl]'"
+    )
 
 
 def _said(error: Exception) -> str:

@@ -46,7 +46,8 @@ COMMAND = (sys.executable, "-m", "pilotlight.dataplane.link.nixl_reader")
 SLOTS = 64
 """Units that may be landing at once, of all links together."""
 START_S = 120.0
-"""For the process to get ready: a network card takes a while for each gigabyte that it registers."""
+"""For the process to get ready: a network card takes a while for each gigabyte that it registers.
+"""
 LEARN_S = 10.0
 ENDED = "the process that reads has ended"
 END_S = 5.0
@@ -63,7 +64,8 @@ class ReadsMemory(Protocol):
         ...
 
     async def learn(self, region: Region) -> int:
-        """Get ready to read a node's pool, once there is a process: its number for ``UnitRead.peer`` and ``forget``.
+        """Get ready to read a node's pool, once there is a process: its number for
+        ``UnitRead.peer`` and ``forget``.
 
         Raises:
             NixlFailed: it cannot be read.
@@ -75,7 +77,9 @@ class ReadsMemory(Protocol):
         ...
 
     def read(self, read: UnitRead) -> None:
-        """Begin a read as soon as there is a slot; ``read.on_end`` is called at its end, perhaps before this returns."""
+        """Begin a read as soon as there is a slot; ``read.on_end`` is called at its end, perhaps
+        before this returns.
+        """
         ...
 
     def release(self, read: UnitRead) -> None:
@@ -97,7 +101,7 @@ class _Ended(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PoolMemory:
-    """The host pool's file, for who maps it."""
+    """The host pool's file, for the process that maps it."""
 
     descriptor: int
     start: int
@@ -113,7 +117,9 @@ class _Run:
     reads: Reads
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     timers: dict[int, asyncio.TimerHandle] = field(default_factory=dict[int, asyncio.TimerHandle])
-    learning: dict[int, "asyncio.Future[None]"] = field(default_factory=dict[int, "asyncio.Future[None]"])
+    learning: dict[int, "asyncio.Future[None]"] = field(
+        default_factory=dict[int, "asyncio.Future[None]"]
+    )
 
     def say(self, message: object) -> bool:
         """Whether the process could be told."""
@@ -125,7 +131,10 @@ class _Run:
 
 
 class NixlProcess:
-    """``ReadsMemory`` by a process with NIXL, which also lets other nodes read this host pool. For one event loop, but where it says so."""
+    """``ReadsMemory`` by a process with NIXL, which also lets other nodes read this host pool.
+
+    For one event loop, but where it says so.
+    """
 
     def __init__(
         self,
@@ -151,14 +160,21 @@ class NixlProcess:
         self._rng = random.Random()
 
     async def keep(self) -> None:
-        """Start the process, and start it again when it ends, for ever; where there is no NIXL, say so and return."""
+        """Start the process, and start it again when it ends, for ever; where there is no NIXL, say
+        so and return.
+        """
         failures = 0
         while True:
             generation = self.generation
             try:
                 await self._live()
             except _Ended as error:
-                log.warning("nothing goes by NIXL", action="nixl_down", error=str(error), is_final=error.is_final)
+                log.warning(
+                    "nothing goes by NIXL",
+                    action="nixl_down",
+                    error=str(error),
+                    is_final=error.is_final,
+                )
                 if error.is_final:
                     return
             failures = 0 if self.generation > generation else failures + 1
@@ -216,7 +232,13 @@ class NixlProcess:
         while (begun := run.reads.next()) is not None:
             number, read = begun
             offset = read.slot * UNIT_BYTES
-            asked = Read(number=number, peer=read.peer, address=read.address, offset=offset, size_bytes=read.size_bytes)
+            asked = Read(
+                number=number,
+                peer=read.peer,
+                address=read.address,
+                offset=offset,
+                size_bytes=read.size_bytes,
+            )
             run.timers[number] = loop.call_later(read.deadline_s, self._on_late, run, number)
             if not run.say(asked):
                 # It takes no more messages, or it is gone, which is heard of as well.
@@ -239,7 +261,8 @@ class NixlProcess:
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         landing = os.memfd_create("pilotlight-landing", os.MFD_CLOEXEC)
-        # Opened anew: the lock on the pool is to end with this process, whoever else has the file open.
+        # Opened anew: the lock on the pool is to end with this process, even while others have the
+        # file open.
         pool = os.open(f"/proc/self/fd/{self._pool.descriptor}", os.O_RDWR | os.O_CLOEXEC)
         process: subprocess.Popen[bytes] | None = None
         try:
@@ -261,8 +284,10 @@ class NixlProcess:
                     await asyncio.to_thread(process.wait, END_S)
 
     def _start(self, *descriptors: int) -> "subprocess.Popen[bytes]":
-        """Not in a thread: whoever cancels it would not know what was started."""
-        return subprocess.Popen([*self._command, str(descriptors[0])], pass_fds=descriptors, stdin=subprocess.DEVNULL)
+        """Not in a thread: a cancelled caller would not know what was started."""
+        return subprocess.Popen(
+            [*self._command, str(descriptors[0])], pass_fds=descriptors, stdin=subprocess.DEVNULL
+        )
 
     async def _serve(self, sock: socket.socket, pool: int, landing: int) -> None:
         landing_bytes = self._slots * UNIT_BYTES
@@ -280,10 +305,19 @@ class NixlProcess:
         if isinstance(ready, Unusable):
             raise _Ended(ready.reason, is_final=ready.is_final)
         if len(ready.agent) > MAX_AGENT_BYTES:
-            raise _Ended(f"NIXL says {len(ready.agent)} bytes of this host; a link takes {MAX_AGENT_BYTES}", is_final=True)
-        run = self._run = _Run(sock, Reads(memoryview(mmap.mmap(landing, landing_bytes)), self._slots))
+            raise _Ended(
+                f"NIXL says {len(ready.agent)} bytes of this host; a link takes {MAX_AGENT_BYTES}",
+                is_final=True,
+            )
+        run = self._run = _Run(
+            sock, Reads(memoryview(mmap.mmap(landing, landing_bytes)), self._slots)
+        )
         self.generation += 1
-        self.region = Region(agent=ready.agent, address=ready.address, size_bytes=self._pool.file_bytes - self._pool.start)
+        self.region = Region(
+            agent=ready.agent,
+            address=ready.address,
+            size_bytes=self._pool.file_bytes - self._pool.start,
+        )
         self._up.set()
         log.info("bytes can go by NIXL", action="nixl_up")
         hearing = asyncio.create_task(self._hear_for_ever(run), name="NIXL")
@@ -311,7 +345,9 @@ class NixlProcess:
                 case Learned():
                     _on_learned(run, message)
                 case _:
-                    raise MessageUndecodable(f"the process that reads says {type(message).__name__} again")
+                    raise MessageUndecodable(
+                        f"the process that reads says {type(message).__name__} again"
+                    )
 
 
 def has_rdma(devices: Path = RDMA_DEVICES) -> bool:
@@ -320,7 +356,9 @@ def has_rdma(devices: Path = RDMA_DEVICES) -> bool:
 
 
 def takes_nixl(transport: str, devices: Path = RDMA_DEVICES) -> bool:
-    """Whether bytes are to go by NIXL, as the setting says: ``tcp``, ``nixl``, or ``auto``, where there is an RDMA device."""
+    """Whether bytes are to go by NIXL, as the setting says: ``tcp``, ``nixl``, or ``auto``, where
+    there is an RDMA device.
+    """
     return transport == "nixl" or (transport == "auto" and has_rdma(devices))
 
 

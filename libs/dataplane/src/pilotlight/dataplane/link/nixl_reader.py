@@ -1,11 +1,14 @@
-"""The process that reads other nodes' memory for its loader, and lets them read the loader's host pool.
+"""The process that reads other nodes' memory for its loader, and lets them read the loader's host
+pool.
 
-It is one of its own because a one-sided read cannot be taken back: NIXL has no way to cancel one, and whoever lets go of one that is
-under way may have its memory written to afterwards. Bytes land in memory that is this process's alone, and a slot of it is used again
-only after a read into it is done; where too many never are, the loader ends the process, and with it whatever could still write.
-Nothing that breaks in a library of drivers breaks the loader.
+It is one of its own because a one-sided read cannot be taken back: NIXL has no way to cancel one,
+and a reader that lets go of one that is under way may have its memory written to afterwards. Bytes
+land in memory that is this process's alone, and a slot of it is used again only after a read into
+it is done; where too many never are, the loader ends the process, and with it whatever could still
+write. Nothing that breaks in a library of drivers breaks the loader.
 
-Started as ``python -m pilotlight.dataplane.link.nixl_reader DESCRIPTOR``; it ends when the socket does.
+Started as ``python -m pilotlight.dataplane.link.nixl_reader DESCRIPTOR``; it ends when the socket
+does.
 """
 
 import mmap
@@ -40,7 +43,7 @@ from pilotlight.dataplane.link.nixl_wire import (
 HOT_S = 0.01
 """For so long after something happened the process looks again at once."""
 AWAKE_S = 10.0
-"""For so long after a ``Stir`` somebody may be reading here: it is said more often than that."""
+"""How long after a ``Stir`` another node may be reading here: it is said more often than that."""
 BUSY_NAP_MS = 1
 """Then it rests for so long between two looks, while a read is under way, here or there,"""
 IDLE_NAP_MS = 50
@@ -58,9 +61,10 @@ class Reader:
     clock: Clock = field(default_factory=SystemClock)
     _peers: dict[int, str] = field(default_factory=dict[int, str])
     _reads: dict[int, tuple[int, Any]] = field(default_factory=dict[int, tuple[int, Any]])
-    """Those under way: of whom, and the agent's handle."""
+    """Those under way: the node that is read, and the agent's handle."""
     _broken: list[Any] = field(default_factory=list[Any])
-    """Handles of those that ended with an error: NIXL would let go of memory that it may still write to."""
+    """Handles of those that ended with an error: NIXL would let go of memory that it may still
+    write to."""
     _forgotten: set[int] = field(default_factory=set[int])
     _hot_until_s: float = 0.0
     _awake_until_s: float = 0.0
@@ -113,7 +117,9 @@ class Reader:
         try:
             if name is None:
                 raise ReadFailed("nobody knows that node")
-            read = self.agent.read(name, message.address, self.landing + message.offset, message.size_bytes)
+            read = self.agent.read(
+                name, message.address, self.landing + message.offset, message.size_bytes
+            )
         except ReadFailed as error:
             self._say(Done(number=message.number, error=str(error)))
         else:
@@ -159,15 +165,21 @@ def serve(sock: socket.socket, make_agent: Callable[[str], Agent]) -> int:
         ours = agent.register(memoryview(landing))
         sock.sendall(encode_msgpack(Ready(agent=offer, address=pool_address)))
     except Exception as error:  # noqa: BLE001 - whatever it is, there is no NIXL here
-        reason = str(error) if isinstance(error, NotInstalled) else f"{type(error).__name__}: {error}"
-        sock.sendall(encode_msgpack(Unusable(reason=reason, is_final=isinstance(error, NotInstalled))))
+        reason = (
+            str(error) if isinstance(error, NotInstalled) else f"{type(error).__name__}: {error}"
+        )
+        sock.sendall(
+            encode_msgpack(Unusable(reason=reason, is_final=isinstance(error, NotInstalled)))
+        )
         return 1
     Reader(sock=sock, agent=agent, landing=ours).run()
     return 0
 
 
 def main(descriptor: int, make_agent: Callable[[str], Agent] = NixlAgent) -> None:
-    """Serve, and end without tidying up: what a library does with reads under way is nobody's concern any more."""
+    """Serve, and end without tidying up: what a library does with reads under way does not matter
+    any more.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     status = 1
     try:

@@ -1,14 +1,18 @@
-"""Reads of other nodes' memory, and the slots that they land in: which memory may be written to, and when it may be used again. Pure.
+"""Reads of other nodes' memory, and the slots that they land in: which memory may be written to,
+and when it may be used again.
+
+Pure.
 
 ::
 
     slot    free -> reading -> landed -> free          its bytes were taken over
                        |
                        +-> late ------> free           too slow, so that it was given up; and then it was done all the same
-                       +-> lost                        it broke off: nobody knows whether something is still written
+                       +-> lost                        it broke off: something may still be written
 
-A one-sided read cannot be taken back. So the slot of one that nobody waits for any more stays as it is until the read is done, and a
-slot whose read broke off is never used again. Where half of them are late or lost, all of it is to be replaced (``is_spent``).
+A one-sided read cannot be taken back. So the slot of one that is not wanted any more stays as it is
+until the read is done, and a slot whose read broke off is never used again. Where half of them are
+late or lost, all of it is to be replaced (``is_spent``).
 """
 
 import itertools
@@ -38,7 +42,7 @@ class UnitRead:
     is_late: bool = False
 
     def end(self, error: str | None = None) -> None:
-        """Tell whoever waits, if anybody does."""
+        """Tell the request, unless it has left."""
         if self.is_wanted:
             self.error = error
             self.is_wanted = error is None
@@ -77,7 +81,9 @@ class Reads:
         self._queue.append(read)
 
     def next(self) -> tuple[int, UnitRead] | None:
-        """The next read to begin, with its number and its slot; None: there is no slot, or nothing to do."""
+        """The next read to begin, with its number and its slot; None: there is no slot, or nothing
+        to do.
+        """
         while self._queue and self._free:
             read = self._queue.popleft()
             if read.is_wanted:
@@ -112,7 +118,7 @@ class Reads:
             read.end(f"a read was not done within {read.deadline_s:g} s")
 
     def release(self, read: UnitRead) -> None:
-        """Whoever asked has its bytes, or wants them no more."""
+        """The request has its bytes, or wants them no more."""
         read.is_wanted = False
         if read in self._landed:
             self._landed.discard(read)

@@ -1,4 +1,5 @@
-"""A loader and the process that reads other nodes' memory for it: messages on a socket that keeps them apart (SOCK_SEQPACKET).
+"""A loader and the process that reads other nodes' memory for it: messages on a socket that keeps
+them apart (SOCK_SEQPACKET).
 
 ::
 
@@ -20,7 +21,8 @@ from typing import Any
 from pilotlight.common.messages.codec import Message, decode_msgpack
 
 MAX_AGENT_BYTES = 12 * 1024
-"""What NIXL says of a host, some hundred bytes for each interface; has to fit into a control message of a link."""
+"""What NIXL says of a host, some hundred bytes for each interface; has to fit into a control
+message of a link."""
 MAX_MESSAGE_BYTES = 64 * 1024
 
 
@@ -28,14 +30,15 @@ class Begin(Message, tag="begin", frozen=True, kw_only=True):
     """The first message. Descriptors are numbers of files that the process was started with."""
 
     name: str
-    """Nobody else's, ever."""
+    """Never used for another."""
     pool_descriptor: int
     pool_start: int
     """Where the part begins that others may read."""
     pool_bytes: int
     """From the file's start on."""
     is_writable: bool
-    """Whether the pool is mapped so that it could be written to: a network card registers memory in no other way."""
+    """Whether the pool is mapped so that it could be written to: a network card registers memory in
+    no other way."""
     landing_descriptor: int
     landing_bytes: int
 
@@ -86,14 +89,19 @@ class Read(Message, tag="read", frozen=True, kw_only=True):
 
 
 class Done(Message, tag="done", frozen=True, kw_only=True):
-    """The bytes are there, and nothing will be written to their place any more. With an error neither is sure."""
+    """The bytes are there, and nothing will be written to their place any more.
+
+    With an error neither is sure.
+    """
 
     number: int
     error: str = ""
 
 
 class Stir(Message, tag="stir", frozen=True, kw_only=True):
-    """Another node reads, or was told where: where no network card does that for it, this process has to answer."""
+    """Another node reads, or was told where: where no network card does that for it, this process
+    has to answer.
+    """
 
 
 FromLoader = Begin | Learn | Forget | Read | Stir

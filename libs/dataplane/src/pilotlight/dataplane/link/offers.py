@@ -1,4 +1,6 @@
-"""What this node can give to others: chunks that are in its host pool, and those that are on their way there."""
+"""What this node can give to others: chunks that are in its host pool, and those that are on their
+way there.
+"""
 
 import os
 from dataclasses import dataclass, field
@@ -11,14 +13,15 @@ from pilotlight.common.messages.link import Ask
 from pilotlight.common.waiting import Signal
 from pilotlight.dataplane.copies import HostCopies
 from pilotlight.dataplane.held import HeldChunk
-from pilotlight.dataplane.origin import NotHere, Sound
+from pilotlight.dataplane.origin import NotHere, VerifiedPrefix
 from pilotlight.dataplane.pool import HostPool
 from pilotlight.policy.ids import Digest
 
 log = structlog.get_logger()
 
 GRACE_S = 1.0
-"""For so long after the first question for a model the node may yet be told to fetch it: whoever asks may have heard of it first."""
+"""How long after the first request for a model this node may yet be told to fetch it: the receiver
+may have heard of it first."""
 ASKED_ANEW_S = 30.0
 """After so long without a question, the next one is a first again."""
 
@@ -47,28 +50,45 @@ class Offer:
         """Compute the digests of the chunk's units; blocks for some milliseconds.
 
         Raises:
-            NotHere: the bytes are not what was recorded: memory of this host fails, and nobody else should have them.
+            NotHere: the bytes are not what was recorded: memory of this host fails, and no other
+                node should have them.
         """
         units: list[bytes] = []
         for start in range(0, self.size_bytes, UNIT_BYTES):
             size_bytes = min(UNIT_BYTES, self.size_bytes - start)
-            units.extend(unit_digests(os.pread(self.descriptor, size_bytes, self.file_offset + start)))
+            units.extend(
+                unit_digests(os.pread(self.descriptor, size_bytes, self.file_offset + start))
+            )
         if chunk_digest_of(units) != self.digest:
             image = self.held.image
-            log.error("chunk in the pool is damaged", action="pool_chunk_damaged", digest=image.digest, part=image.part)
+            log.error(
+                "chunk in the pool is damaged",
+                action="pool_chunk_damaged",
+                digest=image.digest,
+                part=image.part,
+            )
             raise NotHere
         self.held.image.units[self.held.index] = tuple(units)
 
-    def sound(self) -> Sound:
+    def prefix(self) -> VerifiedPrefix:
         """What of it may be sent at this moment; any thread."""
         fill = self.held.fill
-        sound = fill.sound if fill is not None else Sound(self.held.image.units.get(self.held.index), self.size_bytes)
-        if sound.units is None:
-            # Whoever gets bytes without their digests could neither verify nor pass on anything before the end.
-            return Sound(None, 0, sound.is_lost)
-        if fill is not None and fill.digest != self.digest and chunk_digest_of(sound.units) != self.digest:
-            return Sound(None, 0, is_lost=True)
-        return sound
+        prefix = (
+            fill.prefix
+            if fill is not None
+            else VerifiedPrefix(self.held.image.units.get(self.held.index), self.size_bytes)
+        )
+        if prefix.units is None:
+            # A receiver of bytes without their digests could neither verify nor pass on anything
+            # before the end.
+            return VerifiedPrefix(None, 0, prefix.is_lost)
+        if (
+            fill is not None
+            and fill.digest != self.digest
+            and chunk_digest_of(prefix.units) != self.digest
+        ):
+            return VerifiedPrefix(None, 0, is_lost=True)
+        return prefix
 
 
 @dataclass(slots=True, eq=False)
@@ -87,11 +107,15 @@ class Offers:
     copies: HostCopies
     moved: Signal
     clock: Clock
-    _asked_s: dict[Digest, tuple[float, float]] = field(default_factory=dict[Digest, tuple[float, float]])
+    _asked_s: dict[Digest, tuple[float, float]] = field(
+        default_factory=dict[Digest, tuple[float, float]]
+    )
     """When each model that is not here was asked for, first and last."""
 
     async def find(self, ask: Ask, ticket: Ticket) -> Offer:
-        """The chunk, as soon as it has begun to come. It is pinned until ``let_go`` is called with the ticket.
+        """The chunk, as soon as it has begun to come.
+
+        It is pinned until ``let_go`` is called with the ticket.
 
         Raises:
             NotHere: it is not here, and not expected.
@@ -101,7 +125,10 @@ class Offers:
         while not ticket.is_over:
             held = self.copies.held(ask.model, ask.part, ask.chunk)
             if held is not None:
-                if held.digest not in (None, ask.digest) or not 0 <= ask.from_byte <= held.size_bytes:
+                if (
+                    held.digest not in (None, ask.digest)
+                    or not 0 <= ask.from_byte <= held.size_bytes
+                ):
                     raise NotHere
                 self.pool.pin(held.image)
                 file_offset = self.pool.file_offset(held.image) + held.image_offset
@@ -139,7 +166,9 @@ class Offers:
 
     def _grace_left_s(self, model: Digest) -> float:
         now_s = self.clock.monotonic_s()
-        self._asked_s = {one: asked for one, asked in self._asked_s.items() if now_s - asked[1] < ASKED_ANEW_S}
+        self._asked_s = {
+            one: asked for one, asked in self._asked_s.items() if now_s - asked[1] < ASKED_ANEW_S
+        }
         first_s, _ = self._asked_s.get(model, (now_s, now_s))
         self._asked_s[model] = first_s, now_s
         return first_s + GRACE_S - now_s

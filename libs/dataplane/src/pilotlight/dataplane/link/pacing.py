@@ -1,27 +1,33 @@
-"""How fast a link sends, so that what serving sends over the same wire does not wait behind it. Pure: readings in, a rate out.
+"""How fast a link sends, so that what serving sends over the same wire does not wait behind it.
 
-A queue before the narrowest place of a path holds up everybody who sends through it; from here it is seen as round trips that take longer
-than the shortest one did. Parameters keep the place busy with a queue of ``TARGET_S``; more is of no use to them::
+Pure: readings in, a rate out.
+
+A queue before the narrowest place of a path holds up all senders through it; from here it is seen
+as round trips that take longer than the shortest one did. Parameters keep the place busy with a
+queue of ``TARGET_S``; more is of no use to them::
 
     far longer     what came through, less a part of what waits beyond the target
     longer         a little slower, by what waits beyond the target and by how much it has grown
     shorter        a little faster, by the same; at least nearly what came through when there lately was a queue
     none for long  faster and faster
 
-But never less than ``LEAST_SHARE`` of what lately came through: serving needs a little of a link, and a little is given up. Round trips
-also take longer where processors are short, whatever is sent; a transfer does not crawl because of that. Where sending less has not
-helped for a while, it looks whether more comes through: so what is known does not fade away.
+But never less than ``LEAST_SHARE`` of what lately came through: serving needs a little of a link,
+and a little is given up. Round trips also take longer where processors are short, whatever is sent;
+a transfer does not crawl because of that. Where sending less has not helped for a while, it looks
+whether more comes through: so what is known does not fade away.
 """
 
 import math
 from dataclasses import dataclass
 
 INTERVAL_S = 0.1
-"""Of sending, between two decisions. The system's bursts are a millisecond of the rate each: in less time there would be little else."""
+"""Of sending, between two decisions. The system's bursts are a millisecond of the rate each: in
+less time there would be little else."""
 LEAST_READINGS = 5
 """In an interval: where processors are short, a process sleeps through most of one."""
 TARGET_S = 0.0015
-"""Of the narrowest place's time, queued: little beside the time between two tokens, and enough that it is never idle."""
+"""Of the narrowest place's time, queued: little beside the time between two tokens, and enough that
+it is never idle."""
 LONG_S = 1.1 * TARGET_S
 FAR_S = 0.005
 EMPTY_S = 0.00025
@@ -33,11 +39,13 @@ FIRST_STEP, MOST_STEP = 0.01, 0.05
 PATIENCE = 4
 """Such intervals in a row, after which the step is doubled in each."""
 KNOWN_SHARE = 0.97
-"""Of what came through when there lately was a queue. The most of several figures is a little more than there was."""
+"""Of what came through when there lately was a queue. The most of several figures is a little more
+than there was."""
 KNOWN_FADES = 1 / 64
 """In an interval."""
 USED_SHARE = 0.875
-"""A transfer that sends less than that of what it may is held up by something else, and learns nothing about more."""
+"""A transfer that sends less than that of what it may is held up by something else, and learns
+nothing about more."""
 LEAST_SHARE = 0.9
 """Of the most that came through in the last quarter of a minute or so."""
 MOST_FADES = 1 / 256
@@ -73,7 +81,8 @@ class Pacer:
         self._readings = 0
         """In the interval, after the first."""
         self._queue_s = math.inf
-        """The shortest in the interval: one that comes and goes with each burst holds nobody up."""
+        """The shortest in the interval: one that comes and goes with each burst delays no other
+        sender."""
         self._queue_before_s = 0.0
         """The same, in the interval before."""
         self._empty = 0
@@ -99,7 +108,9 @@ class Pacer:
         self._queue_before_s, self._queue_s = self._queue_s, math.inf
 
     def _decide(self, came_through: float, queue_s: float) -> None:
-        """A rate for the next interval, from what came through in the last one (bytes/s) and what queue there was all the while."""
+        """A rate for the next interval, from what came through in the last one (bytes/s) and what
+        queue there was all the while.
+        """
         self._most_bytes_per_s = max(came_through, self._most_bytes_per_s * (1 - MOST_FADES))
         self._known_bytes_per_s *= 1 - KNOWN_FADES
         if queue_s > EMPTY_S:
@@ -109,7 +120,8 @@ class Pacer:
         if rate is None:
             rate = came_through * (1 - _part_beyond(queue_s)) if queue_s > TARGET_S else None
         elif queue_s > FAR_S:
-            # Who came through with less than it may send was held up by something else: that says little of the path.
+            # A link that sent less than it may was held up by something else: that says little of
+            # the path.
             rate = max(came_through, rate * (1 - MOST_CUT)) * (1 - _part_beyond(queue_s))
         elif queue_s > TARGET_S or came_through > USED_SHARE * rate:
             rate = self._near(rate, queue_s)

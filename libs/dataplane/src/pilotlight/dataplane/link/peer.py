@@ -13,13 +13,13 @@ from msgspec import structs
 from pilotlight.checkpoint.digests import UNIT_DIGEST_BYTES
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import DeadlineExceeded, PeerRefused, PeerUnavailable, PilotlightError
-from pilotlight.common.handshake import AskingSide, Identity
+from pilotlight.common.handshake import Identity, Initiator
 from pilotlight.common.messages.hold import Peer
 from pilotlight.common.messages.link import (
     Accepted,
     Ask,
     Enough,
-    FromGiver,
+    FromSender,
     NotHeld,
     Placed,
     Recorded,
@@ -31,7 +31,7 @@ from pilotlight.common.messages.link import (
 )
 from pilotlight.common.waiting import Backoff, cancel_all, pause, within
 from pilotlight.dataplane.link.nixl_process import NixlFailed, ReadsMemory
-from pilotlight.dataplane.link.nixl_take import Taking
+from pilotlight.dataplane.link.one_sided import OneSidedReads
 from pilotlight.dataplane.link.pull import Pull
 from pilotlight.dataplane.link.sender import LinkObserver
 from pilotlight.dataplane.link.state import LinkState
@@ -55,10 +55,11 @@ BACKOFF = Backoff(first_s=0.2, limit_s=10.0)
 MAX_OUT = 4096
 """Requests that wait to be sent: more than all threads that read can have under way."""
 PATIENCE = 3
-"""So many stall timeouts without any byte are a stall, though the other node says that it is well: it may wait for this one."""
+"""This many stall timeouts without any byte are a stall, though the other node says that it is
+well: it may wait for this one."""
 
 RECORD_PATIENCE = 30
-"""The same for who waits until the other node has read a part that nobody has read before."""
+"""The same for a request that waits until the other node has read a part for the first time."""
 
 
 class PeerLink:
@@ -76,7 +77,8 @@ class PeerLink:
         backoff: Backoff = BACKOFF,
         memory: ReadsMemory | None = None,
     ) -> None:
-        """``me`` is what this node proves to the other one; the link is made once ``keep`` runs. ``memory`` reads the other
+        """``me`` is what this node proves to the other one; the link is made once ``keep`` runs.
+        ``memory`` reads the other
         one's, where that can be done.
         """
         self.peer = peer
@@ -96,12 +98,15 @@ class PeerLink:
         self._frames = 0
         self._bytes = 0
         self._reads_memory = memory is not None
-        self._taking = Taking(memory, peer.node_id, stall_timeout_s / 2, self)
+        self._one_sided = OneSidedReads(memory, peer.node_id, stall_timeout_s / 2, self)
 
-    def pull(self, ask: Ask, work: ChunkWork, priority: Callable[[], FetchPriority] | None = None) -> None:
+    def pull(
+        self, ask: Ask, work: ChunkWork, priority: Callable[[], FetchPriority] | None = None
+    ) -> None:
         """Have a chunk's bytes written to ``work``, from ``ask.from_byte`` on. Blocks.
 
-        ``priority`` is how much it matters at a moment: what began as a prefetch is asked for again when a cold start waits for it.
+        ``priority`` is how much it matters at a moment: what began as a prefetch is asked for again
+        when a cold start waits for it.
 
         Raises:
             NotHere: the node has not got it.
@@ -117,7 +122,11 @@ class PeerLink:
         try:
             while not pull.ended.wait(self._stall_timeout_s / LOOKS):
                 work.check()
-                quiet = quiet + 1 if self._frames == frames and self.state is not LinkState.CONNECTING else 0
+                quiet = (
+                    quiet + 1
+                    if self._frames == frames and self.state is not LinkState.CONNECTING
+                    else 0
+                )
                 dry = dry + 1 if self._bytes == gave else 0
                 frames, gave = self._frames, self._bytes
                 if quiet >= LOOKS or dry >= patience * LOOKS:
@@ -172,13 +181,19 @@ class PeerLink:
         try:
             found = await loop.getaddrinfo(peer.host, peer.port, type=socket.SOCK_STREAM)
         except (ValueError, OverflowError) as error:
-            raise PeerUnavailable(f"{peer.node_id} says that it is at {peer.host}:{peer.port}, which is no address") from error
+            raise PeerUnavailable(
+                f"{peer.node_id} says that it is at {peer.host}:{peer.port}, which is no address"
+            ) from error
         failure: Exception = PeerUnavailable(f"{peer.host} has no address")
         for family, _, _, _, address in found:
             sock = socket.socket(family, socket.SOCK_STREAM)
             sock.setblocking(False)
             try:
-                await within(CONNECT_S / (1 + len(found)), loop.sock_connect(sock, address), f"reaching {address[0]}")
+                await within(
+                    CONNECT_S / (1 + len(found)),
+                    loop.sock_connect(sock, address),
+                    f"reaching {address[0]}",
+                )
             except (OSError, PilotlightError) as error:
                 sock.close()
                 failure = error
@@ -200,7 +215,9 @@ class PeerLink:
         sock = await self._reach()
         try:
             stream = FrameStream(sock)
-            side = AskingSide(self._me, node_id, self._stall_timeout_s / BEATS, one_sided=self._reads_memory)
+            side = Initiator(
+                self._me, node_id, self._stall_timeout_s / BEATS, one_sided=self._reads_memory
+            )
             await stream.write(side.hello())
             welcome = await stream.read_message(Welcome | Refused)
             if welcome is None:
@@ -232,8 +249,12 @@ class PeerLink:
         for pull in sorted(self._waiting, key=lambda pull: (pull.ask.part, pull.ask.chunk)):
             self._send(pull)
         self._waiting.clear()
-        writing = asyncio.create_task(self._write_for_ever(stream, self._out), name=f"requests to {self.peer.node_id}")
-        receiving = asyncio.create_task(self._receive_for_ever(stream), name=f"bytes from {self.peer.node_id}")
+        writing = asyncio.create_task(
+            self._write_for_ever(stream, self._out), name=f"requests to {self.peer.node_id}"
+        )
+        receiving = asyncio.create_task(
+            self._receive_for_ever(stream), name=f"bytes from {self.peer.node_id}"
+        )
         try:
             done, _ = await asyncio.wait({writing, receiving}, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -243,7 +264,9 @@ class PeerLink:
         finally:
             await cancel_all((writing, receiving))
 
-    async def _write_for_ever(self, stream: FrameStream, out: "asyncio.Queue[tuple[object, int]]") -> None:
+    async def _write_for_ever(
+        self, stream: FrameStream, out: "asyncio.Queue[tuple[object, int]]"
+    ) -> None:
         while True:
             await stream.write(*await out.get())
 
@@ -253,7 +276,9 @@ class PeerLink:
             if head.kind is FrameKind.BYTES:
                 await self._receive(stream, head)
             else:
-                self._on_message(await stream.read_control(head, FromGiver), self._pulls.get(head.request))
+                self._on_message(
+                    await stream.read_control(head, FromSender), self._pulls.get(head.request)
+                )
         raise PeerUnavailable(f"{self.peer.node_id} closed the connection")
 
     async def _receive(self, stream: FrameStream, head: Head) -> None:
@@ -267,7 +292,7 @@ class PeerLink:
             if pull is not None:
                 try:
                     pull.work.write(piece)
-                except Exception as error:  # noqa: BLE001 - whoever waits for it raises it
+                except Exception as error:  # noqa: BLE001 - the waiting request raises it
                     self._end(pull, error)
         self._observer.on_received(self.peer.node_id, head.length)
 
@@ -275,16 +300,16 @@ class PeerLink:
         if isinstance(message, Refused):
             raise PeerRefused(f"{self.peer.node_id} ended the connection: {message.message}")
         if isinstance(message, Region):
-            self._taking.offer(message)
+            self._one_sided.offer(message)
         if pull is None:
             return
         match message:
             case Units():
                 self._on_units(message, pull)
             case Placed():
-                self._taking.place(pull.number, message)
+                self._one_sided.place(pull.number, message)
             case Sent():
-                if not self._taking.on_sent(pull.number):
+                if not self._one_sided.on_sent(pull.number):
                     self._end(pull)
             case NotHeld():
                 self._end(pull, NotHere())
@@ -299,7 +324,7 @@ class PeerLink:
             if len(digests) % size:
                 raise WrongBytes("the list of the units' digests is cut off")
             pull.work.expect([digests[at : at + size] for at in range(0, len(digests), size)])
-        except Exception as error:  # noqa: BLE001 - whoever waits for it raises it
+        except Exception as error:  # noqa: BLE001 - the waiting request raises it
             self._end(pull, error)
             return
         if pull.work.position != pull.ask.from_byte:
@@ -323,8 +348,8 @@ class PeerLink:
             return
         pull.number = next(self._numbers)
         self._pulls[pull.number] = pull
-        is_taken = pull.ask.digest is not None and self._taking.begin(pull.number, pull.work)
-        pull.ask = structs.replace(pull.ask, from_byte=pull.work.position, one_sided=is_taken)
+        is_one_sided = pull.ask.digest is not None and self._one_sided.begin(pull.number, pull.work)
+        pull.ask = structs.replace(pull.ask, from_byte=pull.work.position, one_sided=is_one_sided)
         self._post(pull.ask, pull.number)
 
     def _matters(self, pull: Pull, priority: FetchPriority) -> None:
@@ -340,14 +365,14 @@ class PeerLink:
         self._forget(pull)
         pull.end(error)
 
-    def on_taken_bytes(self, size_bytes: int) -> None:
-        """As ``Taker.on_taken_bytes``."""
+    def on_read_bytes(self, size_bytes: int) -> None:
+        """As ``OneSidedListener.on_read_bytes``."""
         self._frames += 1
         self._bytes += size_bytes
         self._observer.on_received(self.peer.node_id, size_bytes)
 
-    def on_taken(self, number: int, error: Exception | None) -> None:
-        """As ``Taker.on_taken``."""
+    def on_read_end(self, number: int, error: Exception | None) -> None:
+        """As ``OneSidedListener.on_read_end``."""
         pull = self._pulls.get(number)
         if pull is not None and isinstance(error, NixlFailed):
             self._forget(pull)
@@ -356,7 +381,7 @@ class PeerLink:
             self._end(pull, error)
 
     def _forget(self, pull: Pull) -> None:
-        self._taking.give_up(pull.number)
+        self._one_sided.give_up(pull.number)
         if self._pulls.pop(pull.number, None) is not None:
             self._post(Enough(), pull.number)
 
@@ -381,7 +406,7 @@ class PeerLink:
 
     def _give_up(self, why: str) -> None:
         self.state = LinkState.DOWN
-        self._taking.stop()
+        self._one_sided.stop()
         pulls = (*self._waiting, *self._pulls.values())
         self._waiting.clear()
         self._pulls.clear()
@@ -395,4 +420,6 @@ class PeerLink:
             self._observer.on_refused()
         if not told:
             code = error.code if isinstance(error, PilotlightError) else PeerUnavailable.code
-            log.warning("link is down", action="link_down", node=self.peer.node_id, code=code, error=message)
+            log.warning(
+                "link is down", action="link_down", node=self.peer.node_id, code=code, error=message
+            )

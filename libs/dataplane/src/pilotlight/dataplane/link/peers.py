@@ -1,4 +1,5 @@
-"""The nodes that this one knows, and which of them are to be asked for which model: a chain is made of such askings.
+"""The nodes that this one knows, and which of them are to be asked for which model: a chain is made
+of such askings.
 
 ::
 
@@ -59,11 +60,21 @@ class PeerOrigin:
         return f"peer://{self.name}"
 
     def read(self, part: int, chunk: Chunk, work: ChunkWork) -> None:
-        """As ``Origin.read``. Without a recorded digest it waits until there is one, and raises ``RecordedNow``."""
+        """As ``Origin.read``.
+
+        Without a recorded digest it waits until there is one, and raises ``RecordedNow``.
+        """
         chunks = self.manifest.parts[part].chunks
         index = bisect_left(chunks, chunk.image_offset, key=lambda one: one.image_offset)
         model, digest, priority = self.model, work.digest, self.priority_of(self.model)
-        ask = Ask(model=model, part=part, chunk=index, digest=digest, from_byte=work.position, priority=priority)
+        ask = Ask(
+            model=model,
+            part=part,
+            chunk=index,
+            digest=digest,
+            from_byte=work.position,
+            priority=priority,
+        )
         self.peer_link.pull(ask, work, lambda: self.priority_of(model))
 
 
@@ -79,7 +90,9 @@ class Peers:
         stall_timeout_s: float,
         priority_of: Callable[[Digest], FetchPriority],
     ) -> None:
-        """``priority_of`` tells how much a model's fetch matters at this moment; also in the threads that read."""
+        """``priority_of`` tells how much a model's fetch matters at this moment; also in the
+        threads that read.
+        """
         self._me = me
         self._thread = thread
         self._clock = clock
@@ -106,14 +119,22 @@ class Peers:
         return {node_id: link.state for node_id, link in self._links.items()}
 
     def meet(self, peer: Peer) -> None:
-        """A node is there, at this address: make a link to it, and keep it. Nothing happens where there is one already."""
+        """A node is there, at this address: make a link to it, and keep it.
+
+        Nothing happens where there is one already.
+        """
         if peer.node_id == self._me.node_id:
             return
         known = self._links.get(peer.node_id)
         if known is not None and known.peer == peer:
             return
         if known is None and len(self._links) >= MAX_PEERS:
-            log.warning("too many nodes to keep links to", action="link_peers_full", node=peer.node_id, limit=MAX_PEERS)
+            log.warning(
+                "too many nodes to keep links to",
+                action="link_peers_full",
+                node=peer.node_id,
+                limit=MAX_PEERS,
+            )
             return
         self.part(peer.node_id)
         link = PeerLink(
@@ -135,16 +156,22 @@ class Peers:
             self._thread.cancel(_task_of(link.peer))
 
     def follow(self, model: Digest, upstreams: Sequence[Peer]) -> None:
-        """From now on ask these nodes for a model's chunks, in this order; it stands until other ones are told."""
+        """From now on ask these nodes for a model's chunks, in this order; it stands until other
+        ones are told.
+        """
         for peer in upstreams:
             self.meet(peer)
-        self._upstreams[model] = tuple(peer.node_id for peer in upstreams if peer.node_id != self._me.node_id)
+        self._upstreams[model] = tuple(
+            peer.node_id for peer in upstreams if peer.node_id != self._me.node_id
+        )
         self._upstreams.move_to_end(model)
         while len(self._upstreams) > MAX_MODELS:
             self._upstreams.popitem(last=False)
 
     def origins(self, model: Model, manifest: Manifest) -> Sequence[Origin]:
-        """As ``Nearby.origins``: the model's upstreams that can be reached, or may be, in their order."""
+        """As ``Nearby.origins``: the model's upstreams that can be reached, or may be, in their
+        order.
+        """
         links = (self._links.get(node_id) for node_id in self._upstreams.get(model.digest, ()))
         usable = (link for link in links if link is not None and _is_usable(link))
         return [PeerOrigin(link, manifest, model.digest, self._priority_of) for link in usable]

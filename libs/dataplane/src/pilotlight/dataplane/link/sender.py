@@ -1,4 +1,6 @@
-"""The sender's end of a link: one connection of a node that asks this one for chunks, its requests, and the task that sends."""
+"""The sender's end of a link: one connection of a node that asks this one for chunks, its requests,
+and the task that sends.
+"""
 
 import asyncio
 import itertools
@@ -11,7 +13,17 @@ import structlog
 from pilotlight.checkpoint.digests import UNIT_BYTES
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import BadRequest, DeadlineExceeded
-from pilotlight.common.messages.link import Ask, Enough, NotHeld, Placed, Recorded, Region, Sent, Units, Waiting
+from pilotlight.common.messages.link import (
+    Ask,
+    Enough,
+    NotHeld,
+    Placed,
+    Recorded,
+    Region,
+    Sent,
+    Units,
+    Waiting,
+)
 from pilotlight.common.waiting import cancel_all, woken
 from pilotlight.dataplane.link.offers import Offer, Offers, Ticket
 from pilotlight.dataplane.link.stream import SLOW_S, FrameStream
@@ -24,11 +36,13 @@ from pilotlight.policy.ids import NodeId
 log = structlog.get_logger()
 
 SHORTEST_BEAT_S, LONGEST_BEAT_S = 0.02, 5.0
-"""A receiver that waits hears that its bytes are on their way as often as it wants, within these."""
+"""A receiver that waits hears that its bytes are on their way as often as it wants, within these.
+"""
 MAX_REQUESTS = 512
 """Of one connection, at once."""
 MAX_OFFERED = 4
-"""Chunks that the other node was told to read and has not acknowledged: what is offered goes at its own speed, whatever comes next."""
+"""Chunks that the other node was told to read and has not acknowledged: what is offered goes at its
+own speed, whatever comes next."""
 
 T = TypeVar("T")
 
@@ -46,7 +60,9 @@ class ReadableMemory(Protocol):
         ...
 
     def stir(self) -> None:
-        """Bytes are about to be read, or are still being read: said at least every ``LONGEST_BEAT_S``."""
+        """Bytes are about to be read, or are still being read: said at least every
+        ``LONGEST_BEAT_S``.
+        """
         ...
 
 
@@ -54,11 +70,11 @@ class LinkObserver(Protocol):
     """Hears what goes over links. Calls come in any thread and must not block."""
 
     def on_sent(self, node_id: NodeId, size_bytes: int) -> None:
-        """So many bytes of chunks went to a node."""
+        """``size_bytes`` of chunks went to a node."""
         ...
 
     def on_received(self, node_id: NodeId, size_bytes: int) -> None:
-        """So many bytes of chunks came from a node, verified or not."""
+        """``size_bytes`` of chunks came from a node, verified or not."""
         ...
 
     def on_refused(self) -> None:
@@ -140,11 +156,15 @@ class Sender:
                 self._let_go(head.request)
                 continue
             if head.request in self._requests or len(self._requests) >= MAX_REQUESTS:
-                raise BadRequest(f"{self.peer} has more than {MAX_REQUESTS} requests, or two of one number")
+                raise BadRequest(
+                    f"{self.peer} has more than {MAX_REQUESTS} requests, or two of one number"
+                )
             request = _Request(head.request, message, self._arrivals(), message.from_byte)
             request.is_placed = message.one_sided and self._told is not None
             self._requests[request.number] = request
-            self._finding[request.number] = asyncio.create_task(self._find(request), name=f"find a chunk for {self.peer}")
+            self._finding[request.number] = asyncio.create_task(
+                self._find(request), name=f"find a chunk for {self.peer}"
+            )
 
     async def _find(self, request: _Request) -> None:
         try:
@@ -161,7 +181,9 @@ class Sender:
         except NotHere:
             request.is_missing = True
         except Exception:  # the receiver must hear something
-            log.exception("chunk could not be looked for", action="link_find_failed", node=self.peer)
+            log.exception(
+                "chunk could not be looked for", action="link_find_failed", node=self.peer
+            )
             request.is_missing = True
         self._wake.set()
 
@@ -189,17 +211,26 @@ class Sender:
         self.pool_loop.call_soon_threadsafe(self.offers.let_go, request.ticket)
 
     async def _send_for_ever(self) -> None:
-        beat_s, spoke_s = min(max(self.beat_s, SHORTEST_BEAT_S), LONGEST_BEAT_S), self.clock.monotonic_s()
+        beat_s, spoke_s = (
+            min(max(self.beat_s, SHORTEST_BEAT_S), LONGEST_BEAT_S),
+            self.clock.monotonic_s(),
+        )
         while True:
             self._wake.clear()
             await self._tell_region()
             request = self._next()
-            delay_s = beat_s if request is None else self.yielding.delay_s(request.ask.priority, self.clock.monotonic_s())
+            delay_s = (
+                beat_s
+                if request is None
+                else self.yielding.delay_s(request.ask.priority, self.clock.monotonic_s())
+            )
             if request is not None and delay_s <= 0:
                 await self._send(request)
             else:
                 self._check_late()
-                if self.memory is not None and any(request.is_placed for request in self._requests.values()):
+                if self.memory is not None and any(
+                    request.is_placed for request in self._requests.values()
+                ):
                     self.memory.stir()
                 await woken(self._wake, min(delay_s, beat_s))
                 if not self._requests or self.clock.monotonic_s() - spoke_s < beat_s:
@@ -210,11 +241,15 @@ class Sender:
 
     def _next(self) -> _Request | None:
         """The first request, in order, for which there is something to send."""
-        offered = sum(request.is_placed and request.over_s is not None for request in self._requests.values())
+        offered = sum(
+            request.is_placed and request.over_s is not None for request in self._requests.values()
+        )
         ready = (
             request
             for request in self._requests.values()
-            if request.over_s is None and (offered < MAX_OFFERED or not request.is_placed) and _is_ready(request)
+            if request.over_s is None
+            and (offered < MAX_OFFERED or not request.is_placed)
+            and _is_ready(request)
         )
         return min(ready, key=lambda request: request.order, default=None)
 
@@ -222,15 +257,15 @@ class Sender:
         if request.is_recorded or request.is_missing or request.offer is None:
             await self._end(request, Recorded() if request.is_recorded else NotHeld())
             return
-        offer, sound = request.offer, request.offer.sound()
-        if not request.has_units and sound.units is not None:
+        offer, prefix = request.offer, request.offer.prefix()
+        if not request.has_units and prefix.units is not None:
             request.has_units = True
-            await self.stream.write(Units(digests=b"".join(sound.units)), request.number)
-        elif request.position < sound.size_bytes:
-            stop = min(sound.size_bytes, (request.position // UNIT_BYTES + 1) * UNIT_BYTES)
+            await self.stream.write(Units(digests=b"".join(prefix.units)), request.number)
+        elif request.position < prefix.size_bytes:
+            stop = min(prefix.size_bytes, (request.position // UNIT_BYTES + 1) * UNIT_BYTES)
             await self._send_bytes(request, offer, stop)
         else:
-            await self._end(request, NotHeld() if sound.is_lost else Sent())
+            await self._end(request, NotHeld() if prefix.is_lost else Sent())
 
     async def _send_bytes(self, request: _Request, offer: Offer, stop: int) -> None:
         start, priority = request.position, request.ask.priority
@@ -240,14 +275,18 @@ class Sender:
 
         request.position = stop
         if request.is_placed and self.memory is not None:
-            placed = Placed(offset=self.memory.offset_of(offer.file_offset + start), size_bytes=stop - start)
+            placed = Placed(
+                offset=self.memory.offset_of(offer.file_offset + start), size_bytes=stop - start
+            )
             self.memory.stir()
             await self.stream.write(placed, request.number)
             moved(stop - start)
             self.observer.on_sent(self.peer, stop - start)
             return
         head = bytes_head(request.number, stop - start)
-        await self.stream.write_file(head, offer.descriptor, offer.file_offset + start, stop - start, moved)
+        await self.stream.write_file(
+            head, offer.descriptor, offer.file_offset + start, stop - start, moved
+        )
         self.observer.on_sent(self.peer, stop - start)
 
     async def _tell_region(self) -> None:
@@ -262,8 +301,13 @@ class Sender:
 
     def _check_late(self) -> None:
         now_s = self.clock.monotonic_s()
-        if any(request.over_s is not None and now_s - request.over_s > SLOW_S for request in self._requests.values()):
-            raise DeadlineExceeded(f"{self.peer} did not say within {SLOW_S:g} s that it has a chunk that was sent")
+        if any(
+            request.over_s is not None and now_s - request.over_s > SLOW_S
+            for request in self._requests.values()
+        ):
+            raise DeadlineExceeded(
+                f"{self.peer} did not say within {SLOW_S:g} s that it has a chunk that was sent"
+            )
 
 
 def _is_ready(request: _Request) -> bool:
@@ -271,8 +315,8 @@ def _is_ready(request: _Request) -> bool:
         return True
     if request.offer is None:
         return False
-    sound = request.offer.sound()
-    if not request.has_units and sound.units is not None:
+    prefix = request.offer.prefix()
+    if not request.has_units and prefix.units is not None:
         return True
     is_at_end = request.has_units and request.position == request.offer.size_bytes
-    return is_at_end or request.position < sound.size_bytes or sound.is_lost
+    return is_at_end or request.position < prefix.size_bytes or prefix.is_lost

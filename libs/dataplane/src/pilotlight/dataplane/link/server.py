@@ -1,4 +1,6 @@
-"""The node's server for others: listens, proves the cluster's key and has it proved, then sends chunks of the host pool."""
+"""The node's server for others: listens, proves the cluster's key and has it proved, then sends
+chunks of the host pool.
+"""
 
 import asyncio
 import socket
@@ -8,7 +10,7 @@ import structlog
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import PeerRefused, PilotlightError, SettingsInvalid
-from pilotlight.common.handshake import GivingSide, Identity
+from pilotlight.common.handshake import Identity, Responder
 from pilotlight.common.messages.link import Hello, Proof, Refused
 from pilotlight.common.waiting import cancel_all, pause, within
 from pilotlight.dataplane.link.offers import Offers
@@ -40,7 +42,10 @@ class LinkServer:
         handshake_s: float = HANDSHAKE_S,
         memory: ReadableMemory | None = None,
     ) -> None:
-        """``address`` is host and port; port 0 means any. ``memory`` lets nodes that can read the pool themselves."""
+        """``address`` is host and port; port 0 means any.
+
+        ``memory`` lets nodes that can read the pool themselves.
+        """
         self._me = me
         self._address = address
         self._offers = offers
@@ -88,7 +93,9 @@ class LinkServer:
         if self._pool_loop is None and self._listener is not None:
             self._pool_loop = asyncio.get_running_loop()
             self._thread.start()
-            self._thread.spawn("accept nodes", self._accept_for_ever(self._listener, self._pool_loop))
+            self._thread.spawn(
+                "accept nodes", self._accept_for_ever(self._listener, self._pool_loop)
+            )
 
     async def stop(self) -> None:
         """End every connection, and give back what they read from."""
@@ -100,19 +107,24 @@ class LinkServer:
             self._listener.close()
             self._listener = None
 
-    async def _accept_for_ever(self, listener: socket.socket, pool_loop: asyncio.AbstractEventLoop) -> None:
+    async def _accept_for_ever(
+        self, listener: socket.socket, pool_loop: asyncio.AbstractEventLoop
+    ) -> None:
         loop = asyncio.get_running_loop()
         try:
             while True:
                 try:
                     sock, _ = await loop.sock_accept(listener)
                 except OSError as error:
-                    # Somebody left before they were let in, or this process has no descriptor left for a while.
+                    # A client left before it was accepted, or this process has no descriptor left
+                    # for a while.
                     log.warning("node not let in", action="link_accept_failed", error=str(error))
                     await pause(ACCEPT_AGAIN_S)
                     continue
                 if len(self._connections) >= MAX_CONNECTIONS:
-                    log.warning("too many nodes", action="link_connections_full", limit=MAX_CONNECTIONS)
+                    log.warning(
+                        "too many nodes", action="link_connections_full", limit=MAX_CONNECTIONS
+                    )
                     sock.close()
                     continue
                 task = asyncio.create_task(self._serve(sock, pool_loop), name="node connection")
@@ -122,7 +134,7 @@ class LinkServer:
             await cancel_all(self._connections)
 
     async def _serve(self, sock: socket.socket, pool_loop: asyncio.AbstractEventLoop) -> None:
-        side, stream = GivingSide(self._me), None
+        side, stream = Responder(self._me), None
         try:
             stream = FrameStream(sock)
             hello = await within(self._handshake_s, _greet(stream, side), "the handshake of a node")
@@ -140,7 +152,13 @@ class LinkServer:
             await sender.run()
         except PilotlightError as error:
             self._observer.on_refused()
-            log.warning("link ended", action="link_refused", node=side.peer, code=error.code, error=error.message)
+            log.warning(
+                "link ended",
+                action="link_refused",
+                node=side.peer,
+                code=error.code,
+                error=error.message,
+            )
             if stream is not None:
                 with suppress(OSError, PilotlightError):
                     refused = Refused(code=error.code, message=error.message)
@@ -151,11 +169,11 @@ class LinkServer:
             sock.close()
 
 
-async def _greet(stream: FrameStream, side: GivingSide) -> Hello:
-    """Carry out the handshake; what is said by who is there.
+async def _greet(stream: FrameStream, side: Responder) -> Hello:
+    """Carry out the handshake; the other node's ``Hello``.
 
     Raises:
-        PilotlightError: it is nobody of this cluster.
+        PilotlightError: it is no node of this cluster.
     """
     hello = await stream.read_message(Hello)
     if hello is None:
@@ -163,6 +181,10 @@ async def _greet(stream: FrameStream, side: GivingSide) -> Hello:
     await stream.write(side.on_hello(hello))
     proof = await stream.read_message(Proof | Refused)
     if not isinstance(proof, Proof):
-        raise PeerRefused(proof.message if isinstance(proof, Refused) else f"{hello.node_id} left within the handshake")
+        raise PeerRefused(
+            proof.message
+            if isinstance(proof, Refused)
+            else f"{hello.node_id} left within the handshake"
+        )
     await stream.write(side.on_proof(proof))
     return hello

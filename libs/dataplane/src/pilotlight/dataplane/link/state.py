@@ -12,4 +12,5 @@ class LinkState(StrEnum):
     DOWN = "down"
     """It broke, or could not be made; it is tried again in a while. Requests fail at once."""
     AGAIN = "again"
-    """It is tried again. Requests fail all the same: whoever did not answer last time would keep them waiting."""
+    """It is tried again. Requests fail all the same: a node that did not answer last time would
+    keep them waiting."""

@@ -11,7 +11,8 @@ BULK_PRIORITY = 2
 """TC_PRIO_BULK: a host's own queue sends it last, where it has bands (pfifo_fast, prio, fq)."""
 
 _INFO = Struct("=68x I 48x Q 20x I 16x Q")
-"""Of ``struct tcp_info``: tcpi_rtt, tcpi_bytes_acked, tcpi_min_rtt, tcpi_busy_time. Fields are only ever added behind the last one."""
+"""Of ``struct tcp_info``: tcpi_rtt, tcpi_bytes_acked, tcpi_min_rtt, tcpi_busy_time. Fields are only
+ever added behind the last one."""
 _RATE = Struct("=Q")
 SO_MAX_PACING_RATE = 47
 """Python has no name for it."""
@@ -23,7 +24,12 @@ def reading_of(sock: socket.socket) -> Reading | None:
     if len(info) < _INFO.size:
         return None
     rtt_us, acked_bytes, least_rtt_us, busy_us = _INFO.unpack(info)
-    return Reading(acked_bytes=acked_bytes, busy_s=busy_us / 1e6, rtt_s=rtt_us / 1e6, least_rtt_s=least_rtt_us / 1e6)
+    return Reading(
+        acked_bytes=acked_bytes,
+        busy_s=busy_us / 1e6,
+        rtt_s=rtt_us / 1e6,
+        least_rtt_s=least_rtt_us / 1e6,
+    )
 
 
 class Steering:
@@ -40,7 +46,10 @@ class Steering:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, BULK_PRIORITY)
 
     def look(self) -> None:
-        """Have the connection send as fast as it should. To be called every few milliseconds of sending."""
+        """Have the connection send as fast as it should.
+
+        To be called every few milliseconds of sending.
+        """
         reading = reading_of(self._sock)
         if reading is None:
             return

@@ -1,4 +1,7 @@
-"""A socket as a stream of frames, in the event loop of a link's thread. The thin part: what frames mean is told elsewhere."""
+"""A socket as a stream of frames, in the event loop of a link's thread.
+
+The thin part: what frames mean is told elsewhere.
+"""
 
 import asyncio
 import errno
@@ -10,15 +13,24 @@ from typing import Any
 
 from pilotlight.common.errors import MessageUndecodable
 from pilotlight.dataplane.link.steering import Steering
-from pilotlight.dataplane.link.wire import HEADER, FrameKind, Head, control_frame, decode_control, parse_head
+from pilotlight.dataplane.link.wire import (
+    HEADER,
+    FrameKind,
+    Head,
+    control_frame,
+    decode_control,
+    parse_head,
+)
 
 READ_BYTES = 512 * 1024
 """Taken from a socket at once, at most."""
 WAKE_BYTES = 32 * 1024
-"""Of a unit's bytes so many are waited for at once, or what is left of it. Less than a packet may hold (64 KiB within a host): a sender
-that sends one packet for each acknowledgement would wait for ours, and we for its next packet."""
+"""How many of a unit's bytes are waited for at once, or what is left of it. Less than a packet may
+hold (64 KiB within a host): a sender that sends one packet for each acknowledgement would wait for
+ours, and we for its next packet."""
 UNSENT_BYTES = 256 * 1024
-"""That the system keeps unsent for one connection: little, so that what matters more need not wait behind it."""
+"""That the system keeps unsent for one connection: little, so that what matters more need not wait
+behind it."""
 COPY_BYTES = 256 * 1024
 SLOW_S = 30.0
 """A peer that takes no byte for so long has hung up without a word."""
@@ -26,7 +38,9 @@ SLOW_S = 30.0
 
 @contextmanager
 def _broken_as_such() -> Generator[None]:
-    """Uvloop has closed its handle of a connection that was reset, and says so to who waits for it next in words of its own."""
+    """Uvloop has closed its handle of a connection that was reset, and says so to the next wait for
+    it in words of its own.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -34,7 +48,10 @@ def _broken_as_such() -> Generator[None]:
 
 
 class FrameStream:
-    """One connection. One task reads, one writes bytes; control frames may be written by any task of the loop."""
+    """One connection.
+
+    One task reads, one writes bytes; control frames may be written by any task of the loop.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -53,7 +70,8 @@ class FrameStream:
         self._sendfile_works = True
         self._wakes_at = 1
         self._is_within_frame = False
-        """A frame was begun and not ended: nothing else may be sent any more, or it would be taken for the rest of it."""
+        """A frame was begun and not ended: nothing else may be sent any more, or it would be taken
+        for the rest of it."""
 
     def close(self) -> None:
         """Let go of it."""
@@ -82,7 +100,10 @@ class FrameStream:
             return decode_control(body, as_type)
 
     async def read_message(self, as_type: Any) -> Any:
-        """The next frame, where nothing but a control message may come; None at the stream's end. Raises as the two above."""
+        """The next frame, where nothing but a control message may come; None at the stream's end.
+
+        Raises as the two above.
+        """
         head = await self.read_head()
         if head is None:
             return None
@@ -98,10 +119,13 @@ class FrameStream:
         """
         self._wake_at(min(at_most, WAKE_BYTES))
         with _broken_as_such():
-            count = await self._loop.sock_recv_into(self._sock, self._buffer[: min(at_most, READ_BYTES)])
+            count = await self._loop.sock_recv_into(
+                self._sock, self._buffer[: min(at_most, READ_BYTES)]
+            )
         if not count:
             raise MessageUndecodable("the stream ended within a frame")
-        # Acknowledged at once, not 40 ms later: when a receiver has hung for a while, BBR takes that delay for the link's speed.
+        # Acknowledged at once, not 40 ms later: when a receiver has hung for a while, BBR takes
+        # that delay for the link's speed.
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
         return self._buffer[:count]
 
@@ -119,8 +143,17 @@ class FrameStream:
                 await self._loop.sock_sendall(self._sock, data)
             self._is_within_frame = False
 
-    async def write_file(self, head: bytes, descriptor: int, offset: int, size_bytes: int, moved: Callable[[int], None]) -> None:
-        """Send a frame whose body lies in a file. ``moved`` is told of bytes as the system takes them.
+    async def write_file(
+        self,
+        head: bytes,
+        descriptor: int,
+        offset: int,
+        size_bytes: int,
+        moved: Callable[[int], None],
+    ) -> None:
+        """Send a frame whose body lies in a file.
+
+        ``moved`` is told of bytes as the system takes them.
 
         Raises:
             OSError: the connection broke.
@@ -186,7 +219,9 @@ class FrameStream:
             self._loop.remove_writer(self._sock.fileno())
 
     def _wake_at(self, size_bytes: int) -> None:
-        """Sleep until so many bytes are there: on a slow link they come in hundreds of small packets."""
+        """Sleep until this many bytes are there: on a slow link they come in hundreds of small
+        packets.
+        """
         if size_bytes != self._wakes_at:
             self._wakes_at = size_bytes
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size_bytes)

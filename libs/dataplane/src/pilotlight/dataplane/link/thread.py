@@ -1,4 +1,6 @@
-"""The thread that moves bytes between nodes: an event loop of its own, so that nothing else waits for bytes, nor bytes for it."""
+"""The thread that moves bytes between nodes: an event loop of its own, so that nothing else waits
+for bytes, nor bytes for it.
+"""
 
 import asyncio
 import concurrent.futures
@@ -40,7 +42,9 @@ class LinkThread:
         if self._thread is not None:
             return
         self._loop = uvloop.new_event_loop()
-        self._thread = threading.Thread(target=self._run, args=(self._loop,), name=self._name, daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(self._loop,), name=self._name, daemon=True
+        )
         self._thread.start()
 
     def stop(self) -> None:
@@ -79,7 +83,12 @@ class LinkThread:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            log.error("task of the link died", action="link_task_died", task=task.get_name(), exc_info=error)
+            log.error(
+                "task of the link died",
+                action="link_task_died",
+                task=task.get_name(),
+                exc_info=error,
+            )
             if not self.died.done():
                 self.died.set_exception(error)
 

@@ -50,7 +50,9 @@ def parse_head(data: bytes | bytearray | memoryview) -> Head:
     try:
         kind = FrameKind(number)
     except ValueError as error:
-        raise MessageUndecodable(f"a frame of kind {number}, which there is not: the peer speaks something else") from error
+        raise MessageUndecodable(
+            f"a frame of kind {number}, which there is not: the peer speaks something else"
+        ) from error
     limit = UNIT_BYTES if kind is FrameKind.BYTES else MAX_CONTROL_BYTES
     if length > limit:
         raise MessageTooLarge(f"a frame of {length} bytes; at most {limit} are taken")
@@ -58,7 +60,7 @@ def parse_head(data: bytes | bytearray | memoryview) -> Head:
 
 
 def bytes_head(request: int, length: int) -> bytes:
-    """The header before so many bytes of a chunk."""
+    """The header before a number of a chunk's bytes."""
     return HEADER.pack(FrameKind.BYTES, request, length)
 
 

@@ -1,4 +1,6 @@
-"""Who sends when a cold start and something in the background want the link at once. Pure: time is an argument.
+"""Which of them sends when a cold start and something in the background want the link at once.
+
+Pure: time is an argument.
 
 ::
 
@@ -11,7 +13,8 @@ import math
 from pilotlight.policy.cluster import FetchPriority
 
 HOLD_S = 0.05
-"""The link counts as a cold start's for so long after it took bytes: it waits for the receiver's word between two of them."""
+"""The link counts as a cold start's for so long after it took bytes: it waits for the receiver's
+word between two of them."""
 
 
 class Yielding:
@@ -26,5 +29,7 @@ class Yielding:
             self._taken_until_s = now_s + HOLD_S
 
     def delay_s(self, priority: FetchPriority, now_s: float) -> float:
-        """How long bytes of this priority have to wait before anybody looks again; 0: they may go."""
-        return 0.0 if priority is FetchPriority.COLD_START else max(0.0, self._taken_until_s - now_s)
+        """How long bytes of this priority have to wait before the next look; 0: they may go."""
+        return (
+            0.0 if priority is FetchPriority.COLD_START else max(0.0, self._taken_until_s - now_s)
+        )

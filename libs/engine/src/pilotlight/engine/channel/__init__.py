@@ -6,6 +6,6 @@
     memory.py    between two engines of one process
     stream.py    over a connected stream socket: the frames' bytes, what both of these share
     unix.py      between processes of one host, over a Unix socket
-    tcp.py       between hosts, over TCP: only with whoever knows the cluster's key
+    tcp.py       between hosts, over TCP: only with a node that knows the cluster's key
     door.py      where a host listens for such channels
 """

@@ -1,7 +1,8 @@
 """What a channel is, and what all of them share.
 
-Both ends send and receive. An end may have ``window`` frames under way that the other has not taken; a sender without credit waits. A
-frame is a header (what it says, encoded by whoever speaks over the channel) and a payload (the bytes of a tensor, never looked at)::
+Both ends send and receive. An end may have ``window`` frames under way that the other has not
+taken; a sender without credit waits. A frame is a header (what it says, encoded by the two ends of
+the channel) and a payload (the bytes of a tensor, never looked at)::
 
     sender   credit 2 ── frame ──> 1 ── frame ──> 0 (waits) ............. 1 ── frame ──>
     receiver                                        takes one ── credit ──^
@@ -55,7 +56,9 @@ class Channel(Protocol):
         ...
 
     def interest(self) -> tuple[int, int]:
-        """A file descriptor and the events of ``poll`` after which this end should be looked at again."""
+        """A file descriptor and the events of ``poll`` after which this end should be looked at
+        again.
+        """
         ...
 
     def close(self) -> None:
@@ -106,7 +109,9 @@ class PolledChannel(ABC):
         return bool(self._inbox) or self._lost is not None
 
     def send(self, frame: Frame, timeout_s: float) -> None:
-        self._wait_until(lambda: self._credits > 0 and self._lost is None, timeout_s, "took no frame")
+        self._wait_until(
+            lambda: self._credits > 0 and self._lost is None, timeout_s, "took no frame"
+        )
         self._credits -= 1
         self._put(frame)
 

@@ -1,12 +1,14 @@
-"""Where a node listens for channels from others: whoever comes is let in once it has proved the cluster's key, and not before.
+"""Where a node listens for channels from others: a peer is let in once it has proved the cluster's
+key, and not before.
 
-Nothing goes on between calls of ``accept``: connections wait in the system's queue, which is bounded. Within one, all that came are
-looked at in turns, so that none can hold up another: who says nothing, or a byte a second, is sent away after a while.
+Nothing goes on between calls of ``accept``: connections wait in the system's queue, which is
+bounded. Within one, all that came are looked at in turns, so that none can hold up another: a peer
+that says nothing, or a byte a second, is sent away after a while.
 
 ::
 
-    connected ── Hello ──> met ── Proof ──> arrived ── accept(about) ──> whoever waits for it
-        │ too slow, nonsense, another key     │ nobody asks for it
+    connected ── Hello ──> met ── Proof ──> arrived ── accept(about) ──> the stage that waits for it
+        │ too slow, nonsense, another key     │ no stage asks for it
         v                                     v
       refused                               let go
 """
@@ -18,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from pilotlight.common.errors import PeerRefused as NotOfThisCluster
-from pilotlight.common.handshake import GivingSide, Identity
+from pilotlight.common.handshake import Identity, Responder
 from pilotlight.common.messages.link import Hello, Proof, Refused
 from pilotlight.engine.channel.channel import WINDOW_FRAMES
 from pilotlight.engine.channel.tcp import TcpChannel, heard, say
@@ -26,16 +28,18 @@ from pilotlight.engine.errors import PeerLost, PeerRefused, PeerSilent
 
 BACKLOG = 64
 MAX_AT_ONCE = 64
-"""Connections within their handshake, and as many behind it. The oldest goes when one more comes: a handshake takes milliseconds."""
+"""Connections within their handshake, and as many behind it. The oldest goes when one more comes: a
+handshake takes milliseconds."""
 HANDSHAKE_S = 5.0
 HELD_S = 60.0
-"""A channel that nobody asks for is kept for so long: a stage may come a little before the one that waits for it."""
+"""How long a channel is kept that no stage asks for: a stage may come a little before the one that
+waits for it."""
 
 
 @dataclass(slots=True, eq=False)
 class _Guest:
     channel: TcpChannel
-    side: GivingSide
+    side: Responder
     until_s: float
     """When it is let go."""
 
@@ -59,7 +63,7 @@ class Door:
             me: what this node proves.
             address: host and port; port 0 means any.
             monotonic_s: the clock of deadlines.
-            on_refused: hears why somebody was sent away.
+            on_refused: hears why a peer was sent away.
             handshake_s: what a handshake may take.
             window: of the channels.
 
@@ -98,11 +102,14 @@ class Door:
                 return self._arrived.pop(about).channel
             left_s = deadline_s - self._monotonic_s()
             if left_s <= 0:
-                raise PeerSilent(f"nobody came for {about} within {timeout_s} s")
+                raise PeerSilent(f"no peer came for {about} within {timeout_s} s")
             self._wait(left_s)
 
     def close(self) -> None:
-        """Listens no more, and lets go of whoever was not asked for. Closing twice is closing once."""
+        """Listens no more, and closes the channels that no stage asked for.
+
+        Closing twice is closing once.
+        """
         self._listener.close()
         for guest in (*self._strangers, *self._arrived.values()):
             guest.channel.close()
@@ -110,12 +117,14 @@ class Door:
         self._arrived.clear()
 
     def _wait(self, left_s: float) -> None:
-        """Until somebody comes, says something, or has been silent for too long."""
+        """Until a peer comes, says something, or has been silent for too long."""
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
         for guest in self._strangers:
             poll.register(*guest.channel.interest())
-        first_s = min((guest.until_s for guest in self._strangers), default=self._monotonic_s() + left_s)
+        first_s = min(
+            (guest.until_s for guest in self._strangers), default=self._monotonic_s() + left_s
+        )
         poll.poll(max(1.0, min(left_s, first_s - self._monotonic_s()) * 1000))
 
     def _look(self) -> None:
@@ -141,9 +150,11 @@ class Door:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                return  # Nobody more; or whoever it was has left.
+                return  # No more peers; or this one has left.
             channel = TcpChannel(connection, self._monotonic_s, self._window)
-            self._strangers.append(_Guest(channel, GivingSide(self._me), self._monotonic_s() + self._handshake_s))
+            self._strangers.append(
+                _Guest(channel, Responder(self._me), self._monotonic_s() + self._handshake_s)
+            )
         while len(self._strangers) > MAX_AT_ONCE:
             self._refuse(self._strangers.pop(0), PeerRefused.code, "too many come at once")
 

@@ -67,7 +67,9 @@ class MemoryChannel(PolledChannel):
             self.peer._hear(granted=1)
 
 
-def memory_channel(monotonic_s: Callable[[], float], window: int = WINDOW_FRAMES) -> tuple[MemoryChannel, MemoryChannel]:
+def memory_channel(
+    monotonic_s: Callable[[], float], window: int = WINDOW_FRAMES
+) -> tuple[MemoryChannel, MemoryChannel]:
     """Both ends of a new channel."""
     lock = threading.Lock()
     one, other = MemoryChannel(monotonic_s, window, lock), MemoryChannel(monotonic_s, window, lock)

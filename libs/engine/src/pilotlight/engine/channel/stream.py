@@ -1,12 +1,13 @@
-"""A channel between processes, over a connected stream socket: what those over Unix sockets and over TCP share.
+"""A channel between processes, over a connected stream socket: what those over Unix sockets and
+over TCP share.
 
 ::
 
     frame    [ magic 4 | kind 1 | 3 zero | header bytes 4 | payload bytes 8 )[ header )[ payload )
     credit   the same prefix, with the number of frames taken in place of the header's bytes
 
-Nothing waits in ``send`` for the socket's own buffer: what it does not take stays here and leaves whenever this end is looked at. So a
-ring of stages that all send at the same time does not lock up.
+Nothing waits in ``send`` for the socket's own buffer: what it does not take stays here and leaves
+whenever this end is looked at. So a ring of stages that all send at the same time does not lock up.
 """
 
 import select
@@ -24,7 +25,8 @@ from pilotlight.engine.channel.channel import WINDOW_FRAMES, Frame, PolledChanne
 MAX_GATHERED = 16
 """Pieces that are handed to the system at once."""
 PATIENCE_MS = 5
-"""How long a sender watches a socket whose other end reads nothing, before it turns to something else."""
+"""How long a sender watches a socket whose other end reads nothing, before it turns to something
+else."""
 
 _PREFIX = Struct("<4sB3xIQ")
 _MAGIC = b"PLch"
@@ -68,7 +70,9 @@ class StreamChannel(PolledChannel):
 
     def _put(self, frame: Frame) -> None:
         prefix = _PREFIX.pack(_MAGIC, _FRAME, len(frame.header), frame.payload.nbytes)
-        self._outbox.extend(memoryview(part) for part in (prefix + frame.header, frame.payload) if len(part))
+        self._outbox.extend(
+            memoryview(part) for part in (prefix + frame.header, frame.payload) if len(part)
+        )
         self._flush()
 
     def _flush(self) -> None:
@@ -103,7 +107,7 @@ class StreamChannel(PolledChannel):
             self._lose(str(error))
 
     def _forget(self, sent: int) -> None:
-        """So many bytes of the outbox are the system's."""
+        """Drops the first bytes of the outbox: the system has them."""
         while sent:
             first = self._outbox[0]
             if sent < len(first):
@@ -146,17 +150,28 @@ class StreamChannel(PolledChannel):
         elif kind == _CREDIT:
             self._credits += header_bytes
             self._expect(self._prefix, self._on_prefix)
-        elif header_bytes > limits.header_bytes or payload_bytes > limits.payload_bytes or len(self._inbox) >= self._window:
-            self._lose(f"it sends more than it may: a header of {header_bytes} and a payload of {payload_bytes} bytes")
+        elif (
+            header_bytes > limits.header_bytes
+            or payload_bytes > limits.payload_bytes
+            or len(self._inbox) >= self._window
+        ):
+            self._lose(
+                f"it sends more than it may: a header of {header_bytes} and a payload of {payload_bytes} bytes"
+            )
         else:
             self._receive(header_bytes, payload_bytes)
 
     def _receive(self, header_bytes: int, payload_bytes: int) -> None:
-        """Makes room for a frame. The system gives memory only for what comes of it, whatever was announced."""
+        """Makes room for a frame.
+
+        The system gives memory only for what comes of it, whatever was announced.
+        """
         try:
             header, payload = _room(header_bytes), _room(payload_bytes)
         except MemoryError:
-            self._lose(f"there is no memory for a header of {header_bytes} and a payload of {payload_bytes} bytes")
+            self._lose(
+                f"there is no memory for a header of {header_bytes} and a payload of {payload_bytes} bytes"
+            )
             return
         self._expect(header, lambda: self._expect(payload, lambda: self._on_frame(header, payload)))
 
@@ -166,5 +181,5 @@ class StreamChannel(PolledChannel):
 
 
 def _room(size_bytes: int) -> memoryview:
-    """Memory that nobody has written to."""
+    """Memory that is not written to yet."""
     return numpy.empty(size_bytes, numpy.uint8).data

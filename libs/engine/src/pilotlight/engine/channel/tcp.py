@@ -1,4 +1,5 @@
-"""A channel between hosts, over TCP: made with whoever proves that it knows the cluster's key, and with nobody else.
+"""A channel between hosts, over TCP: made with a node that proves that it knows the cluster's key,
+and with no other.
 
 ::
 
@@ -9,7 +10,8 @@
                                      <- frame: Accepted, or Refused and why
     frames of stages    <-> frames of stages
 
-What follows is neither encrypted nor signed, as with links between loaders: who can change the network's packets can change activations.
+What follows is neither encrypted nor signed, as with links between loaders: a host that can change
+the packets can change activations.
 """
 
 import socket
@@ -19,7 +21,7 @@ from typing import Any
 
 from pilotlight.common.errors import MessageUndecodable
 from pilotlight.common.errors import PeerRefused as NotOfThisCluster
-from pilotlight.common.handshake import AskingSide, Identity
+from pilotlight.common.handshake import Identity, Initiator
 from pilotlight.common.messages.codec import decode_msgpack, encode_msgpack
 from pilotlight.common.messages.link import Accepted, Refused, Welcome
 from pilotlight.engine.channel.channel import WINDOW_FRAMES, Frame
@@ -30,13 +32,15 @@ from pilotlight.policy.ids import NodeId
 HANDSHAKE = FrameLimits(header_bytes=4096, payload_bytes=0)
 TRUSTED = FrameLimits()
 DEAD_S = 20
-"""A host that acknowledges nothing for so long is gone, whether something was sent to it or not."""
+"""A host that acknowledges nothing for this long is gone, whether something was sent to it or not.
+"""
 KEEPALIVES = 3
 """Asked for within that time, where nothing was sent."""
 LOW_LATENCY_TOS = 0x48
 """DSCP AF21, "low-latency data" (RFC 4594): for networks whose switches know it."""
 INTERACTIVE = 6
-"""TC_PRIO_INTERACTIVE: a host's own queue sends it first, where it has bands (pfifo_fast, prio, fq)."""
+"""TC_PRIO_INTERACTIVE: a host's own queue sends it first, where it has bands (pfifo_fast, prio,
+fq)."""
 MAX_DISCARDED_BYTES = 16 << 20
 """Of what came too late, so that the last frame sent is not taken back by a reset."""
 _NOTHING = memoryview(b"")
@@ -45,7 +49,12 @@ _NOTHING = memoryview(b"")
 class TcpChannel(StreamChannel):
     """One end. Until ``trust``, it takes what belongs to a handshake and nothing longer."""
 
-    def __init__(self, connection: socket.socket, monotonic_s: Callable[[], float], window: int = WINDOW_FRAMES) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        monotonic_s: Callable[[], float],
+        window: int = WINDOW_FRAMES,
+    ) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, DEAD_S // (KEEPALIVES + 1))
@@ -61,7 +70,9 @@ class TcpChannel(StreamChannel):
         super().__init__(connection, monotonic_s, window, HANDSHAKE)
 
     def trust(self) -> None:
-        """The other end is of this cluster: from now on it may send frames of any size that stages send."""
+        """The other end is of this cluster: from now on it may send frames of any size that stages
+        send.
+        """
         self._limits = TRUSTED
 
     def close(self) -> None:
@@ -73,7 +84,10 @@ class TcpChannel(StreamChannel):
         super().close()
 
     def _discard(self) -> None:
-        """Throws away what came. Closing a connection with bytes unread resets it, and what was sent last may be lost."""
+        """Throws away what came.
+
+        Closing a connection with bytes unread resets it, and what was sent last may be lost.
+        """
         left = MAX_DISCARDED_BYTES
         while left > 0 and (got := self._socket.recv(min(left, 1 << 16))):
             left -= len(got)
@@ -88,10 +102,11 @@ def connect(
     timeout_s: float,
     window: int = WINDOW_FRAMES,
 ) -> TcpChannel:
-    """A channel to whoever waits for ``about`` at a node's door.
+    """A channel to the stage that waits for ``about`` at a node's door.
 
     Args:
-        address: host and port of the door. A name is looked up, for as long as the system's resolver takes.
+        address: host and port of the door. A name is looked up, for as long as the system's
+            resolver takes.
         me: what this node proves.
         expected: the node whose door it should be.
         about: which channel: the same words as at the door.
@@ -100,7 +115,7 @@ def connect(
         window: as of every channel; both ends have the same.
 
     Raises:
-        PeerLost: there is nobody.
+        PeerLost: nothing listens at the address.
         PeerSilent: the connection or an answer took too long.
         PeerRefused: it is not the node, or does not take this one for one of its cluster.
     """
@@ -108,19 +123,27 @@ def connect(
     try:
         connection = socket.create_connection(address, max(timeout_s, 0.001))
     except TimeoutError as error:
-        raise PeerSilent(f"{expected} did not answer at {address[0]}:{address[1]} within {timeout_s} s") from error
+        raise PeerSilent(
+            f"{expected} did not answer at {address[0]}:{address[1]} within {timeout_s} s"
+        ) from error
     except OSError as error:
-        raise PeerLost(f"{expected} cannot be reached at {address[0]}:{address[1]}: {error}") from error
+        raise PeerLost(
+            f"{expected} cannot be reached at {address[0]}:{address[1]}: {error}"
+        ) from error
     channel = TcpChannel(connection, monotonic_s, window)
     try:
-        _shake_hands(channel, AskingSide(me, expected, about=about), lambda: max(0.0, deadline_s - monotonic_s()))
+        _shake_hands(
+            channel,
+            Initiator(me, expected, about=about),
+            lambda: max(0.0, deadline_s - monotonic_s()),
+        )
     except BaseException:
         channel.close()
         raise
     return channel
 
 
-def _shake_hands(channel: TcpChannel, side: AskingSide, left_s: Callable[[], float]) -> None:
+def _shake_hands(channel: TcpChannel, side: Initiator, left_s: Callable[[], float]) -> None:
     try:
         say(channel, side.hello(), left_s())
         welcome = heard(channel, Welcome | Refused, left_s())

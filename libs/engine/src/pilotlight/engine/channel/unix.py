@@ -1,4 +1,6 @@
-"""A channel between processes of one host, over a connected Unix socket: whoever has the socket is trusted."""
+"""A channel between processes of one host, over a connected Unix socket: a process that has the
+socket is trusted.
+"""
 
 from pilotlight.engine.channel.stream import StreamChannel
 

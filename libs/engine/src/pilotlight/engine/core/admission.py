@@ -1,4 +1,7 @@
-"""Which requests a stage takes at all. What it takes, it can serve: sooner or later there is room for it."""
+"""Which requests a stage takes at all.
+
+What it takes, it can serve: sooner or later there is room for it.
+"""
 
 from pilotlight.engine.core.request import Request
 from pilotlight.engine.errors import BadRequest, ContextTooLong, NoRoom
@@ -38,7 +41,9 @@ def check_request(spec: ModelSpec, kv_capacity_tokens: int, request: Request) ->
     sampling = request.sampling
     if not request.prompt_tokens:  # 1
         raise BadRequest("the prompt is empty")
-    strange = next((token_id for token_id in request.token_ids if not 0 <= token_id < spec.vocab_size), None)  # 2
+    strange = next(
+        (token_id for token_id in request.token_ids if not 0 <= token_id < spec.vocab_size), None
+    )  # 2
     if strange is not None:
         raise BadRequest(f"token id {strange} is outside the vocabulary of {spec.vocab_size}")
     check_sampling(sampling, spec.vocab_size)  # 3
@@ -59,17 +64,22 @@ def check_sampling(sampling: Sampling, vocab_size: int) -> None:
         value: float = getattr(sampling, name)
         if not low <= value <= high or (name == "top_p" and value == 0):
             raise BadRequest(f"{name} {value} is not in its range, {low} to {high}")
-    if len(sampling.logit_bias) > MAX_BIASES or len({token_id for token_id, _ in sampling.logit_bias}) < len(sampling.logit_bias):
+    if len(sampling.logit_bias) > MAX_BIASES or len(
+        {token_id for token_id, _ in sampling.logit_bias}
+    ) < len(sampling.logit_bias):
         raise BadRequest(f"logit_bias has more than {MAX_BIASES} tokens, or one of them twice")
     for token_id, bias in sampling.logit_bias:
         if not 0 <= token_id < vocab_size:
-            raise BadRequest(f"logit_bias: token id {token_id} is outside the vocabulary of {vocab_size}")
+            raise BadRequest(
+                f"logit_bias: token id {token_id} is outside the vocabulary of {vocab_size}"
+            )
         if not -MAX_BIAS <= bias <= MAX_BIAS:
             raise BadRequest(f"logit_bias: {bias} is not in its range, {-MAX_BIAS} to {MAX_BIAS}")
 
 
 def check_kv_room(kv_capacity_tokens: int, request: Request) -> None:
-    """Refuses a request for which there would not be room if it were alone; with others it then waits, but not for ever.
+    """Refuses a request for which there would not be room if it were alone; with others it then
+    waits, but not for ever.
 
     Raises:
         NoRoom: the whole KV cache does not hold the tokens that it can reach.

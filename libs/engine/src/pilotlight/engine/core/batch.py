@@ -1,4 +1,6 @@
-"""What one forward pass runs, without tensors: the same batch goes through every stage of an instance."""
+"""What one forward pass runs, without tensors: the same batch goes through every stage of an
+instance.
+"""
 
 from collections.abc import Container
 from dataclasses import dataclass, replace
@@ -19,7 +21,8 @@ class Segment:
     start: int
     count: int
     blocks: tuple[int, ...]
-    """Those of its first ``start + count`` positions, in order; it may have more. Those that others own too lie below ``start``."""
+    """Those of its first ``start + count`` positions, in order; it may have more. Those that others
+    own too lie below ``start``."""
     wants_logits: bool
     """The last token's logits are asked for; false in the middle of a prompt."""
 
@@ -31,7 +34,9 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Segments of different requests, one after the other: row i of every tensor is token i of their concatenation, unpadded."""
+    """Segments of different requests, one after the other: row i of every tensor is token i of
+    their concatenation, unpadded.
+    """
 
     segments: tuple[Segment, ...]
 
@@ -43,7 +48,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A batch, whose it is, and what it took to make it."""
+    """A batch, the requests that it belongs to, and what it took to make it."""
 
     requests: tuple[Request, ...]
     batch: Batch
@@ -68,9 +73,15 @@ class Plan:
         """The same for some of the requests, by their places."""
         places = [place for place in range(len(self.requests)) if place in kept]
         segments = tuple(self.batch.segments[place] for place in places)
-        return replace(self, requests=tuple(self.requests[place] for place in places), batch=Batch(segments))
+        return replace(
+            self, requests=tuple(self.requests[place] for place in places), batch=Batch(segments)
+        )
 
     @property
     def sampled(self) -> tuple[Request, ...]:
         """Requests that get a token from this batch, in the order of the logits' rows."""
-        return tuple(request for request, segment in zip(self.requests, self.batch.segments, strict=True) if segment.wants_logits)
+        return tuple(
+            request
+            for request, segment in zip(self.requests, self.batch.segments, strict=True)
+            if segment.wants_logits
+        )

@@ -1,7 +1,8 @@
 """The books of one stage's KV blocks.
 
-A block is ``BLOCK_TOKENS`` consecutive positions of one request, in all layers of the stage. The pool counts how many block tables a
-block stands in; the tables themselves are the requests' (``core.tables``). A block is in one of four states:
+A block is ``BLOCK_TOKENS`` consecutive positions of one request, in all layers of the stage. The
+pool counts how many block tables a block stands in; the tables themselves are the requests'
+(``core.tables``). A block is in one of four states:
 
 ========  ======  =====  ==================================================================================
 state     owners  named  meaning
@@ -9,7 +10,7 @@ state     owners  named  meaning
 clean          0  no     holds nothing
 private        1  no     its owner writes into it
 sealed       >=1  yes    full, found by the hash of its content, never written again, shared by its owners
-cached         0  yes    as sealed, kept until somebody needs room: the one that was released first goes first
+cached         0  yes    as sealed, kept until a request needs room: the one that was released first goes first
 ========  ======  =====  ==================================================================================
 
 ::
@@ -39,7 +40,10 @@ def blocks_for(num_tokens: int) -> int:
 
 
 class BlockPool:
-    """Keeps for every block of a stage how many requests own it, and what it holds. The only writer of both."""
+    """Keeps for every block of a stage how many requests own it, and what it holds.
+
+    The only writer of both.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -57,7 +61,7 @@ class BlockPool:
 
     @property
     def cached_blocks(self) -> int:
-        """Blocks that nobody owns and whose content can still be shared."""
+        """Blocks without an owner whose content can still be shared."""
         return len(self._cached)
 
     def find(self, hashes: Sequence[BlockHash]) -> tuple[int, ...]:
@@ -78,7 +82,8 @@ class BlockPool:
     def take(self, num_blocks: int, after: int | None = None) -> tuple[int, ...] | None:
         """Blocks that are the caller's alone, or None while too few are free.
 
-        1. Clean ones, side by side where that can be: behind ``after``, the last block that the caller has.
+        1. Clean ones, side by side where that can be: behind ``after``, the last block that the
+           caller has.
         2. Then the cached ones that were released first; their content is forgotten.
         """
         if num_blocks > self.free_blocks:
@@ -102,7 +107,8 @@ class BlockPool:
     def seal(self, block: int, name: BlockHash) -> None:
         """Says what a full private block holds; it must not be written from now on.
 
-        When another block holds the same, which two requests computed at a time, this one stays private and nameless.
+        When another block holds the same, which two requests computed at a time, this one stays
+        private and nameless.
         """
         if self._owners[block] != 1 or block in self._names:
             raise EngineFailed(f"block {block} is sealed, but it is not private")
@@ -125,16 +131,21 @@ class BlockPool:
                 self._clean.add(block)
 
     def resize(self, num_blocks: int) -> dict[int, int]:
-        """Has so many blocks from now on. Those beyond go; what owners have in them moves to others.
+        """Has ``num_blocks`` blocks from now on.
+
+        Those beyond go; what owners have in them moves to others.
 
         Returns:
-            The moves, old block to new: the content has to be copied and the tables changed before anything else happens.
+            The moves, old block to new: the content has to be copied and the tables changed before
+                anything else happens.
 
         Raises:
             EngineFailed: more blocks than that have owners.
         """
         if self.num_blocks - self.free_blocks > num_blocks:
-            raise EngineFailed(f"{num_blocks} KV blocks do not hold what {self.num_blocks - self.free_blocks} hold")
+            raise EngineFailed(
+                f"{num_blocks} KV blocks do not hold what {self.num_blocks - self.free_blocks} hold"
+            )
         if num_blocks > self.num_blocks:
             self._clean.add_run(Run(self.num_blocks, num_blocks))
             self._owners.extend([0] * (num_blocks - self.num_blocks))
@@ -163,18 +174,23 @@ class BlockPool:
         """Compares the books with the block tables of all requests.
 
         Raises:
-            EngineFailed: a block leaked, has owners that are not counted, is shared without being full, or is found by a wrong name.
+            EngineFailed: a block leaked, has owners that are not counted, is shared without being
+                full, or is found by a wrong name.
         """
         owners = [0] * self.num_blocks
         for table in tables:
             for block in table:
                 owners[block] += 1
         if owners != self._owners:
-            wrong = [block for block in range(self.num_blocks) if owners[block] != self._owners[block]]
+            wrong = [
+                block for block in range(self.num_blocks) if owners[block] != self._owners[block]
+            ]
             raise EngineFailed(f"the owners of KV blocks {wrong[:8]} are miscounted")
         free = sorted([*self._clean, *self._cached])
         if free != [block for block in range(self.num_blocks) if not owners[block]]:
-            raise EngineFailed(f"KV blocks leaked: {len(free)} are free, {owners.count(0)} have no owner")
+            raise EngineFailed(
+                f"KV blocks leaked: {len(free)} are free, {owners.count(0)} have no owner"
+            )
         if any(count > 1 and block not in self._names for block, count in enumerate(owners)):
             raise EngineFailed("a KV block that is not full is shared")
         unnamed = [block for block in self._cached if block not in self._names]

@@ -8,8 +8,9 @@ from pilotlight.policy.model import Stage
 class BlockCopies:
     """The books of one copy of layers' KV blocks.
 
-    A block is copied when it is asked for: requests for blocks and batches travel in one order, so an
-    answer holds what all batches before it wrote. A block that is written later is to be copied again::
+    A block is copied when it is asked for: requests for blocks and batches travel in one order, so
+    an answer holds what all batches before it wrote. A block that is written later is to be copied
+    again::
 
         asked    layer 2 [ 0 1 2 3 )        layer 3 [ 0 1 2 3 )
         written                     3                           3
@@ -17,7 +18,9 @@ class BlockCopies:
     """
 
     def __init__(self, layers: Stage) -> None:
-        self._copied: dict[int, set[int]] = {layer: set() for layer in range(layers.start, layers.stop)}
+        self._copied: dict[int, set[int]] = {
+            layer: set() for layer in range(layers.start, layers.stop)
+        }
 
     def wrote(self, blocks: Iterable[int]) -> None:
         """Batches change the contents of blocks, in every layer."""
@@ -34,7 +37,9 @@ class BlockCopies:
         self._copied[layer].update(blocks)
 
     def next_of(self, filled: Set[int], at_most: int) -> tuple[int, tuple[int, ...]] | None:
-        """The first layer with blocks to copy, and so many of them; None when all are copied."""
+        """The first layer with blocks to copy, and ``at_most`` of them; None when all are
+        copied.
+        """
         for layer in self._copied:
             if missing := self.missing(layer, filled):
                 return layer, missing[:at_most]

@@ -7,7 +7,9 @@ from pilotlight.policy.request import Sampling
 
 
 class TokenCounts:
-    """A function of prompt and output alone: a request that is resumed elsewhere is penalised as if it had stayed."""
+    """A function of prompt and output alone: a request that is resumed elsewhere is penalised as if
+    it had stayed.
+    """
 
     __slots__ = ("output", "prompt")
 
@@ -20,7 +22,9 @@ class TokenCounts:
         self.output[token_id] += 1
 
 
-def counts_of(sampling: Sampling, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> TokenCounts | None:
+def counts_of(
+    sampling: Sampling, prompt_ids: Sequence[int], output_ids: Sequence[int]
+) -> TokenCounts | None:
     """What the penalties of a request are to be counted from; None without penalties."""
     if sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1:
         return TokenCounts(prompt_ids, output_ids)

@@ -1,4 +1,6 @@
-"""Blocks that hold nothing, kept as half-open runs: a request whose blocks lie side by side is attended to without gathering them."""
+"""Blocks that hold nothing, kept as half-open runs: a request whose blocks lie side by side is
+attended to without gathering them.
+"""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -41,8 +43,9 @@ class FreeRuns:
         """Takes ``num_blocks`` blocks, or all of them if there are fewer.
 
         1. Those right behind ``after``, the last block of the request.
-        2. From the longest run, the lowest of equals: from its head if nothing lies before that or most of it is wanted, otherwise
-           from its middle, so that the request before it can grow as well as this one.
+        2. From the longest run, the lowest of equals: from its head if nothing lies before that or
+           most of it is wanted, otherwise from its middle, so that the request before it can grow
+           as well as this one.
         """
         taken: list[int] = []
         while self._runs and len(taken) < num_blocks:
@@ -50,9 +53,16 @@ class FreeRuns:
             behind = (taken[-1] if taken else after if after is not None else -2) + 1
             index = bisect_left(self._runs, behind, key=lambda run: run.stop - 1)
             if not (index < len(self._runs) and self._runs[index].start <= behind):  # otherwise 1
-                index = max(range(len(self._runs)), key=lambda candidate: (self._runs[candidate].num_blocks, -candidate))  # 2
+                index = max(
+                    range(len(self._runs)),
+                    key=lambda candidate: (self._runs[candidate].num_blocks, -candidate),
+                )  # 2
                 run = self._runs[index]
-                behind = run.start if run.start == 0 or 2 * wanted > run.num_blocks else run.start + run.num_blocks // 2
+                behind = (
+                    run.start
+                    if run.start == 0 or 2 * wanted > run.num_blocks
+                    else run.start + run.num_blocks // 2
+                )
             taken.extend(self._cut(index, behind, wanted))
         return taken
 
@@ -60,7 +70,9 @@ class FreeRuns:
         """Takes up to ``wanted`` blocks out of one run, from ``start`` on."""
         run = self._runs[index]
         stop = min(run.stop, start + wanted)
-        self._runs[index : index + 1] = [rest for rest in (Run(run.start, start), Run(stop, run.stop)) if rest.num_blocks]
+        self._runs[index : index + 1] = [
+            rest for rest in (Run(run.start, start), Run(stop, run.stop)) if rest.num_blocks
+        ]
         self._num_blocks -= stop - start
         return range(start, stop)
 

@@ -1,12 +1,13 @@
-"""The canonical layout of a model in its slot of an arena: the same for every stage, worker and process.
+"""The canonical layout of a model in its slot of an arena: the same for every stage, worker and
+process.
 
 ::
 
     slot   [ part 0 )[ part 1 )...[ part n + 1 )[ keys 0 )[ values 0 )[ keys 1 )...[ values n - 1 )   rest [ steps )[ graph pool )
              embedding  layer 0     head          each for the most blocks that the slot could hold
 
-Every offset follows from the model, the dtype and the slot's size alone. A stage backs only what is its own with memory: a range that
-grows backs more, and nothing moves.
+Every offset follows from the model, the dtype and the slot's size alone. A stage backs only what is
+its own with memory: a range that grows backs more, and nothing moves.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -74,11 +75,15 @@ class SlotLayout:
             self._tensors.append(places)
             self._parts.append(Extent(start, offset))
         self._kv_start = offset
-        half_bytes = (self.steps.start - offset) // (2 * num_layers) // granule_bytes * granule_bytes
+        half_bytes = (
+            (self.steps.start - offset) // (2 * num_layers) // granule_bytes * granule_bytes
+        )
         self.max_blocks = max(0, half_bytes) // self._block_bytes
         """The most blocks for which every layer has addresses."""
         if not self.max_blocks:
-            raise NoRoom(f"a slot of {slot_bytes} bytes does not hold {offset} bytes of parameters and one KV block")
+            raise NoRoom(
+                f"a slot of {slot_bytes} bytes does not hold {offset} bytes of parameters and one KV block"
+            )
         self._half_bytes = half_bytes
 
     def part(self, part: int) -> Extent:
@@ -98,7 +103,8 @@ class SlotLayout:
         return self.keys(layer) + self._half_bytes
 
     def blocks_in(self, num_bytes: int, num_layers: int, counted_bytes: int) -> int:
-        """The most blocks whose keys and values, in so many layers, take no more than so many bytes.
+        """The most blocks whose keys and values, in ``num_layers`` layers, take no more than
+        ``num_bytes`` bytes.
 
         Args:
             num_bytes: what there is; none, if negative.
@@ -109,12 +115,17 @@ class SlotLayout:
         return half_bytes // self._block_bytes
 
     def kv_bytes(self, num_blocks: int, num_layers: int, counted_bytes: int) -> int:
-        """What the keys and values of so many blocks take; see ``blocks_in``."""
+        """What the keys and values of ``num_blocks`` blocks take; see ``blocks_in``."""
         return 2 * num_layers * _up(num_blocks * self._block_bytes, counted_bytes)
 
     def kv(self, layer: int, first_block: int, stop_block: int) -> tuple[Extent, Extent]:
-        """The whole granules that blocks [first, stop) need of a layer's keys and values, beyond those of the blocks before them."""
-        first, stop = (_up(block * self._block_bytes, self._granule_bytes) for block in (first_block, stop_block))
+        """The whole granules that blocks [first, stop) need of a layer's keys and values, beyond
+        those of the blocks before them.
+        """
+        first, stop = (
+            _up(block * self._block_bytes, self._granule_bytes)
+            for block in (first_block, stop_block)
+        )
         keys, values = self.keys(layer), self.values(layer)
         return Extent(keys + first, keys + stop), Extent(values + first, values + stop)
 

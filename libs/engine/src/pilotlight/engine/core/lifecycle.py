@@ -1,6 +1,7 @@
 """Lifecycle of a request on a stage: a table of moves, and nothing else.
 
-``docs/states.md`` is rendered from ``TRANSITIONS``. An event that the table does not list for a state is an error of ours.
+``docs/states.md`` is rendered from ``TRANSITIONS``. An event that the table does not list for a
+state is an error of ours.
 """
 
 from enum import StrEnum
@@ -14,7 +15,8 @@ class RequestState(StrEnum):
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"
-    """It ran, gave its blocks to an older request, and will run again from its prompt and output so far."""
+    """It ran, gave its blocks to an older request, and will run again from its prompt and output so
+    far."""
     ENDED = "ended"
 
 

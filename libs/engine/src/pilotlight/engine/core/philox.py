@@ -1,8 +1,10 @@
-"""Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): noise without state.
+"""Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): noise
+without state.
 
-A block of the output depends on key and counter alone, so the noise of output position i is the same whichever engine draws it,
-in whatever batch, before or after a resume. It is written out in integers, not taken from numpy, because every engine must draw
-the same: the native one on any device, and a child with another interpreter.
+A block of the output depends on key and counter alone, so the noise of output position i is the
+same whichever engine samples with it, in whatever batch, before or after a resume. It is written
+out in integers, not taken from numpy, because every engine must have the same: the native one on
+any device, and a child with another interpreter.
 """
 
 _MASK = 0xFFFFFFFF
@@ -12,7 +14,9 @@ _ROUNDS = 10
 
 
 def philox_4x32(key: int, counter: int) -> tuple[int, int, int, int]:
-    """Four 32-bit words for a 64-bit key and a 128-bit counter; both wrap around, so that any integer will do."""
+    """Four 32-bit words for a 64-bit key and a 128-bit counter; both wrap around, so that any
+    integer will do.
+    """
     k0, k1 = key & _MASK, key >> 32 & _MASK
     c0, c1, c2, c3 = (counter >> shift & _MASK for shift in (0, 32, 64, 96))
     for _ in range(_ROUNDS):

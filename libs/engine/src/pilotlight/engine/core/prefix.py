@@ -1,12 +1,13 @@
 """Names of block contents.
 
-The keys and values of a position follow from the model and from all tokens up to it. So the content of a full block is named by a
-hash over the name of the block before it and its own tokens::
+The keys and values of a position follow from the model and from all tokens up to it. So the content
+of a full block is named by a hash over the name of the block before it and its own tokens::
 
     tokens   [ 0 ........ 16 )[ 16 ....... 32 )[ 32 ...... 40 )
     names    root ──> hash 0 ──────> hash 1      (not full: no name)
 
-Names do not depend on the stage, the worker or the block's place: the same content has the same name everywhere.
+Names do not depend on the stage, the worker or the block's place: the same content has the same
+name everywhere.
 """
 
 from collections.abc import Sequence
@@ -16,13 +17,17 @@ from struct import Struct
 from pilotlight.engine.core.blocks import BLOCK_TOKENS, BlockHash
 
 _HASH_BYTES = 32
-"""256 bits: nobody can make two prompts that share a name, not even on purpose."""
+"""256 bits: no client can make two prompts that share a name, not even on purpose."""
 _TOKENS = Struct(f"<{BLOCK_TOKENS}q")
 
 
 def root_hash(namespace: str) -> BlockHash:
-    """Where all chains of one model begin; what is computed with other weights or another dtype needs another namespace."""
-    return BlockHash(blake2b(namespace.encode(), digest_size=_HASH_BYTES, person=b"pilotlight-kv").digest())
+    """Where all chains of one model begin; what is computed with other weights or another dtype
+    needs another namespace.
+    """
+    return BlockHash(
+        blake2b(namespace.encode(), digest_size=_HASH_BYTES, person=b"pilotlight-kv").digest()
+    )
 
 
 def extend_hashes(root: BlockHash, hashes: list[BlockHash], token_ids: Sequence[int]) -> None:

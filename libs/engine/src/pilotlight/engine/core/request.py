@@ -10,7 +10,9 @@ from pilotlight.policy.request import FinishReason, RequestKey, Sampling
 
 
 class TokenControl(Protocol):
-    """Says which token may come next (``pilotlight.engine.grammar``). It may need a while for it."""
+    """Says which token may come next (``pilotlight.engine.grammar``). It may need a while for
+    it.
+    """
 
     @property
     def late(self) -> bool:
@@ -22,16 +24,17 @@ class TokenControl(Protocol):
         ...
 
     def end(self) -> None:
-        """Nobody asks any more."""
+        """The request has ended: nothing more is asked."""
         ...
 
 
 class Request:
     """Prompt and output as one row of tokens.
 
-    There is no prefill and no decode state: a request has ``computed`` tokens in the KV cache and wants all of ``token_ids``
-    there; the step that gets the last one in samples the next. A resumed request differs in nothing but its first row, a preempted
-    one in nothing but that ``computed`` is 0 again::
+    There is no prefill and no decode state: a request has ``computed`` tokens in the KV cache and
+    wants all of ``token_ids`` there; the step that gets the last one in samples the next. A resumed
+    request differs in nothing but its first row, a preempted one in nothing but that ``computed``
+    is 0 again::
 
         token_ids   [ prompt_ids )[ output_ids, resumed or sampled here )
         computed    [ KV in place ............ )[ still to run .........)
@@ -79,7 +82,8 @@ class Request:
         self.taken_s = 0.0
         """When the stage first took it up from the queue."""
         self.takes = 0
-        """How often it was taken up: what a batch of an earlier time computed for it is of no use now."""
+        """How often it was taken up: what a batch of an earlier time computed for it is of no use
+        now."""
 
     @property
     def position(self) -> int:
@@ -90,7 +94,8 @@ class Request:
     def wanted(self) -> int:
         """Tokens that are still to run before the next one is sampled.
 
-        0 too while it is not known which token may come next: the last one waits, and takes no place in a step.
+        0 too while it is not known which token may come next: the last one waits, and takes no
+        place in a step.
         """
         left = len(self.token_ids) - self.computed
         return 0 if left == 1 and self.control is not None and self.control.late else left
@@ -123,7 +128,9 @@ class Request:
         return self.deadline_s is not None and now_s >= self.deadline_s
 
     def accept(self, token_id: int) -> FinishReason | None:
-        """Takes the sampled token in, unless it is a stop token, and says whether the request ends with it."""
+        """Takes the sampled token in, unless it is a stop token, and says whether the request ends
+        with it.
+        """
         if token_id in self.sampling.stop_token_ids:
             return FinishReason.STOP
         self.token_ids.append(token_id)
@@ -136,6 +143,6 @@ class Request:
         return None
 
     def release(self) -> None:
-        """It has ended: nobody needs to say which token comes next."""
+        """It has ended: its grammar need not say which token comes next."""
         if self.control is not None:
             self.control.end()

@@ -1,4 +1,5 @@
-"""Continuous batching on one instance: who waits, who runs, what the next forward pass holds.
+"""Continuous batching on one instance: which requests wait, which run, what the next forward pass
+holds.
 
 The requests stand in one row, in the order in which they came, and those that run are its head::
 
@@ -19,11 +20,13 @@ any        drop      ended      cancelled, overdue, gone elsewhere, or its stage
 
 What follows from the row:
 
-* Nobody starves. The oldest request gets a token in every step, and whatever block it lacks is taken from younger ones; admission sees
-  to it that it fits alone. So it ends after as many steps as it has tokens at most, and then the next one is the oldest.
-* Nothing is overtaken on its way in: preempted requests go before those that never ran, and a request that has no room holds up those
-  behind it.
-* A request's tokens do not depend on any of this: a token is a function of the tokens before it, the seed and its position.
+* No request starves. The oldest request gets a token in every step, and whatever block it lacks is
+  taken from younger ones; admission sees to it that it fits alone. So it ends after as many steps
+  as it has tokens at most, and then the next one is the oldest.
+* Nothing is overtaken on its way in: preempted requests go before those that never ran, and a
+  request that has no room holds up those behind it.
+* A request's tokens do not depend on any of this: a token is a function of the tokens before it,
+  the seed and its position.
 
 No clock and no randomness: the same calls give the same plans.
 """
@@ -47,15 +50,19 @@ class BatchLimits:
     """How an engine batches."""
 
     step_tokens: int = 512
-    """Tokens of one forward pass, streams and chunks of prompts together, so that no prompt holds up the streams for long."""
+    """Tokens of one forward pass, streams and chunks of prompts together, so that no prompt holds
+    up the streams for long."""
     running: int = 256
-    """Requests that own blocks at once; at most ``step_tokens``, so that each stream gets its token in every step."""
+    """Requests that own blocks at once; at most ``step_tokens``, so that each stream gets its token
+    in every step."""
     prefix_cache: bool = True
     """Requests share the blocks of equal prefixes, also with those that have ended."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.running <= self.step_tokens:
-            raise ValueError(f"running must be in [1, step_tokens], not {self.running} of {self.step_tokens}")
+            raise ValueError(
+                f"running must be in [1, step_tokens], not {self.running} of {self.step_tokens}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,15 +138,19 @@ class BatchScheduler:
         self._queue[request.key] = request
 
     def schedule(self, now_s: float, at_most: int | None = None) -> Plan:
-        """The next forward pass; it holds the oldest request in any case, unless that waits for a token of a batch under way.
+        """The next forward pass; it holds the oldest request in any case, unless that waits for a
+        token of a batch under way.
 
-        With ``at_most``, it holds so many requests and no more: those that are left make the next micro-batch. A request whose next
-        token is still under way is booked as run (see ``advance``), wants nothing, and so is in none.
+        With ``at_most``, it holds no more requests than that: those that are left make the next
+        micro-batch. A request whose next token is still under way is booked as run (see
+        ``advance``), wants nothing, and so is in none.
 
-        1. The step's tokens are shared: one for each running request that wants no more, the rest to the others in order.
-        2. Oldest first, each request that is to run gets the block that it lacks. While none is free, the youngest gives up its own;
-           the youngest itself sits this step out instead.
-        3. If nobody had to give up blocks, requests are taken up as far as places, tokens and blocks go.
+        1. The step's tokens are shared: one for each running request that wants no more, the rest
+           to the others in order.
+        2. Oldest first, each request that is to run gets the block that it lacks. While none is
+           free, the youngest gives up its own; the youngest itself sits this step out instead.
+        3. If no request had to give up blocks, requests are taken up as far as places, tokens and
+           blocks go.
         """
         counts = self._share_tokens(at_most)  # 1
         preempted = self._make_room(counts)  # 2
@@ -158,7 +169,12 @@ class BatchScheduler:
 
     def _share_tokens(self, at_most: int | None) -> dict[RequestKey, int]:
         """How many tokens each running request may run."""
-        ready = dict(islice(((key, request) for key, request in self._running.items() if request.wanted), at_most))
+        ready = dict(
+            islice(
+                ((key, request) for key, request in self._running.items() if request.wanted),
+                at_most,
+            )
+        )
         counts = {key: 1 for key, request in ready.items() if request.wanted == 1}
         left = self._limits.step_tokens - len(counts)
         for key, request in ready.items():
@@ -168,9 +184,11 @@ class BatchScheduler:
         return counts
 
     def _make_room(self, counts: dict[RequestKey, int]) -> int:
-        """Gives each request the block that it lacks, and strikes off those that cannot run; how many were preempted.
+        """Gives each request the block that it lacks, and strikes off those that cannot run; how
+        many were preempted.
 
-        Only a request that wants one token can lack a block: it was taken up with blocks for all others.
+        Only a request that wants one token can lack a block: it was taken up with blocks for all
+        others.
         """
         preempted = 0
         for request in tuple(self._running.values()):
@@ -196,12 +214,18 @@ class BatchScheduler:
     def _take_up(self, now_s: float, left: int, places: int) -> _TakeUp:
         """Takes requests up in order, as long as the first one fits.
 
-        A block for each that runs already is left free, so that a newcomer does not drive another out in the next step. One that asks
-        the same as one that is being run waits for that one's blocks, and so do those behind it: with the next step they are there.
+        A block for each that runs already is left free, so that a newcomer does not drive another
+        out in the next step. One that asks the same as one that is being run waits for that one's
+        blocks, and so do those behind it: with the next step they are there.
         """
         counts: dict[RequestKey, int] = {}
         looked_up = hits = 0
-        while self._queue and left and len(counts) < places and len(self._running) < self._limits.running:
+        while (
+            self._queue
+            and left
+            and len(counts) < places
+            and len(self._running) < self._limits.running
+        ):
             request = next(iter(self._queue.values()))
             if self._tables.worth_waiting(request, self._running.values()):
                 break
@@ -225,13 +249,15 @@ class BatchScheduler:
         self._running[request.key] = request
 
     def adopt(self, request: Request, now_s: float) -> Segment | None:
-        """Takes a request up at once that passed admission and whose keys and values come from elsewhere.
+        """Takes a request up at once that passed admission and whose keys and values come from
+        elsewhere.
 
         It came before those that wait here: it was running already.
 
         Returns:
-            Where the positions go that are not in place (those that are cached here, are), up to its last token, which has to run;
-            None if there is no place or no room for it now. The caller fills them before the next step.
+            Where the positions go that are not in place (those that are cached here, are), up to
+            its last token, which has to run; None if there is no place or no room for it now. The
+            caller fills them before the next step.
         """
         if len(self._running) >= self._limits.running:
             return None
@@ -243,13 +269,19 @@ class BatchScheduler:
         return self._segment(request, request.wanted - 1)
 
     def placed(self, request: Request) -> Segment | None:
-        """What of a request is in place, as a segment from its first token on; None if it does not run."""
+        """What of a request is in place, as a segment from its first token on; None if it does not
+        run.
+        """
         if request.key not in self._running:
             return None
-        return Segment(0, request.computed, self._tables.blocks(request, request.computed), wants_logits=False)
+        return Segment(
+            0, request.computed, self._tables.blocks(request, request.computed), wants_logits=False
+        )
 
     def resize(self, num_blocks: int) -> dict[int, int]:
-        """Has so many KV blocks from now on. The youngest are preempted while too few are left for those that run.
+        """Has ``num_blocks`` KV blocks from now on.
+
+        The youngest are preempted while too few are left for those that run.
 
         Returns:
             Blocks whose content has to be copied, old to new.
@@ -267,16 +299,22 @@ class BatchScheduler:
     @property
     def filled_blocks(self) -> set[int]:
         """The blocks that hold what is in place of the requests that run."""
-        return {block for request in self._running.values() for block in self._tables.blocks(request, request.computed)}
+        return {
+            block
+            for request in self._running.values()
+            for block in self._tables.blocks(request, request.computed)
+        }
 
     def preempt_all(self) -> None:
-        """Takes the blocks of all requests away, and forgets what they hold: everything runs again."""
+        """Takes the blocks of all requests away, and forgets what they hold: everything runs
+        again.
+        """
         for request in reversed(tuple(self._running.values())):
             self._preempt(request)
         self.forget_cached()
 
     def forget_cached(self) -> None:
-        """Finds no prefix again that was computed until now and that nobody owns."""
+        """Finds no prefix again that was computed until now and that has no owner."""
         self._tables.pool.forget_cached()
 
     def _segment(self, request: Request, count: int) -> Segment:
@@ -284,21 +322,29 @@ class BatchScheduler:
         return Segment(request.computed, count, blocks, wants_logits=count == request.wanted)
 
     def follow_on(self, plan: Plan) -> Plan | None:
-        """What runs after a plan, made before the plan's tokens are known: the next token of each of its requests.
+        """What runs after a plan, made before the plan's tokens are known: the next token of each
+        of its requests.
 
-        1. Nothing else has a claim: nobody waits who could be taken up, now or when this plan's requests have their tokens; everybody
-           who runs is in the plan and gets a token from it.
-        2. Requests that end with that token are left out. Others may end with it, too (a stop token): their rows then run for nobody.
-        3. Everybody has room for one token more.
+        1. Nothing else has a claim: no request waits that could be taken up, now or when this
+           plan's requests have their tokens; every request that runs is in the plan and gets a
+           token from it.
+        2. Requests that end with that token are left out. Others may end with it, too (a stop
+           token): what their rows give is dropped then.
+        3. Every request has room for one token more.
 
-        None where that is not so: then the tokens have to be known first. The plan is still to be booked (``advance``), before this one.
+        None where that is not so: then the tokens have to be known first. The plan is still to be
+        booked (``advance``), before this one.
         """
-        # By the request itself: one that has gone and come back under the same key stands elsewhere.
+        # By the request itself: one that has gone and come back under the same key stands
+        # elsewhere.
         segments = dict(zip(plan.requests, plan.batch.segments, strict=True))
         going = [request for request in self._running.values() if not request.about_to_end]
         if not going or (self._queue and (len(going) < len(self._running) or not self._full)):  # 1
             return None
-        if any(request not in segments or not segments[request].wants_logits for request in self._running.values()):
+        if any(
+            request not in segments or not segments[request].wants_logits
+            for request in self._running.values()
+        ):
             return None
         if not all(self._tables.grow(request, ahead=1) for request in going):  # 3
             return None
@@ -307,31 +353,46 @@ class BatchScheduler:
             Segment(start, 1, self._tables.blocks(request, start + 1), wants_logits=True)
             for request, start in zip(going, starts, strict=True)
         )
-        return Plan(tuple(going), Batch(tuple(following)), preempted=0, prefix_looked_up_tokens=0, prefix_hit_tokens=0)
+        return Plan(
+            tuple(going),
+            Batch(tuple(following)),
+            preempted=0,
+            prefix_looked_up_tokens=0,
+            prefix_hit_tokens=0,
+        )
 
     @property
     def _full(self) -> bool:
         """The next one in the queue has no place or no room."""
         running = len(self._running)
-        return running >= self._limits.running or not self._tables.could_open(next(iter(self._queue.values())), running)
+        return running >= self._limits.running or not self._tables.could_open(
+            next(iter(self._queue.values())), running
+        )
 
     def advance(self, plan: Plan) -> None:
-        """Books that a plan's batch has run, for those of its requests that have not ended since it was made."""
+        """Books that a plan's batch has run, for those of its requests that have not ended since it
+        was made.
+        """
         for request, segment in zip(plan.requests, plan.batch.segments, strict=True):
             if request.state is not RequestState.ENDED:
                 request.on(RequestEvent.RUN)
                 request.computed = segment.stop
 
     def postpone(self, request: Request) -> None:
-        """Takes back that a request's last token has run: nothing could be sampled after it. It runs again later."""
+        """Takes back that a request's last token has run: nothing could be sampled after it.
+
+        It runs again later.
+        """
         request.computed -= 1
 
     def vouch(self, request: Request) -> None:
-        """Says that a request's logits are finite: others may share the full blocks that it computed.
+        """Says that a request's logits are finite: others may share the full blocks that it
+        computed.
 
-        Not before: where one token makes a model overflow, attention makes all positions of the same chunk NaN, also those before
-        the token (a masked NaN, times zero, is NaN). Whoever shared these would fail for another's token. What is NaN anywhere shows
-        in all logits after it.
+        Not before: where one token makes a model overflow, attention makes all positions of the
+        same chunk NaN, also those before the token (a masked NaN, times zero, is NaN). A request
+        that shared these would fail for another's token. What is NaN anywhere shows in all logits
+        after it.
         """
         self._tables.seal(request)
 
@@ -348,4 +409,6 @@ class BatchScheduler:
             del self._queue[request.key]
         pool = self._tables.pool
         if not self._running and pool.free_blocks != pool.num_blocks:
-            raise EngineFailed(f"{pool.num_blocks - pool.free_blocks} KV blocks leaked: nothing runs, yet they are owned")
+            raise EngineFailed(
+                f"{pool.num_blocks - pool.free_blocks} KV blocks leaked: nothing runs, yet they are owned"
+            )

@@ -4,7 +4,9 @@ from pilotlight.engine.errors import NoRoom
 
 
 class SlotTable:
-    """The slots of one arena, by number. A model has a slot of its own, its home, which it may have to share with others.
+    """The slots of one arena, by number.
+
+    A model has a slot of its own, its home, which it may have to share with others.
 
     ::
 

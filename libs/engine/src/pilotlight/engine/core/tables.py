@@ -1,8 +1,8 @@
 """Which blocks hold which request's keys and values.
 
-A request has a block table while it runs. The table is the only owner of its blocks' references. There is one, also in a pipeline: a
-request's blocks have the same numbers in every stage. What is a function of the tokens alone, the names of full blocks, belongs to
-the request::
+A request has a block table while it runs. The table is the only owner of its blocks' references.
+There is one, also in a pipeline: a request's blocks have the same numbers in every stage. What is a
+function of the tokens alone, the names of full blocks, belongs to the request::
 
     positions   0 ........ 16 ....... 32 ....... 48 ..... 56 ...... 64
     blocks      [ sealed   )[ sealed   )[ private  )[ private         )
@@ -26,14 +26,18 @@ class BlockTable:
     def __init__(self, blocks: tuple[int, ...], sealed_blocks: int) -> None:
         self.blocks = list(blocks)
         self.sealed_blocks = sealed_blocks
-        """The first so many are full and are not written any more, whether their names could be entered or not."""
+        """The first blocks: how many are full and not written any more, whether their names could
+        be entered or not."""
 
 
 class BlockTables:
     """Owns the block tables of one instance, on its only stage or on the one that leads."""
 
     def __init__(self, pool: BlockPool, namespace: str, *, prefix_cache: bool = True) -> None:
-        """``namespace`` says whose content the blocks hold; see ``root_hash``. Without ``prefix_cache`` nothing is ever shared."""
+        """``namespace`` names the model of the blocks' content; see ``root_hash``.
+
+        Without ``prefix_cache`` nothing is ever shared.
+        """
         self.pool = pool
         self._root = root_hash(namespace)
         self._prefix_cache = prefix_cache
@@ -46,8 +50,8 @@ class BlockTables:
     def open(self, request: Request, spare_blocks: int) -> int | None:
         """Gives a request blocks for all of its tokens, if ``spare_blocks`` are left then.
 
-        The last token is never found in place, even when its block is cached: somebody has to compute what comes after it, and it
-        does not write into a shared block.
+        The last token is never found in place, even when its block is cached: what comes after it
+        has to be computed, and that must not write into a shared block.
 
         Returns:
             Tokens whose keys and values are in place already; None if there is too little room.
@@ -73,9 +77,11 @@ class BlockTables:
         return None if wanted + spare_blocks > self.pool.free_beside(shared) else wanted
 
     def worth_waiting(self, request: Request, running: Iterable[Request]) -> bool:
-        """Whether one of those that run is about to seal at least half of what the request would run otherwise.
+        """Whether one of those that run is about to seal at least half of what the request would
+        run otherwise.
 
-        That is in the step in which that one's last chunk runs: before, its chunks leave no token of a step for others.
+        That is in the step in which that one's last chunk runs: before, its chunks leave no token
+        of a step for others.
         """
         if not self._prefix_cache:
             return False
@@ -100,7 +106,9 @@ class BlockTables:
         return self.pool.find(request.block_hashes[: (len(request.token_ids) - 1) // BLOCK_TOKENS])
 
     def grow(self, request: Request, ahead: int = 0) -> bool:
-        """Gives a request the blocks that its tokens, and ``ahead`` more, lack; False, and nothing, if too few are free."""
+        """Gives a request the blocks that its tokens, and ``ahead`` more, lack; False, and nothing,
+        if too few are free.
+        """
         table = self._tables[request.key]
         return self._extend(table, blocks_for(len(request.token_ids) + ahead) - len(table.blocks))
 
@@ -128,7 +136,10 @@ class BlockTables:
             self.pool.release(table.blocks)
 
     def resize(self, num_blocks: int) -> dict[int, int]:
-        """Has so many blocks from now on; see ``BlockPool.resize``. What is left to do is to copy the content that moved."""
+        """Has ``num_blocks`` blocks from now on; see ``BlockPool.resize``.
+
+        What is left to do is to copy the content that moved.
+        """
         moves = self.pool.resize(num_blocks)
         for table in self._tables.values():
             table.blocks = [moves.get(block, block) for block in table.blocks]

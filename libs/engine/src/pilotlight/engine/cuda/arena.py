@@ -6,8 +6,9 @@
     [ slot 0 ................................... )[ slot 1 )...[ slot 15 )[ workspace )
     [ parameters )[ KV, as far as granted )[ steps )[ graph pool )          torch's own, for eager work
 
-The slots' canonical layout gives every tensor of a model the same address in every process. Parameters and KV are no allocations of
-torch's: tensors are made over addresses. torch takes what it needs beside them from pools, and its default allocator is left alone.
+The slots' canonical layout gives every tensor of a model the same address in every process.
+Parameters and KV are no allocations of torch's: tensors are made over addresses. torch takes what
+it needs beside them from pools, and its default allocator is left alone.
 """
 
 import torch
@@ -26,13 +27,15 @@ from pilotlight.policy.model import SLOTS
 SLOT_BYTES = 256 << 30
 NUM_SLOTS = SLOTS
 ADDRESSES = (0x6000_0000_0000, 0x5000_0000_0000, 0x4000_0000_0000, 0x3000_0000_0000)
-"""Where arenas are: the first is the one that artifacts are made for, the others are for processes where something else is there."""
+"""Where arenas are: the first is the one that artifacts are made for, the others are for processes
+where something else is there."""
 POOL_BYTES = 16 << 30
 """Addresses of a slot's graph pool."""
 STEPS_BYTES = 1 << 30
 """Addresses for what captured steps of a slot's model read and write."""
 PIECE_BYTES, WHOLE_BYTES = 64 << 20, 1 << 30
-"""Longest chunks of memory that goes by parts, and of memory that goes as it came. A chunk costs the same whatever its length."""
+"""Longest chunks of memory that goes by parts, and of memory that goes as it came. A chunk costs
+the same whatever its length."""
 POOL_CHUNK_BYTES = 32 << 20
 _DLPACK_CPU, _DLPACK_CUDA = 1, 2
 _DLPACK_TYPES: dict[torch.dtype, tuple[int, int]] = {
@@ -75,7 +78,8 @@ class CudaArena:
             ordinal: which device.
             num_slots: how many models fit side by side.
             slot_bytes: addresses of each; whole granules.
-            capacity_bytes: the most bytes that are backed at once; what is free on the device now, if not given.
+            capacity_bytes: the most bytes that are backed at once; what is free on the device now,
+                if not given.
             addresses: places to try, in order.
             driver: the driver's library.
             device: where tensors say they are; the CUDA device, if not given.
@@ -94,13 +98,19 @@ class CudaArena:
             raise EngineFailed(f"no arena on device {ordinal}: {error}") from error
         self.granule_bytes = self.native_arena.granule_bytes
         self.canonical = self.native_arena.address == addresses[0]
-        """It lies where artifacts expect it; otherwise nothing that holds addresses can be restored here."""
+        """It lies where artifacts expect it; otherwise nothing that holds addresses can be restored
+        here."""
         self._slots = SlotTable(num_slots)
         self._backed = ExtentSet()
         first, stop = num_slots * slot_bytes, (num_slots + 1) * slot_bytes
-        self.workspace = TorchPool(Pool(self.native, self.native_arena, first, stop - POOL_BYTES, POOL_CHUNK_BYTES), self.native)
+        self.workspace = TorchPool(
+            Pool(self.native, self.native_arena, first, stop - POOL_BYTES, POOL_CHUNK_BYTES),
+            self.native,
+        )
         """For torch's allocations in eager work of all models."""
-        self._graph_memory = Pool(self.native, self.native_arena, stop - POOL_BYTES, stop, POOL_CHUNK_BYTES)
+        self._graph_memory = Pool(
+            self.native, self.native_arena, stop - POOL_BYTES, stop, POOL_CHUNK_BYTES
+        )
         """Gives no memory itself: the graph pools that come and go belong to its group."""
         self._streamer: Streamer | None = None
 
@@ -141,7 +151,10 @@ class CudaArena:
         return Slot(self, self._slots.take(home))
 
     def close_slot(self, number: int) -> None:
-        """Makes a slot free again; its memory goes back to the device. Its graph pool is closed before."""
+        """Makes a slot free again; its memory goes back to the device.
+
+        Its graph pool is closed before.
+        """
         first, stop = number * self.slot_bytes, (number + 1) * self.slot_bytes
         for extent in self._backed:
             # Extents of neighbouring slots can touch, and are one then.
@@ -164,7 +177,8 @@ class CudaArena:
             try:
                 self.native_arena.back(*extent, piece_bytes)
             except OutOfMemory:
-                # torch may keep for itself what is missing, from large batches or tensors that were converted on the device.
+                # torch may keep for itself what is missing, from large batches or tensors that were
+                # converted on the device.
                 self.trim()
                 self.native_arena.back(*extent, piece_bytes)
         except NativeError as error:
@@ -185,7 +199,9 @@ class CudaArena:
             for held in before:
                 for start, stop in self.native_arena.backed(*held):
                     self._backed.add(Extent(start, stop))
-            raise EngineFailed(f"the device does not take {extent.num_bytes} bytes back: {error}") from error
+            raise EngineFailed(
+                f"the device does not take {extent.num_bytes} bytes back: {error}"
+            ) from error
 
     def trim(self) -> None:
         """See ``Arena.trim``."""
@@ -195,11 +211,18 @@ class CudaArena:
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """See ``Arena.tensor``."""
         code, bits = _DLPACK_TYPES[dtype]
-        kind, ordinal = (_DLPACK_CUDA, self.device.index) if self.device.type == "cuda" else (_DLPACK_CPU, 0)
-        return torch.from_dlpack(self.native_arena.capsule(offset, shape, code, bits, kind, ordinal))
+        kind, ordinal = (
+            (_DLPACK_CUDA, self.device.index) if self.device.type == "cuda" else (_DLPACK_CPU, 0)
+        )
+        return torch.from_dlpack(
+            self.native_arena.capsule(offset, shape, code, bits, kind, ordinal)
+        )
 
     def export(self, offset: int) -> tuple[int, Extent]:
-        """A file descriptor of the memory behind a byte, for another process, and which bytes that is. The caller closes it.
+        """A file descriptor of the memory behind a byte, for another process, and which bytes that
+        is.
+
+        The caller closes it.
 
         Raises:
             EngineFailed: there is none.
@@ -211,7 +234,10 @@ class CudaArena:
         return fd, Extent(start, stop)
 
     def adopt(self, extent: Extent, fd: int) -> None:
-        """Puts memory that another process exported behind as many bytes here, in place of ``back``. The descriptor stays the caller's.
+        """Puts memory that another process exported behind as many bytes here, in place of
+        ``back``.
+
+        The descriptor stays the caller's.
 
         Raises:
             EngineFailed: some of them are backed already, or the descriptor is of other memory.
@@ -228,10 +254,21 @@ class CudaArena:
         return Scratch(self.workspace, self.graph_pool(number))
 
     def graph_pool(self, number: int) -> TorchPool:
-        """The pool for a slot's graphs. All graph pools share their memory: models run one at a time."""
+        """The pool for a slot's graphs.
+
+        All graph pools share their memory: models run one at a time.
+        """
         stop = (number + 1) * self.slot_bytes
         return TorchPool(
-            Pool(self.native, self.native_arena, stop - POOL_BYTES, stop, POOL_CHUNK_BYTES, self._graph_memory), self.native
+            Pool(
+                self.native,
+                self.native_arena,
+                stop - POOL_BYTES,
+                stop,
+                POOL_CHUNK_BYTES,
+                self._graph_memory,
+            ),
+            self.native,
         )
 
     def close(self) -> None:

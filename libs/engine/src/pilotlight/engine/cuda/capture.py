@@ -1,6 +1,7 @@
 """Graphs captured in this process, of what comes again.
 
-The first step of a kind runs eagerly, which loads its kernels; before the second one runs, it is captured.
+The first step of a kind runs eagerly, which loads its kernels; before the second one runs, it is
+captured.
 """
 
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pilotlight.engine.cuda.graphs import GraphStep, Kind
+from pilotlight.engine.cuda.pools import clear_cublas_workspaces
 from pilotlight.engine.device.arena_protocol import Scratch
 from pilotlight.engine.faults import out_of_memory
 from pilotlight.engine.watching import compiling
@@ -37,7 +39,9 @@ class CaptureOnSecondUse:
         self._eager_only: set[Kind] = set()
         """There was no memory to capture them."""
 
-    def supply(self, kind: Kind, step: Callable[[], Tensor], output: Callable[[], Tensor]) -> GraphStep | None:
+    def supply(
+        self, kind: Kind, step: Callable[[], Tensor], output: Callable[[], Tensor]
+    ) -> GraphStep | None:
         """See ``GraphSupplier.supply``."""
         if kind in self._eager_only:
             return None
@@ -61,9 +65,13 @@ class CaptureOnSecondUse:
         graph = torch.cuda.CUDAGraph(keep_graph=self._keep)
         # Not ``torch.cuda.graph``: that collects garbage and empties torch's cache each time.
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        _forget_workspaces()
+        # cuBLAS asks for its workspace anew: within the capture it comes from the graph pool, and
+        # is free for the next capture.
+        clear_cublas_workspaces()
         with self._scratch.graphs.selected(), torch.cuda.stream(self._stream):
-            graph.capture_begin(cast("Any", self._scratch.graphs.id), capture_error_mode="thread_local")
+            graph.capture_begin(
+                cast("Any", self._scratch.graphs.id), capture_error_mode="thread_local"
+            )
             try:
                 output.copy_(step())
             except BaseException:
@@ -72,13 +80,5 @@ class CaptureOnSecondUse:
                 graph.reset()
                 raise
             graph.capture_end()
-            _forget_workspaces()
+            clear_cublas_workspaces()
         return GraphStep(graph, output)
-
-
-def _forget_workspaces() -> None:
-    """Has cuBLAS ask for its workspace anew: within a capture it comes from the graph pool then, and is free for the next capture.
-
-    There is no public way; torch's own compiler does the same around its captures.
-    """
-    torch._C._cuda_clearCublasWorkspaces()  # pyright: ignore[reportPrivateUsage]

@@ -1,13 +1,15 @@
 """Steps of fixed shapes as graphs: replayed where there is one, run eagerly where there is none.
 
-A plain decode step of n rows runs as the next size of ``SIZES``. The rows beyond n are padding: they read nothing of the cache and
-store nothing. One short prompt alone runs padded the same way, see ``cuda.prompts``. Where a graph comes from is the supplier's
-concern: ``cuda.capture`` captures it in this process.
+A plain decode step of n rows runs as the next size of ``SIZES``. The rows beyond n are padding:
+they read nothing of the cache and store nothing. One short prompt alone runs padded the same way,
+see ``cuda.prompts``. Where a graph comes from is the supplier's concern: ``cuda.capture`` captures
+it in this process.
 
-A graph reads and writes memory at addresses that follow from the model alone: parameters, KV, inputs and scratch in their places
-of the slot, what it takes for itself (intermediate results, logits, cuBLAS's workspace) in the slot's graph pool, in the order of the
-captures. So KV that grows or shrinks in place leaves every graph valid, and so does a range that is joined by others: nothing moves.
-The longer range has graphs of its own, supplied as it is used.
+A graph reads and writes memory at addresses that follow from the model alone: parameters, KV,
+inputs and scratch in their places of the slot, what it takes for itself (intermediate results,
+logits, cuBLAS's workspace) in the slot's graph pool, in the order of the captures. So KV that grows
+or shrinks in place leaves every graph valid, and so does a range that is joined by others: nothing
+moves. The longer range has graphs of its own, supplied as it is used.
 """
 
 from bisect import bisect_left
@@ -27,7 +29,7 @@ SIZES = (1, 2, 4, *range(8, 257, 8))
 
 
 def size_for(rows: int) -> int | None:
-    """The least size that holds so many rows; None beyond the largest."""
+    """The least size that holds ``rows`` rows; None beyond the largest."""
     index = bisect_left(SIZES, rows)
     return SIZES[index] if index < len(SIZES) else None
 
@@ -66,8 +68,12 @@ class GraphStep:
 class GraphSupplier(Protocol):
     """Where graphs come from. ``cuda.capture.CaptureOnSecondUse`` captures them."""
 
-    def supply(self, kind: Kind, step: Callable[[], Tensor], output: Callable[[], Tensor]) -> GraphStep | None:
-        """The graph of a kind that has none yet, before a step of it runs. The supplier keeps no reference to it.
+    def supply(
+        self, kind: Kind, step: Callable[[], Tensor], output: Callable[[], Tensor]
+    ) -> GraphStep | None:
+        """The graph of a kind that has none yet, before a step of it runs.
+
+        The supplier keeps no reference to it.
 
         Args:
             kind: of the step.
@@ -81,7 +87,10 @@ class GraphSupplier(Protocol):
 
 
 class GraphSet:
-    """The graphs of one stage. All write their logits to the same place: only those of the last step are valid."""
+    """The graphs of one stage.
+
+    All write their logits to the same place: only those of the last step are valid.
+    """
 
     def __init__(self, device: torch.device, scratch: Scratch, supplier: GraphSupplier) -> None:
         """Has no graph yet.
@@ -131,7 +140,8 @@ class GraphSet:
 
     def close(self) -> None:
         """Gives the graphs' memory back; none of them may run any more."""
-        # By its graph alone: a name for a step would keep its output, and so the pool, until this method ends.
+        # By its graph alone: a name for a step would keep its output, and so the pool, until this
+        # method ends.
         for graph in self.graphs.values():
             graph.reset()
         self._steps.clear()

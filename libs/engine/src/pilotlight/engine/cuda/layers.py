@@ -1,11 +1,13 @@
-"""A decoder's layers on CUDA: fused where the architecture is the shared one, the decoder's own steps around the same attention where not.
+"""A decoder's layers on CUDA: fused where the architecture is the shared one, the decoder's own
+steps around the same attention where not.
 
 One layer of the fused kind, for many rows and for one::
 
     residual ─ add_norm ─ W_qkv ─ decode_attention ─ W_o ─ add_norm ─ W_gate_up ─ silu_mul ─ W_down ─> next residual
     residual ─[norm  W_qkv]───── decode_attention ─[W_o  add]─[norm  W_gate_up  silu_mul]─[W_down  add]─> next residual
 
-Results are rounded where the decoder's own steps round them; only sums within attention and products run in another order.
+Results are rounded where the decoder's own steps round them; only sums within attention and
+products run in another order.
 """
 
 from functools import partial
@@ -15,11 +17,15 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from pilotlight.engine.cuda.attention_metadata import AttentionMetadata
 from pilotlight.engine.cuda.kernels import elementwise
-from pilotlight.engine.cuda.kernels.decode_attention import DecodeScratch, RawHeads, decode_attention
+from pilotlight.engine.cuda.kernels.decode_attention import (
+    DecodeScratch,
+    RawHeads,
+    decode_attention,
+)
+from pilotlight.engine.cuda.kernels.gemv import Gemv
 from pilotlight.engine.cuda.kernels.prefill_attention import prefill_attention
-from pilotlight.engine.cuda.kernels.vector import VectorProduct
-from pilotlight.engine.cuda.rows import StepRows
 from pilotlight.engine.cuda.tilings import TILINGS
 from pilotlight.engine.device.kv import KvCache
 from pilotlight.engine.device.parameters import Parameters
@@ -32,7 +38,10 @@ WHOLE_STEP = 1024
 
 
 class Layers:
-    """Runs layer ranges for rows that are described on the device already. Nothing in here waits for it."""
+    """Runs layer ranges for rows whose attention metadata is on the device already.
+
+    Nothing in here waits for it.
+    """
 
     def __init__(self, decoder: Decoder, parameters: Parameters, kv: KvCache) -> None:
         """``decoder`` is one for the device; see ``Decoder.on``."""
@@ -42,11 +51,16 @@ class Layers:
         self._kv = kv
         self._sliding_layers = frozenset(spec.sliding_layers)
         self._scale = spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
-        self._vector = VectorProduct(spec.rms_norm_eps, TILINGS)
+        self._gemv = Gemv(spec.rms_norm_eps, TILINGS)
         self.fused = decoder.plain_layers and spec.experts is None
 
     def run(
-        self, token_ids: Tensor | None, hidden: Tensor | None, layers: Stage, step: StepRows, scratch: DecodeScratch
+        self,
+        token_ids: Tensor | None,
+        hidden: Tensor | None,
+        layers: Stage,
+        step: AttentionMetadata,
+        scratch: DecodeScratch,
     ) -> Tensor:
         """Runs a range.
 
@@ -54,8 +68,8 @@ class Layers:
             token_ids: [num_tokens] for a range that begins the model.
             hidden: [num_tokens, hidden_size] for another.
             layers: the range.
-            step: where the rows stand.
-            scratch: for as many items as the step has.
+            step: the batch's attention metadata.
+            scratch: for as many splits as the step has.
 
         Returns:
             Hidden states, or logits of the rows that want them.
@@ -64,27 +78,41 @@ class Layers:
             hidden = self._decoder.embed(self._parameters[0], token_ids)
         assert hidden is not None
         if self.fused:
-            residual, x = self._fused(hidden if token_ids is not None else hidden.clone(), layers, step, scratch)
+            residual, x = self._fused(
+                hidden if token_ids is not None else hidden.clone(), layers, step, scratch
+            )
             if layers.stop < self._decoder.spec.num_layers:
                 return residual if x is None else residual + x
             return self._head(residual, x, step)
         rotations = self._decoder.rotations(step.rows.positions, hidden.dtype)
         for layer in range(layers.start, layers.stop):
             attend = partial(self._attend, layer, step, scratch)
-            hidden = self._decoder.layer(layer, self._parameters[layer + 1], hidden, rotations, attend)
-        return hidden if layers.stop < self._decoder.spec.num_layers else self._head(hidden, None, step)
+            hidden = self._decoder.layer(
+                layer, self._parameters[layer + 1], hidden, rotations, attend
+            )
+        return (
+            hidden
+            if layers.stop < self._decoder.spec.num_layers
+            else self._head(hidden, None, step)
+        )
 
-    def _fused(self, residual: Tensor, layers: Stage, step: StepRows, scratch: DecodeScratch) -> tuple[Tensor, Tensor | None]:
+    def _fused(
+        self, residual: Tensor, layers: Stage, step: AttentionMetadata, scratch: DecodeScratch
+    ) -> tuple[Tensor, Tensor | None]:
         """The residual stream, and what is still to be added to it."""
         eps = self._decoder.spec.rms_norm_eps
-        turns = self._decoder.rotation_tables(elementwise.rotations, step.rows.positions, residual.dtype)
+        turns = self._decoder.rotation_tables(
+            elementwise.rotations, step.rows.positions, residual.dtype
+        )
         single = residual.shape[0] == 1 and step.plain
         x: Tensor | None = None
         for layer in range(layers.start, layers.stop):
             weights = self._parameters[layer + 1]
             raw = RawHeads(
                 weights.get(f"{QKV}.bias"),
-                (weights["self_attn.q_norm.weight"], weights["self_attn.k_norm.weight"]) if self._decoder.head_norms else None,
+                (weights["self_attn.q_norm.weight"], weights["self_attn.k_norm.weight"])
+                if self._decoder.head_norms
+                else None,
                 eps,
                 turns.sliding if layer in self._sliding_layers else turns.full,
             )
@@ -92,46 +120,80 @@ class Layers:
                 residual = self._one_row(weights, residual, layer, step, scratch, raw)
                 continue
             normed = elementwise.add_norm(residual, x, weights["input_layernorm.weight"], eps)
-            heads = self._attend_raw(layer, step, scratch, torch.mm(normed, weights[f"{QKV}.weight"].t()), raw)
+            heads = self._attend_raw(
+                layer, step, scratch, torch.mm(normed, weights[f"{QKV}.weight"].t()), raw
+            )
             x = torch.mm(heads, weights["self_attn.o_proj.weight"].t())
             if (bias := weights.get("self_attn.o_proj.bias")) is not None:
                 x += bias
-            normed = elementwise.add_norm(residual, x, weights["post_attention_layernorm.weight"], eps)
+            normed = elementwise.add_norm(
+                residual, x, weights["post_attention_layernorm.weight"], eps
+            )
             opened = elementwise.silu_mul(torch.mm(normed, weights["mlp.gate_up_proj.weight"].t()))
             x = torch.mm(opened, weights["mlp.down_proj.weight"].t())
         return residual, x
 
     def _one_row(
-        self, weights: Weights, residual: Tensor, layer: int, step: StepRows, scratch: DecodeScratch, raw: RawHeads
+        self,
+        weights: Weights,
+        residual: Tensor,
+        layer: int,
+        step: AttentionMetadata,
+        scratch: DecodeScratch,
+        raw: RawHeads,
     ) -> Tensor:
-        qkv = self._vector(weights[f"{QKV}.weight"], residual, norm=weights["input_layernorm.weight"])
+        qkv = self._gemv(weights[f"{QKV}.weight"], residual, norm=weights["input_layernorm.weight"])
         heads = self._attend_raw(layer, step, scratch, qkv, raw)
         bias = weights.get("self_attn.o_proj.bias")
-        residual = self._vector(weights["self_attn.o_proj.weight"], heads, residual=residual, bias=bias)
-        opened = self._vector(
-            weights["mlp.gate_up_proj.weight"], residual, norm=weights["post_attention_layernorm.weight"], gated=True
+        residual = self._gemv(
+            weights["self_attn.o_proj.weight"], heads, residual=residual, bias=bias
         )
-        return self._vector(weights["mlp.down_proj.weight"], opened, residual=residual)
+        opened = self._gemv(
+            weights["mlp.gate_up_proj.weight"],
+            residual,
+            norm=weights["post_attention_layernorm.weight"],
+            gated=True,
+        )
+        return self._gemv(weights["mlp.down_proj.weight"], opened, residual=residual)
 
-    def _attend_raw(self, layer: int, step: StepRows, scratch: DecodeScratch, qkv: Tensor, raw: RawHeads) -> Tensor:
-        """Attention from the projection of queries, keys and values. [num_tokens, ...] -> [num_tokens, heads * head_dim]."""
+    def _attend_raw(
+        self,
+        layer: int,
+        step: AttentionMetadata,
+        scratch: DecodeScratch,
+        qkv: Tensor,
+        raw: RawHeads,
+    ) -> Tensor:
+        """Attention from the projection of queries, keys and values. [num_tokens, ...] ->
+        [num_tokens, heads * head_dim].
+        """
         spec, stored = self._decoder.spec, self._kv.stored(layer)
         width = spec.num_heads * spec.head_dim
         out = qkv.new_empty(qkv.shape[0], width)
         if step.plain:
-            items = step.sliding_items if layer in self._sliding_layers else step.items
-            assert items is not None
-            decode_attention(qkv, stored, step.rows, items, scratch, self._scale, out, raw)
+            splits = step.sliding_splits if layer in self._sliding_layers else step.splits
+            assert splits is not None
+            decode_attention(qkv, stored, step.rows, splits, scratch, self._scale, out, raw)
             return out
-        elementwise.turn_and_store(qkv, raw.bias, raw.norms, raw.eps, raw.turns, step.rows.slots, stored, spec.num_heads)
+        elementwise.turn_and_store(
+            qkv, raw.bias, raw.norms, raw.eps, raw.turns, step.rows.slots, stored, spec.num_heads
+        )
         self._look(layer, step, scratch, qkv, out)
         if step.whole is not None:
-            heads = qkv.unflatten(1, (-1, spec.head_dim)).split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
+            heads = qkv.unflatten(1, (-1, spec.head_dim)).split(
+                (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1
+            )
             return _look_at_whole(step.whole, heads, self._scale, out)
         return out
 
     def _attend(
-        self, layer: int, step: StepRows, scratch: DecodeScratch, queries: Tensor, keys: Tensor, values: Tensor
+        self,
+        layer: int,
+        step: AttentionMetadata,
+        scratch: DecodeScratch,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
     ) -> Tensor:
         """See ``KvCache.attend``: heads come turned."""
         elementwise.store(keys, values, step.rows.slots, self._kv.stored(layer))
@@ -141,37 +203,48 @@ class Layers:
             return _look_at_whole(step.whole, (queries, keys, values), self._scale, out)
         return out
 
-    def _look(self, layer: int, step: StepRows, scratch: DecodeScratch, queries: Tensor, out: Tensor) -> None:
+    def _look(
+        self,
+        layer: int,
+        step: AttentionMetadata,
+        scratch: DecodeScratch,
+        queries: Tensor,
+        out: Tensor,
+    ) -> None:
         """Attends to what is stored, this step's keys and values among it; whole prompts apart."""
         sliding, stored = layer in self._sliding_layers, self._kv.stored(layer)
         if step.chunks is not None:
             window = self._decoder.spec.sliding_window_tokens if sliding else None
             prefill_attention(queries, stored, step.rows, step.chunks, self._scale, out, window)
-        items = step.sliding_items if sliding else step.items
-        if items is not None:
-            decode_attention(queries, stored, step.rows, items, scratch, self._scale, out)
+        splits = step.sliding_splits if sliding else step.splits
+        if splits is not None:
+            decode_attention(queries, stored, step.rows, splits, scratch, self._scale, out)
 
-    def _head(self, residual: Tensor, x: Tensor | None, step: StepRows) -> Tensor:
+    def _head(self, residual: Tensor, x: Tensor | None, step: AttentionMetadata) -> Tensor:
         """Logits of the rows that want them; the rows' hidden states are ``residual + x``."""
         spec = self._decoder.spec
         if step.logit_rows is not None:
             residual = residual.index_select(0, step.logit_rows)
             x = None if x is None else x.index_select(0, step.logit_rows)
-        weights, embedding = self._parameters[spec.num_layers + 1], self._parameters[0] if spec.tied_embeddings else None
+        weights, embedding = (
+            self._parameters[spec.num_layers + 1],
+            self._parameters[0] if spec.tied_embeddings else None,
+        )
         if not self.fused or spec.logit_softcap is not None:
             return self._decoder.head(weights, embedding, residual if x is None else residual + x)
         output = weights[OUTPUT] if embedding is None else embedding[EMBEDDING]
         if residual.shape[0] == 1 and x is None:
-            return self._vector(output, residual, norm=weights["model.norm.weight"])
+            return self._gemv(output, residual, norm=weights["model.norm.weight"])
         normed = elementwise.add_norm(residual, x, weights["model.norm.weight"], spec.rms_norm_eps)
         return torch.mm(normed, output.t())
 
 
 def _look_at_whole(rows: slice, heads: tuple[Tensor, ...], scale: float, out: Tensor) -> Tensor:
-    """Attention within a whole prompt, which needs nothing of the cache: cuDNN's is the fastest where there are many rows.
+    """Attention within a whole prompt, which needs nothing of the cache: cuDNN's is the fastest
+    where there are many rows.
 
-    It takes cuDNN some 40 ms to prepare for a length that it has not had yet, so lengths are rounded up: rows behind the prompt's are
-    seen by none of its own.
+    It takes cuDNN some 40 ms to prepare for a length that it has not had yet, so lengths are
+    rounded up: rows behind the prompt's are seen by none of its own.
 
     Args:
         rows: the prompt's; they are the last ones.
@@ -184,12 +257,21 @@ def _look_at_whole(rows: slice, heads: tuple[Tensor, ...], scale: float, out: Te
     """
     count = rows.stop - rows.start
     beyond = -count % WHOLE_STEP
-    # Zeros, not whatever there is: a masked value still counts zero times, and zero times NaN is NaN.
-    padded = (functional.pad(some[rows], (0, 0, 0, 0, 0, beyond)) if beyond else some[rows] for some in heads)
+    # Zeros, not whatever there is: a masked value still counts zero times, and zero times NaN is
+    # NaN.
+    padded = (
+        functional.pad(some[rows], (0, 0, 0, 0, 0, beyond)) if beyond else some[rows]
+        for some in heads
+    )
     queries, keys, values = (some.transpose(0, 1)[None] for some in padded)
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         attended = functional.scaled_dot_product_attention(
-            queries, keys, values, is_causal=True, scale=scale, enable_gqa=queries.shape[1] != keys.shape[1]
+            queries,
+            keys,
+            values,
+            is_causal=True,
+            scale=scale,
+            enable_gqa=queries.shape[1] != keys.shape[1],
         )
     seen = attended[0, :, :count].transpose(0, 1).flatten(1)
     if rows.start == 0:

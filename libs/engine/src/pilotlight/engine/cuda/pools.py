@@ -12,7 +12,9 @@ from pilotlight.native.device import Device, Pool
 
 
 class TorchPool:
-    """A region of an arena as a ``torch.cuda.MemPool``. torch's default allocator knows nothing of it."""
+    """A region of an arena as a ``torch.cuda.MemPool``. torch's default allocator knows nothing of
+    it.
+    """
 
     def __init__(self, pool: Pool, device: Device) -> None:
         self._pool = pool
@@ -38,22 +40,30 @@ class TorchPool:
 
     @contextmanager
     def selected(self) -> Generator[None]:
-        """Within it, segments that torch takes for this pool come from its region. One pool at a time."""
+        """Within it, segments that torch takes for this pool come from its region.
+
+        One pool at a time.
+        """
         with self._pool.selected():
             yield
 
     @contextmanager
     def use(self) -> Generator[None]:
         """Within it, what this thread allocates with torch comes from this pool."""
-        with self._pool.selected(), torch.cuda.use_mem_pool(self._mem_pool(), torch.device("cuda", self._ordinal)):
+        with (
+            self._pool.selected(),
+            torch.cuda.use_mem_pool(self._mem_pool(), torch.device("cuda", self._ordinal)),
+        ):
             yield
 
     def trim(self) -> None:
-        """See ``TorchMemory.trim``. What lies in it stays where it is, and its memory comes back with the next ``trim``."""
+        """See ``TorchMemory.trim``.
+
+        What lies in it stays where it is, and its memory comes back with the next ``trim``.
+        """
         if self._allocator is None or not self._pool.is_open:
             return
-        # cuBLAS keeps a workspace for each stream, which it got while the pool was in use; there is no public way to end that.
-        torch._C._cuda_clearCublasWorkspaces()  # pyright: ignore[reportPrivateUsage]
+        clear_cublas_workspaces()  # They were taken while the pool was in use.
         self._torch = None  # torch returns the segments in which nothing lies
         if self._pool.mapped_bytes:
             # Of those before it something lay in, too.
@@ -78,8 +88,18 @@ class TorchPool:
         return self._torch
 
 
+def clear_cublas_workspaces() -> None:
+    """Frees the workspace that cuBLAS keeps for each stream: it takes a new one, from the pool in
+    use, when it needs one.
+
+    There is no public way; torch's own compiler does the same around its captures.
+    """
+    torch._C._cuda_clearCublasWorkspaces()  # pyright: ignore[reportPrivateUsage]
+
+
 def run_in(memory: TorchMemory, step: Callable[[], Tensor]) -> Tensor:
-    """Runs a step that takes its memory there; once more, after ``trim``, if there is none: what fragments left over may do.
+    """Runs a step that takes its memory there; once more, after ``trim``, if there is none: what
+    fragments left over may do.
 
     While a pool is in use, torch frees nothing of what it keeps to make room in it.
     """

@@ -1,12 +1,13 @@
-"""The words of steps that run one short prompt alone, always in the same places, padded to a few lengths.
+"""The words of steps that run one short prompt alone, always in the same places, padded to a few
+lengths.
 
 ::
 
-    rows   [ prompt ................ )[ nobody's .. )      positions, slots, token ids: as many as the length
-    tiles  [ tile 0 )[ tile 1 )[ nobody's )
+    rows   [ prompt ................ )[ unused .... )      positions, slots, token ids: as many as the length
+    tiles  [ tile 0 )[ tile 1 )[ unused  )
 
-A step of this kind runs padded whether it is captured or not: both give the same bits. Rows that are nobody's are stored nowhere and no
-other row sees them; their results are anything.
+A step of this kind runs padded whether it is captured or not: both give the same bits. Unused rows
+are stored nowhere and no other row sees them; their results are anything.
 """
 
 from bisect import bisect_left
@@ -15,7 +16,15 @@ import numpy as np
 from torch import Tensor
 
 from pilotlight.engine.core.batch import Batch
-from pilotlight.engine.cuda.rows import QUERIES_AT_ONCE, Place, StaticWords, StepRows, Words, fields_of, step_rows
+from pilotlight.engine.cuda.attention_metadata import (
+    QUERIES_AT_ONCE,
+    AttentionMetadata,
+    Place,
+    StaticWords,
+    Words,
+    fields_of,
+    metadata_of,
+)
 
 LENGTHS = (16, 32, 64, 128, 192, 256, 384, 512)
 """Rows of such steps."""
@@ -25,7 +34,9 @@ _CHUNK = ("chunk_rows", "chunk_starts", "chunk_counts", "chunk_first_blocks")
 
 
 def prompt_length(batch: Batch) -> int | None:
-    """The least length that holds a batch of one short segment whose logits are wanted; None for any other batch."""
+    """The least length that holds a batch of one short segment whose logits are wanted; None for
+    any other batch.
+    """
     first, *others = batch.segments
     if others or not first.wants_logits or not 1 < first.count <= LENGTHS[-1]:
         return None
@@ -37,7 +48,9 @@ class StaticPrompt:
 
     def __init__(self, place: Place, *, pinned: bool) -> None:
         """Takes the memory; see ``StaticWords``."""
-        capacities: dict[str, int] = dict.fromkeys(("positions", "slots", "first_blocks", "token_ids"), LENGTHS[-1])
+        capacities: dict[str, int] = dict.fromkeys(
+            ("positions", "slots", "first_blocks", "token_ids"), LENGTHS[-1]
+        )
         capacities |= dict.fromkeys((*_CHUNK, "logit_rows"), 1)
         capacities |= dict.fromkeys(("tile_segments", "tile_rows"), _tiles(LENGTHS[-1]))
         capacities["blocks"] = MAX_BLOCKS
@@ -55,14 +68,16 @@ class StaticPrompt:
             fields["token_ids"] = token_ids
         return self.static.send(fields, ("slots",))
 
-    def view(self, length: int) -> tuple[StepRows, Tensor]:
-        """A step of so many rows, padding included, and its token ids [length] int32."""
-        lengths: dict[str, int] = dict.fromkeys(("positions", "slots", "first_blocks", "token_ids"), length)
+    def view(self, length: int) -> tuple[AttentionMetadata, Tensor]:
+        """A step of ``length`` rows, padding included, and its token ids [length] int32."""
+        lengths: dict[str, int] = dict.fromkeys(
+            ("positions", "slots", "first_blocks", "token_ids"), length
+        )
         lengths |= dict.fromkeys((*_CHUNK, "logit_rows"), 1)
         lengths |= dict.fromkeys(("tile_segments", "tile_rows"), _tiles(length))
         lengths["blocks"] = MAX_BLOCKS
         views = self.static.views(lengths)
-        return step_rows(views), views["token_ids"]
+        return metadata_of(views), views["token_ids"]
 
 
 def _tiles(rows: int) -> int:

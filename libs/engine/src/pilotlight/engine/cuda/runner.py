@@ -8,12 +8,21 @@ import torch
 from torch import Tensor
 
 from pilotlight.engine.core.batch import Batch
+from pilotlight.engine.cuda.attention_metadata import (
+    Place,
+    StaticDecode,
+    Words,
+    fields_of,
+    max_splits,
+    send,
+    whole_prompt,
+    zeros_on,
+)
 from pilotlight.engine.cuda.graphs import SIZES, GraphSet, Kind, size_for
 from pilotlight.engine.cuda.kernels.decode_attention import DecodeScratch
 from pilotlight.engine.cuda.layers import Layers
 from pilotlight.engine.cuda.pools import run_in
 from pilotlight.engine.cuda.prompts import LENGTHS, StaticPrompt, prompt_length
-from pilotlight.engine.cuda.rows import Place, StaticRows, Words, fields_of, max_items, send, whole_prompt, zeros_on
 from pilotlight.engine.device.arena_protocol import TorchMemory
 from pilotlight.engine.device.dtypes import TORCH_DTYPES
 from pilotlight.engine.device.kv import KvCache
@@ -24,7 +33,8 @@ from pilotlight.engine.errors import UnsupportedModel
 from pilotlight.policy.model import Dtype, Stage
 
 PROGRAMS_PER_PROCESSOR = 4
-"""As many programs of the decode attention are to be there for each multiprocessor, if rows are few."""
+"""As many programs of the decode attention are to be there for each multiprocessor, if rows are
+few."""
 MAX_BLOCKS = 1 << 17
 """Entries of all block tables of a captured step together; beyond, a step runs eagerly."""
 
@@ -36,7 +46,9 @@ CUDNN_HEAD_DIM, CUDNN_HEAD_DIM_STEP = 128, 8
 
 
 class CudaRangeRunner:
-    """See ``RangeRunner``: the same calls, on a CUDA device. Logits of a plain decode step are valid until the next run.
+    """See ``RangeRunner``: the same calls, on a CUDA device.
+
+    Logits of a plain decode step are valid until the next run.
 
     ::
 
@@ -46,12 +58,19 @@ class CudaRangeRunner:
     """
 
     def __init__(
-        self, memory: StageMemory, parameters: Parameters, kv: KvCache, eager: TorchMemory, *, graphs: GraphSet | None = None
+        self,
+        memory: StageMemory,
+        parameters: Parameters,
+        kv: KvCache,
+        eager: TorchMemory,
+        *,
+        graphs: GraphSet | None = None,
     ) -> None:
         """Without ``graphs`` every step runs eagerly; ``eager`` is what torch takes then.
 
         Raises:
-            UnsupportedModel: the dtype is one that only CPUs run, or heads are wider than the kernels take.
+            UnsupportedModel: the dtype is one that only CPUs run, or heads are wider than the
+                kernels take.
             NoRoom: there is no memory for what captured steps read and write.
         """
         if parameters.dtype is Dtype.FLOAT64:
@@ -76,27 +95,47 @@ class CudaRangeRunner:
         self._window = spec.sliding_window_tokens if spec.sliding_layers else None
         self._dtype = TORCH_DTYPES[parameters.dtype]
         half = parameters.dtype is not Dtype.FLOAT32
-        self._whole_from = WHOLE_TOKENS if half and not spec.sliding_layers and _fits_cudnn(spec.head_dim) else None
+        self._whole_from = (
+            WHOLE_TOKENS
+            if half and not spec.sliding_layers and _fits_cudnn(spec.head_dim)
+            else None
+        )
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._spare = -(-PROGRAMS_PER_PROCESSOR * processors // spec.num_kv_heads)
         pinned = device.type == "cuda"
-        self._static = StaticRows(memory.for_steps, SIZES[-1], self._spare, MAX_BLOCKS, self._window, pinned=pinned)
-        self._prompt = StaticPrompt(memory.for_steps, pinned=pinned) if spec.experts is None else None
-        self._static_scratch = self._scratch_for(max_items(SIZES[-1], self._spare), memory.for_steps)
+        self._static = StaticDecode(
+            memory.for_steps, SIZES[-1], self._spare, MAX_BLOCKS, self._window, pinned=pinned
+        )
+        self._prompt = (
+            StaticPrompt(memory.for_steps, pinned=pinned) if spec.experts is None else None
+        )
+        self._static_scratch = self._scratch_for(
+            max_splits(SIZES[-1], self._spare), memory.for_steps
+        )
         self._scratch = self._static_scratch
-        self._hidden = memory.for_steps((max(SIZES[-1], LENGTHS[-1]), spec.hidden_size), self._dtype)
+        self._hidden = memory.for_steps(
+            (max(SIZES[-1], LENGTHS[-1]), spec.hidden_size), self._dtype
+        )
 
     @property
     def places(self) -> dict[str, int]:
-        """Addresses of what captured steps read and write beside parameters, KV and the graph pool."""
-        static = {"rows": self._static.static.words, "hidden": self._hidden, "partial": self._static_scratch.partial}
+        """Addresses of what captured steps read and write beside parameters, KV and the graph
+        pool.
+        """
+        static = {
+            "metadata": self._static.static.words,
+            "hidden": self._hidden,
+            "partial": self._static_scratch.partial,
+        }
         if self._prompt is not None:
             static["prompt"] = self._prompt.static.words
         return {name: tensor.data_ptr() for name, tensor in static.items()}
 
     @torch.inference_mode()
     def run(self, batch: Batch, inputs: Tensor, layers: Stage | None = None) -> Tensor:
-        """See ``RangeRunner.run``. Inputs may lie on the host; nothing here waits for the device."""
+        """See ``RangeRunner.run``. Inputs may lie on the host; nothing here waits for the
+        device.
+        """
         layers = layers or self._memory.stage
         check_run(self._decoder.spec, self._memory.stage, self._parameters, layers, batch, inputs)
         rows = len(batch.segments)
@@ -105,21 +144,36 @@ class CudaRangeRunner:
         if size is not None and plain and self._fill(self._static, size, batch, inputs, layers):
             return self._padded(Kind(layers, size), rows, rows)
         length = prompt_length(batch)
-        if self._prompt is not None and length is not None and self._fill(self._prompt, length, batch, inputs, layers):
+        if (
+            self._prompt is not None
+            and length is not None
+            and self._fill(self._prompt, length, batch, inputs, layers)
+        ):
             return self._padded(Kind(layers, length, prompt=True), batch.num_tokens, 1)
         fields = fields_of(batch, self._spare, self._window, self._whole_from)
-        items = max(len(fields.get(name, ())) for name in ("full_rows", "sliding_rows"))
-        if items > self._scratch.max_items:
-            self._scratch = self._scratch_for(items, zeros_on(self._device))
+        splits = max(len(fields.get(name, ())) for name in ("full_rows", "sliding_rows"))
+        if splits > self._scratch.max_splits:
+            self._scratch = self._scratch_for(splits, zeros_on(self._device))
         return run_in(self._eager, partial(self._eagerly, batch, fields, inputs, layers))
 
-    def _eagerly(self, batch: Batch, fields: Mapping[str, Words], inputs: Tensor, layers: Stage) -> Tensor:
+    def _eagerly(
+        self, batch: Batch, fields: Mapping[str, Words], inputs: Tensor, layers: Stage
+    ) -> Tensor:
         words = send(fields, self._device, whole_prompt(batch, self._whole_from))
         there = inputs.to(self._device, non_blocking=True)
         first = layers.start == 0
-        return self._layers.run(there if first else None, None if first else there, layers, words, self._scratch)
+        return self._layers.run(
+            there if first else None, None if first else there, layers, words, self._scratch
+        )
 
-    def _fill(self, static: StaticRows | StaticPrompt, size: int, batch: Batch, inputs: Tensor, layers: Stage) -> bool:
+    def _fill(
+        self,
+        static: StaticDecode | StaticPrompt,
+        size: int,
+        batch: Batch,
+        inputs: Tensor,
+        layers: Stage,
+    ) -> bool:
         """Puts a step's inputs to where its kernels look for them."""
         if layers.start == 0 and inputs.device.type == "cpu":
             return static.fill(batch, inputs.numpy().astype(np.int32))
@@ -133,7 +187,11 @@ class CudaRangeRunner:
         """Runs a step that is filled in."""
         step, last = partial(self._launch, kind), kind.layers.stop == self._decoder.spec.num_layers
         graphs = self._graphs
-        output = run_in(self._eager, step) if graphs is None else graphs.run(kind, step, partial(self._output, kind))
+        output = (
+            run_in(self._eager, step)
+            if graphs is None
+            else graphs.run(kind, step, partial(self._output, kind))
+        )
         # Hidden states may wait for their next range while another batch runs.
         return output[:num_logits] if last else output[:num_tokens].clone()
 
@@ -143,7 +201,9 @@ class CudaRangeRunner:
         step, token_ids = static.view(kind.rows)
         if kind.layers.start == 0:
             return self._layers.run(token_ids, None, kind.layers, step, self._static_scratch)
-        return self._layers.run(None, self._hidden[: kind.rows], kind.layers, step, self._static_scratch)
+        return self._layers.run(
+            None, self._hidden[: kind.rows], kind.layers, step, self._static_scratch
+        )
 
     def _output(self, kind: Kind) -> Tensor:
         """Where a captured step leaves what it gives."""
@@ -153,9 +213,9 @@ class CudaRangeRunner:
         logits = self._graphs.logits(SIZES[-1], self._decoder.spec.vocab_size, self._dtype)
         return logits[: 1 if kind.prompt else kind.rows]
 
-    def _scratch_for(self, items: int, place: Place) -> DecodeScratch:
+    def _scratch_for(self, splits: int, place: Place) -> DecodeScratch:
         spec = self._decoder.spec
-        return DecodeScratch(items, spec.num_heads, spec.num_kv_heads, spec.head_dim, place)
+        return DecodeScratch(splits, spec.num_heads, spec.num_kv_heads, spec.head_dim, place)
 
 
 def _fits_cudnn(head_dim: int) -> bool:

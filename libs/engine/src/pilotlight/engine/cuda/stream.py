@@ -25,9 +25,14 @@ SLAB_BYTES = 1 << 30
 
 
 class Streamer:
-    """Copies parts to a device, from where they lie if that is pinned, else through a pinned ring. See ``PartCopier``."""
+    """Copies parts to a device, from where they lie if that is pinned, else through a pinned ring.
 
-    def __init__(self, native: Device, device: torch.device, *, num_movers: int | None = None) -> None:
+    See ``PartCopier``.
+    """
+
+    def __init__(
+        self, native: Device, device: torch.device, *, num_movers: int | None = None
+    ) -> None:
         """Starts the copying thread.
 
         Args:
@@ -40,7 +45,9 @@ class Streamer:
         """
         self._device = device
         try:
-            self._copier = Copier(native) if num_movers is None else Copier(native, num_movers=num_movers)
+            self._copier = (
+                Copier(native) if num_movers is None else Copier(native, num_movers=num_movers)
+            )
         except NativeError as error:
             raise EngineFailed(f"no copies to {device}: {error}") from error
 
@@ -50,7 +57,9 @@ class Streamer:
         return self._copier.counts
 
     def pin(self, buffer: memoryview) -> None:
-        """Makes memory of the host one that the device reads directly; whole pages. Takes longer where nobody has touched it yet.
+        """Makes memory of the host one that the device reads directly; whole pages.
+
+        Takes longer where it was not touched before.
 
         Raises:
             EngineFailed: it is pinned already, or the driver refuses.
@@ -72,21 +81,34 @@ class Streamer:
             raise EngineFailed(f"{buffer.nbytes} bytes cannot be unpinned: {error}") from error
 
     def fill(
-        self, stored: Sequence[tuple[Tensor, Source]], monotonic_s: Callable[[], float], *, last: bool, background: bool = False
+        self,
+        stored: Sequence[tuple[Tensor, Source]],
+        monotonic_s: Callable[[], float],
+        *,
+        last: bool,
+        background: bool = False,
     ) -> tuple[float, float]:
-        """See ``PartCopier.fill``. Afterwards only what is pinned is still read: its pages stay the device's until ``unpin``.
+        """See ``PartCopier.fill``.
+
+        Afterwards only what is pinned is still read: its pages stay the device's until ``unpin``.
 
         Raises:
             EngineFailed: the device took no copy.
         """
         start_s, convert_s = monotonic_s(), 0.0
-        direct = [(place, source) for place, source in stored if TORCH_DTYPES[source[0]] is place.dtype]
+        direct = [
+            (place, source) for place, source in stored if TORCH_DTYPES[source[0]] is place.dtype
+        ]
         try:
             for place, source in stored:
                 if TORCH_DTYPES[source[0]] is not place.dtype:
                     convert_s += self._convert(place, source, monotonic_s)
-            # In the order of the sources, so that small ones that lie side by side in both memories go as one.
-            copies = sorted(Copy(_address(buffer), place.data_ptr(), buffer.nbytes) for place, (_, _, buffer) in direct)
+            # In the order of the sources, so that small ones that lie side by side in both memories
+            # go as one.
+            copies = sorted(
+                Copy(_address(buffer), place.data_ptr(), buffer.nbytes)
+                for place, (_, _, buffer) in direct
+            )
             ticket = self._copier.submit(copies, background=background)
             self._copier.order_before(ticket, self._stream())
             if last:
@@ -104,14 +126,20 @@ class Streamer:
         dtype, shape, buffer = source
         staged = torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=self._device)
         self._settle()  # The memory may have been another tensor's, which the device still reads.
-        self._copier.wait_done(self._copier.submit([Copy(_address(buffer), staged.data_ptr(), buffer.nbytes)]))
+        self._copier.wait_done(
+            self._copier.submit([Copy(_address(buffer), staged.data_ptr(), buffer.nbytes)])
+        )
         copied_s = monotonic_s()
         place.copy_(staged)
         self._settle()
         return monotonic_s() - copied_s
 
     def _stream(self) -> int:
-        return torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else 0
+        return (
+            torch.cuda.current_stream(self._device).cuda_stream
+            if self._device.type == "cuda"
+            else 0
+        )
 
     def _settle(self) -> None:
         if self._device.type == "cuda":
@@ -119,7 +147,9 @@ class Streamer:
 
 
 class PinnedSlabs:
-    """Pins a host pool slab by slab, what is wanted most first, while nothing else is to be done: a slab takes a while."""
+    """Pins a host pool slab by slab, what is wanted most first, while nothing else is to be done: a
+    slab takes a while.
+    """
 
     def __init__(self, streamer: Streamer, pool: memoryview, slab_bytes: int = SLAB_BYTES) -> None:
         """Pins nothing yet.
@@ -130,12 +160,15 @@ class PinnedSlabs:
             slab_bytes: whole pages.
         """
         self._streamer = streamer
-        self._slabs = [pool[start : start + slab_bytes] for start in range(0, pool.nbytes, slab_bytes)]
+        self._slabs = [
+            pool[start : start + slab_bytes] for start in range(0, pool.nbytes, slab_bytes)
+        ]
         self._slab_bytes = slab_bytes
         self._pinned = set[int]()
 
     def pin_next(self, wanted: Iterable[int] = ()) -> bool:
-        """Pins one more slab: the first that holds one of the wanted offsets in the pool, or else the lowest.
+        """Pins one more slab: the first that holds one of the wanted offsets in the pool, or else
+        the lowest.
 
         Returns:
             Whether there are more.
@@ -158,4 +191,8 @@ class PinnedSlabs:
 
 
 def _address(buffer: memoryview) -> int:
-    return int(np.frombuffer(buffer, dtype=np.uint8).__array_interface__["data"][0]) if buffer.nbytes else 0
+    return (
+        int(np.frombuffer(buffer, dtype=np.uint8).__array_interface__["data"][0])
+        if buffer.nbytes
+        else 0
+    )

@@ -1,8 +1,10 @@
-"""How products of one row are cut up on an H200: measured, for the widths of common models."""
+"""How GEMVs, products of one row, are cut up on an H200: measured, for the widths of common
+models.
+"""
 
 from collections.abc import Mapping
 
-from pilotlight.engine.cuda.kernels.vector import Tiling
+from pilotlight.engine.cuda.kernels.gemv import Tiling
 
 _WIDE = Tiling(2, 1024, 4)
 

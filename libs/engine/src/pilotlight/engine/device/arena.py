@@ -3,10 +3,10 @@
 ::
 
     arena   [ slot 0 ............... )[ slot 1 ............... )[ slot 2 ............... )
-              [ backed )   [ backed )     nobody's                 [ backed )
+              [ backed )   [ backed )     not backed               [ backed )
 
-Addresses are taken once and cost nothing. Memory is put behind them and taken away again by extents, so what a tensor lies at never
-changes, whatever is loaded, grows or goes beside it.
+Addresses are taken once and cost nothing. Memory is put behind them and taken away again by
+extents, so what a tensor lies at never changes, whatever is loaded, grows or goes beside it.
 """
 
 import ctypes
@@ -29,7 +29,8 @@ SLOT_BYTES = 256 << 30
 NUM_SLOTS = SLOTS
 """Models (or stages) that can be resident at once."""
 ARENA_ADDRESS = 0x2000_0000_0000
-"""Where an engine's child has its arena: far from where Linux puts programs, heaps and libraries."""
+"""Where an engine's child has its arena: far from where Linux puts programs, heaps and libraries.
+"""
 
 _PROT_NONE, _PROT_READ_WRITE = 0, 3
 _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x02, 0x10, 0x20, 0x4000
@@ -39,7 +40,14 @@ _FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
@@ -67,11 +75,12 @@ class CpuArena:
         Args:
             num_slots: how many models fit side by side.
             slot_bytes: addresses of each; whole pages.
-            capacity_bytes: the most bytes that are backed at once; the machine's memory, if not given.
+            capacity_bytes: the most bytes that are backed at once; the machine's memory, if not
+                given.
             address: where it begins, the same in every process; any place, if not given.
 
         Raises:
-            NoRoom: something else is there, or the process may not have so many addresses.
+            NoRoom: something else is there, or the process may not have that many addresses.
         """
         size = num_slots * slot_bytes
         flags = _UNBACKED | (_MAP_FIXED_NOREPLACE if address else 0)
@@ -79,11 +88,14 @@ class CpuArena:
         if start == _FAILED or (address and start != address):
             raise NoRoom(f"the system refuses {size} bytes of addresses at {address}: {_reason()}")
         self.slot_bytes = slot_bytes
-        self.capacity_bytes = capacity_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        self.capacity_bytes = capacity_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf(
+            "SC_PHYS_PAGES"
+        )
         self._start: int = start
         self._slots = SlotTable(num_slots)
         self._backed = ExtentSet()
-        # Tensors refer to it, so the addresses stay as long as any of them: nothing else can come to lie under an old tensor.
+        # Tensors refer to it, so the addresses stay as long as any of them: nothing else can come
+        # to lie under an old tensor.
         self._bytes = (ctypes.c_char * size).from_address(start)
         weakref.finalize(self._bytes, _libc.munmap, start, size).atexit = False
 
@@ -102,7 +114,10 @@ class CpuArena:
         return Slot(self, self._slots.take(home))
 
     def close_slot(self, number: int) -> None:
-        """Makes a slot free again; its memory goes back to the system. Whoever reads its tensors afterwards ends the process."""
+        """Makes a slot free again; its memory goes back to the system.
+
+        Reading its tensors afterwards ends the process.
+        """
         first, stop = number * self.slot_bytes, (number + 1) * self.slot_bytes
         for extent in self._backed:
             # Extents of neighbouring slots can touch, and are one then.
@@ -112,7 +127,9 @@ class CpuArena:
         self._slots.give_back(number)
 
     def back(self, extent: Extent, *, divisible: bool = False) -> None:
-        """Puts memory behind whole pages that have none. It is zero, and the system gives each page when it is first used.
+        """Puts memory behind whole pages that have none.
+
+        It is zero, and the system gives each page when it is first used.
 
         Raises:
             NoRoom: they go beyond the capacity, or the system has no more.
@@ -123,7 +140,9 @@ class CpuArena:
                 f"the device refuses {extent.num_bytes} bytes: {self.backed_bytes} of {self.capacity_bytes} are in use already"
             )
         self._backed.add(extent)
-        if extent.num_bytes and _libc.mprotect(self._start + extent.start, extent.num_bytes, _PROT_READ_WRITE):
+        if extent.num_bytes and _libc.mprotect(
+            self._start + extent.start, extent.num_bytes, _PROT_READ_WRITE
+        ):
             self._backed.remove(extent)
             raise NoRoom(f"the device refuses {extent.num_bytes} bytes: {_reason()}")
 
@@ -136,17 +155,22 @@ class CpuArena:
         self._backed.remove(extent)
         if not extent.num_bytes:
             return
-        # A new mapping in place of the old: unlike madvise, it gives the promise of the memory back, too.
+        # A new mapping in place of the old: unlike madvise, it gives the promise of the memory
+        # back, too.
         start = self._start + extent.start
         if _libc.mmap(start, extent.num_bytes, _PROT_NONE, _UNBACKED | _MAP_FIXED, -1, 0) != start:
-            raise EngineFailed(f"the system does not take {extent.num_bytes} bytes back: {_reason()}")
+            raise EngineFailed(
+                f"the system does not take {extent.num_bytes} bytes back: {_reason()}"
+            )
 
     def trim(self) -> None:
         """Nothing: torch's memory of the host is no concern of the arena."""
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor over bytes of the arena, whatever they hold. At least one element."""
-        return torch.frombuffer(self._bytes, dtype=dtype, count=prod(shape), offset=offset).view(shape)
+        return torch.frombuffer(self._bytes, dtype=dtype, count=prod(shape), offset=offset).view(
+            shape
+        )
 
     def scratch(self, number: int) -> None:
         """None: torch's own memory will do."""

@@ -13,7 +13,10 @@ from pilotlight.engine.errors import NoRoom
 
 
 class TorchMemory(Protocol):
-    """Memory of a device that torch's allocator takes for itself. The same calls give the same addresses in every process."""
+    """Memory of a device that torch's allocator takes for itself.
+
+    The same calls give the same addresses in every process.
+    """
 
     @property
     def id(self) -> tuple[int, int]:
@@ -34,7 +37,10 @@ class TorchMemory(Protocol):
         ...
 
     def trim(self) -> None:
-        """Gives back what torch keeps of it though nothing lies there. Not within ``use``: the next one begins anew."""
+        """Gives back what torch keeps of it though nothing lies there.
+
+        Not within ``use``: the next one begins anew.
+        """
         ...
 
     def close(self) -> None:
@@ -49,12 +55,15 @@ class Scratch:
     eager: TorchMemory
     """For steps that are not captured. All models use the same."""
     graphs: TorchMemory
-    """For captured steps, at the end of the model's slot. Its memory is shared with other models': nothing in it outlasts a step.
-    Whoever asked for it closes it."""
+    """For captured steps, at the end of the model's slot. Its memory is shared with other models':
+    nothing in it outlasts a step. Its owner closes it."""
 
 
 class Arena(Protocol):
-    """Addresses for all models of a device, and memory behind those that are used. Offsets are counted from its beginning."""
+    """Addresses for all models of a device, and memory behind those that are used.
+
+    Offsets are counted from its beginning.
+    """
 
     @property
     def device(self) -> torch.device:
@@ -78,17 +87,24 @@ class Arena(Protocol):
 
     @property
     def pool_bytes(self) -> int:
-        """As many of them, the last ones, are for the graph pool of the slot's model; 0 where there are no graphs."""
+        """As many of them, the last ones, are for the graph pool of the slot's model; 0 where there
+        are no graphs.
+        """
         ...
 
     @property
     def steps_bytes(self) -> int:
-        """As many, before those, are for what the model's captured steps read and write; 0 where there are no graphs."""
+        """As many, before those, are for what the model's captured steps read and write; 0 where
+        there are no graphs.
+        """
         ...
 
     @property
     def whole_granules(self) -> bool:
-        """A stage's bytes are counted in whole granules. Where they are small, what is left of each is nobody's concern."""
+        """A stage's bytes are counted in whole granules.
+
+        Where they are small, what is left of each is not counted.
+        """
         ...
 
     @property
@@ -115,7 +131,10 @@ class Arena(Protocol):
         ...
 
     def close_slot(self, number: int) -> None:
-        """Makes a slot free again, and gives all of its memory back. Nothing may use its tensors any more."""
+        """Makes a slot free again, and gives all of its memory back.
+
+        Nothing may use its tensors any more.
+        """
         ...
 
     def back(self, extent: Extent, *, divisible: bool = False) -> None:
@@ -123,8 +142,8 @@ class Arena(Protocol):
 
         Args:
             extent: within one slot.
-            divisible: parts of it may be taken away later on; otherwise it goes as it came, which lets a device give fewer, larger
-                pieces. Taking a part away works all the same.
+            divisible: parts of it may be taken away later on; otherwise it goes as it came, which
+                lets a device give fewer, larger pieces. Taking a part away works all the same.
 
         Raises:
             NoRoom: they go beyond the capacity, or the device has no more.
@@ -136,7 +155,8 @@ class Arena(Protocol):
         """Takes the memory behind whole granules away. What lies beside them stays.
 
         Raises:
-            EngineFailed: some of them have none, or the device refuses. The books say what has memory then, which is mostly all that had.
+            EngineFailed: some of them have none, or the device refuses. The books say what has
+                memory then, which is mostly all that had.
         """
         ...
 
@@ -168,7 +188,9 @@ class Slot:
             NoRoom: it does not, or there is no such memory.
         """
         if extent.stop > self._arena.slot_bytes:
-            raise NoRoom(f"a slot has {self._arena.slot_bytes} bytes, so none at [{extent.start}, {extent.stop})")
+            raise NoRoom(
+                f"a slot has {self._arena.slot_bytes} bytes, so none at [{extent.start}, {extent.stop})"
+            )
         self._arena.back(self._placed(extent), divisible=divisible)
 
     def unback(self, extent: Extent) -> None:

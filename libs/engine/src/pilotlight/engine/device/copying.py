@@ -11,19 +11,26 @@ from pilotlight.engine.device.dtypes import TORCH_DTYPES
 from pilotlight.policy.model import Dtype
 
 Source = tuple[Dtype, tuple[int, ...], memoryview]
-"""A tensor as a checkpoint stores it: row-major, in a buffer that may be read-only and need not be aligned."""
+"""A tensor as a checkpoint stores it: row-major, in a buffer that may be read-only and need not be
+aligned."""
 
 
 class PartCopier(Protocol):
     """Fills places with stored tensors."""
 
     def fill(
-        self, stored: Sequence[tuple[Tensor, Source]], monotonic_s: Callable[[], float], *, last: bool, background: bool = False
+        self,
+        stored: Sequence[tuple[Tensor, Source]],
+        monotonic_s: Callable[[], float],
+        *,
+        last: bool,
+        background: bool = False,
     ) -> tuple[float, float]:
         """Copies each source into its place, and converts where the dtypes differ.
 
-        What comes to the device afterwards finds the places filled. Buffers that the device reads itself may still be read then, until
-        a call with ``last`` has returned. What is copied in the ``background`` gives way to everything else that a device does.
+        What comes to the device afterwards finds the places filled. Buffers that the device reads
+        itself may still be read then, until a call with ``last`` has returned. What is copied in
+        the ``background`` gives way to everything else that a device does.
 
         Returns:
             How long copying took, and how long converting.
@@ -35,7 +42,12 @@ class HostCopier:
     """Copies within the host's memory."""
 
     def fill(
-        self, stored: Sequence[tuple[Tensor, Source]], monotonic_s: Callable[[], float], *, last: bool, background: bool = False
+        self,
+        stored: Sequence[tuple[Tensor, Source]],
+        monotonic_s: Callable[[], float],
+        *,
+        last: bool,
+        background: bool = False,
     ) -> tuple[float, float]:
         """See ``PartCopier.fill``; nothing is read afterwards."""
         start_s, convert_s = monotonic_s(), 0.0
@@ -43,7 +55,8 @@ class HostCopier:
             if TORCH_DTYPES[dtype] is place.dtype:
                 _copy(buffer, place)
             else:
-                # Two passes, so that the time of either is known; only one tensor is held twice at a time.
+                # Two passes, so that the time of either is known; only one tensor is held twice at
+                # a time.
                 staged = torch.empty(shape, dtype=TORCH_DTYPES[dtype])
                 _copy(buffer, staged)
                 copied_s = monotonic_s()
@@ -55,8 +68,9 @@ class HostCopier:
 def _copy(buffer: memoryview, place: Tensor) -> None:
     """Fills a tensor with a checkpoint's bytes.
 
-    torch copies, because it does so with all of its threads: in fresh memory most of the time goes into page faults, and numpy's
-    copy took three times as long. It gets the buffer through DLPack, because ``torch.frombuffer`` warns of every read-only one;
-    as bytes, because a place in a file may be unaligned.
+    torch copies, because it does so with all of its threads: in fresh memory most of the time goes
+    into page faults, and numpy's copy took three times as long. It gets the buffer through DLPack,
+    because ``torch.frombuffer`` warns of every read-only one; as bytes, because a place in a file
+    may be unaligned.
     """
     place.view(-1).view(torch.uint8).copy_(torch.from_dlpack(np.frombuffer(buffer, dtype=np.uint8)))

@@ -12,11 +12,12 @@ from pilotlight.engine.core.batch import Batch, Segment
 from pilotlight.engine.core.blocks import BLOCK_TOKENS, blocks_for
 
 SPAN_STEP = 32
-"""Rows of a span, and its keys, are made up to a multiple of this where they are bfloat16: on a CPU with AMX torch compiles kernels
-for every number of rows and of keys that it meets, and keeps them for good."""
+"""Rows of a span, and its keys, are made up to a multiple of this where they are bfloat16: on a CPU
+with AMX torch compiles kernels for every number of rows and of keys that it meets, and keeps them
+for good."""
 LONG_TOKENS = 1024
-"""A single row that sees more than this, in blocks side by side, is attended to in place: a copy of its keys would cost more than
-a call of its own."""
+"""A single row that sees more than this, in blocks side by side, is attended to in place: a copy of
+its keys would cost more than a call of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,8 @@ class Span:
     slots: slice | Tensor
     """Of its keys: a slice, if its blocks lie side by side; else [stop - first]."""
     mask: Tensor | None
-    """[count + more_rows, stop - first + more_keys], True where a row may look; None for a single row and for a whole prompt, which is
-    plain causal."""
+    """[count + more_rows, stop - first + more_keys], True where a row may look; None for a single
+    row and for a whole prompt, which is plain causal."""
     more_rows: int = 0
     """What is added to the rows, and left out of what comes of them (``SPAN_STEP``)."""
     more_keys: int = 0
@@ -44,10 +45,11 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """Single rows of different requests that see about as many keys, padded to ``width``, which depends on no other row.
+    """Single rows of different requests that see about as many keys, padded to ``width``, which
+    depends on no other row.
 
-    A row's padding is its own first key again, masked: what other requests or earlier owners left in the cache, which need not be a
-    number, is never touched.
+    A row's padding is its own first key again, masked: what other requests or earlier owners left
+    in the cache, which need not be a number, is never touched.
     """
 
     rows: Tensor
@@ -61,7 +63,9 @@ class Peers:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """How the layers of one kind see the cache: each row of the batch is in one span or among one group of peers."""
+    """How the layers of one kind see the cache: each row of the batch is in one span or among one
+    group of peers.
+    """
 
     spans: tuple[Span, ...]
     peers: tuple[Peers, ...]
@@ -99,7 +103,9 @@ def index_of(batch: Batch, window_tokens: int | None, dtype: torch.dtype) -> Bat
         if segment.wants_logits:
             logit_rows.append(len(positions) - 1)
     full = _view_of(batch, None, dtype)
-    narrow = window_tokens is not None and any(segment.stop > window_tokens for segment in batch.segments)
+    narrow = window_tokens is not None and any(
+        segment.stop > window_tokens for segment in batch.segments
+    )
     return BatchIndex(
         positions=torch.tensor(positions),
         slots=torch.tensor(slots),
@@ -129,9 +135,19 @@ def _view_of(batch: Batch, window_tokens: int | None, dtype: torch.dtype) -> Vie
         if segment.count == 1 and (seen <= LONG_TOKENS or not _side_by_side(segment, first)):
             peers[_width_of(seen)].append((row, segment, first))
         else:
-            spans.append(_span_of(segment, slice(row, row + segment.count), first, window_tokens or segment.stop, dtype))
+            spans.append(
+                _span_of(
+                    segment,
+                    slice(row, row + segment.count),
+                    first,
+                    window_tokens or segment.stop,
+                    dtype,
+                )
+            )
         row += segment.count
-    return View(tuple(spans), tuple(_peers_of(width, group, dtype) for width, group in peers.items()))
+    return View(
+        tuple(spans), tuple(_peers_of(width, group, dtype) for width, group in peers.items())
+    )
 
 
 def _width_of(seen: int) -> int:
@@ -144,19 +160,27 @@ def _side_by_side(segment: Segment, first: int) -> bool:
     return used == tuple(range(used[0], used[0] + len(used)))
 
 
-def _span_of(segment: Segment, rows: slice, first: int, window_tokens: int, dtype: torch.dtype) -> Span:
+def _span_of(
+    segment: Segment, rows: slice, first: int, window_tokens: int, dtype: torch.dtype
+) -> Span:
     keys = segment.stop - first
     step = SPAN_STEP if dtype is torch.bfloat16 and segment.count > 1 else 1
     more_rows, more_keys = -segment.count % step, -keys % step
     mask = None
     if segment.count > 1 and (segment.start > 0 or segment.stop > window_tokens):
-        seen = torch.ones(segment.count, keys, dtype=torch.bool).tril(diagonal=segment.start - first)
+        seen = torch.ones(segment.count, keys, dtype=torch.bool).tril(
+            diagonal=segment.start - first
+        )
         seen = seen.triu(diagonal=segment.start - first + 1 - window_tokens)
         mask = functional.pad(seen, (0, more_keys, 0, more_rows))
         mask[segment.count :, 0] = True
     first_slot = _slot(segment, first)
     in_place = _side_by_side(segment, first)
-    slots = slice(first_slot, first_slot + keys) if in_place else slots_of(segment.blocks, first, segment.stop)
+    slots = (
+        slice(first_slot, first_slot + keys)
+        if in_place
+        else slots_of(segment.blocks, first, segment.stop)
+    )
     return Span(rows=rows, slots=slots, mask=mask, more_rows=more_rows, more_keys=more_keys)
 
 
@@ -168,4 +192,9 @@ def _peers_of(width: int, group: list[tuple[int, Segment, int]], dtype: torch.dt
         slots[number, :seen] = slots_of(segment.blocks, first, segment.stop)
         slots[number, seen:] = slots[number, 0]
         mask[number, ..., :seen] = 0
-    return Peers(rows=torch.tensor([row for row, _, _ in group]), width=width, slots=slots.flatten(), mask=mask)
+    return Peers(
+        rows=torch.tensor([row for row, _, _ in group]),
+        width=width,
+        slots=slots.flatten(),
+        mask=mask,
+    )

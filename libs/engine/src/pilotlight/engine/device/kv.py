@@ -13,18 +13,21 @@ from pilotlight.policy.model import Stage
 
 
 class KvCache:
-    """Keys and values of a stage's layers. Which request has which blocks is ``core.blocks``' business.
+    """Keys and values of a stage's layers.
+
+    Which request has which blocks is ``core.blocks``' business.
 
     ::
 
         each layer  keys    [num_blocks * BLOCK_TOKENS, num_kv_heads, head_dim]
                     values  the same
 
-    Layers with a sliding window keep what they see no longer, too: all layers of a request have the same blocks.
+    Layers with a sliding window keep what they see no longer, too: all layers of a request have the
+    same blocks.
     """
 
     def __init__(self, memory: StageMemory, num_blocks: int) -> None:
-        """Takes memory for so many blocks.
+        """Takes memory for ``num_blocks`` blocks.
 
         Raises:
             NoRoom: the device has no such memory.
@@ -34,11 +37,13 @@ class KvCache:
         self._sliding_layers = frozenset(spec.sliding_layers)
         self._scale = spec.attention_scale
         self._rows: dict[int, tuple[Tensor, Tensor]] = {}
-        """Keys and values of each layer. Not cleared: nothing reads a slot before its request has written it."""
+        """Keys and values of each layer. Not cleared: nothing reads a slot before its request has
+        written it."""
         self.resize(num_blocks)
 
     def resize(self, num_blocks: int) -> None:
-        """Grows or shrinks to so many blocks, in place: what lies in those that stay is as it was.
+        """Grows or shrinks to ``num_blocks`` blocks, in place: what lies in those that stay is as
+        it was.
 
         Raises:
             NoRoom: the device has no such memory; nothing has changed then.
@@ -47,7 +52,9 @@ class KvCache:
         self._find_rows()
 
     def extend(self, stage: Stage) -> None:
-        """Has a longer range of layers, with as many blocks each. Those that are new hold nothing yet.
+        """Has a longer range of layers, with as many blocks each.
+
+        Those that are new hold nothing yet.
 
         Raises:
             NoRoom: the device has no such memory; nothing has changed then.
@@ -62,7 +69,9 @@ class KvCache:
 
     def _find_rows(self) -> None:
         stage = self._memory.stage
-        self._rows = {layer: self._memory.keys_and_values(layer) for layer in range(stage.start, stage.stop)}
+        self._rows = {
+            layer: self._memory.keys_and_values(layer) for layer in range(stage.start, stage.stop)
+        }
 
     def move(self, moves: Mapping[int, int]) -> None:
         """Copies blocks to others, in all layers. None is both a source and a target."""
@@ -73,27 +82,38 @@ class KvCache:
                 blocks[targets] = blocks[sources]
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values in place: [num_blocks * BLOCK_TOKENS, num_kv_heads, head_dim] each."""
+        """A layer's keys and values in place: [num_blocks * BLOCK_TOKENS, num_kv_heads, head_dim]
+        each.
+        """
         return self._rows[layer]
 
     def read(self, layers: Stage, blocks: Sequence[int], start: int, stop: int) -> Tensor:
-        """A copy, in the host's memory, of one request's keys and values of positions [start, stop).
+        """A copy, in the host's memory, of one request's keys and values of positions [start,
+        stop).
 
         [num_layers, 2, stop - start, num_kv_heads, head_dim].
         """
         slots = slots_of(blocks, start, stop)
-        layer_rows = [torch.stack([half[slots] for half in self._rows[layer]]) for layer in range(layers.start, layers.stop)]
+        layer_rows = [
+            torch.stack([half[slots] for half in self._rows[layer]])
+            for layer in range(layers.start, layers.stop)
+        ]
         return torch.stack(layer_rows).cpu()
 
-    def write(self, layers: Stage, blocks: Sequence[int], start: int, keys_and_values: Tensor) -> None:
+    def write(
+        self, layers: Stage, blocks: Sequence[int], start: int, keys_and_values: Tensor
+    ) -> None:
         """Stores what ``read`` gave of the same layers, for the positions from ``start`` on."""
         slots = slots_of(blocks, start, start + keys_and_values.shape[2])
         for layer, rows in zip(range(layers.start, layers.stop), keys_and_values, strict=True):
             for half, new in zip(self._rows[layer], rows, strict=True):
                 half[slots] = new.to(half.device)
 
-    def attend(self, layer: int, index: BatchIndex, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Stores a batch's keys and values, then attends with each request's queries to that request's keys.
+    def attend(
+        self, layer: int, index: BatchIndex, queries: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """Stores a batch's keys and values, then attends with each request's queries to that
+        request's keys.
 
         Args:
             layer: the model's layer number.
@@ -121,24 +141,40 @@ class KvCache:
         return attended.flatten(1)
 
 
-def _attend_peers(peers: Peers, queries: Tensor, stored: tuple[Tensor, Tensor], scale: float | None) -> Tensor:
-    """Attention of single rows, each over its own keys. [num_rows, num_heads, head_dim] -> the same."""
-    keys, values = (_gather(half, peers.slots).unflatten(0, (-1, peers.width)).transpose(1, 2) for half in stored)
-    # The heads that share keys become rows of queries: no key is repeated, which would be most of a decode step's time.
+def _attend_peers(
+    peers: Peers, queries: Tensor, stored: tuple[Tensor, Tensor], scale: float | None
+) -> Tensor:
+    """Attention of single rows, each over its own keys. [num_rows, num_heads, head_dim] -> the
+    same.
+    """
+    keys, values = (
+        _gather(half, peers.slots).unflatten(0, (-1, peers.width)).transpose(1, 2)
+        for half in stored
+    )
+    # The heads that share keys become rows of queries: no key is repeated, which would be most of a
+    # decode step's time.
     grouped = queries.unflatten(1, (keys.shape[1], -1))
-    attended = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=peers.mask, scale=scale)
+    attended = functional.scaled_dot_product_attention(
+        grouped, keys, values, attn_mask=peers.mask, scale=scale
+    )
     return attended.flatten(1, 2)
 
 
-def _attend_span(span: Span, queries: Tensor, stored: tuple[Tensor, Tensor], scale: float | None) -> Tensor:
+def _attend_span(
+    span: Span, queries: Tensor, stored: tuple[Tensor, Tensor], scale: float | None
+) -> Tensor:
     """Attention of one request's rows. [count, num_heads, head_dim] -> the same."""
     keys, values = (
-        (half[span.slots] if isinstance(span.slots, slice) else _gather(half, span.slots)).transpose(0, 1)[None]
+        (
+            half[span.slots] if isinstance(span.slots, slice) else _gather(half, span.slots)
+        ).transpose(0, 1)[None]
         for half in stored
     )  # [1, num_kv_heads, stop - first, head_dim]
     if len(queries) == 1:
         grouped = queries.unflatten(1, (keys.shape[1], -1))
-        return functional.scaled_dot_product_attention(grouped, keys, values, scale=scale).flatten(1, 2)
+        return functional.scaled_dot_product_attention(grouped, keys, values, scale=scale).flatten(
+            1, 2
+        )
     attended = functional.scaled_dot_product_attention(
         functional.pad(queries, (0, 0, 0, 0, 0, span.more_rows)).transpose(0, 1)[None],
         functional.pad(keys, (0, 0, 0, span.more_keys)),
@@ -152,5 +188,8 @@ def _attend_span(span: Span, queries: Tensor, stored: tuple[Tensor, Tensor], sca
 
 
 def _gather(half: Tensor, slots: Tensor) -> Tensor:
-    """A copy of rows: [slots, num_kv_heads, head_dim] -> [len(slots), num_kv_heads, head_dim]. Faster on flat rows."""
+    """A copy of rows: [slots, num_kv_heads, head_dim] -> [len(slots), num_kv_heads, head_dim].
+
+    Faster on flat rows.
+    """
     return half.flatten(1).index_select(0, slots).unflatten(1, half.shape[1:])

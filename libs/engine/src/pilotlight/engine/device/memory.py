@@ -1,4 +1,6 @@
-"""A stage's share of its model's slot: the parameters and the KV of its layers; of all other layers, nothing but addresses."""
+"""A stage's share of its model's slot: the parameters and the KV of its layers; of all other
+layers, nothing but addresses.
+"""
 
 from math import prod
 
@@ -21,7 +23,9 @@ STEP_ALIGN_BYTES = 256
 class StageMemory:
     """Takes a slot for a stage, backs its parts at once, and its KV as far as it is told."""
 
-    def __init__(self, arena: Arena, decoder: Decoder, stage: Stage, dtype: Dtype, slot: int | None = None) -> None:
+    def __init__(
+        self, arena: Arena, decoder: Decoder, stage: Stage, dtype: Dtype, slot: int | None = None
+    ) -> None:
         """Takes a slot.
 
         Args:
@@ -61,7 +65,8 @@ class StageMemory:
         return parameter_bytes(self.decoder, self.stage, self.dtype)
 
     def extend(self, stage: Stage) -> None:
-        """Backs the parts of a longer range, and as many KV blocks in each new layer as the others have.
+        """Backs the parts of a longer range, and as many KV blocks in each new layer as the others
+        have.
 
         The parts lie in the slot of the model: no tensor moves.
 
@@ -78,7 +83,9 @@ class StageMemory:
         self.stage = stage
 
     def retract(self, stage: Stage) -> None:
-        """Takes back an ``extend``: the memory of all layers but those of the shorter range goes."""
+        """Takes back an ``extend``: the memory of all layers but those of the shorter range
+        goes.
+        """
         parts, blocks = self._beyond(self.stage, stage)
         self._unback_all(parts + blocks)
         self.stage = stage
@@ -89,16 +96,25 @@ class StageMemory:
         held = spec.parts_of(shorter)
         parts = [self._layout.part(part) for part in spec.parts_of(longer) if part not in held]
         layers = [*range(longer.start, shorter.start), *range(shorter.stop, longer.stop)]
-        return parts, [extent for layer in layers for extent in self._layout.kv(layer, 0, self.num_blocks)]
+        return parts, [
+            extent for layer in layers for extent in self._layout.kv(layer, 0, self.num_blocks)
+        ]
 
     def tensors(self, part: int) -> dict[str, Tensor]:
         """A part's tensors, by their names within it, in their places."""
         shapes, dtype = self.decoder.shapes(part), TORCH_DTYPES[self.dtype]
-        return {name: self._slot.tensor(offset, shapes[name], dtype) for name, offset in self._layout.tensors(part).items()}
+        return {
+            name: self._slot.tensor(offset, shapes[name], dtype)
+            for name, offset in self._layout.tensors(part).items()
+        }
 
     def packs(self, part: int) -> dict[str, Tensor]:
         """A part's packs (see ``Decoder.packs``), in the places of their tensors."""
-        shapes, offsets, dtype = self.decoder.shapes(part), self._layout.tensors(part), TORCH_DTYPES[self.dtype]
+        shapes, offsets, dtype = (
+            self.decoder.shapes(part),
+            self._layout.tensors(part),
+            TORCH_DTYPES[self.dtype],
+        )
         packs: dict[str, Tensor] = {}
         for pack, names in self.decoder.packs(part).items():
             rows = sum(shapes[name][0] for name in names)
@@ -106,20 +122,26 @@ class StageMemory:
         return packs
 
     def keys_and_values(self, layer: int) -> tuple[Tensor, Tensor]:
-        """A layer's rows in place, keys and values: [num_blocks * BLOCK_TOKENS, num_kv_heads, head_dim] each."""
+        """A layer's rows in place, keys and values: [num_blocks * BLOCK_TOKENS, num_kv_heads,
+        head_dim] each.
+        """
         spec, dtype = self.decoder.spec, TORCH_DTYPES[self.dtype]
         shape = (self.num_blocks * BLOCK_TOKENS, spec.num_kv_heads, spec.head_dim)
         keys, values = self._layout.keys(layer), self._layout.values(layer)
         return self._slot.tensor(keys, shape, dtype), self._slot.tensor(values, shape, dtype)
 
     def resize(self, num_blocks: int) -> None:
-        """Has memory for so many KV blocks, in every layer. What lies in blocks that stay is as it was.
+        """Has memory for ``num_blocks`` KV blocks, in every layer.
+
+        What lies in blocks that stay is as it was.
 
         Raises:
             NoRoom: there is no such memory; nothing has changed then.
         """
         if num_blocks > self._layout.max_blocks:
-            raise NoRoom(f"the device refuses {num_blocks} KV blocks: a slot has addresses for {self._layout.max_blocks}")
+            raise NoRoom(
+                f"the device refuses {num_blocks} KV blocks: a slot has addresses for {self._layout.max_blocks}"
+            )
         grown = [
             extent
             for layer in range(self.stage.start, self.stage.stop)
@@ -145,12 +167,15 @@ class StageMemory:
             try:
                 self._slot.unback(extent)
             except EngineError:
-                # Every layer has the blocks or none has: with fewer, the device would be told of places without memory.
+                # Every layer has the blocks or none has: with fewer, the device would be told of
+                # places without memory.
                 self._back_all(extents[:index])
                 raise
 
     def for_steps(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory for what captured steps read and write, zeros. The same calls give the same places in every process.
+        """Memory for what captured steps read and write, zeros.
+
+        The same calls give the same places in every process.
 
         Raises:
             NoRoom: the slot has no more addresses for it, or the device no such memory.
@@ -158,7 +183,9 @@ class StageMemory:
         offset = -(-self._steps_stop // STEP_ALIGN_BYTES) * STEP_ALIGN_BYTES
         stop = offset + prod(shape) * dtype.itemsize
         if stop > self._layout.steps.stop:
-            raise NoRoom(f"a slot has {self._layout.steps.num_bytes} bytes for what captured steps read and write")
+            raise NoRoom(
+                f"a slot has {self._layout.steps.num_bytes} bytes for what captured steps read and write"
+            )
         granule_bytes = self.arena.granule_bytes
         backed = max(self._steps_backed, -(-stop // granule_bytes) * granule_bytes)
         self._slot.back(Extent(self._steps_backed, backed))
@@ -187,7 +214,12 @@ def layout_of(arena: Arena, decoder: Decoder, stage: Stage, dtype: Dtype) -> Slo
         spec.num_kv_heads * spec.head_dim * dtype.size_bytes,
         dtype.size_bytes,
         arena.slot_bytes,
-        {name for part in spec.parts_of(stage) for pack in decoder.packs(part).values() for name in pack[1:]},
+        {
+            name
+            for part in spec.parts_of(stage)
+            for pack in decoder.packs(part).values()
+            for name in pack[1:]
+        },
         granule_bytes=arena.granule_bytes,
         pool_bytes=arena.pool_bytes,
         steps_bytes=arena.steps_bytes,
@@ -196,5 +228,7 @@ def layout_of(arena: Arena, decoder: Decoder, stage: Stage, dtype: Dtype) -> Slo
 
 def parameter_bytes(decoder: Decoder, stage: Stage, dtype: Dtype) -> int:
     """Bytes of all parameters of a stage."""
-    shapes = (shape for part in decoder.spec.parts_of(stage) for shape in decoder.shapes(part).values())
+    shapes = (
+        shape for part in decoder.spec.parts_of(stage) for shape in decoder.shapes(part).values()
+    )
     return sum(map(prod, shapes)) * dtype.size_bytes

@@ -45,19 +45,28 @@ class Parameters:
 
     @torch.inference_mode()
     def place(
-        self, part: int, tensors: Mapping[str, Source], monotonic_s: Callable[[], float], *, background: bool = False
+        self,
+        part: int,
+        tensors: Mapping[str, Source],
+        monotonic_s: Callable[[], float],
+        *,
+        background: bool = False,
     ) -> PlacedPart:
-        """Copies a part's tensors, named as in the checkpoint, and converts them where the stage runs in another dtype.
+        """Copies a part's tensors, named as in the checkpoint, and converts them where the stage
+        runs in another dtype.
 
-        A part that is in place stays as it is: a loader that reconnects may offer it again. The buffers are not needed
-        afterwards; a device reads pinned ones until the last part is placed. In the ``background`` it gives way.
+        A part that is in place stays as it is: a loader that reconnects may offer it again. The
+        buffers are not needed afterwards; a device reads pinned ones until the last part is placed.
+        In the ``background`` it gives way.
 
         Raises:
             BadCheckpoint: the tensors are not exactly those that the architecture has in this part.
             BadRequest: the stage has no such part.
         """
         if part not in self.parts:
-            raise BadRequest(f"part {part} does not belong to the stage, whose parts are {self.parts}")
+            raise BadRequest(
+                f"part {part} does not belong to the stage, whose parts are {self.parts}"
+            )
         if part in self._placed:
             return PlacedPart(copy_s=0.0, convert_s=0.0, ready=self.complete)
         prefix = self._decoder.prefix(part)
@@ -66,22 +75,34 @@ class Parameters:
         placed = self._memory.tensors(part)
         stored = [(placed[name.removeprefix(prefix)], source) for name, source in tensors.items()]
         last = len(self._placed) + 1 == len(self.parts)
-        copy_s, convert_s = self._memory.copier.fill(stored, monotonic_s, last=last, background=background)
+        copy_s, convert_s = self._memory.copier.fill(
+            stored, monotonic_s, last=last, background=background
+        )
         self._placed[part] = placed | self._memory.packs(part)
         return PlacedPart(copy_s=copy_s, convert_s=convert_s, ready=self.complete)
 
 
-def _check(part: int, expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Source], dtype: Dtype) -> None:
-    """Raises ``BadCheckpoint`` unless the tensors are the expected ones, before a byte of them is read."""
+def _check(
+    part: int, expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Source], dtype: Dtype
+) -> None:
+    """Raises ``BadCheckpoint`` unless the tensors are the expected ones, before a byte of them is
+    read.
+    """
     if missing := sorted(expected.keys() - tensors.keys()):
         raise BadCheckpoint(f"part {part} lacks {', '.join(missing)}")
     if unknown := sorted(tensors.keys() - expected.keys()):
-        raise BadCheckpoint(f"part {part} has {', '.join(unknown)}, which the architecture does not know")
+        raise BadCheckpoint(
+            f"part {part} has {', '.join(unknown)}, which the architecture does not know"
+        )
     for name, (stored_dtype, shape, buffer) in tensors.items():
         if stored_dtype is not dtype:
-            raise BadCheckpoint(f"{name} is stored as {stored_dtype.value}, the checkpoint as {dtype.value}")
+            raise BadCheckpoint(
+                f"{name} is stored as {stored_dtype.value}, the checkpoint as {dtype.value}"
+            )
         if tuple(shape) != expected[name]:
-            raise BadCheckpoint(f"{name} has shape {tuple(shape)}, the architecture needs {expected[name]}")
+            raise BadCheckpoint(
+                f"{name} has shape {tuple(shape)}, the architecture needs {expected[name]}"
+            )
         size_bytes = math.prod(shape) * dtype.size_bytes
         if buffer.nbytes != size_bytes:
             raise BadCheckpoint(f"{name} comes with {buffer.nbytes} bytes instead of {size_bytes}")

@@ -22,8 +22,8 @@ class RangeRunner:
 
         token ids [num_tokens] ──> [0, a) ──> hidden [num_tokens, hidden] ──> [a, b) ──> ... ──> logits [sampled, vocab_size]
 
-    The stages of an instance run the same batch. So do the ranges of one stage: it can run any of its layers for one batch, then
-    others for another, and go on with the first one later.
+    The stages of an instance run the same batch. So do the ranges of one stage: it can run any of
+    its layers for one batch, then others for another, and go on with the first one later.
     """
 
     def __init__(self, memory: StageMemory, parameters: Parameters, kv: KvCache) -> None:
@@ -38,36 +38,55 @@ class RangeRunner:
 
         Args:
             batch: segments with this stage's blocks.
-            inputs: for a range that begins the model, token ids, [num_tokens] int64; otherwise the hidden states that the range before
-                it gave.
+            inputs: for a range that begins the model, token ids, [num_tokens] int64; otherwise the
+                hidden states that the range before it gave.
             layers: a range within the stage; all of it, if not given.
 
         Returns:
-            Hidden states [num_tokens, hidden_size]; from a range that ends the model the logits of each segment that wants them, in
-            order.
+            Hidden states [num_tokens, hidden_size]; from a range that ends the model the logits of
+            each segment that wants them, in order.
 
         Raises:
-            BadRequest: the range is not within the stage, some part of it is not in place yet, or the inputs do not fit the batch.
+            BadRequest: the range is not within the stage, some part of it is not in place yet, or
+                the inputs do not fit the batch.
         """
         layers = layers or self._memory.stage
-        decoder, parameters, last_part = self._decoder, self._parameters, self._decoder.spec.num_layers + 1
+        decoder, parameters, last_part = (
+            self._decoder,
+            self._parameters,
+            self._decoder.spec.num_layers + 1,
+        )
         check_run(decoder.spec, self._memory.stage, parameters, layers, batch, inputs)
         index = index_of(batch, decoder.spec.sliding_window_tokens, TORCH_DTYPES[parameters.dtype])
         hidden = decoder.embed(parameters[0], inputs) if layers.start == 0 else inputs
         rotations = decoder.rotations(index.positions, hidden.dtype)
         for layer in range(layers.start, layers.stop):
-            hidden = decoder.layer(layer, parameters[layer + 1], hidden, rotations, partial(self._kv.attend, layer, index))
+            hidden = decoder.layer(
+                layer,
+                parameters[layer + 1],
+                hidden,
+                rotations,
+                partial(self._kv.attend, layer, index),
+            )
         if layers.stop < decoder.spec.num_layers:
             return hidden
         embedding = parameters[0] if decoder.spec.tied_embeddings else None
         return decoder.head(parameters[last_part], embedding, hidden[index.logit_rows])
 
 
-def check_run(spec: ModelSpec, stage: Stage, parameters: Parameters, layers: Stage, batch: Batch, inputs: Tensor) -> None:
+def check_run(
+    spec: ModelSpec,
+    stage: Stage,
+    parameters: Parameters,
+    layers: Stage,
+    batch: Batch,
+    inputs: Tensor,
+) -> None:
     """Refuses what ``RangeRunner.run`` cannot run.
 
     Raises:
-        BadRequest: the range is not within the stage, some part of it is not in place yet, or the inputs do not fit the batch.
+        BadRequest: the range is not within the stage, some part of it is not in place yet, or the
+            inputs do not fit the batch.
     """
     named = f"layers [{layers.start}, {layers.stop})"
     if not stage.start <= layers.start < layers.stop <= stage.stop:
@@ -77,4 +96,6 @@ def check_run(spec: ModelSpec, stage: Stage, parameters: Parameters, layers: Sta
     shape = (batch.num_tokens,) if layers.start == 0 else (batch.num_tokens, spec.hidden_size)
     dtype = torch.int64 if layers.start == 0 else TORCH_DTYPES[parameters.dtype]
     if inputs.shape != shape or inputs.dtype is not dtype:
-        raise BadRequest(f"{named} take {dtype} inputs of shape {shape}, not {inputs.dtype} of {tuple(inputs.shape)}")
+        raise BadRequest(
+            f"{named} take {dtype} inputs of shape {shape}, not {inputs.dtype} of {tuple(inputs.shape)}"
+        )

@@ -1,4 +1,7 @@
-"""The engine's end of the grammar helper. Nothing here waits, but for a moment and where it is told to."""
+"""The engine's end of the grammar helper.
+
+Nothing here waits, but for a moment and where it is told to.
+"""
 
 import itertools
 import select
@@ -19,14 +22,18 @@ MAX_OPENING = 64
 OPEN_S = 20.0
 """How long opening may take: a vocabulary, the grammars before it, its own."""
 ADVANCE_S = 2.0
-"""How long one token may take. Whoever takes longer ends, and the helper is replaced."""
+"""How long one token may take. A request that takes longer ends, and the helper is replaced."""
 MAX_DEATHS = 2
-"""Helpers that may die while a request waits for its verdict, before the request is taken for the reason."""
+"""Helpers that may die while a request waits for its verdict, before the request is taken for the
+reason."""
 RECEIVE_BYTES = 1024 * 1024
 
 
 class Session:
-    """One request's grammar: what may come after its output so far. A function of grammar and output, wherever it is computed."""
+    """One request's grammar: what may come after its output so far.
+
+    A function of grammar and output, wherever it is computed.
+    """
 
     def __init__(self, helper: "GrammarHelper", number: int, request: Open) -> None:
         self.number = number
@@ -58,12 +65,14 @@ class Session:
         self.helper.advance(self, token_id)
 
     def end(self) -> None:
-        """Nobody asks any more."""
+        """The request has ended: nothing more is asked."""
         self.helper.close_session(self)
 
 
 class GrammarHelper:
-    """Owns the helper process, which it starts when it is first needed, and again when it has died."""
+    """Owns the helper process, which it starts when it is first needed, and again when it has
+    died.
+    """
 
     def __init__(self, monotonic_s: Callable[[], float]) -> None:
         self._monotonic_s = monotonic_s
@@ -78,19 +87,30 @@ class GrammarHelper:
         """Readable when a verdict has come; None while nothing is asked."""
         return None if self._connection is None or not self._sessions else self._connection.fileno()
 
-    def open(self, vocabulary: Vocabulary, vocab_size: int, grammar: Grammar, output_ids: Sequence[int]) -> Session:
-        """Begins a request's session; its verdict comes later, and may be that the grammar is wrong.
+    def open(
+        self, vocabulary: Vocabulary, vocab_size: int, grammar: Grammar, output_ids: Sequence[int]
+    ) -> Session:
+        """Begins a request's session; its verdict comes later, and may be that the grammar is
+        wrong.
 
         Raises:
             BadRequest: the grammar is too long.
             Overloaded: too many are being compiled.
         """
         if len(grammar.text) > MAX_GRAMMAR_CHARS:
-            raise BadRequest(f"the grammar has {len(grammar.text)} characters; at most {MAX_GRAMMAR_CHARS} are taken")
+            raise BadRequest(
+                f"the grammar has {len(grammar.text)} characters; at most {MAX_GRAMMAR_CHARS} are taken"
+            )
         if sum(not session.opened for session in self._sessions.values()) >= MAX_OPENING:
             raise Overloaded(f"{MAX_OPENING} grammars are being compiled, of {MAX_OPENING} at most")
         number = next(self._numbers)
-        request = Open(session=number, vocabulary=vocabulary, vocab_size=vocab_size, grammar=grammar, output_ids=list(output_ids))
+        request = Open(
+            session=number,
+            vocabulary=vocabulary,
+            vocab_size=vocab_size,
+            grammar=grammar,
+            output_ids=list(output_ids),
+        )
         session = self._sessions[number] = Session(self, number, request)
         self._open(session)
         return session
@@ -112,12 +132,18 @@ class GrammarHelper:
         until_s = self._monotonic_s() + timeout_s
         self.pump()
         for session in sessions:
-            while session.verdict is None and self._connection is not None and (left_s := until_s - self._monotonic_s()) > 0:
+            while (
+                session.verdict is None
+                and self._connection is not None
+                and (left_s := until_s - self._monotonic_s()) > 0
+            ):
                 select.select([self._connection], [], [], left_s)
                 self.pump()
 
     def pump(self) -> None:
-        """Sends and takes what can be at once; replaces a helper that is dead or does not get on."""
+        """Sends and takes what can be at once; replaces a helper that is dead or does not get
+        on.
+        """
         if self._connection is None:
             return
         try:
@@ -158,16 +184,25 @@ class GrammarHelper:
         return [session for session in self._sessions.values() if session.verdict is None]
 
     def _replace_stuck(self) -> None:
-        """Kills a helper that has worked on one thing for too long. It works on what was asked first."""
+        """Kills a helper that has worked on one thing for too long.
+
+        It works on what was asked first.
+        """
         now_s = self._monotonic_s()
         waiting = sorted(self._waiting(), key=lambda session: session.asked_s)
-        stuck = [session for session in waiting if now_s - session.asked_s > (ADVANCE_S if session.opened else OPEN_S)]
+        stuck = [
+            session
+            for session in waiting
+            if now_s - session.asked_s > (ADVANCE_S if session.opened else OPEN_S)
+        ]
         if stuck:
             stuck[0].deaths = MAX_DEATHS
             self._replace(stuck[:1])
 
     def _replace(self, suspects: list[Session]) -> None:
-        """Begins all sessions anew in another process, as far as their grammar is not the reason."""
+        """Begins all sessions anew in another process, as far as their grammar is not the
+        reason.
+        """
         self.stop()
         for session in suspects:
             session.deaths += 1
@@ -195,14 +230,19 @@ class GrammarHelper:
         except OSError as error:
             message = f"the grammar helper cannot be started: {error}"
             session.verdict = Verdict(
-                session=session.number, position=len(session.output_ids), code=EngineFailed.code, message=message
+                session=session.number,
+                position=len(session.output_ids),
+                code=EngineFailed.code,
+                message=message,
             )
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "pilotlight.engine.grammar.helper", str(theirs.fileno())]
         with theirs:
-            self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
+            self._process = subprocess.Popen(
+                command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL
+            )
         ours.setblocking(False)
         self._connection = ours
 
@@ -213,7 +253,8 @@ class GrammarHelper:
         try:
             self._flush()
         except OSError:
-            return  # It has died: whoever waits for a verdict finds out, and what is sent here is said again.
+            # It has died: the wait for a verdict finds out, and what is sent here is said again.
+            return
 
     def _flush(self) -> None:
         assert self._connection is not None

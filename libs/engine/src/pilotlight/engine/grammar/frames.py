@@ -28,7 +28,7 @@ class Advance(msgspec.Struct, tag="advance", frozen=True, kw_only=True):
 
 
 class Close(msgspec.Struct, tag="close", frozen=True, kw_only=True):
-    """Nobody asks any more."""
+    """The request of a session has ended."""
 
     session: int
 
@@ -43,7 +43,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     position: int
     """Output tokens that were taken into account."""
     allowed: bytes = b""
-    """A bit for each token of the model, lowest first. Tokens that end an output have none: see ``accepting``."""
+    """A bit for each token of the model, lowest first. Tokens that end an output have none: see
+    ``accepting``."""
     accepting: bool = False
     """The output may end here."""
     complete: bool = False

@@ -1,7 +1,10 @@
-"""The grammar helper: ``python -m pilotlight.engine.grammar.helper FD``. It ends when the engine closes the socket.
+"""The grammar helper: ``python -m pilotlight.engine.grammar.helper FD``.
 
-One thread. A grammar that was not seen before is first compiled in a fork, which has bounds on memory and processor time that the
-library does not have: what kills the fork would have killed the helper.
+It ends when the engine closes the socket.
+
+One thread. A grammar that was not seen before is first compiled in a fork, which has bounds on
+memory and processor time that the library does not have: what kills the fork would have killed the
+helper.
 """
 
 import contextlib
@@ -24,7 +27,8 @@ TRIAL_BYTES = 512 * 1024 * 1024
 """Memory that compiling one grammar may take."""
 TRIAL_CPU_S = 2
 HELPER_BYTES = 4 * 1024 * 1024 * 1024
-"""Address space of the helper: what its requests take together. Beyond it the helper ends, and is replaced."""
+"""Address space of the helper: what its requests take together. Beyond it the helper ends, and is
+replaced."""
 TRIALS_AT_ONCE = 2
 KEPT_GRAMMARS = 64
 KEPT_VOCABULARIES = 8
@@ -46,19 +50,33 @@ class _Session:
         """The output goes on."""
         taken = self._matcher.try_consume_tokens(list(token_ids))
         self._position += len(token_ids)
-        mask = b"" if self._matcher.is_error() or taken < len(token_ids) else self._matcher.compute_bitmask()
+        mask = (
+            b""
+            if self._matcher.is_error() or taken < len(token_ids)
+            else self._matcher.compute_bitmask()
+        )
         if self._matcher.is_error():
             return self._failed(f"the grammar is too complex: {self._matcher.get_error()}")
         if taken < len(token_ids):
-            return self._failed(f"the output does not follow the grammar after {self._position - len(token_ids) + taken} tokens")
+            return self._failed(
+                f"the output does not follow the grammar after {self._position - len(token_ids) + taken} tokens"
+            )
         allowed, accepting = self._lexicon.without_ends(mask), self._matcher.is_accepting()
         complete = not any(allowed)
         if complete and not accepting:
             return self._failed("the model's vocabulary has no token that the grammar allows here")
-        return Verdict(session=self._session, position=self._position, allowed=allowed, accepting=accepting, complete=complete)
+        return Verdict(
+            session=self._session,
+            position=self._position,
+            allowed=allowed,
+            accepting=accepting,
+            complete=complete,
+        )
 
     def _failed(self, message: str) -> Verdict:
-        return Verdict(session=self._session, position=self._position, code=BadRequest.code, message=message)
+        return Verdict(
+            session=self._session, position=self._position, code=BadRequest.code, message=message
+        )
 
 
 class _Trial:
@@ -92,7 +110,7 @@ def _try(lexicon: Lexicon, grammar: Grammar, write_fd: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
         resource.setrlimit(resource.RLIMIT_CPU, (TRIAL_CPU_S, TRIAL_CPU_S))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        # What the library says when it aborts is no news to anybody.
+        # What the library prints when it aborts says nothing new.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
         told = _TRIED
         try:
@@ -102,7 +120,9 @@ def _try(lexicon: Lexicon, grammar: Grammar, write_fd: int) -> None:
             told = error.message.encode()
         os.write(write_fd, told[:4096])
     finally:
-        os._exit(0)  # Not the interpreter's own way out: that would close what the helper still has open.
+        os._exit(
+            0
+        )  # Not the interpreter's own way out: that would close what the helper still has open.
 
 
 class Helper:
@@ -154,7 +174,9 @@ class Helper:
             return
         try:
             if len(request.grammar.text) > MAX_GRAMMAR_CHARS:
-                raise BadRequest(f"the grammar has {len(request.grammar.text)} characters; at most {MAX_GRAMMAR_CHARS} are taken")
+                raise BadRequest(
+                    f"the grammar has {len(request.grammar.text)} characters; at most {MAX_GRAMMAR_CHARS} are taken"
+                )
             lexicon = self._lexicon(request)
             if (request.vocabulary, request.vocab_size, request.grammar) in self._compiled:
                 self._open(request, lexicon)
@@ -197,7 +219,14 @@ class Helper:
         return self._lexicons[key]
 
     def _refuse(self, request: Open, message: str) -> None:
-        self._say(Verdict(session=request.session, position=len(request.output_ids), code=BadRequest.code, message=message))
+        self._say(
+            Verdict(
+                session=request.session,
+                position=len(request.output_ids),
+                code=BadRequest.code,
+                message=message,
+            )
+        )
 
     def _say(self, verdict: Verdict) -> None:
         self._connection.sendall(frame(verdict))

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 MAX_GRAMMAR_CHARS = 256 * 1024
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"
-"""Between the parts of a JSON text that may have blanks. Bounded: a model that has nothing to say would write them for ever."""
+"""Between the parts of a JSON text that may have blanks. Bounded: a model that has nothing to say
+would write them for ever."""
 _GUIDANCE = "x-guidance"
 """The member of a schema in which the library is told how its JSON is written."""
 _LIMITS = LLParserLimits(
@@ -24,7 +25,8 @@ _LIMITS = LLParserLimits(
     max_grammar_size=200_000,
     verbose_errors=False,
 )
-"""Of one token's work some milliseconds; what has no limit here is compiled in a process that does."""
+"""Of one token's work some milliseconds; what has no limit here is compiled in a process that does.
+"""
 
 
 class Lexicon:
@@ -39,9 +41,13 @@ class Lexicon:
         try:
             with open(vocabulary.path, encoding="utf-8") as file:
                 text = file.read()
-            self.tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=list(vocabulary.eos_token_ids) or None)
+            self.tokenizer = LLTokenizer(
+                text, n_vocab=vocab_size, eos_token=list(vocabulary.eos_token_ids) or None
+            )
         except (OSError, ValueError) as error:
-            raise BadRequest(f"this model's tokenizer cannot be used for grammars: {error}") from error
+            raise BadRequest(
+                f"this model's tokenizer cannot be used for grammars: {error}"
+            ) from error
         self.mask_bytes = (vocab_size + 7) // 8
         self._ends = bytearray(self.mask_bytes)
         for token_id in self.tokenizer.eos_tokens:
@@ -74,7 +80,9 @@ def compile_grammar(lexicon: Lexicon, grammar: Grammar) -> LLMatcher:
 def _translated(grammar: Grammar) -> str:
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            return LLMatcher.grammar_from_json_schema(grammar.text, overrides=_whitespace(grammar.text))
+            return LLMatcher.grammar_from_json_schema(
+                grammar.text, overrides=_whitespace(grammar.text)
+            )
         case GrammarKind.REGEX:
             return LLMatcher.grammar_from_regex(grammar.text)
         case GrammarKind.LARK:
@@ -98,9 +106,17 @@ def _whitespace(schema: str) -> "JsonCompileOptions":
         ValueError: the schema is no JSON object, or what it says of this is none.
     """
     try:
-        asked = msgspec.convert(msgspec.json.decode(schema, type=dict[str, Any]).get(_GUIDANCE, {}), dict[str, Any])
+        asked = msgspec.convert(
+            msgspec.json.decode(schema, type=dict[str, Any]).get(_GUIDANCE, {}), dict[str, Any]
+        )
     except (msgspec.DecodeError, RecursionError) as error:
-        raise ValueError(f"a JSON schema is a JSON object, and so is its {_GUIDANCE}: {error}") from error
+        raise ValueError(
+            f"a JSON schema is a JSON object, and so is its {_GUIDANCE}: {error}"
+        ) from error
     if asked.get("whitespace_pattern") is not None:
         return {}
-    return {"whitespace_pattern": _WHITESPACE} if asked.get("whitespace_flexible") is True else {"whitespace_flexible": False}
+    return (
+        {"whitespace_pattern": _WHITESPACE}
+        if asked.get("whitespace_flexible") is True
+        else {"whitespace_flexible": False}
+    )

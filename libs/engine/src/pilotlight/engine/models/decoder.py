@@ -1,4 +1,7 @@
-"""A pre-norm decoder taken apart: embedding, one layer at a time, head. The architectures subclass it."""
+"""A pre-norm decoder taken apart: embedding, one layer at a time, head.
+
+The architectures subclass it.
+"""
 
 from collections.abc import Callable
 from copy import copy
@@ -13,8 +16,9 @@ from pilotlight.engine.models.rotary import Rotation, inverse_frequencies
 from pilotlight.policy.model import ModelSpec
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Stores new keys and values and attends with the queries to all that the layer sees of the requests:
-[num_tokens, num_heads, head_dim], twice [num_tokens, num_kv_heads, head_dim] -> [num_tokens, num_heads * head_dim]."""
+"""Stores new keys and values and attends with the queries to all that the layer sees of the
+requests: [num_tokens, num_heads, head_dim], twice [num_tokens, num_kv_heads, head_dim] ->
+[num_tokens, num_heads * head_dim]."""
 
 Shapes = dict[str, tuple[int, ...]]
 Packs = dict[str, tuple[str, ...]]
@@ -44,24 +48,30 @@ RotationTable = Callable[[Tensor, Tensor, float, torch.dtype], tuple[Tensor, Ten
 
 
 class Decoder:
-    """RMSNorm, rotary grouped-query attention and a gated feed-forward network, by Hugging Face's tensor names.
+    """RMSNorm, rotary grouped-query attention and a gated feed-forward network, by Hugging Face's
+    tensor names.
 
-    Holds no parameters: every method gets those of its part, under names within the part (see ``prefix``). What a family does
-    differently it overrides.
+    Holds no parameters: every method gets those of its part, under names within the part (see
+    ``prefix``). What a family does differently it overrides.
     """
 
     architecture: ClassVar[str]
     head_norms: ClassVar[bool] = False
     """Queries and keys are normed, each head by itself, before they are turned."""
     plain_layers: ClassVar[bool] = True
-    """A layer's steps are those of this class: kernels that do several of them at once give the same."""
+    """A layer's steps are those of this class: kernels that do several of them at once give the
+    same."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
         self._frequencies = inverse_frequencies(spec.head_dim, spec.rope_theta, spec.rope_scaling)
         self._rotation_factor = spec.rope_scaling.attention_factor if spec.rope_scaling else 1.0
         sliding_theta = spec.sliding_rope_theta
-        self._sliding_frequencies = None if sliding_theta is None else inverse_frequencies(spec.head_dim, sliding_theta, None)
+        self._sliding_frequencies = (
+            None
+            if sliding_theta is None
+            else inverse_frequencies(spec.head_dim, sliding_theta, None)
+        )
         self._sliding_layers = frozenset(spec.sliding_layers)
         self._expert_layers = frozenset(spec.experts.layers) if spec.experts else frozenset[int]()
 
@@ -94,21 +104,38 @@ class Decoder:
             return {EMBEDDING: (spec.vocab_size, spec.hidden_size)}
         if part > spec.num_layers:
             norm: Shapes = {"model.norm.weight": (spec.hidden_size,)}
-            return norm if spec.tied_embeddings else {**norm, OUTPUT: (spec.vocab_size, spec.hidden_size)}
+            return (
+                norm
+                if spec.tied_embeddings
+                else {**norm, OUTPUT: (spec.vocab_size, spec.hidden_size)}
+            )
         norms: Shapes = {f"{name}.weight": (spec.hidden_size,) for name in self.layer_norms()}
         return {**norms, **self._attention_shapes(), **self._feed_forward_shapes(part - 1)}
 
     def packs(self, part: int) -> Packs:
-        """Tensors that lie back to back in memory, so that one multiplication does for all: the name of the whole, and those of its
+        """Tensors that lie back to back in memory, so that one multiplication does for all: the
+        name of the whole, and those of its
         rows' tensors. They follow each other in ``shapes``.
         """
         if not 0 < part <= self.spec.num_layers:
             return {}
         shapes = self.shapes(part)
         kinds = ("weight", "bias") if "q_proj" in self.biased_projections() else ("weight",)
-        packs = {f"{QKV}.{kind}": tuple(f"self_attn.{name}.{kind}" for name in ("q_proj", "k_proj", "v_proj")) for kind in kinds}
-        for name in [name.removesuffix("gate_proj.weight") for name in shapes if name.endswith("gate_proj.weight")]:
-            packs[f"{name}gate_up_proj.weight"] = (f"{name}gate_proj.weight", f"{name}up_proj.weight")
+        packs = {
+            f"{QKV}.{kind}": tuple(
+                f"self_attn.{name}.{kind}" for name in ("q_proj", "k_proj", "v_proj")
+            )
+            for kind in kinds
+        }
+        for name in [
+            name.removesuffix("gate_proj.weight")
+            for name in shapes
+            if name.endswith("gate_proj.weight")
+        ]:
+            packs[f"{name}gate_up_proj.weight"] = (
+                f"{name}gate_proj.weight",
+                f"{name}up_proj.weight",
+            )
         return packs
 
     def _attention_shapes(self) -> Shapes:
@@ -123,7 +150,10 @@ class Decoder:
         norms = ("q_norm", "k_norm") if self.head_norms else ()
         return {
             **{f"self_attn.{name}.weight": shape for name, shape in projections.items()},
-            **{f"self_attn.{name}.bias": projections[name][:1] for name in self.biased_projections()},
+            **{
+                f"self_attn.{name}.bias": projections[name][:1]
+                for name in self.biased_projections()
+            },
             **{f"self_attn.{name}.weight": (spec.head_dim,) for name in norms},
         }
 
@@ -133,7 +163,9 @@ class Decoder:
             return _gated_shapes("mlp", spec.hidden_size, spec.intermediate_size)
         shapes: Shapes = {"mlp.gate.weight": (spec.experts.num_experts, spec.hidden_size)}
         for expert in range(spec.experts.num_experts):
-            shapes |= _gated_shapes(f"mlp.experts.{expert}", spec.hidden_size, spec.experts.intermediate_size)
+            shapes |= _gated_shapes(
+                f"mlp.experts.{expert}", spec.hidden_size, spec.experts.intermediate_size
+            )
         return shapes
 
     def rotations(self, positions: Tensor, dtype: torch.dtype) -> Rotations:
@@ -143,7 +175,9 @@ class Decoder:
             return Rotations(full, full)
         return Rotations(full, Rotation(self._sliding_frequencies, 1.0, positions, dtype))
 
-    def rotation_tables(self, table: RotationTable, positions: Tensor, dtype: torch.dtype) -> RotationTables:
+    def rotation_tables(
+        self, table: RotationTable, positions: Tensor, dtype: torch.dtype
+    ) -> RotationTables:
         """The same as tables, for kernels that turn heads themselves. positions: [num_tokens]."""
         full = table(positions, self._frequencies, self._rotation_factor, dtype)
         if self._sliding_frequencies is None:
@@ -162,12 +196,20 @@ class Decoder:
         """Part 0: [num_tokens] -> [num_tokens, hidden]."""
         return functional.embedding(token_ids, embedding[EMBEDDING])
 
-    def layer(self, layer: int, weights: Weights, hidden: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
+    def layer(
+        self, layer: int, weights: Weights, hidden: Tensor, rotations: Rotations, attend: Attend
+    ) -> Tensor:
         """One decoder layer, by its number in the model: [num_tokens, hidden] -> the same."""
-        hidden = hidden + self.attention(layer, weights, self.norm(weights, "input_layernorm", hidden), rotations, attend)
-        return hidden + self.feed_forward(layer, weights, self.norm(weights, "post_attention_layernorm", hidden))
+        hidden = hidden + self.attention(
+            layer, weights, self.norm(weights, "input_layernorm", hidden), rotations, attend
+        )
+        return hidden + self.feed_forward(
+            layer, weights, self.norm(weights, "post_attention_layernorm", hidden)
+        )
 
-    def attention(self, layer: int, weights: Weights, x: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
+    def attention(
+        self, layer: int, weights: Weights, x: Tensor, rotations: Rotations, attend: Attend
+    ) -> Tensor:
         """Attention with its projections: [num_tokens, hidden] -> the same."""
         spec = self.spec
         num_turning = spec.num_heads + spec.num_kv_heads
@@ -179,7 +221,11 @@ class Decoder:
             turning = torch.cat((queries, keys), dim=1)
         rotation = rotations.sliding if layer in self._sliding_layers else rotations.full
         turned = rotation.apply(turning)
-        return linear(weights, "self_attn.o_proj", attend(turned[:, : spec.num_heads], turned[:, spec.num_heads :], values))
+        return linear(
+            weights,
+            "self_attn.o_proj",
+            attend(turned[:, : spec.num_heads], turned[:, spec.num_heads :], values),
+        )
 
     def feed_forward(self, layer: int, weights: Weights, x: Tensor) -> Tensor:
         """The layer's one network or its experts: [num_tokens, hidden] -> the same."""
@@ -189,7 +235,10 @@ class Decoder:
         return mixture(weights, "mlp", x, experts, self.activate)
 
     def head(self, weights: Weights, embedding: Weights | None, hidden: Tensor) -> Tensor:
-        """The last part: [rows, hidden] -> logits [rows, vocab_size]. ``embedding`` is part 0 where it is tied to the head."""
+        """The last part: [rows, hidden] -> logits [rows, vocab_size].
+
+        ``embedding`` is part 0 where it is tied to the head.
+        """
         x = self.norm(weights, "model.norm", hidden)
         logits = project(x, weights[OUTPUT] if embedding is None else embedding[EMBEDDING])
         cap = self.spec.logit_softcap

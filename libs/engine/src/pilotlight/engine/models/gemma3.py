@@ -9,9 +9,11 @@ from pilotlight.engine.models.layers import Weights, centred_rms_norm
 
 
 class Gemma3Decoder(Decoder):
-    """Four norms in a layer, before and after either half; weights of norms are distances from 1; embeddings are scaled.
+    """Four norms in a layer, before and after either half; weights of norms are distances from 1;
+    embeddings are scaled.
 
-    Most layers have a sliding window and a rotary base of their own (``ModelSpec.sliding_rope_theta``).
+    Most layers have a sliding window and a rotary base of their own
+    (``ModelSpec.sliding_rope_theta``).
     """
 
     architecture = "Gemma3ForCausalLM"
@@ -30,10 +32,18 @@ class Gemma3Decoder(Decoder):
     def embed(self, embedding: Weights, token_ids: Tensor) -> Tensor:
         hidden = super().embed(embedding, token_ids)
         # Rounded to float32 and then to the stage's dtype, as the model was trained.
-        return hidden * torch.tensor(self.spec.hidden_size**0.5, dtype=torch.float32).to(hidden.dtype)
+        return hidden * torch.tensor(self.spec.hidden_size**0.5, dtype=torch.float32).to(
+            hidden.dtype
+        )
 
-    def layer(self, layer: int, weights: Weights, hidden: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
-        attended = self.attention(layer, weights, self.norm(weights, "input_layernorm", hidden), rotations, attend)
+    def layer(
+        self, layer: int, weights: Weights, hidden: Tensor, rotations: Rotations, attend: Attend
+    ) -> Tensor:
+        attended = self.attention(
+            layer, weights, self.norm(weights, "input_layernorm", hidden), rotations, attend
+        )
         hidden = hidden + self.norm(weights, "post_attention_layernorm", attended)
-        fed = self.feed_forward(layer, weights, self.norm(weights, "pre_feedforward_layernorm", hidden))
+        fed = self.feed_forward(
+            layer, weights, self.norm(weights, "pre_feedforward_layernorm", hidden)
+        )
         return hidden + self.norm(weights, "post_feedforward_layernorm", fed)

@@ -1,4 +1,7 @@
-"""What the architectures share. Rounding follows transformers', step by step, so that greedy tokens are equal."""
+"""What the architectures share.
+
+Rounding follows transformers', step by step, so that greedy tokens are equal.
+"""
 
 from collections.abc import Callable, Mapping
 
@@ -15,7 +18,7 @@ Activation = Callable[[Tensor], Tensor]
 
 
 FEW_ROWS = 32
-"""Up to so many rows a projection's time is that of reading its weights."""
+"""Up to this many rows a projection's time is that of reading its weights."""
 FEW_SIZES = (8, 16, 32)
 """Their time is that of the next larger of these."""
 SIZES_BETWEEN_DOUBLES = 8
@@ -24,7 +27,9 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def linear(weights: Weights, name: str, x: Tensor) -> Tensor:
-    """One projection; its bias counts if the part has one. [num_tokens, in] -> [num_tokens, out]."""
+    """One projection; its bias counts if the part has one. [num_tokens, in] -> [num_tokens,
+    out].
+    """
     projected = project(x, weights[f"{name}.weight"])
     bias = weights.get(f"{name}.bias")
     return projected if bias is None else projected + bias
@@ -33,25 +38,31 @@ def linear(weights: Weights, name: str, x: Tensor) -> Tensor:
 def project(x: Tensor, weight: Tensor) -> Tensor:
     """Multiplies rows by a matrix: [num_tokens, in] times [out, in] -> [num_tokens, out].
 
-    For few rows of half precision on a CPU, torch's own ``linear`` reads the weights at little more than half of the speed of memory: it
-    treats the rows as the larger matrix. The same product the other way round comes close to it.
+    For few rows of half precision on a CPU, torch's own ``linear`` reads the weights at little more
+    than half of the speed of memory: it treats the rows as the larger matrix. The same product the
+    other way round comes close to it.
 
-    Of bfloat16, oneDNN compiles a kernel for every shape that it meets (2 to 3 ms), and torch keeps it (0.5 MiB). So rows are made up to
-    one of a few numbers.
+    Of bfloat16, oneDNN compiles a kernel for every shape that it meets (2 to 3 ms), and torch keeps
+    it (0.5 MiB). So rows are made up to one of a few numbers.
     """
     rows = x.shape[0]
     if not rows or x.dtype not in _HALVES or x.is_cuda:
         return functional.linear(x, weight)
     if rows == 1:
         return torch.mv(weight, x[0])[None]
-    padded = functional.pad(x, (0, 0, 0, padded_rows(rows) - rows)) if x.dtype is torch.bfloat16 else x
+    padded = (
+        functional.pad(x, (0, 0, 0, padded_rows(rows) - rows)) if x.dtype is torch.bfloat16 else x
+    )
     if rows > FEW_ROWS:
         return functional.linear(padded, weight)[:rows]
     return torch.mm(weight, padded.T).T[:rows].contiguous()
 
 
 def padded_rows(rows: int) -> int:
-    """The number of rows, two or more, that so many are made up to. Up to 512 there are 35 of them."""
+    """The number of rows that ``rows``, two or more, are made up to.
+
+    Up to 512 there are 35 of them.
+    """
     for size in FEW_SIZES:
         if rows <= size:
             return size
@@ -60,12 +71,18 @@ def padded_rows(rows: int) -> int:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension. Computed in float32, even for float64, as transformers does."""
+    """Root-mean-square norm over the last dimension.
+
+    Computed in float32, even for float64, as transformers does.
+    """
     return weight * _normed(x, eps).to(x.dtype)
 
 
 def centred_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The same, for weights that are stored as their distance from 1. The product is float32 too before it is rounded."""
+    """The same, for weights that are stored as their distance from 1.
+
+    The product is float32 too before it is rounded.
+    """
     return (_normed(x, eps) * (1.0 + weight.to(torch.float32))).to(x.dtype)
 
 
@@ -80,14 +97,19 @@ def gated(weights: Weights, name: str, x: Tensor, activation: Activation) -> Ten
     return linear(weights, f"{name}.down_proj", activation(gates) * ups)
 
 
-def mixture(weights: Weights, name: str, x: Tensor, experts: Experts, activation: Activation) -> Tensor:
-    """The experts that the router ``name.gate`` chooses for each token, by their shares. [num_tokens, hidden] -> the same.
+def mixture(
+    weights: Weights, name: str, x: Tensor, experts: Experts, activation: Activation
+) -> Tensor:
+    """The experts that the router ``name.gate`` chooses for each token, by their shares.
+    [num_tokens, hidden] -> the same.
 
-    Shares are float32, as in transformers. A token's experts are added up in the order of their shares, whoever else is in the
-    batch.
+    Shares are float32, as in transformers. A token's experts are added up in the order of their
+    shares, whatever else is in the batch.
     """
     probabilities = linear(weights, f"{name}.gate", x).softmax(dim=-1, dtype=torch.float32)
-    shares, chosen = probabilities.topk(experts.experts_per_token, dim=-1)  # [num_tokens, experts_per_token]
+    shares, chosen = probabilities.topk(
+        experts.experts_per_token, dim=-1
+    )  # [num_tokens, experts_per_token]
     if experts.normalized:
         shares = shares / shares.sum(dim=-1, keepdim=True)
     outputs = x.new_empty(*chosen.shape, x.shape[-1])

@@ -4,7 +4,9 @@ from pilotlight.engine.models.decoder import Decoder
 
 
 class Qwen2Decoder(Decoder):
-    """Queries, keys and values always have a bias, the output projection never: the configuration has no say in it."""
+    """Queries, keys and values always have a bias, the output projection never: the configuration
+    has no say in it.
+    """
 
     architecture = "Qwen2ForCausalLM"
 

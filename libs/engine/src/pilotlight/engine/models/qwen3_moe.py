@@ -4,6 +4,8 @@ from pilotlight.engine.models.qwen3 import Qwen3Decoder
 
 
 class Qwen3MoeDecoder(Qwen3Decoder):
-    """Qwen3 whose feed-forward networks are mixtures of experts; ``ModelSpec.experts`` says in which layers."""
+    """Qwen3 whose feed-forward networks are mixtures of experts; ``ModelSpec.experts`` says in
+    which layers.
+    """
 
     architecture = "Qwen3MoeForCausalLM"

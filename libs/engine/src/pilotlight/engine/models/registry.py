@@ -29,13 +29,19 @@ def decoder_of(spec: ModelSpec) -> Decoder:
     """
     decoder = DECODERS.get(spec.architecture)
     if decoder is None:
-        raise UnsupportedModel(f"architecture {spec.architecture} is not one of {', '.join(DECODERS)}")
+        raise UnsupportedModel(
+            f"architecture {spec.architecture} is not one of {', '.join(DECODERS)}"
+        )
     if spec.num_heads % spec.num_kv_heads:
-        raise UnsupportedModel(f"{spec.num_heads} heads cannot share {spec.num_kv_heads} key-value heads evenly")
+        raise UnsupportedModel(
+            f"{spec.num_heads} heads cannot share {spec.num_kv_heads} key-value heads evenly"
+        )
     if spec.head_dim % 2:
         raise UnsupportedModel(f"rotary embedding needs an even head_dim, not {spec.head_dim}")
     if spec.sliding_layers and not spec.sliding_window_tokens:
         raise UnsupportedModel("layers slide, but there is no sliding_window")
     if spec.experts and not 0 < spec.experts.experts_per_token <= spec.experts.num_experts:
-        raise UnsupportedModel(f"a token cannot have {spec.experts.experts_per_token} of {spec.experts.num_experts} experts")
+        raise UnsupportedModel(
+            f"a token cannot have {spec.experts.experts_per_token} of {spec.experts.num_experts} experts"
+        )
     return decoder(spec)

@@ -1,4 +1,6 @@
-"""Rotary position embeddings: frequencies from a model's settings, and the rotation of one batch."""
+"""Rotary position embeddings: frequencies from a model's settings, and the rotation of one
+batch.
+"""
 
 import math
 
@@ -9,7 +11,9 @@ from pilotlight.policy.model import RopeKind, RopeScaling
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
-    """Angle that each pair of a head's dimensions turns by from one position to the next. [head_dim / 2], float32."""
+    """Angle that each pair of a head's dimensions turns by from one position to the next. [head_dim
+    / 2], float32.
+    """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     periods = theta**exponents
     frequencies = 1.0 / periods
@@ -25,7 +29,9 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Slows the low frequencies down by ``factor``, keeps the high ones, and blends those between."""
+    """Slows the low frequencies down by ``factor``, keeps the high ones, and blends those
+    between.
+    """
     wavelengths = 2 * math.pi / frequencies
     low = wavelengths > scaling.original_max_position_tokens / scaling.low_freq_factor
     high = wavelengths < scaling.original_max_position_tokens / scaling.high_freq_factor
@@ -37,12 +43,17 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(periods: Tensor, head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
-    """Slows by ``factor`` what turns less than ``beta_slow`` times in the original context, keeps what turns more than
+    """Slows by ``factor`` what turns less than ``beta_slow`` times in the original context, keeps
+    what turns more than
     ``beta_fast`` times, and blends over the dimensions between (Peng et al., "YaRN", section 3.2).
     """
 
     def dimension_of(turns: float) -> float:
-        return head_dim * math.log(scaling.original_max_position_tokens / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        return (
+            head_dim
+            * math.log(scaling.original_max_position_tokens / (turns * 2 * math.pi))
+            / (2 * math.log(theta))
+        )
 
     low, high = dimension_of(scaling.beta_fast), dimension_of(scaling.beta_slow)
     if scaling.truncate:
@@ -58,11 +69,14 @@ def _yarn(periods: Tensor, head_dim: int, theta: float, scaling: RopeScaling) ->
 class Rotation:
     """The rotation of one batch's queries and keys: the same for all layers that share frequencies.
 
-    Computed from the positions each time, not kept as a table: a step has at most some hundred rows, a table of a long context
-    takes tens of megabytes and part of the cold start. Angles are float32 whatever the dtype, as in transformers.
+    Computed from the positions each time, not kept as a table: a step has at most some hundred
+    rows, a table of a long context takes tens of megabytes and part of the cold start. Angles are
+    float32 whatever the dtype, as in transformers.
     """
 
-    def __init__(self, frequencies: Tensor, factor: float, positions: Tensor, dtype: torch.dtype) -> None:
+    def __init__(
+        self, frequencies: Tensor, factor: float, positions: Tensor, dtype: torch.dtype
+    ) -> None:
         angles = positions[:, None].to(torch.float32) * frequencies
         angles = torch.cat((angles, angles), dim=-1)
         self._cos = (angles.cos() * factor).to(dtype)[:, None, :]  # [num_tokens, 1, head_dim]

@@ -6,6 +6,7 @@
        ^                                                                          │
        └──────────────────────────── sampled tokens ──────────────────────────────┘
 
-Stage 0 takes the requests, plans every micro-batch, and owns the block table: a request's blocks have the same numbers in all stages.
-Frames keep their order on the whole way round, so what stage 0 decided first happens first everywhere.
+Stage 0 takes the requests, plans every micro-batch, and owns the block table: a request's blocks
+have the same numbers in all stages. Frames keep their order on the whole way round, so what stage 0
+decided first happens first everywhere.
 """

@@ -1,4 +1,6 @@
-"""A stage behind stage 0: it runs what comes, and passes on what it computed; the last one draws the tokens."""
+"""A stage behind stage 0: it runs what comes, and passes on what it computed; the last one samples
+the tokens.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -8,9 +10,9 @@ from pilotlight.engine.channel.channel import Channel, Frame
 from pilotlight.engine.core.batch import Segment
 from pilotlight.engine.core.blocks import BLOCK_TOKENS, blocks_for
 from pilotlight.engine.core.request import Request
-from pilotlight.engine.device.sampler import Drawn
-from pilotlight.engine.drawing import draw_allowed
-from pilotlight.engine.errors import EngineError, PeerLost, StageBusy
+from pilotlight.engine.device.sampler import SampledToken
+from pilotlight.engine.errors import EngineError, PeerLost
+from pilotlight.engine.extension import leave_pipeline
 from pilotlight.engine.kv_pieces import KvPiece, check_pieces
 from pilotlight.engine.pipeline.frames import (
     HiddenStates,
@@ -31,6 +33,7 @@ from pilotlight.engine.pipeline.frames import (
 )
 from pilotlight.engine.pipeline_protocol import StageStep
 from pilotlight.engine.resident import ResidentStage
+from pilotlight.engine.sampling import sample_allowed
 from pilotlight.policy.model import Stage
 from pilotlight.policy.request import RequestKey
 
@@ -39,7 +42,7 @@ SEND_TIMEOUT_S = 60.0
 
 
 class PipelineFollower:
-    """Owns no books: whose blocks are whose comes with each micro-batch."""
+    """Owns no books: the blocks of each request come with each micro-batch."""
 
     def __init__(self, resident: ResidentStage, before: Channel, behind: Channel) -> None:
         """Joins.
@@ -86,7 +89,7 @@ class PipelineFollower:
         raise PeerLost("only the stage that leads takes requests in")
 
     def grow(self, stage: Stage | None) -> None:
-        raise StageBusy("only the stage that leads takes layers over")
+        """Nothing changes before the pipeline ends (``extension``)."""
 
     def close(self) -> None:
         self._before.close()
@@ -96,14 +99,19 @@ class PipelineFollower:
         """Takes one frame."""
         try:
             if self._behind.readable:
-                raise PeerLost(f"the stage behind sent {type(unpack(self._behind.receive(0))).__name__} backwards")
+                raise PeerLost(
+                    f"the stage behind sent {type(unpack(self._behind.receive(0))).__name__} backwards"
+                )
             if self._before.readable:
                 self._take(self._before.receive(0))
         except PeerLost as error:
             return self._leave() if self._over else self._lose(error)
         except EngineError as error:
-            # The leader sent what does not fit this stage: it is told, so that it does not wait for an answer.
-            refusal = PeerLost(f"stage [{self._resident.stage.start}, {self._resident.stage.stop}): {error.message}")
+            # The leader sent what does not fit this stage: it is told, so that it does not wait for
+            # an answer.
+            refusal = PeerLost(
+                f"stage [{self._resident.stage.start}, {self._resident.stage.stop}): {error.message}"
+            )
             self._refuse(refusal)
             return self._lose(refusal)
         return StageStep()
@@ -113,7 +121,12 @@ class PipelineFollower:
         match header:
             case StagesUp():
                 resident = self._resident
-                hello = StageHello(stage=resident.stage, spec=resident.spec, dtype=resident.dtype, num_blocks=resident.num_blocks)
+                hello = StageHello(
+                    stage=resident.stage,
+                    spec=resident.spec,
+                    dtype=resident.dtype,
+                    num_blocks=resident.num_blocks,
+                )
                 self._send(pack(StagesUp(stages=(*header.stages, hello))))
             case HiddenStates():
                 self._run(header, frame)
@@ -162,11 +175,11 @@ class PipelineFollower:
         requests = [self._requests[key] for key, segment in wanting if segment.wants_logits]
         if len(requests) != len(header.allowed):
             raise PeerLost("a micro-batch has more requests than it says what they allow, or fewer")
-        drawn = draw_allowed(computed, requests, header.allowed, self._resident.sample)
-        for request, token in zip(requests, drawn, strict=True):
-            if isinstance(token, Drawn):
+        sampled = sample_allowed(computed, requests, header.allowed, self._resident.sample)
+        for request, token in zip(requests, sampled, strict=True):
+            if isinstance(token, SampledToken):
                 request.accept(token.token_id)
-        self._send(pack(SampledTokens(number=header.number, drawn=tuple(drawn))))
+        self._send(pack(SampledTokens(number=header.number, sampled=tuple(sampled))))
 
     def _close_requests(self, keys: Sequence[RequestKey]) -> None:
         for key in keys:
@@ -182,10 +195,18 @@ class PipelineFollower:
         if len(header.keys) != len(header.segments):
             raise PeerLost("a micro-batch has more requests than segments, or fewer")
         for segment in header.segments:
-            if segment.start < 0 or segment.count < 1 or len(segment.blocks) < blocks_for(segment.stop):
-                raise PeerLost(f"a micro-batch has the segment [{segment.start}, {segment.stop}) in {len(segment.blocks)} blocks")
+            if (
+                segment.start < 0
+                or segment.count < 1
+                or len(segment.blocks) < blocks_for(segment.stop)
+            ):
+                raise PeerLost(
+                    f"a micro-batch has the segment [{segment.start}, {segment.stop}) in {len(segment.blocks)} blocks"
+                )
             self._check_blocks(segment.blocks)
-        known = self._requests.keys() - set(header.closed) | {opened.key for opened in header.opened}
+        known = self._requests.keys() - set(header.closed) | {
+            opened.key for opened in header.opened
+        }
         if self._is_last and not known.issuperset(header.keys):
             raise PeerLost("a micro-batch has requests that were not opened")
 
@@ -196,13 +217,22 @@ class PipelineFollower:
     def _open(self, opened: OpenedRequest) -> None:
         if self._is_last:
             self._requests[opened.key] = Request(
-                opened.key, opened.prompt_ids, opened.output_ids, opened.sampling, self._resident.spec.max_context_tokens
+                opened.key,
+                opened.prompt_ids,
+                opened.output_ids,
+                opened.sampling,
+                self._resident.spec.max_context_tokens,
             )
 
     def _store(self, header: KvBlocks, keys_and_values: Tensor, frame: Frame) -> None:
         """Keeps what is of this stage's layers; what is of later ones goes on."""
         layers = self._layers
-        piece = KvPiece(key=header.key, layers=header.layers, start=header.start, keys_and_values=keys_and_values)
+        piece = KvPiece(
+            key=header.key,
+            layers=header.layers,
+            start=header.start,
+            keys_and_values=keys_and_values,
+        )
         check_pieces([piece], self._resident.spec, self._resident.dtype)
         self._check_blocks(header.blocks)
         if len(header.blocks) < blocks_for(piece.stop):
@@ -213,7 +243,9 @@ class PipelineFollower:
             self._send(frame)
 
     def _copy(self, wanted: KvWanted, frame: Frame) -> None:
-        """Gives blocks of one of this stage's layers to the leader; a question about another layer goes on."""
+        """Gives blocks of one of this stage's layers to the leader; a question about another layer
+        goes on.
+        """
         self._check_blocks(wanted.blocks)
         if self._layers is None or not self._layers.start <= wanted.layer < self._layers.stop:
             if self._is_last:
@@ -222,10 +254,17 @@ class PipelineFollower:
             return
         layer = Stage(wanted.layer, wanted.layer + 1)
         tensor = self._resident.kv.read(layer, wanted.blocks, 0, len(wanted.blocks) * BLOCK_TOKENS)
-        self._send(pack(KvCopied(layer=wanted.layer, blocks=wanted.blocks, tensor=header_of(tensor)), tensor))
+        self._send(
+            pack(
+                KvCopied(layer=wanted.layer, blocks=wanted.blocks, tensor=header_of(tensor)), tensor
+            )
+        )
 
     def _give_up(self, leader_stop: int) -> None:
-        """Runs what the leader does not run. The memory of the other layers stays until the stage is unloaded."""
+        """Runs what the leader does not run.
+
+        The memory of the other layers stays until the stage is unloaded.
+        """
         self._over = leader_stop == self._resident.spec.num_layers
         if self._layers is not None and leader_stop > self._layers.start:
             stop = self._layers.stop
@@ -238,15 +277,19 @@ class PipelineFollower:
         try:
             self._send(pack(StageRefuses(message=error.message)))
         except PeerLost:
-            return  # Nobody is there to be told.
+            return  # The stage behind is gone, too.
 
     def _leave(self) -> StageStep:
         self.close()
-        self._resident.pipeline = None
+        leave_pipeline(self._resident)
         return StageStep(left=True)
 
     def _lose(self, error: PeerLost) -> StageStep:
-        """Leaves the pipeline; both neighbours notice. The stage itself stays, and can join another one."""
+        """Leaves the pipeline; both neighbours notice.
+
+        The stage itself stays. It has its longer range, if it was to have one; else it can join
+        another pipeline.
+        """
         self.close()
-        self._resident.pipeline = None
+        leave_pipeline(self._resident)
         return StageStep(lost=error)

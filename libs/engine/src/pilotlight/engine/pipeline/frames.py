@@ -9,9 +9,9 @@ from torch import Tensor
 from pilotlight.engine.channel.channel import Frame
 from pilotlight.engine.core.batch import Batch, Segment
 from pilotlight.engine.device.dtypes import TORCH_DTYPES
-from pilotlight.engine.device.sampler import Drawn, Undrawn
-from pilotlight.engine.drawing import Allowed
+from pilotlight.engine.device.sampler import NotSampled, SampledToken
 from pilotlight.engine.errors import PeerLost
+from pilotlight.engine.sampling import Allowed
 from pilotlight.policy.model import Dtype, ModelSpec, Stage
 from pilotlight.policy.request import RequestKey, Sampling
 
@@ -50,12 +50,15 @@ class OpenedRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HiddenStates(msgspec.Struct, tag="hidden", frozen=True, kw_only=True):
-    """One micro-batch on its way. The payload is what the stage before gave: [num_tokens, hidden_size]."""
+    """One micro-batch on its way.
+
+    The payload is what the stage before gave: [num_tokens, hidden_size].
+    """
 
     number: int
     """Counts the micro-batches of the pipeline."""
     keys: tuple[RequestKey, ...]
-    """Whose the segments are."""
+    """The request of each segment."""
     segments: tuple[Segment, ...]
     opened: tuple[OpenedRequest, ...]
     closed: tuple[RequestKey, ...]
@@ -71,7 +74,10 @@ class HiddenStates(msgspec.Struct, tag="hidden", frozen=True, kw_only=True):
 
 
 class RequestsClosed(msgspec.Struct, tag="closed", frozen=True, kw_only=True):
-    """Requests ended, and no micro-batch follows that could say so. It goes as far as the last stage, and needs no answer."""
+    """Requests ended, and no micro-batch follows that could say so.
+
+    It goes as far as the last stage, and needs no answer.
+    """
 
     keys: tuple[RequestKey, ...]
 
@@ -91,7 +97,9 @@ class KvBlocks(msgspec.Struct, tag="kv", frozen=True, kw_only=True):
 
 
 class KvWanted(msgspec.Struct, tag="kv_wanted", frozen=True, kw_only=True):
-    """The leader takes a layer over and wants KV blocks of it, as all batches before this frame left them."""
+    """The leader takes a layer over and wants KV blocks of it, as all batches before this frame
+    left them.
+    """
 
     layer: int
     blocks: tuple[int, ...]
@@ -109,19 +117,22 @@ class KvCopied(msgspec.Struct, tag="kv_copied", frozen=True, kw_only=True):
 
 
 class LeaderRuns(msgspec.Struct, tag="leader_runs", frozen=True, kw_only=True):
-    """Goes round once: from now on the leader runs layers [0, stop), and the others what is left of theirs.
+    """Goes round once: from now on the leader runs layers [0, stop), and the others what is left of
+    theirs.
 
-    A stage that has none left passes on what comes. With all layers at the leader the pipeline ends.
+    A stage that has none left passes on what comes. With all layers at the leader the pipeline
+    ends.
     """
 
     stop: int
 
 
 class SampledTokens(msgspec.Struct, tag="sampled", frozen=True, kw_only=True):
-    """What the last stage drew for a micro-batch."""
+    """What the last stage sampled for a micro-batch."""
 
     number: int
-    drawn: tuple[Drawn | Undrawn, ...]
+    sampled: tuple[SampledToken | NotSampled, ...] = msgspec.field(name="drawn")
+    """The field's name in a frame is that of earlier releases."""
 
 
 class StageRefuses(msgspec.Struct, tag="refused", frozen=True, kw_only=True):
@@ -130,7 +141,17 @@ class StageRefuses(msgspec.Struct, tag="refused", frozen=True, kw_only=True):
     message: str
 
 
-Header = StagesUp | HiddenStates | RequestsClosed | KvBlocks | KvWanted | KvCopied | LeaderRuns | SampledTokens | StageRefuses
+Header = (
+    StagesUp
+    | HiddenStates
+    | RequestsClosed
+    | KvBlocks
+    | KvWanted
+    | KvCopied
+    | LeaderRuns
+    | SampledTokens
+    | StageRefuses
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Header)
@@ -170,7 +191,9 @@ def tensor_of(frame: Frame, header: TensorHeader) -> Tensor:
     """
     size_bytes = prod(header.shape) * header.dtype.size_bytes
     if frame.payload.nbytes != size_bytes or any(length < 0 for length in header.shape):
-        raise PeerLost(f"a frame of {frame.payload.nbytes} bytes comes for a tensor of {size_bytes}")
+        raise PeerLost(
+            f"a frame of {frame.payload.nbytes} bytes comes for a tensor of {size_bytes}"
+        )
     if not size_bytes:
         return torch.empty(header.shape, dtype=TORCH_DTYPES[header.dtype])
     return torch.frombuffer(frame.payload, dtype=TORCH_DTYPES[header.dtype]).view(header.shape)

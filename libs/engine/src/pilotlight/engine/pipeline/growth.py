@@ -1,4 +1,5 @@
-"""How the leading stage of a pipeline takes layers over from the stages behind it, while requests run.
+"""How the leading stage of a pipeline takes layers over from the stages behind it, while requests
+run.
 
 ::
 
@@ -8,8 +9,8 @@
     HANDING_OVER the other stages learn that the leader runs them no new batch
     (end)        the leader runs the longer range
 
-This is the consolidation of ParaServe (section 6: the KV of the other stages moves to one worker), with
-one difference: blocks move while the pipeline decodes, and it pauses for the last ones alone.
+This is the consolidation of ParaServe (section 6: the KV of the other stages moves to one worker),
+with one difference: blocks move while the pipeline decodes, and it pauses for the last ones alone.
 """
 
 from collections.abc import Sequence
@@ -56,7 +57,8 @@ class Growth:
         """Those whose first round is to come."""
         self._layer = new.start
         self._round: tuple[int, ...] = ()
-        """What is left of the first round of a layer. What batches change meanwhile is no part of it."""
+        """What is left of the first round of a layer. What batches change meanwhile is no part of
+        it."""
         self._asked = False
         per_block = 2 * BLOCK_TOKENS * resident.spec.num_kv_heads * resident.spec.head_dim
         self._at_most = max(1, COPY_BYTES // (per_block * resident.dtype.size_bytes))
@@ -124,7 +126,10 @@ class Growth:
         within = resident.stage.stop <= answer.layer < self.target.stop
         known = all(0 <= block < resident.num_blocks for block in answer.blocks)
         fits = answer.tensor.shape == shape and answer.tensor.dtype is resident.dtype
-        if not (self._asked and within and known and fits) or self.state is GrowthState.HANDING_OVER:
+        if (
+            not (self._asked and within and known and fits)
+            or self.state is GrowthState.HANDING_OVER
+        ):
             raise PeerLost(f"KV blocks of layer {answer.layer} come that were not asked for")
         self._asked = False
         layers = Stage(answer.layer, answer.layer + 1)

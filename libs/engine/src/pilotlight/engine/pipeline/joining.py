@@ -1,4 +1,5 @@
-"""How the stages of a pipeline on several hosts come to their channels: each connects to the next one's door, the last one to stage 0's.
+"""How the stages of a pipeline on several hosts come to their channels: each connects to the next
+one's door, the last one to stage 0's.
 
 ::
 
@@ -6,7 +7,8 @@
     stage 1   .................... connects to stage 2, accepts ^
     stage 2   connects to stage 0, accepts ^
 
-A door opens only to whoever is looked at, so if all connected first, none would be let in: stage 0 accepts first.
+A door lets a peer in only while it accepts, so if all connected first, none would be let in: stage
+0 accepts first.
 """
 
 from collections.abc import Callable
@@ -50,7 +52,8 @@ def join(
         timeout_s: for each of the two channels.
 
     Raises:
-        PeerLost, PeerSilent, PeerRefused: one of the neighbours cannot be had; both channels are closed.
+        PeerLost, PeerSilent, PeerRefused: one of the neighbours cannot be had; both channels are
+            closed.
     """
 
     def comes() -> TcpChannel:

@@ -1,4 +1,6 @@
-"""Stage 0 of a pipeline: it plans the micro-batches, runs its own layers, and hands out what the last stage drew."""
+"""Stage 0 of a pipeline: it plans the micro-batches, runs its own layers, and hands out what the
+last stage sampled.
+"""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -11,7 +13,6 @@ from pilotlight.engine.channel.channel import Channel, wait_for_any
 from pilotlight.engine.core.batch import Plan, Segment
 from pilotlight.engine.core.lifecycle import RequestEvent, RequestState
 from pilotlight.engine.core.request import Request
-from pilotlight.engine.drawing import ended, look_up, settle, wait_for_late
 from pilotlight.engine.errors import EngineError, PeerLost, PeerSilent
 from pilotlight.engine.extension import take_over
 from pilotlight.engine.kv_pieces import KvPiece
@@ -33,6 +34,7 @@ from pilotlight.engine.pipeline.frames import (
 from pilotlight.engine.pipeline.growth import Growth
 from pilotlight.engine.pipeline_protocol import StageStep
 from pilotlight.engine.resident import ResidentStage
+from pilotlight.engine.sampling import ended, look_up, settle, wait_for_late
 from pilotlight.policy.model import Stage
 from pilotlight.policy.request import FinishReason, RequestKey
 
@@ -41,7 +43,8 @@ LOOK_OUT_S = 0.002
 ANSWER_TIMEOUT_S = 60.0
 """A stage that holds a micro-batch up for longer hangs."""
 SEND_TIMEOUT_S = 5.0
-"""A stage has taken nothing for so long, though fewer frames than a channel's window are under way."""
+"""A stage has taken nothing for this long, though fewer frames than a channel's window are under
+way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,9 @@ class _UnderWay:
 class PipelineLead:
     """Keeps as many micro-batches under way as there are stages, so that each has one to run."""
 
-    def __init__(self, resident: ResidentStage, answers: Channel, forward: Channel, now_s: float) -> None:
+    def __init__(
+        self, resident: ResidentStage, answers: Channel, forward: Channel, now_s: float
+    ) -> None:
         """Says hello.
 
         Args:
@@ -76,21 +81,33 @@ class PipelineLead:
         self._under_way: deque[_UnderWay] = deque()
         self._number = 0
         self._open: dict[RequestKey, tuple[Request, int]] = {}
-        """Requests that the other stages know, and by which of their runs. One that left and came back is another one."""
+        """Requests that the other stages know, and by which of their runs. One that left and came
+        back is another one."""
         self._heard_s = now_s
         self._stages: tuple[Stage, ...] = ()
         """What the other stages run; one that runs nothing any more is not among them."""
         self._growth: Growth | None = None
         # What was computed before is not in place in the stages that come now.
         resident.scheduler.forget_cached()
-        hello = StageHello(stage=resident.stage, spec=resident.spec, dtype=resident.dtype, num_blocks=resident.num_blocks)
+        hello = StageHello(
+            stage=resident.stage,
+            spec=resident.spec,
+            dtype=resident.dtype,
+            num_blocks=resident.num_blocks,
+        )
         self._forward.send(pack(StagesUp(stages=(hello,))), SEND_TIMEOUT_S)
 
     @property
     def has_work(self) -> bool:
         # Both are looked at in any case: what a socket did not take leaves then.
         heard = [channel.readable for channel in self.channels]
-        return not self._depth or bool(self._open) or self._grows or self._resident.scheduler.has_work or any(heard)
+        return (
+            not self._depth
+            or bool(self._open)
+            or self._grows
+            or self._resident.scheduler.has_work
+            or any(heard)
+        )
 
     @property
     def _grows(self) -> bool:
@@ -116,7 +133,11 @@ class PipelineLead:
         for piece in pieces:
             tensor = piece.keys_and_values.contiguous()
             header = KvBlocks(
-                key=piece.key, layers=piece.layers, blocks=segment.blocks, start=piece.start, tensor=header_of(tensor)
+                key=piece.key,
+                layers=piece.layers,
+                blocks=segment.blocks,
+                start=piece.start,
+                tensor=header_of(tensor),
             )
             self._forward.send(pack(header, tensor), SEND_TIMEOUT_S)
 
@@ -132,9 +153,15 @@ class PipelineLead:
         """One micro-batch out, if there is one, and everything in that has come."""
         try:
             if self._forward.readable:
-                raise PeerLost(f"stage 1 sent {type(unpack(self._forward.receive(0))).__name__} backwards")
+                raise PeerLost(
+                    f"stage 1 sent {type(unpack(self._forward.receive(0))).__name__} backwards"
+                )
             paused = self._growth is not None and self._growth.paused
-            plan = self._dispatch(monotonic_s()) if self._depth > len(self._under_way) and not paused else None
+            plan = (
+                self._dispatch(monotonic_s())
+                if self._depth > len(self._under_way) and not paused
+                else None
+            )
             self._ask_for_kv(monotonic_s())
             if plan is None and may_wait and not self._answers.readable:
                 wait_for_late(self._resident.scheduler.requests)
@@ -151,10 +178,13 @@ class PipelineLead:
     def _dispatch(self, now_s: float) -> Plan | None:
         """Plans, runs and sends the next micro-batch; None if no request can run now.
 
-        The requests are divided evenly among the micro-batches, so that no stage waits while another has two.
+        The requests are divided evenly among the micro-batches, so that no stage waits while
+        another has two.
         """
         scheduler = self._resident.scheduler
-        plan = scheduler.schedule(now_s, at_most=-(-(scheduler.running + scheduler.waiting) // self._depth))
+        plan = scheduler.schedule(
+            now_s, at_most=-(-(scheduler.running + scheduler.waiting) // self._depth)
+        )
         if not plan.requests:
             return None
         if not self._under_way:
@@ -166,14 +196,20 @@ class PipelineLead:
             keys=tuple(request.key for request in plan.requests),
             segments=plan.batch.segments,
             closed=self._close_gone(),
-            opened=tuple(self._introduce(request) for request in plan.requests if request.key not in self._open),
+            opened=tuple(
+                self._introduce(request)
+                for request in plan.requests
+                if request.key not in self._open
+            ),
             tensor=header_of(hidden),
             allowed=look_up(plan.sampled),
         )
         scheduler.advance(plan)
         if self._growth is not None:
             self._growth.wrote(plan.batch.segments)
-        self._under_way.append(_UnderWay(self._number, tuple((request, request.takes) for request in plan.sampled)))
+        self._under_way.append(
+            _UnderWay(self._number, tuple((request, request.takes) for request in plan.sampled))
+        )
         self._forward.send(pack(header, hidden), SEND_TIMEOUT_S)
         return plan
 
@@ -186,14 +222,19 @@ class PipelineLead:
 
     def _close_gone(self) -> tuple[RequestKey, ...]:
         """Forgets the requests that own no blocks any more, or own others since."""
-        gone = tuple(key for key, (request, takes) in self._open.items() if not self._runs(request, takes))
+        gone = tuple(
+            key for key, (request, takes) in self._open.items() if not self._runs(request, takes)
+        )
         for key in gone:
             del self._open[key]
         return gone
 
     def _introduce(self, request: Request) -> OpenedRequest:
         self._open[request.key] = request, request.takes
-        prompt_ids, output_ids = request.token_ids[: request.prompt_tokens], request.token_ids[request.prompt_tokens :]
+        prompt_ids, output_ids = (
+            request.token_ids[: request.prompt_tokens],
+            request.token_ids[request.prompt_tokens :],
+        )
         return OpenedRequest(request.key, tuple(prompt_ids), tuple(output_ids), request.sampling)
 
     def _runs(self, request: Request, takes: int) -> bool:
@@ -215,9 +256,13 @@ class PipelineLead:
             )
             if given.grown:
                 return step
-        waits = self._under_way or not self._depth or (self._growth is not None and self._growth.waits)
+        waits = (
+            self._under_way or not self._depth or (self._growth is not None and self._growth.waits)
+        )
         if waits and monotonic_s() - self._heard_s > ANSWER_TIMEOUT_S:
-            raise PeerSilent(f"the stages behind {self._resident.instance_id} have not answered for {ANSWER_TIMEOUT_S} s")
+            raise PeerSilent(
+                f"the stages behind {self._resident.instance_id} have not answered for {ANSWER_TIMEOUT_S} s"
+            )
         return step
 
     def _take_answer(self, plan: Plan | None, monotonic_s: Callable[[], float]) -> StageStep:
@@ -231,7 +276,9 @@ class PipelineLead:
                 return self._hand_out(plan, answer, self._heard_s)
             case KvCopied() if self._growth is not None:
                 self._growth.take_in(answer, frame)
-            case LeaderRuns() if self._growth is not None and answer.stop == self._growth.target.stop:
+            case LeaderRuns() if (
+                self._growth is not None and answer.stop == self._growth.target.stop
+            ):
                 return self._take_over(plan, answer.stop)
             case StageRefuses():
                 raise PeerLost(answer.message)
@@ -240,15 +287,22 @@ class PipelineLead:
         return StageStep(plan=plan)
 
     def _hand_out(self, plan: Plan | None, answer: SampledTokens, now_s: float) -> StageStep:
-        """Gives out a micro-batch's tokens. A request that lost its blocks meanwhile gets none: it draws the same one again."""
+        """Gives out a micro-batch's tokens.
+
+        A request that lost its blocks meanwhile gets none: it samples the same one again.
+        """
         done = self._under_way.popleft()
-        if answer.number != done.number or len(answer.drawn) != len(done.sampled):
-            raise PeerLost(f"the last stage answered micro-batch {answer.number}, not {done.number}")
-        known = zip(done.sampled, answer.drawn, strict=True)
-        current = [(request, drawn) for (request, takes), drawn in known if self._runs(request, takes)]
+        if answer.number != done.number or len(answer.sampled) != len(done.sampled):
+            raise PeerLost(
+                f"the last stage answered micro-batch {answer.number}, not {done.number}"
+            )
+        known = zip(done.sampled, answer.sampled, strict=True)
+        current = [
+            (request, sampled) for (request, takes), sampled in known if self._runs(request, takes)
+        ]
         requests: list[Request] = [request for request, _ in current]
-        drawn = settle(requests, [drawn for _, drawn in current])
-        return self._resident.hand_out(plan, requests, drawn, now_s)
+        sampled = settle(requests, [sampled for _, sampled in current])
+        return self._resident.hand_out(plan, requests, sampled, now_s)
 
     def _meet(self, stages: Sequence[StageHello]) -> None:
         """Learns what the stages are, and how many blocks all of them have.
@@ -258,8 +312,14 @@ class PipelineLead:
         """
         resident, stop = self._resident, 0
         for hello in stages:
-            if hello.stage.start != stop or hello.spec != resident.spec or hello.dtype is not resident.dtype:
-                raise PeerLost(f"stage [{hello.stage.start}, {hello.stage.stop}) does not follow on layer {stop} of one model")
+            if (
+                hello.stage.start != stop
+                or hello.spec != resident.spec
+                or hello.dtype is not resident.dtype
+            ):
+                raise PeerLost(
+                    f"stage [{hello.stage.start}, {hello.stage.stop}) does not follow on layer {stop} of one model"
+                )
             stop = hello.stage.stop
         if stop != resident.spec.num_layers or len(stages) < 2:
             raise PeerLost(f"the stages end at layer {stop} of {resident.spec.num_layers}")
@@ -268,10 +328,14 @@ class PipelineLead:
         self._stages = tuple(hello.stage for hello in stages[1:])
 
     def _take_over(self, plan: Plan | None, stop: int) -> StageStep:
-        """Runs the layers up to here from now on. A leader that has all of them needs no pipeline."""
+        """Runs the layers up to here from now on. A leader that has all of them needs no
+        pipeline.
+        """
         self._growth = None
         take_over(self._resident)
-        self._stages = tuple(Stage(max(stage.start, stop), stage.stop) for stage in self._stages if stage.stop > stop)
+        self._stages = tuple(
+            Stage(max(stage.start, stop), stage.stop) for stage in self._stages if stage.stop > stop
+        )
         self._depth = 1 + len(self._stages)
         if not self._stages:
             self.close()
@@ -280,7 +344,9 @@ class PipelineLead:
         return StageStep(plan=plan, grown=True)
 
     def _go_on_alone(self, error: EngineError, so_far: StageStep) -> StageStep:
-        """Runs the whole model, though its KV is lost: all requests run again, as far as parts are in place."""
+        """Runs the whole model, though its KV is lost: all requests run again, as far as parts are
+        in place.
+        """
         self.close()
         self._resident.pipeline = None
         take_over(self._resident)
@@ -291,7 +357,8 @@ class PipelineLead:
     def _lose(self, error: EngineError, so_far: StageStep | None = None) -> StageStep:
         """Ends every request of the pipeline; the stage itself stays, and can join another one.
 
-        A leader that is to have the whole model goes on alone instead. ``so_far`` is what the step gave before.
+        A leader that is to have the whole model goes on alone instead. ``so_far`` is what the step
+        gave before.
         """
         so_far = so_far or StageStep()
         if self._resident.target == self._resident.spec.whole:

@@ -2,7 +2,7 @@
 //
 //     [ header )[ kernels, names, parameter layouts )[ graph 0: nodes, edges, attributes, parameters )[ graph 1 ...)[ images )
 //
-// All places are offsets from the beginning; parameters are verbatim, addresses included. It is executable input: who loads one has
+// All places are offsets from the beginning; parameters are verbatim, addresses included. It is executable input: a process that loads one has
 // checked where it comes from; what is checked here is that it holds together.
 #pragma once
 

@@ -28,7 +28,7 @@ void release(DLManagedTensor *managed) { std::free(managed); }
 
 }  // namespace
 
-// Null: the process is out of memory. Whoever takes the tensor calls its deleter.
+// Null: the process is out of memory. The consumer of the tensor calls its deleter.
 PILOTLIGHT_EXPORT void *pilotlight_dlpack(std::uint64_t address, int device_type, int device_id, int type_code, int type_bits, int num_dims,
                                           const std::int64_t *shape) {
     auto *managed = static_cast<DLManagedTensor *>(std::calloc(1, sizeof(DLManagedTensor) + num_dims * sizeof(std::int64_t)));

@@ -83,7 +83,7 @@ int trim(Pool &pool, std::uint64_t first, std::uint64_t last) {
 
 }  // namespace
 
-// Otherwise a pool that nobody closed would take what is freed in the next arena, which may well lie where this one did.
+// Otherwise a pool that was not closed would take what is freed in the next arena, which may well lie where this one did.
 void end_pools(const Arena *arena) {
     std::lock_guard guard(pools_lock);
     for (auto &pool : pools)

@@ -17,7 +17,8 @@ from pilotlight.policy.model import Model
 from pilotlight.policy.plan import Instance
 
 REMEMBER_ENDED_S = 60.0
-"""Ended instances are kept so long: failures slow the next start down, late phases still find their cold start."""
+"""Ended instances are kept so long: failures slow the next start down, late phases still find their
+cold start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +30,8 @@ class Record:
     """As it was when the instance was planned: the row of the model may change or go."""
     trace_parent: str = ""
     tentative: bool = False
-    """Room is being asked for: it takes part in decisions, but there is no row and no command yet."""
+    """Room is being asked for: it takes part in decisions, but there is no row and no command yet.
+    """
     seen_on: frozenset[WorkerId] = frozenset()
     """Workers that were seen to hold their stage."""
 
@@ -52,8 +54,11 @@ class Books:
     by_digest: Mapping[Digest, Ids] = field(default_factory=dict[Digest, Ids])
     by_worker: Mapping[WorkerId, Ids] = field(default_factory=dict[WorkerId, Ids])
     by_node: Mapping[NodeId, Ids] = field(default_factory=dict[NodeId, Ids])
-    touched: Mapping[InstanceId, Record | None] = field(default_factory=dict[InstanceId, "Record | None"])
-    """What was put or forgotten since the last tick, and what it was then; None: it was not there."""
+    touched: Mapping[InstanceId, Record | None] = field(
+        default_factory=dict[InstanceId, "Record | None"]
+    )
+    """What was put or forgotten since the last tick, and what it was then; None: it was not there.
+    """
 
     def put(self, *records: Record) -> "Books":
         """Books with these in the place of those of the same instances.
@@ -103,19 +108,27 @@ class Books:
     def of_model(self, model: ModelName) -> tuple[Record, ...]:
         """Rows of one model that start or serve."""
         found = (self.records[instance_id] for instance_id in self.by_model.get(model, ()))
-        return tuple(one for one in found if one.is_row and one.instance.state in STARTING | SERVING)
+        return tuple(
+            one for one in found if one.is_row and one.instance.state in STARTING | SERVING
+        )
 
     def of_digest(self, digest: Digest) -> tuple[Record, ...]:
         """Rows of models with one digest, in the order in which they were planned."""
-        return tuple(one for key in self.by_digest.get(digest, ()) if (one := self.records[key]).is_row)
+        return tuple(
+            one for key in self.by_digest.get(digest, ()) if (one := self.records[key]).is_row
+        )
 
     def on_worker(self, worker_id: WorkerId) -> tuple[Record, ...]:
         """Rows with a stage on one worker."""
-        return tuple(one for key in self.by_worker.get(worker_id, ()) if (one := self.records[key]).is_row)
+        return tuple(
+            one for key in self.by_worker.get(worker_id, ()) if (one := self.records[key]).is_row
+        )
 
     def on_node(self, node_id: NodeId) -> tuple[Record, ...]:
         """Rows with a stage on one node."""
-        return tuple(one for key in self.by_node.get(node_id, ()) if (one := self.records[key]).is_row)
+        return tuple(
+            one for key in self.by_node.get(node_id, ()) if (one := self.records[key]).is_row
+        )
 
     def instances(self) -> tuple[Instance, ...]:
         """What decisions look at: rows, starts under way, and what has just ended."""
@@ -128,7 +141,9 @@ def _indexed(
     moved: Iterable[Record],
     touched: Mapping[InstanceId, Record | None],
 ) -> Books:
-    """Books of ``records``: the indexes of ``before``, mended where ``moved`` records are, or were."""
+    """Books of ``records``: the indexes of ``before``, mended where ``moved`` records are, or
+    were.
+    """
     models, digests = dict(before.by_model), dict(before.by_digest)
     workers, nodes = dict(before.by_worker), dict(before.by_node)
     for record in moved:
@@ -167,7 +182,9 @@ def _mend(index: dict[Key, Ids], key: Key, instance_id: InstanceId, *, present: 
         index.pop(key, None)
 
 
-def refreshed(books: Books, views: Iterable[WorkerView], waited_for: Iterable[ModelName], now_s: float) -> Books:
+def refreshed(
+    books: Books, views: Iterable[WorkerView], waited_for: Iterable[ModelName], now_s: float
+) -> Books:
     """Bring what reports say of use into the instances.
 
     ``last_used_s`` of an instance that serves is the end of its last request, or the last report

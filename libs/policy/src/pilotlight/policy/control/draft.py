@@ -19,15 +19,25 @@ from pilotlight.policy.scaling import Drain
 
 
 class Draft:
-    """Books and indexes. ``moved`` has what was decided in this tick, which the books of the next one show."""
+    """Books and indexes.
 
-    def __init__(self, books: Books, facts: ControlFacts, index: Index, rules: ControlRules) -> None:
+    ``moved`` has what was decided in this tick, which the books of the next one show.
+    """
+
+    def __init__(
+        self, books: Books, facts: ControlFacts, index: Index, rules: ControlRules
+    ) -> None:
         self.books = books
         self.facts = facts
         self.rules = rules
         self.index = index
         """As the last tick left it."""
-        self.rooms, self.copies, self.homes, self.holding = index.rooms, index.copies, index.homes, index.holding
+        self.rooms, self.copies, self.homes, self.holding = (
+            index.rooms,
+            index.copies,
+            index.homes,
+            index.holding,
+        )
         self.moved: dict[InstanceId, Record] = {}
         self.drains: list[Drain] = []
 
@@ -39,7 +49,9 @@ class Draft:
         found = ((change, self.books.get(change.instance_id)) for change in changes)
         self.put(
             *(
-                replace(record, instance=moved(record.instance, change, facts.term.epoch, facts.now_s))
+                replace(
+                    record, instance=moved(record.instance, change, facts.term.epoch, facts.now_s)
+                )
                 for change, record in found
                 if record is not None and record.is_row
             )
@@ -50,7 +62,11 @@ class Draft:
         fresh: dict[InstanceId, Drain] = {}
         for drain in drains:
             record = self.books.get(drain.instance_id)
-            if record is not None and record.is_row and record.instance.state is not InstanceState.DRAINING:
+            if (
+                record is not None
+                and record.is_row
+                and record.instance.state is not InstanceState.DRAINING
+            ):
                 fresh.setdefault(drain.instance_id, drain)
         self.drains.extend(fresh.values())
         self.move(map(drain_of, fresh.values()))
@@ -61,7 +77,9 @@ class Draft:
             return
         self.books = self.books.put(*records)
         self.moved.update((one.instance.instance_id, one) for one in records)
-        self.place({placement.worker_id for one in records for placement in one.instance.placements})
+        self.place(
+            {placement.worker_id for one in records for placement in one.instance.placements}
+        )
 
     @property
     def decided(self) -> Focus:
@@ -80,20 +98,34 @@ class Draft:
     @property
     def indexed(self) -> Index:
         """The index as it is now."""
-        return replace(self.index, rooms=self.rooms, copies=self.copies, homes=self.homes, holding=self.holding)
+        return replace(
+            self.index, rooms=self.rooms, copies=self.copies, homes=self.homes, holding=self.holding
+        )
 
     def hear(self, workers: AbstractSet[WorkerId], nodes: AbstractSet[NodeId]) -> None:
         """Bring the indexes up to what was heard of some workers and nodes."""
         facts = self.facts
-        self.copies = self.copies.put({node_id: _host_digests(facts.nodes.get(node_id)) for node_id in nodes})
+        self.copies = self.copies.put(
+            {node_id: _host_digests(facts.nodes.get(node_id)) for node_id in nodes}
+        )
         views = {worker_id: facts.workers.get(worker_id) for worker_id in workers}
-        homes = {key: frozenset[NodeId]() if one is None else frozenset((one.facts.node_id,)) for key, one in views.items()}
+        homes = {
+            key: frozenset[NodeId]() if one is None else frozenset((one.facts.node_id,))
+            for key, one in views.items()
+        }
         held = {
-            key: frozenset[ModelName]() if one is None else frozenset(stage.model for stage in one.facts.held)
+            key: frozenset[ModelName]()
+            if one is None
+            else frozenset(stage.model for stage in one.facts.held)
             for key, one in views.items()
         }
         self.homes, self.holding = self.homes.put(homes), self.holding.put(held)
-        elsewhere = (worker_id for node_id in nodes for worker_id in self.homes.to(node_id) if worker_id not in workers)
+        elsewhere = (
+            worker_id
+            for node_id in nodes
+            for worker_id in self.homes.to(node_id)
+            if worker_id not in workers
+        )
         self.place({*workers, *(one for one in elsewhere if not self._is_where_it_was(one))})
 
     def place(self, worker_ids: Iterable[WorkerId]) -> None:
@@ -112,7 +144,10 @@ class Draft:
 
     def _is_where_it_was(self, worker_id: WorkerId) -> bool:
         """Whether a report of its node leaves a worker in its place: most tell of copies alone."""
-        slot, node = self.rooms.slots.find(worker_id), self.facts.nodes.get(next(iter(self.homes.of(worker_id))))
+        slot, node = (
+            self.rooms.slots.find(worker_id),
+            self.facts.nodes.get(next(iter(self.homes.of(worker_id)))),
+        )
         if slot is None or slot.shape is None or node is None:
             return False
         return slot.shape.fits(node)
@@ -123,7 +158,11 @@ class Draft:
         return Snapshot(
             now_s=self.facts.now_s,
             epoch=self.facts.term.epoch,
-            models=tuple(one for held in worker.held if (one := self.facts.models.get(held.model)) is not None),
+            models=tuple(
+                one
+                for held in worker.held
+                if (one := self.facts.models.get(held.model)) is not None
+            ),
             instances=tuple(self.books.records[one].instance for one in ids),
         )
 
@@ -146,29 +185,47 @@ class Draft:
         Args:
             models: With all their instances.
             workers: With their nodes, instances, and the models that they hold.
-            digest: With all nodes that have copies, and instances in the order in which they were planned.
+            digest: With all nodes that have copies, and instances in the order in which they were
+                planned.
             demand: As it is.
         """
         facts, books = self.facts, self.books
-        asked, views = set(models), [facts.workers[one].facts for one in sorted(set(workers)) if one in facts.workers]
+        asked, views = (
+            set(models),
+            [facts.workers[one].facts for one in sorted(set(workers)) if one in facts.workers],
+        )
         planned = books.by_digest.get(digest, ()) if digest is not None else ()
         ids = {one for model in asked for one in books.by_model.get(model, ())}
         ids.update(one for worker in views for one in books.by_worker.get(worker.worker_id, ()))
-        instances = [books.records[one].instance for one in (*planned, *sorted(ids.difference(planned)))]
-        named = asked | {held.model for worker in views for held in worker.held} | {one.model for one in instances}
+        instances = [
+            books.records[one].instance for one in (*planned, *sorted(ids.difference(planned)))
+        ]
+        named = (
+            asked
+            | {held.model for worker in views for held in worker.held}
+            | {one.model for one in instances}
+        )
         node_ids = {worker.node_id for worker in views}
         if digest is not None:
             node_ids |= self.copies.to(digest)
-            node_ids.update(one.node_id for each in planned for one in books.records[each].instance.placements)
+            node_ids.update(
+                one.node_id for each in planned for one in books.records[each].instance.placements
+            )
         return Snapshot(
             now_s=facts.now_s,
             epoch=facts.term.epoch,
-            models=tuple(one for name in sorted(named) if (one := facts.models.get(name)) is not None),
-            nodes=tuple(one for node_id in sorted(node_ids) if (one := facts.nodes.get(node_id)) is not None),
+            models=tuple(
+                one for name in sorted(named) if (one := facts.models.get(name)) is not None
+            ),
+            nodes=tuple(
+                one for node_id in sorted(node_ids) if (one := facts.nodes.get(node_id)) is not None
+            ),
             workers=tuple(views),
             instances=tuple(instances),
             demand=demand,
-            estimates={name: facts.estimates[name] for name in sorted(named) if name in facts.estimates},
+            estimates={
+                name: facts.estimates[name] for name in sorted(named) if name in facts.estimates
+            },
             arrivals=facts.arrivals.of(sorted(named)),
             drains=facts.drains,
         )

@@ -1,4 +1,7 @@
-"""What a tick has to look at: what changed, and what falls due by time alone. Everything else is at rest."""
+"""What a tick has to look at: what changed, and what falls due by time alone.
+
+Everything else is at rest.
+"""
 
 import bisect
 import math
@@ -12,7 +15,8 @@ from pilotlight.policy.ids import InstanceId, ModelName, NodeId, WorkerId
 Key = TypeVar("Key", bound=str)
 
 EARLY_S = 0.001
-"""Times are looked at this much before they are due: a sum and a difference of floats may round differently."""
+"""Times are looked at this much before they are due: a sum and a difference of floats may round
+differently."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +56,9 @@ class Visited:
 
 @dataclass(frozen=True)
 class Dues(Generic[Key]):
-    """When each of some objects falls due. Immutable; the soonest is found without a look at the others.
+    """When each of some objects falls due.
+
+    Immutable; the soonest is found without a look at the others.
 
     A change copies the queue, so changes of one tick are made together.
     """

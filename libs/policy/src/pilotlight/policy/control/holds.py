@@ -1,4 +1,7 @@
-"""What every worker and node is to hold, made of the books alone. A hold is the whole desired state of its receiver."""
+"""What every worker and node is to hold, made of the books alone.
+
+A hold is the whole desired state of its receiver.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -6,13 +9,13 @@ from dataclasses import dataclass, replace
 from pilotlight.policy.cluster import HeldState, Member, NodeFacts, WorkerView
 from pilotlight.policy.control.books import Books, Record
 from pilotlight.policy.ids import Digest, Generation, InstanceId, NodeId, WorkerId
-from pilotlight.policy.instance import STARTING
+from pilotlight.policy.instance import BRINGING
 from pilotlight.policy.model import Model, Stage
 from pilotlight.policy.multicast import chains_of
 from pilotlight.policy.plan import Instance, InstanceState
 
 Upstreams = Mapping[tuple[NodeId, Digest], tuple[NodeId, ...]]
-"""From whom a node takes the parts of a model, the first to be asked first."""
+"""The nodes from which a node takes the parts of a model, the first to be asked first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +31,12 @@ class StageHold:
     draining: bool
     """Take no new request; the stage is let go when the last one has ended."""
     drain_within_s: float | None
-    """While ``draining``: how long requests may run on before they go on elsewhere. None: until they end."""
+    """While ``draining``: how long requests may run on before they go on elsewhere. None: until
+    they end."""
     trace_parent: str
     members: tuple[Member, ...] = ()
-    """The group, in the order of its stages, without addresses; empty where one worker holds the model."""
+    """The group, in the order of its stages, without addresses; empty where one worker holds the
+    model."""
 
     @property
     def essence(self) -> tuple[object, ...]:
@@ -41,7 +46,10 @@ class StageHold:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartFetch:
-    """Parts of one model that a node is to fetch for an instance that is on its way."""
+    """Parts of one model that a node is to fetch for an instance.
+
+    The instance is on its way, or a stage of it grows.
+    """
 
     instance_id: InstanceId
     generation: Generation
@@ -81,43 +89,57 @@ def members_of(instance: Instance) -> tuple[Member, ...]:
     """An instance's workers as a group; none where it has one alone."""
     if len(instance.placements) < 2:
         return ()
-    members = (Member(worker_id=one.worker_id, node_id=one.node_id, stage=one.stage) for one in instance.placements)
+    members = (
+        Member(worker_id=one.worker_id, node_id=one.node_id, stage=one.stage)
+        for one in instance.placements
+    )
     return tuple(sorted(members, key=lambda member: member.stage.start))
 
 
 def reached_at(
-    member: Member, nodes: Mapping[NodeId, NodeFacts], workers: Mapping[WorkerId, WorkerView], of: InstanceId
+    member: Member,
+    nodes: Mapping[NodeId, NodeFacts],
+    workers: Mapping[WorkerId, WorkerView],
+    of: InstanceId,
 ) -> Member:
     """A member with its address, as far as reports tell."""
     node, worker = nodes.get(member.node_id), workers.get(member.worker_id)
     held = worker.held(of) if worker is not None else None
-    return replace(member, host=node.dataplane_host if node is not None else "", port=held.port if held is not None else 0)
+    return replace(
+        member,
+        host=node.dataplane_host if node is not None else "",
+        port=held.port if held is not None else 0,
+    )
 
 
 def fetches_of(node_id: NodeId, books: Books, upstreams: Upstreams) -> tuple[PartFetch, ...]:
-    """Everything that one node is to fetch, and from whom, by instance: the parts of instances that are on their way."""
+    """Everything that one node is to fetch, and from whom, by instance.
+
+    The parts of instances that are on their way, and those of the added layers where a stage grows.
+    """
     fetches = [
         PartFetch(
             instance_id=record.instance.instance_id,
             generation=record.instance.generation,
             model=record.model,
-            parts=tuple(record.model.spec.parts_of(placement.stage)),
+            parts=parts,
             trace_parent=record.trace_parent,
             upstreams=upstreams.get((node_id, record.model.digest), ()),
         )
         for record in books.on_node(node_id)
-        if record.instance.state in STARTING
+        if record.instance.state in BRINGING
         for placement in record.instance.placements
-        if placement.node_id == node_id
+        if placement.node_id == node_id and (parts := placement.parts_of(record.model.spec))
     ]
     return tuple(sorted(fetches, key=lambda fetch: fetch.instance_id))
 
 
 def upstreams_of(records: Iterable[Record], nodes: Mapping[NodeId, NodeFacts]) -> Upstreams:
-    """Whom each node asks for the parts that it is to fetch (BlitzScale, section 5.1). Made of rows and reports alone, so that every
-    leader makes the same.
+    """The nodes that each node asks for the parts that it is to fetch (BlitzScale, section 5.1).
+    Made of rows and reports alone, so that
+    every leader makes the same.
     """
-    starting = [record for record in records if record.instance.state in STARTING]
+    starting = [record for record in records if record.instance.state in BRINGING]
     models = {record.model.digest: record.model for record in starting}
     told: dict[tuple[NodeId, Digest], tuple[NodeId, ...]] = {}
     for digest, model in models.items():
@@ -127,10 +149,14 @@ def upstreams_of(records: Iterable[Record], nodes: Mapping[NodeId, NodeFacts]) -
     return told
 
 
-def upstreams_at(node_ids: Iterable[NodeId], books: Books, nodes: Mapping[NodeId, NodeFacts]) -> Upstreams:
-    """Whom some nodes ask; of models that start elsewhere nothing."""
+def upstreams_at(
+    node_ids: Iterable[NodeId], books: Books, nodes: Mapping[NodeId, NodeFacts]
+) -> Upstreams:
+    """The nodes that some nodes ask; of models that start elsewhere nothing."""
     here = (record for node_id in node_ids for record in books.on_node(node_id))
-    digests = dict.fromkeys(record.instance.digest for record in here if record.instance.state in STARTING)
+    digests = dict.fromkeys(
+        record.instance.digest for record in here if record.instance.state in BRINGING
+    )
     return upstreams_of((record for digest in digests for record in books.of_digest(digest)), nodes)
 
 
@@ -153,6 +179,12 @@ def disagreement(holds: Iterable[StageHold], worker: WorkerView) -> str | None:
             if stage.state in (HeldState.LOADING, HeldState.READY):  # 4
                 return f"it is to drain {instance_id}"
         elif stage.generation < desired.generation:  # 3
-            return f"it holds {instance_id} at generation {stage.generation}, not {desired.generation}"
-    missing = [one.instance_id for one in wanted.values() if one.instance_id not in held and not one.draining]  # 2
+            return (
+                f"it holds {instance_id} at generation {stage.generation}, not {desired.generation}"
+            )
+    missing = [
+        one.instance_id
+        for one in wanted.values()
+        if one.instance_id not in held and not one.draining
+    ]  # 2
     return f"it does not hold {missing[0]}" if missing else None

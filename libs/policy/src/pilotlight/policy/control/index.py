@@ -41,11 +41,19 @@ class Links(Generic[One, Other]):
                     ones.add(one)
                 else:
                     ones.discard(one)
-        return Links(_put(self.there, news), _put(self.back, {other: frozenset(ones) for other, ones in back.items()}))
+        return Links(
+            _put(self.there, news),
+            _put(self.back, {other: frozenset(ones) for other, ones in back.items()}),
+        )
 
 
-def _put(table: Table[One, frozenset[Other]], news: Mapping[One, frozenset[Other]]) -> Table[One, frozenset[Other]]:
-    return table.put({one: others for one, others in news.items() if others}, [one for one, others in news.items() if not others])
+def _put(
+    table: Table[One, frozenset[Other]], news: Mapping[One, frozenset[Other]]
+) -> Table[One, frozenset[Other]]:
+    return table.put(
+        {one: others for one, others in news.items() if others},
+        [one for one, others in news.items() if not others],
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,13 +42,19 @@ class Look:
         else:
             self._add(facts.changed, self.index)
         self._add_touched(books)
-        views = (view for one in sorted(self.workers) if (view := facts.workers.get(one)) is not None)
+        views = (
+            view for one in sorted(self.workers) if (view := facts.workers.get(one)) is not None
+        )
         books = refreshed(books, views, {one.model for one in demand}, facts.now_s)
         books = books.without(
-            one for one in self.instances if one in books.records and forget_at_s(books.records[one].instance) <= facts.now_s
+            one
+            for one in self.instances
+            if one in books.records and forget_at_s(books.records[one].instance) <= facts.now_s
         )
         self._add_touched(books)
-        self.instances.update(one for worker_id in self.workers for one in books.by_worker.get(worker_id, ()))
+        self.instances.update(
+            one for worker_id in self.workers for one in books.by_worker.get(worker_id, ())
+        )
         return books
 
     def records(self, books: Books) -> list[Record]:
@@ -74,7 +80,9 @@ class Look:
         # Whether a model is pinned says what eviction could free.
         self.workers.update(one for model in changed.models for one in index.holding.to(model))
         self.nodes |= focus.nodes | turned
-        self.digests |= {books.records[one].instance.digest for one in focus.instances if one in books.records}
+        self.digests |= {
+            books.records[one].instance.digest for one in focus.instances if one in books.records
+        }
 
     def _add_touched(self, books: Books) -> None:
         for instance_id, before in books.touched.items():
@@ -95,13 +103,19 @@ def instances_due(
     after_s = facts.now_s - PASSED_S
     for instance_id in instances:
         record = books.get(instance_id)
-        judged_s = next_judgement_s(record, facts.workers, after_s, rules.reconcile) if record is not None else math.inf
+        judged_s = (
+            next_judgement_s(record, facts.workers, after_s, rules.reconcile)
+            if record is not None
+            else math.inf
+        )
         forget_s = forget_at_s(record.instance) if record is not None else math.inf
         times[instance_id] = min(judged_s, forget_s) - EARLY_S
     return times
 
 
-def models_due(models: Iterable[ModelName], seen: Snapshot, rules: ControlRules) -> Mapping[ModelName, float]:
+def models_due(
+    models: Iterable[ModelName], seen: Snapshot, rules: ControlRules
+) -> Mapping[ModelName, float]:
     """When models are to be looked at if nothing is asked for."""
     known = {model.name: model for model in seen.models}
     on = defaultdict[ModelName, list[Instance]](list)
@@ -109,6 +123,8 @@ def models_due(models: Iterable[ModelName], seen: Snapshot, rules: ControlRules)
         on[instance.model].append(instance)
     after_s = seen.now_s - PASSED_S
     return {
-        name: next_change_s(known[name], on[name], after_s, rules.scaling) - EARLY_S if name in known else math.inf
+        name: next_change_s(known[name], on[name], after_s, rules.scaling) - EARLY_S
+        if name in known
+        else math.inf
         for name in models
     }

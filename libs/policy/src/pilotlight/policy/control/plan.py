@@ -40,13 +40,16 @@ class ControlRules:
     repeat_s: float = 1.0
     """A hold is told again after this time, as far as ``repeat_limit`` allows."""
     repeat_limit: int = 32
-    """Workers, and nodes, that are told again in one tick because of the time alone, those first that were told longest ago."""
+    """Workers, and nodes, that are told again in one tick because of the time alone, those first
+    that were told longest ago."""
     explained_workers: int = 64
-    """In a cluster of no more workers than this, a decision's record has all of them. Else it has those that could be the answer."""
+    """In a cluster of no more workers than this, a decision's record has all of them. Else it has
+    those that could be the answer."""
     disagrees_again_s: float = 0.1
     """A report may have been under way while the hold was: it is given this long to be about it."""
     learn_s: float = 1.0
-    """Listened for this long, every live worker has reported several times; before that nothing is commanded."""
+    """Listened for this long, every live worker has reported several times; before that nothing is
+    commanded."""
     learned_s: float = 0.3
     """How long a standby that has listened for that long waits for workers that are silent."""
 
@@ -60,12 +63,12 @@ class Refusal:
     code: str
     message: str
     transient: bool
-    """The one who grants did not answer: another worker would be asked in vain."""
+    """The cache did not answer: another worker would be asked in vain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """The leader's own standing."""
+    """What the leader knows of its own term."""
 
     epoch: Epoch
     started_s: float
@@ -73,12 +76,14 @@ class Term:
     deaf: bool
     """The bus is lost: nothing is decided, absence is not taken for deletion."""
     announced: bool
-    """The epoch is known to those who must obey it."""
+    """The epoch is written where loaders learn it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlFacts:
-    """Everything that a tick looks at, at one moment. Mappings are not written to while it is kept."""
+    """Everything that a tick looks at, at one moment. Mappings are not written to while it is
+    kept.
+    """
 
     now_s: float
     term: Term
@@ -106,7 +111,8 @@ class ControlFacts:
     changed: Focus | None = None
     """Whose facts may be others than at the last tick; None: everything's.
 
-    The books note themselves what changed in them: they are those of the last plan, with what was put in them since.
+    The books note themselves what changed in them: they are those of the last plan, with what was
+    put in them since.
     """
 
 
@@ -121,7 +127,8 @@ class Backing:
     code: str
     """Of the last refusal."""
     recorded: frozenset[str] = frozenset()
-    """What the recorded decisions said: a model that waits for room must not write rows by the second."""
+    """What the recorded decisions said: a model that waits for room must not write rows by the
+    second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,12 +146,15 @@ class Memory:
     wanted: Mapping[ModelName, str] = field(default_factory=dict[ModelName, str])
     """Models that are to serve elsewhere before they leave a node that drains, and why."""
     backing: Mapping[ModelName, Backing] = field(default_factory=dict[ModelName, Backing])
-    tries: Mapping[ModelName, tuple[Refusal, ...]] = field(default_factory=dict[ModelName, tuple[Refusal, ...]])
+    tries: Mapping[ModelName, tuple[Refusal, ...]] = field(
+        default_factory=dict[ModelName, tuple[Refusal, ...]]
+    )
     """Refusals of the attempt that is under way."""
     told_workers: Table[WorkerId, Told] = field(default_factory=Table["WorkerId", Told])
     told_nodes: Table[NodeId, Told] = field(default_factory=Table["NodeId", Told])
     index: Index | None = None
-    """What the last tick found, so that the next one looks at what changed. None: it looks at everything."""
+    """What the last tick found, so that the next one looks at what changed. None: it looks at
+    everything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +228,9 @@ class Plan:
     """Of instances, as reports show them."""
     drain: tuple[Drain, ...] = ()
     """Instances that take no new requests from now on, and why."""
-    evicted: Mapping[ModelName, tuple[InstanceId, ...]] = field(default_factory=dict[ModelName, tuple[InstanceId, ...]])
+    evicted: Mapping[ModelName, tuple[InstanceId, ...]] = field(
+        default_factory=dict[ModelName, tuple[InstanceId, ...]]
+    )
     """For each eviction that was asked for, the instances that drain."""
     start: tuple[StartOrder, ...] = ()
     grow: tuple[GrowOrder, ...] = ()

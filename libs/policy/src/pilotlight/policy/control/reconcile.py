@@ -1,4 +1,7 @@
-"""From reports to events of instances. Pure: instances, workers and the time in; changes with reasons out."""
+"""From reports to events of instances.
+
+Pure: instances, workers and the time in; changes with reasons out.
+"""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -14,7 +17,8 @@ from pilotlight.policy.plan import Instance, InstanceState, Placement
 from pilotlight.policy.scaling import Drain
 
 WORKER_LOST, ENGINE_FAILED = "worker_lost", "engine_failed"
-"""Codes of the taxonomy (``common.errors``): an instance's reason begins with one, and clients are told it."""
+"""Codes of the taxonomy (``common.errors``): an instance's reason begins with one, and clients are
+told it."""
 
 _FREE = frozenset({HeldState.EVICTED, HeldState.FAILED})
 """Takes no room any more; the worker only waits to be told that it may forget it."""
@@ -59,7 +63,10 @@ class _Part:
 
 
 def reconcile(
-    tracked: Iterable[Record], workers: Mapping[WorkerId, WorkerView], now_s: float, rules: ReconcileRules
+    tracked: Iterable[Record],
+    workers: Mapping[WorkerId, WorkerView],
+    now_s: float,
+    rules: ReconcileRules,
 ) -> tuple[Change, ...]:
     """What the reports say of each instance.
 
@@ -67,7 +74,8 @@ def reconcile(
     2. draining, and no live worker holds a stage of it: released
     3. a worker of it is dead: failed
     4. a stage failed: failed, with the worker's reason
-    5. a stage was evicted, or its worker lets it go by itself: it drains; if none is left it is released with that
+    5. a stage was evicted, or its worker lets it go by itself: it drains; if none is left it is
+       released with that
     6. a stage that was held is not held any more: the worker was started anew, failed
     7. a live worker has not taken up its stage within the deadline: failed
     8. every stage is ready: ready, with the moves that were missed in between
@@ -75,7 +83,10 @@ def reconcile(
     """
     changes: list[Change] = []
     for one in tracked:
-        parts = [_part(one.instance, placement, workers, now_s, rules) for placement in one.instance.placements]
+        parts = [
+            _part(one.instance, placement, workers, now_s, rules)
+            for placement in one.instance.placements
+        ]
         change = _judge(one, parts, now_s, rules)
         if change is not None:
             changes.append(change)
@@ -88,17 +99,24 @@ def _judge(one: Record, parts: list[_Part], now_s: float, rules: ReconcileRules)
     heard_s = max((part.worker.heard_s for part in parts if part.worker is not None), default=0.0)
 
     def change(reason: str, *events: InstanceEvent) -> Change:
-        return Change(instance_id=instance.instance_id, events=events, reason=reason, heard_s=heard_s)
+        return Change(
+            instance_id=instance.instance_id, events=events, reason=reason, heard_s=heard_s
+        )
 
     if state in ENDED:  # 1
         return None
-    all_free = all(part.dead or part.absent or (part.held is not None and part.held.state in _FREE) for part in parts)
+    all_free = all(
+        part.dead or part.absent or (part.held is not None and part.held.state in _FREE)
+        for part in parts
+    )
     if state is InstanceState.DRAINING:  # 2
         return change(instance.reason, InstanceEvent.RELEASED) if all_free else None
     failure = _failure(one, parts, now_s, rules)  # 3, 4, 6, 7
     if failure is not None:
         return change(failure, InstanceEvent.FAIL)
-    leaving = next((part.held for part in parts if part.held is not None and part.held.state in _LEAVING), None)
+    leaving = next(
+        (part.held for part in parts if part.held is not None and part.held.state in _LEAVING), None
+    )
     if leaving is not None:  # 5
         reason = leaving.reason or f"its worker reports it as {leaving.state.value}"
         return change(reason, InstanceEvent.DRAIN, *((InstanceEvent.RELEASED,) if all_free else ()))
@@ -128,12 +146,16 @@ def _failure(one: Record, parts: list[_Part], now_s: float, rules: ReconcileRule
         if part.dead:  # 3
             return f"{WORKER_LOST}: worker {worker_id} is gone"
         if part.held is not None and part.held.state is HeldState.FAILED:  # 4
-            return part.held.reason or f"{ENGINE_FAILED}: worker {worker_id} could not load its stage"
+            return (
+                part.held.reason or f"{ENGINE_FAILED}: worker {worker_id} could not load its stage"
+            )
         if not part.absent:
             continue
         loaded_alone = instance.state is InstanceState.LOADING and len(parts) == 1
         if instance.state in SERVING or worker_id in one.seen_on or loaded_alone:  # 6
-            return f"{WORKER_LOST}: worker {worker_id} was started anew and does not hold it any more"
+            return (
+                f"{WORKER_LOST}: worker {worker_id} was started anew and does not hold it any more"
+            )
         waited_s = now_s - max(instance.state_since_s, rules.term_started_s)
         if waited_s > rules.hold_deadline_s:  # 7
             return f"{ENGINE_FAILED}: worker {worker_id} did not take up its stage within {rules.hold_deadline_s:g} s"
@@ -141,24 +163,39 @@ def _failure(one: Record, parts: list[_Part], now_s: float, rules: ReconcileRule
 
 
 def _part(
-    instance: Instance, placement: Placement, workers: Mapping[WorkerId, WorkerView], now_s: float, rules: ReconcileRules
+    instance: Instance,
+    placement: Placement,
+    workers: Mapping[WorkerId, WorkerView],
+    now_s: float,
+    rules: ReconcileRules,
 ) -> _Part:
     worker = workers.get(placement.worker_id)
     since_s = max(instance.state_since_s, rules.term_started_s)
     if worker is None:
-        return _Part(placement=placement, worker=None, held=None, dead=now_s - since_s >= DEAD_AFTER_S, absent=False)
+        return _Part(
+            placement=placement,
+            worker=None,
+            held=None,
+            dead=now_s - since_s >= DEAD_AFTER_S,
+            absent=False,
+        )
     held = worker.held(instance.instance_id)
     return _Part(
         placement=placement,
         worker=worker,
         held=held,
-        dead=worker.facts.liveness is Liveness.DEAD and now_s - rules.term_started_s >= _dead_grace_s(worker, rules),
+        dead=worker.facts.liveness is Liveness.DEAD
+        and now_s - rules.term_started_s >= _dead_grace_s(worker, rules),
         absent=held is None and worker.heard_s > since_s,
     )
 
 
-def next_judgement_s(one: Record, workers: Mapping[WorkerId, WorkerView], after_s: float, rules: ReconcileRules) -> float:
-    """When, after a time, silence alone could next change an instance: rules 2, 3 and 7; infinite: never."""
+def next_judgement_s(
+    one: Record, workers: Mapping[WorkerId, WorkerView], after_s: float, rules: ReconcileRules
+) -> float:
+    """When, after a time, silence alone could next change an instance: rules 2, 3 and 7; infinite:
+    never.
+    """
     instance = one.instance
     if not one.is_row:
         return math.inf
@@ -176,28 +213,33 @@ def next_judgement_s(one: Record, workers: Mapping[WorkerId, WorkerView], after_
 
 
 def _dead_grace_s(worker: WorkerView, rules: ReconcileRules) -> float:
-    """A worker that was last heard before the term began may have been missed by our own doing: it gets the full time anew."""
+    """A worker that was last heard before the term began may have been missed by our own doing: it
+    gets the full time anew.
+    """
     return DEAD_AFTER_S if worker.heard_s < rules.term_started_s else 0.0
 
 
 def moved(before: Instance, change: Change, epoch: Epoch, now_s: float) -> Instance:
     """The instance after its events.
 
-    A drain is a new generation, and so are other stages: workers that already obey the old one must hear of it. Time spent in a
-    state counts from the last event; that spent on the way to the first token is added up.
+    A drain is a new generation, and so are other stages: workers that already obey the old one must
+    hear of it. Time spent in a state counts from the last event; that spent on the way to the first
+    token is added up.
     """
     state = before.state
     for event in change.events:
         state = step(state, event)
     drains = InstanceEvent.DRAIN in change.events and state not in ENDED
-    placements = change.placements or before.placements
-    renewed = drains or placements != before.placements
+    placements = _placed(before, change.placements or before.placements, state)
+    renewed = drains or _bare(placements) != _bare(before.placements)
     return replace(
         before,
         state=state,
         generation=Generation(before.generation + 1) if renewed else before.generation,
         placements=placements,
-        load_s=before.load_s + now_s - before.state_since_s if before.state in STARTING else before.load_s,
+        load_s=before.load_s + now_s - before.state_since_s
+        if before.state in STARTING
+        else before.load_s,
         drain_within_s=change.drain_within_s if drains else before.drain_within_s,
         epoch=epoch,
         state_since_s=now_s,
@@ -208,8 +250,30 @@ def moved(before: Instance, change: Change, epoch: Epoch, now_s: float) -> Insta
     )
 
 
+def _placed(
+    before: Instance, placements: tuple[Placement, ...], state: InstanceState
+) -> tuple[Placement, ...]:
+    """Stages, while an instance consolidates with the ranges that their workers have already.
+
+    A range that is being brought when the stages change again is not there yet: the one before it
+    counts.
+    """
+    if state is not InstanceState.CONSOLIDATING:
+        return _bare(placements)
+    anew = before.state is not InstanceState.CONSOLIDATING
+    had = {one.worker_id: one.stage if anew else one.held for one in before.placements}
+    return tuple(replace(one, held=had.get(one.worker_id)) for one in placements)
+
+
+def _bare(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
+    return tuple(one if one.held is None else replace(one, held=None) for one in placements)
+
+
 def drain_of(drain: Drain) -> Change:
     """The change that takes an instance out of service."""
     return Change(
-        instance_id=drain.instance_id, events=(InstanceEvent.DRAIN,), reason=drain.reason, drain_within_s=drain.within_s
+        instance_id=drain.instance_id,
+        events=(InstanceEvent.DRAIN,),
+        reason=drain.reason,
+        drain_within_s=drain.within_s,
     )

@@ -1,12 +1,13 @@
 """Workers by the room that they have, so that a placement looks at few of them.
 
-A placement compares workers by what it predicts there, and by their ids. Workers of one *shape* (device, link,
-transfers under way) differ by nothing but their room and id: of each shape the first ids with enough room are enough,
-beside the workers that have copies of the model or failed to load it. The policies then run over this shortlist and
-give the same answer as over all workers.
+A placement compares workers by what it predicts there, and by their ids. Workers of one *shape*
+(device, link, transfers under way) differ by nothing but their room and id: of each shape the first
+ids with enough room are enough, beside the workers that have copies of the model or failed to load
+it. The policies then run over this shortlist and give the same answer as over all workers.
 
-Room on a worker changes by itself as what it holds grows older (``placement.ServiceRules``, the minimum residency).
-The index keeps what could be freed at best, and each search computes what can be freed now.
+Room on a worker changes by itself as what it holds grows older (``placement.ServiceRules``, the
+minimum residency). The index keeps what could be freed at best, and each search computes what can
+be freed now.
 """
 
 import bisect
@@ -24,7 +25,12 @@ from pilotlight.policy.cost import known_rate
 from pilotlight.policy.ids import WorkerId
 from pilotlight.policy.instance import SERVING
 from pilotlight.policy.parallelism import Fleet, has_known_room
-from pilotlight.policy.placement import PlacementRules, committed_bytes, evictable_bytes, why_unusable
+from pilotlight.policy.placement import (
+    PlacementRules,
+    committed_bytes,
+    evictable_bytes,
+    why_unusable,
+)
 from pilotlight.policy.plan import InstanceState, Snapshot
 
 
@@ -44,7 +50,12 @@ class Shape:
     def fits(self, node: NodeFacts) -> bool:
         """Whether a node leaves its workers in this shape."""
         usable = node.liveness is Liveness.ALIVE and not node.draining
-        return usable and _links(node) == (self.nic_bytes_per_s, self.transfers, self.pool_unit_bytes, self.pool_bytes)
+        return usable and _links(node) == (
+            self.nic_bytes_per_s,
+            self.transfers,
+            self.pool_unit_bytes,
+            self.pool_bytes,
+        )
 
 
 def _links(node: NodeFacts) -> tuple[float, int, int, int]:
@@ -74,20 +85,28 @@ class Slot:
         return self.at_best_bytes > self.free_bytes
 
 
-def slot_of(worker: WorkerFacts, node: NodeFacts | None, here: Snapshot | None, rules: PlacementRules) -> Slot:
+def slot_of(
+    worker: WorkerFacts, node: NodeFacts | None, here: Snapshot | None, rules: PlacementRules
+) -> Slot:
     """Where a worker belongs.
 
     Args:
         worker: What is known of it.
         node: Its node, if that is known.
-        here: Its instances, and the models that it holds; of all others nothing. None: there are none.
+        here: Its instances, and the models that it holds; of all others nothing. None: there are
+            none.
         rules: How workers are chosen.
     """
     memory_bytes = worker.device.memory_bytes
     shape = None
     if node is not None and why_unusable(worker, node) is None:
-        rate, degraded = known_rate(worker.device.load_bytes_per_s), worker.health.state is HealthState.DEGRADED
-        shape = Shape(worker.device.kind, rate, worker.device.granule_bytes, degraded, *_links(node))
+        rate, degraded = (
+            known_rate(worker.device.load_bytes_per_s),
+            worker.health.state is HealthState.DEGRADED,
+        )
+        shape = Shape(
+            worker.device.kind, rate, worker.device.granule_bytes, degraded, *_links(node)
+        )
     instances = here.instances if here is not None else ()
     free_bytes = at_best_bytes = memory_bytes
     if here is not None:
@@ -117,10 +136,14 @@ class Shelf:
 
     ranked: tuple[tuple[int, WorkerId], ...] = ()
     """The least bytes first."""
-    levels: Mapping[int, tuple[WorkerId, ...]] = field(default_factory=dict[int, "tuple[WorkerId, ...]"])
+    levels: Mapping[int, tuple[WorkerId, ...]] = field(
+        default_factory=dict[int, "tuple[WorkerId, ...]"]
+    )
     """By ``_level``, each in the order of ids."""
 
-    def moved(self, gone: Sequence[tuple[int, WorkerId]], come: Sequence[tuple[int, WorkerId]]) -> "Shelf":
+    def moved(
+        self, gone: Sequence[tuple[int, WorkerId]], come: Sequence[tuple[int, WorkerId]]
+    ) -> "Shelf":
         """After some workers' bytes have changed."""
         if not gone and not come:
             return self
@@ -140,7 +163,10 @@ class Shelf:
         return Shelf(tuple(ranked), {level: ids for level, ids in levels.items() if ids})
 
     def at_least(self, size_bytes: int) -> Iterator[Iterator[WorkerId]]:
-        """Buckets of workers that may have a number of bytes, each in the order of ids. Those of the lowest may have less."""
+        """Buckets of workers that may have a number of bytes, each in the order of ids.
+
+        Those of the lowest may have less.
+        """
         lowest = _level(size_bytes)
         return (iter(ids) for level, ids in self.levels.items() if level >= lowest)
 
@@ -185,10 +211,14 @@ class Rooms:
         if not news:
             return self
         slots = self.slots.put(
-            {key: slot for key, slot in news.items() if slot is not None}, [key for key, slot in news.items() if slot is None]
+            {key: slot for key, slot in news.items() if slot is not None},
+            [key for key, slot in news.items() if slot is None],
         )
         sizes, shapes = Counter(self.sizes), dict(self.shapes)
-        gone, come = defaultdict[Shape, list[WorkerId]](list), defaultdict[Shape, list[WorkerId]](list)
+        gone, come = (
+            defaultdict[Shape, list[WorkerId]](list),
+            defaultdict[Shape, list[WorkerId]](list),
+        )
         for worker_id, slot in news.items():
             before = self.slots.find(worker_id)
             if before is not None and before.size is not None:
@@ -201,10 +231,14 @@ class Rooms:
                 come[slot.shape].append(worker_id)
         for shape in {*gone, *come}:
             known = shapes.get(shape, Shelves())
-            left, joined = [(self.slots[one], one) for one in gone[shape]], [(slots[one], one) for one in come[shape]]
+            left, joined = (
+                [(self.slots[one], one) for one in gone[shape]],
+                [(slots[one], one) for one in come[shape]],
+            )
             shelves = Shelves(
                 free=known.free.moved(
-                    [(old.free_bytes, one) for old, one in left], [(new.free_bytes, one) for new, one in joined]
+                    [(old.free_bytes, one) for old, one in left],
+                    [(new.free_bytes, one) for new, one in joined],
                 ),
                 evictable=known.evictable.moved(
                     [(old.at_best_bytes, one) for old, one in left if old.is_evictable],
@@ -229,9 +263,15 @@ class Rooms:
         return Fleet(workers=len(self.slots), sizes=self.sizes)
 
     def first(
-        self, shape: Shape, least_bytes: int, skipped: AbstractSet[WorkerId], exact: Exact, count: int
+        self,
+        shape: Shape,
+        least_bytes: int,
+        skipped: AbstractSet[WorkerId],
+        exact: Exact,
+        count: int,
     ) -> tuple[WorkerId, ...]:
-        """The first ``count`` ids of the workers of a shape on which room is free, and of those on which it can be made.
+        """The first ``count`` ids of the workers of a shape on which room is free, and of those on
+        which it can be made.
 
         Args:
             shape: Of the workers.
@@ -247,12 +287,23 @@ class Rooms:
 
         def can_be_made(worker_id: WorkerId) -> bool:
             slot = self.slots[worker_id]
-            if worker_id in skipped or slot.free_bytes >= least_bytes or slot.at_best_bytes < least_bytes:
+            if (
+                worker_id in skipped
+                or slot.free_bytes >= least_bytes
+                or slot.at_best_bytes < least_bytes
+            ):
                 return False
             return exact(worker_id) >= least_bytes
 
-        free = heapq.merge(*(islice(filter(is_free, ids), count) for ids in shelves.free.at_least(least_bytes)))
-        made = heapq.merge(*(islice(filter(can_be_made, ids), count) for ids in shelves.evictable.at_least(least_bytes)))
+        free = heapq.merge(
+            *(islice(filter(is_free, ids), count) for ids in shelves.free.at_least(least_bytes))
+        )
+        made = heapq.merge(
+            *(
+                islice(filter(can_be_made, ids), count)
+                for ids in shelves.evictable.at_least(least_bytes)
+            )
+        )
         return (*islice(free, count), *islice(made, count))
 
     def roomiest(self, shape: Shape, exact: Exact, count: int) -> tuple[WorkerId, ...]:
@@ -281,6 +332,8 @@ class Rooms:
 def _flagged(
     before: frozenset[WorkerId], news: Mapping[WorkerId, Slot | None], flag: Callable[[Slot], bool]
 ) -> frozenset[WorkerId]:
-    now = frozenset(worker_id for worker_id, slot in news.items() if slot is not None and flag(slot))
+    now = frozenset(
+        worker_id for worker_id, slot in news.items() if slot is not None and flag(slot)
+    )
     then = before & news.keys()
     return before if now == then else (before - then) | now

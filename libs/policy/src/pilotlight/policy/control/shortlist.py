@@ -1,4 +1,6 @@
-"""Which workers can be the answer of a placement: the policies look at these, and answer as if they had looked at all."""
+"""Which workers can be the answer of a placement: the policies look at these, and answer as if they
+had looked at all.
+"""
 
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
@@ -19,9 +21,14 @@ NEAREST = 4
 
 
 def for_start(
-    model: Model, draft: Draft, rules: PlacementRules, excluding: frozenset[WorkerId] = frozenset(), count: int = CONSIDERED
+    model: Model,
+    draft: Draft,
+    rules: PlacementRules,
+    excluding: frozenset[WorkerId] = frozenset(),
+    count: int = CONSIDERED,
 ) -> frozenset[WorkerId]:
-    """Workers among which the best ``count`` for one instance of a model are (``parallelism.choose_scheme``).
+    """Workers among which the best ``count`` for one instance of a model are
+    (``parallelism.choose_scheme``).
 
     1. those with copies of the model, or on which it failed of late: they are predicted one by one
     2. of every shape the first ids with enough room, and the first on which it can be made
@@ -34,34 +41,47 @@ def for_start(
         count: How many are wanted.
     """
     books, digest = draft.books, model.digest
-    found = {worker_id for node_id in draft.copies.to(digest) for worker_id in draft.homes.to(node_id)}  # 1
+    found = {
+        worker_id for node_id in draft.copies.to(digest) for worker_id in draft.homes.to(node_id)
+    }  # 1
     for key in books.by_digest.get(digest, ()):
         if books.records[key].instance.state is InstanceState.FAILED:
             found.update(one.worker_id for one in books.records[key].instance.placements)
     skipped = found | excluding | _having(model.name, draft)
     for shape in draft.rooms.shapes:  # 2
         least_bytes = stage_room(model, model.spec.whole, shape.granule_bytes).least_bytes
-        found.update(draft.rooms.first(shape, least_bytes, skipped, lambda one: draft.room_on(one, rules), count))
+        found.update(
+            draft.rooms.first(
+                shape, least_bytes, skipped, lambda one: draft.room_on(one, rules), count
+            )
+        )
     return frozenset(found)
 
 
 def nearest(draft: Draft, limit: int) -> frozenset[WorkerId]:
-    """Workers of which a decision's record says why they were not chosen: all of a small cluster, else the roomiest."""
+    """Workers of which a decision's record says why they were not chosen: all of a small cluster,
+    else the roomiest.
+    """
     if len(draft.facts.workers) <= limit:
         return frozenset(draft.facts.workers)
     rules = draft.rules.scheme.placement
     shapes = draft.rooms.shapes
     return frozenset(
-        one for shape in shapes for one in draft.rooms.roomiest(shape, lambda one: draft.room_on(one, rules), NEAREST)
+        one
+        for shape in shapes
+        for one in draft.rooms.roomiest(shape, lambda one: draft.room_on(one, rules), NEAREST)
     )
 
 
-def for_turns(wanted: Iterable[ModelName], demand: Iterable[Demand], draft: Draft, rules: TurnRules) -> frozenset[WorkerId]:
+def for_turns(
+    wanted: Iterable[ModelName], demand: Iterable[Demand], draft: Draft, rules: TurnRules
+) -> frozenset[WorkerId]:
     """Workers among which the places for a line of models are (``turns.plan_turns``).
 
     1. of every shape the roomiest: one more than models can take from each other
     2. those on which something drains, or leaves its node: room is on its way there
-    3. when a model has waited for too long and finds no room: all on which requests run, for some may make room
+    3. when a model has waited for too long and finds no room: all on which requests run, for some
+       may make room
 
     Args:
         wanted: Models that are to have one more instance.
@@ -74,7 +94,9 @@ def for_turns(wanted: Iterable[ModelName], demand: Iterable[Demand], draft: Draf
     taken = min(len(line), rules.line_limit)
     count = taken + 1 + max((len(_having(model.name, draft)) for model in line), default=0)
     found = {
-        one for shape in rooms.shapes for one in rooms.roomiest(shape, lambda one: draft.room_on(one, placement), count)
+        one
+        for shape in rooms.shapes
+        for one in rooms.roomiest(shape, lambda one: draft.room_on(one, placement), count)
     }  # 1
     found |= rooms.leaving  # 2
     for drain in facts.drains:
@@ -87,7 +109,9 @@ def for_turns(wanted: Iterable[ModelName], demand: Iterable[Demand], draft: Draf
     return frozenset(found)
 
 
-def _places(model: Model, workers: AbstractSet[WorkerId], draft: Draft, rules: PlacementRules) -> int:
+def _places(
+    model: Model, workers: AbstractSet[WorkerId], draft: Draft, rules: PlacementRules
+) -> int:
     """On how many workers there is room for a model."""
     count = 0
     for worker_id in workers - _having(model.name, draft):
@@ -97,7 +121,10 @@ def _places(model: Model, workers: AbstractSet[WorkerId], draft: Draft, rules: P
         view = draft.facts.workers[worker_id]
         node = draft.facts.nodes[view.facts.node_id]
         least_bytes = stage_room(model, model.spec.whole, slot.shape.granule_bytes).least_bytes
-        fits = slot.at_best_bytes >= least_bytes and node.pool_room_bytes(model.spec.part_bytes) <= node.pool_bytes
+        fits = (
+            slot.at_best_bytes >= least_bytes
+            and node.pool_room_bytes(model.spec.part_bytes) <= node.pool_bytes
+        )
         count += fits and draft.room_on(worker_id, rules) >= least_bytes
     return count
 

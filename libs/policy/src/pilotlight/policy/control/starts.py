@@ -8,9 +8,25 @@ from typing import Protocol
 
 from pilotlight.policy.control.books import Books, Record
 from pilotlight.policy.control.draft import Draft
-from pilotlight.policy.control.plan import Backing, ControlFacts, ControlRules, Memory, Refusal, RefusedStart, StartOrder
+from pilotlight.policy.control.plan import (
+    Backing,
+    ControlFacts,
+    ControlRules,
+    Memory,
+    Refusal,
+    RefusedStart,
+    StartOrder,
+)
 from pilotlight.policy.control.shortlist import for_start, nearest
-from pilotlight.policy.ids import DecisionId, Digest, Generation, InstanceId, ModelName, NodeId, WorkerId
+from pilotlight.policy.ids import (
+    DecisionId,
+    Digest,
+    Generation,
+    InstanceId,
+    ModelName,
+    NodeId,
+    WorkerId,
+)
 from pilotlight.policy.model import Model
 from pilotlight.policy.parallelism import SchemeChoice, choose_scheme
 from pilotlight.policy.plan import Instance, InstanceState, Snapshot
@@ -22,7 +38,8 @@ NO_ROOM, NO_WORKER = "no_room", "no_worker"
 
 
 Choose = Callable[[Model, frozenset[WorkerId], tuple[Demand, ...]], tuple[Snapshot, SchemeChoice]]
-"""Model, workers that may not be chosen, demand; to what the choice was made from, and the choice."""
+"""Model, workers that may not be chosen, demand; to what the choice was made from, and the choice.
+"""
 
 
 class Drafted(Protocol):
@@ -38,14 +55,21 @@ class Tries:
     """Starts: where each goes, and what comes of refusals.
 
     1. a start of the model is asking for room already: it is waited for
-    2. its attempt was refused everywhere, or nobody could grant: it waits, the longer the more attempts were refused
+    2. its attempt was refused everywhere, or no cache could grant: it waits, the longer the more
+       attempts were refused
     3. while it waits, only a change of the workers ends that early
-    4. some worker may take it: room is asked for there, leaving out those that refused in this attempt
+    4. some worker may take it: room is asked for there, leaving out those that refused in this
+       attempt
     5. none may: the attempt is refused
     """
 
     def __init__(
-        self, facts: ControlFacts, memory: Memory, rules: ControlRules, waited_for: set[ModelName], choose: Choose
+        self,
+        facts: ControlFacts,
+        memory: Memory,
+        rules: ControlRules,
+        waited_for: set[ModelName],
+        choose: Choose,
     ) -> None:
         self._facts = facts
         self._rules = rules
@@ -54,25 +78,44 @@ class Tries:
         self.refused: list[RefusedStart] = []
         self.looked_at = 0
         """Workers that were compared."""
-        # Refusals of models that nobody waits for any more count no longer.
+        # Refusals of models without demand count no longer.
         over = set(facts.started)
-        self.backing = {model: one for model, one in memory.backing.items() if model in waited_for and model not in over}
-        self.tries = {model: one for model, one in memory.tries.items() if model in waited_for and model not in over}
+        self.backing = {
+            model: one
+            for model, one in memory.backing.items()
+            if model in waited_for and model not in over
+        }
+        self.tries = {
+            model: one
+            for model, one in memory.tries.items()
+            if model in waited_for and model not in over
+        }
         for refusal in facts.refusals:
             if refusal.model in waited_for:
                 self.tries[refusal.model] = (*self.tries.get(refusal.model, ()), refusal)
 
     def begin(
-        self, start: Start, left: frozenset[WorkerId], draft: Drafted, demand: tuple[Demand, ...], wanted: Mapping[ModelName, str]
+        self,
+        start: Start,
+        left: frozenset[WorkerId],
+        draft: Drafted,
+        demand: tuple[Demand, ...],
+        wanted: Mapping[ModelName, str],
     ) -> None:
         """Take up one model's turn. ``left``: workers whose room is kept for others."""
         model = self._facts.models.get(start.model)
-        if model is None or any(draft.books.records[one].tentative for one in draft.books.by_model.get(model.name, ())):  # 1
+        if model is None or any(
+            draft.books.records[one].tentative for one in draft.books.by_model.get(model.name, ())
+        ):  # 1
             return
         tried = self.tries.get(model.name, ())
         if not tried and not self._may_try(model.name):  # 3
             return
-        reason = start.reason if model.name in self._facts.awaited else wanted.get(model.name, start.reason)
+        reason = (
+            start.reason
+            if model.name in self._facts.awaited
+            else wanted.get(model.name, start.reason)
+        )
         excluded = left.union(one.worker_id for one in tried)
         seen, choice = self._choose(model, excluded, demand)
         self.looked_at += len(seen.workers)
@@ -84,9 +127,17 @@ class Tries:
         trace = next((one.trace_parent for one in demand if one.model == model.name), "")
         seen_s = self._facts.demand_seen_s.get(model.name, self._facts.now_s)
         self.orders.append(
-            StartOrder(model=model, reason=reason, choice=choice, seen=seen, demand_seen_s=seen_s, trace_parent=trace)
+            StartOrder(
+                model=model,
+                reason=reason,
+                choice=choice,
+                seen=seen,
+                demand_seen_s=seen_s,
+                trace_parent=trace,
+            )
         )
-        # What follows in this tick counts it; the books that are kept get it from whoever asks for its room.
+        # What follows in this tick counts it; the books that are kept get it from the start that
+        # asks for its room.
         draft.put(_tentative(model, choice, self._facts, reason))
 
     def _may_try(self, model: ModelName) -> bool:
@@ -94,15 +145,26 @@ class Tries:
         now_s = self._facts.now_s
         if waits is None or now_s >= waits.retry_at_s:
             return True
-        return waits.world_version != self._facts.world_version and now_s - waits.at_s >= self._rules.retry_at_once_s
+        return (
+            waits.world_version != self._facts.world_version
+            and now_s - waits.at_s >= self._rules.retry_at_once_s
+        )
 
-    def _refuse(self, model: Model, reason: str, choice: SchemeChoice, seen: Snapshot, tried: tuple[Refusal, ...]) -> None:
+    def _refuse(
+        self,
+        model: Model,
+        reason: str,
+        choice: SchemeChoice,
+        seen: Snapshot,
+        tried: tuple[Refusal, ...],
+    ) -> None:
         """Say why nothing is started, and wait before the next attempt."""
         if tried:
             code, message = tried[-1].code, tried[-1].message
         else:
             code, message = NO_WORKER if choice.no_worker_ever else NO_ROOM, choice.reason
-        # Byte counts and ages differ from attempt to attempt; what makes a refusal a new one is who refused and how.
+        # Byte counts and ages differ from attempt to attempt; a refusal is a new one by what
+        # refused, and how.
         essence = f"{code} {sorted((one.worker_id, one.code) for one in tried)}"
         before = self.backing.get(model.name)
         recorded = before.recorded if before is not None else frozenset[str]()
@@ -115,17 +177,27 @@ class Tries:
             code=code,
             recorded=recorded | {essence},
         )
-        reasons = [reason, choice.reason, *(f"{one.worker_id}: {one.reason}" for one in choice.rejected)]
+        reasons = [
+            reason,
+            choice.reason,
+            *(f"{one.worker_id}: {one.reason}" for one in choice.rejected),
+        ]
         reasons += [f"{one.worker_id}: {one.code}: {one.message}" for one in tried]
         self.refused.append(
             RefusedStart(
-                model=model.name, code=code, message=message, reasons=tuple(reasons), seen=seen, record=essence not in recorded
+                model=model.name,
+                code=code,
+                message=message,
+                reasons=tuple(reasons),
+                seen=seen,
+                record=essence not in recorded,
             )
         )
 
 
 def retry_pause_s(model: ModelName, attempts: int, rules: ControlRules) -> float:
-    """The pause after so many refused attempts, at least 1: exponential, with jitter that follows from the model's name, so that a log can
+    """The pause after a number of refusals, at least 1: exponential, with jitter that follows from
+    the model's name, so that a log can
     be replayed.
     """
     ceiling_s = min(rules.retry_limit_s, rules.retry_first_s * 2.0 ** min(attempts - 1, 32))
@@ -136,7 +208,8 @@ def retry_pause_s(model: ModelName, attempts: int, rules: ControlRules) -> float
 def choose_among(
     model: Model, excluded: frozenset[WorkerId], demand: tuple[Demand, ...], draft: Draft
 ) -> tuple[Snapshot, SchemeChoice]:
-    """The scheme of a start, and what it was chosen from: the workers that can be the answer, and those that explain it.
+    """The scheme of a start, and what it was chosen from: the workers that can be the answer, and
+    those that explain it.
 
     Args:
         model: To be started.
@@ -154,7 +227,8 @@ def choose_among(
 
 
 def slice_for(model: Model, snapshot: Snapshot) -> Snapshot:
-    """What a decision over one model looks at: everything but other models' demand, and what is known of models that are on no device
+    """What a decision over one model looks at: everything but other models' demand, and what is
+    known of models that are on no device
     and could not make room.
     """
     named = {held.model for worker in snapshot.workers for held in worker.held} | {model.name}
@@ -165,11 +239,16 @@ def slice_for(model: Model, snapshot: Snapshot) -> Snapshot:
         snapshot,
         models=tuple(one for one in snapshot.models if one.name in named),
         nodes=tuple(
-            replace(node, copies=tuple(copy for copy in node.copies if copy.digest in digests[node.node_id]))
+            replace(
+                node,
+                copies=tuple(copy for copy in node.copies if copy.digest in digests[node.node_id]),
+            )
             for node in snapshot.nodes
         ),
         demand=tuple(one for one in snapshot.demand if one.model == model.name),
-        estimates={name: snapshot.estimates[name] for name in sorted(named) if name in snapshot.estimates},
+        estimates={
+            name: snapshot.estimates[name] for name in sorted(named) if name in snapshot.estimates
+        },
         arrivals=snapshot.arrivals.of(sorted(named)),
     )
 

@@ -10,7 +10,10 @@ CHUNKS = 64
 
 
 class Table(Mapping[Key, Value]):
-    """Immutable. A change copies the chunks of the keys that it touches, not the whole. In no order."""
+    """Immutable.
+
+    A change copies the chunks of the keys that it touches, not the whole. In no order.
+    """
 
     __slots__ = ("_chunks", "_length")
 

@@ -1,4 +1,6 @@
-"""Which holds are sent now: those that changed, those that a report contradicts, and some that were sent long ago."""
+"""Which holds are sent now: those that changed, those that a report contradicts, and some that were
+sent long ago.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,13 +12,19 @@ from pilotlight.policy.cluster import NodeFacts, Tier
 from pilotlight.policy.control.books import Record
 from pilotlight.policy.control.draft import Draft
 from pilotlight.policy.control.focus import Dues, Visited
-from pilotlight.policy.control.holds import PartFetch, StageHold, disagreement, fetches_of, stages_of
+from pilotlight.policy.control.holds import (
+    PartFetch,
+    StageHold,
+    disagreement,
+    fetches_of,
+    stages_of,
+)
 from pilotlight.policy.control.index import Chained, Index
 from pilotlight.policy.control.look import Look
 from pilotlight.policy.control.plan import Holds, Memory, NodeTold, Told, WorkerTold
 from pilotlight.policy.control.table import Table
 from pilotlight.policy.ids import Digest, NodeId, WorkerId
-from pilotlight.policy.instance import STARTING
+from pilotlight.policy.instance import BRINGING
 from pilotlight.policy.model import Model
 from pilotlight.policy.multicast import chains_of
 from pilotlight.policy.plan import Placement
@@ -41,7 +49,8 @@ class Telling:
 
 
 def telling(draft: Draft, memory: Memory, look: Look) -> Telling:
-    """Tell receivers whose hold changed; tell again those whose report disagrees, and those that were told longest ago.
+    """Tell receivers whose hold changed; tell again those whose report disagrees, and those that
+    were told longest ago.
 
     Args:
         draft: The world, with what was decided in this tick.
@@ -56,8 +65,12 @@ def telling(draft: Draft, memory: Memory, look: Look) -> Telling:
     late_s = facts.now_s - rules.repeat_s
 
     def fetches(node_id: NodeId) -> NodeTold:
-        here = {one.instance.digest for one in books.on_node(node_id) if one.instance.state in STARTING}
-        upstreams = {(node_id, one): chains[one].upstreams.get(node_id, ()) for one in here if one in chains}
+        here = {
+            one.instance.digest for one in books.on_node(node_id) if one.instance.state in BRINGING
+        }
+        upstreams = {
+            (node_id, one): chains[one].upstreams.get(node_id, ()) for one in here if one in chains
+        }
         return NodeTold(node_id=node_id, fetches=fetches_of(node_id, books, upstreams))
 
     to_nodes = _Receivers[NodeId, NodeTold](memory.told_nodes, index.nodes_due, facts.now_s)
@@ -67,7 +80,9 @@ def telling(draft: Draft, memory: Memory, look: Look) -> Telling:
             to_nodes.look(node_id, fetched, _essence(fetched.fetches), disputed=False)
         else:
             to_nodes.forget(node_id)
-    to_workers = _Receivers[WorkerId, WorkerTold](memory.told_workers, index.workers_due, facts.now_s)
+    to_workers = _Receivers[WorkerId, WorkerTold](
+        memory.told_workers, index.workers_due, facts.now_s
+    )
     for worker_id in sorted(workers):
         if worker_id in facts.workers or worker_id in books.by_worker:
             held = WorkerTold(worker_id=worker_id, holds=stages_of(worker_id, books))
@@ -86,7 +101,9 @@ def telling(draft: Draft, memory: Memory, look: Look) -> Telling:
         repeat=Holds(nodes=tuple(to_nodes.repeat), workers=tuple(to_workers.repeat)),
         told_nodes=to_nodes.told,
         told_workers=to_workers.told,
-        index=replace(draft.indexed, chains=chains, nodes_due=to_nodes.dues, workers_due=to_workers.dues),
+        index=replace(
+            draft.indexed, chains=chains, nodes_due=to_nodes.dues, workers_due=to_workers.dues
+        ),
         visited=Visited(workers=to_workers.visited, nodes=to_nodes.visited),
     )
 
@@ -109,7 +126,9 @@ class _Receivers(Generic[Key, Message]):
         self._gone: set[Key] = set()
 
     def look(self, key: Key, message: Message, essence: Essence, *, disputed: bool) -> None:
-        """Tell a receiver whose hold is another one, or whose report says that it did not hear of it."""
+        """Tell a receiver whose hold is another one, or whose report says that it did not hear of
+        it.
+        """
         self.visited += 1
         before = self._told.find(key)
         if before is None or before.essence != essence:
@@ -143,10 +162,14 @@ class _Receivers(Generic[Key, Message]):
     @property
     def dues(self) -> Dues[Key]:
         """When each was told."""
-        return self._dues.put(dict.fromkeys(self._news, self._now_s) | dict.fromkeys(self._gone, math.inf))
+        return self._dues.put(
+            dict.fromkeys(self._news, self._now_s) | dict.fromkeys(self._gone, math.inf)
+        )
 
 
-def _is_disputed(worker_id: WorkerId, holds: tuple[StageHold, ...], draft: Draft, memory: Memory) -> bool:
+def _is_disputed(
+    worker_id: WorkerId, holds: tuple[StageHold, ...], draft: Draft, memory: Memory
+) -> bool:
     told, view = memory.told_workers.find(worker_id), draft.facts.workers.get(worker_id)
     if told is None or view is None or view.heard_s - told.at_s <= draft.rules.disagrees_again_s:
         return False
@@ -158,12 +181,16 @@ def _chained(
 ) -> tuple[Mapping[Digest, Chained], frozenset[NodeId]]:
     """Chains of all models that start somewhere, and the nodes that are to ask others than before.
 
-    A chain is planned again when its members, their links, or whole copies have changed; parts that arrive on their way change nothing.
+    A chain is planned again when its members, their links, or whole copies have changed; parts that
+    arrive on their way change nothing.
     """
-    looked_at = {*digests, *(digest for node_id in nodes for digest in _digests_at(node_id, draft, index))}
+    looked_at = {
+        *digests,
+        *(digest for node_id in nodes for digest in _digests_at(node_id, draft, index)),
+    }
     chains, asking = dict(index.chains), set[NodeId]()
     for digest in looked_at:
-        starting = [one for one in draft.books.of_digest(digest) if one.instance.state in STARTING]
+        starting = [one for one in draft.books.of_digest(digest) if one.instance.state in BRINGING]
         before = index.chains.get(digest)
         now = _planned(digest, starting, draft, before) if starting else None
         if now is before:
@@ -182,23 +209,45 @@ def _digests_at(node_id: NodeId, draft: Draft, index: Index) -> Iterable[Digest]
     """Models in whose chains a node may be, or may have been."""
     if not index.chains and not draft.books.by_node.get(node_id):
         return
-    yield from (digest for digest in index.copies.of(node_id) | draft.copies.of(node_id) if digest in index.chains)
-    yield from (one.instance.digest for one in draft.books.on_node(node_id) if one.instance.state in STARTING)
+    yield from (
+        digest
+        for digest in index.copies.of(node_id) | draft.copies.of(node_id)
+        if digest in index.chains
+    )
+    yield from (
+        one.instance.digest
+        for one in draft.books.on_node(node_id)
+        if one.instance.state in BRINGING
+    )
 
 
-def _planned(digest: Digest, starting: list[Record], draft: Draft, before: Chained | None) -> Chained:
+def _planned(
+    digest: Digest, starting: list[Record], draft: Draft, before: Chained | None
+) -> Chained:
     known, model = draft.facts.nodes, starting[-1].model
     placements = [one for record in starting for one in record.instance.placements]
     members = {one.node_id for one in placements}
-    nodes = [known[node_id] for node_id in sorted(members | draft.copies.to(digest)) if node_id in known]
+    nodes = [
+        known[node_id] for node_id in sorted(members | draft.copies.to(digest)) if node_id in known
+    ]
     parts = {one.node_id: _parts_of(digest, one) for one in nodes}
     whole = frozenset(range(len(model.spec.part_bytes)))
-    if _is_progress_alone([parts[one.node_id] for one in nodes if one.node_id not in members], whole, model, placements):
-        parts = {node_id: held if held >= whole else frozenset[int]() for node_id, held in parts.items()}
+    if _is_progress_alone(
+        [parts[one.node_id] for one in nodes if one.node_id not in members],
+        whole,
+        model,
+        placements,
+    ):
+        parts = {
+            node_id: held if held >= whole else frozenset[int]() for node_id, held in parts.items()
+        }
     facts = (
         model,
         tuple((one.instance.state, one.instance.placements) for one in starting),
-        tuple((one.node_id, one.liveness, one.draining, one.dataplane_port, one.nic_bytes_per_s) for one in nodes),
+        tuple(
+            (one.node_id, one.liveness, one.draining, one.dataplane_port, one.nic_bytes_per_s)
+            for one in nodes
+        ),
         tuple(parts.items()),
     )
     if before is not None and before.facts == facts:
@@ -208,19 +257,34 @@ def _planned(digest: Digest, starting: list[Record], draft: Draft, before: Chain
 
 
 def _is_progress_alone(
-    sources: Iterable[frozenset[int]], whole: frozenset[int], model: Model, placements: Sequence[Placement]
+    sources: Iterable[frozenset[int]],
+    whole: frozenset[int],
+    model: Model,
+    placements: Sequence[Placement],
 ) -> bool:
-    """Whether the parts that members still lack say nothing of whom they ask: all of them want the whole model, all others have it, and
+    """Whether the parts that members lack do not decide which nodes they ask: all of them want the
+    whole model, all others have it, and
     each asks only such members as joined before it.
     """
-    if any(held < whole for held in sources) or any(one.stage != model.spec.whole for one in placements):
+    if any(held < whole for held in sources) or any(
+        one.stage != model.spec.whole or one.held is not None for one in placements
+    ):
         return False
     joined: dict[NodeId, int] = {}
     for at, placement in enumerate(placements):
         joined.setdefault(placement.node_id, at)
-    return all(joined.get(asked, -1) < at for at, placement in enumerate(placements) for asked in placement.upstreams)
+    return all(
+        joined.get(asked, -1) < at
+        for at, placement in enumerate(placements)
+        for asked in placement.upstreams
+    )
 
 
 def _parts_of(digest: Digest, node: NodeFacts) -> frozenset[int]:
     """What a node's host pool has of a model."""
-    return frozenset(part for copy in node.copies if copy.digest == digest and copy.tier is Tier.HOST for part in copy.parts)
+    return frozenset(
+        part
+        for copy in node.copies
+        if copy.digest == digest and copy.tier is Tier.HOST
+        for part in copy.parts
+    )

@@ -1,4 +1,6 @@
-"""A large cluster at rest, and small changes of it: for tests that count what control looks at, and for ``bench/control.py``."""
+"""A large cluster at rest, and small changes of it: for tests that count what control looks at, and
+for ``bench/control.py``.
+"""
 
 from dataclasses import dataclass, field, replace
 
@@ -43,11 +45,16 @@ class Size:
 
 @dataclass(slots=True)
 class LargeCluster:
-    """Every instance serves, one half of them with a request in flight. All that is to be told has been told."""
+    """Every instance serves, one half of them with a request in flight.
+
+    All that is to be told has been told.
+    """
 
     size: Size
     rules: ControlRules = field(
-        default_factory=lambda: ControlRules(reconcile=ReconcileRules(term_started_s=NOW_S - 1000, hold_deadline_s=10.0))
+        default_factory=lambda: ControlRules(
+            reconcile=ReconcileRules(term_started_s=NOW_S - 1000, hold_deadline_s=10.0)
+        )
     )
     now_s: float = NOW_S
     books: Books = field(default_factory=Books)
@@ -64,7 +71,14 @@ class LargeCluster:
             self.models[one.name] = one
         names = list(self.models)
         for index in range(size.nodes):
-            self._add_node(index, [self.models[name] for at, name in enumerate(names) if (at - index) % size.nodes < COPIES])
+            self._add_node(
+                index,
+                [
+                    self.models[name]
+                    for at, name in enumerate(names)
+                    if (at - index) % size.nodes < COPIES
+                ],
+            )
         ids, records = list(self.workers), list[Record]()
         for index in range(size.instances):
             of = self.models[names[index % len(names)]]
@@ -82,7 +96,13 @@ class LargeCluster:
 
     def facts(self, changed: Focus | None) -> ControlFacts:
         """Everything there is."""
-        term = Term(epoch=Epoch(1), started_s=NOW_S - 1000, listening_since_s=NOW_S - 1000, deaf=False, announced=True)
+        term = Term(
+            epoch=Epoch(1),
+            started_s=NOW_S - 1000,
+            listening_since_s=NOW_S - 1000,
+            deaf=False,
+            announced=True,
+        )
         return ControlFacts(
             now_s=self.now_s,
             term=term,
@@ -114,18 +134,24 @@ class LargeCluster:
 
     def report_all(self) -> Focus:
         """All workers and nodes report what they did before."""
-        self.workers = {key: replace(view, heard_s=self.now_s) for key, view in self.workers.items()}
+        self.workers = {
+            key: replace(view, heard_s=self.now_s) for key, view in self.workers.items()
+        }
         return Focus(workers=frozenset(self.workers), nodes=frozenset(self.nodes))
 
     def move(self, index: int) -> Focus:
         """The row of an instance changes."""
         record = self._record(index)
-        self.books = self.books.put(replace(record, instance=replace(record.instance, reason=f"at {self.now_s}")))
+        self.books = self.books.put(
+            replace(record, instance=replace(record.instance, reason=f"at {self.now_s}"))
+        )
         return Focus()
 
     def ask(self, index: int) -> Focus:
         """A request waits for one of the models that have no instance."""
-        cold = list(self.models)[self.size.instances + index % (self.size.models - self.size.instances)]
+        cold = list(self.models)[
+            self.size.instances + index % (self.size.models - self.size.instances)
+        ]
         self.demand = (Demand(model=cold, waiting=1, oldest_age_s=0.1, deadline_in_s=10.0),)
         return Focus()
 
@@ -133,7 +159,13 @@ class LargeCluster:
         return self.books.records[InstanceId(f"i{index % self.size.instances:05}")]
 
     def _instance(self, of: Model, instance_id: str, worker_id: WorkerId) -> Instance:
-        one = instance(of.name, instance_id, worker_id=worker_id, device_bytes=of.device_bytes(of.spec.whole), served=True)
+        one = instance(
+            of.name,
+            instance_id,
+            worker_id=worker_id,
+            device_bytes=of.device_bytes(of.spec.whole),
+            served=True,
+        )
         node_id = self.workers[worker_id].facts.node_id
         return replace(one, placements=(replace(one.placements[0], node_id=node_id),))
 
@@ -147,7 +179,13 @@ class LargeCluster:
             pool_bytes=10**12,
             pool_free_bytes=10**11,
             copies=tuple(
-                Copy(digest=one.digest, node_id=node_id, tier=Tier.HOST, parts=tuple(range(6)), size_bytes=one.spec.total_bytes)
+                Copy(
+                    digest=one.digest,
+                    node_id=node_id,
+                    tier=Tier.HOST,
+                    parts=tuple(range(6)),
+                    size_bytes=one.spec.total_bytes,
+                )
                 for one in copied
             ),
             dataplane_port=1,
@@ -161,8 +199,12 @@ class LargeCluster:
                 # As measured: of equal devices not two are exactly equal.
                 load_bytes_per_s=50e9 + 1e6 * ((index * 7 + each) % 501),
             )
-            facts = WorkerFacts(worker_id=worker_id, node_id=node_id, device=device, liveness=Liveness.ALIVE)
-            self.workers[worker_id] = WorkerView(facts=facts, heard_s=self.now_s, incarnation="a", epoch_seen=Epoch(1))
+            facts = WorkerFacts(
+                worker_id=worker_id, node_id=node_id, device=device, liveness=Liveness.ALIVE
+            )
+            self.workers[worker_id] = WorkerView(
+                facts=facts, heard_s=self.now_s, incarnation="a", epoch_seen=Epoch(1)
+            )
 
 
 def _stage(one: Instance, in_flight: int) -> HeldStage:

@@ -1,17 +1,21 @@
-"""One pass of control: facts and memory in, a plan out. Pure; the scheduler and the simulator drive it alike.
+"""One pass of control: facts and memory in, a plan out.
+
+Pure; the scheduler and the simulator drive it alike.
 
 1. reports: what they show of each instance (``reconcile``)
 2. nothing more while the bus is lost, the term is not announced, or too little was heard to command
 3. operators: evictions drain
-4. nodes that drain are emptied; what is still needed is wanted elsewhere, as if somebody waited for it (``drain``)
+4. nodes that drain are emptied; what is still needed is wanted elsewhere, as if a request waited
+   for it (``drain``)
 5. models that have too many instances, or too few (``scaling``)
-6. whose turn it is, and who makes room (``turns``)
+6. which model's turn it is, and which instance makes room (``turns``)
 7. where each start goes (``starts``); a refused one is tried elsewhere, then later
 8. holds: told on change, when a report disagrees, and from time to time (``telling``)
 
-Each step looks at what changed since the last tick, at what falls due by time alone, at models with demand, and at what the last tick
-decided. Everything else is at rest: the same policies, asked again, would say nothing new. A tick without an index in its memory, and one
-that is not told what changed, look at everything.
+Each step looks at what changed since the last tick, at what falls due by time alone, at models with
+demand, and at what the last tick decided. Everything else is at rest: the same policies, asked
+again, would say nothing new. A tick without an index in its memory, and one that is not told what
+changed, look at everything.
 """
 
 from collections.abc import Mapping
@@ -50,10 +54,14 @@ def tick(facts: ControlFacts, memory: Memory, rules: ControlRules) -> Plan:
     look = Look(facts, memory)
     used = look.read(_with_wanted(facts.demand, memory.wanted, rules))
     records = look.records(used)
-    changes = reconcile((one for one in records if one.is_row), facts.workers, facts.now_s, rules.reconcile)  # 1
+    changes = reconcile(
+        (one for one in records if one.is_row), facts.workers, facts.now_s, rules.reconcile
+    )  # 1
     draft = Draft(used, facts, look.index or _anew(memory), rules)
     draft.move(changes)
-    if facts.term.deaf or not facts.term.announced or not has_learned(facts, draft.books, rules):  # 2
+    if (
+        facts.term.deaf or not facts.term.announced or not has_learned(facts, draft.books, rules)
+    ):  # 2
         plan = Plan(books=used.settled(), memory=replace(memory, index=None), changes=changes)
     else:
         draft.hear(look.workers, look.nodes)
@@ -77,15 +85,21 @@ def _decided(look: Look, draft: Draft, memory: Memory) -> Plan:
     starts = {start.model: start for start in scaled.starts}
     turns = _turns(starts, draft, demand, memory)  # 6
     draft.drain(turns.drains)
-    tries = Tries(facts, memory, rules, waited_for | set(starts), partial(choose_among, draft=draft))
+    tries = Tries(
+        facts, memory, rules, waited_for | set(starts), partial(choose_among, draft=draft)
+    )
     for turn in turns.turns:  # 7
         tries.begin(starts[turn.model], turn.left, draft, demand, wanted)
     told = telling(draft, memory, look)  # 8
-    restless = draft.decided | Focus(models=frozenset({*starts, *(one.model for one in scaled.held)}))
+    restless = draft.decided | Focus(
+        models=frozenset({*starts, *(one.model for one in scaled.held)})
+    )
     index = replace(
         told.index,
         models_due=told.index.models_due.put(models_due(models, seen, rules)),
-        instances_due=told.index.instances_due.put(instances_due(look.instances, used, facts, rules)),
+        instances_due=told.index.instances_due.put(
+            instances_due(look.instances, used, facts, rules)
+        ),
         asked=frozenset(waited_for),
         drained=frozenset(one.node_id for one in facts.drains),
         restless=restless,
@@ -114,13 +128,17 @@ def _decided(look: Look, draft: Draft, memory: Memory) -> Plan:
 def _anew(memory: Memory) -> Index:
     """Nothing is known but what was told, and when."""
     return Index(
-        workers_due=Dues[WorkerId]().put({one: told.at_s for one, told in memory.told_workers.items()}),
+        workers_due=Dues[WorkerId]().put(
+            {one: told.at_s for one, told in memory.told_workers.items()}
+        ),
         nodes_due=Dues[NodeId]().put({one: told.at_s for one, told in memory.told_nodes.items()}),
     )
 
 
 def has_learned(facts: ControlFacts, books: Books, rules: ControlRules) -> bool:
-    """Whether enough was heard to command: a worker must not be told to drop what its leader has merely not heard of."""
+    """Whether enough was heard to command: a worker must not be told to drop what its leader has
+    merely not heard of.
+    """
     term, now_s = facts.term, facts.now_s
     if now_s - term.listening_since_s < rules.learn_s:
         return False
@@ -128,7 +146,11 @@ def has_learned(facts: ControlFacts, books: Books, rules: ControlRules) -> bool:
     stood_by = term.started_s - term.listening_since_s >= rules.learn_s
     if now_s - term.started_s >= (rules.learned_s if stood_by else rules.learn_s):
         return True
-    placed = (facts.workers.get(one.worker_id) for record in books.rows() for one in record.instance.placements)
+    placed = (
+        facts.workers.get(one.worker_id)
+        for record in books.rows()
+        for one in record.instance.placements
+    )
     if stood_by:
         return all(view is not None and view.facts.liveness is Liveness.ALIVE for view in placed)
     return all(view is not None and view.heard_s >= term.started_s for view in placed)
@@ -136,7 +158,11 @@ def has_learned(facts: ControlFacts, books: Books, rules: ControlRules) -> bool:
 
 def _evict(model: ModelName, draft: Draft) -> tuple[InstanceId, ...]:
     """Drain all instances of a model."""
-    rows = [record for key in draft.books.by_model.get(model, ()) if (record := draft.books.records[key]).is_row]
+    rows = [
+        record
+        for key in draft.books.by_model.get(model, ())
+        if (record := draft.books.records[key]).is_row
+    ]
     ids = tuple(row.instance.instance_id for row in rows)
     draft.drain(Drain(instance_id=instance_id, model=model, reason=EVICTED) for instance_id in ids)
     return ids
@@ -146,14 +172,25 @@ def _emptied(draft: Draft) -> DrainPlan:
     """What leaves nodes that drain. Costs what is there."""
     books, models, rules = draft.books, draft.facts.models, draft.rules.drain
     keys = {key for drain in draft.facts.drains for key in books.by_node.get(drain.node_id, ())}
-    leaving = {one.model for key in keys if (one := books.records[key].instance).state in STARTING | SERVING}
+    leaving = {
+        one.model
+        for key in keys
+        if (one := books.records[key].instance).state in STARTING | SERVING
+    }
     if not leaving:
         return DrainPlan()
-    workers = {one for name in leaving if name in models for one in for_start(models[name], draft, rules.placement, count=1)}
+    workers = {
+        one
+        for name in leaving
+        if name in models
+        for one in for_start(models[name], draft, rules.placement, count=1)
+    }
     return plan_drain(draft.slice(leaving, workers, demand=draft.facts.demand), rules)
 
 
-def _turns(starts: Mapping[ModelName, Start], draft: Draft, demand: tuple[Demand, ...], memory: Memory) -> TurnPlan:
+def _turns(
+    starts: Mapping[ModelName, Start], draft: Draft, demand: tuple[Demand, ...], memory: Memory
+) -> TurnPlan:
     """The models that may start, and the instances that make room."""
     if not starts and not demand:
         return TurnPlan()
@@ -161,12 +198,16 @@ def _turns(starts: Mapping[ModelName, Start], draft: Draft, demand: tuple[Demand
     blocked = frozenset(model for model, one in memory.backing.items() if one.code != NO_ROOM)
     workers = for_turns(starts, demand, draft, rules) if starts else frozenset[WorkerId]()
     books = draft.books
-    present = {books.records[key].instance.model for one in workers for key in books.by_worker.get(one, ())}
+    present = {
+        books.records[key].instance.model for one in workers for key in books.by_worker.get(one, ())
+    }
     models = {*starts, *(one.model for one in demand), *present}
     return plan_turns(staying(draft.slice(models, workers, demand=demand)), starts, rules, blocked)
 
 
-def _with_wanted(asked: tuple[Demand, ...], wanted: Mapping[ModelName, str], rules: ControlRules) -> tuple[Demand, ...]:
+def _with_wanted(
+    asked: tuple[Demand, ...], wanted: Mapping[ModelName, str], rules: ControlRules
+) -> tuple[Demand, ...]:
     waited_for = {one.model for one in asked}
     more = (
         Demand(model=model, waiting=1, oldest_age_s=0.0, deadline_in_s=rules.drain.replace_within_s)

@@ -34,7 +34,8 @@ class EvictionCandidate:
     busy: bool = False
     """It is being loaded or drained: its holder decides over it, not the cache."""
     penalty_s: float = 0.0
-    """What it costs to bring it back to this tier, from where it would come: P of mCache, eq. (1)."""
+    """What it costs to bring it back to this tier, from where it would come: P of mCache, eq. (1).
+    """
     arrivals_per_s: float = 0.0
     """How often its model is asked for: 1/T of mCache, eq. (1)."""
 
@@ -56,7 +57,8 @@ class RoomRequest:
     free_bytes: int
     now_s: float
     protected: frozenset[str] = frozenset()
-    """Subjects that must stay, whatever they are worth: the model that the room is for, a source of its bytes."""
+    """Subjects that must stay, whatever they are worth: the model that the room is for, a source of
+    its bytes."""
 
     @property
     def missing_bytes(self) -> int:
@@ -69,7 +71,8 @@ class EvictionRules:
     """What holds for every policy."""
 
     min_residency_s: float = 1.0
-    """A copy younger than this stays: what has just been loaded has not had its chance to be used."""
+    """A copy younger than this stays: what has just been loaded has not had its chance to be used.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +101,10 @@ class Kept:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvictionPlan:
-    """The answer: with every victim gone, the room is there. Without enough victims there are none at all."""
+    """The answer: with every victim gone, the room is there.
+
+    Without enough victims there are none at all.
+    """
 
     enough: bool
     victims: tuple[Victim, ...] = ()
@@ -113,7 +119,7 @@ class EvictionPlan:
 class EvictionPolicy(Protocol):
     """Orders what may go. A value: its figures, and its state, which is what it has observed.
 
-    Nothing changes in place. Who asks a policy keeps the last one that ``observe`` returned.
+    Nothing changes in place. The caller keeps the policy that ``observe`` returned last.
     """
 
     @property
@@ -125,12 +131,16 @@ class EvictionPolicy(Protocol):
         """The policy after models were asked for; the same one where that changes nothing."""
         ...
 
-    def plan(self, request: RoomRequest, candidates: Iterable[EvictionCandidate], rules: EvictionRules) -> EvictionPlan:
+    def plan(
+        self, request: RoomRequest, candidates: Iterable[EvictionCandidate], rules: EvictionRules
+    ) -> EvictionPlan:
         """Choose victims until the room is there, or none with a reason."""
         ...
 
 
-def why_kept(candidate: EvictionCandidate, request: RoomRequest, rules: EvictionRules) -> str | None:
+def why_kept(
+    candidate: EvictionCandidate, request: RoomRequest, rules: EvictionRules
+) -> str | None:
     """Why no policy may evict the candidate; None when it may go.
 
     1. requests are in flight on it
@@ -156,13 +166,23 @@ def why_kept(candidate: EvictionCandidate, request: RoomRequest, rules: Eviction
     return None
 
 
-def plan_in_order(request: RoomRequest, ordered: Iterable[EvictionCandidate], kept: Iterable[Kept], policy: str) -> EvictionPlan:
-    """Take candidates, the least worth first, until the room is there; then spare those that turned out not to be needed.
+def plan_in_order(
+    request: RoomRequest, ordered: Iterable[EvictionCandidate], kept: Iterable[Kept], policy: str
+) -> EvictionPlan:
+    """Take candidates, the least worth first, until the room is there; then spare those that turned
+    out not to be needed.
 
     1. there is room already: nothing goes
     2. take candidates in order until the missing bytes are freed
     3. all together do not free enough: none goes, with the reason
-    4. a later, larger victim may make earlier ones needless: spare what can be spared, the most worth first
+    4. a later, larger victim may make earlier ones needless: spare what can be spared, the most
+       worth first
+
+    Args:
+        request: the room that is needed, and what is free.
+        ordered: candidates that may go, the least worth first.
+        kept: candidates that may not, with the reason: they come back in the plan.
+        policy: the name of the policy that ordered them, for reasons.
     """
     stay = tuple(kept)
     missing_bytes = request.missing_bytes

@@ -1,4 +1,5 @@
-"""The one builder of eviction candidates, for the cache that evicts and for whoever asks what it could.
+"""The one builder of eviction candidates, for the cache that evicts and for a start that expects
+evictions.
 
 ::
 
@@ -39,7 +40,9 @@ class Registered:
     """Registered models, by what holders say of them."""
 
     by_name: Mapping[ModelName, Model] = field(default_factory=dict[ModelName, Model])
-    by_digest: Mapping[Digest, tuple[Model, ...]] = field(default_factory=dict[Digest, "tuple[Model, ...]"])
+    by_digest: Mapping[Digest, tuple[Model, ...]] = field(
+        default_factory=dict[Digest, "tuple[Model, ...]"]
+    )
     """Two names may be registered for one checkpoint."""
     pinned: frozenset[ModelName] = frozenset()
 
@@ -79,7 +82,9 @@ class CandidateFacts:
     """None: what a miss costs is not asked for."""
 
 
-def on_device(worker: WorkerFacts, node: NodeFacts | None, facts: CandidateFacts) -> tuple[EvictionCandidate, ...]:
+def on_device(
+    worker: WorkerFacts, node: NodeFacts | None, facts: CandidateFacts
+) -> tuple[EvictionCandidate, ...]:
     """Stages that take room on a device.
 
     Args:
@@ -89,7 +94,11 @@ def on_device(worker: WorkerFacts, node: NodeFacts | None, facts: CandidateFacts
         facts: What else is known.
     """
     stages = (one for one in worker.held if one.state in RESIDENT)
-    return tuple(_of_stage(one, worker, node, facts) for one in stages if one.instance_id not in facts.given_up)
+    return tuple(
+        _of_stage(one, worker, node, facts)
+        for one in stages
+        if one.instance_id not in facts.given_up
+    )
 
 
 def in_pool(node: NodeFacts, facts: CandidateFacts) -> tuple[EvictionCandidate, ...]:
@@ -98,10 +107,12 @@ def in_pool(node: NodeFacts, facts: CandidateFacts) -> tuple[EvictionCandidate, 
     return tuple(_of_copy(one, node, facts) for one in copies if one.digest not in facts.given_up)
 
 
-def _of_stage(held: HeldStage, worker: WorkerFacts, node: NodeFacts | None, facts: CandidateFacts) -> EvictionCandidate:
+def _of_stage(
+    held: HeldStage, worker: WorkerFacts, node: NodeFacts | None, facts: CandidateFacts
+) -> EvictionCandidate:
     model = facts.models.by_name.get(held.model)
     penalty_s, arrivals_per_s = 0.0, 0.0
-    # Who asks for the model gets what is registered now: of another version nothing is missed.
+    # Requests for the model get the version that is registered now: another version is not missed.
     if facts.misses is not None and model is not None and model.digest == held.digest:
         arrivals_per_s = facts.misses.arrivals.rate_per_s(model.name, facts.now_s)
         if node is not None:
@@ -130,7 +141,9 @@ def _of_copy(copy: Copy, node: NodeFacts, facts: CandidateFacts) -> EvictionCand
     if facts.misses is not None and models:
         misses = facts.misses
         arrivals_per_s = sum(misses.arrivals.rate_per_s(one.name, facts.now_s) for one in models)
-        rate = min(fetch_bytes_per_s(node, estimate_for(one, None, misses.estimates)) for one in models)
+        rate = min(
+            fetch_bytes_per_s(node, estimate_for(one, None, misses.estimates)) for one in models
+        )
         penalty_s = transfer_s(copy.size_bytes, rate)
     return EvictionCandidate(
         subject=copy.digest,

@@ -28,7 +28,9 @@ class Lru:
         """Nothing changes."""
         return self
 
-    def plan(self, request: RoomRequest, candidates: Iterable[EvictionCandidate], rules: EvictionRules) -> EvictionPlan:
+    def plan(
+        self, request: RoomRequest, candidates: Iterable[EvictionCandidate], rules: EvictionRules
+    ) -> EvictionPlan:
         """Evict by recency.
 
         1. leave out what no policy may evict, with the reason

@@ -1,4 +1,6 @@
-r"""How models write calls of tools: a table. What a model's template writes is read back to find its row (``probe``).
+r"""How models write calls of tools: a table.
+
+What a model's template writes is read back to find its row (``probe``).
 
 ::
 
@@ -11,16 +13,21 @@ r"""How models write calls of tools: a table. What a model's template writes is 
 from dataclasses import dataclass
 
 ARGUMENT_KEYS = ("arguments", "parameters")
-"""Names of the member that holds a call's arguments. Each is taken from every model: they mix them up."""
+"""Names of the member that holds a call's arguments. Each is taken from every model: they mix them
+up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolDialect:
-    """One way of writing calls. A call is always a JSON object with the function's name and its arguments."""
+    """One way of writing calls.
+
+    A call is always a JSON object with the function's name and its arguments.
+    """
 
     name: str
     opening: str = ""
-    """The marker before calls; empty for none. May be a special token of the tokenizer, or plain text."""
+    """The marker before calls; empty for none. May be a special token of the tokenizer, or plain
+    text."""
     closing: str = ""
     """The marker after each call; empty for none."""
     array: bool = False
@@ -32,7 +39,7 @@ class ToolDialect:
     several: bool = True
     """Whether the model's template can write more than one call in an answer."""
     max_id_chars: int | None = None
-    """Templates of this dialect take only ids of so many letters and digits."""
+    """Templates of this dialect take only ids of this number of letters and digits."""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -42,7 +49,9 @@ class ToolDialect:
 
 HERMES = ToolDialect(name="hermes", opening="<tool_call>", closing="</tool_call>")
 MISTRAL = ToolDialect(name="mistral", opening="[TOOL_CALLS]", array=True, max_id_chars=9)
-LLAMA = ToolDialect(name="llama", opening="<|python_tag|>", unmarked=True, arguments_key="parameters", several=False)
+LLAMA = ToolDialect(
+    name="llama", opening="<|python_tag|>", unmarked=True, arguments_key="parameters", several=False
+)
 PLAIN = ToolDialect(name="plain", unmarked=True, several=False)
 
 DIALECTS = (HERMES, MISTRAL, LLAMA)

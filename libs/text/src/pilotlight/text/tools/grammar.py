@@ -1,4 +1,6 @@
-"""Grammars that hold a model to calls which its dialect's parser reads, of functions that there are, with arguments of their schemas."""
+"""Grammars that hold a model to calls which its dialect's parser reads, of functions that there
+are, with arguments of their schemas.
+"""
 
 import json
 import re
@@ -10,8 +12,8 @@ from pilotlight.policy.request import Grammar, GrammarKind
 from pilotlight.text.tools.dialects import ToolDialect
 
 _BLANKS = r"\x20"
-"""Between the parts of a JSON text, at most once at each place, as models and templates write calls. With more of them a model that
-has nothing to say would write blanks."""
+"""Between the parts of a JSON text, at most once at each place, as models and templates write
+calls. With more of them a model that has nothing to say would write blanks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +28,10 @@ class Function:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Markers:
-    """Which of a tokenizer's added tokens have a meaning here. Plain text in a grammar stands for none of them."""
+    """Which of a tokenizer's added tokens have a meaning here.
+
+    Plain text in a grammar stands for none of them.
+    """
 
     ids: dict[str, int]
     """Those that are a dialect's markers. A marker that is no token of its own is spelled."""
@@ -35,7 +40,12 @@ class Markers:
 
 
 def call_grammar(
-    dialect: ToolDialect, functions: Sequence[Function], markers: Markers, *, forced: bool, several: bool
+    dialect: ToolDialect,
+    functions: Sequence[Function],
+    markers: Markers,
+    *,
+    forced: bool,
+    several: bool,
 ) -> Grammar:
     """A grammar of answers with calls.
 
@@ -43,7 +53,8 @@ def call_grammar(
         dialect: how calls are written.
         functions: those that may be called, at least one.
         markers: how the tokenizer writes the dialect's markers.
-        forced: the answer is a call, and nothing else. Otherwise it is free text, in which a call that is begun must be right.
+        forced: the answer is a call, and nothing else. Otherwise it is free text, in which a call
+            that is begun must be right.
         several: there may be more than one call, where the dialect has that.
     """
     writer = _Writer(dialect, markers, several=several and dialect.several)
@@ -69,7 +80,9 @@ class _Writer:
         """Nothing but calls."""
         if self._dialect.unmarked:
             return ["start: call"]
-        start = 'start: one ("\\n" one)*' if self._several and not self._dialect.array else "start: one"
+        start = (
+            'start: one ("\\n" one)*' if self._several and not self._dialect.array else "start: one"
+        )
         return [start, f"one: {self._written(self._dialect.opening)} {self._rest()}"]
 
     def free(self) -> list[str]:
@@ -79,7 +92,11 @@ class _Writer:
         again = self._several and not self._dialect.array
         if self._dialect.opening in self._ids:
             start = "start: free (one free)*" if again else "start: free one?"
-            return [start, f"one: {self._written(self._dialect.opening)} {self._rest()}", *self._text()]
+            return [
+                start,
+                f"one: {self._written(self._dialect.opening)} {self._rest()}",
+                *self._text(),
+            ]
         # A marker that is spelled is looked for in all text; where it ends, a call follows.
         before = f"(TEXT? {self._others})* " if self._others else ""
         return [
@@ -127,7 +144,9 @@ def _ranges(token_ids: Iterable[int]) -> str:
 
 
 def _schema(parameters: dict[str, Any]) -> str:
-    return json.dumps({**parameters, "type": "object", "x-guidance": {"whitespace_pattern": _BLANKS}})
+    return json.dumps(
+        {**parameters, "type": "object", "x-guidance": {"whitespace_pattern": _BLANKS}}
+    )
 
 
 def _quoted(text: str) -> str:

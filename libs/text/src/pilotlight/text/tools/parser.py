@@ -1,13 +1,15 @@
 """Reads an answer with tool calls while it comes: what is content, what is a call.
 
-What comes out depends on the text alone, not on the pieces in which it comes. A call is *made* as soon as its function's name and the
-first character of its arguments are there; from then on its arguments are given out as they come::
+What comes out depends on the text alone, not on the pieces in which it comes. A call is *made* as
+soon as its function's name and the first character of its arguments are there; from then on its
+arguments are given out as they come::
 
     Let me see. <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>
     [ content ] [ held until the call is made ]   [ arguments ][ dropped  ]
 
-Nothing is lost: what looked like a call and is none comes out as content, marker and all. Arguments that turn out to be no JSON
-after the call was made are given out as they are, to the closing marker or to the end. Blanks around calls are dropped.
+Nothing is lost: what looked like a call and is none comes out as content, marker and all. Arguments
+that turn out to be no JSON after the call was made are given out as they are, to the closing marker
+or to the end. Blanks around calls are dropped.
 """
 
 import json
@@ -45,14 +47,23 @@ class Parsed:
 class ToolParser:
     """Reads one answer."""
 
-    def __init__(self, dialect: ToolDialect, names: Collection[str], *, single: bool = False, forced: bool = False) -> None:
+    def __init__(
+        self,
+        dialect: ToolDialect,
+        names: Collection[str],
+        *,
+        single: bool = False,
+        forced: bool = False,
+    ) -> None:
         """Begin an answer.
 
         Args:
             dialect: how the model writes calls.
-            names: of the functions that it was told of. A call without a marker must be of one of them.
+            names: of the functions that it was told of. A call without a marker must be of one of
+                them.
             single: the answer ends with its first call.
-            forced: a grammar holds the answer to calls: what is held back at its end is a call that was cut short, and no content.
+            forced: a grammar holds the answer to calls: what is held back at its end is a call that
+                was cut short, and no content.
         """
         self.called = 0
         """Calls that were made."""
@@ -242,7 +253,8 @@ class ToolParser:
             return
         held = "".join(self._held)
         words = held.strip(WHITESPACE)
-        # What was to follow a call and did not come is no content: a part of the closing marker, a comma.
+        # What was to follow a call and did not come is no content: a part of the closing marker, a
+        # comma.
         cut_off = (
             self._forced
             or (self._state == self._before_closing and self._dialect.closing.startswith(words))
@@ -256,7 +268,9 @@ class _Object:
     """The object of one call."""
 
     def __init__(self, names: Collection[str] | None) -> None:
-        """Begin one; ``names``: without a marker, only a call of one of these functions is a call."""
+        """Begin one; ``names``: without a marker, only a call of one of these functions is a
+        call.
+        """
         self.name: str | None = None
         self.begun = False
         """The arguments' first character is there."""
@@ -299,7 +313,9 @@ class _Object:
         if self._scanner.ended:
             name: str = json.loads("".join(self._name))
             self.name = name
-            return name != "" and name.isprintable() and (self._names is None or name in self._names)
+            return (
+                name != "" and name.isprintable() and (self._names is None or name in self._names)
+            )
         return True
 
     def _push_arguments(self, char: str) -> bool:

@@ -1,4 +1,6 @@
-"""What a chat template does with tools, found by letting it write a conversation with one and reading that back."""
+"""What a chat template does with tools, found by letting it write a conversation with one and
+reading that back.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -76,11 +78,20 @@ def template_tools(template: ChatTemplate, tokenizer: TokenDecoder) -> TemplateT
     )
 
 
-def _calls_written(template: ChatTemplate, tools: Sequence[Mapping[str, Any]] | None) -> tuple[str, bool] | None:
-    """A conversation with a call, and whether its arguments were given as text; None when the template leaves calls out."""
+def _calls_written(
+    template: ChatTemplate, tools: Sequence[Mapping[str, Any]] | None
+) -> tuple[str, bool] | None:
+    """A conversation with a call, and whether its arguments were given as text; None when the
+    template leaves calls out.
+    """
     value = _ARGUMENTS["probe_key"]
     texts = {
-        as_text: _rendered(template, [_USER, _call_message(as_text=as_text)], tools=tools, add_generation_prompt=False)
+        as_text: _rendered(
+            template,
+            [_USER, _call_message(as_text=as_text)],
+            tools=tools,
+            add_generation_prompt=False,
+        )
         for as_text in (False, True)
     }
     for as_text, text in texts.items():
@@ -127,7 +138,8 @@ def _dialect(answer: str, tokenizer: TokenDecoder) -> ToolDialect | None:
         if [piece.name for piece in pieces if piece.name is not None] != [_NAME]:
             continue
         if _is_probe("".join(piece.arguments for piece in pieces)):
-            # A marker that a call can do without is none where it is no token: a model does not spell it.
+            # A marker that a call can do without is none where it is no token: a model does not
+            # spell it.
             spelled = dialect.unmarked and dialect.opening not in tokenizer.added_tokens
             return replace(dialect, opening="") if spelled else dialect
     return None

@@ -1,4 +1,6 @@
-"""Recognises a JSON object while it comes, character by character: strictly, without building its value."""
+"""Recognises a JSON object while it comes, character by character: strictly, without building its
+value.
+"""
 
 import json
 import re

@@ -1,4 +1,6 @@
-"""Chat templates with a tools part, for tests: short ones, written after those that public models come with."""
+"""Chat templates with a tools part, for tests: short ones, written after those that public models
+come with.
+"""
 
 from typing import Any
 
@@ -93,7 +95,9 @@ TEMPLATES = {"hermes": HERMES_TEMPLATE, "llama": LLAMA_TEMPLATE, "mistral": MIST
 
 
 def written_calls(dialect: str, calls: list[tuple[str, str]], content: str = "") -> str:
-    """An answer as a model of this dialect writes it: content, then calls, each with its name and the text of its arguments."""
+    """An answer as a model of this dialect writes it: content, then calls, each with its name and
+    the text of its arguments.
+    """
     objects = [_written(dialect, name, arguments) for name, arguments in calls]
     match dialect:
         case "hermes":

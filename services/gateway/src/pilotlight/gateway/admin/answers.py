@@ -24,9 +24,16 @@ async def on_error(request: Request, error: Exception) -> JSONResponse:
     """Exception handler for everything in the taxonomy."""
     assert isinstance(error, PilotlightError)
     if error.status >= 500 and not error.retryable:
-        log.error("admin request failed", action="admin_failed", code=error.code, error=error.message)
+        log.error(
+            "admin request failed", action="admin_failed", code=error.code, error=error.message
+        )
     note_error(request.scope, error)
-    body = {"code": error.code, "message": named_message(error), "param": error.param, "what_to_do": error.action}
+    body = {
+        "code": error.code,
+        "message": named_message(error),
+        "param": error.param,
+        "what_to_do": error.action,
+    }
     return JSONResponse({"error": body}, error.status, headers=error_headers(error))
 
 

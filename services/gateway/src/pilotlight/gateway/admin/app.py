@@ -1,4 +1,10 @@
-"""FastAPI application of the admin API. Routes call one thing and shape its answer; keys and limits are checked before them."""
+"""FastAPI application of the admin API.
+
+Routes call one thing and shape its answer; keys and limits are checked before them.
+"""
+
+# Routes are registered by their decorators; no code names their functions.
+# pyright: reportUnusedFunction=false
 
 from collections.abc import Awaitable
 from dataclasses import dataclass
@@ -11,8 +17,20 @@ from starlette.exceptions import HTTPException
 
 from pilotlight.common.bus import Bus
 from pilotlight.common.db.session import Database
-from pilotlight.common.errors import BusUnavailable, ControlPlaneUnavailable, DeadlineExceeded, PilotlightError
-from pilotlight.common.messages.demand import EVICT_SUBJECT, WARM_SUBJECT, Evict, Evicting, Warm, Warming
+from pilotlight.common.errors import (
+    BusUnavailable,
+    ControlPlaneUnavailable,
+    DeadlineExceeded,
+    PilotlightError,
+)
+from pilotlight.common.messages.demand import (
+    EVICT_SUBJECT,
+    WARM_SUBJECT,
+    Evict,
+    Evicting,
+    Warm,
+    Warming,
+)
 from pilotlight.common.telemetry import current_traceparent
 from pilotlight.gateway.admin.answers import on_bug, on_error, on_http, on_invalid
 from pilotlight.gateway.admin.document import DocumentedApp
@@ -58,7 +76,8 @@ def build_admin(parts: AdminParts) -> FastAPI:
         redoc_url=None,
         openapi_url="/openapi.json",
         swagger_ui_oauth2_redirect_url=None,
-        # For the page of the API alone: it gets its button for the key. The gate is what looks at keys.
+        # For the page of the API alone: it gets its button for the key. The gate is what looks at
+        # keys.
         dependencies=[Depends(HTTPBearer(auto_error=False))],
         exception_handlers={
             PilotlightError: on_error,
@@ -81,48 +100,55 @@ def _add_models(app: FastAPI, parts: AdminParts) -> None:
     registration, audit = parts.registration, parts.audit
 
     @app.post("/models", status_code=201)
-    async def register(body: NewModel, actor: By) -> dict[str, Any]:  # pyright: ignore[reportUnusedFunction]
-        """Register a checkpoint. It can be served at once; its parameters are fetched when a request comes."""
+    async def register(body: NewModel, actor: By) -> dict[str, Any]:
+        """Register a checkpoint.
+
+        It can be served at once; its parameters are fetched when a request comes.
+        """
         return model_body(await registration.register(body, actor))
 
     @app.get("/models")
-    async def list_models() -> dict[str, Any]:  # pyright: ignore[reportUnusedFunction]
+    async def list_models() -> dict[str, Any]:
         """Every registered model."""
         return {"models": [model_body(stored) for stored in await registration.models.all()]}
 
     # Names may hold slashes (org/name), so actions come before the routes that would swallow them.
     @app.post("/models/{name:path}/warm", status_code=202)
-    async def warm(name: Name, actor: By) -> WarmAccepted:  # pyright: ignore[reportUnusedFunction]
+    async def warm(name: Name, actor: By) -> WarmAccepted:
         """Start an instance as if a request waited."""
         await registration.models.get(name)
         message = Warm(model=ModelName(name), trace_parent=current_traceparent())
         async with audit.asked(actor, "model_warm", name) as changes:
-            reply = await _ask_scheduler(parts.bus.request(WARM_SUBJECT, message, Warming, deadline_s=SCHEDULER_DEADLINE_S))
+            reply = await _ask_scheduler(
+                parts.bus.request(WARM_SUBJECT, message, Warming, deadline_s=SCHEDULER_DEADLINE_S)
+            )
             changes["instance_id"] = reply.instance_id
         return WarmAccepted(instance_id=reply.instance_id)
 
     @app.post("/models/{name:path}/evict", status_code=202)
-    async def evict(name: Name, actor: By) -> EvictAccepted:  # pyright: ignore[reportUnusedFunction]
+    async def evict(name: Name, actor: By) -> EvictAccepted:
         """Drain and release every instance of a model."""
         await registration.models.get(name)
         message = Evict(model=ModelName(name))
         async with audit.asked(actor, "model_evict", name) as changes:
-            reply = await _ask_scheduler(parts.bus.request(EVICT_SUBJECT, message, Evicting, deadline_s=SCHEDULER_DEADLINE_S))
+            reply = await _ask_scheduler(
+                parts.bus.request(EVICT_SUBJECT, message, Evicting, deadline_s=SCHEDULER_DEADLINE_S)
+            )
             changes["instance_ids"] = list(reply.instance_ids)
         return EvictAccepted(instance_ids=list(reply.instance_ids))
 
     @app.get("/models/{name:path}")
-    async def get_model(name: Name) -> dict[str, Any]:  # pyright: ignore[reportUnusedFunction]
+    async def get_model(name: Name) -> dict[str, Any]:
         """One model."""
         return model_body(await registration.models.get(name))
 
     @app.patch("/models/{name:path}")
-    async def change(name: Name, body: ModelChanges, actor: By) -> dict[str, Any]:  # pyright: ignore[reportUnusedFunction]
+    async def change(name: Name, body: ModelChanges, actor: By) -> dict[str, Any]:
         """Change what the owner asks for; the checkpoint itself never changes under a name."""
         return model_body(await registration.change(name, body, actor))
 
     @app.delete("/models/{name:path}", status_code=204)
-    async def remove(name: Name, actor: By) -> None:  # pyright: ignore[reportUnusedFunction]
+    async def remove(name: Name, actor: By) -> None:
         """Delete a model; its instances drain."""
         await registration.remove(name, actor)
 
@@ -131,4 +157,6 @@ async def _ask_scheduler(answer: Awaitable[T]) -> T:
     try:
         return await answer
     except (BusUnavailable, DeadlineExceeded) as error:
-        raise ControlPlaneUnavailable(f"no scheduler leads at the moment: {error.message}") from error
+        raise ControlPlaneUnavailable(
+            f"no scheduler leads at the moment: {error.message}"
+        ) from error

@@ -1,7 +1,8 @@
-"""What every route of the admin API answers: schemas for its OpenAPI document, made from the very types and tables that are shown.
+"""What every route of the admin API answers: schemas for its OpenAPI document, made from the very
+types and tables that are shown.
 
-A reply has every field that its schema names: what holds its default is there, too. A contract test holds all replies of a running
-gateway against this.
+A reply has every field that its schema names: what holds its default is there, too. A contract test
+holds all replies of a running gateway against this.
 """
 
 from datetime import datetime
@@ -43,9 +44,17 @@ def _of(
         without: but for these.
         more: fields beside them, and their types.
     """
-    known = {field: kind for field, kind in get_type_hints(base).items() if field not in without} if base is not None else {}
-    fields: dict[str, Any] = {field: kind | None if nullable else kind for field, kind in known.items()} | more
-    return msgspec.defstruct(name, list(fields.items()), kw_only=True, namespace={"__doc__": described})
+    known = (
+        {field: kind for field, kind in get_type_hints(base).items() if field not in without}
+        if base is not None
+        else {}
+    )
+    fields: dict[str, Any] = {
+        field: kind | None if nullable else kind for field, kind in known.items()
+    } | more
+    return msgspec.defstruct(
+        name, list(fields.items()), kw_only=True, namespace={"__doc__": described}
+    )
 
 
 def _row(name: str, described: str, table: Table) -> type[msgspec.Struct]:
@@ -62,11 +71,28 @@ def _page(name: str, described: str, /, *, before: type = str, **rows: Any) -> t
     return _of(name, described, **rows, next_before=before | None)
 
 
-ShownModel = _of("Model", "A registered model.", Model, without=MODEL_INTERNAL, created_at=datetime, updated_at=datetime)
+ShownModel = _of(
+    "Model",
+    "A registered model.",
+    Model,
+    without=MODEL_INTERNAL,
+    created_at=datetime,
+    updated_at=datetime,
+)
 ShownVerification = _of("Verification", "How far a verification is.", Verification)
-ShownDevice = _of("NodeDevice", "A worker's device, and how it is.", worker_id=str, kind=str, name=str, health=str, reason=str)
+ShownDevice = _of(
+    "NodeDevice",
+    "A worker's device, and how it is.",
+    worker_id=str,
+    kind=str,
+    name=str,
+    health=str,
+    reason=str,
+)
 ShownLeft = _of("NodeLeft", "What is still on a node.", instances=int, requests=int, copies=int)
-ShownDrain = _of("NodeDrain", "Who wants a node to be empty, since when.", requested_at=datetime, key_id=str)
+ShownDrain = _of(
+    "NodeDrain", "Who wants a node to be empty, since when.", requested_at=datetime, key_id=str
+)
 ShownNode = _of(
     "Node",
     "A node. What its loader reports is null where none does.",
@@ -79,14 +105,18 @@ ShownNode = _of(
     left=ShownLeft,
     drain=ShownDrain | None,
 )
-ShownTransfer = _of("Transfer", "A fetch that is under way.", Transfer, node_id=NodeId, left_s=float | None)
+ShownTransfer = _of(
+    "Transfer", "A fetch that is under way.", Transfer, node_id=NodeId, left_s=float | None
+)
 ShownLink = _of("Link", "What a node's link gave.", LinkSpeed, node_id=NodeId)
 ShownInstance = _row("Instance", "An instance.", tables.instances)
 ShownColdStart = _row("ColdStart", "A cold start.", tables.cold_starts)
 ShownDecision = _row("Decision", "A decision of the scheduler.", tables.decisions)
 ShownSpan = _row("Span", "A part of a trace.", tables.spans)
 ShownRecord = _row("AuditRecord", "What an administrator did or tried.", tables.audit)
-ShownFault = _of("Fault", "What went wrong.", code=str, message=str, param=str | None, what_to_do=str)
+ShownFault = _of(
+    "Fault", "What went wrong.", code=str, message=str, param=str | None, what_to_do=str
+)
 
 Models = _of("Models", "Every registered model.", models=list[ShownModel])
 Nodes = _of("Nodes", "Every node.", nodes=list[ShownNode])
@@ -96,7 +126,14 @@ Instances = _page("Instances", "Instances, the newest first.", instances=list[Sh
 ColdStarts = _page("ColdStarts", "Cold starts, the newest first.", cold_starts=list[ShownColdStart])
 Decisions = _page("Decisions", "Decisions, the newest first.", decisions=list[ShownDecision])
 Audit = _page("Audit", "The audit log, the newest first.", before=int, audit=list[ShownRecord])
-Trace = _of("Trace", "One request.", trace_id=str, spans=list[ShownSpan], cold_starts=list[ShownColdStart], truncated=bool)
+Trace = _of(
+    "Trace",
+    "One request.",
+    trace_id=str,
+    spans=list[ShownSpan],
+    cold_starts=list[ShownColdStart],
+    truncated=bool,
+)
 Failure = _of("Error", "Every answer that is not a success.", error=ShownFault)
 Warmed = _of("Warmed", "An instance is on its way, or ready.", WarmAccepted)
 Evicted = _of("Evicted", "These instances are being released.", EvictAccepted)
@@ -126,7 +163,10 @@ REPLIES: dict[tuple[str, str], type[msgspec.Struct] | None] = {
 
 
 class DocumentedApp(FastAPI):
-    """FastAPI, with the replies above in its document. They are not validated when they are sent: some are large."""
+    """FastAPI, with the replies above in its document.
+
+    They are not validated when they are sent: some are large.
+    """
 
     def openapi(self) -> dict[str, Any]:
         """The document; made once."""
@@ -143,7 +183,11 @@ def _with_replies(document: dict[str, Any]) -> dict[str, Any]:
         if "properties" in schema:
             schema["required"] = list(schema["properties"])
     # FastAPI's own errors are never sent.
-    taken = {name: schema for name, schema in document["components"]["schemas"].items() if "ValidationError" not in name}
+    taken = {
+        name: schema
+        for name, schema in document["components"]["schemas"].items()
+        if "ValidationError" not in name
+    }
     document["components"]["schemas"] = taken | components
 
     def body(kind: type[msgspec.Struct]) -> dict[str, Any]:
@@ -153,6 +197,13 @@ def _with_replies(document: dict[str, Any]) -> dict[str, Any]:
         for method, operation in operations.items():
             status = next(code for code in operation["responses"] if code.startswith("2"))
             kind = REPLIES[method, path]
-            done = {"description": "Done."} if kind is None else {"description": (kind.__doc__ or ""), **body(kind)}
-            operation["responses"] = {status: done, "default": {"description": "An error.", **body(Failure)}}
+            done = (
+                {"description": "Done."}
+                if kind is None
+                else {"description": (kind.__doc__ or ""), **body(kind)}
+            )
+            operation["responses"] = {
+                status: done,
+                "default": {"description": "An error.", **body(Failure)},
+            }
     return document

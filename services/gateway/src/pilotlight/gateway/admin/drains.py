@@ -1,4 +1,6 @@
-"""Nodes that an operator wants to be empty: intent in ``gateway.drains``, carried out by scheduler and cache."""
+"""Nodes that an operator wants to be empty: intent in ``gateway.drains``, carried out by scheduler
+and cache.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -80,11 +82,17 @@ class DrainRepository:
         Raises:
             DatabaseUnavailable: nothing was written.
         """
-        row = insert(tables.drains).values(node_id=node_id, key_id=actor.key_id, requested_at=func.now())
+        row = insert(tables.drains).values(
+            node_id=node_id, key_id=actor.key_id, requested_at=func.now()
+        )
         async with self._database.unit_of_work() as work:
-            added = await work.connection.execute(row.on_conflict_do_nothing().returning(tables.drains.c.node_id))
+            added = await work.connection.execute(
+                row.on_conflict_do_nothing().returning(tables.drains.c.node_id)
+            )
             again = added.scalar_one_or_none() is None
-            await record(work, self._clock, actor, "node_drain", node_id, {"again": True} if again else {})
+            await record(
+                work, self._clock, actor, "node_drain", node_id, {"again": True} if again else {}
+            )
             work.emit("node_drained", node_id)
 
     async def end(self, node_id: NodeId, actor: Actor) -> None:
@@ -95,7 +103,9 @@ class DrainRepository:
             DatabaseUnavailable: nothing was written.
         """
         async with self._database.unit_of_work() as work:
-            gone = await work.connection.execute(delete(tables.drains).where(tables.drains.c.node_id == node_id))
+            gone = await work.connection.execute(
+                delete(tables.drains).where(tables.drains.c.node_id == node_id)
+            )
             if gone.rowcount == 0:
                 raise NodeNotFound(f"node {node_id!r} is not being drained", param="node_id")
             await record(work, self._clock, actor, "node_undrain", node_id, {})
@@ -120,17 +130,34 @@ class DrainRepository:
                 instances.setdefault(NodeId(placement["node_id"]), set()).add(row.instance_id)
         return Intent(
             drains={
-                NodeId(row.node_id): Drain(node_id=NodeId(row.node_id), key_id=row.key_id, requested_at=row.requested_at)
+                NodeId(row.node_id): Drain(
+                    node_id=NodeId(row.node_id), key_id=row.key_id, requested_at=row.requested_at
+                )
                 for row in drains
             },
             instances={node_id: frozenset(found) for node_id, found in instances.items()},
         )
 
 
-def left_on(node_id: NodeId, node: NodeFacts | None, workers: Iterable[WorkerFacts], planned: frozenset[str]) -> Left:
-    """What is on a node: by the rows, by its workers' reports, by its loader's."""
-    here = [worker for worker in workers if worker.node_id == node_id and worker.liveness is not Liveness.DEAD]
-    held = {str(one.instance_id) for worker in here for one in worker.held if one.state not in _FREE}
+def left_on(
+    node_id: NodeId, node: NodeFacts | None, workers: Iterable[WorkerFacts], planned: frozenset[str]
+) -> Left:
+    """What is on a node: by the rows, by its workers' reports, by its loader's.
+
+    Args:
+        node_id: the node.
+        node: what its loader reported last; None: nothing.
+        workers: all workers, as last reported.
+        planned: ids of the instances that have rows on this node.
+    """
+    here = [
+        worker
+        for worker in workers
+        if worker.node_id == node_id and worker.liveness is not Liveness.DEAD
+    ]
+    held = {
+        str(one.instance_id) for worker in here for one in worker.held if one.state not in _FREE
+    }
     copies = node.copies if node is not None and node.liveness is not Liveness.DEAD else ()
     return Left(
         instances=len(planned | held),
@@ -155,17 +182,36 @@ def state_of(node: NodeFacts | None, drain: Drain | None, left: Left) -> NodeSta
 
 
 def shown(
-    node_id: NodeId, node: NodeFacts | None, workers: tuple[WorkerFacts, ...], intent: Intent | None, facts: dict[str, Any]
+    node_id: NodeId,
+    node: NodeFacts | None,
+    workers: tuple[WorkerFacts, ...],
+    intent: Intent | None,
+    facts: dict[str, Any],
 ) -> dict[str, Any]:
-    """A node as the API shows it: its facts, its state, and what is left on it. Without ``intent`` its state is not known."""
-    planned = intent.instances.get(node_id, frozenset[str]()) if intent is not None else frozenset[str]()
+    """A node as the API shows it: its facts, its state, and what is left on it.
+
+    Args:
+        node_id: the node.
+        node: what its loader reported last; None: nothing.
+        workers: all workers, as last reported.
+        intent: drains and instances by their rows; None: the database cannot be read, so that the
+            state is not known.
+        facts: fields of the node's report, shown as they are.
+    """
+    planned = (
+        intent.instances.get(node_id, frozenset[str]()) if intent is not None else frozenset[str]()
+    )
     left = left_on(node_id, node, workers, planned)
     drain = intent.drains.get(node_id) if intent is not None else None
     return {
         **facts,
         "node_id": node_id,
         "state": (NodeState.UNKNOWN if intent is None else state_of(node, drain, left)).value,
-        "workers": sum(1 for worker in workers if worker.node_id == node_id and worker.liveness is not Liveness.DEAD),
+        "workers": sum(
+            1
+            for worker in workers
+            if worker.node_id == node_id and worker.liveness is not Liveness.DEAD
+        ),
         "devices": [
             {
                 "worker_id": worker.worker_id,
@@ -178,5 +224,7 @@ def shown(
             if worker.node_id == node_id and worker.liveness is not Liveness.DEAD
         ],
         "left": {"instances": left.instances, "requests": left.requests, "copies": left.copies},
-        "drain": None if drain is None else {"requested_at": drain.requested_at.isoformat(), "key_id": drain.key_id},
+        "drain": None
+        if drain is None
+        else {"requested_at": drain.requested_at.isoformat(), "key_id": drain.key_id},
     }

@@ -1,4 +1,6 @@
-"""In front of every route of the admin API: the key, a bounded body, and the record of what was refused."""
+"""In front of every route of the admin API: the key, a bounded body, and the record of what was
+refused.
+"""
 
 import re
 from typing import Annotated
@@ -19,7 +21,7 @@ OPEN_PATHS = frozenset({"/docs", "/openapi.json"})
 """What may be read without a key: the API's own description."""
 WRITES = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 NOBODY = "nobody"
-"""Principal of whoever showed no valid admin key."""
+"""Principal of a client that showed no valid admin key."""
 
 ACTIONS = (
     ("POST", re.compile(r"/models"), "model_register"),
@@ -62,7 +64,9 @@ def action_of(method: str, path: str) -> tuple[str, str]:
 
 
 class Gate:
-    """Looks at keys and bodies here and not in each route: a new route is closed from the start, nobody without a key is heard."""
+    """Looks at keys and bodies here and not in each route: a new route is closed from the start, to
+    all that have no key.
+    """
 
     def __init__(self, app: ASGIApp, authenticator: Authenticator, audit: AuditLog) -> None:
         self._app = app
@@ -102,7 +106,7 @@ class Gate:
         except ClientGone:
             raise
         except Exception:
-            # A bug: whoever stands before this gate answers it.
+            # A bug: the middleware before this gate answers it.
             status = 500
             raise
         finally:
@@ -112,9 +116,11 @@ class Gate:
     def _record(self, request: Request, actor: Actor, path: str, body: bytes, status: int) -> None:
         action, entity = action_of(request.method, path)
         code = error_code_of(request.scope) or InternalError.code
-        # What somebody without a key sends is not looked at.
+        # What a client without a key sends is not looked at.
         heard = code not in (Unauthorized.code, Forbidden.code)
-        self._audit.refused(actor, action, entity or (_name_in(body) if heard else ""), code, status)
+        self._audit.refused(
+            actor, action, entity or (_name_in(body) if heard else ""), code, status
+        )
 
 
 def _actor(request: Request, principal: str, key_id: str) -> Actor:

@@ -1,4 +1,6 @@
-"""The admin API with its real database and bus, for tests, behind the same edge as in the gateway but without a socket."""
+"""The admin API with its real database and bus, for tests, behind the same edge as in the gateway
+but without a socket.
+"""
 
 import json
 from collections.abc import AsyncGenerator, Generator, Mapping
@@ -142,7 +144,9 @@ def checkpoint_files(**changes: Any) -> dict[str, bytes]:
     """A whole checkpoint that can be registered; ``changes`` are to its configuration."""
     files = tiny_files({**tiny_config(vocab_size=VOCAB_SIZE), **changes})
     files["tokenizer.json"] = byte_level_json().encode()
-    files["tokenizer_config.json"] = json.dumps({"chat_template": CHAT_TEMPLATE, "eos_token": "</s>"}).encode()
+    files["tokenizer_config.json"] = json.dumps(
+        {"chat_template": CHAT_TEMPLATE, "eos_token": "</s>"}
+    ).encode()
     return files
 
 
@@ -157,11 +161,14 @@ def write_folder(folder: Path, files: Mapping[str, bytes]) -> Path:
 @contextmanager
 def database_away(url: URL) -> Generator[None]:
     """Let a database refuse connections, and cut those that there are."""
-    engine = create_engine(url.set(database="postgres"), poolclass=NullPool, isolation_level="AUTOCOMMIT")
+    engine = create_engine(
+        url.set(database="postgres"), poolclass=NullPool, isolation_level="AUTOCOMMIT"
+    )
     with engine.connect() as connection:
         connection.execute(text(f"ALTER DATABASE {url.database} WITH ALLOW_CONNECTIONS false"))
         connection.execute(
-            text("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = :name"), {"name": url.database}
+            text("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = :name"),
+            {"name": url.database},
         )
         try:
             yield

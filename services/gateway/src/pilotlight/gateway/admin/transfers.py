@@ -1,5 +1,8 @@
 """What moves between disks, nodes and sources at the moment, as the admin API shows it."""
 
+# Routes are registered by their decorators; no code names their functions.
+# pyright: reportUnusedFunction=false
+
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,27 +17,39 @@ def add_transfers(app: FastAPI, fleet: Fleet) -> None:
     """List transfers and the speed of links."""
 
     @app.get("/transfers")
-    async def transfers() -> dict[str, Any]:  # pyright: ignore[reportUnusedFunction]
-        """Fetches that are under way, as last reported: how far, how fast, from whom; and what each node's links gave when last used."""
+    async def transfers() -> dict[str, Any]:
+        """Fetches that are under way, as last reported: how far, how fast, from whom; and what each
+        node's links gave when last used.
+        """
         return shown_transfers(fleet.nodes())
 
 
 def shown_transfers(nodes: Iterable[NodeFacts]) -> dict[str, Any]:
-    """The transfers and links of nodes that report, by node; a transfer's ``left_s`` is null where its speed is not known."""
-    alive = sorted((node for node in nodes if node.liveness is not Liveness.DEAD), key=lambda node: node.node_id)
+    """The transfers and links of nodes that report, by node; a transfer's ``left_s`` is null where
+    its speed is not known.
+    """
+    alive = sorted(
+        (node for node in nodes if node.liveness is not Liveness.DEAD),
+        key=lambda node: node.node_id,
+    )
     return {
         "transfers": [
             {
                 "node_id": node.node_id,
                 **msgspec.to_builtins(transfer),
-                # Parts are counted with what pads them, so that at the end a little more may be there than was asked for.
+                # Parts are counted with what pads them, so that at the end a little more may be
+                # there than was asked for.
                 "done_bytes": min(transfer.done_bytes, transfer.total_bytes),
                 "left_s": _left_s(transfer),
             }
             for node in alive
             for transfer in node.transfers
         ],
-        "links": [{"node_id": node.node_id, **msgspec.to_builtins(link)} for node in alive for link in node.links],
+        "links": [
+            {"node_id": node.node_id, **msgspec.to_builtins(link)}
+            for node in alive
+            for link in node.links
+        ],
     }
 
 

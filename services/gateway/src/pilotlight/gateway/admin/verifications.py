@@ -1,4 +1,9 @@
-"""Routes of the admin API for verifications: a node reads all of a model, and says what differs from what is recorded."""
+"""Routes of the admin API for verifications: a node reads all of a model, and says what differs
+from what is recorded.
+"""
+
+# Routes are registered by their decorators; no code names their functions.
+# pyright: reportUnusedFunction=false
 
 from collections.abc import Awaitable
 from typing import Annotated, Any
@@ -9,8 +14,19 @@ from fastapi import FastAPI, Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from pilotlight.common.bus import Bus
-from pilotlight.common.errors import BusUnavailable, ControlPlaneUnavailable, DeadlineExceeded, NotFound
-from pilotlight.common.messages.verify import AskVerification, Verification, Verify, verification_subject, verify_subject
+from pilotlight.common.errors import (
+    BusUnavailable,
+    ControlPlaneUnavailable,
+    DeadlineExceeded,
+    NotFound,
+)
+from pilotlight.common.messages.verify import (
+    AskVerification,
+    Verification,
+    Verify,
+    verification_subject,
+    verify_subject,
+)
 from pilotlight.gateway.admin.gate import By
 from pilotlight.gateway.admin.nodes import Fleet
 from pilotlight.gateway.models.registration import Registration
@@ -32,32 +48,61 @@ class NewVerification(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    deadline_s: float = Field(DEFAULT_DEADLINE_S, gt=0, le=LONGEST_S, description="It fails when it takes longer.")
+    deadline_s: float = Field(
+        DEFAULT_DEADLINE_S, gt=0, le=LONGEST_S, description="It fails when it takes longer."
+    )
 
 
-def add_verifications(app: FastAPI, registration: Registration, fleet: Fleet, bus: Bus, audit: AuditLog) -> None:
-    """Start verifications, and ask how far they are."""
+def add_verifications(
+    app: FastAPI, registration: Registration, fleet: Fleet, bus: Bus, audit: AuditLog
+) -> None:
+    """Add the routes that start verifications, and ask how far they are.
+
+    Args:
+        app: gets the routes.
+        registration: knows the models.
+        fleet: knows the nodes that could read one.
+        bus: to the loader of the node that does.
+        audit: records that a verification was asked for.
+    """
 
     @app.post("/models/{name:path}/verify", status_code=202)
-    async def verify(name: Name, actor: By, body: NewVerification | None = None) -> dict[str, Any]:  # pyright: ignore[reportUnusedFunction]
-        """Have a node read all of a model, compare it with the recorded digests, and record those that nobody has."""
+    async def verify(name: Name, actor: By, body: NewVerification | None = None) -> dict[str, Any]:
+        """Have a node read all of a model, compare it with the recorded digests, and record those
+        that are missing.
+        """
         model = (await registration.models.get(name)).model
         node_id = _node_for(fleet, model.name)
         deadline_s = (body or NewVerification()).deadline_s  # pyright: ignore[reportCallIssue] - its default is in the field
         async with audit.asked(actor, "model_verify", name) as changes:
             message = Verify(model=model, deadline_s=deadline_s)
-            found = await _ask(node_id, bus.request(verify_subject(node_id), message, Verification, deadline_s=LOADER_DEADLINE_S))
+            found = await _ask(
+                node_id,
+                bus.request(
+                    verify_subject(node_id), message, Verification, deadline_s=LOADER_DEADLINE_S
+                ),
+            )
             changes["verification_id"] = found.verification_id
         return _shown(found)
 
     @app.get("/verifications/{verification_id}")
-    async def ask(verification_id: VerificationName) -> dict[str, Any]:  # pyright: ignore[reportUnusedFunction]
-        """How far a verification is, and what differs. A node forgets it when its loader starts anew."""
+    async def ask(verification_id: VerificationName) -> dict[str, Any]:
+        """How far a verification is, and what differs.
+
+        A node forgets it when its loader starts anew.
+        """
         node_id = NodeId(verification_id.rpartition(".")[0])
-        if not any(node.node_id == node_id and node.liveness is not Liveness.DEAD for node in fleet.nodes()):
-            raise NotFound(f"no node that reports knows of a verification {verification_id!r}", param="verification_id")
+        if not any(
+            node.node_id == node_id and node.liveness is not Liveness.DEAD for node in fleet.nodes()
+        ):
+            raise NotFound(
+                f"no node that reports knows of a verification {verification_id!r}",
+                param="verification_id",
+            )
         message = AskVerification(verification_id=verification_id)
-        answer = bus.request(verification_subject(node_id), message, Verification, deadline_s=LOADER_DEADLINE_S)
+        answer = bus.request(
+            verification_subject(node_id), message, Verification, deadline_s=LOADER_DEADLINE_S
+        )
         return _shown(await _ask(node_id, answer))
 
 
@@ -67,10 +112,18 @@ def _shown(found: Verification) -> dict[str, Any]:
 
 
 def _node_for(fleet: Fleet, name: ModelName) -> NodeId:
-    """The same node for the same model, whichever gateway is asked, as long as the same nodes report."""
-    alive = [node.node_id for node in fleet.nodes() if node.liveness is Liveness.ALIVE and not node.draining]
+    """The same node for the same model, whichever gateway is asked, as long as the same nodes
+    report.
+    """
+    alive = [
+        node.node_id
+        for node in fleet.nodes()
+        if node.liveness is Liveness.ALIVE and not node.draining
+    ]
     if not alive:
-        raise ControlPlaneUnavailable("no node reports that could read the model; see `pilotlight node list`")
+        raise ControlPlaneUnavailable(
+            "no node reports that could read the model; see `pilotlight node list`"
+        )
     return min(alive, key=lambda node_id: blake3(f"{node_id} {name}".encode()).digest())
 
 

@@ -1,5 +1,8 @@
 """Routes of the admin API that only show."""
 
+# Routes are registered by their decorators; no code names their functions.
+# pyright: reportUnusedFunction=false
+
 from datetime import datetime
 from typing import Annotated, Any
 
@@ -16,44 +19,70 @@ JSON = "application/json"
 
 Limit = Annotated[int, Query(ge=1, le=1000)]
 OptionalName = Annotated[str | None, Query(pattern=NAME_PATTERN, max_length=MAX_NAME_CHARS)]
-TraceId = Annotated[str, Path(pattern=r"^[0-9a-f]{32}$", description="32 hex digits: what the header X-Trace-Id says.")]
+TraceId = Annotated[
+    str,
+    Path(pattern=r"^[0-9a-f]{32}$", description="32 hex digits: what the header X-Trace-Id says."),
+]
 Before = Annotated[
-    str | None, Query(pattern=r"^[A-Za-z0-9_-]+$", max_length=100, description="`next_before` of the page before this one.")
+    str | None,
+    Query(
+        pattern=r"^[A-Za-z0-9_-]+$",
+        max_length=100,
+        description="`next_before` of the page before this one.",
+    ),
 ]
 Word = Annotated[str | None, Query(pattern=r"^[A-Za-z0-9._/-]+$", max_length=200)]
-RecordId = Annotated[int | None, Query(ge=1, le=2**62, description="`next_before` of the page before this one.")]
-Moment = Annotated[datetime | None, Query(description="RFC 3339, for example 2026-01-31T12:00:00Z.")]
+RecordId = Annotated[
+    int | None, Query(ge=1, le=2**62, description="`next_before` of the page before this one.")
+]
+Moment = Annotated[
+    datetime | None, Query(description="RFC 3339, for example 2026-01-31T12:00:00Z.")
+]
 
 
 def add_views(app: FastAPI, display: Display, fleet: Fleet, audit: AuditLog) -> None:
-    """Workers, instances, cold starts, decisions, traces, the audit log."""
+    """Add the routes of workers, instances, cold starts, decisions, traces and the audit log.
+
+    Args:
+        app: gets the routes.
+        display: reads other services' rows.
+        fleet: workers as last reported.
+        audit: the log to show.
+    """
 
     @app.get("/workers")
-    async def workers() -> dict[str, Any]:  # pyright: ignore[reportUnusedFunction]
+    async def workers() -> dict[str, Any]:
         """Workers with devices and held stages, as last reported."""
         return {"workers": msgspec.to_builtins(fleet.workers())}
 
     @app.get("/instances")
-    async def instances(limit: Limit = 100, before: Before = None) -> Response:  # pyright: ignore[reportUnusedFunction]
+    async def instances(limit: Limit = 100, before: Before = None) -> Response:
         """Instances, the newest first."""
         return Response(await display.page(INSTANCES, limit=limit, before=before), media_type=JSON)
 
     @app.get("/cold-starts")
-    async def cold_starts(  # pyright: ignore[reportUnusedFunction]
+    async def cold_starts(
         model: OptionalName = None, limit: Limit = 20, before: Before = None
     ) -> Response:
         """Cold starts with their phases, the newest first."""
-        return Response(await display.page(COLD_STARTS, model=model, limit=limit, before=before), media_type=JSON)
+        return Response(
+            await display.page(COLD_STARTS, model=model, limit=limit, before=before),
+            media_type=JSON,
+        )
 
     @app.get("/decisions")
-    async def decisions(  # pyright: ignore[reportUnusedFunction]
+    async def decisions(
         model: OptionalName = None, limit: Limit = 20, before: Before = None
     ) -> Response:
-        """The scheduler's decisions with their inputs and reasons, the newest first; about 8 MiB of them at most."""
-        return Response(await display.page(DECISIONS, model=model, limit=limit, before=before), media_type=JSON)
+        """The scheduler's decisions with their inputs and reasons, the newest first; about 8 MiB of
+        them at most.
+        """
+        return Response(
+            await display.page(DECISIONS, model=model, limit=limit, before=before), media_type=JSON
+        )
 
     @app.get("/traces/{trace_id}")
-    async def trace(trace_id: TraceId) -> Response:  # pyright: ignore[reportUnusedFunction]
+    async def trace(trace_id: TraceId) -> Response:
         """Spans and cold starts of one trace."""
         found = await display.trace(trace_id)
         if found is None:
@@ -61,7 +90,7 @@ def add_views(app: FastAPI, display: Display, fleet: Fleet, audit: AuditLog) -> 
         return Response(found, media_type=JSON)
 
     @app.get("/audit")
-    async def audit_log(  # pyright: ignore[reportUnusedFunction]
+    async def audit_log(
         limit: Limit = 100,
         before: RecordId = None,
         action: Word = None,
@@ -73,7 +102,13 @@ def add_views(app: FastAPI, display: Display, fleet: Fleet, audit: AuditLog) -> 
     ) -> dict[str, Any]:
         """What administrators did and tried, the newest first."""
         wanted = AuditFilter(
-            action=action, entity=entity, outcome=outcome, key_id=key_id, before_id=before, since=since, until=until
+            action=action,
+            entity=entity,
+            outcome=outcome,
+            key_id=key_id,
+            before_id=before,
+            since=since,
+            until=until,
         )
         found = await audit.page(wanted, limit)
         return {"audit": found, "next_before": found[-1]["id"] if len(found) == limit else None}

@@ -1,1 +1,4 @@
-"""The HTTP edge: connections, bodies within limits, streams, and one shape for every error. It knows no model and no fleet."""
+"""The HTTP edge: connections, bodies within limits, streams, and one shape for every error.
+
+It knows no model and no fleet.
+"""

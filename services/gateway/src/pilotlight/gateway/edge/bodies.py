@@ -1,4 +1,6 @@
-"""Memory for the bodies of requests: one budget for all that arrive or are being decoded, and each request's room in it."""
+"""Memory for the bodies of requests: one budget for all that arrive or are being decoded, and each
+request's room in it.
+"""
 
 import asyncio
 import ctypes
@@ -18,7 +20,8 @@ _STATE = "body_room"
 class FreedMemory:
     """Returns freed memory to the system, some time after much of it was freed.
 
-    glibc keeps blocks that were freed below one that is still in use. Where there is another C library, nothing happens here.
+    glibc keeps blocks that were freed below one that is still in use. Where there is another C
+    library, nothing happens here.
     """
 
     def __init__(self) -> None:
@@ -73,7 +76,9 @@ class BodyBudget:
 
 
 class BodyRoom:
-    """What one request holds of the budget: nothing until its body is read, nothing any more when its answer begins to be made."""
+    """What one request holds of the budget: nothing until its body is read, nothing any more when
+    its answer begins to be made.
+    """
 
     def __init__(self, budget: BodyBudget) -> None:
         self.budget = budget
@@ -81,7 +86,9 @@ class BodyRoom:
         self._bytes = 0
 
     def take(self, owner: str, body_bytes: int) -> None:
-        """Hold so many bytes, in all, for the owner of a key. What was held before stays held if that fails.
+        """Hold this many bytes, in all, for the owner of a key.
+
+        What was held before stays held if that fails.
 
         Raises:
             TooLarge: no budget of this size ever has room for it.
@@ -92,7 +99,9 @@ class BodyRoom:
         budget, before = self.budget, self._bytes
         room = part_bytes(budget.total_bytes, body_bytes)
         if body_bytes > room:
-            raise TooLarge(f"the body takes {body_bytes} bytes of memory once it is decoded; {room} are for bodies")
+            raise TooLarge(
+                f"the body takes {body_bytes} bytes of memory once it is decoded; {room} are for bodies"
+            )
         self._count(-1)
         fits = admit_body(budget.held(body_bytes, owner), body_bytes)
         self._owner, self._bytes = owner, body_bytes if fits else before
@@ -113,7 +122,7 @@ class BodyRoom:
         self.budget.add(self._bytes, self._owner, sign)
 
     def put_into(self, scope: MutableMapping[str, Any]) -> None:
-        """Let whoever handles this request find it."""
+        """Let the handler of this request find it."""
         scope.setdefault("state", {})[_STATE] = self
 
 

@@ -1,10 +1,13 @@
-"""One client's connection: uvicorn's, with limits on what comes before a body, with backpressure, and with an end that the client hears of.
+"""One client's connection: uvicorn's, with limits on what comes before a body, with backpressure,
+and with an end that the client hears of.
 
-A client may close its side after its request (``shutdown(SHUT_WR)``) and wait for the answer. TCP says the same, a FIN, of one that is
-gone altogether. What tells them apart is a byte sent there: who is gone answers with a reset. So while the answer is being made, the
-first bytes of its status line, which all answers share, are sent one by one, and comments once it is a stream of events. When the bytes
-are out, TCP's keep-alive probes find who is gone.
-(nginx as a proxy, hypercorn, uvicorn and the context of Go's handlers take a FIN for the end, and half-closing clients get nothing.)
+A client may close its side after its request (``shutdown(SHUT_WR)``) and wait for the answer. TCP
+says the same, a FIN, of one that is gone altogether. What tells them apart is a byte sent there: a
+client that is gone answers with a reset. So while the answer is being made, the first bytes of its
+status line, which all answers share, are sent one by one, and comments once it is a stream of
+events. When the bytes are out, TCP's keep-alive probes find a client that is gone. (nginx as a
+proxy, hypercorn, uvicorn and the context of Go's handlers take a FIN for the end, and half-closing
+clients get nothing.)
 """
 
 import asyncio
@@ -22,20 +25,26 @@ from uvicorn._types import (
     HTTPResponseStartEvent,
     Scope,
 )
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Of a request line with its headers; whoever sends more is cut off."""
+"""Of a request line with its headers; a client that sends more is cut off."""
 HEAD_DEADLINE_S = 30.0
 """For them to arrive; a connection on which none do is closed."""
 LINGER_S = 5.0
 """For a client to read its answer while what it still sends is thrown away."""
 FIRST_PROBE_S = 0.2
 LAST_PROBE_S = 10.0
-"""Pauses between looks whether a client that closed its side is still there: each is twice the one before."""
+"""Pauses between looks whether a client that closed its side is still there: each is twice the one
+before."""
 STATUS_START = b"HTTP/1.1 "
 COMMENT = b":\n\n"
-"""An event that is none. It may stand between any two parts of such an answer: each of those is whole events."""
+"""An event that is none. It may stand between any two parts of such an answer: each of those is
+whole events."""
 
 
 class Connection(HttpToolsProtocol):
@@ -74,8 +83,14 @@ class Connection(HttpToolsProtocol):
         super().data_received(data)
         if self._head_bytes is not None and self._head_bytes > MAX_HEAD_BYTES:
             self.transport.close()
-        elif (newest := self._newest) is not None and newest.more_body and newest.body and not self.transport.is_closing():
-            # Nobody has asked for this part yet: the next one can wait in the kernel, with its sender.
+        elif (
+            (newest := self._newest) is not None
+            and newest.more_body
+            and newest.body
+            and not self.transport.is_closing()
+        ):
+            # The application has not asked for this part yet: the next one can wait in the kernel,
+            # with its sender.
             self.flow.pause_reading()
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
@@ -136,7 +151,9 @@ class Connection(HttpToolsProtocol):
         self.transport.write_eof()
 
     def _probe(self, pause_s: float) -> None:
-        """Look whether a client that closed its side is still there, now and then, until it has its answer."""
+        """Look whether a client that closed its side is still there, now and then, until it has its
+        answer.
+        """
         self._probing = None
         if self.transport.is_closing() or self.cycle.response_complete or self._answer is None:
             return
@@ -155,7 +172,9 @@ class Connection(HttpToolsProtocol):
 
 
 class _Answer:
-    """Sends an answer, ended as the client's version knows it, and so that the client can read it to its end."""
+    """Sends an answer, ended as the client's version knows it, and so that the client can read it
+    to its end.
+    """
 
     def __init__(self, cycle: RequestResponseCycle, linger: Callable[[], None]) -> None:
         self._send = cycle.send
@@ -174,9 +193,15 @@ class _Answer:
         cycle = self._cycle
         if self.under_way:
             if self._of_events:
-                cycle.transport.write(COMMENT if self._ends_with_connection else b"%x\r\n%b\r\n" % (len(COMMENT), COMMENT))
+                cycle.transport.write(
+                    COMMENT
+                    if self._ends_with_connection
+                    else b"%x\r\n%b\r\n" % (len(COMMENT), COMMENT)
+                )
         elif not cycle.response_complete:
-            begun = cycle.transport if isinstance(cycle.transport, _Begun) else _Begun(cycle.transport)
+            begun = (
+                cycle.transport if isinstance(cycle.transport, _Begun) else _Begun(cycle.transport)
+            )
             begun.begin()
             cycle.transport = begun
 
@@ -192,7 +217,8 @@ class _Answer:
     def _head(self, message: HTTPResponseStartEvent) -> HTTPResponseStartEvent:
         cycle, headers = self._cycle, list(message.get("headers", []))
         if cycle.more_body:
-            # The request's body is not read to its end: what would come next on this connection is the rest of it.
+            # The request's body is not read to its end: what would come next on this connection is
+            # the rest of it.
             headers.append((b"connection", b"close"))
         named = {name.lower(): value for name, value in headers}
         self._of_events = named.get(b"content-type", b"").startswith(b"text/event-stream")
@@ -207,7 +233,8 @@ class _Answer:
             cycle.expected_content_length = len(message.get("body", b""))
         lingers = cycle.more_body and not message.get("more_body", False)
         if lingers:
-            # uvicorn would close at once. On bytes that nobody has read that is a reset, which takes the answer with it.
+            # uvicorn would close at once. With bytes that are not read that is a reset, which takes
+            # the answer with it.
             cycle.keep_alive = True
         await self._send(message)
         if lingers:

@@ -1,4 +1,6 @@
-"""Errors in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``, with the taxonomy's status and stable code."""
+"""Errors in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``, with the
+taxonomy's status and stable code.
+"""
 
 import math
 import re
@@ -30,7 +32,11 @@ def error_body(error: PilotlightError) -> bytes:
     """The body that tells a client what went wrong and what to do."""
     message = f"{named_message(error).rstrip('.')}. {error.action}"
     return _encoder.encode(
-        ErrorResponse(error=ErrorBody(message=message, type=error.openai_type, param=error.param, code=error.code))
+        ErrorResponse(
+            error=ErrorBody(
+                message=message, type=error.openai_type, param=error.param, code=error.code
+            )
+        )
     )
 
 
@@ -42,7 +48,9 @@ def named_message(error: PilotlightError) -> str:
 
 
 def error_headers(error: PilotlightError) -> dict[str, str]:
-    """Headers that go with an error: whether and when to try again, how to authenticate, which encoding is taken."""
+    """Headers that go with an error: whether and when to try again, how to authenticate, which
+    encoding is taken.
+    """
     headers = {"x-should-retry": str(_retried(error)).lower()}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
@@ -56,8 +64,9 @@ def error_headers(error: PilotlightError) -> dict[str, str]:
 def _retried(error: PilotlightError) -> bool:
     """Whether a client shall send the request again by itself.
 
-    Official clients do so on 408, 409, 429 and everything from 500, unless this header says otherwise. What the error says of a retry
-    holds, but for a deadline: a second try works, is billed and most likely ends as the first did.
+    Official clients do so on 408, 409, 429 and everything from 500, unless this header says
+    otherwise. What the error says of a retry holds, but for a deadline: a second try works, is
+    billed and most likely ends as the first did.
     """
     return error.retryable and not isinstance(error, DeadlineExceeded)
 

@@ -1,4 +1,6 @@
-"""The HTTP edge: reading bodies within limits, noticing that a client has left, and one way for everything to fail."""
+"""The HTTP edge: reading bodies within limits, noticing that a client has left, and one way for
+everything to fail.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
@@ -41,7 +43,8 @@ SEND_DEADLINE_S = 60.0
 """For a client to take what it was sent; past it the client counts as gone."""
 CLIENT_GONE = "client_gone"
 CLIENT_GONE_STATUS = 499
-"""Counted in the place of an error's code and of a status when the client leaves before the end of its answer; the status is nginx's."""
+"""Counted in the place of an error's code and of a status when the client leaves before the end of
+its answer; the status is nginx's."""
 _ERROR_CODE = "error_code"
 
 T = TypeVar("T")
@@ -52,7 +55,10 @@ class ClientGone(Exception):
 
 
 async def read_body(request: Request, limit_bytes: int, owner: str) -> bytes:
-    """A request's body. It has room in the budget until the answer begins to be made; ``owner`` is whose share of it that is.
+    """A request's body.
+
+    It has room in the budget until the answer begins to be made; ``owner`` is whose share of it
+    that is.
 
     Raises:
         UnsupportedEncoding: it is compressed, or encoded in another way.
@@ -69,7 +75,9 @@ async def read_body(request: Request, limit_bytes: int, owner: str) -> bytes:
             raise TooLarge(f"a body of {announced} bytes; at most {limit_bytes} are taken")
         room.take(owner, int(announced))
     try:
-        body = await within(BODY_DEADLINE_S, _read(request.receive, limit_bytes, room, owner), "the body")
+        body = await within(
+            BODY_DEADLINE_S, _read(request.receive, limit_bytes, room, owner), "the body"
+        )
     except DeadlineExceeded as error:
         raise BodyTimeout(f"the body did not arrive within {BODY_DEADLINE_S:g} s") from error
     room.take(owner, decoded_bytes(body))
@@ -83,7 +91,9 @@ async def _read(receive: Receive, limit_bytes: int, room: BodyRoom, owner: str) 
         try:
             message = await within(pause_s, receive(), "a part of the body")
         except DeadlineExceeded as error:
-            raise BodyTimeout(f"no byte of the body arrived for {pause_s:g} s, after {len(body)}") from error
+            raise BodyTimeout(
+                f"no byte of the body arrived for {pause_s:g} s, after {len(body)}"
+            ) from error
         if message["type"] == "http.disconnect":
             raise ClientGone
         part = message.get("body", b"")
@@ -97,7 +107,11 @@ async def _read(receive: Receive, limit_bytes: int, room: BodyRoom, owner: str) 
 
 def _check_encoding(request: Request) -> None:
     for name, plain in (("content-encoding", "identity"), ("transfer-encoding", "chunked")):
-        codings = {coding.strip().lower() for value in request.headers.getlist(name) for coding in value.split(",")}
+        codings = {
+            coding.strip().lower()
+            for value in request.headers.getlist(name)
+            for coding in value.split(",")
+        }
         if codings - {plain, ""}:
             raise UnsupportedEncoding(f"{name}: {', '.join(sorted(codings))[:100]} is not taken")
 
@@ -142,7 +156,10 @@ class Answering(Response):
 
 
 class EventStream(Response):
-    """A stream of server-sent events. The status is sent with the first of them; an error after it is an event."""
+    """A stream of server-sent events.
+
+    The status is sent with the first of them; an error after it is an event.
+    """
 
     def __init__(self, events: Callable[[], AsyncGenerator[bytes, None]]) -> None:
         super().__init__()
@@ -159,15 +176,29 @@ class EventStream(Response):
                 async for data in events:
                     if not started:
                         started = True
-                        headers = [(name.encode(), value.encode()) for name, value in sse.HEADERS.items()]
-                        await _in_time(send({"type": "http.response.start", "status": 200, "headers": headers}))
-                    await _in_time(send({"type": "http.response.body", "body": data, "more_body": True}))
+                        headers = [
+                            (name.encode(), value.encode()) for name, value in sse.HEADERS.items()
+                        ]
+                        await _in_time(
+                            send({"type": "http.response.start", "status": 200, "headers": headers})
+                        )
+                    await _in_time(
+                        send({"type": "http.response.body", "body": data, "more_body": True})
+                    )
         except Exception as error:
             if not started or isinstance(error, ClientGone):
                 raise
             failure = error if isinstance(error, PilotlightError) else _bug(error)
             note_error(scope, failure)
-            await _in_time(send({"type": "http.response.body", "body": sse.error_event(failure), "more_body": True}))
+            await _in_time(
+                send(
+                    {
+                        "type": "http.response.body",
+                        "body": sse.error_event(failure),
+                        "more_body": True,
+                    }
+                )
+            )
         await _in_time(send({"type": "http.response.body", "body": b"", "more_body": False}))
 
 
@@ -179,9 +210,13 @@ async def _in_time(sending: Awaitable[None]) -> None:
 
 
 class Edge:
-    """The outermost application: ids, trace, limits on headers, room for the body, counts, and the last resort for errors."""
+    """The outermost application: ids, trace, limits on headers, room for the body, counts, and the
+    last resort for errors.
+    """
 
-    def __init__(self, app: ASGIApp, traced: frozenset[str], bodies: BodyBudget, measures: HttpMeasures) -> None:
+    def __init__(
+        self, app: ASGIApp, traced: frozenset[str], bodies: BodyBudget, measures: HttpMeasures
+    ) -> None:
         self._app = app
         self._traced = traced
         self._bodies = bodies
@@ -193,14 +228,19 @@ class Edge:
         if scope["path"] not in self._traced:
             await self._answer(scope, receive, send)
             return
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"][:MAX_HEADERS]}
+        headers = {
+            name.decode("latin-1"): value.decode("latin-1")
+            for name, value in scope["headers"][:MAX_HEADERS]
+        }
         with server_span(f"{scope['method']} {scope['path']}", headers):
             await self._answer(scope, receive, send)
 
     def malformed(self) -> Response:
         """The answer to what is no HTTP; it is counted."""
         self._measures.answered("none", "none", 400, BadRequest.code)
-        return error_response(BadRequest("this is not HTTP/1.1, or its parts contradict each other"))
+        return error_response(
+            BadRequest("this is not HTTP/1.1, or its parts contradict each other")
+        )
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = new_request_id()
@@ -222,7 +262,9 @@ class Edge:
         room.put_into(scope)
         try:
             if len(scope["headers"]) > MAX_HEADERS:
-                raise BadRequest(f"{len(scope['headers'])} headers; at most {MAX_HEADERS} are taken")
+                raise BadRequest(
+                    f"{len(scope['headers'])} headers; at most {MAX_HEADERS} are taken"
+                )
             await self._app(scope, receive, send_with_ids)
         except ClientGone:
             log.debug("client left", action="client_gone", request_id=request_id)
@@ -235,11 +277,13 @@ class Edge:
                 await error_response(failure)(scope, receive, send_with_ids)
         finally:
             room.release()
-            self._measures.answered(_route_of(scope), scope["method"], status, scope["state"].get(_ERROR_CODE, ""))
+            self._measures.answered(
+                _route_of(scope), scope["method"], status, scope["state"].get(_ERROR_CODE, "")
+            )
 
 
 def note_error(scope: Scope, error: PilotlightError) -> None:
-    """With which error a request ends, for whoever counts or records it."""
+    """With which error a request ends, for metrics and records."""
     scope["state"][_ERROR_CODE] = error.code
 
 
@@ -249,7 +293,7 @@ def error_code_of(scope: Scope) -> str | None:
 
 
 def _route_of(scope: Scope) -> str:
-    """The template of the route that a request found: there are only so many."""
+    """The template of the route that a request found: their number is fixed."""
     route = scope.get("route")
     if isinstance(route, Mount):
         return route.path
@@ -278,7 +322,9 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     """Exception handler for what the router itself raises."""
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
-        response = await on_error(request, MethodNotAllowed(f"{request.url.path} does not take {request.method}"))
+        response = await on_error(
+            request, MethodNotAllowed(f"{request.url.path} does not take {request.method}")
+        )
         response.headers.update(error.headers or {})
         return response
     return await on_error(request, RouteNotFound(f"there is no route {request.url.path[:200]}"))

@@ -17,10 +17,21 @@ class HttpMeasures:
             ["route", "method", "status", "code"],
             registry=registry,
         )
-        held = Gauge("pilotlight_body_bytes", "Memory that is held for bodies of requests.", registry=registry)
+        held = Gauge(
+            "pilotlight_body_bytes",
+            "Memory that is held for bodies of requests.",
+            registry=registry,
+        )
         held.set_function(lambda: float(bodies.held_bytes))
 
     def answered(self, route: str, method: str, status: int, code: str) -> None:
-        """Count one. ``route`` is a template, ``code`` one of the taxonomy's: every label has a bounded number of values."""
+        """Count an answer. Every label has a bounded number of values.
+
+        Args:
+            route: the template of the route.
+            method: the request's; one that no route has counts as ``other``.
+            status: of HTTP.
+            code: the error's, of the taxonomy; empty: none.
+        """
         method = method if method in _METHODS else "other"
         self._answers.labels(route=route, method=method, status=str(status), code=code).inc()

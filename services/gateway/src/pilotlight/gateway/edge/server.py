@@ -26,7 +26,9 @@ PROBES = 4
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its own idea of signals, which belong to the process's life (``common.service``)."""
+    """uvicorn without its own idea of signals, which belong to the process's life
+    (``common.service``).
+    """
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -44,7 +46,8 @@ class _Server(uvicorn.Server):
 class HttpServer:
     """A component: the last to start, the first to stop.
 
-    Stopping ends the listening, lets held requests go (another gateway takes them), and gives streams ``drain_s`` to end.
+    Stopping ends the listening, lets held requests go (another gateway takes them), and gives
+    streams ``drain_s`` to end.
     """
 
     def __init__(
@@ -67,7 +70,8 @@ class HttpServer:
             host: address to listen on.
             port: port to listen on; 0 takes a free one.
             drain_s: seconds that streams may take to end after ``stop``.
-            share_port: lets other processes of the same user listen on the port too: the kernel spreads connections over them.
+            share_port: lets other processes of the same user listen on the port too: the kernel
+                spreads connections over them.
         """
         self._app = app
         self._let_go = let_go
@@ -99,7 +103,12 @@ class HttpServer:
             return
         try:
             family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-            listener = socket.create_server((self._host, self._port), family=family, backlog=BACKLOG, reuse_port=self._share_port)
+            listener = socket.create_server(
+                (self._host, self._port),
+                family=family,
+                backlog=BACKLOG,
+                reuse_port=self._share_port,
+            )
         except OSError as error:
             raise port_error(self._host, self._port, error) from error
         _probe(listener)
@@ -127,7 +136,9 @@ class HttpServer:
         if self._server is None or self._serving is None:
             return
         self._server.should_exit = True
-        self._let_go(TransientError("this gateway is stopping; send the request again", retry_after_s=1.0))
+        self._let_go(
+            TransientError("this gateway is stopping; send the request again", retry_after_s=1.0)
+        )
         await asyncio.gather(self._serving, return_exceptions=True)
         self._server = self._serving = None
 

@@ -1,1 +1,3 @@
-"""Registered models: the table, how one is registered, and the view that requests are served from."""
+"""Registered models: the table, how one is registered, and the view that requests are served
+from.
+"""

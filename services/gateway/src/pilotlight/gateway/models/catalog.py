@@ -1,7 +1,9 @@
-"""The registered models as this gateway serves them: each with its tokenizer and template, ready to use.
+"""The registered models as this gateway serves them: each with its tokenizer and template, ready to
+use.
 
-A view of ``gateway.models``: listed at start, after each event of a gateway, and every few seconds whatever was heard. When the
-database is gone the last view stays: warm models must not stop with it.
+A view of ``gateway.models``: listed at start, after each event of a gateway, and every few seconds
+whatever was heard. When the database is gone the last view stays: warm models must not stop with
+it.
 """
 
 import asyncio
@@ -38,7 +40,8 @@ FIND_DEADLINE_S = 1.0
 MAX_LOADING = 16
 """Bundles that are asked for at a time."""
 REFUSED_S = 300.0
-"""After so long a bundle that could not be used is tried again: the fault may have been the machine's."""
+"""After so long a bundle that could not be used is tried again: the fault may have been the
+machine's."""
 GATEWAY_EVENTS = "v1.event.gateway.>"
 
 
@@ -84,7 +87,9 @@ class Catalog:
         if self._subscription is not None:
             return
         # Listened to before the list is read, so that no change falls between the two.
-        self._subscription = await self._context.bus.subscribe(GATEWAY_EVENTS, Event, self._on_event)
+        self._subscription = await self._context.bus.subscribe(
+            GATEWAY_EVENTS, Event, self._on_event
+        )
         await self.refresh()
         self._task = self._context.background.spawn("follow models", self._follow())
 
@@ -102,10 +107,13 @@ class Catalog:
         return self._entries.get(name)
 
     async def find(self, name: str) -> CatalogEntry | None:
-        """One model, or None. Looked up where it is not known: another gateway may have registered it a moment ago.
+        """One model, or None.
+
+        Looked up where it is not known: another gateway may have registered it a moment ago.
 
         Raises:
-            ControlPlaneUnavailable: it is not known, and the database does not say whether it is registered.
+            ControlPlaneUnavailable: it is not known, and the database does not say whether it is
+                registered.
         """
         entry = self.get(name)
         if entry is not None or len(name) > MAX_NAME_CHARS or not name.isprintable():
@@ -116,7 +124,9 @@ class Catalog:
         except ModelNotFound:
             return None
         except (DatabaseUnavailable, DeadlineExceeded) as error:
-            raise ControlPlaneUnavailable(f"whether {name!r} is registered cannot be said now: {error.message}") from error
+            raise ControlPlaneUnavailable(
+                f"whether {name!r} is registered cannot be said now: {error.message}"
+            ) from error
         return self.get(name)
 
     def names(self) -> tuple[str, ...]:
@@ -133,10 +143,20 @@ class Catalog:
             # By digest: fine-tuned models share their tokenizer, which may take 100 MB.
             texts = {entry.model.text_digest: entry.text for entry in self._entries.values()}
             listed = await self._models.all()
-            missing = {stored.model.text_digest: stored.model.name for stored in listed if stored.model.text_digest not in texts}
+            missing = {
+                stored.model.text_digest: stored.model.name
+                for stored in listed
+                if stored.model.text_digest not in texts
+            }
             # At a time: one that takes long holds up no other.
-            found = await asyncio.gather(*(self._text_of(digest, name) for digest, name in missing.items()))
-            texts |= {digest: text for digest, text in zip(missing, found, strict=True) if text is not None}
+            found = await asyncio.gather(
+                *(self._text_of(digest, name) for digest, name in missing.items())
+            )
+            texts |= {
+                digest: text
+                for digest, text in zip(missing, found, strict=True)
+                if text is not None
+            }
             self._entries = {
                 stored.model.name: CatalogEntry(
                     model=stored.model,
@@ -155,8 +175,14 @@ class Catalog:
             async with self._loading:
                 text = await self._texts.text_of(digest)
         except PilotlightError as error:
-            # One model's missing bundle must not hide the others; it is tried again with the next refresh.
-            log.error("model cannot be served", action="text_bundle_failed", model=name, error=error.message)
+            # One model's missing bundle must not hide the others; it is tried again with the next
+            # refresh.
+            log.error(
+                "model cannot be served",
+                action="text_bundle_failed",
+                model=name,
+                error=error.message,
+            )
             if isinstance(error, BadCheckpoint):
                 self._refused_until_s[digest] = now_s + REFUSED_S
             return None
@@ -172,4 +198,6 @@ class Catalog:
             try:
                 await self.refresh()
             except PilotlightError as error:
-                log.warning("models are kept as they are", action="catalog_deferred", error=error.message)
+                log.warning(
+                    "models are kept as they are", action="catalog_deferred", error=error.message
+                )

@@ -1,6 +1,8 @@
-"""Registration: read a checkpoint's headers, pin its source, store manifest and text bundle, insert the model.
+"""Registration: read a checkpoint's headers, pin its source, store manifest and text bundle, insert
+the model.
 
-Parameters are not read: registration takes seconds whatever the model's size, and the model can be served as soon as it returns.
+Parameters are not read: registration takes seconds whatever the model's size, and the model can be
+served as soon as it returns.
 """
 
 import asyncio
@@ -59,7 +61,12 @@ class Registration:
     """Adds, changes and removes models."""
 
     def __init__(
-        self, database: Database, context: Context[ServiceSettings], sources: Sources, catalog: Catalog, texts: Texts
+        self,
+        database: Database,
+        context: Context[ServiceSettings],
+        sources: Sources,
+        catalog: Catalog,
+        texts: Texts,
     ) -> None:
         self.models = ModelRepository(database, context.clock)
         self._store = context.store
@@ -75,10 +82,13 @@ class Registration:
             UriNotAllowed, BadCheckpoint, UnsupportedModel: the source will not do.
             AlreadyExists: the name is taken.
             UnprocessableInput: bounds contradict each other.
-            SourceUnavailable, SourceChanged, DeadlineExceeded, DatabaseUnavailable: nothing was registered; try again.
+            SourceUnavailable, SourceChanged, DeadlineExceeded, DatabaseUnavailable: nothing was
+            registered; try again.
         """
         scaling = ScalingBounds(
-            min_instances=body.min_instances, max_instances=body.max_instances, keep_alive_s=body.keep_alive_s
+            min_instances=body.min_instances,
+            max_instances=body.max_instances,
+            keep_alive_s=body.keep_alive_s,
         )
         _check(scaling)
         read = await within(READ_DEADLINE_S, self._read(body), f"reading {body.uri}")
@@ -93,16 +103,27 @@ class Registration:
             text_digest=digest_of(bundle),
             dtype=checkpoint.run_dtype if body.dtype == "auto" else Dtype(body.dtype),
             spec=checkpoint.spec,
-            slo=Slo(ttft_ms=body.slo.ttft_ms, tpot_ms=body.slo.tpot_ms, attainment=body.slo.attainment),
+            slo=Slo(
+                ttft_ms=body.slo.ttft_ms, tpot_ms=body.slo.tpot_ms, attainment=body.slo.attainment
+            ),
             scaling=scaling,
             pinned=body.pinned,
         )
-        # Blobs first: a row must never name an object that is not there. A blob without a row does no harm.
-        await self._store.put_if_absent(manifest_key(model.digest), encode_manifest(checkpoint.manifest))
+        # Blobs first: a row must never name an object that is not there. A blob without a row does
+        # no harm.
+        await self._store.put_if_absent(
+            manifest_key(model.digest), encode_manifest(checkpoint.manifest)
+        )
         await self._store.put_if_absent(text_key(model.text_digest), bundle)
         stored = await self.models.add(model, actor)
         await self._show()
-        log.info("model registered", action="model_registered", model=model.name, digest=model.digest, uri=model.uri)
+        log.info(
+            "model registered",
+            action="model_registered",
+            model=model.name,
+            digest=model.digest,
+            uri=model.uri,
+        )
         return stored
 
     async def change(self, name: str, body: ModelChanges, actor: Actor = SYSTEM) -> StoredModel:
@@ -128,11 +149,16 @@ class Registration:
         log.info("model deleted", action="model_deleted", model=name)
 
     async def _show(self) -> None:
-        """Let this gateway serve what was committed, at once. That it is committed does not depend on it."""
+        """Let this gateway serve what was committed, at once.
+
+        That it is committed does not depend on it.
+        """
         try:
             await self._catalog.refresh()
         except PilotlightError as error:
-            log.warning("a change is shown a little later", action="catalog_deferred", error=error.message)
+            log.warning(
+                "a change is shown a little later", action="catalog_deferred", error=error.message
+            )
 
     async def _bundle(self, read: _Read) -> bytes:
         """The text bundle, encoded: made, and looked at, where foreign code may run.
@@ -150,9 +176,14 @@ class Registration:
         return bundle
 
     async def _read(self, body: NewModel) -> _Read:
-        """Read in a thread. Its slot is free when the thread has ended, which may be long after whoever waits has given up."""
+        """Read in a thread.
+
+        Its slot is free when the thread has ended, which may be long after its client has given up.
+        """
         await self._slots.acquire()
-        reading = asyncio.get_running_loop().run_in_executor(None, _open_and_read, self._sources, body)
+        reading = asyncio.get_running_loop().run_in_executor(
+            None, _open_and_read, self._sources, body
+        )
         reading.add_done_callback(self._on_read)
         return await asyncio.shield(reading)
 
@@ -165,7 +196,8 @@ class Registration:
 def _check(scaling: ScalingBounds) -> None:
     if scaling.min_instances > scaling.max_instances:
         raise UnprocessableInput(
-            f"min_instances {scaling.min_instances} is more than max_instances {scaling.max_instances}", param="min_instances"
+            f"min_instances {scaling.min_instances} is more than max_instances {scaling.max_instances}",
+            param="min_instances",
         )
 
 
@@ -208,5 +240,8 @@ def _open_and_read(sources: Sources, body: NewModel) -> _Read:
 
 def _read(pinned: PinnedSource) -> _Read:
     checkpoint = read_checkpoint(pinned.source)
-    files = {file.name: read_small(pinned.source, file, MAX_TOKENIZER_BYTES) for file in checkpoint.text_files}
+    files = {
+        file.name: read_small(pinned.source, file, MAX_TOKENIZER_BYTES)
+        for file in checkpoint.text_files
+    }
     return _Read(pinned.uri, pinned.revision, checkpoint, files)

@@ -48,7 +48,15 @@ class ModelRepository:
             ModelNotFound: there is none of that name.
         """
         async with self._database.reading() as connection:
-            row = (await connection.execute(select(tables.models).where(tables.models.c.name == name))).mappings().one_or_none()
+            row = (
+                (
+                    await connection.execute(
+                        select(tables.models).where(tables.models.c.name == name)
+                    )
+                )
+                .mappings()
+                .one_or_none()
+            )
         if row is None:
             raise ModelNotFound(f"there is no model {name!r}", param="name")
         return _stored(row)
@@ -64,17 +72,29 @@ class ModelRepository:
             async with self._database.unit_of_work() as work:
                 await work.connection.execute(
                     insert(tables.models).values(
-                        name=model.name, digest=model.digest, body=to_row_json(model), created_at=now, updated_at=now
+                        name=model.name,
+                        digest=model.digest,
+                        body=to_row_json(model),
+                        created_at=now,
+                        updated_at=now,
                     )
                 )
                 work.emit("model_registered", model.name, {"digest": model.digest})
-                await record(work, self._clock, actor, "model_register", model.name, _audited(model))
+                await record(
+                    work, self._clock, actor, "model_register", model.name, _audited(model)
+                )
         except IntegrityError as error:
-            raise AlreadyExists(f"a model named {model.name!r} is already registered", param="name") from error
+            raise AlreadyExists(
+                f"a model named {model.name!r} is already registered", param="name"
+            ) from error
         return StoredModel(model=model, created_at=now, updated_at=now)
 
-    async def change(self, name: str, changed: Callable[[Model], Model], actor: Actor = SYSTEM) -> StoredModel:
-        """Replace a model by what ``changed`` makes of it. Its row is locked meanwhile, so that no other change is lost.
+    async def change(
+        self, name: str, changed: Callable[[Model], Model], actor: Actor = SYSTEM
+    ) -> StoredModel:
+        """Replace a model by what ``changed`` makes of it.
+
+        Its row is locked meanwhile, so that no other change is lost.
 
         Raises:
             ModelNotFound: there is none of that name.
@@ -89,10 +109,14 @@ class ModelRepository:
             before = _stored(row).model
             model = changed(before)
             values = {"digest": model.digest, "body": to_row_json(model), "updated_at": now}
-            await work.connection.execute(update(tables.models).where(tables.models.c.name == name).values(**values))
+            await work.connection.execute(
+                update(tables.models).where(tables.models.c.name == name).values(**values)
+            )
             work.emit("model_changed", model.name, {"digest": model.digest})
             was, now_is = _audited(before), _audited(model)
-            differences = {key: {"from": was[key], "to": now_is[key]} for key in was if was[key] != now_is[key]}
+            differences = {
+                key: {"from": was[key], "to": now_is[key]} for key in was if was[key] != now_is[key]
+            }
             await record(work, self._clock, actor, "model_change", name, differences)
         return StoredModel(model=model, created_at=row["created_at"], updated_at=now)
 
@@ -103,7 +127,9 @@ class ModelRepository:
             ModelNotFound: there is none of that name.
         """
         async with self._database.unit_of_work() as work:
-            gone = await work.connection.execute(delete(tables.models).where(tables.models.c.name == name))
+            gone = await work.connection.execute(
+                delete(tables.models).where(tables.models.c.name == name)
+            )
             if gone.rowcount == 0:
                 raise ModelNotFound(f"there is no model {name!r}", param="name")
             work.emit("model_deleted", ModelName(name))
@@ -114,8 +140,10 @@ def _audited(model: Model) -> dict[str, Any]:
     """What the audit log shows of a model: what its owner asked for, and which checkpoint it is."""
     scheme, slashes, place = model.uri.partition("://")
     return {
-        # Whatever somebody put before the host is no business of the log's.
-        "uri": f"{scheme}{slashes}{place.rpartition('@')[2]}" if "@" in place.partition("/")[0] else model.uri,
+        # What stands before the host may be a secret: it does not go to the log.
+        "uri": f"{scheme}{slashes}{place.rpartition('@')[2]}"
+        if "@" in place.partition("/")[0]
+        else model.uri,
         "digest": model.digest,
         "dtype": model.dtype.value,
         "slo": to_row_json(model.slo),
@@ -125,4 +153,8 @@ def _audited(model: Model) -> dict[str, Any]:
 
 
 def _stored(row: Any) -> StoredModel:
-    return StoredModel(model=from_row_json(row["body"], Model), created_at=row["created_at"], updated_at=row["updated_at"])
+    return StoredModel(
+        model=from_row_json(row["body"], Model),
+        created_at=row["created_at"],
+        updated_at=row["updated_at"],
+    )

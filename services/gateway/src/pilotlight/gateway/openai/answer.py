@@ -17,7 +17,7 @@ UNKNOWN_LOGPROB = -9999.0
 
 @dataclass(frozen=True, slots=True)
 class ShownToken:
-    """One token of the answer, for those who asked for log probabilities."""
+    """One token of the answer, for requests with log probabilities."""
 
     text: str
     """Parts of characters are shown as replacement characters."""
@@ -40,10 +40,20 @@ class Delta:
 
 
 class Answer:
-    """One answer. ``finish_reason`` is set when it is complete; what comes after a stop string is dropped and not billed."""
+    """One answer.
+
+    ``finish_reason`` is set when it is complete; what comes after a stop string is dropped and not
+    billed.
+    """
 
     def __init__(
-        self, text: ModelText, stops: tuple[str, ...], tools: ToolUse = NO_TOOLS, *, logprobs: bool, include_stop: bool = False
+        self,
+        text: ModelText,
+        stops: tuple[str, ...],
+        tools: ToolUse = NO_TOOLS,
+        *,
+        logprobs: bool,
+        include_stop: bool = False,
     ) -> None:
         self.output_tokens = 0
         """What is billed so far."""
@@ -71,7 +81,9 @@ class Answer:
         if self.finish_reason is not None:
             return Delta("")
         last = self._output.finish()
-        self.finish_reason = "stop" if last.stop is not None or finish is FinishReason.STOP else "length"
+        self.finish_reason = (
+            "stop" if last.stop is not None or finish is FinishReason.STOP else "length"
+        )
         return self._delta(last.text, [])
 
     def _delta(self, text: str, shown: list[ShownToken]) -> Delta:

@@ -132,36 +132,52 @@ class OpenAiApi:
         arrived_s = self._clock.monotonic_s()
         key = await self._keys.require(request.headers, "inference")
         body = await self._encoder.read(
-            await read_body(request, self._limits.max_body_bytes, key.key_id), ChatRequest, key.key_id
+            await read_body(request, self._limits.max_body_bytes, key.key_id),
+            ChatRequest,
+            key.key_id,
         )
         entry = await self._entry(body.model)
         options = options_of(body)
         tools = tool_use_of(body, entry.text)
-        asked = _Asked(RequestId(request.state.request_id), entry, body, options, key, arrived_s, tools)
+        asked = _Asked(
+            RequestId(request.state.request_id), entry, body, options, key, arrived_s, tools
+        )
         count_choices(body, 1, self._limits.max_choices)
         conversation = conversation_of(body, entry.text.tools, tools)
-        exchange = self._exchange(asked, [await self._encoder.chat(entry, conversation, key.key_id)])
-        return exchange.response(ChatShapes(asked.request_id, body.model, self._now_unix_s(), options, tools))
+        exchange = self._exchange(
+            asked, [await self._encoder.chat(entry, conversation, key.key_id)]
+        )
+        return exchange.response(
+            ChatShapes(asked.request_id, body.model, self._now_unix_s(), options, tools)
+        )
 
     async def completions(self, request: Request) -> Response:
         """Continue a prompt."""
         arrived_s = self._clock.monotonic_s()
         key = await self._keys.require(request.headers, "inference")
         body = await self._encoder.read(
-            await read_body(request, self._limits.max_body_bytes, key.key_id), CompletionRequest, key.key_id
+            await read_body(request, self._limits.max_body_bytes, key.key_id),
+            CompletionRequest,
+            key.key_id,
         )
         entry = await self._entry(body.model)
         options = options_of(body)
         asked = _Asked(RequestId(request.state.request_id), entry, body, options, key, arrived_s)
         prompts = prompts_of(body.prompt)
         count_choices(body, len(prompts), self._limits.max_choices)
-        exchange = self._exchange(asked, [await self._encoder.completion(entry, prompt, key.key_id) for prompt in prompts])
-        return exchange.response(CompletionShapes(asked.request_id, body.model, self._now_unix_s(), options))
+        exchange = self._exchange(
+            asked, [await self._encoder.completion(entry, prompt, key.key_id) for prompt in prompts]
+        )
+        return exchange.response(
+            CompletionShapes(asked.request_id, body.model, self._now_unix_s(), options)
+        )
 
     async def models(self, request: Request) -> Response:
         """Every model."""
         await self._keys.require(request.headers, "inference")
-        entries = [entry for name in self._models.names() if (entry := self._models.get(name)) is not None]
+        entries = [
+            entry for name in self._models.names() if (entry := self._models.get(name)) is not None
+        ]
         return _json(ModelList(data=[_model_card(entry) for entry in entries]))
 
     async def model(self, request: Request) -> Response:
@@ -187,7 +203,14 @@ class OpenAiApi:
     def _choices(self, asked: _Asked, prompt_ids: list[int], first_index: int) -> list[Choice]:
         """The answers to one prompt."""
         entry, options = asked.entry, asked.options
-        sampling = sampling_of(asked.body, entry.model, len(prompt_ids), entry.text.eos_token_ids, self._rng, asked.tools)
+        sampling = sampling_of(
+            asked.body,
+            entry.model,
+            len(prompt_ids),
+            entry.text.eos_token_ids,
+            self._rng,
+            asked.tools,
+        )
         first = TokenRequest(
             request_id=asked.request_id,
             model=entry.model,
@@ -196,7 +219,8 @@ class OpenAiApi:
             arrived_s=asked.arrived_s,
             trace_parent=current_traceparent(keep=True),
             shorten=limit_of(asked.body) is None,
-            deadline_s=asked.arrived_s + min(asked.body.timeout_s or math.inf, self._limits.request_timeout_s),
+            deadline_s=asked.arrived_s
+            + min(asked.body.timeout_s or math.inf, self._limits.request_timeout_s),
         )
         choices: list[Choice] = []
         for number in range(asked.body.n or 1):
@@ -206,7 +230,13 @@ class OpenAiApi:
                 request_id=RequestId(f"{asked.request_id}-{index}") if index else asked.request_id,
                 sampling=replace(sampling, seed=seed_of_choice(sampling.seed, number)),
             )
-            answer = Answer(entry.text, options.stops, asked.tools, logprobs=options.logprobs, include_stop=options.include_stop)
+            answer = Answer(
+                entry.text,
+                options.stops,
+                asked.tools,
+                logprobs=options.logprobs,
+                include_stop=options.include_stop,
+            )
             choices.append(Choice(index, self._exchanges, request, answer))
         return choices
 
@@ -222,7 +252,11 @@ class OpenAiApi:
 
 def _model_card(entry: CatalogEntry) -> ModelCard:
     """What clients see of a model."""
-    return ModelCard(id=entry.model.name, created=entry.created_unix_s, max_model_len=entry.model.spec.max_context_tokens)
+    return ModelCard(
+        id=entry.model.name,
+        created=entry.created_unix_s,
+        max_model_len=entry.model.spec.max_context_tokens,
+    )
 
 
 def _json(body: object) -> Response:

@@ -32,7 +32,12 @@ class ChatShapes(Shapes):
     """Chat completions and their chunks."""
 
     def __init__(
-        self, request_id: RequestId, model: str, created_unix_s: int, options: Options, tools: ToolUse = NO_TOOLS
+        self,
+        request_id: RequestId,
+        model: str,
+        created_unix_s: int,
+        options: Options,
+        tools: ToolUse = NO_TOOLS,
     ) -> None:
         self._id = "chatcmpl-" + request_id.removeprefix("req-")
         self._model = model
@@ -42,25 +47,38 @@ class ChatShapes(Shapes):
         self._no_usage = None if options.include_usage else UNSET
 
     def opening(self, index: int) -> ChatChunk:
-        # With tools nobody knows yet whether there will be content: no content is null for clients, and not "".
+        # With tools it is not known yet whether there will be content: no content is null for
+        # clients, and not "".
         content = "" if self._tools.dialect is None else UNSET
-        return self._chunk(ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=content)))
+        return self._chunk(
+            ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=content))
+        )
 
     def chunk(self, index: int, delta: Delta) -> ChatChunk:
         content = delta.text if delta.text or not delta.calls else UNSET
         calls = [self._call_delta(index, piece) for piece in delta.calls] or UNSET
         added = ChatDelta(content=content, tool_calls=calls)
-        return self._chunk(ChatChunkChoice(index=index, delta=added, logprobs=self._of(delta.tokens)))
+        return self._chunk(
+            ChatChunkChoice(index=index, delta=added, logprobs=self._of(delta.tokens))
+        )
 
     def closing(self, index: int, finish_reason: str) -> ChatChunk:
-        return self._chunk(ChatChunkChoice(index=index, delta=ChatDelta(), finish_reason=finish_reason))
+        return self._chunk(
+            ChatChunkChoice(index=index, delta=ChatDelta(), finish_reason=finish_reason)
+        )
 
     def usage_chunk(self, usage: Usage) -> ChatChunk:
-        return ChatChunk(id=self._id, created=self._created, model=self._model, choices=[], usage=usage)
+        return ChatChunk(
+            id=self._id, created=self._created, model=self._model, choices=[], usage=usage
+        )
 
     def whole(self, choices: Sequence[Whole], usage: Usage) -> ChatCompletion:
         return ChatCompletion(
-            id=self._id, created=self._created, model=self._model, choices=[self._choice(whole) for whole in choices], usage=usage
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=[self._choice(whole) for whole in choices],
+            usage=usage,
         )
 
     def _choice(self, whole: Whole) -> ChatChoice:
@@ -72,13 +90,19 @@ class ChatShapes(Shapes):
             for piece in whole.delta.calls
         ]
         no_content = None if calls or self._tools.forced else ""
-        message = AssistantMessage(content=whole.delta.text or no_content, tool_calls=calls or UNSET)
+        message = AssistantMessage(
+            content=whole.delta.text or no_content, tool_calls=calls or UNSET
+        )
         logprobs = self._of(whole.delta.tokens)
-        return ChatChoice(index=whole.index, message=message, logprobs=logprobs, finish_reason=whole.finish_reason)
+        return ChatChoice(
+            index=whole.index, message=message, logprobs=logprobs, finish_reason=whole.finish_reason
+        )
 
     def _call_delta(self, index: int, piece: CallPiece) -> ToolCallDelta:
         if piece.name is None:
-            return ToolCallDelta(index=piece.index, function=FunctionDelta(arguments=piece.arguments))
+            return ToolCallDelta(
+                index=piece.index, function=FunctionDelta(arguments=piece.arguments)
+            )
         return ToolCallDelta(
             index=piece.index,
             id=self._tools.call_id(self._id, index, piece.index),
@@ -87,7 +111,13 @@ class ChatShapes(Shapes):
         )
 
     def _chunk(self, choice: ChatChunkChoice) -> ChatChunk:
-        return ChatChunk(id=self._id, created=self._created, model=self._model, choices=[choice], usage=self._no_usage)
+        return ChatChunk(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=[choice],
+            usage=self._no_usage,
+        )
 
     def _of(self, tokens: list[ShownToken]) -> ChatLogprobs | None:
         if not self._logprobs:
@@ -96,5 +126,7 @@ class ChatShapes(Shapes):
 
 
 def _logprob(token: ShownToken) -> TokenLogprob:
-    top = [TopLogprob(token=other.text, logprob=other.logprob, bytes=other.utf8) for other in token.top]
+    top = [
+        TopLogprob(token=other.text, logprob=other.logprob, bytes=other.utf8) for other in token.top
+    ]
     return TokenLogprob(token=token.text, logprob=token.logprob, bytes=token.utf8, top_logprobs=top)

@@ -7,14 +7,21 @@ from msgspec import UNSET
 from pilotlight.gateway.openai.answer import Delta, ShownToken
 from pilotlight.gateway.openai.exchange import Shapes, Whole
 from pilotlight.gateway.openai.parameters import Options
-from pilotlight.gateway.schema.replies import Completion, CompletionChoice, CompletionLogprobs, Usage
+from pilotlight.gateway.schema.replies import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    Usage,
+)
 from pilotlight.policy.ids import RequestId
 
 
 class CompletionShapes(Shapes):
     """Plain completions, whole and as a stream: the same shape."""
 
-    def __init__(self, request_id: RequestId, model: str, created_unix_s: int, options: Options) -> None:
+    def __init__(
+        self, request_id: RequestId, model: str, created_unix_s: int, options: Options
+    ) -> None:
         self._id = "cmpl-" + request_id.removeprefix("req-")
         self._model = model
         self._created = created_unix_s
@@ -26,25 +33,44 @@ class CompletionShapes(Shapes):
         return None
 
     def chunk(self, index: int, delta: Delta) -> Completion:
-        return self._event(CompletionChoice(index=index, text=delta.text, logprobs=self._of(delta.tokens)))
+        return self._event(
+            CompletionChoice(index=index, text=delta.text, logprobs=self._of(delta.tokens))
+        )
 
     def closing(self, index: int, finish_reason: str) -> Completion:
         return self._event(CompletionChoice(index=index, text="", finish_reason=finish_reason))
 
     def usage_chunk(self, usage: Usage) -> Completion:
-        return Completion(id=self._id, created=self._created, model=self._model, choices=[], usage=usage)
+        return Completion(
+            id=self._id, created=self._created, model=self._model, choices=[], usage=usage
+        )
 
     def whole(self, choices: Sequence[Whole], usage: Usage) -> Completion:
         return Completion(
-            id=self._id, created=self._created, model=self._model, choices=[self._choice(whole) for whole in choices], usage=usage
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=[self._choice(whole) for whole in choices],
+            usage=usage,
         )
 
     def _choice(self, whole: Whole) -> CompletionChoice:
         logprobs = self._of(whole.delta.tokens)
-        return CompletionChoice(index=whole.index, text=whole.delta.text, logprobs=logprobs, finish_reason=whole.finish_reason)
+        return CompletionChoice(
+            index=whole.index,
+            text=whole.delta.text,
+            logprobs=logprobs,
+            finish_reason=whole.finish_reason,
+        )
 
     def _event(self, choice: CompletionChoice) -> Completion:
-        return Completion(id=self._id, created=self._created, model=self._model, choices=[choice], usage=self._no_usage)
+        return Completion(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=[choice],
+            usage=self._no_usage,
+        )
 
     def _of(self, tokens: list[ShownToken]) -> CompletionLogprobs | None:
         if not self._logprobs:
@@ -58,7 +84,9 @@ class CompletionShapes(Shapes):
 
 
 def _by_text(token: ShownToken) -> dict[str, float]:
-    """The likeliest tokens. Of several that are shown alike, as parts of characters are, the first."""
+    """The likeliest tokens. Of several that are shown alike, as parts of characters are, the
+    first.
+    """
     shown: dict[str, float] = {}
     for other in token.top:
         shown.setdefault(other.text, other.logprob)

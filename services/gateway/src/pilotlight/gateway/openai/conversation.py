@@ -23,8 +23,8 @@ def conversation_of(request: ChatRequest, template: TemplateTools, use: ToolUse)
     """A request's messages as this template expects them, and what else it is told.
 
     Raises:
-        BadRequest: a message lacks something or has too much, the template would leave a call or a result out, or what is said of the
-            prompt contradicts itself.
+        BadRequest: a message lacks something or has too much, the template would leave a call or a
+            result out, or what is said of the prompt contradicts itself.
     """
     messages = request.messages
     reader = _Reader(template)
@@ -47,10 +47,16 @@ def _continues(request: ChatRequest) -> bool:
         return False
     param = "continue_final_message"
     if request.add_generation_prompt:
-        raise BadRequest(f"{param} and add_generation_prompt contradict each other: set one of them to false", param=param)
+        raise BadRequest(
+            f"{param} and add_generation_prompt contradict each other: set one of them to false",
+            param=param,
+        )
     last = request.messages[-1]
     if last.role != "assistant" or last.content is None or last.tool_calls:
-        raise BadRequest(f"{param}: the last message must be a text of the assistant's, without calls of tools", param=param)
+        raise BadRequest(
+            f"{param}: the last message must be a text of the assistant's, without calls of tools",
+            param=param,
+        )
     return True
 
 
@@ -58,13 +64,17 @@ def _check_variables(variables: Mapping[str, Any]) -> None:
     param = "chat_template_kwargs"
     for name in variables:
         if name in RESERVED or re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name) is None:
-            raise BadRequest(f"{param}: {name[:64]!r} is no variable that a request may set", param=param)
+            raise BadRequest(
+                f"{param}: {name[:64]!r} is no variable that a request may set", param=param
+            )
     try:
         chars = len(msgspec.json.encode(variables))
     except RecursionError as error:
         raise BadRequest(f"{param} is nested too deeply", param=param) from error
     if chars > MAX_VARIABLES_BYTES:
-        raise BadRequest(f"{param} has {chars} bytes; at most {MAX_VARIABLES_BYTES} are taken", param=param)
+        raise BadRequest(
+            f"{param} has {chars} bytes; at most {MAX_VARIABLES_BYTES} are taken", param=param
+        )
 
 
 @dataclass(slots=True)
@@ -76,7 +86,9 @@ class _Reader:
     def read(self, message: ChatMessage, index: int) -> dict[str, Any]:
         where = f"messages[{index}]"
         if message.function_call:
-            raise BadRequest("function_call is not supported: use tool_calls", param=f"{where}.function_call")
+            raise BadRequest(
+                "function_call is not supported: use tool_calls", param=f"{where}.function_call"
+            )
         plain: dict[str, Any] = {
             "role": "system" if message.role == "developer" else message.role,
             "content": _content(message, where),
@@ -93,10 +105,15 @@ class _Reader:
 
     def _calls(self, calls: list[GivenCall], where: str) -> list[dict[str, Any]]:
         if not self.template.writes_calls:
-            raise BadRequest("this model's chat template does not write calls of tools: leave them out", param=where)
+            raise BadRequest(
+                "this model's chat template does not write calls of tools: leave them out",
+                param=where,
+            )
         plain: list[dict[str, Any]] = []
         for index, call in enumerate(calls):
-            arguments = self._arguments(call.function.arguments or "{}", f"{where}[{index}].function.arguments")
+            arguments = self._arguments(
+                call.function.arguments or "{}", f"{where}[{index}].function.arguments"
+            )
             self.called[call.id] = call.function.name
             function = {"name": call.function.name, "arguments": arguments}
             plain.append({"id": self._id(call.id), "type": "function", "function": function})
@@ -106,24 +123,32 @@ class _Reader:
         try:
             arguments = msgspec.json.decode(text, type=dict[str, Any])
         except (msgspec.DecodeError, RecursionError) as error:
-            raise BadRequest(f"{where}: a call's arguments are the text of a JSON object: {error}", param=where) from error
+            raise BadRequest(
+                f"{where}: a call's arguments are the text of a JSON object: {error}", param=where
+            ) from error
         return text if self.template.arguments_as_text else arguments
 
     def _result(self, message: ChatMessage, where: str) -> dict[str, Any]:
         if message.tool_call_id is None:
-            raise BadRequest("a tool's message says which call it answers", param=f"{where}.tool_call_id")
+            raise BadRequest(
+                "a tool's message says which call it answers", param=f"{where}.tool_call_id"
+            )
         if message.tool_call_id not in self.called:
             raise BadRequest(
-                f"no call before this message has the id {message.tool_call_id[:64]!r}", param=f"{where}.tool_call_id"
+                f"no call before this message has the id {message.tool_call_id[:64]!r}",
+                param=f"{where}.tool_call_id",
             )
         if not self.template.writes_results:
-            raise BadRequest("this model's chat template does not write what tools answer: leave it out", param=where)
+            raise BadRequest(
+                "this model's chat template does not write what tools answer: leave it out",
+                param=where,
+            )
         # Some templates insist on the name, which the API does not ask for.
         name = message.name or self.called[message.tool_call_id]
         return {"tool_call_id": self._id(message.tool_call_id), "name": name}
 
     def _id(self, call_id: str) -> str:
-        """A call's id as the template takes it, whoever made it."""
+        """A call's id as the template takes it, also of an id that another server made."""
         chars = self.template.dialect.max_id_chars if self.template.dialect is not None else None
         if chars is None or re.fullmatch(rf"[a-zA-Z0-9]{{{chars}}}", call_id):
             return call_id

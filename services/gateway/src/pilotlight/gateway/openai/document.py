@@ -8,12 +8,22 @@ from pilotlight.gateway.edge.errors import ErrorResponse
 from pilotlight.gateway.schema.replies import ChatCompletion, Completion, ModelCard, ModelList
 from pilotlight.gateway.schema.requests import ChatRequest, CompletionRequest
 
-_TYPES = (ChatRequest, ChatCompletion, CompletionRequest, Completion, ModelList, ModelCard, ErrorResponse)
+_TYPES = (
+    ChatRequest,
+    ChatCompletion,
+    CompletionRequest,
+    Completion,
+    ModelList,
+    ModelCard,
+    ErrorResponse,
+)
 
 
 def openapi_document(version: str) -> dict[str, Any]:
     """OpenAPI 3.1."""
-    schemas, components = msgspec.json.schema_components(_TYPES, ref_template="#/components/schemas/{name}")
+    schemas, components = msgspec.json.schema_components(
+        _TYPES, ref_template="#/components/schemas/{name}"
+    )
     refs = dict(zip(_TYPES, schemas, strict=True))
 
     def body(kind: type) -> dict[str, Any]:
@@ -35,16 +45,25 @@ def openapi_document(version: str) -> dict[str, Any]:
         return described
 
     named = operation("One model.", ModelCard)
-    named["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+    named["parameters"] = [
+        {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+    ]
     return {
         "openapi": "3.1.0",
         "info": {"title": "Pilotlight: OpenAI-compatible API", "version": version},
         "security": [{"key": []}],
         "paths": {
-            "/v1/chat/completions": {"post": operation("Answer a conversation.", ChatCompletion, ChatRequest)},
-            "/v1/completions": {"post": operation("Continue a prompt.", Completion, CompletionRequest)},
+            "/v1/chat/completions": {
+                "post": operation("Answer a conversation.", ChatCompletion, ChatRequest)
+            },
+            "/v1/completions": {
+                "post": operation("Continue a prompt.", Completion, CompletionRequest)
+            },
             "/v1/models": {"get": operation("Every model.", ModelList)},
             "/v1/models/{model}": {"get": named},
         },
-        "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
     }

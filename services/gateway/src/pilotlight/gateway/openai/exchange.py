@@ -1,4 +1,6 @@
-"""One API request and its answer, from the key to the usage row; chat and plain completions differ in their shapes alone."""
+"""One API request and its answer, from the key to the usage row; chat and plain completions differ
+in their shapes alone.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
@@ -28,8 +30,26 @@ log = structlog.get_logger()
 class UsageSink(Protocol):
     """Where finished requests are noted (``UsageRecorder``)."""
 
-    def record(self, *, model: str, key_id: str, request_id: str, prompt_tokens: int, output_tokens: int, status: str) -> None:
-        """Note one; never waits."""
+    def record(
+        self,
+        *,
+        model: str,
+        key_id: str,
+        request_id: str,
+        prompt_tokens: int,
+        output_tokens: int,
+        status: str,
+    ) -> None:
+        """Note one; never waits.
+
+        Args:
+            model: its name.
+            key_id: of the API key that pays.
+            request_id: the client's request.
+            prompt_tokens: counted once, also for several choices.
+            output_tokens: of all choices.
+            status: ``ok``, ``cancelled`` or an error's code.
+        """
         ...
 
 
@@ -59,7 +79,7 @@ class Shapes(ABC):
 
     @abstractmethod
     def usage_chunk(self, usage: Usage) -> object:
-        """The last event, for those who asked for usage."""
+        """The last event, for requests that ask for usage."""
 
     @abstractmethod
     def whole(self, choices: Sequence[Whole], usage: Usage) -> object:
@@ -88,7 +108,9 @@ class Piece:
 class Choice:
     """One of a request's answers: a request of its own to the fleet."""
 
-    def __init__(self, index: int, parts: ExchangeParts, request: TokenRequest, answer: Answer) -> None:
+    def __init__(
+        self, index: int, parts: ExchangeParts, request: TokenRequest, answer: Answer
+    ) -> None:
         self.index = index
         self.request = request
         self.answer = answer
@@ -116,16 +138,23 @@ class Choice:
                 if self.first_token_s is None:
                     self.first_token_s = self._parts.clock.monotonic_s() - self.request.arrived_s
                     model = self.request.model
-                    self._parts.measures.first_token(model.name, met=self.first_token_s * 1000 <= model.slo.ttft_ms)
+                    self._parts.measures.first_token(
+                        model.name, met=self.first_token_s * 1000 <= model.slo.ttft_ms
+                    )
                 return self.answer.feed(tokens)
             case Ended(finish):
                 return self.answer.finish(finish)
 
 
 class Exchange:
-    """Runs one API request, however many choices it has, and shapes its answer. One choice's error is that of all."""
+    """Runs one API request, however many choices it has, and shapes its answer.
 
-    def __init__(self, parts: ExchangeParts, choices: Sequence[Choice], options: Options, key_id: str) -> None:
+    One choice's error is that of all.
+    """
+
+    def __init__(
+        self, parts: ExchangeParts, choices: Sequence[Choice], options: Options, key_id: str
+    ) -> None:
         self._parts = parts
         self._choices = choices
         self._options = options
@@ -148,7 +177,9 @@ class Exchange:
                         yield sse.comment(_progress(piece.what))
                     continue
                 held.discard(piece.index)
-                data = b"".join(_events_of(piece, piece.what, shapes, opens=piece.index in unopened))
+                data = b"".join(
+                    _events_of(piece, piece.what, shapes, opens=piece.index in unopened)
+                )
                 unopened.discard(piece.index)
                 if data:
                     yield data
@@ -162,9 +193,12 @@ class Exchange:
                 if isinstance(piece.what, Delta):
                     deltas[piece.index].append(piece.what)
         wholes = [
-            Whole(choice.index, joined(deltas[choice.index]), choice.answer.finish_reason or "stop") for choice in self._choices
+            Whole(choice.index, joined(deltas[choice.index]), choice.answer.finish_reason or "stop")
+            for choice in self._choices
         ]
-        return Response(msgspec.json.encode(shapes.whole(wholes, self._usage())), media_type="application/json")
+        return Response(
+            msgspec.json.encode(shapes.whole(wholes, self._usage())), media_type="application/json"
+        )
 
     async def _pieces(self) -> AsyncGenerator[Piece, None]:
         status = "cancelled"
@@ -184,15 +218,24 @@ class Exchange:
 
     def _usage(self) -> Usage:
         """What is billed so far: each prompt once."""
-        prompts = {id(choice.request.siblings): len(choice.request.prompt_ids) for choice in self._choices}
+        prompts = {
+            id(choice.request.siblings): len(choice.request.prompt_ids) for choice in self._choices
+        }
         prompt_tokens = sum(prompts.values())
         output_tokens = sum(choice.answer.output_tokens for choice in self._choices)
-        return Usage(prompt_tokens=prompt_tokens, completion_tokens=output_tokens, total_tokens=prompt_tokens + output_tokens)
+        return Usage(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=output_tokens,
+            total_tokens=prompt_tokens + output_tokens,
+        )
 
     def _record(self, status: str) -> None:
         request, usage = self._choices[0].request, self._usage()
         elapsed_s = self._parts.clock.monotonic_s() - request.arrived_s
-        first_token_s = min((choice.first_token_s for choice in self._choices if choice.first_token_s is not None), default=None)
+        first_token_s = min(
+            (choice.first_token_s for choice in self._choices if choice.first_token_s is not None),
+            default=None,
+        )
         held = any(choice.was_held for choice in self._choices)
         self._parts.usage.record(
             model=request.model.name,
@@ -203,7 +246,12 @@ class Exchange:
             status=status,
         )
         self._parts.measures.finished(
-            request.model.name, status, usage.prompt_tokens, usage.completion_tokens, first_token_s, held=held
+            request.model.name,
+            status,
+            usage.prompt_tokens,
+            usage.completion_tokens,
+            first_token_s,
+            held=held,
         )
         log.info(
             "request done",
@@ -234,4 +282,6 @@ def _events_of(piece: Piece, delta: Delta, shapes: Shapes, *, opens: bool) -> li
 
 def _progress(held: Held) -> str:
     fetched = "" if held.fetched is None else f" progress={held.fetched:.2f}"
-    return f"pilotlight queue={held.ahead} phase={held.phase}{fetched} elapsed={held.elapsed_s:.1f}s"
+    return (
+        f"pilotlight queue={held.ahead} phase={held.phase}{fetched} elapsed={held.elapsed_s:.1f}s"
+    )

@@ -1,4 +1,7 @@
-"""From a request's body to what the engine is asked for. Everything that cannot be honoured is refused, by the field's name."""
+"""From a request's body to what the engine is asked for.
+
+Everything that cannot be honoured is refused, by the field's name.
+"""
 
 import hashlib
 import random
@@ -74,10 +77,13 @@ def count_choices(request: ChatRequest | CompletionRequest, prompts: int, limit:
 
 
 def seed_of_choice(seed: int, choice: int) -> int:
-    """The seed of a prompt's answer number ``choice``, from the request's seed, which number 0 keeps."""
+    """The seed of a prompt's answer number ``choice``, from the request's seed, which number 0
+    keeps.
+    """
     if choice == 0:
         return seed
-    # Not the next number: two requests with neighbouring seeds would share all but two of their answers.
+    # Not the next number: two requests with neighbouring seeds would share all but two of their
+    # answers.
     digest = hashlib.blake2b(f"{seed}/{choice}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") & _SEED_MASK
 
@@ -97,7 +103,17 @@ def sampling_of(
     rng: random.Random,
     tools: ToolUse = NO_TOOLS,
 ) -> Sampling:
-    """How the request's tokens are drawn. Without a seed it gets one, so that it can be resumed elsewhere with the same tokens.
+    """How the request's tokens are sampled.
+
+    Without a seed it gets one, so that it can be resumed elsewhere with the same tokens.
+
+    Args:
+        request: what the client sent.
+        model: gives the vocabulary and the context's length.
+        prompt_tokens: the prompt's length.
+        eos_token_ids: the tokens that end an answer, unless the client ignores them.
+        rng: gives a seed where the client gave none.
+        tools: what the grammar of tool calls asks of sampling.
 
     Raises:
         ContextTooLong: prompt and wanted output are longer than the model's context.
@@ -107,7 +123,8 @@ def sampling_of(
     max_tokens = _room(request, model, prompt_tokens)
     if (request.min_tokens or 0) > max_tokens:
         raise BadRequest(
-            f"min_tokens {request.min_tokens} is more than the {max_tokens} tokens that may come", param="min_tokens"
+            f"min_tokens {request.min_tokens} is more than the {max_tokens} tokens that may come",
+            param="min_tokens",
         )
     bias = request.logit_bias or {}
     _check_ids(model, "logit_bias", bias)
@@ -119,12 +136,18 @@ def sampling_of(
         top_p=1.0 if request.top_p is None else request.top_p,
         top_k=max(0, request.top_k or 0),
         ignore_eos=bool(request.ignore_eos),
-        stop_token_ids=tuple(dict.fromkeys((*(() if request.ignore_eos else eos_token_ids), *(request.stop_token_ids or ())))),
+        stop_token_ids=tuple(
+            dict.fromkeys(
+                (*(() if request.ignore_eos else eos_token_ids), *(request.stop_token_ids or ()))
+            )
+        ),
         logprobs=options.logprobs,
         min_p=request.min_p or 0.0,
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
-        repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+        repetition_penalty=1.0
+        if request.repetition_penalty is None
+        else request.repetition_penalty,
         logit_bias=tuple(sorted(bias.items())),
         min_tokens=request.min_tokens or 0,
         top_logprobs=options.top_logprobs,
@@ -135,7 +158,9 @@ def sampling_of(
 def _check_ids(model: Model, param: str, token_ids: Iterable[int]) -> None:
     vocab_size = model.spec.vocab_size
     if not all(0 <= token_id < vocab_size for token_id in token_ids):
-        raise BadRequest(f"{param}: token ids of {model.name} are 0 to {vocab_size - 1}", param=param)
+        raise BadRequest(
+            f"{param}: token ids of {model.name} are 0 to {vocab_size - 1}", param=param
+        )
 
 
 def _room(request: ChatRequest | CompletionRequest, model: Model, prompt_tokens: int) -> int:

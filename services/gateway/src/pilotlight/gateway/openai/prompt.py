@@ -1,4 +1,7 @@
-"""Prompts: from bodies to token ids. Text helpers do what a client or a checkpoint sizes, so that streams go on meanwhile."""
+"""Prompts: from bodies to token ids.
+
+Text helpers do what a client or a checkpoint sizes, so that streams go on meanwhile.
+"""
 
 from collections.abc import Sequence
 from typing import TypeVar, cast
@@ -13,7 +16,7 @@ from pilotlight.gateway.texts.frames import Chat, Completion, Conversation
 from pilotlight.gateway.texts.texts import Texts
 
 INLINE_BYTES = 64 * 1024
-"""A body of up to so many bytes is decoded at once: a millisecond or two, whatever it holds."""
+"""A body of up to this many bytes is decoded at once: a millisecond or two, whatever it holds."""
 CHECK_SIZE_TOKENS = 500_000
 """A prompt of fewer tokens fits the bus in any case."""
 
@@ -39,7 +42,9 @@ class PromptEncoder:
         check_sizes(request)
         return request
 
-    async def chat(self, entry: CatalogEntry, conversation: Conversation, owner: str = "") -> list[int]:
+    async def chat(
+        self, entry: CatalogEntry, conversation: Conversation, owner: str = ""
+    ) -> list[int]:
         """Token ids of a conversation.
 
         Raises:
@@ -51,10 +56,17 @@ class PromptEncoder:
         """
         model = entry.model
         context_tokens = model.spec.max_context_tokens
-        job = Chat(digest=model.text_digest, model=model.name, context_tokens=context_tokens, conversation=conversation)
+        job = Chat(
+            digest=model.text_digest,
+            model=model.name,
+            context_tokens=context_tokens,
+            conversation=conversation,
+        )
         return _not_empty(await self._texts.encode(job, owner))
 
-    async def completion(self, entry: CatalogEntry, prompt: str | list[int], owner: str = "") -> list[int]:
+    async def completion(
+        self, entry: CatalogEntry, prompt: str | list[int], owner: str = ""
+    ) -> list[int]:
         """Token ids of a plain prompt, which may be token ids already.
 
         Raises:
@@ -67,7 +79,12 @@ class PromptEncoder:
         model = entry.model
         context_tokens = model.spec.max_context_tokens
         if isinstance(prompt, str):
-            job = Completion(digest=model.text_digest, model=model.name, context_tokens=context_tokens, prompt=prompt)
+            job = Completion(
+                digest=model.text_digest,
+                model=model.name,
+                context_tokens=context_tokens,
+                prompt=prompt,
+            )
             return _not_empty(await self._texts.encode(job, owner))
         vocab_size = model.spec.vocab_size
         if len(prompt) > context_tokens:
@@ -90,7 +107,10 @@ def prompts_of(prompt: str | list[str | int | list[int]]) -> Sequence[str | list
         return (prompt,)
     whole = [item for item in prompt if not isinstance(item, int)]
     if whole and len(whole) < len(prompt):
-        raise BadRequest("a prompt is a text or a list of token ids; this list has token ids beside such", param="prompt")
+        raise BadRequest(
+            "a prompt is a text or a list of token ids; this list has token ids beside such",
+            param="prompt",
+        )
     if not prompt:
         raise BadRequest("the prompt is empty", param="prompt")
     return whole or (cast("list[int]", prompt),)

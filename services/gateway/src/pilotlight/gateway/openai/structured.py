@@ -1,4 +1,6 @@
-"""What a request says its answer must look like: OpenAI's ``response_format``, and vLLM's fields."""
+"""What a request says its answer must look like: OpenAI's ``response_format``, and vLLM's
+fields.
+"""
 
 import json
 from typing import Any
@@ -6,7 +8,12 @@ from typing import Any
 import msgspec
 
 from pilotlight.common.errors import BadRequest
-from pilotlight.gateway.schema.requests import CommonRequest, JsonObjectFormat, JsonSchemaFormat, StructuredOutputs
+from pilotlight.gateway.schema.requests import (
+    CommonRequest,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    StructuredOutputs,
+)
 from pilotlight.policy.request import Grammar, GrammarKind
 
 MAX_GRAMMAR_CHARS = 256 * 1024
@@ -20,7 +27,8 @@ def grammar_of(request: CommonRequest) -> Grammar | None:
     """The grammar that the answer is to follow; None for free text.
 
     Raises:
-        BadRequest: more than one is asked for, or it is too long. Whether it can be used is found out where it is compiled.
+        BadRequest: more than one is asked for, or it is too long. Whether it can be used is found
+            out where it is compiled.
     """
     guidance = _guidance(request)
     asked = [
@@ -29,24 +37,33 @@ def grammar_of(request: CommonRequest) -> Grammar | None:
         *_of_fields(
             "guided_",
             StructuredOutputs(
-                json=request.guided_json, regex=request.guided_regex, choice=request.guided_choice, grammar=request.guided_grammar
+                json=request.guided_json,
+                regex=request.guided_regex,
+                choice=request.guided_choice,
+                grammar=request.guided_grammar,
             ),
             guidance,
         ),
     ]
     if len(asked) > 1:
         raise BadRequest(
-            f"{asked[0][0]} and {asked[1][0]} contradict each other: an answer follows one of them", param=asked[1][0]
+            f"{asked[0][0]} and {asked[1][0]} contradict each other: an answer follows one of them",
+            param=asked[1][0],
         )
     if not asked:
         return None
     param, grammar = asked[0]
     if len(grammar.text) > MAX_GRAMMAR_CHARS:
-        raise BadRequest(f"{param} has {len(grammar.text)} characters; at most {MAX_GRAMMAR_CHARS} are taken", param=param)
+        raise BadRequest(
+            f"{param} has {len(grammar.text)} characters; at most {MAX_GRAMMAR_CHARS} are taken",
+            param=param,
+        )
     return grammar
 
 
-def _of_response_format(request: CommonRequest, guidance: dict[str, Any]) -> list[tuple[str, Grammar]]:
+def _of_response_format(
+    request: CommonRequest, guidance: dict[str, Any]
+) -> list[tuple[str, Grammar]]:
     match request.response_format:
         case JsonObjectFormat():
             return [("response_format", _schema(_OBJECT | guidance))]
@@ -56,7 +73,9 @@ def _of_response_format(request: CommonRequest, guidance: dict[str, Any]) -> lis
             return []
 
 
-def _of_fields(name: str, fields: StructuredOutputs | None, guidance: dict[str, Any]) -> list[tuple[str, Grammar]]:
+def _of_fields(
+    name: str, fields: StructuredOutputs | None, guidance: dict[str, Any]
+) -> list[tuple[str, Grammar]]:
     if fields is None:
         return []
     prefix = name if name.endswith("_") else f"{name}."
@@ -68,19 +87,30 @@ def _of_fields(name: str, fields: StructuredOutputs | None, guidance: dict[str, 
     if fields.regex is not None:
         asked.append((f"{prefix}regex", Grammar(kind=GrammarKind.REGEX, text=fields.regex)))
     if fields.choice is not None:
-        asked.append((f"{prefix}choice", Grammar(kind=GrammarKind.CHOICE, text=json.dumps(fields.choice))))
+        asked.append(
+            (f"{prefix}choice", Grammar(kind=GrammarKind.CHOICE, text=json.dumps(fields.choice)))
+        )
     if fields.grammar is not None:
         asked.append((f"{prefix}grammar", Grammar(kind=GrammarKind.LARK, text=fields.grammar)))
     return asked
 
 
 def _guidance(request: CommonRequest) -> dict[str, Any]:
-    """What a request says of blanks between the parts of JSON, for its schema. Where nothing is said, there are none."""
+    """What a request says of blanks between the parts of JSON, for its schema.
+
+    Where nothing is said, there are none.
+    """
     fields = request.structured_outputs or StructuredOutputs()
-    pattern = request.guided_whitespace_pattern if fields.whitespace_pattern is None else fields.whitespace_pattern
+    pattern = (
+        request.guided_whitespace_pattern
+        if fields.whitespace_pattern is None
+        else fields.whitespace_pattern
+    )
     if pattern is not None:
         return {_GUIDANCE: {"whitespace_pattern": pattern}}
-    return {_GUIDANCE: {"whitespace_flexible": True}} if fields.disable_any_whitespace is False else {}
+    return (
+        {_GUIDANCE: {"whitespace_flexible": True}} if fields.disable_any_whitespace is False else {}
+    )
 
 
 def _given(given: str | dict[str, Any], param: str) -> dict[str, Any]:

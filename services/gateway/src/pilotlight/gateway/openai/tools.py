@@ -43,7 +43,11 @@ class ToolUse:
 
     def parser(self) -> ToolParser | None:
         """Reads one answer; None when it is text and nothing else."""
-        return None if self.dialect is None else ToolParser(self.dialect, self.names, single=self.single, forced=self.forced)
+        return (
+            None
+            if self.dialect is None
+            else ToolParser(self.dialect, self.names, single=self.single, forced=self.forced)
+        )
 
     def call_id(self, request_id: str, choice: int, call: int) -> str:
         """A call's id: the same one whenever it is asked for."""
@@ -60,7 +64,8 @@ def tool_use_of(request: ChatRequest, text: ModelText) -> ToolUse:
     """How a request uses tools.
 
     Raises:
-        BadRequest: what is said of tools is wrong or contradicts itself, or the model cannot be told of them.
+        BadRequest: what is said of tools is wrong or contradicts itself, or the model cannot be
+            told of them.
     """
     choice = request.tool_choice
     if not request.tools:
@@ -70,7 +75,9 @@ def tool_use_of(request: ChatRequest, text: ModelText) -> ToolUse:
     functions = _checked([tool.function for tool in request.tools])
     named = choice.function.name if isinstance(choice, NamedChoice) else None
     if named is not None and named not in functions:
-        raise BadRequest(f"tool_choice names {named!r}, which is none of the tools", param="tool_choice")
+        raise BadRequest(
+            f"tool_choice names {named!r}, which is none of the tools", param="tool_choice"
+        )
     if choice == "none":
         return NO_TOOLS
     if grammar_of(request) is not None:
@@ -86,7 +93,10 @@ def tool_use_of(request: ChatRequest, text: ModelText) -> ToolUse:
     grammar = None
     if forced or any(function.strict for function in allowed):
         held_to = [
-            Function(name=function.name, parameters=_parameters(function) if forced or function.strict else _ANY_PARAMETERS)
+            Function(
+                name=function.name,
+                parameters=_parameters(function) if forced or function.strict else _ANY_PARAMETERS,
+            )
             for function in allowed
         ]
         grammar = call_grammar(dialect, held_to, markers, forced=forced, several=several)
@@ -96,7 +106,9 @@ def tool_use_of(request: ChatRequest, text: ModelText) -> ToolUse:
                 param="tools",
             )
     return ToolUse(
-        described=tuple(_described(function) for function in functions.values()) if text.tools.describes else None,
+        described=tuple(_described(function) for function in functions.values())
+        if text.tools.describes
+        else None,
         dialect=dialect,
         names=frozenset(function.name for function in allowed),
         grammar=grammar,
@@ -114,26 +126,41 @@ def _checked(functions: list[FunctionSpec]) -> dict[str, FunctionSpec]:
         where = f"tools[{index}].function"
         if _NAME.fullmatch(function.name) is None:
             raise BadRequest(
-                f"{where}.name: a function's name has 1 to 64 letters, digits, underscores and hyphens", param=f"{where}.name"
+                f"{where}.name: a function's name has 1 to 64 letters, digits, underscores and hyphens",
+                param=f"{where}.name",
             )
         if function.name in by_name:
-            raise BadRequest(f"{where}.name: there are two functions {function.name!r}", param=f"{where}.name")
+            raise BadRequest(
+                f"{where}.name: there are two functions {function.name!r}", param=f"{where}.name"
+            )
         _check_schema(function.parameters, f"{where}.parameters")
         chars += len(msgspec.json.encode(function))
         by_name[function.name] = function
     if chars > MAX_GRAMMAR_CHARS:
-        raise BadRequest(f"the tools have {chars} characters; at most {MAX_GRAMMAR_CHARS} are taken", param="tools")
+        raise BadRequest(
+            f"the tools have {chars} characters; at most {MAX_GRAMMAR_CHARS} are taken",
+            param="tools",
+        )
     return by_name
 
 
 def _check_schema(schema: dict[str, Any] | None, where: str) -> None:
-    """Looks for what is certainly wrong. What a grammar cannot be made of is found out where it is compiled."""
+    """Looks for what is certainly wrong.
+
+    What a grammar cannot be made of is found out where it is compiled.
+    """
     if schema is None:
         return
     if schema.get("type", "object") != "object":
-        raise BadRequest(f"{where}: arguments are an object, so the schema's type is 'object'", param=where)
-    if not isinstance(schema.get("properties", {}), dict) or not isinstance(schema.get("required", []), list):
-        raise BadRequest(f"{where}: not a JSON schema: properties is an object, required an array", param=where)
+        raise BadRequest(
+            f"{where}: arguments are an object, so the schema's type is 'object'", param=where
+        )
+    if not isinstance(schema.get("properties", {}), dict) or not isinstance(
+        schema.get("required", []), list
+    ):
+        raise BadRequest(
+            f"{where}: not a JSON schema: properties is an object, required an array", param=where
+        )
     level: list[Any] = [schema]
     for _ in range(MAX_SCHEMA_DEPTH):
         level = [child for value in level for child in _children(value)]
@@ -167,7 +194,10 @@ def _dialect(request: ChatRequest, text: ModelText, *, forced: bool) -> ToolDial
 
 def _markers(dialect: ToolDialect, text: ModelText) -> Markers:
     added = text.tokenizer.added_tokens
-    apart = {*dialect.markers, *(token for token, token_id in added.items() if token_id in text.eos_token_ids)}
+    apart = {
+        *dialect.markers,
+        *(token for token, token_id in added.items() if token_id in text.eos_token_ids),
+    }
     return Markers(
         ids={marker: added[marker] for marker in dialect.markers if marker in added},
         others=tuple(token_id for token, token_id in added.items() if token not in apart),
@@ -182,5 +212,9 @@ def _described(function: FunctionSpec) -> dict[str, Any]:
     """As chat templates know functions: every member is there."""
     described: dict[str, Any] = {"name": function.name, "description": function.description or ""}
     parameters = function.parameters or {}
-    described["parameters"] = {**parameters, "type": "object", "properties": parameters.get("properties", {})}
+    described["parameters"] = {
+        **parameters,
+        "type": "object",
+        "properties": parameters.get("properties", {}),
+    }
     return {"type": "function", "function": described}

@@ -1,8 +1,9 @@
 """The audit log: what administrators did, and what they tried in vain.
 
-What succeeds is recorded within its own transaction: there is no action without its record, and no record of what was rolled back.
-What another service does is recorded before it is asked for, and again when its answer is there. What was refused is recorded a
-moment later, and so much of it in a minute and no more: whoever knocks without a key must not fill the log.
+What succeeds is recorded within its own transaction: there is no action without its record, and no
+record of what was rolled back. What another service does is recorded before it is asked for, and
+again when its answer is there. What was refused is recorded a moment later, and only a limited
+number in a minute: a client without a key must not fill the log.
 """
 
 import asyncio
@@ -67,15 +68,33 @@ class AuditFilter:
     until: datetime | None = None
 
 
-async def record(work: UnitOfWork, clock: Clock, actor: Actor, action: str, entity: str, changes: Mapping[str, Any]) -> None:
-    """Record what is done in the same transaction. ``changes`` must be JSON, and hold no secret."""
+async def record(
+    work: UnitOfWork,
+    clock: Clock,
+    actor: Actor,
+    action: str,
+    entity: str,
+    changes: Mapping[str, Any],
+) -> None:
+    """Record what is done in the same transaction.
+
+    Args:
+        work: the transaction.
+        clock: tells when.
+        actor: the key, and the address that it came from.
+        action: what is done, such as ``model_register``.
+        entity: what it is done to.
+        changes: JSON, without secrets.
+    """
     await _insert(work.connection, _row(clock.wall(), actor, action, entity, OK, 200, changes))
 
 
 class AuditLog:
     """Writes what is not part of a transaction, and reads; a component."""
 
-    def __init__(self, database: Database, clock: Clock, background: Background, registry: CollectorRegistry) -> None:
+    def __init__(
+        self, database: Database, clock: Clock, background: Background, registry: CollectorRegistry
+    ) -> None:
         self._database = database
         self._clock = clock
         self._background = background
@@ -84,7 +103,12 @@ class AuditLog:
         self._in_minute = 0
         self._unrecorded = 0
         self._task: asyncio.Task[None] | None = None
-        self._refused = Counter("pilotlight_admin_refusals", "Refused attempts to change something.", ["code"], registry=registry)
+        self._refused = Counter(
+            "pilotlight_admin_refusals",
+            "Refused attempts to change something.",
+            ["code"],
+            registry=registry,
+        )
 
     async def start(self) -> None:
         """Write from now on."""
@@ -100,7 +124,15 @@ class AuditLog:
         await self._flush()
 
     def refused(self, actor: Actor, action: str, entity: str, code: str, status: int) -> None:
-        """Note an attempt that changed nothing."""
+        """Note an attempt that changed nothing.
+
+        Args:
+            actor: the key, and the address that it came from.
+            action: what was asked for.
+            entity: what it would have been done to.
+            code: of the error that refused it.
+            status: of HTTP.
+        """
         self._refused.labels(code=code).inc()
         if self._clock.monotonic_s() - self._minute_began_s >= 60.0:
             self._sum_up()
@@ -113,18 +145,26 @@ class AuditLog:
 
     @asynccontextmanager
     async def asked(self, actor: Actor, action: str, entity: str) -> AsyncGenerator[dict[str, Any]]:
-        """Around what another service is asked to do; what the body puts into the mapping is what changed.
+        """Around what another service is asked to do; what the body puts into the mapping is what
+        changed.
 
         When the body raises, the record stays as ``asked``, and the refusal gets one of its own.
 
         Raises:
-            DatabaseUnavailable: nothing was asked for; or it was done, and its record says ``asked``.
+            DatabaseUnavailable: nothing was asked for; or it was done, and its record says
+                ``asked``.
         """
         async with self._database.unit_of_work() as work:
-            record_id = await _insert(work.connection, _row(self._clock.wall(), actor, action, entity, ASKED, 202, {}))
+            record_id = await _insert(
+                work.connection, _row(self._clock.wall(), actor, action, entity, ASKED, 202, {})
+            )
         changes: dict[str, Any] = {}
         yield changes
-        done = update(tables.audit).where(tables.audit.c.id == record_id).values(outcome=OK, changes=changes)
+        done = (
+            update(tables.audit)
+            .where(tables.audit.c.id == record_id)
+            .values(outcome=OK, changes=changes)
+        )
         async with self._database.unit_of_work() as work:
             await work.connection.execute(done)
 
@@ -149,7 +189,9 @@ class AuditLog:
         conditions += [table.c.at >= wanted.since] if wanted.since is not None else []
         conditions += [table.c.at < wanted.until] if wanted.until is not None else []
         async with self._database.reading() as connection:
-            rows = await connection.execute(select(table).where(*conditions).order_by(desc(table.c.id)).limit(limit))
+            rows = await connection.execute(
+                select(table).where(*conditions).order_by(desc(table.c.id)).limit(limit)
+            )
             return [{**row, "at": row["at"].isoformat()} for row in rows.mappings()]
 
     async def _write_for_ever(self) -> None:
@@ -165,13 +207,27 @@ class AuditLog:
         if self._unrecorded:
             self._make_room()
             unrecorded, self._unrecorded = self._unrecorded, 0
-            log.warning("refused attempts are not recorded one by one", action="audit_flooded", attempts=unrecorded)
+            log.warning(
+                "refused attempts are not recorded one by one",
+                action="audit_flooded",
+                attempts=unrecorded,
+            )
             self._waiting.append(
-                _row(self._clock.wall(), SYSTEM, "refusals_not_recorded", "", "flooded", 429, {"attempts": unrecorded})
+                _row(
+                    self._clock.wall(),
+                    SYSTEM,
+                    "refusals_not_recorded",
+                    "",
+                    "flooded",
+                    429,
+                    {"attempts": unrecorded},
+                )
             )
 
     def _make_room(self) -> None:
-        """The database may be away for long: the oldest attempts then go, and are counted with those that are not recorded."""
+        """The database may be away for long: the oldest attempts then go, and are counted with
+        those that are not recorded.
+        """
         if len(self._waiting) == MAX_WAITING:
             self._unrecorded += self._waiting.popleft()["changes"].get("attempts", 1)
 
@@ -183,7 +239,12 @@ class AuditLog:
             async with self._database.unit_of_work() as work:
                 await work.connection.execute(insert(tables.audit), rows)
         except DatabaseUnavailable as error:
-            log.warning("refused attempts are recorded later", action="audit_deferred", rows=len(rows), error=error.message)
+            log.warning(
+                "refused attempts are recorded later",
+                action="audit_deferred",
+                rows=len(rows),
+                error=error.message,
+            )
             return
         for row in rows:
             if self._waiting and self._waiting[0] is row:
@@ -191,11 +252,23 @@ class AuditLog:
 
 
 async def _insert(connection: AsyncConnection, row: Mapping[str, Any]) -> int:
-    return int((await connection.execute(insert(tables.audit).values(**row).returning(tables.audit.c.id))).scalar_one())
+    return int(
+        (
+            await connection.execute(
+                insert(tables.audit).values(**row).returning(tables.audit.c.id)
+            )
+        ).scalar_one()
+    )
 
 
 def _row(
-    at: datetime, actor: Actor, action: str, entity: str, outcome: str, status: int, changes: Mapping[str, Any]
+    at: datetime,
+    actor: Actor,
+    action: str,
+    entity: str,
+    outcome: str,
+    status: int,
+    changes: Mapping[str, Any],
 ) -> dict[str, Any]:
     texts = {
         "key_id": actor.key_id,

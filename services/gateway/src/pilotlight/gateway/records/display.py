@@ -40,11 +40,21 @@ class Listing:
     model: Column[Any]
 
 
-INSTANCES = Listing("instances", tables.instances.c.created_at, tables.instances.c.instance_id, tables.instances.c.model)
-COLD_STARTS = Listing(
-    "cold_starts", tables.cold_starts.c.created_at, tables.cold_starts.c.instance_id, tables.cold_starts.c.model
+INSTANCES = Listing(
+    "instances",
+    tables.instances.c.created_at,
+    tables.instances.c.instance_id,
+    tables.instances.c.model,
 )
-DECISIONS = Listing("decisions", tables.decisions.c.at, tables.decisions.c.decision_id, tables.decisions.c.model)
+COLD_STARTS = Listing(
+    "cold_starts",
+    tables.cold_starts.c.created_at,
+    tables.cold_starts.c.instance_id,
+    tables.cold_starts.c.model,
+)
+DECISIONS = Listing(
+    "decisions", tables.decisions.c.at, tables.decisions.c.decision_id, tables.decisions.c.model
+)
 
 
 class Display:
@@ -53,8 +63,17 @@ class Display:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def page(self, listing: Listing, *, limit: int, model: str | None = None, before: str | None = None) -> bytes:
-        """``{"<name>": [...], "next_before": id}``: at most ``limit`` rows after the row ``before``; the id is null at the end.
+    async def page(
+        self, listing: Listing, *, limit: int, model: str | None = None, before: str | None = None
+    ) -> bytes:
+        """``{"<name>": [...], "next_before": id}``: the newest rows first; the id is null at the
+        end.
+
+        Args:
+            listing: which rows.
+            limit: how many at most.
+            model: only those of the model of this name; None: all.
+            before: the id of the last row of the page before this one; None: from the newest on.
 
         Raises:
             NotFound: there is no row ``before``.
@@ -66,29 +85,50 @@ class Display:
                 place = select(listing.at, listing.key).where(listing.key == before)
                 row = (await connection.execute(place)).one_or_none()
                 if row is None:
-                    raise NotFound(f"there is no row {before!r} to go on from; it may have been too old to keep", param="before")
+                    raise NotFound(
+                        f"there is no row {before!r} to go on from; it may have been too old to keep",
+                        param="before",
+                    )
                 wanted.append(tuple_(listing.at, listing.key) < tuple_(row[0], row[1]))
-            statement = _columns(listing.at).where(*wanted).order_by(desc(listing.at), desc(listing.key))
+            statement = (
+                _columns(listing.at).where(*wanted).order_by(desc(listing.at), desc(listing.key))
+            )
             rows, more = await _read(connection, listing.at, statement, limit)
-        return await _encoded({listing.name: rows, "next_before": rows[-1][listing.key.name] if more else None})
+        return await _encoded(
+            {listing.name: rows, "next_before": rows[-1][listing.key.name] if more else None}
+        )
 
     async def trace(self, trace_id: str) -> bytes | None:
-        """Spans by start and cold starts of one trace, and whether there are more than are shown; None when nothing is kept.
+        """Spans by start and cold starts of one trace, and whether there are more than are shown;
+        None when nothing is kept.
 
         Raises:
             DatabaseUnavailable: the database cannot be read.
         """
         spans, starts = tables.spans, tables.cold_starts
         async with self._database.reading() as connection:
-            of_trace = _columns(spans.c.start_at).where(spans.c.trace_id == trace_id).order_by(spans.c.start_at, spans.c.span_id)
-            shown, more_spans = await _read(connection, spans.c.start_at, of_trace, MAX_ROWS_OF_TRACE)
+            of_trace = (
+                _columns(spans.c.start_at)
+                .where(spans.c.trace_id == trace_id)
+                .order_by(spans.c.start_at, spans.c.span_id)
+            )
+            shown, more_spans = await _read(
+                connection, spans.c.start_at, of_trace, MAX_ROWS_OF_TRACE
+            )
             cold = _columns(starts.c.created_at).where(starts.c.trace_id == trace_id)
             cold = cold.order_by(starts.c.created_at, starts.c.instance_id)
-            cold_starts, more_starts = await _read(connection, starts.c.created_at, cold, MAX_ROWS_OF_TRACE)
+            cold_starts, more_starts = await _read(
+                connection, starts.c.created_at, cold, MAX_ROWS_OF_TRACE
+            )
         if not shown and not cold_starts:
             return None
         return await _encoded(
-            {"trace_id": trace_id, "spans": shown, "cold_starts": cold_starts, "truncated": more_spans or more_starts}
+            {
+                "trace_id": trace_id,
+                "spans": shown,
+                "cold_starts": cold_starts,
+                "truncated": more_spans or more_starts,
+            }
         )
 
 
@@ -103,12 +143,19 @@ class DecisionReader:
         table = tables.decisions
         rows = select(table.c.at, table.c.reasons).order_by(desc(table.c.at)).limit(limit)
         async with self._database.reading() as connection:
-            found = await connection.execute(rows if model is None else rows.where(table.c.model == model))
+            found = await connection.execute(
+                rows if model is None else rows.where(table.c.model == model)
+            )
             return [dict(row) for row in found.mappings()]
 
 
 def _columns(at: Column[Any]) -> Select[Any]:
-    return select(*(cast(one, Text).label(one.name) if one.name in _json_columns(at) else one for one in at.table.columns))
+    return select(
+        *(
+            cast(one, Text).label(one.name) if one.name in _json_columns(at) else one
+            for one in at.table.columns
+        )
+    )
 
 
 def _json_columns(at: Column[Any]) -> frozenset[str]:
@@ -118,18 +165,25 @@ def _json_columns(at: Column[Any]) -> frozenset[str]:
 async def _read(
     connection: AsyncConnection, at: Column[Any], statement: Select[Any], limit: int
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Rows up to the limit and the bound of bytes, and whether there are more. Few at a time, the more the smaller they are."""
+    """Rows up to the limit and the bound of bytes, and whether there are more.
+
+    Few at a time, the more the smaller they are.
+    """
     json_columns = _json_columns(at)
     found: list[dict[str, Any]] = []
     size_bytes, at_a_time = 0, FIRST_ROWS
     while True:
         wanted = min(at_a_time, limit + 1 - len(found))
-        rows = (await connection.execute(statement.offset(len(found)).limit(wanted))).mappings().all()
+        rows = (
+            (await connection.execute(statement.offset(len(found)).limit(wanted))).mappings().all()
+        )
         before_bytes = size_bytes
         for row in rows:
             if len(found) == limit or size_bytes >= MAX_BYTES:
                 return found, True
-            found.append({name: _shown(value, is_json=name in json_columns) for name, value in row.items()})
+            found.append(
+                {name: _shown(value, is_json=name in json_columns) for name, value in row.items()}
+            )
             size_bytes += sum(len(row[name]) for name in json_columns)
         if len(rows) < wanted:
             return found, False

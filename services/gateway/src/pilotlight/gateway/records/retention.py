@@ -7,14 +7,26 @@ from pilotlight.gateway.settings import GatewaySettings
 
 
 def retention(settings: GatewaySettings) -> tuple[Keep, ...]:
-    """How long rows of this schema are kept. Models, keys and drains stay until somebody deletes them."""
+    """How long rows of this schema are kept.
+
+    Models, keys and drains stay until an operator deletes them.
+    """
     audit = tables.audit
     refused = audit.c.outcome.not_in((OK, ASKED))
     return (
         Keep(at=tables.usage.c.at, days=settings.usage_keep_days, max_rows=settings.usage_max_rows),
         Keep(at=audit.c.at, days=settings.audit_keep_days, only=~refused),
         # Apart, so that no number of refused attempts drives out what was done.
-        Keep(at=audit.c.at, days=settings.audit_keep_days, max_rows=settings.audit_refused_max_rows, only=refused),
-        Keep(at=tables.spans.c.start_at, days=settings.spans_keep_days, max_rows=settings.spans_max_rows),
+        Keep(
+            at=audit.c.at,
+            days=settings.audit_keep_days,
+            max_rows=settings.audit_refused_max_rows,
+            only=refused,
+        ),
+        Keep(
+            at=tables.spans.c.start_at,
+            days=settings.spans_keep_days,
+            max_rows=settings.spans_max_rows,
+        ),
         keep_outbox("gateway", settings),
     )

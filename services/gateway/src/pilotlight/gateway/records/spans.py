@@ -38,7 +38,9 @@ class SpanStore:
     async def start(self) -> None:
         """Listen and write."""
         if self._subscription is None:
-            self._subscription = await self._context.bus.subscribe(SPANS_SUBJECT, SpanBatch, self._on_batch, queue="gateway")
+            self._subscription = await self._context.bus.subscribe(
+                SPANS_SUBJECT, SpanBatch, self._on_batch, queue="gateway"
+            )
             self._task = self._context.background.spawn("spans", self._run())
 
     async def stop(self) -> None:
@@ -52,10 +54,16 @@ class SpanStore:
         await self._flush()
 
     async def _on_batch(self, batch: SpanBatch) -> None:
-        kept = [row for row in map(_row, batch.spans[: MAX_BUFFERED_SPANS - len(self._rows)]) if row is not None]
+        kept = [
+            row
+            for row in map(_row, batch.spans[: MAX_BUFFERED_SPANS - len(self._rows)])
+            if row is not None
+        ]
         self._rows += kept
         if len(kept) < len(batch.spans):
-            log.warning("spans were dropped", action="spans_dropped", spans=len(batch.spans) - len(kept))
+            log.warning(
+                "spans were dropped", action="spans_dropped", spans=len(batch.spans) - len(kept)
+            )
 
     async def _run(self) -> None:
         while True:
@@ -70,13 +78,20 @@ class SpanStore:
             async with self._database.unit_of_work() as work:
                 await work.connection.execute(insert(tables.spans).on_conflict_do_nothing(), rows)
         except DatabaseUnavailable as error:
-            log.warning("spans were dropped", action="spans_dropped", spans=len(rows), error=error.message)
+            log.warning(
+                "spans were dropped", action="spans_dropped", spans=len(rows), error=error.message
+            )
 
 
 def _row(span: SpanRecord) -> dict[str, Any] | None:
-    """A span as its row; None when no calendar has its times. One odd span must not cost the others of its batch."""
+    """A span as its row; None when no calendar has its times.
+
+    One odd span must not cost the others of its batch.
+    """
     try:
-        start_at, end_at = (datetime.fromtimestamp(time_s, UTC) for time_s in (span.start_at_s, span.end_at_s))
+        start_at, end_at = (
+            datetime.fromtimestamp(time_s, UTC) for time_s in (span.start_at_s, span.end_at_s)
+        )
     except (ValueError, OverflowError, OSError):
         return None
     encoded = msgspec.json.encode(span.attributes)

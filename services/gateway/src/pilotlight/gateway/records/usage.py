@@ -24,7 +24,8 @@ FLUSH_INTERVAL_S = 1.0
 MAX_BATCH_ROWS = 1000
 """Rows of one transaction: what an outage leaves behind must not be too much for one."""
 MAX_BUFFERED_ROWS = 50_000
-"""About ten minutes of a busy gateway without a database; beyond it the oldest rows are dropped, and that is logged."""
+"""About ten minutes of a busy gateway without a database; beyond it the oldest rows are dropped,
+and that is logged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +50,9 @@ class UsageRepository:
     async def add(self, rows: Sequence[UsageRow], *, writer: int, in_doubt: bool = False) -> None:
         """Insert a batch.
 
-        ``writer`` is the recorder's own number: its transactions come one after the other, so that an ``in_doubt`` batch, which an
-        earlier try may have committed before its answer was lost, waits for the end of that try and then adds only what is missing.
+        ``writer`` is the recorder's own number: its transactions come one after the other, so that
+        an ``in_doubt`` batch, which an earlier try may have committed before its answer was lost,
+        waits for the end of that try and then adds only what is missing.
         """
         async with self._database.unit_of_work() as work:
             await work.connection.execute(select(func.pg_advisory_xact_lock(writer)))
@@ -78,14 +80,17 @@ class UsageRepository:
 async def _missing(work: UnitOfWork, rows: Sequence[UsageRow]) -> list[UsageRow]:
     table = tables.usage
     known = select(table.c.request_id).where(
-        table.c.at >= min(row.at for row in rows), table.c.request_id.in_([row.request_id for row in rows])
+        table.c.at >= min(row.at for row in rows),
+        table.c.request_id.in_([row.request_id for row in rows]),
     )
     written = set((await work.connection.execute(known)).scalars())
     return [row for row in rows if row.request_id not in written]
 
 
 class UsageRecorder:
-    """Collects rows and writes them, each once; rows outlive an outage of the database up to the buffer's bound."""
+    """Collects rows and writes them, each once; rows outlive an outage of the database up to the
+    buffer's bound.
+    """
 
     def __init__(self, database: Database, clock: Clock, background: Background) -> None:
         self._repository = UsageRepository(database)
@@ -114,8 +119,17 @@ class UsageRecorder:
             self._task = None
         await self._flush()
 
-    def record(self, *, model: str, key_id: str, request_id: str, prompt_tokens: int, output_tokens: int, status: str) -> None:
-        """Note a finished request; ``status`` is ``ok``, ``cancelled`` or an error's code."""
+    def record(
+        self,
+        *,
+        model: str,
+        key_id: str,
+        request_id: str,
+        prompt_tokens: int,
+        output_tokens: int,
+        status: str,
+    ) -> None:
+        """As ``UsageSink.record``."""
         self._rows.append(
             UsageRow(
                 at=self._clock.wall(),

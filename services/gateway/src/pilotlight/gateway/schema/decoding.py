@@ -1,4 +1,6 @@
-"""How a request's body is decoded: strictly, and with a refusal by name for what is not supported."""
+"""How a request's body is decoded: strictly, and with a refusal by name for what is not
+supported.
+"""
 
 import re
 from typing import TypeVar
@@ -6,7 +8,12 @@ from typing import TypeVar
 import msgspec
 
 from pilotlight.common.errors import BadRequest
-from pilotlight.gateway.schema.requests import ChatRequest, CommonRequest, CompletionRequest, NotSupported
+from pilotlight.gateway.schema.requests import (
+    ChatRequest,
+    CommonRequest,
+    CompletionRequest,
+    NotSupported,
+)
 
 _OFF: dict[str, tuple[object, ...]] = {
     "best_of": (1,),
@@ -75,7 +82,8 @@ def decode_body(body: bytes, as_type: type[R]) -> R:
     """Decode a request strictly.
 
     Raises:
-        BadRequest: it is not JSON, a value has the wrong type or is out of range, or a field is set that is not supported.
+        BadRequest: it is not JSON, a value has the wrong type or is out of range, or a field is set
+            that is not supported.
     """
     decoder = _decoders.get(as_type)
     if decoder is None:
@@ -98,12 +106,17 @@ def decode_body(body: bytes, as_type: type[R]) -> R:
 def _refuse_unsupported(request: NotSupported) -> None:
     names = NotSupported.__struct_fields__
     off = _OFF | _OFF_BY_KIND.get(type(request), {})
-    for name in (*names, "tools", "tool_choice") if isinstance(request, CompletionRequest) else names:
+    for name in (
+        (*names, "tools", "tool_choice") if isinstance(request, CompletionRequest) else names
+    ):
         value = getattr(request, name)
         if value is not None and not any(
-            value == one and isinstance(value, bool) == isinstance(one, bool) for one in off.get(name, ())
+            value == one and isinstance(value, bool) == isinstance(one, bool)
+            for one in off.get(name, ())
         ):
-            raise BadRequest(f"{name} is not supported: {_INSTEAD.get(name, 'leave it out')}", param=name)
+            raise BadRequest(
+                f"{name} is not supported: {_INSTEAD.get(name, 'leave it out')}", param=name
+            )
 
 
 def _invalid(message: str) -> BadRequest:
@@ -113,7 +126,10 @@ def _invalid(message: str) -> BadRequest:
     part = _PART.fullmatch(path)
     kind = re.fullmatch(r"Invalid value '(.*)'", said)
     if part is not None and kind is not None:
-        return BadRequest(f"{path}: this model takes text only, and no part of type {kind.group(1)[:64]!r}", param=path)
+        return BadRequest(
+            f"{path}: this model takes text only, and no part of type {kind.group(1)[:64]!r}",
+            param=path,
+        )
     missing = re.search(r"missing required field `(\w+)`", said)
     if missing is not None:
         path = f"{path}.{missing.group(1)}" if path else missing.group(1)

@@ -1,8 +1,8 @@
 """Bodies of requests to ``/v1``, decoded strictly (``schema.decoding``).
 
-Fields of this API or of other servers that would change the answer, and that this server does not support, are declared in
-``NotSupported`` with any type, so that a value other than "off" can be refused by name. Unknown fields are ignored, as clients send
-many that change nothing.
+Fields of this API or of other servers that would change the answer, and that this server does not
+support, are declared in ``NotSupported`` with any type, so that a value other than "off" can be
+refused by name. Unknown fields are ignored, as clients send many that change nothing.
 """
 
 from typing import Annotated, Any, Literal
@@ -26,12 +26,15 @@ TokenId = Annotated[int, Meta(ge=0, le=MAX_INT32)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 WhitespacePattern = Annotated[
-    str, Meta(max_length=1024, description="A regular expression: what may stand between JSON's parts.")
+    str,
+    Meta(max_length=1024, description="A regular expression: what may stand between JSON's parts."),
 ]
 
 
 class NotSupported(msgspec.Struct, kw_only=True):
-    """Fields that only take the value that switches them off: first OpenAI's, then vLLM's, then those of other servers."""
+    """Fields that only take the value that switches them off: first OpenAI's, then vLLM's, then
+    those of other servers.
+    """
 
     best_of: Any = None
     echo: Any = None
@@ -125,7 +128,10 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     grammar: str | None = None
     json_object: bool | None = None
     whitespace_pattern: WhitespacePattern | None = None
-    disable_any_whitespace: Annotated[bool, Meta(description="False: blanks may stand between the parts of JSON.")] | None = None
+    disable_any_whitespace: (
+        Annotated[bool, Meta(description="False: blanks may stand between the parts of JSON.")]
+        | None
+    ) = None
     disable_fallback: bool | None = None
     disable_additional_properties: Literal[False] | None = None
 
@@ -144,13 +150,20 @@ class CommonRequest(NotSupported, kw_only=True):
     stop: Stops | None = None
     max_tokens: TokenLimit | None = None
     ignore_eos: bool | None = None
-    timeout_s: Annotated[float, Meta(gt=0, description="Seconds within which the whole answer is wanted.")] | None = None
+    timeout_s: (
+        Annotated[float, Meta(gt=0, description="Seconds within which the whole answer is wanted.")]
+        | None
+    ) = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     logit_bias: (
-        Annotated[dict[int, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024, description="By token id.")] | None
+        Annotated[
+            dict[int, Annotated[float, Meta(ge=-100, le=100)]],
+            Meta(max_length=1024, description="By token id."),
+        ]
+        | None
     ) = None
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_INT32)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=256)] | None = None
@@ -161,9 +174,10 @@ class CommonRequest(NotSupported, kw_only=True):
     guided_choice: Annotated[list[str], Meta(min_length=1, max_length=4096)] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: WhitespacePattern | None = None
-    include_stop_str_in_output: Annotated[bool, Meta(description="The text ends with the stop string that ended it.")] | None = (
-        None
-    )
+    include_stop_str_in_output: (
+        Annotated[bool, Meta(description="The text ends with the stop string that ended it.")]
+        | None
+    ) = None
     user: str | None = None
 
 
@@ -204,7 +218,10 @@ class FunctionSpec(msgspec.Struct, kw_only=True):
 
     name: Annotated[str, Meta(description="1 to 64 letters, digits, underscores and hyphens.")]
     description: str | None = None
-    parameters: Annotated[dict[str, Any], Meta(description="The JSON schema of its arguments, an object.")] | None = None
+    parameters: (
+        Annotated[dict[str, Any], Meta(description="The JSON schema of its arguments, an object.")]
+        | None
+    ) = None
     strict: Annotated[bool, Meta(description="Arguments always follow the schema.")] | None = None
 
 
@@ -236,21 +253,39 @@ class ChatRequest(CommonRequest, kw_only=True):
     max_completion_tokens: TokenLimit | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    add_generation_prompt: Annotated[bool, Meta(description="False: the prompt ends after the last message.")] | None = None
-    continue_final_message: (
-        Annotated[bool, Meta(description="The answer goes on with the last message, the assistant's.")] | None
+    add_generation_prompt: (
+        Annotated[bool, Meta(description="False: the prompt ends after the last message.")] | None
     ) = None
-    chat_template_kwargs: Annotated[dict[str, Any], Meta(description="Variables of the chat template.")] | None = None
+    continue_final_message: (
+        Annotated[
+            bool, Meta(description="The answer goes on with the last message, the assistant's.")
+        ]
+        | None
+    ) = None
+    chat_template_kwargs: (
+        Annotated[dict[str, Any], Meta(description="Variables of the chat template.")] | None
+    ) = None
 
 
 class CompletionRequest(CommonRequest, kw_only=True):
-    """Body of ``POST /v1/completions``. It has no tools: only the values that switch them off are taken."""
+    """Body of ``POST /v1/completions``.
+
+    It has no tools: only the values that switch them off are taken.
+    """
 
     tools: Any = None
     tool_choice: Any = None
 
     prompt: Annotated[
         str | list[str | int | list[int]],
-        Meta(description="A string, token ids, or a list of such prompts, each of which is answered."),
+        Meta(
+            description="A string, token ids, or a list of such prompts, each of which is answered."
+        ),
     ]
-    logprobs: Annotated[int, Meta(ge=0, le=5, description="How many of the likeliest tokens are told with each.")] | None = None
+    logprobs: (
+        Annotated[
+            int,
+            Meta(ge=0, le=5, description="How many of the likeliest tokens are told with each."),
+        ]
+        | None
+    ) = None

@@ -41,7 +41,9 @@ def check_rest(rest: ChatRequest | CompletionRequest) -> None:
     """
     size = len(_encoder.encode(rest))
     if size > MAX_OTHER_BYTES:
-        raise TooLarge(f"the body without its messages or prompt has {size} bytes; at most {MAX_OTHER_BYTES} are taken")
+        raise TooLarge(
+            f"the body without its messages or prompt has {size} bytes; at most {MAX_OTHER_BYTES} are taken"
+        )
 
 
 def _check_messages(messages: list[ChatMessage]) -> None:
@@ -58,7 +60,9 @@ def _check_prompts(prompt: str | list[str | int | list[int]]) -> None:
         return
     ids = sum(len(item) if isinstance(item, list) else isinstance(item, int) for item in prompt)
     if ids > MAX_PROMPT_IDS:
-        raise MessageTooLarge(f"{ids} token ids; at most {MAX_PROMPT_IDS} are taken", param="prompt")
+        raise MessageTooLarge(
+            f"{ids} token ids; at most {MAX_PROMPT_IDS} are taken", param="prompt"
+        )
     _at_most(MAX_PROMPTS, sum(not isinstance(item, int) for item in prompt), "prompt", "prompts")
 
 

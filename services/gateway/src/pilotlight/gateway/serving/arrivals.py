@@ -58,7 +58,9 @@ class ArrivalPublisher:
             "Messages that told scheduler and cache of arrivals.",
             registry=registry,
         )
-        models = Gauge("pilotlight_arrival_models", "Models whose arrivals are counted.", registry=registry)
+        models = Gauge(
+            "pilotlight_arrival_models", "Models whose arrivals are counted.", registry=registry
+        )
         models.set_function(lambda: float(self._counters.models))
 
     def arrived(self, model: ModelName) -> None:
@@ -98,5 +100,7 @@ class ArrivalPublisher:
         )
         if self._counters.changed:
             self._changed.set()
-        await self._bus.publish(arrivals_subject(self._gateway_id), Arrivals(life=life, counts=counts))
+        await self._bus.publish(
+            arrivals_subject(self._gateway_id), Arrivals(life=life, counts=counts)
+        )
         self._told.inc()

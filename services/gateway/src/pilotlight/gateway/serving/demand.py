@@ -1,4 +1,6 @@
-"""Tells the scheduler what this gateway holds: on change, every 250 ms while there is something, and once when it is over."""
+"""Tells the scheduler what this gateway holds: on change, every 250 ms while there is something,
+and once when it is over.
+"""
 
 import asyncio
 
@@ -16,9 +18,13 @@ GATHER_S = 0.005
 
 
 class DemandPublisher:
-    """A component. The vector is whole each time, so nothing depends on having heard the last one."""
+    """A component. The vector is whole each time, so nothing depends on having heard the last
+    one.
+    """
 
-    def __init__(self, queue: PendingQueue, bus: Bus, background: Background, gateway_id: GatewayId) -> None:
+    def __init__(
+        self, queue: PendingQueue, bus: Bus, background: Background, gateway_id: GatewayId
+    ) -> None:
         self._queue = queue
         self._bus = bus
         self._background = background

@@ -1,10 +1,19 @@
-"""Why a held request got no instance by its deadline: always a 503, with the reason as far as anybody told it."""
+"""Why a held request got no instance by its deadline: always a 503, with the reason as far as it is
+known.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 from pilotlight.common.clock import Clock
-from pilotlight.common.errors import BusFull, ControlPlaneUnavailable, DeadlineExceeded, PilotlightError, TransientError, error_of
+from pilotlight.common.errors import (
+    BusFull,
+    ControlPlaneUnavailable,
+    DeadlineExceeded,
+    PilotlightError,
+    TransientError,
+    error_of,
+)
 from pilotlight.common.waiting import within
 from pilotlight.gateway.serving.fleet import Fleet
 from pilotlight.policy.instance import STARTING
@@ -24,8 +33,18 @@ class Decisions(Protocol):
 class Explainer:
     """Asks the view first, then the record of decisions."""
 
-    def __init__(self, fleet: Fleet, decisions: Decisions, clock: Clock, unwritable: Callable[[], str | None]) -> None:
-        """``unwritable`` says why NATS stores nothing: no instance that starts then becomes known."""
+    def __init__(
+        self, fleet: Fleet, decisions: Decisions, clock: Clock, unwritable: Callable[[], str | None]
+    ) -> None:
+        """Make it.
+
+        Args:
+            fleet: instances and workers, as this gateway sees them.
+            decisions: the scheduler's, from its rows.
+            clock: tells how long a request has waited.
+            unwritable: says why NATS stores nothing: no instance that starts then becomes known.
+                None: it stores.
+        """
         self._unwritable = unwritable
         self._fleet = fleet
         self._decisions = decisions
@@ -36,16 +55,19 @@ class Explainer:
 
         1. Instances are ready, and none took it: it is their queues.
         2. NATS stores nothing: nothing can start.
-        3. A start failed while the request waited: that is the reason, also when the next one is under way.
+        3. A start failed while the request waited: that is the reason, also when the next one is
+           under way.
         4. A start is under way: it is too slow.
         5. The last start failed: that is the reason.
         6. The scheduler decided something: its reasons.
-        7. Nothing was done at all: nobody leads.
+        7. Nothing was done at all: no scheduler leads.
         """
         waited_s = self._clock.monotonic_s() - since_s
         waited = f"{model.name} took no request within {waited_s:.0f} s"
         if self._fleet.serving(model.name):  # 1
-            return DeadlineExceeded(f"{waited}: its instances' queues are full, or their workers cannot be reached")
+            return DeadlineExceeded(
+                f"{waited}: its instances' queues are full, or their workers cannot be reached"
+            )
         if (unwritable := self._unwritable()) is not None:  # 2
             return BusFull(f"{waited}: {unwritable}")
         failed = self._fleet.failed_start(model.name, model.digest)
@@ -65,13 +87,19 @@ class Explainer:
 
     async def _last_reason(self, model: Model, waited_s: float) -> str:
         try:
-            found = await within(LOOK_UP_DEADLINE_S, self._decisions.decisions(model.name, 1), "reading decisions")
+            found = await within(
+                LOOK_UP_DEADLINE_S, self._decisions.decisions(model.name, 1), "reading decisions"
+            )
         except PilotlightError:
             return ""
         if not found or (self._clock.wall() - found[0]["at"]).total_seconds() > waited_s:
             return ""
         reasons: Any = found[0]["reasons"]
-        return "; ".join(map(str, cast("list[Any]", reasons))) if isinstance(reasons, list) else str(reasons)
+        return (
+            "; ".join(map(str, cast("list[Any]", reasons)))
+            if isinstance(reasons, list)
+            else str(reasons)
+        )
 
 
 def _unavailable(waited: str, reason: str) -> PilotlightError:

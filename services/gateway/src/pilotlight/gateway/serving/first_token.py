@@ -24,7 +24,9 @@ class Submitted:
 
 
 class FirstTokens:
-    """Records the gateway's phases of cold starts, and their first tokens: once for each instance."""
+    """Records the gateway's phases of cold starts, and their first tokens: once for each
+    instance.
+    """
 
     def __init__(self, phases: PhaseRecorder, clock: Clock) -> None:
         self._phases = phases
@@ -32,7 +34,10 @@ class FirstTokens:
         self._claimed: OrderedDict[InstanceId, None] = OrderedDict()
 
     def came(self, submitted: Submitted, place: Place, attempt: Attempt) -> None:
-        """A request has its first token. That ends a cold start if it waited until this instance was ready, or loading."""
+        """A request has its first token.
+
+        That ends a cold start if it waited until this instance was ready, or loading.
+        """
         route = place.assigned
         if route is None or not place.waited or attempt.first_sampled_s is None:
             return
@@ -46,11 +51,20 @@ class FirstTokens:
         now_s, phases = self._clock.monotonic_s(), self._phases
         demanded_s = place.demanded_s if place.demanded_s is not None else submitted.arrived_s
         shown_s = max(submitted.arrived_s, seen.shown_s) if seen.serving else place.assigned_s
-        phases.record(instance_id, PhaseName.QUEUE, submitted.arrived_s, demanded_s, detail=request_id)
-        phases.record(instance_id, PhaseName.SUBMIT, shown_s, submitted.accepted_s, detail=request_id)
-        phases.record(instance_id, PhaseName.DELIVER, attempt.first_sampled_s, now_s, detail=request_id)
+        phases.record(
+            instance_id, PhaseName.QUEUE, submitted.arrived_s, demanded_s, detail=request_id
+        )
+        phases.record(
+            instance_id, PhaseName.SUBMIT, shown_s, submitted.accepted_s, detail=request_id
+        )
+        phases.record(
+            instance_id, PhaseName.DELIVER, attempt.first_sampled_s, now_s, detail=request_id
+        )
         first = FirstToken(
-            request_id=request_id, at_s=now_s, wall_offset_s=wall_offset_s(self._clock), arrived_s=submitted.arrived_s
+            request_id=request_id,
+            at_s=now_s,
+            wall_offset_s=wall_offset_s(self._clock),
+            arrived_s=submitted.arrived_s,
         )
         phases.first_token(instance_id, first)
 

@@ -1,7 +1,9 @@
-"""What this gateway knows of instances, workers and nodes: the bucket ``instances`` and the reports.
+"""What this gateway knows of instances, workers and nodes: the bucket ``instances`` and the
+reports.
 
-Nothing is asked and nothing is decided here: it is a view, as old as the last message. Workers and nodes are the roster's
-(``common.roster``): when NATS is gone the last view is kept, and silence is no death.
+Nothing is asked and nothing is decided here: it is a view, as old as the last message. Workers and
+nodes are the roster's (``common.roster``): when NATS is gone the last view is kept, and silence is
+no death.
 """
 
 from collections.abc import Callable, Iterable
@@ -54,7 +56,9 @@ class FailedStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartProgress:
-    """How far a model's start has come: its phase's name, and the fetched share where it is known."""
+    """How far a model's start has come: its phase's name, and the fetched share where it is
+    known.
+    """
 
     phase: str
     fetched: float | None = None
@@ -63,8 +67,8 @@ class StartProgress:
 class Fleet:
     """The view, a component.
 
-    ``on_change`` is called when an instance may have become usable, ``on_lost`` when a worker is gone, ``on_source_changed`` when a
-    model cannot be started any more as it is registered.
+    ``on_change`` is called when an instance may have become usable, ``on_lost`` when a worker is
+    gone, ``on_source_changed`` when a model cannot be started any more as it is registered.
     """
 
     def __init__(self, bus: Bus, clock: Clock, background: Background) -> None:
@@ -95,8 +99,12 @@ class Fleet:
         """Call with an instance that has ended and is known no longer."""
         self._gone.append(callback)
 
-    def on_source_changed(self, callback: Callable[[ModelName, Digest, PilotlightError], None]) -> None:
-        """Call with a model whose start failed because its files are not those that were registered."""
+    def on_source_changed(
+        self, callback: Callable[[ModelName, Digest, PilotlightError], None]
+    ) -> None:
+        """Call with a model whose start failed because its files are not those that were
+        registered.
+        """
         self._source_changed.append(callback)
 
     async def start(self) -> None:
@@ -122,7 +130,9 @@ class Fleet:
         """Instances of one model, or all."""
         if model is None:
             return tuple(self._instances.values())
-        return tuple(self._instances[instance_id] for instance_id in sorted(self._of_model.get(model, ())))
+        return tuple(
+            self._instances[instance_id] for instance_id in sorted(self._of_model.get(model, ()))
+        )
 
     def knows(self, instance_id: InstanceId) -> bool:
         """Whether the instance lives, or has ended a moment ago."""
@@ -131,7 +141,11 @@ class Fleet:
     def failed_start(self, model: ModelName, digest: Digest) -> FailedStart | None:
         """The last start of a model, when it failed and none succeeded since."""
         failed = self._failed.get(model)
-        if failed is None or failed.digest != digest or self._clock.monotonic_s() - failed.at_s > FORGET_FAILURE_S:
+        if (
+            failed is None
+            or failed.digest != digest
+            or self._clock.monotonic_s() - failed.at_s > FORGET_FAILURE_S
+        ):
             return None
         return failed
 
@@ -142,10 +156,18 @@ class Fleet:
     def open(self, model: ModelName) -> tuple[Seen, ...]:
         """Instances of a model that are still loading and take requests already."""
         starting = (seen for seen in self.instances(model) if seen.instance.state in STARTING)
-        return tuple(seen for seen in starting if (held := self._held(seen.instance)) is not None and held.open)
+        return tuple(
+            seen
+            for seen in starting
+            if (held := self._held(seen.instance)) is not None and held.open
+        )
 
     def lead_of(self, instance_id: InstanceId) -> WorkerId | None:
-        """The worker that speaks for an instance at this moment; None when the instance is not known. It may move while requests run."""
+        """The worker that speaks for an instance at this moment; None when the instance is not
+        known.
+
+        It may move while requests run.
+        """
         seen = self._instances.get(instance_id)
         return seen.instance.lead if seen is not None else None
 
@@ -173,17 +195,23 @@ class Fleet:
         return view.facts.liveness if view is not None else Liveness.SUSPECT
 
     def kv_capacity_tokens(self, instance: Instance) -> int:
-        """Tokens for which an instance's KV has room, as its lead reports it; 0 when that is not known."""
+        """Tokens for which an instance's KV has room, as its lead reports it; 0 when that is not
+        known.
+        """
         held = self._held(instance)
         return held.kv_capacity_tokens if held is not None else 0
 
     def progress(self, model: ModelName, digest: Digest) -> StartProgress:
         """What a held request's client is told."""
-        starting = [seen.instance for seen in self.instances(model) if seen.instance.state in STARTING]
+        starting = [
+            seen.instance for seen in self.instances(model) if seen.instance.state in STARTING
+        ]
         if not starting:
             return StartProgress(phase="queue")
         instance = max(starting, key=lambda each: list(InstanceState).index(each.state))
-        phase = {InstanceState.PLANNED: "schedule", InstanceState.FETCHING: "fetch"}.get(instance.state, "load")
+        phase = {InstanceState.PLANNED: "schedule", InstanceState.FETCHING: "fetch"}.get(
+            instance.state, "load"
+        )
         nodes = {placement.node_id for placement in instance.placements}
         return StartProgress(phase=phase, fetched=self._fetched(nodes, digest))
 
@@ -201,7 +229,8 @@ class Fleet:
             return
         instance = shown.message
         if before is not None and instance.epoch < before.instance.epoch:
-            # Written late by a leader that has been replaced; its successor shows the instance again.
+            # Written late by a leader that has been replaced; its successor shows the instance
+            # again.
             return
         if instance.state not in SERVING:
             seen = Seen(instance, None)
@@ -213,19 +242,31 @@ class Fleet:
         self._of_model.setdefault(instance.model, set()).add(instance.instance_id)
         if instance.state in SERVING:
             self._failed.pop(instance.model, None)
-        elif instance.state is InstanceState.FAILED and not instance.served and (before is None or before.instance != instance):
+        elif (
+            instance.state is InstanceState.FAILED
+            and not instance.served
+            and (before is None or before.instance != instance)
+        ):
             self._take_failure(instance)
         self._tell(instance.model)
 
     def _take_failure(self, instance: Instance) -> None:
         now_s = self._clock.monotonic_s()
-        self._failed = {model: one for model, one in self._failed.items() if now_s - one.at_s <= FORGET_FAILURE_S}
+        self._failed = {
+            model: one
+            for model, one in self._failed.items()
+            if now_s - one.at_s <= FORGET_FAILURE_S
+        }
         failed = FailedStart(digest=instance.digest, reason=instance.reason, at_s=now_s)
         self._failed[instance.model] = failed
         code, _, sentence = instance.reason.partition(": ")
         if code == SourceChanged.code:
             for callback in self._source_changed:
-                callback(instance.model, instance.digest, SourceChanged(f"{instance.model} cannot be loaded: {sentence}"))
+                callback(
+                    instance.model,
+                    instance.digest,
+                    SourceChanged(f"{instance.model} cannot be loaded: {sentence}"),
+                )
 
     def _on_news(self, news: News) -> None:
         for loss in news.losses:

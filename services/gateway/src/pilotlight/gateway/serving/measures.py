@@ -12,9 +12,15 @@ class Measures:
     """Counters of finished requests, gauges of those under way."""
 
     def __init__(self, registry: CollectorRegistry, queue: PendingQueue, relay: Relay) -> None:
-        self._requests = Counter("pilotlight_requests", "Finished requests.", ["model", "status"], registry=registry)
-        self._prompt = Counter("pilotlight_prompt_tokens", "Tokens of prompts.", ["model"], registry=registry)
-        self._output = Counter("pilotlight_output_tokens", "Tokens of answers.", ["model"], registry=registry)
+        self._requests = Counter(
+            "pilotlight_requests", "Finished requests.", ["model", "status"], registry=registry
+        )
+        self._prompt = Counter(
+            "pilotlight_prompt_tokens", "Tokens of prompts.", ["model"], registry=registry
+        )
+        self._output = Counter(
+            "pilotlight_output_tokens", "Tokens of answers.", ["model"], registry=registry
+        )
         self._first_token_s = Histogram(
             "pilotlight_first_token_seconds",
             "From arrival to first token; held requests found no ready instance.",
@@ -28,15 +34,35 @@ class Measures:
             ["model", "met"],
             registry=registry,
         )
-        held = Gauge("pilotlight_held_requests", "Requests that wait for an instance.", registry=registry)
+        held = Gauge(
+            "pilotlight_held_requests", "Requests that wait for an instance.", registry=registry
+        )
         held.set_function(lambda: float(queue.held))
-        running = Gauge("pilotlight_running_requests", "Requests that run on a worker.", registry=registry)
+        running = Gauge(
+            "pilotlight_running_requests", "Requests that run on a worker.", registry=registry
+        )
         running.set_function(lambda: float(relay.running))
 
     def finished(
-        self, model: str, status: str, prompt_tokens: int, output_tokens: int, first_token_s: float | None, *, held: bool
+        self,
+        model: str,
+        status: str,
+        prompt_tokens: int,
+        output_tokens: int,
+        first_token_s: float | None,
+        *,
+        held: bool,
     ) -> None:
-        """Count one request."""
+        """Count one request.
+
+        Args:
+            model: its name.
+            status: ``ok``, ``cancelled`` or an error's code.
+            prompt_tokens: the prompt's length.
+            output_tokens: tokens that were produced.
+            first_token_s: seconds to the first one; None: there was none.
+            held: whether the request waited for an instance.
+        """
         self._requests.labels(model=model, status=status).inc()
         self._prompt.labels(model=model).inc(prompt_tokens)
         self._output.labels(model=model).inc(output_tokens)

@@ -11,10 +11,12 @@ T = TypeVar("T")
 
 
 async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """What the sources give, as it comes, until all have ended; as much as there are sources waits to be taken.
+    """What the sources give, as it comes, until all have ended; as much as there are sources waits
+    to be taken.
 
-    Each is iterated and closed by one task; a single one by its caller's. The first error ends all of them, and overtakes what still
-    waits here: sources that fail at once do so before anything is given.
+    Each is iterated and closed by one task; a single one by its caller's. The first error ends all
+    of them, and overtakes what still waits here: sources that fail at once do so before anything is
+    given.
 
     Raises:
         Exception: what a source raised.
@@ -26,7 +28,10 @@ async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T
         return
     line: asyncio.Queue[T | None] = asyncio.Queue(len(sources))
     failures: list[Exception] = []
-    tasks = [asyncio.create_task(_drain(source, line, failures), name=f"stream {index}") for index, source in enumerate(sources)]
+    tasks = [
+        asyncio.create_task(_drain(source, line, failures), name=f"stream {index}")
+        for index, source in enumerate(sources)
+    ]
     running = len(tasks)
     try:
         while running:
@@ -41,11 +46,13 @@ async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T
         await cancel_all(tasks)
 
 
-async def _drain(source: AsyncGenerator[T, None], line: asyncio.Queue[T | None], failures: list[Exception]) -> None:
+async def _drain(
+    source: AsyncGenerator[T, None], line: asyncio.Queue[T | None], failures: list[Exception]
+) -> None:
     try:
         async with aclosing(source) as items:
             async for item in items:
                 await line.put(item)
-    except Exception as error:  # noqa: BLE001 - raised again to whoever takes from the line
+    except Exception as error:  # noqa: BLE001 - raised again to the reader of the line
         failures.append(error)
     await line.put(None)

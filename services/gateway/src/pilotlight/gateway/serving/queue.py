@@ -1,10 +1,12 @@
 """Requests that wait for an instance: bounded, earliest deadline first.
 
-A place is taken on arrival, or when a worker refused or lost a request, and is left with an instance assigned, with an error, or
-when the client is gone. Assignment happens in one spot, ``pump``, in the order of deadlines, whenever something may have become free.
+A place is taken on arrival, or when a worker refused or lost a request, and is left with an
+instance assigned, with an error, or when the client is gone. Assignment happens in one spot,
+``pump``, in the order of deadlines, whenever something may have become free.
 
-Where a model is ready nowhere, requests are *handed* to an instance that is still loading. They wait for it as those do that are held
-here, and stay in the demand until it is ready: that it starts is for them.
+Where a model is ready nowhere, requests are *handed* to an instance that is still loading. They
+wait for it as those do that are held here, and stay in the demand until it is ready: that it starts
+is for them.
 """
 
 import asyncio
@@ -64,7 +66,7 @@ class Place:
         return await woken(self._changed, max(0.0, at_most_s))
 
     def take(self) -> Route:
-        """The assigned instance. The taker tells the router how the submit ended.
+        """The assigned instance. The caller tells the router how the submit ended.
 
         Raises:
             PilotlightError: the queue was closed.
@@ -79,7 +81,12 @@ class Place:
     def __enter__(self) -> "Place":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._queue.leave(self, unused=None if self._taken else self.assigned)
 
     def settle(self, route: Route | None, error: PilotlightError | None) -> None:
@@ -92,7 +99,8 @@ class Place:
 class _Line:
     places: list[Place] = field(default_factory=list[Place])
     handed: set[Place] = field(default_factory=set[Place])
-    """Assigned to instances that are loading, from then until those are ready, or the attempt has ended."""
+    """Assigned to instances that are loading, from then until those are ready, or the attempt has
+    ended."""
 
 
 class PendingQueue:
@@ -159,11 +167,17 @@ class PendingQueue:
             self.pump(place.ticket.model)
 
     def pump(self, model: ModelName) -> None:
-        """Assign instances to waiting requests, in the order of their deadlines, as long as there is one that may take more."""
+        """Assign instances to waiting requests, in the order of their deadlines, as long as there
+        is one that may take more.
+        """
         line = self._lines.get(model)
         if line is None:
             return
-        ready = [place for place in line.handed if place.assigned and self._router.is_ready(place.assigned.instance.instance_id)]
+        ready = [
+            place
+            for place in line.handed
+            if place.assigned and self._router.is_ready(place.assigned.instance.instance_id)
+        ]
         for place in ready:
             self._no_longer_handed(line, place)
         if ready:
@@ -181,7 +195,9 @@ class PendingQueue:
             self.on_change()
 
     def refuse(self, model: ModelName, digest: Digest, error: PilotlightError) -> None:
-        """Let the requests for a model go that cannot be started as it is registered: no waiting helps them."""
+        """Let the requests for a model go that cannot be started as it is registered: no waiting
+        helps them.
+        """
         line = self._lines.get(model)
         if line is None:
             return
@@ -201,14 +217,19 @@ class PendingQueue:
         asyncio.get_running_loop().call_later(after_s, self.pump, model)
 
     def ahead(self, place: Place) -> int:
-        """Requests for the same model with an earlier deadline; none for one that has just got its instance."""
+        """Requests for the same model with an earlier deadline; none for one that has just got its
+        instance.
+        """
         line = self._lines.get(place.ticket.model)
         if place.assigned is not None:
             return 0
         return bisect_left(line.places, place.order, key=_order) if line is not None else 0
 
     def demand(self) -> tuple[Demand, ...]:
-        """Everything that waits, here or for an instance that loads, with ages as of now. Whoever asks is about to tell the scheduler."""
+        """Everything that waits, here or for an instance that loads, with ages as of now.
+
+        The caller is about to tell the scheduler.
+        """
         now_s = self._clock.monotonic_s()
         demands: list[Demand] = []
         for model, line in list(self._lines.items()):
@@ -244,9 +265,13 @@ class PendingQueue:
         self.on_change()
 
     def _admit(self, line: _Line) -> None:
-        oldest_s = min((place.ticket.since_s for place in line.places), default=self._clock.monotonic_s())
+        oldest_s = min(
+            (place.ticket.since_s for place in line.places), default=self._clock.monotonic_s()
+        )
         facts = QueueFacts(
-            total_requests=self._held, model_requests=len(line.places), oldest_age_s=self._clock.monotonic_s() - oldest_s
+            total_requests=self._held,
+            model_requests=len(line.places),
+            oldest_age_s=self._clock.monotonic_s() - oldest_s,
         )
         answer = admit_held(facts, self._bounds, None)
         if not answer.admitted:

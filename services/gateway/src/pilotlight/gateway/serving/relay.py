@@ -1,8 +1,9 @@
-"""Everything between this gateway and workers about running requests: submit, token batches, acknowledgement, resend, cancel.
+"""Everything between this gateway and workers about running requests: submit, token batches,
+acknowledgement, resend, cancel.
 
-Core NATS may drop a batch, so positions are checked, a gap or a long silence is asked about, and workers keep what is not
-acknowledged.
-What a request does when its attempt is lost is not decided here (``requests``).
+Core NATS may drop a batch, so positions are checked, a gap or a long silence is asked about, and
+workers keep what is not acknowledged. What a request does when its attempt is lost is not decided
+here (``requests``).
 """
 
 import asyncio
@@ -48,15 +49,25 @@ ACK_INTERVAL_S = 1.0
 MAX_ENTRIES = 1024
 """Entries of one acknowledgement, and strays of one worker that are remembered."""
 PROBE_AFTER_S = 1.0
-"""Silence after which a running request is asked about: its last batch may be the one that was lost."""
+"""Silence after which a running request is asked about: its last batch may be the one that was
+lost."""
 MAX_PROBE_AFTER_S = 8.0
 
 
 class Attempt:
-    """One try at a request on one instance, whichever of its workers leads. ``arrived`` wakes its request's task."""
+    """One try at a request on one instance, whichever of its workers leads.
+
+    ``arrived`` wakes its request's task.
+    """
 
     def __init__(
-        self, request_id: RequestId, number: int, worker_id: WorkerId, instance_id: InstanceId, start_seq: int, now_s: float
+        self,
+        request_id: RequestId,
+        number: int,
+        worker_id: WorkerId,
+        instance_id: InstanceId,
+        start_seq: int,
+        now_s: float,
     ) -> None:
         self.request_id = request_id
         self.number = number
@@ -76,10 +87,12 @@ class Attempt:
         self._arrived = asyncio.Event()
 
     async def next(self, at_most_s: float) -> list[Token]:
-        """Tokens that have arrived; none when ``at_most_s`` passed, or at the end (``finish`` is then set).
+        """Tokens that have arrived; none when ``at_most_s`` passed, or at the end (``finish`` is
+        then set).
 
         Raises:
-            PilotlightError: the attempt is lost, and every token that came before that has been taken.
+            PilotlightError: the attempt is lost, and every token that came before that has been
+                taken.
         """
         fresh = self.log.fresh()
         if fresh or self.finish is not None:
@@ -125,7 +138,9 @@ class _Post:
 class Relay:
     """Running attempts of this gateway; a component."""
 
-    def __init__(self, bus: Bus, clock: Clock, background: Background, fleet: Fleet, gateway_id: GatewayId) -> None:
+    def __init__(
+        self, bus: Bus, clock: Clock, background: Background, fleet: Fleet, gateway_id: GatewayId
+    ) -> None:
         self._bus = bus
         self._clock = clock
         self._background = background
@@ -134,7 +149,9 @@ class Relay:
         self._attempts: dict[RequestId, Attempt] = {}
         self._post: defaultdict[WorkerId, _Post] = defaultdict(_Post)
         self._mail = asyncio.Event()
-        self._strays: defaultdict[WorkerId, dict[tuple[RequestId, int], AckEntry]] = defaultdict(dict)
+        self._strays: defaultdict[WorkerId, dict[tuple[RequestId, int], AckEntry]] = defaultdict(
+            dict
+        )
         self._rng = random.Random()
         self._subscription: Subscription | None = None
         self._sender: asyncio.Task[None] | None = None
@@ -165,9 +182,27 @@ class Relay:
         await self._subscription.end()
         self._subscription = None
 
-    def open(self, request_id: RequestId, number: int, worker_id: WorkerId, instance_id: InstanceId, start_seq: int) -> Attempt:
-        """Begin an attempt: its tokens may come before the reply to its submit."""
-        attempt = Attempt(request_id, number, worker_id, instance_id, start_seq, self._clock.monotonic_s())
+    def open(
+        self,
+        request_id: RequestId,
+        number: int,
+        worker_id: WorkerId,
+        instance_id: InstanceId,
+        start_seq: int,
+    ) -> Attempt:
+        """Begin an attempt: its tokens may come before the reply to its submit.
+
+        Args:
+            request_id: of the choice.
+            number: of the attempt: tokens of others are ignored.
+            worker_id: the worker that the request is handed to.
+            instance_id: the instance that computes.
+            start_seq: the position of the first token that is wanted: those before it came from
+                earlier attempts.
+        """
+        attempt = Attempt(
+            request_id, number, worker_id, instance_id, start_seq, self._clock.monotonic_s()
+        )
         self._attempts[request_id] = attempt
         return attempt
 
@@ -176,11 +211,13 @@ class Relay:
 
         Raises:
             DeadlineExceeded: no answer in time; it may have been accepted all the same.
-            BusUnavailable: nobody answers.
+            BusUnavailable: no worker answers.
             MessageTooLarge: prompt and output are beyond what the bus takes.
         """
         lead = self._fleet.lead_of(message.instance_id) or worker_id
-        reply = await self._bus.request(submit_subject(lead), message, SubmitReply, deadline_s=SUBMIT_DEADLINE_S)
+        reply = await self._bus.request(
+            submit_subject(lead), message, SubmitReply, deadline_s=SUBMIT_DEADLINE_S
+        )
         if reply.accepted:
             attempt.accepted = True
             attempt.heard_s = self._clock.monotonic_s()
@@ -189,8 +226,9 @@ class Relay:
     def close(self, attempt: Attempt, *, ended: bool = True) -> None:
         """Let go of an attempt. Never waits.
 
-        Its worker may forget it, and stops it when it still runs. With ``ended`` its request is over, and is cancelled by name
-        when it still runs; without, another attempt may follow on the same worker, which a cancel would hit.
+        Its worker may forget it, and stops it when it still runs. With ``ended`` its request is
+        over, and is cancelled by name when it still runs; without, another attempt may follow on
+        the same worker, which a cancel would hit.
         """
         if self._attempts.get(attempt.request_id) is attempt:
             del self._attempts[attempt.request_id]
@@ -204,10 +242,15 @@ class Relay:
         self._mail.set()
 
     def _lead(self, attempt: Attempt) -> WorkerId:
-        """Who is spoken to about an attempt: the worker that leads its instance now. What came of it before stays as it is."""
+        """Where messages about an attempt go: to the worker that leads its instance now.
+
+        What came of it before stays as it is.
+        """
         lead = self._fleet.lead_of(attempt.instance_id)
         if lead is not None and lead != attempt.worker_id:
-            attempt.former_leads = [one for one in (*attempt.former_leads, attempt.worker_id) if one != lead]
+            attempt.former_leads = [
+                one for one in (*attempt.former_leads, attempt.worker_id) if one != lead
+            ]
             attempt.worker_id = lead
         return attempt.worker_id
 
@@ -229,7 +272,9 @@ class Relay:
             self._ask_again(attempt)
 
     def _stray(self, worker_id: WorkerId, entry: TokenEntry) -> None:
-        """Tokens of an attempt that ended here: its worker did not hear so, and is told again within a second."""
+        """Tokens of an attempt that ended here: its worker did not hear so, and is told again
+        within a second.
+        """
         strays = self._strays[worker_id]
         if len(strays) < MAX_ENTRIES:
             strays[entry.request_id, entry.attempt] = _done(entry.request_id, entry.attempt, 0)
@@ -248,7 +293,9 @@ class Relay:
 
     def _ask_again(self, attempt: Attempt) -> None:
         if attempt.resending is None or attempt.resending.done():
-            attempt.resending = self._background.spawn("ask for tokens again", self._resend(attempt))
+            attempt.resending = self._background.spawn(
+                "ask for tokens again", self._resend(attempt)
+            )
 
     async def _resend(self, attempt: Attempt) -> None:
         backoff = Backoff(first_s=0.05, limit_s=1.0)
@@ -256,15 +303,24 @@ class Relay:
         while attempt.finish is None and attempt.error is None:
             answered, from_seq = False, attempt.log.next_seq
             lead = self._lead(attempt)
-            message = Resend(request_id=attempt.request_id, attempt=attempt.number, from_seq=from_seq)
+            message = Resend(
+                request_id=attempt.request_id, attempt=attempt.number, from_seq=from_seq
+            )
             try:
-                reply = await self._bus.request(resend_subject(lead), message, TokenBatch, deadline_s=RESEND_DEADLINE_S)
+                reply = await self._bus.request(
+                    resend_subject(lead), message, TokenBatch, deadline_s=RESEND_DEADLINE_S
+                )
             except PilotlightError as error:
                 if lead != self._lead(attempt):
                     continue  # The new lead is to be asked.
-                # What was asked for came meanwhile, and was acknowledged: no wonder that it is not there any more.
+                # What was asked for came meanwhile, and was acknowledged: no wonder that it is not
+                # there any more.
                 if not error.retryable and attempt.log.next_seq == from_seq:
-                    attempt.fail(WorkerLost(f"worker {attempt.worker_id} no longer knows the request: {error.message}"))
+                    attempt.fail(
+                        WorkerLost(
+                            f"worker {attempt.worker_id} no longer knows the request: {error.message}"
+                        )
+                    )
                     return
             else:
                 answered = True
@@ -274,18 +330,26 @@ class Relay:
             if not attempt.log.gap and (answered or attempt.log.next_seq > from_seq):
                 return
             if not self._bus.connected:
-                # Nobody can be asked: that says nothing about the worker.
+                # NATS cannot be reached: that says nothing about the worker.
                 failures = 0
             failures += 1
             if failures > MAX_RESENDS:
-                attempt.fail(WorkerLost(f"worker {attempt.worker_id} does not send the tokens that are missing"))
+                attempt.fail(
+                    WorkerLost(
+                        f"worker {attempt.worker_id} does not send the tokens that are missing"
+                    )
+                )
                 return
             await pause(backoff.delay_s(failures, self._rng))
 
     def _probe_silent(self) -> None:
         now_s = self._clock.monotonic_s()
         for attempt in self._attempts.values():
-            if attempt.accepted and attempt.finish is None and now_s - attempt.heard_s >= attempt.probe_after_s:
+            if (
+                attempt.accepted
+                and attempt.finish is None
+                and now_s - attempt.heard_s >= attempt.probe_after_s
+            ):
                 attempt.probe_after_s = min(2 * attempt.probe_after_s, MAX_PROBE_AFTER_S)
                 self._ask_again(attempt)
 
@@ -307,19 +371,26 @@ class Relay:
         self._strays.clear()
         for attempt in self._attempts.values():
             if attempt.first_heard_s is not None:
-                # Also when nothing is new: the last one may have been lost, and a worker gives up a gateway that is silent.
-                entry = AckEntry(request_id=attempt.request_id, attempt=attempt.number, seq=attempt.log.next_seq)
+                # Also when nothing is new: the last one may have been lost, and a worker gives up a
+                # gateway that is silent.
+                entry = AckEntry(
+                    request_id=attempt.request_id, attempt=attempt.number, seq=attempt.log.next_seq
+                )
                 self._post[self._lead(attempt)].acks.append(entry)
 
     async def _send_post(self) -> None:
         while self._post:
             worker_id, post = self._post.popitem()
             if post.cancels:
-                message = Cancel(gateway_id=self._gateway_id, request_ids=list(dict.fromkeys(post.cancels)))
+                message = Cancel(
+                    gateway_id=self._gateway_id, request_ids=list(dict.fromkeys(post.cancels))
+                )
                 await self._bus.publish(cancel_subject(worker_id), message)
             for start in range(0, len(post.acks), MAX_ENTRIES):
                 entries = post.acks[start : start + MAX_ENTRIES]
-                await self._bus.publish(ack_subject(worker_id), Ack(gateway_id=self._gateway_id, entries=entries))
+                await self._bus.publish(
+                    ack_subject(worker_id), Ack(gateway_id=self._gateway_id, entries=entries)
+                )
 
 
 def _done(request_id: RequestId, number: int, seq: int) -> AckEntry:

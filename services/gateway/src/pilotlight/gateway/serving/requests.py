@@ -7,8 +7,8 @@
                 |  refused  |   worker    |
                 └───────────┴── lost ─────┘     (with prompt and output so far: the same tokens follow)
 
-``Requests.run`` is driven by the task of the HTTP request itself: when the client leaves, that task is cancelled, and whatever the
-request has (its place, its attempt) is let go on the way out.
+``Requests.run`` is driven by the task of the HTTP request itself: when the client leaves, that task
+is cancelled, and whatever the request has (its place, its attempt) is let go on the way out.
 """
 
 import math
@@ -48,7 +48,8 @@ log = structlog.get_logger()
 
 PROGRESS_INTERVAL_S = 1.0
 MAX_LOSSES = 3
-"""Attempts that may be lost before the first token, and again after it, before the request fails."""
+"""Attempts that may be lost before the first token, and again after it, before the request fails.
+"""
 SUBMIT_TRIES = 3
 """How often one submit is repeated while no answer comes; it is answered from memory."""
 AVOID_REFUSED_S = 0.1
@@ -82,7 +83,9 @@ class Requests:
         """Requests that are held or run."""
 
     async def run(self, request: TokenRequest) -> AsyncGenerator[Update, None]:
-        """What happens to a request, until it has ended. The iterator must be closed by the task that iterates.
+        """What happens to a request, until it has ended.
+
+        The iterator must be closed by the task that iterates.
 
         Raises:
             TooManyHeld: no instance is ready and no place is left.
@@ -92,7 +95,9 @@ class Requests:
         self._parts.arrivals.arrived(request.model.name)
         self.live += 1
         try:
-            async with aclosing(_Life(self._parts, request, self._first_tokens).updates()) as updates:
+            async with aclosing(
+                _Life(self._parts, request, self._first_tokens).updates()
+            ) as updates:
                 async for update in updates:
                     yield update
         finally:
@@ -100,7 +105,9 @@ class Requests:
 
 
 class _Life:
-    def __init__(self, parts: RequestParts, request: TokenRequest, first_tokens: FirstTokens) -> None:
+    def __init__(
+        self, parts: RequestParts, request: TokenRequest, first_tokens: FirstTokens
+    ) -> None:
         self._parts = parts
         self._request = request
         self._first_tokens = first_tokens
@@ -117,7 +124,8 @@ class _Life:
         self._deadline_s = min(request.arrived_s + self._hold_s, request.deadline_s)
         """Until when it may be held, or be with an instance that is loading."""
         self._since_s = request.arrived_s
-        """Since when it waits for an instance: what was served has no claim on the time in which it was."""
+        """Since when it waits for an instance: what was served has no claim on the time in which it
+        was."""
         self._tokens_before = 0
         """Output that earlier attempts had given."""
         self._waited_out = False
@@ -149,7 +157,9 @@ class _Life:
         with self._parts.queue.enter(ticket, returning=self._attempts > 0) as place:
             if place.waited and place.assigned is None:
                 yield self._progress(place)
-            while not await place.decided(min(PROGRESS_INTERVAL_S, self._deadline_s - self._clock.monotonic_s())):
+            while not await place.decided(
+                min(PROGRESS_INTERVAL_S, self._deadline_s - self._clock.monotonic_s())
+            ):
                 if self._clock.monotonic_s() >= self._deadline_s:
                     raise await self._parts.explainer.why(request.model, self._since_s)
                 yield self._progress(place)
@@ -162,20 +172,35 @@ class _Life:
         loaded = place.assigned is not None and fleet.serves(place.assigned.instance.instance_id)
         phase = "prefill" if loaded else progress.phase
         elapsed_s = self._clock.monotonic_s() - self._request.arrived_s
-        return Held(ahead=self._parts.queue.ahead(place), phase=phase, fetched=progress.fetched, elapsed_s=elapsed_s)
+        return Held(
+            ahead=self._parts.queue.ahead(place),
+            phase=phase,
+            fetched=progress.fetched,
+            elapsed_s=elapsed_s,
+        )
 
-    async def _while_loading(self, attempt: Attempt, place: Place, route: Route) -> AsyncGenerator[Held, None]:
+    async def _while_loading(
+        self, attempt: Attempt, place: Place, route: Route
+    ) -> AsyncGenerator[Held, None]:
         """Until something comes of an attempt on an instance that was still loading when it got it.
 
         Raises:
             NotLoaded: another instance is ready before it.
-            PilotlightError: it has waited for as long as it may, or nobody may wait any more.
+            PilotlightError: it has waited for as long as it may, or no request may wait any more.
         """
-        model, fleet, instance_id = self._request.model, self._parts.fleet, route.instance.instance_id
+        model, fleet, instance_id = (
+            self._request.model,
+            self._parts.fleet,
+            route.instance.instance_id,
+        )
         yield self._progress(place)
 
         def left_s() -> float:
-            return self._left_s() if fleet.serves(instance_id) else self._deadline_s - self._clock.monotonic_s()
+            return (
+                self._left_s()
+                if fleet.serves(instance_id)
+                else self._deadline_s - self._clock.monotonic_s()
+            )
 
         while not await attempt.news(min(PROGRESS_INTERVAL_S, left_s())):
             if self._left_s() <= 0:
@@ -200,7 +225,13 @@ class _Life:
         self._tokens_before = len(self._output_ids)
         relay = self._parts.relay
         instance = route.decode.instance
-        attempt = relay.open(self._request.request_id, self._attempts, instance.lead, instance.instance_id, len(self._output_ids))
+        attempt = relay.open(
+            self._request.request_id,
+            self._attempts,
+            instance.lead,
+            instance.instance_id,
+            len(self._output_ids),
+        )
         again = False
         try:
             await self._submit(attempt, route)
@@ -209,7 +240,8 @@ class _Life:
                     async for held in waiting:
                         yield held
             with span("stream", worker_id=instance.lead, attempt=self._attempts):
-                # What is there is taken before the end is looked at: all of it may have come before the submit was answered.
+                # What is there is taken before the end is looked at: all of it may have come before
+                # the submit was answered.
                 while (
                     tokens := await attempt.next(min(PROGRESS_INTERVAL_S, max(0.0, self._left_s())))
                 ) or attempt.finish is None:
@@ -248,7 +280,9 @@ class _Life:
         self._sampling = self._sampling_on(route)
         for tries in range(1, SUBMIT_TRIES + 1):
             try:
-                return await self._parts.relay.submit(attempt, self._message(attempt, route.instance), route.instance.lead)
+                return await self._parts.relay.submit(
+                    attempt, self._message(attempt, route.instance), route.instance.lead
+                )
             except DeadlineExceeded:
                 if attempt.accepted:
                     break
@@ -276,18 +310,29 @@ class _Life:
 
     def _too_late(self) -> DeadlineExceeded:
         limit_s = self._request.deadline_s - self._request.arrived_s
-        return DeadlineExceeded(f"the answer was not complete within {limit_s:.3g} s; it had {len(self._output_ids)} tokens")
+        return DeadlineExceeded(
+            f"the answer was not complete within {limit_s:.3g} s; it had {len(self._output_ids)} tokens"
+        )
 
     def _sampling_on(self, route: Route) -> Sampling:
-        """The request's sampling, with no more output than the instance has KV for when the client left it open."""
-        # Once there is output, another instance with more room must not make the answer longer than the first would have.
+        """The request's sampling, with no more output than the instance has KV for when the client
+        left it open.
+        """
+        # Once there is output, another instance with more room must not make the answer longer than
+        # the first would have.
         sampling = self._sampling if self._output_ids else self._request.sampling
         room_tokens = self._parts.fleet.kv_capacity_tokens(route.decode.instance)
         if not self._request.shorten or not room_tokens:
             return sampling
-        # What is there already is never cut, and one token more can always be asked for: the instance refuses what it cannot hold.
+        # What is there already is never cut, and one token more can always be asked for: the
+        # instance refuses what it cannot hold.
         least = len(self._output_ids) + 1
-        return replace(sampling, max_tokens=min(sampling.max_tokens, max(room_tokens - len(self._request.prompt_ids), least)))
+        return replace(
+            sampling,
+            max_tokens=min(
+                sampling.max_tokens, max(room_tokens - len(self._request.prompt_ids), least)
+            ),
+        )
 
     def _end(self, attempt: Attempt) -> None:
         """Take the engine's word for the end of the request.
@@ -304,12 +349,15 @@ class _Life:
     def _retry_or_raise(self, error: PilotlightError, route: Route, attempt: Attempt) -> None:
         """After a refusal or a loss: return when another attempt may help.
 
-        1. The request itself is wrong, or too large for the instance's KV, or its time is over, by whichever clock: no.
-        2. Refused before it ran, or the load came to nothing that it waited for: the queue's deadline is the limit. Where its instance
-           made room for others after it had served it for a while, it waits anew, behind those that wait already.
+        1. The request itself is wrong, or too large for the instance's KV, or its time is over, by
+           whichever clock: no.
+        2. Refused before it ran, or the load came to nothing that it waited for: the queue's
+           deadline is the limit. Where its instance made room for others after it had served it for
+           a while, it waits anew, behind those that wait already.
         3. All of its tokens had arrived: it has ended.
-        4. Lost while it ran: three times before the first token, three times after. It gets a whole new waiting time with each loss:
-           what it waited for an instance that was lost is not its own.
+        4. Lost while it ran: three times before the first token, three times after. It gets a whole
+           new waiting time with each loss: what it waited for an instance that was lost is not its
+           own.
         """
         instance_id = route.instance.instance_id
         model = self._request.model.name
@@ -320,21 +368,37 @@ class _Life:
             raise self._too_late() from error
         if len(self._output_ids) > self._tokens_before:
             self._wait_anew()
-        if isinstance(error, NotLoaded) or not (attempt.accepted or isinstance(error, InternalError)):  # 2
+        if isinstance(error, NotLoaded) or not (
+            attempt.accepted or isinstance(error, InternalError)
+        ):  # 2
             self._avoid(instance_id, error.retry_after_s or AVOID_REFUSED_S)
-            log.info("submit refused", action="submit_refused", model=model, instance_id=instance_id, code=error.code)
+            log.info(
+                "submit refused",
+                action="submit_refused",
+                model=model,
+                instance_id=instance_id,
+                code=error.code,
+            )
         elif len(self._output_ids) >= self._sampling.max_tokens:  # 3
             self._finish = FinishReason.LENGTH
         else:  # 4
             self._losses += 1
             if self._losses >= MAX_LOSSES + bool(self._output_ids):
-                raise error_of(error.code, f"given up after {self._losses} lost attempts: {error.message}") from error
+                raise error_of(
+                    error.code, f"given up after {self._losses} lost attempts: {error.message}"
+                ) from error
             self._avoid(instance_id, AVOID_LOST_S)
             if self._output_ids:
                 self._wait_anew()
             else:
                 self._renew_deadline()
-            log.warning("attempt lost", action="attempt_lost", model=model, instance_id=instance_id, code=error.code)
+            log.warning(
+                "attempt lost",
+                action="attempt_lost",
+                model=model,
+                instance_id=instance_id,
+                code=error.code,
+            )
 
     def _wait_anew(self) -> None:
         self._since_s = self._clock.monotonic_s()
@@ -355,5 +419,7 @@ class _Life:
             return
         self._losses = 0
         request = self._request
-        submitted = Submitted(request_id=request.request_id, arrived_s=request.arrived_s, accepted_s=self._accepted_s)
+        submitted = Submitted(
+            request_id=request.request_id, arrived_s=request.arrived_s, accepted_s=self._accepted_s
+        )
         self._first_tokens.came(submitted, place, attempt)

@@ -1,10 +1,12 @@
-"""Which instance takes a request: the ready one with the least expected wait; where none is ready, one that is loading.
+"""Which instance takes a request: the ready one with the least expected wait; where none is ready,
+one that is loading.
 
-A request's way is a ``Route``: the instance that computes its prompt, and the one that goes on with it. Both are the same, since
-instances that do one of the two alone are given nothing yet.
+A request's way is a ``Route``: the instance that computes its prompt, and the one that goes on with
+it. Both are the same, since instances that do one of the two alone are given nothing yet.
 
-``Router`` adds to the view what only this gateway knows: submits that are under way or not yet reported, and instances that have just
-refused one. A read of the view is advice; the worker's answer to the submit decides.
+``Router`` adds to the view what only this gateway knows: submits that are under way or not yet
+reported, and instances that have just refused one. A read of the view is advice; the worker's
+answer to the submit decides.
 """
 
 from collections.abc import Iterable
@@ -17,7 +19,8 @@ from pilotlight.policy.ids import InstanceId, ModelName
 from pilotlight.policy.plan import Instance, InstanceRole
 
 MAX_UNCONFIRMED = 32
-"""Submits to one instance that may be without an answer: more would only pile up in front of its queue."""
+"""Submits to one instance that may be without an answer: more would only pile up in front of its
+queue."""
 UNREPORTED_FOR_S = 0.5
 """After so long an accepted request shows in its worker's reports."""
 STEP_FLOOR_S = 0.001
@@ -35,7 +38,9 @@ class _Load:
 
 @dataclass(slots=True)
 class Siblings:
-    """Requests with one prompt: they go to one instance where they can, which then has the prompt's KV for all of them."""
+    """Requests with one prompt: they go to one instance where they can, which then has the prompt's
+    KV for all of them.
+    """
 
     instance_id: InstanceId | None = None
     """Where the last of them went."""
@@ -65,7 +70,8 @@ def expected_wait_s(facts: WorkerFacts, unreported_requests: int, needed_tokens:
     """Time until a new request's first token can be worked on.
 
     1. Each request in line, here and there, costs a step.
-    2. Too little KV room: it waits until somebody ends, taken as one step for each token that is missing.
+    2. Too little KV room: it waits until another request ends, taken as one step for each token
+       that is missing.
     """
     step_s = max(facts.step_time_s, STEP_FLOOR_S)
     in_line = facts.queue_requests + facts.running_requests + unreported_requests
@@ -86,29 +92,40 @@ class Router:
         """Instances of which something is remembered."""
         return len(self._loads)
 
-    def pick(self, model: ModelName, needed_tokens: int, siblings: Siblings | None = None) -> Route | None:
-        """The way by the instance that may take one more request now: that of its siblings, or the one with the least expected wait.
+    def pick(
+        self, model: ModelName, needed_tokens: int, siblings: Siblings | None = None
+    ) -> Route | None:
+        """The way by the instance that may take one more request now: that of its siblings, or the
+        one with the least expected wait.
 
         None when there is none.
         """
         return self._least(self._fleet.serving(model), needed_tokens, siblings)
 
-    def pick_open(self, model: ModelName, held_tokens: int, siblings: Siblings | None = None) -> Route | None:
+    def pick_open(
+        self, model: ModelName, held_tokens: int, siblings: Siblings | None = None
+    ) -> Route | None:
         """The same among those that are loading, for a model that is ready nowhere.
 
-        Each takes as many requests as its KV has room for, by what they need for their first tokens; one in any case. The others
-        had better wait: another instance may be ready first.
+        Each takes as many requests as its KV has room for, by what they need for their first
+        tokens; one in any case. The others had better wait: another instance may be ready first.
         """
         if self._fleet.serving(model):
             return None
-        return self._least([seen for seen in self._fleet.open(model) if self._has_room(seen, held_tokens)], held_tokens, siblings)
+        return self._least(
+            [seen for seen in self._fleet.open(model) if self._has_room(seen, held_tokens)],
+            held_tokens,
+            siblings,
+        )
 
     def is_ready(self, instance_id: InstanceId) -> bool:
         """Whether an instance has finished loading."""
         return self._fleet.serves(instance_id)
 
     def handed(self, instance_id: InstanceId, tokens: int) -> None:
-        """A request of so many tokens was given to an instance that is loading; less than none: it is there no longer."""
+        """A request of ``tokens`` was given to an instance that is loading; negative: it is there
+        no longer.
+        """
         if tokens > 0 or instance_id in self._loads:
             self._loads.setdefault(instance_id, _Load()).handed_tokens += tokens
 
@@ -117,7 +134,9 @@ class Router:
         room_tokens = self._fleet.kv_capacity_tokens(seen.instance)
         return load.handed_tokens == 0 or load.handed_tokens + held_tokens <= room_tokens
 
-    def _least(self, seen_ones: Iterable[Seen], needed_tokens: int, siblings: Siblings | None) -> Route | None:
+    def _least(
+        self, seen_ones: Iterable[Seen], needed_tokens: int, siblings: Siblings | None
+    ) -> Route | None:
         best: tuple[float, InstanceId, Seen] | None = None
         for seen in seen_ones:
             wait_s = self._wait_s(seen, needed_tokens)
@@ -162,11 +181,16 @@ class Router:
         facts = self._fleet.worker(instance.lead)
         if facts is None or facts.liveness is not Liveness.ALIVE or not facts.engine_up:
             return None
-        if any(held.instance_id == instance.instance_id and held.state in _UNUSABLE for held in facts.held):
+        if any(
+            held.instance_id == instance.instance_id and held.state in _UNUSABLE
+            for held in facts.held
+        ):
             return None
         load = self._loads.get(instance.instance_id, _Load())
         now_s = self._clock.monotonic_s()
         if load.unconfirmed >= MAX_UNCONFIRMED or now_s < load.avoid_until_s:
             return None
-        load.accepted_at_s = [at_s for at_s in load.accepted_at_s if now_s - at_s < UNREPORTED_FOR_S]
+        load.accepted_at_s = [
+            at_s for at_s in load.accepted_at_s if now_s - at_s < UNREPORTED_FOR_S
+        ]
         return expected_wait_s(facts, load.unconfirmed + len(load.accepted_at_s), needed_tokens)

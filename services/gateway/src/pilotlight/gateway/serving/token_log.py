@@ -1,4 +1,6 @@
-"""The output of one attempt, put in order: whatever the bus drops, repeats or reorders, each position is taken once, in turn."""
+"""The output of one attempt, put in order: whatever the bus drops, repeats or reorders, each
+position is taken once, in turn.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,7 +58,11 @@ class TokenLog:
         logprobs = entry.logprobs
         for index in range(skip, len(entry.token_ids)):
             top = entry.top_logprobs[index] if entry.top_logprobs is not None else ()
-            self._fresh.append(Token(entry.token_ids[index], logprobs[index] if logprobs is not None else None, top))
+            self._fresh.append(
+                Token(
+                    entry.token_ids[index], logprobs[index] if logprobs is not None else None, top
+                )
+            )
         told = end_seq > self.next_seq or entry.finish is not None
         self.next_seq = end_seq
         if entry.finish is not None:

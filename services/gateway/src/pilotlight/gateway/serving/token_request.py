@@ -21,7 +21,8 @@ class TokenRequest:
     arrived_s: float
     trace_parent: str = ""
     shorten: bool = False
-    """The client named no limit: ``sampling.max_tokens`` may be cut to what an instance's KV has room for."""
+    """The client named no limit: ``sampling.max_tokens`` may be cut to what an instance's KV has
+    room for."""
     siblings: Siblings = field(default_factory=Siblings)
     deadline_s: float = math.inf
     """When it must have ended, on this gateway's clock."""

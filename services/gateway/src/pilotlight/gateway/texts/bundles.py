@@ -1,4 +1,6 @@
-"""Text bundles for helpers that lack them: out of the object store, the latest ones out of memory."""
+"""Text bundles for helpers that lack them: out of the object store, the latest ones out of
+memory.
+"""
 
 import asyncio
 from collections import OrderedDict
@@ -31,7 +33,7 @@ class Bundles:
             under_way = self._fetching.get(digest)
             if under_way is None:
                 return await self._fetched(digest)
-            # Whoever fetches it may be cancelled, or fail: then this one tries.
+            # The other fetch may be cancelled, or fail: then this one tries.
             await asyncio.wait((under_way,))
         self._kept.move_to_end(digest)
         return self._kept[digest]

@@ -1,4 +1,6 @@
-"""What the gateway and a text helper say to each other: msgpack behind a header of eight bytes, one reply to each job."""
+"""What the gateway and a text helper say to each other: msgpack behind a header of eight bytes, one
+reply to each job.
+"""
 
 import struct
 from collections.abc import Mapping, Sequence

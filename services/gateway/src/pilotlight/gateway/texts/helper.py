@@ -1,7 +1,10 @@
-"""A text helper: ``python -m pilotlight.gateway.texts.helper FD MEMORY_BYTES``. It ends when the gateway closes the socket.
+"""A text helper: ``python -m pilotlight.gateway.texts.helper FD MEMORY_BYTES``.
 
-One thread, one job after the other. What a job runs is foreign code: it may panic, take all the memory it is allowed, or work until
-the kernel ends it. The gateway takes that for the job's fault and starts another helper.
+It ends when the gateway closes the socket.
+
+One thread, one job after the other. What a job runs is foreign code: it may panic, take all the
+memory it is allowed, or work until the kernel ends it. The gateway takes that for the job's fault
+and starts another helper.
 """
 
 import contextlib
@@ -72,7 +75,10 @@ NICENESS = 5
 CHECK_SIZE_TOKENS = 500_000
 """A prompt of fewer tokens fits the bus in any case."""
 _PR_SET_PDEATHSIG = 1
-_NOTHING_TO_READ: dict[type, dict[str, object]] = {ChatRequest: {"messages": []}, CompletionRequest: {"prompt": ""}}
+_NOTHING_TO_READ: dict[type, dict[str, object]] = {
+    ChatRequest: {"messages": []},
+    CompletionRequest: {"prompt": ""},
+}
 
 R = TypeVar("R")
 
@@ -114,7 +120,7 @@ class Helper:
             self._connection.sendall(header(reply) + reply)
 
     def _exactly(self, count: int) -> bytes:
-        """So many bytes; none when the gateway is gone."""
+        """Read exactly this many bytes; none when the gateway is gone."""
         data = bytearray(count)
         view, got = memoryview(data), 0
         while got < count:
@@ -131,7 +137,10 @@ class Helper:
         except PilotlightError as error:
             return Failed(code=error.code, message=error.message, param=error.param)
         except MemoryError:
-            return Failed(code=TooLarge.code, message=f"this takes more than {self._memory_bytes >> 20} MiB of memory")
+            return Failed(
+                code=TooLarge.code,
+                message=f"this takes more than {self._memory_bytes >> 20} MiB of memory",
+            )
         except Exception as error:  # noqa: BLE001 - foreign code raises what it likes
             return Failed(code=TextFailed.code, message=_said(error))
         except BaseException as error:
@@ -140,10 +149,14 @@ class Helper:
             return Failed(code=TextFailed.code, message=_said(error))
 
     def _limit(self, cpu_s: float) -> None:
-        """Gives this job its processor time and its memory, beside what the helper has used; all jobs together leave little behind."""
+        """Gives this job its processor time and its memory, beside what the helper has used; all
+        jobs together leave little behind.
+        """
         used_s = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
         resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used_s + cpu_s), resource.RLIM_INFINITY))
-        limit_bytes = min(_address_space_bytes() + self._memory_bytes, self._start_bytes + 2 * self._memory_bytes)
+        limit_bytes = min(
+            _address_space_bytes() + self._memory_bytes, self._start_bytes + 2 * self._memory_bytes
+        )
         resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, resource.RLIM_INFINITY))
 
     def _do(self, job: Job) -> Reply:
@@ -156,7 +169,11 @@ class Helper:
                 return self._made(job)
             case Describe():
                 text = self._text(job.digest)
-                return Missing() if text is None else Described(facts_of(text.bundle, text.tokenizer, self._clock))
+                return (
+                    Missing()
+                    if text is None
+                    else Described(facts_of(text.bundle, text.tokenizer, self._clock))
+                )
             case Chat() | Completion():
                 text = self._text(job.digest)
                 return Missing() if text is None else Encoded(_encoded(text, job))
@@ -186,7 +203,8 @@ class Helper:
         size_bytes = max(len(given.bundle), _address_space_bytes() - before_bytes)
         self._texts[given.digest] = _Text(bundle, tokenizer, template, size_bytes)
         while len(self._texts) > 1 and (
-            len(self._texts) > KEPT_TEXTS or sum(kept.bytes for kept in self._texts.values()) > KEPT_SHARE * self._memory_bytes
+            len(self._texts) > KEPT_TEXTS
+            or sum(kept.bytes for kept in self._texts.values()) > KEPT_SHARE * self._memory_bytes
         ):
             self._texts.popitem(last=False)
 
@@ -249,7 +267,8 @@ def _address_space_bytes() -> int:
 
 def main(arguments: Sequence[str]) -> int:
     """Serve one gateway; the exit status."""
-    # The gateway's end is this process's end, also in the midst of a job; signals to its whole group are the gateway's to heed.
+    # The gateway's end is this process's end, also in the midst of a job; signals to its whole
+    # group are the gateway's to heed.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -257,7 +276,8 @@ def main(arguments: Sequence[str]) -> int:
     os.set_inheritable(connection.fileno(), False)
     os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # Panics and aborts of libraries say much there that the gateway says in one line. What is wrong with the helper itself is still shown.
+    # Panics and aborts of libraries say much there that the gateway says in one line. What is wrong
+    # with the helper itself is still shown.
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     gc.freeze()

@@ -1,4 +1,7 @@
-"""What the gateway itself keeps of a model's text handling. Templates and whole tokenizers are in the text helpers alone."""
+"""What the gateway itself keeps of a model's text handling.
+
+Templates and whole tokenizers are in the text helpers alone.
+"""
 
 from dataclasses import dataclass
 
@@ -54,4 +57,7 @@ class ModelText:
     @classmethod
     def of(cls, facts: TextFacts) -> "ModelText":
         """Build; takes a moment for large vocabularies, so callers use a thread."""
-        return cls(tokenizer=TokenDecoder.of(facts.decoder, facts.eos_token_ids, facts.added_tokens), tools=facts.tools)
+        return cls(
+            tokenizer=TokenDecoder.of(facts.decoder, facts.eos_token_ids, facts.added_tokens),
+            tools=facts.tools,
+        )

@@ -1,4 +1,4 @@
-"""The gateway's text helpers: who works on what, and who waits."""
+"""The gateway's text helpers: which of them works on which job, and which jobs wait."""
 
 import asyncio
 import random
@@ -22,7 +22,8 @@ MAX_WAITING = 256
 MAX_WAIT_S = 30.0
 RETRY_AFTER_S = 1.0
 WALL_FACTOR = 3.0
-"""A job is ended after so many times the processor time that it may take: a busy machine is not its fault."""
+"""A job is ended after this multiple of the processor time that it may take: a busy machine is not
+its fault."""
 
 
 _STOPPING = HelperLost("the gateway stops", blamed=False)
@@ -41,7 +42,8 @@ class PoolBounds:
     """How much may be done at a time."""
 
     helpers: int
-    """Jobs at a time, at least 2. One helper more is started, so that nobody waits while a lost one is replaced."""
+    """Jobs at a time, at least 2. One helper more is started, so that no job waits while a lost one
+    is replaced."""
     short_cpu_s: float
     """Processor time that a short job may take."""
     long_cpu_s: float
@@ -58,13 +60,15 @@ class _Job:
     cpu_s: float
     give_cpu_s: float
     """For loading the bundle."""
-    answer: "asyncio.Future[Reply]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    answer: "asyncio.Future[Reply]" = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
 
     def lose(self, lost: HelperLost) -> None:
         """There will be no answer, unless there is one."""
         if not self.answer.done():
             self.answer.set_exception(lost)
-            self.answer.exception()  # Looked at: whoever asked may have left.
+            self.answer.exception()  # Looked at: the caller may have left.
 
     @property
     def size_bytes(self) -> int:
@@ -118,7 +122,7 @@ class HelperPool:
 
         Args:
             job: what to do.
-            owner: for whom: owners take turns.
+            owner: the client that the job is for: owners take turns.
             model: the digest of the bundle whose code runs; empty for none.
             give: that bundle, where the helper has said that it lacks it.
 
@@ -132,7 +136,10 @@ class HelperPool:
         try:
             await asyncio.wait((waiting.answer,), timeout=MAX_WAIT_S)
             if number in self._waiting:
-                raise QueueFull(f"nobody could prepare this prompt within {MAX_WAIT_S:g} s", retry_after_s=RETRY_AFTER_S)
+                raise QueueFull(
+                    f"nobody could prepare this prompt within {MAX_WAIT_S:g} s",
+                    retry_after_s=RETRY_AFTER_S,
+                )
             return await waiting.answer
         finally:
             self._forget(number)
@@ -141,7 +148,13 @@ class HelperPool:
         data = encoded(job)
         lanes = [other.lane for other in self._waiting.values()]
         long = len(data) > LONG_BYTES or isinstance(job, (Make, Describe))
-        lane = LaneJob(number=self._numbers, owner=owner, model=model, long=long, turn=turn_of(owner, lanes, self._now_turn))
+        lane = LaneJob(
+            number=self._numbers,
+            owner=owner,
+            model=model,
+            long=long,
+            turn=turn_of(owner, lanes, self._now_turn),
+        )
         queued = _Job(
             lane=lane,
             kind=type(job).__name__.lower(),
@@ -153,7 +166,11 @@ class HelperPool:
         size_bytes = self._waiting_bytes + queued.size_bytes
         own = sum(other.owner == owner for other in lanes)
         # A single job is taken whatever its size: bodies and checkpoints have bounds of their own.
-        if len(lanes) >= MAX_WAITING or own >= MAX_WAITING // 2 or (lanes and size_bytes > self._bounds.max_waiting_bytes):
+        if (
+            len(lanes) >= MAX_WAITING
+            or own >= MAX_WAITING // 2
+            or (lanes and size_bytes > self._bounds.max_waiting_bytes)
+        ):
             raise QueueFull(
                 f"{len(lanes)} prompts with {self._waiting_bytes} bytes wait to be prepared; no more are taken now",
                 retry_after_s=RETRY_AFTER_S,
@@ -177,15 +194,22 @@ class HelperPool:
             self._lost.set()
         while self._idle and self._waiting:
             running = [job.lane for job, _ in self._running.values()]
-            chosen = next_job([job.lane for job in self._waiting.values()], running, self._bounds.helpers)
+            chosen = next_job(
+                [job.lane for job in self._waiting.values()], running, self._bounds.helpers
+            )
             if chosen is None:
                 return
             job = self._forget(chosen.number)
             assert job is not None
             self._now_turn = max(self._now_turn, chosen.turn)
-            helper = next((one for one in reversed(self._idle) if chosen.model in one.held), self._idle[-1])
+            helper = next(
+                (one for one in reversed(self._idle) if chosen.model in one.held), self._idle[-1]
+            )
             self._idle.remove(helper)
-            self._running[chosen.number] = (job, self._spawner.spawn("text job", self._run(job, helper)))
+            self._running[chosen.number] = (
+                job,
+                self._spawner.spawn("text job", self._run(job, helper)),
+            )
 
     async def _run(self, job: _Job, helper: HelperProcess) -> None:
         try:
@@ -223,7 +247,11 @@ class HelperPool:
                 try:
                     helper = await HelperProcess.start(self._launcher)
                 except HelperLost as lost:
-                    log.error("a text helper could not be started", action="text_helper_failed", reason=lost.reason)
+                    log.error(
+                        "a text helper could not be started",
+                        action="text_helper_failed",
+                        reason=lost.reason,
+                    )
                     await pause(backoff.delay_s(failures, rng))
                     failures += 1
                     continue

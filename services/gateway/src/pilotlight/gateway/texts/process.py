@@ -11,12 +11,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from pilotlight.gateway.texts.frames import HEADER_BYTES, Hello, Reply, encoded, header, header_of, reply_of
+from pilotlight.gateway.texts.frames import (
+    HEADER_BYTES,
+    Hello,
+    Reply,
+    encoded,
+    header,
+    header_of,
+    reply_of,
+)
 
 START_DEADLINE_S = 30.0
 END_DEADLINE_S = 5.0
 BLAMED_SHARE = 0.1
-"""Of its time. A helper that worked less was stopped, or had no processor: that is nobody's fault."""
+"""Of its time. A helper that worked less was stopped, or had no processor: that is not the job's
+fault."""
 _BUFFER_BYTES = 1024 * 1024
 _KEPT_ENVIRONMENT = (
     "PATH",
@@ -88,17 +97,30 @@ class HelperLauncher:
         self._memory_bytes = memory_bytes
 
     def launch(self) -> Launched:
-        """Start one. Takes a millisecond or two; by a thread that lives as long as the helper, which ends with it.
+        """Start one.
+
+        Takes a millisecond or two; by a thread that lives as long as the helper, which ends with
+        it.
 
         Raises:
             OSError: no process can be started.
         """
         ours, theirs = socket.socketpair()
-        environment = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ} | _ENVIRONMENT
-        command = [sys.executable, "-m", "pilotlight.gateway.texts.helper", str(theirs.fileno()), str(self._memory_bytes)]
+        environment = {
+            name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ
+        } | _ENVIRONMENT
+        command = [
+            sys.executable,
+            "-m",
+            "pilotlight.gateway.texts.helper",
+            str(theirs.fileno()),
+            str(self._memory_bytes),
+        ]
         with theirs:
             try:
-                process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=environment)
+                process = subprocess.Popen(
+                    command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=environment
+                )
             except OSError:
                 ours.close()
                 raise
@@ -130,7 +152,9 @@ async def _connected(launched: Launched) -> tuple[asyncio.StreamReader, asyncio.
     """Streams to a helper, which is ended where there are none."""
     try:
         # Not the socket itself: the helper may be taken back, and serve another.
-        return await asyncio.open_unix_connection(sock=launched.connection.dup(), limit=_BUFFER_BYTES)
+        return await asyncio.open_unix_connection(
+            sock=launched.connection.dup(), limit=_BUFFER_BYTES
+        )
     except BaseException:
         await asyncio.to_thread(end, launched)
         raise
@@ -139,7 +163,9 @@ async def _connected(launched: Launched) -> tuple[asyncio.StreamReader, asyncio.
 class HelperProcess:
     """A helper that does one job at a time."""
 
-    def __init__(self, launched: Launched, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, launched: Launched, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         self.launched = launched
         self.held: set[str] = set()
         """Bundles that it was given; it may have dropped some."""
@@ -167,14 +193,15 @@ class HelperProcess:
 
     @property
     def gone(self) -> bool:
-        """It has ended, though nobody asked it anything."""
+        """It has ended, though it had no job."""
         return self._reader.at_eof()
 
     async def ask(self, frames: list[bytes], deadline_s: float) -> Reply:
         """Have a job done.
 
         Raises:
-            HelperLost: it ended before it answered, or was ended at the deadline. It is of no use any more.
+            HelperLost: it ended before it answered, or was ended at the deadline. It is of no use
+                any more.
         """
         before_s = _worked_s(self.launched.process.pid)
         try:
@@ -188,10 +215,11 @@ class HelperProcess:
                 blamed=worked_s > BLAMED_SHARE * deadline_s,
             ) from error
         except Exception as error:
-            # OSError and EOFError, RuntimeError where uvloop has closed the socket, and whatever is no reply.
+            # OSError and EOFError, RuntimeError where uvloop has closed the socket, and whatever is
+            # no reply.
             raise await self._lost() from error
         except BaseException:
-            # Half a reply is of no use to whoever asks next.
+            # Half a reply is of no use to the next job.
             await self.kill()
             raise
 
@@ -220,4 +248,6 @@ class HelperProcess:
         await self.kill()
         number = -status if status is not None and status < 0 else None
         blamed = _BLAMED.get(number) if number is not None else None
-        return HelperLost(blamed or f"its process ended with status {status}", blamed=blamed is not None)
+        return HelperLost(
+            blamed or f"its process ended with status {status}", blamed=blamed is not None
+        )

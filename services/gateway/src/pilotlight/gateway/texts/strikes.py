@@ -8,7 +8,8 @@ from pilotlight.policy.ids import Digest
 
 MAX_STRIKES = 3
 WINDOW_S = 60.0
-"""So many helpers ended within this time, and prompts of the model are refused for as long as the first of them is younger."""
+"""When this many helpers ended within this time, prompts of the model are refused for as long as
+the first of them is younger."""
 
 
 class Strikes:
@@ -19,8 +20,13 @@ class Strikes:
         self._times_s: dict[Digest, deque[float]] = {}
 
     def add(self, digest: Digest) -> None:
-        """A short job of this model has ended a helper. Long ones do not count: with one, a client could stop a sound model."""
-        self._times_s.setdefault(digest, deque(maxlen=MAX_STRIKES)).append(self._clock.monotonic_s())
+        """A short job of this model has ended a helper.
+
+        Long ones do not count: with one, a client could stop a sound model.
+        """
+        self._times_s.setdefault(digest, deque(maxlen=MAX_STRIKES)).append(
+            self._clock.monotonic_s()
+        )
 
     def check(self, digest: Digest) -> None:
         """Refuse a model that ends helper after helper.

@@ -50,7 +50,7 @@ log = structlog.get_logger()
 
 MAX_DEFAULT_HELPERS = 8
 ADMIN = "admin"
-"""Owner of what is done for nobody's request."""
+"""Owner of jobs that belong to no client's request."""
 RETRY_AFTER_S = 1.0
 
 R = TypeVar("R", bound=CommonRequest)
@@ -79,7 +79,9 @@ class Texts:
             BadRequest: it is not what the API takes.
             QueueFull, TextUnavailable: not now.
         """
-        reply = await self._done(Read(kind="chat" if as_type is ChatRequest else "completion", body=body), owner)
+        reply = await self._done(
+            Read(kind="chat" if as_type is ChatRequest else "completion", body=body), owner
+        )
         assert isinstance(reply, Request)
         return msgspec.msgpack.decode(reply.data, type=as_type)
 
@@ -87,7 +89,8 @@ class Texts:
         """A bundle of a checkpoint's text files, encoded, and what there is to know of it.
 
         Raises:
-            BadCheckpoint: no bundle can be made of them, or its template or tokenizer cannot be used.
+            BadCheckpoint: no bundle can be made of them, or its template or tokenizer cannot be
+                used.
             QueueFull, TextUnavailable: not now.
         """
         try:
@@ -139,18 +142,23 @@ class Texts:
             raise _error(reply, digest)
         return reply
 
-    async def _asked(self, job: Job, owner: str, digest: Digest | None, give: Give | None = None) -> Reply:
+    async def _asked(
+        self, job: Job, owner: str, digest: Digest | None, give: Give | None = None
+    ) -> Reply:
         try:
             return await self._pool.do(job, owner=owner, model=digest or "", give=give)
         except HelperLost as lost:
             # Not tried again: what ended one helper may end the next.
             if not lost.blamed:
                 raise TextUnavailable(
-                    f"the process that prepared this prompt ended: {lost.reason}", retry_after_s=RETRY_AFTER_S
+                    f"the process that prepared this prompt ended: {lost.reason}",
+                    retry_after_s=RETRY_AFTER_S,
                 ) from lost
             if digest is not None and not lost.long:
                 self._strikes.add(digest)
-            raise TextFailed(f"the model's chat template or tokenizer fails on this: {lost.reason}") from lost
+            raise TextFailed(
+                f"the model's chat template or tokenizer fails on this: {lost.reason}"
+            ) from lost
 
 
 def build_texts(context: Context[GatewaySettings], launcher: Launcher | None = None) -> Texts:
@@ -162,13 +170,17 @@ def build_texts(context: Context[GatewaySettings], launcher: Launcher | None = N
         long_cpu_s=settings.text_timeout_s,
         max_waiting_bytes=settings.text_queue_bytes,
     )
-    pool = HelperPool(launcher or HelperLauncher(settings.text_helper_memory_bytes), context.background, bounds)
+    pool = HelperPool(
+        launcher or HelperLauncher(settings.text_helper_memory_bytes), context.background, bounds
+    )
     return Texts(pool, Bundles(lambda digest: store.get(text_key(digest))), context.clock)
 
 
 def _error(failed: Failed, digest: Digest | None) -> PilotlightError:
     if failed.code == TextFailed.code:
-        log.warning("text handling failed", action="text_failed", text_digest=digest, error=failed.message)
+        log.warning(
+            "text handling failed", action="text_failed", text_digest=digest, error=failed.message
+        )
     error = error_of(failed.code, failed.message)
     error.param = failed.param
     return error

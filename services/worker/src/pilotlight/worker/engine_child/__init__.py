@@ -1,1 +1,3 @@
-"""What runs in the engine's own process: one engine behind a socket, its device, its stages, its loop."""
+"""What runs in the engine's own process: one engine behind a socket, its device, its stages, its
+loop.
+"""

@@ -1,7 +1,10 @@
-"""The engine child's process: ``python -m pilotlight.worker.engine_child.child --fd N``. Torch is imported here, and nowhere in the parent.
+"""The engine child's process: ``python -m pilotlight.worker.engine_child.child --fd N``.
 
-One Python thread, no asyncio. It never outlives its parent: the kernel kills it when the parent dies, and it ends by itself when the
-socket closes. A GPU's child is shown that one device alone (``CUDA_VISIBLE_DEVICES``), and opens it when it becomes the engine.
+Torch is imported here, and nowhere in the parent.
+
+One Python thread, no asyncio. It never outlives its parent: the kernel kills it when the parent
+dies, and it ends by itself when the socket closes. A GPU's child is shown that one device alone
+(``CUDA_VISIBLE_DEVICES``), and opens it when it becomes the engine.
 """
 
 import argparse
@@ -34,7 +37,9 @@ LOWEST_PRIORITY = 19
 FAULT_STATUS = 70
 """Exit status of a child that could not go on: its last frame says why."""
 ENGINE_MODULES = ("pilotlight.engine.engine", "pilotlight.worker.engine_child.device")
-CUDA_MODULES = tuple(f"pilotlight.engine.cuda.{name}" for name in ("arena", "graphs", "runner", "sampler"))
+CUDA_MODULES = tuple(
+    f"pilotlight.engine.cuda.{name}" for name in ("arena", "graphs", "runner", "sampler")
+)
 """What an engine on a GPU needs besides; none of them opens a device when it is imported."""
 _PR_SET_PDEATHSIG = 1
 
@@ -60,15 +65,29 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _serve(connection: socket.socket, options: argparse.Namespace, kind: DeviceKind, clock: Clock, faults: Faults) -> None:
-    """Open the device, and be the engine until the parent ends it or is gone. Raises whatever makes it impossible to go on."""
+def _serve(
+    connection: socket.socket,
+    options: argparse.Namespace,
+    kind: DeviceKind,
+    clock: Clock,
+    faults: Faults,
+) -> None:
+    """Open the device, and be the engine until the parent ends it or is gone.
+
+    Raises whatever makes it impossible to go on.
+    """
     # Imported here: it takes a second or more, and a death meanwhile must not leave an orphan.
     from pilotlight.engine.engine import Engine
     from pilotlight.worker.engine_child.device import open_device
     from pilotlight.worker.engine_child.warmup import warm_up
 
     device = open_device(kind, options.threads, options.step_tokens, options.device_bytes, clock)
-    engine = Engine(threads=options.threads, monotonic_s=clock.monotonic_s, limits=device.limits, arena=device.arena)
+    engine = Engine(
+        threads=options.threads,
+        monotonic_s=clock.monotonic_s,
+        limits=device.limits,
+        arena=device.arena,
+    )
     warm_up(engine, device.probe)
     loop = ChildLoop(connection, engine, clock, faults, device.pins, _slate(options.slate_fd))
     up = EngineUp(
@@ -94,7 +113,9 @@ def _slate(descriptor: int | None) -> Slate:
 
 
 def _end_at_once(connection: socket.socket, error: Exception) -> NoReturn:
-    """Say why, and be gone: with a device whose context is lost an orderly end may wait for ever."""
+    """Say why, and be gone: with a device whose context is lost an orderly end may wait for
+    ever.
+    """
     log.error("the engine cannot go on", action="engine_fault", exc_info=error)
     with suppress(OSError):
         last_words(connection, error)
@@ -105,9 +126,12 @@ def _end_at_once(connection: socket.socket, error: Exception) -> NoReturn:
 
 
 def _wait_to_be_promoted(connection: socket.socket, kind: DeviceKind = DeviceKind.CPU) -> bool:
-    """Import at low priority, say so, wait; False when the parent wants no engine of this child. Raises what the import does.
+    """Import at low priority, say so, wait; False when the parent wants no engine of this child.
 
-    A thread of its own imports: Linux gives each thread its priority, and none that is not privileged can raise its own again.
+    Raises what the import does.
+
+    A thread of its own imports: Linux gives each thread its priority, and none that is not
+    privileged can raise its own again.
     """
     faults: list[BaseException] = []
     importing = threading.Thread(target=_import_engine, args=(faults, kind), name="import")
@@ -145,16 +169,30 @@ def _device_open() -> bool:
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="pilotlight.worker.engine_child.child", description="A worker's engine; started by its worker."
+        prog="pilotlight.worker.engine_child.child",
+        description="A worker's engine; started by its worker.",
     )
     parser.add_argument("--fd", type=int, required=True, help="socket to the parent")
     parser.add_argument("--parent", type=int, required=True, help="the parent's process id")
-    parser.add_argument("--slate-fd", type=int, default=None, help="memory in which the parent looks for what is being done")
+    parser.add_argument(
+        "--slate-fd",
+        type=int,
+        default=None,
+        help="memory in which the parent looks for what is being done",
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--device-bytes", type=int, default=None, help="memory for models; what a GPU has, by default")
     parser.add_argument(
-        "--step-tokens", type=int, default=None, help="most tokens of a forward pass; as the device likes, by default"
+        "--device-bytes",
+        type=int,
+        default=None,
+        help="memory for models; what a GPU has, by default",
+    )
+    parser.add_argument(
+        "--step-tokens",
+        type=int,
+        default=None,
+        help="most tokens of a forward pass; as the device likes, by default",
     )
     parser.add_argument("--spare", action="store_true", help="import, then wait to be promoted")
     parser.add_argument("--log-level", default="info")

@@ -1,4 +1,7 @@
-"""The device of an engine child: its arena, and what it is worth. Everything that differs between cores and a GPU at a child's start."""
+"""The device of an engine child: its arena, and what it is worth.
+
+Everything that differs between cores and a GPU at a child's start.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +29,8 @@ FIXED_RESERVE_BYTES = 1 << 30
 RESERVE_SHARE = 0.02
 """As much more of all of it: what the driver rounds and spreads."""
 STEP_TOKEN_BYTES = 256 * 1024
-"""What a token of a forward pass takes at once between two layers, in a model with a hidden size of 8,192 and rows of 28,672 in its MLP."""
+"""What a token of a forward pass takes at once between two layers, in a model with a hidden size of
+8,192 and rows of 28,672 in its MLP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,14 +49,17 @@ class OpenDevice:
     """Where the device reads the host pool itself."""
 
 
-def open_device(kind: DeviceKind, threads: int, step_tokens: int | None, device_bytes: int | None, clock: Clock) -> OpenDevice:
+def open_device(
+    kind: DeviceKind, threads: int, step_tokens: int | None, device_bytes: int | None, clock: Clock
+) -> OpenDevice:
     """The child's one device.
 
     Args:
         kind: cores or a GPU.
         threads: that compute.
         step_tokens: most tokens of a forward pass; what fits the device, if None.
-        device_bytes: memory for models; what the device has, if None. Cores have no limit of their own.
+        device_bytes: memory for models; what the device has, if None. Cores have no limit of their
+            own.
         clock: for measurements.
 
     Raises:
@@ -71,7 +78,9 @@ def open_device(kind: DeviceKind, threads: int, step_tokens: int | None, device_
 
 
 def reserve_bytes(memory_bytes: int, step_tokens: int) -> int:
-    """Of a GPU's memory, what models do not get: declared, not measured; an engine that runs out of it ends the request that wanted it."""
+    """Of a GPU's memory, what models do not get: declared, not measured; an engine that runs out of
+    it ends the request that wanted it.
+    """
     return FIXED_RESERVE_BYTES + int(RESERVE_SHARE * memory_bytes) + step_tokens * STEP_TOKEN_BYTES
 
 
@@ -88,13 +97,23 @@ def _open_cuda(limits: BatchLimits, device_bytes: int | None, clock: Clock) -> O
     reserved = reserve_bytes(memory_bytes, limits.step_tokens)
     room_bytes = device_bytes or free_bytes - reserved
     if room_bytes <= 0:
-        raise NoRoom(f"{name} has {free_bytes} bytes free, and an engine keeps {reserved} for itself")
+        raise NoRoom(
+            f"{name} has {free_bytes} bytes free, and an engine keeps {reserved} for itself"
+        )
     # What captured steps read and write lies in the arena, too, and is no model's by its grant.
     arena.capacity_bytes = room_bytes + FIXED_RESERVE_BYTES
     if room_bytes > free_bytes - reserved:
-        log.warning("models get more than the device has for them", action="device_bytes_beyond", device_bytes=room_bytes)
+        log.warning(
+            "models get more than the device has for them",
+            action="device_bytes_beyond",
+            device_bytes=room_bytes,
+        )
     if not arena.canonical:
-        log.warning("the arena is not where artifacts expect it", action="arena_elsewhere", address=hex(arena.address))
+        log.warning(
+            "the arena is not where artifacts expect it",
+            action="arena_elsewhere",
+            address=hex(arena.address),
+        )
     return OpenDevice(
         arena=arena,
         name=name,

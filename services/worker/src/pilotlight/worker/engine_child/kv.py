@@ -42,6 +42,7 @@ def _piece(key: RequestKey, kv: KvBytes) -> KvPiece:
         count *= max(0, length)
     if not count or len(kv.data) != count * kv.dtype.size_bytes:
         raise BadRequest(f"KV of shape {kv.shape} comes with {len(kv.data)} bytes")
-    # A tensor of its own: the frame is not kept, and torch does not take bytes that cannot be written.
+    # A tensor of its own: the frame is not kept, and torch does not take bytes that cannot be
+    # written.
     tensor = torch.frombuffer(bytearray(kv.data), dtype=TORCH_DTYPES[kv.dtype]).view(kv.shape)
     return KvPiece(key=key, layers=kv.layers, start=kv.start, keys_and_values=tensor)

@@ -1,4 +1,7 @@
-"""The engine child's loop: commands in, steps, answers out. One thread; whatever it does, the next thing waits."""
+"""The engine child's loop: commands in, steps, answers out.
+
+One thread; whatever it does, the next thing waits.
+"""
 
 import math
 import select
@@ -67,7 +70,9 @@ LAST_WORDS_S = 1.0
 
 
 class StepEngine(LoadingEngine, PipelineEngine, Protocol):
-    """What the loop asks of the engine (``pilotlight.engine.engine.Engine``), so that it can be tested without torch."""
+    """What the loop asks of the engine (``pilotlight.engine.engine.Engine``), so that it can be
+    tested without torch.
+    """
 
     @property
     def has_work(self) -> bool: ...
@@ -92,7 +97,8 @@ class StepEngine(LoadingEngine, PipelineEngine, Protocol):
 
 
 class ChildLoop:
-    """Everything but parts is done as soon as it is read; parts are copied one between two steps, so that a load of one model stops
+    """Everything but parts is done as soon as it is read; parts are copied one between two steps,
+    so that a load of one model stops
     no stream of another for longer than a part takes, and an abort is obeyed within one step.
     """
 
@@ -123,7 +129,8 @@ class ChildLoop:
         self._batch_tokens = 0
         """Of the last batch, whose end may be waited for while the next one runs already."""
         self._counts = (0, 0, 0, 0)
-        """Of the last step that was told: requests waiting and running, tokens of KV free and cached."""
+        """Of the last step that was told: requests waiting and running, tokens of KV free and
+        cached."""
         self._refused: list[Produced] = []
         """Ends of requests that the engine did not take; they leave with the next step."""
         self._ended = False
@@ -135,13 +142,16 @@ class ChildLoop:
 
         Raises:
             OSError: the parent went away in the middle of an answer.
-            Exception: a step failed, or the device's context is lost: nothing that the engine holds can be trusted.
+            Exception: a step failed, or the device's context is lost: nothing that the engine holds
+                can be trusted.
         """
         listen(self._turn_to)
         self._send(up)
         while not self._ended:
             busy = bool(self._parts) or self._engine.has_work
-            pins = self._pins is not None and self._pins.waiting and not busy and not self._loads.any
+            pins = (
+                self._pins is not None and self._pins.waiting and not busy and not self._loads.any
+            )
             self._receive(0 if busy or pins else self._idle_s())
             if pins and not self._received and self._pins is not None:
                 self._slate.write(Doing.OBEYING)
@@ -159,7 +169,7 @@ class ChildLoop:
         return None if due_s is None else max(0.0, due_s - self._clock.monotonic_s())
 
     def _receive(self, wait_s: float | None) -> None:
-        """Read and obey everything that has arrived; wait so long for the first of it."""
+        """Read and obey everything that has arrived; wait up to ``wait_s`` for the first of it."""
         self._received = False
         self._slate.write(Doing.WAITING)
         while self._has_come(wait_s):
@@ -174,7 +184,10 @@ class ChildLoop:
             self._slate.write(Doing.WAITING)
 
     def _has_come(self, wait_s: float | None) -> bool:
-        """The parent has said something. Ends early when another stage has, or the channels to it are made."""
+        """The parent has said something.
+
+        Ends early when another stage has, or the channels to it are made.
+        """
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
         if wait_s != 0:
@@ -197,7 +210,14 @@ class ChildLoop:
                 self._add(command, sent_s)
             case Abort():
                 self._engine.abort(command.request_id, command.attempt)
-            case OpenDoor() | ConnectStage() | ExtendStage() | ResizeStage() | ExportKv() | ReleaseRequest():
+            case (
+                OpenDoor()
+                | ConnectStage()
+                | ExtendStage()
+                | ResizeStage()
+                | ExportKv()
+                | ReleaseRequest()
+            ):
                 self._pipelines.obey(command, sent_s)
             case CallOffExtend():
                 self._call_off(command)
@@ -215,7 +235,11 @@ class ChildLoop:
             return
         self._prefills.begin(command.instance_id)
         if self._engine.serves(command.instance_id):
-            self._send(StageOpened(instance_id=command.instance_id, kv_capacity_tokens=room.kv_capacity_tokens))
+            self._send(
+                StageOpened(
+                    instance_id=command.instance_id, kv_capacity_tokens=room.kv_capacity_tokens
+                )
+            )
 
     def _place(self, command: PlacePart, ready_s: float) -> None:
         if command.instance_id not in self._loads:
@@ -233,7 +257,9 @@ class ChildLoop:
                 self._fail(command.instance_id, error)
             return
         if loaded is not None:
-            placed_s = max((phase.end_s for phase in loaded.phases), default=self._clock.monotonic_s())
+            placed_s = max(
+                (phase.end_s for phase in loaded.phases), default=self._clock.monotonic_s()
+            )
             self._prefills.loaded(command.instance_id, placed_s)
             self._send(loaded)
 
@@ -253,7 +279,13 @@ class ChildLoop:
 
     def _fail(self, instance_id: InstanceId, error: Exception) -> None:
         code, message = _told(error)
-        log.error("stage failed", action="stage_failed", instance_id=instance_id, code=code, exc_info=error)
+        log.error(
+            "stage failed",
+            action="stage_failed",
+            instance_id=instance_id,
+            code=code,
+            exc_info=error,
+        )
         self._unload(instance_id)
         self._send(StageFailed(instance_id=instance_id, code=code, message=message))
 
@@ -281,7 +313,10 @@ class ChildLoop:
             self._refused.append(_refusal_of(command, code, message))
 
     def _step(self) -> None:
-        """One batch. What it raises ends the process: the engine's books cannot be trusted after it."""
+        """One batch.
+
+        What it raises ends the process: the engine's books cannot be trusted after it.
+        """
         self._slate.write(Doing.OBEYING)
         pause_blocking(self._faults.delay_s("step"))
         start_s = self._clock.monotonic_s()
@@ -290,17 +325,25 @@ class ChildLoop:
         if result.turn_of is not None:
             self._prefills.ran(result.turn_of, start_s)
         # What comes after the first token of a stage is not that token's work.
-        sampled_s = min((first.end_s for first in result.first_prefills), default=self._clock.monotonic_s())
+        sampled_s = min(
+            (first.end_s for first in result.first_prefills), default=self._clock.monotonic_s()
+        )
         for first in result.first_prefills:
             self._send(self._prefills.ended(first))
         self._pipelines.after(result)
         refused, self._refused = self._refused, []
         produced = (*refused, *result.produced)
         counts = result.waiting, result.running, result.kv_free_tokens, result.kv_cached_tokens
-        if self._engine.channels and not (produced or result.batch_tokens) and counts == self._counts:
+        if (
+            self._engine.channels
+            and not (produced or result.batch_tokens)
+            and counts == self._counts
+        ):
             return  # The stage looked out for what others send.
         self._counts = counts
-        said = msgspec.structs.replace(result, produced=produced, first_prefills=(), lost=(), left=(), grown=())
+        said = msgspec.structs.replace(
+            result, produced=produced, first_prefills=(), lost=(), left=(), grown=()
+        )
         self._send(said, sampled_s)
 
     def _turn_to(self, doing: Doing, instance_id: InstanceId, tokens: int) -> None:

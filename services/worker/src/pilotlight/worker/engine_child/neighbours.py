@@ -1,7 +1,7 @@
 """The channels to the engines of other stages, made while this engine runs.
 
-A thread makes them, one pair after the other: to connect takes as long as the other engine needs to look at
-its door, and streams of other models must not wait for that.
+A thread makes them, one pair after the other: to connect takes as long as the other engine needs to
+look at its door, and streams of other models must not wait for that.
 """
 
 import os
@@ -59,7 +59,9 @@ class Neighbours:
         if self._door is None:
             key = find_cluster_key(Path(command.secrets_dir), CHANNEL_PURPOSE)
             if key is None:
-                raise SettingsInvalid("engines of several stages need the secret cluster-key, the same on every node")
+                raise SettingsInvalid(
+                    "engines of several stages need the secret cluster-key, the same on every node"
+                )
             # Only here: most engines have no neighbours.
             from pilotlight.engine.channel.door import Door
 

@@ -1,4 +1,6 @@
-"""Pins what of the host pool has been loaded from, in the loop's idle moments: the next load of it goes straight to the device."""
+"""Pins what of the host pool has been loaded from, in the loop's idle moments: the next load of it
+goes straight to the device.
+"""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -27,9 +29,13 @@ class PinnedSlabs(Protocol):
 
 
 class Pins:
-    """Which slabs of the pool are to be pinned, what was wanted last first; the others cost their memory and bring nothing."""
+    """Which slabs of the pool are to be pinned, what was wanted last first; the others cost their
+    memory and bring nothing.
+    """
 
-    def __init__(self, slabs_of: Callable[[memoryview, int], PinnedSlabs], slab_bytes: int = SLAB_BYTES) -> None:
+    def __init__(
+        self, slabs_of: Callable[[memoryview, int], PinnedSlabs], slab_bytes: int = SLAB_BYTES
+    ) -> None:
         self._slabs_of = slabs_of
         self._slab_bytes = slab_bytes
         self._slabs: PinnedSlabs | None = None
@@ -58,7 +64,11 @@ class Pins:
         return bool(self._wanted) and self._slabs is not None and not self._refused
 
     def pin_one(self) -> None:
-        """Pin the next slab. Where the driver refuses none is pinned any more: parts then go through the ring, which is slower."""
+        """Pin the next slab.
+
+        Where the driver refuses none is pinned any more: parts then go through the ring, which is
+        slower.
+        """
         if self._slabs is None or self._refused or not self._wanted:
             return
         slab, _ = self._wanted.popitem(last=False)
@@ -66,6 +76,9 @@ class Pins:
             self._slabs.pin_next((slab * self._slab_bytes,))
             self._pinned.add(slab)
         except EngineError as error:
-            # What is pinned stays so until the pool moves: it serves, and its pages may not go before they are taken back.
+            # What is pinned stays so until the pool moves: it serves, and its pages may not go
+            # before they are taken back.
             self._refused = True
-            log.warning("the host pool is not pinned any further", action="pin_refused", error=error.message)
+            log.warning(
+                "the host pool is not pinned any further", action="pin_refused", error=error.message
+            )

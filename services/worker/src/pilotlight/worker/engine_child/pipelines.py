@@ -100,7 +100,12 @@ class Pipelines:
                     self._loads.extend(command, sent_s)
                 case ResizeStage():
                     room = self._engine.resize(command.instance_id, command.device_bytes)
-                    self._send(StageResized(instance_id=command.instance_id, kv_capacity_tokens=room.kv_capacity_tokens))
+                    self._send(
+                        StageResized(
+                            instance_id=command.instance_id,
+                            kv_capacity_tokens=room.kv_capacity_tokens,
+                        )
+                    )
                 case ExportKv():
                     self._send(self._exported(command))
                 case ReleaseRequest():
@@ -145,7 +150,13 @@ class Pipelines:
     def refuse(self, instance_id: InstanceId | None, error: Exception) -> None:
         """Says why a stage stays what it was."""
         code, message = self._told(error)
-        log.warning("stage refused", action="stage_refused", instance_id=instance_id, code=code, error=message)
+        log.warning(
+            "stage refused",
+            action="stage_refused",
+            instance_id=instance_id,
+            code=code,
+            error=message,
+        )
         self._send(StageRefused(instance_id=instance_id, code=code, message=message))
 
     def join(self) -> None:
@@ -176,10 +187,15 @@ class Pipelines:
             self._open(instance_id)
         for lost in result.lost:
             self._opening.discard(lost.instance_id)
-            self._send(PipelineLeft(instance_id=lost.instance_id, code=lost.code, message=lost.message))
+            self._send(
+                PipelineLeft(instance_id=lost.instance_id, code=lost.code, message=lost.message)
+            )
         for instance_id in result.left:
             self._opening.discard(instance_id)
             self._send(PipelineLeft(instance_id=instance_id))
+        for instance_id in (*(one.instance_id for one in result.lost), *result.left):
+            if self._engine.serves(instance_id):
+                self._open(instance_id)
         for grown in result.grown:
             self._send(
                 StageGrown(

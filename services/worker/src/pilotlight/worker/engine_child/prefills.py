@@ -1,4 +1,6 @@
-"""What the first prefill of each stage took, in intervals of work: a prefill that waits for parts is not prefilling."""
+"""What the first prefill of each stage took, in intervals of work: a prefill that waits for parts
+is not prefilling.
+"""
 
 from dataclasses import dataclass, field
 
@@ -12,7 +14,8 @@ from pilotlight.policy.phase import PhaseName
 @dataclass(slots=True, kw_only=True)
 class _Stage:
     sent_s: dict[RequestId, float] = field(default_factory=dict[RequestId, float])
-    """When each of its requests was sent here; of those that came while parts were on their way, when the last one was in place."""
+    """When each of its requests was sent here; of those that came while parts were on their way,
+    when the last one was in place."""
     loaded: bool = False
     delayed_s: float | None = None
     """Since when it was held up by an injected fault."""
@@ -65,7 +68,9 @@ class Prefills:
         """A batch of the stage ran from then until now."""
         stage = self._stages.get(instance_id)
         if stage is not None and not stage.loaded:
-            self._phases.record(instance_id, PhaseName.PREFILL, self._phases.start_s(instance_id, start_s))
+            self._phases.record(
+                instance_id, PhaseName.PREFILL, self._phases.start_s(instance_id, start_s)
+            )
 
     def ended(self, first: FirstPrefill) -> Prefilled:
         """The stage has its first token."""
@@ -75,4 +80,9 @@ class Prefills:
             start_s = min(start_s, stage.delayed_s)
         self._phases.record(first.instance_id, PhaseName.PREFILL, start_s, first.end_s)
         *earlier, last = self._phases.take(first.instance_id).phases
-        return Prefilled(instance_id=first.instance_id, request_id=first.request_id, phase=last, earlier=tuple(earlier))
+        return Prefilled(
+            instance_id=first.instance_id,
+            request_id=first.request_id,
+            phase=last,
+            earlier=tuple(earlier),
+        )

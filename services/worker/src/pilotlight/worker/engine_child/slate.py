@@ -1,11 +1,12 @@
 """A page of memory that an engine child shares with its worker: what it does at this moment.
 
-No frame could say so: what hangs sends none, and a frame for every batch would cost the worker a turn of its loop. Written by the child
-alone. A look at it in mid-write may find a mix of two notes, which the next look does not find again.
+No frame could say so: what hangs sends none, and a frame for every batch would cost the worker a
+turn of its loop. Written by the child alone. A look at it in mid-write may find a mix of two notes,
+which the next look does not find again.
 
 ::
 
-    | word, 8 | obeyed, 8 | doing, 8 | tokens, 8 | whose, 8 |
+    | word, 8 | obeyed, 8 | doing, 8 | tokens, 8 | mark, 8 |
 """
 
 import mmap
@@ -32,12 +33,14 @@ class Note:
     doing: Doing
     tokens: int
     """Of the batch."""
-    whose: int
-    """``mark_of`` the instance whose batch it is."""
+    mark: int
+    """``mark_of`` the instance that the batch belongs to."""
 
 
 class Slate:
-    """The page; one that nobody else sees, where there is no descriptor of a file that both have."""
+    """The page; one that no other process sees, where there is no descriptor of a file that both
+    have.
+    """
 
     def __init__(self, descriptor: int | None = None) -> None:
         """Maps the file, which stays the caller's.
@@ -49,10 +52,10 @@ class Slate:
         self._word = 0
         self._obeyed = 0
 
-    def write(self, doing: Doing, tokens: int = 0, whose: int = 0) -> None:
+    def write(self, doing: Doing, tokens: int = 0, mark: int = 0) -> None:
         """Turn to something else."""
         self._word += 1
-        _LAYOUT.pack_into(self._page, 0, self._word, self._obeyed, doing, tokens, whose)
+        _LAYOUT.pack_into(self._page, 0, self._word, self._obeyed, doing, tokens, mark)
 
     def obey(self) -> None:
         """One more command was taken, and is being carried out."""
@@ -61,8 +64,8 @@ class Slate:
 
     def read(self) -> Note:
         """What was written last."""
-        word, obeyed, doing, tokens, whose = _LAYOUT.unpack_from(self._page)
-        return Note(word, obeyed, Doing(doing), tokens, whose)
+        word, obeyed, doing, tokens, mark = _LAYOUT.unpack_from(self._page)
+        return Note(word, obeyed, Doing(doing), tokens, mark)
 
     def close(self) -> None:
         """Let go of the page."""

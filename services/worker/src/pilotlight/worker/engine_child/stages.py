@@ -1,4 +1,6 @@
-"""Loading stages in the engine child: parts from the host pool to their place, and what that took."""
+"""Loading stages in the engine child: parts from the host pool to their place, and what that
+took.
+"""
 
 import mmap
 import os
@@ -34,7 +36,9 @@ class LoadingEngine(Protocol):
         slot: int | None = None,
     ) -> StageRoom: ...
     def extend(self, instance_id: InstanceId, stage: Stage, device_bytes: int) -> StageRoom: ...
-    def place_part(self, instance_id: InstanceId, part: int, tensors: Mapping[str, Source]) -> PlacedPart: ...
+    def place_part(
+        self, instance_id: InstanceId, part: int, tensors: Mapping[str, Source]
+    ) -> PlacedPart: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,7 +54,12 @@ class StageLoads:
     """The stages that are being loaded."""
 
     def __init__(
-        self, engine: LoadingEngine, clock: Clock, faults: Faults, phases: PhaseRecorder, pins: Pins | None = None
+        self,
+        engine: LoadingEngine,
+        clock: Clock,
+        faults: Faults,
+        phases: PhaseRecorder,
+        pins: Pins | None = None,
     ) -> None:
         self._pins = pins
         self._engine = engine
@@ -78,7 +87,12 @@ class StageLoads:
         pool = self._map(command.pool_path)
         model = command.model
         room = self._engine.begin_load(
-            command.instance_id, model.spec, command.stage, model.dtype, command.device_bytes, model.slot
+            command.instance_id,
+            model.spec,
+            command.stage,
+            model.dtype,
+            command.device_bytes,
+            model.slot,
         )
         self._phases.record(command.instance_id, PhaseName.INIT, sent_s)
         self._loads[command.instance_id] = _Load(room=room, pool=pool)
@@ -109,7 +123,8 @@ class StageLoads:
     def place(self, command: PlacePart, ready_s: float) -> StageLoaded | None:
         """Copy a part that is ready since ``ready_s``; the answer when it was the last of a load.
 
-        What was done since then, such as a batch on the parts that are in place, is no loading of it.
+        What was done since then, such as a batch on the parts that are in place, is no loading of
+        it.
 
         Raises:
             EngineError: the tensors are not what the engine expects.
@@ -133,7 +148,9 @@ class StageLoads:
             return None
         del self._loads[instance_id]
         phases = tuple(self._phases.take(instance_id).phases)
-        return StageLoaded(instance_id=instance_id, phases=phases, kv_capacity_tokens=load.room.kv_capacity_tokens)
+        return StageLoaded(
+            instance_id=instance_id, phases=phases, kv_capacity_tokens=load.room.kv_capacity_tokens
+        )
 
     def drop(self, instance_id: InstanceId) -> None:
         """Forget a load that failed or is not wanted any more, and what was recorded of it."""
@@ -141,7 +158,10 @@ class StageLoads:
         self._phases.drop(instance_id)
 
     def _map(self, path: str) -> mmap.mmap:
-        """The pool, read-only. The mapping is kept from load to load, as long as it is the same file of the same size."""
+        """The pool, read-only.
+
+        The mapping is kept from load to load, as long as it is the same file of the same size.
+        """
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             status = os.fstat(descriptor)
@@ -156,7 +176,9 @@ class StageLoads:
 
 
 def pause_blocking(seconds: float) -> None:
-    """Stop this thread, as an injected fault does: the engine child has no event loop to wait in."""
+    """Stop this thread, as an injected fault does: the engine child has no event loop to wait
+    in.
+    """
     if seconds > 0:
         threading.Event().wait(seconds)
 
@@ -167,6 +189,8 @@ def _sources(pool: mmap.mmap, command: PlacePart) -> dict[str, Source]:
     for place in command.tensors:
         end = place.offset + place.size_bytes
         if not 0 <= place.offset <= end <= len(view):
-            raise BadCheckpoint(f"{place.name} lies at [{place.offset}, {end}), outside the pool of {len(view)} bytes")
+            raise BadCheckpoint(
+                f"{place.name} lies at [{place.offset}, {end}), outside the pool of {len(view)} bytes"
+            )
         sources[place.name] = (place.dtype, place.shape, view[place.offset : end])
     return sources

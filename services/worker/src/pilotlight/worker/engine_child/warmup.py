@@ -1,7 +1,9 @@
-"""Runs a small model through a new engine, so that the first real request finds torch's threads, libraries and kernels set up.
+"""Runs a small model through a new engine, so that the first real request finds torch's threads,
+libraries and kernels set up.
 
-On a CPU this takes some tens of milliseconds off the first prefill of a child, which would be a cold start's. On a GPU it loads cuBLAS
-and what launches kernels, and captures a step; the kernels of other shapes still come with the first model that has them.
+On a CPU this takes some tens of milliseconds off the first prefill of a child, which would be a
+cold start's. On a GPU it loads cuBLAS and what launches kernels, and captures a step; the kernels
+of other shapes still come with the first model that has them.
 """
 
 from dataclasses import dataclass, replace
@@ -47,14 +49,23 @@ _TINY = ModelSpec(
 
 CPU_PROBE = Probe(spec=_TINY, device_bytes=1024 * 1024)
 CUDA_PROBE = Probe(
-    spec=replace(_TINY, hidden_size=1024, intermediate_size=2048, num_heads=8, num_kv_heads=2, head_dim=128, vocab_size=1024),
+    spec=replace(
+        _TINY,
+        hidden_size=1024,
+        intermediate_size=2048,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=128,
+        vocab_size=1024,
+    ),
     device_bytes=256 * 1024 * 1024,
 )
 """Of a common shape of heads; its memory comes in granules of megabytes."""
 
 
 def warm_up(engine: Engine, probe: Probe = CPU_PROBE) -> None:
-    """Load, convert, prefill, decode, sample, unload; the engine is as empty afterwards as it was before.
+    """Load, convert, prefill, decode, sample, unload; the engine is as empty afterwards as it was
+    before.
 
     Raises:
         EngineError: the engine does not work.
@@ -63,11 +74,23 @@ def warm_up(engine: Engine, probe: Probe = CPU_PROBE) -> None:
     decoder = decoder_of(spec)
     engine.begin_load(INSTANCE, spec, spec.whole, Dtype.BFLOAT16, probe.device_bytes)
     for part in spec.parts_of(spec.whole):
-        shapes = {decoder.prefix(part) + name: shape for name, shape in decoder.shapes(part).items()}
-        zeros = {name: (Dtype.FLOAT32, shape, memoryview(bytes(4 * prod(shape)))) for name, shape in shapes.items()}
+        shapes = {
+            decoder.prefix(part) + name: shape for name, shape in decoder.shapes(part).items()
+        }
+        zeros = {
+            name: (Dtype.FLOAT32, shape, memoryview(bytes(4 * prod(shape))))
+            for name, shape in shapes.items()
+        }
         engine.place_part(INSTANCE, part, zeros)
     for index, temperature in enumerate((0.0, 1.0)):
-        sampling = Sampling(seed=index, max_tokens=STEPS, temperature=temperature, top_p=0.9, top_k=8, ignore_eos=True)
+        sampling = Sampling(
+            seed=index,
+            max_tokens=STEPS,
+            temperature=temperature,
+            top_p=0.9,
+            top_k=8,
+            ignore_eos=True,
+        )
         engine.add(RequestId(f"warm-up-{index}"), 0, INSTANCE, [1, 2, 3], [], sampling)
     while engine.has_work:
         engine.step()

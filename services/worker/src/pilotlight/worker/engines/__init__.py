@@ -1,1 +1,3 @@
-"""Engines as the worker sees them: one protocol (``client``), and who speaks it: a child process, or a simulation."""
+"""Engines as the worker sees them: one protocol (``client``), and what speaks it: a child process,
+or a simulation.
+"""

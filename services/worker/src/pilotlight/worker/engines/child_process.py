@@ -24,8 +24,9 @@ log = structlog.get_logger()
 PRIVATE = ("PILOTLIGHT_", "AWS_", "HF_", "HUGGING_FACE_")
 """What a child does not inherit: our settings, and the credentials of object stores and hubs."""
 KEPT_KERNELS = "128"
-"""Kernels that torch compiles for shapes of matrices on a CPU and keeps, 0.5 MiB each; 1,024 if nobody says otherwise. They outlast
-the model: nothing empties the caches. One model has some 170 shapes (``engine.models.layers.padded_rows``); most traffic has fewer."""
+"""Kernels that torch compiles for shapes of matrices on a CPU and keeps, 0.5 MiB each; 1,024 by
+default. They outlast the model: nothing empties the caches. One model has some 170 shapes
+(``engine.models.layers.padded_rows``); most traffic has fewer."""
 REAP_DEADLINE_S = 2.0
 END_GRACE_S = 1.0
 """From the close of its socket to the process's end; then it is killed."""
@@ -39,12 +40,14 @@ class ChildOptions:
 
     threads: int
     log_path: Path
-    """Its standard output and error: never an inherited pipe, which a grandchild would hold open."""
+    """Its standard output and error: never an inherited pipe, which a grandchild would hold open.
+    """
     faults: str = ""
     log_level: str = "info"
     device: DeviceKind = DeviceKind.CPU
     cuda_devices: tuple[str, ...] = ()
-    """UUIDs or indexes of the GPUs that the child is shown. Empty: those that this process is shown."""
+    """UUIDs or indexes of the GPUs that the child is shown. Empty: those that this process is
+    shown."""
     device_bytes: int | None = None
     """Memory for models, where a GPU shall not give what it has."""
     step_tokens: int | None = None
@@ -82,7 +85,9 @@ async def spawn(options: ChildOptions, *, spare: bool = False) -> Child:
             "--threads": options.threads,
             "--log-level": options.log_level,
             "--device": options.device.value,
-            **({"--device-bytes": options.device_bytes} if options.device_bytes is not None else {}),
+            **(
+                {"--device-bytes": options.device_bytes} if options.device_bytes is not None else {}
+            ),
             **({"--step-tokens": options.step_tokens} if options.step_tokens is not None else {}),
         }
         flat = [str(word) for pair in arguments.items() for word in pair]
@@ -112,12 +117,17 @@ def _open_log(path: Path) -> BinaryIO:
         return os.fdopen(os.dup(STANDARD_ERROR_DESCRIPTOR), "ab")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        output = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "ab")
+        output = os.fdopen(
+            os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "ab"
+        )
         if output.seekable() and output.tell() > MAX_LOG_BYTES:
             output.truncate(0)
     except OSError as error:
-        # On a disk that is full, or can only be read. An engine without a log serves; no engine does not.
-        log.error("the engine has no log", action="engine_log_failed", path=str(path), error=str(error))
+        # On a disk that is full, or can only be read. An engine without a log serves; no engine
+        # does not.
+        log.error(
+            "the engine has no log", action="engine_log_failed", path=str(path), error=str(error)
+        )
         return Path(os.devnull).open("ab")
     return output
 
@@ -127,7 +137,10 @@ def _child_environment(options: ChildOptions) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(PRIVATE)}
     if options.device is DeviceKind.CUDA and options.cuda_devices:
         # Indexes count as nvidia-smi does, and not the fastest first.
-        inherited |= {"CUDA_VISIBLE_DEVICES": ",".join(options.cuda_devices), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        inherited |= {
+            "CUDA_VISIBLE_DEVICES": ",".join(options.cuda_devices),
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        }
     return {
         # oneDNN's cache, and that of torch in front of it.
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": KEPT_KERNELS,

@@ -1,7 +1,7 @@
 """The one protocol between a worker and whatever runs its models.
 
-Implementations: ``ProcessEngine`` (the native engine in a child process) and ``SimEngine`` (timings without computation).
-``EngineSwitch`` chooses between them for each model.
+Implementations: ``ProcessEngine`` (the native engine in a child process) and ``SimEngine`` (timings
+without computation). ``EngineSwitch`` chooses between them for each model.
 """
 
 from collections.abc import AsyncIterator
@@ -32,7 +32,9 @@ from pilotlight.policy.phase import Moment
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineDied:
-    """The engine ended: everything that it held is gone, and nothing more comes from it until it is started again."""
+    """The engine ended: everything that it held is gone, and nothing more comes from it until it is
+    started again.
+    """
 
     reason: str
     code: str = EngineFailed.code
@@ -47,10 +49,12 @@ EngineEvent = FromEngine | EngineDied
 
 
 class EngineClient(Protocol):
-    """An engine that may die and be started again. Commands are answered by events, in the order of the commands.
+    """An engine that may die and be started again.
 
-    Commands raise ``EngineFailed`` when the engine is not running or does not take them in time; it then dies, if it has not yet,
-    and ``EngineDied`` follows in the events.
+    Commands are answered by events, in the order of the commands.
+
+    Commands raise ``EngineFailed`` when the engine is not running or does not take them in time; it
+    then dies, if it has not yet, and ``EngineDied`` follows in the events.
     """
 
     @property
@@ -74,7 +78,9 @@ class EngineClient(Protocol):
         ...
 
     async def place_part(self, command: PlacePart, ready: Moment | None = None) -> None:
-        """Copy a part to its place. ``ready``, since when it can be, is for the frame's envelope."""
+        """Copy a part to its place. ``ready``, since when it can be, is for the frame's
+        envelope.
+        """
         ...
 
     async def unload_stage(self, command: UnloadStage) -> None:
@@ -82,19 +88,27 @@ class EngineClient(Protocol):
         ...
 
     async def open_door(self, command: OpenDoor) -> None:
-        """Listen for the engines of other stages; ``DoorOpened`` follows, or ``StageRefused`` without an instance."""
+        """Listen for the engines of other stages; ``DoorOpened`` follows, or ``StageRefused``
+        without an instance.
+        """
         ...
 
     async def connect_stage(self, command: ConnectStage) -> None:
-        """Join a pipeline; ``StageConnected`` follows, and ``StageOpened`` where it leads, or ``StageRefused``."""
+        """Join a pipeline; ``StageConnected`` follows, and ``StageOpened`` where it leads, or
+        ``StageRefused``.
+        """
         ...
 
     async def extend_stage(self, command: ExtendStage) -> None:
-        """Give a stage more layers; ``StageGrown`` follows the last part, ``StageRefused`` the first trouble."""
+        """Give a stage more layers; ``StageGrown`` follows the last part, ``StageRefused`` the
+        first trouble.
+        """
         ...
 
     async def call_off_extend(self, command: CallOffExtend) -> None:
-        """Give an extension up; ``StageRefused`` follows if the stage serves its old range on, else ``StageFailed``."""
+        """Give an extension up; ``StageRefused`` follows if the stage serves its old range on, else
+        ``StageFailed``.
+        """
         ...
 
     async def resize_stage(self, command: ResizeStage) -> None:
@@ -106,7 +120,9 @@ class EngineClient(Protocol):
         ...
 
     async def release_request(self, command: ReleaseRequest) -> None:
-        """Let a request go that goes on elsewhere; ``RequestReleased`` or ``StageRefused`` follows."""
+        """Let a request go that goes on elsewhere; ``RequestReleased`` or ``StageRefused``
+        follows.
+        """
         ...
 
     async def run(self, command: Run) -> None:
@@ -118,11 +134,15 @@ class EngineClient(Protocol):
         ...
 
     def events(self) -> AsyncIterator[Timed[EngineEvent]]:
-        """Everything that it says and when it did, over all its lives, until ``stop``. For one reader."""
+        """Everything that it says and when it did, over all its lives, until ``stop``.
+
+        For one reader.
+        """
         ...
 
     async def kill(self, reason: str, code: str = "") -> None:
-        """End it now: it hangs, or its device has failed. ``EngineDied`` follows, with the code of that, if there is one. A start that is
+        """End it now: it hangs, or its device has failed. ``EngineDied`` follows, with the code of
+        that, if there is one. A start that is
         under way raises.
         """
         ...

@@ -1,4 +1,7 @@
-"""Looks at an engine child now and then, and ends one that hangs. What to make of what is seen is ``policy.hang``'s."""
+"""Looks at an engine child now and then, and ends one that hangs.
+
+What to make of what is seen is ``policy.hang``'s.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +15,8 @@ from pilotlight.worker.engine_child.slate import Slate, mark_of
 
 LOOK_S = 0.25
 LONGEST_LOOK_S = 2 * LOOK_S
-"""As much counts of the time between two looks: when this process itself stood still, that is not the child's fault."""
+"""As much counts of the time between two looks: when this process itself stood still, that is not
+the child's fault."""
 COMPUTES_SHARE = 0.25
 """Of the time on one processor, from which on a process does something."""
 
@@ -27,9 +31,19 @@ class HangWatch:
     """Watches one child, from its start to its end."""
 
     def __init__(
-        self, pid: int, slate: Slate, clock: Clock, *, sent: Callable[[], int], on_cores: bool, patience: Patience
+        self,
+        pid: int,
+        slate: Slate,
+        clock: Clock,
+        *,
+        sent: Callable[[], int],
+        on_cores: bool,
+        patience: Patience,
     ) -> None:
-        """``sent``: commands that it was sent so far. ``on_cores``: it computes with its own processors, and waits for no device."""
+        """``sent``: commands that it was sent so far.
+
+        ``on_cores``: it computes with its own processors, and waits for no device.
+        """
         self.verdict = ""
         """Why it was found hanging."""
         self._pid = pid
@@ -47,7 +61,9 @@ class HangWatch:
         """Learn from what it says."""
         if isinstance(event, StepDone) and event.turn_of is not None and event.batch_tokens > 0:
             mark = mark_of(event.turn_of)
-            self._times[mark] = self._times.get(mark, StepTimes()).after(event.batch_tokens, event.step_time_s)
+            self._times[mark] = self._times.get(mark, StepTimes()).after(
+                event.batch_tokens, event.step_time_s
+            )
         elif isinstance(event, StageUnloaded):
             self._times.pop(mark_of(event.instance_id), None)
 
@@ -75,9 +91,13 @@ class HangWatch:
             handed=handed,
             stopped=process.state in "Tt",
             on_disk=process.state == "D",
-            computing=self._on_cores and (process.state == "R" or now.cpu_s - before.cpu_s >= COMPUTES_SHARE * elapsed_s),
-            # Asked for where it matters: a process has many threads, and nearly always goes on or has nothing to do.
-            starved_s=starved_s(self._pid) if same and (handed or note.doing is not Doing.WAITING) else 0.0,
+            computing=self._on_cores
+            and (process.state == "R" or now.cpu_s - before.cpu_s >= COMPUTES_SHARE * elapsed_s),
+            # Asked for where it matters: a process has many threads, and nearly always goes on or
+            # has nothing to do.
+            starved_s=starved_s(self._pid)
+            if same and (handed or note.doing is not Doing.WAITING)
+            else 0.0,
         )
         self._seen = watched(self._seen, sight, elapsed_s)
-        return hung(self._seen, self._times.get(note.whose, StepTimes()), self._patience)
+        return hung(self._seen, self._times.get(note.mark, StepTimes()), self._patience)

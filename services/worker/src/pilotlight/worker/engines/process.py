@@ -1,7 +1,8 @@
 """The engine as a child process, over a Unix socketpair.
 
-A busy Python thread beside a step of a few milliseconds doubles it; a busy process does not. A crash in native code ends the child
-alone: this side notices at once, because the socket closes with the last process that has it.
+A busy Python thread beside a step of a few milliseconds doubles it; a busy process does not. A
+crash in native code ends the child alone: this side notices at once, because the socket closes with
+the last process that has it.
 """
 
 import asyncio
@@ -48,10 +49,12 @@ START_DEADLINE_S = 60.0
 CUDA_START_DEADLINE_S = 240.0
 """On a new machine native code and kernels are compiled, too."""
 COMMAND_DEADLINE_S = 300.0
-"""For handing a command over. A child reads between two steps, however long those are; one that hangs is found earlier."""
+"""For handing a command over. A child reads between two steps, however long those are; one that
+hangs is found earlier."""
 STOP_DEADLINE_S = 3.0
 LET_GO_S = 1.0
-"""A child that is killed and still has its socket then is stuck in the driver: it is left to itself."""
+"""A child that is killed and still has its socket then is stuck in the driver: it is left to
+itself."""
 MAX_EVENTS = 1024
 """Events that wait to be worked on; past it the child waits."""
 
@@ -60,7 +63,12 @@ class ProcessEngine:
     """``EngineClient`` whose engine is ``python -m pilotlight.worker.engine_child.child``."""
 
     def __init__(
-        self, options: ChildOptions, spare: Spare | None = None, *, patience: Patience | None = None, clock: Clock | None = None
+        self,
+        options: ChildOptions,
+        spare: Spare | None = None,
+        *,
+        patience: Patience | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self._options = options
         self._spare = spare
@@ -74,11 +82,14 @@ class ProcessEngine:
         self._up: EngineUp | None = None
         self._reading: asyncio.Task[None] | None = None
         self._kill_reason = ""
-        """Why the child was killed, or the one that is being started is to be; until the next start."""
+        """Why the child was killed, or the one that is being started is to be; until the next
+        start."""
         self._kill_code = ""
         self._stopping = False
         self._starting = asyncio.Lock()
-        self._start_deadline_s = CUDA_START_DEADLINE_S if options.device is DeviceKind.CUDA else START_DEADLINE_S
+        self._start_deadline_s = (
+            CUDA_START_DEADLINE_S if options.device is DeviceKind.CUDA else START_DEADLINE_S
+        )
 
     @property
     def alive(self) -> bool:
@@ -99,7 +110,8 @@ class ProcessEngine:
         async with self._starting:
             if self._up is not None:
                 return self._up
-            # Before anything is waited for: from here on a kill means the child that is being started.
+            # Before anything is waited for: from here on a kill means the child that is being
+            # started.
             self._kill_reason = self._kill_code = ""
             if self._reading is not None:
                 await self._reading
@@ -109,7 +121,11 @@ class ProcessEngine:
                 try:
                     return await self._begin(spare)
                 except EngineFailed as error:
-                    log.warning("the spare engine does not start", action="spare_start_failed", error=error.message)
+                    log.warning(
+                        "the spare engine does not start",
+                        action="spare_start_failed",
+                        error=error.message,
+                    )
             self._check_wanted()
             try:
                 child = await spawn(self._options)
@@ -118,10 +134,11 @@ class ProcessEngine:
             return await self._begin(child)
 
     def _check_wanted(self) -> None:
-        """Nobody has changed their mind since the start began.
+        """The engine is still wanted, as it was when the start began.
 
         Raises:
-            EngineFailed: the engine was stopped for good, or killed: no child may be started in the place of this one.
+            EngineFailed: the engine was stopped for good, or killed: no child may be started in the
+                place of this one.
         """
         if self._stopping:
             raise EngineFailed("the engine was stopped for good")
@@ -136,19 +153,27 @@ class ProcessEngine:
             # There was no child to be killed while it was taken or spawned.
             self._check_wanted()
             starting = read_frame(child.reader, EventFrame)
-            told: EventFrame | None = await within(self._start_deadline_s, starting, "the engine's start")
+            told: EventFrame | None = await within(
+                self._start_deadline_s, starting, "the engine's start"
+            )
             first = told.message if told is not None else None
             self._check_wanted()
         except PilotlightError as error:
             kill_group(child.process)
             await self._bury(child)
-            raise EngineFailed(f"the engine did not start: {error.message}. See {self._options.log_path}.") from error
+            raise EngineFailed(
+                f"the engine did not start: {error.message}. See {self._options.log_path}."
+            ) from error
         except OSError:
             first = None
         if not isinstance(first, EngineUp):
             # Not killed: what it has to say of its end is still to be written to its log.
             status = await self._bury(child)
-            reason = first.message if isinstance(first, EngineFault) else watch.verdict or f"it ended with status {status}"
+            reason = (
+                first.message
+                if isinstance(first, EngineFault)
+                else watch.verdict or f"it ended with status {status}"
+            )
             raise EngineFailed(f"the engine did not start: {reason}. See {self._options.log_path}.")
         self._up = first
         self._reading = asyncio.create_task(self._read(child, watch), name="engine events")
@@ -227,11 +252,11 @@ class ProcessEngine:
             _kill(child)
         if reading is not None:
             self._reading = None
-            # Its reader of events may have left already: what waits is of no use to anybody then.
+            # Its reader of events may have left already: what waits is of no use then.
             self._drain_events()
             await reading
         async with self._starting:
-            pass  # Who starts a child buries it.
+            pass  # The start that makes a child buries it.
         self._drain_events()
         self._events.put_nowait(None)
 
@@ -240,7 +265,11 @@ class ProcessEngine:
             child.writer.write(frame(Timed(Shutdown())))
             await within(STOP_DEADLINE_S, child.process.wait(), "the engine's end")
         except (DeadlineExceeded, OSError):
-            log.warning("engine killed: it did not end in time", action="engine_stop_killed", pid=child.process.pid)
+            log.warning(
+                "engine killed: it did not end in time",
+                action="engine_stop_killed",
+                pid=child.process.pid,
+            )
 
     def _drain_events(self) -> None:
         while not self._events.empty():
@@ -252,10 +281,13 @@ class ProcessEngine:
             raise EngineFailed("the engine is not running")
         data = frame(Timed(command, sent or moment_of(self._clock)))
         try:
-            # Not before there is a frame: what is too large for one is never taken, and must not be waited for.
+            # Not before there is a frame: what is too large for one is never taken, and must not be
+            # waited for.
             self._sent += 1
             child.writer.write(data)
-            await within(COMMAND_DEADLINE_S, child.writer.drain(), "handing a command to the engine")
+            await within(
+                COMMAND_DEADLINE_S, child.writer.drain(), "handing a command to the engine"
+            )
         except DeadlineExceeded as error:
             await self.kill(f"it took no command for {COMMAND_DEADLINE_S:g} s")
             raise EngineFailed(error.message) from error
@@ -284,7 +316,9 @@ class ProcessEngine:
         if self._stopping:
             return
         reason = reason or f"it ended with status {status}"
-        log.error("engine ended", action="engine_died", pid=child.process.pid, reason=reason, code=code)
+        log.error(
+            "engine ended", action="engine_died", pid=child.process.pid, reason=reason, code=code
+        )
         await self._events.put(Timed(EngineDied(reason=reason, code=code, hung=hung)))
 
     async def _bury(self, child: Child) -> int | None:
@@ -302,6 +336,10 @@ async def _end_when_hung(child: Child, watch: HangWatch) -> None:
 
 
 def _kill(child: Child) -> None:
-    """Kill a child. One that is stuck in the driver keeps its socket, and what was not sent: it is left to itself, and so is that."""
+    """Kill a child.
+
+    One that is stuck in the driver keeps its socket, and what was not sent: it is left to itself,
+    and so is that.
+    """
     kill_group(child.process)
     asyncio.get_running_loop().call_later(LET_GO_S, child.writer.transport.abort)

@@ -1,7 +1,9 @@
-"""An engine that computes nothing: it answers with a profile's timing and with tokens that follow from the seed and all before them.
+"""An engine that computes nothing: it answers with a profile's timing and with tokens that follow
+from the seed and all before them.
 
-Hundreds of them run in one process, for load and failure tests of everything around them. A grammar is refused: tokens without a
-meaning cannot follow one, and an answer that only looks as if it did would deceive a test.
+Hundreds of them run in one process, for load and failure tests of everything around them. A grammar
+is refused: tokens without a meaning cannot follow one, and an answer that only looks as if it did
+would deceive a test.
 """
 
 import asyncio
@@ -95,14 +97,18 @@ class SimEngine:
     async def start(self) -> EngineUp:
         if self._turning is None:
             self._turning = asyncio.create_task(self._turn_for_ever(), name="simulated engine")
-        return EngineUp(pid=os.getpid(), device_name="sim", load_bytes_per_s=self._speed.load_bytes_per_s)
+        return EngineUp(
+            pid=os.getpid(), device_name="sim", load_bytes_per_s=self._speed.load_bytes_per_s
+        )
 
     async def load_stage(self, command: LoadStage, sent: Moment | None = None) -> None:
         self._check()
         stage = SimStage.of(command)
         if stage.kv_capacity_tokens == 0:
             message = f"{command.device_bytes} bytes hold no KV beside the parameters"
-            await self._say(StageFailed(instance_id=command.instance_id, code="no_room", message=message))
+            await self._say(
+                StageFailed(instance_id=command.instance_id, code="no_room", message=message)
+            )
             return
         self._stages[command.instance_id] = stage
         if stage.serves:
@@ -121,7 +127,12 @@ class SimEngine:
             if request.run.instance_id == command.instance_id and stage is not None and stage.ready:
                 self._end(key, FinishReason.CANCELLED)
             elif request.run.instance_id == command.instance_id:
-                self._end(key, FinishReason.ERROR, NotLoaded.code, f"{command.instance_id} was given up before it was loaded")
+                self._end(
+                    key,
+                    FinishReason.ERROR,
+                    NotLoaded.code,
+                    f"{command.instance_id} was given up before it was loaded",
+                )
         await self._say(StageUnloaded(instance_id=command.instance_id))
 
     async def open_door(self, command: OpenDoor) -> None:
@@ -154,9 +165,15 @@ class SimEngine:
         before, stage.device_bytes = stage.device_bytes, command.device_bytes
         if stage.kv_capacity_tokens == 0:
             stage.device_bytes = before
-            await self._refuse(command.instance_id, "no_room", f"{command.device_bytes} bytes hold no KV")
+            await self._refuse(
+                command.instance_id, "no_room", f"{command.device_bytes} bytes hold no KV"
+            )
             return
-        await self._say(StageResized(instance_id=command.instance_id, kv_capacity_tokens=stage.kv_capacity_tokens))
+        await self._say(
+            StageResized(
+                instance_id=command.instance_id, kv_capacity_tokens=stage.kv_capacity_tokens
+            )
+        )
 
     async def call_off_extend(self, command: CallOffExtend) -> None:
         self._check()
@@ -166,19 +183,27 @@ class SimEngine:
             await self._refuse(command.instance_id, command.code, command.message)
             return
         del self._stages[command.instance_id]
-        await self._say(StageFailed(instance_id=command.instance_id, code=command.code, message=command.message))
+        await self._say(
+            StageFailed(instance_id=command.instance_id, code=command.code, message=command.message)
+        )
 
     async def export_kv(self, command: ExportKv) -> None:
         """There is nothing to copy: tokens follow from those before them."""
         self._check()
         instance_id, request_id = command.instance_id, command.request_id
-        await self._say(KvExported(instance_id=instance_id, request_id=request_id, attempt=command.attempt, kv=()))
+        await self._say(
+            KvExported(
+                instance_id=instance_id, request_id=request_id, attempt=command.attempt, kv=()
+            )
+        )
 
     async def release_request(self, command: ReleaseRequest) -> None:
         self._check()
         request = self._requests.pop(RequestKey(command.request_id, command.attempt), None)
         if request is None:
-            await self._refuse(command.instance_id, BadRequest.code, f"request {command.request_id} is not here")
+            await self._refuse(
+                command.instance_id, BadRequest.code, f"request {command.request_id} is not here"
+            )
             return
         await self._say(request.released())
 
@@ -192,7 +217,9 @@ class SimEngine:
         return stage
 
     async def _open(self, instance_id: InstanceId, stage: SimStage) -> None:
-        await self._say(StageOpened(instance_id=instance_id, kv_capacity_tokens=stage.kv_capacity_tokens))
+        await self._say(
+            StageOpened(instance_id=instance_id, kv_capacity_tokens=stage.kv_capacity_tokens)
+        )
 
     async def _refuse(self, instance_id: InstanceId, code: str, message: str) -> None:
         await self._say(StageRefused(instance_id=instance_id, code=code, message=message))
@@ -202,10 +229,14 @@ class SimEngine:
         key = RequestKey(command.request_id, command.attempt)
         left_s = math.inf if command.deadline_in_s is None else command.deadline_in_s
         deadline_s = self._clock.monotonic_s() + left_s
-        self._requests[key] = SimRequest(run=command, position=len(command.output_ids), deadline_s=deadline_s)
+        self._requests[key] = SimRequest(
+            run=command, position=len(command.output_ids), deadline_s=deadline_s
+        )
         stage = self._stages.get(command.instance_id)
         if stage is None or not stage.serves:
-            self._end(key, FinishReason.ERROR, NotLoaded.code, f"{command.instance_id} is not held here")
+            self._end(
+                key, FinishReason.ERROR, NotLoaded.code, f"{command.instance_id} is not held here"
+            )
         elif command.sampling.grammar is not None:
             self._end(key, FinishReason.ERROR, BadRequest.code, NO_GRAMMAR)
         self._wake.set()
@@ -262,8 +293,14 @@ class SimEngine:
             self._expire(self._clock.monotonic_s())
 
     def _runnable(self) -> list[tuple[RequestKey, SimRequest]]:
-        """Requests of stages that are loaded: nothing is computed here, so nothing of them runs before."""
-        return [(key, request) for key, request in self._requests.items() if self._stages[request.run.instance_id].ready]
+        """Requests of stages that are loaded: nothing is computed here, so nothing of them runs
+        before.
+        """
+        return [
+            (key, request)
+            for key, request in self._requests.items()
+            if self._stages[request.run.instance_id].ready
+        ]
 
     async def _place(self, command: PlacePart) -> None:
         stage = self._stages.get(command.instance_id)
@@ -307,7 +344,9 @@ class SimEngine:
         self._expire(start_s)
         batch = self._runnable()[:MAX_BATCH]
         fresh = [request for _, request in batch if request.tokens is None]
-        prompt_tokens = sum(len(request.run.prompt_ids) + len(request.run.output_ids) for request in fresh)
+        prompt_tokens = sum(
+            len(request.run.prompt_ids) + len(request.run.output_ids) for request in fresh
+        )
         if batch:
             if any(not self._stages[request.run.instance_id].prefilled for request in fresh):
                 await self._faults.delay("prefill")
@@ -341,7 +380,9 @@ class SimEngine:
         if stage is None:
             return
         vocab_size = stage.model.spec.vocab_size
-        request.tokens = SimTokens.after(run.sampling.seed, (*run.prompt_ids, *run.output_ids), vocab_size)
+        request.tokens = SimTokens.after(
+            run.sampling.seed, (*run.prompt_ids, *run.output_ids), vocab_size
+        )
         if not stage.prefilled:
             stage.prefilled = True
             self._phases.record(run.instance_id, PhaseName.PREFILL, start_s)
@@ -366,9 +407,13 @@ class SimEngine:
         return max(0, capacity - self._kv_used_tokens())
 
     def _kv_used_tokens(self) -> int:
-        return sum(len(request.run.prompt_ids) + request.position for request in self._requests.values())
+        return sum(
+            len(request.run.prompt_ids) + request.position for request in self._requests.values()
+        )
 
-    def _end(self, key: RequestKey, finish: FinishReason, code: str = "", message: str = "") -> None:
+    def _end(
+        self, key: RequestKey, finish: FinishReason, code: str = "", message: str = ""
+    ) -> None:
         request = self._requests.pop(key)
         self._ended.append(
             Produced(

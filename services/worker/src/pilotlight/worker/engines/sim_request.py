@@ -26,7 +26,10 @@ class SimRequest:
         sampling = self.run.sampling
         token_id, logprob = self.tokens.next()
         self.tokens.take(token_id)
-        position, stops = self.position, not sampling.ignore_eos and token_id in sampling.stop_token_ids
+        position, stops = (
+            self.position,
+            not sampling.ignore_eos and token_id in sampling.stop_token_ids,
+        )
         self.position += not stops
         self.given += [] if stops else [token_id]
         total = len(self.run.prompt_ids) + self.position

@@ -49,11 +49,18 @@ class SimStage:
     def refusal_of(self, command: ExtendStage) -> tuple[str, str] | None:
         """Code and sentence if it cannot grow so."""
         stage, layers = self.stage, self.model.spec.num_layers
-        longer = command.stage.start == stage.start and stage.stop < command.stage.stop <= layers
+        longer = (
+            stage != command.stage
+            and stage.is_within(command.stage)
+            and command.stage.stop <= layers
+        )
         if self.target is not None:
             return "conflict", "it is growing already"
         if not longer:
-            return "invalid_request", f"[{stage.start}, {stage.stop}) does not begin the range that is asked for"
+            return (
+                "invalid_request",
+                f"[{stage.start}, {stage.stop}) is not a part of the range that is asked for",
+            )
         if command.device_bytes <= self.model.device_bytes(command.stage):
             return "no_room", f"{command.device_bytes} bytes hold no KV beside the parameters"
         return None

@@ -8,9 +8,11 @@ _MASK = (1 << 64) - 1
 
 @dataclass(slots=True)
 class SimTokens:
-    """The tokens of one request on every simulated engine: each is a hash of the seed and of all tokens before it.
+    """The tokens of one request on every simulated engine: each is a hash of the seed and of all
+    tokens before it.
 
-    So a request that is resumed with another prompt, other output, another seed or at another position gives other tokens.
+    So a request that is resumed with another prompt, other output, another seed or at another
+    position gives other tokens.
     """
 
     state: int

@@ -1,4 +1,5 @@
-"""A second engine child that waits: it has imported what an engine needs, which is most of a start, and has no device yet.
+"""A second engine child that waits: it has imported what an engine needs, which is most of a start,
+and has no device yet.
 
 ::
 
@@ -22,10 +23,11 @@ from pilotlight.worker.engines.child_process import Child, ChildOptions, bury, k
 log = structlog.get_logger()
 
 IMPORT_DEADLINE_S = 300.0
-"""At low priority on busy cores an import takes its time; nobody waits for it."""
+"""At low priority on busy cores an import takes its time; nothing waits for it."""
 PROMOTE_DEADLINE_S = 1.0
 BACKOFF = Backoff(first_s=2.0, limit_s=120.0)
-"""Before a spare is made: an engine that has just come up has its first load to do. Doubled with each spare that dies unused."""
+"""Before a spare is made: an engine that has just come up has its first load to do. Doubled with
+each spare that dies unused."""
 
 
 class Spare:
@@ -49,9 +51,12 @@ class Spare:
             self._keeping = asyncio.create_task(self._keep(), name="spare engine")
 
     async def take(self) -> Child | None:
-        """The spare, told to become the engine: its first frame is ``EngineUp``. None when there is none that is ready.
+        """The spare, told to become the engine: its first frame is ``EngineUp``.
 
-        One that still imports is given up: at low priority it may take longer than a child that is started now.
+        None when there is none that is ready.
+
+        One that still imports is given up: at low priority it may take longer than a child that is
+        started now.
         """
         child, self._ready = self._ready, None
         await self._stop_keeping()
@@ -61,7 +66,12 @@ class Spare:
             child.writer.write(frame(Timed(Promote())))
             await within(PROMOTE_DEADLINE_S, child.writer.drain(), "promoting the spare engine")
         except (PilotlightError, OSError) as error:
-            log.warning("the spare engine is gone", action="spare_lost", pid=child.process.pid, error=str(error))
+            log.warning(
+                "the spare engine is gone",
+                action="spare_lost",
+                pid=child.process.pid,
+                error=str(error),
+            )
             await bury(child)
             return None
         log.info("spare engine promoted", action="spare_promoted", pid=child.process.pid)
@@ -99,7 +109,9 @@ class Spare:
         child = await spawn(self._options, spare=True)
         is_ready = False
         try:
-            told: EventFrame | None = await within(IMPORT_DEADLINE_S, read_frame(child.reader, EventFrame), "its imports")
+            told: EventFrame | None = await within(
+                IMPORT_DEADLINE_S, read_frame(child.reader, EventFrame), "its imports"
+            )
             first = told.message if told is not None else None
             if not isinstance(first, SpareReady):
                 raise EngineFailed(f"the spare ended at its start. See {self._options.log_path}.")
@@ -108,12 +120,17 @@ class Spare:
             self._ready, is_ready = child, True
             log.info("spare engine ready", action="spare_ready", pid=child.process.pid)
             await child.process.wait()
-            log.warning("the spare engine ended", action="spare_ended", pid=child.process.pid, status=child.process.returncode)
+            log.warning(
+                "the spare engine ended",
+                action="spare_ended",
+                pid=child.process.pid,
+                status=child.process.returncode,
+            )
         finally:
             if self._ready is child or not is_ready:
                 self._ready = None
                 await _end(child)
-            # Else it was taken, and is whose who took it.
+            # Else it was taken: it belongs to the engine that took it.
 
 
 async def _end(child: Child) -> None:

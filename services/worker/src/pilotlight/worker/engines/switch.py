@@ -6,12 +6,13 @@
     place_part, unload_stage, run          ─> the engine that has the instance
     events                                <─  every engine's; a step says what all of them together have
 
-The main engine is made at once and started with the worker: what it finds out about the device holds for all. Another engine that
-dies is started again for the next stage of its kind.
+The main engine is made at once and started with the worker: what it finds out about the device
+holds for all. Another engine that dies is started again for the next stage of its kind.
 """
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -26,10 +27,17 @@ from pilotlight.common.messages.engine import (
     ExtendStage,
     LoadStage,
     OpenDoor,
+    PipelineLeft,
     PlacePart,
+    Prefilled,
     ReleaseRequest,
     ResizeStage,
     Run,
+    StageFailed,
+    StageGrown,
+    StageLoaded,
+    StageOpened,
+    StageRefused,
     StageUnloaded,
     StepDone,
     UnloadStage,
@@ -50,12 +58,15 @@ class _Route:
     kind: EngineKind
     loaded: bool = True
     """A load was asked for, and no unload after it."""
-    unloads: int = 0
-    """Asked for, and not confirmed."""
+    unloads: Counter[EngineKind] = field(default_factory=Counter["EngineKind"])
+    """Asked of each engine, and not confirmed: an instance may have come back on another one."""
 
 
 class EngineSwitch:
-    """One ``EngineClient`` for each kind of engine that the worker's models ask for. Its commands are those of ``EngineClient``."""
+    """One ``EngineClient`` for each kind of engine that the worker's models ask for.
+
+    Its commands are those of ``EngineClient``.
+    """
 
     def __init__(
         self,
@@ -120,14 +131,16 @@ class EngineSwitch:
 
     async def unload_stage(self, command: UnloadStage) -> None:
         """See ``EngineClient.unload_stage``."""
-        # Also of one that no engine has: should the main engine die before it has answered, that is the answer.
+        # Also of one that no engine has: should the main engine die before it has answered, that is
+        # the answer.
         route = self._routes.setdefault(command.instance_id, _Route(self._main))
         route.loaded = False
-        route.unloads += 1
+        kind = route.kind
+        route.unloads[kind] += 1
         try:
-            await self._engines[route.kind].unload_stage(command)
+            await self._engines[kind].unload_stage(command)
         except EngineFailed:
-            self._unloaded(command.instance_id)
+            self._unloaded(kind, command.instance_id)
             raise
 
     async def open_door(self, command: OpenDoor) -> None:
@@ -163,7 +176,10 @@ class EngineSwitch:
         await self._having(command.instance_id).run(command)
 
     async def abort(self, command: Abort) -> None:
-        """See ``EngineClient.abort``. Which engine has the request is not known here, so every one that runs is told."""
+        """See ``EngineClient.abort``.
+
+        Which engine has the request is not known here, so every one that runs is told.
+        """
         failed: EngineFailed | None = None
         for kind, engine in self._engines.items():
             if kind is self._main or engine.alive:
@@ -187,7 +203,9 @@ class EngineSwitch:
     def _engine(self, kind: EngineKind) -> EngineClient:
         if kind not in self._factories:
             known = ", ".join(sorted(kind.value for kind in self._factories))
-            raise UnsupportedModel(f"the model asks for an engine of kind {kind.value}, and this worker has {known}")
+            raise UnsupportedModel(
+                f"the model asks for an engine of kind {kind.value}, and this worker has {known}"
+            )
         if kind not in self._engines:
             engine = self._engines[kind] = self._factories[kind]()
             if self._on_event is not None:
@@ -195,49 +213,83 @@ class EngineSwitch:
         return self._engines[kind]
 
     def _having(self, instance_id: InstanceId) -> EngineClient:
-        """The engine that has an instance; for one that none has, the main engine answers that it is not there."""
+        """The engine that has an instance; for one that none has, the main engine answers that it
+        is not there.
+        """
         route = self._routes.get(instance_id)
         return self.main if route is None else self._engines[route.kind]
 
     def _read(self, kind: EngineKind, engine: EngineClient, on_event: OnEvent) -> None:
-        self._background.spawn(f"events of the {kind.value} engine", self._pass_on(kind, engine, on_event))
+        self._background.spawn(
+            f"events of the {kind.value} engine", self._pass_on(kind, engine, on_event)
+        )
 
     async def _pass_on(self, kind: EngineKind, engine: EngineClient, on_event: OnEvent) -> None:
         async for told in engine.events():
-            await on_event(Timed(self._seen(kind, told.message), told.sent))
+            for event in self._seen(kind, told.message):
+                await on_event(Timed(event, told.sent))
 
-    def _seen(self, kind: EngineKind, event: EngineEvent) -> EngineEvent:
-        """An engine's event as the worker is to see it."""
+    def _seen(self, kind: EngineKind, event: EngineEvent) -> tuple[EngineEvent, ...]:
+        """An engine's event as the worker is to see it: perhaps not at all, perhaps as several."""
         match event:
             case StageUnloaded():
-                self._unloaded(event.instance_id)
+                self._unloaded(kind, event.instance_id)
+            case (
+                StageOpened()
+                | StageLoaded()
+                | StageFailed()
+                | StageGrown()
+                | StageRefused()
+                | PipelineLeft()
+                | Prefilled()
+            ):
+                route = (
+                    self._routes.get(event.instance_id) if event.instance_id is not None else None
+                )
+                if route is not None and route.kind is not kind:
+                    # It is about what was here before the instance came back on another engine.
+                    return ()
             case EngineDied():
                 return self._of_one(kind, event)
             case StepDone():
                 self._steps[kind] = event
-                return event if len(self._engines) == 1 else self._of_all(event)
+                return (event if len(self._engines) == 1 else self._of_all(event),)
             case _:
                 pass
-        return event
+        return (event,)
 
-    def _unloaded(self, instance_id: InstanceId) -> None:
+    def _unloaded(self, kind: EngineKind, instance_id: InstanceId) -> None:
         route = self._routes.get(instance_id)
         if route is None:
             return
-        route.unloads = max(0, route.unloads - 1)
-        if not route.loaded and route.unloads == 0:
+        route.unloads[kind] = max(0, route.unloads[kind] - 1)
+        if not route.loaded and not route.unloads.total():
             del self._routes[instance_id]
 
-    def _of_one(self, kind: EngineKind, died: EngineDied) -> EngineDied:
-        """What died with an engine: everything, where there is no other."""
+    def _of_one(self, kind: EngineKind, died: EngineDied) -> tuple[EngineEvent, ...]:
+        """What died with an engine: everything, where there is no other.
+
+        What it was still to unload of instances that are on another engine by now is free.
+        """
         self._steps.pop(kind, None)
-        gone = frozenset(instance_id for instance_id, route in self._routes.items() if route.kind is kind)
+        gone = frozenset(
+            instance_id for instance_id, route in self._routes.items() if route.kind is kind
+        )
         for instance_id in gone:
             del self._routes[instance_id]
-        return died if len(self._engines) == 1 else replace(died, instances=gone)
+        freed = [
+            instance_id
+            for instance_id, route in self._routes.items()
+            for _ in range(route.unloads[kind])
+        ]
+        for instance_id in freed:
+            self._unloaded(kind, instance_id)
+        unloaded = (StageUnloaded(instance_id=instance_id) for instance_id in freed)
+        return (died if len(self._engines) == 1 else replace(died, instances=gone), *unloaded)
 
     def _of_all(self, step: StepDone) -> StepDone:
         """A step, with what all engines have after it."""
         return msgspec.structs.replace(
-            step, **{name: sum(getattr(last, name) for last in self._steps.values()) for name in SUMMED}
+            step,
+            **{name: sum(getattr(last, name) for last in self._steps.values()) for name in SUMMED},
         )

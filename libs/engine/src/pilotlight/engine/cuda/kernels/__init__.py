@@ -1,1 +1,4 @@
-"""Triton kernels. Each has a wrapper that takes tensors, checks nothing and allocates nothing but its result."""
+"""Triton kernels.
+
+Each has a wrapper that takes tensors, checks nothing and allocates nothing but its result.
+"""

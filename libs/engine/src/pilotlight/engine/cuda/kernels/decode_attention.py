@@ -1,13 +1,15 @@
-"""Attention of single rows over the paged cache: split among programs, and put together by the last one that is done.
+"""Attention of single rows over the paged cache: split among programs, and put together by the last
+one that is done.
 
 ::
 
-    row 0   [ item 0 ........ )[ item 1 ........ )[ item 2 )     a row's keys in items, each a program for each key-value head
-    row 1   [ item 3 ... )                                       one item: no partial results at all
+    row 0   [ split 0 ....... )[ split 1 ....... )[ split 2 )    a row's keys in KV splits, each a program for each key-value head
+    row 1   [ split 3 .. )                                       one split: no partial results at all
 
-The items are made on the host (``cuda.rows``), so that one long row is shared among many programs and the number of programs does
-not depend on lengths: the same launch serves a captured graph. Partial results are added up in the order of the items, whichever
-program comes last: the result does not depend on that.
+The splits are made on the host (``cuda.attention_metadata``), so that one long row is shared among
+many programs and the number of programs does not depend on lengths: the same launch serves a
+captured graph. Partial results are added up in the order of the splits, whichever program comes
+last: the result does not depend on that.
 """
 
 from typing import NamedTuple
@@ -18,15 +20,16 @@ import triton.language as tl
 from torch import Tensor
 
 from pilotlight.engine.core.blocks import BLOCK_TOKENS
+from pilotlight.engine.cuda.attention_metadata import MAX_ROW_SPLITS, KvSplits, Place, RowMetadata
 from pilotlight.engine.cuda.kernels.launching import Kernel
-from pilotlight.engine.cuda.rows import MAX_SPLITS, Items, Place, Rows
 
 MANY_ROWS = 16
-"""From so many on, programs are many, and each does best with large tiles."""
+"""From this many on, programs are many, and each does best with large tiles."""
 NARROW_DIM = 128
 """Heads up to this width fit into the registers of a single warp."""
 PRECISION = tl.constexpr("tf32x3")
-"""How float32 is multiplied: in three parts by tensor cores, which errs about as much as float32 itself does."""
+"""How float32 is multiplied: in three parts by tensor cores, which errs about as much as float32
+itself does."""
 
 
 @triton.jit
@@ -39,7 +42,10 @@ def _turned(
     place, bias, norm, eps, cosines, sines, head, known,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORMS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of heads [n, PADDED_DIM] from ``place`` with bias, normed and turned. ``head`` [n, 1] counts from the queries' first."""
+    """Rows of heads [n, PADDED_DIM] from ``place`` with bias, normed and turned.
+
+    ``head`` [n, 1] counts from the queries' first.
+    """
     HALF: tl.constexpr = HEAD_DIM // 2
     dim = tl.arange(0, PADDED_DIM)[None, :]
     fits = dim < HEAD_DIM
@@ -48,12 +54,26 @@ def _turned(
     x = tl.load(place + head * HEAD_DIM + dim, mask=known & fits, other=0.0).to(tl.float32)
     y = tl.load(place + head * HEAD_DIM + partner, mask=known & fits, other=0.0).to(tl.float32)
     if HAS_BIAS:
-        x = _as(x + tl.load(bias + head * HEAD_DIM + dim, mask=known & fits, other=0.0).to(tl.float32), dtype)
-        y = _as(y + tl.load(bias + head * HEAD_DIM + partner, mask=known & fits, other=0.0).to(tl.float32), dtype)
+        x = _as(
+            x + tl.load(bias + head * HEAD_DIM + dim, mask=known & fits, other=0.0).to(tl.float32),
+            dtype,
+        )
+        y = _as(
+            y
+            + tl.load(bias + head * HEAD_DIM + partner, mask=known & fits, other=0.0).to(
+                tl.float32
+            ),
+            dtype,
+        )
     if HAS_NORMS:
         share = tl.rsqrt(tl.sum(x * x, axis=1)[:, None] / HEAD_DIM + eps)
-        x = _as(_as(x * share, dtype) * tl.load(norm + dim, mask=fits, other=0.0).to(tl.float32), dtype)
-        y = _as(_as(y * share, dtype) * tl.load(norm + partner, mask=fits, other=0.0).to(tl.float32), dtype)
+        x = _as(
+            _as(x * share, dtype) * tl.load(norm + dim, mask=fits, other=0.0).to(tl.float32), dtype
+        )
+        y = _as(
+            _as(y * share, dtype) * tl.load(norm + partner, mask=fits, other=0.0).to(tl.float32),
+            dtype,
+        )
     pair = tl.where(dim < HALF, dim, dim - HALF)
     cosine = tl.load(cosines + pair, mask=fits, other=0.0).to(tl.float32)
     sine = tl.load(sines + pair, mask=fits, other=0.0).to(tl.float32)
@@ -64,23 +84,23 @@ def _turned(
 def _decode_attention(
     queries, bias, query_norm, key_norm, cosines, sines,
     keys, values, out, partial, marks, arrived,
-    blocks, positions, slots, first_blocks, first_items, num_items, item_rows, item_starts, item_stops,
+    blocks, positions, slots, first_blocks, first_splits, num_splits, split_rows, split_starts, split_stops,
     eps, scale,
     ROW_STRIDE: tl.constexpr,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr, KEYS_AT_ONCE: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-    MAX_SPLITS: tl.constexpr, RAW: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORMS: tl.constexpr,
+    MAX_ROW_SPLITS: tl.constexpr, RAW: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORMS: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)
-    item = tl.program_id(1)
-    row = tl.load(item_rows + item)
+    split = tl.program_id(1)
+    row = tl.load(split_rows + split)
     if row < 0:
         return
-    start = tl.load(item_starts + item)
-    stop = tl.load(item_stops + item)
+    start = tl.load(split_starts + split)
+    stop = tl.load(split_stops + split)
     position = tl.load(positions + row)
     first_block = tl.load(first_blocks + row)
-    splits = tl.load(num_items + row)
+    splits = tl.load(num_splits + row)
     dtype = keys.dtype.element_ty
     dim = tl.arange(0, PADDED_DIM)[None, :]
     fits = dim < HEAD_DIM
@@ -98,7 +118,8 @@ def _decode_attention(
             HEAD_DIM, PADDED_DIM, HAS_BIAS, HAS_NORMS,
         )  # fmt: skip
         if stop > position:
-            # This item has the new token: its key and value come from the projection, and nobody else stores them.
+            # This split has the new token: its key and value come from the projection, and this
+            # program alone stores them.
             stop = position
             one = tl.full([1, 1], NUM_HEADS, tl.int32) + kv_head
             key = _turned(
@@ -108,7 +129,9 @@ def _decode_attention(
             value_place = (one + NUM_KV_HEADS) * HEAD_DIM + dim
             value = tl.load(row_place + value_place, mask=fits, other=0.0).to(tl.float32)
             if HAS_BIAS:
-                value = _as(value + tl.load(bias + value_place, mask=fits, other=0.0).to(tl.float32), dtype)
+                value = _as(
+                    value + tl.load(bias + value_place, mask=fits, other=0.0).to(tl.float32), dtype
+                )
             slot = tl.load(slots + row).to(tl.int64)
             stored = (slot * NUM_KV_HEADS + kv_head) * HEAD_DIM + dim
             tl.store(keys + stored, key.to(dtype), mask=fits & (slot >= 0))
@@ -117,13 +140,17 @@ def _decode_attention(
             total += 1.0
             mixed += value
     else:
-        query = tl.load(row_place + head * HEAD_DIM + dim, mask=known & fits, other=0.0).to(tl.float32)
+        query = tl.load(row_place + head * HEAD_DIM + dim, mask=known & fits, other=0.0).to(
+            tl.float32
+        )
     narrow = query.to(dtype)
     offset = tl.arange(0, KEYS_AT_ONCE)
     for at in range(start, stop, KEYS_AT_ONCE):
         seen = at + offset
         there = seen < stop
-        block = tl.load(blocks + first_block + seen // BLOCK_TOKENS, mask=there, other=0).to(tl.int64)
+        block = tl.load(blocks + first_block + seen // BLOCK_TOKENS, mask=there, other=0).to(
+            tl.int64
+        )
         base = ((block * BLOCK_TOKENS + seen % BLOCK_TOKENS) * NUM_KV_HEADS + kv_head) * HEAD_DIM
         mask = there[:, None] & fits
         key_tile = tl.load(keys + base[:, None] + dim, mask=mask, other=0.0)
@@ -138,9 +165,14 @@ def _decode_attention(
         fade = tl.exp2(top - highest)
         total = total * fade + tl.sum(weights, axis=1)
         if PADDED_GROUP == 1:
-            mixed = mixed * fade[:, None] + tl.sum(tl.trans(weights) * value_tile.to(tl.float32), axis=0)[None, :]
+            mixed = (
+                mixed * fade[:, None]
+                + tl.sum(tl.trans(weights) * value_tile.to(tl.float32), axis=0)[None, :]
+            )
         else:
-            mixed = mixed * fade[:, None] + tl.dot(weights.to(dtype), value_tile, input_precision=PRECISION)
+            mixed = mixed * fade[:, None] + tl.dot(
+                weights.to(dtype), value_tile, input_precision=PRECISION
+            )
         top = highest
     out_place = out + row.to(tl.int64) * NUM_HEADS * HEAD_DIM + head * HEAD_DIM + dim
     if splits == 1:
@@ -148,17 +180,19 @@ def _decode_attention(
     else:
         head_row = kv_head * GROUP + tl.arange(0, PADDED_GROUP)
         in_group = tl.arange(0, PADDED_GROUP) < GROUP
-        tl.store(partial + (item * NUM_HEADS + head) * HEAD_DIM + dim, mixed, mask=known & fits)
-        tl.store(marks + (item * NUM_HEADS + head_row) * 2, top, mask=in_group)
-        tl.store(marks + (item * NUM_HEADS + head_row) * 2 + 1, total, mask=in_group)
-        first_item = tl.load(first_items + row)
+        tl.store(partial + (split * NUM_HEADS + head) * HEAD_DIM + dim, mixed, mask=known & fits)
+        tl.store(marks + (split * NUM_HEADS + head_row) * 2, top, mask=in_group)
+        tl.store(marks + (split * NUM_HEADS + head_row) * 2 + 1, total, mask=in_group)
+        first_split = tl.load(first_splits + row)
         tl.debug_barrier()
-        before = tl.atomic_add(arrived + first_item * NUM_KV_HEADS + kv_head, 1, sem="acq_rel", scope="gpu")
+        before = tl.atomic_add(
+            arrived + first_split * NUM_KV_HEADS + kv_head, 1, sem="acq_rel", scope="gpu"
+        )
         if before == splits - 1:
-            tl.store(arrived + first_item * NUM_KV_HEADS + kv_head, 0)
-            split = tl.arange(0, MAX_SPLITS)[:, None]
-            place = ((first_item + split) * NUM_HEADS + head_row[None, :]) * 2
-            counts = (split < splits) & in_group[None, :]
+            tl.store(arrived + first_split * NUM_KV_HEADS + kv_head, 0)
+            each = tl.arange(0, MAX_ROW_SPLITS)[:, None]
+            place = ((first_split + each) * NUM_HEADS + head_row[None, :]) * 2
+            counts = (each < splits) & in_group[None, :]
             tops = tl.load(marks + place, mask=counts, other=float("-inf"), cache_modifier=".cg")
             totals = tl.load(marks + place + 1, mask=counts, other=0.0, cache_modifier=".cg")
             highest = tl.max(tops, axis=0)
@@ -166,10 +200,21 @@ def _decode_attention(
             total = tl.sum(tl.exp2(tops - highest[None, :]) * totals, axis=0)
             mixed = tl.zeros([PADDED_GROUP, PADDED_DIM], tl.float32)
             for number in range(splits):
-                there = (first_item + number) * NUM_HEADS
-                fade = tl.exp2(tl.load(marks + (there + head_row) * 2, mask=in_group, other=0.0, cache_modifier=".cg") - highest)
+                there = (first_split + number) * NUM_HEADS
+                fade = tl.exp2(
+                    tl.load(
+                        marks + (there + head_row) * 2,
+                        mask=in_group,
+                        other=0.0,
+                        cache_modifier=".cg",
+                    )
+                    - highest
+                )
                 mixed += fade[:, None] * tl.load(
-                    partial + (there + head) * HEAD_DIM + dim, mask=known & fits, other=0.0, cache_modifier=".cg"
+                    partial + (there + head) * HEAD_DIM + dim,
+                    mask=known & fits,
+                    other=0.0,
+                    cache_modifier=".cg",
                 )
             tl.store(out_place, (mixed / total[:, None]).to(dtype), mask=known & fits)
 
@@ -181,36 +226,38 @@ LOG2_E = 1.4426950408889634
 class DecodeScratch:
     """Partial results of one launch at a time."""
 
-    def __init__(self, max_items: int, num_heads: int, num_kv_heads: int, head_dim: int, place: Place) -> None:
+    def __init__(
+        self, max_splits: int, num_heads: int, num_kv_heads: int, head_dim: int, place: Place
+    ) -> None:
         """``place`` gives the memory."""
-        self.max_items = max_items
-        self.partial = place((max_items, num_heads, head_dim), torch.float32)
-        self.marks = place((max_items, num_heads, 2), torch.float32)
-        self.arrived = place((max_items, num_kv_heads), torch.int32)
-        """Programs that are done with the row whose first item it is; 0 between launches."""
+        self.max_splits = max_splits
+        self.partial = place((max_splits, num_heads, head_dim), torch.float32)
+        self.marks = place((max_splits, num_heads, 2), torch.float32)
+        self.arrived = place((max_splits, num_kv_heads), torch.int32)
+        """Programs that are done with the row whose first split it is; 0 between launches."""
 
 
 def decode_attention(
     queries: Tensor,
     stored: tuple[Tensor, Tensor],
-    rows: Rows,
-    items: Items,
+    rows: RowMetadata,
+    splits: KvSplits,
     scratch: DecodeScratch,
     scale: float,
     out: Tensor,
     raw: "RawHeads | None" = None,
 ) -> None:
-    """Attends with rows of the batch, those that items name, to their requests' keys.
+    """Attends with rows of the batch, those that splits name, to their requests' keys.
 
     Args:
-        queries: [num_tokens, ...], each row of heads contiguous, rotated; with ``raw``, the whole projection of queries, keys and
-            values, of which nothing is turned or stored yet.
+        queries: [num_tokens, ...], each row of heads contiguous, rotated; with ``raw``, the whole
+            projection of queries, keys and values, of which nothing is turned or stored yet.
         stored: the layer's keys and values, [slots, num_kv_heads, head_dim].
         rows: where the batch's rows stand.
-        items: what is seen by them.
+        splits: what is seen by them.
         scratch: of the stage.
         scale: of the scores.
-        out: [num_tokens, num_heads * head_dim], written in the rows that items name.
+        out: [num_tokens, num_heads * head_dim], written in the rows that splits name.
         raw: what is to be done to the projection. The new keys and values are stored then, too.
     """
     keys, values = stored
@@ -218,21 +265,21 @@ def decode_attention(
     num_heads = out.shape[1] // head_dim
     group = num_heads // num_kv_heads
     padded_dim = max(16, triton.next_power_of_2(head_dim))
-    tile = _tile(group, items.firsts.shape[0], padded_dim)
+    tile = _tile(group, splits.firsts.shape[0], padded_dim)
     norms = raw.norms if raw and raw.norms else (queries, queries)
     bias = queries if raw is None or raw.bias is None else raw.bias
     _run_decode_attention(
-        (num_kv_heads, items.rows.shape[0]),
+        (num_kv_heads, splits.rows.shape[0]),
         (
             queries, bias, *norms, *(raw.turns if raw else (queries, queries)),
             keys, values, out, scratch.partial, scratch.marks, scratch.arrived,
             rows.blocks, rows.positions, rows.slots, rows.first_blocks,
-            items.firsts, items.counts, items.rows, items.starts, items.stops,
+            splits.firsts, splits.counts, splits.rows, splits.starts, splits.stops,
             raw.eps if raw else 0.0, scale * LOG2_E,
         ),
         (
             queries.stride(0), num_heads, num_kv_heads, head_dim, padded_dim, group, tile.padded_group,
-            tile.keys, BLOCK_TOKENS, MAX_SPLITS, raw is not None, bias is not queries, norms[0] is not queries,
+            tile.keys, BLOCK_TOKENS, MAX_ROW_SPLITS, raw is not None, bias is not queries, norms[0] is not queries,
         ),
         warps=tile.warps,
         stages=tile.stages,
@@ -240,7 +287,7 @@ def decode_attention(
 
 
 class _Tile(NamedTuple):
-    """How a program goes through its item."""
+    """How a program goes through its split."""
 
     padded_group: int
     """1: without tensor cores."""
@@ -251,10 +298,13 @@ class _Tile(NamedTuple):
 
 
 def _tile(group: int, num_rows: int, padded_dim: int) -> _Tile:
-    """Measured on an H200 up to ``NARROW_DIM``, with rows of 161 to 8,192 keys: docs/benchmarks.md."""
+    """Measured on an H200 up to ``NARROW_DIM``, with rows of 161 to 8,192 keys:
+    docs/benchmarks.md.
+    """
     padded_group = max(16, triton.next_power_of_2(group))
     if padded_dim > NARROW_DIM:
-        # Not measured: half as many keys are as many bytes as 64 of 128, and four warps hold a tile in their registers.
+        # Not measured: half as many keys are as many bytes as 64 of 128, and four warps hold a tile
+        # in their registers.
         return _Tile(1 if num_rows < MANY_ROWS and group == 1 else padded_group, 32, 4, 2)
     if num_rows < MANY_ROWS and group == 1:
         return _Tile(1, 64, 2, 3)
@@ -269,7 +319,11 @@ class RawHeads:
     __slots__ = ("bias", "eps", "norms", "turns")
 
     def __init__(
-        self, bias: Tensor | None, norms: tuple[Tensor, Tensor] | None, eps: float, turns: tuple[Tensor, Tensor]
+        self,
+        bias: Tensor | None,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        turns: tuple[Tensor, Tensor],
     ) -> None:
         self.bias = bias
         """Of the projection."""

@@ -1,6 +1,8 @@
-"""Kernels over rows: rotary tables, norms with the residual, heads turned and stored, gated activation.
+"""Kernels over rows: rotary tables, norms with the residual, heads turned and stored, gated
+activation.
 
-Intermediate results are rounded to the tensors' dtype where transformers rounds them, though they stay in registers.
+Intermediate results are rounded to the tensors' dtype where transformers rounds them, though they
+stay in registers.
 """
 
 import torch
@@ -12,11 +14,15 @@ from pilotlight.engine.cuda.kernels.launching import Kernel
 
 
 @triton.jit
-def _rotations(cosines, positions, frequencies, sines, factor, HALF: tl.constexpr, PADDED: tl.constexpr):
+def _rotations(
+    cosines, positions, frequencies, sines, factor, HALF: tl.constexpr, PADDED: tl.constexpr
+):
     row = tl.program_id(0)
     pair = tl.arange(0, PADDED)
     known = pair < HALF
-    angle = tl.load(positions + row).to(tl.float32) * tl.load(frequencies + pair, mask=known, other=0.0)
+    angle = tl.load(positions + row).to(tl.float32) * tl.load(
+        frequencies + pair, mask=known, other=0.0
+    )
     dtype = cosines.dtype.element_ty
     tl.store(cosines + row * HALF + pair, (tl.cos(angle) * factor).to(dtype), mask=known)
     tl.store(sines + row * HALF + pair, (tl.sin(angle) * factor).to(dtype), mask=known)
@@ -25,7 +31,9 @@ def _rotations(cosines, positions, frequencies, sines, factor, HALF: tl.constexp
 _run_rotations = Kernel(_rotations)
 
 
-def rotations(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotations(
+    positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Cosines and sines of each row's angles, [num_tokens, head_dim / 2] each.
 
     Args:
@@ -37,12 +45,26 @@ def rotations(positions: Tensor, frequencies: Tensor, factor: float, dtype: torc
     rows, half = positions.shape[0], frequencies.shape[0]
     cosines = torch.empty(rows, half, dtype=dtype, device=positions.device)
     sines = torch.empty_like(cosines)
-    _run_rotations((rows, 1), (cosines, positions, frequencies, sines, factor), (half, triton.next_power_of_2(half)), warps=1)
+    _run_rotations(
+        (rows, 1),
+        (cosines, positions, frequencies, sines, factor),
+        (half, triton.next_power_of_2(half)),
+        warps=1,
+    )
     return cosines, sines
 
 
 @triton.jit
-def _add_norm(residual, x, weight, normed, eps, HIDDEN: tl.constexpr, PADDED: tl.constexpr, HAS_X: tl.constexpr):
+def _add_norm(
+    residual,
+    x,
+    weight,
+    normed,
+    eps,
+    HIDDEN: tl.constexpr,
+    PADDED: tl.constexpr,
+    HAS_X: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, PADDED)
     known = column < HIDDEN
@@ -50,24 +72,37 @@ def _add_norm(residual, x, weight, normed, eps, HIDDEN: tl.constexpr, PADDED: tl
     dtype = value.dtype
     wide = value.to(tl.float32)
     if HAS_X:
-        wide = (wide + tl.load(x + row * HIDDEN + column, mask=known, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
+        wide = (
+            (wide + tl.load(x + row * HIDDEN + column, mask=known, other=0.0).to(tl.float32))
+            .to(dtype)
+            .to(tl.float32)
+        )
         tl.store(residual + row * HIDDEN + column, wide.to(dtype), mask=known)
     share = tl.rsqrt(tl.sum(wide * wide, axis=0) / HIDDEN + eps)
     factor = tl.load(weight + column, mask=known, other=0.0).to(tl.float32)
-    tl.store(normed + row * HIDDEN + column, ((wide * share).to(dtype).to(tl.float32) * factor).to(dtype), mask=known)
+    tl.store(
+        normed + row * HIDDEN + column,
+        ((wide * share).to(dtype).to(tl.float32) * factor).to(dtype),
+        mask=known,
+    )
 
 
 _run_add_norm = Kernel(_add_norm)
 
 
 def add_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """Adds ``x`` to the residual in place, if there is one, and gives the RMS norm of the sum. [num_tokens, hidden] -> the same."""
+    """Adds ``x`` to the residual in place, if there is one, and gives the RMS norm of the sum.
+    [num_tokens, hidden] -> the same.
+    """
     rows, hidden = residual.shape
     normed = torch.empty_like(residual)
     padded = triton.next_power_of_2(hidden)
     warps = min(16, max(4, padded // 512))
     _run_add_norm(
-        (rows, 1), (residual, residual if x is None else x, weight, normed, eps), (hidden, padded, x is not None), warps=warps
+        (rows, 1),
+        (residual, residual if x is None else x, weight, normed, eps),
+        (hidden, padded, x is not None),
+        warps=warps,
     )
     return normed
 
@@ -121,13 +156,23 @@ def _turn_and_store(
     first = tl.load(place, mask=known, other=0.0).to(tl.float32)
     second = tl.load(place + HALF, mask=known, other=0.0).to(tl.float32)
     if HAS_BIAS:
-        first = _as(first + tl.load(bias + head * HEAD_DIM + pair, mask=known, other=0.0).to(tl.float32), dtype)
-        second = _as(second + tl.load(bias + head * HEAD_DIM + HALF + pair, mask=known, other=0.0).to(tl.float32), dtype)
+        first = _as(
+            first + tl.load(bias + head * HEAD_DIM + pair, mask=known, other=0.0).to(tl.float32),
+            dtype,
+        )
+        second = _as(
+            second
+            + tl.load(bias + head * HEAD_DIM + HALF + pair, mask=known, other=0.0).to(tl.float32),
+            dtype,
+        )
     turns = head < NUM_HEADS + NUM_KV_HEADS
     x = first
     y = second
     if HAS_NORMS:
-        share = tl.rsqrt((tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1))[:, None] / HEAD_DIM + eps)
+        share = tl.rsqrt(
+            (tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1))[:, None] / HEAD_DIM
+            + eps
+        )
         is_query = head < NUM_HEADS
         fits = pair < HALF
         query_first = tl.load(query_norm + pair, mask=fits, other=0.0).to(tl.float32)
@@ -169,7 +214,8 @@ def turn_and_store(
     stored: tuple[Tensor, Tensor],
     num_heads: int,
 ) -> None:
-    """Adds the bias, norms queries and keys, turns them, in place, and stores keys and values in the cache.
+    """Adds the bias, norms queries and keys, turns them, in place, and stores keys and values in
+    the cache.
 
     Args:
         qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], changed in place.
@@ -189,7 +235,17 @@ def turn_and_store(
     half = triton.next_power_of_2(head_dim // 2)
     _run_turn_and_store(
         (qkv.shape[0], triton.cdiv(heads, at_once)),
-        (qkv, qkv if bias is None else bias, query_norm, key_norm, *turns, slots, keys, values, eps),
+        (
+            qkv,
+            qkv if bias is None else bias,
+            query_norm,
+            key_norm,
+            *turns,
+            slots,
+            keys,
+            values,
+            eps,
+        ),
         (num_heads, num_kv_heads, head_dim, half, at_once, bias is not None, norms is not None),
         warps=4,
     )
@@ -204,15 +260,27 @@ def _store(
     slot = tl.load(slots + row).to(tl.int64)
     column = tl.arange(0, PADDED)
     known = (column < WIDTH) & (slot >= 0)
-    tl.store(keys + slot * WIDTH + column, tl.load(new_keys + row * KEY_STRIDE + column, mask=known), mask=known)
-    tl.store(values + slot * WIDTH + column, tl.load(new_values + row * VALUE_STRIDE + column, mask=known), mask=known)
+    tl.store(
+        keys + slot * WIDTH + column,
+        tl.load(new_keys + row * KEY_STRIDE + column, mask=known),
+        mask=known,
+    )
+    tl.store(
+        values + slot * WIDTH + column,
+        tl.load(new_values + row * VALUE_STRIDE + column, mask=known),
+        mask=known,
+    )
 
 
 _run_store = Kernel(_store)
 
 
-def store(new_keys: Tensor, new_values: Tensor, slots: Tensor, stored: tuple[Tensor, Tensor]) -> None:
-    """Stores rows [num_tokens, num_kv_heads, head_dim], each a row of its own in memory, at their slots; at negative ones, nowhere."""
+def store(
+    new_keys: Tensor, new_values: Tensor, slots: Tensor, stored: tuple[Tensor, Tensor]
+) -> None:
+    """Stores rows [num_tokens, num_kv_heads, head_dim], each a row of its own in memory, at their
+    slots; at negative ones, nowhere.
+    """
     keys, values = stored
     width = keys.shape[1] * keys.shape[2]
     padded = triton.next_power_of_2(width)

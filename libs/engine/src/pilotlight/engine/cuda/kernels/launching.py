@@ -1,4 +1,6 @@
-"""Starting kernels without what triton does on every launch: with some twenty arguments, that takes longer than a small kernel runs."""
+"""Starting kernels without what triton does on every launch: with some twenty arguments, that takes
+longer than a small kernel runs.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,8 +16,8 @@ Constant = int | bool
 class Kernel:
     """A triton kernel of tensors, floats and constants, in this order.
 
-    Compiled anew for every set of constants and dtype of the first tensor. All tensors begin at multiples of 16 bytes, which is what
-    triton was told when it compiled; a process has one device.
+    Compiled anew for every set of constants and dtype of the first tensor. All tensors begin at
+    multiples of 16 bytes, which is what triton was told when it compiled; a process has one device.
     """
 
     def __init__(self, function: Any) -> None:
@@ -24,7 +26,9 @@ class Kernel:
 
     @property
     def compiled(self) -> list[Any]:
-        """What triton made so far, in the order of the first launches: with ``n_regs``, ``n_spills`` and ``metadata``."""
+        """What triton made so far, in the order of the first launches: with ``n_regs``,
+        ``n_spills`` and ``metadata``.
+        """
         return list(self._compiled.values())
 
     def __call__(
@@ -51,12 +55,24 @@ class Kernel:
         if compiled is None:
             # Under triton's interpreter nothing is compiled, and every launch comes here.
             with compiling():
-                self._compiled[key] = self._function[grid](*arguments, *constants, num_warps=warps, num_stages=stages)
+                self._compiled[key] = self._function[grid](
+                    *arguments, *constants, num_warps=warps, num_stages=stages
+                )
             return
         if not (grid[0] and grid[1]):
             return
         active = triton.runtime.driver.active
         stream = active.get_current_stream(active.get_current_device())
         compiled.run(
-            grid[0], grid[1], 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments, *constants
+            grid[0],
+            grid[1],
+            1,
+            stream,
+            compiled.function,
+            compiled.packed_metadata,
+            None,
+            None,
+            None,
+            *arguments,
+            *constants,
         )

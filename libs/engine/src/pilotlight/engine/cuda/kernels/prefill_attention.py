@@ -1,7 +1,9 @@
-"""Attention of chunks of prompts over the paged cache, many requests in one launch, without padding between them.
+"""Attention of chunks of prompts over the paged cache, many requests in one launch, without padding
+between them.
 
-A program has a tile of one request's queries and one head. Keys that all rows of the tile see need no mask; those on the diagonal, and
-all of them where a window slides, do. The host cuts segments into tiles of ``QUERIES_AT_ONCE`` rows; a program may have a part of one.
+A program has a tile of one request's queries and one head. Keys that all rows of the tile see need
+no mask; those on the diagonal, and all of them where a window slides, do. The host cuts segments
+into tiles of ``QUERIES_AT_ONCE`` rows; a program may have a part of one.
 """
 
 from typing import NamedTuple
@@ -12,12 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from pilotlight.engine.core.blocks import BLOCK_TOKENS
+from pilotlight.engine.cuda.attention_metadata import QUERIES_AT_ONCE, Chunks, RowMetadata
 from pilotlight.engine.cuda.kernels.decode_attention import LOG2_E, PRECISION
 from pilotlight.engine.cuda.kernels.launching import Kernel
-from pilotlight.engine.cuda.rows import QUERIES_AT_ONCE, Chunks, Rows
 
 MANY_ROWS = 1024
-"""From so many on, fewer warps for each tile do better."""
+"""From this many on, fewer warps for each tile do better."""
 NARROW_DIM = 128
 """Wider heads need smaller tiles: what a program holds grows with them."""
 
@@ -29,7 +31,10 @@ def _some_keys(
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, KEYS_AT_ONCE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Goes on with keys [at, until). With MASKED, row i sees those in [seen_from[i], seen_to[i]); without, all are seen by all."""
+    """Goes on with keys [at, until).
+
+    With MASKED, row i sees those in [seen_from[i], seen_to[i]); without, all are seen by all.
+    """
     dim = tl.arange(0, PADDED_DIM)
     fits = dim < HEAD_DIM
     offset = tl.arange(0, KEYS_AT_ONCE)
@@ -40,16 +45,22 @@ def _some_keys(
             block = tl.load(blocks + position // BLOCK_TOKENS, mask=there, other=0).to(tl.int64)
         else:
             block = tl.load(blocks + position // BLOCK_TOKENS).to(tl.int64)
-        base = ((block * BLOCK_TOKENS + position % BLOCK_TOKENS) * NUM_KV_HEADS + kv_head) * HEAD_DIM
+        base = (
+            (block * BLOCK_TOKENS + position % BLOCK_TOKENS) * NUM_KV_HEADS + kv_head
+        ) * HEAD_DIM
         if MASKED:
-            key = tl.load(keys + base[None, :] + dim[:, None], mask=there[None, :] & fits[:, None], other=0.0)
+            key = tl.load(
+                keys + base[None, :] + dim[:, None], mask=there[None, :] & fits[:, None], other=0.0
+            )
         elif HEAD_DIM == PADDED_DIM:
             key = tl.load(keys + base[None, :] + dim[:, None])
         else:
             key = tl.load(keys + base[None, :] + dim[:, None], mask=fits[:, None], other=0.0)
         scores = tl.dot(query, key, input_precision=PRECISION) * scale
         if MASKED:
-            visible = (position[None, :] >= seen_from[:, None]) & (position[None, :] < seen_to[:, None])
+            visible = (position[None, :] >= seen_from[:, None]) & (
+                position[None, :] < seen_to[:, None]
+            )
             scores = tl.where(visible, scores, float("-inf"))
         highest = tl.maximum(top, tl.max(scores, axis=1))
         # A row may see none of these keys.
@@ -59,7 +70,11 @@ def _some_keys(
         total = total * fade + tl.sum(weights, axis=1)
         mixed = mixed * fade[:, None]
         if MASKED:
-            value = tl.load(values + base[:, None] + dim[None, :], mask=there[:, None] & fits[None, :], other=0.0)
+            value = tl.load(
+                values + base[:, None] + dim[None, :],
+                mask=there[:, None] & fits[None, :],
+                other=0.0,
+            )
         elif HEAD_DIM == PADDED_DIM:
             value = tl.load(values + base[:, None] + dim[None, :])
         else:
@@ -92,7 +107,9 @@ def _prefill_attention(
     dim = tl.arange(0, PADDED_DIM)
     mask = (inner < count)[:, None] & (dim < HEAD_DIM)[None, :]
     place = (row + inner).to(tl.int64)[:, None]
-    query = tl.load(queries + place * ROW_STRIDE + head * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
+    query = tl.load(
+        queries + place * ROW_STRIDE + head * HEAD_DIM + dim[None, :], mask=mask, other=0.0
+    )
     position = start + inner
     stop = start + tl.minimum(first + QUERIES_AT_ONCE, count)
     seen_to = position + 1
@@ -129,17 +146,19 @@ class PrefillTile(NamedTuple):
     queries: int
     """At once; ``QUERIES_AT_ONCE`` is a multiple of it."""
     keys: int
-    """At once; a power of two, 32 at least: with 16, 8 warps and float32, triton 3.6 makes code that reads beyond its memory."""
+    """At once; a power of two, 32 at least: with 16, 8 warps and float32, triton 3.6 makes code
+    that reads beyond its memory."""
     warps: int
     stages: int
 
 
 def prefill_tile(padded_dim: int, dtype: torch.dtype, num_rows: int) -> PrefillTile:
-    """For heads of a width and a batch of so many rows.
+    """For heads of a width and a batch of ``num_rows`` rows.
 
-    Measured on an H200. Beyond ``NARROW_DIM``, 8 warps: a thread has 255 registers, of which a tile of 128 rows of 256 takes 128 for its
-    sums with 8 warps, and all with 4, which spills (0.30 ms for a prompt that takes 0.12 with 8). float32 is kept twice, for it is
-    multiplied in parts: a tile of 128 rows has no place in the 227 KiB of shared memory.
+    Measured on an H200. Beyond ``NARROW_DIM``, 8 warps: a thread has 255 registers, of which a tile
+    of 128 rows of 256 takes 128 for its sums with 8 warps, and all with 4, which spills (0.30 ms
+    for a prompt that takes 0.12 with 8). float32 is kept twice, for it is multiplied in parts: a
+    tile of 128 rows has no place in the 227 KiB of shared memory.
     """
     wide = dtype == torch.float32
     if padded_dim > NARROW_DIM:
@@ -152,14 +171,15 @@ def prefill_tile(padded_dim: int, dtype: torch.dtype, num_rows: int) -> PrefillT
 def prefill_attention(
     queries: Tensor,
     stored: tuple[Tensor, Tensor],
-    rows: Rows,
+    rows: RowMetadata,
     chunks: Chunks,
     scale: float,
     out: Tensor,
     window: int | None = None,
     tile: PrefillTile | None = None,
 ) -> None:
-    """Attends with the rows of segments to their requests' keys, the new ones among them, which are in the cache already.
+    """Attends with the rows of segments to their requests' keys, the new ones among them, which are
+    in the cache already.
 
     Args:
         queries: [num_tokens, ...], each row of heads contiguous, rotated.

@@ -1,8 +1,10 @@
-"""One token from each row of logits, by greed or by noise, as ``device.sampler`` draws it: probabilities in float64, shares in the order
+"""One token from each row of logits, by greed or by noise, as ``device.sampler`` samples it:
+probabilities in float64, shares in the order
 of ids, noise from Philox by seed and position.
 
-Three launches. The first looks at pieces of the vocabulary: the largest logit, its first id, and whether all are finite. The others add up
-what each piece weighs and find the token in whose share the noise falls. What a row gives depends on no other row.
+Three launches. The first looks at pieces of the vocabulary: the largest logit, its first id, and
+whether all are finite. The others add up what each piece weighs and find the token in whose share
+the noise falls. What a row gives depends on no other row.
 """
 
 import torch
@@ -17,12 +19,23 @@ NOT_FINITE = -1
 
 
 @triton.jit
-def _survey(logits, tops, ids, finite, STRIDE: tl.constexpr, VOCABULARY: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr):
+def _survey(
+    logits,
+    tops,
+    ids,
+    finite,
+    STRIDE: tl.constexpr,
+    VOCABULARY: tl.constexpr,
+    PIECE: tl.constexpr,
+    PIECES: tl.constexpr,
+):
     row = tl.program_id(0)
     piece = tl.program_id(1)
     token = piece * PIECE + tl.arange(0, PIECE)
     known = token < VOCABULARY
-    value = tl.load(logits + row.to(tl.int64) * STRIDE + token, mask=known, other=float("-inf")).to(tl.float32)
+    value = tl.load(logits + row.to(tl.int64) * STRIDE + token, mask=known, other=float("-inf")).to(
+        tl.float32
+    )
     top, index = tl.max(value, axis=0, return_indices=True, return_indices_tie_break_left=True)
     usable = tl.where(known, (tl.abs(value) < float("inf")).to(tl.int32), 1)
     tl.store(tops + row * PIECES + piece, top)
@@ -40,10 +53,16 @@ def _weigh(
     if temperature > 0:
         piece = tl.program_id(1)
         number = tl.arange(0, PADDED_PIECES)
-        top = tl.max(tl.load(tops + row * PIECES + number, mask=number < PIECES, other=float("-inf")), axis=0).to(tl.float64)
+        top = tl.max(
+            tl.load(tops + row * PIECES + number, mask=number < PIECES, other=float("-inf")), axis=0
+        ).to(tl.float64)
         token = piece * PIECE + tl.arange(0, PIECE)
-        value = tl.load(logits + row.to(tl.int64) * STRIDE + token, mask=token < VOCABULARY, other=float("-inf")).to(tl.float64)
-        tl.store(weights + row * PIECES + piece, tl.sum(tl.exp((value - top) / temperature), axis=0))
+        value = tl.load(
+            logits + row.to(tl.int64) * STRIDE + token, mask=token < VOCABULARY, other=float("-inf")
+        ).to(tl.float64)
+        tl.store(
+            weights + row * PIECES + piece, tl.sum(tl.exp((value - top) / temperature), axis=0)
+        )
 
 
 @triton.jit
@@ -73,7 +92,9 @@ def _choose(
     known = number < PIECES
     pieces_tops = tl.load(tops + row * PIECES + number, mask=known, other=float("-inf"))
     usable = tl.min(tl.load(finite + row * PIECES + number, mask=known, other=1), axis=0)
-    top, best_piece = tl.max(pieces_tops, axis=0, return_indices=True, return_indices_tie_break_left=True)
+    top, best_piece = tl.max(
+        pieces_tops, axis=0, return_indices=True, return_indices_tie_break_left=True
+    )
     token_id = tl.load(ids + row * PIECES + best_piece)
     temperature = tl.load(temperatures + row)
     if (temperature > 0) & (usable > 0):
@@ -82,16 +103,21 @@ def _choose(
         k0 = tl.load(low_seeds + row).to(tl.uint32, bitcast=True)
         k1 = tl.load(high_seeds + row).to(tl.uint32, bitcast=True)
         high, low = _philox_word(counter, nothing, nothing, nothing, k0, k1)
-        noise = (((high.to(tl.uint64) << 32) | low.to(tl.uint64)) >> 11).to(tl.float64) * (1.0 / 9007199254740992.0)
+        noise = (((high.to(tl.uint64) << 32) | low.to(tl.uint64)) >> 11).to(tl.float64) * (
+            1.0 / 9007199254740992.0
+        )
         parts = tl.load(weights + row * PIECES + number, mask=known, other=0.0)
         point = tl.sum(parts, axis=0) * noise
         cumulated = tl.cumsum(parts, axis=0)
-        # The first piece that ends behind the point, or, where rounding has put the point at the end, the last one with a share.
+        # The first piece that ends behind the point, or, where rounding has put the point at the
+        # end, the last one with a share.
         last = tl.max(tl.where(parts > 0, number, 0), axis=0)
         piece = tl.minimum(tl.sum(((cumulated <= point) & known).to(tl.int32), axis=0), last)
         before = tl.sum(tl.where(number < piece, parts, 0.0), axis=0)
         token = piece * PIECE + tl.arange(0, PIECE)
-        value = tl.load(logits + row.to(tl.int64) * STRIDE + token, mask=token < VOCABULARY, other=float("-inf")).to(tl.float64)
+        value = tl.load(
+            logits + row.to(tl.int64) * STRIDE + token, mask=token < VOCABULARY, other=float("-inf")
+        ).to(tl.float64)
         shares = tl.exp((value - top.to(tl.float64)) / temperature)
         within = before + tl.cumsum(shares, axis=0)
         inside = tl.sum((within <= point).to(tl.int32), axis=0)
@@ -115,9 +141,14 @@ class SamplingScratch:
 
 
 def sample(
-    logits: Tensor, temperatures: Tensor, seeds: tuple[Tensor, Tensor], positions: Tensor, scratch: SamplingScratch, out: Tensor
+    logits: Tensor,
+    temperatures: Tensor,
+    seeds: tuple[Tensor, Tensor],
+    positions: Tensor,
+    scratch: SamplingScratch,
+    out: Tensor,
 ) -> None:
-    """Draws a token from each row.
+    """Samples a token from each row.
 
     Args:
         logits: [rows, vocab_size].
@@ -132,7 +163,14 @@ def sample(
     padded = triton.next_power_of_2(pieces)
     stride = logits.stride(0)
     tops, ids, finite, weights = scratch.tops, scratch.ids, scratch.finite, scratch.weights
-    _run_survey((rows, pieces), (logits, tops, ids, finite), (stride, vocab_size, PIECE, pieces), warps=4)
+    _run_survey(
+        (rows, pieces), (logits, tops, ids, finite), (stride, vocab_size, PIECE, pieces), warps=4
+    )
     constants = (stride, vocab_size, PIECE, pieces, padded)
     _run_weigh((rows, pieces), (logits, tops, temperatures, weights), constants, warps=4)
-    _run_choose((rows, 1), (logits, tops, ids, finite, temperatures, weights, *seeds, positions, out), constants, warps=4)
+    _run_choose(
+        (rows, 1),
+        (logits, tops, ids, finite, temperatures, weights, *seeds, positions, out),
+        constants,
+        warps=4,
+    )

@@ -1,4 +1,6 @@
-"""The next tokens of requests: what the sampler is given, and what comes of a request that gets none."""
+"""The next tokens of requests: what the sampler is given, and what comes of a request that gets
+none.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,8 +11,8 @@ from torch import Tensor
 from pilotlight.common.messages.engine import Produced
 from pilotlight.engine.compute import Sampler
 from pilotlight.engine.core.request import Request
-from pilotlight.engine.device.logits import Draw
-from pilotlight.engine.device.sampler import Drawn, Undrawn
+from pilotlight.engine.device.logits import SampleSpec
+from pilotlight.engine.device.sampler import NotSampled, SampledToken
 from pilotlight.engine.errors import BadRequest, EngineError, EngineFailed
 from pilotlight.engine.grammar.client import Session
 from pilotlight.engine.grammar.frames import Verdict
@@ -18,9 +20,10 @@ from pilotlight.engine.results import Released
 from pilotlight.policy.request import FinishReason
 
 GRACE_S = 0.005
-"""How long a batch that has run waits for a verdict on some of its requests. Those that get none then run their last token again."""
+"""How long a batch that has run waits for a verdict on some of its requests. Those that get none
+then run their last token again."""
 
-Outcome = Drawn | Undrawn | Verdict
+Outcome = SampledToken | NotSampled | Verdict
 """A token; why there is none; a verdict after which none may follow."""
 
 
@@ -32,40 +35,54 @@ class Allowed:
     """A bit for each token, lowest first."""
     may_end: bool = False
     known: bool = True
-    """False: no token can be drawn, because the verdict is not there yet, or because it is that none may follow."""
+    """False: no token can be sampled, because the verdict is not there yet, or because it is that
+    none may follow."""
 
 
-def draw(logits: Tensor, requests: Sequence[Request], sample: Sampler) -> list[Outcome]:
-    """Draws the next token of each request, from its row of logits."""
-    return settle(requests, draw_allowed(logits, requests, look_up(requests), sample))
+def sample_requests(logits: Tensor, requests: Sequence[Request], sample: Sampler) -> list[Outcome]:
+    """Samples the next token of each request, from its row of logits."""
+    return settle(requests, sample_allowed(logits, requests, look_up(requests), sample))
 
 
 def look_up(requests: Sequence[Request]) -> tuple[Allowed | None, ...]:
-    """What the grammars of requests allow next; None for one without a grammar. Waits a moment for verdicts that are on their way."""
+    """What the grammars of requests allow next; None for one without a grammar.
+
+    Waits a moment for verdicts that are on their way.
+    """
     sessions = [request.control for request in requests if isinstance(request.control, Session)]
     _wait([session for session in sessions if session.opened])
-    return tuple(_allowed(request.control) if isinstance(request.control, Session) else None for request in requests)
+    return tuple(
+        _allowed(request.control) if isinstance(request.control, Session) else None
+        for request in requests
+    )
 
 
-def draw_allowed(
+def sample_allowed(
     logits: Tensor, requests: Sequence[Request], allowed: Sequence[Allowed | None], sample: Sampler
-) -> list[Drawn | Undrawn]:
-    """Draws where it is known what may be drawn. The requests may be copies that know nothing of grammars."""
-    drawn: list[Drawn | Undrawn] = [Undrawn.LATE] * len(requests)
+) -> list[SampledToken | NotSampled]:
+    """Samples the rows for which the allowed tokens are known.
+
+    The requests may be copies that know nothing of grammars.
+    """
+    sampled: list[SampledToken | NotSampled] = [NotSampled.LATE] * len(requests)
     rows = [row for row, one in enumerate(allowed) if one is None or one.known]
     if rows:
         chosen = logits if len(rows) == len(requests) else logits[torch.tensor(rows)]
-        draws = [_draw_of(requests[row], allowed[row]) for row in rows]
-        for row, token in zip(rows, sample(chosen, draws), strict=True):
-            drawn[row] = token
-    return drawn
+        specs = [_spec_of(requests[row], allowed[row]) for row in rows]
+        for row, token in zip(rows, sample(chosen, specs), strict=True):
+            sampled[row] = token
+    return sampled
 
 
-def settle(requests: Sequence[Request], drawn: Sequence[Drawn | Undrawn]) -> list[Outcome]:
-    """Tells, of the requests for which nothing could be drawn, those that end from those that wait."""
-    outcomes: list[Outcome] = list(drawn)
+def settle(
+    requests: Sequence[Request], sampled: Sequence[SampledToken | NotSampled]
+) -> list[Outcome]:
+    """Tells, of the requests for which nothing could be sampled, those that end from those that
+    wait.
+    """
+    outcomes: list[Outcome] = list(sampled)
     for row, request in enumerate(requests):
-        if drawn[row] is Undrawn.LATE and isinstance(request.control, Session):
+        if sampled[row] is NotSampled.LATE and isinstance(request.control, Session):
             verdict = request.control.verdict
             if verdict is not None and (verdict.complete or verdict.code):
                 outcomes[row] = verdict
@@ -76,23 +93,29 @@ def settle(requests: Sequence[Request], drawn: Sequence[Drawn | Undrawn]) -> lis
 
 def wait_for_late(requests: Sequence[Request]) -> None:
     """Waits a moment when nothing can run before a verdict comes."""
-    _wait([request.control for request in requests if isinstance(request.control, Session) and request.control.late][:1])
+    _wait(
+        [
+            request.control
+            for request in requests
+            if isinstance(request.control, Session) and request.control.late
+        ][:1]
+    )
 
 
-def unanswered(request: Request, outcome: Undrawn | Verdict) -> Produced:
+def unanswered(request: Request, outcome: NotSampled | Verdict) -> Produced:
     """The end of a request that gets no token more."""
     match outcome:
         case Verdict() if not outcome.code:
             return ended(request, FinishReason.STOP)
         case Verdict():
             error: EngineError = verdict_error(outcome)
-        case Undrawn.NOT_FINITE:
+        case NotSampled.NOT_FINITE:
             error = EngineFailed(f"the logits of output token {request.position} are not finite")
-        case Undrawn.NOTHING_LEFT:
+        case NotSampled.NOTHING_LEFT:
             error = BadRequest(
                 f"grammar, min_tokens and stop tokens together leave no token for output position {request.position}"
             )
-        case Undrawn.LATE:
+        case NotSampled.LATE:
             error = EngineFailed("a request was ended whose grammar was still being looked at")
     return ended(request, FinishReason.ERROR, error)
 
@@ -124,23 +147,29 @@ def released(request: Request) -> Released:
     )
 
 
-def told(request: Request, position: int, drawn: Drawn, finish: FinishReason | None) -> Produced:
+def told(
+    request: Request, position: int, sampled: SampledToken, finish: FinishReason | None
+) -> Produced:
     """A token, as far as the request's owner is to see it: a stop token is none of the output."""
-    kept = () if finish is FinishReason.STOP else (drawn,)
+    kept = () if finish is FinishReason.STOP else (sampled,)
     asked = request.sampling.logprobs
     return Produced(
         request_id=request.key.request_id,
         attempt=request.key.attempt,
         position=position,
         token_ids=tuple(token.token_id for token in kept),
-        logprobs=tuple(token.logprob for token in kept if token.logprob is not None) if asked else None,
-        top_logprobs=tuple(token.top for token in kept) if asked and request.sampling.top_logprobs else None,
+        logprobs=tuple(token.logprob for token in kept if token.logprob is not None)
+        if asked
+        else None,
+        top_logprobs=tuple(token.top for token in kept)
+        if asked and request.sampling.top_logprobs
+        else None,
         finish=finish,
     )
 
 
-def _draw_of(request: Request, allowed: Allowed | None) -> Draw:
-    return Draw(
+def _spec_of(request: Request, allowed: Allowed | None) -> SampleSpec:
+    return SampleSpec(
         request.sampling,
         request.position,
         counts=request.counts,

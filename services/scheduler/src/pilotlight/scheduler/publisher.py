@@ -1,4 +1,7 @@
-"""The bucket ``instances``: what gateways route by. Written after the rows, brought level until it is."""
+"""The bucket ``instances``: what gateways route by.
+
+Written after the rows, brought level until it is.
+"""
 
 import asyncio
 import random
@@ -31,7 +34,7 @@ class _Pending:
     written: list[Written]
 
 
-class InstanceBoard:
+class InstancePublisher:
     """Writes instances to the bucket; the last state wins, failures are tried again."""
 
     def __init__(self, bucket: Bucket, clock: Clock, effects: Effects) -> None:
@@ -43,10 +46,13 @@ class InstanceBoard:
         self._wake = asyncio.Event()
         self._rng = random.Random()
 
-    def show(self, instance: Instance, written: Written | None = None) -> None:
+    def publish(self, instance: Instance, written: Written | None = None) -> None:
         """Show an instance's new state; ``written`` is called when the bucket has it."""
         pending = self._pending.get(instance.instance_id)
-        callbacks = [*(pending.written if pending is not None else ()), *((written,) if written is not None else ())]
+        callbacks = [
+            *(pending.written if pending is not None else ()),
+            *((written,) if written is not None else ()),
+        ]
         self._pending[instance.instance_id] = _Pending(instance, callbacks)
         self._removals.pop(instance.instance_id, None)
         self._wake.set()
@@ -65,13 +71,16 @@ class InstanceBoard:
                 await self._write()
                 failures = 0
             except BusUnavailable as error:
-                log.warning("the bucket lags behind", action="board_deferred", error=error.message)
+                log.warning(
+                    "the bucket lags behind", action="instances_deferred", error=error.message
+                )
                 self._wake.set()
                 await pause(backoff.delay_s(failures, self._rng))
                 failures += 1
 
     async def sweep(self) -> None:
-        """Watch the bucket for ever. What belongs to no instance is removed: a leader that died left it there. What an older leader
+        """Watch the bucket for ever. What belongs to no instance is removed: a leader that died
+        left it there. What an older leader
         wrote late, or removed, is shown again.
         """
         await self._bucket.watch(Instance, self._on_value)
@@ -84,7 +93,7 @@ class InstanceBoard:
                 self._removals.setdefault(instance_id, self._clock.monotonic_s())
                 self._wake.set()
         elif instance_id not in self._pending and _differs(value, instance):
-            self.show(instance)
+            self.publish(instance)
 
     async def _write(self) -> None:
         while self._pending:
@@ -107,4 +116,8 @@ class InstanceBoard:
 def _differs(shown: Instance | None, instance: Instance) -> bool:
     if shown is None:
         return instance.state not in ENDED
-    return (shown.epoch, shown.generation, shown.state) != (instance.epoch, instance.generation, instance.state)
+    return (shown.epoch, shown.generation, shown.state) != (
+        instance.epoch,
+        instance.generation,
+        instance.state,
+    )

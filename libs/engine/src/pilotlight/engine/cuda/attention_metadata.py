@@ -1,10 +1,13 @@
-"""What a step's kernels are told of the batch: 32-bit words, made on the host and sent in one copy.
+"""Attention metadata: what a step's kernels read of the batch.
+
+32-bit words, made on the host and sent in one copy.
 
 ::
 
-    words   [ positions )[ slots )[ first blocks )[ ... )[ items ... )[ chunks ... )[ block tables one after the other )
+    words   [ positions )[ slots )[ first blocks )[ ... )[ KV splits ... )[ chunks ... )[ block tables one after the other )
 
-A plain decode step has its fields in the same places every time, padded to the same lengths, so that a captured graph finds them.
+A plain decode step has its fields in the same places every time, padded to the same lengths, so
+that a captured graph finds them.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -20,10 +23,10 @@ from torch import Tensor
 from pilotlight.engine.core.batch import Batch
 from pilotlight.engine.core.blocks import BLOCK_TOKENS
 
-MAX_SPLITS = 64
-"""Items of one row at most."""
-KEYS_OF_ITEM = 64
-"""Keys of an item are a multiple of this."""
+MAX_ROW_SPLITS = 64
+"""Splits of one row at most."""
+KEYS_OF_SPLIT = 64
+"""Keys of a split are a multiple of this."""
 EVEN_KEYS = 512
 """Rows are not cut into less than this only to be as long as others."""
 QUERIES_AT_ONCE = 128
@@ -44,8 +47,8 @@ def zeros_on(device: torch.device) -> Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """Where a batch's rows stand, on the device. All int32."""
+class RowMetadata:
+    """Where a batch's rows are in their requests and in the cache, on the device. All int32."""
 
     positions: Tensor
     """[rows]: position of each within its request."""
@@ -58,19 +61,19 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Items:
-    """Which keys the single rows of a batch see, in pieces; on the device, all int32."""
+class KvSplits:
+    """Which keys the single rows of a batch see, split among programs; on the device, all int32."""
 
     firsts: Tensor
-    """[rows]: a row's first item."""
+    """[rows]: a row's first split."""
     counts: Tensor
     """[rows]: how many it has."""
     rows: Tensor
-    """[items]: whose it is; negative for one that is not used."""
+    """[splits]: the row of each; negative where a split is not used."""
     starts: Tensor
-    """[items]: position of the first key."""
+    """[splits]: position of the first key."""
     stops: Tensor
-    """[items]: the position behind the last one."""
+    """[splits]: the position behind the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,24 +89,24 @@ class Chunks:
     first_blocks: Tensor
     """[segments]: where in ``blocks`` the block table begins."""
     tile_segments: Tensor
-    """[tiles]: whose it is."""
+    """[tiles]: the segment of each."""
     tile_rows: Tensor
     """[tiles]: its first row within the segment."""
 
 
 @dataclass(frozen=True, slots=True)
-class StepRows:
-    """A batch as the kernels see it."""
+class AttentionMetadata:
+    """A batch as the attention kernels see it."""
 
-    rows: Rows
-    items: Items | None
+    rows: RowMetadata
+    splits: KvSplits | None
     """Of the single rows, in layers that see everything; None without single rows."""
-    sliding_items: Items | None
+    sliding_splits: KvSplits | None
     """The same in layers with a window."""
     chunks: Chunks | None
     whole: slice | None
-    """The batch's last rows, if they are a whole prompt, from its first token on, that is long enough for a kernel that knows nothing of
-    blocks."""
+    """The batch's last rows, if they are a whole prompt, from its first token on, that is long
+    enough for a kernel that knows nothing of blocks."""
     logit_rows: Tensor | None
     """[segments that want logits] int32, their last rows; None: every row is one."""
 
@@ -113,41 +116,43 @@ class StepRows:
         return self.chunks is None and self.whole is None
 
 
-def max_items(num_rows: int, spare: int) -> int:
-    """The most items that rows are cut into, see ``cut_items``."""
+def max_splits(num_rows: int, spare: int) -> int:
+    """The most splits that rows are cut into, see ``split_keys``."""
     return num_rows + max(spare, num_rows)
 
 
-class CutRows(NamedTuple):
-    """Rows' keys, cut into items. The items of a row follow each other."""
+class RowSplits(NamedTuple):
+    """Rows' keys, cut into splits. The splits of a row follow each other."""
 
     counts: Words
-    """Items of each row."""
+    """Splits of each row."""
     firsts: Words
-    """The first item of each row."""
+    """The first split of each row."""
     rows: Words
-    """The row of each item."""
+    """The row of each split."""
     starts: Words
-    """Position of each item's first key."""
+    """Position of each split's first key."""
     stops: Words
     """The position behind its last one."""
 
 
-def cut_items(starts: Words, stops: Words, spare: int) -> CutRows:
-    """Cuts rows' keys into items: enough of them to keep a device busy, and none much longer than the rows are on average.
+def split_keys(starts: Words, stops: Words, spare: int) -> RowSplits:
+    """Cuts rows' keys into splits: enough of them to keep a device busy, and none much longer than
+    the rows are on average.
 
-    A program runs for as long as its item is. The longest rows' items come first, so that the last programs to start are short ones.
+    A program's time follows its split's length. The longest rows' splits come first, so that the
+    last programs to start are short ones.
 
     Args:
         starts: position of each row's first key.
         stops: the position behind its last one; every row has a key.
-        spare: items that there may be beyond one for each row, only to keep the device busy.
+        spare: splits that there may be beyond one for each row, only to keep the device busy.
     """
     lengths = stops - starts
     longest, together = int(lengths.max()), int(lengths.sum())
     busy, even = -(-together // max(spare, 1)), max(-(-together // len(lengths)), EVEN_KEYS)
-    size = max(min(busy, even), -(-longest // MAX_SPLITS))
-    size = -(-size // KEYS_OF_ITEM) * KEYS_OF_ITEM
+    size = max(min(busy, even), -(-longest // MAX_ROW_SPLITS))
+    size = -(-size // KEYS_OF_SPLIT) * KEYS_OF_SPLIT
     order = np.argsort(-lengths, kind="stable").astype(np.int32)
     counts = -(-lengths // size)
     ordered = counts[order]
@@ -156,18 +161,22 @@ def cut_items(starts: Words, stops: Words, spare: int) -> CutRows:
     firsts[order] = ends - ordered
     rows = np.repeat(order, ordered)
     numbers = np.arange(len(rows), dtype=np.int32) - firsts[rows]
-    item_starts = starts[rows] + numbers * size
-    return CutRows(counts, firsts, rows, item_starts, np.minimum(item_starts + size, stops[rows]))
+    split_starts = starts[rows] + numbers * size
+    return RowSplits(
+        counts, firsts, rows, split_starts, np.minimum(split_starts + size, stops[rows])
+    )
 
 
-def fields_of(batch: Batch, spare: int, window_tokens: int | None, whole_from: int | None = None) -> dict[str, Words]:
-    """Every field of a batch's words, by name; those of items and chunks only where there are any.
+def fields_of(
+    batch: Batch, spare: int, window_tokens: int | None, whole_from: int | None = None
+) -> dict[str, Words]:
+    """Every field of a batch's words, by name; those of splits and chunks only where there are any.
 
     Args:
         batch: what runs.
-        spare: see ``cut_items``.
+        spare: see ``split_keys``.
         window_tokens: of the model's sliding layers; None if it has none.
-        whole_from: a whole prompt of so many tokens is no chunk; see ``whole_prompt``.
+        whole_from: a whole prompt of at least this many tokens is no chunk; see ``whole_prompt``.
     """
     segments = batch.segments
     tables = [segment.blocks for segment in segments]
@@ -183,7 +192,8 @@ def fields_of(batch: Batch, spare: int, window_tokens: int | None, whole_from: i
     wanting = np.fromiter((segment.wants_logits for segment in segments), np.bool_, len(segments))
     fields = {
         "positions": positions,
-        "slots": blocks[first_blocks + positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS,
+        "slots": blocks[first_blocks + positions // BLOCK_TOKENS] * BLOCK_TOKENS
+        + positions % BLOCK_TOKENS,
         "first_blocks": first_blocks,
         "logit_rows": (segment_rows + counts - 1)[wanting],
         "blocks": blocks,
@@ -192,13 +202,18 @@ def fields_of(batch: Batch, spare: int, window_tokens: int | None, whole_from: i
     single, many = np.flatnonzero(counts == 1), np.flatnonzero(counts[:chunked] > 1)
     if len(single):
         rows, stops = segment_rows[single], starts[single] + 1
-        fields |= _items("full", rows, np.zeros_like(stops), stops, len(owners), spare)
+        fields |= _splits("full", rows, np.zeros_like(stops), stops, len(owners), spare)
         if window_tokens is not None:
-            fields |= _items("sliding", rows, np.maximum(stops - window_tokens, 0), stops, len(owners), spare)
+            fields |= _splits(
+                "sliding", rows, np.maximum(stops - window_tokens, 0), stops, len(owners), spare
+            )
     if len(many):
         tiles = -(-counts[many] // QUERIES_AT_ONCE)
         tile_segments = np.repeat(np.arange(len(many), dtype=np.int32), tiles)
-        tile_rows = (np.arange(len(tile_segments), dtype=np.int32) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * QUERIES_AT_ONCE
+        tile_rows = (
+            np.arange(len(tile_segments), dtype=np.int32)
+            - np.repeat(np.cumsum(tiles) - tiles, tiles)
+        ) * QUERIES_AT_ONCE
         # The tiles that see most go first: the last programs to start are then short ones.
         order = np.argsort(-(starts[many][tile_segments] + tile_rows), kind="stable")
         fields |= {
@@ -213,27 +228,33 @@ def fields_of(batch: Batch, spare: int, window_tokens: int | None, whole_from: i
 
 
 def whole_prompt(batch: Batch, whole_from: int | None) -> slice | None:
-    """Rows of the batch's last segment, if it begins its request and is at least so long."""
+    """Rows of the batch's last segment, if it begins its request and has at least ``whole_from``
+    rows.
+    """
     last = batch.segments[-1]
     if whole_from is None or last.start > 0 or last.count < whole_from:
         return None
     return slice(batch.num_tokens - last.count, batch.num_tokens)
 
 
-def _items(kind: str, rows: Words, starts: Words, stops: Words, num_rows: int, spare: int) -> dict[str, Words]:
-    counts, firsts, numbers, item_starts, item_stops = cut_items(starts, stops, spare)
+def _splits(
+    kind: str, rows: Words, starts: Words, stops: Words, num_rows: int, spare: int
+) -> dict[str, Words]:
+    counts, firsts, numbers, split_starts, split_stops = split_keys(starts, stops, spare)
     firsts_of_rows, counts_of_rows = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
     firsts_of_rows[rows], counts_of_rows[rows] = firsts, counts
     return {
         f"{kind}_firsts": firsts_of_rows,
         f"{kind}_counts": counts_of_rows,
         f"{kind}_rows": rows[numbers],
-        f"{kind}_starts": item_starts,
-        f"{kind}_stops": item_stops,
+        f"{kind}_starts": split_starts,
+        f"{kind}_stops": split_stops,
     }
 
 
-def send(fields: Mapping[str, Words], device: torch.device, whole: slice | None = None) -> StepRows:
+def send(
+    fields: Mapping[str, Words], device: torch.device, whole: slice | None = None
+) -> AttentionMetadata:
     """Copies a batch's fields to a device, in memory of their own, without waiting for it."""
     sizes = [len(field) for field in fields.values()]
     aligned = [-(-size // ALIGN_WORDS) * ALIGN_WORDS for size in sizes]
@@ -244,24 +265,37 @@ def send(fields: Mapping[str, Words], device: torch.device, whole: slice | None 
         places[offset : offset + len(field)] = field
         offset += size
     there = words.to(device, non_blocking=True).split(aligned)
-    return step_rows({name: place[:size] for name, place, size in zip(fields, there, sizes, strict=True)}, whole)
+    return metadata_of(
+        {name: place[:size] for name, place, size in zip(fields, there, sizes, strict=True)}, whole
+    )
 
 
-def step_rows(views: Mapping[str, Tensor], whole: slice | None = None) -> StepRows:
+def metadata_of(views: Mapping[str, Tensor], whole: slice | None = None) -> AttentionMetadata:
     """The kernels' view of fields by their names."""
-    rows = Rows(views["positions"], views["slots"], views["first_blocks"], views["blocks"])
-    items = _items_of(views, "full")
+    rows = RowMetadata(views["positions"], views["slots"], views["first_blocks"], views["blocks"])
+    splits = _splits_of(views, "full")
     chunks = None
     if "tile_rows" in views:
-        names = ("chunk_rows", "chunk_starts", "chunk_counts", "chunk_first_blocks", "tile_segments", "tile_rows")
+        names = (
+            "chunk_rows",
+            "chunk_starts",
+            "chunk_counts",
+            "chunk_first_blocks",
+            "tile_segments",
+            "tile_rows",
+        )
         chunks = Chunks(*(views[name] for name in names))
-    return StepRows(rows, items, _items_of(views, "sliding") or items, chunks, whole, views.get("logit_rows"))
+    return AttentionMetadata(
+        rows, splits, _splits_of(views, "sliding") or splits, chunks, whole, views.get("logit_rows")
+    )
 
 
-def _items_of(views: Mapping[str, Tensor], kind: str) -> Items | None:
+def _splits_of(views: Mapping[str, Tensor], kind: str) -> KvSplits | None:
     if f"{kind}_rows" not in views:
         return None
-    return Items(*(views[f"{kind}_{name}"] for name in ("firsts", "counts", "rows", "starts", "stops")))
+    return KvSplits(
+        *(views[f"{kind}_{name}"] for name in ("firsts", "counts", "rows", "starts", "stops"))
+    )
 
 
 class StaticWords:
@@ -271,12 +305,14 @@ class StaticWords:
         """Takes the memory.
 
         Args:
-            capacities: the most words of each field. The last one may be longer than all others together, and goes only as far as it is
-                filled.
+            capacities: the most words of each field. The last one may be longer than all others
+                together, and goes only as far as it is filled.
             place: gives memory.
             pinned: words wait in pinned memory for their way to a device.
         """
-        self.capacities = {name: -(-size // ALIGN_WORDS) * ALIGN_WORDS for name, size in capacities.items()}
+        self.capacities = {
+            name: -(-size // ALIGN_WORDS) * ALIGN_WORDS for name, size in capacities.items()
+        }
         offsets = np.cumsum([0, *self.capacities.values()])[:-1].tolist()
         self._offsets: dict[str, int] = dict(zip(self.capacities, offsets, strict=True))
         self.words = place((sum(self.capacities.values()),), torch.int32)
@@ -284,11 +320,16 @@ class StaticWords:
         self._last = list(self.capacities)[-1]
 
     def send(self, fields: Mapping[str, Words], nowhere: Collection[str]) -> bool:
-        """Sends fields; what they do not fill is 0, or ``NOWHERE`` in the named ones. False, and nothing, if the last is too long."""
+        """Sends fields; what they do not fill is 0, or ``NOWHERE`` in the named ones.
+
+        False, and nothing, if the last is too long.
+        """
         last = fields[self._last]
         if len(last) > self.capacities[self._last]:
             return False
-        host = torch.empty(self._offsets[self._last] + len(last), dtype=torch.int32, pin_memory=self._pinned)
+        host = torch.empty(
+            self._offsets[self._last] + len(last), dtype=torch.int32, pin_memory=self._pinned
+        )
         words = host.numpy()
         words[: self._offsets[self._last]] = 0
         for name in nowhere:
@@ -300,30 +341,45 @@ class StaticWords:
 
     def views(self, lengths: Mapping[str, int]) -> dict[str, Tensor]:
         """The first words of fields."""
-        return {name: self.words[self._offsets[name] : self._offsets[name] + length] for name, length in lengths.items()}
+        return {
+            name: self.words[self._offsets[name] : self._offsets[name] + length]
+            for name, length in lengths.items()
+        }
 
 
-class StaticRows:
+class StaticDecode:
     """The words of plain decode steps, always in the same places."""
 
     def __init__(
-        self, place: Place, max_rows: int, spare: int, max_blocks: int, window_tokens: int | None, *, pinned: bool
+        self,
+        place: Place,
+        max_rows: int,
+        spare: int,
+        max_blocks: int,
+        window_tokens: int | None,
+        *,
+        pinned: bool,
     ) -> None:
         """Takes the memory.
 
         Args:
             place: gives it.
             max_rows: the most rows of a step.
-            spare: items beyond one for each row, see ``cut_items``.
+            spare: splits beyond one for each row, see ``split_keys``.
             max_blocks: the most entries of all block tables of a step together.
             window_tokens: of sliding layers; None if there are none.
             pinned: see ``StaticWords``.
         """
         kinds = ("full",) if window_tokens is None else ("full", "sliding")
-        capacities: dict[str, int] = dict.fromkeys(("positions", "slots", "first_blocks", "token_ids"), max_rows)
+        capacities: dict[str, int] = dict.fromkeys(
+            ("positions", "slots", "first_blocks", "token_ids"), max_rows
+        )
         for kind in kinds:
             capacities |= {f"{kind}_firsts": max_rows, f"{kind}_counts": max_rows}
-            capacities |= {f"{kind}_{name}": max_items(max_rows, spare) for name in ("rows", "starts", "stops")}
+            capacities |= {
+                f"{kind}_{name}": max_splits(max_rows, spare)
+                for name in ("rows", "starts", "stops")
+            }
         capacities["blocks"] = max_blocks
         self.static = StaticWords(capacities, place, pinned=pinned)
         self._nowhere = ("slots", *(f"{kind}_rows" for kind in kinds))
@@ -331,18 +387,27 @@ class StaticRows:
         self._window_tokens = window_tokens
 
     def fill(self, batch: Batch, token_ids: Words | None) -> bool:
-        """Sends a step's words; rows beyond the batch's are nobody's. False, and nothing, if its tables are too long."""
+        """Sends a step's words; rows beyond the batch's are not used.
+
+        False, and nothing, if its tables are too long.
+        """
         fields = fields_of(batch, self._spare, self._window_tokens)
         del fields["logit_rows"]
         if token_ids is not None:
             fields["token_ids"] = token_ids
         return self.static.send(fields, self._nowhere)
 
-    def view(self, num_rows: int) -> tuple[StepRows, Tensor]:
-        """A step of so many rows, padding included, and its token ids [num_rows] int32."""
+    def view(self, num_rows: int) -> tuple[AttentionMetadata, Tensor]:
+        """A step of ``num_rows`` rows, padding included, and its token ids [num_rows] int32."""
         lengths: dict[str, int] = {}
         for name, capacity in self.static.capacities.items():
-            of_items = name.endswith(("_rows", "_starts", "_stops"))
-            lengths[name] = capacity if name == "blocks" else max_items(num_rows, self._spare) if of_items else num_rows
+            of_splits = name.endswith(("_rows", "_starts", "_stops"))
+            lengths[name] = (
+                capacity
+                if name == "blocks"
+                else max_splits(num_rows, self._spare)
+                if of_splits
+                else num_rows
+            )
         views = self.static.views(lengths)
-        return step_rows(views), views["token_ids"]
+        return metadata_of(views), views["token_ids"]

@@ -1,4 +1,6 @@
-"""Blocking calls that may never return, in a thread of their own that nobody waits for."""
+"""Blocking calls of a driver, which may never return, in a thread of their own that no exit waits
+for.
+"""
 
 import asyncio
 import queue
@@ -10,11 +12,16 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class Apart:
-    """One thread, which makes one call after the other. The process ends without it: it may hang for ever."""
+class DriverThread:
+    """One thread, which makes one call after the other.
+
+    The process ends without waiting for it: a call may hang for ever.
+    """
 
     def __init__(self, name: str) -> None:
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = (
+            queue.SimpleQueue()
+        )
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
 
     def call(self, function: Callable[[], T]) -> "asyncio.Future[T]":
@@ -34,9 +41,9 @@ class Apart:
             function, answer = asked
             try:
                 result, error = function(), None
-            except Exception as raised:  # noqa: BLE001 - it is whoever asked who is told
+            except Exception as raised:  # noqa: BLE001 - the caller gets it
                 result, error = None, raised
-            with suppress(RuntimeError):  # The loop is closed: nobody wants it any more.
+            with suppress(RuntimeError):  # The loop is closed: no caller is left.
                 answer.get_loop().call_soon_threadsafe(_tell, answer, result, error)
 
 

@@ -1,6 +1,8 @@
-"""One step of lookahead: a batch runs before the tokens of the one before it are known, and nobody can tell from the outputs.
+"""One step of lookahead: a batch runs before the tokens of the one before it are known, and the
+outputs do not show it.
 
-The device here is the host: its tokens are drawn when they are asked for, and are looked at one step later.
+The device here is the host: its tokens are sampled when they are asked for, and are looked at one
+step later.
 """
 
 import random
@@ -19,8 +21,8 @@ from pilotlight.engine.core.lifecycle import RequestEvent
 from pilotlight.engine.core.request import Request
 from pilotlight.engine.core.scheduler import BatchLimits, BatchScheduler
 from pilotlight.engine.core.tables import BlockTables
-from pilotlight.engine.device.logits import Draw
-from pilotlight.engine.device.sampler import Drawn, Undrawn, sample
+from pilotlight.engine.device.logits import SampleSpec
+from pilotlight.engine.device.sampler import NotSampled, SampledToken, sample
 from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.policy.request import RequestKey, Sampling
 
@@ -30,21 +32,23 @@ class LateTokens:
 
     followed = 0
 
-    def __init__(self, drawn: list[Drawn | Undrawn]) -> None:
-        self._drawn = drawn
+    def __init__(self, sampled: list[SampledToken | NotSampled]) -> None:
+        self._sampled = sampled
 
     @property
     def inputs(self) -> Tensor:
         LateTokens.followed += 1
-        return torch.tensor([token.token_id if isinstance(token, Drawn) else 0 for token in self._drawn])
+        return torch.tensor(
+            [token.token_id if isinstance(token, SampledToken) else 0 for token in self._sampled]
+        )
 
-    def wait(self) -> list[Drawn | Undrawn]:
-        return self._drawn
+    def wait(self) -> list[SampledToken | NotSampled]:
+        return self._sampled
 
 
-def launch(logits: Tensor, draws: Sequence[Draw]) -> LateTokens:
-    assert all(draw.simple for draw in draws)
-    return LateTokens(sample(logits, draws))
+def launch(logits: Tensor, specs: Sequence[SampleSpec]) -> LateTokens:
+    assert all(spec.simple for spec in specs)
+    return LateTokens(sample(logits, specs))
 
 
 def compute_ahead(*arguments: object) -> Compute:
@@ -61,8 +65,12 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     return choose
 
 
-def talk(driver: Callable[..., object], checkpoint: Callable[..., object], prompts: list[list[int]]) -> dict[str, list[int]]:
-    """Requests that come, stop, are aborted, lose blocks, and need more than a simple draw, in the middle of others."""
+def talk(
+    driver: Callable[..., object], checkpoint: Callable[..., object], prompts: list[list[int]]
+) -> dict[str, list[int]]:
+    """Requests that come, stop, are aborted, lose blocks, and need more than simple sampling, in
+    the middle of others.
+    """
     run = driver(BatchLimits(step_tokens=64, running=8))
     run.load(checkpoint("qwen2"), kv_tokens=512)
     dice = random.Random(5)
@@ -71,7 +79,14 @@ def talk(driver: Callable[..., object], checkpoint: Callable[..., object], promp
         stops = tuple(dice.sample(range(199), 12)) if number % 3 == 0 else ()
         strange = {3: {"top_k": 5}, 17: {"repetition_penalty": 1.2}}.get(number, {})
         max_tokens = 3 if strange else dice.randrange(1, 40)
-        run.add(f"r{number}", prompt, temperature=0.8 * (number % 2), stop_token_ids=stops, max_tokens=max_tokens, **strange)
+        run.add(
+            f"r{number}",
+            prompt,
+            temperature=0.8 * (number % 2),
+            stop_token_ids=stops,
+            max_tokens=max_tokens,
+            **strange,
+        )
         for _ in range(dice.randrange(4)):
             run.step()
         if number == 11:
@@ -100,12 +115,18 @@ def test_nobody_can_tell(
     assert LateTokens.followed > before + 20
 
 
-def scheduler_with(num_blocks: int, running: int, *lengths: int, max_tokens: int = 10) -> BatchScheduler:
-    scheduler = BatchScheduler(BlockTables(BlockPool(num_blocks), "m"), BatchLimits(step_tokens=64, running=running))
+def scheduler_with(
+    num_blocks: int, running: int, *lengths: int, max_tokens: int = 10
+) -> BatchScheduler:
+    scheduler = BatchScheduler(
+        BlockTables(BlockPool(num_blocks), "m"), BatchLimits(step_tokens=64, running=running)
+    )
     for number, length in enumerate(lengths):
         sampling = Sampling(seed=0, max_tokens=max_tokens, temperature=0.0)
         prompt = [number + 1] * length
-        scheduler.submit(Request(RequestKey(RequestId(f"r{number}"), 1), prompt, (), sampling, 1000))
+        scheduler.submit(
+            Request(RequestKey(RequestId(f"r{number}"), 1), prompt, (), sampling, 1000)
+        )
     return scheduler
 
 
@@ -127,9 +148,16 @@ def test_a_plan_is_followed_by_the_next_token_of_each() -> None:
 @pytest.mark.parametrize(
     ("num_blocks", "running", "lengths", "max_tokens"),
     [(8, 1, (5, 5), 1), (8, 4, (100,), 10), (1, 4, (16,), 0), (8, 4, (5,), 1)],
-    ids=["somebody waits for the place of one that ends", "a prompt is in the middle", "no room", "all end"],
+    ids=[
+        "a request waits for the place of one that ends",
+        "a prompt is in the middle",
+        "no room",
+        "all end",
+    ],
 )
-def test_a_plan_is_not_followed_blindly(num_blocks: int, running: int, lengths: tuple[int, ...], max_tokens: int) -> None:
+def test_a_plan_is_not_followed_blindly(
+    num_blocks: int, running: int, lengths: tuple[int, ...], max_tokens: int
+) -> None:
     scheduler = scheduler_with(num_blocks, running, *lengths, max_tokens=max_tokens or 10)
     assert scheduler.follow_on(scheduler.schedule(0.0)) is None
 
@@ -139,9 +167,15 @@ def test_a_full_house_is_followed_though_others_wait() -> None:
     assert segments_of(scheduler.follow_on(scheduler.schedule(0.0))) == [(5, 1)]
 
 
-@pytest.mark.parametrize(("num_blocks", "followed"), [(7, False), (6, True)], ids=["room for both", "none"])
-def test_a_house_without_room_is_followed_though_others_wait(num_blocks: int, followed: bool) -> None:
-    """Three blocks for the first, one that stays free for it, and three that the second would need."""
+@pytest.mark.parametrize(
+    ("num_blocks", "followed"), [(7, False), (6, True)], ids=["room for both", "none"]
+)
+def test_a_house_without_room_is_followed_though_others_wait(
+    num_blocks: int, followed: bool
+) -> None:
+    """Three blocks for the first, one that stays free for it, and three that the second would
+    need.
+    """
     scheduler = scheduler_with(num_blocks, 4, 40)
     plan = scheduler.schedule(0.0)
     sampling = Sampling(seed=0, max_tokens=10, temperature=0.0)

@@ -1,4 +1,5 @@
-"""The receiver's end of a link whose bytes it reads itself from the other node's memory; all else of a request goes its usual way.
+"""The receiver's end of a link whose bytes it reads itself from the other node's memory; all else
+of a request goes its usual way.
 
 ::
 
@@ -6,8 +7,9 @@
     receiver            learn                         read         read             the last read's end is the request's
     bytes                                             ....landed    ....landed    written to the pool in order, and verified
 
-Where a read fails, takes too long or gives wrong bytes, the link's requests are asked for again over TCP, and so is everything until
-the other node offers its memory anew, the process that reads is another one, or the connection is made again.
+Where a read fails, takes too long or gives wrong bytes, the link's requests are asked for again
+over TCP, and so is everything until the other node offers its memory anew, the process that reads
+is another one, or the connection is made again.
 """
 
 import asyncio
@@ -27,23 +29,27 @@ from pilotlight.policy.ids import NodeId
 log = structlog.get_logger()
 
 WINDOW = 8
-"""Reads under way on one link: enough for any link, and few enough that a slow one leaves slots for others."""
+"""Reads under way on one link: enough for any link, and few enough that a slow one leaves slots for
+others."""
 
 
-class Taker(Protocol):
+class OneSidedListener(Protocol):
     """Hears of what was asked for. Calls come within the event loop of the link."""
 
-    def on_taken_bytes(self, size_bytes: int) -> None:
-        """So many bytes came, verified or not."""
+    def on_read_bytes(self, size_bytes: int) -> None:
+        """``size_bytes`` came, verified or not."""
         ...
 
-    def on_taken(self, number: int, error: Exception | None) -> None:
-        """A request's bytes are all there; ``NixlFailed``: ask for them over TCP. Other errors are those of ``ChunkWork.write``."""
+    def on_read_end(self, number: int, error: Exception | None) -> None:
+        """A request's bytes are all there; ``NixlFailed``: ask for them over TCP.
+
+        Other errors are those of ``ChunkWork.write``.
+        """
         ...
 
 
 @dataclass(slots=True, eq=False)
-class _Take:
+class _Request:
     """A request that is read one-sided."""
 
     number: int
@@ -55,15 +61,24 @@ class _Take:
     is_sent: bool = False
 
 
-class Taking:
+class OneSidedReads:
     """The reads of one link. For its event loop."""
 
-    def __init__(self, memory: ReadsMemory | None, node_id: NodeId, deadline_s: float, taker: Taker) -> None:
-        """``memory`` reads; None: nothing ever is. A read that is not done within ``deadline_s`` has failed."""
+    def __init__(
+        self,
+        memory: ReadsMemory | None,
+        node_id: NodeId,
+        deadline_s: float,
+        listener: OneSidedListener,
+    ) -> None:
+        """``memory`` reads; None: nothing ever is.
+
+        A read that is not done within ``deadline_s`` has failed.
+        """
         self._memory = memory
         self._node_id = node_id
         self._deadline_s = deadline_s
-        self._taker = taker
+        self._listener = listener
         self._region: Region | None = None
         self._learned: tuple[Region, int] | None = None
         """By what process which memory can be read,"""
@@ -71,7 +86,7 @@ class Taking:
         """and by which it cannot."""
         self._peer = 0
         self._learning: asyncio.Task[None] | None = None
-        self._takes: dict[int, _Take] = {}
+        self._requests: dict[int, _Request] = {}
         self._queue: deque[UnitRead] = deque()
         self._under_way: set[UnitRead] = set()
 
@@ -84,17 +99,25 @@ class Taking:
         """Whether a request is to be read one-sided; if not, its bytes have to come over TCP."""
         if not self._is_usable():
             return False
-        self._takes[number] = _Take(number, work, work.position)
+        self._requests[number] = _Request(number, work, work.position)
         return True
 
     def place(self, number: int, message: Placed) -> None:
         """The other node has told where the next bytes of a request lie."""
-        take, region = self._takes.get(number), self._region
-        if take is None or region is None:
+        request, region = self._requests.get(number), self._region
+        if request is None or region is None:
             return
-        start, stop = take.placed_bytes, take.placed_bytes + message.size_bytes
-        is_unit = message.size_bytes > 0 and start // UNIT_BYTES == (stop - 1) // UNIT_BYTES and stop <= take.work.size_bytes
-        if not is_unit or message.offset < 0 or message.offset + message.size_bytes > region.size_bytes:
+        start, stop = request.placed_bytes, request.placed_bytes + message.size_bytes
+        is_unit = (
+            message.size_bytes > 0
+            and start // UNIT_BYTES == (stop - 1) // UNIT_BYTES
+            and stop <= request.work.size_bytes
+        )
+        if (
+            not is_unit
+            or message.offset < 0
+            or message.offset + message.size_bytes > region.size_bytes
+        ):
             self._fail("it says that bytes lie where there are none")
             return
         read = UnitRead(
@@ -102,25 +125,27 @@ class Taking:
             region.address + message.offset,
             message.size_bytes,
             self._deadline_s,
-            lambda ended: self._on_read(take, ended),
+            lambda ended: self._on_read(request, ended),
         )
-        take.placed_bytes = stop
-        take.reads.append((start, read))
+        request.placed_bytes = stop
+        request.reads.append((start, read))
         self._queue.append(read)
         self._pump()
 
     def on_sent(self, number: int) -> bool:
-        """The other node has told of all bytes of a request; whether ``Taker.on_taken`` will say when they are here."""
-        take = self._takes.get(number)
-        if take is None or not take.reads:
+        """The other node has told of all bytes of a request; whether
+        ``OneSidedListener.on_read_end`` will say when they are here.
+        """
+        request = self._requests.get(number)
+        if request is None or not request.reads:
             return False
-        take.is_sent = True
+        request.is_sent = True
         return True
 
     def give_up(self, number: int) -> None:
         """A request is over. What is still read for it is thrown away."""
-        take = self._takes.pop(number, None)
-        for _, read in take.reads if take is not None else ():
+        request = self._requests.pop(number, None)
+        for _, read in request.reads if request is not None else ():
             read.is_wanted = False
             self._release(read)
         self._pump()
@@ -128,11 +153,15 @@ class Taking:
     def stop(self) -> None:
         """The connection has ended."""
         self._queue.clear()
-        for number in tuple(self._takes):
+        for number in tuple(self._requests):
             self.give_up(number)
         if self._learning is not None:
             self._learning.cancel()
-        if self._memory is not None and self._learned is not None and self._learned[1] == self._memory.generation:
+        if (
+            self._memory is not None
+            and self._learned is not None
+            and self._learned[1] == self._memory.generation
+        ):
             self._memory.forget(self._peer)
         self._region = self._learned = self._failed = self._learning = None
 
@@ -140,8 +169,12 @@ class Taking:
         if self._memory is None or self._region is None:
             return False
         now = self._region, self._memory.generation
-        if now not in (self._learned, self._failed) and (self._learning is None or self._learning.done()):
-            self._learning = asyncio.create_task(self._learn(self._memory, self._region), name=f"memory of {self._node_id}")
+        if now not in (self._learned, self._failed) and (
+            self._learning is None or self._learning.done()
+        ):
+            self._learning = asyncio.create_task(
+                self._learn(self._memory, self._region), name=f"memory of {self._node_id}"
+            )
         return now == self._learned and now != self._failed
 
     async def _learn(self, memory: ReadsMemory, region: Region) -> None:
@@ -161,39 +194,39 @@ class Taking:
                 self._under_way.add(read)
                 self._memory.read(read)
 
-    def _on_read(self, take: _Take, read: UnitRead) -> None:
+    def _on_read(self, request: _Request, read: UnitRead) -> None:
         self._under_way.discard(read)
         if read.error is not None:
             self._fail(read.error)
             return
-        self._take_over(take)
+        self._write_landed(request)
         self._pump()
 
-    def _take_over(self, take: _Take) -> None:
+    def _write_landed(self, request: _Request) -> None:
         """Write what has landed to the pool, as far as nothing before it is missing."""
-        while take.reads and (view := take.reads[0][1].view) is not None:
-            start, read = take.reads.popleft()
+        while request.reads and (view := request.reads[0][1].view) is not None:
+            start, read = request.reads.popleft()
             try:
-                if start != take.work.position:
+                if start != request.work.position:
                     raise WrongBytes("they are not those that are missing")
-                take.work.write(view)
+                request.work.write(view)
             except WrongBytes as error:
-                # Held against nobody before they were wrong over TCP as well.
+                # Not held against the sender before they were wrong over TCP as well.
                 self._fail(f"the bytes that were read are wrong: {error}")
                 return
-            except Exception as error:  # noqa: BLE001 - whoever waits for them raises it
-                self._end(take, error)
+            except Exception as error:  # noqa: BLE001 - the request raises it
+                self._end(request, error)
                 return
             finally:
                 self._release(read)
-            self._taker.on_taken_bytes(read.size_bytes)
-        if take.is_sent and not take.reads:
-            self._end(take, None)
+            self._listener.on_read_bytes(read.size_bytes)
+        if request.is_sent and not request.reads:
+            self._end(request, None)
 
-    def _end(self, take: _Take, error: Exception | None) -> None:
-        if take.number in self._takes:
-            self.give_up(take.number)
-            self._taker.on_taken(take.number, error)
+    def _end(self, request: _Request, error: Exception | None) -> None:
+        if request.number in self._requests:
+            self.give_up(request.number)
+            self._listener.on_read_end(request.number, error)
 
     def _fail(self, why: str) -> None:
         """No more of it on this link: everything is asked for over TCP."""
@@ -201,11 +234,13 @@ class Taking:
             self._failed = self._learned
             self._warn(why)
         self._queue.clear()
-        for take in tuple(self._takes.values()):
-            self._end(take, NixlFailed(why))
+        for request in tuple(self._requests.values()):
+            self._end(request, NixlFailed(why))
 
     def _warn(self, why: str) -> None:
-        log.warning("link goes on over TCP", action="link_nixl_failed", node=self._node_id, error=why)
+        log.warning(
+            "link goes on over TCP", action="link_nixl_failed", node=self._node_id, error=why
+        )
 
     def _release(self, read: UnitRead) -> None:
         self._under_way.discard(read)

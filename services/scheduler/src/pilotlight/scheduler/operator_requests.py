@@ -1,4 +1,6 @@
-"""What operators ask of the leader: warm a model, evict a model. Kept until it is done."""
+"""Requests of operators to the leader: warm a model, evict a model. Each is kept until it is
+done.
+"""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -9,7 +11,7 @@ from pilotlight.policy.ids import InstanceId, ModelName
 from pilotlight.policy.request import Demand
 
 WARM_FOR_S = 600.0
-"""A model that could not be warmed within this time is asked for no more."""
+"""A request to warm a model ends after this time, whether the model is ready or not."""
 
 
 @dataclass(slots=True)
@@ -19,8 +21,8 @@ class _Warm:
 
 
 @dataclass(slots=True)
-class Asks:
-    """Open asks of one term."""
+class OperatorRequests:
+    """The open requests of one term."""
 
     _warm: dict[ModelName, _Warm] = field(default_factory=dict[ModelName, _Warm])
     _planned: dict[ModelName, list[asyncio.Future[InstanceId]]] = field(
@@ -33,15 +35,15 @@ class Asks:
     _closed: PilotlightError | None = None
 
     def warm(self, model: ModelName, trace_parent: str, now_s: float) -> None:
-        """Count the model as waited for, until it is ready."""
+        """Count one request as waiting for the model, until it is ready."""
         self._warm.setdefault(model, _Warm(now_s, trace_parent))
 
     def warmed(self, model: ModelName) -> None:
-        """It is ready, evicted, or cannot be had: it counts no longer."""
+        """The model is ready, evicted, or cannot be had: its request to warm it is over."""
         self._warm.pop(model, None)
 
     def planned(self, model: ModelName) -> asyncio.Future[InstanceId]:
-        """The next start of a model, or why there is none.
+        """The instance of the model's next start, or the error that prevents it.
 
         Raises:
             PilotlightError: the term is over.
@@ -51,8 +53,10 @@ class Asks:
         self._planned.setdefault(model, []).append(future)
         return future
 
-    def settle_planned(self, model: ModelName, instance_id: InstanceId | None, error: PilotlightError | None) -> None:
-        """Answer those who wait for the next start."""
+    def settle_planned(
+        self, model: ModelName, instance_id: InstanceId | None, error: PilotlightError | None
+    ) -> None:
+        """Answer the requests that wait for the model's next start."""
         for future in self._planned.pop(model, []):
             if future.done():
                 continue
@@ -62,7 +66,7 @@ class Asks:
                 future.set_exception(error)
 
     def evict(self, model: ModelName) -> asyncio.Future[tuple[InstanceId, ...]]:
-        """Ask for every instance of a model to be drained; the instances that are.
+        """Have every instance of a model drained; the result names those instances.
 
         Raises:
             PilotlightError: the term is over.
@@ -78,13 +82,15 @@ class Asks:
         return tuple(self._evict)
 
     def settle_evicted(self, model: ModelName, instance_ids: tuple[InstanceId, ...]) -> None:
-        """Answer those who asked for it."""
+        """Answer the requests to evict the model."""
         for future in self._evict.pop(model, []):
             if not future.done():
                 future.set_result(instance_ids)
 
     def close(self, error: PilotlightError) -> None:
-        """The term is over: whoever still waits hears so at once, and asks the next leader."""
+        """The term is over: every request that waits fails at once, and its client asks the next
+        leader.
+        """
         self._closed = error
         for future in (*chain(*self._planned.values()), *chain(*self._evict.values())):
             if not future.done():
@@ -93,8 +99,12 @@ class Asks:
         self._evict.clear()
 
     def demand(self, held: tuple[Demand, ...], now_s: float) -> tuple[Demand, ...]:
-        """What gateways hold, and one waiting request for each model that is to be warm and that nobody waits for."""
-        self._warm = {model: one for model, one in self._warm.items() if now_s - one.since_s < WARM_FOR_S}
+        """The gateways' demand, and one waiting request for each model that is to be warm and has
+        no demand.
+        """
+        self._warm = {
+            model: one for model, one in self._warm.items() if now_s - one.since_s < WARM_FOR_S
+        }
         waiting = {one.model for one in held if one.waiting > 0}
         asked = tuple(
             Demand(
@@ -110,7 +120,7 @@ class Asks:
         return (*(one for one in held if one.waiting > 0), *asked)
 
     def since_s(self, model: ModelName) -> float | None:
-        """When the model was asked for."""
+        """When the open request to warm the model came; None: there is none."""
         asked = self._warm.get(model)
         return asked.since_s if asked is not None else None
 

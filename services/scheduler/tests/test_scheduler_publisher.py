@@ -16,7 +16,9 @@ S = InstanceState
 H = HeldState
 
 
-async def test_an_emptied_bucket_is_filled_after_a_reconnect(rig: Rig, reconnecting: ReconnectingBus) -> None:
+async def test_an_emptied_bucket_is_filled_after_a_reconnect(
+    rig: Rig, reconnecting: ReconnectingBus
+) -> None:
     ready = await rig.ready()
     await (await rig.bus.bucket(INSTANCES)).delete(ready.instance_id)
     await rig.until(lambda: rig.shown[ready.instance_id] is None)
@@ -38,6 +40,10 @@ async def test_what_an_old_leader_wrote_or_removed_late_is_shown_again(rig: Rig)
     bucket = await rig.bus.bucket(INSTANCES)
     late = replace(ready, epoch=Epoch(ready.epoch - 1), state=S.LOADING)
     await bucket.put(late.instance_id, late)
-    await rig.until(lambda: rig.states[-2:] == [(ready.instance_id, S.LOADING), (ready.instance_id, S.READY)])
+    await rig.until(
+        lambda: rig.states[-2:] == [(ready.instance_id, S.LOADING), (ready.instance_id, S.READY)]
+    )
     await bucket.delete(ready.instance_id)
-    await rig.until(lambda: rig.states[-2:] == [(ready.instance_id, None), (ready.instance_id, S.READY)])
+    await rig.until(
+        lambda: rig.states[-2:] == [(ready.instance_id, None), (ready.instance_id, S.READY)]
+    )

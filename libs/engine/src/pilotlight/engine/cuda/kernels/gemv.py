@@ -1,7 +1,8 @@
-"""Projections of one row: as fast as the weights can be read, with what stands before and behind them in the same kernel.
+"""GEMV, the projections of one row: as fast as the weights can be read, with what stands before and
+behind them in the same kernel.
 
-A product is summed in float32 in one order per shape, rounded once. What follows (bias, gate, residual) is rounded as if it were a
-kernel of its own.
+A product is summed in float32 in one order per shape, rounded once. What follows (bias, gate,
+residual) is rounded as if it were a kernel of its own.
 """
 
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from pilotlight.engine.cuda.kernels.launching import Kernel
 
 
 @triton.jit
-def _vector(
+def _gemv(
     weight, x, norm, bias, residual, out, eps,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr,
     ROWS_AT_ONCE: tl.constexpr, COLUMNS_AT_ONCE: tl.constexpr,
@@ -38,10 +39,18 @@ def _vector(
         at = first + column
         known = at < WIDTH
         mask = known_row[:, None] & known[None, :]
-        tile = tl.load(weight + row[:, None] * WIDTH + at[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+        tile = tl.load(
+            weight + row[:, None] * WIDTH + at[None, :],
+            mask=mask,
+            other=0.0,
+            eviction_policy="evict_first",
+        )
         if GATED:
             up_tile = tl.load(
-                weight + (row + ROWS)[:, None] * WIDTH + at[None, :], mask=mask, other=0.0, eviction_policy="evict_first"
+                weight + (row + ROWS)[:, None] * WIDTH + at[None, :],
+                mask=mask,
+                other=0.0,
+                eviction_policy="evict_first",
             )
         part = tl.load(x + at, mask=known, other=0.0).to(tl.float32)
         if NORMED:
@@ -55,17 +64,21 @@ def _vector(
         up = tl.sum(up_sums, axis=1).to(dtype).to(tl.float32)
         result = (result / (1.0 + tl.exp(-result))).to(dtype).to(tl.float32) * up
     if BIASED:
-        result = (result + tl.load(bias + row, mask=known_row, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
+        result = (
+            (result + tl.load(bias + row, mask=known_row, other=0.0).to(tl.float32))
+            .to(dtype)
+            .to(tl.float32)
+        )
     if ADDED:
         result += tl.load(residual + row, mask=known_row, other=0.0).to(tl.float32)
     tl.store(out + row, result.to(dtype), mask=known_row)
 
 
-_run_vector = Kernel(_vector)
+_run_gemv = Kernel(_gemv)
 
 
 class Tiling(NamedTuple):
-    """How a product is cut up: rows of a program, columns of a step, warps."""
+    """How a GEMV is cut up: rows of a program, columns of a step, warps."""
 
     rows: int
     columns: int
@@ -73,8 +86,10 @@ class Tiling(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class VectorProduct:
-    """``out = act(W norm(x)) + residual`` for one row x; each of norm, gate and residual may be missing."""
+class Gemv:
+    """``out = act(W norm(x)) + residual`` for one row x; each of norm, gate and residual may be
+    missing.
+    """
 
     eps: float
     tilings: Mapping[tuple[int, int, bool], Tiling]
@@ -106,7 +121,7 @@ class VectorProduct:
         rows, width = weight.shape[0] // (2 if gated else 1), weight.shape[1]
         tiling = self.tilings.get((rows, width, gated), USUAL)
         out = torch.empty(1, rows, dtype=x.dtype, device=x.device)
-        _run_vector(
+        _run_gemv(
             (triton.cdiv(rows, tiling.rows), 1),
             (
                 weight, x, x if norm is None else norm, x if bias is None else bias, x if residual is None else residual, out,
