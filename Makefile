@@ -11,7 +11,7 @@ LIMITED := --max-worker-restart 0 -o faulthandler_timeout=240 -o faulthandler_ex
 # Status 5 says that a folder has no tests of the kind: no failure when one folder is asked for.
 OR_NONE := || [ $$? -eq 5 ]
 
-.PHONY: help demo up test test-e2e test-chaos test-hostile test-compose test-s3 test-bundle test-gpu bundle check format docs bench-cold-start bench-control bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-starvation bench-floods bench-attention-gpu bench-dataplane bench-pictures soak lock clean
+.PHONY: help demo up test test-e2e test-chaos test-hostile test-compose test-s3 test-bundle test-gpu bundle check format docs bench-cold-start bench-control bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-served-gpu bench-starvation bench-floods bench-attention-gpu bench-dataplane bench-pictures soak lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -99,6 +99,9 @@ bench-engine-cpu:  ## tokens per second of the engine and its peers on this CPU,
 
 bench-engine-gpu:  ## the engine on this machine's GPU, beside vLLM if VLLM= names an interpreter that has it, as JSON; PYTHON= an environment that has everything, SHAPES=
 	@$(or $(PYTHON),$(PY)) bench/engine_gpu.py --profile $(if $(VLLM),--vllm "$(VLLM)") $(if $(SHAPES),--shapes $(SHAPES))
+
+bench-served-gpu:  ## the whole system on this machine's GPU beside `vllm serve` of the interpreter VLLM=, as JSON; parts resume: PARTS=, OUT=, WEIGHTS=; QUICK=1; PYTHON= as above
+	@$(or $(PYTHON),$(PY)) bench/served_gpu.py --profile $(if $(VLLM),--vllm "$(VLLM)") $(if $(PARTS),--parts $(PARTS)) $(if $(OUT),--out "$(OUT)") $(if $(WEIGHTS),--weights "$(WEIGHTS)") $(if $(QUICK),--quick)
 
 bench-starvation:  ## more models than places, all wanted all the time, as JSON: DURATION_S=, MODELS=, PLACES=, MAX_TOKENS=
 	@tools/bootstrap.sh runtime

@@ -2,27 +2,27 @@
 
 Builds the facts of a cluster at rest (1,000 nodes with 8 workers each, 10,000 models, 2,000
 instances) and times single ticks of control (``policy/control/tick.py``) in this process, without
-bus and database:
+bus and database. Each timed tick has one change and nothing else; the next one starts from the
+cluster at rest again, a quarter of a second later. ``KINDS`` lists the changes.
 
-* ``nothing``: nothing is new; some holds are repeated, as in every tick;
-* ``report``: one worker reports that a request has come or ended;
-* ``row``: the row of one instance has changed;
-* ``demand``: a request waits for a model that no instance serves, so that a start is placed;
-* ``heartbeats``: all workers and nodes report what they did before;
-* ``everything``: a tick that looks at everything, as the first one of a term does.
+A crowded cluster is one without room: four of five instances are busy, models of the others are
+pinned, other devices are too small.
 
-Prints one JSON document: the machine, for each kind the median over the runs of median and 99th
-percentile, by the clock and (``cpu_``) of processor time, which other processes do not add to, and
+Prints one JSON document in the form of ``bench/results``: for each kind median and 99th percentile
+of each run, by the clock and (``cpu``) of processor time, which other processes do not add to, and
 the most objects that a tick looked at.
 """
 
 import argparse
 import gc
 import json
+import os
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 from cold_start import machine
@@ -32,18 +32,109 @@ from pilotlight.policy.control.focus import Focus, Visited
 from pilotlight.policy.control.testing import LargeCluster, Size
 
 Change = Callable[[LargeCluster, int], Focus | None]
-KINDS: dict[str, Change] = {
-    "nothing": lambda cluster, index: Focus(),
-    "report": lambda cluster, index: cluster.report(index * 7),
-    "row": lambda cluster, index: cluster.move(index * 11),
-    "demand": lambda cluster, index: cluster.ask(index * 13),
-    "heartbeats": lambda cluster, index: cluster.report_all(),
-    "everything": lambda cluster, index: None,
+REFUSED = 100
+LONG_S = 100.0
+"""Older than the patience of any model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One kind of tick."""
+
+    what: str
+    change: Change
+    crowded: bool = False
+    owed: bool = False
+    """Busy instances have not served for long enough to make room."""
+    refused: int = 0
+    """Models for which requests have waited for long before, in vain."""
+    ticks: int = 200
+    """At most."""
+
+
+def _loaded(cluster: LargeCluster, index: int) -> Focus:
+    worker_id = cluster.load(index * 13)
+    cluster.carry_out(cluster.tick(Focus(workers=frozenset({worker_id}))))
+    return cluster.loaded(worker_id)
+
+
+KINDS: dict[str, Kind] = {
+    "nothing": Kind(
+        what="nothing is new; some holds are repeated", change=lambda cluster, index: Focus()
+    ),
+    "report": Kind(
+        what="a worker reports that a request has come or ended",
+        change=lambda cluster, index: cluster.report(index * 7),
+    ),
+    "row": Kind(
+        what="the row of an instance has changed",
+        change=lambda cluster, index: cluster.move(index * 11),
+    ),
+    "demand": Kind(
+        what="a request waits for a cold model, and a start is placed",
+        change=lambda cluster, index: cluster.ask(index * 13),
+    ),
+    "loaded": Kind(what="an instance becomes ready", change=_loaded),
+    "worker_dies": Kind(
+        what="a worker with an instance is dead",
+        change=lambda cluster, index: cluster.die(index * 7),
+    ),
+    "node_drains": Kind(
+        what="an operator wants a node with 8 workers to be empty",
+        change=lambda cluster, index: cluster.drain(index * 7),
+    ),
+    "registered": Kind(
+        what="a model is registered", change=lambda cluster, index: cluster.register(index)
+    ),
+    "crowded_demand": Kind(
+        what="a request waits for a cold model, and there is no room",
+        change=lambda cluster, index: cluster.ask(index * 13),
+        crowded=True,
+    ),
+    "crowded_makes_way": Kind(
+        what="a model has waited for longer than its patience, and one of the busy instances makes room",
+        change=lambda cluster, index: cluster.ask(index * 13, age_s=LONG_S),
+        crowded=True,
+    ),
+    "crowded_waits": Kind(
+        what="a model has waited for longer than its patience, no busy instance may make room; nothing is new",
+        change=lambda cluster, index: Focus(),
+        crowded=True,
+        owed=True,
+        refused=1,
+    ),
+    "crowded_waits_report": Kind(
+        what="the same, and a worker reports",
+        change=lambda cluster, index: cluster.report(index * 7),
+        crowded=True,
+        owed=True,
+        refused=1,
+    ),
+    "crowded_many_wait": Kind(
+        what=f"the same with {REFUSED} such models; nothing is new",
+        change=lambda cluster, index: Focus(),
+        crowded=True,
+        owed=True,
+        refused=REFUSED,
+    ),
+    "crowded_many_wait_report": Kind(
+        what=f"{REFUSED} such models, and a worker reports: all of them are tried again",
+        change=lambda cluster, index: cluster.report(index * 7),
+        crowded=True,
+        owed=True,
+        refused=REFUSED,
+    ),
+    "heartbeats": Kind(
+        what="all workers and nodes report what they did before",
+        change=lambda cluster, index: cluster.report_all(),
+        ticks=10,
+    ),
+    "everything": Kind(
+        what="a tick that looks at everything, as the first of a term does",
+        change=lambda cluster, index: None,
+        ticks=5,
+    ),
 }
-
-
-FEW = {"heartbeats": 10, "everything": 5}
-"""Ticks of kinds that take long."""
 
 
 @dataclass
@@ -72,21 +163,32 @@ def _p99(values: list[float]) -> float:
     return statistics.quantiles(values, n=100, method="inclusive")[98]
 
 
-def take(cluster: LargeCluster, change: Change, ticks: int) -> Taken:
+def clusters(size: Size) -> dict[tuple[bool, bool], LargeCluster]:
+    """With room; crowded; crowded, and all instances are owed service."""
+    crowded = LargeCluster(size)
+    owed = crowded.kept()
+    crowded.crowd()
+    owed.crowd(load_s=1000.0)
+    return {(False, False): LargeCluster(size), (True, False): crowded, (True, True): owed}
+
+
+def take(at_rest: LargeCluster, kind: Kind, ticks: int) -> Taken:
     """Ticks with one change each."""
-    clock, taken = SystemClock(), Taken()
+    clock, taken, at_rest = SystemClock(), Taken(), at_rest.kept()
+    if kind.refused:
+        at_rest.ask(0, count=kind.refused, age_s=LONG_S)
+    for _ in range(20 if kind.refused else 1):
+        at_rest.carry_out(at_rest.tick())
     for index in range(ticks):
-        changed = change(cluster, index)
+        cluster = at_rest.kept()
+        changed = kind.change(cluster, index)
+        gc.collect(1)  # The copy of the cluster is not the tick's garbage.
         began_s, cpu_s = clock.monotonic_s(), time.process_time()
         plan = cluster.tick(changed)
         taken.cpu_ms.append((time.process_time() - cpu_s) * 1000)
         taken.wall_ms.append((clock.monotonic_s() - began_s) * 1000)
         taken.visited.append(plan.visited)
-        cluster.carry_out(plan)
-        if cluster.demand:
-            # The next one asks for another model: until then nothing waits.
-            cluster.demand = ()
-            cluster.carry_out(cluster.tick())
+        at_rest.carry_out(at_rest.tick())
     return taken
 
 
@@ -99,8 +201,9 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=8, help="of each node")
     parser.add_argument("--models", type=int, default=10_000)
     parser.add_argument("--instances", type=int, default=2000)
-    parser.add_argument("--ticks", type=int, default=300, help="of each kind and run")
+    parser.add_argument("--ticks", type=int, default=200, help="of each kind and run, at most")
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS))
     asked = parser.parse_args()
     size = Size(
         nodes=asked.nodes,
@@ -108,34 +211,56 @@ def main() -> None:
         models=asked.models,
         instances=asked.instances,
     )
-    runs: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in asked.kinds}
     looked: dict[str, dict[str, int]] = {}
     for _ in range(asked.runs):
-        cluster = LargeCluster(size)
+        made = clusters(size)
         gc.collect()
-        for kind, change in KINDS.items():
-            taken = take(cluster, change, FEW.get(kind, asked.ticks))
-            runs[kind].append(taken.figures())
-            looked[kind] = taken.most()
-    figures: dict[str, Any] = {
-        kind: {
-            **{name: round(statistics.median(run[name] for run in each), 3) for name in each[0]},
-            "looked_at": looked[kind],
+        for name in asked.kinds:
+            kind = KINDS[name]
+            taken = take(made[kind.crowded, kind.owed], kind, min(kind.ticks, asked.ticks))
+            runs[name].append(taken.figures())
+            looked[name] = taken.most()
+    said = where()
+    measurements: list[dict[str, Any]] = [
+        {
+            "what": f"{name}: {KINDS[name].what}",
+            **said,
+            "unit": "ms",
+            "samples": {figure: [round(run[figure], 3) for run in each] for figure in each[0]},
+            "medians": {
+                figure: round(statistics.median(run[figure] for run in each), 3)
+                for figure in each[0]
+            },
+            "looked_at": looked[name],
         }
-        for kind, each in runs.items()
-    }
+        for name, each in runs.items()
+    ]
     print(
         json.dumps(
-            {
-                "machine": machine(),
-                "size": asdict(size),
-                "runs": asked.runs,
-                "ticks": asked.ticks,
-                "kinds": figures,
-            },
-            indent=1,
+            {"benchmark": "control", "size": asdict(size), "measurements": measurements}, indent=1
         )
     )
+
+
+def where() -> dict[str, str]:
+    """What ``bench/results`` says of each measurement: on what, when, from which commit."""
+    on = machine()
+    shown = subprocess.run(
+        ["git", "log", "-1", "--abbrev=7", "--format=%h %cs"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    commit, commit_date = shown.stdout.split()
+    return {
+        "command": "make bench-control",
+        "machine": f"{on['cores']} cores ({on['cpu']}), {on['memory_gib']} GiB, Linux {on['kernel']}, Python {on['python']}",
+        "load": f"load average {os.getloadavg()[1]:.0f}",
+        "commit": commit,
+        "commit_date": commit_date,
+        "date": datetime.now(UTC).date().isoformat(),
+    }
 
 
 if __name__ == "__main__":

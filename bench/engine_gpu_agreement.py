@@ -1,6 +1,5 @@
 """Do two engines with the same weights say the same? In bfloat16 they round differently, and where
-two tokens are almost equally probable
-either may come first.
+two tokens are almost equally probable either may come first.
 
 What is almost equal is measured: the same weights run in float32, too, behind the same tokens. How
 far the gap between an engine's best token and the next ones is from float32's, where both engines

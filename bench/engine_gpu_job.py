@@ -31,6 +31,16 @@ SHAPES = {
     },
 }
 HEAD_DIM = 128
+SHAPES_TO_TRY = {
+    "tiny": {
+        "num_layers": 2,
+        "hidden_size": 128,
+        "num_heads": 1,
+        "num_kv_heads": 1,
+        "intermediate_size": 256,
+    }
+}
+"""For a machine without a GPU: everything but the speed."""
 KV_TOKENS = 98_304
 """Of either engine."""
 TOP = 5

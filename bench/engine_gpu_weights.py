@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_gpu_job import HEAD_DIM, MAX_CONTEXT_TOKENS, SHAPES, VOCAB_SIZE
+from engine_gpu_job import HEAD_DIM, MAX_CONTEXT_TOKENS, SHAPES, SHAPES_TO_TRY, VOCAB_SIZE
 from safetensors.torch import save_file
 
 from pilotlight.engine.models.registry import decoder_of
@@ -33,12 +33,13 @@ def spec_of(shape: str) -> ModelSpec:
         "tied_embeddings": False,
         "attention_bias": False,
     }
-    bare = ModelSpec(**common, **SHAPES[shape], part_bytes=(0,) * (SHAPES[shape]["num_layers"] + 2))
+    sizes: dict[str, Any] = (SHAPES | SHAPES_TO_TRY)[shape]
+    bare = ModelSpec(**common, **sizes, part_bytes=(0,) * (sizes["num_layers"] + 2))
     decoder = decoder_of(bare)
-    sizes = (
+    of_parts = (
         sum(map(prod, decoder.shapes(part).values())) * 2 for part in range(bare.num_layers + 2)
     )
-    return replace(bare, part_bytes=tuple(sizes))
+    return replace(bare, part_bytes=tuple(of_parts))
 
 
 def config_of(spec: ModelSpec) -> dict[str, Any]:

@@ -261,8 +261,8 @@ def test_a_crash_is_survived(
     system: Composed, api_key: str, answer: str, long_answer: str, service: str
 ) -> None:
     """Every process of a container is killed while an answer streams: the answer goes on without a
-    gap or a repetition, the engine starts
-    the container again, it is healthy again, and the system answers as before.
+    gap or a repetition, the engine starts the container again, it is healthy again, and the system
+    answers as before.
     """
     before = system.inspect(service)
     assert before["State"]["Health"]["Status"] == "healthy"

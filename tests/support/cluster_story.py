@@ -107,6 +107,12 @@ class Cluster:
         for what in self.rng.choices(whats, weights, k=self.rng.randint(0, 6)):
             what()
 
+    def press(self, names: str) -> None:
+        """Requests have waited for long, for more models than there is room for."""
+        for name in map(ModelName, names):
+            self.register(name)
+            self.demand[name] = 1, self.now_s - 80 * GRAIN_S
+
     def register(self, name: ModelName) -> None:
         """A model is registered, or its row changes."""
         rng = self.rng

@@ -423,13 +423,13 @@ class FaultySystem:
                 # An acknowledgement that was lost leaves a finished request behind: time takes it.
                 table.expire(worker.core.clock.monotonic_s() + FINISHED_KEPT_S)
             counts = {
-                "stages": len(worker.stages._held),
+                "stages": len(tuple(worker.stages.held)),
                 "running": table.running,
                 "requests": len(table),
                 "routes to engines": len(engine._routes),
                 "stages in the engine": len(engine.main._stages),
                 "requests in the engine": len(engine.main._requests),
-                "tokens to send": len(worker._publisher._pending),
+                "tokens to send": len(worker._delivery._publisher._pending),
             }
             found += [
                 f"{count} {what} in {worker.core.worker_id}"

@@ -124,7 +124,7 @@ def plain_tick(facts: ControlFacts, memory: Memory, rules: ControlRules) -> Plan
     waited_for = {one.model for one in demand} | set(starts)
 
     def choose(
-        model: Model, excluded: frozenset[WorkerId], asked: tuple[Demand, ...]
+        model: Model, excluded: frozenset[WorkerId], asked: tuple[Demand, ...], *, explained: bool
     ) -> tuple[Snapshot, SchemeChoice]:
         seen = draft.snapshot(asked)
         return seen, choose_scheme(model, seen, rules.scheme, excluded)

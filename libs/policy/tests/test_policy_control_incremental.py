@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_control import Said, plain_tick, said
 
-from pilotlight.policy.control.focus import Visited
+from pilotlight.policy.control.focus import Focus, Visited
 from pilotlight.policy.control.plan import ControlFacts, ControlRules, Memory, Plan
 from pilotlight.policy.control.reconcile import ReconcileRules
 from pilotlight.policy.control.testing import COPIES, LargeCluster, Size
@@ -58,6 +58,31 @@ def test_a_tick_says_what_a_look_at_everything_says(seed: int, line_limit: int) 
         )
         memory, plain = plan.memory, expected.memory
         cluster.carry_out(plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line_limit", [3, 64])
+def test_it_says_the_same_while_many_models_wait_in_vain(line_limit: int) -> None:
+    rules = replace(RULES, turns=TurnRules(line_limit=line_limit))
+    refused = again = made_way = 0
+    for seed in range(12):
+        cluster = Cluster.of(seed)
+        memory = plain = Memory()
+        for at in range(30):
+            if at % 10 == 0:
+                cluster.press("abcdefghijklmnop")
+            cluster.happen()
+            facts = cluster.facts()
+            plan, expected = tick(facts, memory, rules), plain_tick(facts, plain, rules)
+            assert said(plan) == said(expected), f"seed {seed}, tick {at}"
+            memory, plain = plan.memory, expected.memory
+            cluster.carry_out(plan)
+            refused += len(plan.refuse)
+            again += sum(not one.record for one in plan.refuse)
+            made_way += sum(one.makes_way_for is not None for one in plan.drain)
+    assert again >= 200, "the same models are refused again and again"
+    assert made_way > 0
+    assert refused > again
 
 
 @pytest.mark.slow
@@ -114,6 +139,67 @@ def test_one_change_looks_at_what_it_touches(size: Size) -> None:
     assert asked.visited.candidates <= of_copies + 2 * CONSIDERED, (
         "workers with copies, and the first of the one shape there is"
     )
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_other_single_changes_look_at_what_they_touch(size: Size) -> None:
+    at_rest = quiet(size)
+    cluster = at_rest.kept()
+    worker_id = cluster.load(3)
+    cluster.carry_out(cluster.tick(Focus(workers=frozenset({worker_id}))))
+    assert cluster.tick(cluster.loaded(worker_id)).visited == Visited(
+        models=1, instances=1, workers=1, nodes=1
+    )
+    cluster = at_rest.kept()
+    assert cluster.tick(cluster.die(5)).visited == Visited(
+        models=1, instances=1, workers=1, nodes=1
+    )
+    cluster = at_rest.kept()
+    assert cluster.tick(cluster.register(0)).visited == Visited(models=1)
+    cluster = at_rest.kept()
+    visited = cluster.tick(cluster.drain(5)).visited
+    # The node's instances and their models, and where these find room instead.
+    there = size.instances // size.nodes
+    assert (visited.models, visited.nodes) == (there, 1 + there)
+    assert visited.places <= 2 * (there + 2) + size.workers_per_node
+    assert visited.candidates <= there * (COPIES * size.workers_per_node + 2 * CONSIDERED)
+
+
+def crowded(size: Size, waiting: int, load_s: float) -> LargeCluster:
+    """For some models requests have waited for long, and in vain. ``load_s``: as for ``crowd``."""
+    cluster = quiet(size)
+    cluster.crowd(load_s=load_s)
+    cluster.ask(0, count=waiting, age_s=100.0)
+    return cluster
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+@pytest.mark.parametrize("waiting", [1, 100])
+def test_models_that_wait_in_vain_cost_no_look_at_busy_workers(size: Size, waiting: int) -> None:
+    cluster = crowded(size, waiting, load_s=1000.0)
+    plan = cluster.tick()
+    assert len(plan.refuse) == waiting
+    cluster.carry_out(plan)
+    for _ in range(4):
+        plan = cluster.tick()
+        assert plan.visited == Visited(models=waiting), (
+            "nothing could make room, whatever was compared"
+        )
+        cluster.carry_out(plan)
+    plan = cluster.tick(cluster.report(6))
+    assert len(plan.refuse) == waiting, "all are tried again"
+    assert plan.visited.models <= waiting + 1
+    assert plan.visited.places <= 4, "the roomiest: the one that reported, and its like"
+    assert plan.visited.candidates <= waiting
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_few_workers_are_compared_for_who_makes_way(size: Size) -> None:
+    cluster = crowded(size, 1, load_s=0.0)
+    plan = cluster.tick()
+    assert len(plan.drain) == 1
+    assert plan.visited.places <= 4
+    assert plan.visited.models == 1
 
 
 def test_holds_are_repeated_a_few_at_a_time_until_all_were() -> None:

@@ -1,6 +1,6 @@
 """Schedulers that fight for the lease, on a real PostgreSQL: however they are stopped and go on,
-and whatever becomes of their
-connections, one leads at a time, and what an older leader says or writes counts for nothing.
+and whatever becomes of their connections, one leads at a time, and what an older leader says or
+writes counts for nothing.
 """
 
 import asyncio

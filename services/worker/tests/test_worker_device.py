@@ -262,7 +262,7 @@ async def test_a_device_that_fails_while_the_spare_starts_gets_no_other_engine(
     await until((opened / str(promoted)).exists, deadline_s=DEADLINE_S)
     rig.nvml.reading = XID_79
     assert not (await rig.health(HealthState.FAILED)).engine_up
-    await until(lambda: not rig.worker._restarting, deadline_s=DEADLINE_S)
+    await until(lambda: not rig.worker._starts.busy, deadline_s=DEADLINE_S)
     assert {path.name for path in opened.iterdir()} == {"hang", str(first), str(promoted)}
     assert rig.engine.pids == frozenset()
     assert rig.starts == 2
@@ -294,7 +294,7 @@ async def test_an_engine_that_comes_up_on_a_failed_device_all_the_same_is_ended(
     rig.engine.start = unawares
     os.kill(rig.engine.pid or 0, signal.SIGKILL)
     await rig.health(HealthState.FAILED)
-    await until(lambda: not rig.engine.alive and not rig.worker._restarting, deadline_s=DEADLINE_S)
+    await until(lambda: not rig.engine.alive and not rig.worker._starts.busy, deadline_s=DEADLINE_S)
     await readings(rig, 3)
     assert rig.engine.pid is None
     assert rig.starts == 2
@@ -305,7 +305,7 @@ async def test_two_who_want_the_engine_back_in_one_turn_get_one_start(make_rig: 
     await rig.health(HealthState.HEALTHY)
     rig.nvml.reading = XID_79
     await rig.health(HealthState.FAILED)
-    await until(lambda: not rig.engine.alive and not rig.worker._restarting, deadline_s=DEADLINE_S)
+    await until(lambda: not rig.engine.alive and not rig.worker._starts.busy, deadline_s=DEADLINE_S)
 
     def well(health: DeviceHealth) -> None:
         rig.worker._on_health(health)
@@ -313,7 +313,7 @@ async def test_two_who_want_the_engine_back_in_one_turn_get_one_start(make_rig: 
 
     rig.worker._watch._on_change = well
     rig.nvml.reading = GOOD
-    await until(lambda: rig.engine.alive and not rig.worker._restarting, deadline_s=DEADLINE_S)
+    await until(lambda: rig.engine.alive and not rig.worker._starts.busy, deadline_s=DEADLINE_S)
     assert rig.starts == 2
 
 

@@ -34,7 +34,7 @@ async def test_a_stage_takes_requests_while_it_loads(
     assert (await rig.finish_of("req-late")).code == "deadline_exceeded"
     await rig.until(lambda: rig.worker.core.table.running == 2)
     assert {entry.request_id for entry in rig.entries} == {"req-late"}
-    assert not rig.worker.stages.busy, "nothing is expected of the engine"
+    assert not rig.worker.stages.held.busy, "nothing is expected of the engine"
     assert await rig.give_up(INSTANCE) == (), "it is wanted"
     leases.gate.set()
     ready = await rig.state(HeldState.READY)
@@ -114,7 +114,10 @@ async def test_no_token_leaves_before_its_parts_were_found_whole(
     leases.gate.set()
     await until(
         lambda: (
-            sum(len(produced.token_ids) for produced, _ in rig.worker._unproven.get(INSTANCE, []))
+            sum(
+                len(produced.token_ids)
+                for produced, _ in rig.worker._delivery._kept.get(INSTANCE, [])
+            )
             == 4
         )
     )

@@ -435,7 +435,7 @@ async def test_a_worker_serves_models_of_two_engines_and_loses_only_what_died(
         await observer.until(
             lambda: observer.states == {"one": HeldState.READY, "two": HeldState.FAILED}
         )
-        assert (worker._failures, worker._restarting) == (0, False), (
+        assert (worker._starts._failures, worker._starts.busy) == (0, False), (
             "nothing is wrong with the main engine"
         )
         await observer.hold(one, two, generation=2)

@@ -44,8 +44,7 @@ def pieces_of(
     descriptor: int, start: int, stop: int, *, past: bool | None = None
 ) -> Generator[memoryview]:
     """Bytes [start, stop) of an open file, ``PIECE_BYTES`` each but for the last; fewer where the
-    file ends before. A piece is good until
-    the next one is asked for.
+    file ends before. A piece is good until the next one is asked for.
 
     Args:
         descriptor: of the file.

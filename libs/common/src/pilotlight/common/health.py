@@ -57,8 +57,8 @@ class HealthServer:
 
     async def start(self) -> None:
         """Listen, and remove the sockets that killed processes left beside ours. Where no socket
-        can be made, as on a disk without an
-        inode, that is tried again: the service does not depend on it.
+        can be made, as on a disk without an inode, that is tried again: the service does not depend
+        on it.
 
         Raises:
             BadRequest: the socket's path is longer than the system takes.

@@ -66,8 +66,7 @@ class PoolClient:
 
     async def hello(self, worker_id: WorkerId, pid: int | None = None) -> None:
         """Keep the supervision connection; return when there has been no loader for the grace: the
-        worker is then on its own and
-        should end.
+        worker is then on its own and should end.
         """
         hello = Hello(worker_id=worker_id, pid=pid if pid is not None else os.getpid())
         while True:

@@ -192,8 +192,7 @@ def _none(model: Model, fleet: Fleet, rejected: tuple[Rejection, ...]) -> Scheme
 
 def has_known_room(worker: WorkerFacts) -> bool:
     """Its device's memory says something of what it can hold: one that has failed holds nothing,
-    and an engine that has not been up
-    has not said how much there is.
+    and an engine that has not been up has not said how much there is.
     """
     return worker.health.state is not HealthState.FAILED and (
         worker.engine_up or worker.device.memory_bytes > 0

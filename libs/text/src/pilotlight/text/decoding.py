@@ -88,9 +88,8 @@ class TokenDecoder:
 
     def token_bytes(self, token_id: int) -> bytes:
         """A token's own bytes, which may be only parts of characters; those of an output's tokens
-        are together its text in UTF-8,
-        but for a blank that some tokenizers leave out at the beginning. Empty for an id without a
-        text.
+        are together its text in UTF-8, but for a blank that some tokenizers leave out at the
+        beginning. Empty for an id without a text.
 
         Raises:
             TextFailed: the library panics on it.

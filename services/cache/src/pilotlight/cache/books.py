@@ -191,8 +191,7 @@ class Books:
 
     def would_show(self, grant: Grant, now_s: float) -> bool:
         """Whether a granted stage that is held would be known: its worker has reported, or had the
-        time to. A cache that has just
-        been started has heard of nothing yet.
+        time to. A cache that has just been started has heard of nothing yet.
         """
         return (
             self.roster.worker(grant.worker_id) is not None

@@ -40,9 +40,8 @@ class Process:
     @classmethod
     def spawn(cls, command: Sequence[str], environment: Mapping[str, str], log_path: Path) -> Self:
         """Start a process that is no part of our session: it goes on when we end. Its output goes
-        to a file, never to a pipe of ours,
-        or to where our standard error goes; nowhere, where the file cannot be written to, as on a
-        full disk.
+        to a file, never to a pipe of ours, or to where our standard error goes; nowhere, where the
+        file cannot be written to, as on a full disk.
 
         Raises:
             OSError: it cannot be started.

@@ -87,8 +87,8 @@ class ColdStarts:
         self, instance_id: InstanceId, heard_s: float, loaded: Moment | None, *, awaited: bool
     ) -> None:
         """Note that the bucket shows the instance as ready, of which this process heard at
-        ``heard_s`` and which its worker had
-        ``loaded`` by then; ``awaited`` when some gateway holds requests for it.
+        ``heard_s`` and which its worker had ``loaded`` by then; ``awaited`` when some gateway holds
+        requests for it.
         """
         kept = self._kept.get(instance_id)
         if kept is None or kept.record.closed:

@@ -80,8 +80,7 @@ class InstancePublisher:
 
     async def sweep(self) -> None:
         """Watch the bucket for ever. What belongs to no instance is removed: a leader that died
-        left it there. What an older leader
-        wrote late, or removed, is shown again.
+        left it there. What an older leader wrote late, or removed, is shown again.
         """
         await self._bucket.watch(Instance, self._on_value)
 

@@ -66,8 +66,8 @@ class ColdStart:
 
 def trace_parent_of(record: ColdStart) -> str:
     """What a later leader's commands carry, so that a cold start stays one trace. Which span
-    dispatched it is not kept: its place is
-    taken by a number made from the trace's own, under which there is no span.
+    dispatched it is not kept: its place is taken by a number made from the trace's own, under which
+    there is no span.
     """
     return f"00-{record.trace_id}-{record.trace_id[:16]}-01" if record.trace_id else ""
 

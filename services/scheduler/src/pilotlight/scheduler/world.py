@@ -199,8 +199,7 @@ class World:
 
     def epoch_seen(self) -> Epoch:
         """Highest epoch that any worker or loader has obeyed, or was announced: a new leader must
-        be above it, whatever the lease row
-        says.
+        be above it, whatever the lease row says.
         """
         return max(self._epoch_heard, self.roster.epoch_seen)
 

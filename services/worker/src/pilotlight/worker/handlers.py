@@ -79,7 +79,7 @@ class Handlers:
                 # It has died, and its death is still being told: what is accepted now would wait
                 # for that.
                 raise NotLoaded(f"the engine of {self._core.worker_id} has ended")
-            serving = self._stages.serving(submit.instance_id)
+            serving = self._stages.held.serving(submit.instance_id)
             _check_room(submit, serving)
             superseded = self._core.table.accept(submit)
         except PilotlightError as error:

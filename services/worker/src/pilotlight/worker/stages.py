@@ -4,13 +4,11 @@ write it.
 
 import asyncio
 import math
-from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 
 import structlog
 
 from pilotlight.common.errors import (
-    DeadlineExceeded,
     EngineFailed,
     NoRoom,
     NotLoaded,
@@ -25,30 +23,23 @@ from pilotlight.common.messages.engine import (
     StageLoaded,
     StageOpened,
     StageRefused,
-    UnloadStage,
 )
 from pilotlight.common.messages.hold import Hold, WorkerHold
 from pilotlight.common.newest import Newest
-from pilotlight.common.waiting import within
-from pilotlight.policy.cluster import HeldStage, HeldState
-from pilotlight.policy.ids import Epoch, Generation, InstanceId
+from pilotlight.policy.cluster import HeldState
+from pilotlight.policy.ids import Epoch, InstanceId
 from pilotlight.worker.core import WorkerCore
-from pilotlight.worker.held import Held, ServingStage, placed_at
-from pilotlight.worker.lifecycle import RESIDENT, HeldEvent, plan, step
+from pilotlight.worker.held import Held, placed_at
+from pilotlight.worker.held_table import HeldTable
+from pilotlight.worker.lifecycle import RESIDENT, HeldEvent, plan
 from pilotlight.worker.loading import StageLoader
+from pilotlight.worker.unloads import Unloads
 
 log = structlog.get_logger()
 
 UNLOAD_DEADLINE_S = 10.0
 """How long a command that asks for room waits for it: an engine frees memory between two steps, of
 which one may take long."""
-LOST_UNLOAD_S = 300.0
-"""An engine that has freed no memory by then has lost the command; one that hangs its own watch
-finds much earlier."""
-RETRY_AFTER_S = 0.5
-GONE_KEPT = 1024
-"""Instances that were given up or drained and are remembered, so that a late command does not load
-them again."""
 
 
 class Stages:
@@ -67,10 +58,9 @@ class Stages:
         self._core = core
         self._loader = loader
         self._settled = settled
-        self._held: dict[InstanceId, Held] = {}
-        self._gone: OrderedDict[InstanceId, Generation] = OrderedDict()
-        self._unloading: defaultdict[InstanceId, deque[asyncio.Future[None]]] = defaultdict(deque)
-        """Unloads that the engine was asked for and has not confirmed, in order."""
+        self.held = HeldTable(core)
+        """To be read by others, and changed here alone."""
+        self._unloads = Unloads(core)
         self._desired: tuple[Hold, ...] | None = None
         """None until the first command: absence is never deletion."""
         self._epoch = Epoch(0)
@@ -81,27 +71,11 @@ class Stages:
         """The highest epoch that a command carried."""
         return self._epoch
 
-    @property
-    def kv_capacity_tokens(self) -> int:
-        """Tokens for which the stages that serve have room, all together."""
-        return sum(
-            held.kv_capacity_tokens for held in self._held.values() if held.state is HeldState.READY
-        )
-
-    @property
-    def busy(self) -> bool:
-        """Some request waits for nothing but the engine."""
-        return any(
-            self._core.table.in_flight(one)
-            for one, held in self._held.items()
-            if held.state is not HeldState.LOADING
-        )
-
     def unproven(self, instance_id: InstanceId) -> bool:
         """Every part is in its place, and it has not been found yet that all of them were whole
         when they were copied.
         """
-        held = self._held.get(instance_id)
+        held = self.held.get(instance_id)
         return held is not None and held.unproven
 
     def command(self, command: WorkerHold, asked_s: float) -> None:
@@ -121,24 +95,24 @@ class Stages:
         self.reconcile(asked_s)
 
     def reconcile(self, asked_s: float | None = None) -> None:
-        """Do what is missing between held and desired; nothing, when nothing is. ``asked_s`` is
-        when that was asked for: now,
-        unless it is a command that does.
+        """Do what is missing between held and desired; nothing, when nothing is.
+
+        ``asked_s`` is when that was asked for: now, unless it is a command that does.
         """
         if self._desired is None:
             return
-        views = {instance_id: held.view for instance_id, held in self._held.items()}
-        todo = plan(views, self._gone, self._desired, self._core.device_bytes)
+        views = {held.hold.instance_id: held.view for held in self.held}
+        todo = plan(views, self.held.gone, self._desired, self._core.device_bytes)
         for hold in todo.renew:
-            self._held[hold.instance_id].hold = hold
+            self.held[hold.instance_id].hold = hold
         removed = [self._let_go(instance_id) for instance_id in todo.let_go]
         if self._core.engine.alive:
             for hold in todo.start:
                 self._start(hold, asked_s)
             for hold in todo.grow:
-                self._grow(self._held[hold.instance_id], hold)
+                self._grow(self.held[hold.instance_id], hold)
         for hold in todo.refuse:
-            held = self._hold(hold)
+            held = self.held.add(hold)
             self._fail(
                 held,
                 NoRoom(f"{hold.device_bytes} bytes were granted, and the device has no such room"),
@@ -156,16 +130,16 @@ class Stages:
         freed: list[InstanceId] = []
         leaving: list[Held] = []
         for instance_id in instance_ids:
-            held = self._held.get(instance_id)
-            if held is None and instance_id in self._gone:
+            held = self.held.get(instance_id)
+            if held is None and instance_id in self.held.gone:
                 freed.append(instance_id)
             elif held is not None and held.state is HeldState.EVICTED:
                 leaving.append(held)
             elif held is not None and held.idle and self._core.table.in_flight(instance_id) == 0:
                 # From here on submits are refused: no request can slip in between.
-                self._move(held, HeldEvent.GIVE_UP)
+                self.held.move(held, HeldEvent.GIVE_UP)
                 held.reason = f"{NoRoom.code}: its room was asked for"
-                self._remember_gone(held.hold)
+                self.held.remember_gone(held.hold)
                 self._core.metrics.given_up.inc()
                 self._unload(held)
                 leaving.append(held)
@@ -181,51 +155,22 @@ class Stages:
             ),
         )
 
-    def serving(self, instance_id: InstanceId) -> ServingStage:
-        """The stage that takes an instance's requests: it is ready, or loads and has room made for
-        it.
-
-        Raises:
-            NotLoaded: it is not held, or the engine serves it not, or not yet.
-        """
-        held = self._held.get(instance_id)
-        if held is None or not held.serves:
-            state = held.state.value if held else "not held"
-            raise NotLoaded(
-                f"{instance_id} is {state} on {self._core.worker_id}, and not served",
-                retry_after_s=RETRY_AFTER_S,
-            )
-        return ServingStage(hold=held.hold, kv_capacity_tokens=held.kv_capacity_tokens)
-
-    @property
-    def held(self) -> tuple[Held, ...]:
-        """What is held; to be read alone."""
-        return tuple(self._held.values())
-
-    def facts(self, now_s: float) -> tuple[HeldStage, ...]:
-        """What is held, as it is reported."""
-        table = self._core.table
-        return tuple(
-            held.fact(now_s, table.in_flight(one), table.ended_s(one))
-            for one, held in self._held.items()
-        )
-
     def on_opened(self, event: StageOpened) -> None:
         """The engine takes requests for a stage."""
-        held = self._held.get(event.instance_id)
+        held = self.held.get(event.instance_id)
         if held is not None and held.state in (HeldState.LOADING, HeldState.READY):
             held.kv_capacity_tokens, held.open = event.kv_capacity_tokens, True
             self._core.changed.set()
 
     def on_loaded(self, event: StageLoaded) -> None:
         """The engine has every part in place."""
-        held = self._held.get(event.instance_id)
+        held = self.held.get(event.instance_id)
         if held is not None and held.loaded is not None and not held.loaded.done():
             held.loaded.set_result(event)
 
     def on_load_failed(self, event: StageFailed) -> None:
         """The engine cannot load it; its memory is free."""
-        held = self._held.get(event.instance_id)
+        held = self.held.get(event.instance_id)
         if held is not None and held.loaded is not None and not held.loaded.done():
             held.loaded.set_exception(error_of(event.code, event.message))
         elif held is not None and held.state is HeldState.READY:
@@ -237,10 +182,7 @@ class Stages:
         """The engine runs a longer range; or it cannot do what was asked for a stage, which stays
         what it was.
         """
-        if (
-            event.instance_id is not None
-            and (held := self._held.get(event.instance_id)) is not None
-        ):
+        if event.instance_id is not None and (held := self.held.get(event.instance_id)) is not None:
             held.hear_grown(
                 event if isinstance(event, StageGrown) else error_of(event.code, event.message)
             )
@@ -251,7 +193,7 @@ class Stages:
 
         One that is to have the whole model goes on alone: it serves.
         """
-        held = self._held.get(event.instance_id)
+        held = self.held.get(event.instance_id)
         if held is not None and (
             held.growing is None or held.growing.stage != held.growing.model.spec.whole
         ):
@@ -260,11 +202,7 @@ class Stages:
 
     def on_unloaded(self, instance_id: InstanceId) -> None:
         """The engine has freed it."""
-        waiting = self._unloading[instance_id]
-        if waiting:
-            waiting.popleft().set_result(None)
-        if not waiting:
-            del self._unloading[instance_id]
+        self._unloads.on_unloaded(instance_id)
 
     def on_engine_died(
         self,
@@ -274,7 +212,8 @@ class Stages:
     ) -> None:
         """The engine and everything in it is gone: these instances, or all."""
         error = error_of(code, f"the engine ended: {reason}")
-        for instance_id, held in list(self._held.items()):
+        for held in self.held:
+            instance_id = held.hold.instance_id
             if instances is not None and instance_id not in instances:
                 continue
             held.lost = True
@@ -283,31 +222,17 @@ class Stages:
             elif held.state is HeldState.READY:
                 held.hear_grown(error)
                 self._fail(held, error)
-        for instance_id in list(
-            self._unloading if instances is None else instances & self._unloading.keys()
-        ):
-            for unloaded in self._unloading.pop(instance_id):
-                unloaded.set_result(None)
+        self._unloads.on_engine_died(instances)
         self._core.changed.set()
-
-    def overdue(self, now_s: float) -> tuple[InstanceId, ...]:
-        """Instances that drain, and whose requests have had their time."""
-        return tuple(
-            instance_id
-            for instance_id, held in self._held.items()
-            if held.state is HeldState.DRAINING
-            and held.overdue_s <= now_s
-            and self._core.table.in_flight(instance_id) > 0
-        )
 
     def on_requests_ended(self) -> None:
         """Let the drained go."""
-        for held in self._held.values():
+        for held in self.held:
             self._unload_if_idle(held)
 
     def stop(self) -> None:
         """Call every load off."""
-        for held in self._held.values():
+        for held in self.held:
             if held.loading is not None:
                 held.loading.cancel()
 
@@ -339,7 +264,7 @@ class Stages:
             self._core.changed.set()
         if held.state is HeldState.READY:
             held.hold, held.kv_capacity_tokens, held.reason = hold, result.kv_capacity_tokens, ""
-            self._move(held, HeldEvent.GROW)
+            self.held.move(held, HeldEvent.GROW)
             self._settled(hold.instance_id, None)
             self._core.phases.add(hold.instance_id, *result.phases)
 
@@ -361,15 +286,8 @@ class Stages:
             held.reason = f"{error.code}: {error.message}"
             await self._loader.call_off(held.hold.instance_id, error)
 
-    def _hold(self, hold: Hold) -> Held:
-        state = step(None, HeldEvent.HOLD)
-        assert state is not None
-        held = Held(hold=hold, state=state, since_s=self._core.clock.monotonic_s())
-        self._held[hold.instance_id] = held
-        return held
-
     def _start(self, hold: Hold, asked_s: float | None) -> None:
-        held = self._hold(hold)
+        held = self.held.add(hold)
         asked_s = held.since_s if asked_s is None else asked_s
         held.loaded = asyncio.get_running_loop().create_future()
         log.info(
@@ -397,13 +315,13 @@ class Stages:
                 loaded.exception()
         held.kv_capacity_tokens = result.kv_capacity_tokens
         held.placed = placed_at(result)
-        self._move(held, HeldEvent.LOADED)
+        self.held.move(held, HeldEvent.LOADED)
         self._settled(held.hold.instance_id, None)
         self._core.phases.add(held.hold.instance_id, *result.phases)
         self._core.metrics.loads.labels(outcome="loaded").inc()
 
     def _fail(self, held: Held, error: PilotlightError) -> None:
-        self._move(held, HeldEvent.FAIL)
+        self.held.move(held, HeldEvent.FAIL)
         held.reason = f"{error.code}: {error.message}"
         self._settled(held.hold.instance_id, NotLoaded(f"its load failed: {held.reason}"))
         self._core.metrics.loads.labels(outcome=error.code).inc()
@@ -417,7 +335,7 @@ class Stages:
 
     def _let_go(self, instance_id: InstanceId) -> bool:
         """True when it is gone at once, because it took no memory."""
-        held = self._held[instance_id]
+        held = self.held[instance_id]
         drained = next(
             (
                 hold
@@ -427,14 +345,14 @@ class Stages:
             None,
         )
         if drained is not None:
-            self._remember_gone(held.hold)
+            self.held.remember_gone(held.hold)
             within_s = math.inf if drained.drain_within_s is None else drained.drain_within_s
             held.overdue_s = self._core.clock.monotonic_s() + within_s
         if held.state not in RESIDENT:
-            self._move(held, HeldEvent.LET_GO)
+            self.held.move(held, HeldEvent.LET_GO)
             return True
         loading, unsure = held.loading, held.growing is None or held.unproven
-        self._move(held, HeldEvent.LET_GO)
+        self.held.move(held, HeldEvent.LET_GO)
         if loading is not None:
             loading.cancel()
             if unsure:
@@ -448,45 +366,14 @@ class Stages:
             self._unload(held)
 
     def _unload(self, held: Held) -> None:
-        unloaded = asyncio.get_running_loop().create_future()
-        held.unloaded = unloaded
-        self._unloading[held.hold.instance_id].append(unloaded)
+        instance_id = held.hold.instance_id
+        held.unloaded = self._unloads.begin(instance_id)
         self._core.background.spawn(
-            f"unload {held.hold.instance_id}", self._ask_unload(held, unloaded)
+            f"unload {instance_id}", self._finish_unload(held, held.unloaded)
         )
 
-    async def _ask_unload(self, held: Held, unloaded: asyncio.Future[None]) -> None:
-        """Have the engine free a stage; an engine that is dead, or is killed because it does not
-        answer, has freed it too.
-        """
-        try:
-            await self._core.engine.unload_stage(UnloadStage(instance_id=held.hold.instance_id))
-            await within(LOST_UNLOAD_S, asyncio.shield(unloaded), "unloading a stage")
-        except EngineFailed:
-            # Its death may have been told before this was asked: then nothing else answers it.
-            waiting = self._unloading[held.hold.instance_id]
-            if unloaded in waiting:
-                waiting.remove(unloaded)
-                unloaded.set_result(None)
-        except DeadlineExceeded as error:
-            await self._core.engine.kill(error.message, having=held.hold.instance_id)
-            await within(UNLOAD_DEADLINE_S, unloaded, "killing an engine that does not unload")
+    async def _finish_unload(self, held: Held, unloaded: asyncio.Future[None]) -> None:
+        await self._unloads.ask(held.hold.instance_id, unloaded)
         if held.state is HeldState.DRAINING:
-            self._move(held, HeldEvent.UNLOADED)
+            self.held.move(held, HeldEvent.UNLOADED)
             self.reconcile()
-
-    def _move(self, held: Held, event: HeldEvent) -> None:
-        state = step(held.state, event)
-        held.since_s = self._core.clock.monotonic_s()
-        if state is None:
-            instance_id = held.hold.instance_id
-            del self._held[instance_id]
-            self._core.table.instance_gone(instance_id)
-        else:
-            held.state = state
-        self._core.changed.set()
-
-    def _remember_gone(self, hold: Hold) -> None:
-        self._gone[hold.instance_id] = hold.generation
-        while len(self._gone) > GONE_KEPT:
-            self._gone.popitem(last=False)

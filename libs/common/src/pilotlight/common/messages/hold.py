@@ -75,8 +75,7 @@ class Peer(Message, frozen=True, kw_only=True):
 
 class Fetch(Message, frozen=True, kw_only=True):
     """Parts of one model that a node's workers are about to lease: move their bytes at once, or,
-    for a prefetch, when nothing that
-    a cold start waits for is on its way.
+    for a prefetch, when nothing that a cold start waits for is on its way.
     """
 
     instance_id: InstanceId

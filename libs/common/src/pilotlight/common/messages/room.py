@@ -33,8 +33,8 @@ def drop_subject(node_id: NodeId) -> str:
 
 class Reserve(Message, frozen=True, kw_only=True):
     """Room for one stage: on its worker's device and in its node's host pool. Idempotent by
-    (instance_id, generation) on a worker: a
-    later generation may ask for more, and its grant takes the place of the one before.
+    (instance_id, generation) on a worker: a later generation may ask for more, and its grant takes
+    the place of the one before.
     """
 
     instance_id: InstanceId

@@ -114,8 +114,7 @@ class Decoder:
 
     def packs(self, part: int) -> Packs:
         """Tensors that lie back to back in memory, so that one multiplication does for all: the
-        name of the whole, and those of its
-        rows' tensors. They follow each other in ``shapes``.
+        name of the whole, and those of its rows' tensors. They follow each other in ``shapes``.
         """
         if not 0 < part <= self.spec.num_layers:
             return {}

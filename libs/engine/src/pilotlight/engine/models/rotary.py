@@ -44,8 +44,8 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 def _yarn(periods: Tensor, head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
     """Slows by ``factor`` what turns less than ``beta_slow`` times in the original context, keeps
-    what turns more than
-    ``beta_fast`` times, and blends over the dimensions between (Peng et al., "YaRN", section 3.2).
+    what turns more than ``beta_fast`` times, and blends over the dimensions between (Peng et al.,
+    "YaRN", section 3.2).
     """
 
     def dimension_of(turns: float) -> float:

@@ -10,12 +10,61 @@ from pilotlight.policy.control.focus import Focus
 from pilotlight.policy.control.index import Index
 from pilotlight.policy.control.plan import ControlFacts, ControlRules
 from pilotlight.policy.control.reconcile import Change, drain_of, moved
-from pilotlight.policy.control.rooms import Slot, slot_of
+from pilotlight.policy.control.rooms import Shape, Slot, slot_of
+from pilotlight.policy.cost import stage_room
 from pilotlight.policy.ids import Digest, InstanceId, ModelName, NodeId, WorkerId
+from pilotlight.policy.model import Model
 from pilotlight.policy.placement import PlacementRules, room_on
 from pilotlight.policy.plan import Instance, InstanceState, Snapshot
 from pilotlight.policy.request import Demand
 from pilotlight.policy.scaling import Drain
+
+
+class Needs:
+    """The least device bytes with which models are worth loading.
+
+    Devices that count alike are asked once.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[ModelName, int], int] = {}
+
+    def of(self, model: Model, granule_bytes: int) -> int:
+        """Of one model."""
+        key = model.name, granule_bytes
+        if key not in self._known:
+            self._known[key] = stage_room(model, model.spec.whole, granule_bytes).least_bytes
+        return self._known[key]
+
+
+class KnownRoom:
+    """What workers can give now, each looked at once until something changes there."""
+
+    def __init__(self, draft: "Draft", rules: PlacementRules) -> None:
+        self.rules = rules
+        self._draft = draft
+        self._known: dict[WorkerId, int] = {}
+        self._most: dict[Shape, int] = {}
+
+    def __call__(self, worker_id: WorkerId) -> int:
+        """Bytes of one worker."""
+        if worker_id not in self._known:
+            self._known[worker_id] = self._draft.room_on(worker_id, self.rules)
+        return self._known[worker_id]
+
+    def most(self, shape: Shape) -> int:
+        """Bytes of the roomiest worker of a shape."""
+        if shape not in self._most:
+            self._most[shape] = max(
+                map(self, self._draft.rooms.roomiest(shape, self, 1)), default=0
+            )
+        return self._most[shape]
+
+    def forget(self, worker_ids: Iterable[WorkerId]) -> None:
+        """Something has changed on these."""
+        self._most.clear()
+        for worker_id in worker_ids:
+            self._known.pop(worker_id, None)
 
 
 class Draft:
@@ -40,6 +89,8 @@ class Draft:
         )
         self.moved: dict[InstanceId, Record] = {}
         self.drains: list[Drain] = []
+        self.needs = Needs()
+        self._known_rooms: list[KnownRoom] = []
 
     # Changes.
 
@@ -141,6 +192,16 @@ class Draft:
             here = None if bare else self._here(view.facts)
             slots[worker_id] = slot_of(view.facts, node, here, self.rules.scheme.placement)
         self.rooms = self.rooms.put(slots)
+        for known in self._known_rooms:
+            known.forget(slots)
+
+    def known_room(self, rules: PlacementRules) -> KnownRoom:
+        """What workers can give under some rules."""
+        known = next((one for one in self._known_rooms if one.rules is rules), None)
+        if known is None:
+            known = KnownRoom(self, rules)
+            self._known_rooms.append(known)
+        return known
 
     def _is_where_it_was(self, worker_id: WorkerId) -> bool:
         """Whether a report of its node leaves a worker in its place: most tell of copies alone."""

@@ -50,6 +50,8 @@ class Visited:
     workers: int = 0
     """Whose holds were made."""
     nodes: int = 0
+    places: int = 0
+    """Workers that were compared for turns."""
     candidates: int = 0
     """Workers that were compared for starts."""
 

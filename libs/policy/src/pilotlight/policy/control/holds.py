@@ -136,8 +136,7 @@ def fetches_of(node_id: NodeId, books: Books, upstreams: Upstreams) -> tuple[Par
 
 def upstreams_of(records: Iterable[Record], nodes: Mapping[NodeId, NodeFacts]) -> Upstreams:
     """The nodes that each node asks for the parts that it is to fetch (BlitzScale, section 5.1).
-    Made of rows and reports alone, so that
-    every leader makes the same.
+    Made of rows and reports alone, so that every leader makes the same.
     """
     starting = [record for record in records if record.instance.state in BRINGING]
     models = {record.model.digest: record.model for record in starting}

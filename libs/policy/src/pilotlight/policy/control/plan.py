@@ -179,6 +179,7 @@ class RefusedStart:
     message: str
     reasons: tuple[str, ...]
     seen: Snapshot
+    """With the workers that explain it, if it is to be recorded."""
     record: bool
     """It says something that was not written down yet."""
 

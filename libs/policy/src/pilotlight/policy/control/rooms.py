@@ -19,11 +19,12 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from pilotlight.policy.cluster import HealthState, Liveness, NodeFacts, WorkerFacts
+from pilotlight.policy.cluster import HealthState, HeldState, Liveness, NodeFacts, WorkerFacts
 from pilotlight.policy.control.table import Table
 from pilotlight.policy.cost import known_rate
-from pilotlight.policy.ids import WorkerId
+from pilotlight.policy.ids import InstanceId, ModelName, WorkerId
 from pilotlight.policy.instance import SERVING
+from pilotlight.policy.model import Model
 from pilotlight.policy.parallelism import Fleet, has_known_room
 from pilotlight.policy.placement import (
     PlacementRules,
@@ -57,9 +58,33 @@ class Shape:
             self.pool_bytes,
         )
 
+    def pool_holds(self, model: Model) -> bool:
+        """Whether the host pool could ever hold a model."""
+        unit_bytes = self.pool_unit_bytes
+        return (
+            sum(-(-size // unit_bytes) * unit_bytes for size in model.spec.part_bytes)
+            <= self.pool_bytes
+        )
+
 
 def _links(node: NodeFacts) -> tuple[float, int, int, int]:
     return node.nic_bytes_per_s, len(node.transfers), node.pool_unit_bytes, node.pool_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """A busy instance on one worker that may be asked to make room there (``turns.plan_turns``)."""
+
+    instance_id: InstanceId
+    model: ModelName
+    workers: tuple[WorkerId, ...]
+    """All that it is on."""
+    size_bytes: int
+    """What it takes here."""
+    since_s: float
+    """Since when it serves."""
+    owed_s: float
+    """How long it may serve before it makes room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +99,16 @@ class Slot:
     """With what eviction could free if everything idle had been so for long."""
     size: tuple[int, int] | None
     """Granule and memory of its device; None: nothing is known of what it could hold."""
-    busy: bool
-    """Requests are in flight on it."""
     leaving: bool
     """An instance on it drains."""
+    victims: tuple[Victim, ...] = ()
+    most_bytes: int = 0
+    """At best, with what all victims could free."""
+
+    @property
+    def place(self) -> tuple[Shape | None, int, int]:
+        """Where it stands on the shelves."""
+        return self.shape, self.free_bytes, self.at_best_bytes
 
     @property
     def is_evictable(self) -> bool:
@@ -112,13 +143,37 @@ def slot_of(
     if here is not None:
         free_bytes -= committed_bytes(worker, here)
         at_best_bytes = free_bytes + evictable_bytes(worker, replace(here, now_s=math.inf), rules)
+    victims = _victims(worker, here, rules) if shape is not None and here is not None else ()
     return Slot(
         shape=shape,
         free_bytes=free_bytes,
         at_best_bytes=at_best_bytes,
         size=(worker.device.granule_bytes, memory_bytes) if has_known_room(worker) else None,
-        busy=any(one.state in SERVING and one.in_flight > 0 for one in instances),
         leaving=any(one.state is InstanceState.DRAINING for one in instances),
+        victims=victims,
+        most_bytes=at_best_bytes + sum(one.size_bytes for one in victims),
+    )
+
+
+def _victims(worker: WorkerFacts, here: Snapshot, rules: PlacementRules) -> tuple[Victim, ...]:
+    """Instances that ``turns.plan_turns`` may choose once they have served what they are owed."""
+    held = {one.instance_id: one for one in worker.held}
+    may_go = {one.name for one in here.models if not one.pinned}
+    return tuple(
+        Victim(
+            instance_id=one.instance_id,
+            model=one.model,
+            workers=tuple(placement.worker_id for placement in one.placements),
+            size_bytes=held[one.instance_id].device_bytes,
+            since_s=one.state_since_s,
+            owed_s=rules.service.owed_s(one),
+        )
+        for one in here.instances
+        if one.state in SERVING
+        and one.in_flight > 0
+        and one.model in may_go
+        and one.instance_id in held
+        and held[one.instance_id].state is HeldState.READY
     )
 
 
@@ -203,6 +258,7 @@ class Rooms:
     sizes: Mapping[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
     """How many workers have devices of each size."""
     busy: frozenset[WorkerId] = frozenset()
+    """With instances that may be asked to make room."""
     leaving: frozenset[WorkerId] = frozenset()
 
     def put(self, changes: Mapping[WorkerId, Slot | None]) -> "Rooms":
@@ -223,10 +279,12 @@ class Rooms:
             before = self.slots.find(worker_id)
             if before is not None and before.size is not None:
                 sizes[before.size] -= 1
-            if before is not None and before.shape is not None:
-                gone[before.shape].append(worker_id)
             if slot is not None and slot.size is not None:
                 sizes[slot.size] += 1
+            if before is not None and slot is not None and before.place == slot.place:
+                continue
+            if before is not None and before.shape is not None:
+                gone[before.shape].append(worker_id)
             if slot is not None and slot.shape is not None:
                 come[slot.shape].append(worker_id)
         for shape in {*gone, *come}:
@@ -253,7 +311,7 @@ class Rooms:
             slots=slots,
             shapes=shapes,
             sizes={size: count for size, count in sizes.items() if count},
-            busy=_flagged(self.busy, news, lambda slot: slot.busy),
+            busy=_flagged(self.busy, news, lambda slot: bool(slot.victims)),
             leaving=_flagged(self.leaving, news, lambda slot: slot.leaving),
         )
 

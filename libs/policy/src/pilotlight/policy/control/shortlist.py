@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 
 from pilotlight.policy.control.draft import Draft
-from pilotlight.policy.cost import stage_room
+from pilotlight.policy.control.making_way import making_way
+from pilotlight.policy.control.rooms import Exact
 from pilotlight.policy.ids import ModelName, WorkerId
 from pilotlight.policy.instance import SERVING, STARTING
 from pilotlight.policy.model import Model
@@ -30,8 +31,10 @@ def for_start(
     """Workers among which the best ``count`` for one instance of a model are
     (``parallelism.choose_scheme``).
 
-    1. those with copies of the model, or on which it failed of late: they are predicted one by one
-    2. of every shape the first ids with enough room, and the first on which it can be made
+    1. none, where even the roomiest has too little
+    2. those with copies of the model, or on which it failed of late, and with enough room: they are
+       predicted one by one
+    3. of every shape the first ids with enough room, and the first on which it can be made
 
     Args:
         model: To be started.
@@ -41,19 +44,22 @@ def for_start(
         count: How many are wanted.
     """
     books, digest = draft.books, model.digest
+    rooms, room_on = draft.rooms, draft.known_room(rules)
+    if not any(
+        draft.needs.of(model, shape.granule_bytes) <= room_on.most(shape) for shape in rooms.shapes
+    ):  # 1
+        return frozenset()
     found = {
         worker_id for node_id in draft.copies.to(digest) for worker_id in draft.homes.to(node_id)
-    }  # 1
+    }  # 2
     for key in books.by_digest.get(digest, ()):
         if books.records[key].instance.state is InstanceState.FAILED:
             found.update(one.worker_id for one in books.records[key].instance.placements)
     skipped = found | excluding | _having(model.name, draft)
-    for shape in draft.rooms.shapes:  # 2
-        least_bytes = stage_room(model, model.spec.whole, shape.granule_bytes).least_bytes
+    found = {one for one in found - excluding if _has_room(model, one, draft, room_on)}
+    for shape in rooms.shapes:  # 3
         found.update(
-            draft.rooms.first(
-                shape, least_bytes, skipped, lambda one: draft.room_on(one, rules), count
-            )
+            rooms.first(shape, draft.needs.of(model, shape.granule_bytes), skipped, room_on, count)
         )
     return frozenset(found)
 
@@ -64,12 +70,9 @@ def nearest(draft: Draft, limit: int) -> frozenset[WorkerId]:
     """
     if len(draft.facts.workers) <= limit:
         return frozenset(draft.facts.workers)
-    rules = draft.rules.scheme.placement
-    shapes = draft.rooms.shapes
+    room_on = draft.known_room(draft.rules.scheme.placement)
     return frozenset(
-        one
-        for shape in shapes
-        for one in draft.rooms.roomiest(shape, lambda one: draft.room_on(one, rules), NEAREST)
+        one for shape in draft.rooms.shapes for one in draft.rooms.roomiest(shape, room_on, NEAREST)
     )
 
 
@@ -78,10 +81,11 @@ def for_turns(
 ) -> frozenset[WorkerId]:
     """Workers among which the places for a line of models are (``turns.plan_turns``).
 
-    1. of every shape the roomiest: one more than models can take from each other
-    2. those on which something drains, or leaves its node: room is on its way there
-    3. when a model has waited for too long and finds no room: all on which requests run, for some
-       may make room
+    1. those on which something drains, or leaves its node: room is on its way there
+    2. when a model that has waited for too long finds no room: those whose busy instances could
+       make room (``making_way``)
+    3. when there is room for some model: of every shape the roomiest, one more than models can take
+       from each other
 
     Args:
         wanted: Models that are to have one more instance.
@@ -89,44 +93,61 @@ def for_turns(
         draft: The world.
         rules: How turns are taken.
     """
-    facts, rooms, placement = draft.facts, draft.rooms, rules.placement
+    facts, rooms, needs = draft.facts, draft.rooms, draft.needs
     line = [model for name in set(wanted) if (model := facts.models.get(name)) is not None]
-    taken = min(len(line), rules.line_limit)
-    count = taken + 1 + max((len(_having(model.name, draft)) for model in line), default=0)
-    found = {
-        one
-        for shape in rooms.shapes
-        for one in rooms.roomiest(shape, lambda one: draft.room_on(one, placement), count)
-    }  # 1
-    found |= rooms.leaving  # 2
+    claims = min(len(line), rules.line_limit)
+    found = set(rooms.leaving)  # 1
     for drain in facts.drains:
         for key in draft.books.by_node.get(drain.node_id, ()):
             found.update(one.worker_id for one in draft.books.records[key].instance.placements)
+    room_on = draft.known_room(rules.placement)
+    fitting = {
+        model.name
+        for model in line
+        if any(
+            needs.of(model, shape.granule_bytes) <= room_on.most(shape) for shape in rooms.shapes
+        )
+    }
     ages_s = {one.model: one.oldest_age_s for one in demand if one.waiting > 0}
     impatient = [model for model in line if ages_s.get(model.name, 0.0) >= rules.patience_s(model)]
-    if any(_places(model, found, draft, placement) < taken for model in impatient):  # 3
-        found |= rooms.busy
-    return frozenset(found)
+    asking = [model for model in impatient if model.name not in fitting]
+    ways = making_way(asking, draft, claims)  # 2
+    if not fitting:
+        return ways.union(found)
+    # A model that fits nowhere claims no worker, unless something drains or makes way.
+    claiming = (
+        claims if found or ways or len(impatient) > len(asking) else min(len(fitting), claims)
+    )
+    count = claiming + 1 + max(len(_having(name, draft)) for name in fitting)
+    for shape in rooms.shapes:  # 3
+        found.update(rooms.roomiest(shape, room_on, count))
+    crowded = [
+        one
+        for one in impatient
+        if one.name in fitting and _places(one, found, draft, room_on) < claims
+    ]
+    if crowded:
+        ways = making_way([*asking, *crowded], draft, claims)
+    return ways.union(found)
 
 
-def _places(
-    model: Model, workers: AbstractSet[WorkerId], draft: Draft, rules: PlacementRules
-) -> int:
+def _places(model: Model, workers: AbstractSet[WorkerId], draft: Draft, room_on: Exact) -> int:
     """On how many workers there is room for a model."""
     count = 0
     for worker_id in workers - _having(model.name, draft):
         slot = draft.rooms.slots.find(worker_id)
-        if slot is None or slot.shape is None:
-            continue
-        view = draft.facts.workers[worker_id]
-        node = draft.facts.nodes[view.facts.node_id]
-        least_bytes = stage_room(model, model.spec.whole, slot.shape.granule_bytes).least_bytes
-        fits = (
-            slot.at_best_bytes >= least_bytes
-            and node.pool_room_bytes(model.spec.part_bytes) <= node.pool_bytes
-        )
-        count += fits and draft.room_on(worker_id, rules) >= least_bytes
+        if slot is not None and slot.shape is not None and slot.shape.pool_holds(model):
+            count += _has_room(model, worker_id, draft, room_on)
     return count
+
+
+def _has_room(model: Model, worker_id: WorkerId, draft: Draft, room_on: Exact) -> bool:
+    """Whether room for a model is free on a worker, or can be made by eviction."""
+    slot = draft.rooms.slots.find(worker_id)
+    if slot is None or slot.shape is None:
+        return False
+    least_bytes = draft.needs.of(model, slot.shape.granule_bytes)
+    return slot.at_best_bytes >= least_bytes and room_on(worker_id) >= least_bytes
 
 
 def _having(model: ModelName, draft: Draft) -> frozenset[WorkerId]:

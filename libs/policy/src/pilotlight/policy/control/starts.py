@@ -4,6 +4,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from pilotlight.policy.control.books import Books, Record
@@ -37,9 +38,30 @@ NO_ROOM, NO_WORKER = "no_room", "no_worker"
 """Codes of the taxonomy (``common.errors``)."""
 
 
-Choose = Callable[[Model, frozenset[WorkerId], tuple[Demand, ...]], tuple[Snapshot, SchemeChoice]]
-"""Model, workers that may not be chosen, demand; to what the choice was made from, and the choice.
-"""
+Chosen = tuple[Snapshot, SchemeChoice]
+"""What a choice was made from, and the choice."""
+
+
+class Choose(Protocol):
+    """Where one start goes."""
+
+    def __call__(
+        self,
+        model: Model,
+        excluded: frozenset[WorkerId],
+        demand: tuple[Demand, ...],
+        *,
+        explained: bool,
+    ) -> Chosen:
+        """Choose.
+
+        Args:
+            model: To be started.
+            excluded: Workers that may not be chosen.
+            demand: Of all models.
+            explained: Also where there is no scheme, with workers that say why.
+        """
+        ...
 
 
 class Drafted(Protocol):
@@ -117,12 +139,13 @@ class Tries:
             else wanted.get(model.name, start.reason)
         )
         excluded = left.union(one.worker_id for one in tried)
-        seen, choice = self._choose(model, excluded, demand)
+        choose = partial(self._choose, model, excluded, demand)
+        seen, choice = choose(explained=False)
         self.looked_at += len(seen.workers)
         over = len(tried) >= self._rules.max_tries or any(one.transient for one in tried)
         if choice.scheme is None or over:  # 2, 5
             self.tries.pop(model.name, None)
-            self._refuse(model, reason, choice, seen, tried)
+            self._refuse(model.name, reason, tried, (seen, choice), choose)
             return
         trace = next((one.trace_parent for one in demand if one.model == model.name), "")
         seen_s = self._facts.demand_seen_s.get(model.name, self._facts.now_s)
@@ -152,13 +175,22 @@ class Tries:
 
     def _refuse(
         self,
-        model: Model,
+        model: ModelName,
         reason: str,
-        choice: SchemeChoice,
-        seen: Snapshot,
         tried: tuple[Refusal, ...],
+        found: Chosen,
+        choose: Callable[..., Chosen],
     ) -> None:
-        """Say why nothing is started, and wait before the next attempt."""
+        """Say why nothing is started, and wait before the next attempt.
+
+        Args:
+            model: That is not started.
+            reason: Why it was to be.
+            tried: Refusals of this attempt.
+            found: What came of the search.
+            choose: Searches again, and explains.
+        """
+        seen, choice = found
         if tried:
             code, message = tried[-1].code, tried[-1].message
         else:
@@ -166,17 +198,20 @@ class Tries:
         # Byte counts and ages differ from attempt to attempt; a refusal is a new one by what
         # refused, and how.
         essence = f"{code} {sorted((one.worker_id, one.code) for one in tried)}"
-        before = self.backing.get(model.name)
+        before = self.backing.get(model)
         recorded = before.recorded if before is not None else frozenset[str]()
         attempts = before.attempts + 1 if before is not None else 1
-        self.backing[model.name] = Backing(
+        self.backing[model] = Backing(
             attempts=attempts,
             at_s=self._facts.now_s,
-            retry_at_s=self._facts.now_s + retry_pause_s(model.name, attempts, self._rules),
+            retry_at_s=self._facts.now_s + retry_pause_s(model, attempts, self._rules),
             world_version=self._facts.world_version,
             code=code,
             recorded=recorded | {essence},
         )
+        if essence not in recorded:
+            seen, choice = choose(explained=True)
+            self.looked_at += len(seen.workers)
         reasons = [
             reason,
             choice.reason,
@@ -185,7 +220,7 @@ class Tries:
         reasons += [f"{one.worker_id}: {one.code}: {one.message}" for one in tried]
         self.refused.append(
             RefusedStart(
-                model=model.name,
+                model=model,
                 code=code,
                 message=message,
                 reasons=tuple(reasons),
@@ -197,8 +232,7 @@ class Tries:
 
 def retry_pause_s(model: ModelName, attempts: int, rules: ControlRules) -> float:
     """The pause after a number of refusals, at least 1: exponential, with jitter that follows from
-    the model's name, so that a log can
-    be replayed.
+    the model's name, so that a log can be replayed.
     """
     ceiling_s = min(rules.retry_limit_s, rules.retry_first_s * 2.0 ** min(attempts - 1, 32))
     drawn = hashlib.blake2b(f"{model} {attempts}".encode(), digest_size=8).digest()
@@ -206,8 +240,13 @@ def retry_pause_s(model: ModelName, attempts: int, rules: ControlRules) -> float
 
 
 def choose_among(
-    model: Model, excluded: frozenset[WorkerId], demand: tuple[Demand, ...], draft: Draft
-) -> tuple[Snapshot, SchemeChoice]:
+    model: Model,
+    excluded: frozenset[WorkerId],
+    demand: tuple[Demand, ...],
+    *,
+    explained: bool,
+    draft: Draft,
+) -> Chosen:
     """The scheme of a start, and what it was chosen from: the workers that can be the answer, and
     those that explain it.
 
@@ -215,21 +254,24 @@ def choose_among(
         model: To be started.
         excluded: Workers that may not be chosen.
         demand: Of all models.
+        explained: Also where no worker can be the answer.
         draft: The world.
     """
     rules = draft.rules
     workers = for_start(model, draft, rules.scheme.placement, excluded)
+    ours = tuple(one for one in demand if one.model == model.name)
+    if not workers and not explained:
+        seen = draft.slice((model.name,), demand=ours)
+        return seen, choose_scheme(model, seen, rules.scheme, excluded, draft.rooms.fleet)
     if not workers or len(draft.facts.workers) <= rules.explained_workers:
         workers |= nearest(draft, rules.explained_workers)
-    ours = tuple(one for one in demand if one.model == model.name)
     seen = slice_for(model, draft.slice((model.name,), workers, model.digest, ours))
     return seen, choose_scheme(model, seen, rules.scheme, excluded, draft.rooms.fleet)
 
 
 def slice_for(model: Model, snapshot: Snapshot) -> Snapshot:
     """What a decision over one model looks at: everything but other models' demand, and what is
-    known of models that are on no device
-    and could not make room.
+    known of models that are on no device and could not make room.
     """
     named = {held.model for worker in snapshot.workers for held in worker.held} | {model.name}
     digests: defaultdict[NodeId, set[Digest]] = defaultdict(lambda: {model.digest})

@@ -263,8 +263,7 @@ def _is_progress_alone(
     placements: Sequence[Placement],
 ) -> bool:
     """Whether the parts that members lack do not decide which nodes they ask: all of them want the
-    whole model, all others have it, and
-    each asks only such members as joined before it.
+    whole model, all others have it, and each asks only such members as joined before it.
     """
     if any(held < whole for held in sources) or any(
         one.stage != model.spec.whole or one.held is not None for one in placements

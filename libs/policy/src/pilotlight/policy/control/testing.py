@@ -2,7 +2,9 @@
 for ``bench/control.py``.
 """
 
+from copy import copy
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from pilotlight.policy.cluster import (
     Copy,
@@ -23,7 +25,7 @@ from pilotlight.policy.control.reconcile import ReconcileRules
 from pilotlight.policy.control.tick import tick
 from pilotlight.policy.ids import Epoch, InstanceId, ModelName, NodeId, WorkerId
 from pilotlight.policy.model import Model
-from pilotlight.policy.plan import Instance
+from pilotlight.policy.plan import Instance, InstanceState, NodeDrain
 from pilotlight.policy.request import Demand
 from pilotlight.policy.testing import NOW_S, instance, model
 
@@ -48,6 +50,8 @@ class LargeCluster:
     """Every instance serves, one half of them with a request in flight.
 
     All that is to be told has been told.
+
+    ``crowd`` takes the room away.
     """
 
     size: Size
@@ -63,6 +67,9 @@ class LargeCluster:
     nodes: dict[NodeId, NodeFacts] = field(default_factory=dict[NodeId, NodeFacts])
     models: dict[ModelName, Model] = field(default_factory=dict[ModelName, Model])
     demand: tuple[Demand, ...] = ()
+    drains: tuple[NodeDrain, ...] = ()
+    version: int = 0
+    """Counts reports, so that every report ends the pause of models that were refused."""
 
     def __post_init__(self) -> None:
         size = self.size
@@ -112,6 +119,8 @@ class LargeCluster:
             models=self.models,
             demand=self.demand,
             awaited=frozenset(one.model for one in self.demand),
+            drains=self.drains,
+            world_version=self.version,
             changed=changed,
         )
 
@@ -122,9 +131,7 @@ class LargeCluster:
 
     def hear(self, worker_id: WorkerId, *stages: HeldStage) -> Focus:
         """A worker reports what it holds; what changed by that."""
-        facts = replace(self.workers[worker_id].facts, held=stages)
-        self.workers[worker_id] = replace(self.workers[worker_id], facts=facts, heard_s=self.now_s)
-        return Focus(workers=frozenset({worker_id}))
+        return self._judge(worker_id, held=stages)
 
     def report(self, index: int) -> Focus:
         """The request of an instance has ended, or another has come."""
@@ -147,13 +154,101 @@ class LargeCluster:
         )
         return Focus()
 
-    def ask(self, index: int) -> Focus:
-        """A request waits for one of the models that have no instance."""
-        cold = list(self.models)[
+    def ask(self, index: int, *, count: int = 1, age_s: float = 0.1) -> Focus:
+        """Requests wait for ``count`` of the models that have no instance, since ``age_s``."""
+        cold = list(self.models)[self.size.instances :]
+        names = [cold[(index + each) % len(cold)] for each in range(count)]
+        self.demand = tuple(
+            Demand(model=name, waiting=1, oldest_age_s=age_s, deadline_in_s=10.0) for name in names
+        )
+        return Focus()
+
+    def load(self, index: int) -> WorkerId:
+        """An instance of a cold model begins to load, on the worker that had the least.
+
+        Returns where.
+        """
+        of = list(self.models.values())[
             self.size.instances + index % (self.size.models - self.size.instances)
         ]
-        self.demand = (Demand(model=cold, waiting=1, oldest_age_s=0.1, deadline_in_s=10.0),)
-        return Focus()
+        worker_id = min(self.workers, key=lambda one: len(self.workers[one].facts.held))
+        one = replace(
+            self._instance(of, "loads", worker_id),
+            state=InstanceState.LOADING,
+            state_since_s=self.now_s,
+            served=False,
+        )
+        self.books = self.books.put(Record(instance=one, model=of, seen_on=frozenset({worker_id})))
+        self._judge(
+            worker_id,
+            held=(
+                *self.workers[worker_id].facts.held,
+                replace(_stage(one, 0), state=HeldState.LOADING),
+            ),
+        )
+        return worker_id
+
+    def loaded(self, worker_id: WorkerId) -> Focus:
+        """What a worker loads has become ready."""
+        stages = (replace(one, state=HeldState.READY) for one in self.workers[worker_id].facts.held)
+        return self._judge(worker_id, held=tuple(stages))
+
+    def die(self, index: int) -> Focus:
+        """The worker of an instance is dead."""
+        return self._judge(self._record(index).instance.lead, liveness=Liveness.DEAD)
+
+    def drain(self, index: int) -> Focus:
+        """An operator wants a node to be empty."""
+        node_id = self._record(index).instance.placements[0].node_id
+        self.nodes[node_id] = replace(self.nodes[node_id], draining=True)
+        self.drains = (NodeDrain(node_id=node_id, age_s=0.0),)
+        self.version += 1
+        return Focus(nodes=frozenset({node_id}))
+
+    def register(self, index: int) -> Focus:
+        """A model is registered."""
+        one = model(f"new-{index:05}", part_bytes=PART_BYTES, keep_alive_s=1e6)
+        self.models[one.name] = one
+        return Focus(models=frozenset({one.name}))
+
+    def crowd(self, *, load_s: float = 0.0) -> None:
+        """Take all room away: devices have room for one instance or for none, four of five
+        instances are busy, the others pinned.
+
+        ``load_s``: what it took to load each instance. It is owed service in proportion.
+        """
+        for worker_id, view in self.workers.items():
+            memory_bytes = (7 if view.facts.held else 2) * PART_BYTES
+            device = replace(view.facts.device, memory_bytes=memory_bytes)
+            self.workers[worker_id] = replace(view, facts=replace(view.facts, device=device))
+        for index in range(self.size.instances):
+            record, is_busy = self._record(index), index % 5 > 0
+            one = replace(
+                record.instance,
+                state_since_s=self.now_s - 1.0,
+                load_s=load_s,
+                in_flight=int(is_busy),
+            )
+            self.books = self.books.put(replace(record, instance=one))
+            self.models[one.model] = replace(self.models[one.model], pinned=not is_busy)
+            self.hear(one.lead, _stage(one, in_flight=one.in_flight))
+        for _ in range(2):
+            self.carry_out(self.tick(None))
+
+    def kept(self) -> "LargeCluster":
+        """The same cluster, to which things can happen that do not happen to this one."""
+        one = copy(self)
+        one.workers, one.nodes, one.models = dict(self.workers), dict(self.nodes), dict(self.models)
+        return one
+
+    def _judge(self, worker_id: WorkerId, **changes: Any) -> Focus:
+        """A worker reports, or is said to be otherwise."""
+        view = self.workers[worker_id]
+        self.workers[worker_id] = replace(
+            view, facts=replace(view.facts, **changes), heard_s=self.now_s
+        )
+        self.version += 1
+        return Focus(workers=frozenset({worker_id}))
 
     def _record(self, index: int) -> Record:
         return self.books.records[InstanceId(f"i{index % self.size.instances:05}")]

@@ -83,7 +83,7 @@ def _decided(look: Look, draft: Draft, memory: Memory) -> Plan:
     scaled = plan_scaling(seen, rules.scaling)  # 5
     draft.drain(scaled.drains)
     starts = {start.model: start for start in scaled.starts}
-    turns = _turns(starts, draft, demand, memory)  # 6
+    turns, places = _turns(starts, draft, demand, memory)  # 6
     draft.drain(turns.drains)
     tries = Tries(
         facts, memory, rules, waited_for | set(starts), partial(choose_among, draft=draft)
@@ -121,7 +121,9 @@ def _decided(look: Look, draft: Draft, memory: Memory) -> Plan:
         tell=told.tell,
         repeat=told.repeat,
         longest_wait_s=turns.longest_wait_s,
-        visited=replace(told.visited, models=len(models), candidates=tries.looked_at),
+        visited=replace(
+            told.visited, models=len(models), places=places, candidates=tries.looked_at
+        ),
     )
 
 
@@ -190,10 +192,12 @@ def _emptied(draft: Draft) -> DrainPlan:
 
 def _turns(
     starts: Mapping[ModelName, Start], draft: Draft, demand: tuple[Demand, ...], memory: Memory
-) -> TurnPlan:
-    """The models that may start, and the instances that make room."""
+) -> tuple[TurnPlan, int]:
+    """The models that may start, and the instances that make room; how many workers were compared
+    for that.
+    """
     if not starts and not demand:
-        return TurnPlan()
+        return TurnPlan(), 0
     rules = draft.rules.turns
     blocked = frozenset(model for model, one in memory.backing.items() if one.code != NO_ROOM)
     workers = for_turns(starts, demand, draft, rules) if starts else frozenset[WorkerId]()
@@ -202,7 +206,9 @@ def _turns(
         books.records[key].instance.model for one in workers for key in books.by_worker.get(one, ())
     }
     models = {*starts, *(one.model for one in demand), *present}
-    return plan_turns(staying(draft.slice(models, workers, demand=demand)), starts, rules, blocked)
+    return plan_turns(
+        staying(draft.slice(models, workers, demand=demand)), starts, rules, blocked
+    ), len(workers)
 
 
 def _with_wanted(

@@ -98,8 +98,8 @@ class StepEngine(LoadingEngine, PipelineEngine, Protocol):
 
 class ChildLoop:
     """Everything but parts is done as soon as it is read; parts are copied one between two steps,
-    so that a load of one model stops
-    no stream of another for longer than a part takes, and an abort is obeyed within one step.
+    so that a load of one model stops no stream of another for longer than a part takes, and an
+    abort is obeyed within one step.
     """
 
     def __init__(

@@ -142,8 +142,7 @@ class EngineClient(Protocol):
 
     async def kill(self, reason: str, code: str = "") -> None:
         """End it now: it hangs, or its device has failed. ``EngineDied`` follows, with the code of
-        that, if there is one. A start that is
-        under way raises.
+        that, if there is one. A start that is under way raises.
         """
         ...
 

@@ -1,6 +1,5 @@
 """One token from each row of logits, by greed or by noise, as ``device.sampler`` samples it:
-probabilities in float64, shares in the order
-of ids, noise from Philox by seed and position.
+probabilities in float64, shares in the order of ids, noise from Philox by seed and position.
 
 Three launches. The first looks at pieces of the vocabulary: the largest logit, its first id, and
 whether all are finite. The others add up what each piece weighs and find the token in whose share
