@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch.profiler import ProfilerActivity, profile
 
 from pilotlight.engine.core.blocks import BLOCK_TOKENS
-from pilotlight.engine.core.scheduler import BatchLimits
+from pilotlight.engine.core.limits import BatchLimits
 from pilotlight.engine.cuda.arena import CudaArena
 from pilotlight.engine.device.memory import layout_of
 from pilotlight.engine.engine import Engine

@@ -22,8 +22,8 @@ from pilotlight.common.sources.opening import Sources
 from pilotlight.common.sources.ranged import Patience
 from pilotlight.dataplane.bandwidth import SourceLimits
 from pilotlight.dataplane.chunk_fetch import Distrusted
+from pilotlight.dataplane.fetch_tools import FetchTools
 from pilotlight.dataplane.lanes import LaneLimits, Lanes
-from pilotlight.dataplane.model_fetch import FetchTools
 from pilotlight.dataplane.origin import Nearby
 from pilotlight.dataplane.pool import HostPool
 from pilotlight.dataplane.readers import Readers

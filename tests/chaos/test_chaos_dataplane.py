@@ -21,7 +21,7 @@ from chaos.transfer_runs import Run
 from chaos.transfer_tally import TransferTally
 from chaos.transfers import BUCKET, Transfers
 from loader_processes import LoaderProcesses
-from standin_sources import StandinS3, running_s3
+from standin_s3 import StandinS3, running_s3
 
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.errors import PilotlightError

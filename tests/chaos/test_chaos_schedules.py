@@ -21,15 +21,16 @@ from pathlib import Path
 import pytest
 import structlog
 from faulty_clients import Result, asks_of, run
-from faulty_system import HOLD_TIMEOUT_S, MODELS, WORKERS, FaultySystem, Surroundings
+from faulty_system import HOLD_TIMEOUT_S, MODELS, WORKERS, FaultySystem
 from sqlalchemy import create_engine, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.pool import NullPool
+from system_parts import Surroundings
 
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.db.session import service_url
 from pilotlight.common.errors import DeadlineExceeded
-from pilotlight.common.faulty_bus import FaultRates
+from pilotlight.common.fault_schedule import FaultRates
 from pilotlight.common.settings import BusSettings, DatabaseSettings
 from pilotlight.common.testing import until
 from pilotlight.common.waiting import pause

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from bus_messages import Answer, Ask, Number, echo
 
-from pilotlight.common import nats_bus
+from pilotlight.common import nats_answers, nats_bus
 from pilotlight.common.buckets import jetstream
 from pilotlight.common.errors import (
     BusUnavailable,
@@ -142,7 +142,7 @@ async def test_a_server_refuses_what_it_cannot_take(bus: NatsBus) -> None:
         return Answer(text="done")
 
     await bus.serve("v1.wait", Ask, wait)
-    number = nats_bus.MAX_CONCURRENT_REQUESTS + 3
+    number = nats_answers.MAX_CONCURRENT_REQUESTS + 3
     asking = [
         asyncio.create_task(bus.request("v1.wait", Ask(), Answer, deadline_s=DEADLINE_S))
         for _ in range(number)
@@ -151,7 +151,10 @@ async def test_a_server_refuses_what_it_cannot_take(bus: NatsBus) -> None:
     assert all(isinstance(task.exception(), QueueFull) for task in refused)
     release.set()
     results = await asyncio.gather(*asking, return_exceptions=True)
-    assert sum(isinstance(result, Answer) for result in results) == nats_bus.MAX_CONCURRENT_REQUESTS
+    assert (
+        sum(isinstance(result, Answer) for result in results)
+        == nats_answers.MAX_CONCURRENT_REQUESTS
+    )
     assert sum(isinstance(result, QueueFull) for result in results) == 3
 
 

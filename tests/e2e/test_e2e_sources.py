@@ -7,15 +7,8 @@ from pathlib import Path
 
 import pytest
 from embedded_system import DEMO_FOLDER, RunningSystem, running
-from standin_sources import (
-    ACCESS_KEY,
-    SECRET_KEY,
-    Asked,
-    StandinHub,
-    StandinS3,
-    running_hub,
-    running_s3,
-)
+from standin_s3 import ACCESS_KEY, SECRET_KEY, StandinS3, running_s3
+from standin_sources import Asked, StandinHub, running_hub
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import pytest
 from embedded_system import free_port
-from standin_sources import ACCESS_KEY, SECRET_KEY, running_s3
+from standin_s3 import ACCESS_KEY, SECRET_KEY, running_s3
 
 from pilotlight.cli.embedded import NatsServer, PostgresServer
 from pilotlight.cli.home import Home

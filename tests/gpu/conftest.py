@@ -3,10 +3,13 @@
 Without one they fail and say so: `make test` leaves them out, `make test-gpu` asks for them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 import pytest
 import torch
+from torch import Tensor
+
+from pilotlight.engine.cuda.arena import CudaArena
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -40,3 +43,25 @@ def record_property(
     their processes.
     """
     return lambda name, value: record_property(name, str(value))
+
+
+@pytest.fixture
+def fresh() -> Callable[..., Tensor]:
+    """fresh(*shape, scale=1): normal float64 numbers that no earlier run has had."""
+    generator = torch.Generator()
+    generator.seed()
+
+    def make(*shape: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64) * scale
+
+    return make
+
+
+@pytest.fixture
+def arena(device: torch.device) -> Generator[CudaArena]:
+    """All of it is given back after the test."""
+    torch.zeros(1, device=device)
+    made = CudaArena(0)
+    yield made
+    torch.cuda.synchronize()
+    made.close()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from random_models import WIDE, random_parts, source_of, spec_of
 
-from pilotlight.engine.core.scheduler import BatchLimits
+from pilotlight.engine.core.limits import BatchLimits
 from pilotlight.engine.cuda.arena import CudaArena
 from pilotlight.engine.device.arena import CpuArena
 from pilotlight.engine.device.arena_protocol import Arena

@@ -6,15 +6,14 @@ prompt, output so far and seed.
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 from sqlalchemy import func, insert, select
+from system_parts import Part, Surroundings
+from system_watch import Watch
 
 from pilotlight.cache import app as cache_app
 from pilotlight.cache.settings import CacheSettings
@@ -27,15 +26,14 @@ from pilotlight.common.clock import SystemClock
 from pilotlight.common.db import tables
 from pilotlight.common.db.mapping import to_row_json
 from pilotlight.common.db.session import Database
-from pilotlight.common.errors import PilotlightError
-from pilotlight.common.faulty_bus import FaultSchedule, FaultyBus
+from pilotlight.common.fault_schedule import FaultSchedule
+from pilotlight.common.faulty_bus import FaultyBus
 from pilotlight.common.ids import new_incarnation, worker_id_of
 from pilotlight.common.messages.reports import WORKER_REPORTS, WorkerReport
 from pilotlight.common.messages.tokens import Resend, Submit, resend_subject, submit_subject
 from pilotlight.common.nats_bus import NatsBus
 from pilotlight.common.natsconf import ensure_events
-from pilotlight.common.service import Application, Background, Component, Context
-from pilotlight.common.settings import BusSettings, DatabaseSettings
+from pilotlight.common.service import Application, Background, Context
 from pilotlight.common.store import ObjectStore, manifest_key
 from pilotlight.common.testing import EVENTS_BYTES, until
 from pilotlight.gateway.app import Serving, build_serving
@@ -47,10 +45,9 @@ from pilotlight.gateway.testing import NoDecisions
 from pilotlight.loader import app as loader_app
 from pilotlight.loader.identity import node_id_of
 from pilotlight.loader.settings import LoaderSettings
-from pilotlight.policy.cluster import HeldState
 from pilotlight.policy.cost import stage_room
-from pilotlight.policy.ids import InstanceId, ModelName, WorkerId
-from pilotlight.policy.instance import ENDED, SERVING, STARTING
+from pilotlight.policy.ids import ModelName, WorkerId
+from pilotlight.policy.instance import ENDED
 from pilotlight.policy.model import Model, ScalingBounds, Slo
 from pilotlight.policy.plan import Instance
 from pilotlight.scheduler import app as scheduler_app
@@ -67,79 +64,6 @@ KEEP_ALIVE_S = 0.3
 LOAD_S = 0.03
 CONTEXT_TOKENS = 256
 POOL_BYTES = 16 * 1024 * 1024
-RESIDENT = frozenset({HeldState.LOADING, HeldState.READY, HeldState.DRAINING})
-
-
-@dataclass(slots=True, kw_only=True)
-class Part:
-    """One service of the system."""
-
-    name: str
-    bus: FaultyBus
-    raw: NatsBus
-    context: Context[Any]
-    components: list[Component]
-
-    async def stop(self) -> None:
-        """End it in order."""
-        for component in reversed(self.components):
-            await component.stop()
-        await self.context.background.stop()
-        await self.bus.close()
-
-    async def kill(self) -> None:
-        """End it without a word to any service, as far as that can be done within a process."""
-        await self.raw.client.close()
-        await self.context.background.stop()
-        for component in reversed(self.components):
-            with suppress(PilotlightError):
-                await component.stop()
-        await self.bus.close()
-
-
-@dataclass(slots=True, kw_only=True)
-class Surroundings:
-    """What every system of a test run shares."""
-
-    bus_settings: BusSettings
-    folder: Path
-    database_settings: Callable[[str], DatabaseSettings]
-    vocab_size: int
-
-
-class Watch:
-    """Follows a system on a bus without faults, and keeps what must never be seen."""
-
-    def __init__(self, models: dict[ModelName, Model], device_bytes: int) -> None:
-        self.wrong: list[str] = []
-        self.seen: Counter[str] = Counter()
-        """How often the gateway had to go to some length."""
-        self._models = models
-        self._device_bytes = device_bytes
-        self._alive: dict[InstanceId, ModelName] = {}
-
-    async def on_instance(self, key: str, instance: Instance | None) -> None:
-        self._alive.pop(InstanceId(key), None)
-        if instance is None or instance.state not in STARTING | SERVING:
-            return
-        self._alive[instance.instance_id] = instance.model
-        counts = Counter(self._alive.values())
-        for name, count in counts.items():
-            if count > self._models[name].scaling.max_instances:
-                self.wrong.append(f"{count} instances of {name} at a time: {sorted(self._alive)}")
-
-    async def on_submit(self, submit: Submit) -> None:
-        if submit.attempt > 1:
-            self.seen["resumed" if submit.output_ids else "tried_again"] += 1
-
-    async def on_resend(self, resend: Resend) -> None:
-        self.seen["resends"] += 1
-
-    async def on_report(self, report: WorkerReport) -> None:
-        facts = report.facts
-        resident = [held for held in facts.held if held.state in RESIDENT]
-        if sum(held.device_bytes for held in resident) > self._device_bytes:
-            self.wrong.append(f"{facts.worker_id} holds more than its device has: {resident}")
 
 
 @dataclass
@@ -404,8 +328,8 @@ class FaultySystem:
     def _left_in_gateway(self) -> list[str]:
         serving = self.serving
         counts = {
-            "held": serving.hold.held,
-            "demand": len(serving.hold.demand()),
+            "held": serving.queue.held,
+            "demand": len(serving.queue.demand()),
             "running": serving.relay.running,
             "live": serving.requests.live,
             "post": len(serving.relay._post),

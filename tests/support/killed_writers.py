@@ -22,7 +22,8 @@ from pilotlight.checkpoint.digests import chunk_digest
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.errors import Conflict, HostPoolFull
 from pilotlight.dataplane.disk_tier import DiskTier, Unwritten
-from pilotlight.dataplane.pool import HostPool, PartImage
+from pilotlight.dataplane.pool import HostPool
+from pilotlight.dataplane.pool_images import PartImage
 from pilotlight.policy.ids import Digest, Epoch
 
 _context = get_context("forkserver")

@@ -12,12 +12,12 @@ from pilotlight.common.handshake import LINK_PURPOSE, Identity
 from pilotlight.common.messages.hold import Peer
 from pilotlight.common.waiting import Backoff
 from pilotlight.dataplane.copies import HostCopies
+from pilotlight.dataplane.fetch_tools import FetchTools
 from pilotlight.dataplane.link.nixl_process import NixlProcess, PoolMemory
 from pilotlight.dataplane.link.offers import Offers
 from pilotlight.dataplane.link.peers import Peers
 from pilotlight.dataplane.link.server import LinkServer
 from pilotlight.dataplane.link.thread import LinkThread
-from pilotlight.dataplane.model_fetch import FetchTools
 from pilotlight.policy.cluster import FetchPriority
 from pilotlight.policy.ids import Digest, NodeId
 

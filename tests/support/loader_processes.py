@@ -16,7 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from confined import may_mount
-from standin_sources import ACCESS_KEY, SECRET_KEY
+from standin_s3 import ACCESS_KEY, SECRET_KEY
 
 from pilotlight.checkpoint.checkpoint import read_checkpoint
 from pilotlight.checkpoint.manifest import encode

@@ -25,8 +25,10 @@ from pilotlight.common.messages.codec import (
     encode_msgpack,
 )
 
-BINARY_MODULES = ("engine", "link", "pool", "tokens")
+BINARY_EDGES = ("engine", "link", "pool", "tokens")
 """Edges that speak msgpack; ``tokens`` speaks both."""
+PARTS_OF = {"pipelines": "engine"}
+"""Modules that hold a part of another's edge."""
 
 
 def message_types() -> list[type[Message]]:
@@ -85,9 +87,14 @@ def field_names(kind: Any) -> tuple[str, ...]:
     )
 
 
+def edge_of(kind: type[Message]) -> str:
+    module = kind.__module__.rsplit(".", 1)[1]
+    return PARTS_OF.get(module, module)
+
+
 def name_of(kind: type[Message]) -> str:
-    """Module and class: what a sample's file is called."""
-    return f"{kind.__module__.rsplit('.', 1)[1]}.{kind.__name__}"
+    """Edge and class: what a sample's file is called."""
+    return f"{edge_of(kind)}.{kind.__name__}"
 
 
 def write(folder: Path) -> None:
@@ -95,7 +102,7 @@ def write(folder: Path) -> None:
     for kind in message_types():
         value = sample(kind, kind.__name__.lower())
         (folder / f"{name_of(kind)}.json").write_bytes(encode_json(value))
-        if kind.__module__.endswith(BINARY_MODULES):
+        if edge_of(kind) in BINARY_EDGES:
             (folder / f"{name_of(kind)}.msgpack").write_bytes(encode_msgpack(value))
 
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from pilotlight.engine.core.admission import check_kv_room
 from pilotlight.engine.core.blocks import BLOCK_TOKENS, BlockPool
 from pilotlight.engine.core.lifecycle import RequestEvent, RequestState
+from pilotlight.engine.core.limits import BatchLimits
 from pilotlight.engine.core.request import Request
-from pilotlight.engine.core.scheduler import BatchLimits, BatchScheduler
+from pilotlight.engine.core.scheduler import BatchScheduler
 from pilotlight.engine.core.tables import BlockTables
 from pilotlight.policy.ids import RequestId
 from pilotlight.policy.request import RequestKey, Sampling

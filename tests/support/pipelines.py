@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 
 from pilotlight.engine.channel.memory import memory_channel
-from pilotlight.engine.core.scheduler import BatchLimits
+from pilotlight.engine.core.limits import BatchLimits
 from pilotlight.policy.ids import InstanceId
 from pilotlight.policy.model import Stage
 

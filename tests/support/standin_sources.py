@@ -1,7 +1,7 @@
-"""Stand-ins for servers that models come from: a hub with its CDN, and an S3 server. Ours and
-small: they speak the parts of the
-protocols that Pilotlight uses, and fail in the ways that tests ask for. What real servers do, other
-tests ask real servers.
+"""Stand-ins for servers that models come from: a server with faults, and a hub with its CDN on it.
+
+Ours and small: they speak the parts of the protocols that Pilotlight uses, and fail in the ways
+that tests ask for. What real servers do, other tests ask real servers.
 """
 
 import contextlib
@@ -16,10 +16,6 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
-from xml.sax.saxutils import escape
-
-ACCESS_KEY = "AKIASTANDIN"
-SECRET_KEY = "standin-secret"
 
 
 @dataclass
@@ -56,11 +52,11 @@ class Standin:
         self.sent_bytes = 0
         """Of bodies, and of each before it goes out: what a client has received is counted."""
         self.released = threading.Event()
-        self.connections: list[_Handler] = []
+        self.connections: list[StandinRequest] = []
         self._lock = threading.Lock()
         standin = self
 
-        class Handler(_Handler):
+        class Handler(StandinRequest):
             server_of = standin
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -83,7 +79,7 @@ class Standin:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def answer(self, request: "_Handler") -> None:
+    def answer(self, request: "StandinRequest") -> None:
         raise NotImplementedError
 
     def fault_for(self, target: str) -> Fault | None:
@@ -103,7 +99,7 @@ class Standin:
         self._server.server_close()
 
 
-class _Handler(BaseHTTPRequestHandler):
+class StandinRequest(BaseHTTPRequestHandler):
     server_of: Standin
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
@@ -224,7 +220,7 @@ class StandinHub(Standin):
         self.cdn.stop()
         super().stop()
 
-    def answer(self, request: _Handler) -> None:
+    def answer(self, request: StandinRequest) -> None:
         parts = urlsplit(request.path)
         if (
             self.token is not None
@@ -241,7 +237,7 @@ class StandinHub(Standin):
         else:
             request.send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
 
-    def _list(self, request: _Handler, revision: str) -> None:
+    def _list(self, request: StandinRequest, revision: str) -> None:
         commit = self.refs.get(revision, revision)
         if commit not in self.commits:
             request.send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
@@ -255,7 +251,7 @@ class StandinHub(Standin):
         body = {"id": self.repository, "sha": commit, "private": False, "siblings": siblings}
         request.send(200, json.dumps(body).encode(), {"Content-Type": "application/json"})
 
-    def _resolve(self, request: _Handler, commit: str, name: str) -> None:
+    def _resolve(self, request: StandinRequest, commit: str, name: str) -> None:
         data = self.commits.get(commit, {}).get(name)
         if data is None:
             request.send(404, b"", {"X-Error-Code": "EntryNotFound"})
@@ -290,7 +286,7 @@ class StandinCdn(Standin):
         """References that were given until now are good no more."""
         self._season += 1
 
-    def answer(self, request: _Handler) -> None:
+    def answer(self, request: StandinRequest) -> None:
         parts = urlsplit(request.path)
         digest = parts.path.removeprefix("/blobs/")
         data = self.blobs.get(digest)
@@ -303,64 +299,6 @@ class StandinCdn(Standin):
             request.send_range(data, told)
         else:
             request.send(200, data, told)
-
-
-class StandinS3(Standin):
-    """Buckets in memory. Access keys are checked, signatures are not."""
-
-    def __init__(self, *buckets: str) -> None:
-        self.buckets: dict[str, dict[str, bytes]] = {name: {} for name in buckets}
-        self.heeds_if_match = True
-        self.etags: dict[tuple[str, str], str] = {}
-        """Of objects whose ETag says nothing about their content, by bucket and key."""
-        super().__init__()
-
-    def put(self, bucket: str, prefix: str, files: dict[str, bytes]) -> None:
-        self.buckets[bucket].update({f"{prefix}/{name}": data for name, data in files.items()})
-
-    def answer(self, request: _Handler) -> None:
-        parts = urlsplit(request.path)
-        bucket, _, key = unquote(parts.path).removeprefix("/").partition("/")
-        if f"Credential={ACCESS_KEY}/" not in request.headers.get("Authorization", ""):
-            _refuse(request, 403, "InvalidAccessKeyId")
-        elif bucket not in self.buckets:
-            _refuse(request, 404, "NoSuchBucket")
-        elif request.command == "GET" and not key:
-            self._list(request, bucket, parse_qs(parts.query).get("prefix", [""])[0])
-        elif request.command == "PUT":
-            self._put(request, bucket, key)
-        elif request.command == "POST":
-            for found in re.findall(r"<Key>([^<]+)</Key>", request.body.decode()):
-                self.buckets[bucket].pop(found, None)
-            request.send(200, b'<?xml version="1.0"?><DeleteResult></DeleteResult>')
-        elif key not in self.buckets[bucket]:
-            _refuse(request, 404, "NoSuchKey")
-        else:
-            self._get(request, self.buckets[bucket][key], self.etags.get((bucket, key)))
-
-    def _get(self, request: _Handler, data: bytes, etag: str | None) -> None:
-        etag = etag or etag_of(data)
-        if self.heeds_if_match and request.headers.get("If-Match", etag) != etag:
-            _refuse(request, 412, "PreconditionFailed")
-            return
-        request.send_range(data, {"ETag": etag, "Last-Modified": "Sat, 21 Nov 2026 00:00:00 GMT"})
-
-    def _put(self, request: _Handler, bucket: str, key: str) -> None:
-        if request.headers.get("If-None-Match") == "*" and key in self.buckets[bucket]:
-            _refuse(request, 412, "PreconditionFailed")
-            return
-        self.buckets[bucket][key] = request.body
-        request.send(200, b"", {"ETag": etag_of(request.body)})
-
-    def _list(self, request: _Handler, bucket: str, prefix: str) -> None:
-        found = "".join(
-            f"<Contents><Key>{escape(key)}</Key><LastModified>2026-11-21T00:00:00.000Z</LastModified>"
-            f"<ETag>{escape(self.etags.get((bucket, key)) or etag_of(data))}</ETag><Size>{len(data)}</Size></Contents>"
-            for key, data in sorted(self.buckets[bucket].items())
-            if key.startswith(prefix)
-        )
-        body = f'<?xml version="1.0"?><ListBucketResult><Name>{bucket}</Name><IsTruncated>false</IsTruncated>{found}</ListBucketResult>'
-        request.send(200, body.encode(), {"Content-Type": "application/xml"})
 
 
 def is_large(name: str) -> bool:
@@ -376,10 +314,6 @@ def git_blob(data: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
-def etag_of(data: bytes) -> str:
-    return f'"{hashlib.md5(data).hexdigest()}"'
-
-
 @contextmanager
 def running_hub(files: dict[str, bytes], **options: Any) -> Iterator[StandinHub]:
     hub = StandinHub(files, **options)
@@ -387,16 +321,3 @@ def running_hub(files: dict[str, bytes], **options: Any) -> Iterator[StandinHub]
         yield hub
     finally:
         hub.stop()
-
-
-@contextmanager
-def running_s3(*buckets: str) -> Iterator[StandinS3]:
-    server = StandinS3(*buckets)
-    try:
-        yield server
-    finally:
-        server.stop()
-
-
-def _refuse(request: _Handler, status: int, code: str) -> None:
-    request.send(status, f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode())

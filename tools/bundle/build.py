@@ -1,7 +1,7 @@
 """Makes the offline installation archive: ``dist/pilotlight-VERSION-pyXY-linux-x86_64/``.
 
-It holds up to three archives in parts of at most 28 MiB, ``install.sh`` with ``install.py``, and a
-manifest:
+It holds up to three archives in parts of at most 28 MiB, ``install.sh`` with the modules that it
+runs, and a manifest:
 
 - ``pilotlight``: wheels of the members and of all they need, nats-server and PostgreSQL among them;
   migrations, demo model, docs;
@@ -28,8 +28,9 @@ FORMAT = 1
 """Of the manifest."""
 PYTHONS = ("3.11", "3.12")
 HERE = Path(__file__).resolve().parent
+INSTALLER = ("install.sh", "install.py", "borrowed_torch.py")
 SHARED = ("migrations", "models", "docs")
-TEST_FILES = ("conftest.py", "pyproject.toml", "tools/test_gpu.py")
+TEST_FILES = ("conftest.py", "pyproject.toml", "tools/bounded_runs.py", "tools/test_gpu.py")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -101,7 +102,7 @@ def make(python: str, out: Path, *, with_torch: bool) -> tuple[Path, list[Archiv
             for group, entries in sorted(with_wheels.items())
         ]
         write_manifest(folder / "manifest.json", python, archives)
-        for name in ("install.sh", "install.py"):
+        for name in INSTALLER:
             shutil.copy(HERE / name, folder / name)
         final = out / stem
         shutil.rmtree(final, ignore_errors=True)

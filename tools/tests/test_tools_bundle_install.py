@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import borrowed_torch
 import pip
 import pytest
 
@@ -73,7 +74,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "archives": [asdict(archive) for archive in archives],
     }
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=2))
-    for name in ("install.sh", "install.py"):
+    for name in ("install.sh", "install.py", "borrowed_torch.py"):
         shutil.copy(BUNDLE / name, folder / name)
     return folder
 
@@ -170,7 +171,7 @@ def test_without_a_torch_it_says_what_to_do(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(
-        install, "candidates", lambda python: [str(no_torch), str(tmp_path / "nobody")]
+        borrowed_torch, "candidates", lambda python: [str(no_torch), str(tmp_path / "nobody")]
     )
     release = install.install(bundle, tmp_path / "prefix")
     said = capsys.readouterr().err
@@ -263,5 +264,5 @@ def test_parts_of_two_bundles(bundle: Path, tmp_path: Path) -> None:
     ],
 )
 def test_ranges(version: str, fits: bool) -> None:
-    assert install.in_range(version, ">=2.11,<2.16") is fits
-    assert install.in_range(version, "")
+    assert borrowed_torch.in_range(version, ">=2.11,<2.16") is fits
+    assert borrowed_torch.in_range(version, "")

@@ -81,7 +81,7 @@ def test_parts_are_small_and_named_in_the_manifest(made: Path) -> None:
     manifest = json.loads((made / "manifest.json").read_text())
     named = {part["name"] for archive in manifest["archives"] for part in archive["parts"]}
     there = {path.name for path in made.iterdir()}
-    assert there == {*named, "manifest.json", "install.sh", "install.py"}
+    assert there == {*named, "manifest.json", *build.INSTALLER}
     assert all((made / name).stat().st_size <= 28 * 2**20 for name in there)
     assert sum((made / name).stat().st_size for name in there) < 60 * 2**20
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import bounded_runs
 import test_gpu as runner
 
 SCRIPT = Path(runner.__file__)
@@ -52,7 +53,7 @@ def test_says_what_is_missing_and_fails(tmp_path: Path) -> None:
 
 
 def test_cases_of_a_run() -> None:
-    seen, broken, no_device, left_out = runner.cases_of(JUNIT)
+    seen, broken, no_device, left_out = bounded_runs.cases_of(JUNIT)
     assert (seen.outcome, seen.detail, seen.seconds) == ("passed", {"name": "H200"}, 0.25)
     assert (broken.outcome, broken.detail) == ("failed", "assert 1 == 2")
     assert (no_device.outcome, no_device.detail) == ("failed", "no CUDA")
@@ -62,10 +63,10 @@ def test_cases_of_a_run() -> None:
 def test_a_step_past_its_deadline_is_killed_with_what_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "STOP_GRACE_S", 0.2)
+    monkeypatch.setattr(bounded_runs, "STOP_GRACE_S", 0.2)
     deaf = "trap '' TERM; sleep 1000 & echo $! >child; wait; wait"
-    with pytest.raises(runner.CheckFailed, match="was not done after 1 s"):
-        runner.finish(["sh", "-c", f"cd {tmp_path}; {deaf}"], 1.0)
+    with pytest.raises(bounded_runs.CheckFailed, match="was not done after 1 s"):
+        bounded_runs.finish(["sh", "-c", f"cd {tmp_path}; {deaf}"], 1.0)
     # One that has ended has no command line, also before it is reaped.
     with contextlib.suppress(FileNotFoundError):
         assert Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/cmdline").read_bytes() == b""
@@ -92,9 +93,9 @@ def test_files_that_measure_run_with_nothing_beside_them(
 
     def run(
         python: str, arguments: list[str], left_s: float
-    ) -> tuple[list[runner.Case], subprocess.CompletedProcess[str]]:
+    ) -> tuple[list[bounded_runs.Case], subprocess.CompletedProcess[str]]:
         asked.append(arguments)
-        return [runner.Case("test_one", "passed", 0.1, {})], subprocess.CompletedProcess(
+        return [bounded_runs.Case("test_one", "passed", 0.1, {})], subprocess.CompletedProcess(
             [], 0, "", ""
         )
 
@@ -106,7 +107,9 @@ def test_files_that_measure_run_with_nothing_beside_them(
         "device: test_one",
         "alone: test_one",
     ]
-    files = {f"tests/gpu/{path.name}" for path in (runner.ROOT / "tests" / "gpu").glob("test_*.py")}
+    files = {
+        f"tests/gpu/{path.name}" for path in (bounded_runs.ROOT / "tests" / "gpu").glob("test_*.py")
+    }
     assert set(together) | set(alone) >= files
     assert not set(together) & set(alone) & files
     assert "tests/gpu/test_gpu_arena.py" in alone
@@ -135,10 +138,10 @@ def test_the_benchmarks_figures_are_told(monkeypatch: pytest.MonkeyPatch) -> Non
         "8B": {"decode, batch 1": "4.2 ms"},
     }
     del said[1]
-    with pytest.raises(runner.CheckFailed, match="no figure of 8B"):
+    with pytest.raises(bounded_runs.CheckFailed, match="no figure of 8B"):
         runner.bench("python", 100.0)
     status = 1
-    with pytest.raises(runner.CheckFailed, match="left out"):
+    with pytest.raises(bounded_runs.CheckFailed, match="left out"):
         runner.bench("python", 100.0)
 
 

@@ -12,17 +12,9 @@ import msgspec
 import psycopg
 import pytest
 
-from pilotlight.cli import backup
-from pilotlight.cli.backup import (
-    DUMP,
-    MANIFEST,
-    BackupFailed,
-    BackupInvalid,
-    HomeNotEmpty,
-    Manifest,
-    back_up,
-    restore,
-)
+from pilotlight.cli import backup, backup_archive
+from pilotlight.cli.backup import BackupFailed, HomeNotEmpty, back_up, restore
+from pilotlight.cli.backup_archive import DUMP, MANIFEST, BackupInvalid, Manifest, write_archive
 from pilotlight.cli.embedded import PostgresServer
 from pilotlight.cli.home import Home, HomeInUse
 from pilotlight.cli.plan import SystemOptions
@@ -80,7 +72,7 @@ def damaged(home: Home, tmp_path: Path) -> Path:
     """A whole backup, but for a dump that no database takes."""
     dump = tmp_path / DUMP
     dump.write_text("no dump")
-    backup._write(home, dump, "0001", tmp_path / "damaged")
+    write_archive(home, dump, "0001", tmp_path / "damaged")
     return tmp_path / "damaged"
 
 
@@ -185,7 +177,7 @@ async def test_a_full_disk_is_not_the_files_fault(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     file = damaged(home, tmp_path)
-    monkeypatch.setattr(backup, "_extract", full)
+    monkeypatch.setattr(backup_archive, "_extract", full)
     with pytest.raises(BackupFailed, match="No space left"):
         await restore(Home(tmp_path / "other"), file, as_json=True)
     assert look(Home(tmp_path / "other")) == {}

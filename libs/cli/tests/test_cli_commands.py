@@ -1,10 +1,10 @@
-"""The command line: errors of the gateway and of the way to it, help, and JSON in every case."""
+"""The command line and a gateway: what is asked and shown, errors of the gateway and of the way to
+it, help.
+"""
 
 import json
-import socket
-import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ import pytest
 
 from pilotlight.cli.client import AdminClient, SystemNotRunning
 from pilotlight.cli.demo_model import ensure_demo_model
-from pilotlight.cli.home import Home
 from pilotlight.cli.main import run
 from pilotlight.cli.output import show_error
 from pilotlight.common.errors import (
@@ -95,15 +94,9 @@ def gateway(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Scripte
         thread.join()
 
 
-def out(capsys: pytest.CaptureFixture[str]) -> Any:
-    """The one JSON document that was written."""
-    captured = capsys.readouterr()
-    assert captured.err == ""
-    assert captured.out.count("\n") == 1
-    return json.loads(captured.out)
-
-
-def test_models_are_listed(gateway: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_are_listed(
+    gateway: Scripted, capsys: pytest.CaptureFixture[str], out: Callable[[], Any]
+) -> None:
     instances = [
         {"model": "tiny", "state": state} for state in ("ready", "gone", "ready", "loading")
     ]
@@ -112,7 +105,7 @@ def test_models_are_listed(gateway: Scripted, capsys: pytest.CaptureFixture[str]
     assert run(["model", "list"]) == 0
     assert "1 loading, 2 ready" in capsys.readouterr().out
     assert run(["model", "list", "--json"]) == 0
-    assert out(capsys) == {"models": [MODEL], "instances": instances}
+    assert out() == {"models": [MODEL], "instances": instances}
     gateway.answer("GET /models", {"models": []})
     assert run(["model", "list"]) == 0
     assert "pilotlight model add" in capsys.readouterr().out
@@ -120,7 +113,7 @@ def test_models_are_listed(gateway: Scripted, capsys: pytest.CaptureFixture[str]
 
 
 def test_a_model_is_added_warmed_and_removed(
-    gateway: Scripted, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    gateway: Scripted, capsys: pytest.CaptureFixture[str], out: Callable[[], Any], tmp_path: Path
 ) -> None:
     gateway.answer("POST /models", MODEL, 201)
     assert run(["model", "add", "tiny", str(tmp_path), "--ttft-ms", "5", "--pinned"]) == 0
@@ -133,10 +126,10 @@ def test_a_model_is_added_warmed_and_removed(
     )
     gateway.answer("POST /models/org/tiny/warm", {"instance_id": "inst-1"}, 202)
     assert run(["model", "warm", "org/tiny", "--json"]) == 0
-    assert out(capsys) == {"instance_id": "inst-1"}
+    assert out() == {"instance_id": "inst-1"}
     gateway.answer("DELETE /models/org/tiny", b"", 204)
     assert run(["model", "rm", "org/tiny", "--json"]) == 0
-    assert out(capsys) == {"deleted": "org/tiny"}
+    assert out() == {"deleted": "org/tiny"}
 
 
 def verification(status: str, **changes: Any) -> dict[str, Any]:
@@ -159,7 +152,9 @@ def verification(status: str, **changes: Any) -> dict[str, Any]:
     return {**started, **rest, **changes}
 
 
-def test_a_model_is_verified(gateway: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_is_verified(
+    gateway: Scripted, capsys: pytest.CaptureFixture[str], out: Callable[[], Any]
+) -> None:
     gateway.answer("POST /models/org/tiny/verify", verification("waiting"), 202)
     gateway.answer("GET /verifications/n0.abc", verification("done", filled_parts=2))
     assert run(["model", "verify", "org/tiny", "--timeout", "60"]) == 0
@@ -180,7 +175,7 @@ def test_a_model_is_verified(gateway: Scripted, capsys: pytest.CaptureFixture[st
     assert "in 101 places" in told
     assert "part 2, bytes [0, 9), from a [b].safetensors at byte 7" in told
     assert run(["model", "verify", "org/tiny", "--json"]) == 1
-    assert out(capsys) == differs
+    assert out() == differs
     gateway.answer(
         "GET /verifications/n0.abc",
         verification("failed", code="source_changed", error="it is another file"),
@@ -239,105 +234,6 @@ def test_a_key_that_is_none() -> None:
         AdminClient("http://127.0.0.1:1", "clé")
 
 
-def test_no_system_runs(tmp_path: Path) -> None:
-    home = Home(tmp_path)
-    with pytest.raises(SystemNotRunning, match="no system runs"):
-        AdminClient.from_environment({}, home)
-    with pytest.raises(SystemNotRunning, match=r"admin\.key"):
-        AdminClient.from_environment({"PILOTLIGHT_URL": "http://127.0.0.1:1"}, home)
-
-
-COMMANDS = [
-    ["model", "list"],
-    ["model", "add", "tiny", "file:///models/tiny"],
-    ["model", "rm", "tiny"],
-    ["model", "warm", "tiny"],
-    ["trace", "0" * 32],
-]
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_json_also_when_it_fails(
-    command: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setenv("PILOTLIGHT_HOME", str(tmp_path))
-    monkeypatch.delenv("PILOTLIGHT_URL", raising=False)
-    assert run([*command, "--json"]) == 1
-    error = out(capsys)["error"]
-    assert error["code"] == "system_not_running"
-    assert "pilotlight up" in error["what_to_do"]
-    assert run(command) == 1
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "system_not_running: no system runs" in captured.err
-
-
-def test_other_commands_without_a_system(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PILOTLIGHT_HOME", str(tmp_path))
-    assert run(["down", "--json"]) == 0
-    assert out(capsys) == {"stopped": False}
-    assert run(["logs", "gateway", "--json"]) == 1
-    assert out(capsys)["error"]["code"] == "log_not_found"
-    assert run(["doctor", "--json", "--port", "1"]) in (0, 1)
-    assert {"name", "verdict", "found", "what_to_do"} == set(out(capsys)["checks"][0])
-    monkeypatch.setenv("PILOTLIGHT_HOME", "/proc/nowhere")
-    assert run(["up", "--json", "--port", "1"]) == 1
-    assert out(capsys)["error"]["code"] == "home_unusable"
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["model", "add"],
-        ["nonsense"],
-        ["up", "--port", "70000"],
-        ["up", "--port", "x"],
-        ["up", "--workers", "many"],
-        ["doctor", "--no"],
-    ],
-)
-def test_a_wrong_command_line(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([*command, "--json"]) == 1
-    assert out(capsys)["error"]["code"] == "invalid_request"
-    assert run(command) == 1
-    captured = capsys.readouterr()
-    assert "Error" in captured.out + captured.err
-
-
-@pytest.mark.parametrize("port", ["x", "0", "-1", "70000", "8000.5", "²"])
-def test_a_wrong_port_in_the_environment(
-    port: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PILOTLIGHT_PORT", port)
-    assert run(["doctor", "--json"]) == 1
-    assert "PILOTLIGHT_PORT" in out(capsys)["error"]["message"]
-
-
-def test_doctor_looks_at_the_port_of_the_system_that_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PILOTLIGHT_HOME", str(tmp_path))
-    monkeypatch.delenv("PILOTLIGHT_PORT", raising=False)
-
-    def port_looked_at(*arguments: str) -> str:
-        run(["doctor", "--json", *arguments])
-        (found,) = [one["found"] for one in out(capsys)["checks"] if one["name"] == "port"]
-        return found
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        Home(tmp_path).announce(f"http://127.0.0.1:{port}")
-        assert port_looked_at().startswith(f"{port} is in use by process")
-        assert "127.0.0.1:1" in port_looked_at("--port", "1")
-        monkeypatch.setenv("PILOTLIGHT_PORT", "1")
-        assert "127.0.0.1:1" in port_looked_at()
-
-
 def test_the_demo_model_is_registered_once(gateway: Scripted) -> None:
     gateway.answer("GET /models/ember-7m", MODEL)
     with AdminClient(gateway.url, "the-key") as client:
@@ -350,53 +246,6 @@ def test_the_demo_model_is_registered_once(gateway: Scripted) -> None:
             "GET /models/ember-7m",
             "POST /models",
         ]
-
-
-def test_what_up_refuses_before_it_makes_anything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    home = tmp_path / "home"
-    monkeypatch.setenv("PILOTLIGHT_HOME", str(home))
-
-    def refused(*arguments: str) -> dict[str, str]:
-        assert run(["up", "--json", *arguments]) == 1
-        assert not home.exists()
-        return out(capsys)["error"]
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        taken = str(listener.getsockname()[1])
-        assert refused("--port", taken)["code"] == "port_taken"
-        with monkeypatch.context() as without:
-            without.setitem(sys.modules, "torch", None)
-            told = refused("--port", taken)
-            assert (told["code"], "torch" in told["message"]) == ("machine_unfit", True)
-            assert "--worker-kind sim" in told["what_to_do"]
-            assert refused("--port", taken, "--worker-kind", "sim")["code"] == "port_taken"
-            assert run(["demo", "--json"]) == 1
-            assert out(capsys)["error"] == told
-            assert not home.exists()
-        for name, value in (
-            ("POOL_BYTES", "lots"),
-            ("SIM_DECODE_STEP_S", "-1"),
-            ("SPANS_KEEP_DAYS", "x"),
-            ("EVENTS_BYTES", "y"),
-        ):
-            with monkeypatch.context() as wrong:
-                wrong.setenv(f"PILOTLIGHT_{name}", value)
-                told = refused("--port", taken)
-                assert told["code"] == "settings_invalid"
-                assert told["message"].startswith(f"PILOTLIGHT_{name}: ")
-                assert told["message"].endswith(f", not {value!r}")
-
-
-def test_a_port_that_is_taken_leaves_a_folder_empty(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PILOTLIGHT_HOME", str(tmp_path))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        assert run(["up", "--json", "--port", str(listener.getsockname()[1])]) == 1
-    assert out(capsys)["error"]["code"] == "port_taken"
-    assert [path.name for path in tmp_path.iterdir()] == ["up.lock"]
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:

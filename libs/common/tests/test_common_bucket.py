@@ -9,7 +9,8 @@ from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from standin_sources import ACCESS_KEY, SECRET_KEY, Fault, Standin
+from standin_s3 import ACCESS_KEY, SECRET_KEY
+from standin_sources import Fault, Standin
 
 from pilotlight.common.bucket import _first_line, ensure_bucket
 from pilotlight.common.errors import SourceUnavailable

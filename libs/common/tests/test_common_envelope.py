@@ -12,7 +12,8 @@ from pilotlight.common.bus import Bus
 from pilotlight.common.clock import ManualClock, moment_of
 from pilotlight.common.envelope import SENT_HEADER, Timed, opened, stamped
 from pilotlight.common.errors import MessageUndecodable
-from pilotlight.common.faulty_bus import FaultSchedule, FaultyBus
+from pilotlight.common.fault_schedule import FaultSchedule
+from pilotlight.common.faulty_bus import FaultyBus
 from pilotlight.common.messages.codec import (
     FrameBuffer,
     decode_json,

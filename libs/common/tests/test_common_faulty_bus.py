@@ -11,7 +11,8 @@ import pytest
 from pilotlight.common.buckets import Found
 from pilotlight.common.bus import Bus
 from pilotlight.common.errors import BusUnavailable, DeadlineExceeded, NotFound
-from pilotlight.common.faulty_bus import Fault, FaultRates, FaultSchedule, FaultyBus
+from pilotlight.common.fault_schedule import Fault, FaultRates, FaultSchedule
+from pilotlight.common.faulty_bus import FaultyBus
 from pilotlight.common.messages.room import Release, Released
 from pilotlight.common.testing import ConnectBus, until
 from pilotlight.policy.ids import GrantId

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from standin_sources import ACCESS_KEY, SECRET_KEY, Fault, StandinS3, running_s3
+from standin_s3 import ACCESS_KEY, SECRET_KEY, StandinS3, running_s3
+from standin_sources import Fault
 
 from pilotlight.checkpoint.checkpoint import read_checkpoint
 from pilotlight.checkpoint.errors import (
@@ -173,7 +174,7 @@ def test_wrong_credentials_and_places_are_told_apart(server: StandinS3, tmp_path
 def test_a_server_without_good_etags_is_refused(
     source: Source, server: StandinS3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("standin_sources.etag_of", lambda data: 'W/"1"')
+    monkeypatch.setattr("standin_s3.etag_of", lambda data: 'W/"1"')
     with pytest.raises(SourceUnavailable, match="weak ETag"):
         source.list_files()
 

@@ -9,7 +9,7 @@ import pytest
 import structlog
 from prometheus_client import CollectorRegistry
 
-from pilotlight.common import telemetry
+from pilotlight.common import span_senders
 from pilotlight.common.errors import NoRoom
 from pilotlight.common.messages.spans import SPANS_SUBJECT, SpanBatch, SpanRecord
 from pilotlight.common.settings import ServiceSettings
@@ -112,7 +112,7 @@ async def test_a_failure_is_kept_although_its_trace_is_not_sampled(sink: Sink) -
 async def test_spans_that_do_not_fit_are_counted(
     sink: Sink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(telemetry, "MAX_QUEUED_SPANS", 3)
+    monkeypatch.setattr(span_senders, "MAX_QUEUED_SPANS", 3)
     metrics = CollectorRegistry()
     start_telemetry("test", ServiceSettings(), sink, metrics=metrics)
     for _ in range(5):

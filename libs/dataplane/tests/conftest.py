@@ -19,8 +19,9 @@ from pilotlight.common.phases import PhaseRecorder
 from pilotlight.dataplane.bandwidth import SourceLimits
 from pilotlight.dataplane.chunk_fetch import Distrusted
 from pilotlight.dataplane.copies import HostCopies
+from pilotlight.dataplane.fetch_tools import FetchTools
 from pilotlight.dataplane.lanes import LaneLimits, Lanes
-from pilotlight.dataplane.model_fetch import FetchTools
+from pilotlight.dataplane.model_fetch import PartsClaim
 from pilotlight.dataplane.origin import Keeper, Nearby
 from pilotlight.dataplane.pool import HostPool
 from pilotlight.dataplane.readers import Readers
@@ -40,6 +41,11 @@ class Registered:
     model: Model
     folder: Path
     manifest: Manifest
+
+    @property
+    def parts(self) -> range:
+        """Numbers of all parts."""
+        return range(len(self.manifest.parts))
 
 
 @pytest.fixture
@@ -153,6 +159,18 @@ class Node:
     def add(self, registered: Registered) -> Registered:
         self.manifests.manifests[registered.model.digest] = registered.manifest
         return registered
+
+    async def drain(self, claim: PartsClaim) -> list[int]:
+        """The parts that a claim waits for, in the order in which they come."""
+        async with asyncio.timeout(10):
+            return [part.part async for part in self.copies.ready_parts(claim)]
+
+    async def settled(self) -> None:
+        """Wait until nothing is fetched."""
+        async with asyncio.timeout(10):
+            while self.copies.transfers() or self.copies._fetches:
+                self.seen.changed.clear()
+                await self.seen.changed.wait()
 
 
 @pytest.fixture

@@ -25,7 +25,8 @@ from killed_writers import (
 )
 
 from pilotlight.common.clock import ManualClock
-from pilotlight.dataplane.pool import HostPool, PartImage
+from pilotlight.dataplane.pool import HostPool
+from pilotlight.dataplane.pool_images import PartImage
 from pilotlight.dataplane.table import ENTRY_BYTES, HEADER_BYTES, EntryState
 
 MODELS = {pool_digest(model): model for model in range(12)}

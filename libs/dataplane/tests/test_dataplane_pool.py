@@ -8,7 +8,8 @@ from blake3 import blake3
 from pilotlight.checkpoint.digests import chunk_digest
 from pilotlight.common.clock import ManualClock
 from pilotlight.common.errors import Conflict, HostPoolFull, HostPoolTaken, StaleCommand
-from pilotlight.dataplane.pool import HostPool, PartImage
+from pilotlight.dataplane.pool import HostPool
+from pilotlight.dataplane.pool_images import PartImage
 from pilotlight.dataplane.table import ChunkTable
 from pilotlight.policy.ids import Digest, Epoch
 

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 from sampled_chunks import FILES, IMAGE, KNOWN, ONE, PART, PLAIN, Near
-from standin_sources import ACCESS_KEY, SECRET_KEY, Fault, StandinS3, running_s3
+from standin_s3 import ACCESS_KEY, SECRET_KEY, StandinS3, running_s3
+from standin_sources import Fault
 
 from pilotlight.checkpoint.checkpoint import read_checkpoint, read_chunk
 from pilotlight.checkpoint.digests import UNIT_BYTES

@@ -10,16 +10,8 @@ from typing import Any
 
 import pytest
 from msgspec import structs
-from standin_sources import (
-    ACCESS_KEY,
-    SECRET_KEY,
-    Fault,
-    StandinHub,
-    StandinS3,
-    running_hub,
-    running_s3,
-    sha256,
-)
+from standin_s3 import ACCESS_KEY, SECRET_KEY, StandinS3, running_s3
+from standin_sources import Fault, StandinHub, running_hub, sha256
 
 from pilotlight.checkpoint.checkpoint import read_checkpoint, read_chunk
 from pilotlight.checkpoint.manifest import Chunk, Manifest

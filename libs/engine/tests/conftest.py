@@ -16,7 +16,7 @@ from transformers_models import KINDS, NUM_LAYERS, SIZES
 from pilotlight.checkpoint.config import parse_config
 from pilotlight.engine.core.batch import Batch, Segment
 from pilotlight.engine.core.blocks import blocks_for
-from pilotlight.engine.core.scheduler import BatchLimits
+from pilotlight.engine.core.limits import BatchLimits
 from pilotlight.engine.device.arena import CpuArena
 from pilotlight.engine.device.kv import KvCache
 from pilotlight.engine.device.memory import StageMemory, parameter_bytes

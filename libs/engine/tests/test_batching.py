@@ -5,7 +5,7 @@ same.
 import pytest
 from families import FAMILIES
 
-from pilotlight.engine.core.scheduler import BatchLimits
+from pilotlight.engine.core.limits import BatchLimits
 from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.policy.request import FinishReason, Sampling
 

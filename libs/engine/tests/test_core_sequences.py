@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from paper_stage import PaperStage, expected_output, next_token
 
 from pilotlight.engine.core.lifecycle import RequestEvent, RequestState
+from pilotlight.engine.core.limits import BatchLimits
 from pilotlight.engine.core.request import Request
-from pilotlight.engine.core.scheduler import BatchLimits
 from pilotlight.engine.errors import NoRoom
 
 SEQUENCES = 2000

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from pilotlight.engine.core.blocks import BLOCK_TOKENS
 from pilotlight.engine.core.extents import Extent
-from pilotlight.engine.core.scheduler import BatchLimits
+from pilotlight.engine.core.limits import BatchLimits
 from pilotlight.engine.cuda.arena import POOL_CHUNK_BYTES, CudaArena
 from pilotlight.engine.device.kv import KvCache
 from pilotlight.engine.device.memory import StageMemory

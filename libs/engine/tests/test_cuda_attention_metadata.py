@@ -15,7 +15,6 @@ from pilotlight.engine.cuda.attention_metadata import (
     MAX_ROW_SPLITS,
     NOWHERE,
     QUERIES_AT_ONCE,
-    StaticDecode,
     fields_of,
     max_splits,
     send,
@@ -23,6 +22,7 @@ from pilotlight.engine.cuda.attention_metadata import (
     whole_prompt,
     zeros_on,
 )
+from pilotlight.engine.cuda.static_words import StaticDecode
 
 CPU = torch.device("cpu")
 

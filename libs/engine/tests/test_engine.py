@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pilotlight.engine.core.scheduler import BatchLimits
+from pilotlight.engine.core.limits import BatchLimits
 from pilotlight.engine.errors import (
     BadRequest,
     ContextTooLong,

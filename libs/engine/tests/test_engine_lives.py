@@ -12,7 +12,7 @@ import pytest
 from families import FAMILIES
 
 from pilotlight.engine.core.blocks import BLOCK_TOKENS
-from pilotlight.engine.core.scheduler import BatchLimits
+from pilotlight.engine.core.limits import BatchLimits
 from pilotlight.engine.errors import NoRoom
 from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.policy.request import FinishReason, RequestKey

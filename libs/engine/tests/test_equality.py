@@ -10,7 +10,7 @@ from pilotlight.checkpoint.architectures import SUPPORTED_ARCHITECTURES, expecte
 from pilotlight.checkpoint.checkpoint import read_checkpoint
 from pilotlight.checkpoint.reader import FolderSource
 from pilotlight.engine.core.batch import Segment
-from pilotlight.engine.core.scheduler import BatchLimits
+from pilotlight.engine.core.limits import BatchLimits
 from pilotlight.engine.models.registry import DECODERS, decoder_of
 from pilotlight.policy.model import Dtype
 

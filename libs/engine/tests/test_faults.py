@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pilotlight.engine.core.batch import Batch
-from pilotlight.engine.core.scheduler import BatchLimits
+from pilotlight.engine.core.limits import BatchLimits
 from pilotlight.engine.errors import BadRequest, EngineFailed, NoRoom
 from pilotlight.engine.faults import context_lost, out_of_memory
 from pilotlight.native.library import NativeError, OutOfMemory

@@ -9,8 +9,9 @@ import signal
 
 import pytest
 from pipelines import cuts, staged
+from refused_grammars import BOMBS
 
-from pilotlight.engine.core.scheduler import BatchLimits
+from pilotlight.engine.core.limits import BatchLimits
 from pilotlight.engine.errors import BadRequest, Overloaded, UnknownInstance
 from pilotlight.engine.grammar import client
 from pilotlight.engine.pipeline import lead
@@ -48,39 +49,6 @@ FORMS = {
     "lark": lambda text: re.fullmatch(r"<\(*[xyz]\)*(,\(*[xyz]\)*)*>", text),
 }
 SAMPLED = {"max_tokens": 120, "temperature": 1.0, "stop_token_ids": (END,), "seed": 5}
-
-
-def refs(count: int) -> str:
-    """A schema that doubles with every reference."""
-    doubled = {
-        f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"$ref": f"#/$defs/d{i + 1}"}]}
-        for i in range(count)
-    }
-    return json.dumps(
-        {
-            "$defs": {**doubled, f"d{count}": {"type": "string", "pattern": "a"}},
-            "$ref": "#/$defs/d0",
-        }
-    )
-
-
-BOMBS = {
-    "memory": (GrammarKind.JSON_SCHEMA, refs(25), "too large"),
-    "time": (
-        GrammarKind.JSON_SCHEMA,
-        json.dumps({"properties": {f"p{i}": {"type": "string"} for i in range(6000)}}),
-        "grammar",
-    ),
-    # Too complex; on a busy machine the time is over before that is found out.
-    "lexer": (GrammarKind.REGEX, "((a{1000}){1000}){1000}", "too "),
-    "nested": (GrammarKind.JSON_SCHEMA, '{"items":' * 1000 + "{}" + "}" * 1000, "recursion"),
-    "no regex": (GrammarKind.REGEX, "(?=a)b", "look-around"),
-    "no lark": (GrammarKind.LARK, "start: nothing", "nothing"),
-    "no schema": (GrammarKind.JSON_SCHEMA, '{"not": {}}', "not"),
-    "no json": (GrammarKind.JSON_SCHEMA, "{", "not valid"),
-    "no guidance": (GrammarKind.JSON_SCHEMA, '{"x-guidance": 3}', "x-guidance"),
-    "no choice": (GrammarKind.CHOICE, "[]", "at least one"),
-}
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import random
 import pytest
 from pipelines import INSTANCE, connect, cuts, staged
 
-from pilotlight.engine.core.scheduler import BatchLimits
+from pilotlight.engine.core.limits import BatchLimits
 from pilotlight.engine.device.memory import parameter_bytes
 from pilotlight.engine.errors import BadCheckpoint, BadRequest, NoRoom, StageBusy
 from pilotlight.engine.models.registry import decoder_of

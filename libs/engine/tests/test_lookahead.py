@@ -18,8 +18,9 @@ from pilotlight.engine.compute import Compute, compute_on
 from pilotlight.engine.core.batch import Batch, Plan, Segment
 from pilotlight.engine.core.blocks import BlockPool
 from pilotlight.engine.core.lifecycle import RequestEvent
+from pilotlight.engine.core.limits import BatchLimits
 from pilotlight.engine.core.request import Request
-from pilotlight.engine.core.scheduler import BatchLimits, BatchScheduler
+from pilotlight.engine.core.scheduler import BatchScheduler
 from pilotlight.engine.core.tables import BlockTables
 from pilotlight.engine.device.logits import SampleSpec
 from pilotlight.engine.device.sampler import NotSampled, SampledToken, sample

@@ -10,7 +10,7 @@ from families import FAMILIES
 from pipelines import INSTANCE, MemoryPipeline, cuts, staged
 
 from pilotlight.engine.core.batch import Batch, Segment
-from pilotlight.engine.core.scheduler import BatchLimits
+from pilotlight.engine.core.limits import BatchLimits
 from pilotlight.engine.device.arena import CpuArena
 from pilotlight.engine.errors import BadRequest, NoRoom, StageBusy
 from pilotlight.engine.kv_pieces import KvPiece
@@ -132,7 +132,7 @@ def test_moved_requests_have_the_same_tokens_and_so_have_those_that_stay(
             target.step()
         if source.lead.outputs[name].finish is None:
             used += len(move(source, from_stages, target, name, early, torn=chance.random() < 0.2))
-            assert source.lead.engine._find(RequestKey(RequestId(name), 1)) is None
+            assert source.lead.engine._stages.find(RequestKey(RequestId(name), 1)) is None
             moved += 1
     assert moved >= 2
     assert used > 0
@@ -206,7 +206,7 @@ def test_a_move_that_has_no_room_is_refused_and_changes_nothing(checkpoint, driv
     key = RequestKey(RequestId("a"), 1)
     pieces = pieces_of(source, WHOLE, key)
     arguments = (key.request_id, 1, INSTANCE, prompts[1], source.lead.outputs["a"].token_ids)
-    sampling = source.lead.engine._find(key)[1].sampling
+    sampling = source.lead.engine._stages.find(key)[1].sampling
     with pytest.raises(NoRoom, match="no room now"):
         target.engine.add(*arguments, sampling, None, pieces)
     narrow = [

@@ -12,7 +12,7 @@ from pipelines import INSTANCE, connect, cuts, staged
 from pilotlight.engine.channel.channel import Frame
 from pilotlight.engine.channel.memory import memory_channel
 from pilotlight.engine.core.batch import Segment
-from pilotlight.engine.core.scheduler import BatchLimits
+from pilotlight.engine.core.limits import BatchLimits
 from pilotlight.engine.errors import BadRequest, NoRoom, StageBusy, UnknownInstance
 from pilotlight.engine.pipeline import lead
 from pilotlight.engine.pipeline.frames import (

@@ -22,8 +22,8 @@ from transformers.generation.logits_process import (
 )
 
 from pilotlight.engine.core.counts import counts_of
+from pilotlight.engine.core.limits import BatchLimits
 from pilotlight.engine.core.philox import uniform
-from pilotlight.engine.core.scheduler import BatchLimits
 from pilotlight.engine.device.logits import SampleSpec, adjust
 from pilotlight.engine.device.sampler import NotSampled, _probabilities, sample
 from pilotlight.policy.request import Sampling

@@ -8,8 +8,8 @@ from paper_stage import PaperStage, expected_output
 
 from pilotlight.engine.core.blocks import blocks_for
 from pilotlight.engine.core.lifecycle import TRANSITIONS, RequestEvent, RequestState, step
+from pilotlight.engine.core.limits import BatchLimits
 from pilotlight.engine.core.request import Request
-from pilotlight.engine.core.scheduler import BatchLimits
 from pilotlight.engine.errors import EngineFailed, NoRoom
 from pilotlight.policy.ids import RequestId
 from pilotlight.policy.request import RequestKey, Sampling

@@ -25,6 +25,7 @@ from pilotlight.gateway.openai.api import Limits, OpenAiApi
 from pilotlight.gateway.openai.exchange import ExchangeParts
 from pilotlight.gateway.openai.prompt import PromptEncoder
 from pilotlight.gateway.serving.measures import Measures
+from pilotlight.gateway.serving.testing import ScriptedWorker, entries_of
 from pilotlight.gateway.settings import GatewaySettings
 from pilotlight.gateway.testing import (
     API_KEY,
@@ -33,8 +34,6 @@ from pilotlight.gateway.testing import (
     KnownModels,
     NoDecisions,
     NotedUsage,
-    ScriptedWorker,
-    entries_of,
     entry_of,
 )
 from pilotlight.gateway.texts.texts import Texts, build_texts

@@ -9,15 +9,8 @@ from typing import Any
 import httpx2
 import pytest
 from sqlalchemy import URL
-from standin_sources import (
-    ACCESS_KEY,
-    SECRET_KEY,
-    Fault,
-    StandinHub,
-    StandinS3,
-    running_hub,
-    running_s3,
-)
+from standin_s3 import ACCESS_KEY, SECRET_KEY, StandinS3, running_s3
+from standin_sources import Fault, StandinHub, running_hub
 
 from pilotlight.checkpoint.manifest import decode
 from pilotlight.common.store import manifest_key, text_key

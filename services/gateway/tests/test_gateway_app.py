@@ -13,8 +13,9 @@ from pilotlight.common.store import text_key
 from pilotlight.gateway.app import OPEN_PATHS, build
 from pilotlight.gateway.edge.server import HttpServer
 from pilotlight.gateway.models.repository import ModelRepository
+from pilotlight.gateway.serving.testing import ScriptedWorker, entries_of
 from pilotlight.gateway.settings import GatewaySettings
-from pilotlight.gateway.testing import ScriptedWorker, entries_of, model_of
+from pilotlight.gateway.testing import model_of
 from pilotlight.policy.ids import ModelName
 from pilotlight.text.bundle import encode
 from pilotlight.text.tokenizer import TextTokenizer

@@ -12,7 +12,8 @@ import pytest
 
 from pilotlight.common.testing import until
 from pilotlight.gateway.edge import connection
-from pilotlight.gateway.testing import API_KEY, entries_of
+from pilotlight.gateway.serving.testing import entries_of
+from pilotlight.gateway.testing import API_KEY
 
 pytestmark = pytest.mark.anyio
 

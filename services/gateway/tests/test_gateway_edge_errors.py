@@ -8,7 +8,8 @@ import pytest
 
 from pilotlight.common.errors import CapacityError, TransientError, all_errors
 from pilotlight.gateway.edge.errors import error_headers
-from pilotlight.gateway.testing import API_KEY, entries_of
+from pilotlight.gateway.serving.testing import entries_of
+from pilotlight.gateway.testing import API_KEY
 
 pytestmark = pytest.mark.anyio
 

@@ -9,7 +9,7 @@ from pilotlight.common.messages.spans import SPANS_SUBJECT, SpanBatch
 from pilotlight.common.messages.tokens import TokenEntry
 from pilotlight.common.settings import ServiceSettings
 from pilotlight.common.telemetry import start_telemetry, stop_telemetry
-from pilotlight.gateway.testing import entries_of
+from pilotlight.gateway.serving.testing import entries_of
 from pilotlight.policy.request import FinishReason
 
 pytestmark = pytest.mark.anyio

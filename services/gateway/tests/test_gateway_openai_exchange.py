@@ -10,7 +10,7 @@ import pytest
 
 from pilotlight.common.messages.tokens import SubmitReply, TokenEntry
 from pilotlight.gateway.openai.parameters import seed_of_choice
-from pilotlight.gateway.testing import entries_of
+from pilotlight.gateway.serving.testing import entries_of
 from pilotlight.policy.request import FinishReason
 
 pytestmark = pytest.mark.anyio

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from pilotlight.gateway.schema.requests import NotSupported
-from pilotlight.gateway.testing import entries_of
+from pilotlight.gateway.serving.testing import entries_of
 from pilotlight.text.bundle import TextBundle
 from pilotlight.text.testing import byte_fallback_json, byte_level_json
 

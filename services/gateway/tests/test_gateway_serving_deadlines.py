@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from pilotlight.common.messages.tokens import SubmitReply, TokenEntry
-from pilotlight.gateway.testing import entries_of
+from pilotlight.gateway.serving.testing import entries_of
 from pilotlight.policy.plan import InstanceState
 from pilotlight.policy.request import FinishReason
 

@@ -12,7 +12,8 @@ from pilotlight.common.envelope import Timed
 from pilotlight.common.messages.reports import WorkerReport
 from pilotlight.gateway.serving.fleet import Fleet
 from pilotlight.gateway.serving.route import MAX_UNCONFIRMED, Router, expected_wait_s
-from pilotlight.gateway.testing import ScriptedWorker, loader_report, model_of
+from pilotlight.gateway.serving.testing import ScriptedWorker, loader_report
+from pilotlight.gateway.testing import model_of
 from pilotlight.policy.cluster import HeldState, Liveness
 from pilotlight.policy.ids import Epoch
 from pilotlight.policy.plan import InstanceState

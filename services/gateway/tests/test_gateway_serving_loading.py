@@ -12,7 +12,7 @@ import pytest
 from pilotlight.common.messages.demand import DEMAND_SUBJECTS, DemandVector
 from pilotlight.common.messages.phases import PHASES_SUBJECT, PhaseReport, PhasesKept
 from pilotlight.common.messages.tokens import TokenEntry
-from pilotlight.gateway.testing import entries_of
+from pilotlight.gateway.serving.testing import entries_of
 from pilotlight.policy.plan import InstanceState
 from pilotlight.policy.request import FinishReason
 

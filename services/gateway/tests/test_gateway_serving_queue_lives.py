@@ -16,7 +16,8 @@ from pilotlight.common.messages.reports import WorkerReport
 from pilotlight.gateway.serving.fleet import Fleet
 from pilotlight.gateway.serving.queue import PendingQueue, Place, Ticket
 from pilotlight.gateway.serving.route import Router, Siblings
-from pilotlight.gateway.testing import ScriptedWorker, model_of
+from pilotlight.gateway.serving.testing import ScriptedWorker
+from pilotlight.gateway.testing import model_of
 from pilotlight.policy.admission import QueueBounds
 from pilotlight.policy.cluster import HeldState
 from pilotlight.policy.ids import Epoch

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from pilotlight.common.errors import BadRequest
 from pilotlight.common.messages.tokens import TokenEntry
-from pilotlight.gateway.testing import Ran, entries_of
+from pilotlight.gateway.serving.testing import Ran, entries_of
 from pilotlight.policy.request import FinishReason
 
 pytestmark = pytest.mark.anyio

@@ -13,7 +13,8 @@ from pilotlight.common.clock import SystemClock, moment_of
 from pilotlight.common.messages.demand import DEMAND_SUBJECTS, DemandVector
 from pilotlight.common.messages.phases import PHASES_SUBJECT, PhaseReport, PhasesKept
 from pilotlight.common.messages.reports import loader_report_subject
-from pilotlight.gateway.testing import DIGEST, NODE, loader_report
+from pilotlight.gateway.serving.testing import NODE, loader_report
+from pilotlight.gateway.testing import DIGEST
 from pilotlight.policy.cluster import Transfer
 from pilotlight.policy.ids import ModelName
 from pilotlight.policy.plan import InstanceState

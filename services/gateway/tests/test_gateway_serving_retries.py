@@ -9,7 +9,7 @@ import pytest
 
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.messages.tokens import SubmitReply, TokenEntry
-from pilotlight.gateway.testing import entries_of
+from pilotlight.gateway.serving.testing import entries_of
 from pilotlight.policy.plan import InstanceState
 from pilotlight.policy.request import FinishReason
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from pilotlight.gateway.serving.route import Route
-from pilotlight.gateway.testing import Ran, entries_of
+from pilotlight.gateway.serving.testing import Ran, entries_of
 from pilotlight.policy.plan import InstanceRole
 
 pytestmark = pytest.mark.anyio

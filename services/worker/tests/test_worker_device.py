@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from device_rig import IMPATIENT, PATIENT, DeviceRig
 from fake_nvml import GIB, GOOD, FakeNvml, ScriptedNvml
 
 from pilotlight.common.buckets import WORKERS
-from pilotlight.common.bus import Bus
 from pilotlight.common.device_health import GOOD_READINGS, UNTOLD_READINGS, DeviceReading, Recovery
 from pilotlight.common.nvml import NvmlReader
 from pilotlight.common.phase_reports import reported_phases
 from pilotlight.common.testing import until
 from pilotlight.common.waiting import Backoff
-from pilotlight.policy.cluster import DeviceHealth, DeviceKind, HealthState, HeldState, WorkerFacts
+from pilotlight.policy.cluster import DeviceHealth, DeviceKind, HealthState, HeldState
 from pilotlight.policy.ids import NodeId
-from pilotlight.policy.model import EngineKind, Model
+from pilotlight.policy.model import EngineKind
 from pilotlight.worker.core import WorkerCore
 from pilotlight.worker.device_watch import DeviceWatch, WatchTimes
 from pilotlight.worker.engines.child_process import ChildOptions
@@ -34,53 +34,12 @@ from pilotlight.worker.loading import StageLoader
 from pilotlight.worker.metrics import WorkerMetrics
 from pilotlight.worker.requests import RequestTable
 from pilotlight.worker.settings import WorkerSettings
-from pilotlight.worker.testing import DEADLINE_S, ROOM, SLOW_S, WORKER, Rig
+from pilotlight.worker.testing import DEADLINE_S, ROOM, SLOW_S, WORKER
 from pilotlight.worker.vocabularies import Vocabularies
 from pilotlight.worker.worker import Worker
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
-PATIENT = WatchTimes(poll_s=0.02, deadline_s=DEADLINE_S / 2, grace_s=1.0)
-"""However slow the machine is, a driver that answers is never late."""
-IMPATIENT = WatchTimes(poll_s=0.02, deadline_s=0.2, grace_s=0.1)
-"""For drivers that do not answer."""
 XID_79 = DeviceReading(xids=(79,), lost="GPU is lost")
-
-
-class DeviceRig(Rig):
-    """A worker with a real engine child on cores, whose device is a fake."""
-
-    def __init__(
-        self, worker: Worker, engine: ProcessEngine, nvml: FakeNvml, bus: Bus, model: Model
-    ) -> None:
-        super().__init__(worker, bus, model)
-        self.engine, self.nvml = engine, nvml
-        self.starts = 0
-        start = engine.start
-
-        async def counted() -> Any:
-            self.starts += 1
-            return await start()
-
-        engine.start = counted
-
-    def hang(self) -> None:
-        """The driver does not answer any more."""
-        self.watch.each[0]._times = IMPATIENT
-        self.nvml.hang()
-
-    def answer(self) -> None:
-        self.watch.each[0]._times = PATIENT
-        self.nvml.answer()
-
-    @property
-    def watch(self) -> DeviceWatch:
-        assert self.worker._watch is not None
-        return self.worker._watch
-
-    async def health(self, state: HealthState) -> WorkerFacts:
-        return await self.until(
-            lambda: self.facts and self.facts.health.state is state and self.facts
-        )
 
 
 MakeRig = Callable[..., Awaitable[DeviceRig]]

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from pilotlight.common.errors import SourceUnavailable
-from pilotlight.common.messages.engine import PipelineLeft
 from pilotlight.common.messages.hold import Hold
+from pilotlight.common.messages.pipelines import PipelineLeft
 from pilotlight.common.testing import until
 from pilotlight.policy.cluster import HeldState, Member
 from pilotlight.policy.ids import InstanceId, NodeId, WorkerId

@@ -16,24 +16,15 @@ from msgspec.structs import replace
 
 from pilotlight.common.messages.engine import (
     Abort,
-    CallOffExtend,
-    ConnectStage,
-    DoorOpened,
     ExportKv,
-    ExtendStage,
     KvBytes,
     KvExported,
     LoadStage,
-    OpenDoor,
-    PipelineLeft,
     PlacePart,
     ReleaseRequest,
     RequestReleased,
     ResizeStage,
     Run,
-    StageAddress,
-    StageConnected,
-    StageGrown,
     StageLoaded,
     StageOpened,
     StageRefused,
@@ -41,6 +32,17 @@ from pilotlight.common.messages.engine import (
     StageUnloaded,
     StepDone,
     UnloadStage,
+)
+from pilotlight.common.messages.pipelines import (
+    CallOffExtend,
+    ConnectStage,
+    DoorOpened,
+    ExtendStage,
+    OpenDoor,
+    PipelineLeft,
+    StageAddress,
+    StageConnected,
+    StageGrown,
 )
 from pilotlight.policy.ids import InstanceId, NodeId, RequestId
 from pilotlight.policy.model import Stage

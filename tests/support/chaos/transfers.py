@@ -11,7 +11,7 @@ from pathlib import Path
 
 from blake3 import blake3
 from loader_processes import MIB, LoaderProcess, LoaderProcesses, SmallDisk, may_have_small_disks
-from standin_sources import ACCESS_KEY, SECRET_KEY, StandinS3
+from standin_s3 import ACCESS_KEY, SECRET_KEY, StandinS3
 
 from chaos.engine_reads import Expected, expected_of
 from chaos.transfer_plans import FULL_DISK, HANDING_OVER, NODES, PATIENT, Plan

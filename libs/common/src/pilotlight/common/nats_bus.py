@@ -19,11 +19,8 @@ from pilotlight.common.errors import (
     BusDenied,
     BusUnavailable,
     DeadlineExceeded,
-    InternalError,
     MessageTooLarge,
     MessageUndecodable,
-    PilotlightError,
-    QueueFull,
     error_of,
 )
 from pilotlight.common.messages.codec import (
@@ -33,6 +30,7 @@ from pilotlight.common.messages.codec import (
     encode_json,
     encode_msgpack,
 )
+from pilotlight.common.nats_answers import DEADLINE_HEADER, ERROR_HEADER, RETRY_HEADER, Answers
 from pilotlight.common.nats_client import KeptClient
 from pilotlight.common.nats_subscription import BusSubscription, hear
 from pilotlight.common.pulse import Pulse
@@ -44,13 +42,6 @@ from pilotlight.policy.phase import Moment
 
 log = structlog.get_logger()
 
-DEADLINE_HEADER = "Pilotlight-Deadline-Ms"
-"""Time that the sender still waits: relative, because hosts share no clock."""
-ERROR_HEADER = "Pilotlight-Error"
-"""On a reply: the error's code. The body is then its message."""
-RETRY_HEADER = "Pilotlight-Retry-After-S"
-MAX_CONCURRENT_REQUESTS = 512
-"""Requests that one served subject works on at a time; more are refused with ``queue_full``."""
 MAX_QUEUED_NOTIFICATIONS = 65536
 """Notifications of one subscription that wait for its listener; more are lost."""
 MAX_QUEUED_BYTES = 64 * 1024 * 1024
@@ -59,9 +50,6 @@ HEADERS_ROOM_BYTES = 4096
 sends more."""
 CONNECT_DEADLINE_S = 10.0
 SUBSCRIBE_DEADLINE_S = 2.0
-DEFAULT_DEADLINE_S = 30.0
-"""For a request that names no deadline of its own."""
-MAX_ERROR_BYTES = 64 * 1024
 
 T = TypeVar("T")
 Req = TypeVar("Req")
@@ -201,19 +189,8 @@ class NatsBus:
         self, subject: str, request_type: type[Req], handler: Handler[Req], *, queue: str = ""
     ) -> Subscription:
         subscribed = BusSubscription(self._subscriptions)
-
-        async def on_message(msg: Msg) -> None:
-            if len(subscribed.tasks) >= MAX_CONCURRENT_REQUESTS:
-                await self._reply_error(
-                    msg, QueueFull(f"{subject} has {len(subscribed.tasks)} requests under way")
-                )
-                return
-            task = asyncio.create_task(
-                self._answer(msg, subject, request_type, handler), name=f"serve {subject}"
-            )
-            subscribed.tasks.add(task)
-            task.add_done_callback(subscribed.tasks.discard)
-
+        answers = Answers(self._client, self._fitting, subject, request_type, handler)
+        on_message = answers.to(subscribed)
         return await self._subscribe(subject, queue, on_message, subscribed)
 
     async def subscribe(
@@ -332,55 +309,11 @@ class NatsBus:
         except (nats.errors.Error, OSError) as error:
             raise BusUnavailable(f"cannot send on {subject}: {error!r}") from error
 
-    async def _answer(
-        self, msg: Msg, subject: str, request_type: type[Req], handler: Handler[Req]
-    ) -> None:
-        deadline_s = _deadline_s(msg)
-        deadline = asyncio.timeout(deadline_s)
-        try:
-            with server_span(f"serve {subject_family(subject)}", msg.headers):
-                request = decode_json(msg.data, request_type)
-                async with deadline:
-                    reply = await handler(request)
-                data = self._fitting(encode_json(reply))
-            await self._client.publish(msg.reply, data)
-        except PilotlightError as error:
-            await self._reply_error(msg, error)
-        except nats.errors.Error as error:
-            log.warning("reply lost", action="bus_reply_failed", subject=subject, error=str(error))
-        except Exception as error:  # the requester must hear of a bug at once, not by its deadline
-            if isinstance(error, TimeoutError) and deadline.expired():
-                # The requester has given up at the same moment: no answer is awaited.
-                log.warning(
-                    "request outlived its deadline",
-                    action="bus_deadline",
-                    subject=subject,
-                    deadline_s=deadline_s,
-                )
-                return
-            log.exception("handler failed", action="bus_handler_failed", subject=subject)
-            await self._reply_error(
-                msg, InternalError(f"the handler of {subject} failed; see its log")
-            )
-
     def _fitting(self, data: bytes) -> bytes:
         limit = min(MAX_PAYLOAD_BYTES, self._client.max_payload) - HEADERS_ROOM_BYTES
         if len(data) > limit:
             raise MessageTooLarge(f"a message of {len(data)} bytes; at most {limit} are taken")
         return data
-
-    async def _reply_error(self, msg: Msg, error: PilotlightError) -> None:
-        if not msg.reply:
-            return
-        headers = {ERROR_HEADER: error.code}
-        if error.retry_after_s is not None:
-            headers[RETRY_HEADER] = f"{error.retry_after_s:g}"
-        try:
-            await self._client.publish(
-                msg.reply, error.message.encode()[:MAX_ERROR_BYTES], headers=headers
-            )
-        except nats.errors.Error as failure:
-            log.warning("reply lost", action="bus_reply_failed", error=str(failure))
 
     async def _on_error(self, error: Exception) -> None:
         reconnecting: Any = self._client._reconnection_task  # pyright: ignore[reportPrivateUsage] - nats-py has no public name for it
@@ -447,11 +380,3 @@ def _server_of(settings: BusSettings, user: str) -> _Server:
         return _Server(bare, unquote(parts.username), unquote(parts.password or ""))
     password = settings.password_of(user)
     return _Server(settings.nats_url, user if password else None, password)
-
-
-def _deadline_s(msg: Msg) -> float:
-    value: Any = (msg.headers or {}).get(DEADLINE_HEADER)
-    try:
-        return max(0.001, int(value) / 1000)
-    except (TypeError, ValueError):
-        return DEFAULT_DEADLINE_S

@@ -10,8 +10,7 @@ import asyncio
 import contextlib
 import logging
 import sys
-from collections import deque
-from collections.abc import Awaitable, Callable, Generator, Mapping, MutableMapping, Sequence
+from collections.abc import Generator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -21,7 +20,7 @@ from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.sampling import Decision, Sampler, SamplingResult, TraceIdRatioBased
 from opentelemetry.trace import (
     Link,
@@ -39,18 +38,12 @@ from opentelemetry.util.types import Attributes, AttributeValue
 from prometheus_client import CollectorRegistry, Counter
 
 from pilotlight.common.errors import PilotlightError
-from pilotlight.common.messages.spans import SPANS_SUBJECT, SpanBatch, SpanRecord
+from pilotlight.common.messages.spans import SPANS_SUBJECT, SpanBatch
 from pilotlight.common.settings import ServiceSettings
-from pilotlight.common.waiting import woken
+from pilotlight.common.span_senders import SampledSpans, SpanSender, otlp_export, record_of
 
 log = structlog.get_logger()
 
-MAX_QUEUED_SPANS = 4096
-"""Finished spans that wait to be sent to one destination; more are dropped and counted."""
-MAX_BATCH_SPANS = 256
-FLUSH_INTERVAL_S = 0.25
-STOP_DEADLINE_S = 2.0
-OTLP_TIMEOUT_S = 5.0
 
 _LEVELS = {
     "debug": logging.DEBUG,
@@ -74,7 +67,7 @@ class _Telemetry:
     def __init__(self) -> None:
         self.tracer: Tracer | None = None
         self.provider: TracerProvider | None = None
-        self.senders: list[_Sender] = []
+        self.senders: list[SpanSender] = []
 
 
 _telemetry = _Telemetry()
@@ -153,18 +146,18 @@ def start_telemetry(
 
     async def over_bus(spans: Sequence[ReadableSpan]) -> None:
         await bus.publish(
-            SPANS_SUBJECT, SpanBatch(spans=tuple(_record_of(service, span) for span in spans))
+            SPANS_SUBJECT, SpanBatch(spans=tuple(record_of(service, span) for span in spans))
         )
 
-    senders = [_Sender("bus", over_bus, dropped)]
+    senders = [SpanSender("bus", over_bus, dropped)]
     if settings.otlp_endpoint:
-        senders.append(_Sender("otlp", _otlp_export(settings.otlp_endpoint), dropped))
+        senders.append(SpanSender("otlp", otlp_export(settings.otlp_endpoint), dropped))
     provider = TracerProvider(
         sampler=_KeepFailures(settings.trace_sample_ratio),
         resource=Resource.create({"service.name": f"pilotlight-{service}"}),
         shutdown_on_exit=False,
     )
-    provider.add_span_processor(_Fan(senders))
+    provider.add_span_processor(SampledSpans(senders))
     for sender in senders:
         sender.start()
     _telemetry.senders = senders
@@ -322,113 +315,6 @@ class _KeepFailures(Sampler):
 
     def get_description(self) -> str:
         return "KeepFailures"
-
-
-class _Fan(SpanProcessor):
-    def __init__(self, senders: Sequence["_Sender"]) -> None:
-        self._senders = senders
-
-    def on_end(self, span: ReadableSpan) -> None:
-        context = span.get_span_context()
-        if context is not None and (
-            context.trace_flags.sampled or span.status.status_code is StatusCode.ERROR
-        ):
-            for sender in self._senders:
-                sender.add(span)
-
-
-class _Sender:
-    """Sends finished spans to one destination, in batches, from the event loop; whatever does not
-    fit is dropped and counted.
-    """
-
-    def __init__(
-        self, name: str, send: Callable[[Sequence[ReadableSpan]], Awaitable[None]], dropped: Counter
-    ) -> None:
-        self._name = name
-        self._send = send
-        self._dropped = dropped.labels(destination=name)
-        self._queue: deque[ReadableSpan] = deque()
-        self._stopping = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name=f"spans to {self._name}")
-
-    async def stop(self) -> None:
-        self._stopping.set()
-        if self._task is None:
-            return
-        try:
-            async with asyncio.timeout(STOP_DEADLINE_S):
-                await self._task
-        except TimeoutError:
-            self._dropped.inc(len(self._queue))
-
-    def add(self, span: ReadableSpan) -> None:
-        """Queue a span; from any thread."""
-        if len(self._queue) >= MAX_QUEUED_SPANS:
-            self._dropped.inc()
-            return
-        self._queue.append(span)
-
-    async def _run(self) -> None:
-        stopping = False
-        while not stopping:
-            stopping = await woken(self._stopping, FLUSH_INTERVAL_S)
-            while self._queue:
-                batch = [
-                    self._queue.popleft() for _ in range(min(MAX_BATCH_SPANS, len(self._queue)))
-                ]
-                try:
-                    await self._send(batch)
-                except Exception as error:  # noqa: BLE001 - whatever an exporter raises, tracing must not end the service
-                    self._dropped.inc(len(batch))
-                    log.warning(
-                        "spans lost",
-                        action="spans_lost",
-                        destination=self._name,
-                        spans=len(batch),
-                        error=repr(error),
-                    )
-
-
-def _otlp_export(endpoint: str) -> Callable[[Sequence[ReadableSpan]], Awaitable[None]]:
-    # Imported here because it takes a fifth of a second and most processes do not need it.
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.trace.export import SpanExportResult
-
-    exporter = OTLPSpanExporter(
-        endpoint=f"{endpoint.rstrip('/')}/v1/traces", timeout=OTLP_TIMEOUT_S
-    )
-
-    async def export(spans: Sequence[ReadableSpan]) -> None:
-        if await asyncio.to_thread(exporter.export, spans) is not SpanExportResult.SUCCESS:
-            raise ConnectionError(f"{endpoint} did not take them")
-
-    return export
-
-
-def _record_of(service: str, span: ReadableSpan) -> SpanRecord:
-    context = span.get_span_context()
-    if context is None:
-        raise ValueError("a finished span has no context")
-    attributes: dict[str, str | int | float | bool] = {
-        key: value if isinstance(value, str | int | float | bool) else str(value)
-        for key, value in (span.attributes or {}).items()
-    }
-    failed = span.status.status_code is StatusCode.ERROR
-    return SpanRecord(
-        trace_id=f"{context.trace_id:032x}",
-        span_id=f"{context.span_id:016x}",
-        parent_id=f"{span.parent.span_id:016x}" if span.parent is not None else "",
-        name=span.name,
-        service=service,
-        start_at_s=(span.start_time or 0) / 1e9,
-        end_at_s=(span.end_time or 0) / 1e9,
-        status=(span.status.description or "error") if failed else "ok",
-        attributes=attributes,
-    )
 
 
 def _add_trace(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

@@ -17,9 +17,10 @@ from pilotlight.common.clock import wall_offset_s
 from pilotlight.common.errors import BadRequest, InternalError, PilotlightError
 from pilotlight.common.messages.pool import RETURN_S, PartReady
 from pilotlight.dataplane.chunk_fetch import OriginObserver
+from pilotlight.dataplane.fetch_tools import FetchTools
 from pilotlight.dataplane.held import HeldChunk, held_chunk
 from pilotlight.dataplane.layout import tensor_places
-from pilotlight.dataplane.model_fetch import FetchTools, ModelFetch, PartsClaim
+from pilotlight.dataplane.model_fetch import ModelFetch, PartsClaim
 from pilotlight.policy.cluster import Copy, FetchPriority, LinkSpeed, OriginKind, Tier, Transfer
 from pilotlight.policy.ids import Digest, InstanceId, NodeId
 from pilotlight.policy.model import Model

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from pilotlight.dataplane.origin import ChunkFill
-from pilotlight.dataplane.pool import HostPool, PartImage
+from pilotlight.dataplane.pool import HostPool
+from pilotlight.dataplane.pool_images import PartImage
 from pilotlight.policy.ids import Digest
 
 

@@ -13,103 +13,30 @@ then nothing that was learned is passed on. So no copy is ever whole that was no
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import structlog
 
 from pilotlight.checkpoint.manifest import Chunk, Manifest
 from pilotlight.checkpoint.safetensors import StoredTensor
-from pilotlight.common.clock import Clock
 from pilotlight.common.errors import BadRequest, PilotlightError, SourceChanged
-from pilotlight.common.faults import Faults
-from pilotlight.common.phases import PhaseRecorder
 from pilotlight.common.telemetry import span, with_parent
-from pilotlight.common.waiting import Signal, cancel_all
-from pilotlight.dataplane.chunk_fetch import ChunkFetch, Distrusted, OriginObserver
+from pilotlight.common.waiting import cancel_all
+from pilotlight.dataplane.chunk_fetch import ChunkFetch
+from pilotlight.dataplane.fetch_tools import FetchListener, FetchTools
 from pilotlight.dataplane.held import HeldChunk, held_chunk
-from pilotlight.dataplane.lanes import Lanes
-from pilotlight.dataplane.origin import ChunkFill, Keeper, Nearby
-from pilotlight.dataplane.pool import HostPool, PartImage
-from pilotlight.dataplane.readers import Readers, Reading
+from pilotlight.dataplane.origin import ChunkFill
+from pilotlight.dataplane.pool_images import PartImage
+from pilotlight.dataplane.readers import Reading
 from pilotlight.dataplane.shares import Rate, Shares
-from pilotlight.dataplane.source_origin import OpenedLate, OpenSource
+from pilotlight.dataplane.source_origin import OpenedLate
 from pilotlight.dataplane.whole_files import FileCheck, can_be_checked, check_layout
 from pilotlight.policy.cluster import FetchPriority, OriginKind, Transfer
-from pilotlight.policy.ids import Digest, InstanceId
+from pilotlight.policy.ids import InstanceId
 from pilotlight.policy.model import Model
 from pilotlight.policy.phase import PhaseName
 
 log = structlog.get_logger()
-
-
-class Manifests(Protocol):
-    """Where manifests come from and what was learned about chunks goes to."""
-
-    async def get(self, model: Model) -> Manifest:
-        """The manifest, with some of the chunk digests that are recorded.
-
-        Raises:
-            SourceUnavailable: it cannot be read.
-        """
-        ...
-
-    async def latest(self, model: Model) -> Manifest:
-        """The manifest with every chunk digest that is recorded by now. Raises what ``get``
-        raises.
-        """
-        ...
-
-    def learned(
-        self,
-        model: Model,
-        part: int,
-        digests: tuple[Digest, ...],
-        disputed: Callable[[PilotlightError], None],
-    ) -> None:
-        """Record the digests of a part's chunks, which were read for the first time.
-
-        ``disputed`` is called when another node was first, and read other bytes.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FetchTools:
-    """What every fetch of a node works with."""
-
-    pool: HostPool
-    readers: Readers
-    manifests: Manifests
-    open_source: OpenSource
-    lanes: Lanes
-    distrusted: Distrusted
-    faults: Faults
-    clock: Clock
-    phases: PhaseRecorder
-    nearby: tuple[Nearby, ...] = ()
-    """What knows of origins that are nearer than a model's source, the nearest first."""
-    keepers: tuple[Keeper, ...] = ()
-    """What is told of verified chunks, to have them nearer next time."""
-    moved: Signal = field(default_factory=Signal)
-    """Sent when a chunk is begun or entered, and when a fetch begins or ends: for senders that pass
-    chunks on."""
-
-
-class FetchListener(OriginObserver, Protocol):
-    """Hears how a fetch gets on. Calls come within the event loop and must not block."""
-
-    def on_ready(self) -> None:
-        """A part is ready."""
-        ...
-
-    def on_disputed(self, error: PilotlightError) -> None:
-        """Another node read other bytes of this model before: what is in the pool is worth nothing.
-
-        May come after the fetch.
-        """
-        ...
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -13,7 +13,6 @@ import os
 import secrets
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
@@ -22,8 +21,10 @@ import structlog
 from pilotlight.checkpoint.digests import chunk_digest
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import Conflict, HostPoolFull, StaleCommand
-from pilotlight.dataplane.extents import Extent, Extents
-from pilotlight.dataplane.pool_file import boot_id, lock, make_file
+from pilotlight.dataplane.extents import Extents
+from pilotlight.dataplane.pool_adoption import whole_images
+from pilotlight.dataplane.pool_file import boot_id, lock, make_file, unit_bytes_of
+from pilotlight.dataplane.pool_images import HeldCopy, PartImage
 from pilotlight.dataplane.table import (
     HEADER_BYTES,
     VERSION,
@@ -38,56 +39,8 @@ from pilotlight.policy.ids import Digest, Epoch
 
 log = structlog.get_logger()
 
-SMALL_UNIT_BYTES = 64 * 1024
-LARGE_UNIT_BYTES = 2 * 1024 * 1024
-LARGE_POOL_BYTES = 16 * 1024 * 1024 * 1024
-"""From this size on, extents are cut in huge pages."""
-
 SERIAL_BITS = 63
 """Half of a 64-bit number: every language's integers hold it."""
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class PartImage:
-    """One part of one model in the pool."""
-
-    digest: Digest
-    part: int
-    image_bytes: int
-    extent: Extent
-    slots: list[int]
-    """One for each chunk, in order."""
-    serial: int
-    """Names it among all images that were ever made, also to readers that outlive this loader."""
-    entered: int = 0
-    """Chunks that are verified."""
-    units: dict[int, tuple[bytes, ...]] = field(default_factory=dict[int, tuple[bytes, ...]])
-    """The digests of a chunk's units, as far as they are known; code that needs others computes and
-    adds them."""
-    pins: int = 0
-    """Sends that read it: its bytes stay where they are, whatever becomes of it."""
-    given_up: bool = False
-
-    @property
-    def ready(self) -> bool:
-        """All of it is verified, and may be read."""
-        return self.entered == len(self.slots)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldCopy:
-    """The ready parts of one model."""
-
-    digest: Digest
-    parts: tuple[int, ...]
-    size_bytes: int
-    """What they take of the pool, rounded up to units."""
-    last_used_s: float
-
-
-def unit_bytes_of(pool_bytes: int) -> int:
-    """What extents are cut in, for a pool of this size."""
-    return LARGE_UNIT_BYTES if pool_bytes >= LARGE_POOL_BYTES else SMALL_UNIT_BYTES
 
 
 class HostPool:
@@ -417,38 +370,10 @@ class HostPool:
         )
 
     def _adopt(self) -> None:
-        """Take over the parts of which every chunk is entered and still has its digest; free all
-        other entries.
-        """
-        found: dict[tuple[Digest, int, int], list[tuple[int, ChunkEntry]]] = defaultdict(list)
-        for slot, entry in self._table.found():
-            found[entry.digest, entry.part, entry.extent_offset].append((slot, entry))
-        for (digest, part, offset), entries in sorted(found.items()):
-            chunks = [entry for _, entry in entries]
-            sound = part not in self._images.get(digest, {}) and self._sound(chunks)
-            extent = self._extents.take_at(offset, chunks[0].image_bytes) if sound else None
-            if extent is None:
-                log.warning(
-                    "part in the pool is not whole; dropped",
-                    action="pool_part_dropped",
-                    digest=digest,
-                    part=part,
-                )
-                self._free_slots(slot for slot, _ in entries)
-                continue
-            slots = [slot for slot, _ in sorted(entries, key=lambda found: found[1].index)]
-            image_bytes = chunks[0].image_bytes
-            image = PartImage(
-                digest=digest,
-                part=part,
-                image_bytes=image_bytes,
-                extent=extent,
-                slots=slots,
-                serial=chunks[0].serial,
-                entered=len(slots),
-            )
-            self._images[digest][part] = image
-            self.touch(digest)
+        """Take over the images that are whole."""
+        for image in whole_images(self._table, self._extents, self._digest_of):
+            self._images[image.digest][image.part] = image
+            self.touch(image.digest)
         if self._images:
             log.info(
                 "pool adopted",
@@ -456,24 +381,6 @@ class HostPool:
                 models=len(self._images),
                 free_bytes=self.free_bytes,
             )
-
-    def _sound(self, entries: list[ChunkEntry]) -> bool:
-        """Whether the entries are all the chunks of one image, and their bytes have the digests."""
-        first = entries[0]
-        if len(entries) != first.chunks_in_part or {entry.index for entry in entries} != set(
-            range(len(entries))
-        ):
-            return False
-        if sum(entry.chunk_bytes for entry in entries) != first.image_bytes:
-            return False
-        return all(
-            (entry.chunks_in_part, entry.image_bytes, entry.serial)
-            == (first.chunks_in_part, first.image_bytes, first.serial)
-            and entry.chunk_offset + entry.chunk_bytes <= entry.image_bytes
-            and entry.extent_offset + entry.image_bytes <= self._extents.size_bytes
-            and self._digest_of(entry) == entry.chunk_digest
-            for entry in entries
-        )
 
     def _digest_of(self, entry: ChunkEntry) -> Digest:
         start = self.geometry.data_offset + entry.extent_offset + entry.chunk_offset

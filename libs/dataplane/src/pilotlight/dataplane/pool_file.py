@@ -10,6 +10,11 @@ from pathlib import Path
 from pilotlight.common.errors import HostPoolTaken
 from pilotlight.dataplane.table import Header, write_header
 
+SMALL_UNIT_BYTES = 64 * 1024
+LARGE_UNIT_BYTES = 2 * 1024 * 1024
+LARGE_POOL_BYTES = 16 * 1024 * 1024 * 1024
+"""From this size on, extents are cut in huge pages."""
+
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -58,3 +63,8 @@ def make_file(path: Path, header: Header) -> int:
         making.unlink(missing_ok=True)
         raise
     return descriptor
+
+
+def unit_bytes_of(pool_bytes: int) -> int:
+    """What extents are cut in, for a pool of this size."""
+    return LARGE_UNIT_BYTES if pool_bytes >= LARGE_POOL_BYTES else SMALL_UNIT_BYTES

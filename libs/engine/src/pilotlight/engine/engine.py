@@ -8,37 +8,37 @@ from pilotlight.common.messages.engine import Produced
 from pilotlight.engine import extension
 from pilotlight.engine.channel.channel import Channel, wait_for_any
 from pilotlight.engine.core.lifecycle import RequestEvent
+from pilotlight.engine.core.limits import BatchLimits
 from pilotlight.engine.core.request import Request
-from pilotlight.engine.core.scheduler import BatchLimits
 from pilotlight.engine.device.arena import CpuArena
 from pilotlight.engine.device.arena_protocol import Arena
 from pilotlight.engine.device.copying import Source
-from pilotlight.engine.device.heap import give_back_heap
 from pilotlight.engine.errors import (
     BadCheckpoint,
     BadRequest,
     EngineError,
     StageBusy,
-    UnknownInstance,
 )
-from pilotlight.engine.faults import out_of_memory
-from pilotlight.engine.grammar.client import GrammarHelper, Session
+from pilotlight.engine.grammar.client import GrammarHelper
+from pilotlight.engine.held_stages import HeldStages
+from pilotlight.engine.kv_moves import adopt, export
 from pilotlight.engine.kv_pieces import KvPiece
 from pilotlight.engine.pipeline.entering import enter
 from pilotlight.engine.pipeline_protocol import StageStep
 from pilotlight.engine.resident import ResidentStage
+from pilotlight.engine.resizing import resize
 from pilotlight.engine.results import (
     GrownStage,
-    LostPipeline,
     PlacedPart,
     Released,
     StageRoom,
     StepResult,
 )
 from pilotlight.engine.sampling import ended, released
+from pilotlight.engine.turn import run_batch, step_result
 from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.policy.model import Dtype, ModelSpec, Stage
-from pilotlight.policy.request import FinishReason, Grammar, RequestKey, Sampling, Vocabulary
+from pilotlight.policy.request import FinishReason, RequestKey, Sampling, Vocabulary
 
 
 class Engine:
@@ -71,8 +71,7 @@ class Engine:
         self._monotonic_s = monotonic_s
         self._limits = limits or BatchLimits()
         self._arena: Arena = arena or CpuArena()
-        self._stages: dict[InstanceId, ResidentStage] = {}
-        """The one whose turn is longest ago comes first."""
+        self._stages = HeldStages()
         self._grammars = GrammarHelper(monotonic_s)
         self._grown: list[GrownStage] = []
         """Stages that have all parts of their longer range; the next step reports them."""
@@ -85,7 +84,7 @@ class Engine:
 
         Requests that wait for parts are no work before they are overdue.
         """
-        if self._ended or self._grown or any(stage.has_work for stage in self._stages.values()):
+        if self._ended or self._grown or self._stages.working:
             return True
         due_s = self.due_s
         return due_s is not None and self._monotonic_s() >= due_s
@@ -95,13 +94,7 @@ class Engine:
         """When, on the engine's clock, there is work though nothing happens: the next deadline of
         those that wait for parts.
         """
-        loading = (stage for stage in self._stages.values() if not stage.complete)
-        deadlines_s = (
-            request.deadline_s for stage in loading for request in stage.scheduler.requests
-        )
-        return min(
-            (deadline_s for deadline_s in deadlines_s if deadline_s is not None), default=None
-        )
+        return self._stages.due_s
 
     @property
     def channels(self) -> tuple[Channel, ...]:
@@ -166,7 +159,7 @@ class Engine:
             UnknownInstance: no such load began, or it failed before.
             BadRequest: the stage has no such part. It stays as it is.
         """
-        resident = self._resident(instance_id)
+        resident = self._stages.held(instance_id)
         try:
             others_run = any(
                 stage.has_work for stage in self._stages.values() if stage is not resident
@@ -194,23 +187,16 @@ class Engine:
             return
         if in_flight := resident.in_flight:
             raise StageBusy(f"{instance_id} has {in_flight} requests in flight")
-        self._free(instance_id)
+        self._stages.free(instance_id)
 
     def drop(self, instance_id: InstanceId) -> None:
         """Ends the requests on a stage, then frees it: as cancelled, or, where parts are missing,
         with the error
         ``not_loaded``, for they can run elsewhere. The other stages of its pipeline notice.
         """
-        if resident := self._stages.get(instance_id):
-            lost = (
-                None
-                if resident.complete
-                else UnknownInstance(f"{instance_id} was given up before it was loaded")
-            )
-            self._ended.extend(
-                resident.cancel(request, lost) for request in resident.scheduler.requests
-            )
-            self._free(instance_id)
+        if instance_id in self._stages:
+            self._ended.extend(self._stages.cancel_all(instance_id))
+            self._stages.free(instance_id)
 
     def resize(self, instance_id: InstanceId, device_bytes: int) -> StageRoom:
         """Gives a stage more bytes or fewer, while it runs; its KV grows or shrinks in place.
@@ -221,7 +207,7 @@ class Engine:
                 not have as much.
             StageBusy: it is one of a pipeline.
         """
-        return self._resident(instance_id).resize(device_bytes)
+        return resize(self._stages.held(instance_id), device_bytes)
 
     def extend(self, instance_id: InstanceId, stage: Stage, device_bytes: int) -> StageRoom:
         """Begins to give a stage more layers at either end, while it runs; parts follow by
@@ -236,7 +222,7 @@ class Engine:
             UnknownInstance: it is not held.
             BadRequest, StageBusy, NoRoom: see ``extension.begin``.
         """
-        return extension.begin(self._resident(instance_id), stage, device_bytes)
+        return extension.begin(self._stages.held(instance_id), stage, device_bytes)
 
     def call_off(self, instance_id: InstanceId) -> bool:
         """Ends an ``extend`` whose parts cannot be had; False if there is none that leaves a stage
@@ -261,7 +247,7 @@ class Engine:
             BadRequest: it is a whole model, or in a pipeline already.
             PeerLost: the next stage is gone already.
         """
-        enter(self._resident(instance_id), before, behind, self._monotonic_s())
+        enter(self._stages.held(instance_id), before, behind, self._monotonic_s())
 
     def serves(self, instance_id: InstanceId) -> bool:
         """``add`` would take requests for it: a whole model, loaded or not, or the leading stage of
@@ -314,9 +300,9 @@ class Engine:
             Overloaded: too many grammars are being compiled.
         """
         key = RequestKey(request_id, attempt)
-        if self._find(key) is not None:
+        if self._stages.find(key) is not None:
             raise BadRequest(f"request {request_id}, attempt {attempt}, is here already")
-        resident = self._resident(instance_id)
+        resident = self._stages.held(instance_id)
         request = Request(
             key, prompt_ids, output_ids, sampling, resident.spec.max_context_tokens, deadline_s
         )
@@ -326,12 +312,14 @@ class Engine:
             self._ended.append(ended(request, FinishReason.LENGTH))
             return
         if sampling.grammar is not None:
-            request.control = self._open_grammar(sampling.grammar, vocabulary, resident, output_ids)
+            request.control = self._grammars.open(
+                vocabulary, resident.spec.vocab_size, sampling.grammar, output_ids
+            )
         if not pieces:
             resident.scheduler.submit(request)
             return
         try:
-            resident.adopt(request, pieces, self._monotonic_s())
+            adopt(resident, request, pieces, self._monotonic_s())
         except EngineError:
             request.release()
             raise
@@ -340,7 +328,7 @@ class Engine:
         """Cancels a request; nothing, if it has ended: it may have done so while the abort was on
         its way.
         """
-        if found := self._find(RequestKey(request_id, attempt)):
+        if found := self._stages.find(RequestKey(request_id, attempt)):
             resident, request = found
             self._ended.append(resident.cancel(request))
 
@@ -357,7 +345,7 @@ class Engine:
             UnknownInstance: it is not held.
             BadRequest: the layers are not all the stage's.
         """
-        return self._resident(instance_id).export(keys, layers, since)
+        return export(self._stages.held(instance_id), keys, layers, since)
 
     def release(self, request_id: RequestId, attempt: int) -> Released:
         """Lets a request go that goes on elsewhere: no end of it is reported.
@@ -365,7 +353,7 @@ class Engine:
         Raises:
             BadRequest: it is not here.
         """
-        found = self._find(RequestKey(request_id, attempt))
+        found = self._stages.find(RequestKey(request_id, attempt))
         if found is None:
             raise BadRequest(f"request {request_id}, attempt {attempt}, is not here")
         resident, request = found
@@ -389,90 +377,13 @@ class Engine:
         grown, self._grown = self._grown, []
         for stage in self._stages.values():
             produced.extend(stage.expire(start_s))
-        resident = self._take_turn()
-        alone = sum(stage.has_work for stage in self._stages.values()) == 1
-        done = self._run_batch(resident, may_wait=alone) if resident is not None else StageStep()
-        produced.extend(done.produced)
-        plan = done.plan
-        schedulers = [stage.scheduler for stage in self._stages.values()]
-        return StepResult(
-            produced=tuple(produced),
-            waiting=sum(scheduler.waiting for scheduler in schedulers),
-            running=sum(scheduler.running for scheduler in schedulers),
-            kv_free_tokens=sum(scheduler.kv_free_tokens for scheduler in schedulers),
-            step_time_s=self._monotonic_s() - start_s,
-            first_prefills=(done.first_prefill,) if done.first_prefill else (),
-            kv_used_tokens=sum(scheduler.kv_used_tokens for scheduler in schedulers),
-            kv_cached_tokens=sum(scheduler.kv_cached_tokens for scheduler in schedulers),
-            batch_tokens=plan.batch.num_tokens if plan else 0,
-            prefix_looked_up_tokens=plan.prefix_looked_up_tokens if plan else 0,
-            prefix_hit_tokens=plan.prefix_hit_tokens if plan else 0,
-            preemptions=plan.preempted if plan else 0,
-            lost=(_lost(resident.instance_id, done.lost),) if resident and done.lost else (),
-            left=(resident.instance_id,) if resident and done.left else (),
-            grown=(*grown, resident.grown) if resident and done.grown else tuple(grown),
-            turn_of=resident.instance_id if resident else None,
+        resident = self._stages.take_turn()
+        alone = len(self._stages.working) == 1
+        done = (
+            run_batch(resident, self._arena, self._monotonic_s, may_wait=alone)
+            if resident is not None
+            else StageStep()
         )
-
-    def _run_batch(self, resident: ResidentStage, *, may_wait: bool) -> StageStep:
-        """One batch. Where the device has no memory for it, one of its requests ends in its place.
-
-        Raises:
-            Exception: whatever else the device says; its context may be lost
-                (``faults.context_lost``).
-        """
-        try:
-            return resident.step(self._monotonic_s, may_wait=may_wait)
-        except RuntimeError as error:
-            relieved = resident.relieve() if out_of_memory(error) else StageStep()
-            if not relieved.produced:
-                raise
-            self._arena.trim()
-            return relieved
-
-    def _open_grammar(
-        self,
-        grammar: Grammar,
-        vocabulary: Vocabulary | None,
-        resident: ResidentStage,
-        output_ids: Sequence[int],
-    ) -> Session:
-        """Has a grammar compiled, while the prompt runs and others go on.
-
-        That it is wrong ends the request in a later step.
-        """
-        if vocabulary is None:
-            raise UnknownInstance("a grammar needs the model's vocabulary, which is not here")
-        return self._grammars.open(vocabulary, resident.spec.vocab_size, grammar, output_ids)
-
-    def _free(self, instance_id: InstanceId) -> None:
-        self._stages.pop(instance_id).close()
-        give_back_heap()
-
-    def _take_turn(self) -> ResidentStage | None:
-        """The stage with work whose turn is longest ago.
-
-        One model a step: its tokens need not wait for another's batch.
-        """
-        for instance_id, resident in self._stages.items():
-            if resident.has_work:
-                self._stages[instance_id] = self._stages.pop(instance_id)
-                return resident
-        return None
-
-    def _resident(self, instance_id: InstanceId) -> ResidentStage:
-        resident = self._stages.get(instance_id)
-        if resident is None:
-            raise UnknownInstance(f"{instance_id} is not held here")
-        return resident
-
-    def _find(self, key: RequestKey) -> tuple[ResidentStage, Request] | None:
-        for resident in self._stages.values():
-            request = resident.scheduler.find(key)
-            if request is not None:
-                return resident, request
-        return None
-
-
-def _lost(instance_id: InstanceId, error: EngineError) -> LostPipeline:
-    return LostPipeline(instance_id=instance_id, code=error.code, message=error.message)
+        produced.extend(done.produced)
+        step_time_s = self._monotonic_s() - start_s
+        return step_result(self._stages.values(), resident, done, produced, grown, step_time_s)

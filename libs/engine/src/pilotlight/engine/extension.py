@@ -20,6 +20,7 @@ from dataclasses import replace
 from pilotlight.engine.core.blocks import BLOCK_TOKENS
 from pilotlight.engine.errors import BadRequest, NoRoom, StageBusy
 from pilotlight.engine.resident import ResidentStage
+from pilotlight.engine.resizing import limit_blocks, use_all
 from pilotlight.engine.results import StageRoom
 from pilotlight.engine.room import divide
 from pilotlight.policy.model import Stage
@@ -64,7 +65,7 @@ def begin(resident: ResidentStage, stage: Stage, device_bytes: int) -> StageRoom
         )
     if num_blocks < resident.num_blocks:
         if resident.pipeline is None:
-            resident.limit_blocks(num_blocks)
+            limit_blocks(resident, num_blocks)
         resident.kv.resize(num_blocks)
         resident.room = _of_blocks(resident.room, num_blocks)
     resident.kv.extend(stage)
@@ -74,7 +75,7 @@ def begin(resident: ResidentStage, stage: Stage, device_bytes: int) -> StageRoom
         # What is cached from an earlier pipeline lacks the new layers.
         resident.scheduler.forget_cached()
         resident.stage = stage
-        resident.use_all()
+        use_all(resident)
     else:
         resident.pipeline.grow(stage)
     return resident.room
@@ -113,7 +114,7 @@ def leave_pipeline(resident: ResidentStage) -> bool:
     if resident.target is None:
         return False
     take_over(resident)
-    resident.use_all()
+    use_all(resident)
     return True
 
 

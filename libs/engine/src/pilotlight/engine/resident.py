@@ -1,7 +1,6 @@
 """One stage that the engine holds, from its first part to its unloading."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -11,11 +10,12 @@ from pilotlight.common.messages.engine import Produced
 from pilotlight.engine.channel.channel import Channel
 from pilotlight.engine.compute import compute_on
 from pilotlight.engine.core.admission import check_request
-from pilotlight.engine.core.batch import Batch, Plan, Segment
+from pilotlight.engine.core.batch import Batch, Plan
 from pilotlight.engine.core.blocks import BLOCK_TOKENS, BlockPool
 from pilotlight.engine.core.lifecycle import RequestEvent, RequestState
+from pilotlight.engine.core.limits import BatchLimits
 from pilotlight.engine.core.request import Request
-from pilotlight.engine.core.scheduler import BatchLimits, BatchScheduler
+from pilotlight.engine.core.scheduler import BatchScheduler
 from pilotlight.engine.core.tables import BlockTables
 from pilotlight.engine.device.arena_protocol import Arena
 from pilotlight.engine.device.copying import Source
@@ -27,17 +27,13 @@ from pilotlight.engine.errors import (
     BadRequest,
     DeadlinePassed,
     EngineError,
-    NoRoom,
     OutOfDeviceMemory,
-    PeerLost,
-    StageBusy,
     UnknownInstance,
 )
-from pilotlight.engine.kv_pieces import KvPiece, check_pieces, covered_tokens
 from pilotlight.engine.lookahead import LaunchedStep, launch_step
 from pilotlight.engine.models.registry import decoder_of
 from pilotlight.engine.pipeline_protocol import Pipeline, StageStep
-from pilotlight.engine.results import FirstPrefill, GrownStage, PlacedPart, StageRoom
+from pilotlight.engine.results import FirstPrefill, GrownStage, PlacedPart
 from pilotlight.engine.room import divide
 from pilotlight.engine.sampling import (
     Outcome,
@@ -50,7 +46,7 @@ from pilotlight.engine.sampling import (
 from pilotlight.engine.watching import stepping
 from pilotlight.policy.ids import InstanceId
 from pilotlight.policy.model import Dtype, ModelSpec, Stage
-from pilotlight.policy.request import FinishReason, RequestKey
+from pilotlight.policy.request import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +302,13 @@ class ResidentStage:
         )
         return batch if alive else None
 
+    def forget_batch(self) -> None:
+        """Drops the batch under way: blocks that it has may move, or go to others.
+
+        Nothing of it is booked, so its requests run again from where they were.
+        """
+        self._under_way = None
+
     def run(self, batch: Batch, inputs: Tensor, layers: Stage | None = None) -> Tensor:
         """Runs any range of the stage's layers; see ``RangeRunner.run``."""
         stepping(self.instance_id, batch.num_tokens)
@@ -335,115 +338,6 @@ class ResidentStage:
         return StageStep(
             plan=plan, produced=produced, first_prefill=self._first_prefill(first, sampled_s)
         )
-
-    def export(self, keys: Sequence[RequestKey], layers: Stage, since: int) -> tuple[KvPiece, ...]:
-        """Copies what the stage has of requests in some of its layers, from position ``since`` on.
-
-        They go on undisturbed.
-
-        Raises:
-            BadRequest: the layers are not the stage's.
-        """
-        if not self.stage.start <= layers.start < layers.stop <= self.stage.stop:
-            raise BadRequest(
-                f"layers [{layers.start}, {layers.stop}) are not within [{self.stage.start}, {self.stage.stop})"
-            )
-        segments = ((key, self._placed(key)) for key in keys)
-        return tuple(
-            KvPiece(
-                key=key,
-                layers=layers,
-                start=since,
-                keys_and_values=self.kv.read(layers, segment.blocks, since, segment.stop),
-            )
-            for key, segment in segments
-            if segment is not None and segment.stop > since
-        )
-
-    def _placed(self, key: RequestKey) -> Segment | None:
-        if self.pipeline is not None:
-            return self.pipeline.placed(key)
-        request = self.scheduler.find(key)
-        return self.scheduler.placed(request) if request is not None else None
-
-    def adopt(self, request: Request, pieces: Sequence[KvPiece], now_s: float) -> None:
-        """Takes up a request, checked before, whose keys and values were computed elsewhere; what
-        they lack runs here.
-
-        Raises:
-            UnknownInstance: not every part is in place.
-            BadRequest: the pieces are of another model.
-            NoRoom: there is no room for it now. Added without pieces, it would wait.
-        """
-        if not self.complete:
-            raise UnknownInstance(f"{self.instance_id} is still loading")
-        # Blocks may be given out that one of its ended requests had: its rows would be written
-        # there.
-        self._under_way = None
-        check_pieces(pieces, self.spec, self.dtype)
-        stop = min(covered_tokens(pieces, self.spec.whole), len(request.token_ids) - 1)
-        segment = self.scheduler.adopt(request, now_s)
-        if segment is None:
-            raise NoRoom(f"{self.instance_id} has no room now to take a running request over")
-        for piece in pieces:
-            # Also into layers that the stage is to take over: nothing of this request is copied
-            # there later.
-            if cut := piece.cut(self.memory.stage, segment.start, stop):
-                self.kv.write(cut.layers, segment.blocks, cut.start, cut.keys_and_values)
-        if self.pipeline is not None:
-            behind = Stage(self.stage.stop, self.spec.num_layers)
-            cuts = (piece.cut(behind, segment.start, stop) for piece in pieces)
-            try:
-                self.pipeline.forward(segment, [cut for cut in cuts if cut])
-            except PeerLost:
-                self.scheduler.end(request, RequestEvent.DROP)
-                raise
-        request.computed = max(segment.start, stop)
-
-    def resize(self, device_bytes: int) -> StageRoom:
-        """Has ``device_bytes`` from now on: KV grows or shrinks in place.
-
-        Requests that lose their blocks run again later.
-
-        Raises:
-            NoRoom: the bytes do not hold the parameters and what the requests here may reach, or
-                the device does not have them.
-            StageBusy: the stage is one of a pipeline, whose stages have the same blocks.
-        """
-        if self.pipeline is not None:
-            raise StageBusy(
-                f"{self.instance_id} is a stage of a pipeline: its blocks are those of all stages"
-            )
-        room = divide(
-            self.memory.arena, self.memory.decoder, self.memory.stage, self.dtype, device_bytes
-        )
-        self._under_way = None  # Its blocks may move.
-        num_blocks = room.kv_capacity_tokens // BLOCK_TOKENS
-        if num_blocks > self.num_blocks:
-            self.kv.resize(num_blocks)
-            self.scheduler.resize(num_blocks)
-        elif num_blocks < self.num_blocks:
-            self.limit_blocks(num_blocks)
-            self.kv.resize(num_blocks)
-        self.room = room
-        return room
-
-    def use_all(self) -> None:
-        """Gives KV what a grown stage's bytes leave, or as much as there is: no other stage has the
-        same blocks.
-        """
-        with suppress(NoRoom):
-            self.resize(self.target_bytes)
-        self.scheduler.resize(self.num_blocks)
-
-    def limit_blocks(self, num_blocks: int) -> None:
-        """Uses the first blocks alone; fewer than there are.
-
-        Raises:
-            NoRoom: some request here needs more.
-        """
-        if moves := self.scheduler.resize(num_blocks):
-            self.kv.move(moves)
 
     def cancel(self, request: Request, error: EngineError | None = None) -> Produced:
         """Ends a request at once, wherever it stands; with ``error``, for that, otherwise because

@@ -17,6 +17,7 @@ from pilotlight.policy.cluster import (
     Tier,
     WorkerFacts,
 )
+from pilotlight.policy.cost import stage_room
 from pilotlight.policy.ids import (
     DecisionId,
     Digest,
@@ -28,7 +29,8 @@ from pilotlight.policy.ids import (
     WorkerId,
 )
 from pilotlight.policy.model import Dtype, Model, ModelSpec, ScalingBounds, Slo, Stage
-from pilotlight.policy.plan import Instance, InstanceState, Placement
+from pilotlight.policy.multicast import ChainPlan
+from pilotlight.policy.plan import Instance, InstanceState, Placement, Snapshot
 from pilotlight.policy.request import Demand
 
 NOW_S = 1000.0
@@ -220,3 +222,60 @@ def instance(
 def demand(name: str = "m", waiting: int = 1) -> Demand:
     """Requests that wait for the model ``name``."""
     return Demand(model=ModelName(name), waiting=waiting, oldest_age_s=0.1, deadline_in_s=10.0)
+
+
+ROOM_BYTES = stage_room(model(), model().spec.whole).least_bytes
+"""What a device has to have for an instance of ``model()``."""
+
+
+def world(
+    *instances: Instance,
+    waiting: tuple[Demand, ...],
+    places: int = 3,
+    place_bytes: int = ROOM_BYTES,
+    models: tuple[Model, ...] = (),
+) -> Snapshot:
+    """Workers on one node, whose devices hold one instance unless told otherwise, and report what
+    they hold.
+    """
+    states = {
+        InstanceState.READY: HeldState.READY,
+        InstanceState.DRAINING: HeldState.DRAINING,
+        InstanceState.LOADING: HeldState.LOADING,
+    }
+
+    def there(index: int) -> WorkerFacts:
+        here = [one for one in instances if one.lead == f"w{index}" and one.state in states]
+        stages = tuple(
+            held(
+                one.model,
+                one.instance_id,
+                state=states[one.state],
+                in_flight=one.in_flight,
+                device_bytes=ROOM_BYTES,
+            )
+            for one in here
+        )
+        return worker(index, memory_bytes=place_bytes, held_stages=stages)
+
+    named = {one.name: one for one in models}
+    names = {*(one.model for one in instances), *(one.model for one in waiting)}
+    return Snapshot(
+        now_s=NOW_S,
+        epoch=Epoch(1),
+        models=tuple(named.get(name) or model(name) for name in sorted(names)),
+        nodes=(node(),),
+        workers=tuple(there(index) for index in range(places)),
+        instances=instances,
+        demand=waiting,
+    )
+
+
+def nodes_named(names: str) -> tuple[NodeId, ...]:
+    """Ids of nodes, from their names with spaces in between."""
+    return tuple(NodeId(name) for name in names.split())
+
+
+def members(plan: ChainPlan) -> dict[str | None, tuple[str, ...]]:
+    """The members of each chain, by its source."""
+    return {chain.source: chain.members for chain in plan.chains}

@@ -27,8 +27,8 @@ from pilotlight.common.waiting import Backoff, pause
 from pilotlight.dataplane.bandwidth import SourceLimits, parse_bandwidth
 from pilotlight.dataplane.chunk_fetch import Distrusted
 from pilotlight.dataplane.copies import HostCopies
+from pilotlight.dataplane.fetch_tools import FetchTools
 from pilotlight.dataplane.lanes import LaneLimits, Lanes
-from pilotlight.dataplane.model_fetch import FetchTools
 from pilotlight.dataplane.pool import HostPool
 from pilotlight.dataplane.pool_server import PoolServer
 from pilotlight.dataplane.readers import Readers

@@ -15,12 +15,12 @@ from pilotlight.common.messages.hold import Peer
 from pilotlight.common.service import Context
 from pilotlight.common.waiting import cancel_all, pause
 from pilotlight.dataplane.copies import HostCopies
+from pilotlight.dataplane.fetch_tools import FetchTools
 from pilotlight.dataplane.link.nixl_process import NixlProcess, PoolMemory, takes_nixl
 from pilotlight.dataplane.link.offers import Offers
 from pilotlight.dataplane.link.peers import Peers
 from pilotlight.dataplane.link.server import LinkServer
 from pilotlight.dataplane.link.thread import LinkThread
-from pilotlight.dataplane.model_fetch import FetchTools
 from pilotlight.dataplane.pool import HostPool
 from pilotlight.loader.metrics import LoaderMetrics
 from pilotlight.loader.settings import LoaderSettings

@@ -26,7 +26,7 @@ from pilotlight.common.messages.verify import (
     Verify,
 )
 from pilotlight.common.service import Background
-from pilotlight.dataplane.model_fetch import FetchTools
+from pilotlight.dataplane.fetch_tools import FetchTools
 from pilotlight.dataplane.priority_semaphore import Recalled
 from pilotlight.dataplane.readers import Reading
 from pilotlight.dataplane.source_origin import OpenedLate

@@ -12,13 +12,8 @@ from pathlib import Path
 import structlog
 
 from pilotlight.common.errors import EngineFailed
-from pilotlight.common.messages.engine import (
-    ConnectStage,
-    OpenDoor,
-    PipelineLeft,
-    StageAddress,
-    StageRefused,
-)
+from pilotlight.common.messages.engine import StageRefused
+from pilotlight.common.messages.pipelines import ConnectStage, OpenDoor, PipelineLeft, StageAddress
 from pilotlight.policy.cluster import Member
 from pilotlight.policy.ids import InstanceId
 from pilotlight.worker.core import WorkerCore

@@ -5,8 +5,9 @@ import math
 from dataclasses import dataclass
 
 from pilotlight.common.errors import PilotlightError
-from pilotlight.common.messages.engine import StageGrown, StageLoaded
+from pilotlight.common.messages.engine import StageLoaded
 from pilotlight.common.messages.hold import Hold
+from pilotlight.common.messages.pipelines import StageGrown
 from pilotlight.policy.cluster import HeldStage, HeldState
 from pilotlight.policy.phase import Moment
 from pilotlight.worker.lifecycle import HeldView

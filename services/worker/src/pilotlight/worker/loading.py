@@ -10,15 +10,9 @@ from typing import Protocol, TypeVar
 
 from pilotlight.common.clock import moment_of
 from pilotlight.common.errors import EngineFailed, PilotlightError, SourceChanged
-from pilotlight.common.messages.engine import (
-    CallOffExtend,
-    ExtendStage,
-    LoadStage,
-    PlacePart,
-    StageGrown,
-    StageLoaded,
-)
+from pilotlight.common.messages.engine import LoadStage, PlacePart, StageLoaded
 from pilotlight.common.messages.hold import Hold
+from pilotlight.common.messages.pipelines import CallOffExtend, ExtendStage, StageGrown
 from pilotlight.common.messages.pool import PartReady
 from pilotlight.common.telemetry import current_traceparent, span, with_parent
 from pilotlight.common.waiting import cancel_all, within

@@ -16,15 +16,9 @@ from pilotlight.common.errors import (
     StaleCommand,
     error_of,
 )
-from pilotlight.common.messages.engine import (
-    PipelineLeft,
-    StageFailed,
-    StageGrown,
-    StageLoaded,
-    StageOpened,
-    StageRefused,
-)
+from pilotlight.common.messages.engine import StageFailed, StageLoaded, StageOpened, StageRefused
 from pilotlight.common.messages.hold import Hold, WorkerHold
+from pilotlight.common.messages.pipelines import PipelineLeft, StageGrown
 from pilotlight.common.newest import Newest
 from pilotlight.policy.cluster import HeldState
 from pilotlight.policy.ids import Epoch, InstanceId

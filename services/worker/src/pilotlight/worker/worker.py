@@ -14,23 +14,25 @@ from pilotlight.common.errors import (
     WorkerLost,
 )
 from pilotlight.common.messages.engine import (
-    DoorOpened,
     EngineFault,
     EngineUp,
     KvExported,
-    PipelineLeft,
     Prefilled,
     RequestReleased,
     SpareReady,
-    StageConnected,
     StageFailed,
-    StageGrown,
     StageLoaded,
     StageOpened,
     StageRefused,
     StageResized,
     StageUnloaded,
     StepDone,
+)
+from pilotlight.common.messages.pipelines import (
+    DoorOpened,
+    PipelineLeft,
+    StageConnected,
+    StageGrown,
 )
 from pilotlight.common.waiting import every
 from pilotlight.policy.cluster import (

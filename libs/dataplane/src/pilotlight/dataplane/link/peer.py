@@ -13,10 +13,9 @@ from msgspec import structs
 from pilotlight.checkpoint.digests import UNIT_DIGEST_BYTES
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import DeadlineExceeded, PeerRefused, PeerUnavailable, PilotlightError
-from pilotlight.common.handshake import Identity, Initiator
+from pilotlight.common.handshake import Identity
 from pilotlight.common.messages.hold import Peer
 from pilotlight.common.messages.link import (
-    Accepted,
     Ask,
     Enough,
     FromSender,
@@ -27,9 +26,9 @@ from pilotlight.common.messages.link import (
     Region,
     Sent,
     Units,
-    Welcome,
 )
 from pilotlight.common.waiting import Backoff, cancel_all, pause, within
+from pilotlight.dataplane.link.connecting import CONNECT_S, connected
 from pilotlight.dataplane.link.nixl_process import NixlFailed, ReadsMemory
 from pilotlight.dataplane.link.one_sided import OneSidedReads
 from pilotlight.dataplane.link.pull import Pull
@@ -43,14 +42,12 @@ from pilotlight.policy.cluster import FetchPriority
 
 log = structlog.get_logger()
 
-CONNECT_S = 5.0
-"""For the connection and its handshake together."""
 LOOKS = 20
 """How often within the stall timeout a request is looked at."""
-BEATS = 5
-"""Signs of life that are asked for within the stall timeout."""
 LIVED_S = 1.0
 """A connection that held for so long was a good one: what comes after it is a first failure."""
+BEATS = 5
+"""Signs of life that are asked for within the stall timeout."""
 BACKOFF = Backoff(first_s=0.2, limit_s=10.0)
 MAX_OUT = 4096
 """Requests that wait to be sent: more than all threads that read can have under way."""
@@ -78,8 +75,7 @@ class PeerLink:
         memory: ReadsMemory | None = None,
     ) -> None:
         """``me`` is what this node proves to the other one; the link is made once ``keep`` runs.
-        ``memory`` reads the other
-        one's, where that can be done.
+        ``memory`` reads the other one's, where that can be done.
         """
         self.peer = peer
         self.state = LinkState.CONNECTING
@@ -164,78 +160,17 @@ class PeerLink:
         Raises:
             PilotlightError, OSError: it broke, or could not be made.
         """
-        stream = await within(CONNECT_S, self._connect(), f"connecting to {self.peer.node_id}")
+        connecting = connected(
+            self.peer, self._me, self._stall_timeout_s / BEATS, one_sided=self._reads_memory
+        )
+        stream, self._sock = await within(
+            CONNECT_S, connecting, f"connecting to {self.peer.node_id}"
+        )
         try:
             await self._use(stream)
         finally:
             self._out = self._sock = None
             stream.close()
-
-    async def _reach(self) -> socket.socket:
-        """A connection to the first address of the node's host that answers.
-
-        Raises:
-            PilotlightError, OSError: none does.
-        """
-        loop, peer = asyncio.get_running_loop(), self.peer
-        try:
-            found = await loop.getaddrinfo(peer.host, peer.port, type=socket.SOCK_STREAM)
-        except (ValueError, OverflowError) as error:
-            raise PeerUnavailable(
-                f"{peer.node_id} says that it is at {peer.host}:{peer.port}, which is no address"
-            ) from error
-        failure: Exception = PeerUnavailable(f"{peer.host} has no address")
-        for family, _, _, _, address in found:
-            sock = socket.socket(family, socket.SOCK_STREAM)
-            sock.setblocking(False)
-            try:
-                await within(
-                    CONNECT_S / (1 + len(found)),
-                    loop.sock_connect(sock, address),
-                    f"reaching {address[0]}",
-                )
-            except (OSError, PilotlightError) as error:
-                sock.close()
-                failure = error
-            except BaseException:
-                sock.close()
-                raise
-            else:
-                return sock
-        raise failure
-
-    async def _connect(self) -> FrameStream:
-        """A connection whose other end has proved that it is the node.
-
-        Raises:
-            PilotlightError: it is another one, or takes this one for another.
-            OSError: it cannot be made.
-        """
-        node_id = self.peer.node_id
-        sock = await self._reach()
-        try:
-            stream = FrameStream(sock)
-            side = Initiator(
-                self._me, node_id, self._stall_timeout_s / BEATS, one_sided=self._reads_memory
-            )
-            await stream.write(side.hello())
-            welcome = await stream.read_message(Welcome | Refused)
-            if welcome is None:
-                raise PeerRefused(f"{node_id} closed the connection within the handshake")
-            try:
-                await stream.write(side.on_welcome(welcome))
-            except PeerRefused as error:
-                await stream.write(Refused(code=error.code, message=error.message))
-                raise
-            answer = await stream.read_message(Accepted | Refused)
-            if answer is None:
-                raise PeerRefused(f"{node_id} closed the connection within the handshake")
-            side.on_end(answer)
-        except BaseException:
-            sock.close()
-            raise
-        self._sock = sock
-        return stream
 
     async def _use(self, stream: FrameStream) -> None:
         """Carry requests until the connection breaks.

@@ -39,30 +39,11 @@ from pilotlight.engine.core.admission import check_kv_room
 from pilotlight.engine.core.batch import Batch, Plan, Segment
 from pilotlight.engine.core.blocks import BLOCK_TOKENS
 from pilotlight.engine.core.lifecycle import RequestEvent, RequestState
+from pilotlight.engine.core.limits import BatchLimits
 from pilotlight.engine.core.request import Request
 from pilotlight.engine.core.tables import BlockTables
 from pilotlight.engine.errors import EngineFailed
 from pilotlight.policy.request import RequestKey
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchLimits:
-    """How an engine batches."""
-
-    step_tokens: int = 512
-    """Tokens of one forward pass, streams and chunks of prompts together, so that no prompt holds
-    up the streams for long."""
-    running: int = 256
-    """Requests that own blocks at once; at most ``step_tokens``, so that each stream gets its token
-    in every step."""
-    prefix_cache: bool = True
-    """Requests share the blocks of equal prefixes, also with those that have ended."""
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.running <= self.step_tokens:
-            raise ValueError(
-                f"running must be in [1, step_tokens], not {self.running} of {self.step_tokens}"
-            )
 
 
 @dataclass(frozen=True, slots=True)

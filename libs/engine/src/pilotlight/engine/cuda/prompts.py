@@ -20,11 +20,11 @@ from pilotlight.engine.cuda.attention_metadata import (
     QUERIES_AT_ONCE,
     AttentionMetadata,
     Place,
-    StaticWords,
     Words,
     fields_of,
     metadata_of,
 )
+from pilotlight.engine.cuda.static_words import StaticWords
 
 LENGTHS = (16, 32, 64, 128, 192, 256, 384, 512)
 """Rows of such steps."""

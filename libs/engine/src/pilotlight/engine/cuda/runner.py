@@ -10,7 +10,6 @@ from torch import Tensor
 from pilotlight.engine.core.batch import Batch
 from pilotlight.engine.cuda.attention_metadata import (
     Place,
-    StaticDecode,
     Words,
     fields_of,
     max_splits,
@@ -23,6 +22,7 @@ from pilotlight.engine.cuda.kernels.decode_attention import DecodeScratch
 from pilotlight.engine.cuda.layers import Layers
 from pilotlight.engine.cuda.pools import run_in
 from pilotlight.engine.cuda.prompts import LENGTHS, StaticPrompt, prompt_length
+from pilotlight.engine.cuda.static_words import StaticDecode
 from pilotlight.engine.device.arena_protocol import TorchMemory
 from pilotlight.engine.device.dtypes import TORCH_DTYPES
 from pilotlight.engine.device.kv import KvCache

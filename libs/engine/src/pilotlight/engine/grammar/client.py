@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from pilotlight.engine.errors import BadRequest, EngineFailed, Overloaded
+from pilotlight.engine.errors import BadRequest, EngineFailed, Overloaded, UnknownInstance
 from pilotlight.engine.grammar.frames import Advance, Close, Frames, Open, ToHelper, Verdict, frame
 from pilotlight.policy.request import Grammar, Vocabulary
 
@@ -88,15 +88,22 @@ class GrammarHelper:
         return None if self._connection is None or not self._sessions else self._connection.fileno()
 
     def open(
-        self, vocabulary: Vocabulary, vocab_size: int, grammar: Grammar, output_ids: Sequence[int]
+        self,
+        vocabulary: Vocabulary | None,
+        vocab_size: int,
+        grammar: Grammar,
+        output_ids: Sequence[int],
     ) -> Session:
-        """Begins a request's session; its verdict comes later, and may be that the grammar is
-        wrong.
+        """Begins a request's session; its verdict comes later, while the prompt runs, and may be
+        that the grammar is wrong.
 
         Raises:
+            UnknownInstance: the vocabulary is not here.
             BadRequest: the grammar is too long.
             Overloaded: too many are being compiled.
         """
+        if vocabulary is None:
+            raise UnknownInstance("a grammar needs the model's vocabulary, which is not here")
         if len(grammar.text) > MAX_GRAMMAR_CHARS:
             raise BadRequest(
                 f"the grammar has {len(grammar.text)} characters; at most {MAX_GRAMMAR_CHARS} are taken"

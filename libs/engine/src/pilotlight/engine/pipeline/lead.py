@@ -34,6 +34,7 @@ from pilotlight.engine.pipeline.frames import (
 from pilotlight.engine.pipeline.growth import Growth
 from pilotlight.engine.pipeline_protocol import StageStep
 from pilotlight.engine.resident import ResidentStage
+from pilotlight.engine.resizing import limit_blocks, use_all
 from pilotlight.engine.sampling import ended, look_up, settle, wait_for_late
 from pilotlight.policy.model import Stage
 from pilotlight.policy.request import FinishReason, RequestKey
@@ -323,7 +324,7 @@ class PipelineLead:
             stop = hello.stage.stop
         if stop != resident.spec.num_layers or len(stages) < 2:
             raise PeerLost(f"the stages end at layer {stop} of {resident.spec.num_layers}")
-        resident.limit_blocks(min(hello.num_blocks for hello in stages))
+        limit_blocks(resident, min(hello.num_blocks for hello in stages))
         self._depth = len(stages)
         self._stages = tuple(hello.stage for hello in stages[1:])
 
@@ -340,7 +341,7 @@ class PipelineLead:
         if not self._stages:
             self.close()
             self._resident.pipeline = None
-            self._resident.use_all()
+            use_all(self._resident)
         return StageStep(plan=plan, grown=True)
 
     def _go_on_alone(self, error: EngineError, so_far: StageStep) -> StageStep:
@@ -351,7 +352,7 @@ class PipelineLead:
         self._resident.pipeline = None
         take_over(self._resident)
         self._resident.scheduler.preempt_all()
-        self._resident.use_all()
+        use_all(self._resident)
         return replace(so_far, lost=error, grown=self._resident.target is None)
 
     def _lose(self, error: EngineError, so_far: StageStep | None = None) -> StageStep:

@@ -1,5 +1,5 @@
 """A large cluster at rest, and small changes of it: for tests that count what control looks at, and
-for ``bench/control.py``.
+for ``bench/control.py``. And single records and reports, with defaults.
 """
 
 from copy import copy
@@ -27,12 +27,29 @@ from pilotlight.policy.ids import Epoch, InstanceId, ModelName, NodeId, WorkerId
 from pilotlight.policy.model import Model
 from pilotlight.policy.plan import Instance, InstanceState, NodeDrain
 from pilotlight.policy.request import Demand
-from pilotlight.policy.testing import NOW_S, instance, model
+from pilotlight.policy.testing import NOW_S, instance, model, worker
 
 TICK_S = 0.25
 PART_BYTES = 2_000_000_000
 COPIES = 2
 """Nodes with a copy of each model."""
+
+
+def view(
+    index: int = 0,
+    *,
+    stages: tuple[HeldStage, ...] = (),
+    liveness: Liveness = Liveness.ALIVE,
+    heard_s: float = NOW_S,
+) -> WorkerView:
+    """What is known of worker ``w<index>``, by its last report."""
+    facts = worker(index, held_stages=stages, liveness=liveness)
+    return WorkerView(facts=facts, heard_s=heard_s, incarnation="a", epoch_seen=Epoch(1))
+
+
+def record(one: Instance, trace_parent: str = "") -> Record:
+    """An instance of ``model()`` in the books."""
+    return Record(instance=one, model=model(), trace_parent=trace_parent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

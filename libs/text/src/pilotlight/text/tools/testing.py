@@ -4,6 +4,11 @@ come with.
 
 from typing import Any
 
+from tokenizers import AddedToken, Tokenizer
+
+from pilotlight.text.bundle import TextBundle
+from pilotlight.text.testing import byte_level_json
+
 HERMES_TEMPLATE = """\
 {%- if tools %}
     {{- '<|im_start|>system\\nYou may call functions.\\n<tools>' }}
@@ -92,6 +97,24 @@ MISTRAL_TEMPLATE = """\
 {%- endfor %}
 """
 TEMPLATES = {"hermes": HERMES_TEMPLATE, "llama": LLAMA_TEMPLATE, "mistral": MISTRAL_TEMPLATE}
+_MARKERS = {
+    "hermes": ["<tool_call>", "</tool_call>"],
+    "mistral": ["[TOOL_CALLS]"],
+    "llama": ["<|python_tag|>"],
+    "none": [],
+}
+_NO_TOOLS = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+
+
+def bundle_of(dialect: str) -> TextBundle:
+    """The text of a model of this dialect; of dialect ``none``, of one that knows no tools."""
+    made = Tokenizer.from_str(byte_level_json())
+    made.add_tokens([AddedToken(token, special=True) for token in _MARKERS[dialect]])  # pyright: ignore[reportUnknownMemberType]
+    return TextBundle(
+        tokenizer_json=made.to_str(),
+        chat_template=TEMPLATES.get(dialect, _NO_TOOLS),
+        special_tokens={"bos_token": "<s>", "eos_token": "</s>"},
+    )
 
 
 def written_calls(dialect: str, calls: list[tuple[str, str]], content: str = "") -> str:

@@ -2,6 +2,7 @@
 but without a socket.
 """
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager
@@ -187,3 +188,21 @@ def emptied(url: URL) -> None:
             )
         )
     engine.dispose()
+
+
+def refused(answer: httpx2.Response, status: int, code: str, *words: str) -> None:
+    """An answer is this refusal, says these words, and says what to do."""
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert error["code"] == code, error
+    for word in words:
+        assert word in error["message"], error
+    assert error["what_to_do"]
+    assert "Traceback" not in answer.text
+
+
+async def nothing_is_registered(world: AdminWorld) -> None:
+    """No model is: neither in the database nor in the catalog."""
+    async with asyncio.timeout(5):
+        assert (await world.http.get("/models")).json() == {"models": []}
+    assert world.catalog.names() == ()

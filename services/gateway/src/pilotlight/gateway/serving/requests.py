@@ -14,7 +14,7 @@ is cancelled, and whatever the request has (its place, its attempt) is let go on
 import math
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import structlog
 
@@ -29,7 +29,7 @@ from pilotlight.common.errors import (
     WorkerLost,
     error_of,
 )
-from pilotlight.common.messages.tokens import Submit, SubmitReply
+from pilotlight.common.messages.tokens import Submit
 from pilotlight.common.phases import PhaseRecorder
 from pilotlight.common.telemetry import span
 from pilotlight.gateway.serving.arrivals import ArrivalPublisher
@@ -38,11 +38,13 @@ from pilotlight.gateway.serving.first_token import FirstTokens, Submitted
 from pilotlight.gateway.serving.fleet import Fleet
 from pilotlight.gateway.serving.queue import PendingQueue, Place, Ticket
 from pilotlight.gateway.serving.relay import Attempt, Relay
+from pilotlight.gateway.serving.request_time import RequestTime
 from pilotlight.gateway.serving.route import Route, Router
+from pilotlight.gateway.serving.submitting import sampling_on, submitted
 from pilotlight.gateway.serving.token_request import Ended, Held, TokenRequest, Tokens, Update
 from pilotlight.policy.ids import GatewayId, InstanceId
 from pilotlight.policy.plan import Instance
-from pilotlight.policy.request import FinishReason, Sampling
+from pilotlight.policy.request import FinishReason
 
 log = structlog.get_logger()
 
@@ -50,8 +52,6 @@ PROGRESS_INTERVAL_S = 1.0
 MAX_LOSSES = 3
 """Attempts that may be lost before the first token, and again after it, before the request fails.
 """
-SUBMIT_TRIES = 3
-"""How often one submit is repeated while no answer comes; it is answered from memory."""
 AVOID_REFUSED_S = 0.1
 AVOID_LOST_S = 1.0
 
@@ -120,12 +120,8 @@ class _Life:
         self._finish: FinishReason | None = None
         self._sampling = request.sampling
         slo_s = request.model.slo.ttft_ms / 1000
-        self._hold_s = max(slo_s * parts.hold_slo_factor, parts.hold_timeout_s)
-        self._deadline_s = min(request.arrived_s + self._hold_s, request.deadline_s)
-        """Until when it may be held, or be with an instance that is loading."""
-        self._since_s = request.arrived_s
-        """Since when it waits for an instance: what was served has no claim on the time in which it
-        was."""
+        hold_s = max(slo_s * parts.hold_slo_factor, parts.hold_timeout_s)
+        self._time = RequestTime(parts.clock, request, hold_s)
         self._tokens_before = 0
         """Output that earlier attempts had given."""
         self._waited_out = False
@@ -149,8 +145,8 @@ class _Life:
             digest=request.model.digest,
             needed_tokens=len(request.prompt_ids) + request.sampling.max_tokens,
             held_tokens=len(request.prompt_ids) + len(self._output_ids) + 1,
-            since_s=self._since_s,
-            deadline_s=self._deadline_s,
+            since_s=self._time.since_s,
+            deadline_s=self._time.held_until_s,
             trace_parent=request.trace_parent,
             siblings=request.siblings,
         )
@@ -158,10 +154,10 @@ class _Life:
             if place.waited and place.assigned is None:
                 yield self._progress(place)
             while not await place.decided(
-                min(PROGRESS_INTERVAL_S, self._deadline_s - self._clock.monotonic_s())
+                min(PROGRESS_INTERVAL_S, self._time.held_until_s - self._clock.monotonic_s())
             ):
-                if self._clock.monotonic_s() >= self._deadline_s:
-                    raise await self._parts.explainer.why(request.model, self._since_s)
+                if self._clock.monotonic_s() >= self._time.held_until_s:
+                    raise await self._parts.explainer.why(request.model, self._time.since_s)
                 yield self._progress(place)
             place.take()
             self._place = place
@@ -197,17 +193,17 @@ class _Life:
 
         def left_s() -> float:
             return (
-                self._left_s()
+                self._time.left_s()
                 if fleet.serves(instance_id)
-                else self._deadline_s - self._clock.monotonic_s()
+                else self._time.held_until_s - self._clock.monotonic_s()
             )
 
         while not await attempt.news(min(PROGRESS_INTERVAL_S, left_s())):
-            if self._left_s() <= 0:
-                raise self._too_late()
+            if self._time.left_s() <= 0:
+                raise self._time.too_late(len(self._output_ids))
             if left_s() <= 0:
                 self._waited_out = True
-                raise await self._parts.explainer.why(model, self._since_s)
+                raise await self._parts.explainer.why(model, self._time.since_s)
             if not fleet.serves(instance_id) and place.error is not None:
                 raise place.error
             if not fleet.serves(instance_id) and fleet.serving(model.name):
@@ -243,14 +239,16 @@ class _Life:
                 # What is there is taken before the end is looked at: all of it may have come before
                 # the submit was answered.
                 while (
-                    tokens := await attempt.next(min(PROGRESS_INTERVAL_S, max(0.0, self._left_s())))
+                    tokens := await attempt.next(
+                        min(PROGRESS_INTERVAL_S, max(0.0, self._time.left_s()))
+                    )
                 ) or attempt.finish is None:
                     if tokens:
                         self._first_token(attempt, place)
                         self._output_ids.extend(token.token_id for token in tokens)
                         yield Tokens(tokens)
-                    if attempt.finish is None and self._left_s() <= 0:
-                        raise self._too_late()
+                    if attempt.finish is None and self._time.left_s() <= 0:
+                        raise self._time.too_late(len(self._output_ids))
                 self._end(attempt)
         except PilotlightError as error:
             if place.error is not None and not self._parts.fleet.serves(route.instance.instance_id):
@@ -267,7 +265,18 @@ class _Life:
         accepted = False
         try:
             with span("submit", worker_id=route.instance.lead, attempt=attempt.number):
-                reply = await self._answer(attempt, route)
+                self._sampling = sampling_on(
+                    self._request,
+                    self._sampling,
+                    len(self._output_ids),
+                    self._parts.fleet.kv_capacity_tokens(route.decode.instance),
+                )
+                reply = await submitted(
+                    self._parts.relay,
+                    attempt,
+                    lambda: self._message(attempt, route.instance),
+                    route.instance.lead,
+                )
                 if not reply.accepted:
                     raise error_of(reply.code, reply.message, reply.retry_after_s or None)
             accepted = True
@@ -276,22 +285,8 @@ class _Life:
             self._parts.router.answered(instance_id, accepted=accepted)
             self._parts.queue.pump(self._request.model.name)
 
-    async def _answer(self, attempt: Attempt, route: Route) -> SubmitReply:
-        self._sampling = self._sampling_on(route)
-        for tries in range(1, SUBMIT_TRIES + 1):
-            try:
-                return await self._parts.relay.submit(
-                    attempt, self._message(attempt, route.instance), route.instance.lead
-                )
-            except DeadlineExceeded:
-                if attempt.accepted:
-                    break
-                if attempt.error is not None or tries == SUBMIT_TRIES:
-                    raise
-        return SubmitReply(accepted=True)
-
     def _message(self, attempt: Attempt, instance: Instance) -> Submit:
-        request, left_s = self._request, self._left_s()
+        request, left_s = self._request, self._time.left_s()
         return Submit(
             request_id=request.request_id,
             attempt=attempt.number,
@@ -302,36 +297,6 @@ class _Life:
             output_ids=list(self._output_ids),
             sampling=self._sampling,
             deadline_in_s=left_s if math.isfinite(left_s) else None,
-        )
-
-    def _left_s(self) -> float:
-        """Until the request must have ended."""
-        return self._request.deadline_s - self._clock.monotonic_s()
-
-    def _too_late(self) -> DeadlineExceeded:
-        limit_s = self._request.deadline_s - self._request.arrived_s
-        return DeadlineExceeded(
-            f"the answer was not complete within {limit_s:.3g} s; it had {len(self._output_ids)} tokens"
-        )
-
-    def _sampling_on(self, route: Route) -> Sampling:
-        """The request's sampling, with no more output than the instance has KV for when the client
-        left it open.
-        """
-        # Once there is output, another instance with more room must not make the answer longer than
-        # the first would have.
-        sampling = self._sampling if self._output_ids else self._request.sampling
-        room_tokens = self._parts.fleet.kv_capacity_tokens(route.decode.instance)
-        if not self._request.shorten or not room_tokens:
-            return sampling
-        # What is there already is never cut, and one token more can always be asked for: the
-        # instance refuses what it cannot hold.
-        least = len(self._output_ids) + 1
-        return replace(
-            sampling,
-            max_tokens=min(
-                sampling.max_tokens, max(room_tokens - len(self._request.prompt_ids), least)
-            ),
         )
 
     def _end(self, attempt: Attempt) -> None:
@@ -364,10 +329,10 @@ class _Life:
         if isinstance(error, CallerError | NoRoom) or self._waited_out:  # 1
             raise error
         ended_late = attempt.finish is FinishReason.ERROR and isinstance(error, DeadlineExceeded)
-        if ended_late or self._left_s() <= 0:
-            raise self._too_late() from error
+        if ended_late or self._time.left_s() <= 0:
+            raise self._time.too_late(len(self._output_ids)) from error
         if len(self._output_ids) > self._tokens_before:
-            self._wait_anew()
+            self._time.wait_anew()
         if isinstance(error, NotLoaded) or not (
             attempt.accepted or isinstance(error, InternalError)
         ):  # 2
@@ -389,9 +354,9 @@ class _Life:
                 ) from error
             self._avoid(instance_id, AVOID_LOST_S)
             if self._output_ids:
-                self._wait_anew()
+                self._time.wait_anew()
             else:
-                self._renew_deadline()
+                self._time.renew()
             log.warning(
                 "attempt lost",
                 action="attempt_lost",
@@ -399,13 +364,6 @@ class _Life:
                 instance_id=instance_id,
                 code=error.code,
             )
-
-    def _wait_anew(self) -> None:
-        self._since_s = self._clock.monotonic_s()
-        self._renew_deadline()
-
-    def _renew_deadline(self) -> None:
-        self._deadline_s = min(self._clock.monotonic_s() + self._hold_s, self._request.deadline_s)
 
     def _avoid(self, instance_id: InstanceId, for_s: float) -> None:
         self._parts.router.avoid(instance_id, for_s)

@@ -11,7 +11,7 @@ import torch
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import NoRoom
-from pilotlight.engine.core.scheduler import BatchLimits
+from pilotlight.engine.core.limits import BatchLimits
 from pilotlight.engine.device.arena import ARENA_ADDRESS, CpuArena
 from pilotlight.engine.device.arena_protocol import Arena
 from pilotlight.policy.cluster import DeviceKind

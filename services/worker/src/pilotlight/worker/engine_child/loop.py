@@ -21,16 +21,12 @@ from pilotlight.common.faults import Faults
 from pilotlight.common.messages.codec import FrameBuffer, frame
 from pilotlight.common.messages.engine import (
     Abort,
-    CallOffExtend,
     CommandFrame,
-    ConnectStage,
     EngineFault,
     EngineUp,
     ExportKv,
-    ExtendStage,
     FromEngine,
     LoadStage,
-    OpenDoor,
     PlacePart,
     Produced,
     Promote,
@@ -44,6 +40,7 @@ from pilotlight.common.messages.engine import (
     ToEngine,
     UnloadStage,
 )
+from pilotlight.common.messages.pipelines import CallOffExtend, ConnectStage, ExtendStage, OpenDoor
 from pilotlight.common.phases import PhaseRecorder
 from pilotlight.engine.errors import EngineError
 from pilotlight.engine.faults import context_lost

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from pilotlight.common.cluster_key import find_cluster_key
 from pilotlight.common.errors import SettingsInvalid
 from pilotlight.common.handshake import CHANNEL_PURPOSE, Identity
-from pilotlight.common.messages.engine import ConnectStage, OpenDoor
+from pilotlight.common.messages.pipelines import ConnectStage, OpenDoor
 from pilotlight.engine.channel.channel import Channel
 from pilotlight.engine.errors import BadRequest, EngineError, PeerLost
 

@@ -9,23 +9,25 @@ from typing import TYPE_CHECKING, Any, Protocol
 import structlog
 
 from pilotlight.common.messages.engine import (
-    ConnectStage,
-    DoorOpened,
     ExportKv,
-    ExtendStage,
     FromEngine,
     KvExported,
-    OpenDoor,
-    PipelineLeft,
     ReleaseRequest,
     RequestReleased,
     ResizeStage,
     Run,
-    StageConnected,
-    StageGrown,
     StageOpened,
     StageRefused,
     StageResized,
+)
+from pilotlight.common.messages.pipelines import (
+    ConnectStage,
+    DoorOpened,
+    ExtendStage,
+    OpenDoor,
+    PipelineLeft,
+    StageConnected,
+    StageGrown,
 )
 from pilotlight.engine.channel.channel import Channel
 from pilotlight.engine.errors import EngineError

@@ -12,7 +12,8 @@ from typing import Protocol
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import BadCheckpoint
 from pilotlight.common.faults import Faults
-from pilotlight.common.messages.engine import ExtendStage, LoadStage, PlacePart, StageLoaded
+from pilotlight.common.messages.engine import LoadStage, PlacePart, StageLoaded
+from pilotlight.common.messages.pipelines import ExtendStage
 from pilotlight.common.phases import PhaseRecorder
 from pilotlight.engine.results import PlacedPart, StageRoom
 from pilotlight.policy.ids import InstanceId

@@ -12,20 +12,17 @@ from pilotlight.common.envelope import Timed
 from pilotlight.common.errors import EngineFailed
 from pilotlight.common.messages.engine import (
     Abort,
-    CallOffExtend,
-    ConnectStage,
     EngineUp,
     ExportKv,
-    ExtendStage,
     FromEngine,
     LoadStage,
-    OpenDoor,
     PlacePart,
     ReleaseRequest,
     ResizeStage,
     Run,
     UnloadStage,
 )
+from pilotlight.common.messages.pipelines import CallOffExtend, ConnectStage, ExtendStage, OpenDoor
 from pilotlight.policy.ids import InstanceId
 from pilotlight.policy.phase import Moment
 

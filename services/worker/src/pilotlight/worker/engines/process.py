@@ -16,15 +16,11 @@ from pilotlight.common.errors import DeadlineExceeded, EngineFailed, PilotlightE
 from pilotlight.common.messages.codec import frame, read_frame
 from pilotlight.common.messages.engine import (
     Abort,
-    CallOffExtend,
-    ConnectStage,
     EngineFault,
     EngineUp,
     EventFrame,
     ExportKv,
-    ExtendStage,
     LoadStage,
-    OpenDoor,
     PlacePart,
     ReleaseRequest,
     ResizeStage,
@@ -33,6 +29,7 @@ from pilotlight.common.messages.engine import (
     ToEngine,
     UnloadStage,
 )
+from pilotlight.common.messages.pipelines import CallOffExtend, ConnectStage, ExtendStage, OpenDoor
 from pilotlight.common.waiting import cancel_all, within
 from pilotlight.policy.cluster import DeviceKind
 from pilotlight.policy.hang import Patience

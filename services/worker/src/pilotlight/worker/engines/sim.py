@@ -14,28 +14,20 @@ from collections.abc import AsyncIterator
 
 from pilotlight.common.clock import Clock, moment_of
 from pilotlight.common.envelope import Timed
-from pilotlight.common.errors import BadRequest, DeadlineExceeded, EngineFailed, NotLoaded
+from pilotlight.common.errors import BadRequest, EngineFailed, NotLoaded
 from pilotlight.common.faults import Faults
 from pilotlight.common.messages.engine import (
     Abort,
-    CallOffExtend,
-    ConnectStage,
-    DoorOpened,
     EngineUp,
     ExportKv,
-    ExtendStage,
     KvExported,
     LoadStage,
-    OpenDoor,
     PlacePart,
     Prefilled,
-    Produced,
     ReleaseRequest,
     ResizeStage,
     Run,
-    StageConnected,
     StageFailed,
-    StageGrown,
     StageLoaded,
     StageOpened,
     StageRefused,
@@ -43,6 +35,15 @@ from pilotlight.common.messages.engine import (
     StageUnloaded,
     StepDone,
     UnloadStage,
+)
+from pilotlight.common.messages.pipelines import (
+    CallOffExtend,
+    ConnectStage,
+    DoorOpened,
+    ExtendStage,
+    OpenDoor,
+    StageConnected,
+    StageGrown,
 )
 from pilotlight.common.phases import PhaseRecorder
 from pilotlight.common.waiting import cancel_all, pause, woken
@@ -52,6 +53,7 @@ from pilotlight.policy.phase import Moment, PhaseName
 from pilotlight.policy.request import FinishReason, RequestKey
 from pilotlight.worker.engines.client import EngineDied, EngineEvent
 from pilotlight.worker.engines.sim_request import SimRequest
+from pilotlight.worker.engines.sim_requests import SimRequests
 from pilotlight.worker.engines.sim_stage import SimStage
 from pilotlight.worker.engines.sim_tokens import SimTokens
 
@@ -85,8 +87,7 @@ class SimEngine:
         self._events: asyncio.Queue[Timed[EngineEvent] | None] = asyncio.Queue(MAX_EVENTS)
         self._stages: dict[InstanceId, SimStage] = {}
         self._parts: deque[PlacePart] = deque()
-        self._requests: dict[RequestKey, SimRequest] = {}
-        self._ended: list[Produced] = []
+        self._requests = SimRequests(self._stages)
         self._wake = asyncio.Event()
         self._turning: asyncio.Task[None] | None = None
 
@@ -123,16 +124,9 @@ class SimEngine:
         self._check()
         stage = self._stages.pop(command.instance_id, None)
         self._phases.drop(command.instance_id)
-        for key, request in list(self._requests.items()):
-            if request.run.instance_id == command.instance_id and stage is not None and stage.ready:
-                self._end(key, FinishReason.CANCELLED)
-            elif request.run.instance_id == command.instance_id:
-                self._end(
-                    key,
-                    FinishReason.ERROR,
-                    NotLoaded.code,
-                    f"{command.instance_id} was given up before it was loaded",
-                )
+        loaded = stage is not None and stage.ready
+        if self._requests.end_all(command.instance_id, loaded=loaded):
+            self._wake.set()
         await self._say(StageUnloaded(instance_id=command.instance_id))
 
     async def open_door(self, command: OpenDoor) -> None:
@@ -271,36 +265,25 @@ class SimEngine:
         self._stages.clear()
         self._parts.clear()
         self._requests.clear()
-        self._ended.clear()
         return True
 
     async def _turn_for_ever(self) -> None:
         while True:
             if self._parts:
                 await self._place(self._parts.popleft())
-            if self._runnable() or self._ended:
+            if self._requests.runnable or self._requests.ended:
                 await self._step()
             elif not self._parts:
                 await self._idle()
 
     async def _idle(self) -> None:
         """Until a command comes, or the deadline of a request that waits for parts has passed."""
-        due_s = min((request.deadline_s for request in self._requests.values()), default=math.inf)
+        due_s = self._requests.due_s
         self._wake.clear()
         if due_s == math.inf:
             await self._wake.wait()
         elif not await woken(self._wake, max(0.0, due_s - self._clock.monotonic_s())):
-            self._expire(self._clock.monotonic_s())
-
-    def _runnable(self) -> list[tuple[RequestKey, SimRequest]]:
-        """Requests of stages that are loaded: nothing is computed here, so nothing of them runs
-        before.
-        """
-        return [
-            (key, request)
-            for key, request in self._requests.items()
-            if self._stages[request.run.instance_id].ready
-        ]
+            self._requests.expire(self._clock.monotonic_s())
 
     async def _place(self, command: PlacePart) -> None:
         stage = self._stages.get(command.instance_id)
@@ -341,8 +324,8 @@ class SimEngine:
     async def _step(self) -> None:
         """One batch: the prompts of its new requests, then a token for each."""
         start_s = self._clock.monotonic_s()
-        self._expire(start_s)
-        batch = self._runnable()[:MAX_BATCH]
+        self._requests.expire(start_s)
+        batch = self._requests.runnable[:MAX_BATCH]
         fresh = [request for _, request in batch if request.tokens is None]
         prompt_tokens = sum(
             len(request.run.prompt_ids) + len(request.run.output_ids) for request in fresh
@@ -354,26 +337,22 @@ class SimEngine:
         for request in fresh:
             await self._first(request, start_s)
         # Aborted while time passed: no token any more.
-        produced = [self._advance(key, request) for key, request in batch if key in self._requests]
-        ended, self._ended = self._ended, []
-        waiting = len(self._requests) - len(self._runnable()[:MAX_BATCH])
+        produced = [
+            self._requests.advance(key, request) for key, request in batch if key in self._requests
+        ]
+        ended = self._requests.take_ended()
+        waiting = len(self._requests) - len(self._requests.runnable[:MAX_BATCH])
         await self._say(
             StepDone(
                 produced=(*ended, *produced),
                 waiting=waiting,
                 running=len(self._requests) - waiting,
-                kv_free_tokens=self._kv_free_tokens(),
+                kv_free_tokens=self._requests.kv_free_tokens,
                 step_time_s=self._clock.monotonic_s() - start_s,
-                kv_used_tokens=self._kv_used_tokens(),
+                kv_used_tokens=self._requests.kv_used_tokens,
                 batch_tokens=prompt_tokens + len(batch) - len(fresh),
             )
         )
-
-    def _expire(self, now_s: float) -> None:
-        for key, request in list(self._requests.items()):
-            if now_s >= request.deadline_s:
-                message = f"the deadline passed after {request.position} output tokens"
-                self._end(key, FinishReason.ERROR, DeadlineExceeded.code, message)
 
     async def _first(self, request: SimRequest, start_s: float) -> None:
         run, stage = request.run, self._stages.get(request.run.instance_id)
@@ -396,35 +375,10 @@ class SimEngine:
                 )
             )
 
-    def _advance(self, key: RequestKey, request: SimRequest) -> Produced:
-        produced = request.advance(self._stages[request.run.instance_id].model.spec)
-        if produced.finish is not None:
-            del self._requests[key]
-        return produced
-
-    def _kv_free_tokens(self) -> int:
-        capacity = sum(stage.kv_capacity_tokens for stage in self._stages.values() if stage.ready)
-        return max(0, capacity - self._kv_used_tokens())
-
-    def _kv_used_tokens(self) -> int:
-        return sum(
-            len(request.run.prompt_ids) + request.position for request in self._requests.values()
-        )
-
     def _end(
         self, key: RequestKey, finish: FinishReason, code: str = "", message: str = ""
     ) -> None:
-        request = self._requests.pop(key)
-        self._ended.append(
-            Produced(
-                request_id=key.request_id,
-                attempt=key.attempt,
-                position=request.position,
-                finish=finish,
-                code=code,
-                message=message,
-            )
-        )
+        self._requests.end(key, finish, code, message)
         self._wake.set()
 
     async def _say(self, event: EngineEvent) -> None:

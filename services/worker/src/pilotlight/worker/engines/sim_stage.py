@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from pilotlight.common.messages.engine import ExtendStage, LoadStage
+from pilotlight.common.messages.engine import LoadStage
+from pilotlight.common.messages.pipelines import ExtendStage
 from pilotlight.policy.model import Model, Stage
 
 

@@ -20,27 +20,29 @@ from pilotlight.common.envelope import Timed
 from pilotlight.common.errors import EngineFailed, UnsupportedModel
 from pilotlight.common.messages.engine import (
     Abort,
-    CallOffExtend,
-    ConnectStage,
     EngineUp,
     ExportKv,
-    ExtendStage,
     LoadStage,
-    OpenDoor,
-    PipelineLeft,
     PlacePart,
     Prefilled,
     ReleaseRequest,
     ResizeStage,
     Run,
     StageFailed,
-    StageGrown,
     StageLoaded,
     StageOpened,
     StageRefused,
     StageUnloaded,
     StepDone,
     UnloadStage,
+)
+from pilotlight.common.messages.pipelines import (
+    CallOffExtend,
+    ConnectStage,
+    ExtendStage,
+    OpenDoor,
+    PipelineLeft,
+    StageGrown,
 )
 from pilotlight.common.service import Background
 from pilotlight.policy.ids import InstanceId

@@ -1,0 +1,103 @@
+"""Worker and its engine child, on pipelines and on ranges that grow: a part of ``engine``."""
+
+from pilotlight.common.messages.codec import Message
+from pilotlight.policy.ids import InstanceId, NodeId
+from pilotlight.policy.model import Stage
+from pilotlight.policy.phase import Phase
+
+
+class OpenDoor(Message, tag="door", frozen=True, kw_only=True):
+    """Listen for the engines of other stages.
+
+    ``DoorOpened`` follows, or ``StageRefused`` without an instance.
+    """
+
+    node_id: NodeId
+    """What this node proves, with the cluster's key."""
+    host: str
+    """The address to listen at."""
+    secrets_dir: str
+    """The folder of the cluster's key, which is in no message."""
+
+
+class StageAddress(Message, frozen=True, kw_only=True):
+    """Where the engine of a stage listens."""
+
+    node_id: NodeId
+    stage: Stage
+    host: str
+    port: int
+
+
+class ConnectStage(Message, tag="connect", frozen=True, kw_only=True):
+    """Join a pipeline: each stage connects to the one behind it, the last one to the first.
+
+    ``StageConnected`` follows, and ``StageOpened`` where the stage leads; or ``StageRefused``.
+    """
+
+    instance_id: InstanceId
+    stage: Stage
+    """What this engine holds of the instance."""
+    behind: StageAddress
+    timeout_s: float
+    """For each of the two channels."""
+
+
+class ExtendStage(Message, tag="extend", frozen=True, kw_only=True):
+    """Give a stage more layers behind its own; the parts that it lacks follow as ``PlacePart``.
+
+    It serves its old range meanwhile. ``StageGrown`` follows, or ``StageRefused``: then it stays
+    what it was.
+    """
+
+    instance_id: InstanceId
+    stage: Stage
+    """Its range afterwards."""
+    device_bytes: int
+    """What the stage has from now on."""
+    pool_path: str
+
+
+class CallOffExtend(Message, tag="call_off", frozen=True, kw_only=True):
+    """Parts of a longer range cannot be had.
+
+    ``StageRefused`` follows if the stage serves its old range on, else ``StageFailed``.
+    """
+
+    instance_id: InstanceId
+    code: str
+    message: str
+
+
+class DoorOpened(Message, tag="door_opened", frozen=True, kw_only=True):
+    """The engines of other stages can connect here."""
+
+    port: int
+
+
+class StageConnected(Message, tag="connected", frozen=True, kw_only=True):
+    """The stage is one of a pipeline."""
+
+    instance_id: InstanceId
+
+
+class StageGrown(Message, tag="grown", frozen=True, kw_only=True):
+    """The stage has its longer range. One that follows in a pipeline runs it when the pipeline
+    ends; ``StageOpened`` tells that.
+    """
+
+    instance_id: InstanceId
+    stage: Stage
+    kv_capacity_tokens: int
+    phases: tuple[Phase, ...] = ()
+    """Of the parts that came."""
+
+
+class PipelineLeft(Message, tag="left", frozen=True, kw_only=True):
+    """The stage is in no pipeline any more: all of its layers were taken over, or, with a code,
+    others of its stages are lost.
+    """
+
+    instance_id: InstanceId
+    code: str = ""
+    message: str = ""

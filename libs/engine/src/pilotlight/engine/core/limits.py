@@ -1,0 +1,23 @@
+"""Limits of batching: what one step may hold, and how many requests may run."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLimits:
+    """How an engine batches."""
+
+    step_tokens: int = 512
+    """Tokens of one forward pass, streams and chunks of prompts together, so that no prompt holds
+    up the streams for long."""
+    running: int = 256
+    """Requests that own blocks at once; at most ``step_tokens``, so that each stream gets its token
+    in every step."""
+    prefix_cache: bool = True
+    """Requests share the blocks of equal prefixes, also with those that have ended."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.running <= self.step_tokens:
+            raise ValueError(
+                f"running must be in [1, step_tokens], not {self.running} of {self.step_tokens}"
+            )

@@ -1,0 +1,82 @@
+"""KV that leaves a stage with its requests, and comes to one with them."""
+
+from collections.abc import Sequence
+
+from pilotlight.engine.core.batch import Segment
+from pilotlight.engine.core.lifecycle import RequestEvent
+from pilotlight.engine.core.request import Request
+from pilotlight.engine.errors import BadRequest, NoRoom, PeerLost, UnknownInstance
+from pilotlight.engine.kv_pieces import KvPiece, check_pieces, covered_tokens
+from pilotlight.engine.resident import ResidentStage
+from pilotlight.policy.model import Stage
+from pilotlight.policy.request import RequestKey
+
+
+def export(
+    resident: ResidentStage, keys: Sequence[RequestKey], layers: Stage, since: int
+) -> tuple[KvPiece, ...]:
+    """Copies what the stage has of requests in some of its layers, from position ``since`` on.
+
+    They go on undisturbed.
+
+    Raises:
+        BadRequest: the layers are not the stage's.
+    """
+    if not resident.stage.start <= layers.start < layers.stop <= resident.stage.stop:
+        raise BadRequest(
+            f"layers [{layers.start}, {layers.stop}) are not within [{resident.stage.start}, {resident.stage.stop})"
+        )
+    segments = ((key, _placed(resident, key)) for key in keys)
+    return tuple(
+        KvPiece(
+            key=key,
+            layers=layers,
+            start=since,
+            keys_and_values=resident.kv.read(layers, segment.blocks, since, segment.stop),
+        )
+        for key, segment in segments
+        if segment is not None and segment.stop > since
+    )
+
+
+def _placed(resident: ResidentStage, key: RequestKey) -> Segment | None:
+    if resident.pipeline is not None:
+        return resident.pipeline.placed(key)
+    request = resident.scheduler.find(key)
+    return resident.scheduler.placed(request) if request is not None else None
+
+
+def adopt(
+    resident: ResidentStage, request: Request, pieces: Sequence[KvPiece], now_s: float
+) -> None:
+    """Takes up a request, checked before, whose keys and values were computed elsewhere; what they
+    lack runs here.
+
+    Raises:
+        UnknownInstance: not every part is in place.
+        BadRequest: the pieces are of another model.
+        NoRoom: there is no room for it now. Added without pieces, it would wait.
+    """
+    if not resident.complete:
+        raise UnknownInstance(f"{resident.instance_id} is still loading")
+    # Blocks may be given out that one of its ended requests had: its rows would be written there.
+    resident.forget_batch()
+    check_pieces(pieces, resident.spec, resident.dtype)
+    stop = min(covered_tokens(pieces, resident.spec.whole), len(request.token_ids) - 1)
+    segment = resident.scheduler.adopt(request, now_s)
+    if segment is None:
+        raise NoRoom(f"{resident.instance_id} has no room now to take a running request over")
+    for piece in pieces:
+        # Also into layers that the stage is to take over: nothing of this request is copied there
+        # later.
+        if cut := piece.cut(resident.memory.stage, segment.start, stop):
+            resident.kv.write(cut.layers, segment.blocks, cut.start, cut.keys_and_values)
+    if resident.pipeline is not None:
+        behind = Stage(resident.stage.stop, resident.spec.num_layers)
+        cuts = (piece.cut(behind, segment.start, stop) for piece in pieces)
+        try:
+            resident.pipeline.forward(segment, [cut for cut in cuts if cut])
+        except PeerLost:
+            resident.scheduler.end(request, RequestEvent.DROP)
+            raise
+    request.computed = max(segment.start, stop)

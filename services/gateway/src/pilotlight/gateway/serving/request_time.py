@@ -1,0 +1,40 @@
+"""How long a request may be held, and until when it must have ended."""
+
+from pilotlight.common.clock import Clock
+from pilotlight.common.errors import DeadlineExceeded
+from pilotlight.gateway.serving.token_request import TokenRequest
+
+
+class RequestTime:
+    """One request's time, from its arrival on."""
+
+    def __init__(self, clock: Clock, request: TokenRequest, hold_s: float) -> None:
+        """``hold_s`` is how long it may be held, each time that it waits."""
+        self._clock = clock
+        self._request = request
+        self._hold_s = hold_s
+        self.held_until_s = min(request.arrived_s + hold_s, request.deadline_s)
+        """Until when it may be held, or be with an instance that is loading."""
+        self.since_s = request.arrived_s
+        """Since when it waits for an instance: what was served has no claim on the time in which it
+        was."""
+
+    def left_s(self) -> float:
+        """Until the request must have ended."""
+        return self._request.deadline_s - self._clock.monotonic_s()
+
+    def too_late(self, output_tokens: int) -> DeadlineExceeded:
+        """The error of a request that did not end in time, with this much of its answer there."""
+        limit_s = self._request.deadline_s - self._request.arrived_s
+        return DeadlineExceeded(
+            f"the answer was not complete within {limit_s:.3g} s; it had {output_tokens} tokens"
+        )
+
+    def wait_anew(self) -> None:
+        """From now on it waits as one that has just come."""
+        self.since_s = self._clock.monotonic_s()
+        self.renew()
+
+    def renew(self) -> None:
+        """It may be held for a whole waiting time from now on."""
+        self.held_until_s = min(self._clock.monotonic_s() + self._hold_s, self._request.deadline_s)
