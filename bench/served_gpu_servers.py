@@ -333,6 +333,17 @@ class Pilotlight:
         return {}
 
 
+def cold_from_start(start_s: float, first_request_s: float) -> dict[str, Any]:
+    """The one cold start of a server that has its model from its process's start."""
+    return {
+        "first": {
+            "first_token_s": round(start_s + first_request_s, 3),
+            "start_s": round(start_s, 3),
+            "first_request_s": round(first_request_s, 3),
+        }
+    }
+
+
 class Vllm:
     """``vllm serve`` with its defaults, by an interpreter that has it."""
 
@@ -374,11 +385,7 @@ class Vllm:
             up = Up("vllm", pid, load.Target("127.0.0.1", self._port, "served"))
             prompt = Prompts.of(self._folder).draw(COLD_SEED, [COLD_PROMPT])[0]
             seconds, _ = first_token_s(up.target, prompt)
-            up.cold = {
-                "first_token_s": round(start_s + seconds, 3),
-                "start_s": round(start_s, 3),
-                "first_request_s": round(seconds, 3),
-            }
+            up.cold = cold_from_start(start_s, seconds)
             found = VLLM_KV.search(self._log.read_text(errors="replace"))
             up.about = {
                 "version": call(self._port, "GET", "/version")[1],

@@ -277,6 +277,7 @@ def part(name: str, tokens_per_s: list[float], cold: dict[str, Any], **more: Any
 
 def test_parts_are_joined_with_ratios_and_floors():
     from served_gpu_join import joined, table
+    from served_gpu_servers import cold_from_start
 
     ours = part(
         "ours-4B", [90.0, 110.0], {name: {"first_token_s": 0.5} for name in ("first", "again")}
@@ -284,7 +285,7 @@ def test_parts_are_joined_with_ratios_and_floors():
     theirs = part(
         "vllm-4B",
         [80.0, 140.0],
-        {"first": {"first_token_s": 60.0}},
+        cold_from_start(59.0, 1.0),
         left_out=["x"],
         wrong=["y: status 500"],
     )

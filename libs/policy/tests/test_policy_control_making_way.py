@@ -14,7 +14,7 @@ from pilotlight.policy.control.plan import ControlRules
 from pilotlight.policy.control.reconcile import ReconcileRules
 from pilotlight.policy.control.shortlist import for_turns
 from pilotlight.policy.drain import staying
-from pilotlight.policy.ids import ModelName, NodeId, WorkerId
+from pilotlight.policy.ids import InstanceId, ModelName, NodeId, WorkerId
 from pilotlight.policy.plan import InstanceState, NodeDrain, Placement
 from pilotlight.policy.request import Demand
 from pilotlight.policy.testing import held, instance, model
@@ -218,6 +218,36 @@ def test_models_with_instances_elsewhere_are_ranked_anew_when_one_makes_way() ->
         cluster.models[four], scaling=replace(model().scaling, min_instances=2)
     )
     assert drained(cluster, *COLD[:2]) == ["four-00", "two-04"]
+
+
+def test_what_leaves_with_a_victim_that_spans_workers_is_compared_with_both() -> None:
+    """The first drains on ``w000`` already. There, ``two`` makes way for one model; it also had half
+    of ``w001``, whose other half is the cheapest place for the next model.
+    """
+    others = [((f"other{at}", 400, 50.0 + at / 10, True),) for at in range(6)]
+    left = (("first", 200, 1.0, True), ("two", 200, 100.0, True))
+    cluster = busy_workers(left, (("two", 200, 100.0, True), ("half", 200, 90.0, True)), *others)
+    here, there = WorkerId("w000"), WorkerId("w001")
+    first, two = (cluster.books.records[InstanceId(f"{name}-00")] for name in ("first", "two"))
+    drains = replace(first.instance, state=InstanceState.DRAINING, drain_within_s=10.0)
+    spans = replace(
+        two.instance,
+        placements=tuple(
+            replace(two.instance.placements[0], worker_id=worker_id) for worker_id in (here, there)
+        ),
+    )
+    cluster.books = (
+        cluster.books.without([InstanceId("two-01")])
+        .put(replace(first, instance=drains))
+        .put(replace(two, instance=spans))
+    )
+    view = cluster.workers[there]
+    shown = tuple(
+        replace(one, instance_id=spans.instance_id) if one.instance_id == "two-01" else one
+        for one in view.facts.held
+    )
+    cluster.workers[there] = replace(view, facts=replace(view.facts, held=shown))
+    assert drained(cluster, *COLD[:2]) == ["two-00", "half-01"]
 
 
 def test_of_many_busy_workers_few_are_compared() -> None:

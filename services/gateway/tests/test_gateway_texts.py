@@ -22,10 +22,11 @@ from pilotlight.gateway.openai.prompt import PromptEncoder
 from pilotlight.gateway.schema.requests import ChatRequest
 from pilotlight.gateway.settings import GatewaySettings
 from pilotlight.gateway.testing import RESERVED_HELPERS, TEXT_HELPER_MEMORY_BYTES
-from pilotlight.gateway.texts.frames import Chat, Conversation
+from pilotlight.gateway.texts.frames import Chat, Conversation, Give
 from pilotlight.gateway.texts.process import HelperLost, HelperProcess, Launched, end
 from pilotlight.gateway.texts.strikes import MAX_STRIKES
 from pilotlight.gateway.texts.texts import build_texts
+from pilotlight.policy.ids import Digest
 from pilotlight.text.bundle import TextBundle
 from pilotlight.text.testing import byte_level_json
 
@@ -192,6 +193,34 @@ async def test_what_waits_is_bounded(make_context: MakeContext, tmp_path: Path, 
     await texts.stop()
     ended = await asyncio.gather(*waiting, return_exceptions=True)
     assert {type(error) for error in ended} == {TextUnavailable}
+
+
+async def test_a_bundle_that_many_jobs_bring_takes_its_room_once(
+    make_context: MakeContext, tmp_path: Path, world
+):
+    """As when many requests come at once for a model that no helper has met."""
+    settings = GatewaySettings(run_dir=tmp_path, text_queue_bytes=1 << 20)
+    pool = build_texts(make_context("gateway", settings), RESERVED_HELPERS)._pool
+
+    def bringing(digest: str, size_bytes: int) -> asyncio.Task[Any]:
+        give = Give(digest=Digest(digest), bundle=bytes(size_bytes))
+        return asyncio.create_task(pool.do(job(world), owner="one", model=digest, give=give))
+
+    waiting = [bringing("first", 600_000) for _ in range(100)]
+    await pause(0)
+    assert not any(task.done() for task in waiting)
+    assert len({id(one.give.bundle) for one in pool._waiting.values() if one.give}) == 1
+    with pytest.raises(QueueFull):
+        await bringing("second", 600_000)
+    for task in waiting:
+        task.cancel()
+    await asyncio.wait(waiting)
+    fits = bringing("second", 600_000)
+    await pause(0)
+    assert not fits.done()
+    await pool.stop()
+    with pytest.raises(HelperLost):
+        await fits
 
 
 async def test_a_body_of_empty_messages_does_not_stop_the_loop(world):

@@ -70,7 +70,8 @@ def making_way(asking: Sequence[Model], draft: Draft, claims: int) -> frozenset[
     groups = defaultdict[int, list[Model]](list)
     for model in asking:
         groups[draft.needs.of(model, 1).bit_length()].append(model)
-    listed = frozenset[WorkerId]()
+    # What leaves already counts there, and its other victims may span workers: always compared.
+    listed = frozenset(draft.rooms.leaving & line.ready.keys())
     while True:
         first = [
             one
@@ -144,7 +145,7 @@ class _Line:
             granule_bytes = slot.shape.granule_bytes
             if granule_bytes not in least:
                 least[granule_bytes] = min(draft.needs.of(model, granule_bytes) for model in asking)
-            if slot.most_bytes < least[granule_bytes]:
+            if slot.most_bytes < least[granule_bytes] and not slot.leaving:
                 continue
             victims = [one for one in slot.victims if now_s - one.since_s >= one.owed_s]
             if self._leaving:

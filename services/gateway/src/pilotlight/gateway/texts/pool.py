@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,6 +13,7 @@ from pilotlight.common.errors import QueueFull
 from pilotlight.common.waiting import Backoff, cancel_all, pause
 from pilotlight.gateway.texts.frames import Describe, Give, Job, Make, Reply, encoded, header
 from pilotlight.gateway.texts.process import HelperLost, HelperProcess, Launcher
+from pilotlight.policy.ids import Digest
 from pilotlight.policy.lanes import LaneJob, next_job, turn_of
 
 log = structlog.get_logger()
@@ -48,7 +50,7 @@ class PoolBounds:
     """Processor time that a short job may take."""
     long_cpu_s: float
     max_waiting_bytes: int
-    """Of all jobs that wait."""
+    """Of all jobs that wait, and of the bundles that they bring, each once."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,10 +72,6 @@ class _Job:
             self.answer.set_exception(lost)
             self.answer.exception()  # Looked at: the caller may have left.
 
-    @property
-    def size_bytes(self) -> int:
-        return len(self.data) + (len(self.give.bundle) if self.give is not None else 0)
-
     def frames(self) -> list[bytes]:
         frames: list[bytes] = []
         if self.give is not None:
@@ -93,6 +91,10 @@ class HelperPool:
         self._running: dict[int, tuple[_Job, asyncio.Task[None]]] = {}
         self._waiting: dict[int, _Job] = {}
         self._waiting_bytes = 0
+        self._gives: dict[Digest, Give] = {}
+        """Bundles that jobs wait with: all that bring the same one share its bytes."""
+        self._given: Counter[Digest] = Counter()
+        """How many jobs bring it."""
         self._numbers = 0
         self._now_turn = 0
         self._lost = asyncio.Event()
@@ -155,6 +157,9 @@ class HelperPool:
             long=long,
             turn=turn_of(owner, lanes, self._now_turn),
         )
+        if give is not None:
+            # Read twice, the same bundle may stand twice in memory: one is kept.
+            give = self._gives.get(give.digest, give)
         queued = _Job(
             lane=lane,
             kind=type(job).__name__.lower(),
@@ -163,7 +168,9 @@ class HelperPool:
             cpu_s=self._bounds.long_cpu_s if long else self._bounds.short_cpu_s,
             give_cpu_s=self._bounds.long_cpu_s if give is not None else 0.0,
         )
-        size_bytes = self._waiting_bytes + queued.size_bytes
+        size_bytes = self._waiting_bytes + len(data)
+        if give is not None and give.digest not in self._gives:
+            size_bytes += len(give.bundle)
         own = sum(other.owner == owner for other in lanes)
         # A single job is taken whatever its size: bodies and checkpoints have bounds of their own.
         if (
@@ -178,12 +185,21 @@ class HelperPool:
         self._numbers += 1
         self._waiting[lane.number] = queued
         self._waiting_bytes = size_bytes
+        if give is not None:
+            self._gives[give.digest] = give
+            self._given[give.digest] += 1
         return queued
 
     def _forget(self, number: int) -> _Job | None:
         job = self._waiting.pop(number, None)
-        if job is not None:
-            self._waiting_bytes -= job.size_bytes
+        if job is None:
+            return None
+        self._waiting_bytes -= len(job.data)
+        if job.give is not None:
+            self._given[job.give.digest] -= 1
+            if not self._given[job.give.digest]:
+                del self._given[job.give.digest], self._gives[job.give.digest]
+                self._waiting_bytes -= len(job.give.bundle)
         return job
 
     def _dispatch(self) -> None:
